@@ -1,0 +1,31 @@
+"""tfdist trains Keras 3 models on TensorFlow: the strategy changes how fast, and nothing else."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Distribution": "tfdist.strategy",
+    "TrainingError": "tfdist.errors",
+    "UserError": "tfdist.errors",
+    "connect": "tfdist.strategy",
+    "evaluate": "tfdist.loop",
+    "fit": "tfdist.loop",
+    "predict": "tfdist.loop",
+}
+
+__all__ = ["Distribution", "TrainingError", "UserError", "connect", "evaluate", "fit", "predict"]
+
+
+def __getattr__(name: str) -> Any:
+    """Loads a public name on first use, so that `import tfdist` does not import TensorFlow."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tfdist' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

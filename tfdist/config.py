@@ -1,0 +1,192 @@
+"""What is trained: the experiment, as typed dataclasses.
+
+A config file is a Python file with a `get_config()` that returns an
+`Experiment`. Slots make a misspelt field an error while flags are parsed,
+before any device is touched.
+"""
+
+# No `from __future__ import annotations` here: config_flags parses overrides by
+# the types of the fields and cannot do so from strings.
+
+import ast
+import dataclasses
+import difflib
+import re
+from typing import Any
+
+from tfdist.errors import UserError
+
+MODELS = ("cnn", "mlp", "conv_bn", "char_transformer")
+DATASETS = ("digits", "synthetic", "stdlib_text")
+OPTIMIZERS = (
+    "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "ftrl", "lamb", "lion",
+    "muon", "nadam", "rmsprop", "sgd",
+)  # fmt: skip
+PRECISIONS = ("float32", "float64", "mixed_bfloat16", "mixed_float16")
+SCHEDULES = ("constant", "cosine")
+CACHES = ("auto", "memory", "stream")
+
+_REFERENCE = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+
+
+@dataclasses.dataclass(slots=True)
+class Data:
+    name: str = "digits"
+    """A TFDS name, `synthetic`, `stdlib_text`, or `package.module:function` (see tfdist.data.load)."""
+    train_split: str = "train"
+    eval_split: str = "test"
+    data_dir: str = ""
+    """Where TFDS keeps prepared data; empty for TFDS' own default (TFDS_DATA_DIR or ~/tensorflow_datasets)."""
+    shuffle: bool = True
+    """A new order each epoch, a function of the seed and the epoch alone."""
+    cache: str = "auto"
+    """`memory` holds the decoded split in memory; `stream` reads it anew each epoch; `auto` decides by size."""
+    options: str = ""
+    """Keyword arguments of the data set's function, such as `examples=1000, classes=5`."""
+
+
+@dataclasses.dataclass(slots=True)
+class Model:
+    name: str = "cnn"
+    """One of `MODELS` or `package.module:function`, called as `function(spec, **options)`."""
+    options: str = ""
+    """Keyword arguments of the model's function, such as `dropout=0.1, units=64`."""
+
+
+@dataclasses.dataclass(slots=True)
+class Optimizer:
+    name: str = "adam"
+    """A Keras optimizer in lower case, or `package.module:function`, called as `function(learning_rate)`."""
+    learning_rate: float = 1e-3
+    schedule: str = "constant"
+    """`constant`, or `cosine` down to zero at the last update."""
+    warmup: str = "0%"
+    """Linear warm-up from zero: a duration (`5%`, `100 steps`, `1 epoch`, `5000 examples`)."""
+    weight_decay: float = 0.0
+    clip_norm: float = 0.0
+    """Bound on the norm of the whole gradient, summed over all replicas; 0 for none."""
+    ema_momentum: float = 0.0
+    """Ends the run with an exponential moving average of the weights; 0 for none."""
+    options: str = ""
+    """More keyword arguments of the optimizer, such as `momentum=0.9, nesterov=True`."""
+
+
+@dataclasses.dataclass(slots=True)
+class Train:
+    epochs: int = 20
+    """Passes over the data; 0 to count in `steps`."""
+    steps: int = 0
+    """Updates; 0 to count in `epochs`."""
+    batch_size: int = 64
+    """Global batch: examples per update, over all replicas and micro-batches."""
+    accumulate: int = 1
+    """Micro-batches per update and replica: less memory, same result."""
+    precision: str = "float32"
+    """`float32`, `float64`, `mixed_bfloat16` or `mixed_float16`."""
+    steps_per_call: int = 0
+    """Updates per call of the compiled function; 0 measures and chooses."""
+
+
+@dataclasses.dataclass(slots=True)
+class Eval:
+    every: str = "1 epoch"
+    """How often to evaluate: a duration in whole epochs; the end is always evaluated."""
+    batch_size: int = 256
+
+
+@dataclasses.dataclass(slots=True)
+class Experiment:
+    name: str = "digits"
+    seed: int = 0
+    data: Data = dataclasses.field(default_factory=Data)
+    model: Model = dataclasses.field(default_factory=Model)
+    optimizer: Optimizer = dataclasses.field(default_factory=Optimizer)
+    train: Train = dataclasses.field(default_factory=Train)
+    eval: Eval = dataclasses.field(default_factory=Eval)
+
+
+def validate(experiment: Any) -> Experiment:
+    """Checks all that can be known without TensorFlow.
+
+    Raises:
+      UserError: naming the field, the value received and what to change.
+    """
+    if not isinstance(experiment, Experiment):
+        raise UserError(
+            f"get_config() of --config must return a tfdist.config.Experiment, got {type(experiment).__name__}: "
+            "see configs/digits.py"
+        )
+    e = experiment
+    _among("model.name", e.model.name, MODELS)
+    _among("optimizer.name", e.optimizer.name, OPTIMIZERS)
+    _among("optimizer.schedule", e.optimizer.schedule, SCHEDULES, reference=False)
+    _among("train.precision", e.train.precision, PRECISIONS, reference=False)
+    _among("data.cache", e.data.cache, CACHES, reference=False)
+    options("data.options", e.data.options)
+    options("model.options", e.model.options)
+    options("optimizer.options", e.optimizer.options)
+    if not re.fullmatch(r"[\w.-]+", e.name):
+        raise UserError(f"name={e.name!r} becomes a folder: use letters, digits, '_', '-' and '.'")
+    for field, value in (
+        ("train.batch_size", e.train.batch_size),
+        ("eval.batch_size", e.eval.batch_size),
+        ("train.accumulate", e.train.accumulate),
+    ):
+        if value < 1:
+            raise UserError(f"{field} must be at least 1, got {value}")
+    for field, number in (
+        ("train.epochs", e.train.epochs),
+        ("train.steps", e.train.steps),
+        ("train.steps_per_call", e.train.steps_per_call),
+        ("optimizer.weight_decay", e.optimizer.weight_decay),
+        ("optimizer.clip_norm", e.optimizer.clip_norm),
+    ):
+        if number < 0:
+            raise UserError(f"{field} must not be negative, got {number}")
+    if bool(e.train.epochs) == bool(e.train.steps):
+        raise UserError(
+            f"give either train.epochs or train.steps and 0 for the other, got {e.train.epochs} and {e.train.steps}"
+        )
+    if e.optimizer.learning_rate <= 0:
+        raise UserError(f"optimizer.learning_rate must be positive, got {e.optimizer.learning_rate}")
+    if not 0 <= e.optimizer.ema_momentum < 1:
+        raise UserError(f"optimizer.ema_momentum must be in [0, 1), got {e.optimizer.ema_momentum}")
+    if not 0 <= e.seed < 2**31:
+        raise UserError(f"seed must be between 0 and {2**31 - 1}, got {e.seed}")
+    return e
+
+
+def options(field: str, text: str) -> dict[str, Any]:
+    """Keyword arguments in `text`, Python literals or bare words: `units=64, activation=relu`.
+
+    Raises:
+      UserError: naming `field`, when `text` is something else.
+    """
+    try:
+        call = ast.parse(f"f({text})", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            raise ValueError
+        return {
+            str(k.arg): k.value.id if isinstance(k.value, ast.Name) else ast.literal_eval(k.value) for k in call.keywords
+        }
+    except (SyntaxError, ValueError):
+        raise UserError(f"{field}={text!r} is not understood: write name=value, name=value") from None
+
+
+def is_reference(name: str) -> bool:
+    """Whether `name` is written as `package.module:function`."""
+    return bool(_REFERENCE.match(name))
+
+
+def _among(field: str, value: str, known: tuple[str, ...], reference: bool = True) -> None:
+    if value in known or (reference and is_reference(value)):
+        return
+    raise UserError(f"unknown {field} {value!r}{suggest(value, known)}" + (
+        ", or package.module:function" if reference else ""
+    ))
+
+
+def suggest(value: str, known: tuple[str, ...]) -> str:
+    """`: did you mean 'x'? Known: ...`, the way every unknown name ends."""
+    near = difflib.get_close_matches(value, known, n=1)
+    return f": did you mean {near[0]!r}?" * bool(near) + f"{' ' if near else ': '}known are {', '.join(known)}"

@@ -1,0 +1,222 @@
+"""Data sets by name: TFDS, the ones that tfdist makes or packages, and the user's own functions."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import logging
+import os
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist import config, imports
+from tfdist.data import Arrays, Batches, Source, as_source
+from tfdist.errors import UserError
+
+MEMORY_SHARE = 0.25
+"""Share of the machine's memory that `data.cache=auto` lets a decoded split take."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Spec:
+    """What a model must know of the data it is built for."""
+
+    shape: tuple[int, ...]
+    """Shape of one example's input."""
+    dtype: str
+    classes: int | None
+    """Number of classes, or None where the targets are not classes."""
+    maximum: float
+    """Largest input value, for scaling to [0, 1]."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loaded:
+    """Both splits and their description."""
+
+    train: Source
+    eval: Source
+    examples: int
+    """Examples in the training split."""
+    spec: Spec
+
+
+def load(experiment: config.Experiment) -> Loaded:
+    """Loads the experiment's data set, preparing it first where TFDS must.
+
+    Raises:
+      UserError: unknown name or split, no examples, labels out of range, or
+        data that would have to be downloaded and cannot be.
+    """
+    data = experiment.data
+    options = config.options("data.options", data.options)
+    if data.name == "synthetic":
+        return _own(experiment, imports.call("data.options", synthetic, options))
+    if data.name == "stdlib_text":
+        from tfdist.datasets import stdlib_text
+
+        return _own(experiment, imports.call("data.options", stdlib_text.load, options))
+    if config.is_reference(data.name):
+        return _of_function(experiment, imports.resolve("data.name", data.name), options)
+    if options:
+        raise UserError(f"data.options={data.options!r} is for functions, the TFDS data set {data.name!r} takes none")
+    return _of_tfds(experiment)
+
+
+def synthetic(examples: int = 4096, shape: tuple = (32, 32, 3), classes: int = 10, noise: float = 0.5) -> dict:
+    """Made images: one random pattern per class, under noise. Learnable, and no download.
+
+    Returns:
+      Arrays by split: `train` of `examples`, and a quarter as many to `test`.
+    """
+    rng = np.random.default_rng(0)
+    patterns = rng.normal(size=(classes, *shape)).astype("float32")
+
+    def make(count):
+        y = rng.integers(0, classes, count).astype("int32")
+        return patterns[y] + noise * rng.normal(size=(count, *shape)).astype("float32"), y
+
+    return {"train": make(examples), "test": make(max(1, examples // 4))}
+
+
+def _own(experiment: config.Experiment, splits: dict) -> Loaded:
+    def split(field: str, name: str) -> Arrays:
+        if name not in splits:
+            raise UserError(f"unknown {field} {name!r}{config.suggest(name, tuple(splits))}")
+        return Arrays(splits[name])
+
+    return _described(
+        split("data.train_split", experiment.data.train_split), split("data.eval_split", experiment.data.eval_split), None
+    )
+
+
+def _of_function(experiment: config.Experiment, function: Any, options: dict) -> Loaded:
+    """`function(split=..., batch_size=..., **options)`, with what of it the function names."""
+    data = experiment.data
+    named = inspect.signature(function).parameters
+    every = any(p.kind is p.VAR_KEYWORD for p in named.values())
+
+    def split(name: str, batch: int) -> Source:
+        offered = {"split": name, "batch_size": batch}
+        given = {k: v for k, v in offered.items() if k in named or every}
+        source = as_source(imports.call("data.options", function, {**given, **options}))
+        if isinstance(source, Batches):
+            spec = tf.nest.flatten(source.dataset.element_spec)[0].shape
+            if spec[0] not in (None, batch):
+                raise UserError(
+                    f"{data.name} returned batches of {spec[0]} examples for a batch size of {batch}: "
+                    "take the argument batch_size and batch by it"
+                )
+        return source
+
+    return _described(
+        split(data.train_split, experiment.train.batch_size), split(data.eval_split, experiment.eval.batch_size), None
+    )
+
+
+def _of_tfds(experiment: config.Experiment) -> Loaded:
+    import tensorflow_datasets as tfds
+
+    data = experiment.data
+    tfds.disable_progress_bar()
+    logging.getLogger("absl").addFilter(_quiet)
+    if data.name == "digits":
+        from tfdist.datasets import digits  # noqa: F401  registers the builder with TFDS
+    data_dir = os.path.expanduser(data.data_dir) or None
+    try:
+        builder = tfds.builder(data.name, data_dir=data_dir)
+    except tfds.core.DatasetNotFoundError:
+        names = (*config.DATASETS, *tfds.list_builders(with_community_datasets=False))
+        near = config.suggest(data.name, names).partition("?")
+        hint = f"{near[0]}?" if near[1] else ": see https://www.tensorflow.org/datasets/catalog"
+        raise UserError(f"unknown data.name {data.name!r}{hint} or write package.module:function") from None
+    except ValueError as error:
+        raise UserError(f"data.name={data.name!r} is not accepted by TFDS: {_line(error)}") from None
+    _prepare(builder, data.name)
+    label = builder.info.supervised_keys
+    if not label:
+        raise UserError(
+            f"data set {data.name!r} does not say which feature is the target: wrap it in a package.module:function"
+        )
+    classes = getattr(builder.info.features[label[1]], "num_classes", None)
+
+    def split(field: str, name: str, batch: int) -> Source:
+        try:
+            count = builder.info.splits[name].num_examples
+        except (KeyError, ValueError, AssertionError):
+            raise UserError(f"unknown {field} {name!r}: {data.name} has {', '.join(builder.info.splits)}") from None
+        if not count:
+            raise UserError(f"{field}={name!r} of {data.name} is empty: choose a split with examples")
+        if _in_memory(builder, count, data.cache):
+            whole = builder.as_dataset(split=name, batch_size=-1, as_supervised=True, shuffle_files=False)
+            return Arrays(tuple(tfds.as_numpy(whole)))
+        stream = builder.as_dataset(split=name, as_supervised=True, shuffle_files=False)
+        if field == "data.train_split" and data.shuffle:
+            stream = stream.shuffle(min(count, 16 * batch + 10_000), seed=experiment.seed, reshuffle_each_iteration=True)
+        return Batches(stream.batch(batch))
+
+    return _described(
+        split("data.train_split", data.train_split, experiment.train.batch_size),
+        split("data.eval_split", data.eval_split, experiment.eval.batch_size),
+        classes,
+        builder.info.splits[data.train_split].num_examples,
+    )
+
+
+def _prepare(builder: Any, name: str) -> None:
+    """Downloads and prepares where that is still to be done, which TFDS does atomically."""
+    if os.path.isdir(builder.data_dir):
+        return
+    print(f"tfdist: preparing the data set {name} in {builder.data_dir}", flush=True)
+    try:
+        builder.download_and_prepare()
+    except Exception as error:  # TFDS lets through whatever its downloads raise
+        if isinstance(error, OSError) and error.filename:
+            raise UserError(f"data.data_dir is not usable: {_line(error)}: choose another folder") from error
+        raise UserError(
+            f"data set {name!r} cannot be prepared in {builder.data_dir}: {_line(error)}: "
+            "check the network, or prepare it elsewhere and set data.data_dir"
+        ) from error
+
+
+def _in_memory(builder: Any, count: int, cache: str) -> bool:
+    if cache != "auto":
+        return cache == "memory"
+    total = 0
+    for spec in tf.nest.flatten(builder.info.features.get_tensor_spec()):
+        if not spec.shape.is_fully_defined():
+            return False
+        total += spec.shape.num_elements() * max(1, spec.dtype.size)
+    return total * count < MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _described(train: Source, evaluation: Source, classes: int | None, examples: int | None = None) -> Loaded:
+    if isinstance(train, Arrays):
+        columns = train.columns
+        x, y = columns[0], columns[1] if len(columns) > 1 else None
+        shape, dtype = np.shape(tf.nest.flatten(x)[0])[1:], np.dtype(tf.nest.flatten(x)[0].dtype)
+        if classes is None and y is not None and not tf.nest.is_nested(y) and np.issubdtype(y.dtype, np.integer):
+            classes = int(y.max()) + 1
+        maximum = float(tf.nest.flatten(x)[0].max()) if dtype.kind in "fui" else 1.0
+        examples = train.size
+    else:
+        spec = tf.nest.flatten(train.dataset.element_spec)[0]
+        shape, dtype = tuple(spec.shape[1:]), np.dtype(spec.dtype.as_numpy_dtype)
+        maximum = 255.0 if dtype == np.uint8 else 1.0
+        if examples is None:
+            raise UserError(
+                "a data function must return arrays, or its number of examples stays unknown: "
+                "return NumPy arrays, or use the Python API (tfdist.fit) with a tf.data.Dataset"
+            )
+    return Loaded(train, evaluation, examples, Spec(tuple(shape), dtype.name, classes, maximum or 1.0))
+
+
+def _quiet(record: logging.LogRecord) -> bool:
+    """Lets TFDS' chatter about folders and file formats pass only when it is a warning."""
+    return record.levelno >= logging.WARNING or "tensorflow_datasets" not in record.pathname
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,0 +1,113 @@
+"""Which strategy, and why, from what the process can see. No TensorFlow."""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import importlib.util
+import json
+from collections.abc import Mapping
+
+from tfdist.environment import Environment
+from tfdist.errors import UserError
+from tfdist.gpus import Selection, Survey
+
+NEEDS = {
+    "multi_worker": "needs several workers named in TF_CONFIG",
+    "horovod": "needs Horovod and a start by horovodrun",
+    "tpu": "needs a TPU and a TensorFlow built for it",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """A strategy by name, and the reason in words for a person."""
+
+    name: str
+    reason: str
+    replicas: int
+    """Replicas in this process, as far as known without TensorFlow."""
+
+
+def choose(environment: Environment, selection: Selection, environ: Mapping[str, str]) -> Choice:
+    """Applies the rules of `--strategy=auto`, or checks an explicit choice.
+
+    Raises:
+      UserError: the strategy cannot run here; the message says what it needs.
+    """
+    virtual = environment.virtual_devices
+    devices = virtual or max(1, len(selection.gpus))
+    what = f"{virtual} virtual CPU devices" if virtual else f"{len(selection.gpus)} GPUs" if selection.gpus else "1 CPU"
+    name, reason = environment.strategy, "asked for by --strategy"
+    if name == "auto":
+        name, reason = _automatic(devices, what, environment, environ)
+    if name in NEEDS:
+        raise UserError(
+            f"--strategy={name} ({reason}) {NEEDS[name]}, and is not part of this version yet: "
+            "use --strategy=default or --strategy=mirrored"
+        )
+    if name == "mirrored" and devices < 2 and not selection.opaque:
+        raise UserError(
+            f"--strategy=mirrored needs at least 2 devices, found 1 ({'1 GPU' if selection.gpus else 'the CPU'}): "
+            "use --virtual_devices=2 to split the CPU, or --strategy=default"
+        )
+    return Choice(name, reason, devices if name == "mirrored" else 1)
+
+
+def _automatic(devices: int, what: str, environment: Environment, environ: Mapping[str, str]) -> tuple[str, str]:
+    if environment.virtual_devices:  # somebody asks for this machine's CPU, whatever else there is
+        return ("mirrored" if devices > 1 else "default"), f"{what} here"
+    hint = tpu_hint(environ)
+    if hint:
+        return "tpu", f"{hint} says that there is a TPU"
+    if "HOROVOD_RANK" in environ:
+        return "horovod", "started by horovodrun (HOROVOD_RANK is set)"
+    workers = tf_config_workers(environ)
+    if workers > 1:
+        return "multi_worker", f"TF_CONFIG names {workers} workers"
+    if devices > 1:
+        return "mirrored", f"{what} here"
+    return "default", f"{what} here"
+
+
+def tpu_hint(environ: Mapping[str, str]) -> str:
+    """What suggests a TPU, or an empty string; a wrong guess is costly, so the signs are strict."""
+    for name in ("TPU_NAME", "TPU_CONFIG", "KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS"):
+        if environ.get(name):
+            return name
+    if glob.glob("/dev/accel*"):
+        return "/dev/accel*"
+    if glob.glob("/dev/vfio/[0-9]*") and any(k.startswith("TPU_") or k == "COLAB_TPU_ADDR" for k in environ):
+        return "/dev/vfio with TPU variables"
+    return "the installed libtpu" if importlib.util.find_spec("libtpu") else ""
+
+
+def tf_config_workers(environ: Mapping[str, str]) -> int:
+    """How many workers (the chief among them) TF_CONFIG names; 0 without one.
+
+    Raises:
+      UserError: TF_CONFIG is not the JSON object that TensorFlow reads.
+    """
+    text = environ.get("TF_CONFIG", "")
+    if not text.strip():
+        return 0
+    try:
+        cluster = json.loads(text).get("cluster", {})
+        return sum(len(cluster.get(role, ())) for role in ("chief", "worker"))
+    except (ValueError, AttributeError, TypeError) as error:
+        raise UserError(f"TF_CONFIG is not a JSON object with a cluster in it ({error}): correct or unset it") from None
+
+
+def check_visible(survey: Survey, selection: Selection, seen: int, environment: Environment) -> None:
+    """Refuses to train on the CPU in silence when the driver has GPUs that TensorFlow does not see.
+
+    Args:
+      seen: how many GPUs TensorFlow lists.
+    """
+    wanted = len(selection.gpus)
+    if seen >= wanted or environment.devices == "none" or environment.virtual_devices:
+        return
+    raise UserError(
+        f"the driver lists {wanted} usable GPU{'s' * (wanted > 1)} ({selection.gpus[0].name}) and TensorFlow sees {seen}: "
+        "install TensorFlow with CUDA (pip install 'tfdist[cuda]'), or train on the CPU with --strategy=default --devices=none"
+    )

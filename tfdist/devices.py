@@ -1,0 +1,79 @@
+"""The first module to touch TensorFlow: threads, logical devices, memory growth."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from tfdist import detect, gpus
+from tfdist.environment import Environment
+from tfdist.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Devices:
+    """The devices that replicas may use, by TensorFlow name (`GPU:0`, `CPU:1`), and where they come from."""
+
+    names: tuple[str, ...]
+    survey: gpus.Survey
+    selection: gpus.Selection
+
+    @property
+    def kind(self) -> str:
+        return self.names[0].partition(":")[0]
+
+
+def prepare(environment: Environment, survey: gpus.Survey, selection: gpus.Selection) -> Devices:
+    """Configures TensorFlow for this process.
+
+    Raises:
+      UserError: GPUs that TensorFlow does not see, or a process that has
+        already started TensorFlow with other settings.
+    """
+    if not (environment.virtual_devices and not survey.gpus):
+        gpus.apply(selection)
+    # TensorFlow's C++ side prints a dozen lines about CUDA and CPU features at INFO and WARNING.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    import tensorflow as tf
+
+    seen = tf.config.list_physical_devices("GPU")
+    detect.check_visible(survey, selection, len(seen), environment)
+    virtual = environment.virtual_devices
+    if environment.threads is not None:
+        # Operations of all logical CPUs share one inter-op pool: with one thread they would take turns.
+        _threads(tf, environment.threads, environment.threads * (virtual or 1))
+    if seen and not virtual and environment.devices != "none":
+        for device in seen:
+            _configure(lambda device=device: tf.config.experimental.set_memory_growth(device, True), "GPU memory growth")
+        return Devices(tuple(f"GPU:{i}" for i in range(len(seen))), survey, selection)
+    if virtual and virtual > 1:
+        _split_cpu(tf, virtual)
+    return Devices(tuple(f"CPU:{i}" for i in range(virtual or 1)), survey, selection)
+
+
+def _threads(tf, intra: int, inter: int) -> None:
+    config = tf.config.threading
+    if (config.get_intra_op_parallelism_threads(), config.get_inter_op_parallelism_threads()) == (intra, inter):
+        return
+    _configure(lambda: config.set_intra_op_parallelism_threads(intra), f"--threads={intra}")
+    _configure(lambda: config.set_inter_op_parallelism_threads(inter), f"--threads={intra}")
+
+
+def _split_cpu(tf, count: int) -> None:
+    """Makes at least `count` logical CPUs; TensorFlow allows it once, before its first op."""
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    have = tf.config.get_logical_device_configuration(cpu) or [None]
+    if len(have) >= count:
+        return
+    split = [tf.config.LogicalDeviceConfiguration() for _ in range(count)]
+    _configure(lambda: tf.config.set_logical_device_configuration(cpu, split), f"--virtual_devices={count}")
+
+
+def _configure(action, what: str) -> None:
+    try:
+        action()
+    except RuntimeError:
+        raise UserError(
+            f"{what} comes too late, TensorFlow has already started in this process: "
+            "call tfdist.connect() before anything else, or start a new process"
+        ) from None

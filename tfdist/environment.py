@@ -1,0 +1,74 @@
+"""Where it runs: the environment, as absl flags and as a plain record."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from absl import flags
+
+from tfdist.errors import UserError
+
+STRATEGIES = ("auto", "default", "mirrored", "multi_worker", "tpu", "horovod")
+JIT = ("auto", "on", "off")
+PROGRESS = ("auto", "bar", "plain", "none")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Environment:
+    """Values of the environment flags; see `define_flags` for what each means."""
+
+    strategy: str = "auto"
+    devices: str = "all"
+    virtual_devices: int | None = None
+    workdir: str = ""
+    threads: int | None = None
+    jit: str = "auto"
+    progress: str = "auto"
+
+    def __post_init__(self):
+        for field, known in (("strategy", STRATEGIES), ("jit", JIT), ("progress", PROGRESS)):
+            value = getattr(self, field)
+            if value not in known:
+                raise UserError(f"unknown --{field}={value}: choose one of {', '.join(known)}")
+        for field in ("virtual_devices", "threads"):
+            value = getattr(self, field)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise UserError(f"--{field} must be a whole number of at least 1, got {value}")
+        if not re.fullmatch(r"all|none|idle:[1-9]\d*|\d+(,\d+)*", self.devices):
+            raise UserError(
+                f"--devices={self.devices} is not understood: use all, none, driver numbers such as 0,3, or idle:2"
+            )
+        numbers = self.devices.split(",")
+        if len(set(numbers)) != len(numbers):
+            raise UserError(f"--devices={self.devices} names a device twice: name each once")
+        if self.virtual_devices and self.devices not in ("all", "none"):
+            raise UserError(
+                f"--virtual_devices={self.virtual_devices} splits the CPU and --devices={self.devices} picks GPUs: use one"
+            )
+        if self.virtual_devices and self.virtual_devices > 1 and self.strategy == "default":
+            raise UserError(
+                f"--strategy=default uses one device, --virtual_devices={self.virtual_devices} asks for more: "
+                "use --strategy=mirrored"
+            )
+
+
+def define_flags() -> None:
+    """Registers the environment flags with absl; called once per command."""
+    d = Environment()
+    flags.DEFINE_enum(
+        "strategy", d.strategy, STRATEGIES, "How to distribute; auto picks by what this machine and job have."
+    )
+    flags.DEFINE_string(
+        "devices", d.devices, "GPUs: all, none, numbers as the driver (nvidia-smi) counts, such as 0,3, or idle:2 for the two least used."
+    )  # fmt: skip
+    flags.DEFINE_integer("virtual_devices", d.virtual_devices, "Split the CPU into this many devices, to try mirrored without GPUs.")
+    flags.DEFINE_string("workdir", d.workdir, "Folder for the results; runs/<experiment name> if empty.")
+    flags.DEFINE_integer("threads", d.threads, "Threads per device for TensorFlow; its own default if not given.")
+    flags.DEFINE_enum("jit", d.jit, JIT, "Compile forward and backward pass with XLA; auto: on GPUs, not on the CPU.")
+    flags.DEFINE_enum("progress", d.progress, PROGRESS, "Progress display; auto: a bar on a terminal, else plain lines.")
+
+
+def from_flags(values: flags.FlagValues) -> Environment:
+    """The environment that parsed flags describe."""
+    return Environment(**{f.name: values[f.name].value for f in dataclasses.fields(Environment)})

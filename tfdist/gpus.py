@@ -1,0 +1,210 @@
+"""The GPUs as the driver sees them, and which of them this process may use. No TensorFlow.
+
+GPUtil trusts nvidia-smi with everything: no time limit, no look at the return
+code, one odd line fails the whole list, and NaN never counts as available. Its
+query and its record of a GPU are used here, each line parsed for itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+
+from tfdist.errors import UserError
+
+TIMEOUT_S = 10.0
+_QUERY = "index,uuid,utilization.gpu,memory.total,memory.used,memory.free,driver_version,name"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DriverGPU:
+    """One GPU as nvidia-smi lists it. Memory in MiB, load in [0, 1]; NaN where the driver will not say."""
+
+    number: int
+    uuid: str
+    name: str
+    load: float
+    memory_used: float
+    memory_total: float
+    driver: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Survey:
+    """All GPUs of the machine in the driver's order (PCI), and what went wrong while asking."""
+
+    gpus: tuple[DriverGPU, ...] = ()
+    problem: str = ""
+    """Why the list is empty or short, in words for a person; empty if nothing is wrong."""
+
+
+def survey(timeout: float = TIMEOUT_S) -> Survey:
+    """Asks nvidia-smi; never raises and never waits longer than `timeout` seconds."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return Survey()
+    command = [program, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=timeout, stdin=subprocess.DEVNULL
+        )
+    except subprocess.TimeoutExpired:
+        return Survey(problem=f"nvidia-smi gave no answer within {timeout:g} s")
+    except OSError as error:
+        return Survey(problem=f"nvidia-smi cannot be started: {error}")
+    output = (done.stdout.strip() or done.stderr.strip()).splitlines()
+    if done.returncode:
+        return Survey(problem=f"nvidia-smi failed with code {done.returncode}: {' '.join(output) or 'no message'}")
+    gpus, bad = [], []
+    for line in filter(None, map(str.strip, output)):
+        gpu = parse_line(line)
+        if gpu is not None:
+            gpus.append(gpu)
+        elif "no devices were found" not in line.lower():
+            bad.append(line)
+    problem = f"nvidia-smi said what is not a GPU: {'; '.join(bad)}" if bad else ""
+    return Survey(tuple(sorted(gpus, key=lambda g: g.number)), problem)
+
+
+def parse_line(line: str) -> DriverGPU | None:
+    """One line of nvidia-smi's CSV, or None if it does not describe a GPU."""
+    fields = [f.strip() for f in line.split(",")]
+    if len(fields) != len(_QUERY.split(",")) or not fields[0].isdigit():
+        return None
+    number, uuid, load, total, used, _, driver, name = fields
+    return DriverGPU(int(number), uuid, name, _number(load) / 100, _number(used), _number(total), driver)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:  # "[N/A]", "[Not Supported]", "ERR!"
+        return math.nan
+
+
+def least_used(gpus: tuple[DriverGPU, ...], count: int) -> tuple[DriverGPU, ...]:
+    """The `count` least used GPUs, by memory and then load, in order of their numbers.
+
+    GPUtil's `getAvailability` says which are fit for use; those whose state the
+    driver does not tell come last instead of never.
+
+    Raises:
+      UserError: fewer than `count` GPUs.
+    """
+    if count > len(gpus):
+        raise UserError(f"--devices=idle:{count} asks for {count} GPUs, found {len(gpus)}: ask for fewer")
+    # GPUtil is imported where it is used: it pulls in distutils, 0.2 s that a run without GPUs need not pay.
+    import GPUtil
+
+    def record(gpu: DriverGPU) -> GPUtil.GPU:
+        total = gpu.memory_total or math.nan  # GPUtil divides by it
+        return GPUtil.GPU(
+            gpu.number, gpu.uuid, gpu.load, total, gpu.memory_used, math.nan, gpu.driver, gpu.name,
+            "", "", "", math.nan,
+        )  # fmt: skip
+
+    records = [record(g) for g in gpus]
+    fit = GPUtil.getAvailability(records, maxLoad=1.01, maxMemory=1.01, includeNan=False)
+    order = sorted(
+        range(len(gpus)),
+        key=lambda i: (not fit[i], _last(records[i].memoryUtil), _last(records[i].load), gpus[i].number),
+    )
+    return tuple(sorted((gpus[i] for i in order[:count]), key=lambda g: g.number))
+
+
+def _last(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Selection:
+    """The GPUs this process shall use, before TensorFlow has seen any."""
+
+    gpus: tuple[DriverGPU, ...]
+    visible: str | None
+    """Value for CUDA_VISIBLE_DEVICES, or None to leave it as it is."""
+    opaque: bool = False
+    """CUDA_VISIBLE_DEVICES names MIG slices, which nvidia-smi's list of GPUs cannot number."""
+
+    def describe(self) -> str:
+        """The map from the driver's numbers to TensorFlow's, for people bitten by renumbering."""
+        return ", ".join(f"driver {g.number} ({g.name}) -> GPU:{i}" for i, g in enumerate(self.gpus))
+
+
+def select(devices: str, found: Survey, environ: Mapping[str, str]) -> Selection:
+    """Applies `--devices` to what the driver lists, within an inherited CUDA_VISIBLE_DEVICES.
+
+    Args:
+      devices: the flag's value: `all`, `none`, `0,3` or `idle:2`.
+      found: what `survey` returned.
+      environ: the process environment.
+
+    Raises:
+      UserError: a number that does not exist or is hidden, or too few GPUs.
+    """
+    if devices == "none":
+        return Selection((), "-1")
+    inherited = environ.get("CUDA_VISIBLE_DEVICES")
+    usable = _inherited(found.gpus, inherited, environ.get("CUDA_DEVICE_ORDER"))
+    if usable is None:
+        if devices != "all":
+            raise UserError(
+                f"--devices={devices} cannot be combined with CUDA_VISIBLE_DEVICES={inherited}: "
+                "choose with one of the two"
+            )
+        return Selection((), None, opaque=True)
+    if devices == "all":
+        chosen = usable
+    elif devices.startswith("idle:"):
+        if found.problem and not usable:
+            raise UserError(f"--devices={devices} needs the driver's list of GPUs: {found.problem}")
+        chosen = least_used(usable, int(devices.removeprefix("idle:")))
+    else:
+        chosen = tuple(_by_number(int(n), found, usable, inherited) for n in devices.split(","))
+    if not found.gpus:
+        return Selection((), None)
+    return Selection(chosen, ",".join(str(g.number) for g in chosen) or "-1")
+
+
+def _by_number(number: int, found: Survey, usable: tuple[DriverGPU, ...], inherited: str | None) -> DriverGPU:
+    for gpu in usable:
+        if gpu.number == number:
+            return gpu
+    if any(g.number == number for g in found.gpus):
+        raise UserError(f"device {number} is hidden by CUDA_VISIBLE_DEVICES={inherited}: unset it, or choose another")
+    known = ", ".join(str(g.number) for g in found.gpus) or f"none{f' ({found.problem})' if found.problem else ''}"
+    raise UserError(f"there is no device {number}: the driver lists {known}")
+
+
+def _inherited(gpus: tuple[DriverGPU, ...], visible: str | None, order: str | None) -> tuple[DriverGPU, ...] | None:
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves, in its order; None if it cannot be mapped.
+
+    CUDA ends the list at the first entry that it does not know.
+    """
+    if visible is None:
+        return gpus
+    left: list[DriverGPU] = []
+    for entry in filter(None, (e.strip() for e in visible.split(","))):
+        if entry.startswith("MIG"):
+            return None
+        if entry.isdigit() and order != "PCI_BUS_ID" and len({g.name for g in gpus}) > 1:
+            raise UserError(
+                f"CUDA_VISIBLE_DEVICES={visible} counts unlike GPUs fastest first, not as the driver does: "
+                "set CUDA_DEVICE_ORDER=PCI_BUS_ID, or name them by UUID"
+            )
+        match = [g for g in gpus if (entry.isdigit() and g.number == int(entry)) or (not entry.isdigit() and g.uuid.startswith(entry))]
+        if len(match) != 1:
+            break
+        left.append(match[0])
+    return tuple(left)
+
+
+def apply(selection: Selection) -> None:
+    """Sets the process environment; must come before TensorFlow first touches CUDA."""
+    if selection.visible is not None:
+        os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # CUDA's own default is fastest first
+        os.environ["CUDA_VISIBLE_DEVICES"] = selection.visible

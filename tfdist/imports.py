@@ -1,0 +1,42 @@
+"""The user's own functions: `package.module:function`, found and called with errors that name the field."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from tfdist.errors import UserError
+
+
+def resolve(field: str, reference: str) -> Callable[..., Any]:
+    """The function that `package.module:function` names; the working folder counts as a place to look.
+
+    Raises:
+      UserError: no such module or function.
+    """
+    module_name, _, name = reference.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # `python -m` does so by itself, a console script does not
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise UserError(f"{field}={reference!r} cannot be imported: {error}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise UserError(f"{field}={reference!r}: module {module_name} has no function {name!r}")
+    return function
+
+
+def call(field: str, function: Callable[..., Any], arguments: dict, *positional: Any) -> Any:
+    """Calls `function`, turning arguments that it does not take into one line that names `field`."""
+    try:
+        inspect.signature(function).bind(*positional, **arguments)
+    except TypeError as error:
+        raise UserError(f"{field}: {function.__module__}:{function.__qualname__} takes no such arguments: {error}") from None
+    except ValueError:  # built-in functions have no signature
+        pass
+    return function(*positional, **arguments)

@@ -1,0 +1,86 @@
+"""Everything that follows from several inputs, worked out once: the plan of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from tfdist.config import Experiment
+from tfdist.errors import UserError
+
+_DURATION = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(%|steps?|updates?|epochs?|examples?)?\s*$")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """Whole numbers of updates; nothing downstream knows other units."""
+
+    examples: int
+    """Examples per epoch."""
+    global_batch: int
+    accumulate: int
+    replicas: int
+    updates_per_epoch: int
+    updates: int
+    """Updates of the whole run."""
+    epochs: int
+    """Epochs begun; the last one is short when `train.steps` says so."""
+    warmup: int
+    """Updates of learning-rate warm-up."""
+    eval_every: int
+    """Epochs between evaluations."""
+
+    def describe(self) -> str:
+        """The plan in one line."""
+        micro = f", {self.accumulate} micro-batches" if self.accumulate > 1 else ""
+        split = f" on {self.replicas} replicas" if self.replicas > 1 else ""
+        return (
+            f"{self.updates} updates of {self.global_batch} examples{split}{micro}: "
+            f"{self.epochs} epochs of {self.examples} examples"
+        )
+
+
+def check_batch(batch: int, replicas: int, accumulate: int, field: str = "train.batch_size") -> None:
+    """Raises UserError unless every micro-batch of every replica gets an example."""
+    parts = replicas * accumulate
+    if batch < parts:
+        why = f"{replicas} replicas" + (f" x {accumulate} micro-batches" if accumulate > 1 else "")
+        raise UserError(f"{field}={batch} is smaller than {why}: use at least {parts}")
+
+
+def make(experiment: Experiment, examples: int, replicas: int) -> Plan:
+    """Turns the experiment's durations into updates.
+
+    Args:
+      experiment: a validated experiment.
+      examples: size of the training split.
+      replicas: copies of the model over all workers.
+    """
+    train = experiment.train
+    check_batch(train.batch_size, replicas, train.accumulate)
+    per_epoch = -(-examples // train.batch_size)
+    updates = train.steps or train.epochs * per_epoch
+    every = duration("eval.every", experiment.eval.every, per_epoch, train.batch_size, updates)
+    if every % per_epoch:
+        raise UserError(f"eval.every={experiment.eval.every!r} is not a whole number of epochs of {per_epoch} updates")
+    return Plan(
+        examples=examples,
+        global_batch=train.batch_size,
+        accumulate=train.accumulate,
+        replicas=replicas,
+        updates_per_epoch=per_epoch,
+        updates=updates,
+        epochs=-(-updates // per_epoch),
+        warmup=duration("optimizer.warmup", experiment.optimizer.warmup, per_epoch, train.batch_size, updates),
+        eval_every=max(1, every // per_epoch),
+    )
+
+
+def duration(field: str, text: str, per_epoch: int, batch: int, updates: int) -> int:
+    """Updates in `text`: `10`, `10 steps`, `0.5 epochs`, `2000 examples` or `5%` of the run."""
+    match = _DURATION.match(text)
+    if not match:
+        raise UserError(f"{field}={text!r} is not a duration: write 100 steps, 2 epochs, 5000 examples or 5%")
+    number, unit = float(match[1]), (match[2] or "steps").rstrip("s")
+    scale = {"%": updates / 100, "step": 1.0, "update": 1.0, "epoch": per_epoch, "example": 1 / batch}[unit]
+    return round(number * scale)

@@ -1,0 +1,485 @@
+"""The mathematics of one update, one evaluation and one prediction, compiled.
+
+A global batch reaches a replica as a table of examples and row numbers into
+it. Every shape is static: a batch that is short, or does not divide by
+the number of replicas, is filled up with rows that repeat real examples and
+are left out of every sum.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist import metrics, update
+from tfdist.errors import UserError
+from tfdist.objective import Objective, Part
+from tfdist.strategy import Distribution
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layout:
+    """How a global batch is laid out over replicas and micro-batches."""
+
+    batch: int
+    """Examples of a full global batch."""
+    replicas: int
+    accumulate: int
+
+    @property
+    def micro(self) -> int:
+        """Rows of one micro-batch of one replica."""
+        return -(-self.batch // (self.replicas * self.accumulate))
+
+    @property
+    def share(self) -> int:
+        """Rows of one replica."""
+        return self.micro * self.accumulate
+
+    @property
+    def rows(self) -> int:
+        """Rows of a global batch, filler included."""
+        return self.share * self.replicas
+
+
+class Step:
+    """Compiled functions for one compiled model under one distribution.
+
+    The functions take many global batches at once: a call lasts long enough to
+    hide Python. They are traced once per structure of the data.
+    """
+
+    def __init__(self, model: keras.Model, distribution: Distribution):
+        self.model = model
+        self.distribution = distribution
+        self.objective = Objective(model, jit=distribution.jit)
+        self.part_names: list[str] = []
+        self.output_shape: tuple = ()
+        self._compiled: dict[tuple, Callable] = {}
+        self._reset: Callable | None = None
+
+    def compiled(self, kind: str, layout: Layout, full: bool = False) -> Callable:
+        """`train`, `test` or `predict` for a layout, made once."""
+        key = (kind, layout, full)
+        if key not in self._compiled:
+            match kind:
+                case "train":
+                    self._compiled[key] = self.train(layout, full)
+                case "test":
+                    self._compiled[key] = self.test(layout)
+                case "predict":
+                    self._compiled[key] = self.predict(layout)
+        return self._compiled[key]
+
+    def reset(self) -> None:
+        """Resets all metrics."""
+        if self._reset is None:
+            self._reset = tf.function(lambda: [m.reset_state() for m in self.model.metrics] and None, autograph=False)
+        self._reset()
+
+    # -- what a call does ---------------------------------------------------
+
+    def train(self, layout: Layout, full: bool = False) -> Callable:
+        """`call(feed, first, last)` makes an update of each of these global batches.
+
+        With `full`, they are known to be full and to divide evenly, which saves
+        small models the handling of filler. See `_loop` for what it returns.
+        """
+        update.check(self.model.optimizer)
+        return self._loop(
+            layout, lambda batch, count: self._update(layout, batch, layout.batch if full else count)
+        )
+
+    def test(self, layout: Layout) -> Callable:
+        """As `train`, but only measures."""
+        return self._loop(layout, lambda batch, count: self._measure(layout, batch, count))
+
+    def _loop(self, layout: Layout, one: Callable) -> Callable:
+        """Compiles a loop over global batches.
+
+        The compiled function returns (sums, examples, bad, done, metrics): loss
+        values times examples [1 + outputs] and examples as float64, the first
+        batch with a loss that is not finite (or -1), how many batches there
+        were, and the metric results so far by name.
+        """
+        distribution = self.distribution
+
+        def call(feed, first, last):
+            def body(i, sums, examples, bad, more):
+                more, take = fetch(feed, i, layout)
+
+                def work():
+                    table, rows, count = take()
+                    losses = distribution.local(distribution.run(one, ((table, rows), count)))[0]
+                    weight = tf.cast(count, tf.float64)
+                    finite = tf.math.is_finite(losses[0])
+                    return (
+                        i + 1,
+                        sums + tf.cast(losses, tf.float64) * weight,
+                        examples + weight,
+                        tf.where(tf.logical_or(finite, bad >= 0), bad, i),
+                        tf.constant(True),
+                    )
+
+                return work() if more is True else tf.cond(more, work, lambda: (i, sums, examples, bad, more))
+
+            size = 1 + len(self.part_names)
+            i, sums, examples, bad, _ = tf.while_loop(
+                lambda i, sums, examples, bad, more: tf.logical_and(i < last, more),
+                body,
+                (first, tf.zeros([size], tf.float64), tf.zeros([], tf.float64), tf.constant(-1), tf.constant(True)),
+            )
+            return sums, examples, bad, i - first, self._results()
+
+        return tf.function(call, autograph=False, reduce_retracing=True)
+
+    def predict(self, layout: Layout) -> Callable:
+        """`call(feed, i)` returns the outputs for global batch `i`, rows in order, filler included."""
+        distribution = self.distribution
+
+        def one(batch):
+            x, _, _ = unpack(self._take(layout, *batch))
+            return self._forward(x, training=False)
+
+        def call(feed, i):
+            more, take = fetch(feed, i, layout)
+            if more is not True:
+                tf.debugging.Assert(more, ["no batch left"])
+            table, rows, count = take()
+            outputs = distribution.local(distribution.run(one, ((table, rows),)))
+            return keras.tree.map_structure(lambda *o: tf.concat(o, 0), *outputs), count
+
+        return tf.function(call, autograph=False, reduce_retracing=True)
+
+    # -- one replica --------------------------------------------------------
+
+    def _take(self, layout: Layout, table: Any, rows: Any) -> Any:
+        """This replica's rows of a global batch."""
+        if layout.replicas > 1:
+            start = self.distribution.replica_id() * layout.share
+            rows = tf.slice(rows, [start], [layout.share])
+        return keras.tree.map_structure(lambda t: tf.gather(t, rows), table)
+
+    def _real(self, layout: Layout, count: Any, micro: Any = 0) -> Any:
+        """How many rows of a micro-batch are examples and not filler; None for all."""
+        if isinstance(count, int):
+            return None
+        before = self.distribution.replica_id() * layout.share + micro * layout.micro
+        return tf.clip_by_value(count - before, 0, layout.micro)
+
+    def _forward(self, x: Any, training: bool) -> Any:
+        if self.model._call_has_training_arg:
+            return self.model(x, training=training)
+        return self.model(x)
+
+    def _pass(self, data: Any, real: Any, count: Any, training: bool, scale: Any = None) -> tuple:
+        """Forward, and for training backward, over one micro-batch.
+
+        Returns:
+          (payload, outputs): gradients and sums to be added up over replicas
+          and micro-batches, and the model's outputs for the metrics.
+        """
+        x, y, weight = unpack(data)
+        targets = self._targets()
+        with tf.GradientTape(persistent=True) as tape:
+            y_pred = self._forward(x, training)
+            parts = self.objective.parts(y, y_pred, weight, real, count)
+            if not parts and training and not self.objective.regularized:
+                raise UserError("the model has no loss: give compile() a loss, or call add_loss() in a layer")
+            goals = _goals(parts)
+            if scale is not None:
+                goals = [g * tf.cast(scale, g.dtype) for g in goals]
+        groups = []
+        if training:
+            for goal in goals:
+                grads = tape.gradient(goal, targets)
+                # Embeddings give IndexedSlices; Keras' optimizers treat them as dense, and so does the sum.
+                groups.append([None if g is None else tf.convert_to_tensor(g) for g in grads])
+        del tape
+        return Payload.of(groups, parts), y_pred
+
+    def _targets(self) -> list:
+        return [v.value for v in self.model.trainable_variables]
+
+    def _compiled_pass(self, data: Any, real: Any, count: Any, training: bool, scale: Any = None) -> tuple:
+        """`_pass`, by XLA when asked for; the Python structure of its result is kept outside the graph."""
+        if not self.distribution.jit:
+            return self._pass(data, real, count, training, scale)
+        kept: dict = {}
+
+        def flat(data, real, count, scale):
+            payload, y_pred = self._pass(data, real, count, training, scale)
+            leaves = keras.tree.flatten(y_pred)
+            masks = [getattr(leaf, "_keras_mask", None) for leaf in leaves]
+            kept.update(payload=payload, outputs=y_pred, masks=[m is not None for m in masks])
+            return payload.tensors(), leaves, [m for m in masks if m is not None]
+
+        tensors, leaves, masks = tf.function(flat, autograph=False, jit_compile=True)(data, real, count, scale)
+        found = iter(masks)
+        for leaf, masked in zip(leaves, kept["masks"]):
+            if masked:
+                leaf._keras_mask = next(found)
+        return kept["payload"].with_tensors(tensors), keras.tree.pack_sequence_as(kept["outputs"], leaves)
+
+    def _update(self, layout: Layout, batch: tuple, count: Any) -> Any:
+        """One update on one replica; returns the loss values, the same on every replica."""
+        model, optimizer = self.model, self.model.optimizer
+        data = self._take(layout, *batch)
+        scale = None if optimizer is update.inner(optimizer) else tf.convert_to_tensor(optimizer.dynamic_scale)
+        if layout.accumulate == 1:
+            payload, y_pred = self._compiled_pass(data, self._real(layout, count), count, True, scale)
+            self._update_metrics(data, y_pred, self._real(layout, count))
+        else:
+            payload = self._accumulate(layout, data, count, scale)
+        payload = payload.with_tensors(self.distribution.all_sum(payload.tensors()))
+        penalties, penalty = self._penalty()
+        update.apply(optimizer, payload.gradients(), model.trainable_variables, penalty)
+        return payload.losses(penalties)
+
+    def _accumulate(self, layout: Layout, data: Any, count: Any, scale: Any) -> Payload:
+        """Adds up the payloads of all micro-batches of this replica."""
+        slices = keras.tree.map_structure(
+            lambda t: tf.reshape(t, tf.concat([[layout.accumulate, layout.micro], tf.shape(t)[1:]], 0)), data
+        )
+
+        def micro(i):
+            part = keras.tree.map_structure(lambda t, whole: _with_shape(t[i], [layout.micro, *whole.shape[1:]]), slices, data)
+            real = self._real(layout, count, i)
+            payload, y_pred = self._compiled_pass(part, real, count, True, scale)
+            self._update_metrics(part, y_pred, real)
+            return payload
+
+        payload = micro(0)
+        if self._unrolled():
+            for i in range(1, layout.accumulate):
+                payload = payload.plus(micro(i).tensors())
+            return payload
+
+        def body(i, tensors):
+            return i + 1, payload.with_tensors(tensors).plus(micro(i).tensors()).tensors()
+
+        _, tensors = tf.while_loop(lambda i, _: i < layout.accumulate, body, (tf.constant(1), payload.tensors()))
+        return payload.with_tensors(tensors)
+
+    def _unrolled(self) -> bool:
+        """Synchronized BatchNorm reduces inside the forward pass, which a replica's while loop cannot."""
+        return self.distribution.replicas > 1 and synchronizes(self.model)
+
+    def _penalty(self) -> tuple[list, Callable]:
+        """Regularisers: the same on every replica, so added after the sum and counted once."""
+        regularized = self.objective.regularized
+        if not regularized:
+            return [], lambda grads: grads
+        targets = [v.value for v in regularized]
+        with tf.GradientTape() as tape:
+            penalties = self.objective.regularization()
+            total = tf.add_n([tf.cast(p, penalties[0].dtype) for p in penalties])
+        found = dict(zip([id(v) for v in regularized], tape.gradient(total, targets)))
+
+        def penalty(grads):
+            result = []
+            for variable, grad in zip(self.model.trainable_variables, grads):
+                extra = found.get(id(variable))
+                result.append(extra if grad is None else grad if extra is None else grad + tf.cast(extra, grad.dtype))
+            return result
+
+        return penalties, penalty
+
+    def _measure(self, layout: Layout, batch: tuple, count: Any) -> Any:
+        data = self._take(layout, *batch)
+        real = self._real(layout, count)
+        payload, y_pred = self._compiled_pass(data, real, count, False)
+        self._update_metrics(data, y_pred, real)
+        payload = payload.with_tensors(self.distribution.all_sum(payload.tensors()))
+        return payload.losses(self.objective.regularization())
+
+    # -- metrics ------------------------------------------------------------
+
+    def _update_metrics(self, data: Any, y_pred: Any, real: Any) -> None:
+        """Updates the compiled metrics with the real rows alone, as Keras would with a short batch."""
+        compiled = self.model._compile_metrics
+        if compiled is None:
+            return
+        _, y, weight = unpack(data)
+        if real is not None:
+            y, y_pred = _rows(y, real), _rows(y_pred, real)
+            weight = None if weight is None else _rows(weight, real)
+        metrics.update(compiled, y, y_pred, weight)
+
+    def _results(self) -> dict:
+        """Results of all metrics but the loss values, under Keras' names."""
+        model = self.model
+        skipped = {id(m) for m in ([model._loss_tracker] + (model._compile_loss.metrics if model._compile_loss else []))}
+        results: dict = {}
+        for metric in model.metrics:
+            if id(metric) in skipped:
+                continue
+            result = metric.result()
+            results.update(result if isinstance(result, dict) else {metric.name: result})
+        return {name: tf.convert_to_tensor(value) for name, value in results.items()}
+
+    def build(self, data: Any, outputs_only: bool = False) -> None:
+        """Creates what Keras creates lazily (weights, metric and optimizer variables), under the scope.
+
+        Args:
+          data: (x, y, weight) with at least one row.
+          outputs_only: the model need not be compiled, nor `data` have targets.
+        """
+        x, y, weight = unpack(keras.tree.map_structure(lambda t: t[:1], data))
+        model = self.model
+        with self.distribution.scope():
+            y_pred = self._forward(x, training=False)
+            self.output_shape = tuple(keras.tree.flatten(y_pred)[0].shape)
+            if outputs_only:
+                return
+            self.part_names = self.objective.names(y, y_pred)
+            if model._compile_metrics is not None and not model._compile_metrics.built:
+                try:
+                    model._compile_metrics.build(y, y_pred)
+                except ValueError as error:
+                    raise UserError(f"metrics do not fit the outputs: {' '.join(str(error).split())}") from error
+            optimizer = model.optimizer
+            if optimizer is not None and not optimizer.built:
+                optimizer.build(model.trainable_variables)
+        self.objective = Objective(model, jit=self.distribution.jit)
+
+
+@dataclasses.dataclass(slots=True)
+class Payload:
+    """What replicas and micro-batches add up: gradients by group, and one vector of sums.
+
+    Group 0 is the gradient of everything whose denominator was known; each
+    further group belongs to one part with a denominator of its own. `layout`
+    says which variables have a gradient in which group.
+    """
+
+    layout: list[list[bool]]
+    parts: list[Part]
+    grads: list[Any]
+    sums: Any
+
+    @classmethod
+    def of(cls, groups: list[list], parts: list[Part]) -> Payload:
+        own = [p for p in parts if p.denominator is not None]
+        scalars = [p.numerator for p in parts] + [p.denominator for p in own]
+        dtype = scalars[0].dtype if scalars else tf.float32
+        for scalar in scalars:
+            dtype = scalar.dtype if scalar.dtype.size > dtype.size else dtype
+        sums = tf.stack([tf.cast(s, dtype) for s in scalars]) if scalars else tf.zeros([1], dtype)
+        return cls(
+            layout=[[g is not None for g in group] for group in groups],
+            parts=[dataclasses.replace(p, numerator=None, denominator=None if p.denominator is None else True) for p in parts],
+            grads=[g for group in groups for g in group if g is not None],
+            sums=sums,
+        )
+
+    def tensors(self) -> list:
+        return [*self.grads, self.sums]
+
+    def with_tensors(self, tensors: list) -> Payload:
+        return dataclasses.replace(self, grads=list(tensors[:-1]), sums=tensors[-1])
+
+    def plus(self, tensors: list) -> Payload:
+        return self.with_tensors([a + b for a, b in zip(self.tensors(), tensors)])
+
+    def _values(self) -> list[tuple[Part, Any, Any]]:
+        """(part, its loss value, factor for its gradients) after the sum."""
+        own = iter(range(len(self.parts), len(self.parts) + sum(p.denominator is not None for p in self.parts)))
+        values = []
+        for i, part in enumerate(self.parts):
+            factor = None
+            value = self.sums[i]
+            if part.denominator is not None:
+                factor = tf.math.divide_no_nan(tf.ones_like(value), self.sums[next(own)])
+                value = value * factor
+            values.append((part, value, factor))
+        return values
+
+    def gradients(self) -> list:
+        """One gradient or None per variable, after the sum."""
+        factors = [f * tf.cast(p.weight, f.dtype) for p, _, f in self._values() if f is not None]
+        if len(self.layout) > len(factors):
+            factors = [None, *factors]
+        found = iter(self.grads)
+        totals: list = [None] * (len(self.layout[0]) if self.layout else 0)
+        for present, factor in zip(self.layout, factors):
+            for i, is_there in enumerate(present):
+                if is_there:
+                    grad = next(found)
+                    grad = grad if factor is None else grad * tf.cast(factor, grad.dtype)
+                    totals[i] = grad if totals[i] is None else totals[i] + grad
+        return totals
+
+    def losses(self, penalties: list) -> Any:
+        """[1 + outputs]: the total loss, then the single losses if there are several."""
+        values = self._values()
+        weighted = [value * tf.cast(part.weight, value.dtype) for part, value, _ in values]
+        weighted += [tf.cast(p, self.sums.dtype) for p in penalties]
+        single = [value for part, value, _ in values if part.name]
+        total = tf.add_n(weighted) if weighted else tf.zeros([], self.sums.dtype)
+        return tf.stack([total, *(single if len(single) > 1 else [])])
+
+
+def _goals(parts: list[Part]) -> list:
+    """Scalars to differentiate: one for all known denominators, one per own denominator."""
+    known = [p.numerator * tf.cast(p.weight, p.numerator.dtype) for p in parts if p.denominator is None]
+    own = [p.numerator for p in parts if p.denominator is not None]
+    if not known:
+        return own
+    return [tf.add_n([tf.cast(k, known[0].dtype) for k in known]), *own]
+
+
+def fetch(feed: tuple, i: Any, layout: Layout) -> tuple:
+    """Global batch `i` of a feed, as (is there one, function that takes it).
+
+    A feed is (table, rows [n, layout.rows], counts [n]) for a data set in
+    memory, or (iterator,) over global batches, in which `i` is always the next.
+    What is taken is (table, rows, count): `rows` index `table`, and the first
+    `count` of them are examples, the rest filler.
+    """
+    if len(feed) == 3:
+        table, rows, counts = feed
+        return True, lambda: (table, _with_shape(rows[i], [layout.rows]), counts[i])
+    element = feed[0].get_next_as_optional()
+
+    def take():
+        batch = element.get_value()
+        count = tf.shape(keras.tree.flatten(batch)[0])[0]
+        fits = tf.debugging.assert_less_equal(
+            count, layout.batch, f"a batch of the data set is larger than the first one ({layout.batch} examples)"
+        )
+        with tf.control_dependencies([fits] if fits is not None else []):
+            return batch, tf.range(layout.rows) % count, count
+
+    return element.has_value(), take
+
+
+def unpack(data: tuple) -> tuple:
+    """(x, y, weight) of a tuple of one to three entries; missing ones are None."""
+    return (*data, None, None)[:3]
+
+
+def synchronizes(model: keras.Model) -> bool:
+    """Whether a layer exchanges statistics between replicas in its forward pass."""
+    return any(getattr(layer, "synchronized", False) for layer in model._flatten_layers())
+
+
+def _rows(values: Any, real: Any) -> Any:
+    def one(t):
+        part = t[:real]
+        mask = getattr(t, "_keras_mask", None)
+        if mask is not None:
+            part._keras_mask = mask[:real]
+        return part
+
+    return keras.tree.map_structure(one, values)
+
+
+def _with_shape(tensor: Any, shape: list) -> Any:
+    """Restores a static shape that slicing by a tensor loses."""
+    tensor.set_shape(shape)
+    return tensor

@@ -1,0 +1,331 @@
+"""Trains an experiment: `python -m tfdist.train --strategy=mirrored --config=configs/digits.py`.
+
+Exit codes: 0 done; 1 a failure inside training; 2 the input or the environment
+is wrong; 143 stopped by a signal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import re
+import signal
+import sys
+import time
+from importlib import metadata
+from typing import Any
+
+from absl import app, flags
+from ml_collections import config_flags
+
+from tfdist import config, environment
+from tfdist.errors import TrainingError, UserError
+
+DEFAULT_CONFIG = os.path.join(os.path.dirname(__file__), "default_config.py")
+
+
+def train_and_evaluate(experiment: config.Experiment, where: environment.Environment) -> Any:
+    """Runs an experiment from beginning to end.
+
+    Args:
+      experiment: what to train.
+      where: where to run and what to show.
+
+    Returns:
+      The `tfdist.history.Result` that was also written to `result.json`.
+
+    Raises:
+      UserError: experiment or environment cannot be used.
+      TrainingError: training failed; the run folder says so too.
+    """
+    from tfdist import plan, strategy
+
+    config.validate(experiment)
+    site = strategy.locate(where)
+    plan.check_batch(experiment.train.batch_size, site.choice.replicas, experiment.train.accumulate)
+    distribution = strategy.create(site)
+    _say(f"strategy {distribution.name}, because {distribution.reason}: {_replicas(distribution)}")
+    if site.selection.gpus:
+        _say(f"devices: {site.selection.describe()}")
+
+    from tfdist import history, loop, models, optimizers, progress
+    from tfdist.datasets import catalog
+
+    folder = history.RunFolder(_workdir(experiment, where))
+    moved = folder.create()
+    if moved:
+        _say(f"the earlier run in {folder.path} is now in {moved}")
+    _set_precision(experiment.train.precision)
+    data = catalog.load(experiment)
+    schedule = plan.make(experiment, data.examples, distribution.replicas)
+    _say(f"{experiment.name}: {schedule.describe()}")
+    with distribution.scope():
+        model = models.build(experiment, data.spec)
+        _compile(model, optimizers.build(experiment, schedule), data)
+    folder.write("experiment.json", dataclasses.asdict(experiment))
+    folder.write("environment.json", _environment(distribution, site))
+
+    recorder = history.Recorder(folder, schedule)
+    shown = progress.create(where.progress, schedule)
+    status, reason, evaluation = "completed", "", {}
+    try:
+        with _Signals() as signals:
+            stop = _stop_callback(signals)
+            loop.fit(
+                model,
+                data.train,
+                distribution=distribution,
+                batch_size=experiment.train.batch_size,
+                epochs=schedule.epochs,
+                steps=schedule.updates,
+                accumulate=experiment.train.accumulate,
+                steps_per_call=experiment.train.steps_per_call or "auto",
+                shuffle=experiment.data.shuffle,
+                seed=experiment.seed,
+                validation_data=data.eval,
+                validation_freq=schedule.eval_every,
+                validation_batch_size=experiment.eval.batch_size,
+                callbacks=[recorder, *shown, stop],
+                verbose=0,
+            )
+            evaluation = loop.evaluate(
+                model, data.eval, distribution=distribution, batch_size=experiment.eval.batch_size, callbacks=[stop]
+            )
+            recorder.evaluated(evaluation)
+    except _Stopped as stopped:
+        status, reason = "preempted", str(stopped)
+        loop.average_statistics(model, distribution)
+    except TrainingError as error:
+        status, reason = "failed", str(error)
+    finally:
+        for display in shown:
+            getattr(display, "stop", lambda: None)()
+
+    sha256, norm = history.fingerprint(model)
+    result = history.Result(
+        status=status,
+        reason=reason,
+        strategy=distribution.name,
+        replicas=distribution.replicas,
+        workers=distribution.workers,
+        global_batch=schedule.global_batch,
+        updates=recorder.updates,
+        epochs=recorder.epochs,
+        examples_seen=recorder.examples_seen,
+        seconds=round(time.time() - recorder.begun, 3),
+        seconds_to_first_update=recorder.first_update,
+        examples_per_second=recorder.examples_per_second,
+        history=recorder.history,
+        evaluation=evaluation,
+        weights_sha256=sha256,
+        weights_norm=norm,
+        resumed_from=None,
+        versions=_versions(),
+    )
+    if status != "failed":
+        folder.save_model(model)
+    folder.write("result.json", dataclasses.asdict(result))
+    if status == "failed":
+        raise TrainingError(reason)
+    _say(_summary(result, folder.path))
+    return result
+
+
+def _say(line: str) -> None:
+    print(f"tfdist: {line}", flush=True)
+
+
+def _replicas(distribution: Any) -> str:
+    count = distribution.replicas
+    xla = ", compiled by XLA" if distribution.jit else ""
+    return f"{count} replica{'s' * (count > 1)} on {', '.join(distribution.devices)}{xla}"
+
+
+def _workdir(experiment: config.Experiment, where: environment.Environment) -> str:
+    return os.path.expanduser(where.workdir) or os.path.join("runs", experiment.name)
+
+
+def _set_precision(precision: str) -> None:
+    import keras
+
+    keras.config.set_floatx("float64" if precision == "float64" else "float32")
+    keras.config.set_dtype_policy(precision)
+
+
+def _compile(model: Any, optimizer: Any, data: Any) -> None:
+    """Gives the model its optimizer, and a loss that fits the data unless it brought one."""
+    import keras
+
+    if model.compiled:
+        model.optimizer = optimizer
+        if model.dtype_policy.name == "mixed_float16":
+            model.optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+        return
+    weighted = len(getattr(data.train, "columns", ())) == 3
+    if data.spec.classes is None:
+        loss, metrics = "mse", ["mae"]
+    else:
+        loss = keras.losses.SparseCategoricalCrossentropy(
+            from_logits=True, reduction="mean_with_sample_weight" if weighted else "sum_over_batch_size"
+        )
+        metrics = ["accuracy"]
+    settings = {"weighted_metrics": metrics} if weighted else {"metrics": metrics}
+    model.compile(optimizer=optimizer, loss=loss, **settings)
+
+
+def _environment(distribution: Any, site: Any) -> dict:
+    return {
+        "strategy": distribution.name,
+        "reason": distribution.reason,
+        "devices": list(distribution.devices),
+        "replicas": distribution.replicas,
+        "workers": distribution.workers,
+        "jit": distribution.jit,
+        "gpus": [dataclasses.asdict(g) for g in site.survey.gpus],
+        "driver_problem": site.survey.problem,
+        "flags": dataclasses.asdict(site.environment),
+        "host": platform.node(),
+        "cpus": os.cpu_count(),
+        "versions": _versions(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in ("tfdist", "tensorflow", "keras", "tensorflow-datasets", "numpy"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "unknown"
+    return found
+
+
+def _summary(result: Any, path: Any) -> str:
+    from tfdist.progress import numbers
+
+    done = f"{result.status}: {result.updates} updates in {result.seconds:.1f} s"
+    speed = f", {result.examples_per_second:,.0f} examples/s" if result.examples_per_second else ""
+    why = f" ({result.reason})" if result.reason else ""
+    quality = f"\ntfdist: evaluation: {numbers(result.evaluation)}" if result.evaluation else ""
+    return f"{done}{speed}{why}{quality}\ntfdist: results are in {path}{os.sep}: result.json, history.jsonl, model.keras"
+
+
+class _Stopped(Exception):
+    """A signal asked the run to stop."""
+
+
+class _Signals:
+    """Remembers SIGINT and SIGTERM until the current call is finished; a second SIGINT stops at once."""
+
+    def __init__(self):
+        self.received = ""
+        self._before: dict = {}
+
+    def __enter__(self) -> _Signals:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: object) -> None:
+        if self.received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = signal.Signals(number).name
+
+
+def _stop_callback(signals: _Signals) -> Any:
+    import keras
+
+    class Stop(keras.callbacks.Callback):
+        takes_many_updates = True
+
+        def on_train_batch_end(self, batch, logs=None):
+            if signals.received:
+                raise _Stopped(f"stopped by {signals.received} after the update in progress")
+
+        def on_test_batch_end(self, batch, logs=None):
+            self.on_train_batch_end(batch)
+
+    return Stop()
+
+
+# -- the command ------------------------------------------------------------
+
+
+def _check_config_arguments(argv: list[str]) -> None:
+    """Finds a missing config file or a misspelt field, which config_flags reports with a traceback."""
+    for i, argument in enumerate(argv):
+        name, equals, value = argument.lstrip("-").partition("=")
+        if not argument.startswith("-"):
+            continue
+        if name == "config":
+            path = (value if equals else "".join(argv[i + 1 : i + 2])).partition(":")[0]
+            if not os.path.isfile(path):
+                raise UserError(f"--config={path} does not exist: give the path of a Python file with get_config()")
+        elif name.startswith("config."):
+            _check_field(name)
+
+
+def _check_field(name: str) -> None:
+    owner: Any = config.Experiment()
+    for part in name.split(".")[1:]:
+        known = tuple(f.name for f in dataclasses.fields(owner)) if dataclasses.is_dataclass(owner) else ()
+        if part not in known:
+            raise UserError(f"unknown config field --{name}{config.suggest(part, known) if known else ''}")
+        owner = getattr(owner, part)
+
+
+def parse(argv: list[str]) -> list[str]:
+    """Parses flags, turning every complaint into a `UserError` of one line."""
+    _check_config_arguments(argv[1:])
+    try:
+        rest = flags.FLAGS(argv)
+    except flags.Error as error:
+        text = " ".join(str(error).split())
+        if "Unable to parse value" in text:
+            text = re.sub(r"Unable to parse value .*", "is a group of fields: set one of them", text)
+        raise UserError(text) from None
+    except Exception as error:  # the user's config file may raise anything
+        path = config_flags.get_config_filename(flags.FLAGS["config"])
+        at = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
+        raise UserError(f"--config={path} cannot be used: {type(error).__name__}: {str(error).splitlines()[0]}{at}") from error
+    if len(rest) > 1:
+        raise UserError(f"unexpected argument {rest[1]!r}: flags are written --name=value")
+    return rest
+
+
+def _run(argv: list[str]) -> int:
+    del argv
+    result = train_and_evaluate(flags.FLAGS.config, environment.from_flags(flags.FLAGS))
+    return 143 if result.status == "preempted" else 0
+
+
+def run_command(run: Any) -> None:
+    """Runs a command's body with the exit codes of the design and one line per error."""
+
+    try:
+        app.run(run, flags_parser=parse)
+    except UserError as error:
+        print(f"tfdist: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except TrainingError as error:
+        print(f"tfdist: failed: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("tfdist: interrupted at once, nothing was saved", file=sys.stderr)
+        sys.exit(130)
+
+
+def main() -> None:
+    """Entry point of `python -m tfdist.train`."""
+    environment.define_flags()
+    config_flags.DEFINE_config_file("config", DEFAULT_CONFIG, "Experiment: a Python file with get_config().")
+    run_command(_run)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""One optimizer update from gradients that are already summed over all replicas.
+
+Keras' optimizers spend many small ops per variable, and under tf.distribute
+they reduce again, clip what one replica sees, and cannot average weights in a
+graph (K3-K5 in docs/keras.md). For Adam, AdamW and SGD the update is
+TensorFlow's fused op on the slots that the Keras optimizer owns; every other
+optimizer is called as it is, with its own reduction switched off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.errors import UserError
+
+FUSED = (keras.optimizers.Adam, keras.optimizers.AdamW, keras.optimizers.SGD)
+
+
+def inner(optimizer: Any) -> Any:
+    """The optimizer itself, out of a `LossScaleOptimizer` if it is wrapped in one."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def is_fused(optimizer: Any) -> bool:
+    """Exact classes only: a subclass may compute something else."""
+    optimizer = inner(optimizer)
+    return type(optimizer) in FUSED and not getattr(optimizer, "amsgrad", False)
+
+
+def check(optimizer: Any) -> None:
+    """Raises UserError for optimizer settings that tfdist replaces."""
+    if inner(optimizer).gradient_accumulation_steps:
+        raise UserError(
+            f"optimizer has gradient_accumulation_steps={inner(optimizer).gradient_accumulation_steps}: "
+            "leave it out and give tfdist accumulate (train.accumulate) instead"
+        )
+
+
+def reduced_already(grads_and_vars: Any) -> Any:
+    """Stands in for `optimizer._all_reduce_sum_gradients`; see tests/test_keras_hooks.py."""
+    return grads_and_vars
+
+
+def apply(optimizer: Any, grads: list, variables: list, penalty: Callable[[list], list]) -> None:
+    """Updates `variables` and the optimizer's state; called in replica context.
+
+    Args:
+      optimizer: a Keras optimizer built for `variables`, possibly a
+        `LossScaleOptimizer`, whose scale is then still in `grads`.
+      grads: one dense tensor or None per variable, the same on every replica.
+      variables: the model's trainable variables.
+      penalty: adds the gradient of the regularisers to a list like `grads`.
+    """
+    if not any(g is not None for g in grads):
+        raise UserError("no trainable variable has a gradient: the loss does not depend on the model's weights")
+    if not is_fused(optimizer):
+        _apply_keras(optimizer, grads, variables, penalty)
+    elif optimizer is inner(optimizer):
+        _apply_fused(optimizer, penalty(grads), variables)
+    else:
+        _apply_scaled(optimizer, grads, variables, penalty)
+
+
+def _apply_keras(optimizer: Any, grads: list, variables: list, penalty: Callable[[list], list]) -> None:
+    base = inner(optimizer)
+    base._all_reduce_sum_gradients = reduced_already
+    if optimizer is not base:
+        scale = tf.convert_to_tensor(optimizer.dynamic_scale)
+        extra = penalty([None] * len(grads))
+        grads = [_add(g, None if e is None else e * tf.cast(scale, e.dtype)) for g, e in zip(grads, extra)]
+    else:
+        grads = penalty(grads)
+    pairs = [(g, v) for g, v in zip(grads, variables) if g is not None]
+    ema, base.use_ema = base.use_ema, False  # Keras' own overwrite fails in a graph (keras 20582)
+    before = tf.identity(base.iterations.value)
+    try:
+        optimizer.apply([g for g, _ in pairs], [v for _, v in pairs])
+    finally:
+        base.use_ema = ema
+        del base._all_reduce_sum_gradients
+    _average(base, variables, before, tf.not_equal(before, tf.identity(base.iterations.value)))
+
+
+def _apply_scaled(optimizer: Any, grads: list, variables: list, penalty: Callable[[list], list]) -> None:
+    """keras.optimizers.LossScaleOptimizer, deciding on the sum over all replicas."""
+    given = [g for g in grads if g is not None]
+    finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(g)) for g in given])
+    scale, steps = optimizer.dynamic_scale, optimizer.step_counter
+
+    def good():
+        factor = 1.0 / tf.convert_to_tensor(scale)
+        unscaled = [None if g is None else g * tf.cast(factor, g.dtype) for g in grads]
+        _apply_fused(optimizer.inner_optimizer, penalty(unscaled), variables)
+        grow = tf.equal(tf.convert_to_tensor(steps), optimizer.dynamic_growth_steps - 1)
+        scale.assign(tf.where(grow, scale * 2.0, scale))
+        steps.assign(tf.where(grow, tf.zeros_like(steps), steps + 1))
+        return tf.constant(0)
+
+    def bad():
+        scale.assign(scale * 0.5)
+        steps.assign(tf.zeros_like(steps))
+        return tf.constant(0)
+
+    tf.cond(finite, good, bad)
+
+
+def _apply_fused(optimizer: Any, grads: list, variables: list) -> None:
+    grads = clip(optimizer, grads)
+    rate = tf.convert_to_tensor(optimizer.learning_rate)
+    pairs = [(i, g, v) for i, (g, v) in enumerate(zip(grads, variables)) if g is not None]
+    for _, _, variable in pairs:
+        if optimizer.weight_decay is not None and optimizer._use_weight_decay(variable):
+            decay = tf.cast(rate, variable.dtype) * tf.cast(optimizer.weight_decay, variable.dtype)
+            variable.assign_sub(variable * decay)
+    step = _sgd(optimizer, rate) if isinstance(optimizer, keras.optimizers.SGD) else _adam(optimizer, rate)
+    for i, grad, variable in pairs:
+        step(i, tf.cast(grad, variable.dtype), variable)
+    before = tf.identity(optimizer.iterations.value)
+    _average(optimizer, variables, before, None)
+    for _, _, variable in pairs:
+        if variable.constraint is not None:
+            variable.assign(variable.constraint(variable))
+    # The variable's own assign_add would gather all replicas; each adds to its copy instead.
+    tf.raw_ops.AssignAddVariableOp(resource=optimizer.iterations.value.handle, value=tf.ones_like(before))
+
+
+def _adam(optimizer: Any, rate: Any) -> Callable:
+    """keras.optimizers.Adam.update_step as one op per variable."""
+    step = optimizer.iterations + 1
+    shared: dict = {}
+
+    def update(i, grad, variable):
+        if grad.dtype not in shared:
+            constant = lambda value: tf.cast(value, grad.dtype)  # noqa: E731
+            beta1, beta2 = constant(optimizer.beta_1), constant(optimizer.beta_2)
+            t = constant(step)
+            shared[grad.dtype] = dict(
+                beta1=beta1,
+                beta2=beta2,
+                beta1_power=tf.pow(beta1, t),
+                beta2_power=tf.pow(beta2, t),
+                lr=constant(rate),
+                epsilon=constant(optimizer.epsilon),
+            )
+        tf.raw_ops.ResourceApplyAdam(
+            var=variable.value.handle,
+            m=optimizer._momentums[i].value.handle,
+            v=optimizer._velocities[i].value.handle,
+            grad=grad,
+            **shared[grad.dtype],
+        )
+
+    return update
+
+
+def _sgd(optimizer: Any, rate: Any) -> Callable:
+    """keras.optimizers.SGD.update_step as one op per variable."""
+
+    def update(i, grad, variable):
+        lr = tf.cast(rate, grad.dtype)
+        if optimizer.momentum == 0:
+            tf.raw_ops.ResourceApplyGradientDescent(var=variable.value.handle, alpha=lr, delta=grad)
+        else:
+            tf.raw_ops.ResourceApplyKerasMomentum(
+                var=variable.value.handle,
+                accum=optimizer.momentums[i].value.handle,
+                lr=lr,
+                grad=grad,
+                momentum=tf.cast(optimizer.momentum, grad.dtype),
+                use_nesterov=optimizer.nesterov,
+            )
+
+    return update
+
+
+def clip(optimizer: Any, grads: list) -> list:
+    """clipnorm, global_clipnorm or clipvalue of `optimizer`, on the summed gradients."""
+    given = [g for g in grads if g is not None]
+    if optimizer.clipnorm:
+        given = [tf.clip_by_norm(g, optimizer.clipnorm) for g in given]
+    elif optimizer.global_clipnorm:
+        given, _ = tf.clip_by_global_norm(given, optimizer.global_clipnorm)
+    elif optimizer.clipvalue:
+        given = [tf.clip_by_value(g, -optimizer.clipvalue, optimizer.clipvalue) for g in given]
+    clipped = iter(given)
+    return [None if g is None else next(clipped) for g in grads]
+
+
+def _average(optimizer: Any, variables: list, before: Any, updated: Any) -> None:
+    """Moving average of the weights, as in Keras' `use_ema`.
+
+    Args:
+      before: `iterations` before this update.
+      updated: bool scalar, False where the update was skipped, or None.
+    """
+    if not optimizer.use_ema:
+        return
+    for variable, average in zip(variables, optimizer._model_variables_moving_average):
+        momentum = tf.where(tf.equal(before, 0), tf.zeros((), average.dtype), tf.cast(optimizer.ema_momentum, average.dtype))
+        new = momentum * average + (1 - momentum) * variable
+        average.assign(new if updated is None else tf.where(updated, new, average))
+    if optimizer.ema_overwrite_frequency:
+        due = tf.equal((before + 1) % optimizer.ema_overwrite_frequency, 0)
+        if updated is not None:
+            due = tf.logical_and(due, updated)
+        for variable, average in zip(variables, optimizer._model_variables_moving_average):
+            variable.assign(tf.where(due, average, variable))
+
+
+def finalize(optimizer: Any, variables: list) -> None:
+    """Ends a training with the averaged weights, as Keras' `fit` does; in cross-replica context."""
+    if inner(optimizer).use_ema:
+        for variable, average in zip(variables, inner(optimizer)._model_variables_moving_average):
+            variable.assign(tf.convert_to_tensor(average.value))
+
+
+def _add(a: Any, b: Any) -> Any:
+    return b if a is None else a if b is None else a + b
