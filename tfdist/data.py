@@ -143,6 +143,17 @@ def weigh_classes(source: Source, weights: Mapping[int, float]) -> Source:
     return Arrays((x, y.numpy(), weight.numpy()))
 
 
+def one_hot(source: Source, classes: int) -> Source:
+    """Class numbers [n] as rows [n, classes] of 0 and 1 (uint8)."""
+
+    def rows(x, y, *weight):
+        return (x, tf.one_hot(y, classes, on_value=1, off_value=0, dtype=tf.uint8), *weight)
+
+    if isinstance(source, Batches):
+        return Batches(source.dataset.map(rows))
+    return Arrays(tuple(c.numpy() if isinstance(c, tf.Tensor) else c for c in rows(*source.columns)))
+
+
 def order(seed: int, epoch: int, size: int) -> np.ndarray:
     """The order of one epoch: a permutation of `size` by a counter-based generator (Philox)."""
     key = np.array([seed, epoch], np.uint64)

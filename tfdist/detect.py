@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from tfdist.environment import Environment
 from tfdist.errors import UserError
-from tfdist.gpus import Selection, Survey
+from tfdist.gpus import Selection
 
 NEEDS = {
     "multi_worker": "needs several workers named in TF_CONFIG",
@@ -98,16 +98,23 @@ def tf_config_workers(environ: Mapping[str, str]) -> int:
         raise UserError(f"TF_CONFIG is not a JSON object with a cluster in it ({error}): correct or unset it") from None
 
 
-def check_visible(survey: Survey, selection: Selection, seen: int, environment: Environment) -> None:
+def check_visible(selection: Selection, seen: int, environment: Environment, said: str) -> None:
     """Refuses to train on the CPU in silence when the driver has GPUs that TensorFlow does not see.
 
     Args:
       seen: how many GPUs TensorFlow lists.
+      said: what TensorFlow printed while it looked for them.
+
+    Raises:
+      UserError: TensorFlow sees fewer than were selected.
     """
     wanted = len(selection.gpus)
-    if seen >= wanted or environment.devices == "none" or environment.virtual_devices:
+    if seen >= wanted:
         return
+    signs = ("dlopen", "cuInit", "libcud", "cuda drivers", "driver version")
+    reasons = [line.partition("] ")[2] or line for line in said.splitlines() if any(s in line for s in signs)]
     raise UserError(
-        f"the driver lists {wanted} usable GPU{'s' * (wanted > 1)} ({selection.gpus[0].name}) and TensorFlow sees {seen}: "
-        "install TensorFlow with CUDA (pip install 'tfdist[cuda]'), or train on the CPU with --strategy=default --devices=none"
+        f"the driver lists {wanted} usable GPU{'s' * (wanted > 1)} ({selection.gpus[0].name}) and TensorFlow sees {seen}"
+        f"{f' ({reasons[-1].strip()})' if reasons else ''}: install TensorFlow with CUDA (pip install 'tfdist[cuda]'), "
+        "or train on the CPU with --strategy=default --devices=none"
     )

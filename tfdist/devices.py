@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
+import tempfile
 
 from tfdist import detect, gpus
 from tfdist.environment import Environment
@@ -32,12 +34,8 @@ def prepare(environment: Environment, survey: gpus.Survey, selection: gpus.Selec
     """
     if not (environment.virtual_devices and not survey.gpus):
         gpus.apply(selection)
-    # TensorFlow's C++ side prints a dozen lines about CUDA and CPU features at INFO and WARNING.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    import tensorflow as tf
-
-    seen = tf.config.list_physical_devices("GPU")
-    detect.check_visible(survey, selection, len(seen), environment)
+    tf, seen, said = _start()
+    detect.check_visible(selection, len(seen), environment, said)
     virtual = environment.virtual_devices
     if environment.threads is not None:
         # Operations of all logical CPUs share one inter-op pool: with one thread they would take turns.
@@ -49,6 +47,32 @@ def prepare(environment: Environment, survey: gpus.Survey, selection: gpus.Selec
     if virtual and virtual > 1:
         _split_cpu(tf, virtual)
     return Devices(tuple(f"CPU:{i}" for i in range(virtual or 1)), survey, selection)
+
+
+def _start() -> tuple:
+    """Imports TensorFlow and lists its GPUs.
+
+    Its C++ side prints a dozen lines at that, whatever the log level, of which
+    none matters to somebody who trains on a CPU. They are kept back, for the
+    message about GPUs that TensorFlow does not see.
+
+    Returns:
+      (tensorflow, physical GPUs, what it printed).
+    """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as kept:
+        before = os.dup(2)
+        os.dup2(kept.fileno(), 2)
+        try:
+            import tensorflow as tf
+
+            seen = tf.config.list_physical_devices("GPU")
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+        kept.seek(0)
+        return tf, seen, kept.read().decode(errors="replace")
 
 
 def _threads(tf, intra: int, inter: int) -> None:

@@ -1,12 +1,9 @@
-"""The run folder: what a run leaves behind, and the measurements that go into it."""
+"""The measurements of a run, and the record of its result."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
-import os
-import pathlib
 import time
 from typing import Any
 
@@ -14,8 +11,8 @@ import keras
 import numpy as np
 import psutil
 
-from tfdist.errors import UserError
 from tfdist.plan import Plan
+from tfdist.run_folder import RunFolder
 
 
 @dataclasses.dataclass(slots=True)
@@ -45,80 +42,6 @@ class Result:
     """Sum of squares in float64."""
     resumed_from: int | None
     versions: dict[str, str]
-
-
-class RunFolder:
-    """Creates and writes a `--workdir`. Every file appears whole or not at all."""
-
-    def __init__(self, path: str):
-        self.path = pathlib.Path(path)
-
-    def create(self) -> pathlib.Path | None:
-        """Makes the folder; one that holds an earlier result is set aside first, never written over.
-
-        Returns:
-          Where the earlier run went, or None.
-
-        Raises:
-          UserError: the folder cannot be made or written.
-        """
-        moved = None
-        try:
-            if (self.path / "result.json").exists():
-                moved = next(p for i in range(1, 1_000_000) if not (p := self.path.with_name(f"{self.path.name}.{i}")).exists())
-                self.path.rename(moved)
-            self.path.mkdir(parents=True, exist_ok=True)
-            probe = self.path / f".probe-{os.getpid()}"
-            probe.write_bytes(b"")
-            probe.unlink()
-        except OSError as error:
-            raise UserError(
-                f"--workdir={self.path} cannot be written ({error.strerror}): choose another folder"
-            ) from None
-        return moved
-
-    def write(self, name: str, content: dict) -> None:
-        """Writes one JSON file, durably."""
-        self._replace(name, (json.dumps(_strict(content), indent=2) + "\n").encode())
-
-    def append(self, name: str, line: dict) -> None:
-        """Adds one line of JSON to a file."""
-        with open(self.path / name, "a", encoding="utf-8") as file:
-            file.write(json.dumps(_strict(line)) + "\n")
-
-    def save_model(self, model: keras.Model) -> None:
-        """Writes `model.keras`. Keras writes in place, so a kill would leave half a file: it gets another name first."""
-        temporary = self.path / f".model-{os.getpid()}.keras"
-        try:
-            model.save(temporary)
-            _sync(temporary)
-            os.replace(temporary, self.path / "model.keras")
-        finally:
-            temporary.unlink(missing_ok=True)
-
-    def _replace(self, name: str, content: bytes) -> None:
-        temporary = self.path / f".{name}.{os.getpid()}"
-        temporary.write_bytes(content)
-        _sync(temporary)
-        os.replace(temporary, self.path / name)
-
-
-def _sync(path: pathlib.Path) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-
-
-def _strict(value: Any) -> Any:
-    """JSON has no NaN or Infinity; readers other than Python's refuse them."""
-    if isinstance(value, dict):
-        return {str(k): _strict(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_strict(v) for v in value]
-    if isinstance(value, np.ndarray):
-        return _strict(value.tolist())
-    if isinstance(value, (float, np.floating)):
-        return float(value) if np.isfinite(value) else None
-    return int(value) if isinstance(value, np.integer) else value
 
 
 class Recorder(keras.callbacks.Callback):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -338,18 +339,19 @@ def _run(call: Any, feed: tuple, first: int, last: int) -> tuple:
         raise _user_error(error) from error
 
 
+_COMPLAINTS = (
+    (r"Received a label value of .*? outside the valid range of \[.*?\)", "correct the labels or the model's last layer"),
+    (r"a batch of the data set is larger than the first one \(.*?\)", "make the first batch the largest"),
+)
+
+
 def _user_error(error: tf.errors.OpError) -> Exception:
-    """The two complaints of TensorFlow about data that a person can act on; anything else as it is."""
-    text = str(error)
-    for sign, advice in (
-        ("outside the valid range", "correct the labels or the model's last layer"),
-        ("is larger than the first one", "make the first batch the largest"),
-    ):
-        at = text.find(sign)
-        if at >= 0:
-            begin = max(text.rfind("\n", 0, at), text.rfind("[", 0, at), text.rfind("'", 0, at)) + 1
-            return UserError(f"{text[begin:].splitlines()[0].split('Label values')[0].strip(' .')}: {advice}")
-    return TrainingError(" ".join(text.split())[:400])
+    """The complaints of TensorFlow about data that a person can act on; anything else on one line."""
+    for pattern, advice in _COMPLAINTS:
+        found = re.search(pattern, str(error))
+        if found:
+            return UserError(f"{found[0]}: {advice}")
+    return TrainingError(" ".join(str(error).split())[:400])
 
 
 def _not_finite(logs: dict, number: int, epoch: int) -> TrainingError:

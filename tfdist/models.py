@@ -42,14 +42,18 @@ def _function(name: str) -> Callable[..., keras.Model]:
     return imports.resolve("model.name", name)
 
 
-def cnn(spec: Spec, channels: int = 32, units: int = 64, dropout: float = 0.0) -> keras.Model:
-    """Two convolutions and a hidden layer: enough for 8x8 digits. Returns logits."""
+def cnn(spec: Spec, channels: tuple[int, ...] = (64, 128), units: int = 128) -> keras.Model:
+    """Convolutions with synchronized BatchNorm, one pooling, a hidden layer: for small images. Returns logits.
+
+    Everything in it is smooth. With ReLU and max pooling, two runs that differ
+    in the last bit of a sum are 5 % apart after 900 updates; with GELU and mean
+    pooling they stay within 1e-6, so that strategies can be compared to the end.
+    """
     _needs_image("cnn", spec)
     layers: list[Any] = [_scaled(spec)]
-    for width in (channels, 2 * channels):
-        layers += [keras.layers.Conv2D(width, 3, padding="same", activation="relu")]
-    layers += [keras.layers.MaxPooling2D(), keras.layers.Flatten(), keras.layers.Dense(units, activation="relu")]
-    layers += [keras.layers.Dropout(dropout)] if dropout else []
+    for width in channels:
+        layers += [*_convolution(width, True), keras.layers.Activation("gelu")]
+    layers += [keras.layers.AveragePooling2D(2), keras.layers.Flatten(), keras.layers.Dense(units, activation="gelu")]
     return keras.Sequential([*_input(spec), *layers, _logits(spec)])
 
 
@@ -72,11 +76,7 @@ def conv_bn(spec: Spec, channels: tuple[int, ...] = (32, 64, 128), synchronized:
     layers: list[Any] = [_scaled(spec)]
     for width in channels:
         for _ in range(2):
-            layers += [
-                keras.layers.Conv2D(width, 3, padding="same", use_bias=False),
-                keras.layers.BatchNormalization(synchronized=synchronized),
-                keras.layers.ReLU(),
-            ]
+            layers += [*_convolution(width, synchronized), keras.layers.ReLU()]
         layers += [keras.layers.MaxPooling2D()]
     return keras.Sequential([*_input(spec), *layers, keras.layers.GlobalAveragePooling2D(), _logits(spec)])
 
@@ -100,6 +100,14 @@ def char_transformer(spec: Spec, width: int = 64, heads: int = 4, depth: int = 2
         y = keras.layers.Dense(4 * width, activation="gelu")(y)
         x = keras.layers.Add()([x, keras.layers.Dense(width)(y)])
     return keras.Model(tokens, keras.layers.Dense(256)(keras.layers.LayerNormalization()(x)))
+
+
+def _convolution(width: int, synchronized: bool) -> list[Any]:
+    return [
+        keras.layers.Conv2D(width, 3, padding="same", use_bias=False),
+        # Keras' momentum of 0.99 lags a hundred updates behind, a tenth of a short run.
+        keras.layers.BatchNormalization(momentum=0.9, synchronized=synchronized),
+    ]
 
 
 def _input(spec: Spec) -> list[Any]:

@@ -33,7 +33,10 @@ def build(experiment: config.Experiment, plan: Plan) -> Any:
         if wanted.name not in _CLASSES:
             raise UserError(f"optimizer.name={wanted.name!r} needs a newer Keras than {keras.__version__}: upgrade it")
         function = getattr(keras.optimizers, _CLASSES[wanted.name])
-    optimizer = imports.call("optimizer.options", function, {"learning_rate": rate(experiment, plan), **options})
+    try:
+        optimizer = imports.call("optimizer.options", function, {"learning_rate": rate(experiment, plan), **options})
+    except (TypeError, ValueError) as error:  # Keras' optimizers take **kwargs and complain by themselves
+        raise UserError(f"optimizer.options={wanted.options!r} does not fit {wanted.name}: {error}") from error
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise UserError(f"optimizer.name={wanted.name!r} must return a Keras optimizer, got {type(optimizer).__name__}")
     return optimizer

@@ -90,18 +90,23 @@ class Step:
         small models the handling of filler. See `_loop` for what it returns.
         """
         update.check(self.model.optimizer)
-        return self._loop(
-            layout, lambda batch, count: self._update(layout, batch, layout.batch if full else count)
-        )
+        call = self._loop(layout, lambda batch, count: self._update(layout, batch, layout.batch if full else count))
+
+        def owned(feed, first, last):
+            with update.owned(self.model.optimizer):
+                return call(feed, first, last)
+
+        return tf.function(owned, autograph=False, reduce_retracing=True)
 
     def test(self, layout: Layout) -> Callable:
         """As `train`, but only measures."""
-        return self._loop(layout, lambda batch, count: self._measure(layout, batch, count))
+        call = self._loop(layout, lambda batch, count: self._measure(layout, batch, count))
+        return tf.function(call, autograph=False, reduce_retracing=True)
 
     def _loop(self, layout: Layout, one: Callable) -> Callable:
-        """Compiles a loop over global batches.
+        """A loop over global batches, to be compiled.
 
-        The compiled function returns (sums, examples, bad, done, metrics): loss
+        It returns (sums, examples, bad, done, metrics): loss
         values times examples [1 + outputs] and examples as float64, the first
         batch with a loss that is not finite (or -1), how many batches there
         were, and the metric results so far by name.
@@ -135,7 +140,7 @@ class Step:
             )
             return sums, examples, bad, i - first, self._results()
 
-        return tf.function(call, autograph=False, reduce_retracing=True)
+        return call
 
     def predict(self, layout: Layout) -> Callable:
         """`call(feed, i)` returns the outputs for global batch `i`, rows in order, filler included."""

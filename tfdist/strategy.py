@@ -158,7 +158,10 @@ def mirrored(names: tuple[str, ...], reason: str, jit: bool = False) -> Distribu
             f"--strategy=mirrored needs at least 2 devices, found {len(names)} ({', '.join(names)}): "
             "use --virtual_devices=2 to split the CPU, or --strategy=default"
         )
-    strategy = tf.distribute.MirroredStrategy([f"/{name}" for name in names])
+    # Between CPUs of one process TensorFlow would choose its ring collective, which costs 0.7 to 0.4 of
+    # the speed; adding up in one place needs no copies there. GPUs keep the default, NCCL.
+    reduction = tf.distribute.ReductionToOneDevice() if names[0].startswith("CPU") else None
+    strategy = tf.distribute.MirroredStrategy([f"/{name}" for name in names], cross_device_ops=reduction)
 
     def all_sum(tensors: list) -> list:
         return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, tensors)

@@ -16,7 +16,7 @@ import time
 from importlib import metadata
 from typing import Any
 
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import config_flags
 
 from tfdist import config, environment
@@ -39,11 +39,13 @@ def train_and_evaluate(experiment: config.Experiment, where: environment.Environ
       UserError: experiment or environment cannot be used.
       TrainingError: training failed; the run folder says so too.
     """
-    from tfdist import plan, strategy
+    from tfdist import plan, run_folder, strategy
 
     config.validate(experiment)
     site = strategy.locate(where)
     plan.check_batch(experiment.train.batch_size, site.choice.replicas, experiment.train.accumulate)
+    folder = run_folder.RunFolder(_workdir(experiment, where))
+    folder.create()
     distribution = strategy.create(site)
     _say(f"strategy {distribution.name}, because {distribution.reason}: {_replicas(distribution)}")
     if site.selection.gpus:
@@ -52,17 +54,16 @@ def train_and_evaluate(experiment: config.Experiment, where: environment.Environ
     from tfdist import history, loop, models, optimizers, progress
     from tfdist.datasets import catalog
 
-    folder = history.RunFolder(_workdir(experiment, where))
-    moved = folder.create()
-    if moved:
-        _say(f"the earlier run in {folder.path} is now in {moved}")
     _set_precision(experiment.train.precision)
     data = catalog.load(experiment)
     schedule = plan.make(experiment, data.examples, distribution.replicas)
     _say(f"{experiment.name}: {schedule.describe()}")
     with distribution.scope():
         model = models.build(experiment, data.spec)
-        _compile(model, optimizers.build(experiment, schedule), data)
+        data = _compile(model, optimizers.build(experiment, schedule), experiment, data)
+    moved = folder.set_aside()
+    if moved:
+        _say(f"the earlier run in {folder.path} is now in {moved}")
     folder.write("experiment.json", dataclasses.asdict(experiment))
     folder.write("environment.json", _environment(distribution, site))
 
@@ -153,25 +154,41 @@ def _set_precision(precision: str) -> None:
     keras.config.set_dtype_policy(precision)
 
 
-def _compile(model: Any, optimizer: Any, data: Any) -> None:
-    """Gives the model its optimizer, and a loss that fits the data unless it brought one."""
+def _compile(model: Any, optimizer: Any, experiment: config.Experiment, data: Any) -> Any:
+    """Gives the model its optimizer, and a loss that fits the data unless it brought one.
+
+    Returns:
+      The data, its targets in the form that the loss wants.
+    """
     import keras
 
-    if model.compiled:
-        model.optimizer = optimizer
-        if model.dtype_policy.name == "mixed_float16":
+    from tfdist.data import one_hot
+
+    smoothing = experiment.train.label_smoothing
+    if model.compiled or data.spec.classes is None:
+        if smoothing:
+            raise UserError(
+                f"train.label_smoothing={smoothing} is for classification with tfdist's own loss: set it to 0"
+            )
+        if not model.compiled:
+            model.compile(optimizer=optimizer, loss="mse", metrics=["mae"])
+        elif model.dtype_policy.name == "mixed_float16":
             model.optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
-        return
+        else:
+            model.optimizer = optimizer
+        return data
     weighted = len(getattr(data.train, "columns", ())) == 3
-    if data.spec.classes is None:
-        loss, metrics = "mse", ["mae"]
+    reduction = "mean_with_sample_weight" if weighted else "sum_over_batch_size"
+    loss: Any
+    if smoothing:
+        loss = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=smoothing, reduction=reduction)
+        train, evaluation = one_hot(data.train, data.spec.classes), one_hot(data.eval, data.spec.classes)
+        data = dataclasses.replace(data, train=train, eval=evaluation)
     else:
-        loss = keras.losses.SparseCategoricalCrossentropy(
-            from_logits=True, reduction="mean_with_sample_weight" if weighted else "sum_over_batch_size"
-        )
-        metrics = ["accuracy"]
-    settings = {"weighted_metrics": metrics} if weighted else {"metrics": metrics}
-    model.compile(optimizer=optimizer, loss=loss, **settings)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
+    metrics = {"weighted_metrics" if weighted else "metrics": ["accuracy"]}
+    model.compile(optimizer=optimizer, loss=loss, **metrics)
+    return data
 
 
 def _environment(distribution: Any, site: Any) -> dict:
@@ -283,6 +300,8 @@ def parse(argv: list[str]) -> list[str]:
     """Parses flags, turning every complaint into a `UserError` of one line."""
     _check_config_arguments(argv[1:])
     try:
+        # The definition itself reads the command line, so it belongs to what can fail.
+        config_flags.DEFINE_config_file("config", DEFAULT_CONFIG, "Experiment: a Python file with get_config().")
         rest = flags.FLAGS(argv)
     except flags.Error as error:
         text = " ".join(str(error).split())
@@ -290,7 +309,7 @@ def parse(argv: list[str]) -> list[str]:
             text = re.sub(r"Unable to parse value .*", "is a group of fields: set one of them", text)
         raise UserError(text) from None
     except Exception as error:  # the user's config file may raise anything
-        path = config_flags.get_config_filename(flags.FLAGS["config"])
+        path = next((a.partition("=")[2] for a in argv if re.match("--?config=", a)), "") or DEFAULT_CONFIG
         at = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
         raise UserError(f"--config={path} cannot be used: {type(error).__name__}: {str(error).splitlines()[0]}{at}") from error
     if len(rest) > 1:
@@ -307,6 +326,7 @@ def _run(argv: list[str]) -> int:
 def run_command(run: Any) -> None:
     """Runs a command's body with the exit codes of the design and one line per error."""
 
+    logging.set_verbosity(logging.WARNING)  # TensorFlow tells of every all-reduce at INFO
     try:
         app.run(run, flags_parser=parse)
     except UserError as error:
@@ -323,7 +343,6 @@ def run_command(run: Any) -> None:
 def main() -> None:
     """Entry point of `python -m tfdist.train`."""
     environment.define_flags()
-    config_flags.DEFINE_config_file("config", DEFAULT_CONFIG, "Experiment: a Python file with get_config().")
     run_command(_run)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import difflib
 import inspect
+import io
 import logging
 import os
 from typing import Any
@@ -12,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import config, imports
-from tfdist.data import Arrays, Batches, Source, as_source
+from tfdist.data import Arrays, Batches, Source, as_source, check_labels, targets_of
 from tfdist.errors import UserError
 
 MEMORY_SHARE = 0.25
@@ -129,9 +132,9 @@ def _of_tfds(experiment: config.Experiment) -> Loaded:
         builder = tfds.builder(data.name, data_dir=data_dir)
     except tfds.core.DatasetNotFoundError:
         names = (*config.DATASETS, *tfds.list_builders(with_community_datasets=False))
-        near = config.suggest(data.name, names).partition("?")
-        hint = f"{near[0]}?" if near[1] else ": see https://www.tensorflow.org/datasets/catalog"
-        raise UserError(f"unknown data.name {data.name!r}{hint} or write package.module:function") from None
+        near = difflib.get_close_matches(data.name, names, n=1)
+        hint = f"did you mean {near[0]!r}? Else" if near else "see https://www.tensorflow.org/datasets/catalog, or"
+        raise UserError(f"unknown data.name {data.name!r}: {hint} write package.module:function") from None
     except ValueError as error:
         raise UserError(f"data.name={data.name!r} is not accepted by TFDS: {_line(error)}") from None
     _prepare(builder, data.name)
@@ -171,7 +174,8 @@ def _prepare(builder: Any, name: str) -> None:
         return
     print(f"tfdist: preparing the data set {name} in {builder.data_dir}", flush=True)
     try:
-        builder.download_and_prepare()
+        with contextlib.redirect_stdout(io.StringIO()):
+            builder.download_and_prepare()
     except Exception as error:  # TFDS lets through whatever its downloads raise
         if isinstance(error, OSError) and error.filename:
             raise UserError(f"data.data_dir is not usable: {_line(error)}: choose another folder") from error
@@ -201,6 +205,11 @@ def _described(train: Source, evaluation: Source, classes: int | None, examples:
             classes = int(y.max()) + 1
         maximum = float(tf.nest.flatten(x)[0].max()) if dtype.kind in "fui" else 1.0
         examples = train.size
+        if classes is not None:
+            for source in (train, evaluation):
+                targets = targets_of(source)
+                if targets is not None and not tf.nest.is_nested(targets):
+                    check_labels(targets, classes, "the data set")
     else:
         spec = tf.nest.flatten(train.dataset.element_spec)[0]
         shape, dtype = tuple(spec.shape[1:]), np.dtype(spec.dtype.as_numpy_dtype)

@@ -1,0 +1,13 @@
+"""Handwritten digits with a small CNN: what `python -m tfdist.train` trains without a config.
+
+    python -m tfdist.train --config=configs/digits.py
+
+1,437 images of 8x8 pixels to train on, the other 360 (other writers) to test.
+DIGITS_QUALITY
+"""
+
+from tfdist.config import Experiment
+
+
+def get_config() -> Experiment:
+    return Experiment()

@@ -1,0 +1,18 @@
+"""A BatchNorm CNN on made 32x32x3 images: work for a real accelerator, with no download.
+
+    python -m tfdist.train --config=configs/synthetic_cnn.py --strategy=mirrored
+
+SYN_QUALITY
+"""
+
+from tfdist.config import Data, Experiment, Model, Optimizer, Train
+
+
+def get_config() -> Experiment:
+    return Experiment(
+        name="synthetic_cnn",
+        data=Data(name="synthetic", options="examples=4096, shape=(32, 32, 3), classes=10, noise=2.0"),
+        model=Model(name="conv_bn"),
+        optimizer=Optimizer(name="adam", learning_rate=1e-3, weight_decay=0.0, options=""),
+        train=Train(epochs=3, batch_size=96, label_smoothing=0.0),
+    )

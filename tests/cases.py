@@ -1,0 +1,185 @@
+"""Tiny experiments that together touch every part of an update. Add a row, and every strategy must agree on it."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+L = keras.layers
+
+
+def rng():
+    return np.random.default_rng(7)
+
+
+def images(n, classes=5):
+    r = rng()
+    return r.normal(size=(n, 4, 4, 1)).astype("float32"), r.integers(0, classes, n)
+
+
+def dense(**layer):
+    return keras.Sequential(
+        [keras.Input((4, 4, 1)), L.Flatten(), L.Dense(12, activation="tanh", **layer), L.Dense(5, **layer)]
+    )
+
+
+def sparse(**kwargs):
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, **kwargs)
+
+
+def compiled(model, optimizer=None, loss=None, **kwargs):
+    kwargs.setdefault("metrics", ["accuracy"])
+    model.compile(optimizer or keras.optimizers.Adam(1e-2), loss or sparse(), **kwargs)
+    return model
+
+
+def sequences(n):
+    """Token sequences of uneven length; 0 is padding."""
+    r = rng()
+    x = r.integers(1, 20, (n, 7))
+    x[np.arange(7)[None] >= r.integers(1, 8, n)[:, None]] = 0
+    return x.astype("int32"), r.integers(0, 6, (n, 7))
+
+
+def tagger(loss=None, **kwargs):
+    """A mask that reaches the loss, and an embedding, whose gradient is sparse."""
+    tokens = keras.Input((7,), dtype="int32")
+    x = L.Embedding(20, 8, mask_zero=True)(tokens)
+    model = keras.Model(tokens, L.Dense(6)(L.Dense(8, activation="tanh")(x)))
+    return compiled(model, loss=loss, **kwargs)
+
+
+def two_outputs():
+    image, extra = keras.Input((4, 4, 1), name="image"), keras.Input((3,), name="extra")
+    x = L.Concatenate()([L.Flatten()(image), extra])
+    x = L.Dense(8, activation="tanh")(x)
+    return keras.Model({"image": image, "extra": extra}, {"kind": L.Dense(5, name="kind")(x), "size": L.Dense(1, name="size")(x)})
+
+
+def compile_two_outputs():
+    model = two_outputs()
+    model.compile(
+        keras.optimizers.Adam(1e-2),
+        {"kind": sparse(), "size": "mse"},
+        loss_weights={"kind": 0.7, "size": 2.0},
+        metrics={"kind": ["accuracy"], "size": ["mae"]},
+    )
+    return model
+
+
+def two_outputs_data(n):
+    r = rng()
+    x = {"image": images(n)[0], "extra": r.normal(size=(n, 3)).astype("float32")}
+    return x, {"kind": images(n)[1], "size": r.normal(size=(n, 1)).astype("float32")}
+
+
+def masked_and_plain():
+    """One loss with a denominator of its own beside one with a known denominator, and a regulariser."""
+    tokens = keras.Input((7,), dtype="int32")
+    x = L.Embedding(20, 8, mask_zero=True)(tokens)
+    tags = L.Dense(6, name="tags", kernel_regularizer="l2")(x)
+    whole = L.Dense(1, name="whole")(L.GlobalAveragePooling1D()(x))
+    model = keras.Model(tokens, [tags, whole])
+    model.compile(keras.optimizers.Adam(1e-2), [sparse(), "mse"], loss_weights=[1.0, 0.3])
+    return model
+
+
+class Subclassed(keras.Model):
+    """Built on its first batch, with a weight that no gradient reaches."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = L.Dense(8, activation="tanh"), L.Dense(5)
+        self.flatten = L.Flatten()
+
+    def build(self, shape):
+        self.unused = self.add_weight(shape=(3,), name="unused")
+        super().build(shape)
+
+    def call(self, x, training=False):
+        return self.last(self.first(self.flatten(x)))
+
+
+def batch_norm():
+    return keras.Sequential(
+        [
+            keras.Input((4, 4, 1)),
+            L.Conv2D(3, 3, use_bias=False),
+            L.BatchNormalization(synchronized=True, momentum=0.7),
+            L.Activation("tanh"),
+            L.Flatten(),
+            L.Dense(5),
+        ]
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One row: `model()` is called in scope and returns a compiled model."""
+
+    name: str
+    model: Callable[[], Any]
+    data: Callable[[int], tuple] = images
+    examples: int = 72
+    batch: int = 24
+    accumulate: int = 1
+    precision: str = "float32"
+    fit: dict = dataclasses.field(default_factory=dict)
+    keras: bool = True
+    """Keras' own fit on one device gives the same result."""
+    double: bool = True
+    """Can be run in float64."""
+
+    def __str__(self):
+        return self.name
+
+
+def weighted(n):
+    x, y = images(n)
+    return x, y, rng().uniform(0.1, 3.0, n).astype("float32")
+
+
+def token_weighted(n):
+    x, y = sequences(n)
+    return x, y, rng().uniform(0.1, 3.0, (n, 7)).astype("float32")
+
+
+O = keras.optimizers  # noqa: E741
+
+CASES = [
+    Case("even", lambda: compiled(dense())),
+    Case("uneven tail", lambda: compiled(dense()), examples=61),
+    Case("tail smaller than the replicas", lambda: compiled(dense()), examples=49),
+    Case("batch that no replica count divides", lambda: compiled(dense()), examples=60, batch=25),
+    Case("clip global norm", lambda: compiled(dense(), O.Adam(1e-2, global_clipnorm=0.05)), examples=61),
+    Case("clip norm", lambda: compiled(dense(), O.SGD(0.1, momentum=0.9, clipnorm=0.05)), examples=61),
+    Case("clip value", lambda: compiled(dense(), O.SGD(0.1, momentum=0.9, nesterov=True, clipvalue=0.01)), examples=61),
+    Case("accumulate", lambda: compiled(dense()), examples=61, accumulate=3),
+    Case("accumulate and clip", lambda: compiled(dense(), O.SGD(0.5, global_clipnorm=0.1)), examples=61, accumulate=3),
+    Case("sample weights", lambda: compiled(dense(), weighted_metrics=["accuracy"]), weighted, 61),
+    Case("mean by sample weight", lambda: compiled(dense(), loss=sparse(reduction="mean_with_sample_weight")), weighted, 61),
+    Case("sum", lambda: compiled(dense(), O.SGD(1e-3), sparse(reduction="sum")), examples=61),
+    Case("class weights", lambda: compiled(dense()), examples=61, fit={"class_weight": {0: 3.0, 2: 0.2}}),
+    Case("masked sequences", lambda: tagger(), sequences, 61),
+    Case("masked, accumulated", lambda: tagger(), sequences, 61, accumulate=3),
+    Case("token weights", lambda: tagger(sparse(reduction="mean_with_sample_weight")), token_weighted, 61),
+    Case("two outputs", compile_two_outputs, two_outputs_data, 61),
+    Case("masked and plain", masked_and_plain, lambda n: (sequences(n)[0], [sequences(n)[1], rng().normal(size=(n, 1))]), 61),
+    Case("l2 regulariser", lambda: compiled(dense(kernel_regularizer=keras.regularizers.L2(0.01))), examples=61),
+    Case("l2, accumulated", lambda: compiled(dense(kernel_regularizer="l2")), examples=61, accumulate=3),
+    Case("activity regulariser", lambda: compiled(dense(activity_regularizer="l2")), examples=72),
+    Case("AdamW", lambda: compiled(dense(), O.AdamW(1e-2, weight_decay=0.1)), examples=61),
+    Case("weights averaged", lambda: compiled(dense(), O.Adam(1e-2, use_ema=True, ema_momentum=0.8)), examples=61),
+    Case("averages written over", lambda: compiled(dense(), O.Adam(1e-2, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=4)), examples=61),
+    Case("Nadam", lambda: compiled(dense(), O.Nadam(1e-2, use_ema=True, ema_momentum=0.8)), examples=61),
+    Case("RMSprop with a schedule", lambda: compiled(dense(), O.RMSprop(O.schedules.CosineDecay(1e-2, 9))), examples=61),
+    Case("constraint", lambda: compiled(dense(kernel_constraint=keras.constraints.MaxNorm(0.5))), examples=61),
+    Case("subclassed", lambda: compiled(Subclassed()), examples=61),
+    Case("batch norm, synchronized", lambda: compiled(batch_norm())),
+    Case("batch norm, accumulated", lambda: compiled(batch_norm()), accumulate=3, keras=False),
+    Case("function as loss", lambda: compiled(dense(), loss=lambda y, p: keras.ops.mean((p - keras.ops.one_hot(y, 5)) ** 2)), examples=61),
+    Case("bfloat16", lambda: compiled(dense(), O.SGD(0.05)), examples=61, precision="mixed_bfloat16", double=False),
+    Case("float16", lambda: compiled(dense(), O.SGD(0.05)), examples=61, precision="mixed_float16", double=False),
+]  # fmt: skip

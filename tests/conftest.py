@@ -1,0 +1,62 @@
+"""Eight logical CPUs for the whole session; TensorFlow allows to split the CPU once per process."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import tfdist
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+REPOSITORY = pathlib.Path(__file__).parent.parent
+
+
+# Here and not in a fixture: test modules make tensors while they are collected.
+EIGHT = tfdist.connect("mirrored", virtual_devices=8, threads=1)
+
+
+@pytest.fixture(scope="session")
+def connect():
+    """Distributions by number of replicas, each made once."""
+    made = {8: EIGHT}
+
+    def get(replicas):
+        if replicas not in made:
+            name = "default" if replicas == 1 else "mirrored"
+            made[replicas] = tfdist.connect(name, virtual_devices=None if replicas == 1 else replicas)
+        return made[replicas]
+
+    return get
+
+
+@pytest.fixture(autouse=True)
+def plain_precision():
+    """Whatever precision a test sets ends with it."""
+    import keras
+
+    yield
+    keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("float32")
+
+
+@pytest.fixture(scope="session")
+def tfds_dir(tmp_path_factory):
+    """Prepared data of the session, not of the person who runs the tests."""
+    return tmp_path_factory.mktemp("tfds")
+
+
+@pytest.fixture
+def run(tmp_path, tfds_dir):
+    """Runs `python -m <arguments>` in an empty folder; returns the finished process."""
+
+    def start(*arguments, path="", popen=False, **environ):
+        env = {k: v for k, v in os.environ.items() if k not in ("CUDA_VISIBLE_DEVICES", "TF_CONFIG")}
+        env |= {"TFDS_DATA_DIR": str(tfds_dir), "PYTHONPATH": os.pathsep.join(filter(None, [path, str(REPOSITORY)]))}
+        env |= environ
+        command = [sys.executable, "-m", *map(str, arguments)]
+        kwargs = dict(cwd=tmp_path, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        return subprocess.Popen(command, **kwargs) if popen else subprocess.run(command, **kwargs, timeout=300)
+
+    return start

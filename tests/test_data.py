@@ -1,0 +1,195 @@
+"""Every example once per epoch, in an order that depends on the seed and the epoch alone."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist
+from tfdist import data
+from tfdist.step import Layout
+
+BATCH = 8
+
+
+def counting(distribution, examples):
+    """A model with one weight per example, which falls by one each time the example is trained on."""
+    with distribution.scope():
+        model = keras.Sequential([keras.Input((1,), dtype="int32"), keras.layers.Embedding(examples, 1), keras.layers.Flatten()])
+        model.compile(keras.optimizers.SGD(1.0), keras.losses.MeanAbsoluteError(reduction="sum"))
+    # Far above the target, so that the gradient of |weight - 0| is 1.
+    model.set_weights([np.full((examples, 1), 100.0, "float32")])
+    return model
+
+
+def times_seen(model):
+    return (100.0 - model.get_weights()[0][:, 0]).tolist()
+
+
+@pytest.mark.parametrize("replicas", [1, 3, 8])
+@pytest.mark.parametrize("examples", [1, BATCH - 1, BATCH, BATCH + 1, 2 * BATCH, 3 * BATCH - 1])
+def test_each_example_once_per_epoch(examples, replicas, connect):
+    distribution = connect(replicas)
+    x, y = np.arange(examples)[:, None], np.zeros(examples)
+    model = counting(distribution, examples)
+    tfdist.fit(model, x, y, distribution=distribution, batch_size=BATCH, epochs=2, verbose=0)
+    assert times_seen(model) == [2.0] * examples
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("examples", [1, BATCH - 1, BATCH, BATCH + 1, 3 * BATCH - 1])
+def test_each_example_of_a_dataset_once_per_epoch(examples, known, replicas, connect):
+    distribution = connect(replicas)
+    dataset = tf.data.Dataset.from_tensor_slices((np.arange(examples)[:, None], np.zeros(examples)))
+    if not known:
+        dataset = dataset.filter(lambda x, y: True)
+    model = counting(distribution, examples)
+    dataset = dataset.batch(BATCH)
+    if examples < replicas:
+        with pytest.raises(tfdist.UserError, match="smaller than 3 replicas"):
+            tfdist.fit(model, dataset, distribution=distribution, verbose=0)
+        return
+    tfdist.fit(model, dataset, distribution=distribution, epochs=2, verbose=0)
+    assert times_seen(model) == [2.0] * examples
+
+
+@pytest.mark.parametrize("replicas", [1, 3, 8])
+@pytest.mark.parametrize("examples", [1, BATCH - 1, BATCH, BATCH + 1, 3 * BATCH - 1])
+@pytest.mark.parametrize("as_dataset", [False, True])
+def test_predict_and_evaluate_see_each_example_once_in_order(examples, replicas, as_dataset, connect):
+    distribution = connect(replicas)
+    with distribution.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Rescaling(2.0)])
+        model.compile(loss="mae", metrics=[keras.metrics.MeanAbsoluteError(name="mae")])
+    x = np.random.default_rng(0).normal(size=(examples, 2)).astype("float32")
+    given = tf.data.Dataset.from_tensor_slices(x).batch(BATCH) if as_dataset else x
+    outputs = tfdist.predict(model, given, distribution=distribution, batch_size=BATCH)
+    np.testing.assert_allclose(outputs, 2 * x, rtol=1e-6)
+    pairs = tf.data.Dataset.from_tensor_slices((x, 0 * x)).batch(BATCH) if as_dataset else (x, 0 * x)
+    values = tfdist.evaluate(model, pairs, distribution=distribution, batch_size=BATCH)
+    expected = np.abs(2 * x).mean()
+    assert values == pytest.approx({"loss": expected, "mae": expected}, rel=1e-5)
+
+
+def test_the_order_is_a_permutation_that_changes_with_seed_and_epoch_only():
+    one = data.order(seed=1, epoch=0, size=1000)
+    assert sorted(one) == list(range(1000))
+    assert (one == data.order(1, 0, 1000)).all()
+    assert (one != data.order(1, 1, 1000)).any()
+    assert (one != data.order(2, 0, 1000)).any()
+
+
+@pytest.mark.parametrize("replicas, accumulate", [(1, 1), (2, 1), (3, 1), (8, 1), (2, 3)])
+def test_batches_do_not_depend_on_the_number_of_replicas(replicas, accumulate):
+    source = data.Arrays((np.arange(61),))
+    plain = data.ArrayFeed(source, Layout(24, 1, 1), shuffle=5)
+    split = data.ArrayFeed(source, Layout(24, replicas, accumulate), shuffle=5)
+    for update in (0, 1, 2, 3, 5):
+        for feed in (plain, split):
+            call = feed.next(update, 1)
+            assert call.last == call.first + 1
+        (_, rows, counts), (_, more, same) = plain.next(update, 1).feed, split.next(update, 1).feed
+        row = update % 3
+        assert counts[row] == same[row] == (24, 24, 13)[row]
+        real = int(counts[row])
+        assert (rows[row][:real].numpy() == more[row][:real].numpy()).all()
+        assert set(more[row].numpy()) == set(rows[row][:real].numpy()), "filler must repeat real examples of the batch"
+
+
+def test_a_run_continues_anywhere_from_its_update_number():
+    """Nothing but the number of updates made is needed to go on, so nothing is read again."""
+    source = data.Arrays((np.arange(61),))
+    through = data.ArrayFeed(source, Layout(24, 2, 1), shuffle=5)
+    for update in range(7):
+        call = through.next(update, 1)
+        fresh = data.ArrayFeed(source, Layout(24, 2, 1), shuffle=5).next(update, 1)
+        assert (call.feed[1][call.first].numpy() == fresh.feed[1][fresh.first].numpy()).all()
+
+
+def test_runs_with_one_seed_are_the_same_to_the_bit(connect):
+    def weights(seed):
+        keras.utils.set_random_seed(0)
+        with connect(2).scope():
+            model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, "tanh"), keras.layers.Dropout(0.3), keras.layers.Dense(1)])
+            model.compile("adam", "mse")
+        x = np.random.default_rng(0).normal(size=(50, 4))
+        tfdist.fit(model, x, x[:, :1], distribution=connect(2), batch_size=16, epochs=3, seed=seed, verbose=0)
+        return np.concatenate([w.ravel() for w in model.get_weights()])
+
+    assert weights(1).tobytes() == weights(1).tobytes()
+    assert (weights(1) != weights(2)).any()
+
+
+def test_replicas_drop_different_units(connect):
+    """Keras gives every replica the same stream; correlated masks would make dropout weaker than it should be."""
+    distribution = connect(4)
+    with distribution.scope():
+        model = keras.Sequential([keras.Input((64,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    tfdist.fit(model, np.ones((8, 64)), np.ones((8, 1)), distribution=distribution, batch_size=8, verbose=0)
+    state = next(v for v in model.non_trainable_variables if "seed_generator" in v.path)
+    assert len({tuple(copy.numpy()) for copy in state.value.values}) == 4
+
+
+def test_steps_per_epoch_goes_through_the_data_across_epochs(connect):
+    model = counting(connect(1), 3 * BATCH)
+    x = np.arange(3 * BATCH)[:, None]
+    history = tfdist.fit(model, x, np.zeros(3 * BATCH), batch_size=BATCH, epochs=3, steps_per_epoch=1, verbose=0)
+    assert len(history.epoch) == 3
+    assert times_seen(model) == [1.0] * 3 * BATCH
+
+
+def test_endless_data_with_steps_per_epoch(connect):
+    dataset = tf.data.Dataset.from_tensor_slices((np.arange(BATCH)[:, None], np.zeros(BATCH))).batch(BATCH).repeat()
+    model = counting(connect(1), BATCH)
+    with pytest.raises(tfdist.UserError, match="never ends: give steps_per_epoch"):
+        tfdist.fit(model, dataset, verbose=0)
+    tfdist.fit(model, dataset, epochs=2, steps_per_epoch=3, verbose=0)
+    assert times_seen(model) == [6.0] * BATCH
+
+
+def test_string_features_and_more_inputs(connect):
+    """Facts K6: Keras' fit crashes on a string feature under MirroredStrategy."""
+    distribution = connect(2)
+    words = np.array(["red", "green", "blue", "red", "green"])
+    with distribution.scope():
+        word = keras.Input((), dtype="string", name="word")
+        number = keras.Input((1,), name="number")
+        lookup = keras.layers.StringLookup(vocabulary=["red", "green", "blue"], output_mode="one_hot")
+        model = keras.Model([word, number], keras.layers.Dense(1)(keras.layers.Concatenate()([lookup(word), number])))
+        model.compile("sgd", "mse")
+    x = [words, np.ones((5, 1), "float32")]
+    history = tfdist.fit(model, (x, np.ones((5, 1))), distribution=distribution, batch_size=2, epochs=3, verbose=0)
+    assert history.history["loss"][-1] < history.history["loss"][0]
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ((np.zeros((0, 2)), np.zeros(0)), "the data set is empty: give it at least one example"),
+        ((np.zeros((3, 2)), np.zeros(4)), r"one entry per example each, got lengths \[3, 4\]"),
+        ((object(),), "cannot train on object: give NumPy arrays"),
+        ((np.ones((2, 2)), None, np.ones(2)), "sample weights without targets have nothing to weigh"),
+        ((tf.data.Dataset.range(3),), "has scalar elements: batch it"),
+        ((tf.data.Dataset.range(0).batch(2),), "the data set is empty: give it at least one batch"),
+        (([[1, 2], [3]],), "must have one entry per example|cannot train on|rectangular"),
+    ],
+)
+def test_unusable_data(given, message):
+    with pytest.raises(tfdist.UserError, match=message):
+        source = data.as_source(given if len(given) > 1 else given[0])
+        assert source.batches
+
+
+def test_a_later_batch_that_is_larger_than_the_first(connect):
+    dataset = tf.data.Dataset.range(10).map(lambda i: (tf.reshape(i, [1]), 0.0))
+    dataset = dataset.take(2).batch(2).concatenate(dataset.skip(2).batch(4))
+    with pytest.raises(tfdist.UserError, match="larger than the first one .2 examples.: make the first batch the largest"):
+        tfdist.fit(counting(connect(1), 10), dataset, verbose=0)
+
+
+def test_ragged_data_is_refused():
+    dataset = tf.data.Dataset.from_tensors(tf.ragged.constant([[1], [2, 3]]))
+    with pytest.raises(tfdist.UserError, match="make its tensors dense"):
+        data.as_source(dataset)

@@ -1,0 +1,197 @@
+"""Bad input: exit code 2 and one line. Where TensorFlow is not needed to know it, it is not imported."""
+
+import json
+import os
+import signal
+
+import numpy as np
+import pytest
+
+BAD_INPUT = [
+    (["--strategy=mirored"], "flag --strategy=mirored: value should be one of <auto|default|mirrored|multi_worker|tpu|horovod>"),
+    (["--stratgy=mirrored"], "Unknown command line flag 'stratgy'. Did you mean: strategy ?"),
+    (["mirrored"], "unexpected argument 'mirrored': flags are written --name=value"),
+    (["--config.train.epoch=3"], "unknown config field --config.train.epoch: did you mean 'epochs'?"),
+    (["--config.trian.epochs=3"], "unknown config field --config.trian.epochs: did you mean 'train'?"),
+    (["--config.train.epochs=many"], "flag --config.train.epochs=many: invalid literal for int()"),
+    (["--config.train=3"], "flag --config.train=3: is a group of fields: set one of them"),
+    (["--config=missing.py"], "--config=missing.py does not exist: give the path of a Python file"),
+    (["--config", "missing.py"], "--config=missing.py does not exist"),
+    (["--config=syntax.py"], "--config=syntax.py cannot be used: SyntaxError: "),
+    (["--config=raises.py"], "--config=raises.py cannot be used: ZeroDivisionError: division by zero"),
+    (["--config=empty.py"], "--config=empty.py cannot be used: AttributeError: "),
+    (["--config=number.py"], "get_config() of --config must return a tfdist.config.Experiment, got int"),
+    (["--config.model.name=cn"], "unknown model.name 'cn': did you mean 'cnn'?"),
+    (["--config.optimizer.name=adm"], "unknown optimizer.name 'adm': did you mean 'adam'?"),
+    (["--config.optimizer.schedule=step"], "unknown optimizer.schedule 'step': known are constant, cosine"),
+    (["--config.train.precision=float8"], "unknown train.precision 'float8'"),
+    (["--config.data.cache=disk"], "unknown data.cache 'disk': known are auto, memory, stream"),
+    (["--config.train.batch_size=0"], "train.batch_size must be at least 1, got 0"),
+    (["--config.train.batch_size=-5"], "train.batch_size must be at least 1, got -5"),
+    (["--config.eval.batch_size=0"], "eval.batch_size must be at least 1, got 0"),
+    (["--config.train.accumulate=0"], "train.accumulate must be at least 1, got 0"),
+    (["--config.train.batch_size=3", "--virtual_devices=4"], "train.batch_size=3 is smaller than 4 replicas: use at least 4"),
+    (["--config.train.batch_size=8", "--virtual_devices=4", "--config.train.accumulate=3"],
+     "train.batch_size=8 is smaller than 4 replicas x 3 micro-batches: use at least 12"),
+    (["--config.train.epochs=-1"], "train.epochs must not be negative, got -1"),
+    (["--config.train.epochs=0"], "give either train.epochs or train.steps and 0 for the other, got 0 and 0"),
+    (["--config.train.steps=5"], "give either train.epochs or train.steps and 0 for the other, got 30 and 5"),
+    (["--config.optimizer.learning_rate=0"], "optimizer.learning_rate must be positive, got 0"),
+    (["--config.optimizer.ema_momentum=1"], "optimizer.ema_momentum must be in [0, 1), got 1"),
+    (["--config.train.label_smoothing=1"], "train.label_smoothing must be in [0, 1), got 1"),
+    (["--config.model.options=units"], "model.options='units' is not understood: write name=value, name=value"),
+    (["--config.name=a/b"], "name='a/b' becomes a folder"),
+    (["--config.seed=-1"], "seed must be between 0 and"),
+    (["--virtual_devices=0"], "--virtual_devices must be a whole number of at least 1, got 0"),
+    (["--virtual_devices=two"], "flag --virtual_devices=two: invalid literal for int()"),
+    (["--threads=0"], "--threads must be a whole number of at least 1, got 0"),
+    (["--devices=first"], "--devices=first is not understood: use all, none, driver numbers such as 0,3, or idle:2"),
+    (["--devices=1,1"], "--devices=1,1 names a device twice"),
+    (["--devices=0", "--virtual_devices=2"], "--virtual_devices=2 splits the CPU and --devices=0 picks GPUs: use one"),
+    (["--devices=7"], "there is no device 7: the driver lists none"),
+    (["--devices=idle:2"], "--devices=idle:2 asks for 2 GPUs, found 0: ask for fewer"),
+    (["--strategy=default", "--virtual_devices=2"], "--strategy=default uses one device, --virtual_devices=2 asks for more"),
+    (["--strategy=mirrored"], "--strategy=mirrored needs at least 2 devices, found 1 (the CPU): use --virtual_devices=2"),
+    (["--strategy=multi_worker"], "needs several workers named in TF_CONFIG, and is not part of this version yet"),
+    (["--strategy=horovod"], "needs Horovod and a start by horovodrun, and is not part of this version yet"),
+    (["--strategy=tpu"], "needs a TPU and a TensorFlow built for it, and is not part of this version yet"),
+    (["--workdir=syntax.py/below"], "--workdir=syntax.py/below cannot be written (Not a directory): choose another folder"),
+    (["--flagfile=missing.flags"], "missing.flags"),
+]  # fmt: skip
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "syntax.py").write_text("def get_config(:\n")
+    (tmp_path / "raises.py").write_text("def get_config():\n    return 1 / 0\n")
+    (tmp_path / "empty.py").write_text("\n")
+    (tmp_path / "number.py").write_text("def get_config():\n    return 3\n")
+    poison = tmp_path / "poison"
+    poison.mkdir()
+    for name in ("tensorflow", "keras", "tensorflow_datasets"):
+        (poison / f"{name}.py").write_text(f"raise AssertionError('{name} was imported')\n")
+    return poison
+
+
+def one_line(done, code=2):
+    assert done.returncode == code, done.stdout + done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("tfdist: ")]
+    assert done.stderr.splitlines() == lines and len(lines) == 1, done.stderr
+    return lines[0]
+
+
+@pytest.mark.parametrize("arguments, message", BAD_INPUT, ids=lambda v: " ".join(v) if isinstance(v, list) else "")
+def test_known_without_tensorflow(arguments, message, run, files, monkeypatch):
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")  # no driver, whatever the machine
+    assert message in one_line(run("tfdist.train", *arguments, path=str(files)))
+
+
+@pytest.mark.parametrize(
+    "environ, message",
+    [
+        ({"HOROVOD_RANK": "0"}, "--strategy=horovod (started by horovodrun (HOROVOD_RANK is set))"),
+        ({"TPU_NAME": "local"}, "--strategy=tpu (TPU_NAME says that there is a TPU)"),
+        ({"TF_CONFIG": json.dumps({"cluster": {"chief": ["a:1"], "worker": ["b:1"]}})}, "(TF_CONFIG names 2 workers)"),
+        ({"TF_CONFIG": "{"}, "TF_CONFIG is not a JSON object with a cluster in it"),
+        ({"TF_CONFIG": "[]"}, "TF_CONFIG is not a JSON object with a cluster in it"),
+    ],
+)
+def test_auto_says_what_it_found(environ, message, run, files):
+    assert message in one_line(run("tfdist.train", path=str(files), **environ))
+
+
+def test_help_needs_no_tensorflow(run, files):
+    done = run("tfdist.train", "--help", path=str(files))
+    assert "--strategy" in done.stdout and "--config" in done.stdout
+    assert "imported" not in done.stderr
+
+
+def functions(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        """
+import numpy as np
+def empty(): return np.zeros((0, 8, 8, 1)), np.zeros(0, int)
+def wrong(): return np.zeros((5, 8, 8, 1)), np.array([0, 1, -2, 1, 0])
+def text(): return "no data"
+def model(spec, units): return 7
+def optimizer(learning_rate): return "adam"
+"""
+    )
+
+
+WITH_TENSORFLOW = [
+    (["--config.data.name=digitz"], "unknown data.name 'digitz': did you mean 'digits'?"),
+    (["--config.data.name=no.such:function"], "data.name='no.such:function' cannot be imported: No module named 'no'"),
+    (["--config.data.name=mine:nothing"], "data.name='mine:nothing': module mine has no function 'nothing'"),
+    (["--config.data.name=mine:empty"], "the data set is empty: give it at least one example"),
+    (["--config.data.name=mine:wrong"], "label -2 of example 2 is out of range for the data set with 2 classes (0 to 1)"),
+    (["--config.data.name=mine:text"], "cannot train on str: give NumPy arrays"),
+    (["--config.data.name=mine:empty", "--config.data.options=a=1"], "data.options: mine:empty takes no such arguments"),
+    (["--config.data.train_split=training"], "unknown data.train_split 'training': digits has t"),
+    (["--config.data.train_split=train[:0]"], "data.train_split='train[:0]' of digits is empty"),
+    (["--config.data.options=a=1"], "data.options='a=1' is for functions, the TFDS data set 'digits' takes none"),
+    (["--config.data.data_dir=mine.py/x"], "data.data_dir is not usable"),
+    (["--config.model.options=colour=3"], "model.options: tfdist.models:cnn takes no such arguments"),
+    (["--config.model.name=mine:model", "--config.model.options=units=3"], "must return a keras.Model, got int"),
+    (["--config.model.name=char_transformer"], "needs sequences, the data has shape [8, 8, 1]"),
+    (["--config.optimizer.options=speed=3"], "optimizer.options='speed=3' does not fit sgd: Argument(s) not recognized: {'speed': 3}"),
+    (["--config.optimizer.name=mine:optimizer", "--config.optimizer.options=", "--config.optimizer.weight_decay=0"],
+     "must return a Keras optimizer, got str"),
+    (["--config.optimizer.warmup=soon"], "optimizer.warmup='soon' is not a duration: write 100 steps, 2 epochs"),
+    (["--config.optimizer.warmup=30 epochs"], "optimizer.warmup='30 epochs' is 900 updates of 900: leave some for training"),
+    (["--config.eval.every=10 steps"], "eval.every='10 steps' is not a whole number of epochs of 30 updates"),
+]  # fmt: skip
+
+
+def test_known_with_tensorflow(run, tmp_path, tfds_dir):
+    """In one process for all, which costs one start of TensorFlow instead of twenty."""
+    functions(tmp_path)
+    (tmp_path / "all.py").write_text(
+        """
+import json, sys
+from absl import flags
+from tfdist import environment, train
+from tfdist.errors import UserError
+environment.define_flags()
+for arguments in json.load(open("arguments.json")):
+    flags.FLAGS.remove_flag_values([n for n in flags.FLAGS if n.partition(".")[0] == "config"])
+    sys.argv = ["train", *arguments]
+    try:
+        train.parse(sys.argv)
+        train.train_and_evaluate(flags.FLAGS.config, environment.from_flags(flags.FLAGS))
+        print("ERROR none")
+    except UserError as error:
+        print("ERROR", error)
+"""
+    )
+    (tmp_path / "arguments.json").write_text(json.dumps([a for a, _ in WITH_TENSORFLOW]))
+    done = run("all", path=str(tmp_path))
+    said = [line.removeprefix("ERROR ") for line in done.stdout.splitlines() if line.startswith("ERROR ")]
+    assert len(said) == len(WITH_TENSORFLOW), done.stdout + done.stderr
+    for line, (_, message) in zip(said, WITH_TENSORFLOW, strict=True):
+        assert message in line
+
+
+def test_a_loss_that_is_not_finite_fails_the_run(run, tmp_path):
+    arguments = ["--config.model.name=mlp", "--config.optimizer.learning_rate=1e30", "--config.optimizer.warmup=0%"]
+    done = run("tfdist.train", *arguments, "--workdir=out")
+    line = one_line(done, code=1)
+    assert "tfdist: failed: the loss is nan since update " in line and "try a lower learning rate" in line
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert result["status"] == "failed" and result["reason"] in line
+    assert not (tmp_path / "out" / "model.keras").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_after_the_call_and_saves(number, run, tmp_path):
+    process = run("tfdist.train", "--config.model.name=mlp", "--config.train.epochs=100000", "--workdir=out", popen=True)
+    for line in process.stdout:
+        if line.startswith("epoch"):
+            os.kill(process.pid, number)
+            break
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert result["status"] == "preempted" and signal.Signals(number).name in result["reason"]
+    assert np.isfinite(result["weights_norm"])
+    assert (tmp_path / "out" / "model.keras").exists()
