@@ -55,7 +55,9 @@ def two_outputs():
     image, extra = keras.Input((4, 4, 1), name="image"), keras.Input((3,), name="extra")
     x = L.Concatenate()([L.Flatten()(image), extra])
     x = L.Dense(8, activation="tanh")(x)
-    return keras.Model({"image": image, "extra": extra}, {"kind": L.Dense(5, name="kind")(x), "size": L.Dense(1, name="size")(x)})
+    return keras.Model(
+        {"image": image, "extra": extra}, {"kind": L.Dense(5, name="kind")(x), "size": L.Dense(1, name="size")(x)}
+    )
 
 
 def compile_two_outputs():

@@ -150,14 +150,14 @@ def test_known_with_tensorflow(run, tmp_path, tfds_dir):
         """
 import json, sys
 from absl import flags
-from tfdist import environment, train
+from tfdist import command, environment, train
 from tfdist.errors import UserError
 environment.define_flags()
 for arguments in json.load(open("arguments.json")):
     flags.FLAGS.remove_flag_values([n for n in flags.FLAGS if n.partition(".")[0] == "config"])
     sys.argv = ["train", *arguments]
     try:
-        train.parse(sys.argv)
+        command.parse(sys.argv)
         train.train_and_evaluate(flags.FLAGS.config, environment.from_flags(flags.FLAGS))
         print("ERROR none")
     except UserError as error:
@@ -184,12 +184,14 @@ def test_a_loss_that_is_not_finite_fails_the_run(run, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_after_the_call_and_saves(number, run, tmp_path):
-    process = run("tfdist.train", "--config.model.name=mlp", "--config.train.epochs=100000", "--workdir=out", popen=True)
+    process = run(
+        "tfdist.train", "--config.model.name=mlp", "--config.train.epochs=100000", "--workdir=out", popen=True
+    )
     for line in process.stdout:
         if line.startswith("epoch"):
             os.kill(process.pid, number)
             break
-    out, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 143, err
     result = json.loads((tmp_path / "out" / "result.json").read_text())
     assert result["status"] == "preempted" and signal.Signals(number).name in result["reason"]

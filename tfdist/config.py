@@ -174,7 +174,8 @@ def options(field: str, text: str) -> dict[str, Any]:
         if not isinstance(call, ast.Call) or call.args:
             raise ValueError
         return {
-            str(k.arg): k.value.id if isinstance(k.value, ast.Name) else ast.literal_eval(k.value) for k in call.keywords
+            str(k.arg): k.value.id if isinstance(k.value, ast.Name) else ast.literal_eval(k.value)
+            for k in call.keywords
         }
     except (SyntaxError, ValueError):
         raise UserError(f"{field}={text!r} is not understood: write name=value, name=value") from None
@@ -188,9 +189,9 @@ def is_reference(name: str) -> bool:
 def _among(field: str, value: str, known: tuple[str, ...], reference: bool = True) -> None:
     if value in known or (reference and is_reference(value)):
         return
-    raise UserError(f"unknown {field} {value!r}{suggest(value, known)}" + (
-        ", or package.module:function" if reference else ""
-    ))
+    raise UserError(
+        f"unknown {field} {value!r}{suggest(value, known)}" + (", or package.module:function" if reference else "")
+    )
 
 
 def suggest(value: str, known: tuple[str, ...]) -> str:

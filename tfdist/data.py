@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.errors import UserError
-from tfdist.step import Layout, unpack
+from tfdist.layout import Layout, unpack
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -92,7 +92,9 @@ def as_source(data: Any, y: Any = None, weight: Any = None) -> Source:
         if y is not None or weight is not None:
             raise UserError(f"targets and weights belong into the data set itself when it is a {type(data).__name__}")
         return data if isinstance(data, (Arrays, Batches)) else Batches(data)
-    columns = data if isinstance(data, tuple) and y is None and weight is None and 1 <= len(data) <= 3 else (data, y, weight)
+    columns = (
+        data if isinstance(data, tuple) and y is None and weight is None and 1 <= len(data) <= 3 else (data, y, weight)
+    )
     while columns and columns[-1] is None:
         columns = columns[:-1]
     if len(columns) == 3 and columns[1] is None:
@@ -109,7 +111,8 @@ def _array(value: Any) -> Any:
         raise UserError(f"data must be rectangular arrays: {error}") from error
     if array.dtype == object or array.ndim == 0:
         raise UserError(
-            f"cannot train on {type(value).__name__}: give NumPy arrays, a tf.data.Dataset of batches, or a tfdist source"
+            f"cannot train on {type(value).__name__}: "
+            "give NumPy arrays, a tf.data.Dataset of batches, or a source of tfdist"
         )
     return array
 
@@ -290,13 +293,12 @@ def check_labels(y: Any, classes: int, what: str) -> None:
         value = y.reshape(-1)[wrong[0]]
         example = wrong[0] // max(1, y[0].size)
         raise UserError(
-            f"label {value} of example {example} is out of range for {what} with {classes} classes (0 to {classes - 1}); "
-            f"{wrong.size} such label{'s' * (wrong.size > 1)}: correct the labels or the model's last layer"
+            f"label {value} of example {example} is out of range for {what} with {classes} classes "
+            f"(0 to {classes - 1}); {wrong.size} such label{'s' * (wrong.size > 1)}: "
+            "correct the labels or the model's last layer"
         )
 
 
 def targets_of(source: Source) -> Any:
     """Targets in memory, or None where there are none."""
     return unpack(source.columns)[1] if isinstance(source, Arrays) else None
-
-

@@ -114,7 +114,8 @@ def check_visible(selection: Selection, seen: int, environment: Environment, sai
     signs = ("dlopen", "cuInit", "libcud", "cuda drivers", "driver version")
     reasons = [line.partition("] ")[2] or line for line in said.splitlines() if any(s in line for s in signs)]
     raise UserError(
-        f"the driver lists {wanted} usable GPU{'s' * (wanted > 1)} ({selection.gpus[0].name}) and TensorFlow sees {seen}"
-        f"{f' ({reasons[-1].strip()})' if reasons else ''}: install TensorFlow with CUDA (pip install 'tfdist[cuda]'), "
+        f"the driver lists {wanted} usable GPU{'s' * (wanted > 1)} ({selection.gpus[0].name}) "
+        f"and TensorFlow sees {seen}{f' ({reasons[-1].strip()})' if reasons else ''}: "
+        "install TensorFlow with CUDA (pip install 'tfdist[cuda]'), "
         "or train on the CPU with --strategy=default --devices=none"
     )

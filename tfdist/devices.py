@@ -42,7 +42,9 @@ def prepare(environment: Environment, survey: gpus.Survey, selection: gpus.Selec
         _threads(tf, environment.threads, environment.threads * (virtual or 1))
     if seen and not virtual and environment.devices != "none":
         for device in seen:
-            _configure(lambda device=device: tf.config.experimental.set_memory_growth(device, True), "GPU memory growth")
+            _configure(
+                lambda device=device: tf.config.experimental.set_memory_growth(device, True), "GPU memory growth"
+            )
         return Devices(tuple(f"GPU:{i}" for i in range(len(seen))), survey, selection)
     if virtual and virtual > 1:
         _split_cpu(tf, virtual)

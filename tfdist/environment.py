@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Any
 
 from absl import flags
 
@@ -44,7 +45,8 @@ class Environment:
             raise UserError(f"--devices={self.devices} names a device twice: name each once")
         if self.virtual_devices and self.devices not in ("all", "none"):
             raise UserError(
-                f"--virtual_devices={self.virtual_devices} splits the CPU and --devices={self.devices} picks GPUs: use one"
+                f"--virtual_devices={self.virtual_devices} splits the CPU and --devices={self.devices} picks GPUs: "
+                "use one"
             )
         if self.virtual_devices and self.virtual_devices > 1 and self.strategy == "default":
             raise UserError(
@@ -60,15 +62,22 @@ def define_flags() -> None:
         "strategy", d.strategy, STRATEGIES, "How to distribute; auto picks by what this machine and job have."
     )
     flags.DEFINE_string(
-        "devices", d.devices, "GPUs: all, none, numbers as the driver (nvidia-smi) counts, such as 0,3, or idle:2 for the two least used."
-    )  # fmt: skip
-    flags.DEFINE_integer("virtual_devices", d.virtual_devices, "Split the CPU into this many devices, to try mirrored without GPUs.")
+        "devices",
+        d.devices,
+        "GPUs: all, none, numbers as the driver (nvidia-smi) counts, such as 0,3, or idle:2 for the two least used.",
+    )
+    flags.DEFINE_integer(
+        "virtual_devices", d.virtual_devices, "Split the CPU into this many devices, to try mirrored without GPUs."
+    )
     flags.DEFINE_string("workdir", d.workdir, "Folder for the results; runs/<experiment name> if empty.")
     flags.DEFINE_integer("threads", d.threads, "Threads per device for TensorFlow; its own default if not given.")
     flags.DEFINE_enum("jit", d.jit, JIT, "Compile forward and backward pass with XLA; auto: on GPUs, not on the CPU.")
-    flags.DEFINE_enum("progress", d.progress, PROGRESS, "Progress display; auto: a bar on a terminal, else plain lines.")
+    flags.DEFINE_enum(
+        "progress", d.progress, PROGRESS, "Progress display; auto: a bar on a terminal, else plain lines."
+    )
 
 
 def from_flags(values: flags.FlagValues) -> Environment:
     """The environment that parsed flags describe."""
-    return Environment(**{f.name: values[f.name].value for f in dataclasses.fields(Environment)})
+    found: dict[str, Any] = {f.name: values[f.name].value for f in dataclasses.fields(Environment)}
+    return Environment(**found)

@@ -196,7 +196,11 @@ def _inherited(gpus: tuple[DriverGPU, ...], visible: str | None, order: str | No
                 f"CUDA_VISIBLE_DEVICES={visible} counts unlike GPUs fastest first, not as the driver does: "
                 "set CUDA_DEVICE_ORDER=PCI_BUS_ID, or name them by UUID"
             )
-        match = [g for g in gpus if (entry.isdigit() and g.number == int(entry)) or (not entry.isdigit() and g.uuid.startswith(entry))]
+        match = [
+            g
+            for g in gpus
+            if (entry.isdigit() and g.number == int(entry)) or (not entry.isdigit() and g.uuid.startswith(entry))
+        ]
         if len(match) != 1:
             break
         left.append(match[0])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import time
-from typing import Any
 
 import keras
 import numpy as np

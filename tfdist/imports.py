@@ -36,7 +36,9 @@ def call(field: str, function: Callable[..., Any], arguments: dict, *positional:
     try:
         inspect.signature(function).bind(*positional, **arguments)
     except TypeError as error:
-        raise UserError(f"{field}: {function.__module__}:{function.__qualname__} takes no such arguments: {error}") from None
+        raise UserError(
+            f"{field}: {function.__module__}:{function.__qualname__} takes no such arguments: {error}"
+        ) from None
     except ValueError:  # built-in functions have no signature
         pass
     return function(*positional, **arguments)

@@ -12,16 +12,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist import checks, pace, plan, strategy, update
 from tfdist import data as data_lib
-from tfdist import plan, strategy, update
 from tfdist.errors import TrainingError, UserError
-from tfdist.step import Layout, Step, unpack
+from tfdist.layout import Layout, unpack
+from tfdist.pace import Pace
+from tfdist.step import Step
 
-CALL_S = 0.2
-"""How long a call of the compiled function should last: Python's share is small, progress stays lively."""
 PREDICT_ROWS = 4096
 """Rows that `predict` holds on the device before they are copied out."""
-_BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 
 
 def fit(
@@ -79,8 +78,8 @@ def fit(
     source = data_lib.as_source(dataset, y, sample_weight)
     if class_weight:
         source = data_lib.weigh_classes(source, class_weight)
-    _check_model(model, distribution, accumulate)
-    if _overrides(model):
+    checks.model_fits(model, distribution, accumulate)
+    if checks.own_step(model):
         return _keras_fit(model, source, locals())
     layout = _layout(source, batch_size, distribution, accumulate)
     feed: data_lib.Feed = (
@@ -91,16 +90,20 @@ def fit(
     if steps_per_epoch is None and feed.batches == 0:
         raise UserError("the data set never ends: give steps_per_epoch")
     step = _step(model, distribution, source)
-    _check_targets(model, step, source)
+    checks.targets(model, step.output_shape, source)
     validation = None
     if validation_data is not None:
         validation = _Evaluation(
-            model, data_lib.as_source(validation_data), distribution, validation_batch_size or layout.batch, validation_steps
+            model,
+            data_lib.as_source(validation_data),
+            distribution,
+            validation_batch_size or layout.batch,
+            validation_steps,
         )
     _separate_dropout(model, distribution)
     per_epoch = steps_per_epoch or feed.batches or None
     called = _callbacks(model, callbacks, verbose, epochs, per_epoch)
-    training = _Training(step, layout, feed, called, _pace(model, called, steps_per_call))
+    training = _Training(step, layout, feed, called, pace.choose(model, called, steps_per_call))
 
     model.stop_training = False
     called.on_train_begin()
@@ -149,7 +152,7 @@ def evaluate(
     """
     distribution = distribution or strategy.default("no distribution given")
     source = data_lib.as_source(dataset, y, sample_weight)
-    _check_model(model, distribution, 1)
+    checks.model_fits(model, distribution, 1)
     average_statistics(model, distribution)
     called = keras.callbacks.CallbackList(callbacks, model=model) if callbacks else None
     return _Evaluation(model, source, distribution, batch_size or 32, steps).run(called)
@@ -173,7 +176,7 @@ def predict(
     """
     distribution = distribution or strategy.default("no distribution given")
     source = data_lib.as_source(dataset)
-    _check_scope(model, distribution)
+    checks.scope(model, distribution)
     average_statistics(model, distribution)
     layout = _layout(source, batch_size, distribution, 1, least=False)
     feed, batches = _once(source, layout)
@@ -190,7 +193,7 @@ def predict(
                 break
             raise _user_error(error) from error
         count = int(count)
-        pieces.append(keras.tree.map_structure(lambda o: o[:count], outputs))
+        pieces.append(keras.tree.map_structure(lambda o, n=count: o[:n], outputs))
         rows, i = rows + count, i + 1
         if rows >= PREDICT_ROWS:
             whole.append(_joined(pieces))
@@ -208,7 +211,7 @@ def average_statistics(model: keras.Model, distribution: strategy.Distribution) 
 class _Training:
     """Runs epochs of updates and keeps count."""
 
-    def __init__(self, step: Step, layout: Layout, feed: data_lib.Feed, callbacks: Any, pace: _Pace):
+    def __init__(self, step: Step, layout: Layout, feed: data_lib.Feed, callbacks: Any, pace: Pace):
         self._step = step
         self._layout = layout
         self._feed = feed
@@ -245,7 +248,9 @@ class _Training:
             if done < now.last - now.first:
                 break
         if not begun:
-            raise UserError(f"the data set ended before the first update of epoch {epoch + 1}: give it a batch at least")
+            raise UserError(
+                f"the data set ended before the first update of epoch {epoch + 1}: give it a batch at least"
+            )
         return logs
 
 
@@ -269,30 +274,16 @@ class _Totals:
         return logs
 
 
-class _Pace:
-    """How many updates a call makes."""
-
-    def __init__(self, fixed: int | None):
-        self._fixed = fixed
-        self._compiled: set[bool] = set()
-        self.updates = fixed or 1
-
-    def took(self, seconds: float, updates: int, full: bool) -> None:
-        """Learns from a call; the first of each kind teaches nothing, since it was compiled in it."""
-        if self._fixed:
-            return
-        if full not in self._compiled:
-            self._compiled.add(full)
-            return
-        # At most tenfold at a time: the first measured call is short and may have been lucky.
-        self.updates = max(1, min(int(CALL_S * updates / seconds), 10 * updates, 1 << 20))
-
-
 class _Evaluation:
     """Evaluates one source, again and again."""
 
     def __init__(
-        self, model: keras.Model, source: data_lib.Source, distribution: strategy.Distribution, batch: int, steps: int | None
+        self,
+        model: keras.Model,
+        source: data_lib.Source,
+        distribution: strategy.Distribution,
+        batch: int,
+        steps: int | None,
     ):
         layout = _layout(source, batch, distribution, 1, least=False)
         self._feed, batches = _once(source, layout)
@@ -300,9 +291,9 @@ class _Evaluation:
         if self._batches is None and isinstance(source, data_lib.Batches) and source.batches == 0:
             raise UserError("the data set to evaluate never ends: give the number of steps")
         self._step = _step(model, distribution, source)
-        _check_targets(model, self._step, source)
+        checks.targets(model, self._step.output_shape, source)
         self._call = self._step.compiled("test", layout)
-        self._pace = _Pace(None)
+        self._pace = Pace(None)
 
     def run(self, callbacks: Any) -> dict[str, float]:
         """Loss and metrics by name."""
@@ -340,7 +331,10 @@ def _run(call: Any, feed: tuple, first: int, last: int) -> tuple:
 
 
 _COMPLAINTS = (
-    (r"Received a label value of .*? outside the valid range of \[.*?\)", "correct the labels or the model's last layer"),
+    (
+        r"Received a label value of .*? outside the valid range of \[.*?\)",
+        "correct the labels or the model's last layer",
+    ),
     (r"a batch of the data set is larger than the first one \(.*?\)", "make the first batch the largest"),
 )
 
@@ -390,7 +384,9 @@ def _once(source: data_lib.Source, layout: Layout) -> tuple[data_lib.Feed, int |
     return data_lib.BatchFeed(source, layout, once=True), source.batches or None
 
 
-def _step(model: keras.Model, distribution: strategy.Distribution, source: data_lib.Source, outputs_only: bool = False) -> Step:
+def _step(
+    model: keras.Model, distribution: strategy.Distribution, source: data_lib.Source, outputs_only: bool = False
+) -> Step:
     """The compiled functions of this model; kept with it until it is compiled anew or its weights change."""
     key = (
         id(distribution.strategy),
@@ -398,9 +394,9 @@ def _step(model: keras.Model, distribution: strategy.Distribution, source: data_
         *(id(getattr(model, name, None)) for name in ("_compile_loss", "_compile_metrics", "optimizer")),
         *(id(v) for v in model.trainable_variables),
     )
-    kept = getattr(model, "_tfdist_step", (None, None))
-    if kept[0] == key:
-        return kept[1]
+    known, kept = getattr(model, "_tfdist_step", (None, None))
+    if kept is not None and known == key:
+        return kept
     step = Step(model, distribution)
     if isinstance(source, data_lib.Arrays):
         row = keras.tree.map_structure(lambda a: tf.convert_to_tensor(a[:1]), source.columns)
@@ -414,71 +410,20 @@ def _step(model: keras.Model, distribution: strategy.Distribution, source: data_
     return step
 
 
-def _check_scope(model: keras.Model, distribution: strategy.Distribution) -> None:
-    if model.distribute_strategy is not distribution.strategy:
-        raise UserError(
-            f"the model was created under {type(model.distribute_strategy).__name__} and is used with the "
-            f"distribution {distribution.name!r}: create it inside `with distribution.scope():`"
-        )
-
-
-def _check_model(model: keras.Model, distribution: strategy.Distribution, accumulate: int) -> None:
-    _check_scope(model, distribution)
-    if not model.compiled:
-        raise UserError("the model is not compiled: call model.compile(optimizer, loss) first")
-    if model.run_eagerly:
-        raise UserError(
-            "the model was compiled with run_eagerly=True, tfdist compiles its steps: "
-            "use tf.config.run_functions_eagerly(True) to debug"
-        )
-    own = _overrides(model)
-    if own and (distribution.replicas > 1 or accumulate > 1):
-        raise UserError(
-            f"{type(model).__name__} has its own {own}, whose sums over replicas and micro-batches tfdist cannot know: "
-            "use the default strategy without accumulation, or put the loss into compile() or add_loss()"
-        )
-
-
-def _overrides(model: keras.Model) -> str:
-    """Name of the first method by which the model replaces Keras' step, or an empty string."""
-    for name in ("train_step", "compute_loss", "compute_metrics", "test_step"):
-        if getattr(type(model), name) is not getattr(keras.Model, name):
-            return name
-    return ""
-
-
 def _keras_fit(model: keras.Model, source: data_lib.Source, given: dict) -> Any:
     """A model with its own train_step, on one device: Keras' own fit does what its author meant."""
     for name, plain in (("steps", None), ("steps_per_call", "auto")):
         if given[name] != plain:
-            raise UserError(f"{name} cannot be used with a model that has its own {_overrides(model)}: leave it out")
-    names = (
-        "epochs callbacks verbose validation_data validation_freq validation_batch_size validation_steps "
-        "initial_epoch steps_per_epoch"
-    ).split()
+            raise UserError(
+                f"{name} cannot be used with a model that has its own {checks.own_step(model)}: leave it out"
+            )
+    names = ("epochs", "callbacks", "verbose", "validation_data", "validation_freq", "validation_batch_size")
+    names += ("validation_steps", "initial_epoch", "steps_per_epoch")
     options = {name: given[name] for name in names}
     if isinstance(source, data_lib.Batches):
         return model.fit(source.dataset, **options)
     x, y, weight = unpack(source.columns)
-    return model.fit(
-        x, y, sample_weight=weight, batch_size=given["batch_size"], shuffle=given["shuffle"], **options
-    )
-
-
-def _check_targets(model: keras.Model, step: Step, source: data_lib.Source) -> None:
-    """Labels of sparse cross-entropy must be classes of the output: on a GPU they would turn into NaN."""
-    y = data_lib.targets_of(source)
-    loss = model._compile_loss
-    if y is None or loss is None or keras.tree.is_nested(y) or len(loss._flat_losses) != 1:
-        return
-    only = loss._flat_losses[0].loss
-    if isinstance(only, keras.losses.SparseCategoricalCrossentropy) or only.name == "sparse_categorical_crossentropy":
-        classes = step.output_shape[-1]
-        ignored = getattr(only, "ignore_class", None)
-        if ignored is not None:
-            y = y[y != ignored]
-        if classes is not None and y.size:
-            data_lib.check_labels(y, classes, "an output")
+    return model.fit(x, y, sample_weight=weight, batch_size=given["batch_size"], shuffle=given["shuffle"], **options)
 
 
 def _separate_dropout(model: keras.Model, distribution: strategy.Distribution) -> None:
@@ -496,35 +441,6 @@ def _callbacks(model: keras.Model, callbacks: Any, verbose: Any, epochs: int, st
         return callbacks
     return keras.callbacks.CallbackList(
         callbacks, add_history=True, add_progbar=verbose != 0, model=model, verbose=verbose, epochs=epochs, steps=steps
-    )
-
-
-def _pace(model: keras.Model, callbacks: Any, steps_per_call: int | str) -> _Pace:
-    """The pace that `steps_per_call`, the compiled model and the callbacks allow."""
-    if steps_per_call == "auto":
-        if model.steps_per_execution > 1:
-            return _Pace(model.steps_per_execution)
-        return _Pace(1 if any(_looks_at_batches(c) for c in callbacks.callbacks) else None)
-    if not isinstance(steps_per_call, int) or steps_per_call < 1:
-        raise UserError(f"steps_per_call must be 'auto' or a whole number of at least 1, got {steps_per_call!r}")
-    return _Pace(steps_per_call)
-
-
-def _looks_at_batches(callback: Any) -> bool:
-    """Whether a callback wants every single update."""
-    own = keras.callbacks
-    match callback:
-        case own.ModelCheckpoint():
-            return callback.save_freq != "epoch"
-        case own.TensorBoard():
-            return callback.update_freq != "epoch" or bool(callback._should_trace)
-        case own.ProgbarLogger() | own.TerminateOnNaN():
-            return False
-    if getattr(callback, "takes_many_updates", False):
-        return False
-    return any(
-        getattr(getattr(callback, hook), "__func__", None) is not getattr(keras.callbacks.Callback, hook)
-        for hook in _BATCH_HOOKS
     )
 
 

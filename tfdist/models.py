@@ -122,11 +122,15 @@ def _scaled(spec: Spec) -> Any:
 
 def _logits(spec: Spec) -> Any:
     if spec.classes is None:
-        raise UserError("this model classifies, and the targets are not whole numbers: use model.name=package.module:function")
+        raise UserError(
+            "this model classifies, and the targets are not whole numbers: use model.name=package.module:function"
+        )
     # float32 logits: in half precision the loss would lose most of its digits.
     return keras.layers.Dense(spec.classes, dtype=None if keras.config.floatx() == "float64" else "float32")
 
 
 def _needs_image(name: str, spec: Spec) -> None:
     if len(spec.shape) != 3:
-        raise UserError(f"model.name={name!r} needs images [height, width, channels], the data has shape {list(spec.shape)}")
+        raise UserError(
+            f"model.name={name!r} needs images [height, width, channels], the data has shape {list(spec.shape)}"
+        )

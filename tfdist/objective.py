@@ -130,7 +130,7 @@ class Objective:
         """Numerator and denominator of `loss`, following keras.losses.Loss.__call__
         and reduce_weighted_values (Keras 3), with filler rows left out."""
         mask = getattr(y_pred, "_keras_mask", None)
-        to_tensor = lambda t: keras.ops.convert_to_tensor(t, dtype=loss.dtype)  # noqa: E731
+        to_tensor = lambda t: keras.ops.convert_to_tensor(t, dtype=loss.dtype)
         y_pred = keras.tree.map_structure(to_tensor, y_pred)
         y_true = keras.tree.map_structure(to_tensor, y_true)
         values = loss.call(y_true, y_pred)

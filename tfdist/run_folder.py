@@ -31,7 +31,9 @@ class RunFolder:
             probe.write_bytes(b"")
             probe.unlink()
         except OSError as error:
-            raise UserError(f"--workdir={self.path} cannot be written ({error.strerror}): choose another folder") from None
+            raise UserError(
+                f"--workdir={self.path} cannot be written ({error.strerror}): choose another folder"
+            ) from None
 
     def set_aside(self) -> pathlib.Path | None:
         """Renames a folder that holds an earlier result, so that it is never written over.
@@ -57,7 +59,7 @@ class RunFolder:
             file.write(json.dumps(_strict(line)) + "\n")
 
     def save_model(self, model: Any) -> None:
-        """Writes `model.keras`. Keras writes in place, so a kill would leave half a file: it gets another name first."""
+        """Writes `model.keras`, under another name first: Keras writes in place, and a kill would leave half."""
         temporary = self.path / f".model-{os.getpid()}.keras"
         try:
             model.save(temporary)

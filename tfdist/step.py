@@ -1,14 +1,7 @@
-"""The mathematics of one update, one evaluation and one prediction, compiled.
-
-A global batch reaches a replica as a table of examples and row numbers into
-it. Every shape is static: a batch that is short, or does not divide by
-the number of replicas, is filled up with rows that repeat real examples and
-are left out of every sum.
-"""
+"""The mathematics of one update, one evaluation and one prediction, compiled."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -17,33 +10,10 @@ import tensorflow as tf
 
 from tfdist import metrics, update
 from tfdist.errors import UserError
-from tfdist.objective import Objective, Part
+from tfdist.layout import Layout, fetch, unpack, with_shape
+from tfdist.objective import Objective
+from tfdist.payload import Payload, goals
 from tfdist.strategy import Distribution
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Layout:
-    """How a global batch is laid out over replicas and micro-batches."""
-
-    batch: int
-    """Examples of a full global batch."""
-    replicas: int
-    accumulate: int
-
-    @property
-    def micro(self) -> int:
-        """Rows of one micro-batch of one replica."""
-        return -(-self.batch // (self.replicas * self.accumulate))
-
-    @property
-    def share(self) -> int:
-        """Rows of one replica."""
-        return self.micro * self.accumulate
-
-    @property
-    def rows(self) -> int:
-        """Rows of a global batch, filler included."""
-        return self.share * self.replicas
 
 
 class Step:
@@ -165,15 +135,17 @@ class Step:
     def _take(self, layout: Layout, table: Any, rows: Any) -> Any:
         """This replica's rows of a global batch."""
         if layout.replicas > 1:
-            start = self.distribution.replica_id() * layout.share
-            rows = tf.slice(rows, [start], [layout.share])
+            # Micro-batch by micro-batch over all replicas, so that the same examples are together in one whatever
+            # their number: synchronized BatchNorm looks at them together.
+            by_replica = tf.reshape(rows, [layout.accumulate, layout.replicas, layout.micro])
+            rows = tf.reshape(by_replica[:, self.distribution.replica_id()], [layout.share])
         return keras.tree.map_structure(lambda t: tf.gather(t, rows), table)
 
     def _real(self, layout: Layout, count: Any, micro: Any = 0) -> Any:
         """How many rows of a micro-batch are examples and not filler; None for all."""
         if isinstance(count, int):
             return None
-        before = self.distribution.replica_id() * layout.share + micro * layout.micro
+        before = (micro * layout.replicas + self.distribution.replica_id()) * layout.micro
         return tf.clip_by_value(count - before, 0, layout.micro)
 
     def _forward(self, x: Any, training: bool) -> Any:
@@ -195,12 +167,12 @@ class Step:
             parts = self.objective.parts(y, y_pred, weight, real, count)
             if not parts and training and not self.objective.regularized:
                 raise UserError("the model has no loss: give compile() a loss, or call add_loss() in a layer")
-            goals = _goals(parts)
+            wanted = goals(parts)
             if scale is not None:
-                goals = [g * tf.cast(scale, g.dtype) for g in goals]
+                wanted = [g * tf.cast(scale, g.dtype) for g in wanted]
         groups = []
         if training:
-            for goal in goals:
+            for goal in wanted:
                 grads = tape.gradient(goal, targets)
                 # Embeddings give IndexedSlices; Keras' optimizers treat them as dense, and so does the sum.
                 groups.append([None if g is None else tf.convert_to_tensor(g) for g in grads])
@@ -252,7 +224,9 @@ class Step:
         )
 
         def micro(i):
-            part = keras.tree.map_structure(lambda t, whole: _with_shape(t[i], [layout.micro, *whole.shape[1:]]), slices, data)
+            part = keras.tree.map_structure(
+                lambda t, whole: with_shape(t[i], [layout.micro, *whole.shape[1:]]), slices, data
+            )
             real = self._real(layout, count, i)
             payload, y_pred = self._compiled_pass(part, real, count, True, scale)
             self._update_metrics(part, y_pred, real)
@@ -318,7 +292,9 @@ class Step:
     def _results(self) -> dict:
         """Results of all metrics but the loss values, under Keras' names."""
         model = self.model
-        skipped = {id(m) for m in ([model._loss_tracker] + (model._compile_loss.metrics if model._compile_loss else []))}
+        skipped = {
+            id(m) for m in ([model._loss_tracker] + (model._compile_loss.metrics if model._compile_loss else []))
+        }
         results: dict = {}
         for metric in model.metrics:
             if id(metric) in skipped:
@@ -334,7 +310,7 @@ class Step:
           data: (x, y, weight) with at least one row.
           outputs_only: the model need not be compiled, nor `data` have targets.
         """
-        x, y, weight = unpack(keras.tree.map_structure(lambda t: t[:1], data))
+        x, y, _ = unpack(keras.tree.map_structure(lambda t: t[:1], data))
         model = self.model
         with self.distribution.scope():
             y_pred = self._forward(x, training=False)
@@ -353,121 +329,6 @@ class Step:
         self.objective = Objective(model, jit=self.distribution.jit)
 
 
-@dataclasses.dataclass(slots=True)
-class Payload:
-    """What replicas and micro-batches add up: gradients by group, and one vector of sums.
-
-    Group 0 is the gradient of everything whose denominator was known; each
-    further group belongs to one part with a denominator of its own. `layout`
-    says which variables have a gradient in which group.
-    """
-
-    layout: list[list[bool]]
-    parts: list[Part]
-    grads: list[Any]
-    sums: Any
-
-    @classmethod
-    def of(cls, groups: list[list], parts: list[Part]) -> Payload:
-        own = [p for p in parts if p.denominator is not None]
-        scalars = [p.numerator for p in parts] + [p.denominator for p in own]
-        dtype = scalars[0].dtype if scalars else tf.float32
-        for scalar in scalars:
-            dtype = scalar.dtype if scalar.dtype.size > dtype.size else dtype
-        sums = tf.stack([tf.cast(s, dtype) for s in scalars]) if scalars else tf.zeros([1], dtype)
-        return cls(
-            layout=[[g is not None for g in group] for group in groups],
-            parts=[dataclasses.replace(p, numerator=None, denominator=None if p.denominator is None else True) for p in parts],
-            grads=[g for group in groups for g in group if g is not None],
-            sums=sums,
-        )
-
-    def tensors(self) -> list:
-        return [*self.grads, self.sums]
-
-    def with_tensors(self, tensors: list) -> Payload:
-        return dataclasses.replace(self, grads=list(tensors[:-1]), sums=tensors[-1])
-
-    def plus(self, tensors: list) -> Payload:
-        return self.with_tensors([a + b for a, b in zip(self.tensors(), tensors)])
-
-    def _values(self) -> list[tuple[Part, Any, Any]]:
-        """(part, its loss value, factor for its gradients) after the sum."""
-        own = iter(range(len(self.parts), len(self.parts) + sum(p.denominator is not None for p in self.parts)))
-        values = []
-        for i, part in enumerate(self.parts):
-            factor = None
-            value = self.sums[i]
-            if part.denominator is not None:
-                factor = tf.math.divide_no_nan(tf.ones_like(value), self.sums[next(own)])
-                value = value * factor
-            values.append((part, value, factor))
-        return values
-
-    def gradients(self) -> list:
-        """One gradient or None per variable, after the sum."""
-        factors = [f * tf.cast(p.weight, f.dtype) for p, _, f in self._values() if f is not None]
-        if len(self.layout) > len(factors):
-            factors = [None, *factors]
-        found = iter(self.grads)
-        totals: list = [None] * (len(self.layout[0]) if self.layout else 0)
-        for present, factor in zip(self.layout, factors):
-            for i, is_there in enumerate(present):
-                if is_there:
-                    grad = next(found)
-                    grad = grad if factor is None else grad * tf.cast(factor, grad.dtype)
-                    totals[i] = grad if totals[i] is None else totals[i] + grad
-        return totals
-
-    def losses(self, penalties: list) -> Any:
-        """[1 + outputs]: the total loss, then the single losses if there are several."""
-        values = self._values()
-        weighted = [value * tf.cast(part.weight, value.dtype) for part, value, _ in values]
-        weighted += [tf.cast(p, self.sums.dtype) for p in penalties]
-        single = [value for part, value, _ in values if part.name]
-        total = tf.add_n(weighted) if weighted else tf.zeros([], self.sums.dtype)
-        return tf.stack([total, *(single if len(single) > 1 else [])])
-
-
-def _goals(parts: list[Part]) -> list:
-    """Scalars to differentiate: one for all known denominators, one per own denominator."""
-    known = [p.numerator * tf.cast(p.weight, p.numerator.dtype) for p in parts if p.denominator is None]
-    own = [p.numerator for p in parts if p.denominator is not None]
-    if not known:
-        return own
-    return [tf.add_n([tf.cast(k, known[0].dtype) for k in known]), *own]
-
-
-def fetch(feed: tuple, i: Any, layout: Layout) -> tuple:
-    """Global batch `i` of a feed, as (is there one, function that takes it).
-
-    A feed is (table, rows [n, layout.rows], counts [n]) for a data set in
-    memory, or (iterator,) over global batches, in which `i` is always the next.
-    What is taken is (table, rows, count): `rows` index `table`, and the first
-    `count` of them are examples, the rest filler.
-    """
-    if len(feed) == 3:
-        table, rows, counts = feed
-        return True, lambda: (table, _with_shape(rows[i], [layout.rows]), counts[i])
-    element = feed[0].get_next_as_optional()
-
-    def take():
-        batch = element.get_value()
-        count = tf.shape(keras.tree.flatten(batch)[0])[0]
-        fits = tf.debugging.assert_less_equal(
-            count, layout.batch, f"a batch of the data set is larger than the first one ({layout.batch} examples)"
-        )
-        with tf.control_dependencies([fits] if fits is not None else []):
-            return batch, tf.range(layout.rows) % count, count
-
-    return element.has_value(), take
-
-
-def unpack(data: tuple) -> tuple:
-    """(x, y, weight) of a tuple of one to three entries; missing ones are None."""
-    return (*data, None, None)[:3]
-
-
 def synchronizes(model: keras.Model) -> bool:
     """Whether a layer exchanges statistics between replicas in its forward pass."""
     return any(getattr(layer, "synchronized", False) for layer in model._flatten_layers())
@@ -482,9 +343,3 @@ def _rows(values: Any, real: Any) -> Any:
         return part
 
     return keras.tree.map_structure(one, values)
-
-
-def _with_shape(tensor: Any, shape: list) -> Any:
-    """Restores a static shape that slicing by a tensor loses."""
-    tensor.set_shape(shape)
-    return tensor

@@ -9,20 +9,15 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
-import re
 import signal
-import sys
 import time
 from importlib import metadata
 from typing import Any
 
-from absl import app, flags, logging
-from ml_collections import config_flags
+from absl import flags
 
-from tfdist import config, environment
+from tfdist import command, config, environment
 from tfdist.errors import TrainingError, UserError
-
-DEFAULT_CONFIG = os.path.join(os.path.dirname(__file__), "default_config.py")
 
 
 def train_and_evaluate(experiment: config.Experiment, where: environment.Environment) -> Any:
@@ -225,10 +220,12 @@ def _summary(result: Any, path: Any) -> str:
     speed = f", {result.examples_per_second:,.0f} examples/s" if result.examples_per_second else ""
     why = f" ({result.reason})" if result.reason else ""
     quality = f"\ntfdist: evaluation: {numbers(result.evaluation)}" if result.evaluation else ""
-    return f"{done}{speed}{why}{quality}\ntfdist: results are in {path}{os.sep}: result.json, history.jsonl, model.keras"
+    return (
+        f"{done}{speed}{why}{quality}\ntfdist: results are in {path}{os.sep}: result.json, history.jsonl, model.keras"
+    )
 
 
-class _Stopped(Exception):
+class _Stopped(Exception):  # noqa: N818  an event and no error
     """A signal asked the run to stop."""
 
 
@@ -270,80 +267,16 @@ def _stop_callback(signals: _Signals) -> Any:
     return Stop()
 
 
-# -- the command ------------------------------------------------------------
-
-
-def _check_config_arguments(argv: list[str]) -> None:
-    """Finds a missing config file or a misspelt field, which config_flags reports with a traceback."""
-    for i, argument in enumerate(argv):
-        name, equals, value = argument.lstrip("-").partition("=")
-        if not argument.startswith("-"):
-            continue
-        if name == "config":
-            path = (value if equals else "".join(argv[i + 1 : i + 2])).partition(":")[0]
-            if not os.path.isfile(path):
-                raise UserError(f"--config={path} does not exist: give the path of a Python file with get_config()")
-        elif name.startswith("config."):
-            _check_field(name)
-
-
-def _check_field(name: str) -> None:
-    owner: Any = config.Experiment()
-    for part in name.split(".")[1:]:
-        known = tuple(f.name for f in dataclasses.fields(owner)) if dataclasses.is_dataclass(owner) else ()
-        if part not in known:
-            raise UserError(f"unknown config field --{name}{config.suggest(part, known) if known else ''}")
-        owner = getattr(owner, part)
-
-
-def parse(argv: list[str]) -> list[str]:
-    """Parses flags, turning every complaint into a `UserError` of one line."""
-    _check_config_arguments(argv[1:])
-    try:
-        # The definition itself reads the command line, so it belongs to what can fail.
-        config_flags.DEFINE_config_file("config", DEFAULT_CONFIG, "Experiment: a Python file with get_config().")
-        rest = flags.FLAGS(argv)
-    except flags.Error as error:
-        text = " ".join(str(error).split())
-        if "Unable to parse value" in text:
-            text = re.sub(r"Unable to parse value .*", "is a group of fields: set one of them", text)
-        raise UserError(text) from None
-    except Exception as error:  # the user's config file may raise anything
-        path = next((a.partition("=")[2] for a in argv if re.match("--?config=", a)), "") or DEFAULT_CONFIG
-        at = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
-        raise UserError(f"--config={path} cannot be used: {type(error).__name__}: {str(error).splitlines()[0]}{at}") from error
-    if len(rest) > 1:
-        raise UserError(f"unexpected argument {rest[1]!r}: flags are written --name=value")
-    return rest
-
-
 def _run(argv: list[str]) -> int:
     del argv
     result = train_and_evaluate(flags.FLAGS.config, environment.from_flags(flags.FLAGS))
     return 143 if result.status == "preempted" else 0
 
 
-def run_command(run: Any) -> None:
-    """Runs a command's body with the exit codes of the design and one line per error."""
-
-    logging.set_verbosity(logging.WARNING)  # TensorFlow tells of every all-reduce at INFO
-    try:
-        app.run(run, flags_parser=parse)
-    except UserError as error:
-        print(f"tfdist: error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except TrainingError as error:
-        print(f"tfdist: failed: {error}", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        print("tfdist: interrupted at once, nothing was saved", file=sys.stderr)
-        sys.exit(130)
-
-
 def main() -> None:
     """Entry point of `python -m tfdist.train`."""
     environment.define_flags()
-    run_command(_run)
+    command.main(_run)
 
 
 if __name__ == "__main__":

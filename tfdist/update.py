@@ -152,7 +152,7 @@ def _adam(optimizer: Any, rate: Any) -> Callable:
     shared: dict = {}
 
     def constants(dtype):
-        constant = lambda value: tf.cast(value, dtype)  # noqa: E731
+        constant = lambda value: tf.cast(value, dtype)
         beta1, beta2, t = constant(optimizer.beta_1), constant(optimizer.beta_2), constant(step)
         beta2_power = tf.pow(beta2, t)
         exact = dtype.as_numpy_dtype
@@ -224,7 +224,9 @@ def _average(optimizer: Any, variables: list, before: Any, updated: Any) -> None
     if not optimizer.tfdist_ema:
         return
     for variable, average in zip(variables, optimizer._model_variables_moving_average):
-        momentum = tf.where(tf.equal(before, 0), tf.zeros((), average.dtype), tf.cast(optimizer.ema_momentum, average.dtype))
+        momentum = tf.where(
+            tf.equal(before, 0), tf.zeros((), average.dtype), tf.cast(optimizer.ema_momentum, average.dtype)
+        )
         new = momentum * average + (1 - momentum) * variable
         average.assign(new if updated is None else tf.where(updated, new, average))
     if optimizer.ema_overwrite_frequency:

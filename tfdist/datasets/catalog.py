@@ -91,7 +91,9 @@ def _own(experiment: config.Experiment, splits: dict) -> Loaded:
         return Arrays(splits[name])
 
     return _described(
-        split("data.train_split", experiment.data.train_split), split("data.eval_split", experiment.data.eval_split), None
+        split("data.train_split", experiment.data.train_split),
+        split("data.eval_split", experiment.data.eval_split),
+        None,
     )
 
 
@@ -157,7 +159,9 @@ def _of_tfds(experiment: config.Experiment) -> Loaded:
             return Arrays(tuple(tfds.as_numpy(whole)))
         stream = builder.as_dataset(split=name, as_supervised=True, shuffle_files=False)
         if field == "data.train_split" and data.shuffle:
-            stream = stream.shuffle(min(count, 16 * batch + 10_000), seed=experiment.seed, reshuffle_each_iteration=True)
+            stream = stream.shuffle(
+                min(count, 16 * batch + 10_000), seed=experiment.seed, reshuffle_each_iteration=True
+            )
         return Batches(stream.batch(batch))
 
     return _described(
@@ -165,6 +169,8 @@ def _of_tfds(experiment: config.Experiment) -> Loaded:
         split("data.eval_split", data.eval_split, experiment.eval.batch_size),
         classes,
         builder.info.splits[data.train_split].num_examples,
+        # Of the data set and not of the split in memory, so that a stream is scaled alike.
+        getattr(builder, "MAXIMUM", 255.0),
     )
 
 
@@ -196,14 +202,21 @@ def _in_memory(builder: Any, count: int, cache: str) -> bool:
     return total * count < MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _described(train: Source, evaluation: Source, classes: int | None, examples: int | None = None) -> Loaded:
+def _described(
+    train: Source,
+    evaluation: Source,
+    classes: int | None,
+    examples: int | None = None,
+    maximum: float | None = None,
+) -> Loaded:
     if isinstance(train, Arrays):
         columns = train.columns
         x, y = columns[0], columns[1] if len(columns) > 1 else None
         shape, dtype = np.shape(tf.nest.flatten(x)[0])[1:], np.dtype(tf.nest.flatten(x)[0].dtype)
         if classes is None and y is not None and not tf.nest.is_nested(y) and np.issubdtype(y.dtype, np.integer):
             classes = int(y.max()) + 1
-        maximum = float(tf.nest.flatten(x)[0].max()) if dtype.kind in "fui" else 1.0
+        if maximum is None:
+            maximum = float(tf.nest.flatten(x)[0].max()) if dtype.kind in "fui" else 1.0
         examples = train.size
         if classes is not None:
             for source in (train, evaluation):
@@ -213,7 +226,6 @@ def _described(train: Source, evaluation: Source, classes: int | None, examples:
     else:
         spec = tf.nest.flatten(train.dataset.element_spec)[0]
         shape, dtype = tuple(spec.shape[1:]), np.dtype(spec.dtype.as_numpy_dtype)
-        maximum = 255.0 if dtype == np.uint8 else 1.0
         if examples is None:
             raise UserError(
                 "a data function must return arrays, or its number of examples stays unknown: "

@@ -22,6 +22,7 @@ TRAIN = 1437
 class Digits(tfds.core.GeneratorBasedBuilder):
     """Images uint8 [8, 8, 1] with values 0 to 16, labels 0 to 9; 1,437 for training, 360 for testing."""
 
+    MAXIMUM = 16.0
     VERSION = tfds.core.Version("1.0.0")
     RELEASE_NOTES = {"1.0.0": "First release."}
 

@@ -7,14 +7,16 @@ import sysconfig
 
 import numpy as np
 
-MODULES = (
+_NAMES = (
     "argparse ast base64 bisect calendar cmd code codecs collections/__init__ configparser contextlib copy csv "
-    "dataclasses datetime decimal difflib dis doctest enum fileinput fnmatch fractions ftplib functools getopt glob "
-    "gzip hashlib heapq hmac html/parser http/client inspect io json/decoder json/encoder locale logging/__init__ "
-    "mailbox mimetypes numbers operator optparse os pathlib pdb pickle pkgutil platform pprint profile queue random "
-    "re reprlib sched selectors shelve shlex shutil smtplib socket socketserver statistics string subprocess tarfile "
-    "tempfile textwrap threading timeit tokenize trace traceback types typing unittest/case urllib/parse uuid weakref"
-).split()
+    "dataclasses datetime decimal difflib dis doctest enum fileinput fnmatch fractions ftplib functools getopt "
+    "glob gzip hashlib heapq hmac html/parser http/client inspect io json/decoder json/encoder locale "
+    "logging/__init__ mailbox mimetypes numbers operator optparse os pathlib pdb pickle pkgutil platform "
+    "pprint profile queue random re reprlib sched selectors shelve shlex shutil smtplib socket socketserver "
+    "statistics string subprocess tarfile tempfile textwrap threading timeit tokenize trace traceback types "
+    "typing unittest/case urllib/parse uuid weakref "
+)
+MODULES = _NAMES.split()
 
 
 def load(length: int = 64, examples: int = 4096) -> dict:
@@ -80,5 +82,9 @@ def _cut(text: bytes, length: int):
 
 
 def _indent(piece: bytes) -> np.ndarray:
-    marks = [c == " " and not line[:i].strip() for line in piece.decode("latin-1").splitlines(keepends=True) for i, c in enumerate(line)]
+    marks = [
+        c == " " and not line[:i].strip()
+        for line in piece.decode("latin-1").splitlines(keepends=True)
+        for i, c in enumerate(line)
+    ]
     return np.array(marks, bool)

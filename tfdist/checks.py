@@ -1,0 +1,58 @@
+"""What `fit`, `evaluate` and `predict` refuse, before anything is compiled."""
+
+from __future__ import annotations
+
+import keras
+
+from tfdist import data as data_lib
+from tfdist import strategy
+from tfdist.errors import UserError
+
+
+def scope(model: keras.Model, distribution: strategy.Distribution) -> None:
+    if model.distribute_strategy is not distribution.strategy:
+        raise UserError(
+            f"the model was created under {type(model.distribute_strategy).__name__} and is used with the "
+            f"distribution {distribution.name!r}: create it inside `with distribution.scope():`"
+        )
+
+
+def model_fits(model: keras.Model, distribution: strategy.Distribution, accumulate: int) -> None:
+    scope(model, distribution)
+    if not model.compiled:
+        raise UserError("the model is not compiled: call model.compile(optimizer, loss) first")
+    if model.run_eagerly:
+        raise UserError(
+            "the model was compiled with run_eagerly=True, tfdist compiles its steps: "
+            "use tf.config.run_functions_eagerly(True) to debug"
+        )
+    own = own_step(model)
+    if own and (distribution.replicas > 1 or accumulate > 1):
+        raise UserError(
+            f"{type(model).__name__} has its own {own}, whose sums over replicas and micro-batches tfdist cannot know: "
+            "use the default strategy without accumulation, or put the loss into compile() or add_loss()"
+        )
+
+
+def own_step(model: keras.Model) -> str:
+    """Name of the first method by which the model replaces Keras' step, or an empty string."""
+    for name in ("train_step", "compute_loss", "compute_metrics", "test_step"):
+        if getattr(type(model), name) is not getattr(keras.Model, name):
+            return name
+    return ""
+
+
+def targets(model: keras.Model, output_shape: tuple, source: data_lib.Source) -> None:
+    """Labels of sparse cross-entropy must be classes of the output: on a GPU they would turn into NaN."""
+    y = data_lib.targets_of(source)
+    loss = model._compile_loss
+    if y is None or loss is None or keras.tree.is_nested(y) or len(loss._flat_losses) != 1:
+        return
+    only = loss._flat_losses[0].loss
+    if isinstance(only, keras.losses.SparseCategoricalCrossentropy) or only.name == "sparse_categorical_crossentropy":
+        classes = output_shape[-1]
+        ignored = getattr(only, "ignore_class", None)
+        if ignored is not None:
+            y = y[y != ignored]
+        if classes is not None and y.size:
+            data_lib.check_labels(y, classes, "an output")

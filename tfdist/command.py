@@ -1,0 +1,81 @@
+"""What every command does before its own work: flags in, exit codes and one line per error out. No TensorFlow."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from tfdist import config
+from tfdist.errors import TrainingError, UserError
+
+DEFAULT_CONFIG = os.path.join(os.path.dirname(__file__), "default_config.py")
+
+
+def _check_config_arguments(argv: list[str]) -> None:
+    """Finds a missing config file or a misspelt field, which config_flags reports with a traceback."""
+    for i, argument in enumerate(argv):
+        name, equals, value = argument.lstrip("-").partition("=")
+        if not argument.startswith("-"):
+            continue
+        if name == "config":
+            path = (value if equals else "".join(argv[i + 1 : i + 2])).partition(":")[0]
+            if not os.path.isfile(path):
+                raise UserError(f"--config={path} does not exist: give the path of a Python file with get_config()")
+        elif name.startswith("config."):
+            _check_field(name)
+
+
+def _check_field(name: str) -> None:
+    owner: Any = config.Experiment()
+    for part in name.split(".")[1:]:
+        known = tuple(f.name for f in dataclasses.fields(owner)) if dataclasses.is_dataclass(owner) else ()
+        if part not in known:
+            raise UserError(f"unknown config field --{name}{config.suggest(part, known) if known else ''}")
+        owner = getattr(owner, part)
+
+
+def parse(argv: list[str]) -> list[str]:
+    """Parses flags, turning every complaint into a `UserError` of one line."""
+    _check_config_arguments(argv[1:])
+    try:
+        # The definition itself reads the command line, so it belongs to what can fail.
+        config_flags.DEFINE_config_file("config", DEFAULT_CONFIG, "Experiment: a Python file with get_config().")
+        rest = flags.FLAGS(argv)
+    except flags.Error as error:
+        text = " ".join(str(error).split())
+        if "Unable to parse value" in text:
+            text = re.sub(r"Unable to parse value .*", "is a group of fields: set one of them", text)
+        raise UserError(text) from None
+    except Exception as error:  # the user's config file may raise anything
+        path = next((a.partition("=")[2] for a in argv if re.match("--?config=", a)), "") or DEFAULT_CONFIG
+        at = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
+        raise UserError(
+            f"--config={path} cannot be used: {type(error).__name__}: {str(error).splitlines()[0]}{at}"
+        ) from error
+    if len(rest) > 1:
+        raise UserError(f"unexpected argument {rest[1]!r}: flags are written --name=value")
+    return rest
+
+
+def main(run: Callable[[list[str]], int]) -> None:
+    """Runs a command's body with the exit codes of the design and one line per error."""
+
+    logging.set_verbosity(logging.WARNING)  # TensorFlow tells of every all-reduce at INFO
+    try:
+        app.run(run, flags_parser=parse)
+    except UserError as error:
+        print(f"tfdist: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except TrainingError as error:
+        print(f"tfdist: failed: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("tfdist: interrupted at once, nothing was saved", file=sys.stderr)
+        sys.exit(130)

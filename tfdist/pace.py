@@ -1,0 +1,61 @@
+"""How many updates a call of the compiled function makes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from tfdist.errors import UserError
+
+CALL_S = 0.2
+"""How long a call of the compiled function should last: Python's share is small, progress stays lively."""
+_BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+
+
+class Pace:
+    """How many updates a call makes."""
+
+    def __init__(self, fixed: int | None):
+        self._fixed = fixed
+        self._compiled: set[bool] = set()
+        self.updates = fixed or 1
+
+    def took(self, seconds: float, updates: int, full: bool) -> None:
+        """Learns from a call; the first of each kind teaches nothing, since it was compiled in it."""
+        if self._fixed:
+            return
+        if full not in self._compiled:
+            self._compiled.add(full)
+            return
+        # At most tenfold at a time: the first measured call is short and may have been lucky.
+        self.updates = max(1, min(int(CALL_S * updates / seconds), 10 * updates, 1 << 20))
+
+
+def choose(model: keras.Model, callbacks: Any, steps_per_call: int | str) -> Pace:
+    """The pace that `steps_per_call`, the compiled model and the callbacks allow."""
+    if steps_per_call == "auto":
+        if model.steps_per_execution > 1:
+            return Pace(model.steps_per_execution)
+        return Pace(1 if any(looks_at_batches(c) for c in callbacks.callbacks) else None)
+    if not isinstance(steps_per_call, int) or steps_per_call < 1:
+        raise UserError(f"steps_per_call must be 'auto' or a whole number of at least 1, got {steps_per_call!r}")
+    return Pace(steps_per_call)
+
+
+def looks_at_batches(callback: Any) -> bool:
+    """Whether a callback wants every single update."""
+    own = keras.callbacks
+    match callback:
+        case own.ModelCheckpoint():
+            return callback.save_freq != "epoch"
+        case own.TensorBoard():
+            return callback.update_freq != "epoch" or bool(callback._should_trace)
+        case own.ProgbarLogger() | own.TerminateOnNaN():
+            return False
+    if getattr(callback, "takes_many_updates", False):
+        return False
+    return any(
+        getattr(getattr(callback, hook), "__func__", None) is not getattr(keras.callbacks.Callback, hook)
+        for hook in _BATCH_HOOKS
+    )
