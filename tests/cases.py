@@ -180,7 +180,8 @@ CASES = [
     Case("constraint", lambda: compiled(dense(kernel_constraint=keras.constraints.MaxNorm(0.5))), examples=61),
     Case("subclassed", lambda: compiled(Subclassed()), examples=61),
     Case("batch norm, synchronized", lambda: compiled(batch_norm())),
-    Case("batch norm, accumulated", lambda: compiled(batch_norm()), accumulate=3, keras=False),
+    # The micro-batches must divide evenly, or filler has a part in their statistics.
+    Case("batch norm, accumulated", lambda: compiled(batch_norm()), examples=96, batch=48, accumulate=2, keras=False),
     Case("function as loss", lambda: compiled(dense(), loss=lambda y, p: keras.ops.mean((p - keras.ops.one_hot(y, 5)) ** 2)), examples=61),
     Case("bfloat16", lambda: compiled(dense(), O.SGD(0.05)), examples=61, precision="mixed_bfloat16", double=False),
     Case("float16", lambda: compiled(dense(), O.SGD(0.05)), examples=61, precision="mixed_float16", double=False),

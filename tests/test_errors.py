@@ -102,7 +102,8 @@ def test_auto_says_what_it_found(environ, message, run, files):
 
 def test_help_needs_no_tensorflow(run, files):
     done = run("tfdist.train", "--help", path=str(files))
-    assert "--strategy" in done.stdout and "--config" in done.stdout
+    for flag in ("strategy", "devices", "virtual_devices", "workdir", "threads", "jit", "progress", "config"):
+        assert f"  --{flag}: " in done.stdout or f"  --[no]{flag}: " in done.stdout, done.stdout
     assert "imported" not in done.stderr
 
 

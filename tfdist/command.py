@@ -12,7 +12,7 @@ from typing import Any
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from tfdist import config
+from tfdist import config, environment
 from tfdist.errors import TrainingError, UserError
 
 DEFAULT_CONFIG = os.path.join(os.path.dirname(__file__), "default_config.py")
@@ -47,6 +47,9 @@ def parse(argv: list[str]) -> list[str]:
     try:
         # The definition itself reads the command line, so it belongs to what can fail.
         config_flags.DEFINE_config_file("config", DEFAULT_CONFIG, "Experiment: a Python file with get_config().")
+        for name in ("config", *(f.name for f in dataclasses.fields(environment.Environment))):
+            # absl's --help lists the flags of the main module, and ours are defined elsewhere.
+            flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
         rest = flags.FLAGS(argv)
     except flags.Error as error:
         text = " ".join(str(error).split())

@@ -417,7 +417,7 @@ def _keras_fit(model: keras.Model, source: data_lib.Source, given: dict) -> Any:
             raise UserError(
                 f"{name} cannot be used with a model that has its own {checks.own_step(model)}: leave it out"
             )
-    names = ("epochs", "callbacks", "verbose", "validation_data", "validation_freq", "validation_batch_size")
+    names: tuple[str, ...] = ("epochs", "callbacks", "verbose", "validation_data", "validation_freq", "validation_batch_size")
     names += ("validation_steps", "initial_epoch", "steps_per_epoch")
     options = {name: given[name] for name in names}
     if isinstance(source, data_lib.Batches):
@@ -429,7 +429,7 @@ def _keras_fit(model: keras.Model, source: data_lib.Source, given: dict) -> Any:
 def _separate_dropout(model: keras.Model, distribution: strategy.Distribution) -> None:
     """Gives the random layers of each replica a stream of their own; replica 0 keeps Keras' own."""
     for variable in model.non_trainable_variables if distribution.replicas > 1 else ():
-        copies = getattr(variable.value, "values", ())
+        copies: Any = getattr(variable.value, "values", ())
         if "seed_generator" in variable.path and len(copies) > 1:
             for replica, copy in enumerate(copies[1:], 1):
                 offset = tf.constant([replica * 0x9E3779B1 % 2**32, 0], tf.uint32)

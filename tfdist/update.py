@@ -2,7 +2,7 @@
 
 Keras' optimizers spend many small ops per variable, and under tf.distribute
 they reduce again, clip what one replica sees, and cannot average weights in a
-graph (K3-K5 in docs/keras.md). For Adam, AdamW and SGD the update is
+graph. For Adam, AdamW and SGD the update is
 TensorFlow's fused op on the slots that the Keras optimizer owns; every other
 optimizer is called as it is, with its own reduction switched off.
 """
@@ -128,8 +128,11 @@ def _apply_fused(optimizer: Any, grads: list, variables: list) -> None:
             decay = tf.cast(rate, variable.dtype) * tf.cast(optimizer.weight_decay, variable.dtype)
             variable.assign_sub(variable * decay)
     step = _sgd(optimizer, rate) if isinstance(optimizer, keras.optimizers.SGD) else _adam(optimizer, rate)
-    for i, grad, variable in pairs:
-        step(i, tf.cast(grad, variable.dtype), variable)
+    # A weight that the backward pass still reads would be copied before it is written; once all gradients are
+    # there, nothing reads any more.
+    with tf.control_dependencies([grad for _, grad, _ in pairs]):
+        for i, grad, variable in pairs:
+            step(i, tf.cast(grad, variable.dtype), variable)
     before = tf.identity(optimizer.iterations.value)
     _average(optimizer, variables, before, None)
     for _, _, variable in pairs:
