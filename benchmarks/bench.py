@@ -77,7 +77,9 @@ def main():
                 ratio = statistics.median(r["tfdist"] / r[other] for r in rounds)
                 speed = statistics.median(r[other] for r in rounds)
                 verdict = "" if ratio >= target else "  missed"
-                print(f"{name:9}{replicas:9d}  {ours:12,.0f}  {other:8}{speed:12,.0f}{ratio:8.2f}{target:8.2f}{verdict}")
+                print(
+                    f"{name:9}{replicas:9d}  {ours:12,.0f}  {other:8}{speed:12,.0f}{ratio:8.2f}{target:8.2f}{verdict}"
+                )
     seconds = start(options.rounds)
     report["start"] = seconds
     more = statistics.median(a - b for a, b in zip(seconds["tfdist"], seconds["script"]))

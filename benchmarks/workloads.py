@@ -1,4 +1,4 @@
-"""The three workloads: pure overhead, convolutions, and a wide network with 17 M parameters. Data is made, in memory."""
+"""The three workloads: pure overhead, convolutions, and a wide network with 17 M parameters. Made data, in memory."""
 
 import dataclasses
 from collections.abc import Callable

@@ -417,8 +417,8 @@ def _keras_fit(model: keras.Model, source: data_lib.Source, given: dict) -> Any:
             raise UserError(
                 f"{name} cannot be used with a model that has its own {checks.own_step(model)}: leave it out"
             )
-    names: tuple[str, ...] = ("epochs", "callbacks", "verbose", "validation_data", "validation_freq", "validation_batch_size")
-    names += ("validation_steps", "initial_epoch", "steps_per_epoch")
+    names: tuple[str, ...] = ("epochs", "callbacks", "verbose", "initial_epoch", "steps_per_epoch")
+    names += ("validation_data", "validation_freq", "validation_batch_size", "validation_steps")
     options = {name: given[name] for name in names}
     if isinstance(source, data_lib.Batches):
         return model.fit(source.dataset, **options)
