@@ -125,12 +125,14 @@ def test_files_that_callbacks_write(connect, tmp_path):
     assert list((tmp_path / "tb").rglob("events*"))
 
 
-def test_terminate_on_nan(connect):
+def test_a_loss_that_is_not_finite(connect):
     model = small(connect(1))
     x, y = cases.images(48)
     x[3] = np.nan
     with pytest.raises(tfdist.TrainingError, match=r"the loss is nan since update \d+ \(epoch 1\): try a lower"):
-        tfdist.fit(model, x, y, batch_size=8, verbose=0, callbacks=[keras.callbacks.TerminateOnNaN()])
+        tfdist.fit(model, x, y, batch_size=8, verbose=0)
+    history = tfdist.fit(model, x, y, batch_size=8, epochs=5, verbose=0, callbacks=[keras.callbacks.TerminateOnNaN()])
+    assert history.epoch == [0], "Keras' callback ends the training in its own way"
 
 
 def test_the_update_with_the_first_bad_loss_is_named(connect):
@@ -325,6 +327,25 @@ def test_connect_refuses_what_it_does_not_know(connect):
         tfdist.connect("mirrored", virtual_devices=9)
     with pytest.raises(tfdist.UserError, match="--strategy=mirrored needs at least 2 devices"):
         tfdist.connect("mirrored", virtual_devices=1)
+
+
+def test_xla_and_synchronized_batch_norm(connect):
+    """Only a choice of the user's own is an error; `auto` steps back."""
+    import dataclasses
+
+    for jit, replicas in (("on", 1), ("auto", 2), ("auto", 1)):
+        distribution = dataclasses.replace(connect(replicas), jit=jit)
+        with distribution.scope():
+            model = cases.compiled(cases.batch_norm())
+        fit(model, distribution, epochs=1)
+    distribution = dataclasses.replace(connect(2), jit="on")
+    with distribution.scope():
+        model = cases.compiled(cases.batch_norm())
+    with pytest.raises(tfdist.UserError, match="--jit=on cannot compile synchronized BatchNorm over several replicas"):
+        fit(model, distribution)
+    with pytest.raises(tfdist.UserError, match="returns one number per batch, which --jit=on cannot slice"):
+        one = dataclasses.replace(connect(1), jit="on")
+        fit(small(one, loss=lambda y, p: keras.ops.mean(p)), one, n=45)
 
 
 # -- precision --------------------------------------------------------------

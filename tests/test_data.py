@@ -58,17 +58,18 @@ def test_each_example_of_a_dataset_once_per_epoch(examples, known, replicas, con
 
 @pytest.mark.parametrize("replicas", [1, 3, 8])
 @pytest.mark.parametrize("examples", [1, BATCH - 1, BATCH, BATCH + 1, 3 * BATCH - 1])
-@pytest.mark.parametrize("as_dataset", [False, True])
+@pytest.mark.parametrize("as_dataset", [False, True, "of unknown length"])
 def test_predict_and_evaluate_see_each_example_once_in_order(examples, replicas, as_dataset, connect):
     distribution = connect(replicas)
     with distribution.scope():
         model = keras.Sequential([keras.Input((2,)), keras.layers.Rescaling(2.0)])
         model.compile(loss="mae", metrics=[keras.metrics.MeanAbsoluteError(name="mae")])
     x = np.random.default_rng(0).normal(size=(examples, 2)).astype("float32")
-    given = tf.data.Dataset.from_tensor_slices(x).batch(BATCH) if as_dataset else x
+    unknown = lambda dataset: dataset.filter(lambda *_: True) if isinstance(as_dataset, str) else dataset
+    given = unknown(tf.data.Dataset.from_tensor_slices(x)).batch(BATCH) if as_dataset else x
     outputs = tfdist.predict(model, given, distribution=distribution, batch_size=BATCH)
     np.testing.assert_allclose(outputs, 2 * x, rtol=1e-6)
-    pairs = tf.data.Dataset.from_tensor_slices((x, 0 * x)).batch(BATCH) if as_dataset else (x, 0 * x)
+    pairs = unknown(tf.data.Dataset.from_tensor_slices((x, 0 * x))).batch(BATCH) if as_dataset else (x, 0 * x)
     values = tfdist.evaluate(model, pairs, distribution=distribution, batch_size=BATCH)
     expected = np.abs(2 * x).mean()
     assert values == pytest.approx({"loss": expected, "mae": expected}, rel=1e-5)

@@ -17,7 +17,7 @@ from tfdist import data as data_lib
 from tfdist.errors import TrainingError, UserError
 from tfdist.layout import Layout, unpack
 from tfdist.pace import Pace
-from tfdist.step import Step
+from tfdist.step import NO_BATCH, Step
 
 PREDICT_ROWS = 4096
 """Rows that `predict` holds on the device before they are copied out."""
@@ -188,8 +188,8 @@ def predict(
         now = feed.next(i, 1)
         try:
             outputs, count = call(now.feed, tf.constant(now.first))
-        except (tf.errors.OutOfRangeError, tf.errors.InvalidArgumentError) as error:
-            if batches is None and "no batch left" in str(error):
+        except tf.errors.InvalidArgumentError as error:
+            if batches is None and NO_BATCH in str(error):
                 break
             raise _user_error(error) from error
         count = int(count)
@@ -217,6 +217,10 @@ class _Training:
         self._feed = feed
         self._callbacks = callbacks
         self._pace = pace
+        # Loss scaling skips such updates, and Keras' own callback ends the training in its own way.
+        self._forgives_nan = hasattr(step.model.optimizer, "inner_optimizer") or any(
+            isinstance(c, keras.callbacks.TerminateOnNaN) for c in callbacks.callbacks
+        )
         self.updates = 0
         """Updates since the beginning of the first epoch."""
 
@@ -242,7 +246,7 @@ class _Training:
             logs = totals.add(result)
             bad = int(result[2])
             begun, self.updates = begun + done, self.updates + done
-            if bad >= 0 and not hasattr(model.optimizer, "inner_optimizer"):
+            if bad >= 0 and not self._forgives_nan:
                 raise _not_finite(logs, self.updates - done + bad - now.first + 1, epoch)
             self._callbacks.on_train_batch_end(begun - 1, logs)
             if done < now.last - now.first:

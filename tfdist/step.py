@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,9 @@ from tfdist.objective import Objective
 from tfdist.payload import Payload, goals
 from tfdist.strategy import Distribution
 
+NO_BATCH = "no batch left"
+"""What `predict` says behind the last batch of a data set of unknown length."""
+
 
 class Step:
     """Compiled functions for one compiled model under one distribution.
@@ -26,7 +30,8 @@ class Step:
     def __init__(self, model: keras.Model, distribution: Distribution):
         self.model = model
         self.distribution = distribution
-        self.objective = Objective(model, jit=distribution.jit)
+        self.jit = _use_xla(model, distribution)
+        self.objective = Objective(model, jit=self.jit)
         self.part_names: list[str] = []
         self.output_shape: tuple = ()
         self._compiled: dict[tuple, Callable] = {}
@@ -76,10 +81,10 @@ class Step:
     def _loop(self, layout: Layout, one: Callable) -> Callable:
         """A loop over global batches, to be compiled.
 
-        It returns (sums, examples, bad, done, metrics): loss
-        values times examples [1 + outputs] and examples as float64, the first
-        batch with a loss that is not finite (or -1), how many batches there
-        were, and the metric results so far by name.
+        It returns (sums, examples, bad, done, metrics): loss values times
+        examples [1 + outputs] and examples as float64, the first batch with a
+        loss that is not finite (or -1), how many batches there were, and the
+        metric results so far by name.
         """
         distribution = self.distribution
 
@@ -122,9 +127,8 @@ class Step:
 
         def call(feed, i):
             more, take = fetch(feed, i, layout)
-            if more is not True:
-                tf.debugging.Assert(more, ["no batch left"])
-            table, rows, count = take()
+            with tf.control_dependencies([] if more is True else [tf.debugging.Assert(more, [NO_BATCH])]):
+                table, rows, count = take()
             outputs = distribution.local(distribution.run(one, ((table, rows),)))
             return keras.tree.map_structure(lambda *o: tf.concat(o, 0), *outputs), count
 
@@ -139,7 +143,10 @@ class Step:
             # their number: synchronized BatchNorm looks at them together.
             by_replica = tf.reshape(rows, [layout.accumulate, layout.replicas, layout.micro])
             rows = tf.reshape(by_replica[:, self.distribution.replica_id()], [layout.share])
-        return keras.tree.map_structure(lambda t: tf.gather(t, rows), table)
+        # The table stays with the host: on a GPU, each batch would first bring the whole data set there.
+        on_gpu = self.distribution.devices[0].startswith("GPU")
+        with tf.device("CPU:0") if on_gpu else contextlib.nullcontext():
+            return keras.tree.map_structure(lambda t: tf.gather(t, rows), table)
 
     def _real(self, layout: Layout, count: Any, micro: Any = 0) -> Any:
         """How many rows of a micro-batch are examples and not filler; None for all."""
@@ -184,7 +191,7 @@ class Step:
 
     def _compiled_pass(self, data: Any, real: Any, count: Any, training: bool, scale: Any = None) -> tuple:
         """`_pass`, by XLA when asked for; the Python structure of its result is kept outside the graph."""
-        if not self.distribution.jit:
+        if not self.jit:
             return self._pass(data, real, count, training, scale)
         kept: dict = {}
 
@@ -326,7 +333,25 @@ class Step:
             optimizer = model.optimizer
             if optimizer is not None and not optimizer.built:
                 optimizer.build(model.trainable_variables)
-        self.objective = Objective(model, jit=self.distribution.jit)
+        self.objective = Objective(model, jit=self.jit)
+
+
+def _use_xla(model: keras.Model, distribution: Distribution) -> bool:
+    """What `--jit` comes to for this model.
+
+    Raises:
+      UserError: it is on, and a layer reduces over replicas within what would be compiled.
+    """
+    if distribution.jit == "off":
+        return False
+    refused = distribution.replicas > 1 and synchronizes(model)
+    if distribution.jit == "auto":
+        return not refused and all(getattr(layer, "supports_jit", True) for layer in model._flatten_layers())
+    if refused:
+        raise UserError(
+            "--jit=on cannot compile synchronized BatchNorm over several replicas: use --jit=off, or synchronized=False"
+        )
+    return True
 
 
 def synchronizes(model: keras.Model) -> bool:

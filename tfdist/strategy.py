@@ -37,8 +37,8 @@ class Distribution:
     """This process, 0 for the chief."""
     devices: tuple[str, ...]
     """TensorFlow names of this worker's devices, one per replica, e.g. `CPU:1`."""
-    jit: bool
-    """Compile forward and backward pass with XLA."""
+    jit: str
+    """Whether XLA compiles forward and backward pass: `on`, `off`, or `auto` for where the model allows it."""
     run: Callable[..., Any]
     """`run(fn, args)`: calls `fn(*args)` once per replica, returns per-replica values."""
     local: Callable[[Any], tuple]
@@ -89,7 +89,7 @@ def create(site: Site) -> Distribution:
     """
     found = devices.prepare(site.environment, site.survey, site.selection)
     # XLA loses on the CPU: forward and backward at 0.5 to 1.0 of the plain loop (benchmarks/README.md).
-    jit = site.environment.jit == "on" or (site.environment.jit == "auto" and found.kind == "GPU")
+    jit = "off" if site.environment.jit == "auto" and found.kind == "CPU" else site.environment.jit
     reason = site.choice.reason
     match site.choice.name:
         case "default":
@@ -124,7 +124,7 @@ def connect(strategy: str = "auto", **environment: Any) -> Distribution:
     return create(locate(Environment(strategy=strategy, **environment)))
 
 
-def default(reason: str, device: str = "CPU:0", jit: bool = False) -> Distribution:
+def default(reason: str, device: str = "CPU:0", jit: str = "off") -> Distribution:
     """One replica on one device: every collective returns its input."""
     import tensorflow as tf
 
@@ -145,7 +145,7 @@ def default(reason: str, device: str = "CPU:0", jit: bool = False) -> Distributi
     )
 
 
-def mirrored(names: tuple[str, ...], reason: str, jit: bool = False) -> Distribution:
+def mirrored(names: tuple[str, ...], reason: str, jit: str = "off") -> Distribution:
     """One replica per device of this process (`tf.distribute.MirroredStrategy`).
 
     Raises:

@@ -134,7 +134,7 @@ def _say(line: str) -> None:
 
 def _replicas(distribution: Any) -> str:
     count = distribution.replicas
-    xla = ", compiled by XLA" if distribution.jit else ""
+    xla = {"off": "", "on": ", compiled by XLA", "auto": ", compiled by XLA where it can"}[distribution.jit]
     return f"{count} replica{'s' * (count > 1)} on {', '.join(distribution.devices)}{xla}"
 
 

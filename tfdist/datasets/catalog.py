@@ -127,6 +127,7 @@ def _of_tfds(experiment: config.Experiment) -> Loaded:
     data = experiment.data
     tfds.disable_progress_bar()
     logging.getLogger("absl").addFilter(_quiet)
+    logging.getLogger("urllib3").setLevel(logging.ERROR)  # a warning of three lines for each retry of a download
     if data.name == "digits":
         from tfdist.datasets import digits  # noqa: F401  registers the builder with TFDS
     data_dir = os.path.expanduser(data.data_dir) or None
