@@ -196,6 +196,15 @@ def test_a_later_batch_that_is_larger_than_the_first(connect):
         tfdist.fit(counting(connect(1), 10), dataset, verbose=0)
 
 
+def test_a_batch_size_beside_a_dataset(connect):
+    dataset = tf.data.Dataset.range(10).map(lambda i: (tf.reshape(i, [1]), 0.0)).batch(4)
+    tfdist.fit(counting(connect(1), 10), dataset, batch_size=4, verbose=0)
+    with pytest.raises(tfdist.UserError, match="batch_size=8 does not fit a data set of batches of 4: leave it out"):
+        tfdist.fit(counting(connect(1), 10), dataset, batch_size=8, verbose=0)
+    with pytest.raises(tfdist.UserError, match="batch_size must be at least 1, got 0"):
+        tfdist.predict(counting(connect(1), 10), np.ones((3, 1)), batch_size=0)
+
+
 def test_ragged_data_is_refused():
     dataset = tf.data.Dataset.from_tensors(tf.ragged.constant([[1], [2, 3]]))
     with pytest.raises(tfdist.UserError, match="make its tensors dense"):

@@ -276,7 +276,7 @@ Feed = ArrayFeed | BatchFeed
 
 
 def first_batch(source: Batches) -> tuple:
-    """The first global batch, without starting the data set's shuffling of the run."""
+    """The first global batch. A data set that shuffles anew each time it is read is one order further then."""
     for batch in source.dataset.take(1):
         return batch
     raise UserError("the data set is empty: give it at least one batch")

@@ -49,6 +49,8 @@ def fit(
 ) -> keras.callbacks.History:
     """Trains a compiled model as `model.fit` does, with the same result under every strategy.
 
+    Whether XLA compiles is the distribution's choice (`jit`), not that of `compile`.
+
     Args:
       model: a compiled Keras model, created in `distribution.scope()`.
       dataset: arrays, a tuple (x, y[, weight]), a `tf.data.Dataset` of global
@@ -60,6 +62,7 @@ def fit(
       epochs: number of the last epoch, as in Keras.
       steps: stop after this many updates, even within an epoch.
       validation_freq: epochs between validations, or a list of epochs.
+      validation_batch_size: as `batch_size`, and the same if not given.
       class_weight: weight of the examples of each class.
       shuffle: a new order of arrays each epoch, depending on seed and epoch.
       steps_per_epoch: updates that count as an epoch; needed for endless data.
@@ -93,13 +96,10 @@ def fit(
     checks.targets(model, step.output_shape, source)
     validation = None
     if validation_data is not None:
-        validation = _Evaluation(
-            model,
-            data_lib.as_source(validation_data),
-            distribution,
-            validation_batch_size or layout.batch,
-            validation_steps,
-        )
+        measured = data_lib.as_source(validation_data)
+        if validation_batch_size is None and isinstance(measured, data_lib.Arrays):
+            validation_batch_size = layout.batch
+        validation = _Evaluation(model, measured, distribution, validation_batch_size, validation_steps)
     _separate_dropout(model, distribution)
     per_epoch = steps_per_epoch or feed.batches or None
     called = _callbacks(model, callbacks, verbose, epochs, per_epoch)
@@ -155,7 +155,7 @@ def evaluate(
     checks.model_fits(model, distribution, 1)
     average_statistics(model, distribution)
     called = keras.callbacks.CallbackList(callbacks, model=model) if callbacks else None
-    return _Evaluation(model, source, distribution, batch_size or 32, steps).run(called)
+    return _Evaluation(model, source, distribution, batch_size, steps).run(called)
 
 
 def predict(
@@ -286,7 +286,7 @@ class _Evaluation:
         model: keras.Model,
         source: data_lib.Source,
         distribution: strategy.Distribution,
-        batch: int,
+        batch: int | None,
         steps: int | None,
     ):
         layout = _layout(source, batch, distribution, 1, least=False)
@@ -368,9 +368,12 @@ def _layout(
       least: insist on an example per replica and micro-batch; measuring does without.
     """
     if isinstance(source, data_lib.Batches):
-        batch = int(tf.nest.flatten(source.dataset.element_spec)[0].shape[0] or 0)
-        batch = batch or len(keras.tree.flatten(data_lib.first_batch(source))[0])
-    batch = batch or 32
+        found = int(tf.nest.flatten(source.dataset.element_spec)[0].shape[0] or 0)
+        found = found or len(keras.tree.flatten(data_lib.first_batch(source))[0])
+        if batch not in (None, found) and not (found < batch and source.batches == 1):
+            raise UserError(f"batch_size={batch} does not fit a data set of batches of {found}: leave it out")
+        batch = found
+    batch = 32 if batch is None else batch
     if batch < 1:
         raise UserError(f"batch_size must be at least 1, got {batch}")
     if accumulate < 1:
