@@ -370,7 +370,8 @@ def _layout(
     if isinstance(source, data_lib.Batches):
         found = int(tf.nest.flatten(source.dataset.element_spec)[0].shape[0] or 0)
         found = found or len(keras.tree.flatten(data_lib.first_batch(source))[0])
-        if batch not in (None, found) and not (found < batch and source.batches == 1):
+        # A data set of a single, smaller batch is all of it; one of unknown length may be.
+        if batch not in (None, found) and not (found < batch and source.batches in (1, None)):
             raise UserError(f"batch_size={batch} does not fit a data set of batches of {found}: leave it out")
         batch = found
     batch = 32 if batch is None else batch
