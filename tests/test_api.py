@@ -107,7 +107,6 @@ def test_reduce_on_plateau(connect):
 
 
 def test_files_that_callbacks_write(connect, tmp_path):
-    pytest.importorskip("tensorboard", reason="the callback writes through it; it is in the extra `test`")
     distribution = connect(2)
     model = small(distribution)
     callbacks = [
