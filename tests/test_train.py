@@ -195,7 +195,7 @@ ORDER = [
     {"checks", "events"},
     {"datasets.catalog"},
     {"datasets.digits", "datasets.stdlib_text", "data"},
-    {"payload", "update", "metrics"},
+    {"payload", "update", "metrics", "fused"},
     {"objective", "layout"},
     {"strategy"},
     {"hvd", "multi_worker"},

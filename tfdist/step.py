@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist import checks, metrics, traffic, update
+from tfdist import checks, fused, metrics, traffic, update
 from tfdist.distribution import Distribution
 from tfdist.errors import UserError
 from tfdist.layout import Layout, fetch, unpack, with_shape
@@ -76,7 +76,8 @@ class Step:
         call = self._loop(layout, one)
 
         def owned(feed, first, last):
-            with update.owned(self.model.optimizer):
+            # XLA fuses by itself.
+            with update.owned(self.model.optimizer), fused.normalization(None if self.jit else self.model):
                 return call(feed, first, last)
 
         return tf.function(owned, autograph=False, reduce_retracing=True)
