@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test faults horovod lint bench bench-workers clean
+.PHONY: train test faults horovod lint bench bench-workers bench-checkpoints clean
 
 train: .venv/ready
 	$(BIN)/python -m tfdist.train
@@ -25,6 +25,9 @@ lint: .venv/ready
 
 bench: .venv/ready
 	$(BIN)/python benchmarks/bench.py
+
+bench-checkpoints: .venv/ready
+	$(BIN)/python benchmarks/bench_checkpoints.py
 
 bench-workers: .venv/ready horovod
 	$(BIN)/python benchmarks/bench_workers.py

@@ -170,7 +170,6 @@ def main():
         "default",
         "multi_worker",
         "horovod",
-        "horovod_plain",
         *(["torch"] if importlib.util.find_spec("torch") else []),
     ]
     report = {"machine": f"{platform.machine()}, {os.cpu_count()} cores", "python": platform.python_version()}

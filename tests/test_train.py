@@ -187,11 +187,12 @@ def test_an_unwritable_workdir(tmp_path):
 
 
 ORDER = [
-    {"train", "launch", "horovod_build"},
+    {"train", "launch", "horovod_build", "doctor"},
     {"loop", "progress", "command", "leader", "horovod_workshop"},
-    {"evaluation", "verdict", "horovod_source"},
-    {"calls", "guard", "rounds", "horovod_needs"},
-    {"models", "optimizers", "history", "step", "pace", "nodes", "process"},
+    {"keeper", "evaluation", "verdict", "horovod_source"},
+    {"saving", "calls", "guard", "rounds", "horovod_needs"},
+    {"resume"},
+    {"models", "optimizers", "history", "step", "state", "pace", "nodes", "process"},
     {"checks", "events"},
     {"datasets.catalog"},
     {"datasets.digits", "datasets.stdlib_text", "data"},
@@ -201,7 +202,18 @@ ORDER = [
     {"hvd", "multi_worker"},
     {"devices", "distribution", "traffic", "meeting", "horovod_state"},
     {"detect", "plan", "peers"},
-    {"cluster", "wire", "stalls", "gpus", "run_folder", "imports", "default_config"},
+    {
+        "callback_state",
+        "checkpoint",
+        "requeue",
+        "cluster",
+        "wire",
+        "stalls",
+        "gpus",
+        "run_folder",
+        "imports",
+        "default_config",
+    },
     {"config", "environment"},
     {"errors"},
 ]

@@ -73,7 +73,7 @@ def world(request, tmp_path_factory):
     results = [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(workers)]
     assert {r["workers"] for r in results} == {workers}
     assert {r["replicas"] for r in results} == {workers * options.get("virtual_devices", 1)}
-    return [r["found"] for r in results]
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -84,14 +84,28 @@ def reference(connect):
 @pytest.mark.parametrize("name", NAMES)
 def test_agrees_with_one_device(name, world, reference):
     case = next(c for c in cases.CASES if c.name == name)
-    cases.assert_agrees(world[0][name], reference(case), cases.TOLERANCE[case.precision])
+    cases.assert_agrees(world[0]["found"][name], reference(case), cases.TOLERANCE[case.precision])
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_worker_ends_with_the_same(name, world):
-    weights, history, evaluation, outputs = world[0][name]
-    for other in world[1:]:
-        assert other[name][0].tobytes() == weights.tobytes()
-        assert other[name][1] == history and other[name][2] == evaluation
-        for a, b in zip(other[name][3], outputs, strict=True):
+    weights, history, evaluation, outputs = world[0]["found"][name]
+    for other in (worker["found"][name] for worker in world[1:]):
+        assert other[0].tobytes() == weights.tobytes()
+        assert other[1] == history and other[2] == evaluation
+        for a, b in zip(other[3], outputs, strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float16", 1e-3), ("bfloat16", 1e-2)])
+def test_gradients_that_travel_in_half_the_bytes(dtype, tolerance, world, request, reference):
+    found = world[0]["shrunk"][dtype]
+    if dtype == "bfloat16" and "horovod" in request.node.name:
+        assert found == "reduce_dtype='bfloat16' cannot be used with Horovod, which does not sum it: use float16"
+        return
+    plain = reference(next(c for c in cases.CASES if c.name == "uneven tail"))
+    distance = cases.distance(found[0], plain[0])
+    assert distance < tolerance
+    if world[0]["replicas"] > 1:
+        assert distance > 1e-6, "nothing was rounded"
+    assert {worker["shrunk"][dtype][0].tobytes() for worker in world} == {found[0].tobytes()}

@@ -19,5 +19,13 @@ found = {}
 for name in sys.argv[2:]:
     case = next(c for c in cases.CASES if c.name == name)
     found[name] = cases.outcome(case, DISTRIBUTION, case.precision)
+shrunk: dict = {}
+case = next(c for c in cases.CASES if c.name == "uneven tail")
+for dtype in ("float16", "bfloat16"):
+    try:
+        shrunk[dtype] = cases.outcome(case, DISTRIBUTION, case.precision, reduce_dtype=dtype)
+    except tfdist.UserError as error:
+        shrunk[dtype] = str(error)
 path = pathlib.Path(sys.argv[1], f"{DISTRIBUTION.rank}.pickle")
-path.write_bytes(pickle.dumps({"found": found, "replicas": DISTRIBUTION.replicas, "workers": DISTRIBUTION.workers}))
+seen = {"found": found, "shrunk": shrunk, "replicas": DISTRIBUTION.replicas, "workers": DISTRIBUTION.workers}
+path.write_bytes(pickle.dumps(seen))

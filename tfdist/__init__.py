@@ -8,6 +8,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Checkpoints": "tfdist.saving",
     "Distribution": "tfdist.distribution",
     "TrainingError": "tfdist.errors",
     "UserError": "tfdist.errors",
@@ -17,7 +18,7 @@ _HOMES = {
     "predict": "tfdist.evaluation",
 }
 
-__all__ = ["Distribution", "TrainingError", "UserError", "connect", "evaluate", "fit", "predict"]
+__all__ = ["Checkpoints", "Distribution", "TrainingError", "UserError", "connect", "evaluate", "fit", "predict"]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -89,16 +89,16 @@ def step_of(
 class Totals:
     """Adds the sums of calls up to the logs of an epoch, in float64."""
 
-    def __init__(self, names: list[str]):
+    def __init__(self, names: list[str], sums: Sequence[float] = (), examples: float = 0.0):
         self._names = ["loss", *names]
-        self._sums = np.zeros(len(self._names))
-        self._examples = 0.0
+        self.sums = np.array(sums) if len(sums) else np.zeros(len(self._names))
+        self.examples = examples
 
     def add(self, result: tuple) -> dict[str, float]:
         sums, examples, _, _, metrics = result
-        self._sums += sums.numpy()
-        self._examples += float(examples)
-        losses = self._sums / max(self._examples, 1.0)
+        self.sums += sums.numpy()
+        self.examples += float(examples)
+        losses = self.sums / max(self.examples, 1.0)
         logs = dict(zip(self._names, losses.tolist()))
         for name, value in metrics.items():
             value = value.numpy()
@@ -166,27 +166,30 @@ _COMPLAINTS = (
 )
 
 
-def agree(step: Step, label: str, seconds: float, should_stop: Callable[[], str]) -> float:
+def agree(
+    step: Step, label: str, seconds: float, should_stop: Callable[[], str], save: bool = False
+) -> tuple[float, bool]:
     """What all workers must do alike after a call, though they see different clocks and signals.
 
     Args:
       label: where this worker is.
       seconds: how long the call took here.
       should_stop: a reason to stop the run, or nothing.
+      save: whether this worker finds it time for a checkpoint.
 
     Returns:
-      How long it took on average, the same number on all workers.
+      How long it took on average, and whether the chief finds it time for a checkpoint: the same on all workers.
 
     Raises:
       Interrupted: some worker has a reason to stop.
     """
     peers = step.distribution.peers
-    votes = peers.gather(label, [seconds, should_stop(), bool(step.model.stop_training)])
-    for rank, (_, reason, _) in enumerate(votes):
+    votes = peers.gather(label, [seconds, should_stop(), bool(step.model.stop_training), save])
+    for rank, (_, reason, _, _) in enumerate(votes):
         if reason:
             raise Interrupted(reason + (f" (worker {rank})" if peers.size > 1 else ""))
-    step.model.stop_training = any(stop for _, _, stop in votes)
-    return sum(taken for taken, _, _ in votes) / len(votes)
+    step.model.stop_training = any(stop for _, _, stop, _ in votes)
+    return sum(vote[0] for vote in votes) / len(votes), votes[0][3]
 
 
 def never() -> str:

@@ -42,6 +42,13 @@ def reduce_dtype(name: str, distribution: Distribution) -> None:
         raise UserError("reduce_dtype='bfloat16' cannot be used with Horovod, which does not sum it: use float16")
 
 
+def on_nonfinite(choice: str, checkpoints: bool) -> None:
+    if choice not in config.ON_NONFINITE:
+        raise UserError(f"unknown on_nonfinite {choice!r}{config.suggest(choice, config.ON_NONFINITE)}")
+    if choice == "rollback" and not checkpoints:
+        raise UserError("on_nonfinite='rollback' goes back to a checkpoint: give fit checkpoints")
+
+
 def synchronizes(model: keras.Model) -> bool:
     """Whether a layer exchanges statistics between replicas in its forward pass."""
     return any(getattr(layer, "synchronized", False) for layer in model._flatten_layers())

@@ -26,6 +26,7 @@ PRECISIONS = ("float32", "float64", "mixed_bfloat16", "mixed_float16")
 SCHEDULES = ("constant", "cosine")
 REDUCE_DTYPES = ("float32", "bfloat16", "float16")
 LR_SCALINGS = ("none", "linear", "sqrt")
+ON_NONFINITE = ("stop", "rollback")
 CACHES = ("auto", "memory", "stream")
 
 _REFERENCE = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
@@ -98,6 +99,9 @@ class Train:
     """Share of each target spread over all classes."""
     steps_per_call: int = 0
     """Updates per call of the compiled function; 0 measures and chooses."""
+    on_nonfinite: str = "stop"
+    """`rollback`: when the loss is NaN or infinite, go back to the last checkpoint and leave out those updates."""
+    max_rollbacks: int = 3
 
 
 @dataclasses.dataclass(slots=True)
@@ -105,6 +109,18 @@ class Eval:
     every: str = "1 epoch"
     """How often to evaluate: a duration in whole epochs; the end is always evaluated."""
     batch_size: int = 256
+
+
+@dataclasses.dataclass(slots=True)
+class Checkpoint:
+    every: str = "60 seconds"
+    """How often, and at the end: a time (`5 minutes`) or a duration (`100 steps`, `1 epoch`); `off` for never."""
+    keep: int = 3
+    """How many of the newest are kept."""
+    best: str = ""
+    """Metric whose best epoch is kept besides, such as `val_accuracy`, or `min`/`max` and a metric."""
+    asynchronous: bool = True
+    """Write beside the training."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -116,6 +132,7 @@ class Experiment:
     optimizer: Optimizer = dataclasses.field(default_factory=Optimizer)
     train: Train = dataclasses.field(default_factory=Train)
     eval: Eval = dataclasses.field(default_factory=Eval)
+    checkpoint: Checkpoint = dataclasses.field(default_factory=Checkpoint)
 
 
 def validate(experiment: Any) -> Experiment:
@@ -142,6 +159,11 @@ def validate(experiment: Any) -> Experiment:
             "give the batch that the learning rate is for, or neither"
         )
     _among("train.precision", e.train.precision, PRECISIONS, reference=False)
+    _among("train.on_nonfinite", e.train.on_nonfinite, ON_NONFINITE, reference=False)
+    if e.train.on_nonfinite == "rollback" and e.checkpoint.every == "off":
+        raise UserError(
+            "train.on_nonfinite=rollback goes back to a checkpoint: it cannot be used with checkpoint.every=off"
+        )
     _among("data.cache", e.data.cache, CACHES, reference=False)
     options("data.options", e.data.options)
     options("model.options", e.model.options)
@@ -152,6 +174,8 @@ def validate(experiment: Any) -> Experiment:
         ("train.batch_size", e.train.batch_size),
         ("eval.batch_size", e.eval.batch_size),
         ("train.accumulate", e.train.accumulate),
+        ("train.max_rollbacks", e.train.max_rollbacks),
+        ("checkpoint.keep", e.checkpoint.keep),
     ):
         if value < 1:
             raise UserError(f"{field} must be at least 1, got {value}")
@@ -180,18 +204,19 @@ def validate(experiment: Any) -> Experiment:
     return e
 
 
-def flat(experiment: Experiment) -> dict[str, str]:
-    """Every field by its name on the command line, for comparing experiments."""
+def flat(experiment: Experiment | dict[str, Any]) -> dict[str, str]:
+    """Every field by its name on the command line, for comparing experiments.
+
+    Args:
+      experiment: or its fields as they stand in `experiment.json`.
+    """
 
     def fields(prefix: str, value: Any) -> dict[str, str]:
-        if not dataclasses.is_dataclass(value):
+        if not isinstance(value, dict):
             return {prefix: str(value)}
-        found: dict[str, str] = {}
-        for field in dataclasses.fields(value):
-            found |= fields(f"{prefix}.{field.name}", getattr(value, field.name))
-        return found
+        return {name: text for key, inner in value.items() for name, text in fields(f"{prefix}.{key}", inner).items()}
 
-    return fields("config", experiment)
+    return fields("config", experiment if isinstance(experiment, dict) else dataclasses.asdict(experiment))
 
 
 def options(field: str, text: str) -> dict[str, Any]:

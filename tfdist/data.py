@@ -226,6 +226,9 @@ class ArrayFeed:
     def restart(self) -> None:
         """Nothing to do: the position is a function of the update."""
 
+    def resume(self, update: int, epoch: int, begun: int) -> None:
+        """Nothing to do either."""
+
     def _of_epoch(self, epoch: int) -> tuple:
         if self._seed is None:
             epoch = 0
@@ -263,28 +266,44 @@ class BatchFeed:
 
     def __init__(self, source: Batches, layout: Layout, once: bool = False):
         self.batches = source.batches
-        self._dataset = source.dataset if layout.local else source.decoded
+        self._source, self._layout = source, layout
+        self._stored = source.dataset
         if self.batches and not once:
             # A new iterator per epoch would start with empty buffers; one that repeats goes on reading.
-            self._dataset = self._dataset.repeat()
+            self._stored = self._stored.repeat()
+        self._endless = not once and self.batches is not None
+        self._dataset = self._decoded(self._stored)
+        self._iterator: Any = None
+
+    def _decoded(self, stored: Any) -> Any:
+        layout, decode = self._layout, self._source.decode
         if layout.local:
-            decode = source.decode or (lambda *rows: rows)
 
             def own(*batch: Any) -> tuple:
                 rows, count = own_rows(batch, layout)
-                return decode(*rows), count
+                return decode(*rows) if decode else rows, count
 
-            self._dataset = self._dataset.map(own, tf.data.AUTOTUNE)
-        self._dataset = self._dataset.prefetch(tf.data.AUTOTUNE)
-        self._layout = layout
-        self._endless = not once and self.batches is not None
-        self._iterator: Any = None
+            stored = stored.map(own, tf.data.AUTOTUNE)
+        elif decode:
+            stored = stored.map(decode, tf.data.AUTOTUNE)
+        return stored.prefetch(tf.data.AUTOTUNE)
 
     def next(self, update: int, limit: int) -> Call:
         del update  # an iterator knows its position
         if self._iterator is None:
             self._iterator = iter(self._dataset)
         return Call((self._iterator,), 0, limit, False)
+
+    def resume(self, update: int, epoch: int, begun: int) -> None:
+        """Goes to a batch by skipping, before anything is decoded.
+
+        A data set that shuffles anew each epoch has an order for each time that it is begun: so all of it is skipped
+        where one iterator serves all epochs, and else it is begun as often.
+        """
+        if not self._endless:
+            for _ in range(epoch):
+                iter(self._stored)
+        self._iterator = iter(self._decoded(self._stored.skip(update if self._endless else begun)))
 
     def restart(self) -> None:
         """Begins anew, unless one iterator serves all epochs."""

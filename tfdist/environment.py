@@ -14,6 +14,7 @@ STRATEGIES = ("auto", "default", "mirrored", "multi_worker", "tpu", "horovod")
 JIT = ("auto", "on", "off")
 PROGRESS = ("auto", "bar", "plain", "none")
 COMMUNICATION = ("auto", "ring", "nccl")
+RESUME = ("auto", "never", "require")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,6 +25,9 @@ class Environment:
     devices: str = "all"
     virtual_devices: int | None = None
     workdir: str = ""
+    resume: str = "auto"
+    resume_changed: bool = False
+    requeue: bool = False
     threads: int | None = None
     jit: str = "auto"
     progress: str = "auto"
@@ -34,6 +38,7 @@ class Environment:
 
     def __post_init__(self):
         choices = {"strategy": STRATEGIES, "jit": JIT, "progress": PROGRESS, "communication": COMMUNICATION}
+        choices["resume"] = RESUME
         for field, known in choices.items():
             value = getattr(self, field)
             if value not in known:
@@ -47,6 +52,8 @@ class Environment:
                 raise UserError(f"--{field} must be a positive number of seconds, got {getattr(self, field)}")
         if self.bucket_bytes is not None and self.bucket_bytes < 0:
             raise UserError(f"--bucket_bytes must not be negative, got {self.bucket_bytes}")
+        if self.resume == "never" and self.resume_changed:
+            raise UserError("--resume=never and --resume_changed contradict each other: give one")
         if not re.fullmatch(r"all|none|idle:[1-9]\d*|\d+(,\d+)*", self.devices):
             raise UserError(
                 f"--devices={self.devices} is not understood: use all, none, driver numbers such as 0,3, or idle:2"
@@ -81,6 +88,13 @@ def define_flags() -> None:
         "virtual_devices", d.virtual_devices, "Split the CPU into this many devices, to try mirrored without GPUs."
     )
     flags.DEFINE_string("workdir", d.workdir, "Folder for the results; runs/<experiment name> if empty.")
+    flags.DEFINE_enum(
+        "resume", d.resume, RESUME, "Go on from the newest valid checkpoint of --workdir, or never: set it aside."
+    )
+    flags.DEFINE_bool(
+        "resume_changed", d.resume_changed, "Resume, from the end of an epoch, though the experiment has changed."
+    )
+    flags.DEFINE_bool("requeue", d.requeue, "After a signal and the checkpoint, put this job back into Slurm's queue.")
     flags.DEFINE_integer("threads", d.threads, "Threads per device for TensorFlow; its own default if not given.")
     flags.DEFINE_enum("jit", d.jit, JIT, "Compile forward and backward pass with XLA; auto: on GPUs, not on the CPU.")
     flags.DEFINE_enum(

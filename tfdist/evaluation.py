@@ -143,7 +143,8 @@ class Evaluation:
             seconds = time.perf_counter() - start
             logs, done = totals.add(result), done + fresh
             callbacks.on_test_batch_end(done - 1, logs)
-            self._pace.took(calls.agree(step, f"batch {done} of an evaluation", seconds, should_stop), fresh, now.full)
+            seconds, _ = calls.agree(step, f"batch {done} of an evaluation", seconds, should_stop)
+            self._pace.took(seconds, fresh, now.full)
             if fresh < now.last - now.first:
                 break
         if not done:

@@ -40,6 +40,9 @@ class Result:
     weights_norm: float
     """Sum of squares in float64."""
     resumed_from: int | None
+    """The update that this process went on from."""
+    rollbacks: list[dict]
+    """Where training went back after a loss that was not finite, and which updates were left out."""
     restarts: int
     """How often the launcher has started the workers anew."""
     versions: dict[str, str]
@@ -61,37 +64,65 @@ class Recorder(keras.callbacks.Callback):
         self.updates = 0
         self.epochs = 0
         self.history: dict[str, list] = {}
+        self.rollbacks: list[dict] = []
         self._rates: list[tuple[int, float]] = []
+        self._epoch_first = 0
+        """Updates before the running epoch."""
         self._in_epoch = 0
-        self._epoch_start = 0.0
-        self._first_call: tuple[int, float] | None = None
+        self._compiled = False
+
+    def get_state(self) -> dict:
+        """For a checkpoint."""
+        return {
+            "updates": self.updates,
+            "in_epoch": self._in_epoch,
+            "epochs": self.epochs,
+            "seconds": time.time() - self.begun,
+            "history": {name: _strict(values) for name, values in self.history.items()},
+            "rollbacks": self.rollbacks,
+        }
+
+    def set_state(self, state: dict) -> None:
+        """Goes on from a checkpoint: what was recorded after it is dropped."""
+        self.updates, self._in_epoch, self.epochs = state["updates"], state["in_epoch"], state["epochs"]
+        self._epoch_first = self.updates - self._in_epoch
+        self.begun = time.time() - state["seconds"]
+        self.history = {name: list(values) for name, values in state["history"].items()}
+        self.rollbacks = state["rollbacks"]
+        self._folder.cut(
+            "history.jsonl", lambda line: "evaluation" not in line and line.get("updates", 0) <= self.updates
+        )
+
+    def on_rollback(self, update: int, skipped: list[int]) -> None:
+        """Notes that training went back."""
+        self.rollbacks = [*self.rollbacks, {"to": update, "skipped": skipped}]
+        self._folder.append("history.jsonl", {"rollback": self.rollbacks[-1], "updates": update})
 
     def on_epoch_begin(self, epoch, logs=None):
-        self._in_epoch, self._first_call = 0, None
-        self._epoch_start = self._last = time.perf_counter()
+        self._rate_from, self._epoch_start = self._in_epoch, time.perf_counter()
+        self._last = self._epoch_start
 
     def on_train_batch_end(self, batch, logs=None):
         self._last = time.perf_counter()
         if self.first_update is None:
             self.first_update = time.time() - self._process_start
-        self.updates += batch + 1 - self._in_epoch
         self._in_epoch = batch + 1
-        if self._first_call is None:
-            self._first_call = (batch + 1, self._last)
+        self.updates = self._epoch_first + self._in_epoch
+        if not self._compiled:  # what came before was compiled on the way
+            self._compiled = True
+            self._rate_from, self._epoch_start = self._in_epoch, self._last
 
     def on_epoch_end(self, epoch, logs=None):
         logs = dict(logs or {})
         self.epochs = epoch + 1
         for name, value in logs.items():
             self.history.setdefault(name, []).append(value)
-        examples, seconds = self._examples(0, self._in_epoch), self._last - self._epoch_start
-        if epoch == 0 and self._first_call:  # what came before was compiled on the way
-            updates, at = self._first_call
-            examples, seconds = self._examples(updates, self._in_epoch), self._last - at
+        examples, seconds = self._examples(self._rate_from, self._in_epoch), self._last - self._epoch_start
         self._rates.append((examples, seconds))
         rate = examples / seconds if seconds > 0 and examples else None
         line = {"epoch": self.epochs, "updates": self.updates, "seconds": round(time.time() - self.begun, 3)}
         self._folder.append("history.jsonl", line | {"examples_per_second": rate} | logs)
+        self._epoch_first, self._in_epoch = self.updates, 0
 
     def evaluated(self, values: dict[str, float]) -> None:
         """Notes an evaluation outside of an epoch."""
@@ -122,3 +153,7 @@ def fingerprint(model: keras.Model) -> tuple[str, float]:
         digest.update(np.ascontiguousarray(array, "<f4").tobytes())
         norm += float(np.square(array.astype(np.float64)).sum())
     return digest.hexdigest(), norm
+
+
+def _strict(values: list) -> list:
+    return [np.asarray(v).tolist() for v in values]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import secrets
 import time
 from typing import Any
@@ -181,8 +180,6 @@ class Leader:
 
     def _start(self, attempt: int) -> None:
         plan = self._plan
-        if attempt == 0:
-            self._prepare_folder()
         # One machine: the port is for the workers. Several: the launchers have it, and each round meets elsewhere.
         listener = nodes.listen(plan.addr, 0 if self._door else plan.port)
         secret = secrets.token_hex(16)
@@ -196,17 +193,6 @@ class Leader:
                 self._links[node].send(order)
             else:
                 self._node.obey(order)
-
-    def _prepare_folder(self) -> None:
-        """Moves an earlier result away now: the chief would move it with the logs of this round in it."""
-        if not os.path.exists(os.path.join(self._plan.workdir, "result.json")):
-            return
-        from tfdist.run_folder import RunFolder  # imports numpy
-
-        folder = RunFolder(self._plan.workdir)
-        moved = folder.set_aside()
-        if moved:
-            self._screen.say(f"the earlier run in {folder.path} is now in {moved}")
 
     def _back_off(self, attempt: int) -> None:
         seconds = min(30.0, 2.0 ** (attempt - 1))

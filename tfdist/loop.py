@@ -8,16 +8,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
-from tfdist import calls, checks, evaluation, pace, strategy, update
+from tfdist import calls, checks, evaluation, pace, state, strategy, update
 from tfdist import data as data_lib
 from tfdist.distribution import Distribution
-from tfdist.errors import TrainingError, UserError
+from tfdist.errors import Interrupted, TrainingError, UserError
 from tfdist.guard import Guard
+from tfdist.keeper import Keeper
 from tfdist.layout import Layout, unpack
 from tfdist.pace import Pace
+from tfdist.resume import Position
+from tfdist.saving import Checkpoints, Run
 from tfdist.step import Step
 
 
@@ -45,6 +47,9 @@ def fit(
     accumulate: int = 1,
     steps_per_call: int | str = "auto",
     reduce_dtype: str = "float32",
+    checkpoints: Checkpoints | None = None,
+    on_nonfinite: str = "stop",
+    max_rollbacks: int = 3,
     should_stop: Callable[[], str] = calls.never,
 ) -> keras.callbacks.History:
     """Trains a compiled model as `model.fit` does, with the same result under every strategy.
@@ -71,11 +76,16 @@ def fit(
         choose by time. A callback that looks at batches makes it 1.
       reduce_dtype: type in which gradients travel between replicas: `float32`
         (as they are), `bfloat16` or `float16` (half the bytes, less precision).
+      checkpoints: where the state is kept and resumed from, at the very update; the last one is taken at the end, and
+        when `should_stop` ends the training. None for none.
+      on_nonfinite: `stop` with an error when the loss is NaN or infinite, or `rollback` to the last checkpoint and
+        leave out the update at which it was, and the one before.
+      max_rollbacks: how often; then stop.
       should_stop: asked after every call; a reason, on any worker, ends the
         training on all of them after the same update.
 
     Returns:
-      The Keras `History`.
+      The Keras `History`, with what was there before a resume.
 
     Raises:
       UserError: the model, data or arguments do not fit together.
@@ -106,39 +116,59 @@ def fit(
         if validation_batch_size is None and isinstance(measured, data_lib.Arrays):
             validation_batch_size = layout.batch
         validation = evaluation.Evaluation(model, measured, distribution, validation_batch_size, validation_steps)
-    _separate_dropout(model, distribution)
+    state.separate_streams(model, distribution)
     per_epoch = steps_per_epoch or feed.batches or None
     called = _callbacks(model, callbacks, verbose, epochs, per_epoch)
     checks.reduce_dtype(reduce_dtype, distribution)
+    checks.on_nonfinite(on_nonfinite, checkpoints is not None)
     choice = pace.choose(model, called, steps_per_call)
-    training = _Training(step, layout, feed, called, choice, reduce_dtype, should_stop)
-
+    position = Position(update=initial_epoch * (per_epoch or 0), epoch=initial_epoch)
+    last = math.inf if steps is None else position.update + steps
     model.stop_training = False
     called.on_train_begin()
+    keeper = Keeper(checkpoints, Run(model, distribution, called, layout.batch, per_epoch, seed))
+    training = _Training(step, layout, feed, called, choice, reduce_dtype, should_stop, keeper, position.update)
+    position = keeper.begin(position, rollback=on_nonfinite == "rollback")
     logs: dict = {}
-    updates_left = steps if steps is not None else math.inf
-    training.updates = initial_epoch * (per_epoch or 0)
-    for epoch in range(initial_epoch, epochs):
-        if updates_left <= 0:
-            break
+    while position.epoch < epochs and not position.stopped and (position.update < last or position.begun):
+        epoch = position.epoch
         called.on_epoch_begin(epoch)
-        before = training.updates
-        logs = training.epoch(epoch, min(per_epoch or math.inf, updates_left))
-        updates_left -= training.updates - before
-        evaluation.average_statistics(model, distribution)
-        if validation and _is_due(validation_freq, epoch):
-            logs.update({f"val_{k}": v for k, v in validation.run(called, should_stop).items()})
-        called.on_epoch_end(epoch, logs)
-        calls.agree(step, f"the end of epoch {epoch + 1}", 0.0, should_stop)
-        if model.stop_training:
-            break
+        try:
+            training.epoch(position, min(per_epoch or math.inf, last - position.update + position.begun))
+            if not position.measured:
+                evaluation.average_statistics(model, distribution)
+                position.measured = True
+            logs = dict(position.logs)
+            if validation and _is_due(validation_freq, epoch):
+                logs.update({f"val_{k}": v for k, v in validation.run(called, should_stop).items()})
+            called.on_epoch_end(epoch, logs)
+            position = Position(position.update, epoch + 1, stopped=model.stop_training, skipped=position.skipped)
+            _, late = calls.agree(step, f"the end of epoch {epoch + 1}", 0.0, should_stop, keeper.late())
+            position.stopped = model.stop_training
+            keeper.after_epoch(position, logs, late)
+        except Interrupted:
+            keeper.end(position)
+            raise
+        except NotFinite as error:
+            if on_nonfinite == "stop":
+                raise
+            position = keeper.back(error, error.update, position, max_rollbacks)
+    keeper.end(position)
     update.finalize(model.optimizer, model.trainable_variables)
     called.on_train_end(logs)
     return model.history
 
 
+class NotFinite(TrainingError):  # noqa: N818
+    """The loss is NaN or infinite since `update`."""
+
+    def __init__(self, message: str, update: int):
+        super().__init__(message)
+        self.update = update
+
+
 class _Training:
-    """Runs epochs of updates and keeps count."""
+    """Makes the updates of an epoch."""
 
     def __init__(
         self,
@@ -149,6 +179,8 @@ class _Training:
         pace: Pace,
         reduce_dtype: str,
         should_stop: Callable[[], str],
+        keeper: Keeper,
+        at: int,
     ):
         self._step = step
         self._layout = layout
@@ -157,63 +189,80 @@ class _Training:
         self._pace = pace
         self._reduce_dtype = reduce_dtype
         self._should_stop = should_stop
+        self._keeper = keeper
         self._guard = Guard(step.model, step.distribution)
         # Loss scaling skips such updates, and Keras' own callback ends the training in its own way.
         self._forgives_nan = hasattr(step.model.optimizer, "inner_optimizer") or any(
             isinstance(c, keras.callbacks.TerminateOnNaN) for c in callbacks.callbacks
         )
-        self.updates = 0
-        """Updates since the beginning of the first epoch."""
+        self._at = at
+        """The update up to which the feed has been read."""
 
-    def epoch(self, epoch: int, limit: float) -> dict[str, float]:
-        """Makes up to `limit` updates, until the data ends or a callback stops; returns the logs."""
+    def epoch(self, now: Position, limit: float) -> None:
+        """Makes updates until there are `limit` in this epoch, the data ends or a callback stops; moves `now` on."""
         model, step = self._step.model, self._step
-        step.reset()
-        self._feed.restart()
-        totals = calls.Totals(step.part_names)
-        begun = 0
-        logs: dict = {}
-        while begun < limit and not model.stop_training:
-            want = int(min(self._pace.updates, limit - begun))
-            now = self._feed.next(self.updates, want)
-            call = step.compiled("train", self._layout, now.full, self._reduce_dtype)
-            self._guard.look(self.updates)
-            self._callbacks.on_train_batch_begin(begun)
+        if now.begun == 0:
+            step.reset()  # else they have just been restored
+        if now.measured or now.begun >= limit:
+            return  # stopped between the last update of an epoch and its end
+        if self._at == now.update and now.begun == 0:
+            self._feed.restart()
+        else:  # once: each reading of a data set that shuffles anew is another order
+            self._feed.resume(now.update, now.epoch, now.begun)
+            self._at = now.update
+        totals = calls.Totals(step.part_names, now.sums, now.examples)
+        while now.begun < limit and not model.stop_training:
+            if now.update in now.skipped:
+                now.update, now.begun = now.update + 1, now.begun + 1
+                self._feed.resume(now.update, now.epoch, now.begun)
+                continue
+            want = int(min(self._pace.updates, limit - now.begun, self._keeper.limit(now)))
+            part = self._feed.next(now.update, want)
+            call = step.compiled("train", self._layout, part.full, self._reduce_dtype)
+            self._guard.look(now.update)
+            self._callbacks.on_train_batch_begin(now.begun)
             start = time.perf_counter()
-            arguments = (now.feed, tf.constant(now.first), tf.constant(now.last))
-            result = calls.run(step, call, arguments, self.updates)
+            arguments = (part.feed, tf.constant(part.first), tf.constant(part.last))
+            result = calls.run(step, call, arguments, now.update)
             done = int(result[3])
             if not done:
                 break
             seconds = time.perf_counter() - start
-            logs = totals.add(result)
+            now.logs = totals.add(result)
             bad = int(result[2])
-            begun, self.updates = begun + done, self.updates + done
-            step.distribution.peers.doing("python", self.updates)
+            now.begun, now.update = now.begun + done, now.update + done
+            now.sums, now.examples = totals.sums.tolist(), totals.examples
+            self._at = now.update
+            step.distribution.peers.doing("python", now.update)
             if bad >= 0 and not self._forgives_nan:
-                raise _not_finite(logs, self.updates - done + bad - now.first + 1, epoch)
-            self._callbacks.on_train_batch_end(begun - 1, logs)
-            seconds = calls.agree(step, f"update {self.updates}", seconds, self._should_stop)
-            self._pace.took(seconds, done, now.full)
-            if done < now.last - now.first:
+                raise _not_finite(now.logs, now.update - done + bad - part.first, now.epoch)
+            self._callbacks.on_train_batch_end(now.begun - 1, now.logs)
+            label = f"update {now.update}"
+            seconds, late = calls.agree(step, label, seconds, self._should_stop, self._keeper.late())
+            self._pace.took(seconds, done, part.full)
+            if done < part.last - part.first:
                 break
-        if not begun:
+            if now.begun < limit and not model.stop_training:
+                self._keeper.after_call(now, late)
+        if not now.begun:
             raise UserError(
-                f"the data set ended before the first update of epoch {epoch + 1}: give it a batch at least"
+                f"the data set ended before the first update of epoch {now.epoch + 1}: give it a batch at least"
             )
-        return logs
 
 
-def _not_finite(logs: dict, number: int, epoch: int) -> TrainingError:
-    return TrainingError(
-        f"the loss is {logs['loss']} since update {number} (epoch {epoch + 1}): "
-        "try a lower learning rate, warm-up, or gradient clipping, and look for NaN in the data"
+def _not_finite(logs: dict, update: int, epoch: int) -> NotFinite:
+    """`update` counts from 0, as in `Position`; people count from 1."""
+    return NotFinite(
+        f"the loss is {logs['loss']} since update {update + 1} (epoch {epoch + 1}): "
+        "try a lower learning rate, warm-up, or gradient clipping, and look for NaN in the data",
+        update,
     )
 
 
 def _keras_fit(model: keras.Model, source: data_lib.Source, given: dict) -> Any:
     """A model with its own train_step, on one device: Keras' own fit does what its author meant."""
-    for name, plain in (("steps", None), ("steps_per_call", "auto")):
+    plainly = {"steps": None, "steps_per_call": "auto", "checkpoints": None, "on_nonfinite": "stop"}
+    for name, plain in plainly.items():
         if given[name] != plain:
             raise UserError(
                 f"{name} cannot be used with a model that has its own {checks.own_step(model)}: leave it out"
@@ -225,21 +274,6 @@ def _keras_fit(model: keras.Model, source: data_lib.Source, given: dict) -> Any:
         return model.fit(source.decoded, **options)
     x, y, weight = unpack(source.columns)
     return model.fit(x, y, sample_weight=weight, batch_size=given["batch_size"], shuffle=given["shuffle"], **options)
-
-
-def _separate_dropout(model: keras.Model, distribution: Distribution) -> None:
-    """Gives the random layers of each replica a stream of their own; replica 0 keeps Keras' own."""
-    if distribution.replicas == 1:
-        return
-    seeds = [v for v in model.non_trainable_variables if "seed_generator" in v.path]
-    copies = [getattr(v.value, "values", (v.value,)) for v in seeds]
-    states = [tf.convert_to_tensor(own[0]).numpy().tolist() for own in copies]
-    chief = distribution.peers.gather("the seeds of random layers", states)[0]
-    for own, state in zip(copies, chief):
-        for replica, copy in enumerate(own, distribution.first):
-            if replica:
-                offset = np.array([replica * 0x9E3779B1 % 2**32, 0], np.uint64)
-                copy.assign(((np.array(state, np.uint64) + offset) % 2**32).astype(copy.dtype.as_numpy_dtype))
 
 
 def _callbacks(model: keras.Model, callbacks: Any, verbose: Any, epochs: int, steps: int | None) -> Any:

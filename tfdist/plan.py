@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 
 from tfdist.config import Experiment
 from tfdist.errors import UserError
 
+_TIME = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(s|seconds?|min|minutes?|h|hours?)\s*$")
 _DURATION = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(%|steps?|updates?|epochs?|examples?)?\s*$")
 
 
@@ -102,3 +104,37 @@ def duration(field: str, text: str, per_epoch: int, batch: int, updates: int) ->
     number, unit = float(match[1]), (match[2] or "steps").rstrip("s")
     scale = {"%": updates / 100, "step": 1.0, "update": 1.0, "epoch": per_epoch, "example": 1 / batch}[unit]
     return round(number * scale)
+
+
+def interval(
+    field: str, text: str, per_epoch: int | None = 1, batch: int = 1, updates: float = math.inf
+) -> tuple[float, float]:
+    """How often, in updates and in seconds, one of them infinite: `off`, a time (`60 seconds`), or a duration.
+
+    Args:
+      per_epoch: updates of an epoch; None if unknown.
+    """
+    if text == "off":
+        return math.inf, math.inf
+    time = _TIME.match(text)
+    if time:
+        return math.inf, float(time[1]) * {"s": 1, "m": 60, "h": 3600}[time[2][0]]
+    known = _DURATION.match(text)
+    unit = (known[2] or "steps").rstrip("s") if known else ""
+    if not known or unit == "%":
+        raise UserError(f"{field}={text!r} is not understood: write 100 steps, 1 epoch, 60 seconds, 5 minutes or off")
+    if unit == "epoch" and per_epoch is None:
+        raise UserError(f"{field}={text!r} with data of unknown length: write it in steps or seconds")
+    found = duration(field, text, per_epoch or 1, batch, 0)
+    if found < 1 and float(known[1]) == 0:
+        raise UserError(f"{field}={text!r} is no interval: write off for none")
+    return max(1, found), math.inf
+
+
+def better(text: str) -> tuple[str, int]:
+    """`checkpoint.best` as a metric's name, and +1 where more is better or -1 where less is."""
+    mode, _, name = text.strip().rpartition(" ")
+    if mode not in ("", "min", "max"):
+        raise UserError(f"checkpoint.best={text!r} is not understood: write a metric, or min or max and a metric")
+    grows = mode == "max" or (not mode and re.search("acc|auc|precision|recall|f1|iou|top_", name) is not None)
+    return name, 1 if grows else -1

@@ -39,16 +39,26 @@ class _Display(keras.callbacks.Callback):
         super().__init__()
         self._plan = plan
         self._width = len(str(plan.epochs))
+        self._updates = self._before = 0
 
     def _rate(self, updates: int, seconds: float) -> str:
         examples = min(updates * self._plan.global_batch, self._plan.examples)
         return f"{examples / seconds:,.0f} examples/s" if seconds > 0 else ""
 
-    def _epoch_line(self, epoch: int, updates: int, seconds: float, logs: dict | None) -> str:
-        return f"epoch {epoch + 1:{self._width}d}/{self._plan.epochs}  {numbers(logs)}  {self._rate(updates, seconds)}"
+    def _epoch_line(self, epoch: int, seconds: float, logs: dict | None) -> str:
+        rate = self._rate(self._updates - self._before, seconds) if self._updates > self._before else ""
+        return f"epoch {epoch + 1:{self._width}d}/{self._plan.epochs}  {numbers(logs)}  {rate}".rstrip()
+
+    def get_state(self) -> dict:
+        """For a checkpoint."""
+        return {"in_epoch": self._updates}
+
+    def set_state(self, state: dict) -> None:
+        """Goes on from a checkpoint."""
+        self._updates = state["in_epoch"]
 
     def on_epoch_begin(self, epoch, logs=None):
-        self._epoch, self._updates = epoch, 0
+        self._epoch, self._before = epoch, self._updates  # of a resumed epoch, some are done
         self._start = self._last = time.perf_counter()
 
     def on_train_batch_end(self, batch, logs=None):
@@ -67,12 +77,12 @@ class Plain(_Display):
         if self._last - self._said >= PLAIN_EVERY_S:
             self._said = self._last
             share = f"update {batch + 1}/{self._plan.updates_per_epoch}  "
-            rate = self._rate(self._updates, self._last - self._start)
+            rate = self._rate(self._updates - self._before, self._last - self._start)
             print(f"epoch {self._epoch + 1}/{self._plan.epochs}  {share}{numbers(logs)}  {rate}", flush=True)
 
     def on_epoch_end(self, epoch, logs=None):
-        print(self._epoch_line(epoch, self._updates, self._last - self._start, logs), flush=True)
-        self._said = time.perf_counter()
+        print(self._epoch_line(epoch, self._last - self._start, logs), flush=True)
+        self._said, self._updates = time.perf_counter(), 0
 
 
 class Bar(_Display):
@@ -90,26 +100,24 @@ class Bar(_Display):
             console=self._console,
             transient=True,
         )
-        self._done = 0
 
     def on_train_begin(self, logs=None):
         self._bar.start()
         self._task = self._bar.add_task("compiling", total=self._plan.updates, rate="")
 
     def on_train_batch_end(self, batch, logs=None):
-        fresh = batch + 1 - self._updates
         super().on_train_batch_end(batch, logs)
-        self._done += fresh
         loss = f"  loss {logs['loss']:.4f}" if logs and "loss" in logs else ""
         self._bar.update(
             self._task,
-            completed=self._done,
+            completed=self._epoch * self._plan.updates_per_epoch + batch + 1,
             description=f"epoch {self._epoch + 1}/{self._plan.epochs}{loss}",
-            rate=self._rate(self._updates, self._last - self._start),
+            rate=self._rate(self._updates - self._before, self._last - self._start),
         )
 
     def on_epoch_end(self, epoch, logs=None):
-        self._bar.console.print(self._epoch_line(epoch, self._updates, self._last - self._start, logs))
+        self._bar.console.print(self._epoch_line(epoch, self._last - self._start, logs))
+        self._updates = 0
 
     def stop(self) -> None:
         """Gives the terminal back; also after an error."""

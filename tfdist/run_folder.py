@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import itertools
 import json
 import os
 import pathlib
+import platform
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from tfdist.errors import UserError
+from tfdist.errors import TrainingError, UserError
+
+LOCK = ".lock"
+LOGS = "logs"
+"""What the launcher keeps of each rank's output; it adds to what is there."""
 
 
 def workdir(experiment: Any, where: Any) -> str:
@@ -24,17 +32,21 @@ class RunFolder:
     Args:
       path: the folder.
       writes: False for workers other than the chief, which leave nothing behind.
+      say: shows a line to a person.
     """
 
-    def __init__(self, path: str, writes: bool = True):
+    def __init__(self, path: str, writes: bool = True, say: Callable[[str], None] = lambda line: None):
         self.path = pathlib.Path(path)
-        self._writes = writes
+        self.checkpoints = self.path / "checkpoints"
+        self._writes, self._say = writes, say
+        self._lock: int | None = None
+        self._waiting: list[str] = []
 
     def create(self) -> None:
-        """Makes the folder if it is missing, and tries to write in it.
+        """Makes the folder if it is missing, tries to write in it, and takes it for this run alone.
 
         Raises:
-          UserError: the folder cannot be made or written.
+          UserError: the folder cannot be made or written, or another run has it.
         """
         if not self._writes:
             return
@@ -47,51 +59,160 @@ class RunFolder:
             raise UserError(
                 f"--workdir={self.path} cannot be written ({error.strerror}): choose another folder"
             ) from None
+        self._take()
+
+    def _take(self) -> None:
+        """Locks the folder. The system drops the lock when this process is gone, however it ended."""
+        path = self.path / LOCK
+        try:
+            while True:
+                lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    owner = os.read(lock, 200).decode(errors="replace").strip()
+                    os.close(lock)
+                    raise UserError(
+                        f"--workdir={self.path} is in use by another run ({owner or 'just starting'}): "
+                        "wait for it, or choose another folder"
+                    ) from None
+                if path.exists() and os.path.samestat(os.fstat(lock), path.stat()):
+                    break
+                os.close(lock)  # its last owner has just deleted it
+            os.ftruncate(lock, 0)
+            os.write(lock, f"process {os.getpid()} on {platform.node()}\n".encode())
+            self._lock = lock
+        except OSError as error:
+            if isinstance(error, FileNotFoundError):
+                raise UserError(f"--workdir={self.path} is being deleted by somebody: choose another folder") from None
+            self._say(f"WARNING: {self.path} cannot be locked ({error.strerror}): start no second run there")
+
+    def release(self) -> None:
+        """Lets others have the folder."""
+        if self._lock is not None:
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.fstat(self._lock), (self.path / LOCK).stat()):
+                    (self.path / LOCK).unlink()
+            os.close(self._lock)
+            self._lock = None
+
+    def earlier(self) -> dict[str, Any] | None:
+        """The experiment of the run that this folder holds, if it holds one."""
+        try:
+            return json.loads((self.path / "experiment.json").read_bytes())
+        except (OSError, ValueError):
+            return None
+
+    @property
+    def holds_run(self) -> bool:
+        """Whether an earlier run has left results or checkpoints."""
+        return (self.path / "result.json").exists() or self.checkpoints.exists()
+
+    @property
+    def completed(self) -> bool:
+        """Whether the earlier run came to its end."""
+        try:
+            return json.loads((self.path / "result.json").read_bytes())["status"] == "completed"
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
 
     def set_aside(self) -> pathlib.Path | None:
-        """Renames a folder that holds an earlier result, so that it is never written over.
+        """Renames a folder that holds an earlier run, so that it is never written over.
 
         Returns:
           Where the earlier run went, or None.
         """
-        if not self._writes or not (self.path / "result.json").exists():
+        if not self._writes or not self.holds_run:
             return None
         names = (self.path.with_name(f"{self.path.name}.{i}") for i in itertools.count(1))
         moved = next(name for name in names if not name.exists())
         self.path.rename(moved)
         self.path.mkdir()
+        if (moved / LOGS).exists():  # the launcher has just opened them for this run
+            (moved / LOGS).rename(self.path / LOGS)
+        before, self._lock = self._lock, None
+        self._take()
+        if before is not None:
+            (moved / LOCK).unlink(missing_ok=True)
+            os.close(before)
         return moved
 
     def write(self, name: str, content: dict) -> None:
-        """Writes one JSON file, durably."""
-        self._replace(name, (json.dumps(_strict(content), indent=2) + "\n").encode())
+        """Writes one JSON file, durably.
+
+        Raises:
+          TrainingError: the disk is full, say.
+        """
+        if not self._writes:
+            return
+        with self._writing(name):
+            temporary = self.path / f".{name}.{os.getpid()}"
+            try:
+                temporary.write_bytes((json.dumps(_strict(content), indent=2) + "\n").encode())
+                _sync(temporary)
+                os.replace(temporary, self.path / name)
+            finally:
+                with contextlib.suppress(OSError):
+                    temporary.unlink()
 
     def append(self, name: str, line: dict) -> None:
-        """Adds one line of JSON to a file."""
+        """Adds one line of JSON to a file; what cannot be written now is written with a later one."""
         if not self._writes:
             return
-        with open(self.path / name, "a", encoding="utf-8") as file:
-            file.write(json.dumps(_strict(line)) + "\n")
+        failed = bool(self._waiting)
+        self._waiting.append(json.dumps(_strict(line)) + "\n")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with open(self.path / name, "a", encoding="utf-8") as file:
+                file.writelines(self._waiting)
+            self._waiting.clear()
+        except OSError as error:
+            if not failed:
+                self._say(f"WARNING: {self.path / name} cannot be written ({error.strerror}): training goes on")
+
+    def cut(self, name: str, keep: Callable[[dict], bool]) -> None:
+        """Drops lines from a file of JSON lines, and one that was not written to its end."""
+        if not self._writes or not (self.path / name).exists():
+            return
+        kept = []
+        for line in (self.path / name).read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError):
+                if keep(json.loads(line)):
+                    kept.append(line + "\n")
+        with self._writing(name):
+            temporary = self.path / f".{name}.{os.getpid()}"
+            temporary.write_text("".join(kept), encoding="utf-8")
+            _sync(temporary)
+            os.replace(temporary, self.path / name)
 
     def save_model(self, model: Any) -> None:
-        """Writes `model.keras`, under another name first: Keras writes in place, and a kill would leave half."""
-        if not self._writes:
-            return
-        temporary = self.path / f".model-{os.getpid()}.keras"
-        try:
-            model.save(temporary)
-            _sync(temporary)
-            os.replace(temporary, self.path / "model.keras")
-        finally:
-            temporary.unlink(missing_ok=True)
+        """Writes `model.keras`, under another name first: Keras writes in place, and a kill would leave half.
 
-    def _replace(self, name: str, content: bytes) -> None:
+        Raises:
+          TrainingError: the disk is full, say.
+        """
         if not self._writes:
             return
-        temporary = self.path / f".{name}.{os.getpid()}"
-        temporary.write_bytes(content)
-        _sync(temporary)
-        os.replace(temporary, self.path / name)
+        with self._writing("model.keras"):
+            temporary = self.path / f".model-{os.getpid()}.keras"
+            try:
+                model.save(temporary)
+                _sync(temporary)
+                os.replace(temporary, self.path / "model.keras")
+            finally:
+                with contextlib.suppress(OSError):
+                    temporary.unlink()
+
+    @contextlib.contextmanager
+    def _writing(self, name: str) -> Iterator[None]:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)  # somebody may have removed it meanwhile
+            yield
+        except OSError as error:
+            raise TrainingError(
+                f"{self.path / name} cannot be written ({error.strerror or error}): free or repair that disk; "
+                "the checkpoints that are there stay"
+            ) from None
 
 
 def _sync(path: pathlib.Path) -> None:

@@ -78,8 +78,8 @@ def create(
 
 def _start(site: Site, facts: Mapping[str, str], say: Callable[[str], None], peers: Peers) -> Distribution:
     """`create`, once the workers have met; those of Horovod meet here, since it knows where."""
-    where, name, workers = site.environment, site.choice.name, site.cluster
-    found = devices.prepare(where, site.survey, site.selection, workers.local_size)
+    where = site.environment
+    found = devices.prepare(where, site.survey, site.selection, site.cluster.local_size)
     # XLA loses on the CPU: forward and backward at 0.5 to 1.0 of the plain loop (benchmarks/README.md).
     jit = "off" if site.environment.jit == "auto" and found.kind == "CPU" else site.environment.jit
     reason = site.choice.reason
@@ -90,11 +90,10 @@ def _start(site: Site, facts: Mapping[str, str], say: Callable[[str], None], pee
             return mirrored(found.names, reason, jit)
         case "multi_worker":
             return multi_worker.create(found.names, reason, peers, jit, where.communication, where.bucket_bytes)
-        case "horovod":
+        case _:
             module = hvd.start()
             peers = meeting.meet(hvd.cluster(module), facts, say, where.start_timeout, where.stall_timeout)
             return hvd.create(module, found.names[0], reason, peers, jit)
-    raise UserError(f"--strategy={name} is not part of this version")
 
 
 def _versions(strategy: str) -> dict[str, str]:

@@ -6,6 +6,7 @@ is wrong; 143 stopped by a signal.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import platform
@@ -34,14 +35,43 @@ def train_and_evaluate(experiment: config.Experiment, where: environment.Environ
       UserError: experiment or environment cannot be used.
       TrainingError: training failed; the run folder says so too.
     """
-    from tfdist import plan, run_folder, strategy
+    from tfdist import plan, requeue, run_folder, strategy
 
     config.validate(experiment)
+    plan.interval("checkpoint.every", experiment.checkpoint.every)
+    plan.better(experiment.checkpoint.best)
+    requeue.check(where.requeue, os.environ)
     site = strategy.locate(where)
     plan.check_batch(experiment.train.batch_size, site.replicas, experiment.train.accumulate)
-    folder = run_folder.RunFolder(run_folder.workdir(experiment, where), writes=site.cluster.is_chief)
+    folder = run_folder.RunFolder(run_folder.workdir(experiment, where), site.cluster.is_chief, _say)
     folder.create()
-    distribution = strategy.create(site, config.flat(experiment))
+    try:
+        _same_experiment(folder, experiment, where, site.cluster.attempt)
+        distribution = strategy.create(site, config.flat(experiment))
+        return _in_touch(experiment, where, site, folder, distribution)
+    finally:
+        folder.release()
+
+
+def _same_experiment(folder: Any, experiment: config.Experiment, where: environment.Environment, attempt: int) -> None:
+    """Refuses a folder that holds a run of another experiment."""
+    from tfdist import resume
+
+    earlier = folder.earlier() if folder.holds_run else None
+    if earlier is None or where.resume_changed or _begins_anew(where, attempt):
+        return
+    odd = resume.differences(config.flat(experiment), config.flat(earlier))
+    if odd:
+        raise UserError(resume.refusal(str(folder.path), odd))
+
+
+def _begins_anew(where: environment.Environment, attempt: int) -> bool:
+    """A run that the launcher starts again goes on, whatever was asked for at first."""
+    return where.resume == "never" and attempt == 0
+
+
+def _in_touch(experiment: config.Experiment, where: environment.Environment, site: Any, folder: Any, distribution: Any):
+    """Trains, and lets the other workers know when it fails."""
     peers = distribution.peers
     try:
         return _train(experiment, where, site, folder, distribution)
@@ -50,7 +80,8 @@ def train_and_evaluate(experiment: config.Experiment, where: environment.Environ
         reason = str(failure) or type(failure).__name__
         peers.fail(reason, {UserError: 2, KeyboardInterrupt: 130}.get(type(failure), 1))
         if not isinstance(failure, UserError):
-            peers.last_words(reason)
+            with contextlib.suppress(TrainingError):  # the reason itself may be that nothing can be written
+                peers.last_words(reason)
         if failure is error:
             raise
         raise failure from error
@@ -70,7 +101,7 @@ def _failure(error: BaseException, peers: Any) -> BaseException:
 def _train(experiment: config.Experiment, where: environment.Environment, site: Any, folder: Any, distribution: Any):
     """The run itself, once the strategy has been started."""
     from tfdist import evaluation as evaluation_lib
-    from tfdist import history, loop, models, optimizers, plan, progress
+    from tfdist import history, loop, models, optimizers, plan, progress, requeue
     from tfdist.datasets import catalog
 
     say = _say if distribution.is_chief else lambda line: None
@@ -85,8 +116,10 @@ def _train(experiment: config.Experiment, where: environment.Environment, site: 
     with distribution.scope():
         model = models.build(experiment, data.spec)
         data = _compile(model, optimizers.build(experiment, schedule), experiment, data)
-    # A run that the launcher starts again goes on in its folder.
-    moved = folder.set_aside() if site.cluster.attempt == 0 else None
+    checkpoints = _checkpoints(experiment, model, where, site, folder, say)
+    again = site.cluster.attempt > 0 or where.resume_changed or where.resume == "require" or not folder.completed
+    goes_on = again and not _begins_anew(where, site.cluster.attempt)
+    moved = None if goes_on and not (checkpoints.off and site.cluster.attempt == 0) else folder.set_aside()
     if moved:
         say(f"the earlier run in {folder.path} is now in {moved}")
     folder.write("experiment.json", dataclasses.asdict(experiment))
@@ -115,7 +148,8 @@ def _train(experiment: config.Experiment, where: environment.Environment, site: 
             evaluation=evaluation,
             weights_sha256=weights[0],
             weights_norm=weights[1],
-            resumed_from=None,
+            resumed_from=checkpoints.resumed_from,
+            rollbacks=recorder.rollbacks,
             restarts=site.cluster.attempt,
             versions=_versions(),
         )
@@ -140,6 +174,9 @@ def _train(experiment: config.Experiment, where: environment.Environment, site: 
                 validation_batch_size=experiment.eval.batch_size,
                 callbacks=[recorder, *shown],
                 reduce_dtype=experiment.optimizer.reduce_dtype,
+                checkpoints=None if checkpoints.off else checkpoints,
+                on_nonfinite=experiment.train.on_nonfinite,
+                max_rollbacks=experiment.train.max_rollbacks,
                 should_stop=signals.reason,
                 verbose=0,
             )
@@ -166,11 +203,39 @@ def _train(experiment: config.Experiment, where: environment.Environment, site: 
     weights = history.fingerprint(model)
     with peers.during("saving"):
         folder.save_model(model)
+        checkpoints.finish()
     _same_everywhere(peers, weights[0])
+    if checkpoints.failure:
+        raise TrainingError(checkpoints.failure)
     done = result(status, reason)
     folder.write("result.json", dataclasses.asdict(done))
     say(_summary(done, folder.path))
+    if status == "preempted" and where.requeue and distribution.is_chief:
+        say(requeue.again(os.environ))
     return done
+
+
+def _checkpoints(
+    experiment: config.Experiment, model: Any, where: environment.Environment, site: Any, folder: Any, say: Any
+) -> Any:
+    """As the experiment wants them."""
+    from tfdist import checks, saving
+
+    wanted = experiment.checkpoint
+    own = checks.own_step(model)
+    if own and wanted.every != "off":
+        say(f"no checkpoints: {type(model).__name__} has its own {own}, which Keras' fit runs")
+    return saving.Checkpoints(
+        folder.checkpoints,
+        every="off" if own else wanted.every,
+        keep=wanted.keep,
+        best=wanted.best,
+        asynchronous=wanted.asynchronous,
+        resume="auto" if site.cluster.attempt else where.resume,
+        changed=where.resume_changed,
+        experiment=config.flat(experiment),
+        say=say,
+    )
 
 
 def _same_everywhere(peers: Any, weights_sha256: str) -> None:
@@ -280,14 +345,14 @@ def _summary(result: Any, path: Any) -> str:
 
 
 class _Signals:
-    """Remembers SIGINT and SIGTERM until the current call is finished; a second SIGINT stops at once."""
+    """Remembers SIGINT, SIGTERM and SIGUSR1 until the current call is finished; a second SIGINT stops at once."""
 
     def __init__(self):
         self.received = ""
         self._before: dict = {}
 
     def __enter__(self) -> _Signals:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             self._before[number] = signal.signal(number, self._receive)
         return self
 

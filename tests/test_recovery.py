@@ -1,0 +1,289 @@
+"""Runs that are killed, stopped, moved or robbed of their disk, as commands: they end as if nothing had happened."""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import psutil
+import pytest
+import rigs
+
+pytest_plugins = ("rigs",)  # its fixtures
+HOROVODRUN = os.path.join(os.path.dirname(sys.executable), "horovodrun")
+TRAIN = [sys.executable, "-m", "tfdist.train"]
+LAUNCH = [sys.executable, "-m", "tfdist.launch"]
+FLAGS = [
+    *("--config.model.name=mlp", "--config.model.options=dropout=0.1", "--config.train.epochs=8"),
+    *("--config.train.steps_per_call=2", "--config.checkpoint.every=7 steps", "--config.optimizer.name=adam"),
+    *("--config.optimizer.options=", "--config.optimizer.learning_rate=0.003"),
+    *("--threads=1", "--progress=plain", "--workdir=run"),
+]
+WAYS = {
+    "default": [*TRAIN, "--strategy=default"],
+    "mirrored": [*TRAIN, "--strategy=mirrored", "--virtual_devices=2"],
+    "multi_worker": [*LAUNCH, "--nproc_per_node=2", "--", "--strategy=multi_worker"],
+    "horovod": [HOROVODRUN, "--gloo", "-np", "2", *TRAIN, "--strategy=horovod"],
+}
+
+
+def result(folder):
+    return json.loads((folder / "run/result.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, tfds_dir):
+    """What the undisturbed run under each way ends with."""
+    ends = {}
+
+    def of(way):
+        if way not in ends:
+            folder = tmp_path_factory.mktemp(way)
+            program = rigs.Program([*WAYS[way], *FLAGS], rigs.clean(tfds_dir), folder)
+            assert program.end() == 0, program.text
+            ends[way] = result(folder)
+        return ends[way]
+
+    return of
+
+
+def kill(program, chance):
+    """SIGKILL to one of its processes, or to all at once."""
+    family = psutil.Process(program.process.pid).children(recursive=True)
+    if not family:
+        return
+    if chance.random() < 0.5:
+        workers = [p for p in family if "tfdist.train" in " ".join(_words(p))] or family
+        family = [chance.choice(workers)]
+    for process in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def _words(process):
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def kills(way, count, seed, start, tmp_path, whole):
+    """Kills a run at random moments, starts it again each time, and compares its end; the number of kills."""
+    expected, chance, done = whole(way), random.Random(seed), 0
+    program = None
+    for _ in range(10 * count):
+        program = start(*WAYS[way], *FLAGS)
+        if done == count:
+            break
+        try:  # a moment between the start of the process and a little after its usual end
+            program.process.wait(chance.uniform(0, 2 + expected["seconds_to_first_update"] + expected["seconds"]))
+        except subprocess.TimeoutExpired:
+            kill(program, chance)
+            done += 1
+        program.end()
+        _, alive = psutil.wait_procs(rigs.marked(start.mark), timeout=rigs.GONE_S)
+        assert not alive, program.text
+    assert program.end() == 0, program.text
+    found = result(tmp_path)
+    assert found["weights_sha256"] == expected["weights_sha256"], program.text
+    assert found["history"] == expected["history"]
+    assert found["evaluation"] == expected["evaluation"]
+    assert found["updates"] == expected["updates"] and found["examples_seen"] == expected["examples_seen"]
+    lines = [json.loads(line) for line in (tmp_path / "run/history.jsonl").read_text().splitlines()]
+    assert [line.get("epoch") for line in lines] == [*range(1, 9), None]
+    return done
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_killed_at_random_moments(way, start, tmp_path, whole):
+    assert kills(way, 2, 1, start, tmp_path, whole) == 2
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("way, count", [("default", 10), ("mirrored", 7), ("multi_worker", 5), ("horovod", 5)])
+def test_killed_at_many_random_moments(way, count, seed, start, tmp_path, whole):
+    assert kills(way, count, 100 + seed, start, tmp_path, whole) == count
+
+
+def stop(program, number=signal.SIGTERM):
+    """A signal to the program itself, which `timeout` stands before."""
+    psutil.Process(program.process.pid).children()[0].send_signal(number)
+
+
+def test_moved_from_world_to_world_in_mid_epoch(start, tmp_path, whole):
+    """The tail of 45 examples is uneven everywhere; no dropout, whose streams depend on the world."""
+    plain = [f for f in FLAGS if "dropout" not in f]
+    reference = start(*WAYS["default"], *plain, "--workdir=whole")
+    assert reference.end() == 0, reference.text
+    chain = [
+        (WAYS["default"], 2),
+        ([*TRAIN, "--strategy=mirrored", "--virtual_devices=4"], 3),
+        (WAYS["multi_worker"], 4),
+        ([HOROVODRUN, "--gloo", "-np", "3", *TRAIN, "--strategy=horovod"], 6),
+    ]
+    for words, epoch in chain:
+        program = start(*words, *plain)
+        program.until(f"epoch {epoch}/8")
+        stop(program)
+        code = program.end()
+        assert "preempted" in program.text or "horovod" in words[0], program.text
+        assert code == 143 or "horovod" in words[0], program.text
+    program = start(*WAYS["default"], *plain)
+    assert program.end() == 0, program.text
+    found, expected = result(tmp_path), json.loads((tmp_path / "whole/result.json").read_text())
+    assert found["resumed_from"] > 6 * 30 - 15
+    assert found["weights_norm"] == pytest.approx(expected["weights_norm"], rel=1e-6)
+    for name, values in expected["history"].items():
+        assert found["history"][name] == pytest.approx(values, rel=1e-5), name
+
+
+def test_a_killed_worker_is_restarted_from_the_newest_checkpoint(start, tmp_path, whole):
+    words = [*LAUNCH, "--nproc_per_node=2", "--max_restarts=2", "--", "--strategy=multi_worker"]
+    program = start(*words, *FLAGS)
+    program.until("epoch 3/8")
+    workers = [p for p in rigs.marked(start.mark) if "tfdist.train" in " ".join(_words(p))]
+    workers[-1].kill()
+    assert program.end() == 0, program.text
+    found = result(tmp_path)
+    assert found["restarts"] == 1 and found["resumed_from"] >= 56
+    assert found["weights_sha256"] == whole("multi_worker")["weights_sha256"]
+    assert found["history"] == whole("multi_worker")["history"]
+
+
+def test_sigusr1_saves_and_requeues_the_job(start, tmp_path):
+    (tmp_path / "bin").mkdir()
+    scontrol = tmp_path / "bin/scontrol"  # stands for Slurm's
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
+    scontrol.chmod(0o755)
+    path = f"{tmp_path}/bin:{os.environ['PATH']}"
+    # Of a job, and no task of it: it is one process.
+    program = start(*WAYS["default"], *FLAGS, "--requeue", PATH=path, SLURM_JOB_ID="42")
+    program.until("epoch 2/8")
+    stop(program, signal.SIGUSR1)
+    assert program.end() == 143, program.text
+    assert "preempted" in program.text and "job 42 is in the queue again" in program.text
+    assert (tmp_path / "asked").read_text() == "requeue 42\n"
+    assert result(tmp_path)["status"] == "preempted"
+    assert "stopped by SIGUSR1" in result(tmp_path)["reason"]
+
+
+def test_requeue_outside_of_slurm(start):
+    program = start(*WAYS["default"], *FLAGS, "--requeue")
+    assert program.end() == 2
+    assert program.lines[-1].startswith("tfdist: error: --requeue is for Slurm's jobs, and SLURM_JOB_ID is not set")
+
+
+LOAD = """
+import sys, numpy as np, keras
+model = keras.saving.load_model("run/model.keras")
+assert "tfdist" not in sys.modules
+x = np.random.default_rng(0).random((5, 8, 8, 1)).astype("float32")
+np.save("foreign", model.predict(x, verbose=0))
+"""
+OURS = LOAD.replace('assert "tfdist" not in sys.modules', "import tfdist").replace(
+    'np.save("foreign", model.predict(x, verbose=0))', 'np.save("ours", tfdist.predict(model, x))'
+)
+
+
+def test_a_whole_life_of_a_run_folder(start, tmp_path, whole):
+    """Complete, asked for again, of another experiment, begun anew, damaged."""
+    expected = whole("default")
+    first = start(*WAYS["default"], *FLAGS)
+    assert first.end() == 0, first.text
+    for code in (LOAD, OURS):  # plain Keras reads the model
+        reader = start(sys.executable, "-c", code)
+        assert reader.end() == 0, reader.text
+    np.testing.assert_allclose(np.load(tmp_path / "foreign.npy"), np.load(tmp_path / "ours.npy"), rtol=1e-5, atol=1e-6)
+
+    again = start(*WAYS["default"], *FLAGS, "--resume=require")
+    assert again.end() == 0, again.text
+    assert "resuming after update 240 from run/checkpoints/240" in again.text
+    found = result(tmp_path)
+    assert found["resumed_from"] == 240 and found["history"] == expected["history"]
+    assert found["weights_sha256"] == expected["weights_sha256"]
+
+    other = start(*WAYS["default"], *FLAGS, "--config.train.epochs=9", "--config.seed=3")
+    assert other.end() == 2
+    assert other.lines[-1].startswith(
+        "tfdist: error: run is of another experiment (config.seed is 0 there and 3 here; "
+        "config.train.epochs is 8 there and 9 here): choose another --workdir"
+    )
+    longer = start(*WAYS["default"], *FLAGS, "--config.train.epochs=9", "--resume_changed")
+    assert longer.end() == 0, longer.text
+    assert result(tmp_path)["updates"] == 270 and len(result(tmp_path)["history"]["loss"]) == 9
+
+    examined = start(sys.executable, "-m", "tfdist.doctor", "--workdir=run")
+    assert examined.end() == 0 and "<- a resume goes on from here" in examined.lines[0]
+    for path in (tmp_path / "run/checkpoints").glob("*/state.json"):
+        path.write_text(path.read_text()[:-1] + " ")
+    examined = start(sys.executable, "-m", "tfdist.doctor", "--workdir=run")
+    assert examined.end() == 2 and "state.json has changed: its checksum is wrong" in examined.lines[0]
+    refused = start(*WAYS["default"], *FLAGS, "--config.train.epochs=9")
+    assert refused.end() == 2
+    assert "none of the 3 checkpoints in run/checkpoints is valid" in refused.lines[-1]
+    anew = start(*WAYS["default"], *FLAGS, "--resume=never")
+    assert anew.end() == 0, anew.text
+    assert "the earlier run in run is now in run.1" in anew.text
+    assert result(tmp_path)["weights_sha256"] == expected["weights_sha256"]
+    assert len(list((tmp_path / "run.1/checkpoints").iterdir())) >= 3
+
+
+def test_two_runs_in_one_folder(start, tmp_path):
+    first = start(*WAYS["default"], *FLAGS, "--config.train.epochs=100000")
+    first.until("epoch      2/")
+    second = start(*WAYS["default"], *FLAGS, "--config.train.epochs=100000")
+    assert second.end() == 2
+    assert "--workdir=run is in use by another run (process " in second.lines[-1]
+    kill(first, random.Random(0))
+    first.end()
+    third = start(*WAYS["default"], *FLAGS, "--config.train.epochs=100000")
+    third.until("resuming after update ")  # the dead owner's lock is gone
+    stop(third)
+    assert third.end() == 143, third.text
+    assert not (tmp_path / "run/.lock").exists()
+
+
+def test_a_folder_that_is_removed_in_mid_run_is_made_anew(start, tmp_path, whole):
+    program = start(*WAYS["default"], *FLAGS)
+    program.until("epoch 2/8")
+    (tmp_path / "run").rename(tmp_path / "gone")
+    assert program.end() == 0, program.text
+    assert result(tmp_path)["weights_sha256"] == whole("default")["weights_sha256"]
+    assert (tmp_path / "run/checkpoints/240/manifest.json").exists()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 400 kB at `run`."""
+    if os.geteuid():
+        pytest.skip("only root can mount a small file system")
+    (tmp_path / "run").mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", tmp_path / "run"], capture_output=True)
+    if made.returncode:
+        pytest.skip(f"this kernel forbids mounts: {made.stderr.decode().strip()}")
+    yield tmp_path / "run"
+    subprocess.run(["umount", "-l", tmp_path / "run"], check=True)
+
+
+def test_a_full_disk_costs_no_checkpoint_that_was_there(small_disk, start, tmp_path, whole):
+    program = start(*WAYS["default"], *FLAGS)
+    program.until("epoch 2/8")
+    with open(small_disk / "ballast", "wb", buffering=0) as ballast, contextlib.suppress(OSError):
+        while True:
+            ballast.write(bytes(4096))
+    assert program.end() == 1, program.text
+    warning = next(line for line in program.lines if "WARNING: the checkpoint after update" in line)
+    assert "training goes on, the one of update" in warning
+    assert any(line.startswith("epoch 8/8") for line in program.lines)
+    assert program.lines[-1].startswith("tfdist: failed: ")
+    (small_disk / "ballast").unlink()
+    again = start(*WAYS["default"], *FLAGS)
+    assert again.end() == 0, again.text
+    assert 0 < result(tmp_path)["resumed_from"] < 240
+    assert result(tmp_path)["weights_sha256"] == whole("default")["weights_sha256"]
+    assert result(tmp_path)["history"] == whole("default")["history"]

@@ -1,0 +1,202 @@
+"""Checkpoints on disk: written whole or not at all, and read only when every byte is as it was written. No TensorFlow.
+
+A checkpoint is a folder `<update>` with the tensors in TensorFlow's own format
+(`tensors.index`, `tensors.data-*`: `tf.train.load_checkpoint("<update>/tensors")`
+reads them), `state.json` for all that is no tensor, and `manifest.json` with the
+size and SHA-256 of both. It is written under another name, synced to the disk and
+renamed; then the file `latest` names it, for people: readers look at the folders.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import pathlib
+import re
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+FORMAT = 1
+TENSORS = "tensors"
+"""Prefix of TensorFlow's files."""
+STATE = "state.json"
+MANIFEST = "manifest.json"
+LATEST = "latest"
+_NAME = re.compile(r"(\d{1,18})(?:\.(\d{1,9}))?$")
+_UNFINISHED = re.compile(r"\.\d+\.\d+$")
+
+
+class DamagedError(Exception):
+    """A checkpoint is not as it was written: the reason, in a few words."""
+
+
+def found(folder: pathlib.Path) -> list[pathlib.Path]:
+    """All checkpoints in a folder, valid or not, the newest first.
+
+    Raises:
+      OSError: the folder is there and cannot be read.
+    """
+    try:
+        paths = [path for path in folder.iterdir() if _NAME.match(path.name) and path.is_dir()]
+    except FileNotFoundError:
+        return []
+    return sorted(paths, key=_age, reverse=True)
+
+
+def update_of(path: pathlib.Path) -> int:
+    """The update after which a checkpoint was taken."""
+    return _age(path)[0]
+
+
+def _age(path: pathlib.Path) -> tuple[int, int]:
+    match = _NAME.match(path.name)
+    assert match, path
+    return int(match[1]), int(match[2] or 0)
+
+
+def verify(path: pathlib.Path) -> int:
+    """Reads every byte of a checkpoint.
+
+    Returns:
+      Its size in bytes.
+
+    Raises:
+      DamagedError: anything differs from what was written.
+    """
+    total = 0
+    for name, wanted in _manifest(path).items():
+        file = path / name
+        try:
+            size = file.stat().st_size
+            if size != wanted["bytes"]:
+                raise DamagedError(f"{name} has {size} bytes instead of {wanted['bytes']}")
+            digest = _sha256(file)
+        except OSError as error:
+            raise DamagedError(f"{name}: {(error.strerror or str(error)).lower()}") from None
+        if digest != wanted["sha256"]:
+            raise DamagedError(f"{name} has changed: its checksum is wrong")
+        total += size
+    return total
+
+
+def read_state(path: pathlib.Path) -> dict:
+    """What `write` was given as `state`; verify the checkpoint first.
+
+    Raises:
+      DamagedError: it cannot be read.
+    """
+    try:
+        return json.loads((path / STATE).read_bytes())
+    except (OSError, ValueError) as error:
+        raise DamagedError(f"{STATE} cannot be read ({error})") from None
+
+
+def _manifest(path: pathlib.Path) -> dict[str, dict]:
+    try:
+        raw = (path / MANIFEST).read_bytes()
+    except OSError as error:
+        raise DamagedError(f"{MANIFEST}: {(error.strerror or str(error)).lower()}") from None
+    try:
+        manifest = json.loads(raw)
+        files, number = manifest["files"], manifest["format"]
+        # Written anew from what was read, it must be the same bytes: that finds a change anywhere in it.
+        intact = raw == _manifest_bytes(files, number)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        intact = False
+    if not intact:
+        raise DamagedError(f"{MANIFEST} has changed: its checksum is wrong")
+    if number != FORMAT:
+        raise DamagedError(f"it has format {number}, and this tfdist reads {FORMAT}")
+    return files
+
+
+def _manifest_bytes(files: dict, number: int) -> bytes:
+    content = {"format": number, "files": files}
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return (json.dumps(content | {"sha256": digest}, sort_keys=True, indent=1) + "\n").encode()
+
+
+def write(folder: pathlib.Path, update: int, state: dict, tensors: Callable[[str], Any]) -> pathlib.Path:
+    """Writes one checkpoint, durably.
+
+    Args:
+      folder: where checkpoints are; made if missing.
+      update: updates made so far.
+      state: anything that JSON can hold (with NaN and infinity).
+      tensors: called with the prefix of the files that it writes.
+
+    Returns:
+      The checkpoint.
+
+    Raises:
+      OSError: the disk is full, say; what was there before is as it was.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / f".{update}.{os.getpid()}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        tensors(str(temporary / TENSORS))
+        (temporary / STATE).write_text(json.dumps(state), encoding="utf-8")
+        written = sorted(path for path in temporary.iterdir() if path.is_file())
+        files = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in written}
+        (temporary / MANIFEST).write_bytes(_manifest_bytes(files, FORMAT))
+        for path in [*written, temporary / MANIFEST, temporary]:
+            sync(path)
+        # One that is there already stays until it is pruned: replacing it would leave a moment with none.
+        same = [path for path in found(folder) if update_of(path) == update]
+        final = folder / (f"{update}.{_age(same[0])[1] + 1}" if same else str(update))
+        temporary.rename(final)
+        sync(folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    pointer = folder / f".{LATEST}"
+    pointer.write_text(final.name + "\n")
+    sync(pointer)
+    os.replace(pointer, folder / LATEST)
+    return final
+
+
+def prune(folder: pathlib.Path, keep: set[pathlib.Path]) -> None:
+    """Deletes all checkpoints but those to keep, and what an interrupted writer has left."""
+    with contextlib.suppress(OSError):
+        for path in found(folder):
+            if path not in keep:
+                # The manifest first: half of a deleted checkpoint must not look like one.
+                (path / MANIFEST).unlink(missing_ok=True)
+                shutil.rmtree(path, ignore_errors=True)
+        for path in folder.iterdir():
+            if _UNFINISHED.match(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def set_aside(path: pathlib.Path) -> pathlib.Path:
+    """Renames a checkpoint that is not to be resumed from, so that no reader takes it for one."""
+    moved = path.with_name(f"unused-{path.name}")
+    number = 0
+    while moved.exists():
+        number += 1
+        moved = path.with_name(f"unused-{path.name}-{number}")
+    path.rename(moved)
+    return moved
+
+
+def sync(path: pathlib.Path) -> None:
+    """Brings a file, or the entries of a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sha256(path: pathlib.Path) -> str:
+    digest, block = hashlib.sha256(), memoryview(bytearray(1 << 20))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(block):
+            digest.update(block[:count])
+    return digest.hexdigest()

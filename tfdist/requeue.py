@@ -1,0 +1,35 @@
+"""Puts a Slurm job that was pre-empted back into the queue. No TensorFlow."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Mapping
+
+from tfdist.errors import UserError
+
+LIMIT_S = 30.0
+"""For an answer of Slurm's controller: the job's time is nearly over."""
+
+
+def check(wanted: bool, environ: Mapping[str, str]) -> None:
+    """Raises UserError when a job cannot be put back."""
+    if not wanted:
+        return
+    if not environ.get("SLURM_JOB_ID"):
+        raise UserError(
+            "--requeue is for Slurm's jobs, and SLURM_JOB_ID is not set: use it under sbatch, or leave it out"
+        )
+    if not shutil.which("scontrol"):
+        raise UserError("--requeue needs Slurm's scontrol, which is not on PATH: install it there, or leave it out")
+
+
+def again(environ: Mapping[str, str]) -> str:
+    """Requeues this job; the line to show."""
+    job = environ["SLURM_JOB_ID"]
+    try:
+        done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=LIMIT_S)
+        why = "" if done.returncode == 0 else done.stderr.strip() or f"exit code {done.returncode}"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        why = str(error)
+    return f"WARNING: job {job} is not requeued: {why}" if why else f"job {job} is in the queue again"
