@@ -171,9 +171,7 @@ def copy(two, tmp_path):
 def test_tensorflow_reads_the_tensors_without_tfdist(two):
     reader = tf.train.load_checkpoint(str(two / "20" / "tensors"))
     names = reader.get_variable_to_shape_map()
-    assert [s for n, s in names.items() if n.startswith("shared/model/0000/")] == [
-        [3, 3, 1, 3]
-    ]
+    assert [s for n, s in names.items() if n.startswith("shared/model/0000/")] == [[3, 3, 1, 3]]
 
 
 def test_every_flipped_bit_and_every_truncation_is_noticed(two, tmp_path):

@@ -223,7 +223,7 @@ def test_a_whole_life_of_a_run_folder(start, tmp_path, whole):
         path.write_text(path.read_text()[:-1] + " ")
     examined = start(sys.executable, "-m", "tfdist.doctor", "--workdir=run")
     assert examined.end() == 2 and "state.json has changed: its checksum is wrong" in examined.lines[0]
-    refused = start(*WAYS["default"], *FLAGS, "--config.train.epochs=9")
+    refused = start(*WAYS["default"], *FLAGS, "--config.train.epochs=9", "--resume=require")
     assert refused.end() == 2
     assert "none of the 3 checkpoints in run/checkpoints is valid" in refused.lines[-1]
     anew = start(*WAYS["default"], *FLAGS, "--resume=never")
