@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tfdist import cluster
+from tfdist import addresses, cluster
 from tfdist.cluster import ALONE, Cluster
 from tfdist.errors import UserError
 
@@ -329,12 +329,12 @@ def test_platform_node(environ, expected):
     ],
 )
 def test_join_and_split(host, port, address):
-    assert cluster.join(host, port) == address
-    assert cluster.split(address) == (host, port)
+    assert addresses.join(host, port) == address
+    assert addresses.split(address) == (host, port)
 
 
 def test_join_takes_brackets():
-    assert cluster.join("[::1]", 2) == "[::1]:2"
+    assert addresses.join("[::1]", 2) == "[::1]:2"
 
 
 @pytest.mark.parametrize(
@@ -351,14 +351,14 @@ def test_join_takes_brackets():
 )
 def test_join_refuses(host, port, message):
     with pytest.raises(UserError) as error:
-        cluster.join(host, port)
+        addresses.join(host, port)
     assert message in str(error.value)
 
 
 @pytest.mark.parametrize("address", ["", ":1", "a", "a:", "a:b", "a:0", "a:65536", "::1:1", "[::1]", "[::1:1", "::1]:1", "[]:1", "a b:1"])  # fmt: skip
 def test_split_refuses(address):
     with pytest.raises(UserError, match=r"^--master=.* is not (host:port|a port|a host name)"):
-        cluster.split(address, "--master")
+        addresses.split(address, "--master")
 
 
 @pytest.mark.parametrize(
@@ -380,13 +380,13 @@ def test_split_refuses(address):
     ],
 )
 def test_host_lists(hosts, expected):
-    assert cluster.expand(hosts) == tuple(expected.split())
+    assert addresses.expand(hosts) == tuple(expected.split())
 
 
 @pytest.mark.parametrize("hosts", ["", "n[", "n]", "n[1", "n[]", "n[1-]", "n[-2]", "n[3-1]", "n[a-b]", "n[1,,2]", "n[1-2-3]", "a,,b", "a,", "[[1]]", "n 1", "n[1 -2]"])  # fmt: skip
 def test_what_is_no_host_list(hosts):
     with pytest.raises(UserError, match=r"^host list=.* is not a host list such as"):
-        cluster.expand(hosts)
+        addresses.expand(hosts)
 
 
 def test_without_tensorflow():

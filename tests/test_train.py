@@ -214,7 +214,7 @@ ORDER = [
         "imports",
         "default_config",
     },
-    {"config", "environment"},
+    {"config", "environment", "addresses"},
     {"errors"},
 ]
 

@@ -8,14 +8,13 @@ All other sources must agree with each other, because one worker with a wrong ra
 from __future__ import annotations
 
 import dataclasses
-import ipaddress
-import itertools
 import json
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
+from tfdist.addresses import checked_host, checked_port, expand, join, split
 from tfdist.errors import UserError
 
 LAUNCH, TORCHRUN, TF_CONFIG, HOROVODRUN = "tfdist.launch", "torchrun's variables", "TF_CONFIG", "horovodrun"
@@ -104,65 +103,6 @@ def platform_node(environ: Mapping[str, str]) -> PlatformNode | None:
     gpus = _number(environ, "MLP_WORKER_GPU") if "MLP_WORKER_GPU" in environ else 0
     addr, port = _host_and_port(environ, "MLP_WORKER_0_HOST", "MLP_WORKER_0_PORT")
     return PlatformNode(nodes, rank, gpus, addr, port)
-
-
-def join(host: str, port: int) -> str:
-    """`host:port`, with an IPv6 address in brackets.
-
-    Raises:
-      UserError: no host name or IP address, or a port outside 1 to 65535.
-    """
-    host = _host(host, "host")
-    return f"[{host}]:{_port(str(port), 'port')}" if ":" in host else f"{host}:{_port(str(port), 'port')}"
-
-
-def split(address: str, name: str = "address") -> tuple[str, int]:
-    """Host (IPv6 without brackets) and port of `host:port`.
-
-    Args:
-      name: what an error shall call the address.
-
-    Raises:
-      UserError: not an address.
-    """
-    host, _, port = address.rpartition(":")
-    if not host or (":" in host) != (host.startswith("[") and host.endswith("]")):
-        raise UserError(f"{name}={address} is not host:port, such as node1:29500 or [fd00::1]:29500: correct it")
-    return _host(host, f"{name}={address}: host"), _port(port, f"{name}={address}: port")
-
-
-def expand(hosts: str, name: str = "host list") -> tuple[str, ...]:
-    """The hosts of a Slurm host list such as `n[1-3,07],gpu[01-02]x`, in its order.
-
-    Args:
-      name: what an error shall call the list.
-
-    Raises:
-      UserError: it cannot be read.
-    """
-    found: list[str] = []
-    for item in re.split(r",(?![^\[]*\])", hosts):  # at the commas outside brackets
-        texts_and_ranges = re.split(r"\[([^\[\]]*)\]", item)
-        choices: list[Sequence[str]] = [(part,) for part in texts_and_ranges]
-        choices[1::2] = [_numbers(part) for part in texts_and_ranges[1::2]]
-        names = ["".join(parts) for parts in itertools.product(*choices)]
-        if not names or not all(_is_host(host) for host in names):
-            raise UserError(f"{name}={hosts} is not a host list such as n[1-3,07]: correct it, or set MASTER_ADDR")
-        found += names
-    return tuple(found)
-
-
-def _numbers(ranges: str) -> list[str]:
-    """`1-3,07` as 1, 2, 3, 07; empty if it is not of this form."""
-    found: list[str] = []
-    for part in ranges.split(","):
-        match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part, re.ASCII)
-        first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
-        if int(first) > int(last):
-            return []
-        # Slurm pads to the width of the first number: 08, 09, 10, but 8, 9, 10.
-        found += [f"{n:0{len(first)}d}" for n in range(int(first), int(last) + 1)]
-    return found
 
 
 def _launched(environ: Mapping[str, str]) -> Cluster | None:
@@ -455,29 +395,6 @@ def _pair(environ: Mapping[str, str], index: str, count: str) -> tuple[int, int]
 def _host_and_port(environ: Mapping[str, str], host: str, port: str) -> tuple[str, int]:
     """The two variables' values; an empty string and 0 for what is not set."""
     return (
-        _host(environ[host], host) if host in environ else "",
-        _port(environ[port], port) if port in environ else 0,
+        checked_host(environ[host], host) if host in environ else "",
+        checked_port(environ[port], port) if port in environ else 0,
     )
-
-
-def _host(text: str, name: str) -> str:
-    bare = text[1:-1] if text.startswith("[") and text.endswith("]") and ":" in text else text
-    if not _is_host(bare):
-        raise UserError(f"{name}={text} is not a host name or IP address: correct it")
-    return bare
-
-
-def _is_host(text: str) -> bool:
-    if ":" not in text:
-        return bool(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}", text))
-    try:
-        ipaddress.IPv6Address(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _port(text: str, name: str) -> int:
-    if not re.fullmatch(r"\d{1,5}", text, re.ASCII) or not 1 <= int(text) <= 65535:
-        raise UserError(f"{name}={text} is not a port: use a number from 1 to 65535")
-    return int(text)

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from tfdist import horovod_state, wire
-from tfdist.cluster import Cluster, join
+from tfdist.addresses import join
+from tfdist.cluster import Cluster
 from tfdist.distribution import Distribution
 from tfdist.errors import UserError
 from tfdist.peers import Peers

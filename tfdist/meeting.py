@@ -16,8 +16,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from tfdist import cluster as cluster_lib
 from tfdist import wire
+from tfdist.addresses import join, split
 from tfdist.cluster import Cluster
 from tfdist.errors import UserError
 from tfdist.peers import Peers
@@ -186,7 +186,7 @@ class _Meeting:
         """Checks that each worker can be reached at its address in the list: TensorFlow would wait for it silently."""
         for rank, (_, hello) in present.items():
             try:
-                connection = wire.connect(*cluster_lib.split(self._cluster.addresses[rank]), self._cluster.secret)
+                connection = wire.connect(*split(self._cluster.addresses[rank]), self._cluster.secret)
                 answer = connection.receive(wire.HANDSHAKE_S)
                 connection.close()
                 why = "" if answer == {"rank": rank} else "another worker answers there"
@@ -254,7 +254,7 @@ class _Meeting:
 
     def _reach(self) -> wire.Connection:
         """A connection to the chief, which may start later than this worker."""
-        host, port = cluster_lib.split(self._cluster.master)
+        host, port = split(self._cluster.master)
         chief = self._name(0)
         while True:
             try:
@@ -299,7 +299,7 @@ class _Meeting:
 
 
 def _listen(address: str, rank: int) -> socket.socket:
-    host, port = cluster_lib.split(address)
+    host, port = split(address)
     try:
         return wire.listen(host, port)
     except OSError as error:
@@ -321,7 +321,7 @@ def _reserve(host: str) -> tuple[socket.socket, str]:
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.bind((host, 0))
-    return sock, cluster_lib.join(host, sock.getsockname()[1])
+    return sock, join(host, sock.getsockname()[1])
 
 
 def _is_open(connection: wire.Connection) -> bool:

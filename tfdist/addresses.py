@@ -1,0 +1,92 @@
+"""Addresses of workers as people, Slurm and TensorFlow write them. No TensorFlow."""
+
+from __future__ import annotations
+
+import ipaddress
+import itertools
+import re
+from collections.abc import Sequence
+
+from tfdist.errors import UserError
+
+
+def join(host: str, port: int) -> str:
+    """`host:port`, with an IPv6 address in brackets.
+
+    Raises:
+      UserError: no host name or IP address, or a port outside 1 to 65535.
+    """
+    host = checked_host(host, "host")
+    return f"[{host}]:{checked_port(str(port), 'port')}" if ":" in host else f"{host}:{checked_port(str(port), 'port')}"
+
+
+def split(address: str, name: str = "address") -> tuple[str, int]:
+    """Host (IPv6 without brackets) and port of `host:port`.
+
+    Args:
+      name: what an error shall call the address.
+
+    Raises:
+      UserError: not an address.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or (":" in host) != (host.startswith("[") and host.endswith("]")):
+        raise UserError(f"{name}={address} is not host:port, such as node1:29500 or [fd00::1]:29500: correct it")
+    return checked_host(host, f"{name}={address}: host"), checked_port(port, f"{name}={address}: port")
+
+
+def expand(hosts: str, name: str = "host list") -> tuple[str, ...]:
+    """The hosts of a Slurm host list such as `n[1-3,07],gpu[01-02]x`, in its order.
+
+    Args:
+      name: what an error shall call the list.
+
+    Raises:
+      UserError: it cannot be read.
+    """
+    found: list[str] = []
+    for item in re.split(r",(?![^\[]*\])", hosts):  # at the commas outside brackets
+        texts_and_ranges = re.split(r"\[([^\[\]]*)\]", item)
+        choices: list[Sequence[str]] = [(part,) for part in texts_and_ranges]
+        choices[1::2] = [_numbers(part) for part in texts_and_ranges[1::2]]
+        names = ["".join(parts) for parts in itertools.product(*choices)]
+        if not names or not all(is_host(host) for host in names):
+            raise UserError(f"{name}={hosts} is not a host list such as n[1-3,07]: correct it, or set MASTER_ADDR")
+        found += names
+    return tuple(found)
+
+
+def _numbers(ranges: str) -> list[str]:
+    """`1-3,07` as 1, 2, 3, 07; empty if it is not of this form."""
+    found: list[str] = []
+    for part in ranges.split(","):
+        match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part, re.ASCII)
+        first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
+        if int(first) > int(last):
+            return []
+        # Slurm pads to the width of the first number: 08, 09, 10, but 8, 9, 10.
+        found += [f"{n:0{len(first)}d}" for n in range(int(first), int(last) + 1)]
+    return found
+
+
+def checked_host(text: str, name: str) -> str:
+    bare = text[1:-1] if text.startswith("[") and text.endswith("]") and ":" in text else text
+    if not is_host(bare):
+        raise UserError(f"{name}={text} is not a host name or IP address: correct it")
+    return bare
+
+
+def is_host(text: str) -> bool:
+    if ":" not in text:
+        return bool(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}", text))
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def checked_port(text: str, name: str) -> int:
+    if not re.fullmatch(r"\d{1,5}", text, re.ASCII) or not 1 <= int(text) <= 65535:
+        raise UserError(f"{name}={text} is not a port: use a number from 1 to 65535")
+    return int(text)
