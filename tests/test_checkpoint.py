@@ -88,6 +88,20 @@ def test_stopped_anywhere_and_resumed_ends_with_the_same_bits(replicas, data, co
     assert done[1] == whole[1]
 
 
+def test_a_loss_scale_is_part_of_it(connect, tmp_path):
+    keras.config.set_dtype_policy("mixed_float16")
+
+    def made():
+        keras.utils.set_random_seed(1)
+        with connect(2).scope():
+            return cases.compiled(cases.dense(), keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01)))
+
+    whole = train(connect(2), made=made())
+    assert train(connect(2), made=made(), stop=9, checkpoints=kept(tmp_path, every="1000 steps")) is None
+    done = train(connect(2), made=made(), checkpoints=kept(tmp_path, every="1000 steps"))
+    assert done[:2] == whole[:2]
+
+
 def test_on_other_replicas_it_goes_on_within_rounding(connect, tmp_path):
     """Stopped in mid-epoch and resumed on another number of replicas each time."""
     plain = lambda replicas: model(connect(replicas), norm=False)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 
+import keras
 import numpy as np
 import psutil
 import pytest
@@ -137,7 +138,11 @@ def test_moved_from_world_to_world_in_mid_epoch(start, tmp_path, whole):
     assert program.end() == 0, program.text
     found, expected = result(tmp_path), json.loads((tmp_path / "whole/result.json").read_text())
     assert found["resumed_from"] > 6 * 30 - 15
-    assert found["weights_norm"] == pytest.approx(expected["weights_norm"], rel=1e-6)
+    ours, theirs = (
+        np.concatenate([w.ravel() for w in keras.saving.load_model(tmp_path / f / "model.keras").get_weights()])
+        for f in ("run", "whole")
+    )
+    assert np.linalg.norm(ours - theirs) < 1e-6 * np.linalg.norm(theirs)
     for name, values in expected["history"].items():
         assert found["history"][name] == pytest.approx(values, rel=1e-5), name
 
@@ -273,15 +278,16 @@ def small_disk(tmp_path):
 def test_a_full_disk_costs_no_checkpoint_that_was_there(small_disk, start, tmp_path, whole):
     program = start(*WAYS["default"], *FLAGS)
     program.until("epoch 2/8")
-    with open(small_disk / "ballast", "wb", buffering=0) as ballast, contextlib.suppress(OSError):
+    ballast = small_disk / "ballast"
+    with open(ballast, "wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
-            ballast.write(bytes(4096))
+            file.write(bytes(4096))
     assert program.end() == 1, program.text
     warning = next(line for line in program.lines if "WARNING: the checkpoint after update" in line)
     assert "training goes on, the one of update" in warning
     assert any(line.startswith("epoch 8/8") for line in program.lines)
     assert program.lines[-1].startswith("tfdist: failed: ")
-    (small_disk / "ballast").unlink()
+    ballast.unlink()
     again = start(*WAYS["default"], *FLAGS)
     assert again.end() == 0, again.text
     assert 0 < result(tmp_path)["resumed_from"] < 240

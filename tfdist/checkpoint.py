@@ -3,7 +3,7 @@
 A checkpoint is a folder `<update>` with the tensors in TensorFlow's own format
 (`tensors.index`, `tensors.data-*`: `tf.train.load_checkpoint("<update>/tensors")`
 reads them), `state.json` for all that is no tensor, and `manifest.json` with the
-size and SHA-256 of both. It is written under another name, synced to the disk and
+size and SHA-256 of each file and that of the experiment. It is written under another name, synced to the disk and
 renamed; then the file `latest` names it, for people: readers look at the folders.
 """
 
@@ -101,9 +101,9 @@ def _manifest(path: pathlib.Path) -> dict[str, dict]:
         raise DamagedError(f"{MANIFEST}: {(error.strerror or str(error)).lower()}") from None
     try:
         manifest = json.loads(raw)
-        files, number = manifest["files"], manifest["format"]
+        files, number, experiment = manifest["files"], manifest["format"], manifest["experiment"]
         # Written anew from what was read, it must be the same bytes: that finds a change anywhere in it.
-        intact = raw == _manifest_bytes(files, number)
+        intact = raw == _manifest_bytes(files, experiment, number)
     except (ValueError, KeyError, TypeError, AttributeError):
         intact = False
     if not intact:
@@ -113,8 +113,8 @@ def _manifest(path: pathlib.Path) -> dict[str, dict]:
     return files
 
 
-def _manifest_bytes(files: dict, number: int) -> bytes:
-    content = {"format": number, "files": files}
+def _manifest_bytes(files: dict, experiment: str, number: int = FORMAT) -> bytes:
+    content = {"format": number, "experiment": experiment, "files": files}
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return (json.dumps(content | {"sha256": digest}, sort_keys=True, indent=1) + "\n").encode()
 
@@ -125,7 +125,7 @@ def write(folder: pathlib.Path, update: int, state: dict, tensors: Callable[[str
     Args:
       folder: where checkpoints are; made if missing.
       update: updates made so far.
-      state: anything that JSON can hold (with NaN and infinity).
+      state: anything that JSON can hold (with NaN and infinity); the manifest takes the hash of its `experiment`.
       tensors: called with the prefix of the files that it writes.
 
     Returns:
@@ -143,7 +143,7 @@ def write(folder: pathlib.Path, update: int, state: dict, tensors: Callable[[str
         (temporary / STATE).write_text(json.dumps(state), encoding="utf-8")
         written = sorted(path for path in temporary.iterdir() if path.is_file())
         files = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in written}
-        (temporary / MANIFEST).write_bytes(_manifest_bytes(files, FORMAT))
+        (temporary / MANIFEST).write_bytes(_manifest_bytes(files, _hash(state.get("experiment"))))
         for path in [*written, temporary / MANIFEST, temporary]:
             sync(path)
         # One that is there already stays until it is pruned: replacing it would leave a moment with none.
@@ -192,6 +192,10 @@ def sync(path: pathlib.Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _hash(fields: Any) -> str:
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def _sha256(path: pathlib.Path) -> str:
