@@ -4,9 +4,11 @@ import contextlib
 import json
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
+import time
 
 import keras
 import numpy as np
@@ -175,6 +177,35 @@ def test_sigusr1_saves_and_requeues_the_job(start, tmp_path):
     assert (tmp_path / "asked").read_text() == "requeue 42\n"
     assert result(tmp_path)["status"] == "preempted"
     assert "stopped by SIGUSR1" in result(tmp_path)["reason"]
+
+
+@pytest.mark.faults
+def test_slurm_requeues_the_job(slurm, hosts, start, tmp_path):
+    """The real Slurm: the job is pending once more, and what it has done is on the disk."""
+    environ = {"SLURM_CONF": str(slurm)}
+    job = tmp_path / "job.sh"
+    words = [*WAYS["default"], *FLAGS, "--config.train.epochs=100000", "--requeue"]
+    job.write_text(f"#!/bin/sh\nexec srun {shlex.join(words)} > {tmp_path}/output 2>&1\n")
+    options = ["--requeue", "--open-mode=append", f"--chdir={tmp_path}", "--output=batch"]
+    submitted = start(*hosts.on("h1"), "sbatch", "--parsable", *options, job, **environ)
+    assert submitted.end() == 0, submitted.text
+    number = submitted.lines[-1]
+
+    def ask(*words):
+        program = start(*hosts.on("h1"), *words, **environ)
+        program.end()
+        return program.text
+
+    end = time.monotonic() + rigs.LIMIT_S
+    said = lambda: (tmp_path / "output").read_text() if (tmp_path / "output").exists() else ""
+    while "epoch      2/" not in said():
+        assert time.monotonic() < end, said() + ask("scontrol", "show", "job", number)
+    ask("scancel", "--signal=USR1", number)
+    while not {"Restarts=1", "JobState=PENDING"} <= {*ask("scontrol", "show", "job", number).split()}:
+        assert time.monotonic() < end, said()
+    assert "stopped by SIGUSR1" in result(tmp_path)["reason"] and f"job {number} is in the queue again" in said()
+    assert start(sys.executable, "-m", "tfdist.doctor", "--workdir=run").end() == 0
+    ask("scancel", number)
 
 
 def test_requeue_outside_of_slurm(start):
