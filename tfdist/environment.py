@@ -15,6 +15,8 @@ JIT = ("auto", "on", "off")
 PROGRESS = ("auto", "bar", "plain", "none")
 COMMUNICATION = ("auto", "ring", "nccl")
 RESUME = ("auto", "never", "require")
+OF_A_RUN = ("workdir", "resume", "resume_changed", "requeue", "progress")
+"""Fields that mean something to `tfdist.train` only."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

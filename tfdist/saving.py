@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import callback_state, checkpoint, plan, resume, state
+from tfdist import callback_state, checkpoint, plan, resume, state, update
 from tfdist.distribution import Distribution
 from tfdist.errors import TrainingError, UserError
 from tfdist.resume import Position
@@ -114,8 +114,7 @@ class Checkpoints:
             return None
         self.resumed_from = position.update
         if chosen:
-            self._good = [p for p in checkpoint.found(self.folder) if p.name <= chosen.path.name or p == chosen.path]
-            self._good = self._good[self._good.index(chosen.path) :][::-1]
+            self._good = checkpoint.found(self.folder)[::-1]
             self.say(f"resuming after update {position.update} from {chosen.path}")
         self._last = time.monotonic()
         return position
@@ -125,7 +124,7 @@ class Checkpoints:
         told = run.distribution.peers.gather("the checkpoint to resume from", chosen.state if chosen else None)[0]
         if told is None:
             return None
-        optimizer = model.optimizer
+        optimizer = update.inner(model.optimizer)
         rate = optimizer._learning_rate if isinstance(optimizer._learning_rate, keras.Variable) else None
         rate_here = None if rate is None else float(rate.numpy())
         state.restore(model, run.distribution, run.callbacks, chosen.tensors if chosen else {})
@@ -140,12 +139,12 @@ class Checkpoints:
         if told["run"] != run.identity():
             position.update = position.epoch * (run.per_epoch or 0)
             _set(optimizer.iterations, position.update)
-        if rate is not None and told["experiment"] != self._experiment:
+        if rate is not None and resume.differences(self._experiment, told["experiment"]):
             _set(rate, rate_here)
         return position
 
-    def back(self, run: Run, update: int) -> Position:
-        """Puts the newest checkpoint with finite weights from before `update` back, after training has gone wrong.
+    def back(self, run: Run, bad: int) -> Position:
+        """Puts the newest checkpoint with finite weights from before update `bad` back, after training has gone wrong.
 
         Raises:
           TrainingError: there is none.
@@ -157,12 +156,12 @@ class Checkpoints:
             chosen = None
             while paths and chosen is None:
                 path = paths.pop(0)
-                if checkpoint.update_of(path) <= update:
+                if checkpoint.update_of(path) <= bad:
                     chosen = choose.load(path)
             position = self._restore(run, chosen)
             if position is None:
                 raise TrainingError(
-                    f"the loss is no longer finite after update {update}, and no checkpoint from before can be used: "
+                    f"the loss is no longer finite after update {bad}, and no checkpoint from before can be used: "
                     "set train.on_nonfinite=stop, lower the learning rate, or save more often"
                 )
             if all(np.isfinite(np.asarray(w, np.float64)).all() for w in run.model.get_weights()):
@@ -170,19 +169,19 @@ class Checkpoints:
 
     # -- saving -------------------------------------------------------------
 
-    def limit(self, update: int) -> float:
+    def limit(self, done: int) -> float:
         """How many more updates there are to the next checkpoint that is due by count."""
-        return math.inf if self._updates == math.inf else self._updates - update % self._updates
+        return math.inf if self._updates == math.inf else self._updates - done % self._updates
 
-    def due(self, update: int) -> bool:
+    def due(self, done: int) -> bool:
         """Whether a checkpoint is due by count; the same on all workers."""
-        return self._updates != math.inf and update % self._updates == 0
+        return self._updates != math.inf and done % self._updates == 0
 
     def late(self) -> bool:
         """Whether one is due by the clock of this worker; the chief's counts."""
         return time.monotonic() - self._last >= self._seconds
 
-    def improved(self, logs: Mapping[str, Any], update: int) -> bool:
+    def improved(self, logs: Mapping[str, Any], done: int) -> bool:
         """Whether the epoch that has ended is the best so far; the same on all workers."""
         if not self._best_name:
             return False
@@ -194,7 +193,7 @@ class Checkpoints:
         before = self._best["value"]
         if not math.isfinite(value) or (before is not None and self._best_sign * value <= self._best_sign * before):
             return False
-        self._best = {"value": value, "update": update}
+        self._best = {"value": value, "update": done}
         return True
 
     def save(self, run: Run, position: Position, wait: bool = False) -> None:
@@ -240,22 +239,22 @@ class Checkpoints:
                 f"{self.paused:.2f} s of the {self.writing:.2f} s that writing took"
             )
 
-    def _write(self, update: int, content: dict, tensors: dict[str, Any]) -> None:
+    def _write(self, done: int, content: dict, tensors: dict[str, Any]) -> None:
         start = time.perf_counter()
         missing = not self.folder.parent.exists()
         try:
-            path = checkpoint.write(self.folder, update, content, lambda prefix: state.write(prefix, tensors))
-        except (OSError, tf.errors.OpError) as error:
+            path = checkpoint.write(self.folder, done, content, lambda prefix: state.write(prefix, tensors))
+        except Exception as error:  # TensorFlow's differ by version, and a callback's state may be anything
             why = " ".join(str(getattr(error, "message", None) or error).split())[:200]
             kept = (
                 f"the one of update {checkpoint.update_of(self._good[-1])} is kept" if self._good else "there is none"
             )
-            self.failure = f"the checkpoint after update {update} could not be written ({why})"
+            self.failure = f"the checkpoint after update {done} could not be written ({why})"
             self.say(f"WARNING: {self.failure}: training goes on, {kept}; free or repair {self.folder}")
             return
         finally:
             self.writing += time.perf_counter() - start
-        if missing:
+        if missing and self.saved:
             self.say(f"WARNING: {self.folder.parent} had gone and was made anew")
         self.failure, self.saved = "", self.saved + 1
         self._good.append(path)

@@ -13,7 +13,7 @@ from typing import Any
 
 from tfdist import cluster, detect, devices, gpus, hvd, meeting, multi_worker
 from tfdist.distribution import Distribution
-from tfdist.environment import Environment
+from tfdist.environment import OF_A_RUN, Environment
 from tfdist.errors import UserError
 from tfdist.peers import Peers
 
@@ -123,7 +123,7 @@ def connect(strategy: str = "auto", **environment: Any) -> Distribution:
     Raises:
       UserError: the strategy or an option cannot be used here.
     """
-    known = {f.name for f in dataclasses.fields(Environment)} - {"strategy", "workdir", "progress"}
+    known = {f.name for f in dataclasses.fields(Environment)} - {"strategy", *OF_A_RUN}
     unknown = set(environment) - known
     if unknown:
         raise UserError(f"connect() has no option {sorted(unknown)[0]!r}: known are {', '.join(sorted(known))}")
