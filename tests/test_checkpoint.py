@@ -350,3 +350,23 @@ def test_doctor_says_what_a_resume_would_use(two, capsys):
     lines = doctor._lines(doctor.examine(two))
     assert len(lines) == 2 and lines[0].startswith("ok") and lines[0].endswith("<- a resume goes on from here")
     assert json.dumps([dataclasses.asdict(f) for f in doctor.examine(two)])
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ([], "--workdir is missing: give the folder of a run, such as runs/digits"),
+        (["--workdir=nowhere"], "--workdir=nowhere does not exist: give the folder of a run"),
+        (["--wokdir=x"], "Unknown command line flag 'wokdir'. Did you mean: workdir ?"),
+    ],
+)
+def test_doctor_with_wrong_flags(flags, message, run):
+    done = run("tfdist.doctor", *flags)
+    assert (done.returncode, done.stderr) == (2, f"tfdist: error: {message}\n")
+
+
+def test_doctor_of_a_run_without_checkpoints(run, tmp_path):
+    (tmp_path / "run").mkdir()
+    done = run("tfdist.doctor", "--workdir=run")
+    assert (done.returncode, done.stdout) == (0, "no checkpoints in run\n")
+    assert json.loads(run("tfdist.doctor", "--workdir=run", "--json").stdout)["checkpoints"] == []

@@ -68,6 +68,8 @@ def _size(count: int) -> str:
 def _run(argv: list[str]) -> int:
     del argv
     workdir = pathlib.Path(os.path.expanduser(flags.FLAGS.workdir))
+    if not flags.FLAGS.workdir:
+        raise UserError("--workdir is missing: give the folder of a run, such as runs/digits")
     if not workdir.is_dir():
         raise UserError(f"--workdir={workdir} does not exist: give the folder of a run")
     try:
@@ -90,7 +92,7 @@ def _run(argv: list[str]) -> int:
 
 def main() -> None:
     """Entry point of `python -m tfdist.doctor`."""
-    flags.DEFINE_string("workdir", None, "Folder of a run.", required=True)
+    flags.DEFINE_string("workdir", "", "Folder of a run, such as runs/digits.")
     flags.DEFINE_bool("json", False, "Print the findings as JSON.")
     command.main(_run, command.parse_own, "interrupted")
 
