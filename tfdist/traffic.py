@@ -40,7 +40,7 @@ def bucketed(tensors: list, reduce: Callable[[list], list], bucket_bytes: int = 
         tf.concat([tf.reshape(tensors[i], [-1]) for i in bucket], 0) if len(bucket) > 1 else tensors[bucket[0]]
         for bucket in buckets
     ]
-    sums = reduce([tensors[i] for i in alone] + packed)
+    sums = _each_dtype([tensors[i] for i in alone] + packed, reduce)
     result = list(tensors)
     for i, total in zip(alone, sums):
         result[i] = total
@@ -52,6 +52,16 @@ def bucketed(tensors: list, reduce: Callable[[list], list], bucket_bytes: int = 
         for i, part in zip(bucket, tf.split(total, sizes)):
             result[i] = tf.reshape(part, tensors[i].shape)
     return result
+
+
+def _each_dtype(tensors: list, reduce: Callable[[list], list]) -> list:
+    """`reduce` takes tensors of one type at a time: Horovod groups no others, TensorFlow would pack them into one."""
+    sums = list(tensors)
+    for dtype in dict.fromkeys(t.dtype for t in tensors):
+        own = [i for i, t in enumerate(tensors) if t.dtype == dtype]
+        for i, total in zip(own, reduce([tensors[i] for i in own])):
+            sums[i] = total
+    return sums
 
 
 def _bytes(tensor: Any) -> int | None:
