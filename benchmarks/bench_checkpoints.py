@@ -110,7 +110,14 @@ def resume(update, examples=10_000_000, batch=8):
         path = checkpoint.found(pathlib.Path(folder))[0]
         state = checkpoint.read_state(path)
         # Moved there by hand: what was trained on the way plays no part in finding the place again.
-        state["position"] |= {"update": update, "begun": update, "epoch": 0, "sums": [0.0], "examples": 1.0}
+        state["position"] |= {
+            "update": update,
+            "begun": update,
+            "epoch": 0,
+            "stopped": False,
+            "sums": [0.0],
+            "examples": 1.0,
+        }
         from tfdist import state as tensors
 
         values = tensors.read(str(path / checkpoint.TENSORS))

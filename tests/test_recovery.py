@@ -106,6 +106,26 @@ def test_killed_at_random_moments(way, start, tmp_path, whole):
     assert kills(way, 2, 1, start, tmp_path, whole) == 2
 
 
+def test_killed_while_a_checkpoint_is_being_written(start, tmp_path, whole):
+    folder, halves = tmp_path / "run/checkpoints", 0
+    for _ in range(20):
+        program = start(*WAYS["default"], *FLAGS)
+        while program.process.poll() is None and not list(folder.glob(".*.*")):
+            pass
+        for process in psutil.Process(program.process.pid).children():
+            process.kill()
+        program.end()
+        halves += bool(list(folder.glob(".*.*")))
+        if halves == 2:
+            break
+    assert halves, "no kill has hit a checkpoint that was being written"
+    program = start(*WAYS["default"], *FLAGS)
+    assert program.end() == 0, program.text
+    assert result(tmp_path)["weights_sha256"] == whole("default")["weights_sha256"]
+    assert result(tmp_path)["history"] == whole("default")["history"]
+    assert not list(folder.glob(".*.*")), "what was left half written is still there"
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("way, count", [("default", 10), ("mirrored", 7), ("multi_worker", 5), ("horovod", 5)])
