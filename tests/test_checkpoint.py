@@ -140,6 +140,12 @@ def test_taking_checkpoints_changes_nothing_and_keeps_the_newest_and_the_best(co
     assert (tmp_path / "checkpoints" / "latest").read_text().strip() == "20"
 
 
+def test_the_best_epoch_is_one_that_was_validated(connect, tmp_path):
+    done = train(connect(1), checkpoints=kept(tmp_path, every="9 epochs", best="max val_loss"), validation_freq=2)
+    best = 10 * (1 + int(np.argmax(done[1]["val_loss"])))
+    assert {checkpoint.update_of(p) for p in checkpoint.found(tmp_path / "checkpoints")} >= {best}
+
+
 def test_a_resumed_early_stopping_keeps_its_patience_and_its_best_weights(connect, tmp_path):
     def stopping(made, stop=None, **options):
         early = keras.callbacks.EarlyStopping(monitor="loss", patience=2, min_delta=10, restore_best_weights=True)

@@ -185,6 +185,8 @@ class Checkpoints:
         """Whether the epoch that has ended is the best so far; the same on all workers."""
         if not self._best_name:
             return False
+        if self._best_name.startswith("val_") and not any(name.startswith("val_") for name in logs):
+            return False  # no validation after this epoch
         if self._best_name not in logs:
             raise UserError(
                 f"checkpoint.best={self._best_name} is not measured: choose one of {', '.join(sorted(logs))}"
