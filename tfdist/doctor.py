@@ -26,7 +26,10 @@ class Finding:
 
     path: str
     update: int
-    epoch: int | None
+    epochs: int | None
+    """Epochs that were complete."""
+    begun: int | None
+    """Updates of the next one."""
     bytes: int | None
     written: str
     problem: str
@@ -39,24 +42,24 @@ def examine(folder: pathlib.Path) -> list[Finding]:
     """Verifies all checkpoints of a folder, the newest first."""
     findings: list[Finding] = []
     for path in checkpoint.found(folder):
-        size, epoch, problem = None, None, ""
+        size, epochs, begun, problem = None, None, None, ""
         try:
             size = checkpoint.verify(path)
-            epoch = checkpoint.read_state(path)["position"]["epoch"] + 1
+            position = checkpoint.read_state(path)["position"]
+            epochs, begun = position["epoch"], position["begun"]
         except checkpoint.DamagedError as error:
             problem = str(error)
         written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime))
         first = not problem and not any(f.next for f in findings)
-        findings.append(Finding(str(path), checkpoint.update_of(path), epoch, size, written, problem, first))
+        findings.append(Finding(str(path), checkpoint.update_of(path), epochs, begun, size, written, problem, first))
     return findings
 
 
 def _lines(findings: list[Finding]) -> list[str]:
     lines = []
     for f in findings:
-        what = (
-            f"fail  {f.path}  {f.problem}" if f.problem else f"ok    {f.path}  epoch {f.epoch}, {_size(f.bytes or 0)}"
-        )
+        done = f"{f.epochs} epochs{f' and {f.begun} updates' if f.begun else ''}, {_size(f.bytes or 0)}"
+        what = f"fail  {f.path}  {f.problem}" if f.problem else f"ok    {f.path}  after {done}"
         lines.append(f"{what}, {f.written}{'  <- a resume goes on from here' if f.next else ''}")
     return lines
 

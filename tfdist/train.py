@@ -210,6 +210,8 @@ def _train(experiment: config.Experiment, where: environment.Environment, site: 
     done = result(status, reason)
     folder.write("result.json", dataclasses.asdict(done))
     say(_summary(done, folder.path))
+    if status == "preempted" and checkpoints.saved:
+        say("the same command goes on from there")
     if status == "preempted" and where.requeue and distribution.is_chief:
         say(requeue.again(os.environ))
     return done
