@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist import checkpoint, doctor, resume
+from tfdist import checkpoint, doctor, requeue, resume
 from tfdist.errors import Interrupted, TrainingError, UserError
 from tfdist.history import fingerprint
 
@@ -376,3 +376,35 @@ def test_doctor_of_a_run_without_checkpoints(run, tmp_path):
     done = run("tfdist.doctor", "--workdir=run")
     assert (done.returncode, done.stdout) == (0, "no checkpoints in run\n")
     assert json.loads(run("tfdist.doctor", "--workdir=run", "--json").stdout)["checkpoints"] == []
+
+
+def test_requeueing_that_cannot_be_done(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="--requeue needs Slurm's scontrol, which is not on PATH"):
+        requeue.check(True, {"SLURM_JOB_ID": "7"})
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho 'Invalid job id specified' >&2; exit 1\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    requeue.check(True, {"SLURM_JOB_ID": "7"})
+    assert requeue.again({"SLURM_JOB_ID": "7"}) == "WARNING: job 7 is not requeued: Invalid job id specified"
+
+
+def test_a_file_where_the_folder_of_checkpoints_should_be(tmp_path):
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(UserError, match=r"checkpoints cannot be read \(Not a directory\)"):
+        choice(tmp_path / "checkpoints").newest()
+
+
+def test_changed_with_nothing_from_the_end_of_an_epoch(connect, tmp_path):
+    assert train(connect(1), stop=2, checkpoints=kept(tmp_path, every="1000 steps")) is None
+    with pytest.raises(
+        UserError, match=r"no valid checkpoint in .* is from the end of an epoch: leave out --resume_ch"
+    ):
+        choice(tmp_path / "checkpoints", identity={"global batch": 5}).newest()
+
+
+def test_a_checkpoint_of_another_format(tmp_path, monkeypatch):
+    path = checkpoint.write(tmp_path, 3, {}, lambda prefix: pathlib.Path(prefix + ".x").write_text("x"))
+    checkpoint.verify(path)
+    monkeypatch.setattr(checkpoint, "FORMAT", 2)
+    with pytest.raises(checkpoint.DamagedError, match="it has format 1, and this tfdist reads 2"):
+        checkpoint.verify(path)

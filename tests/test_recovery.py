@@ -106,6 +106,33 @@ def test_killed_at_random_moments(way, start, tmp_path, whole):
     assert kills(way, 2, 1, start, tmp_path, whole) == 2
 
 
+def test_killed_before_the_first_checkpoint(start, tmp_path, whole):
+    """It begins anew, and history.jsonl has each epoch once: by hand, and when the launcher starts it again."""
+    rare = "--config.checkpoint.every=1000 steps"
+
+    def epochs():
+        lines = (tmp_path / "run/history.jsonl").read_text().splitlines()
+        return [json.loads(line).get("epoch") for line in lines]
+
+    program = start(*WAYS["default"], *FLAGS, rare)
+    program.until("epoch 2/8")
+    for process in psutil.Process(program.process.pid).children():
+        process.kill()
+    program.end()
+    again = start(*WAYS["default"], *FLAGS, rare)
+    assert again.end() == 0, again.text
+    assert "the earlier run in run is now in run.1" in again.text
+    assert epochs() == [*range(1, 9), None] and (tmp_path / "run.1/history.jsonl").exists()
+    assert result(tmp_path)["history"] == whole("default")["history"]
+
+    words = [*LAUNCH, "--nproc_per_node=1", "--max_restarts=1", "--", "--strategy=default"]
+    launched = start(*words, *FLAGS, rare)
+    launched.until("epoch 2/8")
+    next(p for p in rigs.marked(start.mark) if "tfdist.train" in " ".join(_words(p))).kill()
+    assert launched.end() == 0, launched.text
+    assert epochs() == [*range(1, 9), None] and result(tmp_path)["restarts"] == 1
+
+
 def test_killed_while_a_checkpoint_is_being_written(start, tmp_path, whole):
     folder, halves = tmp_path / "run/checkpoints", 0
     for _ in range(20):

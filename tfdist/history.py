@@ -70,6 +70,7 @@ class Recorder(keras.callbacks.Callback):
         """Updates before the running epoch."""
         self._in_epoch = 0
         self._compiled = False
+        self._knows_file = False
 
     def get_state(self) -> dict:
         """For a checkpoint."""
@@ -89,6 +90,7 @@ class Recorder(keras.callbacks.Callback):
         self.begun = time.time() - state["seconds"]
         self.history = {name: list(values) for name, values in state["history"].items()}
         self.rollbacks = state["rollbacks"]
+        self._knows_file = True
         self._folder.cut(
             "history.jsonl", lambda line: "evaluation" not in line and line.get("updates", 0) <= self.updates
         )
@@ -99,6 +101,9 @@ class Recorder(keras.callbacks.Callback):
         self._folder.append("history.jsonl", {"rollback": self.rollbacks[-1], "updates": update})
 
     def on_epoch_begin(self, epoch, logs=None):
+        if not self._knows_file:  # an attempt that was killed before its first checkpoint has left lines
+            self._knows_file = True
+            self._folder.cut("history.jsonl", lambda line: False)
         self._rate_from, self._epoch_start = self._in_epoch, time.perf_counter()
         self._last = self._epoch_start
 

@@ -105,8 +105,8 @@ class RunFolder:
 
     @property
     def holds_run(self) -> bool:
-        """Whether an earlier run has left results or checkpoints."""
-        return (self.path / "result.json").exists() or self.checkpoints.exists()
+        """Whether an earlier run has left anything that was measured or learnt."""
+        return any((self.path / name).exists() for name in ("result.json", "history.jsonl", "checkpoints"))
 
     @property
     def completed(self) -> bool:

@@ -40,6 +40,10 @@ def train_and_evaluate(experiment: config.Experiment, where: environment.Environ
     config.validate(experiment)
     plan.interval("checkpoint.every", experiment.checkpoint.every)
     plan.better(experiment.checkpoint.best)
+    if experiment.checkpoint.every == "off" and (where.resume == "require" or where.resume_changed):
+        raise UserError(
+            "checkpoint.every=off, and a resume is asked for: set it to a time, or leave out the --resume flag"
+        )
     requeue.check(where.requeue, os.environ)
     site = strategy.locate(where)
     plan.check_batch(experiment.train.batch_size, site.replicas, experiment.train.accumulate)
@@ -68,6 +72,22 @@ def _same_experiment(folder: Any, experiment: config.Experiment, where: environm
 def _begins_anew(where: environment.Environment, attempt: int) -> bool:
     """A run that the launcher starts again goes on, whatever was asked for at first."""
     return where.resume == "never" and attempt == 0
+
+
+def _goes_on(folder: Any, where: environment.Environment, attempt: int, no_checkpoints: bool) -> bool:
+    """Whether this run continues the one in the folder, instead of setting it aside."""
+    from tfdist import checkpoint
+
+    if attempt > 0:
+        return True
+    if _begins_anew(where, attempt) or no_checkpoints:
+        return False
+    if where.resume == "require" or where.resume_changed:
+        return True
+    try:
+        return not folder.completed and bool(checkpoint.found(folder.checkpoints))
+    except OSError:
+        return True  # and the resume says what is wrong
 
 
 def _in_touch(experiment: config.Experiment, where: environment.Environment, site: Any, folder: Any, distribution: Any):
@@ -117,9 +137,7 @@ def _train(experiment: config.Experiment, where: environment.Environment, site: 
         model = models.build(experiment, data.spec)
         data = _compile(model, optimizers.build(experiment, schedule), experiment, data)
     checkpoints = _checkpoints(experiment, model, where, site, folder, say)
-    again = site.cluster.attempt > 0 or where.resume_changed or where.resume == "require" or not folder.completed
-    goes_on = again and not _begins_anew(where, site.cluster.attempt)
-    moved = None if goes_on and not (checkpoints.off and site.cluster.attempt == 0) else folder.set_aside()
+    moved = None if _goes_on(folder, where, site.cluster.attempt, checkpoints.off) else folder.set_aside()
     if moved:
         say(f"the earlier run in {folder.path} is now in {moved}")
     folder.write("experiment.json", dataclasses.asdict(experiment))
