@@ -137,8 +137,21 @@ class RunFolder:
             os.close(before)
         return moved
 
+    @property
+    def writes(self) -> bool:
+        """False on workers that leave nothing behind, which need not make what would be written."""
+        return self._writes
+
     def write(self, name: str, content: dict) -> None:
         """Writes one JSON file, durably.
+
+        Raises:
+          TrainingError: the disk is full, say.
+        """
+        self.write_text(name, json.dumps(strict(content), indent=2) + "\n")
+
+    def write_text(self, name: str, text: str) -> None:
+        """Writes one file, durably.
 
         Raises:
           TrainingError: the disk is full, say.
@@ -148,7 +161,7 @@ class RunFolder:
         with self._writing(name):
             temporary = self.path / f".{name}.{os.getpid()}"
             try:
-                temporary.write_bytes((json.dumps(_strict(content), indent=2) + "\n").encode())
+                temporary.write_bytes(text.encode(errors="replace"))
                 _sync(temporary)
                 os.replace(temporary, self.path / name)
             finally:
@@ -160,7 +173,7 @@ class RunFolder:
         if not self._writes:
             return
         failed = bool(self._waiting)
-        self._waiting.append(json.dumps(_strict(line)) + "\n")
+        self._waiting.append(json.dumps(strict(line)) + "\n")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             with open(self.path / name, "a", encoding="utf-8") as file:
@@ -220,14 +233,14 @@ def _sync(path: pathlib.Path) -> None:
         os.fsync(file.fileno())
 
 
-def _strict(value: Any) -> Any:
+def strict(value: Any) -> Any:
     """JSON has no NaN or Infinity; readers other than Python's refuse them."""
     if isinstance(value, dict):
-        return {str(k): _strict(v) for k, v in value.items()}
+        return {str(k): strict(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_strict(v) for v in value]
+        return [strict(v) for v in value]
     if isinstance(value, np.ndarray):
-        return _strict(value.tolist())
+        return strict(value.tolist())
     if isinstance(value, (float, np.floating)):
         return float(value) if np.isfinite(value) else None
     return int(value) if isinstance(value, np.integer) else value

@@ -173,7 +173,7 @@ def _train(experiment: config.Experiment, where: environment.Environment, site: 
         )
 
     peers = distribution.peers
-    peers.last_words = lambda why: folder.write("result.json", dataclasses.asdict(result("failed", why)))
+    peers.last_words = lambda why: _record(folder, result("failed", why), None)
     try:
         with peers.seeing_signals(), _Signals() as signals:
             loop.fit(
@@ -226,7 +226,8 @@ def _train(experiment: config.Experiment, where: environment.Environment, site: 
     if checkpoints.failure:
         raise TrainingError(checkpoints.failure)
     done = result(status, reason)
-    folder.write("result.json", dataclasses.asdict(done))
+    found = None if status == "preempted" else _findings(model, data, distribution, experiment)
+    _record(folder, done, found)
     say(_summary(done, folder.path))
     if status == "preempted" and checkpoints.saved:
         say("the same command goes on from there")
@@ -256,6 +257,30 @@ def _checkpoints(
         experiment=config.flat(experiment),
         say=say,
     )
+
+
+def _findings(model: Any, data: Any, distribution: Any, experiment: config.Experiment) -> Any:
+    """What a classifier gets wrong, for the report: no reason for a run to fail."""
+    from tfdist import predictions
+
+    try:
+        return predictions.of_run(model, data.eval, data.spec, distribution, experiment.eval.batch_size)
+    except PeerError:
+        raise
+    except Exception as error:
+        if distribution.workers > 1 and not isinstance(error, UserError):
+            raise  # the others wait for this worker
+        _say(f"WARNING: no look at the mistakes: {type(error).__name__}: {error}")
+        return None
+
+
+def _record(folder: Any, done: Any, found: Any) -> None:
+    """The report, and last of all the result."""
+    from tfdist import report
+
+    content = dataclasses.asdict(done)
+    report.write(folder, content, found, _say)
+    folder.write("result.json", content)
 
 
 def _same_everywhere(peers: Any, weights_sha256: str) -> None:
@@ -359,9 +384,7 @@ def _summary(result: Any, path: Any) -> str:
     speed = f", {result.examples_per_second:,.0f} examples/s" if result.examples_per_second else ""
     why = f" ({result.reason})" if result.reason else ""
     quality = f"\ntfdist: evaluation: {numbers(result.evaluation)}" if result.evaluation else ""
-    return (
-        f"{done}{speed}{why}{quality}\ntfdist: results are in {path}{os.sep}: result.json, history.jsonl, model.keras"
-    )
+    return f"{done}{speed}{why}{quality}\ntfdist: results are in {path}{os.sep}: report.html, result.json, model.keras"
 
 
 class _Signals:

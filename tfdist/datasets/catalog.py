@@ -33,6 +33,8 @@ class Spec:
     """Number of classes, or None where the targets are not classes."""
     maximum: float
     """Largest input value, for scaling to [0, 1]."""
+    names: tuple[str, ...] = ()
+    """Of the classes, where the data set has names for them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -173,6 +175,7 @@ def _of_tfds(experiment: config.Experiment) -> Loaded:
         builder.info.splits[data.train_split].num_examples,
         # Of the data set and not of the split in memory, so that a stream is scaled alike.
         getattr(builder, "MAXIMUM", 255.0),
+        tuple(getattr(builder.info.features[label[1]], "names", None) or ()),
     )
 
 
@@ -225,6 +228,7 @@ def _described(
     classes: int | None,
     examples: int | None = None,
     maximum: float | None = None,
+    names: tuple[str, ...] = (),
 ) -> Loaded:
     if isinstance(train, Arrays):
         columns = train.columns
@@ -248,7 +252,7 @@ def _described(
                 "a data function must return arrays, or its number of examples stays unknown: "
                 "return NumPy arrays, or use the Python API (tfdist.fit) with a tf.data.Dataset"
             )
-    return Loaded(train, evaluation, examples, Spec(tuple(shape), dtype.name, classes, maximum or 1.0))
+    return Loaded(train, evaluation, examples, Spec(tuple(shape), dtype.name, classes, maximum or 1.0, names))
 
 
 def _quiet(record: logging.LogRecord) -> bool:

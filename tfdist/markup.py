@@ -1,0 +1,62 @@
+"""HTML and SVG as text in which whatever is not markup is escaped, so that no name or message can become a tag."""
+
+from __future__ import annotations
+
+import html
+from typing import Any
+
+_EMPTY = {"br", "circle", "col", "img", "line", "path", "polyline", "rect"}
+"""Elements that are written without an end."""
+
+
+class Html(str):
+    """Text that is markup already."""
+
+    __slots__ = ()
+
+
+def tag(name: str, *children: Any, **attributes: Any) -> Html:
+    """One element.
+
+    Args:
+      children: markup as it is, other values as escaped text.
+      attributes: `class_` and `data_x` stand for `class` and `data-x`; None leaves an attribute out.
+    """
+    inner = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{html.escape(str(value))}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    if name in _EMPTY:
+        return Html(f"<{name}{inner}/>")
+    return Html(f"<{name}{inner}>{join(*children)}</{name}>")
+
+
+def join(*parts: Any) -> Html:
+    """Parts one after the other, those that are not markup escaped."""
+    return Html("".join(p if isinstance(p, Html) else html.escape(str(p)) for p in parts))
+
+
+def table(head: list, rows: list[list], numbers: int = 0, **attributes: Any) -> Html:
+    """A table in a box of its own, which scrolls where the page is narrow.
+
+    Args:
+      head: a cell per column.
+      numbers: so many columns at the end hold numbers.
+    """
+    words = len(head) - numbers
+    cells = lambda kind, row: [tag(kind, cell, class_="n" if i >= words else None) for i, cell in enumerate(row)]
+    return tag(
+        "div",
+        tag(
+            "table",
+            tag(
+                "thead",
+                tag("tr", *(tag("th", c, scope="col", class_="n" if i >= words else None) for i, c in enumerate(head))),
+            ),
+            tag("tbody", *(tag("tr", *cells("td", row)) for row in rows)),
+        ),
+        class_="scroll",
+        tabindex="0",
+        **attributes,
+    )

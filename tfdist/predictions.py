@@ -1,0 +1,137 @@
+"""Looks through a trained classifier's predictions for the report."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist import data as data_lib
+from tfdist import evaluation, quality
+from tfdist.datasets.catalog import Spec
+from tfdist.distribution import Distribution
+
+LIMIT = 10_000
+"""Examples that are looked at, from the first on."""
+SCORES = 20_000_000
+"""Scores that are held at most: fewer examples where there are very many classes."""
+PICTURE = 96
+"""Pixels that a picture has at most in either direction."""
+_PIECE = 1024
+
+
+def of_run(
+    model: keras.Model,
+    source: data_lib.Source,
+    spec: Spec,
+    distribution: Distribution,
+    batch_size: int | None = None,
+    limit: int = LIMIT,
+) -> quality.Findings | None:
+    """What a classifier gets wrong on its evaluation data. Every worker must call this.
+
+    Args:
+      source: inputs and targets: class numbers, or one-hot rows.
+      batch_size: global batch of arrays.
+      limit: examples to look at.
+
+    Returns:
+      None on workers other than the chief, and where there are no classes, the model gives anything but one score
+      per class, or the data come in another order each time, so that no target can be told to belong to an output.
+    """
+    if spec.classes is None or spec.classes < 2 or not _scores(model, spec.classes):
+        return None
+    limit = min(limit, max(1, SCORES // spec.classes))
+    first, partial = _first(source, limit)
+    if not all(distribution.peers.gather("the order of the evaluation data", _same_order(first))):
+        return None
+    scores = evaluation.predict(model, first, distribution=distribution, batch_size=batch_size)
+    if not distribution.is_chief or not isinstance(scores, np.ndarray) or scores.shape[1:] != (spec.classes,):
+        return None
+    tally = quality.Tally(spec.classes, _from_logits(model, scores))
+    row = 0
+    for x, y in _pieces(first):
+        labels = _labels(y, spec.classes)
+        if labels is None:
+            return None
+        tally.add(labels, scores[row : row + len(labels)], x if _images(x) else None)
+        row += len(labels)
+    found = tally.findings(partial, spec.names)
+    pictures = (e if e.pixels is None else dataclasses.replace(e, png=png(e.pixels, spec)) for e in found.worst)
+    return dataclasses.replace(found, worst=tuple(pictures))
+
+
+def png(pixels: np.ndarray, spec: Spec) -> bytes:
+    """An input as a small picture: whole numbers as they are scaled for the models, others from lowest to highest."""
+    image = np.nan_to_num(pixels.astype(np.float64))
+    whole = np.issubdtype(np.dtype(spec.dtype), np.integer)
+    low, high = (0.0, spec.maximum) if whole else (image.min(), image.max())
+    image = np.clip((image - low) / max(high - low, 1e-9), 0, 1)
+    factor = PICTURE / max(image.shape[:2])
+    if factor < 1:
+        size = [max(1, round(side * factor)) for side in image.shape[:2]]
+        image = tf.image.resize(image, size, "area").numpy()
+    return tf.io.encode_png(np.round(255 * image).astype(np.uint8)).numpy()
+
+
+def _scores(model: keras.Model, classes: int) -> bool:
+    """Whether the model gives one score per class, as far as can be told without calling it."""
+    try:
+        shape = model.output_shape
+    except (AttributeError, ValueError):  # a model that is a class of its own
+        return True
+    return isinstance(shape, tuple) and len(shape) == 2 and shape[1] in (classes, None)
+
+
+def _first(source: data_lib.Source, limit: int) -> tuple[data_lib.Source, bool]:
+    """The first examples, and whether there may be more."""
+    if isinstance(source, data_lib.Arrays):
+        cut = keras.tree.map_structure(lambda a: a[:limit], source.columns)
+        return data_lib.Arrays(cut), source.size > limit
+    batch = len(keras.tree.flatten(data_lib.first_batch(source))[0])
+    wanted = max(1, limit // batch)
+    return data_lib.Batches(source.dataset.take(wanted), source.decode), not 0 < (source.batches or 0) <= wanted
+
+
+def _same_order(source: data_lib.Source) -> bool:
+    """Whether a second look finds the same; a data set may shuffle each time that it is read."""
+    if isinstance(source, data_lib.Arrays):
+        return True
+    one, two = (keras.tree.flatten(data_lib.first_batch(source)) for _ in range(2))
+    return all(np.array_equal(a, b) for a, b in zip(one, two))
+
+
+def _pieces(source: data_lib.Source) -> Iterator[tuple[Any, Any]]:
+    """(x, y), a few examples at a time."""
+    if isinstance(source, data_lib.Arrays):
+        for i in range(0, source.size, _PIECE):
+            x, y, *_ = keras.tree.map_structure(lambda a, i=i: a[i : i + _PIECE], source.columns)
+            yield x, y
+    else:
+        for x, y, *_ in source.decoded:
+            yield keras.tree.map_structure(np.asarray, x), keras.tree.map_structure(np.asarray, y)
+
+
+def _labels(y: Any, classes: int) -> np.ndarray | None:
+    """[n] class numbers, or None where targets are something else, such as sequences."""
+    if not isinstance(y, np.ndarray):
+        return None
+    if y.shape[1:] == (classes,) and ((y == 0) | (y == 1)).all() and (y.sum(1) == 1).all():
+        return y.argmax(1)
+    if y.shape[1:] in ((), (1,)) and np.issubdtype(y.dtype, np.integer):
+        return y.reshape(-1).astype(np.int64)
+    return None
+
+
+def _images(x: Any) -> bool:
+    return isinstance(x, np.ndarray) and x.ndim == 4 and x.shape[-1] in (1, 3) and min(x.shape[1:3]) > 1
+
+
+def _from_logits(model: keras.Model, scores: np.ndarray) -> bool:
+    """As the loss says; where it does not, scores that are no probabilities are logits."""
+    known = getattr(getattr(model, "loss", None), "from_logits", None)
+    return not quality.look_like_probabilities(scores) if known is None else bool(known)

@@ -1,0 +1,108 @@
+"""What run folders hold, read with patience: any file may be missing, cut off, or of another version."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import math
+import os
+import pathlib
+from typing import Any
+
+LIMIT = 2000
+"""Neighbours that are looked at: the parent of a run folder may hold anything."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Record:
+    """One run folder."""
+
+    path: pathlib.Path
+    experiment: dict
+    environment: dict
+    result: dict
+    lines: list[dict]
+    """Of `history.jsonl`."""
+    samples: list[dict]
+    """Of `timeline.jsonl`, those that are measurements."""
+    marks: list[dict]
+    """Of `timeline.jsonl`, those that are events."""
+
+    @property
+    def epochs(self) -> list[dict]:
+        return [line for line in self.lines if number(line.get("epoch")) is not None]
+
+    @property
+    def name(self) -> str:
+        return str(self.experiment.get("name") or self.path.name)
+
+
+def read(path: pathlib.Path, result: dict | None = None) -> Record:
+    """Everything in a run folder.
+
+    Args:
+      result: what `result.json` is going to hold; None to read it.
+    """
+    timeline = _lines(path / "timeline.jsonl")
+    return Record(
+        path=path,
+        experiment=_object(path / "experiment.json"),
+        environment=_object(path / "environment.json"),
+        result=_object(path / "result.json") if result is None else result,
+        lines=_lines(path / "history.jsonl"),
+        samples=[line for line in timeline if "mark" not in line],
+        marks=[line for line in timeline if "mark" in line],
+    )
+
+
+def neighbours(path: pathlib.Path) -> list[Record]:
+    """The other runs in the same parent folder that have a result, newest first; without their curves."""
+    path = path.absolute()
+    try:
+        with os.scandir(path.parent) as entries:
+            others = [path.parent / e.name for e in itertools.islice(entries, LIMIT) if e.name != path.name]
+    except OSError:
+        return []
+    found: list[tuple[float, Record]] = []
+    for other in others:
+        result = _object(other / "result.json")
+        experiment = _object(other / "experiment.json") if isinstance(result.get("status"), str) else {}
+        if experiment:
+            with contextlib.suppress(OSError):  # it may be moved meanwhile
+                changed = (other / "result.json").stat().st_mtime
+                found.append((changed, Record(other, experiment, {}, result, [], [], [])))
+    return [record for _, record in sorted(found, key=lambda pair: -pair[0])]
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def mapping(value: Any) -> dict:
+    """A dict, empty for anything else."""
+    return value if isinstance(value, dict) else {}
+
+
+def _object(path: pathlib.Path) -> dict:
+    try:
+        return mapping(json.loads(path.read_bytes()))
+    except (OSError, ValueError):
+        return {}
+
+
+def _lines(path: pathlib.Path) -> list[dict]:
+    """The lines that are whole; the last may have been cut off by a kill."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    found = []
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return [line for line in found if isinstance(line, dict)]
