@@ -41,7 +41,7 @@ def test_the_run_folder_and_what_is_printed(run, tmp_path):
     lines = done.stdout.splitlines()
     assert lines[0] == "tfdist: strategy default, because 1 CPU here: 1 replica on CPU:0"
     assert "tfdist: mine: 90 updates of 48 examples: 3 epochs of 1437 examples" in lines
-    assert lines[-1] == "tfdist: results are in runs/mine/: result.json, history.jsonl, model.keras"
+    assert lines[-1] == "tfdist: results are in runs/mine/: report.html, result.json, model.keras"
     assert all(len(line) <= 110 for line in lines)
 
     folder = tmp_path / "runs" / "mine"
@@ -188,11 +188,13 @@ def test_an_unwritable_workdir(tmp_path):
 
 ORDER = [
     {"train", "launch", "horovod_build", "doctor"},
+    {"report"},
+    {"predictions", "report_curves", "report_quality", "report_runs", "report_tables"},
     {"loop", "progress", "command", "leader", "horovod_workshop"},
     {"keeper", "evaluation", "verdict", "horovod_source"},
     {"saving", "calls", "guard", "rounds", "horovod_needs"},
     {"resume"},
-    {"models", "optimizers", "history", "step", "state", "pace", "nodes", "process"},
+    {"chart", "models", "optimizers", "history", "step", "state", "pace", "nodes", "process"},
     {"checks", "events"},
     {"datasets.catalog"},
     {"datasets.digits", "datasets.stdlib_text", "data"},
@@ -213,6 +215,9 @@ ORDER = [
         "run_folder",
         "imports",
         "default_config",
+        "markup",
+        "quality",
+        "records",
     },
     {"config", "environment", "addresses"},
     {"errors"},

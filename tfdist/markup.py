@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Collection
 from typing import Any
 
 _EMPTY = {"br", "circle", "col", "img", "line", "path", "polyline", "rect"}
@@ -37,26 +38,15 @@ def join(*parts: Any) -> Html:
     return Html("".join(p if isinstance(p, Html) else html.escape(str(p)) for p in parts))
 
 
-def table(head: list, rows: list[list], numbers: int = 0, **attributes: Any) -> Html:
+def table(head: list, rows: list[list], numbers: Collection[int] = (), **attributes: Any) -> Html:
     """A table in a box of its own, which scrolls where the page is narrow.
 
     Args:
       head: a cell per column.
-      numbers: so many columns at the end hold numbers.
+      numbers: the columns that hold numbers.
     """
-    words = len(head) - numbers
-    cells = lambda kind, row: [tag(kind, cell, class_="n" if i >= words else None) for i, cell in enumerate(row)]
-    return tag(
-        "div",
-        tag(
-            "table",
-            tag(
-                "thead",
-                tag("tr", *(tag("th", c, scope="col", class_="n" if i >= words else None) for i, c in enumerate(head))),
-            ),
-            tag("tbody", *(tag("tr", *cells("td", row)) for row in rows)),
-        ),
-        class_="scroll",
-        tabindex="0",
-        **attributes,
-    )
+    kind = lambda i: "n" if i in numbers else None
+    heads = [tag("th", cell, scope="col", class_=kind(i)) for i, cell in enumerate(head)]
+    body = [tag("tr", *(tag("td", cell, class_=kind(i)) for i, cell in enumerate(row))) for row in rows]
+    inside = tag("table", tag("thead", tag("tr", *heads)), tag("tbody", *body), **attributes)
+    return tag("div", inside, class_="scroll", tabindex="0")

@@ -88,6 +88,11 @@ def mapping(value: Any) -> dict:
     return value if isinstance(value, dict) else {}
 
 
+def sequence(value: Any) -> list:
+    """A list, empty for anything else."""
+    return value if isinstance(value, list) else []
+
+
 def _object(path: pathlib.Path) -> dict:
     try:
         return mapping(json.loads(path.read_bytes()))

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from importlib import resources
 
-from tfdist import records, report_curves, report_quality, report_tables
+from tfdist import records, report_curves, report_quality, report_runs, report_tables
 from tfdist.chart import label, value
 from tfdist.errors import TrainingError
 from tfdist.markup import Html, join, tag
@@ -64,7 +64,7 @@ def render(path: pathlib.Path, result: dict | None = None, found: Findings | Non
         ("learning", "Learning", lambda: report_curves.learning(record)),
         ("speed", "Speed and devices", lambda: report_curves.speed(record)),
         ("quality", "Mistakes", lambda: report_quality.section(found) if found else Html("")),
-        ("runs", "Other runs", lambda: report_tables.comparison(record)),
+        ("runs", "Other runs", lambda: report_runs.section(record)),
         ("experiment", "Experiment", lambda: report_tables.experiment(record)),
         ("environment", "Environment", lambda: report_tables.environment(record)),
     ]
@@ -129,10 +129,9 @@ def _happened(result: dict) -> list[str]:
         texts.append(f"Resumed from update {result['resumed_from']:,}.")
     if result.get("restarts"):
         texts.append(f"Started again by the launcher {result['restarts']} time{'s' * (result['restarts'] != 1)}.")
-    rollbacks = result.get("rollbacks")
-    for rollback in rollbacks[:10] if isinstance(rollbacks, list) else []:
-        skipped = ", ".join(str(update) for update in rollback.get("skipped", []))
-        texts.append(f"Loss not finite: went back to update {rollback.get('to')} and left out {skipped}.")
+    for rollback in records.sequence(result.get("rollbacks"))[:10]:
+        skipped = ", ".join(str(update) for update in records.sequence(mapping(rollback).get("skipped")))
+        texts.append(f"Loss not finite: went back to update {mapping(rollback).get('to')} and left out {skipped}.")
     return texts
 
 

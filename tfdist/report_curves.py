@@ -7,7 +7,7 @@ from typing import Any
 
 from tfdist.chart import Line, Mark, plot, value
 from tfdist.markup import Html, join, table, tag
-from tfdist.records import Record, mapping, number
+from tfdist.records import Record, mapping, number, sequence
 
 NO_METRICS = {"epoch", "updates", "seconds", "examples_per_second", "time", "learning_rate", "gradient_norm"}
 """What else stands in a line about an epoch."""
@@ -123,8 +123,7 @@ def _gpus(samples: list[dict]) -> list[Any]:
 
 
 def _listed(sample: dict) -> list[dict]:
-    gpus = sample.get("gpus")
-    return [mapping(g) for g in gpus] if isinstance(gpus, list) else []
+    return [mapping(g) for g in sequence(sample.get("gpus"))]
 
 
 def _of_gpus(samples: list[dict], gpus: list, unit: float, of: Callable[[dict], Any], scale: float) -> list[Line]:
@@ -176,5 +175,5 @@ def _table(epochs: list[dict]) -> Html:
     return tag(
         "details",
         tag("summary", f"{which} as a table"),
-        table([title(name) for name in names], rows, len(names), id="epochs"),
+        table([title(name) for name in names], rows, range(len(names)), id="epochs"),
     )

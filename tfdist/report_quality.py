@@ -13,7 +13,7 @@ WITH_NUMBERS = 26
 """Classes up to which each cell of the matrix shows its count."""
 AS_PICTURE = 100
 """Classes up to which the matrix is drawn at all."""
-PAIRS = 12
+PAIRS = 10
 
 
 def section(found: Findings) -> Html:
@@ -27,7 +27,7 @@ def section(found: Findings) -> Html:
         why = "their scores are not finite, or their labels are no classes"
         parts.append(tag("p", f"{found.left_out:,} examples are left out: {why}.", class_="warn"))
     if count:
-        parts += [_matrix(found), _mistakes(found), _worst(found)]
+        parts += [tag("div", _matrix(found), _mistakes(found), class_="beside"), _worst(found)]
     return join(*parts)
 
 
@@ -58,13 +58,13 @@ def _matrix(found: Findings) -> Html:
             tag("thead", tag("tr", tag("th", "true ↓ as →"), *head, tag("th", "recall", scope="col"))),
             tag("tbody", *rows),
             tag("tfoot", tag("tr", tag("th", "precision", scope="row"), *precision, tag("td"))),
-            class_="confusion",
+            class_="confusion long" if any(len(found.name(i)) > 5 for i in range(found.classes)) else "confusion",
             id="confusion",
         ),
         class_="scroll",
         tabindex="0",
     )
-    return join(tag("p", "Rows are the true classes, columns the predictions.", class_="note"), matrix)
+    return tag("div", tag("p", "Rows are the true classes, columns the predictions.", class_="note"), matrix)
 
 
 def _cell(found: Findings, counts: np.ndarray, i: int, j: int) -> Html:
@@ -133,11 +133,10 @@ def _mistakes(found: Findings) -> Html:
     ]
     more = len(found.mistakes(found.classes**2)) - len(pairs)
     return tag(
-        "details",
-        tag("summary", "Most frequent mistakes"),
-        table(["true", "taken for", "times", "of its class"], rows, 2, id="mistakes"),
+        "div",
+        tag("p", "Most frequent mistakes", class_="note"),
+        table(["true", "taken for", "times", "of its class"], rows, (2, 3), id="mistakes"),
         tag("p", f"and {more:,} other pairs", class_="note") if more else "",
-        **({"open": ""} if found.classes > WITH_NUMBERS else {}),
     )
 
 

@@ -173,7 +173,8 @@ def _train(experiment: config.Experiment, where: environment.Environment, site: 
         )
 
     peers = distribution.peers
-    peers.last_words = lambda why: _record(folder, result("failed", why), None)
+    # In silence: a thread calls this, while the main thread may hold the lock of the stream.
+    peers.last_words = lambda why: _record(folder, result("failed", why), None, lambda line: None)
     try:
         with peers.seeing_signals(), _Signals() as signals:
             loop.fit(
@@ -227,7 +228,7 @@ def _train(experiment: config.Experiment, where: environment.Environment, site: 
         raise TrainingError(checkpoints.failure)
     done = result(status, reason)
     found = None if status == "preempted" else _findings(model, data, distribution, experiment)
-    _record(folder, done, found)
+    _record(folder, done, found, say)
     say(_summary(done, folder.path))
     if status == "preempted" and checkpoints.saved:
         say("the same command goes on from there")
@@ -264,7 +265,8 @@ def _findings(model: Any, data: Any, distribution: Any, experiment: config.Exper
     from tfdist import predictions
 
     try:
-        return predictions.of_run(model, data.eval, data.spec, distribution, experiment.eval.batch_size)
+        with distribution.peers.during("saving"):
+            return predictions.of_run(model, data.eval, data.spec, distribution, experiment.eval.batch_size)
     except PeerError:
         raise
     except Exception as error:
@@ -274,12 +276,12 @@ def _findings(model: Any, data: Any, distribution: Any, experiment: config.Exper
         return None
 
 
-def _record(folder: Any, done: Any, found: Any) -> None:
+def _record(folder: Any, done: Any, found: Any, say: Any) -> None:
     """The report, and last of all the result."""
     from tfdist import report
 
     content = dataclasses.asdict(done)
-    report.write(folder, content, found, _say)
+    report.write(folder, content, found, say)
     folder.write("result.json", content)
 
 
