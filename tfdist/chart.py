@@ -141,7 +141,7 @@ def vertical(ys: Sequence[float], from_zero: bool) -> Axis:
     low, high = min(ys), max(ys)
     if not from_zero and low > 0 and high / low > 100:
         powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        every = -(-len(powers) // 6)
+        every = -(-len(powers) // 7)
         return Axis(10.0 ** powers[0], 10.0 ** powers[-1], tuple(10.0**p for p in powers[::every]), log=True)
     return linear(min(0.0, low) if from_zero else low, high, 4)
 

@@ -49,17 +49,19 @@ def of_run(
     first, partial = _first(source, limit)
     if not all(distribution.peers.gather("the order of the evaluation data", _same_order(first))):
         return None
-    scores = evaluation.predict(model, first, distribution=distribution, batch_size=batch_size)
+    batch = batch_size if isinstance(first, data_lib.Arrays) else None
+    scores = evaluation.predict(model, first, distribution=distribution, batch_size=batch)
     if not distribution.is_chief or not isinstance(scores, np.ndarray) or scores.shape[1:] != (spec.classes,):
         return None
     tally = quality.Tally(spec.classes, _from_logits(model, scores))
     row = 0
-    for x, y in _pieces(first):
-        labels = _labels(y, spec.classes)
-        if labels is None:
-            return None
-        tally.add(labels, scores[row : row + len(labels)], x if _images(x) else None)
-        row += len(labels)
+    with distribution.peers.during("saving"):  # no stall, though nothing is heard for long
+        for x, y in _pieces(first):
+            labels = _labels(y, spec.classes)
+            if labels is None:
+                return None
+            tally.add(labels, scores[row : row + len(labels)], x if _images(x) else None)
+            row += len(labels)
     found = tally.findings(partial, spec.names)
     pictures = (e if e.pixels is None else dataclasses.replace(e, png=png(e.pixels, spec)) for e in found.worst)
     return dataclasses.replace(found, worst=tuple(pictures))

@@ -265,8 +265,7 @@ def _findings(model: Any, data: Any, distribution: Any, experiment: config.Exper
     from tfdist import predictions
 
     try:
-        with distribution.peers.during("saving"):
-            return predictions.of_run(model, data.eval, data.spec, distribution, experiment.eval.batch_size)
+        return predictions.of_run(model, data.eval, data.spec, distribution, experiment.eval.batch_size)
     except PeerError:
         raise
     except Exception as error:
