@@ -555,3 +555,13 @@ def test_markup_in_names_does_nothing(browser, tmp_path):
     with shown(browser, path, PHONE) as page:
         assert page.title().startswith(NASTY[:20]) and NASTY[:20] in page.locator("h1").inner_text()
         assert page.evaluate("document.documentElement.scrollWidth") == 390
+
+
+def test_no_other_script_runs(browser, busy, tmp_path):
+    """Should markup slip in after all, the page's own policy keeps it from doing anything."""
+    page_with_more = busy.read_text().replace("</main>", "<script>document.title = 'taken'</script></main>")
+    (tmp_path / "more.html").write_text(page_with_more)
+    page = browser.new_page()
+    page.goto((tmp_path / "more.html").as_uri())
+    assert page.title() == "digits: completed" and page.locator(".tip").count() == 10
+    page.close()
