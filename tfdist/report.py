@@ -19,10 +19,9 @@ from tfdist.markup import Html, join, tag
 from tfdist.quality import Findings
 from tfdist.records import Record, mapping, number
 from tfdist.run_folder import RunFolder, strict
+from tfdist.spent import INPUT_LIMIT
 
 NAME = "report.html"
-BOUND = 0.2
-"""Share of the time from which on a run is said to be held up by something."""
 PARTS = ("compute", "input", "all_reduce", "python")
 ADVICE = {
     "input": "Input-bound: hold the decoded data in memory (data.cache=memory), or make reading and decoding cheaper.",
@@ -196,7 +195,7 @@ def _time(record: Record) -> Html:
         for part, y in seconds.items()
     ]
     worst = max((part for part in seconds if part in ADVICE), key=lambda part: shares[part], default="")
-    if worst and shares[worst] > BOUND:
+    if worst and shares[worst] > INPUT_LIMIT:
         doing = named[worst] if worst == "input" else f"in {named[worst]}"
         advice = f"{100 * shares[worst]:.0f} % {doing}. {ADVICE[worst]}"
     else:
