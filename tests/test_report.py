@@ -108,7 +108,7 @@ def test_all_sections_and_the_key_figures(tmp_path):
     for title in ("Loss", "Accuracy", "Learning rate", "Gradient norm", "Throughput", "GPU load", "GPU memory", "CPU"):
         assert f"<b>{title}</b>" in page
     for said in (
-        "digits completed", "120 updates of 48 examples · 4 of 30 epochs", "because 2 GPUs here", "Loss 0.1234",
+        "digits completed", "120 updates of 48 examples on 2 replicas · 4 of 30 epochs", "because 2 GPUs here", "Loss 0.1234",
         "Accuracy 0.9800", "Time 61.5 s", "Examples/s 1,234 steady state", "Replicas 2 on 1 worker",
         "Peak memory 775 MiB", "31.4 % of the peak (MFU)", "waiting for input 35.0 %", "35 % waiting for input",
         "data.cache=memory", "optimizer.learning_rate 0.01 0.05", "of the first 400 examples", "resumed", "rollback",
@@ -123,6 +123,7 @@ def test_all_sections_and_the_key_figures(tmp_path):
         ({"input": 1, "compute": 5, "all_reduce": 4, "python": 0}, "40 % in all-reduce. Held up by the sum"),
         ({"input": 1, "compute": 5, "all_reduce": None, "python": 4}, "40 % in Python. Held up by Python"),
         ({"input": 1, "compute": 9, "all_reduce": None, "python": 0}, "cannot be told apart here"),
+        ({"input": 2, "compute": 0.5, "all_reduce": 0, "python": 0}, "Too short a time to judge by."),
     ],
 )
 def test_advice_on_the_time(time, said, tmp_path):
@@ -137,6 +138,10 @@ def test_what_happened_to_a_run(tmp_path):
     text = text_of(render(full(tmp_path, samples=3), result))
     for said in ("failed", "lost worker 1 (h2)", "Resumed from update 1,440.", "launcher 2 times", "left out 610, 611"):
         assert said in text
+    notes = [{"rollback": {"to": 0, "skipped": list(range(n))}, "updates": 0} for n in (2, 20)]
+    put(tmp_path, "history.jsonl", notes)
+    text = text_of(render(tmp_path, result))
+    assert "update 0 and left out 0, 1." in text and "10, 11 and 8 more." in text and "610" not in text
 
 
 FILES = ("experiment.json", "environment.json", "result.json", "history.jsonl", "timeline.jsonl")

@@ -22,6 +22,8 @@ from tfdist.run_folder import RunFolder, strict
 from tfdist.spent import INPUT_LIMIT
 
 NAME = "report.html"
+JUDGED_S = 3.0
+"""Seconds of training from which on there is something to say of where they went."""
 PARTS = ("compute", "input", "all_reduce", "python")
 ADVICE = {
     "input": "Input-bound: hold the decoded data in memory (data.cache=memory), or make reading and decoding cheaper.",
@@ -109,6 +111,8 @@ def _header(record: Record) -> Html:
         plan.append(f"{updates:,.0f}{f' of {steps:,.0f}' if steps else ''} updates")
     if batch:
         plan.append(f"of {batch:,.0f} examples")
+    if (replicas := number(result.get("replicas"))) and replicas > 1:
+        plan.append(f"on {replicas:,.0f} replicas")
     if epochs is not None:
         plan.append(f"· {epochs:,.0f}{f' of {wanted:,.0f}' if wanted else ''} epochs")
     names = [str(mapping(record.experiment.get(part)).get("name", "")) for part in ("data", "model", "optimizer")]
@@ -116,21 +120,25 @@ def _header(record: Record) -> Html:
     where = record.environment
     if where.get("reason"):
         parts.append(tag("p", f"Strategy {where.get('strategy')}, because {where['reason']}.", class_="plan"))
-    happened = [*_happened(result)]
+    happened = _happened(record)
     if happened:
         parts.append(tag("ul", *(tag("li", text) for text in happened), class_="happened", id="happened"))
     return join(*parts)
 
 
-def _happened(result: dict) -> list[str]:
+def _happened(record: Record) -> list[str]:
+    result = record.result
     texts = []
     if number(result.get("resumed_from")) is not None:
         texts.append(f"Resumed from update {result['resumed_from']:,}.")
     if result.get("restarts"):
         texts.append(f"Started again by the launcher {result['restarts']} time{'s' * (result['restarts'] != 1)}.")
-    for rollback in records.sequence(result.get("rollbacks"))[:10]:
-        skipped = ", ".join(str(update) for update in records.sequence(mapping(rollback).get("skipped")))
-        texts.append(f"Loss not finite: went back to update {mapping(rollback).get('to')} and left out {skipped}.")
+    noted = [mapping(line["rollback"]) for line in record.lines if "rollback" in line]
+    # The file has those before a rollback to the same checkpoint too.
+    for rollback in max(noted, [mapping(r) for r in records.sequence(result.get("rollbacks"))], key=len)[:10]:
+        skipped = [str(update) for update in records.sequence(rollback.get("skipped"))]
+        left_out = ", ".join(skipped[:12]) + (f" and {len(skipped) - 12} more" if len(skipped) > 12 else "")
+        texts.append(f"Loss not finite: went back to update {rollback.get('to')} and left out {left_out}.")
     return texts
 
 
@@ -195,7 +203,9 @@ def _time(record: Record) -> Html:
         for part, y in seconds.items()
     ]
     worst = max((part for part in seconds if part in ADVICE), key=lambda part: shares[part], default="")
-    if worst and shares[worst] > INPUT_LIMIT:
+    if total < JUDGED_S:
+        advice = "Too short a time to judge by."
+    elif worst and shares[worst] > INPUT_LIMIT:
         doing = named[worst] if worst == "input" else f"in {named[worst]}"
         advice = f"{100 * shares[worst]:.0f} % {doing}. {ADVICE[worst]}"
     else:

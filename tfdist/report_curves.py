@@ -63,7 +63,9 @@ def speed(record: Record) -> Html:
         name, lines, key, x="seconds", over=unit, scale=scale, **kwargs
     )
     charts = [plot("Throughput", [over_time("rate", "examples_per_second")], across, "examples/s", True, marks=marks)]
-    shares = [over_time(words(key), key, 0.01, colour=i + 2) for i, key in enumerate(SHARES)]
+    # A sample without a rate saw nothing but compilation.
+    steady = [s if number(s.get("examples_per_second")) else s | dict.fromkeys(SHARES) for s in samples]
+    shares = [_line(words(key), steady, key, i + 2, x="seconds", over=unit, scale=0.01) for i, key in enumerate(SHARES)]
     charts.append(plot("Time not spent computing", shares, across, "%", True))
     cores = number(record.environment.get("cpus"))
     charts.append(plot("CPU", [over_time("busy", "cpu")], across, f"cores of {cores:.0f}" if cores else "cores", True))
