@@ -173,11 +173,15 @@ def _figures(record: Record) -> Html:
                 "" if share is None else f"{100 * share:.1f} % of the peak (MFU)",
             )
         )
-    return join(
+    columns = -(-len(tiles) // -(-len(tiles) // 7)) if tiles else 1  # rows of about the same length
+    return tag(
+        "dl",
         *(
             tag("div", tag("dt", name), tag("dd", tag("b", text), tag("small", more) if more else ""))
             for name, text, more in tiles
-        )
+        ),
+        class_="figures",
+        style=f"--columns:{columns}",
     )
 
 
@@ -213,12 +217,13 @@ def _time(record: Record) -> Html:
         advice = busy + "only faster or more devices, or a lower precision, would make this much faster."
     if record.result.get("replicas") != 1 and "all_reduce" not in seconds:
         advice += " The all-reduce cannot be told apart here and counts as computing."
+    since = "" if record.result.get("resumed_from") is None else " since it was resumed"
     words = ", ".join(f"{named[part]} {100 * share:.1f} %" for part, share in shares.items())
     return join(
         tag("div", *bar, class_="bar", role="img", aria_label=f"Shares of the time: {words}"),
         tag("ul", *legend, class_="parts", id="time-parts"),
         tag("p", advice, id="advice"),
-        tag("p", "Seconds of training, the first calls, which compile, left out.", class_="note"),
+        tag("p", f"Seconds of training{since}, the first calls, which compile, left out.", class_="note"),
     )
 
 
