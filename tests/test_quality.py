@@ -1,6 +1,8 @@
 """Confusion and worst examples, against counting by hand."""
 
+import contextlib
 import math
+import types
 
 import keras
 import numpy as np
@@ -112,7 +114,7 @@ def sources(x, y):
 @pytest.mark.parametrize("limit", [10_000, 50])
 def test_predictions_of_a_model(kind, limit, classifier, connect):
     model, x, y, scores = classifier
-    found = predictions.of_run(model, sources(x, y)[kind], SPEC, connect(2), 32, limit)
+    found = predictions.of_run(model, sources(x, y)[kind], SPEC, connect(2), 32, limit=limit)
     n = min(limit, 101)
     counts, losses = by_hand(y[:n], scores[:n], 5)
     assert found.confusion().tolist() == counts
@@ -141,6 +143,25 @@ def test_no_findings_where_the_order_changes(classifier, connect):
     assert predictions.of_run(model, Batches(shuffled), SPEC, connect(2)) is None
     steady = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(101, 1, reshuffle_each_iteration=False).batch(25)
     assert predictions.of_run(model, Batches(steady), SPEC, connect(2)) is not None
+
+
+@pytest.mark.parametrize("broken", ["_same_order", "_found"])
+def test_no_run_fails_for_it(broken, classifier, connect, monkeypatch):
+    model, x, y, _ = classifier
+    monkeypatch.setattr(predictions, broken, lambda *_: 1 / 0)
+    said = []
+    assert predictions.of_run(model, Arrays((x, y)), SPEC, connect(2), say=said.append) is None
+    assert said == ["WARNING: no look at the mistakes: ZeroDivisionError: division by zero"]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_worker_that_cannot_predict_lets_no_other_wait(workers, classifier, monkeypatch):
+    model, x, y, _ = classifier
+    monkeypatch.setattr(predictions.evaluation, "predict", lambda *_, **__: 1 / 0)
+    peers = types.SimpleNamespace(gather=lambda label, value: [value])
+    some = types.SimpleNamespace(workers=workers, peers=peers)
+    with contextlib.nullcontext() if workers == 1 else pytest.raises(ZeroDivisionError):
+        assert predictions.of_run(model, Arrays((x, y)), SPEC, some) is None
 
 
 def test_pictures_are_small_and_of_the_right_brightness():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -14,6 +14,7 @@ from tfdist import data as data_lib
 from tfdist import evaluation, quality
 from tfdist.datasets.catalog import Spec
 from tfdist.distribution import Distribution
+from tfdist.errors import UserError
 
 LIMIT = 10_000
 """Examples that are looked at, from the first on."""
@@ -30,13 +31,17 @@ def of_run(
     spec: Spec,
     distribution: Distribution,
     batch_size: int | None = None,
+    say: Callable[[str], None] = lambda line: None,
     limit: int = LIMIT,
 ) -> quality.Findings | None:
     """What a classifier gets wrong on its evaluation data. Every worker must call this.
 
+    No run fails for it, except where one worker of several cannot predict and the others would wait for it.
+
     Args:
       source: inputs and targets: class numbers, or one-hot rows.
       batch_size: global batch of arrays.
+      say: shows a line to a person.
       limit: examples to look at.
 
     Returns:
@@ -45,24 +50,47 @@ def of_run(
     """
     if spec.classes is None or spec.classes < 2 or not _scores(model, spec.classes):
         return None
-    limit = min(limit, max(1, SCORES // spec.classes))
-    first, partial = _first(source, limit)
-    if not all(distribution.peers.gather("the order of the evaluation data", _same_order(first))):
+    lost = lambda error: say(f"WARNING: no look at the mistakes: {type(error).__name__}: {error}")
+    first, partial, usable = source, False, False
+    try:
+        first, partial = _first(source, min(limit, max(1, SCORES // spec.classes)))
+        usable = _same_order(first)
+    except Exception as error:
+        lost(error)
+    if not all(distribution.peers.gather("the evaluation data for the report", usable)):
         return None
-    batch = batch_size if isinstance(first, data_lib.Arrays) else None
-    scores = evaluation.predict(model, first, distribution=distribution, batch_size=batch)
-    if not distribution.is_chief or not isinstance(scores, np.ndarray) or scores.shape[1:] != (spec.classes,):
+    try:
+        batch = batch_size if isinstance(first, data_lib.Arrays) else None
+        scores = evaluation.predict(model, first, distribution=distribution, batch_size=batch)
+    except Exception as error:
+        if distribution.workers > 1 and not isinstance(error, UserError):
+            raise
+        lost(error)
         return None
-    tally = quality.Tally(spec.classes, _from_logits(model, scores))
+    if not distribution.is_chief:
+        return None
+    try:
+        with distribution.peers.during("saving"):  # no stall, though nothing is heard for long
+            found = _found(first, scores, spec, _from_logits(model, scores))
+    except Exception as error:
+        lost(error)
+        return None
+    return found and dataclasses.replace(found, partial=partial)
+
+
+def _found(source: data_lib.Source, scores: Any, spec: Spec, from_logits: bool) -> quality.Findings | None:
+    """Sets the scores beside the targets, and makes pictures of the worst examples."""
+    if scores.shape[1:] != (spec.classes,):
+        return None
+    tally = quality.Tally(scores.shape[1], from_logits)
     row = 0
-    with distribution.peers.during("saving"):  # no stall, though nothing is heard for long
-        for x, y in _pieces(first):
-            labels = _labels(y, spec.classes)
-            if labels is None:
-                return None
-            tally.add(labels, scores[row : row + len(labels)], x if _images(x) else None)
-            row += len(labels)
-    found = tally.findings(partial, spec.names)
+    for x, y in _pieces(source):
+        labels = _labels(y, scores.shape[1])
+        if labels is None:
+            return None
+        tally.add(labels, scores[row : row + len(labels)], x if _images(x) else None)
+        row += len(labels)
+    found = tally.findings(names=spec.names)
     pictures = (e if e.pixels is None else dataclasses.replace(e, png=png(e.pixels, spec)) for e in found.worst)
     return dataclasses.replace(found, worst=tuple(pictures))
 
@@ -133,7 +161,7 @@ def _images(x: Any) -> bool:
     return isinstance(x, np.ndarray) and x.ndim == 4 and x.shape[-1] in (1, 3) and min(x.shape[1:3]) > 1
 
 
-def _from_logits(model: keras.Model, scores: np.ndarray) -> bool:
+def _from_logits(model: keras.Model, scores: Any) -> bool:
     """As the loss says; where it does not, scores that are no probabilities are logits."""
     known = getattr(getattr(model, "loss", None), "from_logits", None)
     return not quality.look_like_probabilities(scores) if known is None else bool(known)

@@ -201,7 +201,11 @@ def _train(experiment: config.Experiment, where: environment.Environment, site: 
     if checkpoints.failure:
         raise TrainingError(checkpoints.failure)
     done = result(status, reason)
-    found = None if status == "preempted" else _findings(model, data, distribution, experiment)
+    found = None
+    if status == "completed":  # who is pre-empted has no time
+        from tfdist import predictions
+
+        found = predictions.of_run(model, data.eval, data.spec, distribution, experiment.eval.batch_size, say)
     _record(folder, done, found, say)
     say(_summary(done, folder.path))
     if status == "preempted" and checkpoints.saved:
@@ -244,21 +248,6 @@ def _checkpoints(
         experiment=config.flat(experiment),
         say=say,
     )
-
-
-def _findings(model: Any, data: Any, distribution: Any, experiment: config.Experiment) -> Any:
-    """What a classifier gets wrong, for the report: no reason for a run to fail."""
-    from tfdist import predictions
-
-    try:
-        return predictions.of_run(model, data.eval, data.spec, distribution, experiment.eval.batch_size)
-    except PeerError:
-        raise
-    except Exception as error:
-        if distribution.workers > 1 and not isinstance(error, UserError):
-            raise  # the others wait for this worker
-        _say(f"WARNING: no look at the mistakes: {type(error).__name__}: {error}")
-        return None
 
 
 def _record(folder: Any, done: Any, found: Any, say: Any) -> None:
