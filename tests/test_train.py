@@ -188,9 +188,10 @@ def test_an_unwritable_workdir(tmp_path):
 
 ORDER = [
     {"train", "launch", "horovod_build", "doctor"},
-    {"loop", "progress", "command", "leader", "horovod_workshop"},
+    {"loop", "progress", "command", "leader", "horovod_workshop", "checkup.display"},
     {"keeper", "evaluation", "verdict", "horovod_source"},
-    {"saving", "calls", "guard", "rounds", "horovod_needs"},
+    {f"checkup.{name}" for name in ("checkpoints", "dataset", "network", "packages", "sight", "workers")},
+    {"saving", "calls", "guard", "rounds", "horovod_needs", "checkup.hotline", "checkup.machine", "checkup.storage"},
     {"resume"},
     {"models", "optimizers", "history", "step", "state", "pace", "nodes", "process"},
     {"checks", "events"},
@@ -214,7 +215,7 @@ ORDER = [
         "imports",
         "default_config",
     },
-    {"config", "environment", "addresses"},
+    {"config", "environment", "addresses", "checkup.record"},
     {"errors"},
 ]
 
