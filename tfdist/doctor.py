@@ -65,7 +65,7 @@ def examine(options: Options, environ: Mapping[str, str]) -> display.Report:
 
     survey = _later(lambda: gpus.survey(min(DRIVER_S, 0.6 * seconds)))
     answer = _later(lambda: sight.ask(environ, 0.9 * seconds))
-    place = _later(lambda: workers.find(options.where, survey.result(), environ))
+    place = _later(lambda: workers.find(options.where, survey.result(), environ, several=bool(options.peers)))
     findings = _later(lambda: checkpoints.examine(folder / "checkpoints") if options.workdir else [])
     newest = checkpoints.newest_size(folder / "checkpoints") if options.workdir else 0
 

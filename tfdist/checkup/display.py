@@ -73,7 +73,8 @@ def _devices(report: Report) -> list[str]:
     if report.survey is None:
         found.append("GPUs: nvidia-smi does not answer")
     else:
-        found += [_gpu(g, report) for g in report.survey.gpus] or ["GPUs: none that a driver lists"]
+        none = "unknown, see what fails below" if report.survey.problem else "none that a driver lists"
+        found += [_gpu(g, report) for g in report.survey.gpus] or [f"GPUs: {none}"]
     found.append(f"TPU: {report.tpu} says that there is one" if report.tpu else "TPU: nothing says that there is one")
     return found
 

@@ -91,7 +91,6 @@ def _write(folder: pathlib.Path) -> tuple[int, float]:
 
 def size(count: float) -> str:
     """Bytes for a person."""
-    for unit, name in ((1e9, "GB"), (1e6, "MB")):
-        if count >= unit / 10:
-            return f"{count / unit:,.1f} {name}"
-    return f"{count / 1e3:,.1f} kB"
+    if count >= 1e9:
+        return f"{count / 1e9:,.1f} GB"
+    return f"{count / 1e6:,.1f} MB" if count >= 1e5 else f"{count / 1e3:,.1f} kB"

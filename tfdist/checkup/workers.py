@@ -27,8 +27,12 @@ class Place:
     checks: list[Check]
 
 
-def find(environment: Environment, survey: gpus.Survey, environ: Mapping[str, str]) -> Place:
-    """Applies the rules of `tfdist.train` (see `strategy.locate`), and goes on where those stop."""
+def find(environment: Environment, survey: gpus.Survey, environ: Mapping[str, str], several: bool = False) -> Place:
+    """Applies the rules of `tfdist.train` (see `strategy.locate`), and goes on where those stop.
+
+    Args:
+      several: there will be other hosts, though nothing tells this process of their workers.
+    """
     checks = _tf_config(environ)
     try:
         workers = cluster.find(environ)
@@ -58,7 +62,8 @@ def find(environment: Environment, survey: gpus.Survey, environ: Mapping[str, st
         checks.append(refused("strategy", error))
         return Place(workers, selection, None, _others("", environment, selection, workers, environ), checks)
     checks.append(ok("strategy", f"{choice.name}, because {choice.reason}"))
-    checks += _open_ports(choice, workers)
+    if (choice.name == "multi_worker" and workers.size > 1) or several:
+        checks.append(_open_ports())
     return Place(workers, selection, choice, _others(choice.name, environment, selection, workers, environ), checks)
 
 
@@ -111,15 +116,13 @@ def _surroundings(workers: Cluster, environ: Mapping[str, str]) -> list[Check]:
     return found
 
 
-def _open_ports(choice: Choice, workers: Cluster) -> list[Check]:
+def _open_ports() -> Check:
     """TensorFlow's server cannot be bound to an address or asked for a password, so this is no matter of settings."""
-    if choice.name != "multi_worker" or workers.size == 1:
-        return []
     what = (
         "a worker's gRPC port listens on all interfaces without authentication: "
         "who reaches it reads and writes files of this user"
     )
-    return [warn("open ports", what, "keep the workers in a private network, or firewall them from all but each other")]
+    return warn("open ports", what, "keep the workers in a private network, or firewall them from all but each other")
 
 
 def _others(
