@@ -12,7 +12,6 @@ from findings import one
 from tfdist import config
 from tfdist.checkup import dataset, machine, storage
 
-
 # -- machine --------------------------------------------------------------------
 
 

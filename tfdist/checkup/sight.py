@@ -69,6 +69,8 @@ def ask(environ: Mapping[str, str], timeout: float) -> Answer:
     finally:
         if child.poll() is None:
             child.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in the driver stays
+                child.communicate(timeout=0.5)
     if child.returncode < 0:
         return Answer(problem=f"TensorFlow ended with {signal.Signals(-child.returncode).name}")
     try:
