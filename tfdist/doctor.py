@@ -170,16 +170,13 @@ def _show(report: display.Report, environ: Mapping[str, str]) -> None:
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, emoji=False)
+    show = partial(console.print, soft_wrap=True)  # the lines are as long as they are to be
     for colour, line in display.lines(report, console.width if console.is_terminal else 0):
         # Only the first word has the colour: long coloured lines are hard to read.
         word, space, rest = line.partition(" ")
-        console.print(word, style=colour or None, end="", soft_wrap=True)
-        console.print(space + rest, soft_wrap=True)
-    block = display.bug_report(report, environ)
-    console.print("\nFor a bug report:\n```", soft_wrap=True)
-    for line in block:
-        console.print(line, soft_wrap=True)
-    console.print("```", soft_wrap=True)
+        show(word, style=None if console.no_color else colour or None, end="")
+        show(space + rest)
+    show("\nFor a bug report:", "```", *display.bug_report(report, environ), "```", sep="\n")
 
 
 def _run(argv: list[str]) -> int:
