@@ -45,7 +45,8 @@ class Report:
 
 def lines(report: Report, width: int) -> list[tuple[str, str]]:
     """Colour (or "") and text of each line, none longer than `width`; 0 leaves them as long as they are."""
-    found = [("", line) for line in [*_devices(report), *_strategy(report)] for line in _wrapped(line, width, 2)]
+    found = [("", line) for text in _devices(report) for line in _wrapped(text, width, 2)]
+    found += [("", ""), *(("", line) for text in _strategy(report) for line in _wrapped(text, width, 4)), ("", "")]
     for check in report.checks:
         text = f"{check.status:<{_HANG}}{check.name}: {check.finding}"
         first, *rest = _wrapped(text, width, _HANG)
@@ -54,7 +55,7 @@ def lines(report: Report, width: int) -> list[tuple[str, str]]:
             found += [("", line) for line in _wrapped(f"{'':{_HANG}}fix: {check.fix}", width, _HANG + 5)]
     counts = {status: sum(c.status == status for c in report.checks) for status in (OK, WARN, FAIL)}
     summary = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-    return [*found, (COLOURS[worst(report.checks)], f"{len(report.checks)} checks: {summary}")]
+    return [*found, ("", ""), ("", f"{len(report.checks)} checks: {summary}")]
 
 
 def _wrapped(text: str, width: int, hang: int) -> list[str]:

@@ -141,7 +141,7 @@ def _why(answer: Answer) -> tuple[str, str]:
     if "insufficient" in said or "forward compatibility" in said:
         return "the driver is too old for this CUDA", f"update the driver to one for CUDA {answer.cuda} or newer"
     if "Could not find cuda drivers" in said:
-        fix = "in a container, start it with --gpus all and NVIDIA_DRIVER_CAPABILITIES=compute,utility; else install it"
+        fix = "in a container, start it with --gpus all and NVIDIA_DRIVER_CAPABILITIES=compute,utility; else reinstall the driver"
         return "the driver's library libcuda.so.1 is not found", fix
     if "cuInit" in said or "CUDA_ERROR" in said:
         missing = "" if pathlib.Path("/dev/nvidia-uvm").exists() else " (/dev/nvidia-uvm is missing here)"
