@@ -131,7 +131,7 @@ def test_the_names_that_tensorflow_gives():
 @pytest.mark.parametrize(
     "code, status, text, fix",
     [
-        ("raise ImportError('numpy has moved')", "fail", "cannot be imported (ImportError: numpy has moved)", "pip install --force"),
+        ("raise ImportError('numpy has moved')", "fail", "cannot be imported (ImportError: numpy has moved)", "pip install --force-reinstall"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", "fail", "ended with SIGILL: this processor lacks", "use another machine"),
         ("import threading; threading.Event().wait()", "warn", "no answer from TensorFlow within 2 s", "--time_limit=60"),
     ],

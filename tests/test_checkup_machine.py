@@ -16,24 +16,35 @@ from tfdist.checkup import dataset, machine, storage
 
 
 def test_this_machine():
-    here = machine.look()
+    here = machine.look(machine.groups())
     one(machine.memory(here, least=0), "ok", "GiB free")
     one(machine.memory(here, least=1e18), "warn", "GiB free", "end other programs")
     assert here.cores == len(os.sched_getaffinity(0)) and 0 < here.memory_free <= here.memory_total
 
 
 def test_the_limits_of_a_container(tmp_path):
-    for name, text in {"memory.max": "1000000000", "memory.current": "600000000", "cpu.max": "50000 100000"}.items():
-        (tmp_path / name).write_text(text + "\n")
-    here = machine.look(tmp_path)
+    """Its own group has one, and that above it another."""
+    (tmp_path / "own").write_text("1:name=systemd:/old\n0::/job/step\n")
+    groups = machine.groups(tmp_path / "cgroup", tmp_path / "own")
+    step, job = groups[:2]
+    assert groups == [tmp_path / "cgroup/job/step", tmp_path / "cgroup/job", tmp_path / "cgroup"]
+    step.mkdir(parents=True)
+    for path, text in {
+        step / "memory.max": "max", step / "memory.current": "1000", step / "cpu.max": "50000 100000",
+        job / "memory.max": "1000000000", job / "memory.current": "600000000", job / "cpu.max": "150000 100000",
+    }.items():  # fmt: skip
+        path.write_text(text + "\n")
+    here = machine.look(groups)
     assert (here.memory_total, here.memory_free, here.quota) == (1_000_000_000, 400_000_000, 0.5)
-    one(machine.cores(here), "warn", "this container may use 0.5 of", "--threads=1")
+    one(machine.cores(here), "warn", "this container or job may use 0.5 of", "--threads=1")
     one(machine.memory(here), "warn", "0.4 of 0.9 GiB free", "data.cache=stream")
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    (tmp_path / "memory.max").write_text("max\n")
-    free = machine.look(tmp_path)
+    (step / "cpu.max").write_text("max 100000\n")
+    (job / "cpu.max").unlink()
+    (job / "memory.max").write_text("max\n")
+    free = machine.look(groups)
     one(machine.cores(free), "ok", "for this process")
-    assert free.memory_total == psutil.virtual_memory().total
+    assert free.memory_total == psutil.virtual_memory().total and free.quota is None
+    assert machine.groups(tmp_path, tmp_path / "none") == []
 
 
 def test_few_open_files():

@@ -261,6 +261,12 @@ def test_a_free_and_a_taken_port(port):
     with socket.create_server((HERE, port)):
         one(network.port_here(HERE, port), "fail", f"{HERE}:{port} is taken by process ", "choose another port")
         one(network.port_here(network.ALL, port), "fail", "it is taken", "end that program")
+        one(
+            network.port_here(network.ALL, port, needed=False),
+            "warn",
+            "tfdist.launch would meet there",
+            "--master_port",
+        )
 
 
 def test_addresses_that_are_not_ours(port, monkeypatch):

@@ -60,7 +60,7 @@ def examine(options: Options, environ: Mapping[str, str]) -> display.Report:
     until = time.monotonic() + seconds
     folder = pathlib.Path(options.workdir or os.path.join("runs", options.experiment.name))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    here, versions = machine.look(), packages.versions()
+    here, versions = machine.look(machine.groups()), packages.versions()
     secret = environ.get("TFDIST_SECRET", "")
 
     survey = _later(lambda: gpus.survey(min(DRIVER_S, 0.6 * seconds)))
@@ -75,8 +75,10 @@ def examine(options: Options, environ: Mapping[str, str]) -> display.Report:
 
     def ports() -> list[Check]:
         answering = options.listen[1] if options.listen else None
-        found = network.own_ports(place.result().cluster, options.master_port)
-        return [check for host, port in found if port != answering for check in network.port_here(host, port)]
+        around = place.result().cluster
+        found = network.own_ports(around, options.master_port)
+        needed = bool(options.master_port) or around.size > 1
+        return [check for host, port in found if port != answering for check in network.port_here(host, port, needed)]
 
     more_time = "read all of them with --time_limit=600"
     patience = _START_S if options.listen else 0.0

@@ -29,39 +29,53 @@ class Machine:
     cores: int
     """Cores that this process may run on."""
     quota: float | None
-    """Cores that a container's limit leaves it; None without a limit."""
+    """Cores that the limit of a container or job leaves it; None without a limit."""
     memory_total: int
-    """Bytes, of the container where it has a limit."""
+    """Bytes, of the container or job where it has a limit."""
     memory_free: int
 
 
-def look(cgroup: pathlib.Path = CGROUP) -> Machine:
+def groups(root: pathlib.Path = CGROUP, own: pathlib.Path = pathlib.Path("/proc/self/cgroup")) -> list[pathlib.Path]:
+    """Folders with the limits of this process (cgroup 2): its own group and all above it, since each holds."""
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return []
+    inner = next((line[3:].strip("/") for line in lines if line.startswith("0::")), "")
+    folder = root / inner
+    return [folder, *(p for p in folder.parents if root in (p, *p.parents))]
+
+
+def look(limits: list[pathlib.Path]) -> Machine:
     """Looks at this machine.
 
     Args:
-      cgroup: where the limits of this container are (cgroup 2).
+      limits: what `groups` finds.
     """
     memory = psutil.virtual_memory()
-    total, free = memory.total, memory.available
-    limit, used = _number(cgroup / "memory.max"), _number(cgroup / "memory.current")
-    if limit is not None and limit < total:
-        total, free = int(limit), int(min(free, max(0.0, limit - (used or 0.0))))
+    total, free, quota = memory.total, memory.available, None
+    for folder in limits:
+        limit, used = _number(folder / "memory.max"), _number(folder / "memory.current")
+        if limit is not None:
+            total, free = min(total, int(limit)), min(free, int(max(0.0, limit - (used or 0.0))))
+        share = _quota(folder / "cpu.max")
+        quota = share if quota is None or (share is not None and share < quota) else quota
     return Machine(
         host=platform.node(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         cores=len(os.sched_getaffinity(0)),
-        quota=_quota(cgroup / "cpu.max"),
+        quota=quota,
         memory_total=total,
         memory_free=free,
     )
 
 
 def cores(machine: Machine) -> list[Check]:
-    """TensorFlow starts a thread per core that it sees, and takes no notice of a container's limit."""
+    """TensorFlow starts a thread per core that it sees, and takes no notice of the limit of a container or a job."""
     count = f"{machine.cores} core{'s' * (machine.cores > 1)}"
     if machine.quota is None or machine.quota >= machine.cores:
         return [ok("cores", f"{count} for this process")]
-    share = f"this container may use {machine.quota:g} of {count}, and TensorFlow starts threads for all"
+    share = f"this container or job may use {machine.quota:g} of {count}, and TensorFlow starts threads for all"
     return [warn("cores", share, f"train with --threads={max(1, int(machine.quota))}")]
 
 

@@ -40,8 +40,12 @@ def own_ports(workers: cluster.Cluster, master_port: int | None) -> list[tuple[s
     return [(ALL, PORT)]
 
 
-def port_here(host: str, port: int) -> list[Check]:
-    """Whether a port of this host is free to listen on."""
+def port_here(host: str, port: int, needed: bool = True) -> list[Check]:
+    """Whether a port of this host is free to listen on.
+
+    Args:
+      needed: a run as it is described would open it, and not only one that somebody may start some day.
+    """
     name = f"port {port}"
     at = "it" if host == ALL else join(host, port)
     try:
@@ -51,7 +55,10 @@ def port_here(host: str, port: int) -> list[Check]:
         return [fail(name, f"{host} is no address that this host knows ({reason})", "correct it, or /etc/hosts")]
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            return [fail(name, f"{at} is taken{_holder(port)}", "end that program, or choose another port")]
+            taken = f"{at} is taken{_holder(port)}"
+            if not needed:
+                return [warn(name, f"{taken}; tfdist.launch would meet there", "choose another with --master_port")]
+            return [fail(name, taken, "end that program, or choose another port")]
         if error.errno == errno.EADDRNOTAVAIL:
             return [fail(name, f"{at} is no address of this host", "correct the address, or start this worker there")]
         if error.errno == errno.EACCES:

@@ -47,7 +47,7 @@ class Answer:
 def ask(environ: Mapping[str, str], timeout: float) -> Answer:
     """Starts TensorFlow in another process; never raises and never waits longer than `timeout` seconds."""
     # The numbers of TensorFlow's GPUs are to be those of nvidia-smi.
-    given = {"TF_CPP_MIN_LOG_LEVEL": "1", **environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    given = {**environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "TF_CPP_MIN_LOG_LEVEL": "1"}  # 1: why there is no GPU
     command = [sys.executable, "-m", "tfdist.checkup.sight"]
     try:
         child = subprocess.Popen(
@@ -128,7 +128,7 @@ def _no_answer(problem: str) -> Check:
         return warn("tensorflow", problem, "run it again with --time_limit=60; if it hangs still, look at the driver")
     if "SIGILL" in problem:
         return fail("tensorflow", f"{problem}: this processor lacks instructions (AVX)", "use another machine")
-    return fail("tensorflow", problem, "pip install --force-reinstall tensorflow")
+    return fail("tensorflow", problem, "mend the packages below, else pip install --force-reinstall tensorflow")
 
 
 def _why(answer: Answer) -> tuple[str, str]:
@@ -141,7 +141,7 @@ def _why(answer: Answer) -> tuple[str, str]:
     if "insufficient" in said or "forward compatibility" in said:
         return "the driver is too old for this CUDA", f"update the driver to one for CUDA {answer.cuda} or newer"
     if "Could not find cuda drivers" in said:
-        fix = "in a container, start it with --gpus all and NVIDIA_DRIVER_CAPABILITIES=compute,utility; else reinstall the driver"
+        fix = "start a container with --gpus all and NVIDIA_DRIVER_CAPABILITIES=all; otherwise reinstall the driver"
         return "the driver's library libcuda.so.1 is not found", fix
     if "cuInit" in said or "CUDA_ERROR" in said:
         missing = "" if pathlib.Path("/dev/nvidia-uvm").exists() else " (/dev/nvidia-uvm is missing here)"
