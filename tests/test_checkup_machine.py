@@ -38,6 +38,10 @@ def test_the_limits_of_a_container(tmp_path):
     assert (here.memory_total, here.memory_free, here.quota) == (1_000_000_000, 400_000_000, 0.5)
     one(machine.cores(here), "warn", "this container or job may use 0.5 of", "--threads=1")
     one(machine.memory(here), "warn", "0.4 of 0.9 GiB free", "data.cache=stream")
+    (job / "memory.max").write_text(f"{psutil.virtual_memory().total - 1}\n")
+    (job / "memory.current").write_text("0\n")
+    here = machine.look(groups)
+    assert here.memory_free < here.memory_total == psutil.virtual_memory().total - 1  # others use the machine too
     (step / "cpu.max").write_text("max 100000\n")
     (job / "cpu.max").unlink()
     (job / "memory.max").write_text("max\n")

@@ -167,13 +167,14 @@ def test_the_block_for_a_bug_report_names_nobody(run, tmp_path, no_tensorflow):
     home = tmp_path / "home" / "alice"
     folder = saved(home / "run", 10)
     (folder / "checkpoints" / "10" / "state.json").unlink()
-    environ = {"HOME": str(home), "LOGNAME": "alice", "TFDIST_SECRET": "hushhush"}
-    environ["TF_CONFIG"] = '{"cluster": {"ps": ["hushhush:1"]}, "task": {"type": "alice"}}'
+    environ = {"HOME": str(home), "LOGNAME": "alice", "TFDIST_SECRET": "hushhush", "KERAS_BACKEND": "alice"}
+    environ["TF_CONFIG"] = '{"cluster": {"hushhush": ["a:1"]}, "task": {"type": "worker", "index": 0}}'
     done = run("tfdist.doctor", f"--workdir={folder}", path=no_tensorflow, **environ)
     block = done.stdout.split("```\n")[1]
     assert "alice" not in block and "hushhush" not in block
     assert "fail  checkpoint: ~/run/checkpoints/10: state.json: no such file or directory" in block
-    assert "fail  tensorflow: TensorFlow cannot be imported" in block and '"type": "<user>"' in block
+    assert "fail  tensorflow: TensorFlow cannot be imported" in block
+    assert "TF_CONFIG's cluster has '<secret>', for which" in block and "Keras runs on <user>," in block
     assert re.match(r"python 3\.\d+\.\d+, tfdist \d", block) and "\nok " not in block
 
 
@@ -259,7 +260,7 @@ def until(process, text):
 def test_two_doctors_talk(run, port, no_tensorflow):
     """Of the first, which also asks itself; and of a third one with another secret."""
     at = f"127.0.0.1:{port}"
-    arguments = [f"--listen={at}", "--listen_seconds=600", f"--peers={at}", "--json"]
+    arguments = [f"--listen={at}", "--listen_seconds=600", f"--peers={at}", f"--master_port={port}", "--json"]
     first = run("tfdist.doctor", *arguments, path=no_tensorflow, popen=True, TFDIST_SECRET="hush")
     until(first, f"answering other doctors at {at}")
     second = run("tfdist.doctor", f"--peers={at}", "--json", path=no_tensorflow, TFDIST_SECRET="hush")

@@ -48,7 +48,7 @@ def ask(environ: Mapping[str, str], timeout: float) -> Answer:
     """Starts TensorFlow in another process; never raises and never waits longer than `timeout` seconds."""
     # The numbers of TensorFlow's GPUs are to be those of nvidia-smi.
     given = {**environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "TF_CPP_MIN_LOG_LEVEL": "1"}  # 1: why there is no GPU
-    command = [sys.executable, "-m", "tfdist.checkup.sight"]
+    command = [sys.executable, "-m", "tfdist.checkup.sight", str(os.getpid())]
     try:
         child = subprocess.Popen(
             command,
@@ -182,6 +182,8 @@ def main() -> None:
     """Answers, on standard output; a failed import ends in one line instead of a traceback."""
     with contextlib.suppress(Exception):  # a hang in the driver must not outlive the doctor, however that ends
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if sys.argv[1:] not in ([], [str(os.getppid())]):  # it ended before that
+        os._exit(1)
     try:
         answer = _look()
     except BaseException as error:
