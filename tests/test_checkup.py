@@ -245,7 +245,7 @@ def test_alone_on_a_cpu():
 def test_four_gpus_and_what_was_asked_for():
     found = place(gpus_here=GPUS)
     assert found.choice.name == "mirrored" and found.choice.replicas == 4
-    assert found.others["default"] == "it would run, and uses less of what is here than mirrored"
+    assert found.others["default"] == "it would run, on one device of 4"
     assert "one device per process, this one has 4 GPUs" in found.others["horovod"]
     asked = place(gpus_here=GPUS, strategy="default")
     assert (
@@ -256,7 +256,8 @@ def test_four_gpus_and_what_was_asked_for():
 def test_a_strategy_that_cannot_run_here():
     found = place(strategy="mirrored")
     one(of(found.checks, "strategy"), "fail", "needs at least 2 devices", "use --virtual_devices=2 to split the CPU")
-    assert found.choice is None and "uses less of what is here" in found.others["default"]
+    assert found.choice is None and found.others["default"] == "it would run"
+    assert found.others["auto"] == "it would pick default, because 1 CPU here"
     found = place(gpus_here=GPUS, devices="7")
     one(of(found.checks, "strategy"), "fail", "there is no device 7", "")
     found = place({"TPU_NAME": "local"})

@@ -231,7 +231,7 @@ def test_nothing_that_hangs_is_waited_for(run, driver, tmp_path, no_tensorflow):
     checks = found(done)
     assert checks["driver"]["finding"] == "nvidia-smi gave no answer within 1.2 s"
     assert checks["tensorflow"]["finding"] == "no answer from TensorFlow within 2 s"
-    assert checks[f"peer {peer}"]["finding"] == "no answer within 2 s" and checks["packages"]["status"] == "ok"
+    assert checks[f"peer {peer}"]["finding"] == "no answer within 2 s"
     assert done.returncode == 2 and done.stderr == "" and not left(mark)
 
 

@@ -223,7 +223,7 @@ def _define_flags() -> None:
     flags.DEFINE_bool("json", False, "Print the findings as JSON.")
     flags.DEFINE_list("peers", [], "Ask the doctors of other hosts: host:port,... (start them with --listen).")
     flags.DEFINE_string("listen", "", "Answer the doctors of other hosts at this port, or host:port, of this machine.")
-    flags.DEFINE_float("listen_seconds", 60.0, "For how long.")
+    flags.DEFINE_float("listen_seconds", 60.0, "Seconds for which --listen answers.")
     flags.DEFINE_integer("master_port", None, "Port where tfdist.launch is to meet; 29500 if nothing else tells.")
     flags.DEFINE_float("time_limit", TIME_LIMIT_S, "Seconds for all checks; what takes longer is a warning.")
 

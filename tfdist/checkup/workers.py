@@ -60,11 +60,11 @@ def find(environment: Environment, survey: gpus.Survey, environ: Mapping[str, st
         choice = detect.choose(environment, selection, workers, environ)
     except UserError as error:
         checks.append(refused("strategy", error))
-        return Place(workers, selection, None, _others("", environment, selection, workers, environ), checks)
+        return Place(workers, selection, None, _others(None, environment, selection, workers, environ), checks)
     checks.append(ok("strategy", f"{choice.name}, because {choice.reason}"))
     if (choice.name == "multi_worker" and workers.size > 1) or several:
         checks.append(_open_ports())
-    return Place(workers, selection, choice, _others(choice.name, environment, selection, workers, environ), checks)
+    return Place(workers, selection, choice, _others(choice, environment, selection, workers, environ), checks)
 
 
 def _tf_config(environ: Mapping[str, str]) -> list[Check]:
@@ -126,31 +126,39 @@ def _open_ports() -> Check:
 
 
 def _others(
-    chosen: str, environment: Environment, selection: gpus.Selection, workers: Cluster, environ: Mapping[str, str]
+    chosen: Choice | None,
+    environment: Environment,
+    selection: gpus.Selection,
+    workers: Cluster,
+    environ: Mapping[str, str],
 ) -> dict[str, str]:
     """Why each other strategy is not chosen."""
     found = {}
     for name in STRATEGIES:
-        if name not in ("auto", chosen):
-            try:
-                wanted = dataclasses.replace(environment, strategy=name)
-                detect.choose(wanted, selection, workers, environ)
-                found[name] = _possible(name, chosen, environment)
-            except UserError as error:
-                found[name] = str(error)
-        if name == "tpu" and name in found and not detect.tpu_hint(environ):
+        if name in (environment.strategy, chosen and chosen.name):
+            continue
+        try:
+            wanted = dataclasses.replace(environment, strategy=name)
+            found[name] = _possible(name, detect.choose(wanted, selection, workers, environ), chosen, environment)
+        except UserError as error:
+            found[name] = str(error)
+        if name == "tpu" and not detect.tpu_hint(environ):
             found[name] = "nothing says that there is a TPU"
     return found
 
 
-def _possible(name: str, chosen: str, environment: Environment) -> str:
+def _possible(name: str, instead: Choice, chosen: Choice | None, environment: Environment) -> str:
     """Why a strategy that would run is not chosen."""
+    if name == "auto":
+        return f"it would pick {instead.name}, because {instead.reason}"
     if environment.strategy != "auto" and chosen:
-        return f"it would run; --strategy={chosen} was asked for"
+        return f"it would run; --strategy={chosen.name} was asked for"
     match name:
         case "multi_worker":
             return "this process is the only worker: start several with tfdist.launch, srun, mpirun or TF_CONFIG"
         case "horovod":
             return "horovodrun has not started this process"
+        case _ if chosen and chosen.replicas > 1:
+            return f"it would run, on one device of {chosen.replicas}"
         case _:
-            return f"it would run, and uses less of what is here{f' than {chosen}' if chosen else ''}"
+            return "it would run"
