@@ -1,7 +1,5 @@
 """Checkpoints on disk, and the exact way back from them, within one process."""
 
-import dataclasses
-import json
 import pathlib
 import random
 import shutil
@@ -13,7 +11,8 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist import checkpoint, doctor, requeue, resume
+from tfdist import checkpoint, requeue, resume
+from tfdist.checkup import checkpoints as examination
 from tfdist.errors import Interrupted, TrainingError, UserError
 from tfdist.history import fingerprint
 
@@ -222,7 +221,7 @@ def test_the_newest_valid_one_is_used_and_the_damaged_one_set_aside(two, tmp_pat
     folder, lines = copy(two, tmp_path), []
     data = folder / "20" / "tensors.data-00000-of-00001"
     data.write_bytes(data.read_bytes()[:-1])
-    findings = doctor.examine(folder)
+    findings = examination.examine(folder)
     assert [(f.update, bool(f.problem), f.next) for f in findings] == [(20, True, False), (10, False, True)]
     chosen = choice(folder, lines.append).newest()
     assert chosen.path.name == "10"
@@ -352,30 +351,10 @@ def test_a_folder_that_cannot_be_written_does_not_stop_the_training(connect, tmp
     checkpoint.verify(tmp_path / "elsewhere" / "10")
 
 
-def test_doctor_says_what_a_resume_would_use(two, capsys):
-    lines = doctor._lines(doctor.examine(two))
-    assert len(lines) == 2 and lines[0].startswith("ok") and lines[0].endswith("<- a resume goes on from here")
-    assert json.dumps([dataclasses.asdict(f) for f in doctor.examine(two)])
-
-
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        ([], "--workdir is missing: give the folder of a run, such as runs/digits"),
-        (["--workdir=nowhere"], "--workdir=nowhere does not exist: give the folder of a run"),
-        (["--wokdir=x"], "Unknown command line flag 'wokdir'. Did you mean: workdir ?"),
-    ],
-)
-def test_doctor_with_wrong_flags(flags, message, run):
-    done = run("tfdist.doctor", *flags)
-    assert (done.returncode, done.stderr) == (2, f"tfdist: error: {message}\n")
-
-
-def test_doctor_of_a_run_without_checkpoints(run, tmp_path):
-    (tmp_path / "run").mkdir()
-    done = run("tfdist.doctor", "--workdir=run")
-    assert (done.returncode, done.stdout) == (0, "no checkpoints in run\n")
-    assert json.loads(run("tfdist.doctor", "--workdir=run", "--json").stdout)["checkpoints"] == []
+def test_doctor_says_what_a_resume_would_use(two):
+    newest, older = examination.checks(two, examination.examine(two))
+    assert (newest.status, older.status) == ("ok", "ok")
+    assert newest.finding.endswith("<- a resume goes on from here") and "resume" not in older.finding
 
 
 def test_requeueing_that_cannot_be_done(tmp_path, monkeypatch):

@@ -200,6 +200,7 @@ REFUSED = [
     (changed(HAND, MASTER_PORT="65536"), "MASTER_PORT=65536 is not a port"),
     (changed(HAND, MASTER_PORT="http"), "MASTER_PORT=http is not a port"),
     (changed(HAND, MASTER_ADDR="node1:29500"), "MASTER_ADDR=node1:29500 is not a host name or IP address: correct it"),
+    (changed(HAND, MASTER_ADDR="node..1"), "MASTER_ADDR=node..1 is not a host name or IP address"),
     (changed(HAND, MASTER_ADDR="node 1"), "MASTER_ADDR=node 1 is not a host name or IP address"),
     (changed(HAND, MASTER_ADDR="tcp://node1"), "MASTER_ADDR=tcp://node1 is not a host name"),
     (env("RANK=0 WORLD_SIZE=1 MASTER_PORT=x"), "MASTER_PORT=x is not a port"),

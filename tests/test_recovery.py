@@ -301,11 +301,11 @@ def test_a_whole_life_of_a_run_folder(start, tmp_path, whole):
     assert result(tmp_path)["updates"] == 270 and len(result(tmp_path)["history"]["loss"]) == 9
 
     examined = start(sys.executable, "-m", "tfdist.doctor", "--workdir=run")
-    assert examined.end() == 0 and "<- a resume goes on from here" in examined.lines[0]
+    assert examined.end() == 0 and "<- a resume goes on from here" in examined.text
     for path in (tmp_path / "run/checkpoints").glob("*/state.json"):
         path.write_text(path.read_text()[:-1] + " ")
     examined = start(sys.executable, "-m", "tfdist.doctor", "--workdir=run")
-    assert examined.end() == 2 and "state.json has changed: its checksum is wrong" in examined.lines[0]
+    assert examined.end() == 2 and "state.json has changed: its checksum is wrong" in examined.text
     refused = start(*WAYS["default"], *FLAGS, "--config.train.epochs=9", "--resume=require")
     assert refused.end() == 2
     assert "none of the 3 checkpoints in run/checkpoints is valid" in refused.lines[-1]

@@ -189,9 +189,11 @@ ORDER = [
     {"train", "launch", "horovod_build", "doctor"},
     {"report"},
     {"predictions", "report_curves", "report_quality", "report_runs", "report_tables"},
-    {"loop", "watchers", "rehearsal", "command", "leader", "horovod_workshop"},
+    {"loop", "watchers", "rehearsal", "command", "leader", "horovod_workshop", "checkup.display"},
     {"keeper", "evaluation", "progress", "timeline", "profile", "verdict", "horovod_source"},
+    {f"checkup.{name}" for name in ("checkpoints", "dataset", "network", "packages", "sight", "workers")},
     {"saving", "calls", "guard", "board", "rounds", "horovod_needs"},
+    {"checkup.hotline", "checkup.machine", "checkup.storage"},
     {"resume"},
     {"chart", "models", "optimizers", "history", "flops", "step", "state", "pace", "nodes", "process"},
     {"checks", "events"},
@@ -219,7 +221,7 @@ ORDER = [
         "records",
         "signals",
     },
-    {"config", "environment", "addresses", "spent"},
+    {"config", "environment", "addresses", "spent", "checkup.record"},
     {"errors"},
 ]
 

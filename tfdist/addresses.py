@@ -78,7 +78,10 @@ def checked_host(text: str, name: str) -> str:
 
 def is_host(text: str) -> bool:
     if ":" not in text:
-        return bool(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}", text))
+        # Python's resolver raises no OSError at a part that is empty or too long.
+        return len(text) <= 253 and bool(
+            re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,62}(\.[A-Za-z0-9_-]{1,63})*\.?", text)
+        )
     try:
         ipaddress.IPv6Address(text)
     except ValueError:

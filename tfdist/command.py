@@ -49,7 +49,8 @@ def parse(argv: list[str]) -> list[str]:
         config_flags.DEFINE_config_file("config", DEFAULT_CONFIG, "Experiment: a Python file with get_config().")
         for name in ("config", *(f.name for f in dataclasses.fields(environment.Environment))):
             # absl's --help lists the flags of the main module, and ours are defined elsewhere.
-            flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
+            if name in flags.FLAGS:
+                flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
         rest = flags.FLAGS(argv)
     except flags.Error as error:
         raise _complaint(error) from None

@@ -37,7 +37,7 @@ def prepare(environment: Environment, survey: gpus.Survey, selection: gpus.Selec
     """
     if not (environment.virtual_devices and not survey.gpus):
         gpus.apply(selection)
-    tf, seen, said = _start()
+    tf, seen, said = start()
     detect.check_visible(selection, len(seen), environment, said)
     virtual = environment.virtual_devices
     threads = environment.threads
@@ -57,7 +57,7 @@ def prepare(environment: Environment, survey: gpus.Survey, selection: gpus.Selec
     return Devices(tuple(f"CPU:{i}" for i in range(virtual or 1)), survey, selection)
 
 
-def _start() -> tuple:
+def start() -> tuple:
     """Imports TensorFlow and lists its GPUs.
 
     Its C++ side prints a dozen lines at that, whatever the log level, of which

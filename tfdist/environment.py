@@ -144,6 +144,6 @@ def define_flags() -> None:
 
 
 def from_flags(values: flags.FlagValues) -> Environment:
-    """The environment that parsed flags describe."""
-    found: dict[str, Any] = {f.name: values[f.name].value for f in dataclasses.fields(Environment)}
+    """The environment that parsed flags describe; a command need not have all of them."""
+    found: dict[str, Any] = {f.name: values[f.name].value for f in dataclasses.fields(Environment) if f.name in values}
     return Environment(**found)

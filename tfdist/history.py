@@ -110,7 +110,8 @@ class Recorder(keras.callbacks.Callback):
         self._epoch_first = self.updates - self._in_epoch
         self.begun = time.time() - state["seconds"]
         self.history = {name: list(values) for name, values in state["history"].items()}
-        self.rollbacks = state["rollbacks"]
+        # A checkpoint that training has gone back to knows nothing of what came after it.
+        self.rollbacks = max(self.rollbacks, state["rollbacks"], key=len)
         self._knows_file = True
         self._folder.cut(HISTORY, lambda line: "evaluation" not in line and line.get("updates", 0) <= self.updates)
 

@@ -198,6 +198,11 @@ class RunFolder:
             _sync(temporary)
             os.replace(temporary, self.path / name)
 
+    def remove(self, name: str) -> None:
+        """Deletes a file, if it is there."""
+        if self.writes:
+            (self.path / name).unlink(missing_ok=True)
+
     def save_model(self, model: Any) -> None:
         """Writes `model.keras`, under another name first: Keras writes in place, and a kill would leave half.
 

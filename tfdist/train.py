@@ -94,6 +94,8 @@ def _train(experiment: config.Experiment, where: environment.Environment, site: 
     say(f"strategy {distribution.name}, because {distribution.reason}: {_replicas(distribution)}")
     if site.selection.gpus:
         say(f"devices: {site.selection.describe()}")
+    if site.survey.problem:
+        say(f"WARNING: {site.survey.problem}: python -m tfdist.doctor says more")
 
     models.set_precision(experiment.train.precision)
     data = distribution.peers.once(lambda: catalog.load(experiment, prepare=not where.dry_run))
@@ -256,7 +258,11 @@ def _record(folder: Any, done: Any, found: Any, say: Any) -> None:
 
     content = dataclasses.asdict(done)
     report.write(folder, content, found, say)
-    folder.write("result.json", content)
+    try:
+        folder.write("result.json", content)
+    except TrainingError:  # the report may have taken the last of the disk, and this matters more
+        folder.remove(report.NAME)
+        folder.write("result.json", content)
 
 
 def _same_everywhere(peers: Any, weights_sha256: str) -> None:
