@@ -187,10 +187,10 @@ def test_an_unwritable_workdir(tmp_path):
 
 
 ORDER = [
-    {"train", "launch", "horovod_build", "doctor"},
-    {"loop", "progress", "command", "leader", "horovod_workshop"},
-    {"keeper", "evaluation", "verdict", "horovod_source"},
-    {"saving", "calls", "guard", "rounds", "horovod_needs"},
+    {"train", "launch", "horovod_build", "doctor", "compare"},
+    {"loop", "progress", "command", "leader", "horovod_workshop", "contest"},
+    {"keeper", "evaluation", "verdict", "horovod_source", "trial", "comparison_table", "comparison_picture"},
+    {"saving", "calls", "guard", "rounds", "horovod_needs", "comparison", "agreement"},
     {"resume"},
     {"models", "optimizers", "history", "step", "state", "pace", "nodes", "process"},
     {"checks", "events"},

@@ -121,6 +121,7 @@ def _run(argv: list[str]) -> int:
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, end)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin without
     with _own_folder(path) as folder:
         return Contest(wanted, experiment, given, folder).run()
 

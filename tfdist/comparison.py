@@ -208,7 +208,7 @@ def _closeness(rows: list[Row]) -> str:
 
 def _advice(chosen: Row, reference: Row, cores: int | None) -> list[str]:
     if chosen is reference or chosen.speedup is None:
-        return ["Use default on one device: nothing here is faster."]
+        return ["Use default on one device: nothing that trains the same model is faster here."]
     efficiency = f", efficiency {chosen.efficiency:.2f}" if chosen.efficiency is not None else ""
     lines = [f"Use {chosen.name}: {chosen.speedup:.2f} times the speed of {reference.name}{efficiency}."]
     limit = limits(chosen, cores)

@@ -10,7 +10,7 @@ from typing import Any
 from tfdist.comparison import Row
 
 COLOURS = {  # Okabe and Ito's, which people with any colour vision can tell apart
-    "default": "#000000",
+    "default": "#555555",
     "mirrored": "#0072B2",
     "multi_worker": "#D55E00",
     "horovod": "#009E73",
@@ -64,7 +64,7 @@ def _throughput(axes: Any, rows: Sequence[Row]) -> None:
         text = f"{rate:,.0f}" + ("  OTHER WEIGHTS" if wrong else "")
         axes.text(rate + 0.01 * most, i, text, va="center", fontsize=9, color="#B00000" if wrong else "black")
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
-    axes.invert_yaxis()
+    axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(0, 1.22 * most)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.set_xlabel("examples per second")
@@ -72,13 +72,13 @@ def _throughput(axes: Any, rows: Sequence[Row]) -> None:
 
 
 def _efficiency(axes: Any, rows: Sequence[Row]) -> None:
-    known = [row for row in rows if row.efficiency is not None]
+    known = [row for row in rows if row.efficiency is not None and row.weights != "different"]
     axes.axhline(1.0, color=_GREY, linewidth=1, linestyle=":")
     axes.annotate("all that can be had", (1, 1), (0, 3), ("axes fraction", "data"), "offset points",
                   ha="right", fontsize=8, color=_GREY)  # fmt: skip
     for strategy in dict.fromkeys(row.strategy for row in known):
         own = sorted((row for row in known if row.strategy == strategy), key=lambda row: row.replicas)
-        start = [(1, 1.0)] if strategy == "mirrored" else []  # on one device it is `default`
+        start = [] if own[0].replicas == 1 else [(1, 1.0)]  # the reference
         points = start + [(row.replicas, row.efficiency or 0.0) for row in own]
         axes.plot(*zip(*points), color=COLOURS[strategy], marker=MARKERS[strategy], markersize=7,
                   linewidth=2, label=strategy, alpha=0.9)  # fmt: skip

@@ -89,7 +89,7 @@ class Contest:
             self._save("failed" if isinstance(error, Exception) else "interrupted", [])
             if not isinstance(error, Exception):
                 done = ", ".join(row.name for row in self._rows if row.status == "completed")
-                self._say(f"stopped; finished {'were ' + done if done else 'was nothing'}")
+                self._say(f"stopped; finished: {done}" if done else "stopped; nothing was finished")
             raise
         lines = comparison.verdict(self._rows, self._cores)
         self._save("completed", lines)

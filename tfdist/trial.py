@@ -247,6 +247,7 @@ def _end(process: subprocess.Popen) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    psutil.wait_procs(family, timeout=GRACE_S)
 
 
 def _reason(log: pathlib.Path, code: int) -> str:
