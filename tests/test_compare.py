@@ -237,8 +237,9 @@ def test_rounding_that_has_grown_is_told_from_a_wrong_sum():
     wrong = comparison.checked(differs, apart(1e-2), agreement.CHECK_TOLERANCE, 31)
     assert (grown.weights, wrong.weights) == ("rounding", "different")
     assert comparison.exit_code([ONE, grown]) == 0 and comparison.exit_code([ONE, wrong]) == 1
-    assert "mirrored 2: in float64 the first 31 updates agree to 1e-13: rounding, which has grown." in (
-        comparison.verdict([ONE, grown], 2)
+    assert comparison.verdict([ONE, grown], 2)[0] == (
+        "mirrored 2 trains the same model, with weights 5e-02 apart: "
+        "in float64 the first 31 updates agree to 1e-13: rounding, which has grown."
     )
     few = agreement.check_flags(updates=900, epochs=30)
     assert few["config.train.steps"] == "31" and few["config.train.precision"] == "float64"
@@ -309,13 +310,20 @@ def test_figures_of_a_run_with_and_without_the_time():
 
 def test_long_rows_fit_into_80_columns(capsys, tmp_path):
     spent = {"input": 0.055, "compute": 1.0, "all_reduce": None, "python": 0.1234}
-    figures = dict(time=spent, peak_memory_bytes=123456789012, seconds_to_first_update=1234.56, oversubscribed=True)
+    figures = dict(
+        time=spent,
+        peak_memory_bytes=123456789012,
+        seconds_to_first_update=1234.56,
+        oversubscribed=True,
+        others_busy=1.5,
+    )
     evaluation = dict(evaluation={"loss": 0.5, "accuracy": 0.98}, evaluation_difference={"accuracy": -0.0012})
     long = row("multi_worker 16", 12345678.9, variable="block_3/attention/query/kernel", speedup=12.5, efficiency=0.78,
                **figures, **evaluation)  # fmt: skip
     gone = row("horovod 2", None, "", status="unavailable", reason="Horovod is not installed: " + "word " * 30)
     comparison_table.show(Console(width=80), [ONE, long, gone], "settings", ["verdict " * 30])
     out = capsys.readouterr().out
+    assert "Other programs kept up to 1.5 cores busy" in out
     assert all(len(line) <= 80 for line in out.splitlines()) and out.isascii()
     cells = ["multi_worker 16", "12,345,679", "12.50", "0.78*", "1234.6", "123.5", "6%", "100%", "-", "12%"]
     assert comparison_table.speed([long]) == [cells]

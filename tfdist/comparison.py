@@ -41,6 +41,8 @@ class Row:
     """`completed`, `unavailable` (it cannot run here) or `failed`."""
     reason: str = ""
     jit: str = ""
+    others_busy: float | None = None
+    """Cores that other programs kept busy just before the run."""
     seconds: float | None = None
     """Of the whole run, from the start of its processes to their end."""
     examples_per_second: float | None = None
@@ -168,16 +170,17 @@ def verdict(rows: list[Row], cores: int | None) -> list[str]:
     reference, others = rows[0], rows[1:]
     done = [row for row in others if row.weights]
     lines = [_different(row) for row in done if row.weights == "different"]
-    alike = [row for row in done if row.weights in JUDGED]
+    alike = [row for row in done if row.weights in ("identical", "same")]
     if not done:
         lines.append(f"Nothing ran besides {reference.name}: there is nothing to compare.")
-    elif not lines and len(alike) == len(done):
+    elif len(alike) == len(done):
         lines.append(f"All end with the same weights{_closeness(alike)}.")
     elif alike:
-        lines.append(
-            f"The same weights as {reference.name}: {', '.join(row.name for row in alike)}{_closeness(alike)}."
-        )
-    lines += [f"{row.name}: {row.why}." for row in done if row.weights == "rounding"]
+        names = ", ".join(row.name for row in alike)
+        lines.append(f"The same weights as {reference.name}: {names}{_closeness(alike)}.")
+    for row in done:
+        if row.weights == "rounding":
+            lines.append(f"{row.name} trains the same model, with weights {row.distance:.0e} apart: {row.why}.")
     for row in done:
         if row.weights == "nature":
             lines.append(f"{row.name} cannot be judged, it differs by nature: {row.why}. Compare without, to be sure.")

@@ -109,8 +109,15 @@ class Contest:
             self._say(f"{t.name} ({place}) cannot run here: {t.unavailable}")
             return row
         self._say(f"{t.name} ({place}) ...")
+        busy = round(trial.others_busy(), 2)
         outcome = self._start(t)
-        row = dataclasses.replace(row, status=outcome.status, reason=outcome.reason, seconds=round(outcome.seconds, 3))
+        row = dataclasses.replace(
+            row,
+            status=outcome.status,
+            reason=outcome.reason,
+            seconds=round(outcome.seconds, 3),
+            others_busy=busy,
+        )
         if outcome.status == "completed":
             found = comparison.measured(_read(t.folder / "result.json"), _read(t.folder / "environment.json"))
             row = dataclasses.replace(row, **found)

@@ -26,6 +26,8 @@ from tfdist.process import GRACE_S, end_with_the_parent
 
 TICK_S = 0.5
 """How often somebody who watches hears that a run goes on."""
+_LOOK_S = 0.3
+"""How long to look at what other programs do."""
 LOG = "output.log"
 _OTHERS = (
     *("TF_CONFIG", "TORCHELASTIC_", "HOROVOD_", "TFDIST_MEETING_FD", "SLURM_", "PMI_", "OMPI_COMM_WORLD_", "MLP_"),
@@ -189,6 +191,11 @@ def _horovodrun(unavailable: str) -> tuple[str, str]:
     if not runner and not problem:
         problem = "horovodrun is not on PATH: run python -m tfdist.horovod_build"
     return runner or "horovodrun", problem or unavailable
+
+
+def others_busy() -> float:
+    """Cores that other programs keep busy now, while no run of ours is under way."""
+    return psutil.cpu_percent(_LOOK_S) / 100 * (psutil.cpu_count() or 1)
 
 
 def run(trial: Trial, limit: float, tick: Callable[[float], None] = lambda seconds: None) -> Outcome:
