@@ -67,6 +67,9 @@ BAD_INPUT = [
     (["--resume=require", "--config.checkpoint.every=off"], "checkpoint.every=off, and a resume is asked for"),
     (["--resume=never", "--resume_changed"], "--resume=never and --resume_changed contradict each other: give one"),
     (["--resume=maybe"], "flag --resume=maybe: value should be one of <auto|never|require>"),
+    (["--profile=20"], "--profile=20 is not understood: write the first and the last update, such as 20:30"),
+    (["--profile=30:20"], "--profile=30:20 is not understood"),
+    (["--profile=1:500"], "--profile=1:500 is 500 updates, a trace that no browser opens: choose at most 100"),
     (["--requeue"], "--requeue is for Slurm's jobs, and SLURM_JOB_ID is not set"),
     (["--config.optimizer.reduce_dtype=int8"], "unknown optimizer.reduce_dtype 'int8'"),
     (["--config.optimizer.scale_learning_rate=cubic"], "unknown optimizer.scale_learning_rate 'cubic'"),
@@ -159,6 +162,8 @@ WITH_TENSORFLOW = [
      "must return a Keras optimizer, got str"),
     (["--config.optimizer.warmup=soon"], "optimizer.warmup='soon' is not a duration: write 100 steps, 2 epochs"),
     (["--config.optimizer.warmup=30 epochs"], "optimizer.warmup='30 epochs' is 900 updates of 900: leave some for training"),
+    (["--profile=880:901"], "--profile=880:901 is beyond the run's 900 updates: choose earlier ones"),
+    (["--dry_run", "--config.data.name=mnist"], "data set 'mnist' is not in "),
     (["--config.eval.every=10 steps"], "eval.every='10 steps' is not a whole number of epochs of 30 updates"),
 ]  # fmt: skip
 

@@ -164,9 +164,8 @@ def test_a_plan_by_steps():
 
 
 def test_the_loss_comes_first_and_arrays_are_left_out():
-    assert progress.numbers({"val_loss": 3.0, "accuracy": 0.5, "loss": 1.0, "f1": np.ones(3)}) == (
-        "loss 1.0000  accuracy 0.5000  val_loss 3.0000"
-    )
+    logs = {"val_loss": 3.0, "val_only": 1e-7, "accuracy": 0.5, "loss": 1.0, "f1": np.ones(3)}
+    assert progress.numbers(logs) == "loss 1.0000 (val 3.0000)  accuracy 0.5000  val_only 1.000e-07"
 
 
 def test_json_has_no_nan(tmp_path):
@@ -188,20 +187,31 @@ def test_an_unwritable_workdir(tmp_path):
 
 ORDER = [
     {"train", "launch", "horovod_build", "doctor", "compare"},
-    {"loop", "progress", "command", "leader", "horovod_workshop", "contest"},
-    {"keeper", "evaluation", "verdict", "horovod_source", "trial", "comparison_table", "comparison_picture"},
-    {"saving", "calls", "guard", "rounds", "horovod_needs", "comparison", "agreement"},
+    {"loop", "watchers", "rehearsal", "command", "leader", "horovod_workshop", "contest"},
+    {
+        "keeper",
+        "evaluation",
+        "progress",
+        "timeline",
+        "profile",
+        "verdict",
+        "horovod_source",
+        "trial",
+        "comparison_table",
+        "comparison_picture",
+    },  # fmt: skip
+    {"saving", "calls", "guard", "board", "rounds", "horovod_needs", "comparison", "agreement"},
     {"resume"},
-    {"models", "optimizers", "history", "step", "state", "pace", "nodes", "process"},
+    {"models", "optimizers", "history", "flops", "step", "state", "pace", "nodes", "process"},
     {"checks", "events"},
     {"datasets.catalog"},
     {"datasets.digits", "datasets.stdlib_text", "data"},
-    {"payload", "update", "metrics", "fused"},
+    {"payload", "update", "metrics", "fused", "watch"},
     {"objective", "layout"},
     {"strategy"},
-    {"hvd", "multi_worker"},
+    {"hvd", "multi_worker", "provenance"},
     {"devices", "distribution", "traffic", "meeting", "horovod_state"},
-    {"detect", "plan", "peers"},
+    {"detect", "plan", "peers", "usage"},
     {
         "callback_state",
         "checkpoint",
@@ -213,8 +223,9 @@ ORDER = [
         "run_folder",
         "imports",
         "default_config",
+        "signals",
     },
-    {"config", "environment", "addresses"},
+    {"config", "environment", "addresses", "spent"},
     {"errors"},
 ]
 

@@ -95,7 +95,7 @@ class Totals:
         self.examples = examples
 
     def add(self, result: tuple) -> dict[str, float]:
-        sums, examples, _, _, metrics = result
+        sums, examples, _, _, metrics, _ = result
         self.sums += sums.numpy()
         self.examples += float(examples)
         losses = self.sums / max(self.examples, 1.0)

@@ -54,6 +54,24 @@ def synchronizes(model: keras.Model) -> bool:
     return any(getattr(layer, "synchronized", False) for layer in model._flatten_layers())
 
 
+def use_xla(model: keras.Model, distribution: Distribution) -> bool:
+    """What `--jit` comes to for this model.
+
+    Raises:
+      UserError: it is on, and a layer reduces over replicas within what would be compiled.
+    """
+    if distribution.jit == "off":
+        return False
+    refused = distribution.replicas > 1 and synchronizes(model)
+    if distribution.jit == "auto":
+        return not refused and all(getattr(layer, "supports_jit", True) for layer in model._flatten_layers())
+    if refused:
+        raise UserError(
+            "--jit=on cannot compile synchronized BatchNorm over several replicas: use --jit=off, or synchronized=False"
+        )
+    return True
+
+
 def own_step(model: keras.Model) -> str:
     """Name of the first method by which the model replaces Keras' step, or an empty string."""
     for name in ("train_step", "compute_loss", "compute_metrics", "test_step"):

@@ -75,7 +75,8 @@ def train_flags(values: flags.FlagValues, jit: str, changed: dict[str, str]) -> 
     given |= {"config.checkpoint.best": ""} | changed
     path = getattr(values["config"], "config_filename", "")
     file = [f"--config={path}"] if values["config"].present else []
-    return [*file, *(f"--{name}={value}" for name, value in given.items()), f"--jit={jit}", "--progress=none"]
+    shown = [f"--jit={jit}", "--progress=none", "--notensorboard"]
+    return [*file, *(f"--{name}={value}" for name, value in given.items()), *shown]
 
 
 @contextlib.contextmanager

@@ -52,6 +52,8 @@ class Row:
     peak_device_memory_bytes: int | None = None
     time: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
     """Shares of the time of training, by the names of `PARTS`."""
+    flops_share: float | None = None
+    """Of what the devices can do at most, where that is known."""
     loss: tuple[float, ...] = ()
     """By epoch."""
     evaluation: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -86,6 +88,7 @@ def measured(result: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[
         "peak_memory_bytes": result.get("peak_memory_bytes"),
         "peak_device_memory_bytes": result.get("peak_device_memory_bytes"),
         "time": {name: None if s is None else s / total for name, s in spent.items()} if total else {},
+        "flops_share": result.get("flops_share"),
         "loss": tuple(math.nan if x is None else x for x in result.get("history", {}).get("loss", ())),
         "evaluation": result.get("evaluation", {}),
         "weights_sha256": result.get("weights_sha256", ""),
@@ -213,7 +216,8 @@ def _advice(chosen: Row, reference: Row, cores: int | None) -> list[str]:
     if chosen is reference or chosen.speedup is None:
         return ["Use default on one device: nothing that trains the same model is faster here."]
     efficiency = f", efficiency {chosen.efficiency:.2f}" if chosen.efficiency is not None else ""
-    lines = [f"Use {chosen.name}: {chosen.speedup:.2f} times the speed of {reference.name}{efficiency}."]
+    share = f", {chosen.flops_share:.0%} of what the devices can do" if chosen.flops_share is not None else ""
+    lines = [f"Use {chosen.name}: {chosen.speedup:.2f} times the speed of {reference.name}{efficiency}{share}."]
     limit = limits(chosen, cores)
     return [*lines, limit] if limit else lines
 

@@ -15,7 +15,11 @@ JIT = ("auto", "on", "off")
 PROGRESS = ("auto", "bar", "plain", "none")
 COMMUNICATION = ("auto", "ring", "nccl")
 RESUME = ("auto", "never", "require")
-OF_A_RUN = ("workdir", "resume", "resume_changed", "requeue", "progress")
+OF_A_RUN = (
+    "workdir", "resume", "resume_changed", "requeue", "progress", "tensorboard", "profile", "dry_run",
+)  # fmt: skip
+MOST_PROFILED = 100
+"""Updates in a profile; more make a trace that no browser opens."""
 """Fields that mean something to `tfdist.train` only."""
 
 
@@ -33,6 +37,9 @@ class Environment:
     threads: int | None = None
     jit: str = "auto"
     progress: str = "auto"
+    tensorboard: bool = True
+    profile: str = ""
+    dry_run: bool = False
     communication: str = "auto"
     bucket_bytes: int | None = None
     start_timeout: float = 120.0
@@ -60,6 +67,7 @@ class Environment:
             raise UserError(
                 f"--devices={self.devices} is not understood: use all, none, driver numbers such as 0,3, or idle:2"
             )
+        self._check_profile()
         numbers = self.devices.split(",")
         if len(set(numbers)) != len(numbers):
             raise UserError(f"--devices={self.devices} names a device twice: name each once")
@@ -72,6 +80,21 @@ class Environment:
             raise UserError(
                 f"--strategy=default uses one device, --virtual_devices={self.virtual_devices} asks for more: "
                 "use --strategy=mirrored"
+            )
+
+    def _check_profile(self) -> None:
+        if not self.profile:
+            return
+        found = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", self.profile)
+        if not found or int(found[1]) > int(found[2]):
+            raise UserError(
+                f"--profile={self.profile} is not understood: write the first and the last update, such as 20:30"
+            )
+        count = int(found[2]) - int(found[1]) + 1
+        if count > MOST_PROFILED:
+            raise UserError(
+                f"--profile={self.profile} is {count} updates, a trace that no browser opens: "
+                f"choose at most {MOST_PROFILED}"
             )
 
 
@@ -102,6 +125,9 @@ def define_flags() -> None:
     flags.DEFINE_enum(
         "progress", d.progress, PROGRESS, "Progress display; auto: a bar on a terminal, else plain lines."
     )
+    flags.DEFINE_bool("tensorboard", d.tensorboard, "Write --workdir/tensorboard.")
+    flags.DEFINE_string("profile", d.profile, "Trace the updates FROM:TO, for TensorBoard and as profile.txt.")
+    flags.DEFINE_bool("dry_run", d.dry_run, "Print the plan, or why it could not run, and stop; writes nothing.")
     flags.DEFINE_enum(
         "communication",
         d.communication,

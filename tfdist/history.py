@@ -10,8 +10,13 @@ import keras
 import numpy as np
 import psutil
 
+from tfdist import update
 from tfdist.plan import Plan
 from tfdist.run_folder import RunFolder
+from tfdist.spent import Call, Spent
+
+HISTORY, TIMELINE = "history.jsonl", "timeline.jsonl"
+"""One line per epoch and evaluation; samples and marks over time (see `timeline`)."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -46,12 +51,24 @@ class Result:
     restarts: int
     """How often the launcher has started the workers anew."""
     versions: dict[str, str]
+    time: dict[str, float | None]
+    """Seconds of this worker in steady state by `input`, `compute`, `all_reduce` and `python` (see `spent.Spent`)."""
+    peak_memory_bytes: int
+    """Of the chief, in the machine's memory."""
+    peak_device_memory_bytes: int | None
+    """Of its fullest GPU."""
+    flops_per_example: int | None
+    """Model FLOPs, forward and backward (see `flops`)."""
+    flops_per_second: float | None
+    flops_share: float | None
+    """Of what the devices can do at most, where that is known."""
 
 
 class Recorder(keras.callbacks.Callback):
     """Measures a run and writes `history.jsonl`."""
 
     takes_many_updates = True
+    wants_gradient_norm = True
 
     def __init__(self, folder: RunFolder, plan: Plan):
         super().__init__()
@@ -65,6 +82,10 @@ class Recorder(keras.callbacks.Callback):
         self.epochs = 0
         self.history: dict[str, list] = {}
         self.rollbacks: list[dict] = []
+        self.spent = Spent()
+        """In steady state."""
+        self._of_epoch = Spent()
+        self._norm: float | None = None
         self._rates: list[tuple[int, float]] = []
         self._epoch_first = 0
         """Updates before the running epoch."""
@@ -91,21 +112,28 @@ class Recorder(keras.callbacks.Callback):
         self.history = {name: list(values) for name, values in state["history"].items()}
         self.rollbacks = state["rollbacks"]
         self._knows_file = True
-        self._folder.cut(
-            "history.jsonl", lambda line: "evaluation" not in line and line.get("updates", 0) <= self.updates
-        )
+        self._folder.cut(HISTORY, lambda line: "evaluation" not in line and line.get("updates", 0) <= self.updates)
 
     def on_rollback(self, update: int, skipped: list[int]) -> None:
         """Notes that training went back."""
         self.rollbacks = [*self.rollbacks, {"to": update, "skipped": skipped}]
-        self._folder.append("history.jsonl", {"rollback": self.rollbacks[-1], "updates": update})
+        self._folder.append(HISTORY, {"rollback": self.rollbacks[-1], "updates": update})
 
     def on_epoch_begin(self, epoch, logs=None):
         if not self._knows_file:  # an attempt that was killed before its first checkpoint has left lines
             self._knows_file = True
-            self._folder.cut("history.jsonl", lambda line: False)
+            for name in (HISTORY, TIMELINE):
+                self._folder.cut(name, lambda line: False)
+        self._of_epoch = Spent()
         self._rate_from, self._epoch_start = self._in_epoch, time.perf_counter()
         self._last = self._epoch_start
+
+    def on_call(self, call: Call) -> None:
+        """Adds up where the time goes."""
+        self._of_epoch += call.spent
+        self._norm = call.gradient_norm
+        if call.steady:
+            self.spent += call.spent
 
     def on_train_batch_end(self, batch, logs=None):
         self._last = time.perf_counter()
@@ -126,12 +154,13 @@ class Recorder(keras.callbacks.Callback):
         self._rates.append((examples, seconds))
         rate = examples / seconds if seconds > 0 and examples else None
         line = {"epoch": self.epochs, "updates": self.updates, "seconds": round(time.time() - self.begun, 3)}
-        self._folder.append("history.jsonl", line | {"examples_per_second": rate} | logs)
+        rest = {"examples_per_second": rate, "learning_rate": learning_rate(self.model), "gradient_norm": self._norm}
+        self._folder.append(HISTORY, line | rest | {"time": dataclasses.asdict(self._of_epoch)} | logs)
         self._epoch_first, self._in_epoch = self.updates, 0
 
     def evaluated(self, values: dict[str, float]) -> None:
         """Notes an evaluation outside of an epoch."""
-        self._folder.append("history.jsonl", {"evaluation": values, "updates": self.updates})
+        self._folder.append(HISTORY, {"evaluation": values, "updates": self.updates})
 
     @property
     def examples_seen(self) -> int:
@@ -148,6 +177,11 @@ class Recorder(keras.callbacks.Callback):
     def _examples(self, first: int, last: int) -> int:
         batch = self._plan.global_batch
         return min(last * batch, self._plan.examples) - min(first * batch, self._plan.examples)
+
+
+def learning_rate(model: keras.Model) -> float:
+    """Of the next update."""
+    return float(update.inner(model.optimizer).learning_rate)
 
 
 def fingerprint(model: keras.Model) -> tuple[str, float]:

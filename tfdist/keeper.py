@@ -102,15 +102,20 @@ class Keeper:
             f"WARNING: {error}; back to update {found.update}, and without updates "
             f"{', '.join(str(u + 1) for u in bad)} from there ({self._back} of {most} times)"
         )
-        for callback in self._run.callbacks.callbacks:
-            if hasattr(callback, "on_rollback"):
-                callback.on_rollback(found.update, bad)
+        self._tell("on_rollback", found.update, bad)
         return found
 
     def _save(self, now: Position, wait: bool = False) -> None:
         assert self._checkpoints is not None
         self._checkpoints.save(self._run, now, wait)
         self._saved = _key(now)
+        self._tell("on_checkpoint", now.update)
+
+    def _tell(self, hook: str, *arguments: Any) -> None:
+        """Keras knows no such hooks; callbacks of one's own may have them."""
+        for callback in self._run.callbacks.callbacks:
+            if hasattr(callback, hook):
+                getattr(callback, hook)(*arguments)
 
 
 def _key(position: Position) -> Key:

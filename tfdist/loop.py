@@ -20,6 +20,7 @@ from tfdist.layout import Layout, unpack
 from tfdist.pace import Pace
 from tfdist.resume import Position
 from tfdist.saving import Checkpoints, Run
+from tfdist.spent import Call, Spent
 from tfdist.step import Step
 
 
@@ -191,6 +192,9 @@ class _Training:
         self._should_stop = should_stop
         self._keeper = keeper
         self._guard = Guard(step.model, step.distribution)
+        self._watchers = [c for c in callbacks.callbacks if hasattr(c, "on_call")]
+        self._limits = [c.limit_call for c in callbacks.callbacks if hasattr(c, "limit_call")]
+        self._norm = any(getattr(c, "wants_gradient_norm", False) for c in callbacks.callbacks)
         # Loss scaling skips such updates, and Keras' own callback ends the training in its own way.
         self._forgives_nan = hasattr(step.model.optimizer, "inner_optimizer") or any(
             isinstance(c, keras.callbacks.TerminateOnNaN) for c in callbacks.callbacks
@@ -211,16 +215,21 @@ class _Training:
             self._feed.resume(now.update, now.epoch, now.begun)
             self._at = now.update
         totals = calls.Totals(step.part_names, now.sums, now.examples)
+        ended = time.perf_counter()
         while now.begun < limit and not model.stop_training:
             if now.update in now.skipped:
                 now.update, now.begun = now.update + 1, now.begun + 1
                 self._feed.resume(now.update, now.epoch, now.begun)
                 continue
-            want = int(min(self._pace.updates, limit - now.begun, self._keeper.limit(now)))
+            limits = (limit - now.begun, self._keeper.limit(now), *(most(now.update) for most in self._limits))
+            want = int(min(self._pace.updates, *limits))
+            asked = time.perf_counter()
             part = self._feed.next(now.update, want)
-            call = step.compiled("train", self._layout, part.full, self._reduce_dtype)
+            waited = time.perf_counter() - asked
+            call = step.compiled("train", self._layout, part.full, self._reduce_dtype, self._norm)
             self._guard.look(now.update)
             self._callbacks.on_train_batch_begin(now.begun)
+            steady = id(call) in step.warm
             start = time.perf_counter()
             arguments = (part.feed, tf.constant(part.first), tf.constant(part.last))
             result = calls.run(step, call, arguments, now.update)
@@ -228,6 +237,8 @@ class _Training:
             if not done:
                 break
             seconds = time.perf_counter() - start
+            python, ended = start - ended - waited, start + seconds
+            watched = self._watched(result, done, seconds, waited, python, steady)
             now.logs = totals.add(result)
             bad = int(result[2])
             now.begun, now.update = now.begun + done, now.update + done
@@ -236,6 +247,8 @@ class _Training:
             step.distribution.peers.doing("python", now.update)
             if bad >= 0 and not self._forgives_nan:
                 raise _not_finite(now.logs, now.update - done + bad - part.first, now.epoch)
+            for watcher in self._watchers:
+                watcher.on_call(watched)
             self._callbacks.on_train_batch_end(now.begun - 1, now.logs)
             label = f"update {now.update}"
             seconds, late = calls.agree(step, label, seconds, self._should_stop, self._keeper.late())
@@ -248,6 +261,20 @@ class _Training:
             raise UserError(
                 f"the data set ended before the first update of epoch {now.epoch + 1}: give it a batch at least"
             )
+
+    def _watched(self, result: tuple, done: int, seconds: float, waited: float, python: float, steady: bool) -> Call:
+        """What a call tells of itself.
+
+        Args:
+          result: of the compiled function.
+          seconds: that it took.
+          waited: seconds for its argument.
+          python: seconds before it.
+        """
+        for_input, for_sums, norm = result[5].numpy().tolist()
+        known = self._step.timed or self._step.distribution.replicas == 1
+        spent = Spent(waited + for_input, seconds - for_input - for_sums, for_sums if known else None, python)
+        return Call(done, int(result[1]), spent, steady, norm if self._norm else None)
 
 
 def _not_finite(logs: dict, update: int, epoch: int) -> NotFinite:

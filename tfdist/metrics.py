@@ -1,4 +1,5 @@
-"""Updates of compiled Keras metrics, without the small ops that cost a small model its speed."""
+"""Compiled Keras metrics in a compiled step: their updates, without the small ops that cost a small model its speed,
+and their results."""
 
 from __future__ import annotations
 
@@ -7,13 +8,24 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.distribution import Distribution
+from tfdist.layout import unpack
 
-def update(compiled: Any, y: Any, y_pred: Any, weight: Any) -> None:
-    """Does what `compiled.update_state(y, y_pred, weight)` does, in replica context.
+
+def update(compiled: Any, data: Any, y_pred: Any, real: Any) -> None:
+    """Does what `compiled.update_state(y, y_pred, weight)` does with the real rows alone, in replica context.
 
     Args:
-      compiled: a built `model._compile_metrics`.
+      compiled: a built `model._compile_metrics`, or None.
+      data: (x, y, weight).
+      real: how many rows are examples and not filler; None for all.
     """
+    if compiled is None:
+        return
+    _, y, weight = unpack(data)
+    if real is not None:
+        y, y_pred = _rows(y, real), _rows(y_pred, real)
+        weight = None if weight is None else _rows(weight, real)
     outputs = compiled._flatten_y(y_pred)
     targets = compiled._flatten_y(y)
     weights = [None] * len(targets)
@@ -57,3 +69,26 @@ def _add_to_mean(metric: Any, y_true: Any, y_pred: Any) -> None:
     metric.total.value.assign_add(tf.reduce_sum(values), read_value=False)
     rows = values.shape[0] if values.shape[0] is not None else tf.shape(values)[0]
     metric.count.value.assign_add(tf.cast(rows, metric.count.dtype), read_value=False)
+
+
+def results(model: keras.Model, distribution: Distribution) -> dict[str, Any]:
+    """Results of all metrics but the loss values, under Keras' names."""
+    skipped = {id(m) for m in ([model._loss_tracker] + (model._compile_loss.metrics if model._compile_loss else []))}
+    own = [metric for metric in model.metrics if id(metric) not in skipped]
+    found: dict = {}
+    with distribution.totals([v for metric in own for v in metric.variables]):
+        for metric in own:
+            result = metric.result()
+            found.update(result if isinstance(result, dict) else {metric.name: result})
+        return {name: tf.convert_to_tensor(value) for name, value in found.items()}
+
+
+def _rows(values: Any, real: Any) -> Any:
+    def one(t):
+        part = t[:real]
+        mask = getattr(t, "_keras_mask", None)
+        if mask is not None:
+            part._keras_mask = mask[:real]
+        return part
+
+    return keras.tree.map_structure(one, values)

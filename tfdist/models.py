@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import keras
 
 from tfdist import config, imports
-from tfdist.datasets.catalog import Spec
+from tfdist.data import one_hot
+from tfdist.datasets.catalog import Loaded, Spec
 from tfdist.errors import UserError
+
+
+def set_precision(precision: str) -> None:
+    """`train.precision` for the models that are made from now on."""
+    keras.config.set_floatx("float64" if precision == "float64" else "float32")
+    keras.config.set_dtype_policy(precision)
 
 
 def build(experiment: config.Experiment, spec: Spec) -> keras.Model:
@@ -27,6 +35,42 @@ def build(experiment: config.Experiment, spec: Spec) -> keras.Model:
     if not isinstance(model, keras.Model):
         raise UserError(f"model.name={name!r} must return a keras.Model, got {type(model).__name__}")
     return model
+
+
+def compiled(model: keras.Model, optimizer: Any, experiment: config.Experiment, data: Loaded) -> Loaded:
+    """Gives the model its optimizer, and a loss that fits the data unless it brought one.
+
+    Returns:
+      The data, its targets in the form that the loss wants.
+
+    Raises:
+      UserError: label smoothing where it has no place.
+    """
+    smoothing = experiment.train.label_smoothing
+    if model.compiled or data.spec.classes is None:
+        if smoothing:
+            raise UserError(
+                f"train.label_smoothing={smoothing} is for classification with tfdist's own loss: set it to 0"
+            )
+        if not model.compiled:
+            model.compile(optimizer=optimizer, loss="mse", metrics=["mae"])
+        elif model.dtype_policy.name == "mixed_float16":
+            model.optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+        else:
+            model.optimizer = optimizer
+        return data
+    weighted = len(getattr(data.train, "columns", ())) == 3
+    reduction = "mean_with_sample_weight" if weighted else "sum_over_batch_size"
+    loss: Any
+    if smoothing:
+        loss = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=smoothing, reduction=reduction)
+        train, evaluation = one_hot(data.train, data.spec.classes), one_hot(data.eval, data.spec.classes)
+        data = dataclasses.replace(data, train=train, eval=evaluation)
+    else:
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
+    metrics = {"weighted_metrics" if weighted else "metrics": ["accuracy"]}
+    model.compile(optimizer=optimizer, loss=loss, **metrics)
+    return data
 
 
 def _function(name: str) -> Callable[..., keras.Model]:

@@ -131,6 +131,16 @@ def interval(
     return max(1, found), math.inf
 
 
+def profiled(text: str, plan: Plan) -> tuple[int, int]:
+    """The first and last update of `--profile`, counted from 1; (0, 0) for none."""
+    if not text:
+        return 0, 0
+    first, last = map(int, text.split(":"))
+    if last > plan.updates:
+        raise UserError(f"--profile={text} is beyond the run's {plan.updates} updates: choose earlier ones")
+    return first, last
+
+
 def better(text: str) -> tuple[str, int]:
     """`checkpoint.best` as a metric's name, and +1 where more is better or -1 where less is."""
     mode, _, name = text.strip().rpartition(" ")

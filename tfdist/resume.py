@@ -9,7 +9,10 @@ from typing import Any
 
 from tfdist import checkpoint
 from tfdist.checkpoint import DamagedError
+from tfdist.config import Experiment, flat
+from tfdist.environment import Environment
 from tfdist.errors import UserError
+from tfdist.run_folder import RunFolder
 
 HARMLESS = (
     "config.train.accumulate",
@@ -156,3 +159,40 @@ def refusal(what: str, odd: list[str]) -> str:
         "choose another --workdir or --config.name, or --resume=never, which sets the earlier run aside, "
         "or --resume_changed"
     )
+
+
+def same_experiment(folder: RunFolder, experiment: Experiment, where: Environment, attempt: int) -> None:
+    """Refuses a folder that holds a run of another experiment."""
+    earlier = folder.earlier() if folder.holds_run else None
+    if earlier is None or where.resume_changed or _begins_anew(where, attempt):
+        return
+    odd = differences(flat(experiment), flat(earlier))
+    if odd:
+        raise UserError(refusal(str(folder.path), odd))
+
+
+def _begins_anew(where: Environment, attempt: int) -> bool:
+    """A run that the launcher starts again goes on, whatever was asked for at first."""
+    return where.resume == "never" and attempt == 0
+
+
+def goes_on(folder: RunFolder, where: Environment, attempt: int, no_checkpoints: bool) -> bool:
+    """Whether this run continues the one in the folder, instead of setting it aside."""
+    if attempt > 0:
+        return True
+    if _begins_anew(where, attempt) or no_checkpoints:
+        return False
+    if where.resume == "require" or where.resume_changed:
+        return True
+    try:
+        return not folder.completed and bool(checkpoint.found(folder.checkpoints))
+    except OSError:
+        return True  # and the resume says what is wrong
+
+
+def intent(folder: RunFolder, goes_on: bool) -> str:
+    """What will be done with the run folder, for a person."""
+    if not goes_on:
+        return f"{folder.path}, the run in it set aside" if folder.holds_run else str(folder.path)
+    newest = checkpoint.found(folder.checkpoints)
+    return f"{folder.path}, from update {checkpoint.update_of(newest[0])} on" if newest else str(folder.path)

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist import checks, fused, metrics, traffic, update
+from tfdist import checks, fused, metrics, traffic, update, watch
 from tfdist.distribution import Distribution
 from tfdist.errors import UserError
 from tfdist.layout import Layout, fetch, unpack, with_shape
@@ -30,22 +30,27 @@ class Step:
     def __init__(self, model: keras.Model, distribution: Distribution):
         self.model = model
         self.distribution = distribution
-        self.jit = _use_xla(model, distribution)
+        self.jit = checks.use_xla(model, distribution)
         self.objective = Objective(model, jit=self.jit)
         self.part_names: list[str] = []
         self.output_shape: tuple = ()
+        # A GPU works behind the back of the host, whose clock then tells nothing.
+        self.timed = distribution.devices[0].startswith("CPU")
+        """Whether the compiled functions can tell what they wait for."""
         self.warm: set[int] = set()
         """Ids of the functions that have been called, and so compiled."""
         self._compiled: dict[tuple, Callable] = {}
         self._reset: Callable | None = None
 
-    def compiled(self, kind: str, layout: Layout, full: bool = False, reduce_dtype: str = "float32") -> Callable:
+    def compiled(
+        self, kind: str, layout: Layout, full: bool = False, reduce_dtype: str = "float32", norm: bool = False
+    ) -> Callable:
         """`train`, `test` or `predict` for a layout, made once."""
-        key = (kind, layout, full, reduce_dtype)
+        key = (kind, layout, full, reduce_dtype, norm)
         if key not in self._compiled:
             match kind:
                 case "train":
-                    self._compiled[key] = self.train(layout, full, reduce_dtype)
+                    self._compiled[key] = self.train(layout, full, reduce_dtype, norm)
                 case "test":
                     self._compiled[key] = self.test(layout)
                 case "predict":
@@ -61,17 +66,18 @@ class Step:
 
     # -- what a call does ---------------------------------------------------
 
-    def train(self, layout: Layout, full: bool = False, reduce_dtype: str = "float32") -> Callable:
+    def train(self, layout: Layout, full: bool = False, reduce_dtype: str = "float32", norm: bool = False) -> Callable:
         """`call(feed, first, last)` makes an update of each of these global batches.
 
         With `full`, they are known to be full and to divide evenly, which saves
         small models the handling of filler. Gradients travel as `reduce_dtype`.
-        See `_loop` for what it returns.
+        With `norm`, the norm of the last update's gradient is taken. See `_loop`
+        for what it returns.
         """
         update.check(self.model.optimizer)
 
-        def one(batch, count):
-            return self._update(layout, batch, layout.batch if full else count, reduce_dtype)
+        def one(batch, count, is_last):
+            return self._update(layout, batch, layout.batch if full else count, reduce_dtype, is_last if norm else None)
 
         call = self._loop(layout, one)
 
@@ -84,26 +90,30 @@ class Step:
 
     def test(self, layout: Layout) -> Callable:
         """As `train`, but only measures."""
-        call = self._loop(layout, lambda batch, count: self._measure(layout, batch, count))
+        call = self._loop(layout, lambda batch, count, is_last: self._measure(layout, batch, count))
         return tf.function(call, autograph=False, reduce_retracing=True)
 
     def _loop(self, layout: Layout, one: Callable) -> Callable:
         """A loop over global batches, to be compiled.
 
-        It returns (sums, examples, bad, done, metrics): loss values times
-        examples [1 + outputs] and examples as float64, the first batch with a
-        loss that is not finite (or -1), how many batches there were, and the
-        metric results so far by name.
+        It returns (sums, examples, bad, done, metrics, watched): loss values
+        times examples [1 + outputs] and examples as float64, the first batch
+        with a loss that is not finite (or -1), how many batches there were, the
+        metric results so far by name, and of this worker, as float64 [3], the
+        seconds of waiting for input and for the all-reduce, and the last norm.
         """
         distribution = self.distribution
+        size = 1 + len(self.part_names)
 
         def call(feed, first, last):
-            def body(i, sums, examples, bad, more):
+            def body(i, sums, examples, bad, more, watched, ended):
                 more, take = fetch(feed, i, layout)
+                waited = watch.wait(ended, more) if self.timed and watch.can_wait(feed) else None
 
                 def work():
                     table, rows, count = take()
-                    losses = distribution.local(distribution.run(one, ((table, rows), count)))[0]
+                    values = distribution.local(distribution.run(one, ((table, rows), count, tf.equal(i + 1, last))))[0]
+                    losses, seen = values[:size], values[size:]
                     weight = tf.cast(count, tf.float64)
                     finite = tf.math.is_finite(losses[0])
                     return (
@@ -112,19 +122,30 @@ class Step:
                         examples + weight,
                         tf.where(tf.logical_or(finite, bad >= 0), bad, i),
                         tf.constant(True),
+                        watch.add(watched, waited, seen),
+                        ended if waited is None else watch.now(finite),
                     )
 
-                return work() if more is True else tf.cond(more, work, lambda: (i, sums, examples, bad, more))
+                if more is True:
+                    return work()
+                return tf.cond(more, work, lambda: (i, sums, examples, bad, more, watched, ended))
 
-            size = 1 + len(self.part_names)
-            i, sums, examples, bad, _ = tf.while_loop(
-                lambda i, sums, examples, bad, more: tf.logical_and(i < last, more),
+            i, sums, examples, bad, _, watched, _ = tf.while_loop(
+                lambda i, sums, examples, bad, more, *_: tf.logical_and(i < last, more),
                 body,
-                (first, tf.zeros([size], tf.float64), tf.zeros([], tf.float64), tf.constant(-1), tf.constant(True)),
+                (
+                    first,
+                    tf.zeros([size], tf.float64),
+                    tf.zeros([], tf.float64),
+                    tf.constant(-1),
+                    tf.constant(True),
+                    tf.zeros([3], tf.float64),
+                    watch.now(),
+                ),
                 # Two rounds at a time would have a collective in flight twice under one name.
                 parallel_iterations=1 if distribution.workers > 1 else 10,
             )
-            return sums, examples, bad, i - first, self._results()
+            return sums, examples, bad, i - first, metrics.results(self.model, distribution), watched
 
         return call
 
@@ -221,20 +242,35 @@ class Step:
                 leaf._keras_mask = next(found)
         return kept["payload"].with_tensors(tensors), keras.tree.pack_sequence_as(kept["outputs"], leaves)
 
-    def _update(self, layout: Layout, batch: tuple, count: Any, reduce_dtype: str) -> Any:
-        """One update on one replica; returns the loss values, the same on every replica."""
+    def _update(self, layout: Layout, batch: tuple, count: Any, reduce_dtype: str, norm_wanted: Any) -> Any:
+        """One update on one replica.
+
+        Args:
+          norm_wanted: bool scalar, whether to take the norm of the gradient; None for never.
+
+        Returns:
+          The loss values, the same on every replica, and if anything was watched: the seconds that the all-reduce
+          took here, and the norm.
+        """
         model, optimizer = self.model, self.model.optimizer
         data = self._take(layout, *batch)
         scale = None if optimizer is update.inner(optimizer) else tf.convert_to_tensor(optimizer.dynamic_scale)
         if layout.accumulate == 1:
             payload, y_pred = self._compiled_pass(data, self._real(layout, count), count, True, scale)
-            self._update_metrics(data, y_pred, self._real(layout, count))
+            metrics.update(self.model._compile_metrics, data, y_pred, self._real(layout, count))
         else:
             payload = self._accumulate(layout, data, count, scale)
+        begun = None
+        if self.timed and self.distribution.replicas > 1:
+            begun = watch.now(*payload.tensors())
+            payload.sums = watch.after(begun, payload.sums)
         payload = payload.with_tensors(self._summed(payload, reduce_dtype))
+        seconds = None if begun is None else watch.now(*payload.tensors()) - begun
         penalties, penalty = self._penalty()
-        update.apply(optimizer, payload.gradients(), model.trainable_variables, penalty)
-        return payload.losses(penalties)
+        gradients = payload.gradients()
+        norm = None if norm_wanted is None else watch.norm(gradients, scale, norm_wanted)
+        update.apply(optimizer, gradients, model.trainable_variables, penalty)
+        return watch.beside(payload.losses(penalties), seconds, norm)
 
     def _summed(self, payload: Payload, dtype: str) -> list:
         """`payload.tensors()` over all replicas; gradients may travel in a smaller type, sums do not."""
@@ -273,7 +309,7 @@ class Step:
             )
             real = self._real(layout, count, i)
             payload, y_pred = self._compiled_pass(part, real, count, True, scale)
-            self._update_metrics(part, y_pred, real)
+            metrics.update(self.model._compile_metrics, part, y_pred, real)
             return payload
 
         payload = micro(0)
@@ -316,36 +352,9 @@ class Step:
         data = self._take(layout, *batch)
         real = self._real(layout, count)
         payload, y_pred = self._compiled_pass(data, real, count, False)
-        self._update_metrics(data, y_pred, real)
+        metrics.update(self.model._compile_metrics, data, y_pred, real)
         payload = payload.with_tensors(self.distribution.all_sum(payload.tensors()))
         return payload.losses(self.objective.regularization())
-
-    # -- metrics ------------------------------------------------------------
-
-    def _update_metrics(self, data: Any, y_pred: Any, real: Any) -> None:
-        """Updates the compiled metrics with the real rows alone, as Keras would with a short batch."""
-        compiled = self.model._compile_metrics
-        if compiled is None:
-            return
-        _, y, weight = unpack(data)
-        if real is not None:
-            y, y_pred = _rows(y, real), _rows(y_pred, real)
-            weight = None if weight is None else _rows(weight, real)
-        metrics.update(compiled, y, y_pred, weight)
-
-    def _results(self) -> dict:
-        """Results of all metrics but the loss values, under Keras' names."""
-        model = self.model
-        skipped = {
-            id(m) for m in ([model._loss_tracker] + (model._compile_loss.metrics if model._compile_loss else []))
-        }
-        own = [metric for metric in model.metrics if id(metric) not in skipped]
-        results: dict = {}
-        with self.distribution.totals([v for metric in own for v in metric.variables]):
-            for metric in own:
-                result = metric.result()
-                results.update(result if isinstance(result, dict) else {metric.name: result})
-            return {name: tf.convert_to_tensor(value) for name, value in results.items()}
 
     def build(self, data: Any, outputs_only: bool = False) -> None:
         """Creates what Keras creates lazily (weights, metric and optimizer variables), under the scope.
@@ -371,32 +380,3 @@ class Step:
             if optimizer is not None and not optimizer.built:
                 optimizer.build(model.trainable_variables)
         self.objective = Objective(model, jit=self.jit)
-
-
-def _use_xla(model: keras.Model, distribution: Distribution) -> bool:
-    """What `--jit` comes to for this model.
-
-    Raises:
-      UserError: it is on, and a layer reduces over replicas within what would be compiled.
-    """
-    if distribution.jit == "off":
-        return False
-    refused = distribution.replicas > 1 and checks.synchronizes(model)
-    if distribution.jit == "auto":
-        return not refused and all(getattr(layer, "supports_jit", True) for layer in model._flatten_layers())
-    if refused:
-        raise UserError(
-            "--jit=on cannot compile synchronized BatchNorm over several replicas: use --jit=off, or synchronized=False"
-        )
-    return True
-
-
-def _rows(values: Any, real: Any) -> Any:
-    def one(t):
-        part = t[:real]
-        mask = getattr(t, "_keras_mask", None)
-        if mask is not None:
-            part._keras_mask = mask[:real]
-        return part
-
-    return keras.tree.map_structure(one, values)

@@ -9,10 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import platform
-import signal
 import time
-from importlib import metadata
 from typing import Any
 
 from absl import flags
@@ -29,13 +26,13 @@ def train_and_evaluate(experiment: config.Experiment, where: environment.Environ
       where: where to run and what to show.
 
     Returns:
-      The `tfdist.history.Result` that was also written to `result.json`.
+      The `tfdist.history.Result` that was also written to `result.json`; None after a dry run.
 
     Raises:
       UserError: experiment or environment cannot be used.
       TrainingError: training failed; the run folder says so too.
     """
-    from tfdist import plan, requeue, run_folder, strategy
+    from tfdist import plan, requeue, resume, run_folder, strategy
 
     config.validate(experiment)
     plan.interval("checkpoint.every", experiment.checkpoint.every)
@@ -47,47 +44,15 @@ def train_and_evaluate(experiment: config.Experiment, where: environment.Environ
     requeue.check(where.requeue, os.environ)
     site = strategy.locate(where)
     plan.check_batch(experiment.train.batch_size, site.replicas, experiment.train.accumulate)
-    folder = run_folder.RunFolder(run_folder.workdir(experiment, where), site.cluster.is_chief, _say)
+    writes = site.cluster.is_chief and not where.dry_run
+    folder = run_folder.RunFolder(run_folder.workdir(experiment, where), writes, _say)
     folder.create()
     try:
-        _same_experiment(folder, experiment, where, site.cluster.attempt)
+        resume.same_experiment(folder, experiment, where, site.cluster.attempt)
         distribution = strategy.create(site, config.flat(experiment))
         return _in_touch(experiment, where, site, folder, distribution)
     finally:
         folder.release()
-
-
-def _same_experiment(folder: Any, experiment: config.Experiment, where: environment.Environment, attempt: int) -> None:
-    """Refuses a folder that holds a run of another experiment."""
-    from tfdist import resume
-
-    earlier = folder.earlier() if folder.holds_run else None
-    if earlier is None or where.resume_changed or _begins_anew(where, attempt):
-        return
-    odd = resume.differences(config.flat(experiment), config.flat(earlier))
-    if odd:
-        raise UserError(resume.refusal(str(folder.path), odd))
-
-
-def _begins_anew(where: environment.Environment, attempt: int) -> bool:
-    """A run that the launcher starts again goes on, whatever was asked for at first."""
-    return where.resume == "never" and attempt == 0
-
-
-def _goes_on(folder: Any, where: environment.Environment, attempt: int, no_checkpoints: bool) -> bool:
-    """Whether this run continues the one in the folder, instead of setting it aside."""
-    from tfdist import checkpoint
-
-    if attempt > 0:
-        return True
-    if _begins_anew(where, attempt) or no_checkpoints:
-        return False
-    if where.resume == "require" or where.resume_changed:
-        return True
-    try:
-        return not folder.completed and bool(checkpoint.found(folder.checkpoints))
-    except OSError:
-        return True  # and the resume says what is wrong
 
 
 def _in_touch(experiment: config.Experiment, where: environment.Environment, site: Any, folder: Any, distribution: Any):
@@ -121,30 +86,38 @@ def _failure(error: BaseException, peers: Any) -> BaseException:
 def _train(experiment: config.Experiment, where: environment.Environment, site: Any, folder: Any, distribution: Any):
     """The run itself, once the strategy has been started."""
     from tfdist import evaluation as evaluation_lib
-    from tfdist import history, loop, models, optimizers, plan, progress, requeue
+    from tfdist import flops, history, loop, models, optimizers, plan, provenance, requeue, resume, watchers
     from tfdist.datasets import catalog
+    from tfdist.signals import Signals
 
     say = _say if distribution.is_chief else lambda line: None
     say(f"strategy {distribution.name}, because {distribution.reason}: {_replicas(distribution)}")
     if site.selection.gpus:
         say(f"devices: {site.selection.describe()}")
 
-    _set_precision(experiment.train.precision)
-    data = distribution.peers.once(lambda: catalog.load(experiment))
+    models.set_precision(experiment.train.precision)
+    data = distribution.peers.once(lambda: catalog.load(experiment, prepare=not where.dry_run))
     schedule = plan.make(experiment, data.examples, distribution.replicas)
     say(f"{experiment.name}: {schedule.describe()}")
     with distribution.scope():
         model = models.build(experiment, data.spec)
-        data = _compile(model, optimizers.build(experiment, schedule), experiment, data)
+        data = models.compiled(model, optimizers.build(experiment, schedule), experiment, data)
     checkpoints = _checkpoints(experiment, model, where, site, folder, say)
-    moved = None if _goes_on(folder, where, site.cluster.attempt, checkpoints.off) else folder.set_aside()
+    first, last = plan.profiled(where.profile, schedule)
+    goes_on = resume.goes_on(folder, where, site.cluster.attempt, checkpoints.off)
+    if where.dry_run:
+        return _tell_plan(experiment, schedule, model, data, site, distribution, resume.intent(folder, goes_on))
+    moved = None if goes_on else folder.set_aside()
     if moved:
         say(f"the earlier run in {folder.path} is now in {moved}")
     folder.write("experiment.json", dataclasses.asdict(experiment))
-    folder.write("environment.json", _environment(distribution, site))
+    folder.write("environment.json", provenance.environment(distribution, site))
 
     recorder = history.Recorder(folder, schedule)
-    shown = progress.create(where.progress if distribution.is_chief else "none", schedule)
+    gpus = [] if distribution.devices[0].startswith("CPU") else list(site.selection.gpus)
+    work = flops.Work(model, data.train, [g.name for g in gpus], distribution.workers, experiment.train.precision)
+    watching = watchers.Watching(where, folder, recorder, schedule, distribution.is_chief, work, say)
+    watching.start(experiment, [g.number for g in gpus], (first, last))
     status, reason, weights = "completed", "", ("", 0.0)
     evaluation: dict[str, float] = {}
 
@@ -169,13 +142,15 @@ def _train(experiment: config.Experiment, where: environment.Environment, site: 
             resumed_from=checkpoints.resumed_from,
             rollbacks=recorder.rollbacks,
             restarts=site.cluster.attempt,
-            versions=_versions(),
+            versions=provenance.versions(),
+            time=dataclasses.asdict(recorder.spent),
+            **watching.totals(recorder.examples_per_second),
         )
 
     peers = distribution.peers
     peers.last_words = lambda why: folder.write("result.json", dataclasses.asdict(result("failed", why)))
     try:
-        with peers.seeing_signals(), _Signals() as signals:
+        with peers.seeing_signals(), Signals() as signals:
             loop.fit(
                 model,
                 data.train,
@@ -190,7 +165,7 @@ def _train(experiment: config.Experiment, where: environment.Environment, site: 
                 validation_data=data.eval,
                 validation_freq=schedule.eval_every,
                 validation_batch_size=experiment.eval.batch_size,
-                callbacks=[recorder, *shown],
+                callbacks=[recorder, *watching.callbacks],
                 reduce_dtype=experiment.optimizer.reduce_dtype,
                 checkpoints=None if checkpoints.off else checkpoints,
                 on_nonfinite=experiment.train.on_nonfinite,
@@ -215,8 +190,7 @@ def _train(experiment: config.Experiment, where: environment.Environment, site: 
         weights = history.fingerprint(model)
         raise
     finally:
-        for display in shown:
-            getattr(display, "stop", lambda: None)()
+        watching.stop()
 
     weights = history.fingerprint(model)
     with peers.during("saving"):
@@ -233,6 +207,18 @@ def _train(experiment: config.Experiment, where: environment.Environment, site: 
     if status == "preempted" and where.requeue and distribution.is_chief:
         say(requeue.again(os.environ))
     return done
+
+
+def _tell_plan(
+    experiment: config.Experiment, schedule: Any, model: Any, data: Any, site: Any, distribution: Any, intent: str
+) -> None:
+    """`--dry_run`: the plan, and what would be refused later."""
+    from tfdist import rehearsal
+
+    with distribution.scope():
+        total = rehearsal.memory(model, len(distribution.devices), site.selection.gpus)
+    if distribution.is_chief:
+        print("\n".join(rehearsal.lines(experiment, schedule, model, data, total, intent)), flush=True)
 
 
 def _checkpoints(
@@ -279,84 +265,14 @@ def _replicas(distribution: Any) -> str:
     return f"{count} replica{'s' * (count > 1)} on {', '.join(distribution.devices)}{xla}"
 
 
-def _set_precision(precision: str) -> None:
-    import keras
-
-    keras.config.set_floatx("float64" if precision == "float64" else "float32")
-    keras.config.set_dtype_policy(precision)
-
-
-def _compile(model: Any, optimizer: Any, experiment: config.Experiment, data: Any) -> Any:
-    """Gives the model its optimizer, and a loss that fits the data unless it brought one.
-
-    Returns:
-      The data, its targets in the form that the loss wants.
-    """
-    import keras
-
-    from tfdist.data import one_hot
-
-    smoothing = experiment.train.label_smoothing
-    if model.compiled or data.spec.classes is None:
-        if smoothing:
-            raise UserError(
-                f"train.label_smoothing={smoothing} is for classification with tfdist's own loss: set it to 0"
-            )
-        if not model.compiled:
-            model.compile(optimizer=optimizer, loss="mse", metrics=["mae"])
-        elif model.dtype_policy.name == "mixed_float16":
-            model.optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
-        else:
-            model.optimizer = optimizer
-        return data
-    weighted = len(getattr(data.train, "columns", ())) == 3
-    reduction = "mean_with_sample_weight" if weighted else "sum_over_batch_size"
-    loss: Any
-    if smoothing:
-        loss = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=smoothing, reduction=reduction)
-        train, evaluation = one_hot(data.train, data.spec.classes), one_hot(data.eval, data.spec.classes)
-        data = dataclasses.replace(data, train=train, eval=evaluation)
-    else:
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
-    metrics = {"weighted_metrics" if weighted else "metrics": ["accuracy"]}
-    model.compile(optimizer=optimizer, loss=loss, **metrics)
-    return data
-
-
-def _environment(distribution: Any, site: Any) -> dict:
-    return {
-        "strategy": distribution.name,
-        "reason": distribution.reason,
-        "devices": list(distribution.devices),
-        "replicas": distribution.replicas,
-        "workers": distribution.workers,
-        "hosts": list(distribution.peers.hosts),
-        "found_by": site.cluster.source,
-        "jit": distribution.jit,
-        "gpus": [dataclasses.asdict(g) for g in site.survey.gpus],
-        "driver_problem": site.survey.problem,
-        "flags": dataclasses.asdict(site.environment),
-        "host": platform.node(),
-        "cpus": os.cpu_count(),
-        "versions": _versions(),
-    }
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in ("tfdist", "tensorflow", "keras", "tensorflow-datasets", "numpy"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "unknown"
-    return found
-
-
 def _summary(result: Any, path: Any) -> str:
+    from tfdist import flops
     from tfdist.progress import numbers
 
     done = f"{result.status}: {result.updates} updates in {result.seconds:.1f} s"
     speed = f", {result.examples_per_second:,.0f} examples/s" if result.examples_per_second else ""
+    if result.flops_per_second:
+        speed += f", {flops.words(result.flops_per_second, result.flops_share)}"
     why = f" ({result.reason})" if result.reason else ""
     quality = f"\ntfdist: evaluation: {numbers(result.evaluation)}" if result.evaluation else ""
     return (
@@ -364,36 +280,10 @@ def _summary(result: Any, path: Any) -> str:
     )
 
 
-class _Signals:
-    """Remembers SIGINT, SIGTERM and SIGUSR1 until the current call is finished; a second SIGINT stops at once."""
-
-    def __init__(self):
-        self.received = ""
-        self._before: dict = {}
-
-    def __enter__(self) -> _Signals:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            self._before[number] = signal.signal(number, self._receive)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def reason(self) -> str:
-        """Why the run shall stop, or nothing."""
-        return f"stopped by {self.received} after the update in progress" if self.received else ""
-
-    def _receive(self, number: int, frame: object) -> None:
-        if self.received and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.received = signal.Signals(number).name
-
-
 def _run(argv: list[str]) -> int:
     del argv
     result = train_and_evaluate(flags.FLAGS.config, environment.from_flags(flags.FLAGS))
-    return 143 if result.status == "preempted" else 0
+    return 143 if result and result.status == "preempted" else 0
 
 
 def main() -> None:

@@ -46,8 +46,11 @@ class Loaded:
     spec: Spec
 
 
-def load(experiment: config.Experiment) -> Loaded:
+def load(experiment: config.Experiment, prepare: bool = True) -> Loaded:
     """Loads the experiment's data set, preparing it first where TFDS must.
+
+    Args:
+      prepare: False to refuse one that would have to be downloaded first.
 
     Raises:
       UserError: unknown name or split, no examples, labels out of range, or
@@ -65,7 +68,7 @@ def load(experiment: config.Experiment) -> Loaded:
         return _of_function(experiment, imports.resolve("data.name", data.name), options)
     if options:
         raise UserError(f"data.options={data.options!r} is for functions, the TFDS data set {data.name!r} takes none")
-    return _of_tfds(experiment)
+    return _of_tfds(experiment, prepare)
 
 
 def synthetic(examples: int = 4096, shape: tuple = (32, 32, 3), classes: int = 10, noise: float = 0.5) -> dict:
@@ -121,7 +124,7 @@ def _of_function(experiment: config.Experiment, function: Any, options: dict) ->
     )
 
 
-def _of_tfds(experiment: config.Experiment) -> Loaded:
+def _of_tfds(experiment: config.Experiment, prepare: bool) -> Loaded:
     import tensorflow_datasets as tfds
 
     data = experiment.data
@@ -140,6 +143,11 @@ def _of_tfds(experiment: config.Experiment) -> Loaded:
         raise UserError(f"unknown data.name {data.name!r}: {hint} write package.module:function") from None
     except ValueError as error:
         raise UserError(f"data.name={data.name!r} is not accepted by TFDS: {_line(error)}") from None
+    if not (prepare or os.path.isdir(builder.data_dir) or type(builder).__module__.startswith("tfdist.")):
+        raise UserError(
+            f"data set {data.name!r} is not in {builder.data_dir} yet, and a dry run downloads nothing: "
+            "leave out --dry_run, or prepare it first"
+        )
     _prepare(builder, data.name)
     label = builder.info.supervised_keys
     if not label:

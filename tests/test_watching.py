@@ -1,0 +1,384 @@
+"""What a run tells of itself while it goes on: where the time goes, the gradient's norm, FLOPs, display, TensorBoard."""
+
+import glob
+import json
+import os
+import pathlib
+import pty
+import re
+import time
+import types
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+
+import tfdist
+from tfdist import flops, gpus, plan, profile, progress, rehearsal, usage
+from tfdist.board import Board
+from tfdist.config import Experiment
+from tfdist.errors import UserError
+from tfdist.spent import Call, Spent
+from tfdist.timeline import Timeline
+
+L = keras.layers
+
+
+class Calls(keras.callbacks.Callback):
+    takes_many_updates = True
+    wants_gradient_norm = True
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def on_call(self, call):
+        self.calls.append(call)
+
+    @property
+    def steady(self):
+        return sum((c.spent for c in self.calls if c.steady), Spent())
+
+
+def small(distribution, optimizer="sgd"):
+    keras.utils.set_random_seed(1)
+    with distribution.scope():
+        model = keras.Sequential([keras.Input((8,)), L.Dense(16, activation="tanh"), L.Dense(3)])
+        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def data(n):
+    rng = np.random.default_rng(2)
+    return rng.normal(size=(n, 8)).astype("float32"), rng.integers(0, 3, n).astype("int32")
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_waiting_for_input_is_told_from_computing(replicas, connect):
+    """A pipeline that takes its time, against the same data in memory."""
+    distribution, found = connect(replicas), {}
+    slow = tf.data.Dataset.from_tensor_slices(data(240)).batch(8)
+    slow = slow.map(lambda x, y: (tf.py_function(lambda x: (time.sleep(0.02), x)[1], [x], tf.float32), y))
+    slow = slow.map(lambda x, y: (tf.ensure_shape(x, [None, 8]), y))
+    for name, source in (("slow", slow), ("memory", data(240))):
+        calls = Calls()
+        tfdist.fit(small(distribution), source, distribution=distribution, epochs=3, callbacks=[calls], verbose=0)
+        found[name] = calls
+    slow, memory = found["slow"].steady, found["memory"].steady
+    assert slow.share("input") > 0.5 > memory.share("input")
+    assert sum(c.updates for c in found["slow"].calls) == 3 * 30
+    assert sum(c.examples for c in found["slow"].calls) == 3 * 240
+    assert (memory.all_reduce > 0) == (replicas > 1)
+    assert min(slow.input, slow.compute, slow.python) > 0 and slow.all_reduce >= 0
+
+
+def test_a_slow_epoch_end_is_no_time_between_calls(connect):
+    """Validation and what callbacks do between epochs are not part of the training's speed."""
+
+    class Idle(keras.callbacks.Callback):
+        takes_many_updates = True
+
+        def on_epoch_end(self, epoch, logs=None):
+            time.sleep(0.5)
+
+    calls = Calls()
+    tfdist.fit(
+        small(connect(1)), data(64), distribution=connect(1), epochs=4, callbacks=[calls, Idle()],
+        validation_data=data(64), verbose=0,
+    )  # fmt: skip
+    assert calls.steady.python < 0.5
+
+
+@pytest.mark.parametrize("replicas, optimizer", [(1, "sgd"), (3, "sgd"), (3, "scaled"), (1, "clipped")])
+def test_the_gradient_norm_is_that_of_the_whole_batch(replicas, optimizer, connect):
+    distribution, (x, y) = connect(replicas), data(10)  # 10 = 4 + 4 + 2 and filler
+    model = small(distribution)
+    with distribution.scope():
+        chosen = keras.optimizers.SGD(0.1, global_clipnorm=0.01 if optimizer == "clipped" else None)
+        model.compile(keras.optimizers.LossScaleOptimizer(chosen) if optimizer == "scaled" else chosen, model.loss)
+    reference = small(connect(1))
+    with tf.GradientTape() as tape:
+        loss = reference.loss(y, reference(x))
+    expected = tf.linalg.global_norm(tape.gradient(loss, [v.value for v in reference.trainable_variables]))
+    calls = Calls()
+    tfdist.fit(model, (x, y), distribution=distribution, batch_size=10, epochs=1, callbacks=[calls], verbose=0)
+    assert calls.calls[0].gradient_norm == pytest.approx(float(expected), rel=1e-5)
+
+
+def attention():
+    x = keras.Input((6, 8))
+    return keras.Model(x, L.MultiHeadAttention(2, 4)(x, x))
+
+
+@pytest.mark.parametrize(
+    "model, forward",
+    [
+        (lambda: keras.Sequential([keras.Input((8,)), L.Dense(16), L.Dense(3)]), 2 * (8 * 16 + 16 * 3)),
+        (lambda: keras.Sequential([keras.Input((9, 9, 3)), L.Conv2D(4, 3)]), 2 * 7 * 7 * 4 * 3 * 3 * 3),
+        (lambda: keras.Sequential([keras.Input((9, 9, 4)), L.Conv2D(6, 3, groups=2)]), 2 * 7 * 7 * 6 * 3 * 3 * 2),
+        (lambda: keras.Sequential([keras.Input((9, 9, 3)), L.DepthwiseConv2D(3)]), 2 * 7 * 7 * 3 * 3 * 3),
+        (lambda: keras.Sequential([keras.Input((4, 4, 3)), L.Conv2DTranspose(5, 2, 2)]), 2 * 4 * 4 * 3 * 2 * 2 * 5),
+        # projections of query, key, value and output; scores and their sum, each 2 heads x 6 x 6 x 4
+        (attention, 4 * 2 * 6 * 8 * 8 + 2 * 2 * 2 * 6 * 6 * 4),
+    ],
+)  # fmt: skip
+def test_model_flops(model, forward):
+    """Against the textbook: a product of [a, b] and [b, c] is 2abc, a convolution one per output and filter weight."""
+    built = model()
+    assert flops.per_example(built, np.zeros((7, *built.input_shape[1:]), "float32")) == 3 * forward
+
+
+def test_flops_that_cannot_be_seen():
+    model = keras.Sequential([keras.Input((5, 8)), L.LSTM(4, unroll=False)])
+    assert flops.per_example(model, np.zeros((7, 5, 8), "float32")) is None
+
+
+@pytest.mark.parametrize(
+    "name, precision, expected",
+    [
+        ("NVIDIA A100-SXM4-80GB", "mixed_bfloat16", 312e12),
+        ("NVIDIA A100-SXM4-80GB", "float32", 156e12),
+        ("NVIDIA A100-SXM4-80GB", "float64", None),
+        ("NVIDIA H100 PCIe", "mixed_float16", 756e12),
+        ("NVIDIA H100 80GB HBM3", "mixed_float16", 989e12),
+        ("Tesla T4", "float32", 8.1e12),
+        ("NVIDIA A10G", "float32", None),
+        ("GeForce GTX 1080", "float32", None),
+    ],
+)
+def test_peaks(name, precision, expected):
+    assert flops.peak(name, precision) == expected
+
+
+def test_flops_in_words():
+    assert flops.words(3.14159e12, 0.421) == "3.14 TFLOP/s, 42 % of the devices' peak"
+    assert flops.words(52.1e6, None) == "52.1 MFLOP/s"
+
+
+def test_usage_of_gpus_and_of_a_process(driver_of):
+    driver_of("0, GPU-a, 90, 16000, 12000, 4000, 550.1, Tesla T4\n1, GPU-b, [N/A], 16000, [N/A], 1, 550.1, Tesla T4")
+    watched = usage.Usage((0, 1), gpus.survey)
+    watched.start()
+    found = watched.latest()
+    watched.stop()
+    assert found["gpus"] == [
+        {"number": 0, "load": 0.9, "memory_used": 12000, "memory_total": 16000},
+        {"number": 1, "load": None, "memory_used": None, "memory_total": 16000},
+    ]
+    assert found["memory"] > 1e7 and usage.peak_memory() >= found["memory"] * 0.5
+
+
+@pytest.fixture
+def driver_of(tmp_path, monkeypatch):
+    def install(text):
+        path = tmp_path / "bin" / "nvidia-smi"
+        path.parent.mkdir()
+        path.write_text(f"#!/bin/sh\ncat <<'END'\n{text}\nEND\n")
+        path.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{path.parent}{os.pathsep}{os.environ['PATH']}")
+
+    return install
+
+
+def scalars(folder, run):
+    accumulator = EventAccumulator(str(folder / run), {"tensors": 0})
+    accumulator.Reload()
+    found = {tag: accumulator.Tensors(tag) for tag in accumulator.Tags()["tensors"]}
+    texts = {tag: found.pop(tag)[0] for tag in list(found) if tag == "experiment"}
+    return {tag: [(e.step, float(tf.make_ndarray(e.tensor_proto))) for e in events] for tag, events in found.items()}, {
+        tag: tf.make_ndarray(e.tensor_proto).item().decode() for tag, e in texts.items()
+    }
+
+
+def test_tensorboard_forgets_what_a_resumed_run_repeats(tmp_path):
+    for start, steps in ((0, (10, 20, 30)), (20, (25, 30))):
+        board = Board(tmp_path / "tensorboard", print)
+        board.begin(start, {"config.seed": "7"})
+        for step in steps:
+            board.scalars("train", step, {"loss": start + step / 100, "array": np.ones(3), "unknown": None})
+        board.close()
+    found, texts = scalars(tmp_path / "tensorboard", "train")
+    assert texts == {"experiment": "| field | value |\n|---|---|\n| seed | `7` |\n"}
+    assert [step for step, _ in found["loss"]] == [10, 20, 25, 30] and set(found) == {"loss"}
+    assert found["loss"][2][1] == pytest.approx(20.25)
+
+
+def test_a_disk_that_is_full_ends_tensorboard_alone(tmp_path, capsys):
+    (tmp_path / "tensorboard").write_text("a file where a folder should be")
+    board = Board(tmp_path / "tensorboard", print)
+    board.begin(0, {})
+    board.scalars("train", 1, {"loss": 1.0})
+    board.close()
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 1 and said[0].startswith("WARNING: ") and said[0].endswith("training goes on without it")
+
+
+PLAN = plan.make(Experiment(), 1437, 1)
+
+
+def recorder(**values):
+    return types.SimpleNamespace(**{"updates": 0, "begun": time.time()} | values)
+
+
+def test_slow_input_is_said_once(tmp_path, connect):
+    said = []
+    folder = types.SimpleNamespace(append=lambda *line: None, cut=lambda *line: None)
+    work = types.SimpleNamespace(count=lambda: None, measures=lambda rate: {"flops_per_second": None})
+    for waited, lines in ((0.9, 1), (0.1, 0)):
+        said.clear()
+        timeline = Timeline(folder, recorder(begun=0.0), usage.Usage(()), work, {}, None, "do something", said.append)
+        timeline.set_model(small(connect(1)))
+        for _ in range(3):
+            timeline.on_call(Call(10, 80, Spent(4 * waited, 4 * (1 - waited), 0.0, 0.0), True, 1.0))
+            timeline._last = -1e9
+            timeline.on_train_batch_end(9, {"loss": 1.0})
+        assert len(said) == lines
+    assert not said
+
+
+def test_the_display_on_a_terminal_of_80_columns(monkeypatch):
+    """A real terminal, the default experiment, GPUs and an input that is too slow."""
+    ours, theirs = pty.openpty()
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    gpu = {"number": 0, "load": 0.9, "memory_used": 12000.0, "memory_total": 16000.0}
+    with open(theirs, "w") as screen:
+        monkeypatch.setattr("sys.stdout", screen)
+        (shown,) = progress.create("auto", PLAN, lambda: {"gpus": [gpu]})
+        assert isinstance(shown, progress.Bar)
+        shown.on_train_begin()
+        shown.on_epoch_begin(29)
+        shown.on_call(Call(30, 1437, Spent(0.3, 0.7, 0.0, 0.0), True, 1.0))
+        logs = {"loss": 0.5126, "accuracy": 1.0}
+        shown.on_train_batch_end(29, logs)
+        shown._bar.refresh()
+        shown.on_epoch_end(29, logs | {"val_loss": 0.5817, "val_accuracy": 0.9806})
+        shown.on_train_end()
+    text = os.read(ours, 100_000).decode()
+    plain = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line).rstrip() for line in re.split(r"[\r\n]+", text)]
+    assert all(len(line) <= 80 for line in plain), plain
+    text = "\n".join(plain)
+    assert "epoch 30/30  loss 0.5126 (val 0.5817)  accuracy 1.0000 (val 0.9806)" in text
+    assert "900/900" in text and "gpu 90% 12/16G" in text and "input 30%" in text
+
+
+def test_a_log_file_gets_whole_lines(capsys):
+    (shown,) = progress.create("auto", PLAN)
+    assert isinstance(shown, progress.Plain)
+    shown.on_train_begin()
+    shown.on_epoch_begin(0)
+    shown._said = -1e9
+    shown.on_train_batch_end(14, {"loss": 2.0})
+    shown.on_train_batch_end(29, {"loss": 1.0})
+    shown.on_epoch_end(0, {"loss": 1.0, **{f"metric_{i}": 0.5 for i in range(9)}})
+    middle, end = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"epoch  1/30  update 15/30  loss 2\.0000  [\d,.]+[kM]? ex/s  \d+:\d\d left", middle), middle
+    assert len(end) > 120 and "\x1b" not in end
+
+
+def test_numbers_that_stay_short():
+    assert [progress.rate(n) for n in (0.4, 99_999, 914_123, 98_765_432)] == [
+        "0 ex/s", "99,999 ex/s", "914k ex/s", "99M ex/s",
+    ]  # fmt: skip
+    assert [progress.clock(s) for s in (7, 187, 3787)] == ["0:07", "3:07", "1:03:07"]
+
+
+def test_a_profile(tmp_path, connect):
+    """The trace has just the updates that were asked for, and the text the operations of the model."""
+
+    class Count(keras.callbacks.Callback):
+        takes_many_updates = True
+        updates = 0
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.updates = batch + 1
+
+    said, count = [], Count()
+    profiler = profile.Profiler(21, 30, count, tmp_path, True, said.append)
+    distribution = connect(2)
+    tfdist.fit(
+        small(distribution), data(960), distribution=distribution, batch_size=16, epochs=1,
+        callbacks=[count, profiler], verbose=0,
+    )  # fmt: skip
+    text = (tmp_path / "profile.txt").read_text()
+    assert text.startswith(f"updates 21 to 30 of {tmp_path}\n") and "input " in text and "all-reduce " in text
+    rows = re.findall(r"^ *([\d.]+) +([\d.]+) % +(\d+)  (.+) \((\w+)\)$", text, re.MULTILINE)
+    assert len(rows) == profile.SHOWN
+    traces = glob.glob(str(tmp_path / "tensorboard" / "plugins" / "profile" / "*" / "*.xplane.pb"))
+    _, counts, _ = profile.operations(pathlib.Path(traces[0]).read_bytes())
+    product = next(name for name in counts if "MatMul" in name and "gradient_tape" not in name)
+    assert counts[product] == 2 * 10  # replicas and updates
+    assert [float(row[0]) for row in rows] == sorted((float(row[0]) for row in rows), reverse=True)
+    assert said == [
+        f"profile of updates 21 to 30: {tmp_path}/profile.txt",
+        f"its trace: tensorboard --logdir={tmp_path}/tensorboard (pip install xprof)",
+    ]
+
+
+def test_a_profile_of_what_is_over(tmp_path):
+    said = []
+    profiler = profile.Profiler(21, 30, recorder(updates=40), tmp_path, True, said.append)
+    profiler.on_train_batch_begin(0)
+    profiler.stop()
+    assert said == ["WARNING: no profile: training went on from update 40, behind --profile=21:30"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_more_memory_than_there_is(connect):
+    model = small(connect(1), keras.optimizers.Adam())
+    needs = rehearsal.memory(model, 1, ())
+    count = 8 * 16 + 16 + 16 * 3 + 3
+    assert (needs.weights, needs.gradients) == (4 * count, 4 * count)
+    assert 8 * count <= needs.optimizer <= 8 * count + 16  # two moments, a rate and a counter
+    tiny = gpus.DriverGPU(3, "u", "Tesla T4", 0.0, 0.0, 0.001, "550")
+    with pytest.raises(UserError, match=r"needs 3.1 kB for weights, .*, GPU 3 \(Tesla T4\) has 1.0 kB for it: use a"):
+        rehearsal.memory(model, 1, (tiny,))
+
+
+def test_a_dry_run_says_what_would_be_done_and_does_nothing(run, tmp_path):
+    done = run("tfdist.train", "--dry_run", "--virtual_devices=2", "--config.train.accumulate=3", "--workdir=out")
+    assert done.returncode == 0 and done.stderr == ""
+    for words in (
+        "30 per epoch of 48, the last of 45",
+        "24 examples per replica, 2 of them in 3 micro-batches of 8",
+        "900 in 30 epochs, evaluated every epoch",
+        "update 1: 0, 61: 0.05, 450: 0.0279, 900: 1.74e-07",
+        "cnn, 338,634 parameters, float32",
+        "4.1 MB per replica: weights 1.4 MB, gradients 1.4 MB,",
+    ):
+        assert words in done.stdout
+    assert all(len(line) <= 80 for line in done.stdout.splitlines() if line.startswith(" "))
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_a_run_leaves_of_its_time(run, tmp_path):
+    """One run with everything on; its files against each other."""
+    flags = ["--config.model.name=mlp", "--config.train.epochs=40", "--config.optimizer.warmup=0%"]
+    done = run("tfdist.train", *flags, "--virtual_devices=2", "--workdir=out", "--profile=40:60")
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "out"
+    result = json.loads((folder / "result.json").read_text())
+    assert set(result["time"]) == {"input", "compute", "all_reduce", "python"}
+    assert 0 < sum(result["time"].values()) < result["seconds"] and result["time"]["all_reduce"] > 0
+    assert result["flops_per_example"] == 3 * 2 * (64 * 32 + 32 * 10) and result["flops_share"] is None
+    assert result["flops_per_second"] == pytest.approx(result["flops_per_example"] * result["examples_per_second"])
+    assert result["peak_memory_bytes"] > 1e8 and result["peak_device_memory_bytes"] is None
+    epochs = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()][:-1]
+    assert epochs[-1]["learning_rate"] == pytest.approx(0, abs=1e-6) and epochs[0]["gradient_norm"] > 0
+    samples = [json.loads(line) for line in (folder / "timeline.jsonl").read_text().splitlines()]
+    assert [s["mark"] for s in samples if "mark" in s] == ["checkpoint"]
+    samples = [s for s in samples if "mark" not in s]
+    assert samples[-1]["updates"] == result["updates"] == 1200
+    assert samples[-1]["loss"] == pytest.approx(result["history"]["loss"][-1])
+    assert sorted(s["seconds"] for s in samples) == [s["seconds"] for s in samples]
+    train, texts = scalars(folder / "tensorboard", "train")
+    assert "| train.epochs | `40` |" in texts["experiment"]
+    assert {"loss", "accuracy", "learning_rate", "gradient_norm", "speed/examples_per_second", "share/input"} <= set(
+        train
+    )
+    assert train["loss"] == [(s["updates"], pytest.approx(s["loss"], rel=1e-5)) for s in samples]
+    validation, _ = scalars(folder / "tensorboard", "validation")
+    assert [v for _, v in validation["loss"]] == pytest.approx(result["history"]["val_loss"], rel=1e-5)
+    assert (folder / "profile.txt").read_text().startswith("updates 40 to 60 of out\n")

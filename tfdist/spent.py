@@ -1,0 +1,57 @@
+"""Where the time of a training goes. No TensorFlow."""
+
+from __future__ import annotations
+
+import dataclasses
+
+INPUT_LIMIT = 0.2
+"""Share of the time spent waiting for input from which on it is worth a person's attention."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Spent:
+    """Seconds of one worker."""
+
+    input: float = 0.0
+    """Waiting for the next batch while nothing else could be done."""
+    compute: float = 0.0
+    """In calls of the compiled function, without the other entries."""
+    all_reduce: float | None = 0.0
+    """From the last gradient to the last sum, the wait for slower replicas included; None where it cannot be told, as
+    on GPUs, whose `compute` then contains it."""
+    python: float = 0.0
+    """Between calls: callbacks, agreement with other workers, checkpoints."""
+
+    @property
+    def seconds(self) -> float:
+        return self.input + self.compute + (self.all_reduce or 0.0) + self.python
+
+    def __add__(self, other: Spent) -> Spent:
+        unknown = self.all_reduce is None or other.all_reduce is None
+        return Spent(
+            self.input + other.input,
+            self.compute + other.compute,
+            None if unknown else (self.all_reduce or 0.0) + (other.all_reduce or 0.0),
+            self.python + other.python,
+        )
+
+    def share(self, name: str) -> float | None:
+        """Share of the time in the entry `name`, in [0, 1]; None if it is not known."""
+        value = getattr(self, name)
+        return None if value is None else value / self.seconds if self.seconds else 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """One call of the compiled training function, for callbacks that have `on_call(call)`."""
+
+    updates: int
+    """How many it made."""
+    examples: int
+    spent: Spent
+    """Of this worker, since the last call of this epoch or its beginning."""
+    steady: bool
+    """Nothing was compiled in it."""
+    gradient_norm: float | None
+    """Of its last update, before clipping and without regularisers; None unless a callback has
+    `wants_gradient_norm = True`."""
