@@ -199,7 +199,7 @@ ORDER = [
         "trial",
         "comparison_table",
         "comparison_picture",
-    },  # fmt: skip
+    },
     {"saving", "calls", "guard", "board", "rounds", "horovod_needs", "comparison", "agreement"},
     {"resume"},
     {"models", "optimizers", "history", "flops", "step", "state", "pace", "nodes", "process"},

@@ -22,6 +22,10 @@ MUCH = 0.1
 """Share of the time from which something counts as a limit."""
 EVALUATION = 10.0
 """How much further than the weights the loss of the evaluation may be apart, as in the tests of the promise."""
+BUSY = 0.25
+"""Cores that other programs may take before it is said."""
+SHORT_S = 1.0
+"""A speed that rests on less is rough."""
 JUDGED = ("reference", "identical", "same", "rounding")
 """Results of a look at the weights after which a strategy is known to train the same model."""
 
@@ -50,8 +54,10 @@ class Row:
     peak_memory_bytes: int | None = None
     """Of one process, the first."""
     peak_device_memory_bytes: int | None = None
+    steady_seconds: float | None = None
+    """Of training without what is compiled on the way, which the speed rests on."""
     time: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
-    """Shares of the time of training, by the names of `PARTS`."""
+    """Shares of these seconds, by the names of `PARTS`."""
     flops_share: float | None = None
     """Of what the devices can do at most, where that is known."""
     loss: tuple[float, ...] = ()
@@ -87,6 +93,7 @@ def measured(result: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[
         "seconds_to_first_update": result.get("seconds_to_first_update"),
         "peak_memory_bytes": result.get("peak_memory_bytes"),
         "peak_device_memory_bytes": result.get("peak_device_memory_bytes"),
+        "steady_seconds": total if spent else None,
         "time": {name: None if s is None else s / total for name, s in spent.items()} if total else {},
         "flops_share": result.get("flops_share"),
         "loss": tuple(math.nan if x is None else x for x in result.get("history", {}).get("loss", ())),
@@ -190,7 +197,22 @@ def verdict(rows: list[Row], cores: int | None) -> list[str]:
     lines += [f"{row.name} failed: {row.reason}" for row in others if row.status == "failed"]
     if done and reference.examples_per_second:
         lines += _advice(best(rows), reference, cores)
+        lines += doubts(rows)
     return lines
+
+
+def doubts(rows: Iterable[Row]) -> list[str]:
+    """Why the speeds may be wrong, in one sentence or none."""
+    rows = [row for row in rows if row.examples_per_second]
+    reasons = []
+    busy = max(row.others_busy or 0.0 for row in rows)
+    if busy > BUSY:
+        reasons.append(f"other programs kept up to {busy:.1f} cores busy")
+    short = [row for row in rows if row.steady_seconds is not None and row.steady_seconds < SHORT_S]
+    if short:
+        row = min(short, key=lambda row: row.steady_seconds or 0.0)
+        reasons.append(f"that of {row.name} rests on {row.steady_seconds:.2g} s (more train.epochs help)")
+    return [f"The speeds are rough: {', and '.join(reasons)}."] if reasons else []
 
 
 def _different(row: Row) -> str:

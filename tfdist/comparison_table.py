@@ -11,8 +11,6 @@ from rich.table import Table
 from tfdist.comparison import Row
 
 NONE = "-"
-BUSY = 0.25
-"""Cores that other programs may take before it is said."""
 WEIGHTS = {
     "reference": "reference",
     "identical": "same bits",
@@ -74,9 +72,6 @@ def notes(rows: Sequence[Row], settings: str) -> list[str]:
     """What one has to know to read the tables."""
     lines = [f"{row.name}: {row.status}: {row.reason}" for row in rows if row.status != "completed"]
     lines.append(settings)
-    busy = max((row.others_busy or 0.0 for row in rows), default=0.0)
-    if busy > BUSY:
-        lines.append(f"Other programs kept up to {busy:.1f} cores busy meanwhile: the speeds are too low.")
     if any(row.oversubscribed and row.efficiency is not None for row in rows):
         lines.append("* More threads than cores: the efficiency says nothing about the strategy.")
     return lines

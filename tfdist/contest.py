@@ -130,7 +130,7 @@ class Contest:
         with contextlib.ExitStack() as stack:
             tick = lambda seconds: None
             if self._console.is_terminal:
-                status = stack.enter_context(self._console.status(t.name, spinner="line"))
+                status = stack.enter_context(self._console.status(t.name, spinner="line", refresh_per_second=2))
                 tick = lambda seconds: status.update(f"{t.name}: {_epoch(t.folder)}{seconds:.0f} s")
             return trial.run(t, self._wanted.time_limit, tick)
 

@@ -245,15 +245,17 @@ def _end(process: subprocess.Popen) -> None:
     if process.poll() is not None:
         return
     family = psutil.Process(process.pid).children(recursive=True)
-    process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(GRACE_S)
-    for relative in family:  # psutil knows a process by its start, too: the number may be another's by now
-        with contextlib.suppress(psutil.Error):
-            relative.kill()
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    try:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+    finally:  # also after another Ctrl-C
+        for relative in family:  # psutil knows a process by its start, too: the number may be another's by now
+            with contextlib.suppress(psutil.Error):
+                relative.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     psutil.wait_procs(family, timeout=GRACE_S)
 
 
