@@ -22,6 +22,10 @@ WEIGHTS = {
 }
 AGREEMENT = ("run", "weights", "distance", "most of it in", "evaluation")
 SPEED = ("run", "examples/s", "ratio", "effic.", "start s", "GB", "input", "comp.", "sum", "Python")
+LEGEND = (
+    "distance: |a-b| / |a| over all weights. ratio: to the first row's speed. effic.: ratio by replica. start s: to the "
+    "first update. GB: peak of one process, or of its GPU. input to Python: where the time goes."
+)
 _LEFT = ("run", "weights", "most of it in", "evaluation")
 
 
@@ -71,7 +75,7 @@ def _evaluation(row: Row) -> str:
 def notes(rows: Sequence[Row], settings: str) -> list[str]:
     """What one has to know to read the tables."""
     lines = [f"{row.name}: {row.status}: {row.reason}" for row in rows if row.status != "completed"]
-    lines.append(settings)
+    lines += [settings, LEGEND]
     if any(row.oversubscribed and row.efficiency is not None for row in rows):
         lines.append("* More threads than cores: the efficiency says nothing about the strategy.")
     return lines
