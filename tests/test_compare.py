@@ -408,6 +408,7 @@ def one(folder, code, name="default 1"):
     [
         ("pass", "completed", ""),
         ("print('[0] tfdist: error: no such thing: do this'); exit(2)", "unavailable", "no such thing: do this"),
+        ("print('[0]<stderr>:tfdist: error: not here'); print('Process 0 exit'); exit(1)", "unavailable", "not here"),
         ("print('[1]<stdout>:tfdist: failed: worker 1'); print('later'); exit(1)", "failed", "worker 1"),
         ("raise ZeroDivisionError('once')", "failed", "ZeroDivisionError: once"),
         ("import os; os.kill(os.getpid(), 9)", "failed", "it was killed by SIGKILL"),
@@ -454,7 +455,10 @@ signal.pause()
 @pytest.mark.parametrize(
     "outcome, error",
     [
-        (trial.Outcome(2, 1.0, "no such data"), (UserError, "the experiment does not run on one device: no such data")),
+        (
+            trial.Outcome(2, 1.0, "no such data", refused=True),
+            (UserError, "the experiment does not run on one device: no such data"),
+        ),
         (trial.Outcome(1, 1.0, "lost"), (TrainingError, "the reference, default 1, has failed: lost")),
     ],
 )
@@ -480,6 +484,7 @@ BAD = [
     (["--devices=first"], "--devices=first is not understood"),
     (["--config.train.epoch=3"], "unknown config field --config.train.epoch: did you mean 'epochs'?"),
     (["--config.model.name=cn"], "unknown model.name 'cn': did you mean 'cnn'?"),
+    (["--config.checkpoint.keep=2"], "--config.checkpoint.keep is not for a comparison, whose runs save once, at their end: leave it out"),
     (["--strategy=mirrored"], "Unknown command line flag 'strategy'. Did you mean: strategies ?"),
     (["--workdir=full"], "--workdir=full holds no comparison but precious.txt: choose another folder"),
     (["--workdir=file"], "--workdir=file cannot be written (File exists): choose another folder"),

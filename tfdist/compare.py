@@ -67,9 +67,16 @@ def settings(values: flags.FlagValues) -> contest.Settings:
 
 
 def train_flags(values: flags.FlagValues, jit: str, changed: dict[str, str]) -> list[str]:
-    """Flags of `tfdist.train` for the experiment that was given here, with some fields changed."""
+    """Flags of `tfdist.train` for the experiment that was given here, with some fields changed.
+
+    Raises:
+      UserError: a field that is the same in all comparisons.
+    """
     fields = config.flat(values.config)
     given = {name: fields[name] for name in values if name.startswith("config.") and values[name].present}
+    own = [name for name in given if name.startswith("config.checkpoint.")]
+    if own:
+        raise UserError(f"--{own[0]} is not for a comparison, whose runs save once, at their end: leave it out")
     # Never due, and so written once, at the end: nothing interrupts what is measured, and the weights have names.
     given |= {"config.checkpoint.every": "1000000000 steps", "config.checkpoint.keep": "1"}
     given |= {"config.checkpoint.best": ""} | changed

@@ -36,7 +36,7 @@ _OTHERS = (
 """Beginnings of variables by which a run would take itself for a part of the cluster around the comparison."""
 _READ = 1 << 20
 """Bytes at the end of a log in which the reason for a failure is looked for."""
-_SAID = re.compile(r"tfdist: (?:error|failed): (.+)")
+_SAID = re.compile(r"tfdist: (error|failed): (.+)")
 _RAISED = re.compile(r"^(?:\[[\d,]+\](?:<\w+>:)? ?)?((?:\w+\.)*\w*(?:Error|Exception)(?:: .+)?)$", re.MULTILINE)
 
 
@@ -89,13 +89,15 @@ class Outcome:
     code: int | None
     """Exit code, the negative number of a signal, or None for a run that was ended by its time limit."""
     seconds: float
-    reason: str
+    reason: str = ""
     """Why it failed, in one line; empty if it did not."""
+    refused: bool = False
+    """It says itself that the input or the environment is wrong; horovodrun makes another code of that."""
 
     @property
     def status(self) -> str:
-        """`completed`; `unavailable`: it cannot run here, as it says itself; or `failed`."""
-        return {0: "completed", 2: "unavailable"}.get(-1 if self.code is None else self.code, "failed")
+        """`completed`; `unavailable`: it cannot run here; or `failed`."""
+        return "completed" if self.code == 0 else "unavailable" if self.refused else "failed"
 
 
 def find_machine(devices: str, environ: Mapping[str, str]) -> Machine:
@@ -229,7 +231,7 @@ def run(trial: Trial, limit: float, tick: Callable[[float], None] = lambda secon
     seconds = time.monotonic() - start
     if code is None:
         return Outcome(None, seconds, f"it was not over after {limit:g} s (--time_limit)")
-    return Outcome(code, seconds, _reason(log, code) if code else "")
+    return Outcome(code, seconds, *_reason(log, code)) if code else Outcome(code, seconds)
 
 
 def _wait(process: subprocess.Popen, start: float, limit: float, tick: Callable[[float], None]) -> int | None:
@@ -259,15 +261,17 @@ def _end(process: subprocess.Popen) -> None:
     psutil.wait_procs(family, timeout=GRACE_S)
 
 
-def _reason(log: pathlib.Path, code: int) -> str:
-    """What a failed run said: its own one line, else an exception, else whatever came last."""
+def _reason(log: pathlib.Path, code: int) -> tuple[str, bool]:
+    """What a failed run said, its own one line, else an exception, else whatever came last; and whether it refused."""
     with open(log, "rb") as file:
         file.seek(max(0, log.stat().st_size - _READ))
         text = file.read().decode(errors="replace")
-    said = _SAID.search(text) or _RAISED.search(text)
+    said, raised = _SAID.search(text), _RAISED.search(text)
     if said:
-        return said[1].strip()
+        return said[2].strip(), said[1] == "error"
+    if raised:
+        return raised[1].strip(), False
     if code < 0:
-        return f"it was killed by {signal.Signals(-code).name}"
+        return f"it was killed by {signal.Signals(-code).name}", False
     last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
-    return f"it ended with exit code {code}{f': {last}' if last else ''}"
+    return f"it ended with exit code {code}{f': {last}' if last else ''}", False
