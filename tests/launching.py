@@ -59,11 +59,11 @@ sys.stdout.flush()
 
 
 class Launcher:
-    """A running `python -m tfdist.launch`, whose lines are read as they come."""
+    """A running command, `python -m tfdist.launch` unless told otherwise, whose lines are read as they come."""
 
-    def __init__(self, arguments, env, cwd):
+    def __init__(self, arguments, env, cwd, module="tfdist.launch"):
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tfdist.launch", *map(str, arguments)],
+            [sys.executable, "-m", module, *map(str, arguments)],
             cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
         )  # fmt: skip
         self.out, self.err = [], []

@@ -186,13 +186,14 @@ def test_an_unwritable_workdir(tmp_path):
 
 
 ORDER = [
-    {"train", "launch", "horovod_build", "doctor"},
-    {"report"},
+    {"train", "launch", "horovod_build", "doctor", "compare"},
+    {"report", "contest"},
     {"predictions", "report_curves", "report_quality", "report_runs", "report_tables"},
+    {"comparison_table", "comparison_picture", "trial"},
     {"loop", "watchers", "rehearsal", "command", "leader", "horovod_workshop", "checkup.display"},
     {"keeper", "evaluation", "progress", "timeline", "profile", "verdict", "horovod_source"},
     {f"checkup.{name}" for name in ("checkpoints", "dataset", "network", "packages", "sight", "workers")},
-    {"saving", "calls", "guard", "board", "rounds", "horovod_needs"},
+    {"saving", "calls", "guard", "board", "rounds", "horovod_needs", "comparison", "agreement"},
     {"checkup.hotline", "checkup.machine", "checkup.storage"},
     {"resume"},
     {"chart", "models", "optimizers", "history", "flops", "step", "state", "pace", "nodes", "process"},

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from absl import app, flags, logging
@@ -16,6 +16,7 @@ from tfdist import config, environment
 from tfdist.errors import TrainingError, UserError
 
 DEFAULT_CONFIG = os.path.join(os.path.dirname(__file__), "default_config.py")
+OF_THE_ENVIRONMENT = tuple(f.name for f in dataclasses.fields(environment.Environment))
 
 
 def _check_config_arguments(argv: list[str]) -> None:
@@ -41,13 +42,17 @@ def _check_field(name: str) -> None:
         owner = getattr(owner, part)
 
 
-def parse(argv: list[str]) -> list[str]:
-    """Parses the flags of a command that takes an experiment, each complaint a `UserError` of one line."""
+def parse(argv: list[str], own: Sequence[str] = OF_THE_ENVIRONMENT) -> list[str]:
+    """Parses the flags of a command that takes an experiment, each complaint a `UserError` of one line.
+
+    Args:
+      own: names of its other flags, for `--help`.
+    """
     _check_config_arguments(argv[1:])
     try:
         # The definition itself reads the command line, so it belongs to what can fail.
         config_flags.DEFINE_config_file("config", DEFAULT_CONFIG, "Experiment: a Python file with get_config().")
-        for name in ("config", *(f.name for f in dataclasses.fields(environment.Environment))):
+        for name in ("config", *own):
             # absl's --help lists the flags of the main module, and ours are defined elsewhere.
             if name in flags.FLAGS:
                 flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
+from typing import IO
 
 from tfdist import detect, gpus
 from tfdist.environment import Environment
@@ -60,12 +63,23 @@ def prepare(environment: Environment, survey: gpus.Survey, selection: gpus.Selec
 def start() -> tuple:
     """Imports TensorFlow and lists its GPUs.
 
-    Its C++ side prints a dozen lines at that, whatever the log level, of which
-    none matters to somebody who trains on a CPU. They are kept back, for the
-    message about GPUs that TensorFlow does not see.
-
     Returns:
-      (tensorflow, physical GPUs, what it printed).
+      (tensorflow, physical GPUs, what it printed, for the message about GPUs that it does not see).
+    """
+    with stderr_kept() as kept:
+        import tensorflow as tf
+
+        seen = tf.config.list_physical_devices("GPU")
+        kept.seek(0)
+        return tf, seen, kept.read().decode(errors="replace")
+
+
+@contextlib.contextmanager
+def stderr_kept() -> Iterator[IO[bytes]]:
+    """Keeps back what is printed to standard error, in the file that it gives.
+
+    TensorFlow's C++ side prints a dozen lines when it is imported, whatever the
+    log level, of which none matters to somebody who trains on a CPU.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     sys.stderr.flush()
@@ -73,14 +87,10 @@ def start() -> tuple:
         before = os.dup(2)
         os.dup2(kept.fileno(), 2)
         try:
-            import tensorflow as tf
-
-            seen = tf.config.list_physical_devices("GPU")
+            yield kept
         finally:
             os.dup2(before, 2)
             os.close(before)
-        kept.seek(0)
-        return tf, seen, kept.read().decode(errors="replace")
 
 
 def _threads(tf, intra: int, inter: int) -> None:

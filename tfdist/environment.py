@@ -18,9 +18,9 @@ RESUME = ("auto", "never", "require")
 OF_A_RUN = (
     "workdir", "resume", "resume_changed", "requeue", "progress", "tensorboard", "profile", "dry_run",
 )  # fmt: skip
+"""Fields that mean something to `tfdist.train` only."""
 MOST_PROFILED = 100
 """Updates in a profile; more make a trace that no browser opens."""
-"""Fields that mean something to `tfdist.train` only."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -114,7 +114,7 @@ class Worker:
                 bufsize=0,
                 pass_fds=start.fds,
                 start_new_session=True,
-                preexec_fn=_end_with_the_launcher(),
+                preexec_fn=end_with_the_parent(),
             )
         except BaseException:
             self._close_log()
@@ -281,15 +281,15 @@ class Crew:
         return exits
 
 
-def _end_with_the_launcher() -> Callable[[], None] | None:
-    """What a child does before its program: ask Linux for SIGKILL when the launcher dies, however it dies."""
+def end_with_the_parent() -> Callable[[], None] | None:
+    """What a child does before its program: ask Linux for SIGKILL when this process dies, however it dies."""
     if not sys.platform.startswith("linux"):
         return None
-    launcher, prctl = os.getpid(), ctypes.CDLL(None).prctl
+    parent, prctl = os.getpid(), ctypes.CDLL(None).prctl
 
     def ask() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != launcher:  # it died in between
+        if os.getppid() != parent:  # it died in between
             os._exit(1)
 
     return ask

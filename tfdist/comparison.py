@@ -1,0 +1,270 @@
+"""What a comparison comes to: figures of each run against the reference, and a verdict in words. Pure values.
+
+The reference is `default` on one device, with as many threads and the same XLA
+setting as each replica of the others. *Speed-up* is examples per second against
+the reference, *efficiency* the speed-up by replica: 1 is all that could be had.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+PARTS = {"input": "input", "compute": "computing", "all_reduce": "the sum over replicas", "python": "Python"}
+"""Parts of the time in `result.json`, in words."""
+SIMPLEST = ("default", "mirrored", "multi_worker", "horovod", "tpu")
+"""What needs least first: a process, several, another library."""
+CLOSE = 0.05
+"""A strategy that is faster by no more than this is not worth being less simple."""
+MUCH = 0.1
+"""Share of the time from which something counts as a limit."""
+EVALUATION = 10.0
+"""How much further than the weights the loss of the evaluation may be apart, as in the tests of the promise."""
+BUSY = 0.25
+"""Cores that other programs may take before it is said."""
+SHORT_S = 1.0
+"""A speed that rests on less is rough."""
+JUDGED = ("reference", "identical", "same", "rounding")
+"""Results of a look at the weights after which a strategy is known to train the same model."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """One run; the names are those of `compare.json`. None where there is nothing to tell."""
+
+    name: str
+    strategy: str
+    replicas: int
+    threads: int | None
+    """Per replica; None for TensorFlow's own choice."""
+    command: str
+    folder: str
+    status: str
+    """`completed`, `unavailable` (it cannot run here) or `failed`."""
+    reason: str = ""
+    jit: str = ""
+    others_busy: float | None = None
+    """Cores that other programs kept busy just before the run."""
+    seconds: float | None = None
+    """Of the whole run, from the start of its processes to their end."""
+    examples_per_second: float | None = None
+    seconds_to_first_update: float | None = None
+    peak_memory_bytes: int | None = None
+    """Of one process, the first."""
+    peak_device_memory_bytes: int | None = None
+    steady_seconds: float | None = None
+    """Of training without what is compiled on the way, which the speed rests on."""
+    time: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
+    """Shares of these seconds, by the names of `PARTS`."""
+    flops_share: float | None = None
+    """Of what the devices can do at most, where that is known."""
+    loss: tuple[float, ...] = ()
+    """By epoch."""
+    evaluation: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    weights_sha256: str = ""
+    oversubscribed: bool = False
+    """There are fewer cores than threads of all replicas."""
+    speedup: float | None = None
+    efficiency: float | None = None
+    weights: str = ""
+    """`reference`, `identical` (all bits), `same` (to rounding), `rounding` (that has grown, as the check shows),
+    `nature` (layers that depend on the number of replicas), `different`, or empty if they were not compared."""
+    why: str = ""
+    """What `weights` rests on, where that is not plain."""
+    distance: float | None = None
+    variable: str = ""
+    """Where most of the distance is."""
+    largest: float | None = None
+    scale: float | None = None
+    check_distance: float | None = None
+    check_variable: str = ""
+    evaluation_difference: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+def measured(result: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a row, from the `result.json` and `environment.json` of its run."""
+    spent = {name: seconds for name, seconds in (result.get("time") or {}).items() if name in PARTS}
+    total = sum(seconds for seconds in spent.values() if seconds)
+    return {
+        "jit": environment.get("jit", ""),
+        "examples_per_second": result.get("examples_per_second"),
+        "seconds_to_first_update": result.get("seconds_to_first_update"),
+        "peak_memory_bytes": result.get("peak_memory_bytes"),
+        "peak_device_memory_bytes": result.get("peak_device_memory_bytes"),
+        "steady_seconds": total if spent else None,
+        "time": {name: None if s is None else s / total for name, s in spent.items()} if total else {},
+        "flops_share": result.get("flops_share"),
+        "loss": tuple(math.nan if x is None else x for x in result.get("history", {}).get("loss", ())),
+        "evaluation": result.get("evaluation", {}),
+        "weights_sha256": result.get("weights_sha256", ""),
+    }
+
+
+def rated(row: Row, reference: Row, cores: int | None) -> Row:
+    """A row with its speed against the reference.
+
+    Args:
+      cores: of a machine whose replicas are CPUs, else None.
+    """
+    speedup = efficiency = None
+    if row.examples_per_second and reference.examples_per_second:
+        speedup = row.examples_per_second / reference.examples_per_second
+        if row.threads == reference.threads and row.jit == reference.jit:  # else it compares two other things
+            efficiency = speedup / row.replicas
+    crowded = cores is not None and row.replicas * (row.threads or 1) > cores
+    differences = {
+        name: value - reference.evaluation[name]
+        for name, value in row.evaluation.items()
+        if name in reference.evaluation and None not in (value, reference.evaluation[name])
+    }
+    return dataclasses.replace(
+        row, speedup=speedup, efficiency=efficiency, oversubscribed=crowded, evaluation_difference=differences
+    )
+
+
+def judged(row: Row, reference: Row, difference: Any, tolerance: float, natural: Iterable[str]) -> Row:
+    """A row with what a look at its weights says; `different` until a check has said more.
+
+    Args:
+      difference: an `agreement.Difference`.
+      natural: layers that depend on the number of replicas, in words.
+    """
+    row = dataclasses.replace(
+        row,
+        distance=_finite(difference.distance),
+        variable=difference.variable,
+        largest=_finite(difference.largest),
+        scale=_finite(difference.scale),
+    )
+    natural = list(natural)
+    if row.weights_sha256 == reference.weights_sha256 and difference.distance == 0:
+        verdict, why = "identical", ""
+    elif difference.distance <= tolerance:
+        verdict, why = "same", ""
+    elif natural:
+        verdict, why = "nature", "; ".join(natural)
+    else:
+        verdict, why = "different", f"{difference.distance:.1e} is more than {tolerance:g}"
+    apart = abs(row.evaluation_difference.get("loss", 0.0))
+    if verdict in ("identical", "same") and apart > EVALUATION * tolerance * max(1.0, abs(row.evaluation["loss"])):
+        verdict, why = "different", f"the same weights are evaluated to another loss ({apart:.1e} apart)"
+    return dataclasses.replace(row, weights=verdict, why=why)
+
+
+def checked(row: Row, difference: Any, tolerance: float, updates: int) -> Row:
+    """A row whose weights differ, with what the check in float64 says of it."""
+    row = dataclasses.replace(row, check_distance=_finite(difference.distance), check_variable=difference.variable)
+    if difference.distance <= tolerance:
+        why = f"in float64 the first {updates} updates agree to {difference.distance:.0e}: rounding, which has grown"
+        return dataclasses.replace(row, weights="rounding", why=why)
+    why = f"in float64, too, {difference.distance:.1e} after {updates} updates, most in {difference.variable}"
+    return dataclasses.replace(row, why=why)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def best(rows: Iterable[Row]) -> Row:
+    """The fastest of those that can be used, or a simpler one that is hardly slower."""
+    usable = [row for row in rows if row.weights in (*JUDGED, "nature") and row.examples_per_second]
+    fastest = max(row.examples_per_second or 0 for row in usable)
+    near = [row for row in usable if (row.examples_per_second or 0) >= (1 - CLOSE) * fastest]
+    return min(near, key=lambda row: (SIMPLEST.index(row.strategy), row.replicas, -(row.examples_per_second or 0)))
+
+
+def verdict(rows: list[Row], cores: int | None) -> list[str]:
+    """What to take from a comparison, in sentences; the first is about the weights."""
+    reference, others = rows[0], rows[1:]
+    done = [row for row in others if row.weights]
+    lines = [_different(row) for row in done if row.weights == "different"]
+    alike = [row for row in done if row.weights in ("identical", "same")]
+    if not done:
+        lines.append(f"Nothing ran besides {reference.name}: there is nothing to compare.")
+    elif len(alike) == len(done):
+        lines.append(f"All end with the same weights{_closeness(alike)}.")
+    elif alike:
+        names = ", ".join(row.name for row in alike)
+        lines.append(f"The same weights as {reference.name}: {names}{_closeness(alike)}.")
+    for row in done:
+        if row.weights == "rounding":
+            lines.append(f"{row.name} trains the same model, with weights {row.distance:.0e} apart: {row.why}.")
+    for row in done:
+        if row.weights == "nature":
+            lines.append(f"{row.name} cannot be judged, it differs by nature: {row.why}. Compare without, to be sure.")
+    lines += [f"{row.name} failed: {row.reason}" for row in others if row.status == "failed"]
+    if done and reference.examples_per_second:
+        lines += _advice(best(rows), reference, cores)
+        lines += doubts(rows)
+    return lines
+
+
+def doubts(rows: Iterable[Row]) -> list[str]:
+    """Why the speeds may be wrong, in one sentence or none."""
+    rows = [row for row in rows if row.examples_per_second]
+    reasons = []
+    busy = max(row.others_busy or 0.0 for row in rows)
+    if busy > BUSY:
+        reasons.append(f"other programs kept up to {busy:.1f} cores busy")
+    short = [row for row in rows if row.steady_seconds is not None and row.steady_seconds < SHORT_S]
+    if short:
+        row = min(short, key=lambda row: row.steady_seconds or 0.0)
+        reasons.append(f"that of {row.name} rests on {row.steady_seconds:.2g} s (more train.epochs help)")
+    return [f"The speeds are rough: {', and '.join(reasons)}."] if reasons else []
+
+
+def _different(row: Row) -> str:
+    if row.distance is None:
+        return f"{row.name} ends with OTHER WEIGHTS, which are not finite ({row.variable}): do not use it."
+    if row.distance == 0 or "evaluated" in row.why:
+        return f"{row.name} is WRONG: {row.why}: do not trust its figures."
+    size = f", up to {row.largest:.2g} where weights are up to {row.scale:.2g}" if row.largest is not None else ""
+    return (
+        f"{row.name} ends with OTHER WEIGHTS: {row.distance:.1e} of their norm apart, most of it in "
+        f"{row.variable}{size}; {row.why}. It does not train the same model: do not use it."
+    )
+
+
+def _closeness(rows: list[Row]) -> str:
+    most = max(rows, key=lambda row: row.distance or 0.0)
+    if not most.distance:
+        return ", to the last bit"
+    return f", {most.distance:.0e} of their norm apart at most ({most.variable}, {most.name})"
+
+
+def _advice(chosen: Row, reference: Row, cores: int | None) -> list[str]:
+    if chosen is reference or chosen.speedup is None:
+        return ["Use default on one device: nothing that trains the same model is faster here."]
+    efficiency = f", efficiency {chosen.efficiency:.2f}" if chosen.efficiency is not None else ""
+    share = f", {chosen.flops_share:.0%} of what the devices can do" if chosen.flops_share is not None else ""
+    lines = [f"Use {chosen.name}: {chosen.speedup:.2f} times the speed of {reference.name}{efficiency}{share}."]
+    limit = limits(chosen, cores)
+    return [*lines, limit] if limit else lines
+
+
+def limits(row: Row, cores: int | None) -> str:
+    """What keeps a run from being faster, in words; empty if nothing tells."""
+    if row.oversubscribed:
+        return f"The cores limit it: {row.replicas} replicas of {row.threads} threads share {cores}."
+    spent = {name: share for name, share in row.time.items() if share is not None}
+    if not spent:
+        return ""
+    most = max((name for name in PARTS if name in spent and name != "compute"), key=spent.__getitem__, default="")
+    if not most or spent[most] < MUCH:
+        return f"Computing limits it, {spent.get('compute', 0.0):.0%} of the time: more or faster devices would help."
+    help = {
+        "input": "look at the data pipeline (data.cache, fewer bytes, more cores)",
+        "all_reduce": "larger batches, faster links or optimizer.reduce_dtype help",
+        "python": "more updates per call (train.steps_per_call) or larger batches help",
+    }[most]
+    return f"{PARTS[most].capitalize()} limits it, {spent[most]:.0%} of the time: {help}."
+
+
+def exit_code(rows: list[Row]) -> int:
+    """0 if all that ran end with the same; 1 if one does not, or has failed; 2 if there was nothing to compare."""
+    others = rows[1:]
+    if any(row.weights == "different" or row.status == "failed" for row in others):
+        return 1
+    return 0 if any(row.weights for row in others) else 2
