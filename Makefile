@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test faults horovod lint bench bench-workers bench-checkpoints clean
+.PHONY: train test faults horovod lint bench bench-workers bench-checkpoints bench-watching clean
 
 train: .venv/ready
 	$(BIN)/python -m tfdist.train
@@ -28,6 +28,9 @@ bench: .venv/ready
 
 bench-checkpoints: .venv/ready
 	$(BIN)/python benchmarks/bench_checkpoints.py
+
+bench-watching: .venv/ready
+	$(BIN)/python benchmarks/bench_watching.py
 
 bench-workers: .venv/ready horovod
 	$(BIN)/python benchmarks/bench_workers.py
