@@ -58,22 +58,23 @@ def prepared(name):
 
     def run(where):
         clock = Clock()
-        with tempfile.TemporaryDirectory() as path, open(os.devnull, "w") as nowhere:
-            with contextlib.redirect_stdout(nowhere):
-                called = []
-                if where:
-                    folder = RunFolder(path)
-                    recorder = history.Recorder(folder, schedule)
-                    counted = flops.Work(model, as_source(x, y), [], 1, "float32")
-                    watching = watchers.Watching(where, folder, recorder, schedule, True, counted, print)
-                    watching.start(experiment, [], (0, 0))
-                    called = [recorder, *watching.callbacks]
-                tfdist.fit(
-                    model, x, y, distribution=DISTRIBUTION, batch_size=work.batch, epochs=1 + EPOCHS[name],
-                    callbacks=[*called, clock], verbose=0,
-                )  # fmt: skip
-                for callback in called:
-                    getattr(callback, "stop", lambda: None)()
+        with contextlib.ExitStack() as stack:
+            path = stack.enter_context(tempfile.TemporaryDirectory())
+            stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+            called = []
+            if where:
+                folder = RunFolder(path)
+                recorder = history.Recorder(folder, schedule)
+                counted = flops.Work(model, as_source(x, y), [], 1, "float32")
+                watching = watchers.Watching(where, folder, recorder, schedule, True, counted, print)
+                watching.start(experiment, [], (0, 0))
+                called = [recorder, *watching.callbacks]
+            tfdist.fit(
+                model, x, y, distribution=DISTRIBUTION, batch_size=work.batch, epochs=1 + EPOCHS[name],
+                callbacks=[*called, clock], verbose=0,
+            )  # fmt: skip
+            for callback in called:
+                getattr(callback, "stop", lambda: None)()
         return clock.seconds
 
     return run
@@ -93,13 +94,10 @@ def main():
             seconds = {way: run(WAYS[way]) for way in order}
             if number:  # the first round compiles
                 rounds.append(seconds)
-        ratio = lambda a, b: statistics.median(r[a] / r[b] for r in rounds)
         bare = statistics.median(r["bare"] for r in rounds)
-        print(
-            f"{name:9}{bare:9.2f}{ratio('quiet', 'bare'):12.3f}{ratio('watched', 'bare'):14.3f}"
-            f"{ratio('watched', 'quiet'):15.3f}",
-            flush=True,
-        )
+        pairs = (("quiet", "bare"), ("watched", "bare"), ("watched", "quiet"))
+        ratios = [statistics.median([r[a] / r[b] for r in rounds]) for a, b in pairs]
+        print(f"{name:9}{bare:9.2f}{ratios[0]:12.3f}{ratios[1]:14.3f}{ratios[2]:15.3f}", flush=True)
 
 
 if __name__ == "__main__":
