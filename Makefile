@@ -7,8 +7,9 @@ BIN := .venv/bin
 train: .venv/ready
 	$(BIN)/python -m tfdist.train
 
+# Two files of tests at a time; those of a file stay together, since they share what is slow to set up.
 test: .venv/ready horovod
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
 # The long ones: processes that are killed, stopped and cut off in mid-run.
 faults: .venv/ready horovod
