@@ -26,7 +26,7 @@ from tfdist.data import as_source  # noqa: E402
 from tfdist.environment import Environment  # noqa: E402
 from tfdist.run_folder import RunFolder  # noqa: E402
 
-EPOCHS = {"mlp": 60, "cnn": 2}
+EPOCHS = {"mlp": 30, "cnn": 2}
 WAYS = {
     "bare": None,
     "quiet": Environment(progress="none", tensorboard=False),

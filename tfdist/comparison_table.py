@@ -24,7 +24,8 @@ AGREEMENT = ("run", "weights", "distance", "most of it in", "evaluation")
 SPEED = ("run", "examples/s", "ratio", "effic.", "start s", "GB", "input", "comp.", "sum", "Python")
 LEGEND = (
     "distance: |a-b| / |a| over all weights. ratio: to the first row's speed. effic.: ratio by replica. start s: to "
-    "the first update. GB: peak of one process, or of its GPU. input to Python: where the time goes."
+    "the first update. GB: peak of one process, or of its GPU. input to Python: where the time "
+    "goes; comp. has the exchanges of synchronized BatchNorm in it."
 )
 _LEFT = ("run", "weights", "most of it in", "evaluation")
 

@@ -15,7 +15,8 @@ class Spent:
     input: float = 0.0
     """Waiting for the next batch while nothing else could be done."""
     compute: float = 0.0
-    """In calls of the compiled function, without the other entries."""
+    """In calls of the compiled function, without the other entries. What synchronized BatchNorm exchanges in the middle
+    of a forward or backward pass is in it."""
     all_reduce: float | None = 0.0
     """From the last gradient to the last sum, the wait for slower replicas included; None where it cannot be told, as
     on GPUs, whose `compute` then contains it."""
