@@ -243,9 +243,13 @@ def test_the_display_on_a_terminal_of_80_columns(monkeypatch):
     ours, theirs = pty.openpty()
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("JPY_PARENT_PID", raising=False)
     gpu = {"number": 0, "load": 0.9, "memory_used": 12000.0, "memory_total": 16000.0}
     with open(theirs, "w") as screen:
         monkeypatch.setattr("sys.stdout", screen)
+        monkeypatch.setenv("JPY_PARENT_PID", "1")  # a notebook's cell that runs a command
+        assert isinstance(progress.create("auto", PLAN)[0], progress.Plain)
+        monkeypatch.delenv("JPY_PARENT_PID")
         (shown,) = progress.create("auto", PLAN, lambda: {"gpus": [gpu]})
         assert isinstance(shown, progress.Bar)
         shown.on_train_begin()

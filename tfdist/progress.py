@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import textwrap
@@ -33,7 +34,9 @@ def create(
     """
     if kind == "none":
         return []
-    if kind == "bar" or (kind == "auto" and sys.stdout.isatty()):
+    # A cell of a notebook that runs a command gives it a terminal, but shows it as a file.
+    terminal = sys.stdout.isatty() and "JPY_PARENT_PID" not in os.environ
+    if kind == "bar" or (kind == "auto" and terminal):
         return [Bar(plan, usage)]
     return [Plain(plan, usage)]
 
