@@ -1,11 +1,13 @@
 """What a run tells of itself while it goes on: where the time goes, the gradient's norm, FLOPs, display, TensorBoard."""
 
+import contextlib
 import glob
 import json
 import os
 import pathlib
 import pty
 import re
+import threading
 import time
 import types
 
@@ -241,6 +243,15 @@ def test_slow_input_is_said_once(tmp_path, connect):
 def test_the_display_on_a_terminal_of_80_columns(monkeypatch):
     """A real terminal, the default experiment, GPUs and an input that is too slow."""
     ours, theirs = pty.openpty()
+    shown_text = []
+
+    def read():  # until the other end is closed; a terminal gives what it has, not all that is to come
+        with contextlib.suppress(OSError):
+            while piece := os.read(ours, 1 << 16):
+                shown_text.append(piece)
+
+    reader = threading.Thread(target=read)
+    reader.start()
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("JPY_PARENT_PID", raising=False)
@@ -260,7 +271,9 @@ def test_the_display_on_a_terminal_of_80_columns(monkeypatch):
         shown._bar.refresh()
         shown.on_epoch_end(29, logs | {"val_loss": 0.5817, "val_accuracy": 0.9806})
         shown.on_train_end()
-    text = os.read(ours, 100_000).decode()
+    reader.join()
+    os.close(ours)
+    text = b"".join(shown_text).decode()
     plain = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line).rstrip() for line in re.split(r"[\r\n]+", text)]
     assert all(len(line) <= 80 for line in plain), plain
     text = "\n".join(plain)
