@@ -222,7 +222,9 @@ ORDER = [
         "records",
         "signals",
     },
-    {"config", "environment", "addresses", "spent", "checkup.record"},
+    {"tf_config", "config", "environment", "spent", "checkup.record"},
+    {"variables"},
+    {"addresses"},
     {"errors"},
 ]
 

@@ -8,13 +8,13 @@ All other sources must agree with each other, because one worker with a wrong ra
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import zlib
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from tfdist.addresses import checked_host, checked_port, expand, join, split
+from tfdist import tf_config, variables
+from tfdist.addresses import expand, join, split
 from tfdist.errors import UserError
 
 LAUNCH, TORCHRUN, TF_CONFIG, HOROVODRUN = "tfdist.launch", "torchrun's variables", "TF_CONFIG", "horovodrun"
@@ -83,7 +83,7 @@ def find(environ: Mapping[str, str]) -> Cluster:
     Raises:
       UserError: a variable is missing or makes no sense, or two sources disagree.
     """
-    environ = _filled(environ)
+    environ = variables.filled(environ)
     cluster = _launched(environ) or _agreed(environ)
     return dataclasses.replace(cluster, secret=environ.get("TFDIST_SECRET", "")) if cluster.source else ALONE
 
@@ -94,14 +94,14 @@ def platform_node(environ: Mapping[str, str]) -> PlatformNode | None:
     Raises:
       UserError: they are incomplete or make no sense.
     """
-    environ = _filled(environ)
+    environ = variables.filled(environ)
     if "MLP_WORKER_NUM" not in environ:
         return None
-    if _number(environ, "MLP_WORKER_NUM", least=1) > 1:
-        _need(environ, "MLP_ROLE_INDEX", "MLP_WORKER_0_HOST", "MLP_WORKER_0_PORT", beside="MLP_WORKER_NUM")
-    rank, nodes = _pair({"MLP_ROLE_INDEX": "0", **environ}, "MLP_ROLE_INDEX", "MLP_WORKER_NUM")
-    gpus = _number(environ, "MLP_WORKER_GPU") if "MLP_WORKER_GPU" in environ else 0
-    addr, port = _host_and_port(environ, "MLP_WORKER_0_HOST", "MLP_WORKER_0_PORT")
+    if variables.number(environ, "MLP_WORKER_NUM", least=1) > 1:
+        variables.need(environ, "MLP_ROLE_INDEX", "MLP_WORKER_0_HOST", "MLP_WORKER_0_PORT", beside="MLP_WORKER_NUM")
+    rank, nodes = variables.pair({"MLP_ROLE_INDEX": "0", **environ}, "MLP_ROLE_INDEX", "MLP_WORKER_NUM")
+    gpus = variables.number(environ, "MLP_WORKER_GPU") if "MLP_WORKER_GPU" in environ else 0
+    addr, port = variables.host_and_port(environ, "MLP_WORKER_0_HOST", "MLP_WORKER_0_PORT")
     return PlatformNode(nodes, rank, gpus, addr, port)
 
 
@@ -110,11 +110,11 @@ def _launched(environ: Mapping[str, str]) -> Cluster | None:
     mark = next((n for n in ("TFDIST_ATTEMPT", "TORCHELASTIC_RUN_ID") if n in environ), None)
     if mark is None:
         return None
-    _need(environ, "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", beside=mark)
-    cluster = dataclasses.replace(_counted(environ, TORCHRUN), master=_master(environ))
+    variables.need(environ, "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", beside=mark)
+    cluster = dataclasses.replace(_counted(environ, TORCHRUN), master=variables.master(environ))
     if mark == "TFDIST_ATTEMPT":
-        attempt = _number(environ, "TFDIST_ATTEMPT")
-        fd = _number(environ, "TFDIST_MEETING_FD") if "TFDIST_MEETING_FD" in environ else None
+        attempt = variables.number(environ, "TFDIST_ATTEMPT")
+        fd = variables.number(environ, "TFDIST_MEETING_FD") if "TFDIST_MEETING_FD" in environ else None
         return dataclasses.replace(cluster, source=LAUNCH, attempt=attempt, meeting_fd=fd)
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False":
         return cluster  # torchrun's agent only chose a free port
@@ -125,8 +125,8 @@ def _launched(environ: Mapping[str, str]) -> Cluster | None:
 
 def _agreed(environ: Mapping[str, str]) -> Cluster:
     """What all sources agree on that are not launchers; those that know more come first."""
-    tf_config = _tf_config(environ)
-    sparse = tf_config is not None and not tf_config.addresses  # WORLD_SIZE then only completes TF_CONFIG
+    by_config = _tf_config(environ)
+    sparse = by_config is not None and not by_config.addresses  # WORLD_SIZE then only completes TF_CONFIG
     by_hand = None if sparse and "RANK" not in environ else _torchrun(environ)
     open_mpi, slurm, pmi = _mpi(environ, OPEN_MPI), _slurm(environ), _mpi(environ, PMI)
     # mpirun lets srun start its daemons, one on each node, and workers inherit the daemons' variables, but not
@@ -134,7 +134,7 @@ def _agreed(environ: Mapping[str, str]) -> Cluster:
     if slurm and slurm.local_size == 1 and (open_mpi or (pmi and _place(pmi) != _place(slurm))):
         slurm = None
     horovodrun = _counted(environ, HOROVODRUN) if _has(environ, HOROVODRUN) else None
-    found = [c for c in (tf_config, by_hand, horovodrun, open_mpi, slurm, pmi) if c]
+    found = [c for c in (by_config, by_hand, horovodrun, open_mpi, slurm, pmi) if c]
     # A node's number is no worker's number where something starts workers on the nodes.
     if all(c.source in (TF_CONFIG, TORCHRUN) and c.local_size == 1 for c in found):
         found += filter(None, [_platform(environ)])
@@ -166,8 +166,8 @@ def _torchrun(environ: Mapping[str, str]) -> Cluster | None:
         return None
     cluster = _counted(environ, TORCHRUN)
     if cluster.size > 1:
-        _need(environ, "MASTER_ADDR", "MASTER_PORT", beside="WORLD_SIZE")
-    cluster = dataclasses.replace(cluster, master=_master(environ))
+        variables.need(environ, "MASTER_ADDR", "MASTER_PORT", beside="WORLD_SIZE")
+    cluster = dataclasses.replace(cluster, master=variables.master(environ))
     if "LOCAL_WORLD_SIZE" in environ or not re.match(r"localhost:|127\.|\[::1\]:", cluster.master):
         return cluster
     # Workers that meet at a loopback address are all on this host.
@@ -184,7 +184,7 @@ def _mpi(environ: Mapping[str, str], source: str) -> Cluster | None:
     job = environ.get("PMIX_NAMESPACE", "") if source == OPEN_MPI else ""
     port = _PORTS[zlib.crc32(job.encode()) % len(_PORTS)] if job else 0
     host = "127.0.0.1" if cluster.local_size == cluster.size else ""
-    return dataclasses.replace(cluster, master=_master(environ, host, port))
+    return dataclasses.replace(cluster, master=variables.master(environ, host, port))
 
 
 def _slurm(environ: Mapping[str, str]) -> Cluster | None:
@@ -201,13 +201,13 @@ def _slurm(environ: Mapping[str, str]) -> Cluster | None:
             ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"),
         )
     )
-    _need(environ, "SLURM_JOB_ID", "SLURM_PROCID", "SLURM_LOCALID", tasks, spread, beside="SLURM_STEP_ID")
-    rank, size = _pair(environ, "SLURM_PROCID", tasks)
-    local_rank, per_node = _number(environ, "SLURM_LOCALID"), _tasks_per_node(environ[spread])
+    variables.need(environ, "SLURM_JOB_ID", "SLURM_PROCID", "SLURM_LOCALID", tasks, spread, beside="SLURM_STEP_ID")
+    rank, size = variables.pair(environ, "SLURM_PROCID", tasks)
+    local_rank, per_node = variables.number(environ, "SLURM_LOCALID"), _tasks_per_node(environ[spread])
     if sum(per_node) != size:
         raise UserError(f"{spread}={environ[spread]} does not add up to {tasks}={size}: unset SLURM_STEP_ID")
     in_blocks = [node for node, count in enumerate(per_node) for _ in range(count)]
-    node = _number(environ, "SLURM_NODEID") if "SLURM_NODEID" in environ else in_blocks[rank]
+    node = variables.number(environ, "SLURM_NODEID") if "SLURM_NODEID" in environ else in_blocks[rank]
     if node >= len(per_node) or local_rank >= per_node[node]:
         raise UserError(
             f"SLURM_LOCALID={local_rank} on node {node} is outside {spread}={environ[spread]}: unset SLURM_STEP_ID"
@@ -220,9 +220,9 @@ def _slurm(environ: Mapping[str, str]) -> Cluster | None:
             )
         host = expand(environ[nodes], nodes)[0]
     # Neighbouring jobs, steps and restarts get different ports: one may still hold its own when the next begins.
-    restarts = _number(environ, "SLURM_RESTART_COUNT") if "SLURM_RESTART_COUNT" in environ else 0
-    port = _PORTS[(61 * _number(environ, "SLURM_JOB_ID") + 7 * int(step) + restarts) % len(_PORTS)]
-    return Cluster(SLURM, rank, size, local_rank, per_node[node], _master(environ, host, port))
+    restarts = variables.number(environ, "SLURM_RESTART_COUNT") if "SLURM_RESTART_COUNT" in environ else 0
+    port = _PORTS[(61 * variables.number(environ, "SLURM_JOB_ID") + 7 * int(step) + restarts) % len(_PORTS)]
+    return Cluster(SLURM, rank, size, local_rank, per_node[node], variables.master(environ, host, port))
 
 
 def _tasks_per_node(text: str) -> list[int]:
@@ -241,100 +241,12 @@ def _platform(environ: Mapping[str, str]) -> Cluster | None:
     node = platform_node(environ)
     if node is None:
         return None
-    return Cluster(PLATFORM, node.node_rank, node.nnodes, master=_master(environ, node.addr, node.port))
+    return Cluster(PLATFORM, node.node_rank, node.nnodes, master=variables.master(environ, node.addr, node.port))
 
 
 def _tf_config(environ: Mapping[str, str]) -> Cluster | None:
-    """TF_CONFIG: the ranks go to the chief first and then to the workers, as in TensorFlow."""
-    if "TF_CONFIG" not in environ:
-        return None
-    try:
-        config = json.loads(environ["TF_CONFIG"])
-        cluster = config.get("sparseCluster") or config.get("cluster") or {}
-        jobs = {job: tasks for job, tasks in cluster.items() if tasks}
-    except (ValueError, AttributeError) as error:
-        raise UserError(f"TF_CONFIG is not a JSON object with a cluster in it ({error}): correct or unset it") from None
-    sparse = "sparseCluster" in config or isinstance(cluster.get("worker"), dict)
-    if not jobs and not sparse:
-        return None
-    kind, index = _task(config)
-    for job in jobs.keys() - {"chief", "worker"}:
-        why = {"ps": "it has no parameter servers", "evaluator": "its rank 0 evaluates"}.get(
-            job, "it has chief and worker"
-        )
-        raise UserError(f"TF_CONFIG's cluster has {job!r}, for which tfdist has no use ({why}): remove it")
-    if sparse:
-        whole = None if "sparseCluster" in config else _whole(jobs.get("worker", {}))
-        if whole is None:
-            return _dynamic(environ, kind, index)
-        jobs["worker"] = whole
-    for job, tasks in jobs.items():
-        if not isinstance(tasks, list):
-            raise UserError(f"TF_CONFIG's {job} is {json.dumps(tasks)}, which is no list of addresses: correct it")
-    if len(jobs.get("chief", [])) > 1:
-        raise UserError(f"TF_CONFIG names {len(jobs['chief'])} chiefs: name one, and the others as workers")
-    if index >= len(jobs.get(kind, [])):
-        raise UserError(
-            f"TF_CONFIG's task is {kind} {index}, its cluster lists {len(jobs.get(kind, []))} of that type: "
-            "correct the index, which counts from 0"
-        )
-    named = {
-        f"{job} {i}": " ".join(str(task).split())
-        for job in ("chief", "worker")
-        for i, task in enumerate(jobs.get(job, []))
-    }
-    places = [split(address, f"TF_CONFIG's {name}") for name, address in named.items()]
-    for host, port in places:
-        if sum((host.lower(), port) == (h.lower(), p) for h, p in places) > 1:
-            raise UserError(f"TF_CONFIG names {join(host, port)} twice: give each worker its own address")
-    rank = list(named).index(f"{kind} {index}")
-    hosts = [host for host, _ in places]
-    addresses = tuple(join(*place) for place in places)
-    local_rank, local_size = hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
-    return Cluster(TF_CONFIG, rank, len(places), local_rank, local_size, addresses[0], addresses)
-
-
-def _task(config: dict) -> tuple[str, int]:
-    """Type and index of TF_CONFIG's task."""
-    task = config.get("task")
-    kind, index = (task.get("type"), task.get("index")) if isinstance(task, dict) else (None, None)
-    if kind == "evaluator":
-        raise UserError(
-            "TF_CONFIG's task is an evaluator, for which tfdist has no use (its rank 0 evaluates): start none"
-        )
-    if kind not in ("chief", "worker") or not re.fullmatch(r"\d{1,9}", str(index), re.ASCII):
-        raise UserError(
-            f"TF_CONFIG's task is {json.dumps(task)}: "
-            'write "task": {"type": "worker", "index": 0}, with this worker\'s own type and index'
-        )
-    return kind, int(str(index))
-
-
-def _whole(tasks: dict[str, str]) -> list[str] | None:
-    """The addresses of a map from index to address, if it leaves none out. A map of one may be one of many."""
-    indices = [str(i) for i in range(len(tasks))]
-    return [tasks[i] for i in indices] if len(tasks) > 1 and tasks.keys() == set(indices) else None
-
-
-def _dynamic(environ: Mapping[str, str], kind: str, index: int) -> Cluster:
-    """A worker of a TFJob with enableDynamicWorker, whose TF_CONFIG names this worker and nobody else.
-
-    The pod template, which is the same for all workers, can tell the rest.
-    """
-    if kind != "worker":
-        raise UserError(
-            f"TF_CONFIG is that of the {kind} of a dynamic TFJob, which is in nobody's list: "
-            "use workers only, or set enableDynamicWorker: false"
-        )
-    if "WORLD_SIZE" not in environ:
-        raise UserError(
-            "TF_CONFIG is that of a dynamic TFJob, which does not tell how many workers there are: "
-            "set enableDynamicWorker: false, or give all workers WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
-        )
-    _need(environ, "MASTER_ADDR", "MASTER_PORT", beside="WORLD_SIZE")
-    name = "index in TF_CONFIG"
-    rank, size = _pair({**environ, name: str(index)}, name, "WORLD_SIZE")
-    return Cluster(TF_CONFIG, rank, size, master=_master(environ))
+    said = tf_config.read(environ)
+    return None if said is None else Cluster(TF_CONFIG, *said)
 
 
 def _has(environ: Mapping[str, str], source: str) -> bool:
@@ -344,57 +256,12 @@ def _has(environ: Mapping[str, str], source: str) -> bool:
 def _counted(environ: Mapping[str, str], source: str) -> Cluster:
     """Rank and size in the world and on this host, as the source's four variables count them."""
     rank_name, size_name, local_rank_name, local_size_name = _COUNTS[source]
-    rank, size = _pair(environ, rank_name, size_name)
+    rank, size = variables.pair(environ, rank_name, size_name)
     if local_size_name in environ:
-        local_rank, local_size = _pair(environ, local_rank_name, local_size_name)
+        local_rank, local_size = variables.pair(environ, local_rank_name, local_size_name)
         if local_size > size:
             raise UserError(f"{local_size_name}={local_size} is more than {size_name}={size}: correct one of them")
     else:
-        local_rank, _ = _pair({local_rank_name: "0", **environ}, local_rank_name, size_name)
+        local_rank, _ = variables.pair({local_rank_name: "0", **environ}, local_rank_name, size_name)
         local_size = local_rank + 1  # at least
     return Cluster(source, rank, size, local_rank, local_size)
-
-
-def _master(environ: Mapping[str, str], host: str = "", port: int = 0) -> str:
-    """Where the workers meet: as MASTER_ADDR and MASTER_PORT say, else at `host` and `port` as far as given."""
-    said_host, said_port = _host_and_port(environ, "MASTER_ADDR", "MASTER_PORT")
-    host, port = said_host or host, said_port or port
-    return join(host, port) if host and port else ""
-
-
-def _filled(environ: Mapping[str, str]) -> dict[str, str]:
-    """Without empty variables, which scripts leave where they mean to unset one, and each value on one line."""
-    return {name: " ".join(value.split()) for name, value in environ.items() if value.strip()}
-
-
-def _need(environ: Mapping[str, str], *names: str, beside: str) -> None:
-    missing = [name for name in names if name not in environ]
-    if missing:
-        raise UserError(
-            f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} not set beside "
-            f"{beside}={environ[beside]}: set {'them' if len(missing) > 1 else 'it'}, or unset {beside}"
-        )
-
-
-def _number(environ: Mapping[str, str], name: str, least: int = 0) -> int:
-    text = environ[name]
-    if not re.fullmatch(r"\d{1,18}", text, re.ASCII) or int(text) < least:
-        raise UserError(f"{name}={text} is not a whole number of at least {least}: correct it")
-    return int(text)
-
-
-def _pair(environ: Mapping[str, str], index: str, count: str) -> tuple[int, int]:
-    """An index and the count that it must stay below."""
-    _need(environ, *{index, count} - environ.keys(), beside=count if count in environ else index)
-    i, n = _number(environ, index), _number(environ, count, least=1)
-    if i >= n:
-        raise UserError(f"{index}={i} is outside {count}={n}: it counts from 0 to {n - 1}")
-    return i, n
-
-
-def _host_and_port(environ: Mapping[str, str], host: str, port: str) -> tuple[str, int]:
-    """The two variables' values; an empty string and 0 for what is not set."""
-    return (
-        checked_host(environ[host], host) if host in environ else "",
-        checked_port(environ[port], port) if port in environ else 0,
-    )
