@@ -1,5 +1,7 @@
 """Every example once per epoch, in an order that depends on the seed and the epoch alone."""
 
+import re
+
 import keras
 import numpy as np
 import pytest
@@ -259,3 +261,36 @@ def test_a_worker_decodes_its_own_rows_only():
         (table,), rows, _ = fetch(now.feed, now.first, layout)[1]()
         np.testing.assert_array_equal(tf.gather(table, rows), 10 * np.arange(layout.first * 4, layout.first * 4 + 8))
     assert decoded == [8, 8, 8]
+
+
+def test_some_of_the_digits_are_those_of_the_data_set():
+    """Against what TFDS has prepared from the same file."""
+    import tensorflow_datasets as tfds
+
+    from tfdist.datasets import digits
+
+    builder = tfds.builder("digits")
+    builder.download_and_prepare()
+    for split in ("train", "test"):
+        images, labels = tfds.as_numpy(builder.as_dataset(split=split, batch_size=-1, as_supervised=True))
+        x, y = digits.some(split, first=5, last=7)
+        wanted = (labels >= 5) & (labels <= 7)
+        assert sorted(map(bytes, x)) == sorted(map(bytes, images[wanted]))
+        assert np.bincount(y).tolist() == np.bincount(labels[wanted])[5:].tolist()
+    x, y = digits.some("train", last=2, each=4)
+    assert np.bincount(y).tolist() == [4, 4, 4] and x.shape == (12, 8, 8, 1) and x.dtype == np.uint8
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (dict(split="tets"), "unknown split 'tets' of the digits: did you mean 'test'?"),
+        (dict(first=4, last=4), "the digits from 4 to 4 are not at least two of 0 to 9"),
+        (dict(last=10), "the digits from 0 to 10 are not at least two"),
+    ],
+)
+def test_digits_that_do_not_exist(given, message):
+    from tfdist.datasets import digits
+
+    with pytest.raises(tfdist.UserError, match=re.escape(message)):
+        digits.some(**given)

@@ -16,6 +16,9 @@ from importlib import resources
 import numpy as np
 import tensorflow_datasets as tfds
 
+from tfdist.config import suggest
+from tfdist.errors import UserError
+
 TRAIN = 1437
 
 
@@ -41,8 +44,7 @@ class Digits(tfds.core.GeneratorBasedBuilder):
 
     def _split_generators(self, dl_manager):
         del dl_manager
-        packed = resources.files(__package__).joinpath("digits.csv.gz").read_bytes()
-        rows = np.loadtxt(io.StringIO(gzip.decompress(packed).decode()), delimiter=",", dtype=np.int64)
+        rows = _rows()
         return {"train": self._examples(rows[:TRAIN]), "test": self._examples(rows[TRAIN:])}
 
     def _generate_examples(self, rows):
@@ -52,3 +54,35 @@ class Digits(tfds.core.GeneratorBasedBuilder):
     def _examples(rows):
         for i, row in enumerate(rows):
             yield i, {"image": row[:64].reshape(8, 8, 1).astype(np.uint8), "label": int(row[64])}
+
+
+def some(split: str = "train", first: int = 0, last: int = 9, each: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Only the digits from `first` to `last`, as classes from 0 on, so that what some have taught can help others.
+
+    Args:
+      split: `train` or `test`.
+      each: pictures of each digit to train on; 0 for all. The test split is always whole.
+
+    Returns:
+      Images uint8 [n, 8, 8, 1] and labels int64 [n].
+
+    Raises:
+      UserError: there is no such split, or no such digits.
+    """
+    if split not in ("train", "test"):
+        raise UserError(f"unknown split {split!r} of the digits{suggest(split, ('train', 'test'))}")
+    if not 0 <= first < last <= 9:
+        raise UserError(f"the digits from {first} to {last} are not at least two of 0 to 9: correct data.options")
+    rows = _rows()
+    rows = rows[:TRAIN] if split == "train" else rows[TRAIN:]
+    wanted = [np.flatnonzero(rows[:, 64] == digit) for digit in range(first, last + 1)]
+    if each and split == "train":
+        wanted = [found[:each] for found in wanted]
+    rows = rows[np.sort(np.concatenate(wanted))]
+    return rows[:, :64].reshape(-1, 8, 8, 1).astype(np.uint8), rows[:, 64] - first
+
+
+def _rows() -> np.ndarray:
+    """[1797, 65] whole numbers: the pixels of an image, and its label."""
+    packed = resources.files(__package__).joinpath("digits.csv.gz").read_bytes()
+    return np.loadtxt(io.StringIO(gzip.decompress(packed).decode()), delimiter=",", dtype=np.int64)
