@@ -23,6 +23,20 @@ MEMORY_SHARE = 0.25
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Column:
+    """One column of a table: what a model, and new rows, must know of it. All of it is of the training split."""
+
+    name: str
+    kind: str
+    """`number`, standardised to (value - mean) / std, or `category`, the place of its text in `vocabulary` plus one."""
+    mean: float = 0.0
+    """Of the values present; a missing one becomes the mean, which is 0 when standardised."""
+    std: float = 1.0
+    vocabulary: tuple[str, ...] = ()
+    """Texts of a category, sorted; `""` among them where values are missing. Number 0 is for any other text."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Spec:
     """What a model must know of the data it is built for."""
 
@@ -35,6 +49,8 @@ class Spec:
     """Largest input value, for scaling to [0, 1]."""
     names: tuple[str, ...] = ()
     """Of the classes, where the data set has names for them."""
+    columns: tuple[Column, ...] = ()
+    """Of a table: its inputs, in the order of x["numbers"] and of x["categories"]."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
