@@ -153,12 +153,7 @@ def vertical_flip(image: Any, seed: Any) -> Any:
 
 
 def _mirrored(image: Any, seed: Any, axis: int) -> Any:
-    # A slice with a stride of 1 or -1: a stride of 1 copies nothing, and there is no branch.
-    sign = tf.where(uniform(seed, 1) < 0.5, -1, 1)
-    strides = tf.concat([[1] * axis, sign, [1] * (2 - axis)], 0)
-    every = 0b111
-    mirrored = tf.strided_slice(image, [0, 0, 0], [0, 0, 0], strides, begin_mask=every, end_mask=every)
-    return tf.ensure_shape(mirrored, image.shape)
+    return tf.cond(uniform(seed, 1)[0] < 0.5, lambda: tf.reverse(image, [axis]), lambda: image)
 
 
 def crop(image: Any, seed: Any, padding: int) -> Any:
