@@ -16,24 +16,11 @@ import tensorflow as tf
 
 from tfdist import config, imports
 from tfdist.data import Arrays, Batches, Source, as_source, check_labels, targets_of
+from tfdist.datasets.columns import Column
 from tfdist.errors import UserError
 
 MEMORY_SHARE = 0.25
 """Share of the machine's memory that `data.cache=auto` lets a decoded split take."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Column:
-    """One column of a table: what a model, and new rows, must know of it. All of it is of the training split."""
-
-    name: str
-    kind: str
-    """`number`, standardised to (value - mean) / std, or `category`, the place of its text in `vocabulary` plus one."""
-    mean: float = 0.0
-    """Of the values present; a missing one becomes the mean, which is 0 when standardised."""
-    std: float = 1.0
-    vocabulary: tuple[str, ...] = ()
-    """Texts of a category, sorted; `""` among them where values are missing. Number 0 is for any other text."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,6 +38,8 @@ class Spec:
     """Of the classes, where the data set has names for them."""
     columns: tuple[Column, ...] = ()
     """Of a table: its inputs, in the order of x["numbers"] and of x["categories"]."""
+    target: Column | None = None
+    """Of a table: what is predicted. One of kind `number` is not standardised: mean and std are for the model."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,6 +71,9 @@ def load(experiment: config.Experiment, prepare: bool = True) -> Loaded:
         from tfdist.datasets import stdlib_text
 
         return _own(experiment, imports.call("data.options", stdlib_text.load, options))
+    match data.name.partition(":"):
+        case "csv", ":", path:
+            return _of_table(experiment, path, options)
     if config.is_reference(data.name):
         return _of_function(experiment, imports.resolve("data.name", data.name), options)
     if options:
@@ -116,6 +108,16 @@ def _own(experiment: config.Experiment, splits: dict) -> Loaded:
         split("data.eval_split", experiment.data.eval_split),
         None,
     )
+
+
+def _of_table(experiment: config.Experiment, path: str, options: dict) -> Loaded:
+    from tfdist.datasets import tables
+
+    data = experiment.data
+    made = tables.prepare(path, options, (data.train_split, data.eval_split), data.broken == "skip")
+    train, evaluation = Arrays(made.train), Arrays(made.eval)
+    spec = Spec((len(made.columns),), "float32", made.classes, 1.0, made.names, made.columns, made.target)
+    return Loaded(train, evaluation, train.size, spec)
 
 
 def _of_function(experiment: config.Experiment, function: Any, options: dict) -> Loaded:
