@@ -15,9 +15,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import config, imports
-from tfdist.data import Arrays, Batches, Source, as_source, check_labels, targets_of
+from tfdist.data import Arrays, Batches, Records, Source, as_source, check_labels, targets_of
 from tfdist.datasets.columns import Column
 from tfdist.errors import UserError
+from tfdist.records_feed import in_order
 
 MEMORY_SHARE = 0.25
 """Share of the machine's memory that `data.cache=auto` lets a decoded split take."""
@@ -271,8 +272,11 @@ def _described(
                 if targets is not None and not tf.nest.is_nested(targets):
                     check_labels(targets, classes, "the data set")
     else:
-        spec = tf.nest.flatten(train.decoded.element_spec)[0]
+        batch = in_order(train, 1) if isinstance(train, Records) else train.decoded
+        spec = tf.nest.flatten(batch.element_spec)[0]
         shape, dtype = tuple(spec.shape[1:]), np.dtype(spec.dtype.as_numpy_dtype)
+        if isinstance(train, Records):
+            examples = train.size
         if examples is None:
             raise UserError(
                 "a data function must return arrays, or its number of examples stays unknown: "

@@ -52,7 +52,7 @@ def header(path: str, delimiter: str = ",") -> list[str]:
       UserError: no header, or a name that is given twice.
     """
     with _open(path) as file:
-        names = [name.strip() for name in next(csv.reader(file, delimiter=delimiter), [])]
+        names = [name.strip() for name in _taken(path, csv.reader(file, delimiter=delimiter), 1, [[]])[0]]
     if not any(names):
         raise UserError(f"{path} has no header: its first line must name the columns")
     for name in names:
@@ -122,12 +122,7 @@ class _Reader:
         where = [names.index(name) for name in self._columns]
         while True:
             line = reader.line_num
-            try:
-                rows = list(itertools.islice(reader, _CHUNK))
-            except (csv.Error, UnicodeDecodeError) as error:
-                raise UserError(
-                    f"{path} cannot be read after line {reader.line_num}: {error}: give CSV in UTF-8"
-                ) from None
+            rows = _taken(path, reader, _CHUNK, [])
             if not rows:
                 return
             lines = _lines(rows, line, reader.line_num)
@@ -161,8 +156,8 @@ class _Reader:
         keep[list(bad)] = False
         self._bad += [bad[i] for i in sorted(bad)]
         self._size += int(keep.sum())
-        for name, column in chunk.items():
-            self._parts[name].append(column[keep])
+        for name, part in chunk.items():
+            self._parts[name].append(part[keep])
 
     def _judge(self) -> None:
         for name in self._columns:
@@ -185,6 +180,13 @@ def _open(path: str) -> Any:
         return open(path, encoding="utf-8-sig", newline="")
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _taken(path: str, reader: Any, count: int, default: list) -> list[list[str]]:
+    try:
+        return list(itertools.islice(reader, count)) or default
+    except (csv.Error, UnicodeDecodeError, EOFError, OSError) as error:
+        raise UserError(f"{path} cannot be read after line {reader.line_num}: {error}: give CSV in UTF-8") from None
 
 
 def _lines(rows: list[list[str]], before: int, last: int) -> Sequence[int]:

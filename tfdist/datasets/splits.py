@@ -24,7 +24,9 @@ def cut(field: str, text: str, sizes: dict[str, int]) -> tuple[str, slice]:
         raise UserError(f"{field}={text!r} is not understood: write it like train, train[:90%] or train[1000:]")
     name, *bounds = found.groups()
     if name not in sizes:
-        advice = "" if len(sizes) > 1 else f"; cut it in two with {next(iter(sizes))}[:80%] and {next(iter(sizes))}[80%:]"
+        advice = (
+            "" if len(sizes) > 1 else f"; cut it in two with {next(iter(sizes))}[:80%] and {next(iter(sizes))}[80%:]"
+        )
         raise UserError(f"unknown {field} {text!r}{config.suggest(name, tuple(sizes))}{advice}")
     size = sizes[name]
     begin, end = (_row(bound, size, default) for bound, default in zip(bounds, (0, size)))

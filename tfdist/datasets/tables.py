@@ -91,8 +91,12 @@ def prepare(path: str, options: dict[str, Any], splits: tuple[str, str], skip: b
       UserError: no files, unknown columns or splits, bad rows, or targets that cannot be learned.
     """
     by_split = files(path)
-    chosen = _options(options, csv_files.header(by_split["train"][0], options.get("delimiter", ",")), path)
-    inputs = _inputs(chosen, csv_files.header(by_split["train"][0], chosen.delimiter))
+    delimiter = options.get("delimiter", ",")
+    if not isinstance(delimiter, str) or len(delimiter) != 1:
+        raise UserError(f"data.options: delimiter must be one character, got {delimiter!r}")
+    names = csv_files.header(by_split["train"][0], delimiter)
+    chosen = _options(options, names, path)
+    inputs = _inputs(chosen, names)
     kinds = dict.fromkeys(chosen.categories, "category")
     if chosen.classify is not None:
         kinds[chosen.target] = "category" if chosen.classify else "number"
@@ -123,7 +127,7 @@ def encode(table: csv_files.Table, columns: tuple[Column, ...]) -> dict[str, np.
     categories = [
         _places(table, c.name, c.vocabulary, first=1).astype(np.int32) for c in columns if c.kind == "category"
     ]
-    inputs = {"numbers": numbers, "categories": categories}
+    inputs: dict[str, list[np.ndarray]] = {"numbers": numbers, "categories": categories}
     return {name: np.stack(values, 1) for name, values in inputs.items() if values}
 
 
@@ -150,30 +154,33 @@ def _options(given: dict[str, Any], names: list[str], path: str) -> Options:
             raise UserError(f"unknown {name!r} in data.options{config.suggest(name, tuple(known))}")
     if "target" not in given:
         raise UserError(f"csv:{path} needs data.options=target=NAME, the column to predict, one of: {columns}")
-    chosen = Options(**{k: _listed(v) if k in ("use", "leave_out", "categories") else v for k, v in given.items()})
+    lists = ("use", "leave_out", "categories")
+    values: dict[str, Any] = {k: _listed(k, v) if k in lists else v for k, v in given.items()}
+    chosen = Options(**values)
     for field in ("target", "use", "leave_out", "categories"):
         value = getattr(chosen, field)
         for name in (value,) if field == "target" else value:
             if name not in names:
                 raise UserError(f"data.options: there is no column {name!r} for {field} in {path}: it has {columns}")
-    for field, kind in (("delimiter", str), ("in_order", bool)):
-        if not isinstance(getattr(chosen, field), kind):
-            raise UserError(f"data.options: {field} must be a {kind.__name__}, got {getattr(chosen, field)!r}")
-    if chosen.classify not in (None, True, False):
-        raise UserError(f"data.options: classify must be True or False, got {chosen.classify!r}")
-    if len(chosen.delimiter) != 1:
-        raise UserError(f"data.options: delimiter must be one character, got {chosen.delimiter!r}")
+    for field, value in (("classify", chosen.classify), ("in_order", chosen.in_order)):
+        if not isinstance(value, bool) and not (value is None and field == "classify"):
+            raise UserError(f"data.options: {field} must be True or False, got {value!r}")
     return chosen
 
 
-def _listed(value: Any) -> tuple:
-    return (value,) if isinstance(value, str) else tuple(value)
+def _listed(field: str, value: Any) -> tuple:
+    names = (value,) if isinstance(value, str) else value
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        raise UserError(f"data.options: {field} must be a column name or a list of them, got {value!r}")
+    return tuple(names)
 
 
 def _inputs(chosen: Options, names: list[str]) -> list[str]:
     inputs = [n for n in names if n not in (chosen.target, *chosen.leave_out) and (not chosen.use or n in chosen.use)]
     if not inputs:
-        raise UserError(f"data.options leaves no column to predict {chosen.target!r} from: there are {', '.join(names)}")
+        raise UserError(
+            f"data.options leaves no column to predict {chosen.target!r} from: there are {', '.join(names)}"
+        )
     return inputs
 
 
