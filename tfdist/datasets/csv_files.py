@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import gc
 import gzip
 import io
 import itertools
@@ -76,11 +77,17 @@ def read(
         number in a column of numbers), or a file that is no CSV in UTF-8.
     """
     columns, kinds = list(columns), dict(kinds)
-    while True:
-        try:
-            return _Reader(columns, kinds, delimiter, skip).read(paths)
-        except _ManyTexts as found:
-            kinds[str(found)] = "category"
+    collecting = gc.isenabled()
+    gc.disable()  # it looks through all of TensorFlow again and again while lists are made: a third of the time
+    try:
+        while True:
+            try:
+                return _Reader(columns, kinds, delimiter, skip).read(paths)
+            except _ManyTexts as found:
+                kinds[str(found)] = "category"
+    finally:
+        if collecting:
+            gc.enable()
 
 
 class _Reader:
