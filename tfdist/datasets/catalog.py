@@ -8,6 +8,7 @@ import difflib
 import inspect
 import io
 import logging
+import math
 import os
 from typing import Any
 
@@ -75,6 +76,8 @@ def load(experiment: config.Experiment, prepare: bool = True) -> Loaded:
     match data.name.partition(":"):
         case "csv", ":", path:
             return _of_table(experiment, path, options)
+        case "text", ":", path:
+            return _of_text(experiment, path, options)
     if config.is_reference(data.name):
         return _of_function(experiment, imports.resolve("data.name", data.name), options)
     if options:
@@ -119,6 +122,17 @@ def _of_table(experiment: config.Experiment, path: str, options: dict) -> Loaded
     train, evaluation = Arrays(made.train), Arrays(made.eval)
     spec = Spec((len(made.columns),), "float32", made.classes, 1.0, made.names, made.columns, made.target)
     return Loaded(train, evaluation, train.size, spec)
+
+
+def _of_text(experiment: config.Experiment, path: str, options: dict) -> Loaded:
+    from tfdist.datasets import text
+
+    data = experiment.data
+    memory = {"memory": math.inf, "stream": 0.0, "auto": _memory()}[data.cache]
+    splits = {"data.train_split": data.train_split, "data.eval_split": data.eval_split}
+    train, evaluation = imports.call("data.options", text.load, options, path, splits, memory)
+    shape = (options.get("length", text.LENGTH),)
+    return Loaded(train, evaluation, train.size, Spec(shape, "int32", text.VOCABULARY, text.VOCABULARY - 1.0))
 
 
 def _of_function(experiment: config.Experiment, function: Any, options: dict) -> Loaded:
@@ -246,7 +260,12 @@ def _in_memory(builder: Any, count: int, cache: str) -> bool:
         if not spec.shape.is_fully_defined():
             return False
         total += spec.shape.num_elements() * max(1, spec.dtype.size)
-    return total * count < MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return total * count < _memory()
+
+
+def _memory() -> float:
+    """Bytes that a split may take in memory."""
+    return MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _described(
