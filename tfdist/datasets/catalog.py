@@ -8,6 +8,7 @@ import difflib
 import inspect
 import io
 import logging
+import math
 import os
 from typing import Any
 
@@ -15,8 +16,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import config, imports
-from tfdist.data import Arrays, Batches, Source, as_source, check_labels, targets_of
+from tfdist.data import Arrays, Batches, Records, Source, as_source, check_labels, targets_of
+from tfdist.datasets.columns import Column
 from tfdist.errors import UserError
+from tfdist.records_feed import in_order
 
 MEMORY_SHARE = 0.25
 """Share of the machine's memory that `data.cache=auto` lets a decoded split take."""
@@ -35,6 +38,10 @@ class Spec:
     """Largest input value, for scaling to [0, 1]."""
     names: tuple[str, ...] = ()
     """Of the classes, where the data set has names for them."""
+    columns: tuple[Column, ...] = ()
+    """Of a table: its inputs, in the order of x["numbers"] and of x["categories"]."""
+    target: Column | None = None
+    """Of a table: what is predicted. One of kind `number` is not standardised: mean and std are for the model."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,6 +73,11 @@ def load(experiment: config.Experiment, prepare: bool = True) -> Loaded:
         from tfdist.datasets import stdlib_text
 
         return _own(experiment, imports.call("data.options", stdlib_text.load, options))
+    match data.name.partition(":"):
+        case "csv", ":", path:
+            return _of_table(experiment, path, options)
+        case "text", ":", path:
+            return _of_text(experiment, path, options)
     if config.is_reference(data.name):
         return _of_function(experiment, imports.resolve("data.name", data.name), options)
     if options:
@@ -100,6 +112,27 @@ def _own(experiment: config.Experiment, splits: dict) -> Loaded:
         split("data.eval_split", experiment.data.eval_split),
         None,
     )
+
+
+def _of_table(experiment: config.Experiment, path: str, options: dict) -> Loaded:
+    from tfdist.datasets import tables
+
+    data = experiment.data
+    made = tables.prepare(path, options, (data.train_split, data.eval_split), data.broken == "skip")
+    train, evaluation = Arrays(made.train), Arrays(made.eval)
+    spec = Spec((len(made.columns),), "float32", made.classes, 1.0, made.names, made.columns, made.target)
+    return Loaded(train, evaluation, train.size, spec)
+
+
+def _of_text(experiment: config.Experiment, path: str, options: dict) -> Loaded:
+    from tfdist.datasets import text
+
+    data = experiment.data
+    memory = {"memory": math.inf, "stream": 0.0, "auto": _memory()}[data.cache]
+    splits = {"data.train_split": data.train_split, "data.eval_split": data.eval_split}
+    train, evaluation = imports.call("data.options", text.load, options, path, splits, memory)
+    shape = (options.get("length", text.LENGTH),)
+    return Loaded(train, evaluation, train.size, Spec(shape, "int32", text.VOCABULARY, text.VOCABULARY - 1.0))
 
 
 def _of_function(experiment: config.Experiment, function: Any, options: dict) -> Loaded:
@@ -227,7 +260,12 @@ def _in_memory(builder: Any, count: int, cache: str) -> bool:
         if not spec.shape.is_fully_defined():
             return False
         total += spec.shape.num_elements() * max(1, spec.dtype.size)
-    return total * count < MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return total * count < _memory()
+
+
+def _memory() -> float:
+    """Bytes that a split may take in memory."""
+    return MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _described(
@@ -253,8 +291,11 @@ def _described(
                 if targets is not None and not tf.nest.is_nested(targets):
                     check_labels(targets, classes, "the data set")
     else:
-        spec = tf.nest.flatten(train.decoded.element_spec)[0]
+        batch = in_order(train, 1) if isinstance(train, Records) else train.decoded
+        spec = tf.nest.flatten(batch.element_spec)[0]
         shape, dtype = tuple(spec.shape[1:]), np.dtype(spec.dtype.as_numpy_dtype)
+        if isinstance(train, Records):
+            examples = train.size
         if examples is None:
             raise UserError(
                 "a data function must return arrays, or its number of examples stays unknown: "
