@@ -158,7 +158,7 @@ WITH_TENSORFLOW = [
     (["--config.data.train_split=train[:0]"], "data.train_split='train[:0]' of digits is empty"),
     (["--config.data.options=a=1"], "data.options='a=1' is for functions, the TFDS data set 'digits' takes none"),
     (["--config.data.data_dir=mine.py/x"], "data.data_dir is not usable"),
-    (["--config.model.options=colour=3"], "model.options: tfdist.models:cnn takes no such arguments"),
+    (["--config.model.options=colour=3"], "model.options: tfdist.zoo.small:cnn takes no such arguments"),
     (["--config.model.name=mine:model", "--config.model.options=units=3"], "must return a keras.Model, got int"),
     (["--config.model.name=char_transformer"], "needs sequences, the data has shape [8, 8, 1]"),
     (["--config.optimizer.options=speed=3"], "optimizer.options='speed=3' does not fit sgd: Argument(s) not recognized: {'speed': 3}"),

@@ -1,20 +1,13 @@
 """The promise over several processes: multi_worker and Horovod end where one device ends, on every worker."""
 
 import functools
-import json
-import os
-import pathlib
 import pickle
-import shutil
-import socket
-import subprocess
-import sys
 
 import cases
 import numpy as np
 import pytest
+import worlds
 
-HERE = pathlib.Path(__file__).parent
 NAMES = [
     "uneven tail",
     "tail smaller than the replicas",
@@ -40,38 +33,11 @@ WORLDS = {
 }
 
 
-def start(strategy, workers, options, folder):
-    """Runs worker.py on all cases, by hand or by horovodrun."""
-    env = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
-    env |= {"PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parent}", "TF_CPP_MIN_LOG_LEVEL": "2"}
-    env["CONNECT"] = json.dumps({"strategy": strategy, "threads": 1, "start_timeout": 120, **options})
-    command = [sys.executable, str(HERE / "worker.py"), str(folder), *NAMES]
-    if strategy == "horovod":
-        runner = shutil.which("horovodrun", path=str(pathlib.Path(sys.executable).parent))
-        assert runner, "Horovod is not built: run python -m tfdist.horovod_build"
-        launches = [([runner, "-np", str(workers), *command], env)]
-    else:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(workers)}
-        launches = [(command, env | world | {"RANK": str(rank)}) for rank in range(workers)]
-    running = []
-    try:
-        for number, (words, environ) in enumerate(launches):
-            with open(folder / f"{number}.log", "wb") as log:
-                running.append(subprocess.Popen(words, env=environ, stdout=log, stderr=log))
-        codes = [process.wait(540) for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    assert codes == [0] * len(codes), "\n".join(p.read_text()[-3000:] for p in sorted(folder.glob("*.log")))
-
-
 @pytest.fixture(scope="module", params=WORLDS, ids=lambda name: name.replace(" ", "-"))
 def world(request, tmp_path_factory):
     strategy, workers, options = WORLDS[request.param]
     folder = tmp_path_factory.mktemp("world")
-    start(strategy, workers, options, folder)
+    worlds.start(strategy, workers, options, folder, "worker.py", NAMES)
     results = [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(workers)]
     assert {r["workers"] for r in results} == {workers}
     assert {r["replicas"] for r in results} == {workers * options.get("virtual_devices", 1)}

@@ -67,7 +67,8 @@ def use_xla(model: keras.Model, distribution: Distribution) -> bool:
         return not refused and all(getattr(layer, "supports_jit", True) for layer in model._flatten_layers())
     if refused:
         raise UserError(
-            "--jit=on cannot compile synchronized BatchNorm over several replicas: use --jit=off, or synchronized=False"
+            "--jit=on cannot compile synchronized BatchNorm over several replicas: use --jit=off, "
+            "model.sync_batch_norm=False or synchronized=False"
         )
     return True
 

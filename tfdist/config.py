@@ -11,12 +11,28 @@ before any device is touched.
 import ast
 import dataclasses
 import difflib
+import os
 import re
 from typing import Any
 
 from tfdist.errors import UserError
 
-MODELS = ("cnn", "mlp", "conv_bn", "char_transformer")
+MODELS = (
+    "cnn", "mlp", "conv_bn", "alexnet", "resnet_cifar", "vit", "char_transformer", "gpt", "table_mlp",
+)  # fmt: skip
+APPLICATIONS = (
+    "ConvNeXtBase", "ConvNeXtLarge", "ConvNeXtSmall", "ConvNeXtTiny", "ConvNeXtXLarge",
+    "DenseNet121", "DenseNet169", "DenseNet201",
+    "EfficientNetB0", "EfficientNetB1", "EfficientNetB2", "EfficientNetB3", "EfficientNetB4", "EfficientNetB5",
+    "EfficientNetB6", "EfficientNetB7", "EfficientNetV2B0", "EfficientNetV2B1", "EfficientNetV2B2",
+    "EfficientNetV2B3", "EfficientNetV2L", "EfficientNetV2M", "EfficientNetV2S",
+    "InceptionResNetV2", "InceptionV3", "MobileNet", "MobileNetV2", "MobileNetV3Large", "MobileNetV3Small",
+    "NASNetLarge", "NASNetMobile", "ResNet101", "ResNet101V2", "ResNet152", "ResNet152V2", "ResNet50", "ResNet50V2",
+    "VGG16", "VGG19", "Xception",
+)  # fmt: skip
+"""Functions of keras.applications, listed here so that a misspelt name needs no Keras."""
+FILE = ".keras"
+"""How the name of a file ends that is a model."""
 DATASETS = ("digits", "synthetic", "stdlib_text")
 OPTIMIZERS = (
     "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "ftrl", "lamb", "lion",
@@ -64,9 +80,16 @@ class Data:
 @dataclasses.dataclass(slots=True)
 class Model:
     name: str = "cnn"
-    """One of `MODELS` or `package.module:function`, called as `function(spec, **options)`."""
+    """One of `MODELS` or `APPLICATIONS`, a `.keras` file to go on with, with a new optimizer and nothing frozen, or
+    `package.module:function`, called as `function(spec, **options)`."""
     options: str = ""
     """Keyword arguments of the model's function, such as `dropout=0.1, units=64`."""
+    weights: str = ""
+    """A `.keras` or `.h5` file: the model starts with its weights, by layer and variable, where shapes fit."""
+    freeze: str = ""
+    """Layers that do not train, by patterns of their names: `conv*, block1_*`, or `!head` for all but that one."""
+    sync_batch_norm: bool = True
+    """BatchNorm looks at the whole batch, so that the number of replicas does not matter; else at a replica's share."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -157,7 +180,7 @@ def validate(experiment: Any) -> Experiment:
             "see configs/digits.py"
         )
     e = experiment
-    _among("model.name", e.model.name, MODELS)
+    _model(e.model)
     _among("optimizer.name", e.optimizer.name, OPTIMIZERS)
     _among("optimizer.schedule", e.optimizer.schedule, SCHEDULES, reference=False)
     _among("optimizer.reduce_dtype", e.optimizer.reduce_dtype, REDUCE_DTYPES, reference=False)
@@ -275,6 +298,38 @@ def _among(field: str, value: str, known: tuple[str, ...], reference: bool = Tru
     raise UserError(
         f"unknown {field} {value!r}{suggest(value, known)}" + (", or package.module:function" if reference else "")
     )
+
+
+def _model(model: Model) -> None:
+    name = model.name
+    if name.endswith(FILE):
+        _file("model.name", name)
+        for field, value in (("model.options", model.options), ("model.weights", model.weights)):
+            if value:
+                raise UserError(f"{field}={value!r} does not go with a model from a file ({name}): leave it out")
+    elif not (name in MODELS or name in APPLICATIONS or is_reference(name)):
+        lower = {known.lower(): known for known in (*APPLICATIONS, *MODELS)}
+        near = difflib.get_close_matches(name.lower(), lower, n=1)
+        hint = f": did you mean {lower[near[0]]!r}? Known" if near else ": known"
+        raise UserError(
+            f"unknown model.name {name!r}{hint} are {', '.join(MODELS)}, those of keras.applications such as ResNet50, "
+            "a .keras file, or package.module:function"
+        )
+    if model.weights:
+        if not model.weights.endswith((FILE, ".h5")):
+            raise UserError(
+                f"model.weights={model.weights!r} is no file of Keras: give a .keras, .weights.h5 or .h5 file"
+            )
+        _file("model.weights", model.weights)
+    if model.freeze and not all(pattern.strip().strip("!") for pattern in model.freeze.split(",")):
+        raise UserError(
+            f"model.freeze={model.freeze!r} is not understood: write patterns of layer names, such as conv*, !head"
+        )
+
+
+def _file(field: str, path: str) -> None:
+    if not os.path.isfile(path):
+        raise UserError(f"{field}={path!r} does not exist: give the path of a file on this machine")
 
 
 def suggest(value: str, known: tuple[str, ...]) -> str:

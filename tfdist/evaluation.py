@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import calls, checks, strategy
+from tfdist import calls, checks, freezing, strategy
 from tfdist import data as data_lib
 from tfdist.distribution import Distribution
 from tfdist.errors import UserError
@@ -98,7 +98,10 @@ def predict(
 def average_statistics(model: keras.Model, distribution: Distribution) -> None:
     """Averages what each replica has gathered by itself (BatchNorm), before anybody looks at it."""
     with distribution.peers.during("call"):
-        distribution.average([v for v in model.non_trainable_variables if v.dtype.startswith(("float", "bfloat"))])
+        # Rounding would let go of what is frozen, bit by bit.
+        kept = {id(v) for v in freezing.fixed(model)}
+        gathered = [v for v in model.non_trainable_variables if id(v) not in kept]
+        distribution.average([v for v in gathered if v.dtype.startswith(("float", "bfloat"))])
 
 
 class Evaluation:

@@ -13,6 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist import freezing
 from tfdist.distribution import Distribution
 from tfdist.errors import TrainingError
 
@@ -21,10 +22,10 @@ EVERY = 1000
 
 
 class Guard:
-    """Compares the trainable weights over replicas and workers."""
+    """Compares the weights, trained and frozen, over replicas and workers."""
 
     def __init__(self, model: keras.Model, distribution: Distribution, every: int = EVERY):
-        self._variables = model.trainable_variables
+        self._variables = [*model.trainable_variables, *freezing.fixed(model)]
         self._distribution = distribution
         self._every = every
         self._next = 0

@@ -1,4 +1,4 @@
-"""The models that ship with tfdist, by name, and the user's own."""
+"""The model of an experiment: by name, from a file or the user's own, with the weights that it starts from."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 
 import keras
 
-from tfdist import config, imports
+from tfdist import config, freezing, imports, transfer
 from tfdist.data import Records, one_hot
 from tfdist.datasets.catalog import Loaded, Spec
 from tfdist.errors import UserError
 from tfdist.records_feed import is_weighted
+from tfdist.zoo import applications, small, tables, text, vision
 
 
 def set_precision(precision: str) -> None:
@@ -21,20 +22,35 @@ def set_precision(precision: str) -> None:
     keras.config.set_dtype_policy(precision)
 
 
-def build(experiment: config.Experiment, spec: Spec) -> keras.Model:
-    """Builds `model.name` for this data; call it inside the strategy's scope.
+def build(experiment: config.Experiment, spec: Spec, say: Callable[[str], None] = lambda line: None) -> keras.Model:
+    """Builds `model.name` for this data; call it inside the strategy's scope, on all workers.
 
-    The model's initial weights depend on the experiment's seed alone.
+    The model's initial weights depend on the experiment's seed alone, and on
+    the file of `model.weights`, which every worker reads.
+
+    Args:
+      say: shows a line to a person.
 
     Raises:
-      UserError: options that the model does not take, or data it cannot use.
+      UserError: options that the model does not take, data it cannot use, a file that does not fit.
     """
+    wanted = experiment.model
     keras.utils.set_random_seed(experiment.seed)
-    name = experiment.model.name
-    options = config.options("model.options", experiment.model.options)
-    model = imports.call("model.options", _function(name), options, spec)
+    model = _made(wanted.name, config.options("model.options", wanted.options), spec)
     if not isinstance(model, keras.Model):
-        raise UserError(f"model.name={name!r} must return a keras.Model, got {type(model).__name__}")
+        raise UserError(f"model.name={wanted.name!r} must return a keras.Model, got {type(model).__name__}")
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.BatchNormalization):
+            layer.synchronized = wanted.sync_batch_norm  # read when the layer is called
+    if (wanted.weights or wanted.freeze) and not model.built:
+        raise UserError(
+            f"model.weights and model.freeze need a model whose layers are there already: build {wanted.name} in its "
+            "function"
+        )
+    if wanted.weights:
+        say(transfer.take(model, wanted.weights))
+    if wanted.freeze:
+        say(freezing.freeze(model, wanted.freeze))
     return model
 
 
@@ -80,108 +96,63 @@ def compiled(model: keras.Model, optimizer: Any, experiment: config.Experiment, 
     return data
 
 
-def _function(name: str) -> Callable[..., keras.Model]:
+def _made(name: str, options: dict[str, Any], spec: Spec) -> Any:
+    function: Callable[..., keras.Model]
+    if name.endswith(config.FILE):
+        return _loaded(name, spec)
+    if name in config.APPLICATIONS:
+        return applications.build(name, options, spec)
     match name:
         case "cnn":
-            return cnn
+            function = small.cnn
         case "mlp":
-            return mlp
+            function = small.mlp
         case "conv_bn":
-            return conv_bn
+            function = small.conv_bn
+        case "alexnet":
+            function = vision.alexnet
+        case "resnet_cifar":
+            function = vision.resnet_cifar
+        case "vit":
+            function = vision.vit
         case "char_transformer":
-            return char_transformer
-    return imports.resolve("model.name", name)
+            function = text.char_transformer
+        case "gpt":
+            function = text.gpt
+        case "table_mlp":
+            function = tables.table_mlp
+        case _:
+            function = imports.resolve("model.name", name)
+    return imports.call("model.options", function, options, spec)
 
 
-def cnn(spec: Spec, channels: tuple[int, ...] = (64, 128), units: int = 128) -> keras.Model:
-    """Convolutions with synchronized BatchNorm, one pooling, a hidden layer: for small images. Returns logits.
-
-    Everything in it is smooth. With ReLU and max pooling, two runs that differ
-    in the last bit of a sum are 5 % apart after 900 updates; with GELU and mean
-    pooling they stay within 1e-6, so that strategies can be compared to the end.
-    """
-    _needs_image("cnn", spec)
-    layers: list[Any] = [_scaled(spec)]
-    for width in channels:
-        layers += [*_convolution(width, True), keras.layers.Activation("gelu")]
-    layers += [keras.layers.AveragePooling2D(2), keras.layers.Flatten(), keras.layers.Dense(units, activation="gelu")]
-    return keras.Sequential([*_input(spec), *layers, _logits(spec)])
-
-
-def mlp(spec: Spec, units: int = 32, depth: int = 1, dropout: float = 0.0) -> keras.Model:
-    """Flatten and `depth` hidden layers of `units`. Returns logits."""
-    layers: list[Any] = [_scaled(spec), keras.layers.Flatten()]
-    for _ in range(depth):
-        layers += [keras.layers.Dense(units, activation="relu")]
-        layers += [keras.layers.Dropout(dropout)] if dropout else []
-    return keras.Sequential([*_input(spec), *layers, _logits(spec)])
-
-
-def conv_bn(spec: Spec, channels: tuple[int, ...] = (32, 64, 128), synchronized: bool = True) -> keras.Model:
-    """Blocks of two convolutions with BatchNorm and ReLU, then pooling. Returns logits.
-
-    BatchNorm is synchronized, so that the statistics are those of the global
-    batch and the result does not depend on the number of replicas.
-    """
-    _needs_image("conv_bn", spec)
-    layers: list[Any] = [_scaled(spec)]
-    for width in channels:
-        for _ in range(2):
-            layers += [*_convolution(width, synchronized), keras.layers.ReLU()]
-        layers += [keras.layers.MaxPooling2D()]
-    return keras.Sequential([*_input(spec), *layers, keras.layers.GlobalAveragePooling2D(), _logits(spec)])
-
-
-def char_transformer(spec: Spec, width: int = 64, heads: int = 4, depth: int = 2) -> keras.Model:
-    """A small causal transformer over sequences of bytes, 0 being padding. Returns logits [n, length, 256]."""
-    if len(spec.shape) != 1:
-        raise UserError(f"model.name='char_transformer' needs sequences, the data has shape {list(spec.shape)}")
-    length = spec.shape[0]
-    tokens = keras.Input((length,), dtype="int32")
-    x = keras.layers.Embedding(256, width, mask_zero=True)(tokens)
-    # Positions 1, 2, ... and 0 for padding, as Keras operations, so that the saved model needs nothing of tfdist.
-    present = keras.ops.cast(keras.ops.not_equal(tokens, 0), "int32")
-    positions = keras.ops.cumsum(present, axis=1) * present
-    x = keras.layers.Add()([x, keras.layers.Embedding(length + 1, width, mask_zero=True, name="positions")(positions)])
-    for _ in range(depth):
-        y = keras.layers.LayerNormalization()(x)
-        # Add layers and not `+`, which would drop the mask.
-        x = keras.layers.Add()([x, keras.layers.MultiHeadAttention(heads, width // heads)(y, y, use_causal_mask=True)])
-        y = keras.layers.LayerNormalization()(x)
-        y = keras.layers.Dense(4 * width, activation="gelu")(y)
-        x = keras.layers.Add()([x, keras.layers.Dense(width)(y)])
-    return keras.Model(tokens, keras.layers.Dense(256)(keras.layers.LayerNormalization()(x)))
-
-
-def _convolution(width: int, synchronized: bool) -> list[Any]:
-    return [
-        keras.layers.Conv2D(width, 3, padding="same", use_bias=False),
-        # Keras' momentum of 0.99 lags a hundred updates behind, a tenth of a short run.
-        keras.layers.BatchNormalization(momentum=0.9, synchronized=synchronized),
-    ]
-
-
-def _input(spec: Spec) -> list[Any]:
-    return [keras.Input(spec.shape, dtype=spec.dtype)]
-
-
-def _scaled(spec: Spec) -> Any:
-    """Inputs to [0, 1] where they are whole numbers, unchanged otherwise."""
-    whole = spec.dtype.startswith(("int", "uint"))
-    return keras.layers.Rescaling(1.0 / spec.maximum if whole else 1.0)
-
-
-def _logits(spec: Spec) -> Any:
-    if spec.classes is None:
+def _loaded(path: str, spec: Spec) -> keras.Model:
+    """A model that is saved in a file, all of which trains, for data of the same kind."""
+    try:
+        model = keras.saving.load_model(path, compile=False, safe_mode=True)
+    except Exception as error:  # whatever the layers in it raise
+        why = " ".join(str(error).split())[:200]
         raise UserError(
-            "this model classifies, and the targets are not whole numbers: use model.name=package.module:function"
-        )
-    # float32 logits: in half precision the loss would lose most of its digits.
-    return keras.layers.Dense(spec.classes, dtype=None if keras.config.floatx() == "float64" else "float32")
-
-
-def _needs_image(name: str, spec: Spec) -> None:
-    if len(spec.shape) != 3:
-        raise UserError(
-            f"model.name={name!r} needs images [height, width, channels], the data has shape {list(spec.shape)}"
-        )
+            f"model.name={path!r} cannot be loaded ({why}): give a file that Keras has saved, without code of its own"
+        ) from error
+    if not isinstance(model, keras.Model):
+        raise UserError(f"model.name={path!r} holds no keras.Model: give the model.keras of a run")
+    freezing.thaw(model)
+    advice = f"choose a model by name and start with these weights: model.weights={path}"
+    inputs = keras.tree.flatten(model.inputs)
+    if len(inputs) == 1:
+        shape, dtype = tuple(inputs[0].shape[1:]), keras.backend.standardize_dtype(inputs[0].dtype)
+        fits = len(shape) == len(spec.shape) and all(a in (None, b) for a, b in zip(shape, spec.shape))
+        # Whole numbers are scaled inside; fractions of 1 would all become 0.
+        if not fits or ("int" in dtype and "int" not in spec.dtype):
+            raise UserError(
+                f"model.name={path!r} takes {list(shape)} {dtype}, and the data {list(spec.shape)} {spec.dtype}: "
+                f"{advice}"
+            )
+    outputs = keras.tree.flatten(model.outputs)
+    if len(outputs) == 1 and spec.classes is not None:
+        units = outputs[0].shape[-1]
+        # Of a language model's tokens, the data need not have all.
+        if units is not None and (units < spec.classes or (units > spec.classes and len(outputs[0].shape) == 2)):
+            raise UserError(f"model.name={path!r} has {units} outputs, the data {spec.classes} classes: {advice}")
+    return model

@@ -1,10 +1,10 @@
 """All that training has changed, as tensors: taken from a running model, and put back into one, on any world.
 
-What every replica has alike (weights, optimizer) is kept once. What each has of
-its own (BatchNorm's statistics between two averages, random generators, sums of
-metrics) is kept per replica: on as many replicas every one gets its own back,
-bit for bit; on another number, statistics are averaged, sums added up, and
-random streams begin anew from the first replica's.
+What every replica has alike (weights, trained or frozen, and optimizer) is kept
+once. What each has of its own (BatchNorm's statistics between two averages,
+random generators, sums of metrics) is kept per replica: on as many replicas
+every one gets its own back, bit for bit; on another number, statistics are
+averaged, sums added up, and random streams begin anew from the first replica's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import callback_state
+from tfdist import callback_state, freezing
 from tfdist.distribution import Distribution
 from tfdist.errors import UserError
 
@@ -140,12 +140,14 @@ def _sum(distribution: Distribution, words: Any) -> Any:
 
 def _shared(model: keras.Model) -> list[tuple[str, Any]]:
     optimizer = [] if model.optimizer is None else model.optimizer.variables
-    parts = {"model": model.trainable_variables, "optimizer": optimizer}
+    parts = {"model": [*model.trainable_variables, *freezing.fixed(model)], "optimizer": optimizer}
     return [(f"{SHARED}/{p}/{i:04d}/{v.path}", v) for p, variables in parts.items() for i, v in enumerate(variables)]
 
 
 def _own(model: keras.Model) -> list[tuple[str, Any]]:
-    parts = {"model": model.non_trainable_variables, "metrics": model.metrics_variables}
+    shared = {id(v) for v in freezing.fixed(model)}
+    own = [v for v in model.non_trainable_variables if id(v) not in shared]
+    parts = {"model": own, "metrics": model.metrics_variables}
     return [(f"{OWN}/{p}/{i:04d}/{v.path}", v) for p, variables in parts.items() for i, v in enumerate(variables)]
 
 

@@ -102,7 +102,7 @@ def _train(experiment: config.Experiment, where: environment.Environment, site: 
     schedule = plan.make(experiment, data.examples, distribution.replicas)
     say(f"{experiment.name}: {schedule.describe()}")
     with distribution.scope():
-        model = models.build(experiment, data.spec)
+        model = models.build(experiment, data.spec, say)
         data = models.compiled(model, optimizers.build(experiment, schedule), experiment, data)
     checkpoints = _checkpoints(experiment, model, where, site, folder, say)
     first, last = plan.profiled(where.profile, schedule)

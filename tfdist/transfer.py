@@ -1,0 +1,164 @@
+"""Weights that a model starts with, from a file: by layer and variable, as far as they fit."""
+
+from __future__ import annotations
+
+import io
+import re
+import tempfile
+import zipfile
+from collections.abc import Iterable
+from typing import Any
+
+import h5py
+import keras
+import numpy as np
+
+from tfdist.errors import UserError
+
+SHOWN = 4
+"""Layers in a message."""
+_SPLIT = re.compile(r"(?<=.)(?=[A-Z][a-z])|(?<=[a-z])(?=[A-Z])")
+NUMBERED = {_SPLIT.sub("_", name).lower() for name in (*dir(keras.layers), "Functional", "Sequential")}
+"""What Keras calls a layer without a name, before the number that it counts up in each process."""
+OF_TRAINING = ("optimizer", "metrics", "seed_generator")
+"""Parts of a file that are not weights."""
+
+Key = tuple[str, ...]
+"""Names of the layers around a variable, from the outside in, and its number among those of its layer."""
+
+
+def take(model: keras.Model, path: str) -> str:
+    """Gives the model the weights in a file, where layer, variable and shape are the same.
+
+    A layer goes by its name, or if Keras has numbered it by its place among
+    those of its class.
+
+    Args:
+      model: built; to be called within the scope of its strategy, on all workers.
+      path: a `.keras`, `.weights.h5` or (as Keras 2 and keras.applications have them) `.h5` file.
+
+    Returns:
+      A line that says how many were taken, and which were not.
+
+    Raises:
+      UserError: the file cannot be read, or nothing in it fits.
+    """
+    try:
+        given = read(path)
+    except (OSError, KeyError, ValueError, RuntimeError, zipfile.BadZipFile) as error:
+        why = " ".join(str(error).split())[:150]
+        raise UserError(f"model.weights={path!r} cannot be read ({why}): give a file that Keras has saved") from error
+    with tempfile.TemporaryDirectory(prefix="tfdist-") as folder:
+        # Keras writes and reads the model's own variables, so that both sides go by the same names.
+        own = f"{folder}/own.weights.h5"
+        model.save_weights(own)
+        with h5py.File(own, "r+") as file:
+            here = {key: file[place].shape for key, place in _places(file).items()}
+            fits = [key for key, shape in here.items() if key in given and given[key].shape == shape]
+            places = _places(file)
+            for key in fits:
+                file[places[key]][...] = given[key]
+        if not fits:
+            raise UserError(
+                f"model.weights={path!r} has nothing that fits: it has {_layers(given)}, the model has {_layers(here)}"
+            )
+        model.load_weights(own)
+    line = f"weights: {len(fits)} of {len(here)} tensors are those of {path}"
+    left = [key for key in here if key not in set(fits)]
+    return f"{line}; not those of {_layers(left)}" if left else line
+
+
+def read(path: str) -> dict[Key, np.ndarray]:
+    """The weights in a file."""
+    if path.endswith(".keras"):
+        with zipfile.ZipFile(path) as archive:
+            stored = io.BytesIO(archive.read("model.weights.h5"))
+        with h5py.File(stored) as file:
+            return {key: file[place][()] for key, place in _places(file).items()}
+    with h5py.File(path) as file:
+        root = file.get("model_weights", file)
+        places = _older_places(root) if "layer_names" in root.attrs else _places(root)
+        return {key: root[place][()] for key, place in places.items()}
+
+
+def _places(file: Any) -> dict[Key, str]:
+    """Where the tensors of a file of Keras 3 are: `<layer>/vars/<number>`, with the layer's name as an attribute."""
+    found: dict[str, str] = {}  # place of a tensor -> names
+    labels: dict[str, str] = {}  # place of a layer -> its name
+
+    def visit(place: str, item: Any) -> None:
+        layer, _, last = place.rpartition("/")
+        if last == "vars" or place == "vars":
+            labels[layer] = _stable(item.attrs.get("name", ""), layer.rpartition("/")[2])
+        elif isinstance(item, h5py.Dataset) and not any(part in place for part in OF_TRAINING):
+            found[place] = layer.rpartition("/")[0]
+
+    file.visititems(visit)
+    chains = []
+    for place in sorted(found, key=_natural):
+        parts = found[place].split("/") if found[place] else []
+        around = ["/".join(parts[: i + 1]) for i in range(len(parts))]
+        chains.append((tuple(labels[a] for a in around if labels.get(a)), place.rpartition("/")[2], place))
+    return _keys(chains)
+
+
+def _older_places(root: Any) -> dict[Key, str]:
+    """The same for the format of Keras 2, which lists layers and weights in attributes."""
+    chains = []
+    for layer in map(_text, root.attrs["layer_names"]):
+        counted: dict[tuple, int] = {}
+        for weight in map(_text, root[layer].attrs["weight_names"]):
+            parts = weight.partition(":")[0].split("/")
+            inner = parts[parts.index(layer) + 1 : -1] if layer in parts else []
+            chain = (layer, *inner)
+            counted[chain] = counted.get(chain, -1) + 1
+            chains.append((chain, str(counted[chain]), f"{layer}/{weight}"))
+    return _keys(chains)
+
+
+def _keys(chains: Iterable[tuple[tuple[str, ...], str, str]]) -> dict[Key, str]:
+    """Places by key; layers that Keras has numbered are counted anew, in the order in which they come.
+
+    Args:
+      chains: (names of the layers, number of the variable, its place).
+    """
+    counted: dict[tuple, list[str]] = {}
+    found = {}
+    for names, number, place in chains:
+        key: tuple[str, ...] = ()
+        for name in names:
+            base = _base(name)
+            if base in NUMBERED:
+                alike = counted.setdefault((*key, base), [])
+                if name not in alike:
+                    alike.append(name)
+                name = f"{base} {alike.index(name) + 1}"
+            key = (*key, name)
+        key = (*key, number)
+        found[key] = place
+    return found
+
+
+def _stable(name: str, segment: str) -> str:
+    """A layer's name; that of the attribute that holds it, if the name is only a number of Keras' own."""
+    return segment if _base(name) in NUMBERED and _base(segment) != _base(name) else name
+
+
+def _base(name: str) -> str:
+    return re.sub(r"_\d+$", "", name)
+
+
+def _natural(place: str) -> list:
+    """Sorts `dense_10` behind `dense_9`."""
+    pieces = [re.split(r"(\d+)", part) for part in place.split("/")]
+    return [[(int(p), "") if p.isdigit() else (0, p) for p in part] for part in pieces]
+
+
+def _layers(keys: Iterable[Key]) -> str:
+    """The first layers of these, in words."""
+    names = list(dict.fromkeys("/".join(key[:-1]) or "the model itself" for key in keys))
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more layers" if len(names) > SHOWN else "")
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

@@ -1,0 +1,1 @@
+"""The architectures that ship with tfdist."""
