@@ -11,6 +11,7 @@ before any device is touched.
 import ast
 import dataclasses
 import difflib
+import math
 import re
 from typing import Any
 
@@ -23,7 +24,14 @@ OPTIMIZERS = (
     "muon", "nadam", "rmsprop", "sgd",
 )  # fmt: skip
 PRECISIONS = ("float32", "float64", "mixed_bfloat16", "mixed_float16")
-SCHEDULES = ("constant", "cosine")
+SCHEDULES = {
+    "constant": (),
+    "cosine": ("end",),
+    "linear": ("end",),
+    "step": ("boundaries", "factor"),
+    "exponential": ("end", "factor", "every"),
+}
+"""And what `optimizer.schedule_options` may say of each."""
 REDUCE_DTYPES = ("float32", "bfloat16", "float16")
 LR_SCALINGS = ("none", "linear", "sqrt")
 ON_NONFINITE = ("stop", "rollback")
@@ -65,7 +73,10 @@ class Optimizer:
     """A Keras optimizer in lower case, or `package.module:function`, called as `function(learning_rate)`."""
     learning_rate: float = 0.05
     schedule: str = "cosine"
-    """`constant`, or `cosine` down to zero at the last update."""
+    """What follows the warm-up: `constant`, `cosine`, `linear`, `step` or `exponential`."""
+    schedule_options: str = ""
+    """`end=0.01` of cosine, linear and exponential: share of the peak that is left at the end (0, 0, 0.01).
+    `boundaries=30% 60% 80%, factor=0.1` of step. `factor=0.94, every=2 epochs` of exponential instead of `end`."""
     warmup: str = "2 epochs"
     """Linear warm-up from zero: a duration (`5%`, `100 steps`, `1 epoch`, `5000 examples`)."""
     weight_decay: float = 0.02
@@ -149,7 +160,8 @@ def validate(experiment: Any) -> Experiment:
     e = experiment
     _among("model.name", e.model.name, MODELS)
     _among("optimizer.name", e.optimizer.name, OPTIMIZERS)
-    _among("optimizer.schedule", e.optimizer.schedule, SCHEDULES, reference=False)
+    _among("optimizer.schedule", e.optimizer.schedule, tuple(SCHEDULES), reference=False)
+    schedule_options(e.optimizer)
     _among("optimizer.reduce_dtype", e.optimizer.reduce_dtype, REDUCE_DTYPES, reference=False)
     _among("optimizer.scale_learning_rate", e.optimizer.scale_learning_rate, LR_SCALINGS, reference=False)
     if (e.optimizer.scale_learning_rate == "none") != (e.optimizer.base_batch == 0):
@@ -235,6 +247,65 @@ def options(field: str, text: str) -> dict[str, Any]:
         }
     except (SyntaxError, ValueError):
         raise UserError(f"{field}={text!r} is not understood: write name=value, name=value") from None
+
+
+def assignments(field: str, text: str) -> dict[str, str]:
+    """`name=value, name=value` with values that are any words: `boundaries=30% 60%, factor=0.1`.
+
+    Raises:
+      UserError: naming `field`, when `text` is something else.
+    """
+    found: dict[str, str] = {}
+    for part in text.split(",") if text.strip() else []:
+        name, equals, value = (word.strip() for word in part.rpartition("="))
+        if not (name and equals and value) or name in found:
+            raise UserError(f"{field}={text!r} is not understood: write name=value, name=value, each name once")
+        found[name] = value
+    return found
+
+
+def number(field: str, text: str) -> float:
+    """A finite number in `text`.
+
+    Raises:
+      UserError: naming `field`.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise UserError(f"{field} must be a number, got {text!r}")
+    return value
+
+
+def schedule_options(optimizer: Optimizer) -> dict[str, Any]:
+    """`optimizer.schedule_options` as numbers `end` and `factor` and texts `boundaries` and `every`, where given.
+
+    Raises:
+      UserError: the schedule has no such option, or needs another one.
+    """
+    field = "optimizer.schedule_options"
+    found: dict[str, Any] = dict(assignments(field, optimizer.schedule_options))
+    known = SCHEDULES[optimizer.schedule]
+    for name in found:
+        if name not in known:
+            raise UserError(
+                f"unknown {name!r} in {field}={optimizer.schedule_options!r}: "
+                f"{optimizer.schedule} knows {', '.join(known) or 'none'}"
+            )
+    for name in ("end", "factor"):
+        if name in found:
+            found[name] = number(f"{name} in {field}", found[name])
+            if not 0 <= found[name] < 1 or (found[name] == 0 and optimizer.schedule not in ("cosine", "linear")):
+                raise UserError(f"{name} in {field} must be a share of the rate below 1, got {found[name]:g}")
+    if optimizer.schedule == "step" and "boundaries" not in found:
+        raise UserError(f"optimizer.schedule=step needs {field}, such as 'boundaries=30% 60% 80%, factor=0.1'")
+    if ("factor" in found) != ("every" in found) and optimizer.schedule == "exponential":
+        raise UserError(f"{field}={optimizer.schedule_options!r} is half of it: write factor=0.94, every=2 epochs")
+    if "end" in found and "factor" in found:
+        raise UserError(f"{field}={optimizer.schedule_options!r} says it twice: give end, or factor and every")
+    return found
 
 
 def is_reference(name: str) -> bool:

@@ -100,7 +100,7 @@ def _rates(rate: Any, plan: Plan) -> str:
     """The learning rate along the run."""
     if not isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
         return f"{float(rate):g} throughout"
-    wanted = {1, plan.warmup + 1, max(1, plan.updates // 2), plan.updates}
+    wanted = {1, plan.warmup + 1, max(1, plan.updates // 2), *(b + 1 for b in plan.decay.boundaries), plan.updates}
     points = sorted(p for p in wanted if p <= plan.updates)
     return "update " + ", ".join(f"{p:,}: {float(np.asarray(rate(p - 1))):.3g}" for p in points)
 

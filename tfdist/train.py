@@ -196,7 +196,7 @@ def _train(experiment: config.Experiment, where: environment.Environment, site: 
         watching.stop()
 
     weights = history.fingerprint(model)
-    with peers.during("saving"):
+    with peers.during("saving"), optimizers.portable(model):
         folder.save_model(model)
         checkpoints.finish()
     _same_everywhere(peers, weights[0])
