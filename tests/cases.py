@@ -176,6 +176,7 @@ CASES = [
     Case("activity regulariser", lambda: compiled(dense(activity_regularizer="l2")), examples=72),
     Case("AdamW", lambda: compiled(dense(), O.AdamW(1e-2, weight_decay=0.1)), examples=61),
     Case("weights averaged", lambda: compiled(dense(), O.Adam(1e-2, use_ema=True, ema_momentum=0.8)), examples=61),
+    Case("average measured, accumulated, clipped", lambda: compiled(dense(), O.Adam(1e-2, use_ema=True, ema_momentum=0.8, global_clipnorm=0.05)), examples=61, accumulate=3, fit={"measure_average": True, "validation_data": images(31)}, keras=False),
     Case("averages written over", lambda: compiled(dense(), O.Adam(1e-2, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=4)), examples=61),
     Case("Nadam", lambda: compiled(dense(), O.Nadam(1e-2, use_ema=True, ema_momentum=0.8)), examples=61),
     Case("RMSprop with a schedule", lambda: compiled(dense(), O.RMSprop(O.schedules.CosineDecay(1e-2, 9))), examples=61),

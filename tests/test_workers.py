@@ -24,6 +24,7 @@ NAMES = [
     "masked sequences",
     "masked and plain",
     "weights averaged",
+    "average measured, accumulated, clipped",
     "batch norm, synchronized",
     "bfloat16",
     "float16",

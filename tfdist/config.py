@@ -89,7 +89,7 @@ class Optimizer:
     base_batch: int = 0
     """Global batch for which learning_rate was chosen; needed to scale it."""
     ema_momentum: float = 0.0
-    """Ends the run with an exponential moving average of the weights; 0 for none."""
+    """Evaluates, and ends the run with, an exponential moving average of the weights; 0 for none."""
     options: str = "momentum=0.9, nesterov=True"
     """More keyword arguments of the optimizer, such as `momentum=0.9, nesterov=True`."""
 

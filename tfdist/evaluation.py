@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import calls, checks, strategy
+from tfdist import averages, calls, checks, strategy, update
 from tfdist import data as data_lib
 from tfdist.distribution import Distribution
 from tfdist.errors import UserError
@@ -99,6 +99,12 @@ def average_statistics(model: keras.Model, distribution: Distribution) -> None:
     """Averages what each replica has gathered by itself (BatchNorm), before anybody looks at it."""
     with distribution.peers.during("call"):
         distribution.average([v for v in model.non_trainable_variables if v.dtype.startswith(("float", "bfloat"))])
+
+
+def settle(model: keras.Model, distribution: Distribution) -> None:
+    """Makes of a model whose training was interrupted what it would be had it ended there."""
+    average_statistics(model, distribution)
+    averages.finalize(update.inner(model.optimizer), model.trainable_variables)
 
 
 class Evaluation:

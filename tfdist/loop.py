@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -10,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist import calls, checks, evaluation, pace, state, strategy, update
+from tfdist import averages, calls, checks, evaluation, pace, state, strategy, update
 from tfdist import data as data_lib
 from tfdist.distribution import Distribution
 from tfdist.errors import Interrupted, TrainingError, UserError
@@ -51,6 +52,7 @@ def fit(
     checkpoints: Checkpoints | None = None,
     on_nonfinite: str = "stop",
     max_rollbacks: int = 3,
+    measure_average: bool = False,
     should_stop: Callable[[], str] = calls.never,
 ) -> keras.callbacks.History:
     """Trains a compiled model as `model.fit` does, with the same result under every strategy.
@@ -82,6 +84,8 @@ def fit(
       on_nonfinite: `stop` with an error when the loss is NaN or infinite, or `rollback` to the last checkpoint and
         leave out the update at which it was, and the one before.
       max_rollbacks: how often; then stop.
+      measure_average: with an optimizer that has `use_ema`, validate the averaged weights, which the training will end
+        with; callbacks' `on_epoch_end` sees them, too. Keras' fit validates the weights as they are.
       should_stop: asked after every call; a reason, on any worker, ends the
         training on all of them after the same update.
 
@@ -131,6 +135,12 @@ def fit(
     training = _Training(step, layout, feed, called, choice, reduce_dtype, should_stop, keeper, position.update)
     position = keeper.begin(position, rollback=on_nonfinite == "rollback")
     logs: dict = {}
+
+    def averaged() -> contextlib.AbstractContextManager:
+        if not measure_average:
+            return contextlib.nullcontext()
+        return averages.instead(update.inner(model.optimizer), model.trainable_variables)
+
     while position.epoch < epochs and not position.stopped and (position.update < last or position.begun):
         epoch = position.epoch
         called.on_epoch_begin(epoch)
@@ -140,9 +150,10 @@ def fit(
                 evaluation.average_statistics(model, distribution)
                 position.measured = True
             logs = dict(position.logs)
-            if validation and _is_due(validation_freq, epoch):
-                logs.update({f"val_{k}": v for k, v in validation.run(called, should_stop).items()})
-            called.on_epoch_end(epoch, logs)
+            with averaged():
+                if validation and _is_due(validation_freq, epoch):
+                    logs.update({f"val_{k}": v for k, v in validation.run(called, should_stop).items()})
+                called.on_epoch_end(epoch, logs)
             position = Position(position.update, epoch + 1, stopped=model.stop_training, skipped=position.skipped)
             _, late = calls.agree(step, f"the end of epoch {epoch + 1}", 0.0, should_stop, keeper.late())
             position.stopped = model.stop_training
@@ -155,7 +166,7 @@ def fit(
                 raise
             position = keeper.back(error, error.update, position, max_rollbacks)
     keeper.end(position)
-    update.finalize(model.optimizer, model.trainable_variables)
+    averages.finalize(update.inner(model.optimizer), model.trainable_variables)
     called.on_train_end(logs)
     return model.history
 
@@ -288,7 +299,8 @@ def _not_finite(logs: dict, update: int, epoch: int) -> NotFinite:
 
 def _keras_fit(model: keras.Model, source: data_lib.Source, given: dict) -> Any:
     """A model with its own train_step, on one device: Keras' own fit does what its author meant."""
-    plainly = {"steps": None, "steps_per_call": "auto", "checkpoints": None, "on_nonfinite": "stop"}
+    plainly: dict[str, Any] = {"steps": None, "steps_per_call": "auto", "checkpoints": None, "on_nonfinite": "stop"}
+    plainly["measure_average"] = False
     for name, plain in plainly.items():
         if given[name] != plain:
             raise UserError(

@@ -173,6 +173,7 @@ def _train(experiment: config.Experiment, where: environment.Environment, site: 
                 checkpoints=None if checkpoints.off else checkpoints,
                 on_nonfinite=experiment.train.on_nonfinite,
                 max_rollbacks=experiment.train.max_rollbacks,
+                measure_average=experiment.optimizer.ema_momentum > 0,
                 should_stop=signals.reason,
                 verbose=0,
             )
@@ -186,7 +187,7 @@ def _train(experiment: config.Experiment, where: environment.Environment, site: 
             recorder.evaluated(evaluation)
     except Interrupted as stopped:
         status, reason = "preempted", str(stopped)
-        evaluation_lib.average_statistics(model, distribution)
+        evaluation_lib.settle(model, distribution)
     except PeerError:
         raise
     except TrainingError:

@@ -16,6 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist import averages
 from tfdist.errors import UserError
 
 FUSED = (keras.optimizers.Adam, keras.optimizers.AdamW, keras.optimizers.SGD)
@@ -93,7 +94,7 @@ def _apply_keras(optimizer: Any, grads: list, variables: list, penalty: Callable
     pairs = [(g, v) for g, v in zip(grads, variables) if g is not None]
     before = tf.identity(base.iterations.value)
     optimizer.apply([g for g, _ in pairs], [v for _, v in pairs])
-    _average(base, variables, before, tf.not_equal(before, tf.identity(base.iterations.value)))
+    averages.add(base, variables, before, tf.not_equal(before, tf.identity(base.iterations.value)))
 
 
 def _apply_scaled(optimizer: Any, grads: list, variables: list, penalty: Callable[[list], list]) -> None:
@@ -134,7 +135,7 @@ def _apply_fused(optimizer: Any, grads: list, variables: list) -> None:
         for i, grad, variable in pairs:
             step(i, tf.cast(grad, variable.dtype), variable)
     before = tf.identity(optimizer.iterations.value)
-    _average(optimizer, variables, before, None)
+    averages.add(optimizer, variables, before, None)
     for _, _, variable in pairs:
         if variable.constraint is not None:
             variable.assign(variable.constraint(variable))
@@ -215,36 +216,6 @@ def clip(optimizer: Any, grads: list) -> list:
         given = [tf.clip_by_value(g, -optimizer.clipvalue, optimizer.clipvalue) for g in given]
     clipped = iter(given)
     return [None if g is None else next(clipped) for g in grads]
-
-
-def _average(optimizer: Any, variables: list, before: Any, updated: Any) -> None:
-    """Moving average of the weights, as in Keras' `use_ema`.
-
-    Args:
-      before: `iterations` before this update.
-      updated: bool scalar, False where the update was skipped, or None.
-    """
-    if not optimizer.tfdist_ema:
-        return
-    for variable, average in zip(variables, optimizer._model_variables_moving_average):
-        momentum = tf.where(
-            tf.equal(before, 0), tf.zeros((), average.dtype), tf.cast(optimizer.ema_momentum, average.dtype)
-        )
-        new = momentum * average + (1 - momentum) * variable
-        average.assign(new if updated is None else tf.where(updated, new, average))
-    if optimizer.ema_overwrite_frequency:
-        due = tf.equal((before + 1) % optimizer.ema_overwrite_frequency, 0)
-        if updated is not None:
-            due = tf.logical_and(due, updated)
-        for variable, average in zip(variables, optimizer._model_variables_moving_average):
-            variable.assign(tf.where(due, average, variable))
-
-
-def finalize(optimizer: Any, variables: list) -> None:
-    """Ends a training with the averaged weights, as Keras' `fit` does; in cross-replica context."""
-    if inner(optimizer).use_ema:
-        for variable, average in zip(variables, inner(optimizer)._model_variables_moving_average):
-            variable.assign(tf.convert_to_tensor(average.value))
 
 
 def _add(a: Any, b: Any) -> Any:
