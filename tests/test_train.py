@@ -201,7 +201,7 @@ ORDER = [
     {"datasets.catalog"},
     {"datasets.digits", "datasets.stdlib_text", "data"},
     {"update"},
-    {"averages", "payload", "metrics", "fused", "watch"},
+    {"averages", "layer_rates", "payload", "metrics", "fused", "watch"},
     {"objective", "layout"},
     {"strategy"},
     {"hvd", "multi_worker", "provenance"},

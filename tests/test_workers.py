@@ -25,6 +25,8 @@ NAMES = [
     "masked and plain",
     "weights averaged",
     "average measured, accumulated, clipped",
+    "rates by layer",
+    "rates by layer, Nadam, clipped",
     "batch norm, synchronized",
     "bfloat16",
     "float16",

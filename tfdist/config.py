@@ -80,6 +80,12 @@ class Optimizer:
     warmup: str = "2 epochs"
     """Linear warm-up from zero: a duration (`5%`, `100 steps`, `1 epoch`, `5000 examples`)."""
     weight_decay: float = 0.02
+    decay_exclude: str = ""
+    """Patterns for layers and variables without weight decay, such as `bias, gamma, beta, embedding*`."""
+    layer_rates: str = ""
+    """Factors on rate and weight decay by patterns for layers, such as `head*=10, block1_*=0.1`; the last counts."""
+    layer_decay: float = 1.0
+    """Factor on both from each layer or block to the one below it; 1 for none (see tfdist.layer_rates.factors)."""
     clip_norm: float = 0.0
     """Bound on the norm of the whole gradient, summed over all replicas; 0 for none."""
     reduce_dtype: str = "float32"
@@ -207,6 +213,13 @@ def validate(experiment: Any) -> Experiment:
         )
     if e.optimizer.learning_rate <= 0:
         raise UserError(f"optimizer.learning_rate must be positive, got {e.optimizer.learning_rate}")
+    layer_rates(e.optimizer)
+    if not 0 < e.optimizer.layer_decay <= 1:
+        raise UserError(f"optimizer.layer_decay must be in (0, 1], got {e.optimizer.layer_decay}")
+    if e.optimizer.decay_exclude and not e.optimizer.weight_decay:
+        raise UserError(
+            f"optimizer.decay_exclude={e.optimizer.decay_exclude!r} has nothing to exclude from: set weight_decay"
+        )
     if not 0 <= e.optimizer.ema_momentum < 1:
         raise UserError(f"optimizer.ema_momentum must be in [0, 1), got {e.optimizer.ema_momentum}")
     if not 0 <= e.train.label_smoothing < 1:
@@ -277,6 +290,18 @@ def number(field: str, text: str) -> float:
     if not math.isfinite(value):
         raise UserError(f"{field} must be a number, got {text!r}")
     return value
+
+
+def layer_rates(optimizer: Optimizer) -> dict[str, float]:
+    """`optimizer.layer_rates` as factors by pattern."""
+    field = "optimizer.layer_rates"
+    found = {
+        name: number(f"{name} in {field}", text) for name, text in assignments(field, optimizer.layer_rates).items()
+    }
+    for name, value in found.items():
+        if value <= 0:
+            raise UserError(f"{name} in {field} must be positive, got {value:g}: freeze layers with model.freeze")
+    return found
 
 
 def schedule_options(optimizer: Optimizer) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -11,13 +12,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist import averages, calls, checks, evaluation, pace, state, strategy, update
+from tfdist import averages, calls, checks, evaluation, layer_rates, pace, state, strategy, update
 from tfdist import data as data_lib
 from tfdist.distribution import Distribution
 from tfdist.errors import Interrupted, TrainingError, UserError
 from tfdist.guard import Guard
 from tfdist.keeper import Keeper
-from tfdist.layout import Layout, unpack
+from tfdist.layout import unpack
 from tfdist.pace import Pace
 from tfdist.resume import Position
 from tfdist.saving import Checkpoints, Run
@@ -53,6 +54,8 @@ def fit(
     on_nonfinite: str = "stop",
     max_rollbacks: int = 3,
     measure_average: bool = False,
+    learning_rates: Mapping[str, float] | None = None,
+    layer_decay: float = 1.0,
     should_stop: Callable[[], str] = calls.never,
 ) -> keras.callbacks.History:
     """Trains a compiled model as `model.fit` does, with the same result under every strategy.
@@ -86,6 +89,9 @@ def fit(
       max_rollbacks: how often; then stop.
       measure_average: with an optimizer that has `use_ema`, validate the averaged weights, which the training will end
         with; callbacks' `on_epoch_end` sees them, too. Keras' fit validates the weights as they are.
+      learning_rates: factors on the optimizer's learning rate and weight decay, by pattern for names of layers:
+        `{"head*": 10.0}`.
+      layer_decay: factor on both from each layer to the one below it; see `layer_rates.factors`.
       should_stop: asked after every call; a reason, on any worker, ends the
         training on all of them after the same update.
 
@@ -121,6 +127,7 @@ def fit(
         if validation_batch_size is None and isinstance(measured, data_lib.Arrays):
             validation_batch_size = layout.batch
         validation = evaluation.Evaluation(model, measured, distribution, validation_batch_size, validation_steps)
+    factors = layer_rates.factors(model, learning_rates or {}, layer_decay)
     state.separate_streams(model, distribution)
     per_epoch = steps_per_epoch or feed.batches or None
     called = _callbacks(model, callbacks, verbose, epochs, per_epoch)
@@ -132,7 +139,8 @@ def fit(
     model.stop_training = False
     called.on_train_begin()
     keeper = Keeper(checkpoints, Run(model, distribution, called, layout.batch, per_epoch, seed))
-    training = _Training(step, layout, feed, called, choice, reduce_dtype, should_stop, keeper, position.update)
+    compiled = functools.partial(step.compiled, "train", layout, reduce_dtype=reduce_dtype, factors=factors)
+    training = _Training(step, compiled, feed, called, choice, should_stop, keeper, position.update)
     position = keeper.begin(position, rollback=on_nonfinite == "rollback")
     logs: dict = {}
 
@@ -185,21 +193,19 @@ class _Training:
     def __init__(
         self,
         step: Step,
-        layout: Layout,
+        compiled: Callable[..., Callable],
         feed: data_lib.Feed,
         callbacks: Any,
         pace: Pace,
-        reduce_dtype: str,
         should_stop: Callable[[], str],
         keeper: Keeper,
         at: int,
     ):
         self._step = step
-        self._layout = layout
+        self._compiled = compiled
         self._feed = feed
         self._callbacks = callbacks
         self._pace = pace
-        self._reduce_dtype = reduce_dtype
         self._should_stop = should_stop
         self._keeper = keeper
         self._guard = Guard(step.model, step.distribution)
@@ -237,7 +243,7 @@ class _Training:
             asked = time.perf_counter()
             part = self._feed.next(now.update, want)
             waited = time.perf_counter() - asked
-            call = step.compiled("train", self._layout, part.full, self._reduce_dtype, self._norm)
+            call = self._compiled(full=part.full, norm=self._norm)
             self._guard.look(now.update)
             self._callbacks.on_train_batch_begin(now.begun)
             steady = id(call) in step.warm
@@ -300,7 +306,7 @@ def _not_finite(logs: dict, update: int, epoch: int) -> NotFinite:
 def _keras_fit(model: keras.Model, source: data_lib.Source, given: dict) -> Any:
     """A model with its own train_step, on one device: Keras' own fit does what its author meant."""
     plainly: dict[str, Any] = {"steps": None, "steps_per_call": "auto", "checkpoints": None, "on_nonfinite": "stop"}
-    plainly["measure_average"] = False
+    plainly |= {"measure_average": False, "learning_rates": None, "layer_decay": 1.0}
     for name, plain in plainly.items():
         if given[name] != plain:
             raise UserError(

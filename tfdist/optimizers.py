@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from tfdist import config, imports, update
+from tfdist import config, imports, layer_rates, update
 from tfdist.errors import UserError
 from tfdist.plan import Plan
 
@@ -42,6 +42,18 @@ def build(experiment: config.Experiment, plan: Plan) -> Any:
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise UserError(f"optimizer.name={wanted.name!r} must return a Keras optimizer, got {type(optimizer).__name__}")
     return optimizer
+
+
+def exclude(model: keras.Model, wanted: config.Optimizer) -> None:
+    """Keeps weight decay from what `optimizer.decay_exclude` names; before the optimizer is built.
+
+    Raises:
+      UserError: a pattern matches nothing.
+    """
+    patterns = [pattern.strip() for pattern in wanted.decay_exclude.split(",") if pattern.strip()]
+    found = {i for pattern in patterns for i in layer_rates.matching(model, pattern, "optimizer.decay_exclude")}
+    if found:
+        update.inner(model.optimizer).exclude_from_weight_decay([model.trainable_variables[i] for i in sorted(found)])
 
 
 def rate(experiment: config.Experiment, plan: Plan) -> Any:

@@ -104,6 +104,7 @@ def _train(experiment: config.Experiment, where: environment.Environment, site: 
     with distribution.scope():
         model = models.build(experiment, data.spec)
         data = models.compiled(model, optimizers.build(experiment, schedule), experiment, data)
+        optimizers.exclude(model, experiment.optimizer)
     checkpoints = _checkpoints(experiment, model, where, site, folder, say)
     first, last = plan.profiled(where.profile, schedule)
     goes_on = resume.goes_on(folder, where, site.cluster.attempt, checkpoints.off)
@@ -173,6 +174,8 @@ def _train(experiment: config.Experiment, where: environment.Environment, site: 
                 checkpoints=None if checkpoints.off else checkpoints,
                 on_nonfinite=experiment.train.on_nonfinite,
                 max_rollbacks=experiment.train.max_rollbacks,
+                learning_rates=config.layer_rates(experiment.optimizer),
+                layer_decay=experiment.optimizer.layer_decay,
                 measure_average=experiment.optimizer.ema_momentum > 0,
                 should_stop=signals.reason,
                 verbose=0,

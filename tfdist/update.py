@@ -10,7 +10,7 @@ optimizer is called as it is, with its own reduction switched off.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -43,24 +43,53 @@ def check(optimizer: Any) -> None:
 
 
 @contextlib.contextmanager
-def owned(optimizer: Any) -> Iterator[None]:
+def owned(optimizer: Any, variables: Sequence = (), factors: Sequence[float] = ()) -> Iterator[None]:
     """While an update is traced, keeps a Keras optimizer from reducing again and from averaging weights.
 
     It reduces through a private method (tests/test_keras_hooks.py notices when
     that changes), and writing averages over the weights fails in a graph
     (keras issue 20582). Replicas are traced in threads: this surrounds them all.
+
+    Args:
+      factors: on the learning rate of each of `variables`; none for 1.
     """
     base = inner(optimizer)
     ema = base.use_ema
+    by_key = {base._var_key(v): f for v, f in zip(variables, factors)}
+    base.tfdist_factor = lambda variable: by_key.get(base._var_key(variable), 1.0)
     base._all_reduce_sum_gradients = lambda grads_and_vars: grads_and_vars
     base.use_ema = False
     base.tfdist_ema = ema
+    with _scaled(base) if factors and not is_fused(optimizer) else contextlib.nullcontext():
+        try:
+            yield
+        finally:
+            base.use_ema = ema
+            del base._all_reduce_sum_gradients
+            del base.tfdist_ema
+            del base.tfdist_factor
+
+
+@contextlib.contextmanager
+def _scaled(base: Any) -> Iterator[None]:
+    """Lets a Keras optimizer multiply its learning rate by `tfdist_factor` of each variable."""
+    step, decay, rate = base.update_step, base._apply_weight_decay, base._get_current_learning_rate
+    # Replicas are traced in threads that meet in each update of a variable, so they are at the same one.
+    now = [1.0]
+
+    def each(variables):
+        for variable in variables:
+            now[0] = base.tfdist_factor(variable)
+            decay([variable])
+        now[0] = 1.0
+
+    base.update_step = lambda gradient, variable, rate: step(gradient, variable, _times(rate, base, variable))
+    base._apply_weight_decay = each
+    base._get_current_learning_rate = lambda: rate() if now[0] == 1 else rate() * now[0]
     try:
         yield
     finally:
-        base.use_ema = ema
-        del base._all_reduce_sum_gradients
-        del base.tfdist_ema
+        del base.update_step, base._apply_weight_decay, base._get_current_learning_rate
 
 
 def apply(optimizer: Any, grads: list, variables: list, penalty: Callable[[list], list]) -> None:
@@ -126,7 +155,9 @@ def _apply_fused(optimizer: Any, grads: list, variables: list) -> None:
     pairs = [(i, g, v) for i, (g, v) in enumerate(zip(grads, variables)) if g is not None]
     for _, _, variable in pairs:
         if optimizer.weight_decay is not None and optimizer._use_weight_decay(variable):
-            decay = tf.cast(rate, variable.dtype) * tf.cast(optimizer.weight_decay, variable.dtype)
+            decay = tf.cast(_times(rate, optimizer, variable), variable.dtype) * tf.cast(
+                optimizer.weight_decay, variable.dtype
+            )
             variable.assign_sub(variable * decay)
     step = _sgd(optimizer, rate) if isinstance(optimizer, keras.optimizers.SGD) else _adam(optimizer, rate)
     # A weight that the backward pass still reads would be copied before it is written; once all gradients are
@@ -179,7 +210,7 @@ def _adam(optimizer: Any, rate: Any) -> Callable:
             m=optimizer._momentums[i].value.handle,
             v=optimizer._velocities[i].value.handle,
             grad=grad,
-            **shared[grad.dtype],
+            **{**shared[grad.dtype], "lr": _times(shared[grad.dtype]["lr"], optimizer, variable)},
         )
 
     return update
@@ -189,7 +220,7 @@ def _sgd(optimizer: Any, rate: Any) -> Callable:
     """keras.optimizers.SGD.update_step as one op per variable."""
 
     def update(i, grad, variable):
-        lr = tf.cast(rate, grad.dtype)
+        lr = tf.cast(_times(rate, optimizer, variable), grad.dtype)
         if optimizer.momentum == 0:
             tf.raw_ops.ResourceApplyGradientDescent(var=variable.value.handle, alpha=lr, delta=grad)
         else:
@@ -203,6 +234,12 @@ def _sgd(optimizer: Any, rate: Any) -> Callable:
             )
 
     return update
+
+
+def _times(rate: Any, optimizer: Any, variable: Any) -> Any:
+    """A learning rate for this variable."""
+    factor = optimizer.tfdist_factor(variable)
+    return rate if factor == 1 else rate * factor
 
 
 def clip(optimizer: Any, grads: list) -> list:
