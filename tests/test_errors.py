@@ -184,7 +184,7 @@ WITH_TENSORFLOW = [
      "boundaries in optimizer.schedule_options are updates 270, 30: they must ascend from the end of the warm-up (60) to before the end of the run (900)"),
     (["--config.optimizer.schedule=exponential", "--config.optimizer.schedule_options=factor=0.9, every=0.1 steps"],
      "every in optimizer.schedule_options='0.1 steps' is less than an update: write more"),
-    (["--config.optimizer.decay_exclude=bais"], "optimizer.decay_exclude: 'bais' matches nothing that is trained: there are conv2d, "),
+    (["--config.optimizer.decay_exclude=bais"], "optimizer.decay_exclude: 'bais' matches nothing that is trained: there are conv2d"),
     (["--profile=880:901"], "--profile=880:901 is beyond the run's 900 updates: choose earlier ones"),
     (["--dry_run", "--config.data.name=mnist"], "data set 'mnist' is not in "),
     (["--config.eval.every=10 steps"], "eval.every='10 steps' is not a whole number of epochs of 30 updates"),

@@ -158,7 +158,7 @@ def test_sgd_against_numpy(connect):
     keras.config.set_dtype_policy("float64")
     with connect(2).scope():
         model = keras.Sequential([keras.Input((3,)), L.Dense(1, name="only")])
-        model.compile(keras.optimizers.SGD(0.1, weight_decay=0.2), "mse")
+        model.compile(keras.optimizers.SGD(0.125, weight_decay=0.25), "mse")  # exact in float32
     w, b = (a.copy() for a in model.get_weights())
     tfdist.fit(
         model,
@@ -173,7 +173,7 @@ def test_sgd_against_numpy(connect):
     for _ in range(5):
         error = 2 * (x @ w + b - y) / len(x)
         grad_w, grad_b = x.T @ error, error.sum(0)
-        w, b = w * (1 - 0.05 * 0.2) - 0.05 * grad_w, b * (1 - 0.2 * 0.2) - 0.2 * grad_b
+        w, b = w * (1 - 0.0625 * 0.25) - 0.0625 * grad_w, b * (1 - 0.25 * 0.25) - 0.25 * grad_b
     np.testing.assert_allclose(model.get_weights()[0], w, rtol=1e-12)
     np.testing.assert_allclose(model.get_weights()[1], b, rtol=1e-12)
 
