@@ -176,6 +176,8 @@ def pictures(n):
 
 O = keras.optimizers  # noqa: E741
 
+BY_LAYER = {"learning_rates": {"bias": 3.0}, "layer_decay": 0.5}
+
 CASES = [
     Case("even", lambda: compiled(dense())),
     Case("uneven tail", lambda: compiled(dense()), examples=61),
@@ -200,9 +202,13 @@ CASES = [
     Case("activity regulariser", lambda: compiled(dense(activity_regularizer="l2")), examples=72),
     Case("AdamW", lambda: compiled(dense(), O.AdamW(1e-2, weight_decay=0.1)), examples=61),
     Case("weights averaged", lambda: compiled(dense(), O.Adam(1e-2, use_ema=True, ema_momentum=0.8)), examples=61),
+    Case("average measured, accumulated, clipped", lambda: compiled(dense(), O.Adam(1e-2, use_ema=True, ema_momentum=0.8, global_clipnorm=0.05)), examples=61, accumulate=3, fit={"measure_average": True, "validation_data": images(31)}, keras=False),
     Case("averages written over", lambda: compiled(dense(), O.Adam(1e-2, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=4)), examples=61),
     Case("Nadam", lambda: compiled(dense(), O.Nadam(1e-2, use_ema=True, ema_momentum=0.8)), examples=61),
     Case("RMSprop with a schedule", lambda: compiled(dense(), O.RMSprop(O.schedules.CosineDecay(1e-2, 9))), examples=61),
+    Case("rates by layer", lambda: compiled(dense(), O.AdamW(1e-2, weight_decay=0.1)), examples=61, fit=BY_LAYER, keras=False),
+    Case("rates by layer, Nadam, clipped", lambda: compiled(dense(), O.Nadam(1e-2, weight_decay=0.1, global_clipnorm=0.05)), examples=61, accumulate=2, fit=BY_LAYER, keras=False),
+    Case("rates by layer, float16", lambda: compiled(dense(), O.SGD(0.05, weight_decay=0.1)), examples=61, precision="mixed_float16", double=False, fit=BY_LAYER, keras=False),
     Case("constraint", lambda: compiled(dense(kernel_constraint=keras.constraints.MaxNorm(0.5))), examples=61),
     Case("subclassed", lambda: compiled(Subclassed()), examples=61),
     Case("batch norm, synchronized", lambda: compiled(batch_norm())),

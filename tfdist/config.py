@@ -11,6 +11,7 @@ before any device is touched.
 import ast
 import dataclasses
 import difflib
+import math
 import os
 import re
 from typing import Any
@@ -39,7 +40,14 @@ OPTIMIZERS = (
     "muon", "nadam", "rmsprop", "sgd",
 )  # fmt: skip
 PRECISIONS = ("float32", "float64", "mixed_bfloat16", "mixed_float16")
-SCHEDULES = ("constant", "cosine")
+SCHEDULES = {
+    "constant": (),
+    "cosine": ("end",),
+    "linear": ("end",),
+    "step": ("boundaries", "factor"),
+    "exponential": ("end", "factor", "every"),
+}
+"""And what `optimizer.schedule_options` may say of each."""
 REDUCE_DTYPES = ("float32", "bfloat16", "float16")
 LR_SCALINGS = ("none", "linear", "sqrt")
 ON_NONFINITE = ("stop", "rollback")
@@ -98,10 +106,19 @@ class Optimizer:
     """A Keras optimizer in lower case, or `package.module:function`, called as `function(learning_rate)`."""
     learning_rate: float = 0.05
     schedule: str = "cosine"
-    """`constant`, or `cosine` down to zero at the last update."""
+    """What follows the warm-up: `constant`, `cosine`, `linear`, `step` or `exponential`."""
+    schedule_options: str = ""
+    """`end=0.01` of cosine, linear and exponential: share of the peak that is left at the end (0, 0, 0.01).
+    `boundaries=30% 60% 80%, factor=0.1` of step. `factor=0.94, every=2 epochs` of exponential instead of `end`."""
     warmup: str = "2 epochs"
     """Linear warm-up from zero: a duration (`5%`, `100 steps`, `1 epoch`, `5000 examples`)."""
     weight_decay: float = 0.02
+    decay_exclude: str = ""
+    """Patterns for layers and variables without weight decay, such as `bias, gamma, beta, embedding*`."""
+    layer_rates: str = ""
+    """Factors on rate and weight decay by patterns for layers, such as `head*=10, block1_*=0.1`; the last counts."""
+    layer_decay: float = 1.0
+    """Factor on both from each layer or block to the one below it; 1 for none (see tfdist.layer_rates.factors)."""
     clip_norm: float = 0.0
     """Bound on the norm of the whole gradient, summed over all replicas; 0 for none."""
     reduce_dtype: str = "float32"
@@ -111,7 +128,7 @@ class Optimizer:
     base_batch: int = 0
     """Global batch for which learning_rate was chosen; needed to scale it."""
     ema_momentum: float = 0.0
-    """Ends the run with an exponential moving average of the weights; 0 for none."""
+    """Evaluates, and ends the run with, an exponential moving average of the weights; 0 for none."""
     options: str = "momentum=0.9, nesterov=True"
     """More keyword arguments of the optimizer, such as `momentum=0.9, nesterov=True`."""
 
@@ -182,7 +199,8 @@ def validate(experiment: Any) -> Experiment:
     e = experiment
     _model(e.model)
     _among("optimizer.name", e.optimizer.name, OPTIMIZERS)
-    _among("optimizer.schedule", e.optimizer.schedule, SCHEDULES, reference=False)
+    _among("optimizer.schedule", e.optimizer.schedule, tuple(SCHEDULES), reference=False)
+    schedule_options(e.optimizer)
     _among("optimizer.reduce_dtype", e.optimizer.reduce_dtype, REDUCE_DTYPES, reference=False)
     _among("optimizer.scale_learning_rate", e.optimizer.scale_learning_rate, LR_SCALINGS, reference=False)
     if (e.optimizer.scale_learning_rate == "none") != (e.optimizer.base_batch == 0):
@@ -231,6 +249,13 @@ def validate(experiment: Any) -> Experiment:
         )
     if e.optimizer.learning_rate <= 0:
         raise UserError(f"optimizer.learning_rate must be positive, got {e.optimizer.learning_rate}")
+    layer_rates(e.optimizer)
+    if not 0 < e.optimizer.layer_decay <= 1:
+        raise UserError(f"optimizer.layer_decay must be in (0, 1], got {e.optimizer.layer_decay}")
+    if e.optimizer.decay_exclude and not e.optimizer.weight_decay:
+        raise UserError(
+            f"optimizer.decay_exclude={e.optimizer.decay_exclude!r} has nothing to exclude from: set weight_decay"
+        )
     if not 0 <= e.optimizer.ema_momentum < 1:
         raise UserError(f"optimizer.ema_momentum must be in [0, 1), got {e.optimizer.ema_momentum}")
     if not 0 <= e.train.label_smoothing < 1:
@@ -285,6 +310,77 @@ def image_size(text: str) -> tuple[int, int] | None:
     if not found:
         raise UserError(f"data.image_size={text!r} is not understood: write 224, or height x width such as 192x256")
     return int(found[1]), int(found[2] or found[1])
+
+
+def assignments(field: str, text: str) -> dict[str, str]:
+    """`name=value, name=value` with values that are any words: `boundaries=30% 60%, factor=0.1`.
+
+    Raises:
+      UserError: naming `field`, when `text` is something else.
+    """
+    found: dict[str, str] = {}
+    for part in text.split(",") if text.strip() else []:
+        name, equals, value = (word.strip() for word in part.rpartition("="))
+        if not (name and equals and value) or name in found:
+            raise UserError(f"{field}={text!r} is not understood: write name=value, name=value, each name once")
+        found[name] = value
+    return found
+
+
+def number(field: str, text: str) -> float:
+    """A finite number in `text`.
+
+    Raises:
+      UserError: naming `field`.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise UserError(f"{field} must be a number, got {text!r}")
+    return value
+
+
+def layer_rates(optimizer: Optimizer) -> dict[str, float]:
+    """`optimizer.layer_rates` as factors by pattern."""
+    field = "optimizer.layer_rates"
+    found = {
+        name: number(f"{name} in {field}", text) for name, text in assignments(field, optimizer.layer_rates).items()
+    }
+    for name, value in found.items():
+        if value <= 0:
+            raise UserError(f"{name} in {field} must be positive, got {value:g}: freeze layers with model.freeze")
+    return found
+
+
+def schedule_options(optimizer: Optimizer) -> dict[str, Any]:
+    """`optimizer.schedule_options` as numbers `end` and `factor` and texts `boundaries` and `every`, where given.
+
+    Raises:
+      UserError: the schedule has no such option, or needs another one.
+    """
+    field = "optimizer.schedule_options"
+    found: dict[str, Any] = dict(assignments(field, optimizer.schedule_options))
+    known = SCHEDULES[optimizer.schedule]
+    for name in found:
+        if name not in known:
+            raise UserError(
+                f"unknown {name!r} in {field}={optimizer.schedule_options!r}: "
+                f"{optimizer.schedule} knows {', '.join(known) or 'none'}"
+            )
+    for name in ("end", "factor"):
+        if name in found:
+            found[name] = number(f"{name} in {field}", found[name])
+            if not 0 <= found[name] < 1 or (found[name] == 0 and optimizer.schedule not in ("cosine", "linear")):
+                raise UserError(f"{name} in {field} must be a share of the rate below 1, got {found[name]:g}")
+    if optimizer.schedule == "step" and "boundaries" not in found:
+        raise UserError(f"optimizer.schedule=step needs {field}, such as 'boundaries=30% 60% 80%, factor=0.1'")
+    if ("factor" in found) != ("every" in found) and optimizer.schedule == "exponential":
+        raise UserError(f"{field}={optimizer.schedule_options!r} is half of it: write factor=0.94, every=2 epochs")
+    if "end" in found and "factor" in found:
+        raise UserError(f"{field}={optimizer.schedule_options!r} says it twice: give end, or factor and every")
+    return found
 
 
 def is_reference(name: str) -> bool:

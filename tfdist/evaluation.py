@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import calls, checks, freezing, strategy
+from tfdist import averages, calls, checks, freezing, strategy, update
 from tfdist import data as data_lib
 from tfdist.distribution import Distribution
 from tfdist.errors import UserError
@@ -102,6 +102,12 @@ def average_statistics(model: keras.Model, distribution: Distribution) -> None:
         kept = {id(v) for v in freezing.fixed(model)}
         gathered = [v for v in model.non_trainable_variables if id(v) not in kept]
         distribution.average([v for v in gathered if v.dtype.startswith(("float", "bfloat"))])
+
+
+def settle(model: keras.Model, distribution: Distribution) -> None:
+    """Makes of a model whose training was interrupted what it would be had it ended there."""
+    average_statistics(model, distribution)
+    averages.finalize(update.inner(model.optimizer), model.trainable_variables)
 
 
 class Evaluation:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -10,13 +12,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist import calls, checks, evaluation, pace, state, strategy, update
+from tfdist import averages, calls, checks, evaluation, layer_rates, pace, state, strategy, update
 from tfdist import data as data_lib
 from tfdist.distribution import Distribution
 from tfdist.errors import Interrupted, TrainingError, UserError
 from tfdist.guard import Guard
 from tfdist.keeper import Keeper
-from tfdist.layout import Layout, unpack
+from tfdist.layout import unpack
 from tfdist.pace import Pace
 from tfdist.records_feed import RecordFeed, in_order
 from tfdist.resume import Position
@@ -52,6 +54,9 @@ def fit(
     checkpoints: Checkpoints | None = None,
     on_nonfinite: str = "stop",
     max_rollbacks: int = 3,
+    measure_average: bool = False,
+    learning_rates: Mapping[str, float] | None = None,
+    layer_decay: float = 1.0,
     should_stop: Callable[[], str] = calls.never,
 ) -> keras.callbacks.History:
     """Trains a compiled model as `model.fit` does, with the same result under every strategy.
@@ -83,6 +88,11 @@ def fit(
       on_nonfinite: `stop` with an error when the loss is NaN or infinite, or `rollback` to the last checkpoint and
         leave out the update at which it was, and the one before.
       max_rollbacks: how often; then stop.
+      measure_average: with an optimizer that has `use_ema`, validate the averaged weights, which the training will end
+        with; callbacks' `on_epoch_end` sees them, too. Keras' fit validates the weights as they are.
+      learning_rates: factors on the optimizer's learning rate and weight decay, by pattern for names of layers:
+        `{"head*": 10.0}`.
+      layer_decay: factor on both from each layer to the one below it; see `layer_rates.factors`.
       should_stop: asked after every call; a reason, on any worker, ends the
         training on all of them after the same update.
 
@@ -114,6 +124,7 @@ def fit(
         if validation_batch_size is None and not isinstance(measured, data_lib.Batches):
             validation_batch_size = layout.batch
         validation = evaluation.Evaluation(model, measured, distribution, validation_batch_size, validation_steps)
+    factors = layer_rates.factors(model, learning_rates or {}, layer_decay)
     state.separate_streams(model, distribution)
     per_epoch = steps_per_epoch or feed.batches or None
     called = _callbacks(model, callbacks, verbose, epochs, per_epoch)
@@ -125,9 +136,16 @@ def fit(
     model.stop_training = False
     called.on_train_begin()
     keeper = Keeper(checkpoints, Run(model, distribution, called, layout.batch, per_epoch, seed))
-    training = _Training(step, layout, feed, called, choice, reduce_dtype, should_stop, keeper, position.update)
+    compiled = functools.partial(step.compiled, "train", layout, reduce_dtype=reduce_dtype, factors=factors)
+    training = _Training(step, compiled, feed, called, choice, should_stop, keeper, position.update)
     position = keeper.begin(position, rollback=on_nonfinite == "rollback")
     logs: dict = {}
+
+    def averaged() -> contextlib.AbstractContextManager:
+        if not measure_average:
+            return contextlib.nullcontext()
+        return averages.instead(update.inner(model.optimizer), model.trainable_variables)
+
     while position.epoch < epochs and not position.stopped and (position.update < last or position.begun):
         epoch = position.epoch
         called.on_epoch_begin(epoch)
@@ -137,9 +155,10 @@ def fit(
                 evaluation.average_statistics(model, distribution)
                 position.measured = True
             logs = dict(position.logs)
-            if validation and _is_due(validation_freq, epoch):
-                logs.update({f"val_{k}": v for k, v in validation.run(called, should_stop).items()})
-            called.on_epoch_end(epoch, logs)
+            with averaged():
+                if validation and _is_due(validation_freq, epoch):
+                    logs.update({f"val_{k}": v for k, v in validation.run(called, should_stop).items()})
+                called.on_epoch_end(epoch, logs)
             position = Position(position.update, epoch + 1, stopped=model.stop_training, skipped=position.skipped)
             _, late = calls.agree(step, f"the end of epoch {epoch + 1}", 0.0, should_stop, keeper.late())
             position.stopped = model.stop_training
@@ -152,7 +171,7 @@ def fit(
                 raise
             position = keeper.back(error, error.update, position, max_rollbacks)
     keeper.end(position)
-    update.finalize(model.optimizer, model.trainable_variables)
+    averages.finalize(update.inner(model.optimizer), model.trainable_variables)
     called.on_train_end(logs)
     return model.history
 
@@ -171,21 +190,19 @@ class _Training:
     def __init__(
         self,
         step: Step,
-        layout: Layout,
+        compiled: Callable[..., Callable],
         feed: calls.Feed,
         callbacks: Any,
         pace: Pace,
-        reduce_dtype: str,
         should_stop: Callable[[], str],
         keeper: Keeper,
         at: int,
     ):
         self._step = step
-        self._layout = layout
+        self._compiled = compiled
         self._feed = feed
         self._callbacks = callbacks
         self._pace = pace
-        self._reduce_dtype = reduce_dtype
         self._should_stop = should_stop
         self._keeper = keeper
         self._guard = Guard(step.model, step.distribution)
@@ -223,7 +240,7 @@ class _Training:
             asked = time.perf_counter()
             part = self._feed.next(now.update, want)
             waited = time.perf_counter() - asked
-            call = step.compiled("train", self._layout, part.full, self._reduce_dtype, self._norm)
+            call = self._compiled(full=part.full, norm=self._norm)
             self._guard.look(now.update)
             self._callbacks.on_train_batch_begin(now.begun)
             steady = id(call) in step.warm
@@ -285,7 +302,8 @@ def _not_finite(logs: dict, update: int, epoch: int) -> NotFinite:
 
 def _keras_fit(model: keras.Model, source: data_lib.Source, given: dict) -> Any:
     """A model with its own train_step, on one device: Keras' own fit does what its author meant."""
-    plainly = {"steps": None, "steps_per_call": "auto", "checkpoints": None, "on_nonfinite": "stop"}
+    plainly: dict[str, Any] = {"steps": None, "steps_per_call": "auto", "checkpoints": None, "on_nonfinite": "stop"}
+    plainly |= {"measure_average": False, "learning_rates": None, "layer_decay": 1.0}
     for name, plain in plainly.items():
         if given[name] != plain:
             raise UserError(

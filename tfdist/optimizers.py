@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 
-from tfdist import config, imports
+from tfdist import config, imports, layer_rates, update
 from tfdist.errors import UserError
 from tfdist.plan import Plan
 
@@ -42,23 +44,94 @@ def build(experiment: config.Experiment, plan: Plan) -> Any:
     return optimizer
 
 
+def exclude(model: keras.Model, wanted: config.Optimizer) -> None:
+    """Keeps weight decay from what `optimizer.decay_exclude` names; before the optimizer is built.
+
+    Raises:
+      UserError: a pattern matches nothing.
+    """
+    patterns = [pattern.strip() for pattern in wanted.decay_exclude.split(",") if pattern.strip()]
+    found = {i for pattern in patterns for i in layer_rates.matching(model, pattern, "optimizer.decay_exclude")}
+    if found:
+        update.inner(model.optimizer).exclude_from_weight_decay([model.trainable_variables[i] for i in sorted(found)])
+
+
 def rate(experiment: config.Experiment, plan: Plan) -> Any:
     """The learning rate, a number or a Keras schedule over updates."""
-    wanted = experiment.optimizer
-    if wanted.schedule == "constant" and not plan.warmup:
-        return plan.rate
-    if plan.warmup >= plan.updates:
-        raise UserError(
-            f"optimizer.warmup={wanted.warmup!r} is {plan.warmup} updates of {plan.updates}: leave some for training"
-        )
-    # A cosine that ends where it begins (alpha=1) is a constant: one class of Keras' own for both schedules,
-    # so that a saved model loads without tfdist.
-    warm = {"warmup_target": plan.rate, "warmup_steps": plan.warmup} if plan.warmup else {}
+    decay, warmup, peak = plan.decay, plan.warmup, plan.rate
+    if decay.kind == "constant" and not warmup:
+        return peak
     # Up from zero; a rate scaled up for a large batch starts at what the small one had (Goyal et al., 2017).
-    start = plan.base_rate if plan.rate > plan.base_rate else 0.0
-    return keras.optimizers.schedules.CosineDecay(
-        initial_learning_rate=start if warm else plan.rate,
-        decay_steps=plan.updates - plan.warmup,
-        alpha=1.0 if wanted.schedule == "constant" else 0.0,
-        **warm,
-    )
+    start = plan.base_rate if peak > plan.base_rate else 0.0
+    after: Any
+    match decay.kind:
+        case "constant" | "cosine":
+            # A cosine that ends where it begins (alpha=1) is a constant.
+            warm = {"warmup_target": peak, "warmup_steps": warmup} if warmup else {}
+            return keras.optimizers.schedules.CosineDecay(
+                initial_learning_rate=start if warm else peak,
+                decay_steps=plan.updates - warmup,
+                alpha=1.0 if decay.kind == "constant" else decay.end,
+                **warm,
+            )
+        case "linear":
+            # The line goes on to the left of the warm-up's end, to where Keras' own begins.
+            slope = peak * (1 - decay.end) / (plan.updates - warmup)
+            after = keras.optimizers.schedules.PolynomialDecay(
+                initial_learning_rate=peak + slope * warmup,
+                decay_steps=plan.updates,
+                end_learning_rate=peak * decay.end,
+            )
+        case "step":
+            after = keras.optimizers.schedules.PiecewiseConstantDecay(
+                boundaries=[b - 1 for b in decay.boundaries],  # Keras' are the last steps of the old rate
+                values=[peak * decay.factor**i for i in range(len(decay.boundaries) + 1)],
+            )
+        case "exponential":
+            after = keras.optimizers.schedules.ExponentialDecay(
+                initial_learning_rate=peak * decay.factor ** (-warmup / decay.every),
+                decay_steps=decay.every,
+                decay_rate=decay.factor,
+            )
+    return WarmUp(after, start, peak, warmup) if warmup else after
+
+
+class WarmUp(keras.optimizers.schedules.LearningRateSchedule):
+    """A line up to the peak, then a schedule of Keras, for those that have no warm-up of their own.
+
+    Args:
+      after: gives the rate from update `updates` on.
+      start: rate of the first update.
+      peak: rate that the line comes to.
+      updates: of the warm-up.
+    """
+
+    def __init__(self, after: Any, start: float, peak: float, updates: int):
+        self.after, self._start, self._peak, self._updates = after, start, peak, updates
+
+    def __call__(self, step: Any) -> Any:
+        after = self.after(step)
+        done = keras.ops.cast(step, after.dtype)
+        line = self._start + (self._peak - self._start) * (done / self._updates)
+        return keras.ops.where(done < self._updates, line, after)
+
+    def get_config(self) -> dict:
+        raise NotImplementedError("save the model within optimizers.portable(model), which plain Keras can load")
+
+
+@contextlib.contextmanager
+def portable(model: keras.Model) -> Iterator[None]:
+    """Within it the model can be saved as a file that loads without tfdist.
+
+    Its schedule is then Keras' own part of a `WarmUp`: the same from the end of the warm-up on.
+    """
+    optimizer: Any = update.inner(model.optimizer)
+    schedule = getattr(optimizer, "_learning_rate", None)
+    if not isinstance(schedule, WarmUp):
+        yield
+        return
+    optimizer._learning_rate = schedule.after
+    try:
+        yield
+    finally:
+        optimizer._learning_rate = schedule

@@ -6,11 +6,27 @@ import dataclasses
 import math
 import re
 
-from tfdist.config import Experiment
+from tfdist.config import Experiment, schedule_options
 from tfdist.errors import UserError
 
 _TIME = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(s|seconds?|min|minutes?|h|hours?)\s*$")
 _DURATION = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(%|steps?|updates?|epochs?|examples?)?\s*$")
+_DURATIONS = re.compile(r"\d+(?:\.\d+)?\s*(?:%|[a-z]+)?")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Decay:
+    """How the learning rate falls from its peak, which it has at the end of the warm-up."""
+
+    kind: str
+    """`constant`, `cosine`, `linear`, `step` or `exponential`."""
+    end: float = 0.0
+    """Share of the peak left at the end of the run (cosine, linear)."""
+    boundaries: tuple[int, ...] = ()
+    """Updates after which the rate is multiplied by `factor` once more (step), from the beginning of the run."""
+    factor: float = 0.1
+    every: float = 1.0
+    """Updates in which the rate is multiplied by `factor`, smoothly (exponential)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,6 +45,7 @@ class Plan:
     """Epochs begun; the last one is short when `train.steps` says so."""
     warmup: int
     """Updates of learning-rate warm-up."""
+    decay: Decay
     eval_every: int
     """Epochs between evaluations."""
     base_rate: float
@@ -70,6 +87,7 @@ def make(experiment: Experiment, examples: int, replicas: int) -> Plan:
     every = duration("eval.every", experiment.eval.every, per_epoch, train.batch_size, updates)
     if every % per_epoch:
         raise UserError(f"eval.every={experiment.eval.every!r} is not a whole number of epochs of {per_epoch} updates")
+    warmup = duration("optimizer.warmup", experiment.optimizer.warmup, per_epoch, train.batch_size, updates)
     return Plan(
         examples=examples,
         global_batch=train.batch_size,
@@ -78,11 +96,39 @@ def make(experiment: Experiment, examples: int, replicas: int) -> Plan:
         updates_per_epoch=per_epoch,
         updates=updates,
         epochs=-(-updates // per_epoch),
-        warmup=duration("optimizer.warmup", experiment.optimizer.warmup, per_epoch, train.batch_size, updates),
+        warmup=warmup,
+        decay=_decay(experiment, per_epoch, updates, warmup),
         eval_every=max(1, every // per_epoch),
         base_rate=experiment.optimizer.learning_rate,
         rate=scaled_rate(experiment),
     )
+
+
+def _decay(experiment: Experiment, per_epoch: int, updates: int, warmup: int) -> Decay:
+    wanted, batch = experiment.optimizer, experiment.train.batch_size
+    given, field = schedule_options(wanted), "optimizer.schedule_options"
+    if warmup >= updates:
+        raise UserError(f"optimizer.warmup={wanted.warmup!r} is {warmup} updates of {updates}: leave some for training")
+    match wanted.schedule:
+        case "step":
+            texts = _DURATIONS.findall(given["boundaries"])
+            if "".join(texts).replace(" ", "") != given["boundaries"].replace(" ", ""):
+                raise UserError(f"boundaries in {field}={given['boundaries']!r} are not understood: write 30% 60% 80%")
+            found = tuple(duration(f"boundaries in {field}", text, per_epoch, batch, updates) for text in texts)
+            if list(found) != sorted(set(found)) or not warmup <= found[0] <= found[-1] < updates or not found[0]:
+                raise UserError(
+                    f"boundaries in {field} are updates {', '.join(map(str, found))}: "
+                    f"they must ascend from the end of the warm-up ({warmup}) to before the end of the run ({updates})"
+                )
+            return Decay("step", boundaries=found, factor=given.get("factor", 0.1))
+        case "exponential" if "every" in given:
+            every = duration(f"every in {field}", given["every"], per_epoch, batch, updates)
+            if not every:
+                raise UserError(f"every in {field}={given['every']!r} is less than an update: write more")
+            return Decay("exponential", factor=given["factor"], every=every)
+        case "exponential":
+            return Decay("exponential", factor=given.get("end", 0.01), every=updates - warmup)
+    return Decay(wanted.schedule, given.get("end", 0.0))
 
 
 def scaled_rate(experiment: Experiment) -> float:

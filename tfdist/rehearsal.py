@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import psutil
 
-from tfdist import config, update
+from tfdist import config, layer_rates, update
 from tfdist.datasets.catalog import Loaded
 from tfdist.errors import UserError
 from tfdist.gpus import DriverGPU
@@ -87,6 +87,9 @@ def lines(
         ("", f"optimizer {_size(needs.optimizer)}; activations come on top"),
         ("folder", folder),
     ]
+    own = layer_rates.factors(model, config.layer_rates(experiment.optimizer), experiment.optimizer.layer_decay)
+    if own:
+        rows.insert(7, ("", layer_rates.describe(model, own)))
     if experiment.checkpoint.every == "off":
         rows[4] = ("checkpoints", "none")
     return [f"  {name:<12} {text}" for name, text in rows]
@@ -100,7 +103,7 @@ def _rates(rate: Any, plan: Plan) -> str:
     """The learning rate along the run."""
     if not isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
         return f"{float(rate):g} throughout"
-    wanted = {1, plan.warmup + 1, max(1, plan.updates // 2), plan.updates}
+    wanted = {1, plan.warmup + 1, max(1, plan.updates // 2), *(b + 1 for b in plan.decay.boundaries), plan.updates}
     points = sorted(p for p in wanted if p <= plan.updates)
     return "update " + ", ".join(f"{p:,}: {float(np.asarray(rate(p - 1))):.3g}" for p in points)
 

@@ -43,14 +43,20 @@ class Step:
         self._reset: Callable | None = None
 
     def compiled(
-        self, kind: str, layout: Layout, full: bool = False, reduce_dtype: str = "float32", norm: bool = False
+        self,
+        kind: str,
+        layout: Layout,
+        full: bool = False,
+        reduce_dtype: str = "float32",
+        norm: bool = False,
+        factors: tuple[float, ...] = (),
     ) -> Callable:
         """`train`, `test` or `predict` for a layout, made once."""
-        key = (kind, layout, full, reduce_dtype, norm)
+        key = (kind, layout, full, reduce_dtype, norm, factors)
         if key not in self._compiled:
             match kind:
                 case "train":
-                    self._compiled[key] = self.train(layout, full, reduce_dtype, norm)
+                    self._compiled[key] = self.train(layout, full, reduce_dtype, norm, factors)
                 case "test":
                     self._compiled[key] = self.test(layout)
                 case "predict":
@@ -66,15 +72,18 @@ class Step:
 
     # -- what a call does ---------------------------------------------------
 
-    def train(self, layout: Layout, full: bool = False, reduce_dtype: str = "float32", norm: bool = False) -> Callable:
+    def train(
+        self, layout: Layout, full: bool, reduce_dtype: str, norm: bool, factors: tuple[float, ...] = ()
+    ) -> Callable:
         """`call(feed, first, last)` makes an update of each of these global batches.
 
         With `full`, they are known to be full and to divide evenly, which saves
         small models the handling of filler. Gradients travel as `reduce_dtype`.
-        With `norm`, the norm of the last update's gradient is taken. See `_loop`
-        for what it returns.
+        With `norm`, the norm of the last update's gradient is taken. `factors`
+        are those of `layer_rates`. See `_loop` for what it returns.
         """
-        update.check(self.model.optimizer)
+        optimizer = self.model.optimizer
+        update.check(optimizer)
 
         def one(batch, count, is_last):
             return self._update(layout, batch, layout.batch if full else count, reduce_dtype, is_last if norm else None)
@@ -83,7 +92,8 @@ class Step:
 
         def owned(feed, first, last):
             # XLA fuses by itself.
-            with update.owned(self.model.optimizer), fused.normalization(None if self.jit else self.model):
+            own = update.owned(optimizer, self.model.trainable_variables, factors)
+            with own, fused.normalization(None if self.jit else self.model):
                 return call(feed, first, last)
 
         return tf.function(owned, autograph=False, reduce_retracing=True)

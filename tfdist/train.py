@@ -104,6 +104,7 @@ def _train(experiment: config.Experiment, where: environment.Environment, site: 
     with distribution.scope():
         model = models.build(experiment, data.spec, say)
         data = models.compiled(model, optimizers.build(experiment, schedule), experiment, data)
+        optimizers.exclude(model, experiment.optimizer)
     checkpoints = _checkpoints(experiment, model, where, site, folder, say)
     first, last = plan.profiled(where.profile, schedule)
     goes_on = resume.goes_on(folder, where, site.cluster.attempt, checkpoints.off)
@@ -173,6 +174,9 @@ def _train(experiment: config.Experiment, where: environment.Environment, site: 
                 checkpoints=None if checkpoints.off else checkpoints,
                 on_nonfinite=experiment.train.on_nonfinite,
                 max_rollbacks=experiment.train.max_rollbacks,
+                learning_rates=config.layer_rates(experiment.optimizer),
+                layer_decay=experiment.optimizer.layer_decay,
+                measure_average=experiment.optimizer.ema_momentum > 0,
                 should_stop=signals.reason,
                 verbose=0,
             )
@@ -186,7 +190,7 @@ def _train(experiment: config.Experiment, where: environment.Environment, site: 
             recorder.evaluated(evaluation)
     except Interrupted as stopped:
         status, reason = "preempted", str(stopped)
-        evaluation_lib.average_statistics(model, distribution)
+        evaluation_lib.settle(model, distribution)
     except PeerError:
         raise
     except TrainingError:
@@ -196,7 +200,7 @@ def _train(experiment: config.Experiment, where: environment.Environment, site: 
         watching.stop()
 
     weights = history.fingerprint(model)
-    with peers.during("saving"):
+    with peers.during("saving"), optimizers.portable(model):
         folder.save_model(model)
         checkpoints.finish()
     _same_everywhere(peers, weights[0])

@@ -10,12 +10,13 @@ optimizer is called as it is, with its own reduction switched off.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfdist import averages
 from tfdist.errors import UserError
 
 FUSED = (keras.optimizers.Adam, keras.optimizers.AdamW, keras.optimizers.SGD)
@@ -42,24 +43,53 @@ def check(optimizer: Any) -> None:
 
 
 @contextlib.contextmanager
-def owned(optimizer: Any) -> Iterator[None]:
+def owned(optimizer: Any, variables: Sequence = (), factors: Sequence[float] = ()) -> Iterator[None]:
     """While an update is traced, keeps a Keras optimizer from reducing again and from averaging weights.
 
     It reduces through a private method (tests/test_keras_hooks.py notices when
     that changes), and writing averages over the weights fails in a graph
     (keras issue 20582). Replicas are traced in threads: this surrounds them all.
+
+    Args:
+      factors: on the learning rate of each of `variables`; none for 1.
     """
     base = inner(optimizer)
     ema = base.use_ema
+    by_key = {base._var_key(v): f for v, f in zip(variables, factors)}
+    base.tfdist_factor = lambda variable: by_key.get(base._var_key(variable), 1.0)
     base._all_reduce_sum_gradients = lambda grads_and_vars: grads_and_vars
     base.use_ema = False
     base.tfdist_ema = ema
+    with _scaled(base) if factors and not is_fused(optimizer) else contextlib.nullcontext():
+        try:
+            yield
+        finally:
+            base.use_ema = ema
+            del base._all_reduce_sum_gradients
+            del base.tfdist_ema
+            del base.tfdist_factor
+
+
+@contextlib.contextmanager
+def _scaled(base: Any) -> Iterator[None]:
+    """Lets a Keras optimizer multiply its learning rate by `tfdist_factor` of each variable."""
+    step, decay, rate = base.update_step, base._apply_weight_decay, base._get_current_learning_rate
+    # Replicas are traced in threads that meet in each update of a variable, so they are at the same one.
+    now = [1.0]
+
+    def each(variables):
+        for variable in variables:
+            now[0] = base.tfdist_factor(variable)
+            decay([variable])
+        now[0] = 1.0
+
+    base.update_step = lambda gradient, variable, rate: step(gradient, variable, _times(rate, base, variable))
+    base._apply_weight_decay = each
+    base._get_current_learning_rate = lambda: rate() if now[0] == 1 else rate() * now[0]
     try:
         yield
     finally:
-        base.use_ema = ema
-        del base._all_reduce_sum_gradients
-        del base.tfdist_ema
+        del base.update_step, base._apply_weight_decay, base._get_current_learning_rate
 
 
 def apply(optimizer: Any, grads: list, variables: list, penalty: Callable[[list], list]) -> None:
@@ -93,7 +123,7 @@ def _apply_keras(optimizer: Any, grads: list, variables: list, penalty: Callable
     pairs = [(g, v) for g, v in zip(grads, variables) if g is not None]
     before = tf.identity(base.iterations.value)
     optimizer.apply([g for g, _ in pairs], [v for _, v in pairs])
-    _average(base, variables, before, tf.not_equal(before, tf.identity(base.iterations.value)))
+    averages.add(base, variables, before, tf.not_equal(before, tf.identity(base.iterations.value)))
 
 
 def _apply_scaled(optimizer: Any, grads: list, variables: list, penalty: Callable[[list], list]) -> None:
@@ -125,7 +155,9 @@ def _apply_fused(optimizer: Any, grads: list, variables: list) -> None:
     pairs = [(i, g, v) for i, (g, v) in enumerate(zip(grads, variables)) if g is not None]
     for _, _, variable in pairs:
         if optimizer.weight_decay is not None and optimizer._use_weight_decay(variable):
-            decay = tf.cast(rate, variable.dtype) * tf.cast(optimizer.weight_decay, variable.dtype)
+            decay = tf.cast(_times(rate, optimizer, variable), variable.dtype) * tf.cast(
+                optimizer.weight_decay, variable.dtype
+            )
             variable.assign_sub(variable * decay)
     step = _sgd(optimizer, rate) if isinstance(optimizer, keras.optimizers.SGD) else _adam(optimizer, rate)
     # A weight that the backward pass still reads would be copied before it is written; once all gradients are
@@ -134,7 +166,7 @@ def _apply_fused(optimizer: Any, grads: list, variables: list) -> None:
         for i, grad, variable in pairs:
             step(i, tf.cast(grad, variable.dtype), variable)
     before = tf.identity(optimizer.iterations.value)
-    _average(optimizer, variables, before, None)
+    averages.add(optimizer, variables, before, None)
     for _, _, variable in pairs:
         if variable.constraint is not None:
             variable.assign(variable.constraint(variable))
@@ -178,7 +210,7 @@ def _adam(optimizer: Any, rate: Any) -> Callable:
             m=optimizer._momentums[i].value.handle,
             v=optimizer._velocities[i].value.handle,
             grad=grad,
-            **shared[grad.dtype],
+            **{**shared[grad.dtype], "lr": _times(shared[grad.dtype]["lr"], optimizer, variable)},
         )
 
     return update
@@ -188,7 +220,7 @@ def _sgd(optimizer: Any, rate: Any) -> Callable:
     """keras.optimizers.SGD.update_step as one op per variable."""
 
     def update(i, grad, variable):
-        lr = tf.cast(rate, grad.dtype)
+        lr = tf.cast(_times(rate, optimizer, variable), grad.dtype)
         if optimizer.momentum == 0:
             tf.raw_ops.ResourceApplyGradientDescent(var=variable.value.handle, alpha=lr, delta=grad)
         else:
@@ -204,6 +236,12 @@ def _sgd(optimizer: Any, rate: Any) -> Callable:
     return update
 
 
+def _times(rate: Any, optimizer: Any, variable: Any) -> Any:
+    """A learning rate for this variable."""
+    factor = optimizer.tfdist_factor(variable)
+    return rate if factor == 1 else rate * factor
+
+
 def clip(optimizer: Any, grads: list) -> list:
     """clipnorm, global_clipnorm or clipvalue of `optimizer`, on the summed gradients."""
     given = [g for g in grads if g is not None]
@@ -215,36 +253,6 @@ def clip(optimizer: Any, grads: list) -> list:
         given = [tf.clip_by_value(g, -optimizer.clipvalue, optimizer.clipvalue) for g in given]
     clipped = iter(given)
     return [None if g is None else next(clipped) for g in grads]
-
-
-def _average(optimizer: Any, variables: list, before: Any, updated: Any) -> None:
-    """Moving average of the weights, as in Keras' `use_ema`.
-
-    Args:
-      before: `iterations` before this update.
-      updated: bool scalar, False where the update was skipped, or None.
-    """
-    if not optimizer.tfdist_ema:
-        return
-    for variable, average in zip(variables, optimizer._model_variables_moving_average):
-        momentum = tf.where(
-            tf.equal(before, 0), tf.zeros((), average.dtype), tf.cast(optimizer.ema_momentum, average.dtype)
-        )
-        new = momentum * average + (1 - momentum) * variable
-        average.assign(new if updated is None else tf.where(updated, new, average))
-    if optimizer.ema_overwrite_frequency:
-        due = tf.equal((before + 1) % optimizer.ema_overwrite_frequency, 0)
-        if updated is not None:
-            due = tf.logical_and(due, updated)
-        for variable, average in zip(variables, optimizer._model_variables_moving_average):
-            variable.assign(tf.where(due, average, variable))
-
-
-def finalize(optimizer: Any, variables: list) -> None:
-    """Ends a training with the averaged weights, as Keras' `fit` does; in cross-replica context."""
-    if inner(optimizer).use_ema:
-        for variable, average in zip(variables, inner(optimizer)._model_variables_moving_average):
-            variable.assign(tf.convert_to_tensor(average.value))
 
 
 def _add(a: Any, b: Any) -> Any:

@@ -1,0 +1,117 @@
+"""Learning rates by layer: factors given by name, and factors that fall from the output to the input."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+
+from tfdist.errors import UserError
+
+_BLOCK = re.compile(r"^.*(?:block|layer)_?\d+[a-z]?(?=_)")
+_SHOWN = 12
+"""Names in a message."""
+
+
+def factors(model: keras.Model, rates: Mapping[str, float], decay: float = 1.0) -> tuple[float, ...]:
+    """Factor on the learning rate of each trainable variable, and so on its decoupled weight decay.
+
+    Args:
+      model: built.
+      rates: factor by a pattern (`head*`) for names or paths of layers or variables; of several that match a
+        variable, the last counts.
+      decay: factor between a layer and the one below it (Clark et al., *ELECTRA*, 2020; Bao et al., *BEiT*, 2021):
+        1 for the layer next to the output. Layers that are named as parts of a block (`block3_conv`) count as one, so
+        does a layer made of layers; embeddings and weights of the model itself are the lowest together.
+
+    Returns:
+      One per variable, in their order; none at all where each would be 1.
+
+    Raises:
+      UserError: a pattern matches no trainable variable, or a factor is not positive.
+    """
+    for name, value in {**rates, "layer_decay": decay}.items():
+        if not 0 < value < float("inf"):
+            raise UserError(f"the learning rate of {name!r} is multiplied by {value:g}: give a positive number")
+    variables = model.trainable_variables
+    found = _by_depth(model, variables, decay)
+    for pattern, factor in rates.items():
+        for i in matching(model, pattern, "learning rates"):
+            found[i] = (found[i][0], factor)
+    both = [depth * factor for depth, factor in found]
+    return () if all(f == 1 for f in both) else tuple(both)
+
+
+def matching(model: keras.Model, pattern: str, what: str) -> list[int]:
+    """Which of the model's trainable variables a pattern is for.
+
+    Raises:
+      UserError: none.
+    """
+    names = [_names(chain, variable) for variable, chain in _owned(model)]
+    found = [i for i, known in enumerate(names) if any(fnmatch.fnmatchcase(name, pattern) for name in known)]
+    if not found:
+        layers = list(dict.fromkeys((chain or (variable.name,))[-1] for variable, chain in _owned(model)))
+        more = f" and {len(layers) - _SHOWN} more" if len(layers) > _SHOWN else ""
+        raise UserError(
+            f"{what}: {pattern!r} matches nothing that is trained: there are {', '.join(layers[:_SHOWN])}{more}"
+        )
+    return found
+
+
+def describe(model: keras.Model, found: Sequence[float]) -> str:
+    """The extremes of `factors`: `x0.1 (conv2d) to x10 (dense)`."""
+    layers = [(chain or (variable.name,))[-1] for variable, chain in _owned(model)]
+    low, high = min(found), max(found)
+    return f"x{low:.3g} ({layers[found.index(low)]}) to x{high:.3g} ({layers[found.index(high)]})"
+
+
+def _owned(model: keras.Model) -> list[tuple[Any, tuple[str, ...]]]:
+    """Each trainable variable with the names of the layers that it is in, from the outermost on."""
+    chains: dict[int, tuple[str, ...]] = {}
+
+    def walk(layer: Any, chain: tuple[str, ...]) -> None:
+        for inner in _parts(layer):
+            for variable in inner.variables:
+                chains[id(variable)] = (*chain, inner.name)
+            walk(inner, (*chain, inner.name))
+
+    walk(model, ())
+    return [(variable, chains.get(id(variable), ())) for variable in model.trainable_variables]
+
+
+def _names(chain: tuple[str, ...], variable: Any) -> set[str]:
+    paths = {"/".join(chain[:i]) for i in range(1, len(chain) + 1)}
+    return {*chain, *paths, "/".join((*chain, variable.name)), variable.name, variable.path}
+
+
+def _parts(layer: Any) -> list[Any]:
+    return layer.layers if isinstance(layer, keras.Model) else layer._flatten_layers(False, False)
+
+
+def _by_depth(model: keras.Model, variables: list, decay: float) -> list[tuple[float, float]]:
+    """(factor by depth, 1) of each variable."""
+    if decay == 1:
+        return [(1.0, 1.0)] * len(variables)
+    units: dict[str, set[int]] = {"": set()}
+    """Variables by layer or block, from the input to the output; the first is the lowest."""
+
+    def walk(part: Any, path: str) -> None:
+        for layer in part.layers:
+            block = _BLOCK.match(layer.name)
+            unit = f"{path}/{block[0] if block else layer.name}"
+            if isinstance(layer, keras.Model):
+                walk(layer, unit)
+            elif layer.weights:
+                lowest = "embed" in type(layer).__name__.lower()
+                units.setdefault("" if lowest else unit, set()).update(id(v) for v in layer.weights)
+
+    walk(model, "")
+    placed = set().union(*units.values())
+    units[""].update(id(v) for v in variables if id(v) not in placed)
+    order = [ids for ids in units.values() if ids]
+    depth = {i: len(order) - 1 - place for place, ids in enumerate(order) for i in ids}
+    return [(decay ** depth[id(v)], 1.0) for v in variables]
