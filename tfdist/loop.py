@@ -18,7 +18,7 @@ from tfdist.distribution import Distribution
 from tfdist.errors import Interrupted, TrainingError, UserError
 from tfdist.guard import Guard
 from tfdist.keeper import Keeper
-from tfdist.layout import unpack
+from tfdist.layout import Layout, unpack
 from tfdist.pace import Pace
 from tfdist.records_feed import RecordFeed, in_order
 from tfdist.resume import Position
