@@ -1,0 +1,27 @@
+"""A small GPT over the bytes of Python's own standard library.
+
+    python -m tfdist.train --config=configs/stdlib_gpt.py
+
+Real text on every machine, no download; every tenth module is held out.
+"""
+
+from tfdist.config import Data, Experiment, Model, Optimizer, Train
+
+
+def get_config() -> Experiment:
+    return Experiment(
+        name="stdlib_gpt",
+        data=Data(name="stdlib_text", options="length=128, examples=16384, packed=True"),
+        model=Model(name="gpt", options="width=128, heads=4, depth=3"),
+        optimizer=Optimizer(
+            name="adamw",
+            learning_rate=2e-3,
+            warmup="5%",
+            weight_decay=0.1,
+            decay_exclude="bias, gamma, beta",
+            clip_norm=1.0,
+            schedule_options="end=0.1",
+            options="beta_2=0.95",
+        ),
+        train=Train(epochs=3, batch_size=32, label_smoothing=0.0),
+    )

@@ -1,0 +1,25 @@
+"""How far a car goes on a gallon: a table with numbers, categories and gaps, and one number to tell.
+
+    python -m tfdist.train --config=configs/table_mlp.py
+    python -m tfdist.train --config=configs/table_mlp.py --config.data.name=csv:mine.csv --config.data.options=target=price
+
+398 cars of 1970 to 1982 (Auto MPG), the last fifth of a shuffled list held out.
+"""
+
+import importlib.resources
+
+from tfdist.config import Data, Experiment, Model, Optimizer, Train
+
+CARS = importlib.resources.files("tfdist.datasets") / "auto_mpg.csv"
+
+
+def get_config() -> Experiment:
+    return Experiment(
+        name="table_mlp",
+        data=Data(
+            name=f"csv:{CARS}", options="target=mpg, classify=False", train_split="train[:80%]", eval_split="train[80%:]"
+        ),
+        model=Model(name="table_mlp"),
+        optimizer=Optimizer(name="adamw", learning_rate=3e-3, warmup="5%", weight_decay=0.01, options=""),
+        train=Train(epochs=60, batch_size=32, label_smoothing=0.0),
+    )
