@@ -58,7 +58,7 @@ class Data:
     augment: str = ""
     """Random changes of training images, in order, such as `flip, crop(4), color(0.4), mixup(0.2)` (augment.py)."""
     broken: str = "refuse"
-    """Files of an image folder that are no images: `refuse` to train, or `skip` them; they are named either way."""
+    """Files that are no images, rows that are no rows: `refuse` to train, or `skip` them; they are named either way."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tfdist import config, imports
 from tfdist.data import Arrays, Batches, Records, Source, as_source, check_labels, targets_of
+from tfdist.datasets.columns import Column
 from tfdist.errors import UserError
 from tfdist.records_feed import in_order
 
@@ -36,6 +37,10 @@ class Spec:
     """Largest input value, for scaling to [0, 1]."""
     names: tuple[str, ...] = ()
     """Of the classes, where the data set has names for them."""
+    columns: tuple[Column, ...] = ()
+    """Of a table: its inputs, in the order of x["numbers"] and of x["categories"]."""
+    target: Column | None = None
+    """Of a table: what is predicted. One of kind `number` is not standardised: mean and std are for the model."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,6 +72,9 @@ def load(experiment: config.Experiment, prepare: bool = True) -> Loaded:
         from tfdist.datasets import stdlib_text
 
         return _own(experiment, imports.call("data.options", stdlib_text.load, options))
+    match data.name.partition(":"):
+        case "csv", ":", path:
+            return _of_table(experiment, path, options)
     if config.is_reference(data.name):
         return _of_function(experiment, imports.resolve("data.name", data.name), options)
     if options:
@@ -101,6 +109,16 @@ def _own(experiment: config.Experiment, splits: dict) -> Loaded:
         split("data.eval_split", experiment.data.eval_split),
         None,
     )
+
+
+def _of_table(experiment: config.Experiment, path: str, options: dict) -> Loaded:
+    from tfdist.datasets import tables
+
+    data = experiment.data
+    made = tables.prepare(path, options, (data.train_split, data.eval_split), data.broken == "skip")
+    train, evaluation = Arrays(made.train), Arrays(made.eval)
+    spec = Spec((len(made.columns),), "float32", made.classes, 1.0, made.names, made.columns, made.target)
+    return Loaded(train, evaluation, train.size, spec)
 
 
 def _of_function(experiment: config.Experiment, function: Any, options: dict) -> Loaded:
