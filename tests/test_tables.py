@@ -10,7 +10,7 @@ import pytest
 
 import tfdist
 from tfdist import config
-from tfdist.datasets import catalog, csv_files, splits, tables
+from tfdist.datasets import catalog, csv_files, tables
 
 ALL = ("train", "train")
 
@@ -106,6 +106,14 @@ def test_folders_patterns_and_what_no_training_row_has(tmp_path):
     np.testing.assert_allclose(got.eval[0]["numbers"], [[3.0], [0.0]])
     np.testing.assert_array_equal(got.eval[0]["categories"], [[0], [2]])
     np.testing.assert_array_equal(got.eval[1], [0, 1])
+    joined = tables.prepare(str(tmp_path), options, ("test+train", "train[:50%]"))
+    assert joined.columns[1].vocabulary == ("a", "b", "new") and joined.columns[0].mean == 3
+    np.testing.assert_array_equal(joined.train[0]["categories"][:, 0], [3, 2, 1, 2])
+    np.testing.assert_array_equal(joined.eval[0]["categories"], [[1]])
+    with pytest.raises(
+        tfdist.UserError, match=r"csv:.* has no split 'tset': did you mean 'test'\? Known are test, train"
+    ):
+        tables.prepare(str(tmp_path), options, ("train", "tset"))
     both = tables.prepare(str(tmp_path / "*.csv*"), options, ALL)
     assert len(both.train[1]) == 4 and both.columns[0].vocabulary == ("a", "b", "new")
     assert [c.name for c in both.columns] == ["c", "x"], "by the first file, which is test.csv.gz"
@@ -220,39 +228,6 @@ def test_quoting_is_pythons(tmp_path):
     table = csv_files.read([path], ["t", "n"], {"t": "category"})
     assert [table.texts["t"][i] for i in table.categories["t"]] == texts
     np.testing.assert_array_equal(table.numbers["n"], range(50))
-
-
-@pytest.mark.parametrize(
-    "text, expected",
-    [
-        ("train", (0, 10)),
-        ("train[:90%]", (0, 9)),
-        ("train[90%:]", (9, 10)),
-        ("train[2:5]", (2, 5)),
-        ("train[-3:]", (7, 10)),
-        ("train[:-25%]", (0, 8)),
-        ("train[:]", (0, 10)),
-    ],
-)
-def test_cuts(text, expected):
-    name, rows = splits.cut("data.train_split", text, {"train": 10})
-    assert (name, rows.start, rows.stop) == ("train", *expected)
-
-
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ("train[", r"data.eval_split='train\[' is not understood: write it like train, train\[:90%\] or"),
-        (
-            "test",
-            r"unknown data.eval_split 'test': known are train; cut it in two with train\[:80%\] and train\[80%:\]",
-        ),
-        ("train[5:5]", r"data.eval_split='train\[5:5\]' is empty: train has 10 examples"),
-    ],
-)
-def test_no_cuts(text, message):
-    with pytest.raises(tfdist.UserError, match=message):
-        splits.cut("data.eval_split", text, {"train": 10})
 
 
 def test_an_experiment_on_a_table(tmp_path, connect):

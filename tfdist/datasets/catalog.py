@@ -113,6 +113,8 @@ def _by_name(experiment: config.Experiment, prepare: bool, say: Callable[[str], 
             return _of_table(experiment, path, options)
         case "image_folder", ":", path:
             return _of_folder(experiment, path, options, say)
+        case "text", ":", path:
+            return _of_text(experiment, path, options)
     if config.is_reference(data.name):
         return _of_function(experiment, imports.resolve("data.name", data.name), options)
     if options:
@@ -185,6 +187,17 @@ def _of_folder(experiment: config.Experiment, path: str, options: dict, say: Cal
     train = split(found.train, from_whole)
     spec = Spec((*shape, 3), "uint8", len(found.names), 255.0, found.names)
     return Loaded(train, split(found.eval, False), found.train.size, spec)
+
+
+def _of_text(experiment: config.Experiment, path: str, options: dict) -> Loaded:
+    from tfdist.datasets import text
+
+    data = experiment.data
+    memory = {"memory": math.inf, "stream": 0.0, "auto": _memory()}[data.cache]
+    splits = {"data.train_split": data.train_split, "data.eval_split": data.eval_split}
+    train, evaluation = imports.call("data.options", text.load, options, path, splits, memory)
+    shape = (options.get("length", text.LENGTH),)
+    return Loaded(train, evaluation, train.size, Spec(shape, "int32", text.VOCABULARY, text.VOCABULARY - 1.0))
 
 
 def _of_function(experiment: config.Experiment, function: Any, options: dict) -> Loaded:
@@ -318,7 +331,12 @@ def _in_memory(size: float, cache: str) -> bool:
     """Whether a decoded split of `size` bytes is held in memory."""
     if cache != "auto":
         return cache == "memory"
-    return size < MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return size < _memory()
+
+
+def _memory() -> float:
+    """Bytes that a split may take in memory."""
+    return MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _described(

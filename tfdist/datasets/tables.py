@@ -16,9 +16,10 @@ import numpy as np
 
 from tfdist import config
 from tfdist.data import order
-from tfdist.datasets import csv_files, splits
+from tfdist.datasets import csv_files
 from tfdist.datasets.columns import Column
 from tfdist.errors import UserError
+from tfdist.splits import select
 
 FEW = 20
 """At most so many different whole numbers as targets are classes."""
@@ -101,16 +102,19 @@ def prepare(path: str, options: dict[str, Any], splits: tuple[str, str], skip: b
     if chosen.classify is not None:
         kinds[chosen.target] = "category" if chosen.classify else "number"
     parts: dict[str, csv_files.Table] = {}
+    named = {part.split("[")[0].strip() for text in splits for part in text.split("+")}
     # The file to train on first: it decides what the columns of the others are.
     for name in sorted(by_split, key=lambda name: (name != "train", name)):
-        if name == "train" or any(text.split("[")[0] == name for text in splits):
+        if name in named or name == "train":
             table = csv_files.read(by_split[name], [*inputs, chosen.target], kinds, chosen.delimiter, skip)
             if table.skipped:
                 print(f"tfdist: left out: {csv_files.described(table.skipped)}", flush=True)
             table = _with_target(table, chosen.target, f"{name} of csv:{path}", skip)
             kinds |= dict.fromkeys(table.numbers, "number") | dict.fromkeys(table.categories, "category")
             parts[name] = table
-    train, evaluation = (_split(field, text, parts, chosen) for field, text in zip(("train", "eval"), splits))
+    sizes = {name: parts[name].size if name in parts else 0 for name in by_split}
+    cut = lambda field, text: _cut(select(text, sizes, field, f"csv:{path}"), parts, chosen.in_order)
+    train, evaluation = cut("data.train_split", splits[0]), cut("data.eval_split", splits[1])
     columns = tuple(_described(train, name) for name in inputs)
     target, classes = _target(train, chosen)
     made = [(encode(t, columns), _targets(t, target, classes)) for t in (train, evaluation)]
@@ -184,10 +188,23 @@ def _inputs(chosen: Options, names: list[str]) -> list[str]:
     return inputs
 
 
-def _split(field: str, text: str, parts: dict[str, csv_files.Table], chosen: Options) -> csv_files.Table:
-    sizes = {name: table.size for name, table in parts.items()}
-    name, rows = splits.cut(f"data.{field}_split", text, sizes)
-    return _taken(parts[name], rows if chosen.in_order else order(0, 0, sizes[name])[rows])
+def _cut(wanted: list[tuple[str, np.ndarray]], parts: dict[str, csv_files.Table], in_order: bool) -> csv_files.Table:
+    found = []
+    for name, rows in wanted:
+        table = parts[name]
+        found.append(_taken(table, rows if in_order else order(0, 0, table.size)[rows]))
+    return found[0] if len(found) == 1 else _joined(found)
+
+
+def _joined(tables: list[csv_files.Table]) -> csv_files.Table:
+    numbers = {name: np.concatenate([t.numbers[name] for t in tables]) for name in tables[0].numbers}
+    texts = {name: sorted({text for t in tables for text in t.texts[name]}) for name in tables[0].texts}
+    categories = {
+        name: np.concatenate([_places(t, name, tuple(known), first=0) for t in tables]) for name, known in texts.items()
+    }
+    return dataclasses.replace(
+        tables[0], numbers=numbers, categories=categories, texts=texts, size=sum(t.size for t in tables)
+    )
 
 
 def _described(table: csv_files.Table, name: str) -> Column:
