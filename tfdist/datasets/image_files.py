@@ -77,7 +77,9 @@ def listing(root: str, what: str) -> tuple[tuple[str, ...], dict[str, Split]]:
     if not names:
         raise UserError(f"{what}: there are no images: put those of each class into a folder of its own in it")
     if len(names) == 1:
-        raise UserError(f"{what}: there is only one class, {names[0]!r}: put the images of each into a folder of its own")
+        raise UserError(
+            f"{what}: there is only one class, {names[0]!r}: put the images of each into a folder of its own"
+        )
     number = {name: i for i, name in enumerate(names)}
     splits = {}
     for split, classes in found.items():
