@@ -125,12 +125,13 @@ class Totals:
         return logs
 
 
-def run(step: Step, call: Any, arguments: tuple, update: int | None = None) -> Any:
+def run(step: Step, call: Any, arguments: tuple, feed: Feed, update: int | None = None) -> Any:
     """Calls a compiled function, and turns its errors into those that a person can act on.
 
     Args:
       call: of `step.compiled`.
       arguments: its tensors.
+      feed: that the arguments come from.
       update: updates made so far, for those who watch this worker; as before if not given.
 
     Raises:
@@ -151,6 +152,10 @@ def run(step: Step, call: Any, arguments: tuple, update: int | None = None) -> A
             found = re.search(pattern, str(error))
             if found:
                 raise UserError(f"{found[0]}{advice}") from error
+        if isinstance(feed, RecordFeed) and _IN_PIPELINE.search(str(error)):
+            broken = feed.broken()
+            if broken:
+                raise UserError(f"{broken}: mend or remove it, or set data.broken=skip") from error
         raise cause(error, peers) from error
     finally:
         peers.doing("python", update)
@@ -176,6 +181,7 @@ _OWN_FAULTS = (
     tf.errors.UnimplementedError,
 )
 """Without a word of a collective in them, these have nothing to do with the other workers."""
+_IN_PIPELINE = re.compile("IteratorGetNext|OptionalGetValue")
 _COMPLAINTS = (
     (
         r"Received a label value of .*? outside the valid range of \[.*?\)",

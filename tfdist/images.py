@@ -38,13 +38,13 @@ def ways(kinds: Sequence[str], sizes: np.ndarray, size: tuple[int, int] | None, 
 
 
 def decoder(used: Sequence[int]) -> Callable[[Any, Any], Any]:
-    """(contents, way) -> uint8 [h, w, 3], of images that need none but the `used` ways."""
-    branches = {way: _one_way(way) for way in used}
+    """(contents, which of the `used` ways) -> uint8 [h, w, 3]."""
+    branches = [_one_way(way) for way in used]
 
-    def decode(contents: Any, way: Any) -> Any:
+    def decode(contents: Any, which: Any) -> Any:
         if len(branches) == 1:
-            return branches[used[0]](contents)
-        image = tf.switch_case(way, {k: lambda k=k: branches[k](contents) for k in branches})
+            return branches[0](contents)
+        image = tf.switch_case(which, [lambda b=branch: b(contents) for branch in branches])
         return tf.ensure_shape(image, [None, None, 3])
 
     return decode

@@ -229,7 +229,7 @@ class _Training:
             steady = id(call) in step.warm
             start = time.perf_counter()
             arguments = (part.feed, tf.constant(part.first), tf.constant(part.last))
-            result = calls.run(step, call, arguments, now.update)
+            result = calls.run(step, call, arguments, self._feed, now.update)
             done = int(result[3])
             if not done:
                 break

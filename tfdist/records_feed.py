@@ -46,6 +46,8 @@ class RecordFeed:
         self._iterator: Any = None
         self._at = -1
         """The update whose batch the iterator gives next."""
+        self._called = 0, 0
+        """The updates of the last call."""
 
     def next(self, update: int, limit: int) -> Call:
         """At most `limit` batches from `update` on, none beyond its epoch."""
@@ -57,9 +59,21 @@ class RecordFeed:
         if self._iterator is None or self._at != update:
             self._iterator = iter(self.dataset(update))
         self._at = update + last - number
+        self._called = update, update + last - number
         if self._shuffle is None and self._seed is None:
             self._at %= self.batches
         return Call((self._iterator,), number, last, full)
+
+    def broken(self) -> str:
+        """After an error in the pipeline: the first example of the last call that cannot be decoded, and why."""
+        first, last = self._called
+        for row in np.concatenate([self._rows(np.int64(update))[0] for update in range(first, last)]):
+            try:
+                one = self._source.read(tf.constant([row]))
+                self._source.decode(tf.nest.map_structure(lambda t: t[0], one), tf.zeros([2], tf.int32))
+            except tf.errors.OpError as error:
+                return f"{self._source.name(int(row))} cannot be decoded: {reason(error)}"
+        return ""
 
     def restart(self) -> None:
         """Nothing to do: the position is a function of the update."""
@@ -160,6 +174,12 @@ def in_order(source: Records, batch: int) -> tf.data.Dataset:
 def first_row(source: Records) -> tuple:
     """The first example, as a batch of one."""
     return next(iter(in_order(source, 1)))
+
+
+def reason(error: tf.errors.OpError) -> str:
+    """What TensorFlow says is wrong, without where in its graph."""
+    text = str(error.message).split("}} ")[-1].split(" [Op:")[0]
+    return " ".join(text.split())[:80].rstrip(".")
 
 
 def is_weighted(source: Source) -> bool:

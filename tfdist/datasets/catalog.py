@@ -6,13 +6,15 @@ import dataclasses
 import inspect
 import math
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdist import config, imports
+from tfdist import augment, config, imports
 from tfdist.data import Arrays, Batches, Records, Source, as_source, check_labels, targets_of
+from tfdist.datasets import pictures
 from tfdist.datasets.columns import Column
 from tfdist.errors import UserError
 from tfdist.records_feed import in_order
@@ -51,16 +53,49 @@ class Loaded:
     spec: Spec
 
 
-def load(experiment: config.Experiment, prepare: bool = True) -> Loaded:
+def _say(line: str) -> None:
+    print(f"tfdist: {line}", flush=True)
+
+
+def load(experiment: config.Experiment, prepare: bool = True, say: Callable[[str], None] = _say) -> Loaded:
     """Loads the experiment's data set, preparing it first where TFDS must.
 
     Args:
       prepare: False to refuse one that would have to be downloaded first.
+      say: shows a line to a person.
 
     Raises:
       UserError: unknown name or split, no examples, labels out of range, or
         data that would have to be downloaded and cannot be.
     """
+    return _pictured(experiment, _by_name(experiment, prepare, say))
+
+
+def _pictured(experiment: config.Experiment, loaded: Loaded) -> Loaded:
+    """Images made one size and, to train on, changed at random."""
+    data, spec = experiment.data, loaded.spec
+    size = config.image_size(data.image_size)
+    recipe = augment.parse(data.augment, spec.maximum)
+    if size is None and not data.augment:
+        return loaded
+    if size is not None and len(spec.shape) != 3:
+        raise UserError(
+            f"data.image_size={data.image_size!r} is for images [height, width, channels], "
+            f"and this data has shape {list(spec.shape)}: leave it empty"
+        )
+    shape = spec.shape if size is None else (*size, spec.shape[-1])
+    recipe.check(shape, spec.dtype, spec.classes)
+    train, evaluation = loaded.train, loaded.eval
+    if size is not None and spec.shape[:2] != size:
+        train, evaluation = (pictures.sized(s, size, data.resize) for s in (train, evaluation))
+    if data.augment:
+        # A crop that is resized is cut from the whole image.
+        from_whole = recipe.smallest is not None
+        train = pictures.augmented(loaded.train if from_whole else train, recipe, (shape[0], shape[1]))
+    return dataclasses.replace(loaded, train=train, eval=evaluation, spec=dataclasses.replace(spec, shape=shape))
+
+
+def _by_name(experiment: config.Experiment, prepare: bool, say: Callable[[str], None]) -> Loaded:
     data = experiment.data
     options = config.options("data.options", data.options)
     if data.name == "synthetic":
@@ -72,6 +107,8 @@ def load(experiment: config.Experiment, prepare: bool = True) -> Loaded:
     match data.name.partition(":"):
         case "csv", ":", path:
             return _of_table(experiment, path, options)
+        case "image_folder", ":", path:
+            return _of_folder(experiment, path, options, say)
         case "text", ":", path:
             return _of_text(experiment, path, options)
     if config.is_reference(data.name):
@@ -119,6 +156,34 @@ def _of_table(experiment: config.Experiment, path: str, options: dict) -> Loaded
     return Loaded(train, evaluation, train.size, spec)
 
 
+def _of_folder(experiment: config.Experiment, path: str, options: dict, say: Callable[[str], None]) -> Loaded:
+    from tfdist.datasets import image_folder
+
+    data = experiment.data
+    if options:
+        raise UserError(f"data.options={data.options!r} is for functions, image_folder takes none")
+    size = config.image_size(data.image_size)
+    from_whole = augment.parse(data.augment).smallest is not None
+    found = image_folder.load(path, data.train_split, data.eval_split, data.broken, size, data.resize, from_whole, say)
+    shape = size or found.size
+    if shape is None:
+        raise UserError("data.image_size is needed, since the images have different sizes: write one such as 224")
+
+    def split(source: Records, whole: bool) -> Source:
+        if whole:
+            if data.cache == "memory":
+                raise UserError(
+                    "data.cache=memory holds images of one size, and resized_crop needs them whole: use auto"
+                )
+            return source
+        made = pictures.sized(source, shape, data.resize)
+        return pictures.in_memory(made) if _in_memory(pictures.size_in_memory(made), data.cache) else made
+
+    train = split(found.train, from_whole)
+    spec = Spec((*shape, 3), "uint8", len(found.names), 255.0, found.names)
+    return Loaded(train, split(found.eval, False), found.train.size, spec)
+
+
 def _of_text(experiment: config.Experiment, path: str, options: dict) -> Loaded:
     from tfdist.datasets import text
 
@@ -163,6 +228,13 @@ def _of_tfds(experiment: config.Experiment, prepare: bool) -> Loaded:
             check_labels(source.columns[1], found.classes, "the data set")
     spec = Spec(found.shape, found.dtype, found.classes, found.maximum, found.names)
     return Loaded(found.train, found.eval, found.examples, spec)
+
+
+def _in_memory(size: float, cache: str) -> bool:
+    """Whether a decoded split of `size` bytes is held in memory."""
+    if cache != "auto":
+        return cache == "memory"
+    return size < _memory()
 
 
 def _memory() -> float:

@@ -146,8 +146,10 @@ def _look(path: str) -> Look:
 def _judged(file: int, head: bytes, tail: bytes, length: int) -> Look:
     if head.startswith(b"\xff\xd8\xff"):
         size = _jpeg_size(file, head)
+        if size == (0, 0):
+            return Look("jpeg", problem="is cut off")
         # Behind the end there may be more, such as zeros or a film: those are decoded to be sure.
-        return Look("jpeg", size, doubtful=size == (0, 0) or not tail.endswith(b"\xff\xd9"))
+        return Look("jpeg", size, doubtful=not tail.endswith(b"\xff\xd9"))
     if head.startswith(b"\x89PNG\r\n\x1a\n"):
         width, height = struct.unpack(">II", head[16:24])
         return Look("png", (height, width), doubtful=b"IEND" not in tail)
