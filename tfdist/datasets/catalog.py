@@ -84,8 +84,9 @@ def _pictured(experiment: config.Experiment, loaded: Loaded) -> Loaded:
             f"and this data has shape {list(spec.shape)}: leave it empty"
         )
     shape = spec.shape if size is None else (*size, spec.shape[-1])
-    recipe.check(shape, spec.dtype, spec.classes)
     train, evaluation = loaded.train, loaded.eval
+    lowest = float(train.columns[0].min()) if isinstance(train, Arrays) and len(shape) == 3 else 0.0
+    recipe.check(shape, spec.dtype, spec.classes, lowest)
     if size is not None and spec.shape[:2] != size:
         train, evaluation = (pictures.sized(s, size, data.resize) for s in (train, evaluation))
     if data.augment:
