@@ -21,7 +21,17 @@ BAD_INPUT = [
     (["--config=raises.py"], "--config=raises.py cannot be used: ZeroDivisionError: division by zero"),
     (["--config=empty.py"], "--config=empty.py cannot be used: AttributeError: "),
     (["--config=number.py"], "get_config() of --config must return a tfdist.config.Experiment, got int"),
-    (["--config.model.name=cn"], "unknown model.name 'cn': did you mean 'cnn'?"),
+    (["--config.model.name=cn"], "unknown model.name 'cn': did you mean 'cnn'? Known are cnn, mlp, "),
+    (["--config.model.name=resnet50"], "unknown model.name 'resnet50': did you mean 'ResNet50'? Known are cnn, mlp, "),
+    (["--config.model.name=EficientNetB0"], "unknown model.name 'EficientNetB0': did you mean 'EfficientNetB0'?"),
+    (["--config.model.name=zzz"], "unknown model.name 'zzz': known are cnn, mlp, "),
+    (["--config.model.name=no.keras"], "model.name='no.keras' does not exist: give the path of a file on this machine"),
+    (["--config.model.name=text.keras", "--config.model.options=units=3"], "model.options='units=3' does not go with a model from a file (text.keras): leave it out"),
+    (["--config.model.name=text.keras", "--config.model.weights=a.h5"], "model.weights='a.h5' does not go with a model from a file (text.keras): leave it out"),
+    (["--config.model.weights=no.h5"], "model.weights='no.h5' does not exist"),
+    (["--config.model.weights=model.ckpt"], "model.weights='model.ckpt' is no file of Keras: give a .keras, .weights.h5 or .h5 file"),
+    (["--config.model.freeze=conv*,,head"], "model.freeze='conv*,,head' is not understood: write patterns of layer names"),
+    (["--config.model.freeze=!"], "model.freeze='!' is not understood"),
     (["--config.optimizer.name=adm"], "unknown optimizer.name 'adm': did you mean 'adam'?"),
     (["--config.optimizer.schedule=steps"], "unknown optimizer.schedule 'steps': did you mean 'step'?"),
     (["--config.optimizer.schedule=step"], "optimizer.schedule=step needs optimizer.schedule_options, such as"),
@@ -107,6 +117,7 @@ def files(tmp_path):
     (tmp_path / "syntax.py").write_text("def get_config(:\n")
     (tmp_path / "raises.py").write_text("def get_config():\n    return 1 / 0\n")
     (tmp_path / "empty.py").write_text("\n")
+    (tmp_path / "text.keras").write_text("not looked into")
     (tmp_path / "number.py").write_text("def get_config():\n    return 3\n")
     poison = tmp_path / "poison"
     poison.mkdir()
@@ -176,6 +187,8 @@ WITH_TENSORFLOW = [
     (["--config.data.data_dir=mine.py/x"], "data.data_dir is not usable"),
     (["--config.model.options=colour=3"], "model.options: tfdist.zoo.small:cnn takes no such arguments"),
     (["--config.model.name=mine:model", "--config.model.options=units=3"], "must return a keras.Model, got int"),
+    (["--config.model.name=ResNet50"], "model.name='ResNet50' needs images of at least 32x32, the data has 8x8: set data.image_size=32 or more"),
+    (["--config.model.freeze=hed"], "model.freeze: 'hed' matches no layer with weights: did you mean 'head'?"),
     (["--config.model.name=char_transformer"], "needs sequences, the data has shape [8, 8, 1]"),
     (["--config.optimizer.options=speed=3"], "optimizer.options='speed=3' does not fit sgd: Argument(s) not recognized: {'speed': 3}"),
     (["--config.optimizer.name=mine:optimizer", "--config.optimizer.options=", "--config.optimizer.weight_decay=0"],

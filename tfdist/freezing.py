@@ -51,8 +51,9 @@ def freeze(model: keras.Model, text: str) -> str:
 
 
 def thaw(model: keras.Model) -> None:
-    """Lets all layers train."""
-    model.trainable = True
+    """Lets all layers train; `model.trainable = True` leaves out the inside of one that a file has frozen."""
+    for layer in model._flatten_layers():
+        layer.trainable = True
 
 
 def fixed(model: keras.Model) -> list:

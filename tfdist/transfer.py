@@ -18,7 +18,8 @@ from tfdist.errors import UserError
 SHOWN = 4
 """Layers in a message."""
 _SPLIT = re.compile(r"(?<=.)(?=[A-Z][a-z])|(?<=[a-z])(?=[A-Z])")
-NUMBERED = {_SPLIT.sub("_", name).lower() for name in (*dir(keras.layers), "Functional", "Sequential")}
+_CLASSES = {_SPLIT.sub("_", name).lower() for name in (*dir(keras.layers), "Functional", "Sequential")}
+NUMBERED = _CLASSES | {f"{way}_{name}" for way in ("forward", "backward") for name in _CLASSES}
 """What Keras calls a layer without a name, before the number that it counts up in each process."""
 OF_TRAINING = ("optimizer", "metrics", "seed_generator")
 """Parts of a file that are not weights."""
@@ -64,7 +65,8 @@ def take(model: keras.Model, path: str) -> str:
             )
         model.load_weights(own)
     line = f"weights: {len(fits)} of {len(here)} tensors are those of {path}"
-    left = [key for key in here if key not in set(fits)]
+    order = {layer.name: place for place, layer in enumerate(model.layers)}
+    left = sorted((key for key in here if key not in set(fits)), key=lambda key: order.get(key[0], -1))
     return f"{line}; not those of {_layers(left)}" if left else line
 
 

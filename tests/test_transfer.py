@@ -1,0 +1,224 @@
+"""Models from a file, weights from a file, and layers that do not train."""
+
+import functools
+
+import cases
+import keras
+import numpy as np
+import pytest
+import zoo_cases
+
+import tfdist
+from tfdist import config, freezing, models, transfer
+from tfdist.datasets.catalog import Spec
+from tfdist.errors import UserError
+
+L = keras.layers
+IMAGES = zoo_cases.images(16, 3)
+
+
+def built(name="resnet_cifar", options="depth=8, width=4", spec=IMAGES, **model):
+    """The model and what was said about it."""
+    lines = []
+    wanted = config.Model(name=str(name), options=options, **{k: str(v) for k, v in model.items()})
+    experiment = config.Experiment(seed=len(lines), model=wanted)
+    return models.build(config.validate(experiment), spec, lines.append), lines
+
+
+def shaken(model, seed=1):
+    """With other weights than it was made with, statistics included."""
+    r = np.random.default_rng(seed)
+    model.set_weights([(w + r.uniform(0.1, 1.0, w.shape)).astype(w.dtype) for w in model.get_weights()])
+    return model
+
+
+def by_path(model):
+    return {v.path: v.numpy() for v in model.weights}
+
+
+FORMATS = {
+    ".keras": lambda model, path: model.save(path),
+    ".weights.h5": lambda model, path: model.save_weights(path),
+    ".h5": lambda model, path: model.save(path),
+}
+
+
+@pytest.mark.parametrize("ending", FORMATS)
+def test_weights_by_name_but_for_the_head(ending, tmp_path):
+    """From 5 classes to 3: everything but the head, in each format that Keras writes or has written."""
+    path = str(tmp_path / f"there{ending}")
+    there = shaken(built()[0])
+    FORMATS[ending](there, path)
+    here, lines = built(spec=Spec(IMAGES.shape, "uint8", 3, 255.0), weights=path)
+    assert lines == [f"weights: 35 of 37 tensors are those of {path}; not those of head"]
+    fresh = by_path(built(spec=Spec(IMAGES.shape, "uint8", 3, 255.0))[0])
+    for name, value in by_path(here).items():
+        np.testing.assert_array_equal(value, fresh[name] if "head" in name else by_path(there)[name], err_msg=name)
+
+
+def numbered(classes, more=False, recurrent=True):
+    """Layers without names of their own, some inside of others, and a layer that holds layers."""
+    inner = keras.Sequential([keras.Input((4,)), L.Dense(4), L.BatchNormalization(), L.Dense(4)], name="inner")
+    x = image = keras.Input((6,))
+    for _ in range(12):
+        x = L.Dense(4)(x)
+    x = inner(x)
+    x = L.Reshape((2, 2))(x)
+    x = L.MultiHeadAttention(2, 2)(x, x)
+    x = L.Bidirectional(L.LSTM(3))(x) if recurrent else L.Flatten()(x)
+    x = L.Dense(7, name="more")(x) if more else x
+    return keras.Model(image, L.Dense(classes, name="head")(x))
+
+
+@pytest.mark.parametrize("ending", FORMATS)
+def test_layers_that_keras_has_numbered_go_by_their_order(ending, tmp_path):
+    path = str(tmp_path / f"there{ending}")
+    recurrent = ending != ".h5"  # the older format does not tell where the cells are
+    there = shaken(numbered(3, recurrent=recurrent))
+    FORMATS[ending](there, path)
+    here = numbered(3, recurrent=recurrent)  # Keras has counted on
+    assert here.layers[1].name != there.layers[1].name
+    line = transfer.take(here, path)
+    assert line.startswith(f"weights: {len(here.weights)} of {len(here.weights)} ")
+    for a, b in zip(here.get_weights(), there.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    line = transfer.take(numbered(3, True, recurrent), path)
+    assert line.endswith("; not those of more, head")
+
+
+def test_nothing_fits(tmp_path):
+    keras.Sequential([keras.Input((3,)), L.Dense(2, name="other")]).save_weights(tmp_path / "a.weights.h5")
+    with pytest.raises(UserError, match=r"has nothing that fits: it has other, the model has stem_bn, "):
+        built(weights=tmp_path / "a.weights.h5")
+    for name, content in (("a.keras", b"no zip"), ("a.h5", b"no hdf5"), ("b.weights.h5", b"")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match=r"model.weights='.*' cannot be read \(.*\): give a file that Keras has"):
+            built(weights=tmp_path / name)
+
+
+def test_a_run_goes_on_from_a_file(tmp_path, connect):
+    """Also with several replicas, and with a model that was frozen when it was saved."""
+    there, _ = built(freeze="!head")
+    path = tmp_path / "model.keras"
+    shaken(there).save(path)
+    with connect(2).scope():
+        here, _ = built(path, "")
+    assert len(here.trainable_variables) == len(built()[0].trainable_variables)
+    x = zoo_cases.data(zoo_cases.OWN["alexnet, small images"])[0][:8]
+    np.testing.assert_allclose(tfdist.predict(here, x, distribution=connect(2)), there(x), rtol=1e-5, atol=1e-5)
+
+
+class Mine(L.Layer):
+    def call(self, x):
+        return x
+
+
+REFUSED = [
+    (Spec((16, 16, 3), "uint8", 3, 255.0), r"has 5 outputs, the data 3 classes: choose a model by name and .* model.weights="),
+    (Spec((8, 8, 3), "uint8", 5, 255.0), r"takes \[16, 16, 3\] uint8, and the data \[8, 8, 3\] uint8: choose"),
+    (Spec((16, 16, 3), "float32", 5, 1.0), r"takes \[16, 16, 3\] uint8, and the data \[16, 16, 3\] float32: choose"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spec, message", REFUSED, ids=["classes", "shape", "type"])
+def test_a_file_for_other_data(spec, message, tmp_path):
+    built()[0].save(tmp_path / "a.keras")
+    with pytest.raises(UserError, match=message):
+        built(tmp_path / "a.keras", "", spec)
+
+
+def test_files_that_cannot_be_loaded(tmp_path):
+    image = keras.Input((16, 16, 3))
+    keras.Model(image, Mine()(image)).save(tmp_path / "mine.keras")
+    keras.Model(image, L.Lambda(lambda x: x + 1)(image)).save(tmp_path / "code.keras")
+    (tmp_path / "text.keras").write_text("no zip")
+    for name in ("mine", "code", "text"):
+        with pytest.raises(UserError, match=r"cannot be loaded \(.*\): give a file that Keras has saved") as caught:
+            built(tmp_path / f"{name}.keras", "")
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text, trained",
+    [
+        ("!head", {"head"}),
+        ("stem*, block1_*, block2_*", {"block3_1_1_conv", "block3_1_1_bn", "block3_1_2_conv", "block3_1_2_bn", "head"}),
+        ("block*, !block3_1_2*", {"stem_conv", "stem_bn", "block3_1_2_conv", "block3_1_2_bn", "head"}),
+        ("!head, !stem_conv", {"head", "stem_conv"}),
+    ],
+)
+def test_freeze(text, trained):
+    model, lines = built(freeze=text)
+    assert {v.path.split("/")[0] for v in model.trainable_variables} == trained
+    assert lines[0].startswith(f"frozen: {15 - len(trained)} of 15 layers with weights; ")
+
+
+def test_freeze_what_is_inside_of_other_layers():
+    model = numbered(3)
+    freezing.freeze(model, "inner, forward_*, query")
+    frozen = {v.path for v in freezing.fixed(model)}
+    assert len([p for p in frozen if "inner" in p or "batch_norm" in p]) >= 4
+    assert any("forward" in p for p in frozen) and any("query" in p for p in frozen)
+    assert not any("backward" in p or "key" in p or p.startswith("head") for p in frozen)
+    assert len(model.trainable_variables) + len(frozen) == len(model.weights)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("hed", r"model.freeze: 'hed' matches no layer with weights: did you mean 'head'\? Layers are stem_conv, .* head \(15 in all\)"),
+        ("stem*, zzz", r"model.freeze: 'zzz' matches no layer with weights: layers are stem_conv"),
+        ("*", r"model.freeze='\*' leaves nothing to train: leave layers out, such as !head"),
+        ("stem*, !stem*", r"model.freeze='stem\*, !stem\*' freezes nothing"),
+    ],
+)  # fmt: skip
+def test_freeze_refused(text, message):
+    with pytest.raises(UserError, match=message):
+        built(freeze=text)
+
+
+def trained(distribution, epochs=1, **fit):
+    """A frozen start and a trained end, with BatchNorm on both sides."""
+    with distribution.scope():
+        model, _ = built(freeze="stem*, block1_*")
+        shaken(model)
+        model.compile(keras.optimizers.Adam(1e-2), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    before = by_path(model)
+    x, y = zoo_cases.data(zoo_cases.OWN["resnet_cifar"])
+    tfdist.fit(model, x, y, distribution=distribution, batch_size=24, epochs=epochs, verbose=0, **fit)
+    return model, before
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_what_is_frozen_keeps_every_bit(replicas, connect):
+    """Its BatchNorm as well; what is not frozen agrees with one device."""
+    model, before = trained(connect(replicas))
+    for path, value in by_path(model).items():
+        same = value.tobytes() == before[path].tobytes()
+        assert same == path.startswith(("stem", "block1_")), path
+    reference = functools.partial(trained, connect(1))
+    assert cases.distance(cases.weights(model), cases.weights(reference()[0])) < 1e-6
+
+
+def test_a_frozen_batch_norm_predicts(connect):
+    model, _ = trained(connect(1))
+    x = zoo_cases.data(zoo_cases.OWN["resnet_cifar"])[0][:8]
+    start = keras.Model(model.inputs, model.get_layer("block1_1_relu").output)
+    np.testing.assert_array_equal(start(x, training=True), start(x, training=False))
+
+
+def test_a_frozen_run_resumes(connect, tmp_path):
+    """Frozen weights are in a checkpoint once, whatever the number of replicas."""
+    whole = cases.weights(trained(connect(2), epochs=2)[0])
+    checkpoints = lambda: tfdist.Checkpoints(tmp_path, every="1 epoch")
+    trained(connect(3), epochs=1, checkpoints=checkpoints())
+    assert cases.distance(cases.weights(trained(connect(2), epochs=2, checkpoints=checkpoints())[0]), whole) < 1e-6
+
+
+def test_layers_that_are_not_there_yet():
+    with pytest.raises(UserError, match="need a model whose layers are there already: build test_transfer:lazy in its"):
+        built("test_transfer:lazy", "", freeze="dense")
+
+
+def lazy(spec):
+    return keras.Sequential([L.Flatten(), L.Dense(spec.classes)])
