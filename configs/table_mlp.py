@@ -17,7 +17,10 @@ def get_config() -> Experiment:
     return Experiment(
         name="table_mlp",
         data=Data(
-            name=f"csv:{CARS}", options="target=mpg, classify=False", train_split="train[:80%]", eval_split="train[80%:]"
+            name=f"csv:{CARS}",
+            options="target=mpg, classify=False",
+            train_split="train[:80%]",
+            eval_split="train[80%:]",
         ),
         model=Model(name="table_mlp"),
         optimizer=Optimizer(name="adamw", learning_rate=3e-3, warmup="5%", weight_decay=0.01, options=""),

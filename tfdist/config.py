@@ -147,6 +147,12 @@ class Train:
     """`float32`, `float64`, `mixed_bfloat16` or `mixed_float16`."""
     label_smoothing: float = 0.1
     """Share of each target spread over all classes."""
+    class_weight: str = ""
+    """`balanced`, or weights by class number or name, such as `0=3.0, 2=0.2`; other classes weigh 1."""
+    patience: int = 0
+    """Ends after so many evaluations in a row without a better `monitor`, with the best weights; 0 for never."""
+    monitor: str = "val_loss"
+    """Metric that patience watches, such as `val_accuracy`; `min` or `max` before it where the name is not plain."""
     steps_per_call: int = 0
     """Updates per call of the compiled function; 0 measures and chooses."""
     on_nonfinite: str = "stop"
@@ -237,6 +243,7 @@ def validate(experiment: Any) -> Experiment:
         ("train.epochs", e.train.epochs),
         ("train.steps", e.train.steps),
         ("train.steps_per_call", e.train.steps_per_call),
+        ("train.patience", e.train.patience),
         ("optimizer.weight_decay", e.optimizer.weight_decay),
         ("optimizer.clip_norm", e.optimizer.clip_norm),
         ("optimizer.base_batch", e.optimizer.base_batch),
@@ -260,6 +267,7 @@ def validate(experiment: Any) -> Experiment:
         raise UserError(f"optimizer.ema_momentum must be in [0, 1), got {e.optimizer.ema_momentum}")
     if not 0 <= e.train.label_smoothing < 1:
         raise UserError(f"train.label_smoothing must be in [0, 1), got {e.train.label_smoothing}")
+    class_weights(e.train.class_weight)
     if not 0 <= e.seed < 2**31:
         raise UserError(f"seed must be between 0 and {2**31 - 1}, got {e.seed}")
     return e
@@ -351,6 +359,18 @@ def layer_rates(optimizer: Optimizer) -> dict[str, float]:
     for name, value in found.items():
         if value <= 0:
             raise UserError(f"{name} in {field} must be positive, got {value:g}: freeze layers with model.freeze")
+    return found
+
+
+def class_weights(text: str) -> dict[str, float]:
+    """`train.class_weight` as weights by class number or name; empty for `balanced`."""
+    field = "train.class_weight"
+    if text == "balanced":
+        return {}
+    found = {name: number(f"{name} in {field}", value) for name, value in assignments(field, text).items()}
+    for name, value in found.items():
+        if value < 0:
+            raise UserError(f"{name} in {field} must not be negative, got {value:g}")
     return found
 
 

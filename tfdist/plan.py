@@ -187,10 +187,10 @@ def profiled(text: str, plan: Plan) -> tuple[int, int]:
     return first, last
 
 
-def better(text: str) -> tuple[str, int]:
-    """`checkpoint.best` as a metric's name, and +1 where more is better or -1 where less is."""
+def better(text: str, field: str = "checkpoint.best") -> tuple[str, int]:
+    """`checkpoint.best` or `train.monitor` as a metric's name, and +1 where more is better or -1 where less is."""
     mode, _, name = text.strip().rpartition(" ")
     if mode not in ("", "min", "max"):
-        raise UserError(f"checkpoint.best={text!r} is not understood: write a metric, or min or max and a metric")
+        raise UserError(f"{field}={text!r} is not understood: write a metric, or min or max and a metric")
     grows = mode == "max" or (not mode and re.search("acc|auc|precision|recall|f1|iou|top_", name) is not None)
     return name, 1 if grows else -1

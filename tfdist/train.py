@@ -37,6 +37,7 @@ def train_and_evaluate(experiment: config.Experiment, where: environment.Environ
     config.validate(experiment)
     plan.interval("checkpoint.every", experiment.checkpoint.every)
     plan.better(experiment.checkpoint.best)
+    plan.better(experiment.train.monitor, "train.monitor")
     if experiment.checkpoint.every == "off" and (where.resume == "require" or where.resume_changed):
         raise UserError(
             "checkpoint.every=off, and a resume is asked for: set it to a time, or leave out the --resume flag"
@@ -85,10 +86,12 @@ def _failure(error: BaseException, peers: Any) -> BaseException:
 
 def _train(experiment: config.Experiment, where: environment.Environment, site: Any, folder: Any, distribution: Any):
     """The run itself, once the strategy has been started."""
+    from tfdist import class_weights as class_weights_lib
     from tfdist import evaluation as evaluation_lib
     from tfdist import flops, history, loop, models, optimizers, plan, provenance, requeue, resume, watchers
     from tfdist.datasets import catalog
     from tfdist.signals import Signals
+    from tfdist.stopping import Patience
 
     say = _say if distribution.is_chief else lambda line: None
     say(f"strategy {distribution.name}, because {distribution.reason}: {_replicas(distribution)}")
@@ -101,6 +104,7 @@ def _train(experiment: config.Experiment, where: environment.Environment, site: 
     data = distribution.peers.once(lambda: catalog.load(experiment, not where.dry_run, say))
     schedule = plan.make(experiment, data.examples, distribution.replicas)
     say(f"{experiment.name}: {schedule.describe()}")
+    class_weights = class_weights_lib.told(experiment.train.class_weight, data, say)
     with distribution.scope():
         model = models.build(experiment, data.spec, say)
         data = models.compiled(model, optimizers.build(experiment, schedule), experiment, data)
@@ -121,6 +125,7 @@ def _train(experiment: config.Experiment, where: environment.Environment, site: 
     work = flops.Work(model, data.train, [g.name for g in gpus], distribution.workers, experiment.train.precision)
     watching = watchers.Watching(where, folder, recorder, schedule, distribution.is_chief, work, say)
     watching.start(experiment, [g.number for g in gpus], (first, last))
+    early = [Patience(experiment.train.monitor, experiment.train.patience)] * (experiment.train.patience > 0)
     status, reason, weights = "completed", "", ("", 0.0)
     evaluation: dict[str, float] = {}
 
@@ -169,7 +174,8 @@ def _train(experiment: config.Experiment, where: environment.Environment, site: 
                 validation_data=data.eval,
                 validation_freq=schedule.eval_every,
                 validation_batch_size=experiment.eval.batch_size,
-                callbacks=[recorder, *watching.callbacks],
+                class_weight=class_weights,
+                callbacks=[recorder, *watching.callbacks, *early],
                 reduce_dtype=experiment.optimizer.reduce_dtype,
                 checkpoints=None if checkpoints.off else checkpoints,
                 on_nonfinite=experiment.train.on_nonfinite,
@@ -188,6 +194,7 @@ def _train(experiment: config.Experiment, where: environment.Environment, site: 
                 should_stop=signals.reason,
             )
             recorder.evaluated(evaluation)
+            reason = "".join(callback.reason for callback in early)
     except Interrupted as stopped:
         status, reason = "preempted", str(stopped)
         evaluation_lib.settle(model, distribution)
