@@ -198,6 +198,7 @@ ORDER = [
     {"resume"},
     {"chart", "models", "optimizers", "history", "flops", "step", "state", "pace", "nodes", "process"},
     {"checks", "events"},
+    {"described"},
     {"datasets.catalog"},
     {"datasets.digits", "datasets.stdlib_text", "data"},
     {"payload", "update", "metrics", "fused", "watch"},
