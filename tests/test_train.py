@@ -213,6 +213,7 @@ ORDER = [
         "stopping",
     },
     {"checks", "events"},
+    {"described"},
     {"datasets.catalog"},
     {f"datasets.{name}" for name in ("image_folder", "pictures", "prepared", "stdlib_text", "tables")},
     {"datasets.digits", "datasets.text", "images"},

@@ -87,8 +87,8 @@ def _failure(error: BaseException, peers: Any) -> BaseException:
 def _train(experiment: config.Experiment, where: environment.Environment, site: Any, folder: Any, distribution: Any):
     """The run itself, once the strategy has been started."""
     from tfdist import class_weights as class_weights_lib
+    from tfdist import described, flops, history, loop, models, optimizers, plan, provenance, requeue, resume, watchers
     from tfdist import evaluation as evaluation_lib
-    from tfdist import flops, history, loop, models, optimizers, plan, provenance, requeue, resume, watchers
     from tfdist.datasets import catalog
     from tfdist.signals import Signals
     from tfdist.stopping import Patience
@@ -118,6 +118,7 @@ def _train(experiment: config.Experiment, where: environment.Environment, site: 
     if moved:
         say(f"the earlier run in {folder.path} is now in {moved}")
     folder.write("experiment.json", dataclasses.asdict(experiment))
+    described.write(folder, data.spec)
     folder.write("environment.json", provenance.environment(distribution, site))
 
     recorder = history.Recorder(folder, schedule)
