@@ -1,9 +1,9 @@
 """How far a car goes on a gallon: a table with numbers, categories and gaps, and one number to tell.
 
     python -m tfdist.train --config=configs/table_mlp.py
-    python -m tfdist.train --config=configs/table_mlp.py --config.data.name=csv:mine.csv --config.data.options=target=price
 
-398 cars of 1970 to 1982 (Auto MPG), the last fifth of a shuffled list held out.
+398 cars of 1970 to 1982 (Auto MPG), a fifth of them held out. For a table of your own, give
+`--config.data.name=csv:mine.csv --config.data.options=target=price`.
 """
 
 import importlib.resources
