@@ -77,6 +77,15 @@ def test_data_that_cannot_be_augmented(text, shape, dtype, classes, message):
     augment.parse("").check(shape, dtype, classes)
 
 
+def test_normalised_images_have_no_colours():
+    with pytest.raises(
+        tfdist.UserError,
+        match=r"color\(0.4\) in data.augment is for images with values from 0 to 1, and these have -2.5",
+    ):
+        augment.parse("flip, color(0.4)", 1.0).check((8, 8, 3), "float32", 2, -2.5)
+    augment.parse("flip, crop(2), mixup(0.2), cutmix(1)", 1.0).check((8, 8, 3), "float32", 2, -2.5)
+
+
 EVERYTHING = "resized_crop(0.3), flip, vertical_flip, crop(2), color(0.4), randaugment(2, 9), erase(0.9)"
 
 

@@ -46,10 +46,10 @@ class Recipe:
     @property
     def mix(self) -> Callable[..., tuple] | None:
         """Mixes a batch with its partners (see `mix.mixer`), or None when nothing is mixed."""
-        return mixer({s.name: s.arguments[0] for s in self.mixing}, self.maximum) if self.mixing else None
+        return mixer({s.name: s.arguments[0] for s in self.mixing}) if self.mixing else None
 
-    def check(self, shape: tuple[int, ...], dtype: str, classes: int | None) -> None:
-        """Raises UserError when inputs of this shape and type, or their targets, cannot be changed so."""
+    def check(self, shape: tuple[int, ...], dtype: str, classes: int | None, lowest: float = 0.0) -> None:
+        """Raises UserError when inputs of this shape, type and lowest value, or their targets, cannot be changed so."""
         named = ", ".join(str(step) for step in (*self.steps, *self.mixing))
         if not named:
             return
@@ -57,6 +57,12 @@ class Recipe:
             raise UserError(
                 f"data.augment={named!r} is for images [height, width, 1 or 3] of uint8 or floats, "
                 f"and this data has {dtype} {list(shape)}: leave it empty"
+            )
+        tinted = [str(step) for step in self.steps if step.name in ("color", "randaugment", "erase")]
+        if lowest < 0 and tinted:
+            raise UserError(
+                f"{tinted[0]} in data.augment is for images with values from 0 to {self.maximum:g}, "
+                f"and these have {lowest:g}: leave it out, or give images that are not normalised"
             )
         if self.mixing and classes is None:
             raise UserError(

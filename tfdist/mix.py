@@ -8,12 +8,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.pixels import stored
-
 _POINTS = 2049
 
 
-def mixer(alphas: dict[str, float], maximum: float = 255.0) -> Callable[..., tuple]:
+def mixer(alphas: dict[str, float]) -> Callable[..., tuple]:
     """A function that mixes a batch.
 
     Args:
@@ -37,7 +35,7 @@ def mixer(alphas: dict[str, float], maximum: float = 255.0) -> Callable[..., tup
         x, share = columns[0], tf.ones_like(drawn[0])
         if "mixup" in alphas:
             share = tf.where(cuts, 1.0, _interpolated(quantiles["mixup"], drawn[0]))
-            x = blended(x, partners[0], share, maximum)
+            x = blended(x, partners[0], share)
         if "cutmix" in alphas:
             wanted = tf.where(cuts, _interpolated(quantiles["cutmix"], drawn[0]), 1.0)
             x, left = pasted(x, partners[0], wanted, drawn[1], drawn[2])
@@ -47,11 +45,12 @@ def mixer(alphas: dict[str, float], maximum: float = 255.0) -> Callable[..., tup
     return mix
 
 
-def blended(x: Any, partner: Any, share: Any, maximum: float) -> Any:
+def blended(x: Any, partner: Any, share: Any) -> Any:
     """`share` of each image and the rest of its partner (Zhang et al., "mixup", 2017)."""
     part = tf.reshape(share, [-1] + [1] * (x.shape.rank - 1))
     ours, theirs = tf.cast(x, tf.float32), tf.cast(partner, tf.float32)
-    return stored(theirs + part * (ours - theirs), x, maximum)
+    values = theirs + part * (ours - theirs)
+    return tf.cast(values if x.dtype.is_floating else tf.round(values), x.dtype)
 
 
 def pasted(x: Any, partner: Any, share: Any, down: Any, right: Any) -> tuple:

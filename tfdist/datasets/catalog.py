@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import difflib
 import inspect
-import io
-import logging
 import math
 import os
 from collections.abc import Callable
@@ -88,8 +84,9 @@ def _pictured(experiment: config.Experiment, loaded: Loaded) -> Loaded:
             f"and this data has shape {list(spec.shape)}: leave it empty"
         )
     shape = spec.shape if size is None else (*size, spec.shape[-1])
-    recipe.check(shape, spec.dtype, spec.classes)
     train, evaluation = loaded.train, loaded.eval
+    lowest = float(train.columns[0].min()) if isinstance(train, Arrays) and len(shape) == 3 else 0.0
+    recipe.check(shape, spec.dtype, spec.classes, lowest)
     if size is not None and spec.shape[:2] != size:
         train, evaluation = (pictures.sized(s, size, data.resize) for s in (train, evaluation))
     if data.augment:
@@ -147,7 +144,6 @@ def _own(experiment: config.Experiment, splits: dict) -> Loaded:
     return _described(
         split("data.train_split", experiment.data.train_split),
         split("data.eval_split", experiment.data.eval_split),
-        None,
     )
 
 
@@ -220,111 +216,19 @@ def _of_function(experiment: config.Experiment, function: Any, options: dict) ->
         return source
 
     return _described(
-        split(data.train_split, experiment.train.batch_size), split(data.eval_split, experiment.eval.batch_size), None
+        split(data.train_split, experiment.train.batch_size), split(data.eval_split, experiment.eval.batch_size)
     )
 
 
 def _of_tfds(experiment: config.Experiment, prepare: bool) -> Loaded:
-    import tensorflow_datasets as tfds
+    from tfdist.datasets import prepared  # not before it is needed: TFDS takes a second to import
 
-    data = experiment.data
-    tfds.disable_progress_bar()
-    logging.getLogger("absl").addFilter(_quiet)
-    logging.getLogger("urllib3").setLevel(logging.ERROR)  # a warning of three lines for each retry of a download
-    if data.name == "digits":
-        from tfdist.datasets import digits  # noqa: F401  registers the builder with TFDS
-    data_dir = os.path.expanduser(data.data_dir) or None
-    try:
-        builder = tfds.builder(data.name, data_dir=data_dir)
-    except tfds.core.DatasetNotFoundError:
-        names = (*config.DATASETS, *tfds.list_builders(with_community_datasets=False))
-        near = difflib.get_close_matches(data.name, names, n=1)
-        hint = f"did you mean {near[0]!r}? Else" if near else "see https://www.tensorflow.org/datasets/catalog, or"
-        raise UserError(f"unknown data.name {data.name!r}: {hint} write package.module:function") from None
-    except ValueError as error:
-        raise UserError(f"data.name={data.name!r} is not accepted by TFDS: {_line(error)}") from None
-    if not (prepare or os.path.isdir(builder.data_dir) or type(builder).__module__.startswith("tfdist.")):
-        raise UserError(
-            f"data set {data.name!r} is not in {builder.data_dir} yet, and a dry run downloads nothing: "
-            "leave out --dry_run, or prepare it first"
-        )
-    _prepare(builder, data.name)
-    label = builder.info.supervised_keys
-    if not label:
-        raise UserError(
-            f"data set {data.name!r} does not say which feature is the target: wrap it in a package.module:function"
-        )
-    classes = getattr(builder.info.features[label[1]], "num_classes", None)
-
-    def split(field: str, name: str, batch: int) -> Source:
-        try:
-            count = builder.info.splits[name].num_examples
-        except (KeyError, ValueError, AssertionError):
-            raise UserError(f"unknown {field} {name!r}: {data.name} has {', '.join(builder.info.splits)}") from None
-        if not count:
-            raise UserError(f"{field}={name!r} of {data.name} is empty: choose a split with examples")
-        if _in_memory(count * _bytes(builder), data.cache):
-            whole = builder.as_dataset(split=name, batch_size=-1, as_supervised=True, shuffle_files=False)
-            return Arrays(tuple(tfds.as_numpy(whole)))
-        stored, decode = _stored(tfds, builder.info.features, label)
-        stream = builder.as_dataset(split=name, as_supervised=True, shuffle_files=False, decoders=stored)
-        if field == "data.train_split" and data.shuffle:
-            stream = stream.shuffle(
-                min(count, 16 * batch + 10_000), seed=experiment.seed, reshuffle_each_iteration=True
-            )
-        return Batches(stream.batch(batch), decode)
-
-    return _described(
-        split("data.train_split", data.train_split, experiment.train.batch_size),
-        split("data.eval_split", data.eval_split, experiment.eval.batch_size),
-        classes,
-        builder.info.splits[data.train_split].num_examples,
-        # Of the data set and not of the split in memory, so that a stream is scaled alike.
-        getattr(builder, "MAXIMUM", 255.0),
-        tuple(getattr(builder.info.features[label[1]], "names", None) or ()),
-    )
-
-
-def _stored(tfds: Any, features: Any, keys: tuple) -> tuple[dict, Any]:
-    """How to read images as they are stored, and the function that decodes a batch of them.
-
-    Shuffled as JPEGs they take a tenth of the memory, and each worker decodes only its own rows.
-    """
-    image = features[keys[0]]
-    if not isinstance(image, tfds.features.Image):
-        return {}, None
-
-    def decode(x: Any, *rest: Any) -> tuple:
-        return (tf.map_fn(image.decode_example, x, fn_output_signature=image.get_tensor_spec()), *rest)
-
-    return {keys[0]: tfds.decode.SkipDecoding()}, decode
-
-
-def _prepare(builder: Any, name: str) -> None:
-    """Downloads and prepares where that is still to be done, which TFDS does atomically."""
-    if os.path.isdir(builder.data_dir):
-        return
-    print(f"tfdist: preparing the data set {name} in {builder.data_dir}", flush=True)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            builder.download_and_prepare()
-    except Exception as error:  # TFDS lets through whatever its downloads raise
-        if isinstance(error, OSError) and error.filename:
-            raise UserError(f"data.data_dir is not usable: {_line(error)}: choose another folder") from error
-        raise UserError(
-            f"data set {name!r} cannot be prepared in {builder.data_dir}: {_line(error)}: "
-            "check the network, or prepare it elsewhere and set data.data_dir"
-        ) from error
-
-
-def _bytes(builder: Any) -> float:
-    """Of a decoded example; infinite where they differ."""
-    total = 0
-    for spec in tf.nest.flatten(builder.info.features.get_tensor_spec()):
-        if not spec.shape.is_fully_defined():
-            return math.inf
-        total += spec.shape.num_elements() * max(1, spec.dtype.size)
-    return total
+    found = prepared.load(experiment, _memory(), prepare)
+    for source in (found.train, found.eval):
+        if isinstance(source, Arrays) and found.classes is not None:
+            check_labels(source.columns[1], found.classes, "the data set")
+    spec = Spec(found.shape, found.dtype, found.classes, found.maximum, found.names)
+    return Loaded(found.train, found.eval, found.examples, spec)
 
 
 def _in_memory(size: float, cache: str) -> bool:
@@ -339,22 +243,16 @@ def _memory() -> float:
     return MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _described(
-    train: Source,
-    evaluation: Source,
-    classes: int | None,
-    examples: int | None = None,
-    maximum: float | None = None,
-    names: tuple[str, ...] = (),
-) -> Loaded:
+def _described(train: Source, evaluation: Source) -> Loaded:
+    classes, maximum, examples = None, 1.0, None
     if isinstance(train, Arrays):
         columns = train.columns
         x, y = columns[0], columns[1] if len(columns) > 1 else None
         shape, dtype = np.shape(tf.nest.flatten(x)[0])[1:], np.dtype(tf.nest.flatten(x)[0].dtype)
-        if classes is None and y is not None and not tf.nest.is_nested(y) and np.issubdtype(y.dtype, np.integer):
+        if y is not None and not tf.nest.is_nested(y) and np.issubdtype(y.dtype, np.integer):
             classes = int(y.max()) + 1
-        if maximum is None:
-            maximum = float(tf.nest.flatten(x)[0].max()) if dtype.kind in "fui" else 1.0
+        if dtype.kind in "fui":
+            maximum = float(tf.nest.flatten(x)[0].max()) or 1.0
         examples = train.size
         if classes is not None:
             for source in (train, evaluation):
@@ -372,13 +270,4 @@ def _described(
                 "a data function must return arrays, or its number of examples stays unknown: "
                 "return NumPy arrays, or use the Python API (tfdist.fit) with a tf.data.Dataset"
             )
-    return Loaded(train, evaluation, examples, Spec(tuple(shape), dtype.name, classes, maximum or 1.0, names))
-
-
-def _quiet(record: logging.LogRecord) -> bool:
-    """Lets TFDS' chatter about folders and file formats pass only when it is a warning."""
-    return record.levelno >= logging.WARNING or "tensorflow_datasets" not in record.pathname
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    return Loaded(train, evaluation, examples, Spec(tuple(shape), dtype.name, classes, maximum))
