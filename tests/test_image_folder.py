@@ -104,9 +104,9 @@ def test_formats_become_rgb_as_pil_has_it(tmp_path):
             image = Image.open(path)
             expected = np.asarray(image) // 257 if mode == "I;16" else np.asarray(image.convert("RGB"))
             expected = np.repeat(expected[..., None], 3, -1) if expected.ndim == 2 else expected
-            # CMYK has no one meaning in RGB; decoders of JPEG round differently.
-            tolerance = 20 if mode == "CMYK" else 6 if kind == "JPEG" else 0
-            assert np.abs(x[i].astype(int) - expected).max() <= tolerance, (kind, mode)
+            # CMYK has no one meaning in RGB; TensorFlow decodes JPEGs fast and not to the last digit.
+            tolerance = 20 if mode == "CMYK" else 4 if kind == "JPEG" else 0
+            assert np.abs(x[i].astype(int) - expected).mean() <= tolerance, (kind, mode)
 
 
 def break_some(root):
