@@ -107,11 +107,13 @@ def _by_name(experiment: config.Experiment, prepare: bool, say: Callable[[str], 
         return _own(experiment, imports.call("data.options", stdlib_text.load, options))
     match data.name.partition(":"):
         case "csv", ":", path:
-            return _of_table(experiment, path, options)
+            return _of_table(experiment, path, options, say)
         case "image_folder", ":", path:
             return _of_folder(experiment, path, options, say)
         case "text", ":", path:
             return _of_text(experiment, path, options)
+        case "tfrecord", ":", path:
+            return _of_tfrecords(experiment, path, options, say)
     if config.is_reference(data.name):
         return _of_function(experiment, imports.resolve("data.name", data.name), options)
     if options:
@@ -147,11 +149,11 @@ def _own(experiment: config.Experiment, splits: dict) -> Loaded:
     )
 
 
-def _of_table(experiment: config.Experiment, path: str, options: dict) -> Loaded:
+def _of_table(experiment: config.Experiment, path: str, options: dict, say: Callable[[str], None]) -> Loaded:
     from tfdist.datasets import tables
 
     data = experiment.data
-    made = tables.prepare(path, options, (data.train_split, data.eval_split), data.broken == "skip")
+    made = tables.prepare(path, options, (data.train_split, data.eval_split), data.broken == "skip", say)
     train, evaluation = Arrays(made.train), Arrays(made.eval)
     spec = Spec((len(made.columns),), "float32", made.classes, 1.0, made.names, made.columns, made.target)
     return Loaded(train, evaluation, train.size, spec)
@@ -170,19 +172,35 @@ def _of_folder(experiment: config.Experiment, path: str, options: dict, say: Cal
     if shape is None:
         raise UserError("data.image_size is needed, since the images have different sizes: write one such as 224")
 
-    def split(source: Records, whole: bool) -> Source:
-        if whole:
-            if data.cache == "memory":
-                raise UserError(
-                    "data.cache=memory holds images of one size, and resized_crop needs them whole: use auto"
-                )
-            return source
-        made = pictures.sized(source, shape, data.resize)
-        return pictures.in_memory(made) if _in_memory(pictures.size_in_memory(made), data.cache) else made
-
-    train = split(found.train, from_whole)
+    train = _held(found.train, data, shape, from_whole)
     spec = Spec((*shape, 3), "uint8", len(found.names), 255.0, found.names)
-    return Loaded(train, split(found.eval, False), found.train.size, spec)
+    return Loaded(train, _held(found.eval, data, shape), found.train.size, spec)
+
+
+def _of_tfrecords(experiment: config.Experiment, path: str, options: dict, say: Callable[[str], None]) -> Loaded:
+    from tfdist.datasets import tfrecords
+
+    data = experiment.data
+    splits = {"data.train_split": data.train_split, "data.eval_split": data.eval_split}
+    size = config.image_size(data.image_size)
+    found = tfrecords.load(path, splits, options, data.broken == "skip", say, size is not None)
+    if found.dtype != "uint8":
+        size = None
+    shape = found.shape if size is None else (*size, found.shape[-1])
+    from_whole = size is not None and augment.parse(data.augment).smallest is not None
+    train = _held(found.train, data, size, from_whole)
+    spec = Spec(shape, found.dtype, found.classes, 255.0 if found.dtype == "uint8" else 1.0)
+    return Loaded(train, _held(found.eval, data, size), found.train.size, spec)
+
+
+def _held(source: Records, data: config.Data, size: tuple[int, int] | None, whole: bool = False) -> Source:
+    """Images made `size`, unless they are needed whole, and in memory if they fit."""
+    if whole:
+        if data.cache == "memory":
+            raise UserError("data.cache=memory holds images of one size, and resized_crop needs them whole: use auto")
+        return source
+    made = source if size is None else pictures.sized(source, size, data.resize)
+    return pictures.in_memory(made) if _in_memory(pictures.size_in_memory(made), data.cache) else made
 
 
 def _of_text(experiment: config.Experiment, path: str, options: dict) -> Loaded:

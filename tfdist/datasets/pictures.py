@@ -12,7 +12,8 @@ import tensorflow as tf
 from tfdist import augment
 from tfdist.data import Arrays, Batches, Records, Source
 from tfdist.errors import UserError
-from tfdist.records_feed import in_order
+from tfdist.layout import Layout
+from tfdist.records_feed import RecordFeed, in_order
 
 _PIECE = 256
 
@@ -53,10 +54,17 @@ def in_memory(source: Records) -> Arrays:
         lambda s: np.empty([source.size, *s.shape[1:]], s.dtype.as_numpy_dtype), tuple(spec)
     )
     row = 0
-    for batch in in_order(source, _PIECE):
-        for column, part in zip(keras.tree.flatten(columns), keras.tree.flatten(batch)):
-            column[row : row + len(part)] = part
-        row += len(part)
+    try:
+        for batch in in_order(source, _PIECE):
+            for column, part in zip(keras.tree.flatten(columns), keras.tree.flatten(batch)):
+                column[row : row + len(part)] = part
+            row += len(part)
+    except tf.errors.OpError:
+        feed = RecordFeed(source, Layout(_PIECE, 1, 1))
+        feed.next(row // _PIECE, 1)
+        if found := feed.broken():
+            raise UserError(f"{found}: remove it, or write it anew") from None
+        raise
     return Arrays(columns)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import glob
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -80,13 +81,20 @@ class Prepared:
     names: tuple[str, ...]
 
 
-def prepare(path: str, options: dict[str, Any], splits: tuple[str, str], skip: bool = False) -> Prepared:
+def prepare(
+    path: str,
+    options: dict[str, Any],
+    splits: tuple[str, str],
+    skip: bool = False,
+    say: Callable[[str], None] = print,
+) -> Prepared:
     """Reads the tables of `csv:path`.
 
     Args:
       options: see `Options`.
       splits: of training and evaluation, such as `train[:80%]` and `train[80%:]`.
       skip: leave bad rows out, with a line that says which.
+      say: shows a line to a person.
 
     Raises:
       UserError: no files, unknown columns or splits, bad rows, or targets that cannot be learned.
@@ -108,8 +116,8 @@ def prepare(path: str, options: dict[str, Any], splits: tuple[str, str], skip: b
         if name in named or name == "train":
             table = csv_files.read(by_split[name], [*inputs, chosen.target], kinds, chosen.delimiter, skip)
             if table.skipped:
-                print(f"tfdist: left out: {csv_files.described(table.skipped)}", flush=True)
-            table = _with_target(table, chosen.target, f"{name} of csv:{path}", skip)
+                say(f"WARNING: left out: {csv_files.described(table.skipped)}")
+            table = _with_target(table, chosen.target, f"{name} of csv:{path}", skip, say)
             kinds |= dict.fromkeys(table.numbers, "number") | dict.fromkeys(table.categories, "category")
             parts[name] = table
     sizes = {name: parts[name].size if name in parts else 0 for name in by_split}
@@ -266,7 +274,9 @@ def _targets(table: csv_files.Table, target: Column, classes: int | None) -> np.
     return places.astype(np.int32)
 
 
-def _with_target(table: csv_files.Table, name: str, what: str, skip: bool) -> csv_files.Table:
+def _with_target(
+    table: csv_files.Table, name: str, what: str, skip: bool, say: Callable[[str], None]
+) -> csv_files.Table:
     if name in table.numbers:
         missing = np.isnan(table.numbers[name])
     else:
@@ -278,7 +288,7 @@ def _with_target(table: csv_files.Table, name: str, what: str, skip: bool) -> cs
             f"{int(missing.sum()):,} rows in {what} have no target {name!r}: "
             "fill it in, or leave such rows out with data.broken=skip"
         )
-    print(f"tfdist: left out: {int(missing.sum()):,} rows in {what} that have no target {name!r}", flush=True)
+    say(f"WARNING: left out: {int(missing.sum()):,} rows in {what} that have no target {name!r}")
     return _taken(table, np.flatnonzero(~missing))
 
 
