@@ -52,6 +52,8 @@ REDUCE_DTYPES = ("float32", "bfloat16", "float16")
 LR_SCALINGS = ("none", "linear", "sqrt")
 ON_NONFINITE = ("stop", "rollback")
 CACHES = ("auto", "memory", "stream")
+FILES = ("csv", "image_folder", "text", "tfrecord")
+"""What `data.name` may begin with to read files, as in `image_folder:/path`."""
 RESIZES = ("crop", "stretch", "pad")
 ON_BROKEN = ("refuse", "skip")
 
@@ -401,6 +403,12 @@ def schedule_options(optimizer: Optimizer) -> dict[str, Any]:
     if "end" in found and "factor" in found:
         raise UserError(f"{field}={optimizer.schedule_options!r} says it twice: give end, or factor and every")
     return found
+
+
+def files(name: str) -> tuple[str, str] | None:
+    """One of `FILES` and the path or pattern behind it, or None where `data.name` is something else."""
+    kind, colon, path = name.partition(":")
+    return (kind, path) if colon and kind in FILES else None
 
 
 def is_reference(name: str) -> bool:
