@@ -30,8 +30,11 @@ def reference(connect):
 
 
 def assert_agrees(got, expected, tolerance=TOLERANCE):
+    """The weights, the loss, and what was learned."""
     assert cases.distance(got[0], expected[0]) < tolerance
     np.testing.assert_allclose(got[1], expected[1], rtol=tolerance)
+    assert expected[2] > 1e-3 * np.linalg.norm(expected[0])
+    assert np.linalg.norm(got[0] - expected[0]) < 100 * tolerance * expected[2]
 
 
 @pytest.mark.parametrize("name", zoo_cases.OWN)

@@ -18,5 +18,7 @@ import zoo_cases  # noqa: E402  makes tensors, for which the strategy must have 
 found = {}
 for name in sys.argv[2:]:
     model, _, precision = name.partition("/")
-    found[name] = zoo_cases.outcome(zoo_cases.OWN[model], DISTRIBUTION, precision or "float32")
+    found[name] = zoo_cases.outcome(
+        {**zoo_cases.OWN, **zoo_cases.APPLICATIONS}[model], DISTRIBUTION, precision or "float32"
+    )
 pathlib.Path(sys.argv[1], f"{DISTRIBUTION.rank}.pickle").write_bytes(pickle.dumps(found))

@@ -1,0 +1,157 @@
+"""The classifiers of keras.applications: all are built, see what their family expects, and train alike everywhere."""
+
+import functools
+import inspect
+import pickle
+
+import cases
+import keras
+import numpy as np
+import pytest
+import test_zoo
+import worlds
+import zoo_cases
+
+from tfdist import config, models
+from tfdist.datasets.catalog import Spec
+from tfdist.errors import UserError
+from tfdist.zoo import applications
+
+REPRESENTATIVES = list(zoo_cases.APPLICATIONS)
+
+
+def images(spec, count=2):
+    r = np.random.default_rng(0)
+    if spec.dtype.startswith("float"):
+        return r.uniform(0, spec.maximum, (count, *spec.shape)).astype(spec.dtype)
+    return r.integers(0, int(spec.maximum) + 1, (count, *spec.shape)).astype(spec.dtype)
+
+
+def test_the_names_are_those_of_keras():
+    """Keras has functions in capitals here and nothing else; a newer one may have more, and no fewer."""
+    there = {name for name, value in vars(keras.applications).items() if inspect.isfunction(value)}
+    assert set(config.APPLICATIONS) <= there
+    assert len(set(config.APPLICATIONS)) == 40
+
+
+def families():
+    """(family, one of its models)"""
+    found = {
+        inspect.unwrap(getattr(keras.applications, n)).__module__.rpartition(".")[2]: n for n in config.APPLICATIONS
+    }
+    return sorted(found.items())
+
+
+@pytest.mark.parametrize("family", [family for family, _ in families()])
+@pytest.mark.parametrize(
+    "spec, to_pixels",
+    [
+        (Spec((6, 5, 3), "uint8", 2, 255.0), 1.0),
+        (Spec((6, 5, 3), "uint8", 2, 16.0), 255 / 16),
+        (Spec((6, 5, 3), "float32", 2, 255.0), 1.0),
+        (Spec((6, 5, 3), "float32", 2, 1.0), 255.0),
+        (Spec((6, 5, 1), "uint8", 2, 255.0), 1.0),
+    ],
+    ids=["bytes", "up to 16", "float pixels", "fractions", "grey"],
+)
+def test_pixels_are_what_preprocess_input_gives(family, spec, to_pixels):
+    """Keras' own function is the independent answer."""
+    image = keras.Input(spec.shape, dtype=spec.dtype)
+    x = images(spec)
+    ours = keras.Model(image, applications.pixels(image, spec, family))(x)
+    colour = np.broadcast_to(x.astype("float64") * to_pixels, (*x.shape[:3], 3)).copy()
+    theirs = getattr(keras.applications, family).preprocess_input(colour)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-4)
+
+
+def built(name, spec=None, options="", **model):
+    spec = spec or zoo_cases.APPLICATIONS[name].spec
+    experiment = config.Experiment(model=config.Model(name=name, options=options, **model))
+    return models.build(config.validate(experiment), spec)
+
+
+def test_a_model_sees_its_pixels():
+    """That of a grey image with values up to 16, with the options of its function."""
+    model = built("MobileNet", Spec((32, 32, 1), "uint8", 3, 16.0), "alpha=0.25")
+    first = keras.Model(model.inputs, model.get_layer("pixels").output)
+    np.testing.assert_allclose(first(np.full((1, 32, 32, 1), 16, "uint8")), np.ones((1, 32, 32, 3)))
+    np.testing.assert_allclose(first(np.zeros((1, 32, 32, 1), "uint8")), -np.ones((1, 32, 32, 3)))
+    assert model.get_layer("conv1").filters == 8
+    assert model.output_shape == (None, 3)
+
+
+@pytest.mark.parametrize(
+    "name, spec, options, message",
+    [
+        ("Xception", Spec((32, 70, 3), "uint8", 3, 255.0), "", r"needs images of at least 71x71, the data has 32x70: set data.image_size=71 or more"),
+        ("ResNet50", Spec((32, 32, 4), "uint8", 3, 255.0), "", "needs images of 1 or 3 channels, the data has 4"),
+        ("ResNet50", Spec((10,), "uint8", 3, 255.0), "", r"needs images \[height, width, channels\], the data has shape \[10\]"),
+        ("ResNet50", Spec((32, 32, 3), "uint8", None, 255.0), "", "this model classifies, and the targets are not whole numbers"),
+        ("ResNet50", Spec((32, 32, 3), "uint8", 3, 255.0), "alpha=1", r"model.options: keras.*ResNet50 takes no such arguments"),
+        ("ResNet50", Spec((32, 32, 3), "uint8", 3, 255.0), "classes=5", "model.options: classes of ResNet50 is set from the data"),
+        ("MobileNetV3Small", Spec((32, 32, 3), "uint8", 3, 255.0), "name=7", r"model.options do not fit MobileNetV3Small: "),
+    ],
+)  # fmt: skip
+def test_refused(name, spec, options, message):
+    with pytest.raises(UserError, match=message) as caught:
+        built(name, spec, options)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_name_that_this_keras_lacks(monkeypatch):
+    monkeypatch.delattr(keras.applications, "VGG16")
+    with pytest.raises(UserError, match="model.name='VGG16' needs a newer Keras than"):
+        built("VGG16")
+
+
+@pytest.mark.parametrize("name", ["MobileNetV3Small", "MobileNet", "ResNet50"])
+def test_logits_have_full_precision(name):
+    """Their last layers are of different kinds: Conv2D and Flatten, Conv2D and Reshape, Dense."""
+    for precision, wanted in (("mixed_bfloat16", "float32"), ("float64", "float64")):
+        models.set_precision(precision)
+        model = built(name)
+        assert model(images(zoo_cases.APPLICATIONS[name].spec)).dtype == wanted
+        inner = [layer.compute_dtype for layer in model.layers if isinstance(layer, keras.layers.Conv2D)][0]
+        assert inner == {"mixed_bfloat16": "bfloat16", "float64": "float64"}[precision]
+
+
+def test_saved_models_need_no_tfdist(tmp_path):
+    saved(["MobileNetV3Small", "ConvNeXtTiny"], tmp_path)
+
+
+@pytest.mark.faults
+def test_saved_models_of_every_family_need_no_tfdist(tmp_path):
+    saved(REPRESENTATIVES, tmp_path)
+
+
+def saved(names, folder):
+    paths = []
+    for name in names:
+        x = images(zoo_cases.APPLICATIONS[name].spec)
+        paths.append(test_zoo.kept(built(name), x, folder / f"{name}.keras"))
+    test_zoo.in_plain_keras(paths, folder)
+
+
+SMALLEST = {"InceptionResNetV2": 75, "InceptionV3": 75, "Xception": 71}
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("name", config.APPLICATIONS)
+def test_every_one_is_built_and_predicts(name):
+    """For the smallest image that its message names."""
+    side = SMALLEST.get(name, 32)
+    with pytest.raises(UserError, match=f"at least {side}x{side}, .*: set data.image_size={side} or more"):
+        built(name, Spec((side - 1, side, 3), "uint8", 5, 255.0))
+    spec = Spec((side, side, 3), "uint8", 5, 255.0)
+    outputs = np.asarray(built(name, spec)(images(spec)))
+    assert outputs.shape == (2, 5) and np.isfinite(outputs).all() and np.ptp(outputs) > 0
+    keras.backend.clear_session()
+
+
+@pytest.fixture(scope="module")
+def reference(connect):
+    return functools.cache(lambda name, precision: outcome(name, connect(1), precision))
+
+
+def outcome(name, distribution, precision):
+    return zoo_cases.outcome(zoo_cases.APPLICATIONS[name], distribution, precision)
