@@ -186,11 +186,22 @@ def test_an_unwritable_workdir(tmp_path):
 
 
 ORDER = [
-    {"train", "launch", "horovod_build", "doctor", "compare"},
-    {"report", "contest"},
+    {"evaluate", "predict"},
+    {"train", "launch", "horovod_build", "doctor", "compare", "scoring", "predicting"},
+    {"report", "contest", "after"},
     {"predictions", "report_curves", "report_quality", "report_runs", "report_tables"},
     {"comparison_table", "comparison_picture", "trial"},
-    {"loop", "watchers", "rehearsal", "command", "leader", "horovod_workshop", "checkup.display"},
+    {
+        "loop",
+        "watchers",
+        "rehearsal",
+        "command",
+        "finished",
+        "session",
+        "leader",
+        "horovod_workshop",
+        "checkup.display",
+    },
     {"keeper", "evaluation", "progress", "timeline", "profile", "verdict", "horovod_source"},
     {f"checkup.{name}" for name in ("checkpoints", "dataset", "network", "packages", "sight", "workers")},
     {"saving", "calls", "guard", "board", "rounds", "horovod_needs", "comparison", "agreement"},
@@ -219,6 +230,7 @@ ORDER = [
         "imports",
         "default_config",
         "markup",
+        "output_file",
         "quality",
         "records",
         "signals",
