@@ -6,8 +6,10 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import tfdist
+from tfdist import data
 
 L = keras.layers
 
@@ -150,6 +152,28 @@ def token_weighted(n):
     return x, y, rng().uniform(0.1, 3.0, (n, 7)).astype("float32")
 
 
+def pictures(n):
+    """Images that are read by number and augmented: noise that depends on the example and the epoch."""
+    x, y = images(n)
+    stored = (tf.constant(x), tf.constant(y))
+
+    def decode(example, seed):
+        noise = tf.random.stateless_normal([4, 4, 1], seed)
+        return tf.cast(example[0] + 0.3 * noise, keras.config.floatx()), tf.one_hot(example[1], 5)
+
+    def mix(columns, partners, seeds):
+        share = tf.map_fn(lambda seed: tf.random.stateless_uniform([], seed), seeds, fn_output_signature=tf.float32)
+
+        def mixed(a, b):
+            weight = tf.cast(tf.reshape(share, [-1] + [1] * (a.shape.rank - 1)), a.dtype)
+            return weight * a + (1 - weight) * b
+
+        return tuple(mixed(a, b) for a, b in zip(columns, partners))
+
+    read = lambda rows: tuple(tf.gather(column, rows) for column in stored)
+    return data.Records(n, read, decode, mix)
+
+
 O = keras.optimizers  # noqa: E741
 
 CASES = [
@@ -185,6 +209,8 @@ CASES = [
     # The micro-batches must divide evenly, or filler has a part in their statistics.
     Case("batch norm, accumulated", lambda: compiled(batch_norm()), examples=96, batch=48, accumulate=2, keras=False),
     Case("function as loss", lambda: compiled(dense(), loss=lambda y, p: keras.ops.mean((p - keras.ops.one_hot(y, 5)) ** 2)), examples=61),
+    Case("records, mixed", lambda: compiled(dense(), loss="mse"), pictures, 61, keras=False),
+    Case("records, mixed and accumulated", lambda: compiled(dense(), loss="mse"), pictures, 61, accumulate=3, keras=False),
     Case("bfloat16", lambda: compiled(dense(), O.SGD(0.05)), examples=61, precision="mixed_bfloat16", double=False),
     Case("float16", lambda: compiled(dense(), O.SGD(0.05)), examples=61, precision="mixed_float16", double=False),
 ]  # fmt: skip
@@ -213,13 +239,14 @@ def distance(a, b):
 def outcome(case, distribution, precision, **fit):
     """(weights, history, evaluation, predictions) of a training of a few epochs."""
     model = build(case, distribution, precision)
-    data = case.data(case.examples)
+    given = case.data(case.examples)
     history = tfdist.fit(
-        model, data, distribution=distribution, batch_size=case.batch, epochs=EPOCHS, verbose=0,
+        model, given, distribution=distribution, batch_size=case.batch, epochs=EPOCHS, verbose=0,
         accumulate=case.accumulate, **{**case.fit, **fit},
     )  # fmt: skip
-    evaluation = tfdist.evaluate(model, data, distribution=distribution, batch_size=case.batch)
-    outputs = keras.tree.flatten(tfdist.predict(model, data[0], distribution=distribution, batch_size=case.batch))
+    evaluation = tfdist.evaluate(model, given, distribution=distribution, batch_size=case.batch)
+    inputs = given[0] if isinstance(given, tuple) else given
+    outputs = keras.tree.flatten(tfdist.predict(model, inputs, distribution=distribution, batch_size=case.batch))
     return weights(model), history.history, evaluation, outputs
 
 

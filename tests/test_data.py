@@ -7,6 +7,7 @@ import tensorflow as tf
 
 import tfdist
 from tfdist import data
+from tfdist.feeds import ArrayFeed, BatchFeed
 from tfdist.layout import Layout, fetch
 
 BATCH = 8
@@ -86,8 +87,8 @@ def test_the_order_is_a_permutation_that_changes_with_seed_and_epoch_only():
 @pytest.mark.parametrize("replicas, accumulate", [(1, 1), (2, 1), (3, 1), (8, 1), (2, 3)])
 def test_batches_do_not_depend_on_the_number_of_replicas(replicas, accumulate):
     source = data.Arrays((np.arange(61),))
-    plain = data.ArrayFeed(source, Layout(24, 1, 1), shuffle=5)
-    split = data.ArrayFeed(source, Layout(24, replicas, accumulate), shuffle=5)
+    plain = ArrayFeed(source, Layout(24, 1, 1), shuffle=5)
+    split = ArrayFeed(source, Layout(24, replicas, accumulate), shuffle=5)
     for update in (0, 1, 2, 3, 5):
         for feed in (plain, split):
             call = feed.next(update, 1)
@@ -103,10 +104,10 @@ def test_batches_do_not_depend_on_the_number_of_replicas(replicas, accumulate):
 def test_a_run_continues_anywhere_from_its_update_number():
     """Nothing but the number of updates made is needed to go on, so nothing is read again."""
     source = data.Arrays((np.arange(61),))
-    through = data.ArrayFeed(source, Layout(24, 2, 1), shuffle=5)
+    through = ArrayFeed(source, Layout(24, 2, 1), shuffle=5)
     for update in range(7):
         call = through.next(update, 1)
-        fresh = data.ArrayFeed(source, Layout(24, 2, 1), shuffle=5).next(update, 1)
+        fresh = ArrayFeed(source, Layout(24, 2, 1), shuffle=5).next(update, 1)
         assert (call.feed[1][call.first].numpy() == fresh.feed[1][fresh.first].numpy()).all()
 
 
@@ -213,7 +214,7 @@ def test_ragged_data_is_refused():
 
 def feeds(source, accumulate=1, replicas=6, local=2, **kwargs):
     """The feed of each of three workers with two replicas each."""
-    kind = data.ArrayFeed if isinstance(source, data.Arrays) else data.BatchFeed
+    kind = ArrayFeed if isinstance(source, data.Arrays) else BatchFeed
     layouts = [Layout(24, replicas, accumulate, first, local) for first in range(0, replicas, local)]
     return [(kind(source, layout, **kwargs), layout) for layout in layouts]
 

@@ -25,6 +25,8 @@ NAMES = [
     "masked and plain",
     "weights averaged",
     "batch norm, synchronized",
+    "records, mixed",
+    "records, mixed and accumulated",
     "bfloat16",
     "float16",
 ]

@@ -14,8 +14,10 @@ from tfdist import data as data_lib
 from tfdist import plan
 from tfdist.distribution import Distribution
 from tfdist.errors import Interrupted, TrainingError, UserError
+from tfdist.feeds import ArrayFeed, BatchFeed
 from tfdist.layout import Layout
 from tfdist.peers import Peers
+from tfdist.records_feed import RecordFeed, first_row
 from tfdist.step import NO_BATCH, Step
 
 
@@ -50,12 +52,26 @@ def layout_of(
     return Layout(batch, distribution.replicas, accumulate, distribution.first, len(distribution.devices))
 
 
-def read_once(source: data_lib.Source, layout: Layout) -> tuple[data_lib.Feed, int | None]:
+Feed = ArrayFeed | BatchFeed | RecordFeed
+
+
+def read_epochs(source: data_lib.Source, layout: Layout, shuffle: bool, seed: int) -> Feed:
+    """A feed that reads `source` again and again, in a new order each time if it is to `shuffle`."""
+    order = seed if shuffle else None
+    match source:
+        case data_lib.Arrays():
+            return ArrayFeed(source, layout, order)
+        case data_lib.Records():
+            return RecordFeed(source, layout, order, seed)
+    return BatchFeed(source, layout)
+
+
+def read_once(source: data_lib.Source, layout: Layout) -> tuple[Feed, int | None]:
     """A feed that reads `source` in its own order, and its number of batches if known."""
-    if isinstance(source, data_lib.Arrays):
-        feed = data_lib.ArrayFeed(source, layout)
-        return feed, feed.batches
-    return data_lib.BatchFeed(source, layout, once=True), source.batches or None
+    if isinstance(source, data_lib.Batches):
+        return BatchFeed(source, layout, once=True), source.batches or None
+    feed = ArrayFeed(source, layout) if isinstance(source, data_lib.Arrays) else RecordFeed(source, layout)
+    return feed, feed.batches
 
 
 def step_of(
@@ -72,10 +88,13 @@ def step_of(
     if kept is not None and known == key:
         return kept
     step = Step(model, distribution)
-    if isinstance(source, data_lib.Arrays):
-        row = keras.tree.map_structure(lambda a: tf.convert_to_tensor(a[:1]), source.columns)
-    else:
-        row = data_lib.first_batch(source)
+    match source:
+        case data_lib.Arrays():
+            row = keras.tree.map_structure(lambda a: tf.convert_to_tensor(a[:1]), source.columns)
+        case data_lib.Records():
+            row = first_row(source)
+        case _:
+            row = data_lib.first_batch(source)
     step.build(row, outputs_only)
     optimizer = [] if outputs_only or model.optimizer is None else model.optimizer.variables
     distribution.broadcast([*model.variables, *optimizer])
@@ -106,12 +125,13 @@ class Totals:
         return logs
 
 
-def run(step: Step, call: Any, arguments: tuple, update: int | None = None) -> Any:
+def run(step: Step, call: Any, arguments: tuple, feed: Feed, update: int | None = None) -> Any:
     """Calls a compiled function, and turns its errors into those that a person can act on.
 
     Args:
       call: of `step.compiled`.
       arguments: its tensors.
+      feed: that the arguments come from.
       update: updates made so far, for those who watch this worker; as before if not given.
 
     Raises:
@@ -132,6 +152,10 @@ def run(step: Step, call: Any, arguments: tuple, update: int | None = None) -> A
             found = re.search(pattern, str(error))
             if found:
                 raise UserError(f"{found[0]}{advice}") from error
+        if isinstance(feed, RecordFeed) and _IN_PIPELINE.search(str(error)):
+            broken = feed.broken()
+            if broken:
+                raise UserError(f"{broken}: mend or remove it, or set data.broken=skip") from error
         raise cause(error, peers) from error
     finally:
         peers.doing("python", update)
@@ -157,6 +181,7 @@ _OWN_FAULTS = (
     tf.errors.UnimplementedError,
 )
 """Without a word of a collective in them, these have nothing to do with the other workers."""
+_IN_PIPELINE = re.compile("IteratorGetNext|OptionalGetValue")
 _COMPLAINTS = (
     (
         r"Received a label value of .*? outside the valid range of \[.*?\)",

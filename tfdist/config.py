@@ -28,6 +28,8 @@ REDUCE_DTYPES = ("float32", "bfloat16", "float16")
 LR_SCALINGS = ("none", "linear", "sqrt")
 ON_NONFINITE = ("stop", "rollback")
 CACHES = ("auto", "memory", "stream")
+RESIZES = ("crop", "stretch", "pad")
+ON_BROKEN = ("refuse", "skip")
 
 _REFERENCE = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
 
@@ -49,6 +51,14 @@ class Data:
     """`memory` holds the decoded split in memory; `stream` reads it anew each epoch; `auto` decides by size."""
     options: str = ""
     """Keyword arguments of the data set's function, such as `examples=1000, classes=5`."""
+    image_size: str = ""
+    """Height and width that images are made: `224` or `192x256`; empty to leave them as they are."""
+    resize: str = "crop"
+    """How: `crop` cuts the longer side, `stretch` changes the proportions, `pad` adds black borders."""
+    augment: str = ""
+    """Random changes of training images, in order, such as `flip, crop(4), color(0.4), mixup(0.2)` (augment.py)."""
+    broken: str = "refuse"
+    """Files that are no images, rows that are no rows: `refuse` to train, or `skip` them; they are named either way."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -165,6 +175,9 @@ def validate(experiment: Any) -> Experiment:
             "train.on_nonfinite=rollback goes back to a checkpoint: it cannot be used with checkpoint.every=off"
         )
     _among("data.cache", e.data.cache, CACHES, reference=False)
+    _among("data.resize", e.data.resize, RESIZES, reference=False)
+    _among("data.broken", e.data.broken, ON_BROKEN, reference=False)
+    image_size(e.data.image_size)
     options("data.options", e.data.options)
     options("model.options", e.model.options)
     options("optimizer.options", e.optimizer.options)
@@ -235,6 +248,20 @@ def options(field: str, text: str) -> dict[str, Any]:
         }
     except (SyntaxError, ValueError):
         raise UserError(f"{field}={text!r} is not understood: write name=value, name=value") from None
+
+
+def image_size(text: str) -> tuple[int, int] | None:
+    """Height and width in `data.image_size`; None if it is empty.
+
+    Raises:
+      UserError: when it is something else.
+    """
+    if not text:
+        return None
+    found = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", text)
+    if not found:
+        raise UserError(f"data.image_size={text!r} is not understood: write 224, or height x width such as 192x256")
+    return int(found[1]), int(found[2] or found[1])
 
 
 def is_reference(name: str) -> bool:

@@ -1,13 +1,11 @@
 """Data sets as global batches: the same batches for every strategy, each example once per epoch.
 
-A source is what somebody hands in; a feed is how the compiled step reads it.
-Update `u` of a run reads global batch `u mod n` of epoch `u div n`, in an order
-that depends on the seed and that epoch alone, so a feed needs no state.
+A source is what somebody hands in; a feed (feeds.py, records_feed.py) is how
+the compiled step reads it.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.errors import UserError
-from tfdist.layout import Layout, own_rows, unpack
+from tfdist.layout import unpack
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,7 +83,36 @@ class Batches:
         return count if count > 0 else None
 
 
-Source = Arrays | Batches
+@dataclasses.dataclass(frozen=True, slots=True)
+class Records:
+    """Examples by number, read and decoded when they are needed, by the worker that trains on them.
+
+    Args:
+      size: examples.
+      read: (rows int64 [n]) -> structure of tensors [n, ...] as they are stored, such as paths and labels. Called
+        inside a `tf.data` pipeline.
+      decode: (one stored example, seed int32 [2]) -> (x,), (x, y) or (x, y, weight) of that example, with static
+        shapes. Many run side by side inside the pipeline. `seed` depends on the run's seed, the epoch and the row
+        alone, so an example is augmented alike by whichever worker has it.
+      mix: None, or (columns, partners, seeds int32 [n, 2]) -> columns, over the rows of a batch [n, ...]. The partner
+        of an example is the next one of the global batch, and of the last one the first.
+      finish: None, or (x[, y[, weight]]) -> the columns of a batch [n, ...], called at last.
+      name: what to call an example in a message, by its row.
+    """
+
+    size: int
+    read: Callable[[Any], Any]
+    decode: Callable[[Any, Any], tuple]
+    mix: Callable[[tuple, tuple, Any], tuple] | None = None
+    finish: Callable[..., tuple] | None = None
+    name: Callable[[int], str] = "example {}".format
+
+    def __post_init__(self):
+        if self.size < 1:
+            raise UserError("the data set is empty: give it at least one example")
+
+
+Source = Arrays | Batches | Records
 
 
 def as_source(data: Any, y: Any = None, weight: Any = None) -> Source:
@@ -100,10 +127,10 @@ def as_source(data: Any, y: Any = None, weight: Any = None) -> Source:
     Raises:
       UserError: lengths that differ, no examples, or an unknown type.
     """
-    if isinstance(data, (Arrays, Batches, tf.data.Dataset)):
+    if isinstance(data, (Arrays, Batches, Records, tf.data.Dataset)):
         if y is not None or weight is not None:
             raise UserError(f"targets and weights belong into the data set itself when it is a {type(data).__name__}")
-        return data if isinstance(data, (Arrays, Batches)) else Batches(data)
+        return Batches(data) if isinstance(data, tf.data.Dataset) else data
     columns = (
         data if isinstance(data, tuple) and y is None and weight is None and 1 <= len(data) <= 3 else (data, y, weight)
     )
@@ -154,18 +181,26 @@ def weigh_classes(source: Source, weights: Mapping[int, float]) -> Source:
 
     if isinstance(source, Batches):
         return Batches(source.decoded.map(add))
+    if isinstance(source, Records):
+        before = source.finish or (lambda *columns: columns)
+        return dataclasses.replace(source, finish=lambda *columns: add(*before(*columns)))
     x, y, weight = add(*source.columns)
     return Arrays((x, y.numpy(), weight.numpy()))
 
 
 def one_hot(source: Source, classes: int) -> Source:
-    """Class numbers [n] as rows [n, classes] of 0 and 1 (uint8)."""
+    """Class numbers [n] as rows [n, classes] of 0 and 1: uint8, or float32 where examples are mixed."""
+    mixes = isinstance(source, Records) and source.mix is not None
+    dtype = tf.float32 if mixes else tf.uint8
 
     def rows(x, y, *weight):
-        return (x, tf.one_hot(y, classes, on_value=1, off_value=0, dtype=tf.uint8), *weight)
+        return (x, tf.one_hot(y, classes, on_value=1, off_value=0, dtype=dtype), *weight)
 
     if isinstance(source, Batches):
         return dataclasses.replace(source, dataset=source.dataset.map(rows))
+    if isinstance(source, Records):  # before examples are mixed, and so one by one
+        decode = source.decode
+        return dataclasses.replace(source, decode=lambda stored, seed: rows(*decode(stored, seed)))
     return Arrays(tuple(c.numpy() if isinstance(c, tf.Tensor) else c for c in rows(*source.columns)))
 
 
@@ -173,145 +208,6 @@ def order(seed: int, epoch: int, size: int) -> np.ndarray:
     """The order of one epoch: a permutation of `size` by a counter-based generator (Philox)."""
     key = np.array([seed, epoch], np.uint64)
     return np.random.Generator(np.random.Philox(key=key)).permutation(size).astype(np.int32)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Call:
-    """The next global batches for one call of a compiled function: its arguments."""
-
-    feed: tuple
-    first: int
-    last: int
-    full: bool
-    """All batches are full and divide evenly over replicas and micro-batches."""
-
-
-class ArrayFeed:
-    """Reads global batches out of tables in memory, by row numbers.
-
-    Args:
-      source: examples in memory.
-      layout: batch size, replicas and micro-batches.
-      shuffle: seed of the order, or None for the order of the source.
-    """
-
-    def __init__(self, source: Arrays, layout: Layout, shuffle: int | None = None):
-        self._layout = layout
-        self._size = source.size
-        self._seed = shuffle
-        with tf.device("CPU:0"):  # a data set may be larger than a GPU's memory
-            self._table = keras.tree.map_structure(tf.convert_to_tensor, source.columns)
-        self.batches = -(-self._size // layout.batch)
-        self._full = self._size // layout.batch if layout.rows == layout.batch else 0
-        self._ahead: dict[int, concurrent.futures.Future] = {}
-        self._executor = concurrent.futures.ThreadPoolExecutor(1)
-        self._rows: tuple[int, Any] = (-1, None)
-        counts = np.full(self.batches, layout.batch, np.int32)
-        counts[-1] = self._size - (self.batches - 1) * layout.batch
-        self._counts = counts
-
-    def next(self, update: int, limit: int) -> Call:
-        """At most `limit` batches from `update` on, none beyond its epoch."""
-        epoch, first = divmod(update, self.batches)
-        last = min(first + limit, self.batches)
-        full = first < self._full
-        if full:
-            last = min(last, self._full)
-        return Call((self._table, *self._of_epoch(epoch)), first, last, full)
-
-    def example(self) -> tuple:
-        """The first row, as a batch of one."""
-        return keras.tree.map_structure(lambda t: t[:1], self._table)
-
-    def restart(self) -> None:
-        """Nothing to do: the position is a function of the update."""
-
-    def resume(self, update: int, epoch: int, begun: int) -> None:
-        """Nothing to do either."""
-
-    def _of_epoch(self, epoch: int) -> tuple:
-        if self._seed is None:
-            epoch = 0
-        if self._rows[0] != epoch:
-            ready = self._ahead.pop(epoch, None)
-            rows = ready.result() if ready else self._layout_rows(epoch)
-            self._ahead.clear()
-            with tf.device("CPU:0"):
-                self._rows = epoch, (tf.convert_to_tensor(rows), tf.convert_to_tensor(self._counts))
-            if self._seed is not None:  # so that the next epoch begins without a pause
-                self._ahead[epoch + 1] = self._executor.submit(self._layout_rows, epoch + 1)
-        return self._rows[1]
-
-    def _layout_rows(self, epoch: int) -> np.ndarray:
-        """[batches, layout.own_rows] row numbers; filler repeats the examples of its own batch."""
-        layout = self._layout
-        rows = np.arange(self._size, dtype=np.int32) if self._seed is None else order(self._seed, epoch, self._size)
-        tail = rows[(self.batches - 1) * layout.batch :]
-        whole = rows[: (self.batches - 1) * layout.batch].reshape(-1, layout.batch)
-        return layout.own(np.concatenate([_fill(whole, layout.rows), _fill(tail[None], layout.rows)]))
-
-
-def _fill(rows: np.ndarray, width: int) -> np.ndarray:
-    return rows[:, np.arange(width) % rows.shape[1]]
-
-
-class BatchFeed:
-    """Reads global batches from a `tf.data.Dataset`, which lives across epochs where its length is known.
-
-    Args:
-      source: global batches.
-      layout: of the size of the first batch.
-      once: read the data set from its beginning at every `restart`.
-    """
-
-    def __init__(self, source: Batches, layout: Layout, once: bool = False):
-        self.batches = source.batches
-        self._source, self._layout = source, layout
-        self._stored = source.dataset
-        if self.batches and not once:
-            # A new iterator per epoch would start with empty buffers; one that repeats goes on reading.
-            self._stored = self._stored.repeat()
-        self._endless = not once and self.batches is not None
-        self._dataset = self._decoded(self._stored)
-        self._iterator: Any = None
-
-    def _decoded(self, stored: Any) -> Any:
-        layout, decode = self._layout, self._source.decode
-        if layout.local:
-
-            def own(*batch: Any) -> tuple:
-                rows, count = own_rows(batch, layout)
-                return decode(*rows) if decode else rows, count
-
-            stored = stored.map(own, tf.data.AUTOTUNE)
-        elif decode:
-            stored = stored.map(decode, tf.data.AUTOTUNE)
-        return stored.prefetch(tf.data.AUTOTUNE)
-
-    def next(self, update: int, limit: int) -> Call:
-        del update  # an iterator knows its position
-        if self._iterator is None:
-            self._iterator = iter(self._dataset)
-        return Call((self._iterator,), 0, limit, False)
-
-    def resume(self, update: int, epoch: int, begun: int) -> None:
-        """Goes to a batch by skipping, before anything is decoded.
-
-        A data set that shuffles anew each epoch has an order for each time that it is begun: so all of it is skipped
-        where one iterator serves all epochs, and else it is begun as often.
-        """
-        if not self._endless:
-            for _ in range(epoch):
-                iter(self._stored)
-        self._iterator = iter(self._decoded(self._stored.skip(update if self._endless else begun)))
-
-    def restart(self) -> None:
-        """Begins anew, unless one iterator serves all epochs."""
-        if not self._endless:
-            self._iterator = None
-
-
-Feed = ArrayFeed | BatchFeed
 
 
 def first_batch(source: Batches) -> tuple:

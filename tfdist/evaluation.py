@@ -121,7 +121,7 @@ def _pieces(
     while batches is None or i < batches:
         now = feed.next(i, 1)
         try:
-            outputs, count = calls.run(step, call, (now.feed, tf.constant(now.first)))
+            outputs, count = calls.run(step, call, (now.feed, tf.constant(now.first)), feed)
         except calls.EndOfData:
             return
         count, i = int(count), i + 1
@@ -181,7 +181,7 @@ class Evaluation:
             now = self._feed.next(done, want)
             callbacks.on_test_batch_begin(done)
             start = time.perf_counter()
-            result = calls.run(step, self._call, (now.feed, tf.constant(now.first), tf.constant(now.last)))
+            result = calls.run(step, self._call, (now.feed, tf.constant(now.first), tf.constant(now.last)), self._feed)
             fresh = int(result[3])
             if not fresh:
                 break

@@ -15,7 +15,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.data import Arrays, Source
+from tfdist.data import Arrays, Records, Source
+from tfdist.records_feed import in_order
 
 PEAKS = {
     # name in nvidia-smi: (float16/bfloat16, float32) dense FLOP/s; TensorFlow multiplies float32 as TF32 from A100 on
@@ -70,7 +71,13 @@ class Work:
     def count(self) -> None:
         """Traces the model; on the main thread, between two calls."""
         source = self._source
-        columns = source.columns if isinstance(source, Arrays) else source.decoded.element_spec
+        match source:
+            case Arrays():
+                columns = source.columns
+            case Records():
+                columns = in_order(source, 1).element_spec
+            case _:
+                columns = source.decoded.element_spec
         self.per_example = per_example(self._model, columns[0])
 
     def measures(self, examples_per_second: float | None) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from tfdist.guard import Guard
 from tfdist.keeper import Keeper
 from tfdist.layout import Layout, unpack
 from tfdist.pace import Pace
+from tfdist.records_feed import RecordFeed, in_order
 from tfdist.resume import Position
 from tfdist.saving import Checkpoints, Run
 from tfdist.spent import Call, Spent
@@ -63,8 +64,8 @@ def fit(
         batches, or a source of `tfdist.data`.
       y: targets, when `dataset` is arrays.
       distribution: of `tfdist.connect`; without it, one device.
-      batch_size: global batch of arrays, over all replicas and micro-batches; 32
-        if not given. A data set brings its own.
+      batch_size: global batch of arrays or records, over all replicas and
+        micro-batches; 32 if not given. A data set brings its own.
       epochs: number of the last epoch, as in Keras.
       steps: stop after this many updates, even within an epoch.
       validation_freq: epochs between validations, or a list of epochs.
@@ -102,11 +103,7 @@ def fit(
     if checks.own_step(model):
         return _keras_fit(model, source, locals())
     layout = calls.layout_of(source, batch_size, distribution, accumulate)
-    feed: data_lib.Feed = (
-        data_lib.ArrayFeed(source, layout, seed if shuffle else None)
-        if isinstance(source, data_lib.Arrays)
-        else data_lib.BatchFeed(source, layout)
-    )
+    feed = calls.read_epochs(source, layout, shuffle, seed)
     if steps_per_epoch is None and feed.batches == 0:
         raise UserError("the data set never ends: give steps_per_epoch")
     step = calls.step_of(model, distribution, source)
@@ -114,7 +111,7 @@ def fit(
     validation = None
     if validation_data is not None:
         measured = data_lib.as_source(validation_data)
-        if validation_batch_size is None and isinstance(measured, data_lib.Arrays):
+        if validation_batch_size is None and not isinstance(measured, data_lib.Batches):
             validation_batch_size = layout.batch
         validation = evaluation.Evaluation(model, measured, distribution, validation_batch_size, validation_steps)
     state.separate_streams(model, distribution)
@@ -175,7 +172,7 @@ class _Training:
         self,
         step: Step,
         layout: Layout,
-        feed: data_lib.Feed,
+        feed: calls.Feed,
         callbacks: Any,
         pace: Pace,
         reduce_dtype: str,
@@ -232,7 +229,7 @@ class _Training:
             steady = id(call) in step.warm
             start = time.perf_counter()
             arguments = (part.feed, tf.constant(part.first), tf.constant(part.last))
-            result = calls.run(step, call, arguments, now.update)
+            result = calls.run(step, call, arguments, self._feed, now.update)
             done = int(result[3])
             if not done:
                 break
@@ -297,8 +294,21 @@ def _keras_fit(model: keras.Model, source: data_lib.Source, given: dict) -> Any:
     names: tuple[str, ...] = ("epochs", "callbacks", "verbose", "initial_epoch", "steps_per_epoch")
     names += ("validation_data", "validation_freq", "validation_batch_size", "validation_steps")
     options = {name: given[name] for name in names}
+    match given["validation_data"]:
+        case data_lib.Batches() as measured:
+            options["validation_data"] = measured.decoded
+        case data_lib.Records() as measured:
+            options["validation_data"] = in_order(measured, given["validation_batch_size"] or 32)
+            options["validation_batch_size"] = None
+        case data_lib.Arrays() as measured:
+            options["validation_data"] = measured.columns
     if isinstance(source, data_lib.Batches):
         return model.fit(source.decoded, **options)
+    if isinstance(source, data_lib.Records):
+        layout = Layout(given["batch_size"] or 32, 1, 1)
+        feed = RecordFeed(source, layout, given["seed"] if given["shuffle"] else None, given["seed"])
+        options["steps_per_epoch"] = options["steps_per_epoch"] or feed.batches
+        return model.fit(feed.dataset(options["initial_epoch"] * options["steps_per_epoch"]), **options)
     x, y, weight = unpack(source.columns)
     return model.fit(x, y, sample_weight=weight, batch_size=given["batch_size"], shuffle=given["shuffle"], **options)
 

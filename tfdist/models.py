@@ -9,9 +9,10 @@ from typing import Any
 import keras
 
 from tfdist import config, imports
-from tfdist.data import one_hot
+from tfdist.data import Records, one_hot
 from tfdist.datasets.catalog import Loaded, Spec
 from tfdist.errors import UserError
+from tfdist.records_feed import is_weighted
 
 
 def set_precision(precision: str) -> None:
@@ -47,7 +48,13 @@ def compiled(model: keras.Model, optimizer: Any, experiment: config.Experiment, 
       UserError: label smoothing where it has no place.
     """
     smoothing = experiment.train.label_smoothing
+    mixes = isinstance(data.train, Records) and data.train.mix is not None
     if model.compiled or data.spec.classes is None:
+        if mixes:
+            raise UserError(
+                f"data.augment={experiment.data.augment!r} mixes classes, which is for classification "
+                "with tfdist's own loss: leave out mixup and cutmix"
+            )
         if smoothing:
             raise UserError(
                 f"train.label_smoothing={smoothing} is for classification with tfdist's own loss: set it to 0"
@@ -59,10 +66,10 @@ def compiled(model: keras.Model, optimizer: Any, experiment: config.Experiment, 
         else:
             model.optimizer = optimizer
         return data
-    weighted = len(getattr(data.train, "columns", ())) == 3
+    weighted = is_weighted(data.train)
     reduction = "mean_with_sample_weight" if weighted else "sum_over_batch_size"
     loss: Any
-    if smoothing:
+    if smoothing or mixes:
         loss = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=smoothing, reduction=reduction)
         train, evaluation = one_hot(data.train, data.spec.classes), one_hot(data.eval, data.spec.classes)
         data = dataclasses.replace(data, train=train, eval=evaluation)

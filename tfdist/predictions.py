@@ -15,6 +15,7 @@ from tfdist import evaluation, quality
 from tfdist.datasets.catalog import Spec
 from tfdist.distribution import Distribution
 from tfdist.errors import UserError
+from tfdist.records_feed import in_order
 
 LIMIT = 10_000
 """Examples that are looked at, from the first on."""
@@ -60,7 +61,7 @@ def of_run(
     if not all(distribution.peers.gather("the evaluation data for the report", usable)):
         return None
     try:
-        batch = batch_size if isinstance(first, data_lib.Arrays) else None
+        batch = None if isinstance(first, data_lib.Batches) else batch_size
         scores = evaluation.predict(model, first, distribution=distribution, batch_size=batch)
     except Exception as error:
         if distribution.workers > 1 and not isinstance(error, UserError):
@@ -122,6 +123,8 @@ def _first(source: data_lib.Source, limit: int) -> tuple[data_lib.Source, bool]:
     if isinstance(source, data_lib.Arrays):
         cut = keras.tree.map_structure(lambda a: a[:limit], source.columns)
         return data_lib.Arrays(cut), source.size > limit
+    if isinstance(source, data_lib.Records):
+        return dataclasses.replace(source, size=min(limit, source.size)), source.size > limit
     batch = len(keras.tree.flatten(data_lib.first_batch(source))[0])
     wanted = max(1, limit // batch)
     return data_lib.Batches(source.dataset.take(wanted), source.decode), not 0 < (source.batches or 0) <= wanted
@@ -134,7 +137,8 @@ def _pieces(source: data_lib.Source) -> Iterator[tuple[Any, Any]]:
             x, y, *_ = keras.tree.map_structure(lambda a, i=i: a[i : i + _PIECE], source.columns)
             yield x, y
     else:
-        for x, y, *_ in source.decoded:
+        batches = in_order(source, _PIECE // 8) if isinstance(source, data_lib.Records) else source.decoded
+        for x, y, *_ in batches:
             yield keras.tree.map_structure(np.asarray, x), keras.tree.map_structure(np.asarray, y)
 
 

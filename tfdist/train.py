@@ -69,7 +69,7 @@ def _train(experiment: config.Experiment, where: environment.Environment, site: 
         say(f"WARNING: {site.survey.problem}: python -m tfdist.doctor says more")
 
     models.set_precision(experiment.train.precision)
-    data = distribution.peers.once(lambda: catalog.load(experiment, prepare=not where.dry_run))
+    data = distribution.peers.once(lambda: catalog.load(experiment, not where.dry_run, say))
     schedule = plan.make(experiment, data.examples, distribution.replicas)
     say(f"{experiment.name}: {schedule.describe()}")
     with distribution.scope():

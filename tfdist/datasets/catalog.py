@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import difflib
 import inspect
-import io
-import logging
+import math
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdist import config, imports
-from tfdist.data import Arrays, Batches, Source, as_source, check_labels, targets_of
+from tfdist import augment, config, imports
+from tfdist.data import Arrays, Batches, Records, Source, as_source, check_labels, targets_of
+from tfdist.datasets import pictures
+from tfdist.datasets.columns import Column
 from tfdist.errors import UserError
+from tfdist.records_feed import in_order
 
 MEMORY_SHARE = 0.25
 """Share of the machine's memory that `data.cache=auto` lets a decoded split take."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Column:
-    """One column of a table: what a model, and new rows, must know of it. All of it is of the training split."""
-
-    name: str
-    kind: str
-    """`number`, standardised to (value - mean) / std, or `category`, the place of its text in `vocabulary` plus one."""
-    mean: float = 0.0
-    """Of the values present; a missing one becomes the mean, which is 0 when standardised."""
-    std: float = 1.0
-    vocabulary: tuple[str, ...] = ()
-    """Texts of a category, sorted; `""` among them where values are missing. Number 0 is for any other text."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,6 +38,8 @@ class Spec:
     """Of the classes, where the data set has names for them."""
     columns: tuple[Column, ...] = ()
     """Of a table: its inputs, in the order of x["numbers"] and of x["categories"]."""
+    target: Column | None = None
+    """Of a table: what is predicted. One of kind `number` is not standardised: mean and std are for the model."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,16 +53,50 @@ class Loaded:
     spec: Spec
 
 
-def load(experiment: config.Experiment, prepare: bool = True) -> Loaded:
+def _say(line: str) -> None:
+    print(f"tfdist: {line}", flush=True)
+
+
+def load(experiment: config.Experiment, prepare: bool = True, say: Callable[[str], None] = _say) -> Loaded:
     """Loads the experiment's data set, preparing it first where TFDS must.
 
     Args:
       prepare: False to refuse one that would have to be downloaded first.
+      say: shows a line to a person.
 
     Raises:
       UserError: unknown name or split, no examples, labels out of range, or
         data that would have to be downloaded and cannot be.
     """
+    return _pictured(experiment, _by_name(experiment, prepare, say))
+
+
+def _pictured(experiment: config.Experiment, loaded: Loaded) -> Loaded:
+    """Images made one size and, to train on, changed at random."""
+    data, spec = experiment.data, loaded.spec
+    size = config.image_size(data.image_size)
+    recipe = augment.parse(data.augment, spec.maximum)
+    if size is None and not data.augment:
+        return loaded
+    if size is not None and len(spec.shape) != 3:
+        raise UserError(
+            f"data.image_size={data.image_size!r} is for images [height, width, channels], "
+            f"and this data has shape {list(spec.shape)}: leave it empty"
+        )
+    shape = spec.shape if size is None else (*size, spec.shape[-1])
+    train, evaluation = loaded.train, loaded.eval
+    lowest = float(train.columns[0].min()) if isinstance(train, Arrays) and len(shape) == 3 else 0.0
+    recipe.check(shape, spec.dtype, spec.classes, lowest)
+    if size is not None and spec.shape[:2] != size:
+        train, evaluation = (pictures.sized(s, size, data.resize) for s in (train, evaluation))
+    if data.augment:
+        # A crop that is resized is cut from the whole image.
+        from_whole = recipe.smallest is not None
+        train = pictures.augmented(loaded.train if from_whole else train, recipe, (shape[0], shape[1]))
+    return dataclasses.replace(loaded, train=train, eval=evaluation, spec=dataclasses.replace(spec, shape=shape))
+
+
+def _by_name(experiment: config.Experiment, prepare: bool, say: Callable[[str], None]) -> Loaded:
     data = experiment.data
     options = config.options("data.options", data.options)
     if data.name == "synthetic":
@@ -82,6 +105,15 @@ def load(experiment: config.Experiment, prepare: bool = True) -> Loaded:
         from tfdist.datasets import stdlib_text
 
         return _own(experiment, imports.call("data.options", stdlib_text.load, options))
+    match data.name.partition(":"):
+        case "csv", ":", path:
+            return _of_table(experiment, path, options, say)
+        case "image_folder", ":", path:
+            return _of_folder(experiment, path, options, say)
+        case "text", ":", path:
+            return _of_text(experiment, path, options)
+        case "tfrecord", ":", path:
+            return _of_tfrecords(experiment, path, options, say)
     if config.is_reference(data.name):
         return _of_function(experiment, imports.resolve("data.name", data.name), options)
     if options:
@@ -114,8 +146,72 @@ def _own(experiment: config.Experiment, splits: dict) -> Loaded:
     return _described(
         split("data.train_split", experiment.data.train_split),
         split("data.eval_split", experiment.data.eval_split),
-        None,
     )
+
+
+def _of_table(experiment: config.Experiment, path: str, options: dict, say: Callable[[str], None]) -> Loaded:
+    from tfdist.datasets import tables
+
+    data = experiment.data
+    made = tables.prepare(path, options, (data.train_split, data.eval_split), data.broken == "skip", say)
+    train, evaluation = Arrays(made.train), Arrays(made.eval)
+    spec = Spec((len(made.columns),), "float32", made.classes, 1.0, made.names, made.columns, made.target)
+    return Loaded(train, evaluation, train.size, spec)
+
+
+def _of_folder(experiment: config.Experiment, path: str, options: dict, say: Callable[[str], None]) -> Loaded:
+    from tfdist.datasets import image_folder
+
+    data = experiment.data
+    if options:
+        raise UserError(f"data.options={data.options!r} is for functions, image_folder takes none")
+    size = config.image_size(data.image_size)
+    from_whole = augment.parse(data.augment).smallest is not None
+    found = image_folder.load(path, data.train_split, data.eval_split, data.broken, size, data.resize, from_whole, say)
+    shape = size or found.size
+    if shape is None:
+        raise UserError("data.image_size is needed, since the images have different sizes: write one such as 224")
+
+    train = _held(found.train, data, shape, from_whole)
+    spec = Spec((*shape, 3), "uint8", len(found.names), 255.0, found.names)
+    return Loaded(train, _held(found.eval, data, shape), found.train.size, spec)
+
+
+def _of_tfrecords(experiment: config.Experiment, path: str, options: dict, say: Callable[[str], None]) -> Loaded:
+    from tfdist.datasets import tfrecords
+
+    data = experiment.data
+    splits = {"data.train_split": data.train_split, "data.eval_split": data.eval_split}
+    size = config.image_size(data.image_size)
+    found = tfrecords.load(path, splits, options, data.broken == "skip", say, size is not None)
+    if found.dtype != "uint8":
+        size = None
+    shape = found.shape if size is None else (*size, found.shape[-1])
+    from_whole = size is not None and augment.parse(data.augment).smallest is not None
+    train = _held(found.train, data, size, from_whole)
+    spec = Spec(shape, found.dtype, found.classes, 255.0 if found.dtype == "uint8" else 1.0)
+    return Loaded(train, _held(found.eval, data, size), found.train.size, spec)
+
+
+def _held(source: Records, data: config.Data, size: tuple[int, int] | None, whole: bool = False) -> Source:
+    """Images made `size`, unless they are needed whole, and in memory if they fit."""
+    if whole:
+        if data.cache == "memory":
+            raise UserError("data.cache=memory holds images of one size, and resized_crop needs them whole: use auto")
+        return source
+    made = source if size is None else pictures.sized(source, size, data.resize)
+    return pictures.in_memory(made) if _in_memory(pictures.size_in_memory(made), data.cache) else made
+
+
+def _of_text(experiment: config.Experiment, path: str, options: dict) -> Loaded:
+    from tfdist.datasets import text
+
+    data = experiment.data
+    memory = {"memory": math.inf, "stream": 0.0, "auto": _memory()}[data.cache]
+    splits = {"data.train_split": data.train_split, "data.eval_split": data.eval_split}
+    train, evaluation = imports.call("data.options", text.load, options, path, splits, memory)
+    shape = (options.get("length", text.LENGTH),)
+    return Loaded(train, evaluation, train.size, Spec(shape, "int32", text.VOCABULARY, text.VOCABULARY - 1.0))
 
 
 def _of_function(experiment: config.Experiment, function: Any, options: dict) -> Loaded:
@@ -138,130 +234,43 @@ def _of_function(experiment: config.Experiment, function: Any, options: dict) ->
         return source
 
     return _described(
-        split(data.train_split, experiment.train.batch_size), split(data.eval_split, experiment.eval.batch_size), None
+        split(data.train_split, experiment.train.batch_size), split(data.eval_split, experiment.eval.batch_size)
     )
 
 
 def _of_tfds(experiment: config.Experiment, prepare: bool) -> Loaded:
-    import tensorflow_datasets as tfds
+    from tfdist.datasets import prepared  # not before it is needed: TFDS takes a second to import
 
-    data = experiment.data
-    tfds.disable_progress_bar()
-    logging.getLogger("absl").addFilter(_quiet)
-    logging.getLogger("urllib3").setLevel(logging.ERROR)  # a warning of three lines for each retry of a download
-    if data.name == "digits":
-        from tfdist.datasets import digits  # noqa: F401  registers the builder with TFDS
-    data_dir = os.path.expanduser(data.data_dir) or None
-    try:
-        builder = tfds.builder(data.name, data_dir=data_dir)
-    except tfds.core.DatasetNotFoundError:
-        names = (*config.DATASETS, *tfds.list_builders(with_community_datasets=False))
-        near = difflib.get_close_matches(data.name, names, n=1)
-        hint = f"did you mean {near[0]!r}? Else" if near else "see https://www.tensorflow.org/datasets/catalog, or"
-        raise UserError(f"unknown data.name {data.name!r}: {hint} write package.module:function") from None
-    except ValueError as error:
-        raise UserError(f"data.name={data.name!r} is not accepted by TFDS: {_line(error)}") from None
-    if not (prepare or os.path.isdir(builder.data_dir) or type(builder).__module__.startswith("tfdist.")):
-        raise UserError(
-            f"data set {data.name!r} is not in {builder.data_dir} yet, and a dry run downloads nothing: "
-            "leave out --dry_run, or prepare it first"
-        )
-    _prepare(builder, data.name)
-    label = builder.info.supervised_keys
-    if not label:
-        raise UserError(
-            f"data set {data.name!r} does not say which feature is the target: wrap it in a package.module:function"
-        )
-    classes = getattr(builder.info.features[label[1]], "num_classes", None)
-
-    def split(field: str, name: str, batch: int) -> Source:
-        try:
-            count = builder.info.splits[name].num_examples
-        except (KeyError, ValueError, AssertionError):
-            raise UserError(f"unknown {field} {name!r}: {data.name} has {', '.join(builder.info.splits)}") from None
-        if not count:
-            raise UserError(f"{field}={name!r} of {data.name} is empty: choose a split with examples")
-        if _in_memory(builder, count, data.cache):
-            whole = builder.as_dataset(split=name, batch_size=-1, as_supervised=True, shuffle_files=False)
-            return Arrays(tuple(tfds.as_numpy(whole)))
-        stored, decode = _stored(tfds, builder.info.features, label)
-        stream = builder.as_dataset(split=name, as_supervised=True, shuffle_files=False, decoders=stored)
-        if field == "data.train_split" and data.shuffle:
-            stream = stream.shuffle(
-                min(count, 16 * batch + 10_000), seed=experiment.seed, reshuffle_each_iteration=True
-            )
-        return Batches(stream.batch(batch), decode)
-
-    return _described(
-        split("data.train_split", data.train_split, experiment.train.batch_size),
-        split("data.eval_split", data.eval_split, experiment.eval.batch_size),
-        classes,
-        builder.info.splits[data.train_split].num_examples,
-        # Of the data set and not of the split in memory, so that a stream is scaled alike.
-        getattr(builder, "MAXIMUM", 255.0),
-        tuple(getattr(builder.info.features[label[1]], "names", None) or ()),
-    )
+    found = prepared.load(experiment, _memory(), prepare)
+    for source in (found.train, found.eval):
+        if isinstance(source, Arrays) and found.classes is not None:
+            check_labels(source.columns[1], found.classes, "the data set")
+    spec = Spec(found.shape, found.dtype, found.classes, found.maximum, found.names)
+    return Loaded(found.train, found.eval, found.examples, spec)
 
 
-def _stored(tfds: Any, features: Any, keys: tuple) -> tuple[dict, Any]:
-    """How to read images as they are stored, and the function that decodes a batch of them.
-
-    Shuffled as JPEGs they take a tenth of the memory, and each worker decodes only its own rows.
-    """
-    image = features[keys[0]]
-    if not isinstance(image, tfds.features.Image):
-        return {}, None
-
-    def decode(x: Any, *rest: Any) -> tuple:
-        return (tf.map_fn(image.decode_example, x, fn_output_signature=image.get_tensor_spec()), *rest)
-
-    return {keys[0]: tfds.decode.SkipDecoding()}, decode
-
-
-def _prepare(builder: Any, name: str) -> None:
-    """Downloads and prepares where that is still to be done, which TFDS does atomically."""
-    if os.path.isdir(builder.data_dir):
-        return
-    print(f"tfdist: preparing the data set {name} in {builder.data_dir}", flush=True)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            builder.download_and_prepare()
-    except Exception as error:  # TFDS lets through whatever its downloads raise
-        if isinstance(error, OSError) and error.filename:
-            raise UserError(f"data.data_dir is not usable: {_line(error)}: choose another folder") from error
-        raise UserError(
-            f"data set {name!r} cannot be prepared in {builder.data_dir}: {_line(error)}: "
-            "check the network, or prepare it elsewhere and set data.data_dir"
-        ) from error
-
-
-def _in_memory(builder: Any, count: int, cache: str) -> bool:
+def _in_memory(size: float, cache: str) -> bool:
+    """Whether a decoded split of `size` bytes is held in memory."""
     if cache != "auto":
         return cache == "memory"
-    total = 0
-    for spec in tf.nest.flatten(builder.info.features.get_tensor_spec()):
-        if not spec.shape.is_fully_defined():
-            return False
-        total += spec.shape.num_elements() * max(1, spec.dtype.size)
-    return total * count < MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return size < _memory()
 
 
-def _described(
-    train: Source,
-    evaluation: Source,
-    classes: int | None,
-    examples: int | None = None,
-    maximum: float | None = None,
-    names: tuple[str, ...] = (),
-) -> Loaded:
+def _memory() -> float:
+    """Bytes that a split may take in memory."""
+    return MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _described(train: Source, evaluation: Source) -> Loaded:
+    classes, maximum, examples = None, 1.0, None
     if isinstance(train, Arrays):
         columns = train.columns
         x, y = columns[0], columns[1] if len(columns) > 1 else None
         shape, dtype = np.shape(tf.nest.flatten(x)[0])[1:], np.dtype(tf.nest.flatten(x)[0].dtype)
-        if classes is None and y is not None and not tf.nest.is_nested(y) and np.issubdtype(y.dtype, np.integer):
+        if y is not None and not tf.nest.is_nested(y) and np.issubdtype(y.dtype, np.integer):
             classes = int(y.max()) + 1
-        if maximum is None:
-            maximum = float(tf.nest.flatten(x)[0].max()) if dtype.kind in "fui" else 1.0
+        if dtype.kind in "fui":
+            maximum = float(tf.nest.flatten(x)[0].max()) or 1.0
         examples = train.size
         if classes is not None:
             for source in (train, evaluation):
@@ -269,20 +278,14 @@ def _described(
                 if targets is not None and not tf.nest.is_nested(targets):
                     check_labels(targets, classes, "the data set")
     else:
-        spec = tf.nest.flatten(train.decoded.element_spec)[0]
+        batch = in_order(train, 1) if isinstance(train, Records) else train.decoded
+        spec = tf.nest.flatten(batch.element_spec)[0]
         shape, dtype = tuple(spec.shape[1:]), np.dtype(spec.dtype.as_numpy_dtype)
+        if isinstance(train, Records):
+            examples = train.size
         if examples is None:
             raise UserError(
                 "a data function must return arrays, or its number of examples stays unknown: "
                 "return NumPy arrays, or use the Python API (tfdist.fit) with a tf.data.Dataset"
             )
-    return Loaded(train, evaluation, examples, Spec(tuple(shape), dtype.name, classes, maximum or 1.0, names))
-
-
-def _quiet(record: logging.LogRecord) -> bool:
-    """Lets TFDS' chatter about folders and file formats pass only when it is a warning."""
-    return record.levelno >= logging.WARNING or "tensorflow_datasets" not in record.pathname
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    return Loaded(train, evaluation, examples, Spec(tuple(shape), dtype.name, classes, maximum))

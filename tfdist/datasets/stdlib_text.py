@@ -7,6 +7,8 @@ import sysconfig
 
 import numpy as np
 
+from tfdist.datasets import text
+
 _NAMES = (
     "argparse ast base64 bisect calendar cmd code codecs collections/__init__ configparser contextlib copy csv "
     "dataclasses datetime decimal difflib dis doctest enum fileinput fnmatch fractions ftplib functools getopt "
@@ -19,12 +21,15 @@ _NAMES = (
 MODULES = _NAMES.split()
 
 
-def load(length: int = 64, examples: int = 4096) -> dict:
-    """Sequences of whole lines, padded with 0 to `length`, each with the byte that follows every byte.
+def load(length: int = 64, examples: int = 4096, packed: bool = False) -> dict:
+    """Sequences of bytes, each with the byte that follows every byte.
 
     Args:
       length: bytes per sequence.
       examples: training sequences; a tenth as many are held out, of other modules.
+      packed: for language models: all text without padding and weights, x and y
+        int32 [n, length], at most `examples` (see text.py). Otherwise whole
+        lines, padded with 0.
 
     Returns:
       By split (`train`, `test`): x and y int32 [n, length], weight float32
@@ -32,10 +37,22 @@ def load(length: int = 64, examples: int = 4096) -> dict:
       (easy to guess and a quarter of all text), 0 for padding.
     """
     root = pathlib.Path(sysconfig.get_path("stdlib"))
-    texts = [p.read_bytes() for m in MODULES if (p := _path(root, m)).is_file()]
+    paths = [p for m in MODULES if (p := _path(root, m)).is_file()]
+    if packed:
+        return {
+            "train": _packed([p for i, p in enumerate(paths) if i % 10], length, examples),
+            "test": _packed(paths[::10], length, max(1, examples // 10)),
+        }
+    texts = [p.read_bytes() for p in paths]
     held_out = texts[::10]
     kept = [t for i, t in enumerate(texts) if i % 10]
     return {"train": _sequences(kept, length, examples), "test": _sequences(held_out, length, max(1, examples // 10))}
+
+
+def _packed(paths: list[pathlib.Path], length: int, limit: int) -> tuple:
+    whole = text.pack([str(p) for p in paths], length)
+    windows = whole.read(np.arange(min(limit, whole.windows))).astype(np.int32)
+    return windows[:, :-1], windows[:, 1:]
 
 
 def _path(root: pathlib.Path, module: str) -> pathlib.Path:

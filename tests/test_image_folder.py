@@ -1,0 +1,346 @@
+"""A folder of images: what is found, what is refused or skipped, and what is trained on."""
+
+import io
+import json
+import pathlib
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from PIL import Image
+
+import tfdist
+from tfdist import augment, config, data, images
+from tfdist.datasets import catalog, image_files, image_folder
+from tfdist.errors import UserError
+from tfdist.records_feed import in_order
+
+
+def picture(number, size=(12, 16), mode="RGB"):
+    """Smooth colours that differ from picture to picture."""
+    corners = np.random.default_rng(number).integers(0, 255, (2, 2, 3)).astype("uint8")
+    return Image.fromarray(corners).resize(size[::-1], Image.BILINEAR).convert(mode)
+
+
+def save(path, image, **options):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.save(path, **options)
+
+
+def folder(root, classes=("cat", "dog", "owl"), each=7, **options):
+    for c, name in enumerate(classes):
+        for i in range(each):
+            save(root / name / f"{i}.jpg", picture(10 * c + i, **options), quality=95)
+    return root
+
+
+def experiment(root, **fields):
+    found = config.Experiment(data=config.Data(name=f"image_folder:{root}", cache="stream"))
+    found.data.train_split, found.data.eval_split = "train[:70%]", "train[70%:]"
+    found.train.batch_size = found.eval.batch_size = 4
+    for name, value in fields.items():
+        setattr(found.data, name, value)
+    return found
+
+
+def everything(source):
+    """Columns of all examples."""
+    return [np.concatenate(column) for column in zip(*([c.numpy() for c in batch] for batch in in_order(source, 5)))]
+
+
+def test_classes_and_nested_folders(tmp_path):
+    folder(tmp_path)
+    save(tmp_path / "cat" / "black" / "old" / "x.png", picture(1))
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / "cat" / ".DS_Store").write_text("x")
+    (tmp_path / "notes.txt").write_text("not in a class")
+    (tmp_path / "cat" / "circle").symlink_to("../cat")
+    names, splits = image_files.listing(str(tmp_path), "it")
+    assert names == ("cat", "dog", "owl") and set(splits) == {"train"}
+    train = splits["train"]
+    assert sorted(train.paths) == sorted(
+        [f"{name}/{i}.jpg" for name in names for i in range(7)] + ["cat/black/old/x.png"]
+    )
+    assert all(names[label] == path.split("/")[0] for path, label in zip(train.paths, train.labels))
+    assert len(set(train.labels[:8])) == 3, "slices must not be sorted by class"
+
+    moved = tmp_path.with_name("moved")
+    tmp_path.rename(moved)
+    assert image_files.listing(str(moved), "it")[1]["train"].paths == train.paths, "the order must not depend on where"
+
+
+def test_folders_for_splits_and_slices(tmp_path):
+    folder(tmp_path / "train", each=10)
+    folder(tmp_path / "val", ("cat", "dog"), each=3)
+    found = image_folder.load(str(tmp_path), "train[:80%]", "val+train[80%:]")
+    assert found.names == ("cat", "dog", "owl") and (found.train.size, found.eval.size) == (24, 12)
+    paths = [pathlib.Path(s.name(i)).relative_to(tmp_path) for s in (found.train, found.eval) for i in range(s.size)]
+    assert len(set(paths)) == 36
+    assert [p.parts[0] for p in paths] == ["train"] * 24 + ["val"] * 6 + ["train"] * 6
+    labels = np.concatenate([everything(source)[1] for source in (found.train, found.eval)])
+    assert [found.names[label] for label in labels] == [p.parts[1] for p in paths]
+
+
+FORMATS = [("JPEG", "RGB"), ("JPEG", "L"), ("JPEG", "CMYK"), ("PNG", "RGB"), ("PNG", "L"), ("PNG", "RGBA"), ("PNG", "P"),
+           ("PNG", "LA"), ("PNG", "1"), ("PNG", "I;16"), ("GIF", "RGB"), ("BMP", "RGB"), ("BMP", "L"), ("BMP", "RGBA"),
+           ("WEBP", "RGB"), ("WEBP", "RGBA")]  # fmt: skip
+
+
+def test_formats_become_rgb_as_pil_has_it(tmp_path):
+    folder(tmp_path, ("jpeg",), each=2)
+    for number, (kind, mode) in enumerate(FORMATS):
+        image = picture(number, mode="L" if mode == "I;16" else mode)
+        image = Image.fromarray(np.asarray(image).astype("uint16") * 257) if mode == "I;16" else image
+        options = {"quality": 95} if kind == "JPEG" else {"lossless": True} if kind == "WEBP" else {}
+        save(tmp_path / "all" / f"{number}.dat", image, format=kind, **options)
+    found = image_folder.load(str(tmp_path), "train", "train[:1]", size=(12, 16))
+    assert found.size == (12, 16)
+    x, _ = everything(found.train)
+    for i in range(found.train.size):
+        path = pathlib.Path(found.train.name(i))
+        if path.parent.name == "all":
+            kind, mode = FORMATS[int(path.stem)]
+            image = Image.open(path)
+            expected = np.asarray(image) // 257 if mode == "I;16" else np.asarray(image.convert("RGB"))
+            expected = np.repeat(expected[..., None], 3, -1) if expected.ndim == 2 else expected
+            # CMYK has no one meaning in RGB; TensorFlow decodes JPEGs fast and not to the last digit.
+            tolerance = 20 if mode == "CMYK" else 4 if kind == "JPEG" else 0
+            assert np.abs(x[i].astype(int) - expected).mean() <= tolerance, (kind, mode)
+
+
+def break_some(root):
+    """Broken files of each kind among good ones, with what is said of them."""
+    raw = (root / "cat" / "0.jpg").read_bytes()
+    save(root / "cat" / "good.png", picture(5))
+    png = (root / "cat" / "good.png").read_bytes()
+    gif, bmp = io.BytesIO(), io.BytesIO()
+    picture(1).save(gif, "GIF")
+    picture(1, mode="P").save(bmp, "BMP")
+    broken = {
+        "empty.jpg": (b"", "is empty"),
+        "zeros.jpg": (bytes(1000), "is no JPEG, PNG, GIF, BMP or WebP image"),
+        "text.jpg": (b"hello, this is no image", "is no JPEG"),
+        "page.jpg": (b"<html>404</html>" * 50, "is no JPEG"),
+        "half.jpg": (raw[: len(raw) // 2], "cannot be decoded: "),
+        "head.jpg": (raw[:30], "is cut off"),
+        "half.png": (png[: len(png) // 2], "cannot be decoded: "),
+        "head.png": (png[:18], "is cut off"),
+        "half.gif": (gif.getvalue()[:300], "cannot be decoded: "),
+        "colours.bmp": (bmp.getvalue(), "is a BMP with a palette"),
+    }
+    for name, (content, _) in broken.items():
+        (root / "cat" / name).write_bytes(content)
+    (root / "cat" / "gone.jpg").symlink_to("nowhere.jpg")
+    # Whole, though there is something behind its end.
+    (root / "cat" / "longer.jpg").write_bytes(raw + bytes(100))
+    return {name: said for name, (_, said) in broken.items()} | {"gone.jpg": "cannot be read: No such file"}
+
+
+def test_broken_files_are_named_and_counted(tmp_path):
+    folder(tmp_path)
+    broken = break_some(tmp_path)
+    with pytest.raises(UserError) as refused:
+        image_folder.load(str(tmp_path), "train", "train")
+    assert str(refused.value).startswith(
+        f"data.name='image_folder:{tmp_path}': {len(broken)} of 34 files are no images: cat/colours.bmp is a BMP with"
+    )
+    assert str(refused.value).endswith(", ...: remove them, or set data.broken=skip")
+    for name, said in broken.items():  # one by one: a message names three
+        others = tmp_path.with_name("one")
+        folder(others)
+        content = (tmp_path / "cat" / name).read_bytes() if name != "gone.jpg" else None
+        (others / "cat" / name).symlink_to("nowhere") if content is None else (others / "cat" / name).write_bytes(
+            content
+        )
+        with pytest.raises(UserError, match=f"1 of 22 files is no image: cat/{name} {said}.*remove them"):
+            image_folder.load(str(others), "train", "train")
+        (others / "cat" / name).unlink()
+
+
+def test_broken_files_are_skipped(tmp_path):
+    folder(tmp_path)
+    before = image_folder.load(str(tmp_path), "train", "train[:5]")
+    broken = break_some(tmp_path)
+    said = []
+    found = image_folder.load(str(tmp_path), "train", "train[:5]", broken="skip", size=(12, 16), say=said.append)
+    names = {pathlib.Path(found.train.name(i)).name for i in range(found.train.size)}
+    assert found.train.size == before.train.size + 2 and not names & set(broken) and {"longer.jpg", "good.png"} <= names
+    (line,) = said
+    assert line.startswith(f"WARNING: {len(broken)} of 34 files are no images and skipped: cat/colours.bmp is a BMP")
+    assert everything(found.train)[2].tolist() == [1.0] * found.train.size
+    for name in names:
+        (tmp_path / "dog" / name).write_bytes(b"")
+    (tmp_path / "only").mkdir()
+    with pytest.raises(UserError, match=r"all 1 files of data.eval_split are broken"):
+        paths = image_files.listing(str(tmp_path), "it")[1]["train"].paths
+        at = next(i for i, path in enumerate(paths) if path == "cat/empty.jpg")
+        image_folder.load(str(tmp_path), "train", f"train[{at}:{at + 1}]", broken="skip", say=said.append)
+
+
+def trained(given, distribution, epochs=2):
+    """Weights after a short training."""
+    loaded = catalog.load(given)
+    keras.utils.set_random_seed(0)
+    with distribution.scope():
+        layers = [keras.Input(loaded.spec.shape), keras.layers.Rescaling(1 / 255), keras.layers.Flatten()]
+        model = keras.Sequential([*layers, keras.layers.Dense(len(loaded.spec.names))])
+        reduction = "mean_with_sample_weight" if given.data.broken == "skip" else "sum_over_batch_size"
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
+        model.compile("adam", loss, weighted_metrics=[])
+    options = dict(distribution=distribution, batch_size=4)
+    tfdist.fit(model, loaded.train, epochs=epochs, verbose=0, validation_data=loaded.eval, **options)
+    return np.concatenate([w.ravel() for w in model.get_weights()])
+
+
+@pytest.mark.parametrize("cache", ["stream", "memory"])
+def test_every_strategy_and_cache_trains_the_same(cache, tmp_path, connect):
+    folder(tmp_path)
+    for i, size in enumerate([(30, 50), (9, 9), (100, 20)]):
+        save(tmp_path / "owl" / f"other{i}.jpg", picture(i, size))
+    fields = dict(image_size="8x10", augment="flip, crop(2), color(0.3)")
+    expected = trained(experiment(tmp_path, **fields), connect(1))
+    plain = trained(experiment(tmp_path, image_size="8x10"), connect(1))
+    assert np.abs(expected - plain).max() > 1e-4, "nothing was augmented"
+    for replicas in (1, 3):
+        got = trained(experiment(tmp_path, cache=cache, **fields), connect(replicas))
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_what_is_held_in_memory_and_what_is_not(tmp_path):
+    folder(tmp_path, size=(20, 30))
+
+    def kind(**fields):
+        loaded = catalog.load(experiment(tmp_path, **fields))
+        return type(loaded.train), type(loaded.eval)
+
+    assert kind(cache="auto", image_size="8") == (data.Arrays, data.Arrays)
+    assert kind(cache="auto", image_size="8", augment="flip") == (data.Records, data.Arrays)
+    assert kind(cache="stream", image_size="8") == (data.Records, data.Records)
+    assert kind(cache="auto", image_size="8", augment="resized_crop(0.3)") == (data.Records, data.Arrays)
+    with pytest.raises(
+        UserError, match=r"data.cache=memory holds images of one size, and resized_crop needs them whole"
+    ):
+        kind(cache="memory", image_size="8", augment="resized_crop(0.3)")
+    loaded = catalog.load(experiment(tmp_path))
+    assert loaded.spec.shape == (20, 30, 3), "all have the same size, so none need be given"
+    save(tmp_path / "cat" / "other.jpg", picture(3, (21, 30)))
+    with pytest.raises(UserError, match=r"data.image_size is needed, since the images have different sizes"):
+        catalog.load(experiment(tmp_path))
+
+
+def test_a_random_crop_is_cut_from_the_whole_image(tmp_path):
+    folder(tmp_path, size=(64, 64))
+    loaded = catalog.load(experiment(tmp_path, image_size="8", augment="resized_crop(0.01)"))
+    found = image_folder.load(str(tmp_path), "train[:70%]", "train[70%:]")
+    recipe = augment.parse("resized_crop(0.01)")
+    from tfdist.records_feed import example_seeds
+
+    seeds = example_seeds(0, 0, np.arange(loaded.train.size))
+    whole = everything(found.train)[0]
+    for got, image, seed in zip(everything(loaded.train)[0], whole, seeds):
+        np.testing.assert_array_equal(got, recipe.example(tf.constant(image), tf.constant(seed), (8, 8)))
+
+
+@pytest.mark.parametrize("policy", ["crop", "stretch", "pad"])
+def test_large_jpegs_are_shrunk_while_they_are_decoded(policy, tmp_path):
+    sizes = np.array([(12, 16), (23, 16), (24, 32), (24, 40), (64, 50), (100, 128), (1000, 700), (97, 16)])
+    size = (12, 16)
+    ways = images.ways(["jpeg"] * 7 + ["png"], sizes, size, policy)
+    assert ways.tolist() == {"crop": [1, 1, 2, 2, 2, 8, 8, 0]}.get(policy, ways.tolist())
+    assert policy != "pad" or ways.tolist() == [1, 1, 2, 2, 4, 8, 8, 0]
+    for way, (height, width) in zip(ways, sizes):
+        save(tmp_path / "x.jpg", picture(7, (int(height), int(width))), quality=98)
+        contents = tf.io.read_file(str(tmp_path / "x.jpg"))
+        small = images.decoder([int(way)])(contents, way)
+        whole = images.decoder([images.OTHER])(contents, 0)
+        got, expected = (augment.resize(image, size, policy).numpy().astype(int) for image in (small, whole))
+        assert got.shape == (12, 16, 3)
+        # Sizes are rounded up by the decoder, so a pixel along a border of `pad` may fall to the other side.
+        assert np.median(np.abs(got - expected)) <= 3, (way, height, width)
+
+
+def test_a_file_that_breaks_during_the_training(tmp_path, connect, run):
+    folder(tmp_path / "x")
+    given = experiment(tmp_path / "x", image_size="8")
+    loaded = catalog.load(given)
+    victim = pathlib.Path(loaded.train.name(6))
+    whole = victim.read_bytes()
+    victim.write_bytes(whole[:300])
+    for distribution in (connect(1), connect(2)):
+        with distribution.scope():
+            model = keras.Sequential([keras.Input((8, 8, 3)), keras.layers.Flatten(), keras.layers.Dense(3)])
+            model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        for use in (lambda d, m, **o: tfdist.fit(m, loaded.train, distribution=d, batch_size=4, verbose=0),
+                    lambda d, m, **o: tfdist.evaluate(m, loaded.train, distribution=d, batch_size=4),
+                    lambda d, m, **o: tfdist.predict(m, loaded.train, distribution=d, batch_size=4)):  # fmt: skip
+            with pytest.raises(UserError, match=f"^{victim} cannot be decoded: .*or set data.broken=skip$"):
+                use(distribution, model)
+    victim.write_bytes(whole)
+
+
+def test_a_file_that_breaks_during_the_training_weighs_nothing(tmp_path, connect, capfd):
+    """As if it were not there: the same as with a weight of 0 for it in memory."""
+    folder(tmp_path)
+    given = experiment(tmp_path, image_size="8", broken="skip")
+    loaded = catalog.load(given)
+    x, y, _ = everything(loaded.train)
+    victim = pathlib.Path(loaded.train.name(6))
+    victim.write_bytes(victim.read_bytes()[:300])
+    black, same, without = everything(loaded.train)
+    assert f"WARNING: {victim} cannot be decoded and is skipped" in capfd.readouterr().out
+    np.testing.assert_array_equal(same, y)
+    np.testing.assert_array_equal(np.flatnonzero(without == 0), [6])
+    np.testing.assert_array_equal(np.delete(black, 6, 0), np.delete(x, 6, 0))
+    assert not black[6].any()
+
+
+def test_the_command(tmp_path, run):
+    folder(tmp_path / "pictures", each=10)
+    (tmp_path / "pictures" / "cat" / "empty.jpg").write_bytes(b"")
+    flags = [
+        f"--config.data.name=image_folder:{tmp_path / 'pictures'}", "--config.data.train_split=train[:80%]",
+        "--config.data.eval_split=train[80%:]", "--config.data.image_size=8", "--config.train.batch_size=8",
+        "--config.train.epochs=2", "--config.optimizer.warmup=0%", "--config.model.name=mlp", "--workdir=out",
+    ]  # fmt: skip
+    refused = run("tfdist.train", *flags)
+    assert refused.returncode == 2
+    assert refused.stderr.count("\n") == 1 and "1 of 31 files is no image: cat/empty.jpg is empty" in refused.stderr
+    augmented = ["--config.data.broken=skip", "--config.data.augment=flip, mixup(0.2)", "--config.data.cache=stream"]
+    done = run("tfdist.train", *flags, *augmented, "--virtual_devices=2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("WARNING: 1 of 31 files is no image and skipped: cat/empty.jpg is empty") == 1
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert result["status"] == "completed" and result["examples_seen"] in (48, 50)
+
+
+@pytest.mark.parametrize(
+    "make, fields, message",
+    [
+        (lambda p: None, dict(name="image_folder:/nowhere"), "data.name='image_folder:/nowhere': there is no such folder"),
+        (lambda p: None, {}, "there are no images: put those of each class into a folder of its own"),
+        (lambda p: (p / "cat").mkdir(), {}, "there are no images"),
+        (lambda p: folder(p, ("cat",)), {}, "there is only one class, 'cat'"),
+        (folder, dict(eval_split="test"), "data.eval_split='test': .* has no split 'test': known are train, and slices such as train"),
+        (folder, dict(train_split="train[:0%]"), "selects none of the 21 examples"),
+        (folder, dict(options="a=1"), "data.options='a=1' is for functions, image_folder takes none"),
+    ],
+)  # fmt: skip
+def test_unusable_folders(make, fields, message, tmp_path):
+    make(tmp_path)
+    with pytest.raises(UserError, match=message):
+        catalog.load(experiment(tmp_path, **fields))
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (dict(name="stdlib_text", options="examples=20", image_size="8"), "data.image_size='8' is for images"),
+        (dict(name="stdlib_text", options="examples=20", augment="flip"), "is for images"),
+        (dict(name="digits", cache="stream", augment="flip"), "needs examples that can be read by number"),
+    ],
+)
+def test_image_fields_on_other_data(fields, message, tfds_dir, monkeypatch):
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tfds_dir))
+    with pytest.raises(UserError, match=message):
+        catalog.load(experiment("x", train_split="train", eval_split="test", data_dir=str(tfds_dir), **fields))

@@ -1,0 +1,232 @@
+"""Data sets of TFDS: really prepared ones, made-up ones in place of a download, and none."""
+
+import os
+import socket
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tensorflow_datasets as tfds
+
+import tfdist
+from tfdist import config, records_feed
+from tfdist.data import Arrays, Batches, Records
+from tfdist.datasets import catalog, prepared
+
+SIZE = 30
+
+
+class Photos(tfds.core.GeneratorBasedBuilder):
+    """Images of all sizes, as ImageNet has them, with a text beside that nobody asks for."""
+
+    VERSION = tfds.core.Version("1.0.0")
+
+    def _info(self):
+        features = {
+            "image": tfds.features.Image(shape=(None, None, 3), encoding_format="png"),
+            "label": tfds.features.ClassLabel(names=["dark", "light"]),
+            "title": tfds.features.Text(),
+        }
+        return tfds.core.DatasetInfo(
+            builder=self,
+            features=tfds.features.FeaturesDict(features),
+            supervised_keys=("image", "label"),
+            disable_shuffling=True,
+        )
+
+    def _split_generators(self, dl_manager):
+        return {"train": self._generate_examples(SIZE), "test": self._generate_examples(8)}
+
+    def _generate_examples(self, count):
+        for i in range(count):
+            yield i, {"image": photo(i), "label": i % 2, "title": f"number {i}"}
+
+
+def photo(i):
+    """Of one colour, which tells its number."""
+    return np.full((10 + i % 3, 12 - i % 4, 3), 120 * (i % 2) + 4 * i, np.uint8)
+
+
+def experiment(tmp_path, **data):
+    e = config.Experiment()
+    e.data = config.Data(data_dir=str(tmp_path), **data)
+    return config.validate(e)
+
+
+def colours(source):
+    """First pixel and label of each example, in order."""
+    if isinstance(source, Records):
+        source = records_feed.in_order(source, 7)
+    if isinstance(source, Batches):
+        source = source.decoded
+    if isinstance(source, Arrays):
+        x, y = source.columns
+    else:
+        x, y = (np.concatenate(c) for c in zip(*source.as_numpy_iterator()))
+    assert x.dtype == np.uint8 and x.shape[1:] == (8, 8, 3)
+    assert (x == x[:, :1, :1]).all()
+    return list(zip(x[:, 0, 0, 0].tolist(), y.tolist()))
+
+
+EXPECTED = [(int(photo(i)[0, 0, 0]), i % 2) for i in range(SIZE)]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = {}
+    for kind in ("tfrecord", "array_record"):
+        made[kind] = tmp_path_factory.mktemp(kind)
+        tfds.builder("photos", data_dir=made[kind]).download_and_prepare(file_format=kind)
+    return made
+
+
+@pytest.mark.parametrize("kind, source", [("array_record", Records), ("tfrecord", Batches)])
+def test_images_of_all_sizes(kind, source, folders):
+    e = experiment(
+        folders[kind], name="photos", image_size="8", train_split="train[:90%]", eval_split="train[90%:]", shuffle=False
+    )
+    loaded = catalog.load(e)
+    assert isinstance(loaded.train, source) and isinstance(loaded.eval, source)
+    assert colours(loaded.train) == EXPECTED[:27] and colours(loaded.eval) == EXPECTED[27:]
+    assert loaded.spec == catalog.Spec((8, 8, 3), "uint8", 2, 255.0, ("dark", "light")) and loaded.examples == 27
+
+
+def test_both_formats_train_the_same(folders, connect):
+    """Not shuffled, since a stream has an order of its own."""
+    trained = []
+    for kind, replicas in (("array_record", 1), ("array_record", 2), ("tfrecord", 2)):
+        e = experiment(folders[kind], name="photos", image_size="8", shuffle=False)
+        e.train.batch_size = 12
+        loaded = catalog.load(e)
+        keras.utils.set_random_seed(0)
+        with connect(replicas).scope():
+            flat = [keras.Input((8, 8, 3)), keras.layers.Rescaling(1 / 255), keras.layers.Flatten()]
+            model = keras.Sequential([*flat, keras.layers.Dense(2)])
+            model.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        batch = {"batch_size": 12} if kind == "array_record" else {}
+        fit = dict(distribution=connect(replicas), epochs=3, shuffle=False, verbose=0, **batch)
+        history = tfdist.fit(model, loaded.train, **fit).history["loss"]
+        assert history[-1] < history[0]
+        trained.append(np.concatenate([w.ravel() for w in model.get_weights()]))
+    np.testing.assert_allclose(trained[1:], [trained[0]] * 2, atol=1e-6)
+
+
+def test_a_set_of_fixed_size_in_memory_or_by_number(tmp_path):
+    """The format on disk is decided when it is prepared; afterwards both are read."""
+    whole = {}
+    for cache, source in (("stream", Records), ("memory", Arrays), ("auto", Arrays)):
+        loaded = catalog.load(
+            experiment(tmp_path, name="digits", cache=cache, train_split="train[:100]", eval_split="test[:10]")
+        )
+        assert isinstance(loaded.train, source) and loaded.spec.maximum == 16
+        x, y = loaded.train.columns if source is Arrays else next(iter(records_feed.in_order(loaded.train, 100)))
+        whole[cache] = np.concatenate([np.reshape(x, [100, -1]), np.reshape(y, [100, 1])], 1)
+    assert [p.name.split(".")[1].split("-")[0] for p in tmp_path.rglob("digits-t*")] == ["array_record"] * 2
+    np.testing.assert_array_equal(whole["memory"], whole["stream"])
+    plain = tmp_path / "plain"
+    (other,) = [catalog.load(experiment(plain, name="digits", train_split="train[:100]", eval_split="test[:10]"))]
+    np.testing.assert_array_equal(np.sort(other.train.columns[1]), np.sort(whole["auto"][:, -1]))
+    assert list(plain.rglob("*.tfrecord*"))
+
+
+@pytest.mark.parametrize(
+    "name, size, shape, classes",
+    [("cifar10", "", (32, 32, 3), 10), ("imagenet2012", "16", (16, 16, 3), 1000), ("imdb_reviews", "", (), 2)],
+)
+def test_sets_that_need_a_download(name, size, shape, classes, tmp_path):
+    """Made-up examples of the real features, which TFDS offers for tests."""
+    test = "validation" if name == "imagenet2012" else "test"
+    described(name, test, tmp_path)
+    with tfds.testing.mock_data(num_examples=20, data_dir=str(tmp_path)):
+        loaded = catalog.load(experiment(tmp_path, name=name, image_size=size, eval_split=test))
+    assert (loaded.spec.shape, loaded.spec.classes) == (shape, classes)
+    if isinstance(loaded.train, Arrays):
+        x, y = loaded.train.columns
+    else:
+        x, y = next(iter(loaded.train.decoded))
+    assert x.shape[1:] == shape and len(x) == len(y) == 20 and np.max(y) < classes
+
+
+def described(name, test, folder):
+    """Leaves what TFDS would know of the data set, which the stand-in for its data asks for."""
+    info = tfds.builder(name, data_dir=folder).info
+    template = lambda split: tfds.core.ShardedFileTemplate(
+        data_dir=info.data_dir, dataset_name=info.name, split=split, filetype_suffix="tfrecord"
+    )
+    splits = [
+        tfds.core.SplitInfo(name=s, shard_lengths=[20], num_bytes=0, filename_template=template(s))
+        for s in ("train", test)
+    ]
+    info.set_splits(tfds.core.splits.SplitDict(splits))
+    os.makedirs(info.data_dir)
+    info.write_to_directory(info.data_dir)
+
+
+def no_network(*arguments):
+    raise socket.gaierror("no address")
+
+
+@pytest.mark.parametrize(
+    "data, message",
+    [
+        (
+            {"name": "cifar10"},
+            r"data set 'cifar10' is not in .*/cifar10/.* and cannot be downloaded: www.cs.toronto.edu is not found: run `tfds build cifar10` where there is a network, copy what it makes, and set data.data_dir",
+        ),
+        ({"name": "imagenette"}, "run `tfds build imagenette --file_format=array_record` where"),
+        ({"name": "cifar10", "cache": "stream"}, "run `tfds build cifar10 --file_format=array_record` where"),
+        (
+            {"name": "imagenet2012"},
+            r"data set 'imagenet2012' has to be downloaded by hand, from https://image-net.org/, into .*/downloads/manual: manual_dir should contain two files: ILSVRC2012_img_train.tar and",
+        ),
+        ({"name": "cifa10"}, "unknown data.name 'cifa10': did you mean 'cifar10'"),
+    ],
+)
+def test_what_cannot_be_downloaded(data, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(socket, "getaddrinfo", no_network)
+    monkeypatch.setattr(prepared.urllib.request, "getproxies", dict)
+    with pytest.raises(tfdist.UserError, match=message) as error:
+        catalog.load(experiment(tmp_path, **data))
+    assert "\n" not in str(error.value)
+
+
+def test_a_download_that_fails(tmp_path, monkeypatch):
+    def fails(self, **kwargs):
+        raise RuntimeError("the line\nis cut")
+
+    monkeypatch.setattr(prepared, "_unreachable", lambda builder: "")
+    monkeypatch.setattr(tfds.core.DatasetBuilder, "download_and_prepare", fails)
+    with pytest.raises(
+        tfdist.UserError, match=r"'cifar10' cannot be prepared in .*: the line is cut: run `tfds build cifar10`"
+    ):
+        catalog.load(experiment(tmp_path, name="cifar10"))
+    (tmp_path / "downloads" / "manual").mkdir(parents=True)
+    (tmp_path / "downloads" / "manual" / "part.tar").write_bytes(b"")
+    with pytest.raises(
+        tfdist.UserError, match=r"the line is cut: put into .*/manual what TFDS asks for: manual_dir should"
+    ):
+        catalog.load(experiment(tmp_path, name="imagenet2012", image_size="8"))
+
+
+@pytest.mark.parametrize(
+    "data, message",
+    [
+        ({}, "the images of photos have different sizes: set data.image_size, such as 224"),
+        ({"image_size": "8", "train_split": "trian"}, "unknown data.train_split 'trian': photos has t"),
+        ({"image_size": "8", "eval_split": "test[:0]"}, r"data.eval_split='test\[:0\]' of photos is empty"),
+    ],
+)
+def test_what_is_refused(data, message, folders):
+    for kind in folders:
+        with pytest.raises(tfdist.UserError, match=message):
+            catalog.load(experiment(folders[kind], name="photos", **data))
+
+
+def test_a_crop_is_cut_from_the_whole_image(folders):
+    e = experiment(folders["array_record"], name="photos", image_size="8", augment="resized_crop(0.5), flip")
+    found = prepared.load(e, 1e9)
+    assert found.shape == (8, 8, 3)
+    stored = tf.squeeze(found.train.read(tf.constant([4], tf.int64)))
+    assert found.train.decode(stored, None)[0].shape == photo(4).shape
+    assert found.eval.decode(tf.squeeze(found.eval.read(tf.constant([4], tf.int64))), None)[0].shape == (8, 8, 3)

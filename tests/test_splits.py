@@ -1,0 +1,77 @@
+"""Splits in the syntax of TFDS, against TFDS itself."""
+
+import numpy as np
+import pytest
+import tensorflow_datasets as tfds
+
+from tfdist.errors import UserError
+from tfdist.splits import select
+
+SIZES = {"train": 1003, "test": 7}
+
+
+def rows(text):
+    return [
+        (name, numbers[0], numbers[-1] + 1) for name, numbers in select(text, SIZES, "data.train_split", "the data")
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["train", "test", "train[:90%]", "train[90%:]", "train[10%:20%]", "train[100:]", "train[:-50]", "train[-50:]",
+     "train[5:6]", "test[:50%]", "train[:-10%]", "train+test", "train[:3]+test[5:]+train[7:]"],
+)  # fmt: skip
+def test_as_tfds_means_it(text):
+    infos = {
+        name: tfds.core.SplitInfo(name=name, shard_lengths=[size], num_bytes=0, filename_template=template(name))
+        for name, size in SIZES.items()
+    }
+    expected = []
+    for part in tfds.core.splits.SplitDict(list(infos.values()))[text].file_instructions:
+        end = part.examples_in_shard if part.take < 0 else part.skip + part.take
+        expected.append((part.filename.split("-")[1].split(".")[0], part.skip, end))
+    assert rows(text) == expected
+
+
+def template(name):
+    return tfds.core.ShardedFileTemplate(
+        data_dir="/nowhere", template="{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}", dataset_name="d", split=name,
+        filetype_suffix="tfrecord",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("size", range(1, 60))
+@pytest.mark.parametrize("percent", [1, 33.3, 50, 90])
+def test_two_slices_with_a_common_bound_share_no_example_and_leave_none_out(size, percent):
+    found = []
+    for text in (f"a[:{percent}%]", f"a[{percent}%:]"):
+        try:
+            found += [select(text, {"a": size}, "f", "w")[0][1]]
+        except UserError as error:
+            assert "selects none" in str(error)
+    np.testing.assert_array_equal(np.concatenate(found), np.arange(size))
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (
+            "trian",
+            "data.train_split='trian': the data has no split 'trian': did you mean 'train'? Known are test, train, and slices such as test[:90%]",
+        ),
+        ("train[:90", "data.train_split='train[:90' is not understood: write train, train[:90%], train[100:]"),
+        ("train[::2]", "is not understood"),
+        ("train[90]", "is not understood"),
+        ("", "is not understood"),
+        ("train+", "is not understood"),
+        ("train[:2000]", "goes beyond the 1,003 examples of the data"),
+        ("train[:120%]", "goes beyond the 100 % of the data"),
+        ("train[-1004:]", "goes beyond the 1,003 examples of the data"),
+        ("train[7:7]", "selects none of the 1,003 examples of the data"),
+        ("test[:1%]", "selects none of the 7 examples"),
+    ],
+)
+def test_what_is_refused(text, message):
+    with pytest.raises(UserError) as refused:
+        select(text, SIZES, "data.train_split", "the data")
+    assert message in str(refused.value)

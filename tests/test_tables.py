@@ -1,0 +1,252 @@
+"""CSV tables against NumPy and Python's own csv, and what is said about bad rows."""
+
+import csv
+import gzip
+import random
+
+import keras
+import numpy as np
+import pytest
+
+import tfdist
+from tfdist import config
+from tfdist.datasets import catalog, csv_files, tables
+
+ALL = ("train", "train")
+
+
+def write(path, rows, header, **how):
+    with open(path, "w", newline="") as file:
+        csv.writer(file, **how).writerows([header, *rows])
+    return str(path)
+
+
+def made(n=60, seed=0):
+    """Rows of a number with gaps, a category with gaps, a whole number, and a target."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for i in range(n):
+        size = "" if i % 7 == 3 else f"{rng.normal(50, 10):.3f}"
+        colour = ("red", "green, or so", "blü", "")[rng.integers(0, 4)]
+        rows.append([size, colour, str(rng.integers(0, 9)), f"{rng.normal(1000, 300):.2f}"])
+    return rows
+
+
+HEADER = ["size", "colour", "doors", "price"]
+
+
+def test_numbers_and_categories_by_the_training_rows(tmp_path):
+    rows = made()
+    path = write(tmp_path / "cars.csv", rows, HEADER)
+    got = tables.prepare(path, {"target": "price", "in_order": True}, ("train[:40]", "train[40:]"))
+    train = rows[:40]
+    for place, (column, name) in enumerate(zip([0, 2], ["size", "doors"])):
+        values = np.array([float(r[column] or "nan") for r in rows])
+        mean, std = np.nanmean(values[:40]), np.nanstd(values[:40])
+        spec = next(c for c in got.columns if c.name == name)
+        assert (spec.kind, spec.mean, spec.std) == ("number", pytest.approx(mean), pytest.approx(std))
+        expected = np.where(np.isnan(values), 0, (values - mean) / std)
+        np.testing.assert_allclose(
+            np.concatenate([p[0]["numbers"] for p in (got.train, got.eval)])[:, place], expected, atol=1e-5
+        )
+    vocabulary = sorted({r[1] for r in train})
+    assert got.columns[1] == catalog.Column("colour", "category", vocabulary=tuple(vocabulary)) and vocabulary[0] == ""
+    np.testing.assert_array_equal(got.train[0]["categories"][:, 0], [1 + vocabulary.index(r[1]) for r in train])
+    assert [c.name for c in got.columns] == ["size", "colour", "doors"]
+    np.testing.assert_allclose(got.eval[1], [float(r[3]) for r in rows[40:]], rtol=1e-6)
+    assert (got.classes, got.target.kind, got.target.mean) == (None, "number", pytest.approx(np.mean(got.train[1])))
+    assert got.train[0]["numbers"].dtype == got.train[1].dtype == "float32"
+    assert got.train[0]["categories"].dtype == "int32"
+
+
+def test_rows_are_mixed_before_they_are_cut(tmp_path):
+    """A file sorted by its target would leave classes out of the training split."""
+    path = write(tmp_path / "sorted.csv", [[i, "ab"[i // 50]] for i in range(100)], ["x", "y"])
+    got = tables.prepare(path, {"target": "y"}, ("train[:80%]", "train[80%:]"))
+    assert (len(got.train[1]), len(got.eval[1]), got.names) == (80, 20, ("a", "b"))
+    x = (
+        np.concatenate([p[0]["numbers"][:, 0] for p in (got.train, got.eval)]) * got.columns[0].std
+        + got.columns[0].mean
+    )
+    assert sorted(np.round(x).tolist()) == list(range(100)) and set(got.eval[1]) == {0, 1}
+    y = np.concatenate([got.train[1], got.eval[1]])
+    np.testing.assert_array_equal(y, np.round(x) >= 50)
+    again = tables.prepare(path, {"target": "y"}, ("train[:80%]", "train[80%:]"))
+    np.testing.assert_array_equal(again.train[0]["numbers"], got.train[0]["numbers"])
+
+
+@pytest.mark.parametrize(
+    "values, options, classes, names",
+    [
+        (["b", "a", "10", "9"], {}, 4, ("9", "10", "a", "b")),
+        (["3", "1", "3", "1"], {}, 2, ("1", "3")),
+        (["0.5", "1", "3", "1"], {}, None, ()),
+        ([str(i) for i in range(30)], {}, None, ()),
+        ([str(i) for i in range(30)], {"classify": True}, 30, tuple(str(i) for i in range(30))),
+        (["3", "1", "3", "1"], {"classify": False}, None, ()),
+    ],
+)
+def test_what_is_a_class(values, options, classes, names, tmp_path):
+    path = write(tmp_path / "t.csv", [[i, v] for i, v in enumerate(values)], ["x", "y"])
+    got = tables.prepare(path, {"target": "y", "in_order": True, **options}, ALL)
+    assert (got.classes, got.names) == (classes, names)
+    if classes:
+        assert got.train[1].dtype == "int32" and [names[i] for i in got.train[1]] == values
+    else:
+        np.testing.assert_allclose(got.train[1], [float(v) for v in values])
+
+
+def test_folders_patterns_and_what_no_training_row_has(tmp_path):
+    write(tmp_path / "train.csv", [[1, "a", "yes"], [3, "b", "no"]], ["x", "c", "y"], delimiter=";")
+    test = "y;c;x\nno;new;5\nyes;b;\n"
+    with gzip.open(tmp_path / "test.csv.gz", "wt") as file:
+        file.write(test)
+    options = {"target": "y", "delimiter": ";", "in_order": True}
+    got = tables.prepare(str(tmp_path), options, ("train", "test"))
+    np.testing.assert_allclose(got.eval[0]["numbers"], [[3.0], [0.0]])
+    np.testing.assert_array_equal(got.eval[0]["categories"], [[0], [2]])
+    np.testing.assert_array_equal(got.eval[1], [0, 1])
+    joined = tables.prepare(str(tmp_path), options, ("test+train", "train[:50%]"))
+    assert joined.columns[1].vocabulary == ("a", "b", "new") and joined.columns[0].mean == 3
+    np.testing.assert_array_equal(joined.train[0]["categories"][:, 0], [3, 2, 1, 2])
+    np.testing.assert_array_equal(joined.eval[0]["categories"], [[1]])
+    with pytest.raises(
+        tfdist.UserError, match=r"csv:.* has no split 'tset': did you mean 'test'\? Known are test, train"
+    ):
+        tables.prepare(str(tmp_path), options, ("train", "tset"))
+    both = tables.prepare(str(tmp_path / "*.csv*"), options, ALL)
+    assert len(both.train[1]) == 4 and both.columns[0].vocabulary == ("a", "b", "new")
+    assert [c.name for c in both.columns] == ["c", "x"], "by the first file, which is test.csv.gz"
+
+
+def test_new_rows_are_read_as_the_model_knows_them(tmp_path):
+    path = write(tmp_path / "cars.csv", made(), HEADER)
+    got = tables.prepare(path, {"target": "price", "categories": ["doors"], "in_order": True}, ALL)
+    assert [c.kind for c in got.columns] == ["number", "category", "category"]
+    new = write(
+        tmp_path / "new.csv", [["red", "7", "", "x"], ["pink", "77", "61", "x"]], ["colour", "doors", "size", "id"]
+    )
+    x = tables.read_inputs(new, got.columns)
+    size, colour, doors = got.columns
+    np.testing.assert_allclose(x["numbers"], [[0], [(61 - size.mean) / size.std]], rtol=1e-5)
+    np.testing.assert_array_equal(
+        x["categories"], [[colour.vocabulary.index("red") + 1, doors.vocabulary.index("7") + 1], [0, 0]]
+    )
+    with pytest.raises(tfdist.UserError, match=r"new\.csv lacks the columns a, b that the model was trained on"):
+        tables.read_inputs(new, (catalog.Column("a", "number"), size, catalog.Column("b", "category")))
+    with pytest.raises(tfdist.UserError, match="line 2 has 'red' for a number in column 'colour'"):
+        tables.read_inputs(new, (catalog.Column("colour", "number"),))
+
+
+BAD_ROWS = '"size",n\n1,1\n\n2,2,2\n3,"x\ny"\n4,4\n5\ninf,5\nabc,6\n7,7\n' + "8,8\n" * 60
+
+
+def test_bad_rows_are_named_by_their_line(tmp_path, capfd):
+    path = tmp_path / "bad.csv"
+    path.write_text(BAD_ROWS)
+    expected = (
+        f"{path} line 4 has 3 fields and the header 2; {path} line 8 has 1 fields and the header 2; "
+        f"{path} line 5 has 'x\\ny' for a number in column 'n', and 2 more bad rows"
+    )
+    options = {"target": "n", "in_order": True, "classify": False}
+    with pytest.raises(tfdist.UserError) as error:
+        tables.prepare(str(path), options, ALL)
+    assert str(error.value) == f"{expected}: correct the file, or leave such rows out with data.broken=skip"
+    got = tables.prepare(str(path), options, ALL, skip=True)
+    assert capfd.readouterr().out == f"WARNING: left out: {expected}\n"
+    np.testing.assert_allclose(got.train[1], [1, 4, 7, *[8] * 60])
+    everything = csv_files.read([str(path)], ["size", "n"], {}, skip=True)
+    assert [row.split(" line ")[1].split(" has ")[0] for row in everything.skipped] == ["4", "8", "5", "9", "10"]
+
+
+def test_a_column_that_turns_out_to_be_texts_late(tmp_path, monkeypatch):
+    monkeypatch.setattr(csv_files, "_CHUNK", 10)
+    path = write(tmp_path / "late.csv", [[i if i < 15 else f"id{i}", i % 2] for i in range(40)], ["code", "y"])
+    got = tables.prepare(path, {"target": "y"}, ALL)
+    assert got.columns[0].kind == "category" and len(got.columns[0].vocabulary) == 40
+
+
+@pytest.mark.parametrize(
+    "text, options, message",
+    [
+        ("a,b\n1,2\n", {}, "needs data.options=target=NAME, the column to predict, one of: a, b"),
+        ("a,b\n1,2\n", {"target": "c"}, "there is no column 'c' for target in .*: it has a, b"),
+        ("a,b\n1,2\n", {"target": "b", "use": ["z"]}, "there is no column 'z' for use"),
+        ("a,b\n1,2\n", {"target": "b", "leave_out": "a"}, "leaves no column to predict 'b' from: there are a, b"),
+        ("a,b\n1,2\n", {"target": "b", "taget": "a"}, "unknown 'taget' in data.options: did you mean 'target'"),
+        ("a,b\n1,2\n", {"target": "b", "classify": 3}, "classify must be True or False, got 3"),
+        ("a,b\n1,2\n", {"target": "b", "delimiter": ";;"}, "delimiter must be one character, got ';;'"),
+        ("a,b\n1,2\n", {"target": "b", "in_order": 1}, "in_order must be True or False, got 1"),
+        ("a,b\n1,2\n", {"target": "b", "categories": 1}, "categories must be a column name or a list of them, got 1"),
+        ("", {"target": "b"}, "has no header: its first line must name the columns"),
+        ("a,a,b\n", {"target": "b"}, "has two columns named 'a': rename one"),
+        ("a,b\n", {"target": "b"}, "has no rows below its header"),
+        ("a,b\n1\n", {"target": "b"}, "line 2 has 1 fields and the header 2: correct the file"),
+        ("a,b\n1,\n2,3\n", {"target": "b"}, "1 rows in train of csv:.* have no target 'b': fill it in, or leave"),
+        ("a,b\n1,x\n2,\n", {"target": "b"}, "1 rows in train of csv:.* have no target 'b'"),
+        (
+            "a,b\n1,2\n1," + "2" * 140_000,
+            {"target": "b"},
+            r"t.csv cannot be read after line \d: field larger than field limit",
+        ),
+        (
+            "a,b\n" + "".join(f"n{i},1\n" for i in range(1200)),
+            {"target": "b"},
+            r"column 'a' has 1,200 different texts in 1,200 training rows, more than a category has: leave it out with data.options=leave_out=\['a'\]",
+        ),
+    ],
+)
+def test_what_cannot_be_used(text, options, message, tmp_path):
+    (tmp_path / "t.csv").write_text(text)
+    with pytest.raises(tfdist.UserError, match=message) as error:
+        tables.prepare(str(tmp_path / "t.csv"), options, ALL)
+    assert "\n" not in str(error.value)
+
+
+def test_files_that_cannot_be_used(tmp_path):
+    with pytest.raises(tfdist.UserError, match="has no files: give a CSV file, a folder of"):
+        tables.prepare(str(tmp_path), {"target": "a"}, ALL)
+    (tmp_path / "a.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "b.csv").write_text("a,c\n1,2\n")
+    with pytest.raises(
+        tfdist.UserError, match=r"b.csv has other columns than .*a.csv \(b, c\): give files of one table"
+    ):
+        tables.prepare(str(tmp_path), {"target": "a"}, ALL)
+    (tmp_path / "a.csv").write_bytes(b"a,b\n1,2\n1,\xff\xfe\n")
+    with pytest.raises(tfdist.UserError, match=r"a\.csv cannot be read.*give CSV in UTF-8"):
+        tables.prepare(str(tmp_path / "a.csv"), {"target": "a"}, ALL)
+    (tmp_path / "c.csv").write_text("a,b\n1,x\n2,y\n")
+    with pytest.raises(tfdist.UserError, match="1 rows have a target 'b' that no training row has, such as 'y'"):
+        tables.prepare(str(tmp_path / "c.csv"), {"target": "b", "in_order": True}, ("train[:1]", "train[1:]"))
+
+
+def test_quoting_is_pythons(tmp_path):
+    """Texts with everything in them come back, whatever chunk they fall into."""
+    chooser = random.Random(0)
+    texts = ["".join(chooser.choices('ab,"\n;é ', k=8)).strip() or "x" for _ in range(50)]
+    path = write(tmp_path / "q.csv", [[t, i] for i, t in enumerate(texts)], ["t", "n"])
+    table = csv_files.read([path], ["t", "n"], {"t": "category"})
+    assert [table.texts["t"][i] for i in table.categories["t"]] == texts
+    np.testing.assert_array_equal(table.numbers["n"], range(50))
+
+
+def test_an_experiment_on_a_table(tmp_path, connect):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(200, 2))
+    colour = rng.integers(0, 2, 200)
+    rows = [[f"{a:.3f}", f"{b:.3f}", "rb"[c], "no" if a + b > c else "yes"] for (a, b), c in zip(x, colour)]
+    path = write(tmp_path / "t.csv", rows, ["a", "b", "c", "y"])
+    e = config.Experiment()
+    e.data = config.Data(name=f"csv:{path}", options="target=y", train_split="train[:80%]", eval_split="train[80%:]")
+    loaded = catalog.load(config.validate(e))
+    assert (loaded.examples, loaded.spec.classes, loaded.spec.names) == (160, 2, ("no", "yes"))
+    with connect(2).scope():
+        numbers, categories = keras.Input((2,), name="numbers"), keras.Input((1,), dtype="int32", name="categories")
+        embedded = keras.layers.Flatten()(keras.layers.Embedding(3, 2)(categories))
+        outputs = keras.layers.Dense(2)(keras.layers.Concatenate()([numbers, embedded]))
+        model = keras.Model({"numbers": numbers, "categories": categories}, outputs)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(0.05), loss, metrics=["accuracy"])
+    fit = dict(distribution=connect(2), batch_size=32, epochs=15, verbose=0)
+    history = tfdist.fit(model, loaded.train, validation_data=loaded.eval, **fit)
+    assert history.history["val_accuracy"][-1] > 0.9

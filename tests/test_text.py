@@ -1,0 +1,111 @@
+"""Text for language models: every byte once, in files' order, in memory or from the files."""
+
+import ast
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist
+from tfdist import config, records_feed
+from tfdist.data import Arrays, Records
+from tfdist.datasets import catalog, stdlib_text, text
+
+TEXTS = {"b.txt": b"to be, or not to be", "a/x.py": b"print('hi')\n", "a/empty": b"", "a/.hidden": b"no", "c.txt": b"z"}
+WHOLE = b"print('hi')\n\0to be, or not to be\0z\0"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, content in TEXTS.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "x").write_bytes(b"no")
+    return tmp_path
+
+
+def both(source):
+    """x and y of all examples, in order."""
+    if isinstance(source, Arrays):
+        return source.columns
+    batches = list(records_feed.in_order(source, 4).as_numpy_iterator())
+    return tuple(np.concatenate(column) for column in zip(*batches))
+
+
+@pytest.mark.parametrize("memory, kind", [(1e9, Arrays), (0, Records)])
+@pytest.mark.parametrize("length", [1, 5, 7, 34])
+def test_windows_are_the_files_without_gaps(length, memory, kind, folder):
+    (source,) = text.load(str(folder), {"f": "train"}, memory, length)
+    assert isinstance(source, kind)
+    x, y = both(source)
+    assert x.shape == y.shape == ((len(WHOLE) - 1) // length, length) and x.dtype == y.dtype == "int32"
+    count = x.size
+    assert bytes(x.reshape(-1).tolist()) == WHOLE[:count]
+    assert bytes(y.reshape(-1).tolist()) == WHOLE[1 : count + 1]
+
+
+@pytest.mark.parametrize("memory", [1e9, 0])
+def test_slices_by_windows(memory, folder):
+    whole, first, rest, mixed = (
+        both(source)[0]
+        for source in text.load(
+            str(folder), {"a": "train", "b": "train[:60%]", "c": "train[60%:]", "d": "train[3:]+train[:2]"}, memory, 3
+        )
+    )
+    np.testing.assert_array_equal(np.concatenate([first, rest]), whole)
+    np.testing.assert_array_equal(mixed, np.concatenate([whole[3:], whole[:2]]))
+
+
+def test_splits_by_file_and_patterns(folder, tmp_path):
+    assert text.files(str(folder / "**" / "*.txt")) == {"train": [str(folder / "b.txt"), str(folder / "c.txt")]}
+    (folder / "train").mkdir()
+    (folder / "train" / "one").write_bytes(b"abc")
+    by_split = text.files(str(folder))
+    assert by_split["train"] == [str(folder / "train" / "one")] and by_split["c"] == [str(folder / "c.txt")]
+    train, test = text.load(str(folder), {"a": "train", "b": "b[:2]"}, 1e9, 2)
+    assert train.size == 1 and bytes(test.columns[0].reshape(-1).tolist()) == b"to b"
+
+
+@pytest.mark.parametrize(
+    "path, splits, length, message",
+    [
+        ("*.md", "train", 4, r"data.name=text:.*md has no files: give a text file, a folder, or a pattern"),
+        ("", "test", 4, "text:.* in windows of 4 bytes has no split 'test': known are train"),
+        ("", "train", 100, "selects none of the 0 examples of text:.* in windows of 100 bytes"),
+        ("", "train", 0, "length must be a whole number of at least 1, got 0"),
+        ("", "train", "long", "length must be a whole number of at least 1, got 'long'"),
+    ],
+)
+def test_what_cannot_be_used(path, splits, length, message, folder):
+    with pytest.raises(tfdist.UserError, match=message):
+        text.load(str(folder / path), {"data.train_split": splits}, 1e9, length)
+
+
+def test_a_file_that_shrinks_is_no_zeros(folder):
+    (source,) = text.load(str(folder), {"f": "train"}, 0, 5)
+    (folder / "b.txt").write_bytes(b"to be")
+    with pytest.raises(tf.errors.OpError, match=r"b\.txt has become shorter since the run began"):
+        both(source)
+
+
+def test_an_experiment_on_text(folder):
+    e = config.Experiment()
+    e.data = config.Data(name=f"text:{folder}", options="length=5", train_split="train[:5]", eval_split="train[5:]")
+    for cache, kind in (("auto", Arrays), ("memory", Arrays), ("stream", Records)):
+        e.data.cache = cache
+        loaded = catalog.load(config.validate(e))
+        assert isinstance(loaded.train, kind) and loaded.examples == 5 and loaded.eval.size == 1
+        assert loaded.spec == catalog.Spec((5,), "int32", 256, 255.0)
+    e.data.options = "lenght=5"
+    with pytest.raises(tfdist.UserError, match=r"data.options: tfdist.datasets.text:load takes no such arguments"):
+        catalog.load(e)
+
+
+def test_the_standard_library_packed():
+    data = stdlib_text.load(length=32, examples=100, packed=True)
+    x, y = data["train"]
+    assert x.shape == (100, 32) and data["test"][0].shape == (10, 32)
+    np.testing.assert_array_equal(x.reshape(-1)[1:], y.reshape(-1)[:-1])
+    first = stdlib_text._path(stdlib_text.pathlib.Path(ast.__file__).parent, "ast").read_bytes()
+    assert bytes(x.reshape(-1).tolist()) == first[:3200]

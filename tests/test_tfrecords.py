@@ -1,0 +1,195 @@
+"""TFRecord files against TensorFlow's own reader, whole and damaged."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist
+from tfdist import config, records_feed
+from tfdist.data import Arrays, Records
+from tfdist.datasets import catalog, record_files, tfrecords
+
+PICTURE = {"image": "png", "label": "int64", "classes": 3}
+SPLITS = {"data.train_split": "train", "data.eval_split": "train"}
+
+
+def feature(value):
+    if isinstance(value, bytes):
+        return tf.train.Feature(bytes_list=tf.train.BytesList(value=[value]))
+    value = np.atleast_1d(value)
+    if value.dtype.kind == "i":
+        return tf.train.Feature(int64_list=tf.train.Int64List(value=value))
+    return tf.train.Feature(float_list=tf.train.FloatList(value=value))
+
+
+def write(path, examples, options=None):
+    with tf.io.TFRecordWriter(str(path), options) as writer:
+        for example in examples:
+            if isinstance(example, dict):
+                features = tf.train.Features(feature={k: feature(v) for k, v in example.items()})
+                example = tf.train.Example(features=features).SerializeToString()
+            writer.write(example)
+    return path
+
+
+def pictures(first, count, height=6):
+    for i in range(first, first + count):
+        png = tf.io.encode_png(np.full((height, 5, 3), 3 * i, np.uint8)).numpy()
+        yield {"image": png, "label": i % 3, "weight": float(i)}
+
+
+def both(source):
+    if isinstance(source, Arrays):
+        return source.columns
+    return tuple(np.concatenate(c) for c in zip(*records_feed.in_order(source, 4).as_numpy_iterator()))
+
+
+def test_records_are_those_that_tensorflow_reads(tmp_path):
+    rng = np.random.default_rng(0)
+    records = [rng.bytes(int(n)) for n in (0, 1, 7, 300, 70_000, 2**20, 3)]
+    paths = [str(write(tmp_path / name, part)) for name, part in (("a", records[:4]), ("b", []), ("c", records[4:]))]
+    found = record_files.index([p for p in paths if p != paths[1]])
+    rows = np.array([6, 0, 3, 5, 5, 1, 2, 4])
+    assert found.read(rows).tolist() == [records[i] for i in rows] and not found.broken
+    assert found.read(np.arange(7)).tolist() == list(tf.data.TFRecordDataset(paths).as_numpy_iterator())
+    assert found.name(5) == f"record 1 of {paths[2]}"
+
+
+def test_images_labels_and_weights(tmp_path):
+    for i in range(3):
+        write(tmp_path / f"set-train-0000{i}-of-00003", pictures(4 * i, 4))
+    write(tmp_path / "set-validation-00000-of-00001", pictures(50, 2))
+    splits = {"a": "train[:75%]", "b": "train[75%:]+validation"}
+    found = tfrecords.load(str(tmp_path), splits, {"image": "png", "label": "int64", "weight": "float32", "classes": 3})
+    assert (found.shape, found.dtype, found.classes) == ((6, 5, 3), "uint8", 3)
+    x, y, weight = both(found.train)
+    assert x[:, 2, 2, 1].tolist() == [3 * i for i in range(9)] and (x == x[:, :1, :1, :1]).all()
+    assert y.tolist() == [i % 3 for i in range(9)] and weight.tolist() == list(range(9)) and y.dtype == "int32"
+    assert both(found.eval)[2].tolist() == [9, 10, 11, 50, 51]
+
+
+def test_numbers(tmp_path):
+    rows = [{"x": np.arange(6.0) + i, "y": 0.5 * i, "t": np.arange(4) + i} for i in range(5)]
+    path = write(tmp_path / "n.tfrecord", rows)
+    found = tfrecords.load(str(path), SPLITS, {"x": "float32[2, 3]", "y": "float32"})
+    x, y = both(found.train)
+    np.testing.assert_array_equal(x, [np.arange(6).reshape(2, 3) + i for i in range(5)])
+    assert y.tolist() == [0, 0.5, 1, 1.5, 2] and found.classes is None and found.shape == (2, 3)
+    found = tfrecords.load(str(path), SPLITS, {"t": "int64[4]", "y": "float32"})
+    assert both(found.train)[0].dtype == found.dtype == "int32"
+
+
+@pytest.fixture
+def damaged(tmp_path):
+    """Three files: whole, cut in the middle, and with a length that is wrong."""
+    for name in "abc":
+        write(tmp_path / name, pictures(0, 4))
+    whole = (tmp_path / "a").read_bytes()
+    (tmp_path / "b").write_bytes(whole[: len(whole) // 2])
+    third = record_files.index([str(tmp_path / "c")]).offsets[2] - 12
+    (tmp_path / "c").write_bytes(whole[:third] + bytes([whole[third] ^ 1]) + whole[third + 1 :])
+    return tmp_path, third
+
+
+def test_damaged_files_are_named(damaged):
+    folder, at = damaged
+    message = f"{folder}/b is cut off behind 2 records; {folder}/c is damaged at byte {at}, behind 2 good records"
+    with pytest.raises(tfdist.UserError) as error:
+        tfrecords.load(str(folder), SPLITS, PICTURE)
+    assert str(error.value) == f"{message}: write them again, or leave out what is lost with data.broken=skip"
+    said = []
+    found = tfrecords.load(str(folder), SPLITS, PICTURE, skip=True, say=said.append)
+    assert said == [f"WARNING: {message}: left out"]
+    assert both(found.train)[0][:, 0, 0, 0].tolist() == [0, 3, 6, 9, 0, 3, 0, 3]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({}, "names the features x, y and perhaps weight, in this order, with their types: write it like image=jpeg"),
+        ({"image": "png"}, "names the features x, y"),
+        ({"image": "pgn", "label": "int64"}, "unknown type 'pgn' of image: did you mean 'png'"),
+        (
+            {"image": "string", "label": "int64"},
+            "image=string cannot be trained on: write jpeg or png, or leave it out",
+        ),
+        ({"image": 3, "label": "int64"}, "image=3 is no type: write one of jpeg, png, int64, float32, or"),
+        ({"image": "png[3]", "label": "int64"}, r"image='png\[3\]': an image has its shape from data.image_size"),
+        ({"image": "png", "label": "int64"}, "the second feature, label, is the target: int64 together with classes=N"),
+        ({"image": "png", "label": "float32", "classes": 3}, "the second feature, label, is the target"),
+        (
+            {"image": "png", "label": "int64", "weight": "int64", "classes": 3},
+            "the third feature, weight, is the weight: float32",
+        ),
+        ({**PICTURE, "classes": 0}, "classes must be a whole number of at least 1, got 0"),
+        (
+            {"img": "png", "label": "int64", "classes": 3},
+            r"no feature 'img' in record 0 of .*: it has image \(bytes\), label \(int64\), weight \(float\)",
+        ),
+        (
+            {"image": "png", "weight": "int64", "classes": 3},
+            r"weight=int64 does not fit record 0 of .*, which has image \(bytes\)",
+        ),
+        (
+            {"weight": "float32[2]", "label": "int64", "classes": 3},
+            r"weight has 1 values in record 0 .*: give its shape, such as weight='float32\[1\]'",
+        ),
+        ({"image": "jpeg", "label": "int64", "classes": 3, "channels": 7}, "image of record 0 of .* cannot be decoded"),
+    ],
+)
+def test_what_does_not_fit(options, message, tmp_path):
+    path = write(tmp_path / "a.tfrecord", pictures(0, 3))
+    with pytest.raises(tfdist.UserError, match=message) as error:
+        tfrecords.load(str(path), SPLITS, options)
+    assert "\n" not in str(error.value)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    load = lambda name: tfrecords.load(str(tmp_path / name), SPLITS, PICTURE)
+    write(tmp_path / "z.gz", pictures(0, 3), tf.io.TFRecordOptions("GZIP"))
+    with pytest.raises(
+        tfdist.UserError, match=r"z.gz is compressed with GZIP, which cannot be read by number: write it ag"
+    ):
+        load("z.gz")
+    write(tmp_path / "z.zlib", pictures(0, 3), tf.io.TFRecordOptions("ZLIB"))
+    with pytest.raises(tfdist.UserError, match=r"z.zlib is no TFRecord file, or is compressed"):
+        load("z.zlib")
+    (tmp_path / "empty").write_bytes(b"")
+    with pytest.raises(tfdist.UserError, match="empty is empty: write them again"):
+        load("empty")
+    with pytest.raises(tfdist.UserError, match="has no files: give a file, a folder, or a pattern such as"):
+        load("none*")
+    write(tmp_path / "text", [b"no example"])
+    with pytest.raises(tfdist.UserError, match=r"record 0 of .*text is no tf.train.Example"):
+        load("text")
+    (tmp_path / "d").mkdir()
+    write(tmp_path / "d" / "train.tfrecord", pictures(0, 3))
+    write(tmp_path / "d" / "more.tfrecord", pictures(0, 3))
+    with pytest.raises(tfdist.UserError, match=r"more.tfrecord does not say of which split it is, and others do"):
+        load("d")
+
+
+def experiment(path, **data):
+    e = config.Experiment()
+    e.data = config.Data(
+        name=f"tfrecord:{path}", options="image=png, label=int64, classes=3", eval_split="train", **data
+    )
+    return config.validate(e)
+
+
+@pytest.mark.parametrize("cache, kind", [("auto", Arrays), ("stream", Records)])
+def test_an_experiment_on_records(cache, kind, tmp_path):
+    path = write(tmp_path / "a.tfrecord", [*pictures(0, 4), *pictures(4, 4, height=9)])
+    loaded = catalog.load(experiment(path, cache=cache, image_size="4x3"))
+    assert isinstance(loaded.train, kind) and loaded.spec == catalog.Spec((4, 3, 3), "uint8", 3, 255.0)
+    assert both(loaded.train)[0][:, 0, 0, 0].tolist() == [3 * i for i in range(8)]
+    crop = catalog.load(experiment(path, cache="stream", image_size="4x3", augment="resized_crop(0.3)"))
+    assert both(crop.train)[0][:, 0, 0, 0].tolist() == [3 * i for i in range(8)]
+    if cache == "auto":
+        with pytest.raises(tfdist.UserError, match=r"record 4 of .*a.tfrecord cannot be decoded.*: remove it"):
+            catalog.load(experiment(path, cache=cache))
+        write(path, [{"image": next(pictures(0, 1))["image"], "label": 3}])
+        with pytest.raises(
+            tfdist.UserError, match=r"record 0 of .* cannot be decoded: label is not in 0 to 2 \(classes=3\)"
+        ):
+            catalog.load(experiment(path, cache=cache))

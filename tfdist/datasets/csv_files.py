@@ -1,0 +1,228 @@
+"""Reads CSV files into columns: numbers and texts told apart, bad rows named by their line."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import gc
+import gzip
+import io
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from tfdist.errors import UserError
+
+MISSING = frozenset(("", "na", "n/a", "nan", "null", "none", "?"))
+"""What stands for a missing number, in any case. Of a category only an empty text is missing."""
+
+NUMBERS = 0.95
+"""Share of a column's values that must be numbers, or it is a category; the rest are bad rows."""
+
+_CHUNK = 20_000
+_NAMED = 3
+"""Bad rows that a message names."""
+
+
+@dataclasses.dataclass(slots=True)
+class Table:
+    """Rows of files with one header, in their order."""
+
+    numbers: dict[str, np.ndarray]
+    """By column: float64 [rows], NaN where missing."""
+    categories: dict[str, np.ndarray]
+    """By column: int32 [rows], places in `texts`."""
+    texts: dict[str, list[str]]
+    """By column of `categories`: the texts that occur, stripped."""
+    size: int
+    skipped: list[str]
+    """Bad rows that were left out: where, and what is wrong."""
+
+
+class _ManyTexts(Exception):  # noqa: N818  a reason to begin anew and no error
+    """A column that began with numbers is a category after all."""
+
+
+def header(path: str, delimiter: str = ",") -> list[str]:
+    """The column names of a file.
+
+    Raises:
+      UserError: no header, or a name that is given twice.
+    """
+    with _open(path) as file:
+        names = [name.strip() for name in _taken(path, csv.reader(file, delimiter=delimiter), 1, [[]])[0]]
+    if not any(names):
+        raise UserError(f"{path} has no header: its first line must name the columns")
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"{path} has two columns named {name!r}: rename one of them")
+    return names
+
+
+def read(
+    paths: Sequence[str], columns: Iterable[str], kinds: dict[str, str], delimiter: str = ",", skip: bool = False
+) -> Table:
+    """Reads these columns of all files.
+
+    Args:
+      kinds: `number` or `category` of the columns for which it is known; of the
+        others it is found out: a column is of numbers when `NUMBERS` of its values are.
+      skip: leave bad rows out instead of refusing them.
+
+    Raises:
+      UserError: bad rows (another number of fields than the header; no finite
+        number in a column of numbers), or a file that is no CSV in UTF-8.
+    """
+    columns, kinds = list(columns), dict(kinds)
+    collecting = gc.isenabled()
+    gc.disable()  # it looks through all of TensorFlow again and again while lists are made: a third of the time
+    try:
+        while True:
+            try:
+                return _Reader(columns, kinds, delimiter, skip).read(paths)
+            except _ManyTexts as found:
+                kinds[str(found)] = "category"
+    finally:
+        if collecting:
+            gc.enable()
+
+
+class _Reader:
+    def __init__(self, columns: list[str], kinds: dict[str, str], delimiter: str, skip: bool):
+        self._columns, self._given, self._delimiter, self._skip = columns, kinds, delimiter, skip
+        self._kinds = dict(kinds)
+        self._parts: dict[str, list[np.ndarray]] = {name: [] for name in columns}
+        self._places: dict[str, dict[str, int]] = {name: {} for name in columns}
+        self._wrong = dict.fromkeys(columns, 0)
+        self._present = dict.fromkeys(columns, 0)
+        self._bad: list[str] = []
+        self._size = 0
+
+    def read(self, paths: Sequence[str]) -> Table:
+        first = header(paths[0], self._delimiter)
+        for path in paths:
+            names = header(path, self._delimiter)
+            if sorted(names) != sorted(first):
+                other = ", ".join(sorted(set(names) ^ set(first)))
+                raise UserError(f"{path} has other columns than {paths[0]} ({other}): give files of one table")
+            with _open(path) as file:
+                reader = csv.reader(file, delimiter=self._delimiter)
+                next(reader)
+                self._read_file(path, reader, names)
+        self._judge()
+        if not self._size:
+            raise UserError(f"{paths[0]} has no rows below its header" + " that can be used" * bool(self._bad))
+        kind = lambda wanted: [name for name in self._columns if self._kinds[name] == wanted]
+        joined = {name: np.concatenate(parts) for name, parts in self._parts.items()}
+        return Table(
+            {name: joined[name] for name in kind("number")},
+            {name: joined[name] for name in kind("category")},
+            {name: list(self._places[name]) for name in kind("category")},
+            self._size,
+            self._bad,
+        )
+
+    def _read_file(self, path: str, reader: Any, names: list[str]) -> None:
+        where = [names.index(name) for name in self._columns]
+        while True:
+            line = reader.line_num
+            rows = _taken(path, reader, _CHUNK, [])
+            if not rows:
+                return
+            lines = _lines(rows, line, reader.line_num)
+            if set(map(len, rows)) != {len(names)}:
+                for row, number in zip(rows, lines):
+                    if row and len(row) != len(names):
+                        self._bad.append(f"{path} line {number} has {len(row)} fields and the header {len(names)}")
+                kept = [i for i, row in enumerate(rows) if len(row) == len(names)]
+                rows, lines = [rows[i] for i in kept], [lines[i] for i in kept]
+            if rows:
+                values = list(zip(*rows))
+                self._add(path, {name: values[i] for name, i in zip(self._columns, where)}, lines)
+
+    def _add(self, path: str, values: dict[str, tuple[str, ...]], lines: Sequence[int]) -> None:
+        """Appends a chunk of rows, those left out that have no number where there should be one."""
+        bad: dict[int, str] = {}
+        chunk = {}
+        for name, column in values.items():
+            if name not in self._kinds:
+                self._kinds[name] = _kind(column)
+            if self._kinds[name] == "category":
+                places = self._places[name]
+                chunk[name] = np.array([places.setdefault(v.strip(), len(places)) for v in column], np.int32)
+                continue
+            chunk[name], wrong = _numbers(column)
+            self._wrong[name] += len(wrong)
+            self._present[name] += len(column) - int(np.isnan(chunk[name]).sum()) + len(wrong)
+            for i in wrong:
+                bad.setdefault(i, f"{path} line {lines[i]} has {column[i]!r} for a number in column {name!r}")
+        keep = np.ones(len(lines), bool)
+        keep[list(bad)] = False
+        self._bad += [bad[i] for i in sorted(bad)]
+        self._size += int(keep.sum())
+        for name, part in chunk.items():
+            self._parts[name].append(part[keep])
+
+    def _judge(self) -> None:
+        for name in self._columns:
+            if name not in self._given and self._wrong[name] > (1 - NUMBERS) * self._present[name]:
+                raise _ManyTexts(name)
+        if self._bad and not self._skip:
+            raise UserError(f"{described(self._bad)}: correct the file, or leave such rows out with data.broken=skip")
+
+
+def described(bad: list[str]) -> str:
+    """The first of these rows, and how many there are."""
+    more = f", and {len(bad) - _NAMED:,} more bad rows" if len(bad) > _NAMED else ""
+    return "; ".join(bad[:_NAMED]) + more
+
+
+def _open(path: str) -> Any:
+    try:
+        if path.endswith(".gz"):
+            return io.TextIOWrapper(gzip.open(path), encoding="utf-8-sig", newline="")
+        return open(path, encoding="utf-8-sig", newline="")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _taken(path: str, reader: Any, count: int, default: list) -> list[list[str]]:
+    try:
+        return list(itertools.islice(reader, count)) or default
+    except (csv.Error, UnicodeDecodeError, EOFError, OSError) as error:
+        raise UserError(f"{path} cannot be read after line {reader.line_num}: {error}: give CSV in UTF-8") from None
+
+
+def _lines(rows: list[list[str]], before: int, last: int) -> Sequence[int]:
+    """The line on which each row begins; a quoted field may have several."""
+    if last - before == len(rows):
+        return range(before + 1, last + 1)
+    lengths = [1 + sum(value.count("\n") for value in row) for row in rows]
+    return (before + 1 + np.cumsum([0, *lengths[:-1]])).tolist()
+
+
+def _kind(column: tuple[str, ...]) -> str:
+    numbers, wrong = _numbers(column)
+    present = len(column) - int(np.isnan(numbers).sum()) + len(wrong)
+    return "category" if len(wrong) > (1 - NUMBERS) * present else "number"
+
+
+def _numbers(column: tuple[str, ...]) -> tuple[np.ndarray, list[int]]:
+    """Values, NaN where there is no number, and the places of what is neither a number nor missing."""
+    wrong = []
+    try:
+        values = np.fromiter(map(float, column), np.float64, len(column))
+    except ValueError:
+        values = np.full(len(column), math.nan)
+        for i, text in enumerate(column):
+            try:
+                values[i] = float(text)
+            except ValueError:
+                if text.strip().lower() not in MISSING:
+                    wrong.append(i)
+    wrong = sorted([*wrong, *np.flatnonzero(np.isinf(values)).tolist()])
+    values[wrong] = math.nan
+    return values, wrong

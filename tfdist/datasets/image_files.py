@@ -1,0 +1,193 @@
+"""The files of an image folder: which there are, of which class, and which are no images."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import hashlib
+import os
+import struct
+from collections.abc import Iterator
+
+from tfdist.errors import UserError
+
+SPLITS = ("train", "training", "val", "valid", "validation", "dev", "test", "testing", "eval")
+"""Folders at the top that are splits and not classes."""
+
+_HEAD, _TAIL = 512, 16
+_THREADS = 16
+"""More than cores: on a disk of the network most of the time is waiting."""
+_PIECE = 256
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Split:
+    """Files of a split, in an order that depends on their relative paths alone and mixes the classes."""
+
+    folder: str
+    paths: tuple[str, ...]
+    """Relative to `folder`."""
+    labels: tuple[int, ...]
+
+    def path(self, number: int) -> str:
+        return os.path.join(self.folder, self.paths[number])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Look:
+    """What the first and last bytes of a file tell.
+
+    Args:
+      kind: `jpeg`, `png`, `gif`, `bmp` or `webp`; empty for something else.
+      size: height and width, or (0, 0) where they cannot be told.
+      problem: what is wrong, or empty.
+      doubtful: only decoding it tells whether it is an image.
+    """
+
+    kind: str = ""
+    size: tuple[int, int] = (0, 0)
+    problem: str = ""
+    doubtful: bool = False
+
+
+def listing(root: str, what: str) -> tuple[tuple[str, ...], dict[str, Split]]:
+    """The classes, sorted, and the files of each split.
+
+    A folder is a class, and what is in folders below it belongs to that class. Folders at the top named as in `SPLITS`
+    are splits of such folders; without any, all of it is one split, `train`. Names that begin with a dot are left out.
+
+    Args:
+      what: the data set, for messages.
+
+    Raises:
+      UserError: no folder, fewer than two classes, no files, or a class that the training split does not have.
+    """
+    if not os.path.isdir(root):
+        raise UserError(f"{what}: there is no such folder: give the path of one that has a folder for each class")
+    tops = _folders(root)
+    if any(name.lower() in SPLITS and _folders(os.path.join(root, name)) for name in tops):
+        folders = {name: os.path.join(root, name) for name in tops if _folders(os.path.join(root, name))}
+    else:
+        folders = {"train": root}
+    found = {
+        split: {name: sorted(_files(os.path.join(folder, name), name)) for name in _folders(folder)}
+        for split, folder in folders.items()
+    }
+    names = tuple(sorted({name for classes in found.values() for name, files in classes.items() if files}))
+    if not names:
+        raise UserError(f"{what}: there are no images: put those of each class into a folder of its own in it")
+    if len(names) == 1:
+        raise UserError(
+            f"{what}: there is only one class, {names[0]!r}: put the images of each into a folder of its own"
+        )
+    number = {name: i for i, name in enumerate(names)}
+    splits = {}
+    for split, classes in found.items():
+        files = [(path, number[name]) for name, paths in classes.items() for path in paths]
+        files.sort(key=lambda file: (hashlib.blake2b(file[0].encode(), digest_size=8).digest(), file[0]))
+        if files:
+            splits[split] = Split(folders[split], tuple(f[0] for f in files), tuple(f[1] for f in files))
+    return names, splits
+
+
+def _folders(path: str) -> list[str]:
+    try:
+        return sorted(e.name for e in os.scandir(path) if not e.name.startswith(".") and e.is_dir())
+    except OSError as error:
+        raise UserError(f"the folder {path} cannot be read ({error.strerror}): correct its permissions") from None
+
+
+def _files(folder: str, below: str, above: tuple = ()) -> Iterator[str]:
+    """Paths of all files in `folder` and below, as from `below` on; follows links, but not in a circle."""
+    status = os.stat(folder)
+    if (status.st_dev, status.st_ino) in above:
+        return
+    above = (*above, (status.st_dev, status.st_ino))
+    try:
+        entries = list(os.scandir(folder))
+    except OSError as error:
+        raise UserError(f"the folder {folder} cannot be read ({error.strerror}): correct its permissions") from None
+    for entry in entries:
+        if entry.name.startswith("."):
+            continue
+        if entry.is_dir():
+            yield from _files(entry.path, f"{below}/{entry.name}", above)
+        else:
+            yield f"{below}/{entry.name}"
+
+
+def look_at(paths: list[str]) -> list[Look]:
+    """What there is at each path, by its first and last bytes."""
+    pieces = [paths[i : i + _PIECE] for i in range(0, len(paths), _PIECE)]
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+        return [look for piece in pool.map(lambda piece: [_look(path) for path in piece], pieces) for look in piece]
+
+
+def _look(path: str) -> Look:
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        return Look(problem=f"cannot be read: {error.strerror}")
+    try:
+        length = os.fstat(file).st_size
+        head = os.pread(file, _HEAD, 0)
+        if not head:
+            return Look(problem="is empty")
+        tail = os.pread(file, _TAIL, max(0, length - _TAIL))
+        return _judged(file, head, tail, length)
+    except OSError as error:
+        return Look(problem=f"cannot be read: {error.strerror}")
+    except (IndexError, struct.error):  # it ends where its header says that there is more
+        return Look(problem="is cut off")
+    finally:
+        os.close(file)
+
+
+def _judged(file: int, head: bytes, tail: bytes, length: int) -> Look:
+    if head.startswith(b"\xff\xd8\xff"):
+        size = _jpeg_size(file, head)
+        if size == (0, 0):
+            return Look("jpeg", problem="is cut off")
+        # Behind the end there may be more, such as zeros or a film: those are decoded to be sure.
+        return Look("jpeg", size, doubtful=not tail.endswith(b"\xff\xd9"))
+    if head.startswith(b"\x89PNG\r\n\x1a\n"):
+        width, height = struct.unpack(">II", head[16:24])
+        return Look("png", (height, width), doubtful=b"IEND" not in tail)
+    if head.startswith((b"GIF87a", b"GIF89a")):
+        # A frame may be smaller than the whole, so the size is left to the decoder.
+        return Look("gif", doubtful=True)
+    if head.startswith(b"BM"):
+        bits = struct.unpack("<H", head[28:30])[0]
+        if bits < 24 and _has_colors(head, os.pread(file, 2048, 0)):
+            return Look("bmp", problem="is a BMP with a palette, which TensorFlow does not decode")
+        return Look("bmp", doubtful=True)
+    if head.startswith(b"RIFF") and head[8:12] == b"WEBP":
+        return Look("webp", doubtful=True)
+    return Look(problem="is no JPEG, PNG, GIF, BMP or WebP image")
+
+
+def _jpeg_size(file: int, head: bytes) -> tuple[int, int]:
+    """Height and width in the frame header, to which the lengths of the segments before it lead; (0, 0) if none."""
+    at = 2
+    for _ in range(100):
+        here = head[at : at + 9] if at + 9 <= len(head) else os.pread(file, 9, at)
+        if len(here) < 9 or here[0] != 0xFF:
+            return 0, 0
+        marker = here[1]
+        if marker == 0xFF:  # fill bytes
+            at += 1
+            continue
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+            height, width = struct.unpack(">HH", here[5:9])
+            return (height, width) if height and width else (0, 0)
+        if marker in (0xD9, 0xDA):
+            return 0, 0
+        at += 2 + struct.unpack(">H", here[2:4])[0]
+    return 0, 0
+
+
+def _has_colors(head: bytes, start: bytes) -> bool:
+    """Whether the palette of a BMP has anything but greys in their order; TensorFlow takes its numbers for greys."""
+    begin, end = 14 + struct.unpack("<I", head[14:18])[0], struct.unpack("<I", head[10:14])[0]
+    colors = [start[i : i + 3] for i in range(begin, min(end, len(start)) - 3, 4)]
+    return any(color != bytes([i] * 3) for i, color in enumerate(colors))
