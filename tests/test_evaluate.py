@@ -284,10 +284,10 @@ def test_outputs_that_are_no_classes():
 
 def test_scores_of_classes():
     """Probabilities as they are, logits through softmax; a score that is not finite is of no class; one-hot targets."""
-    reader = answers.Reader(2, ("cat", "dog"), file="{}.png".format)
+    reader = answers.Reader(2, ("cat", "dog"), example="{}.png".format)
     scores = np.array([[0.25, 0.75], [np.nan, 0.0]], "float32")
     text = rows(reader, scores, np.eye(2)[[0, 1]], ".csv")
-    assert text == "number,file,prediction,name,probability,target\n5,5.png,1,dog,0.75,0\n6,6.png,,,nan,1\n"
+    assert text == "number,example,prediction,name,probability,target\n5,5.png,1,dog,0.75,0\n6,6.png,,,nan,1\n"
     logits = np.log([[1.0, 3.0]]) + 7
     assert json.loads(rows(answers.Reader(2, from_logits=True), logits))["probability"] == pytest.approx(0.75)
 

@@ -143,7 +143,7 @@ def _ready(asked: Wanted, found: config.Experiment | None, distribution: Any, sa
     trained_for = described.made(spec_there) if spec_there else None
     say(f"strategy {distribution.name}, because {distribution.reason}")
     models.set_precision(experiment.train.precision)
-    data = peers.once(lambda: catalog.load(experiment))
+    data = peers.once(lambda: catalog.load(experiment, say=say))
     if trained_for:
         check_data(experiment, data.spec, trained_for)
         data = dataclasses.replace(data, spec=trained_for)
@@ -229,6 +229,17 @@ def check_inputs(model: Any, experiment: config.Experiment, spec: Any) -> None:
             f"data.name={experiment.data.name!r} has inputs of shape {list(spec.shape)}, the model takes "
             f"{list(takes[1:])}: choose its data with --config, or --config.data.name"
         )
+
+
+def from_logits(model: Any, from_file: bool) -> bool | None:
+    """Whether scores of classes are logits, as the model's own loss says; tfdist's, for the others, takes logits.
+
+    Returns:
+      None where nothing tells.
+    """
+    if not model.compiled:
+        return None if from_file else True
+    return getattr(model.loss, "from_logits", None)
 
 
 def to_stdout(line: str) -> None:

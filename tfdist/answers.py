@@ -27,14 +27,14 @@ class Reader:
       names: of the classes, as far as they have names.
       from_logits: whether scores are logits; None to see by the first batch.
       scores: give all scores of an example, too.
-      file: name of an example's file by its number, where examples are files.
+      example: what to call an example by its number, where they have names, such as paths.
     """
 
     classes: int | None
     names: tuple[str, ...] = ()
     from_logits: bool | None = None
     scores: bool = False
-    file: Callable[[int], str] | None = None
+    example: Callable[[int], str] | None = None
 
     def settled(self, outputs: Any) -> Reader:
         """For outputs such as these of the first batch.
@@ -62,8 +62,8 @@ class Reader:
         columns = {**self._answers(outputs), **(_leaves("target", self._labels(targets)) if len(targets) else {})}
         for i in range(len(next(iter(columns.values())))):
             row: dict[str, Any] = {"number": first + i}
-            if self.file:
-                row["file"] = self.file(first + i)
+            if self.example:
+                row["example"] = self.example(first + i)
             yield row | {name: values[i] for name, values in columns.items()}
 
     def _answers(self, outputs: Any) -> dict[str, list]:

@@ -1,7 +1,7 @@
 """Loads an exported model with its own runtime and compares what it gives with what is expected.
 
-`python export_check.py saved_model|onnx|litert PATH TRIALS.npz` prints the largest difference as JSON. It is run as a file
-in a process of its own, without tfdist, as whoever serves the model would load it: so it imports nothing of tfdist.
+`python export_check.py saved_model|onnx|litert PATH TRIALS.npz` prints the largest difference as JSON. It is run as a
+file, in a process of its own, as whoever serves the model would load it: so it imports nothing of tfdist.
 
 An array of TRIALS is named `<trial>/<signature>/in/<name>` or `.../out/<name>`.
 """
@@ -76,7 +76,7 @@ def litert(path: str):
 
     def run(signature, inputs):
         outputs = runner(**{k: inputs[k] for k in known["inputs"]})
-        return {str(i): outputs[k] for i, k in enumerate(known["outputs"])}
+        return {name.removeprefix("output_"): output for name, output in outputs.items()}
 
     return run
 

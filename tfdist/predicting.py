@@ -46,7 +46,9 @@ def _write(
             "belong to an example: do not shuffle data.eval_split"
         )
     batch = experiment.eval.batch_size if not isinstance(data.eval, data_lib.Batches) else None
-    reader = answers.Reader(data.spec.classes, data.spec.names, _from_logits(ready), scores, names_of(data.eval))
+    reader = answers.Reader(
+        data.spec.classes, data.spec.names, after.from_logits(ready.model, ready.from_file), scores, names_of(data.eval)
+    )
     count, settled = 0, False
     for outputs, targets in evaluation.answers(ready.model, data.eval, ready.distribution, batch, should_stop):
         if not settled:
@@ -58,17 +60,11 @@ def _write(
     return count
 
 
-def _from_logits(ready: after.Ready) -> bool | None:
-    """What the model's own loss says; tfdist's own loss, which others are trained with, takes logits."""
-    model = ready.model
-    if not model.compiled:
-        return None if ready.from_file else True
-    return getattr(model.loss, "from_logits", None)
-
-
 def names_of(source: Any) -> Callable[[int], str] | None:
-    """What the files are called whose examples these are; None where examples are no files."""
-    return getattr(source, "file", None)
+    """What to call an example by its number: the path of an image, say; None where they have no names."""
+    from tfdist.data import Records
+
+    return source.name if isinstance(source, Records) else None
 
 
 def main() -> None:

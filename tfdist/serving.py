@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -47,14 +46,6 @@ class Servable:
         """Whether inputs are pictures whose range of values is known."""
         return len(self.spec.shape) == 3 and self.spec.shape[-1] in (1, 3) and self.spec.dtype == "uint8"
 
-    def inputs(self) -> Any:
-        """Specs of the tensors that the model takes, [None, ...], in its structure."""
-        if self.model.inputs:
-            return keras.tree.map_structure(
-                lambda t: tf.TensorSpec((None, *t.shape[1:]), t.dtype, name=_name(t.name)), self.model._inputs_struct
-            )
-        return tf.TensorSpec((None, *self.spec.shape), self.spec.dtype, name="inputs")
-
     def answers(self, x: Any) -> dict[str, Any]:
         """Named outputs: of classes `class_ids`, `classes`, `probabilities` and `logits`; else what the model gives."""
         outputs = keras.tree.map_structure(_readable, self.model(x, training=False))
@@ -87,7 +78,57 @@ class Servable:
         return [tf.io.encode_png(image).numpy() for image in full]
 
 
-def save(servable: Servable, path: str) -> dict[str, Callable]:
+def inputs(model: keras.Model, spec: Spec) -> Any:
+    """Specs of the tensors that a model takes, [None, ...], in its structure; a single one is called `inputs`."""
+    if not getattr(model, "inputs", None):
+        return tf.TensorSpec((None, *spec.shape), spec.dtype, name="inputs")
+    structure = getattr(model, "_inputs_struct", model.inputs[0])  # Keras' own exporters look there, too
+    flat = keras.tree.flatten(structure)
+    names = ["inputs"] if len(flat) == 1 else [_name(t.name) for t in flat]
+    if len(set(names)) < len(names):
+        raise UserError(f"the model has two inputs of one name ({', '.join(names)}): give its Inputs names")
+    specs = [tf.TensorSpec((None, *t.shape[1:]), t.dtype, name=name) for t, name in zip(flat, names)]
+    return keras.tree.pack_sequence_as(structure, specs)
+
+
+def trials(servable: Servable, examples: Any) -> dict[str, dict[str, np.ndarray]]:
+    """Arguments for each signature of `save`, by name.
+
+    Args:
+      examples: inputs as the model takes them.
+    """
+    flat = keras.tree.flatten(inputs(servable.model, servable.spec))
+    plain = {spec.name: np.asarray(a) for spec, a in zip(flat, keras.tree.flatten(examples))}
+    if servable.spec.columns:
+        draw = np.random.default_rng(0)
+        count = len(next(iter(plain.values())))
+        made = {}
+        for column in servable.spec.columns:
+            if column.kind == "number":
+                values = column.mean + column.std * draw.normal(size=count)
+                values[0] = np.nan  # a missing one
+                made[_name(column.name)] = values.astype(np.float32)
+            else:
+                texts = [text.encode() for text in (*column.vocabulary, "nothing like it")]
+                made[_name(column.name)] = np.array([texts[i] for i in draw.integers(0, len(texts), count)])
+        return {DEFAULT: made, TENSORS: plain}
+    found = {DEFAULT: plain}
+    if servable.takes_pictures:
+        found[ENCODED] = {"images": np.array(servable.encode(plain["inputs"]))}
+    return found
+
+
+def signature(function: Any) -> dict[str, Any]:
+    """Names, types and shapes of what a function takes and gives, for people."""
+    concrete = function.get_concrete_function()
+    told = lambda spec: [spec.dtype.name, spec.shape.as_list() if spec.shape.rank is not None else None]
+    return {
+        "inputs": {spec.name: told(spec) for spec in function.input_signature},
+        "outputs": {name: told(spec) for name, spec in concrete.structured_outputs.items()},
+    }
+
+
+def save(servable: Servable, path: str) -> dict[str, Any]:
     """Writes the SavedModel.
 
     Returns:
@@ -96,9 +137,9 @@ def save(servable: Servable, path: str) -> dict[str, Callable]:
     module = tf.Module()
     # What a function uses and nothing here refers to would not be saved.
     module.kept = [v.value for v in servable.model.variables]
-    structure = servable.inputs()
+    structure = inputs(servable.model, servable.spec)
     flat = keras.tree.flatten(structure)
-    functions: dict[str, Callable] = {}
+    functions: dict[str, Any] = {}
     if servable.spec.columns:
         lookups = {c.name: _lookup(c) for c in servable.spec.columns if c.kind == "category"}
         module.lookups = list(lookups.values())
@@ -106,11 +147,6 @@ def save(servable: Servable, path: str) -> dict[str, Callable]:
         plain = TENSORS
     else:
         plain = DEFAULT
-    names = [spec.name for spec in flat]
-    if len(flat) == 1:
-        flat, names = [tf.TensorSpec(flat[0].shape, flat[0].dtype, name="inputs")], ["inputs"]
-    elif len(set(names)) < len(names):
-        raise UserError(f"the model has two inputs of one name ({', '.join(names)}): give its Inputs names")
     functions[plain] = tf.function(
         lambda *x: servable.answers(keras.tree.pack_sequence_as(structure, x)), input_signature=flat
     )
@@ -125,7 +161,7 @@ def save(servable: Servable, path: str) -> dict[str, Callable]:
     return functions
 
 
-def _of_columns(servable: Servable, lookups: dict[str, Any], structure: Any) -> Callable:
+def _of_columns(servable: Servable, lookups: dict[str, Any], structure: Any) -> Any:
     """Of one tensor [n] for each column of a table, as it stands in the table."""
     columns = servable.spec.columns
     names = [_name(column.name) for column in columns]
