@@ -209,7 +209,7 @@ def agree(
       Interrupted: some worker has a reason to stop.
     """
     peers = step.distribution.peers
-    votes = peers.gather(label, [seconds, should_stop(), bool(step.model.stop_training), save])
+    votes = peers.gather(label, [seconds, should_stop(), bool(getattr(step.model, "stop_training", False)), save])
     for rank, (_, reason, _, _) in enumerate(votes):
         if reason:
             raise Interrupted(reason + (f" (worker {rank})" if peers.size > 1 else ""))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -69,30 +69,73 @@ def predict(
       NumPy arrays of shape [examples, ...] in the structure of the outputs.
     """
     distribution = distribution or strategy.default("no distribution given")
-    source = data_lib.as_source(dataset)
-    checks.scope(model, distribution)
-    average_statistics(model, distribution)
-    layout = calls.layout_of(source, batch_size, distribution, 1, least=False)
-    feed, batches = calls.read_once(source, layout)
-    step = calls.step_of(model, distribution, source, outputs_only=True)
-    call = step.compiled("predict", layout)
-    pieces, rows, i = [], 0, 0
+    pieces, rows = [], 0
     whole: list = []
-    while batches is None or i < batches:
-        now = feed.next(i, 1)
-        try:
-            outputs, count = calls.run(step, call, (now.feed, tf.constant(now.first)), feed)
-        except calls.EndOfData:
-            break
-        count = int(count)
-        pieces.append(keras.tree.map_structure(lambda o, n=count: o[:n], outputs))
-        rows, i = rows + count, i + 1
+    for outputs, count in _pieces(model, data_lib.as_source(dataset), distribution, batch_size, "predict", None):
+        pieces.append(outputs)
+        rows += count
         if rows >= PREDICT_ROWS:
             whole.append(_joined(pieces))
             pieces, rows = [], 0
     if pieces:
         whole.append(_joined(pieces))
     return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *whole)
+
+
+def answers(
+    model: keras.Model,
+    source: data_lib.Source,
+    distribution: Distribution,
+    batch_size: int | None = None,
+    should_stop: Callable[[], str] = calls.never,
+) -> Iterator[tuple[Any, Any]]:
+    """As `predict`, batch by batch and beside the targets, in memory that does not grow. Every worker must read on.
+
+    Yields:
+      (outputs, targets) of a global batch, NumPy arrays [n, ...]; targets are () where there are none.
+
+    Raises:
+      Interrupted: `should_stop` gave a reason, on any worker.
+    """
+    for both, _ in _pieces(model, source, distribution, batch_size, "predict beside targets", should_stop):
+        outputs, targets = both
+        yield keras.tree.map_structure(np.asarray, outputs), keras.tree.map_structure(np.asarray, targets)
+
+
+def _pieces(
+    model: keras.Model,
+    source: data_lib.Source,
+    distribution: Distribution,
+    batch_size: int | None,
+    kind: str,
+    should_stop: Callable[[], str] | None,
+) -> Iterator[tuple[Any, int]]:
+    """What a compiled function of `Step` gives for each global batch, less the filler, and how many rows that is."""
+    checks.scope(model, distribution)
+    average_statistics(model, distribution)
+    layout = calls.layout_of(source, batch_size, distribution, 1, least=False)
+    feed, batches = calls.read_once(source, layout)
+    step = calls.step_of(model, distribution, source, outputs_only=True)
+    call = step.compiled(kind, layout)
+    i = 0
+    while batches is None or i < batches:
+        now = feed.next(i, 1)
+        try:
+            outputs, count = calls.run(step, call, (now.feed, tf.constant(now.first)), feed)
+        except calls.EndOfData:
+            return
+        count, i = int(count), i + 1
+        yield keras.tree.map_structure(lambda o, n=count: o[:n], outputs), count
+        if should_stop:
+            calls.agree(step, f"batch {i} of the predictions", 0.0, should_stop)
+
+
+def same_order(source: data_lib.Source) -> bool:
+    """Whether a second look finds the same; a data set may shuffle each time that it is read."""
+    if not isinstance(source, data_lib.Batches):
+        return True
+    one, two = (keras.tree.flatten(data_lib.first_batch(source)) for _ in range(2))
+    return all(np.array_equal(a, b) for a, b in zip(one, two))
 
 
 def average_statistics(model: keras.Model, distribution: Distribution) -> None:
@@ -130,6 +173,8 @@ class Evaluation:
         checks.targets(model, self._step.output_shape, source)
         self._call = self._step.compiled("test", layout)
         self._pace = Pace(None)
+        self.examples = 0
+        """That the last run has measured."""
 
     def run(self, callbacks: Any, should_stop: Callable[[], str] = calls.never) -> dict[str, float]:
         """Loss and metrics by name."""
@@ -158,6 +203,7 @@ class Evaluation:
                 break
         if not done:
             raise UserError("the data set to evaluate is empty: give it at least one batch")
+        self.examples = round(totals.examples)
         callbacks.on_test_end(logs)
         return logs
 

@@ -55,7 +55,7 @@ def of_run(
     first, partial, usable = source, False, False
     try:
         first, partial = _first(source, min(limit, max(1, SCORES // spec.classes)))
-        usable = _same_order(first)
+        usable = evaluation.same_order(first)
     except Exception as error:
         lost(error)
     if not all(distribution.peers.gather("the evaluation data for the report", usable)):
@@ -128,14 +128,6 @@ def _first(source: data_lib.Source, limit: int) -> tuple[data_lib.Source, bool]:
     batch = len(keras.tree.flatten(data_lib.first_batch(source))[0])
     wanted = max(1, limit // batch)
     return data_lib.Batches(source.dataset.take(wanted), source.decode), not 0 < (source.batches or 0) <= wanted
-
-
-def _same_order(source: data_lib.Source) -> bool:
-    """Whether a second look finds the same; a data set may shuffle each time that it is read."""
-    if not isinstance(source, data_lib.Batches):
-        return True
-    one, two = (keras.tree.flatten(data_lib.first_batch(source)) for _ in range(2))
-    return all(np.array_equal(a, b) for a, b in zip(one, two))
 
 
 def _pieces(source: data_lib.Source) -> Iterator[tuple[Any, Any]]:

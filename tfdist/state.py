@@ -87,6 +87,49 @@ def restore(model: keras.Model, distribution: Distribution, callbacks: Any, tens
     callback_state.set_arrays(callbacks, found)
 
 
+def weights(model: keras.Model, tensors: dict[str, np.ndarray], averaged: bool) -> list[np.ndarray]:
+    """The weights that a state holds, as the training would have ended with them.
+
+    Args:
+      model: like the one that the state was taken of, under no strategy.
+      tensors: of `read`.
+      averaged: the optimizer keeps averages of the weights, with which a training ends.
+
+    Returns:
+      Arrays in the order of `model.weights`; statistics are the mean over the replicas.
+
+    Raises:
+      UserError: they are of another model.
+    """
+    wanted = dict(_named(SHARED, {"model": model.trainable_variables}))
+    wanted |= dict(_named(OWN, {"model": model.non_trainable_variables}))
+    kept = {name: t for name, t in tensors.items() if name.split("/")[1] == "model"}
+    _fits(wanted, [[name, str(t.dtype), list(t.shape)] for name, t in sorted(kept.items())])
+    by_place = {_place(name): t for name, t in kept.items()}
+    found = {}
+    for name, variable in wanted.items():
+        value = by_place[_place(name)]
+        if name.startswith(f"{OWN}/"):
+            mean = value.dtype.kind == "f" or value.dtype.name == "bfloat16"
+            value = value.astype(np.float64).mean(0).astype(value.dtype) if mean else value[0]
+        found[id(variable)] = value
+    if averaged:
+        of_optimizer = [n for n in sorted(tensors) if n.startswith(f"{SHARED}/optimizer/") and n.endswith("_average")]
+        for variable, name in zip(model.trainable_variables, of_optimizer, strict=True):
+            found[id(variable)] = tensors[name]
+    return [found[id(v)] for v in model.weights]
+
+
+def assign(model: keras.Model, distribution: Distribution, arrays: list[np.ndarray]) -> None:
+    """Gives a model the chief's weights; to be called on all workers, with the arrays on the chief."""
+    if distribution.workers > 1:
+        empty = [np.zeros(v.shape, _copies(v)[0].dtype.as_numpy_dtype) for v in model.weights]
+        arrays = together(distribution, arrays if distribution.is_chief else empty)
+    for variable, value in zip(model.weights, arrays, strict=True):
+        for copy in _copies(variable):
+            copy.assign(value)
+
+
 def separate_streams(model: keras.Model, distribution: Distribution) -> None:
     """Gives the random layers of each replica a stream of their own; replica 0 keeps Keras' own."""
     if distribution.replicas == 1:
@@ -140,15 +183,18 @@ def _sum(distribution: Distribution, words: Any) -> Any:
 
 def _shared(model: keras.Model) -> list[tuple[str, Any]]:
     optimizer = [] if model.optimizer is None else model.optimizer.variables
-    parts = {"model": [*model.trainable_variables, *freezing.fixed(model)], "optimizer": optimizer}
-    return [(f"{SHARED}/{p}/{i:04d}/{v.path}", v) for p, variables in parts.items() for i, v in enumerate(variables)]
+    shared = [*model.trainable_variables, *freezing.fixed(model)]
+    return _named(SHARED, {"model": shared, "optimizer": optimizer})
 
 
 def _own(model: keras.Model) -> list[tuple[str, Any]]:
     shared = {id(v) for v in freezing.fixed(model)}
     own = [v for v in model.non_trainable_variables if id(v) not in shared]
-    parts = {"model": own, "metrics": model.metrics_variables}
-    return [(f"{OWN}/{p}/{i:04d}/{v.path}", v) for p, variables in parts.items() for i, v in enumerate(variables)]
+    return _named(OWN, {"model": own, "metrics": model.metrics_variables})
+
+
+def _named(kind: str, parts: dict[str, list]) -> list[tuple[str, Any]]:
+    return [(f"{kind}/{p}/{i:04d}/{v.path}", v) for p, variables in parts.items() for i, v in enumerate(variables)]
 
 
 def _copies(variable: Any) -> tuple:

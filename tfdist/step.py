@@ -51,7 +51,7 @@ class Step:
         norm: bool = False,
         factors: tuple[float, ...] = (),
     ) -> Callable:
-        """`train`, `test` or `predict` for a layout, made once."""
+        """`train`, `test`, `predict` or `predict beside targets` for a layout, made once."""
         key = (kind, layout, full, reduce_dtype, norm, factors)
         if key not in self._compiled:
             match kind:
@@ -61,6 +61,8 @@ class Step:
                     self._compiled[key] = self.test(layout)
                 case "predict":
                     self._compiled[key] = self.predict(layout)
+                case "predict beside targets":
+                    self._compiled[key] = self.predict(layout, beside_targets=True)
         return self._compiled[key]
 
     def reset(self) -> None:
@@ -159,13 +161,18 @@ class Step:
 
         return call
 
-    def predict(self, layout: Layout) -> Callable:
-        """`call(feed, i)` returns the outputs for global batch `i`, rows in order, filler included."""
+    def predict(self, layout: Layout, beside_targets: bool = False) -> Callable:
+        """`call(feed, i)` returns the outputs for global batch `i`, rows in order, filler included.
+
+        With `beside_targets`, they are (outputs, targets), the latter () where there are none.
+        """
         distribution = self.distribution
 
         def one(batch):
-            x, _, _ = unpack(self._take(layout, *batch))
+            x, y, _ = unpack(self._take(layout, *batch))
             outputs = self._forward(x, training=False)
+            if beside_targets:
+                outputs = (outputs, () if y is None else y)
             return self._gathered(layout, outputs) if layout.local else outputs
 
         def call(feed, i):

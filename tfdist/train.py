@@ -6,7 +6,6 @@ is wrong; 143 stopped by a signal.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import time
@@ -32,7 +31,7 @@ def train_and_evaluate(experiment: config.Experiment, where: environment.Environ
       UserError: experiment or environment cannot be used.
       TrainingError: training failed; the run folder says so too.
     """
-    from tfdist import plan, requeue, resume, run_folder, strategy
+    from tfdist import plan, requeue, resume, run_folder, session, strategy
 
     config.validate(experiment)
     plan.interval("checkpoint.every", experiment.checkpoint.every)
@@ -51,37 +50,9 @@ def train_and_evaluate(experiment: config.Experiment, where: environment.Environ
     try:
         resume.same_experiment(folder, experiment, where, site.cluster.attempt)
         distribution = strategy.create(site, config.flat(experiment))
-        return _in_touch(experiment, where, site, folder, distribution)
+        return session.in_touch(distribution.peers, lambda: _train(experiment, where, site, folder, distribution))
     finally:
         folder.release()
-
-
-def _in_touch(experiment: config.Experiment, where: environment.Environment, site: Any, folder: Any, distribution: Any):
-    """Trains, and lets the other workers know when it fails."""
-    peers = distribution.peers
-    try:
-        return _train(experiment, where, site, folder, distribution)
-    except BaseException as error:
-        failure = _failure(error, peers)
-        reason = str(failure) or type(failure).__name__
-        peers.fail(reason, {UserError: 2, KeyboardInterrupt: 130}.get(type(failure), 1))
-        if not isinstance(failure, UserError):
-            with contextlib.suppress(TrainingError):  # the reason itself may be that nothing can be written
-                peers.last_words(reason)
-        if failure is error:
-            raise
-        raise failure from error
-
-
-def _failure(error: BaseException, peers: Any) -> BaseException:
-    """What ends the run: an error that TensorFlow raises outside of a call may come from a lost worker."""
-    import tensorflow as tf
-
-    from tfdist import calls
-
-    if isinstance(error, SystemExit):
-        return TrainingError(f"something in the run called sys.exit({error.code!r}): let the training end by itself")
-    return calls.cause(error, peers) if isinstance(error, tf.errors.OpError) else error
 
 
 def _train(experiment: config.Experiment, where: environment.Environment, site: Any, folder: Any, distribution: Any):

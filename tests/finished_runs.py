@@ -1,0 +1,37 @@
+"""A small run that several files of tests look at after its end, and the commands that do."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import REPOSITORY
+
+TRAIN = [
+    "--config.model.options=channels=(4,), units=8", "--config.train.epochs=2", "--config.optimizer.warmup=0%", "--config.optimizer.ema_momentum=0.9",
+    "--config.checkpoint.every=20 steps", "--config.checkpoint.keep=2", "--config.checkpoint.best=val_accuracy", "--notensorboard",
+]  # fmt: skip
+
+
+def command(*arguments, folder, tfds_dir, starter=(sys.executable, "-m"), path="", **environ):
+    """A finished process; its standard error is to be one line of tfdist's, or nothing."""
+    drop = ("CUDA_VISIBLE_DEVICES", "TF_CONFIG")
+    env = {k: v for k, v in os.environ.items() if k not in drop} | {"TFDS_DATA_DIR": str(tfds_dir)} | environ
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [path, str(REPOSITORY)]))
+    words = [*starter, *map(str, arguments)]
+    return subprocess.run(words, cwd=folder, env=env, text=True, capture_output=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, tfds_dir):
+    """A folder with the run `run`: 60 updates of a small CNN with BatchNorm and averaged weights."""
+    folder = tmp_path_factory.mktemp("trained")
+    done = command("tfdist.train", *TRAIN, "--workdir=run", folder=folder, tfds_dir=tfds_dir)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture
+def after(trained, tfds_dir):
+    """Runs a command beside the run."""
+    return lambda *arguments, **options: command(*arguments, folder=trained, tfds_dir=tfds_dir, **options)
