@@ -18,7 +18,7 @@ from tfdist.distribution import Distribution
 from tfdist.errors import Interrupted, TrainingError, UserError
 from tfdist.guard import Guard
 from tfdist.keeper import Keeper
-from tfdist.layout import unpack
+from tfdist.layout import Layout, unpack
 from tfdist.pace import Pace
 from tfdist.resume import Position
 from tfdist.saving import Checkpoints, Run
@@ -83,7 +83,8 @@ def fit(
       reduce_dtype: type in which gradients travel between replicas: `float32`
         (as they are), `bfloat16` or `float16` (half the bytes, less precision).
       checkpoints: where the state is kept and resumed from, at the very update; the last one is taken at the end, and
-        when `should_stop` ends the training. None for none.
+        when `should_stop` ends the training. None for none. With them, one process that runs out of memory goes on from
+        the last one with micro-batches of half the size, and so with the same result.
       on_nonfinite: `stop` with an error when the loss is NaN or infinite, or `rollback` to the last checkpoint and
         leave out the update at which it was, and the one before.
       max_rollbacks: how often; then stop.
@@ -112,11 +113,7 @@ def fit(
     if checks.own_step(model):
         return _keras_fit(model, source, locals())
     layout = calls.layout_of(source, batch_size, distribution, accumulate)
-    feed: data_lib.Feed = (
-        data_lib.ArrayFeed(source, layout, seed if shuffle else None)
-        if isinstance(source, data_lib.Arrays)
-        else data_lib.BatchFeed(source, layout)
-    )
+    feed = _feed(source, layout, seed if shuffle else None)
     if steps_per_epoch is None and feed.batches == 0:
         raise UserError("the data set never ends: give steps_per_epoch")
     step = calls.step_of(model, distribution, source)
@@ -139,8 +136,12 @@ def fit(
     model.stop_training = False
     called.on_train_begin()
     keeper = Keeper(checkpoints, Run(model, distribution, called, layout.batch, per_epoch, seed))
-    compiled = functools.partial(step.compiled, "train", layout, reduce_dtype=reduce_dtype, factors=factors)
-    training = _Training(step, compiled, feed, called, choice, should_stop, keeper, position.update)
+
+    def training_from(now: Position) -> _Training:
+        compiled = functools.partial(step.compiled, "train", layout, reduce_dtype=reduce_dtype, factors=factors)
+        return _Training(step, compiled, feed, called, choice, should_stop, keeper, now.update)
+
+    training = training_from(position)
     position = keeper.begin(position, rollback=on_nonfinite == "rollback")
     logs: dict = {}
 
@@ -173,6 +174,10 @@ def fit(
             if on_nonfinite == "stop":
                 raise
             position = keeper.back(error, error.update, position, max_rollbacks)
+        except calls.OutOfMemory as error:
+            layout, position = keeper.smaller(error, layout, not isinstance(source, data_lib.Batches))
+            feed = _feed(source, layout, seed if shuffle else None)
+            training = training_from(position)
     keeper.end(position)
     averages.finalize(update.inner(model.optimizer), model.trainable_variables)
     called.on_train_end(logs)
@@ -319,6 +324,12 @@ def _keras_fit(model: keras.Model, source: data_lib.Source, given: dict) -> Any:
         return model.fit(source.decoded, **options)
     x, y, weight = unpack(source.columns)
     return model.fit(x, y, sample_weight=weight, batch_size=given["batch_size"], shuffle=given["shuffle"], **options)
+
+
+def _feed(source: data_lib.Source, layout: Layout, shuffle: int | None) -> data_lib.Feed:
+    if isinstance(source, data_lib.Arrays):
+        return data_lib.ArrayFeed(source, layout, shuffle)
+    return data_lib.BatchFeed(source, layout)
 
 
 def _callbacks(model: keras.Model, callbacks: Any, verbose: Any, epochs: int, steps: int | None) -> Any:
