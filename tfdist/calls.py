@@ -141,9 +141,9 @@ def run(step: Step, call: Any, arguments: tuple, update: int | None = None) -> A
             text = " ".join(str(error).split())
             tensor = re.search(r"allocating tensor with shape\[[\d,]*\]", text)
             text = f"out of memory ({tensor[0] if tensor else text[:200]})"
-            raise (
-                OutOfMemory(text) if update is not None else TrainingError(f"{text}: use a smaller batch_size")
-            ) from error
+            if update is None:
+                raise TrainingError(f"{text}: measure with a smaller batch (eval.batch_size)") from error
+            raise OutOfMemory(text) from error
         raise cause(error, peers) from error
     finally:
         peers.doing("python", update)
