@@ -2,14 +2,11 @@
 
 import functools
 import inspect
-import pickle
 
-import cases
 import keras
 import numpy as np
 import pytest
 import test_zoo
-import worlds
 import zoo_cases
 
 from tfdist import config, models
@@ -100,7 +97,7 @@ def test_refused(name, spec, options, message):
 
 def test_a_name_that_this_keras_lacks(monkeypatch):
     monkeypatch.delattr(keras.applications, "VGG16")
-    with pytest.raises(UserError, match="model.name='VGG16' needs a newer Keras than"):
+    with pytest.raises(UserError, match=r"model.name='VGG16' needs a newer Keras than"):
         built("VGG16")
 
 
@@ -111,7 +108,7 @@ def test_logits_have_full_precision(name):
         models.set_precision(precision)
         model = built(name)
         assert model(images(zoo_cases.APPLICATIONS[name].spec)).dtype == wanted
-        inner = [layer.compute_dtype for layer in model.layers if isinstance(layer, keras.layers.Conv2D)][0]
+        inner = next(layer.compute_dtype for layer in model.layers if isinstance(layer, keras.layers.Conv2D))
         assert inner == {"mixed_bfloat16": "bfloat16", "float64": "float64"}[precision]
 
 

@@ -10,11 +10,12 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist import class_weights
-from tfdist.data import Arrays, Batches
+from tfdist import class_weights, mix
+from tfdist.data import Arrays, Batches, Records, weigh_classes
 from tfdist.datasets.catalog import Loaded, Spec
 from tfdist.errors import Interrupted, UserError
 from tfdist.history import fingerprint
+from tfdist.records_feed import in_order
 from tfdist.stopping import Patience
 
 EPOCHS = 20
@@ -154,6 +155,34 @@ def test_balanced_is_what_scikit_learn_documents(batches):
     expected = {0: 7 / (3 * 4), 1: 7 / 3, 2: 7 / (3 * 2)}  # n_samples / (n_classes * np.bincount(y)), classes in y
     assert class_weights.of("balanced", loaded(y, batches=batches)) == pytest.approx(expected)
     assert class_weights.of("balanced", loaded(y[:, None], batches=batches)) == pytest.approx(expected)
+
+
+def by_number(y, **options):
+    """One-hot rows of examples by number, whose input is their number."""
+    targets = tf.one_hot(y, 3)
+    rows = lambda numbers: (numbers, tf.gather(targets, numbers))
+    return Records(len(y), rows, lambda stored, seed: (tf.cast(stored[0], tf.float32)[None], stored[1]), **options)
+
+
+def test_examples_by_number_are_counted_by_their_labels():
+    y = np.array([0, 0, 0, 0, 1, 2, 2])
+    table = lambda numbers: tf.gather(y, numbers)
+    source = Records(7, table, lambda label, seed: (tf.zeros([2]), label), labels=y)
+    data = Loaded(source, source, 7, Spec((2,), "float32", 4, 1.0))
+    assert class_weights.of("balanced", data) == pytest.approx({0: 7 / (3 * 4), 1: 7 / 3, 2: 7 / (3 * 2)})
+    source = Records(7, table, lambda label, seed: (tf.zeros([2]), label))
+    with pytest.raises(UserError, match="would have to read all examples first to count them: write the weights"):
+        class_weights.of("balanced", Loaded(source, source, 7, data.spec))
+
+
+def test_examples_are_weighed_before_they_are_mixed():
+    """MixUp of half and half: the loss must be that of the one and the other, each with the weight of its class."""
+    half = lambda own, partners, seeds: (own[0], *mix.weighed(own[1:], partners[1:], tf.fill([3], 0.5)))
+    source = weigh_classes(by_number([0, 1, 2], mix=half), {0: 4.0, 2: 0.5})
+    ((_, y, weight),) = in_order(source, 3)
+    np.testing.assert_allclose(weight, [(4 + 1) / 2, (1 + 0.5) / 2, (0.5 + 4) / 2])
+    expected = np.array([[2, 0.5, 0], [0, 0.5, 0.25], [2, 0, 0.25]])  # half a weight for each of both classes
+    np.testing.assert_allclose(y * weight[:, None], expected)
 
 
 def test_by_number_and_by_name():

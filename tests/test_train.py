@@ -248,7 +248,7 @@ ORDER = [
     {"strategy"},
     {"hvd", "multi_worker", "provenance"},
     {"devices", "distribution", "traffic", "meeting", "horovod_state"},
-    {"detect", "plan", "peers", "usage"},
+    {"again", "detect", "plan", "peers", "usage"},
     {
         "callback_state",
         "checkpoint",

@@ -25,6 +25,10 @@ class EndOfData(Exception):  # noqa: N818  an event and no error
     """There is no further batch."""
 
 
+class OutOfMemory(TrainingError):  # noqa: N818
+    """A device has not had the memory for an update; the weights may be between two updates."""
+
+
 def layout_of(
     source: data_lib.Source, batch: int | None, distribution: Distribution, accumulate: int, least: bool = True
 ) -> Layout:
@@ -138,6 +142,7 @@ def run(step: Step, call: Any, arguments: tuple, feed: Feed, update: int | None 
       EndOfData: a data set of unknown length has no more batches.
       UserError: data that does not fit.
       PeerError: another worker is lost.
+      OutOfMemory: there is not enough for an update.
       TrainingError: anything else that TensorFlow reports.
     """
     peers = step.distribution.peers
@@ -156,6 +161,13 @@ def run(step: Step, call: Any, arguments: tuple, feed: Feed, update: int | None 
             broken = feed.broken()
             if broken:
                 raise UserError(f"{broken}: mend or remove it, or set data.broken=skip") from error
+        if isinstance(error, tf.errors.ResourceExhaustedError) and re.search("OOM|[Mm]emory|alloc", str(error)):
+            text = " ".join(str(error).split())
+            tensor = re.search(r"allocating tensor with shape\[[\d,]*\]", text)
+            text = f"out of memory ({tensor[0] if tensor else text[:200]})"
+            if update is None:
+                raise TrainingError(f"{text}: measure with a smaller batch (eval.batch_size)") from error
+            raise OutOfMemory(text) from error
         raise cause(error, peers) from error
     finally:
         peers.doing("python", update)

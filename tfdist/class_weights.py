@@ -9,9 +9,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import config
-from tfdist.data import Arrays, Batches, Source
+from tfdist.data import Arrays, Records, Source
 from tfdist.datasets.catalog import Loaded
 from tfdist.errors import UserError
+from tfdist.records_feed import in_order
 
 
 def of(text: str, data: Loaded) -> dict[int, float] | None:
@@ -64,7 +65,10 @@ def describe(weights: dict[int, float], names: tuple[str, ...]) -> str:
 
 
 def _one_class_each(source: Source) -> bool:
-    columns: Any = source.columns if isinstance(source, Arrays) else source.dataset.element_spec
+    if isinstance(source, Records):
+        columns: Any = in_order(source, 1).element_spec
+    else:
+        columns = source.columns if isinstance(source, Arrays) else source.dataset.element_spec
     if len(columns) < 2 or tf.nest.is_nested(columns[1]) or not tf.as_dtype(columns[1].dtype).is_integer:
         return False
     return len(columns[1].shape) == 1 or tuple(columns[1].shape[1:]) == (1,)
@@ -74,8 +78,13 @@ def _counts(source: Source, classes: int) -> np.ndarray:
     """Examples of each class; of a data set that is not in memory, by reading it once."""
     if isinstance(source, Arrays):
         return np.bincount(np.reshape(source.columns[1], [-1]), minlength=classes)
-    if not isinstance(source, Batches):
-        raise UserError(f"train.class_weight=balanced cannot count a {type(source).__name__}: write the weights")
+    if isinstance(source, Records):
+        if source.labels is None:
+            raise UserError(
+                "train.class_weight=balanced would have to read all examples first to count them: write the weights, "
+                "such as 0=3.0, 2=0.2"
+            )
+        return np.bincount(source.labels, minlength=classes)
 
     def add(total, _, y, *weight):
         labels = tf.cast(tf.reshape(y, [-1]), tf.int32)

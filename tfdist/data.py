@@ -96,16 +96,16 @@ class Records:
         alone, so an example is augmented alike by whichever worker has it.
       mix: None, or (columns, partners, seeds int32 [n, 2]) -> columns, over the rows of a batch [n, ...]. The partner
         of an example is the next one of the global batch, and of the last one the first.
-      finish: None, or (x[, y[, weight]]) -> the columns of a batch [n, ...], called at last.
       name: what to call an example in a message, by its row.
+      labels: int [size], the class of each example, where that is known without reading them.
     """
 
     size: int
     read: Callable[[Any], Any]
     decode: Callable[[Any, Any], tuple]
     mix: Callable[[tuple, tuple, Any], tuple] | None = None
-    finish: Callable[..., tuple] | None = None
     name: Callable[[int], str] = "example {}".format
+    labels: np.ndarray | None = None
 
     def __post_init__(self):
         if self.size < 1:
@@ -181,9 +181,15 @@ def weigh_classes(source: Source, weights: Mapping[int, float]) -> Source:
 
     if isinstance(source, Batches):
         return Batches(source.decoded.map(add))
-    if isinstance(source, Records):
-        before = source.finish or (lambda *columns: columns)
-        return dataclasses.replace(source, finish=lambda *columns: add(*before(*columns)))
+    if isinstance(source, Records):  # before examples are mixed, each with the weight of its own class
+        decode = source.decode
+
+        def weighed(stored: Any, seed: Any) -> tuple:
+            x, *rest = decode(stored, seed)
+            _, y, weight = add(x, *(tf.expand_dims(t, 0) for t in rest))
+            return x, y[0], weight[0]
+
+        return dataclasses.replace(source, decode=weighed)
     x, y, weight = add(*source.columns)
     return Arrays((x, y.numpy(), weight.numpy()))
 

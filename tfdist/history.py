@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import psutil
 
-from tfdist import update
+from tfdist import again, update
 from tfdist.plan import Plan
 from tfdist.run_folder import RunFolder
 from tfdist.spent import Call, Spent
@@ -48,6 +48,8 @@ class Result:
     """The update that this process went on from."""
     rollbacks: list[dict]
     """Where training went back after a loss that was not finite, and which updates were left out."""
+    accumulate: int
+    """Micro-batches per update and replica at the end: more than asked for when memory has run out."""
     restarts: int
     """How often the launcher has started the workers anew."""
     versions: dict[str, str]
@@ -82,6 +84,7 @@ class Recorder(keras.callbacks.Callback):
         self.epochs = 0
         self.history: dict[str, list] = {}
         self.rollbacks: list[dict] = []
+        self.accumulate = plan.accumulate
         self.spent = Spent()
         """In steady state."""
         self._of_epoch = Spent()
@@ -119,6 +122,11 @@ class Recorder(keras.callbacks.Callback):
         """Notes that training went back."""
         self.rollbacks = [*self.rollbacks, {"to": update, "skipped": skipped}]
         self._folder.append(HISTORY, {"rollback": self.rollbacks[-1], "updates": update})
+
+    def on_accumulate(self, accumulate: int) -> None:
+        """Notes that micro-batches have become smaller, for this run and its next attempt."""
+        self.accumulate = accumulate
+        again.note(self._folder, accumulate)
 
     def on_epoch_begin(self, epoch, logs=None):
         if not self._knows_file:  # an attempt that was killed before its first checkpoint has left lines

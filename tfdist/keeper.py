@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
 
+from tfdist import again
+from tfdist.calls import OutOfMemory
 from tfdist.errors import TrainingError
+from tfdist.layout import Layout
 from tfdist.resume import Position
 from tfdist.saving import Checkpoints, Run
 
@@ -40,6 +44,8 @@ class Keeper:
         if resumed is not None:
             self._saved = _key(resumed)
             return resumed
+        if self._run.distribution.workers == 1:
+            self._checkpoints.hold(self._run, position)
         if rollback:
             self._save(position)
         return position
@@ -104,6 +110,31 @@ class Keeper:
         )
         self._tell("on_rollback", found.update, bad)
         return found
+
+    def smaller(self, error: OutOfMemory, layout: Layout, ordered: bool) -> tuple[Layout, Position]:
+        """After an update for which there was not the memory: smaller micro-batches, and the last good checkpoint.
+
+        Args:
+          error: to raise where that cannot be: there are no checkpoints; or other workers, whose collectives are
+            broken now; or the data's order depends on how often it has been begun.
+          layout: of the update.
+          ordered: the data has an order to go back in.
+        """
+        accumulate = min(2 * layout.accumulate, layout.batch // layout.replicas)
+        text = f"{error}, at {layout.micro} example{'s' * (layout.micro > 1)} at a time"
+        if accumulate == layout.accumulate:
+            raise TrainingError(f"{text}, the fewest there can be: use a smaller model or more memory") from error
+        if self._checkpoints is None or self._run.distribution.workers > 1 or not ordered:
+            raise OutOfMemory(f"{text}: {again.advice(accumulate)}") from error
+        smaller = dataclasses.replace(layout, accumulate=accumulate)
+        position = self._checkpoints.again(self._run)
+        self._saved = None
+        self._checkpoints.say(
+            f"WARNING: {text}: from update {position.update} on again, at {smaller.micro} "
+            f"(train.accumulate={accumulate}), with the same result"
+        )
+        self._tell("on_accumulate", accumulate)
+        return smaller, position
 
     def _save(self, now: Position, wait: bool = False) -> None:
         assert self._checkpoints is not None

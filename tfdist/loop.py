@@ -84,7 +84,8 @@ def fit(
       reduce_dtype: type in which gradients travel between replicas: `float32`
         (as they are), `bfloat16` or `float16` (half the bytes, less precision).
       checkpoints: where the state is kept and resumed from, at the very update; the last one is taken at the end, and
-        when `should_stop` ends the training. None for none.
+        when `should_stop` ends the training. None for none. With them, one process that runs out of memory goes on from
+        the last one with micro-batches of half the size, and so with the same result.
       on_nonfinite: `stop` with an error when the loss is NaN or infinite, or `rollback` to the last checkpoint and
         leave out the update at which it was, and the one before.
       max_rollbacks: how often; then stop.
@@ -136,8 +137,12 @@ def fit(
     model.stop_training = False
     called.on_train_begin()
     keeper = Keeper(checkpoints, Run(model, distribution, called, layout.batch, per_epoch, seed))
-    compiled = functools.partial(step.compiled, "train", layout, reduce_dtype=reduce_dtype, factors=factors)
-    training = _Training(step, compiled, feed, called, choice, should_stop, keeper, position.update)
+
+    def training_from(now: Position) -> _Training:
+        compiled = functools.partial(step.compiled, "train", layout, reduce_dtype=reduce_dtype, factors=factors)
+        return _Training(step, compiled, feed, called, choice, should_stop, keeper, now.update)
+
+    training = training_from(position)
     position = keeper.begin(position, rollback=on_nonfinite == "rollback")
     logs: dict = {}
 
@@ -170,6 +175,10 @@ def fit(
             if on_nonfinite == "stop":
                 raise
             position = keeper.back(error, error.update, position, max_rollbacks)
+        except calls.OutOfMemory as error:
+            layout, position = keeper.smaller(error, layout, not isinstance(source, data_lib.Batches))
+            feed = calls.read_epochs(source, layout, shuffle, seed)
+            training = training_from(position)
     keeper.end(position)
     averages.finalize(update.inner(model.optimizer), model.trainable_variables)
     called.on_train_end(logs)

@@ -102,8 +102,6 @@ class RecordFeed:
             columns, seeds = batch
             if source.mix:
                 columns = self._mixed(columns, seeds)
-            if source.finish:
-                columns = source.finish(*columns)
             last = tf.equal(update % self.batches, self.batches - 1)
             count = tf.where(last, self._tail, layout.batch)
             if layout.local:

@@ -176,6 +176,11 @@ def _begins_anew(where: Environment, attempt: int) -> bool:
     return where.resume == "never" and attempt == 0
 
 
+def unfinished(folder: RunFolder, where: Environment, attempt: int) -> bool:
+    """Whether the folder's run has not come to its end, and is not to begin anew."""
+    return attempt > 0 or not (_begins_anew(where, attempt) or folder.completed)
+
+
 def goes_on(folder: RunFolder, where: Environment, attempt: int, no_checkpoints: bool) -> bool:
     """Whether this run continues the one in the folder, instead of setting it aside."""
     if attempt > 0:

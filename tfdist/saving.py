@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import os
@@ -18,7 +19,7 @@ import tensorflow as tf
 from tfdist import callback_state, checkpoint, plan, resume, state, update
 from tfdist.distribution import Distribution
 from tfdist.errors import TrainingError, UserError
-from tfdist.resume import Position
+from tfdist.resume import Chosen, Position
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,6 +90,8 @@ class Checkpoints:
         self._thread: threading.Thread | None = None
         self._good: list[pathlib.Path] = []
         self._best: dict[str, Any] = {"value": None, "update": None}
+        self._held: Chosen | None = None
+        """Where the run began, in memory, until there is a checkpoint."""
 
     @property
     def off(self) -> bool:
@@ -167,6 +170,28 @@ class Checkpoints:
             if all(np.isfinite(np.asarray(w, np.float64)).all() for w in run.model.get_weights()):
                 return position
 
+    def hold(self, run: Run, position: Position) -> None:
+        """Keeps the state in memory for `again`, until the first checkpoint is on the disk."""
+        tensors = state.capture(run.model, run.distribution, run.callbacks)
+        self._held = Chosen(self.folder, copy.deepcopy(self._content(run, position)), tensors)
+
+    def again(self, run: Run) -> Position:
+        """Puts the newest checkpoint of this run back, or its beginning; in one process.
+
+        Raises:
+          TrainingError: there is none that can be read.
+        """
+        self.wait()
+        choose = resume.Choice(self.folder, run.identity(), self._experiment, False, self.say)
+        chosen = next(filter(None, (choose.load(path) for path in reversed(self._good))), None)
+        if chosen is None and self._held is not None:
+            tensors = {name: np.asarray(tensor) for name, tensor in self._held.tensors.items()}
+            chosen = Chosen(self.folder, copy.deepcopy(self._held.state), tensors)
+        position = self._restore(run, chosen)
+        if position is None:
+            raise TrainingError(f"no checkpoint in {self.folder} can be used to go back to: start the run again")
+        return position
+
     # -- saving -------------------------------------------------------------
 
     def limit(self, done: int) -> float:
@@ -211,7 +236,19 @@ class Checkpoints:
         tensors = state.capture(run.model, run.distribution, run.callbacks)
         if not run.distribution.is_chief:
             return
-        content = {
+        content = self._content(run, position)
+        self._thread = threading.Thread(
+            target=self._write, args=(position.update, content, tensors), name="tfdist checkpoint"
+        )
+        self._thread.start()
+        self.writing += time.perf_counter() - captured
+        if wait or not self._asynchronous:
+            self.wait()
+        if not wait:
+            self.paused += time.perf_counter() - start
+
+    def _content(self, run: Run, position: Position) -> dict[str, Any]:
+        return {
             "position": dataclasses.asdict(position) | {"logs": {k: _plain(v) for k, v in position.logs.items()}},
             "run": run.identity(),
             "replicas": run.distribution.replicas,
@@ -222,15 +259,6 @@ class Checkpoints:
             "epochs": list(run.model.history.epoch),
             "best": dict(self._best),
         }
-        self._thread = threading.Thread(
-            target=self._write, args=(position.update, content, tensors), name="tfdist checkpoint"
-        )
-        self._thread.start()
-        self.writing += time.perf_counter() - captured
-        if wait or not self._asynchronous:
-            self.wait()
-        if not wait:
-            self.paused += time.perf_counter() - start
 
     def finish(self) -> None:
         """Waits for the last one, and says what they have cost."""
@@ -258,7 +286,7 @@ class Checkpoints:
             self.writing += time.perf_counter() - start
         if missing and self.saved:
             self.say(f"WARNING: {self.folder.parent} had gone and was made anew")
-        self.failure, self.saved = "", self.saved + 1
+        self.failure, self.saved, self._held = "", self.saved + 1, None
         self._good.append(path)
         newest = self._good[-self._keep :]
         best = [p for p in self._good if checkpoint.update_of(p) == self._best["update"]]
@@ -273,8 +301,8 @@ class Checkpoints:
 
 
 def _set(variable: Any, value: Any) -> None:
-    for copy in getattr(variable.value, "values", (variable.value,)):
-        copy.assign(tf.cast(value, copy.dtype))
+    for one in getattr(variable.value, "values", (variable.value,)):
+        one.assign(tf.cast(value, one.dtype))
 
 
 def _plain(value: Any) -> Any:

@@ -101,8 +101,8 @@ def weights(model: keras.Model, tensors: dict[str, np.ndarray], averaged: bool) 
     Raises:
       UserError: they are of another model.
     """
-    wanted = dict(_named(SHARED, {"model": model.trainable_variables}))
-    wanted |= dict(_named(OWN, {"model": model.non_trainable_variables}))
+    shared, own = _parts(model)
+    wanted = dict((*_named(SHARED, {"model": shared}), *_named(OWN, {"model": own})))
     kept = {name: t for name, t in tensors.items() if name.split("/")[1] == "model"}
     _fits(wanted, [[name, str(t.dtype), list(t.shape)] for name, t in sorted(kept.items())])
     by_place = {_place(name): t for name, t in kept.items()}
@@ -183,14 +183,18 @@ def _sum(distribution: Distribution, words: Any) -> Any:
 
 def _shared(model: keras.Model) -> list[tuple[str, Any]]:
     optimizer = [] if model.optimizer is None else model.optimizer.variables
-    shared = [*model.trainable_variables, *freezing.fixed(model)]
-    return _named(SHARED, {"model": shared, "optimizer": optimizer})
+    return _named(SHARED, {"model": _parts(model)[0], "optimizer": optimizer})
 
 
 def _own(model: keras.Model) -> list[tuple[str, Any]]:
-    shared = {id(v) for v in freezing.fixed(model)}
-    own = [v for v in model.non_trainable_variables if id(v) not in shared]
-    return _named(OWN, {"model": own, "metrics": model.metrics_variables})
+    return _named(OWN, {"model": _parts(model)[1], "metrics": model.metrics_variables})
+
+
+def _parts(model: keras.Model) -> tuple[list, list]:
+    """The model's variables that are the same on every replica, and those that are not."""
+    fixed = freezing.fixed(model)
+    known = {id(v) for v in fixed}
+    return [*model.trainable_variables, *fixed], [v for v in model.non_trainable_variables if id(v) not in known]
 
 
 def _named(kind: str, parts: dict[str, list]) -> list[tuple[str, Any]]:

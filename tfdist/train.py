@@ -57,8 +57,21 @@ def train_and_evaluate(experiment: config.Experiment, where: environment.Environ
 
 def _train(experiment: config.Experiment, where: environment.Environment, site: Any, folder: Any, distribution: Any):
     """The run itself, once the strategy has been started."""
+    from tfdist import (
+        again,
+        described,
+        flops,
+        history,
+        loop,
+        models,
+        optimizers,
+        plan,
+        provenance,
+        requeue,
+        resume,
+        watchers,
+    )
     from tfdist import class_weights as class_weights_lib
-    from tfdist import described, flops, history, loop, models, optimizers, plan, provenance, requeue, resume, watchers
     from tfdist import evaluation as evaluation_lib
     from tfdist.datasets import catalog
     from tfdist.signals import Signals
@@ -71,6 +84,7 @@ def _train(experiment: config.Experiment, where: environment.Environment, site: 
     if site.survey.problem:
         say(f"WARNING: {site.survey.problem}: python -m tfdist.doctor says more")
 
+    experiment, learnt = _learnt(experiment, where, site, folder, distribution, say)
     models.set_precision(experiment.train.precision)
     data = distribution.peers.once(lambda: catalog.load(experiment, not where.dry_run, say))
     schedule = plan.make(experiment, data.examples, distribution.replicas)
@@ -88,6 +102,8 @@ def _train(experiment: config.Experiment, where: environment.Environment, site: 
     moved = None if goes_on else folder.set_aside()
     if moved:
         say(f"the earlier run in {folder.path} is now in {moved}")
+    if learnt:
+        again.note(folder, learnt)
     folder.write("experiment.json", dataclasses.asdict(experiment))
     described.write(folder, data.spec)
     folder.write("environment.json", provenance.environment(distribution, site))
@@ -121,6 +137,7 @@ def _train(experiment: config.Experiment, where: environment.Environment, site: 
             weights_norm=weights[1],
             resumed_from=checkpoints.resumed_from,
             rollbacks=recorder.rollbacks,
+            accumulate=recorder.accumulate,
             restarts=site.cluster.attempt,
             versions=provenance.versions(),
             time=dataclasses.asdict(recorder.spent),
@@ -128,8 +145,13 @@ def _train(experiment: config.Experiment, where: environment.Environment, site: 
         )
 
     peers = distribution.peers
-    # In silence: a thread calls this, while the main thread may hold the lock of the stream.
-    peers.last_words = lambda why: _record(folder, result("failed", why), None, lambda line: None)
+
+    def last_words(why: str) -> None:
+        # In silence: a thread calls this, while the main thread may hold the lock of the stream.
+        again.heed(folder, why)
+        _record(folder, result("failed", why), None, lambda line: None)
+
+    peers.last_words = last_words
     try:
         with peers.seeing_signals(), Signals() as signals:
             loop.fit(
@@ -198,6 +220,22 @@ def _train(experiment: config.Experiment, where: environment.Environment, site: 
     if status == "preempted" and where.requeue and distribution.is_chief:
         say(requeue.again(os.environ))
     return done
+
+
+def _learnt(
+    experiment: config.Experiment, where: environment.Environment, site: Any, folder: Any, distribution: Any, say: Any
+) -> tuple[config.Experiment, int]:
+    """The experiment with as many micro-batches as the attempt before has found to be needed; 0 where none did."""
+    from tfdist import again, resume
+
+    mine = again.noted(folder) if resume.unfinished(folder, where, site.cluster.attempt) else 1
+    batch = experiment.train.batch_size
+    noted = min(distribution.peers.gather("micro-batches of the run before", mine)[0], batch // distribution.replicas)
+    if noted <= experiment.train.accumulate:
+        return experiment, 0
+    say(f"train.accumulate={noted} instead of {experiment.train.accumulate}: the run before ran out of memory")
+    train = dataclasses.replace(experiment.train, accumulate=noted)
+    return dataclasses.replace(experiment, train=train), noted
 
 
 def _tell_plan(

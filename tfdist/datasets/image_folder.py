@@ -143,4 +143,4 @@ def _records(
         with tf.control_dependencies([said]):
             return tf.zeros([*(size or (1, 1)), 3], tf.uint8), tf.identity(label), 0.0
 
-    return Records(len(files), read, decode_or_skip if skip else decode, name=files.__getitem__)
+    return Records(len(files), read, decode_or_skip if skip else decode, name=files.__getitem__, labels=labels)

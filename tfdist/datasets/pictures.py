@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import augment
-from tfdist.data import Arrays, Batches, Records, Source
+from tfdist.data import Arrays, Batches, Records, Source, targets_of
 from tfdist.errors import UserError
 from tfdist.layout import Layout
 from tfdist.records_feed import RecordFeed, in_order
@@ -90,5 +90,7 @@ def _by_number(source: Source, field: str) -> Records:
             with tf.device("CPU:0"):  # in memory once, whatever reads it
                 table = keras.tree.map_structure(tf.convert_to_tensor, source.columns)
             read = lambda rows: keras.tree.map_structure(lambda t: tf.gather(t, rows), table)
-            return Records(source.size, read, lambda stored, seed: stored)
+            y = targets_of(source)
+            known = isinstance(y, np.ndarray) and np.issubdtype(y.dtype, np.integer) and y[0].size == 1
+            return Records(source.size, read, lambda stored, seed: stored, labels=y.reshape(-1) if known else None)
     return source
