@@ -59,6 +59,8 @@ def test_slices_by_windows(memory, folder):
 
 def test_splits_by_file_and_patterns(folder, tmp_path):
     assert text.files(str(folder / "**" / "*.txt")) == {"train": [str(folder / "b.txt"), str(folder / "c.txt")]}
+    (folder / "train.py").write_bytes(b"no split")
+    assert list(text.files(str(folder))) == ["train"] and len(text.files(str(folder))["train"]) == 5
     (folder / "train").mkdir()
     (folder / "train" / "one").write_bytes(b"abc")
     by_split = text.files(str(folder))

@@ -18,6 +18,8 @@ from tfdist.errors import UserError
 
 MODELS = ("cnn", "mlp", "conv_bn", "char_transformer")
 DATASETS = ("digits", "synthetic", "stdlib_text")
+FILES = ("csv", "image_folder", "text", "tfrecord")
+"""Kinds of data sets of one's own: `kind:/path`."""
 OPTIMIZERS = (
     "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "ftrl", "lamb", "lion",
     "muon", "nadam", "rmsprop", "sgd",
@@ -42,7 +44,8 @@ _REFERENCE = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
 @dataclasses.dataclass(slots=True)
 class Data:
     name: str = "digits"
-    """A TFDS name, `synthetic`, `stdlib_text`, or `package.module:function` (see tfdist.data.load)."""
+    """A TFDS name, `image_folder:/path`, `csv:/path`, `text:/pattern`, `tfrecord:/pattern`, `synthetic`, `stdlib_text`,
+    or `package.module:function` (see tfdist.datasets.catalog.load)."""
     train_split: str = "train"
     eval_split: str = "test"
     data_dir: str = ""

@@ -139,7 +139,10 @@ def _builder(name: str, data_dir: str | None) -> Any:
         hint = f"did you mean {near[0]!r}? Else" if near else "see https://www.tensorflow.org/datasets/catalog, or"
         raise UserError(f"unknown data.name {name!r}: {hint} write package.module:function") from None
     except ValueError as error:
-        raise UserError(f"data.name={name!r} is not accepted by TFDS: {_line(error)}") from None
+        kind, colon, _ = name.partition(":")
+        near = difflib.get_close_matches(kind, config.FILES, n=1) if colon else []
+        hint = f": did you mean {near[0]}:?" if near else f": {_line(error)}"
+        raise UserError(f"data.name={name!r} is not accepted by TFDS{hint}") from None
 
 
 def _prepare(builder: Any, name: str, by_number: bool) -> None:

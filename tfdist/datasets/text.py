@@ -77,8 +77,8 @@ def pairs(windows: Any) -> tuple[Any, Any]:
 def files(path: str) -> dict[str, list[str]]:
     """Files by split, sorted by path.
 
-    In a folder that has a `train` (a folder, or a file with any suffix), each
-    entry is a split. Otherwise all files, of a folder with those in its folders
+    In a folder that has `train` as a folder or `train.txt`, each folder and each
+    `.txt` is a split, and nothing else counts. Otherwise all files, of a folder with those in its folders
     but no hidden ones, are `train`.
     """
     path = os.path.expanduser(path)
@@ -88,7 +88,8 @@ def files(path: str) -> dict[str, list[str]]:
         entries = sorted(os.path.join(path, name) for name in os.listdir(path) if not name.startswith("."))
         by_name: dict[str, list[str]] = {}
         for entry in entries:
-            by_name.setdefault(os.path.basename(entry).split(".")[0], []).extend(_below(entry))
+            if os.path.isdir(entry) or entry.endswith(".txt"):  # a train.py is no split
+                by_name.setdefault(os.path.basename(entry).removesuffix(".txt"), []).extend(_below(entry))
         found = by_name if "train" in by_name else {"train": [f for entry in entries for f in _below(entry)]}
     if not any(found.values()):
         raise UserError(f"data.name=text:{path} has no files: give a text file, a folder, or a pattern such as *.txt")
