@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test faults horovod lint bench bench-workers bench-checkpoints bench-watching clean
+.PHONY: train test faults horovod lint bench bench-workers bench-checkpoints bench-watching bench-input clean
 
 train: .venv/ready
 	$(BIN)/python -m tfdist.train
@@ -32,6 +32,9 @@ bench-checkpoints: .venv/ready
 
 bench-watching: .venv/ready
 	$(BIN)/python benchmarks/bench_watching.py
+
+bench-input: .venv/ready
+	$(BIN)/python benchmarks/bench_input.py
 
 bench-workers: .venv/ready horovod
 	$(BIN)/python benchmarks/bench_workers.py

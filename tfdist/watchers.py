@@ -82,7 +82,7 @@ class Watching:
 
 def advice(experiment: config.Experiment) -> str:
     """What to do when training waits for this experiment's data."""
-    if config.is_reference(experiment.data.name):
+    if config.is_reference(experiment.data.name) and not config.files(experiment.data.name):
         return f"make the pipeline of {experiment.data.name} parallel (num_parallel_calls), or return arrays"
     if experiment.data.cache != "memory":
         return (

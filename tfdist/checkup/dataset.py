@@ -28,6 +28,9 @@ def check(data: config.Data, environ: Mapping[str, str]) -> list[Check]:
     """
     if data.name in ("synthetic", "stdlib_text"):
         return [ok(NAME, f"{data.name} is made by each run, nothing has to be prepared")]
+    files = config.files(data.name)
+    if files:
+        return _files(*files)
     if config.is_reference(data.name):
         return _function(data.name)
     kind, _, path = data.name.partition(":")
@@ -40,6 +43,19 @@ def check(data: config.Data, environ: Mapping[str, str]) -> list[Check]:
     if found is None:
         return _unprepared(data.name, folder)
     return _whole(data, found)
+
+
+def _files(kind: str, pattern: str) -> list[Check]:
+    """Only that they are there: a run looks into them."""
+    path = os.path.expanduser(pattern)
+    if kind == "image_folder":
+        if not os.path.isdir(path):
+            return [fail(NAME, f"there is no folder {path}", "give data.name the path of a folder of images")]
+        return [ok(NAME, f"images in {path}, which only a run looks at")]
+    found = glob.glob(path)
+    if not found:
+        return [fail(NAME, f"there is no file {path}", "correct the path in data.name")]
+    return [ok(NAME, f"{len(found):,} {kind} file{'s' * (len(found) > 1)}: {path}")]
 
 
 def _function(reference: str) -> list[Check]:

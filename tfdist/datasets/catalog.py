@@ -88,11 +88,11 @@ def _pictured(experiment: config.Experiment, loaded: Loaded) -> Loaded:
     lowest = float(train.columns[0].min()) if isinstance(train, Arrays) and len(shape) == 3 else 0.0
     recipe.check(shape, spec.dtype, spec.classes, lowest)
     if size is not None and spec.shape[:2] != size:
-        train, evaluation = (pictures.sized(s, size, data.resize) for s in (train, evaluation))
+        evaluation = pictures.resized(evaluation, size, data.resize)
+        if recipe.smallest is None:  # a crop that is resized is cut from the whole image
+            train = pictures.resized(train, size, data.resize)
     if data.augment:
-        # A crop that is resized is cut from the whole image.
-        from_whole = recipe.smallest is not None
-        train = pictures.augmented(loaded.train if from_whole else train, recipe, (shape[0], shape[1]))
+        train = pictures.augmented(train, recipe, (shape[0], shape[1]))
     return dataclasses.replace(loaded, train=train, eval=evaluation, spec=dataclasses.replace(spec, shape=shape))
 
 

@@ -18,16 +18,21 @@ from tfdist.records_feed import RecordFeed, in_order
 _PIECE = 256
 
 
-def sized(source: Source, size: tuple[int, int], policy: str) -> Records:
+def sized(source: Records, size: tuple[int, int], policy: str) -> Records:
     """The images of a source made `size`, as `augment.resize` does it."""
-    source = _by_number(source, "data.image_size")
     decode = source.decode
 
-    def resized(stored: Any, seed: Any) -> tuple:
+    def made(stored: Any, seed: Any) -> tuple:
         x, *rest = decode(stored, seed)
         return augment.resize(x, size, policy), *rest
 
-    return dataclasses.replace(source, decode=resized)
+    return dataclasses.replace(source, decode=made)
+
+
+def resized(source: Source, size: tuple[int, int], policy: str) -> Arrays | Records:
+    """As `sized`, of any source; images in memory are made that size at once."""
+    made = sized(_by_number(source, "data.image_size"), size, policy)
+    return in_memory(made) if isinstance(source, Arrays) else made
 
 
 def augmented(source: Source, recipe: augment.Recipe, size: tuple[int, int]) -> Records:
