@@ -227,14 +227,6 @@ def test_a_data_set_that_is_not_there(tmp_path, copied):
     one(dataset.check(config.Data(name=f"csv:{tmp_path}/b.csv"), {}), "fail", "there is no file")
 
 
-def test_files_of_ones_own(tmp_path):
-    (tmp_path / "a.csv").write_text("x\n")
-    for name in (f"csv:{tmp_path}/a.csv", f"text:{tmp_path}/*.csv", f"image_folder:{tmp_path}"):
-        one(dataset.check(config.Data(name=name), {}), "ok", f"{name}: 1 in all, which a run reads")
-    name = f"tfrecord:{tmp_path}/*.gz"
-    one(dataset.check(config.Data(name=name), {}), "fail", f"data.name={name!r} has no files", "correct the path")
-
-
 def test_a_data_set_of_a_function(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     data = config.Data(name="my_own_package.data:load")

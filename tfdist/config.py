@@ -18,8 +18,6 @@ from tfdist.errors import UserError
 
 MODELS = ("cnn", "mlp", "conv_bn", "char_transformer")
 DATASETS = ("digits", "synthetic", "stdlib_text")
-FILES = ("csv", "image_folder", "text", "tfrecord")
-"""Kinds of data sets of one's own: `kind:/path`."""
 OPTIMIZERS = (
     "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "ftrl", "lamb", "lion",
     "muon", "nadam", "rmsprop", "sgd",

@@ -33,9 +33,6 @@ def check(data: config.Data, environ: Mapping[str, str]) -> list[Check]:
         return _files(*files)
     if config.is_reference(data.name):
         return _function(data.name)
-    kind, _, path = data.name.partition(":")
-    if kind in config.FILES:
-        return _files(data.name, os.path.expanduser(path))
     base = data.data_dir or environ.get("TFDS_DATA_DIR") or os.path.join("~", "tensorflow_datasets")
     name, _, version = data.name.partition(":")
     folder = pathlib.Path(os.path.expanduser(base), name)
@@ -52,7 +49,7 @@ def _files(kind: str, pattern: str) -> list[Check]:
         if not os.path.isdir(path):
             return [fail(NAME, f"there is no folder {path}", "give data.name the path of a folder of images")]
         return [ok(NAME, f"images in {path}, which only a run looks at")]
-    found = glob.glob(path)
+    found = glob.glob(path, recursive=True)
     if not found:
         return [fail(NAME, f"there is no file {path}", "correct the path in data.name")]
     return [ok(NAME, f"{len(found):,} {kind} file{'s' * (len(found) > 1)}: {path}")]
@@ -65,17 +62,6 @@ def _function(reference: str) -> list[Check]:
         return [ok(NAME, f"made by {reference}, which only a run calls")]
     fix = "correct data.name, go to the folder of that file, or add it to PYTHONPATH"
     return [fail(NAME, f"data.name={reference!r} names a package {package!r} that Python does not find", fix)]
-
-
-def _files(name: str, path: str) -> list[Check]:
-    """Whether there is anything; what is in it, only a run looks at."""
-    if os.path.isdir(path):
-        count = sum(1 for entry in os.scandir(path) if not entry.name.startswith("."))
-    else:
-        count = len(glob.glob(path, recursive=True))
-    if not count:
-        return [fail(NAME, f"data.name={name!r} has no files", "correct the path or pattern")]
-    return [ok(NAME, f"files or folders of {name}: {count:,} in all, which a run reads")]
 
 
 def _newest(folder: pathlib.Path, version: str) -> pathlib.Path | None:
