@@ -13,6 +13,7 @@ import tensorflow as tf
 import tfdist
 from tfdist import checkpoint, requeue, resume
 from tfdist.checkup import checkpoints as examination
+from tfdist.data import Records
 from tfdist.errors import Interrupted, TrainingError, UserError
 from tfdist.history import fingerprint
 
@@ -47,7 +48,8 @@ def train(distribution, data=None, stop=None, made=None, **options):
     """Trains; returns the model and what can be compared of it, or None when it was stopped."""
     made = made or model(distribution)
     options = {"epochs": EPOCHS, "steps_per_call": 2, "verbose": 0, "distribution": distribution} | options
-    data = {"dataset": cases.images(EXAMPLES), "batch_size": BATCH} if data is None else {"dataset": data()}
+    data = cases.images(EXAMPLES) if data is None else data()
+    data = {"dataset": data} | ({} if isinstance(data, tf.data.Dataset) else {"batch_size": BATCH})
     if stop is not None:
         options["should_stop"] = StopAt(stop)
     callbacks = [keras.callbacks.ReduceLROnPlateau(monitor="loss", patience=1, factor=0.5)]
@@ -71,7 +73,14 @@ def of_unknown_length():
     return shuffled().unbatch().filter(lambda x, y: True).batch(BATCH)
 
 
-@pytest.mark.parametrize("data", [None, shuffled, of_unknown_length])
+def by_number():
+    """Read and made noisy in the moment that they are needed."""
+    stored = tuple(tf.constant(column) for column in cases.images(EXAMPLES))
+    noisy = lambda example, seed: (example[0] + 0.3 * tf.random.stateless_normal([4, 4, 1], seed), example[1])
+    return Records(EXAMPLES, lambda rows: tuple(tf.gather(column, rows) for column in stored), noisy)
+
+
+@pytest.mark.parametrize("data", [None, shuffled, of_unknown_length, by_number])
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_stopped_anywhere_and_resumed_ends_with_the_same_bits(replicas, data, connect, tmp_path):
     distribution = connect(replicas)

@@ -11,7 +11,7 @@ import tensorflow as tf
 from PIL import Image
 
 import tfdist
-from tfdist import augment, config, data, images
+from tfdist import augment, config, data, images, models
 from tfdist.datasets import catalog, image_files, image_folder, pictures
 from tfdist.errors import UserError
 from tfdist.records_feed import in_order
@@ -343,6 +343,25 @@ def test_image_fields_on_other_data(fields, message, tfds_dir, monkeypatch):
     monkeypatch.setenv("TFDS_DATA_DIR", str(tfds_dir))
     with pytest.raises(UserError, match=message):
         catalog.load(experiment("x", train_split="train", eval_split="test", data_dir=str(tfds_dir), **fields))
+
+
+def test_mixing_is_for_the_loss_of_tfdist(tmp_path, connect):
+    given = experiment(folder(tmp_path), image_size="8", augment="cutmix(1.0)")
+    loaded = catalog.load(given)
+    keras.utils.set_random_seed(0)
+    layers = [keras.Input((8, 8, 3)), keras.layers.Flatten(), keras.layers.Dense(3)]
+    model = keras.Sequential(layers)
+    given.train.label_smoothing = 0.0
+    mixed = models.compiled(model, keras.optimizers.SGD(), given, loaded)
+    assert isinstance(model.loss, keras.losses.CategoricalCrossentropy)
+    ((_, y), *_) = in_order(mixed.train, 4)
+    assert y.shape == (4, 3) and ((y.numpy() > 0).sum(1) == 2).any(), "targets are not mixed"
+    own = keras.Sequential(layers)
+    own.compile(loss="sparse_categorical_crossentropy")
+    with pytest.raises(
+        UserError, match=r"data.augment='cutmix\(1.0\)' mixes classes, which is for .* tfdist's own loss"
+    ):
+        models.compiled(own, keras.optimizers.SGD(), given, loaded)
 
 
 def test_a_stream_has_no_numbers():

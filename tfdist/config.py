@@ -66,7 +66,8 @@ _REFERENCE = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
 @dataclasses.dataclass(slots=True)
 class Data:
     name: str = "digits"
-    """A TFDS name, `synthetic`, `stdlib_text`, or `package.module:function` (see tfdist.data.load)."""
+    """A TFDS name, `image_folder:/path`, `csv:/path`, `text:/pattern`, `tfrecord:/pattern`, `synthetic`, `stdlib_text`,
+    or `package.module:function` (see tfdist.datasets.catalog.load)."""
     train_split: str = "train"
     eval_split: str = "test"
     data_dir: str = ""

@@ -49,7 +49,7 @@ def _files(kind: str, pattern: str) -> list[Check]:
         if not os.path.isdir(path):
             return [fail(NAME, f"there is no folder {path}", "give data.name the path of a folder of images")]
         return [ok(NAME, f"images in {path}, which only a run looks at")]
-    found = glob.glob(path)
+    found = glob.glob(path, recursive=True)
     if not found:
         return [fail(NAME, f"there is no file {path}", "correct the path in data.name")]
     return [ok(NAME, f"{len(found):,} {kind} file{'s' * (len(found) > 1)}: {path}")]
