@@ -220,11 +220,6 @@ def test_a_data_set_that_is_not_there(tmp_path, copied):
         "set data.data_dir",
     )
     one(dataset.check(config.Data(name="synthetic"), {}), "ok", "made by each run")
-    (tmp_path / "a.csv").write_text("x\n")
-    one(dataset.check(config.Data(name=f"image_folder:{tmp_path}"), {}), "ok", "which only a run looks at")
-    one(dataset.check(config.Data(name=f"image_folder:{tmp_path}/no"), {}), "fail", "there is no folder")
-    one(dataset.check(config.Data(name=f"csv:{tmp_path}/*.csv"), {}), "ok", "1 csv file: ")
-    one(dataset.check(config.Data(name=f"csv:{tmp_path}/b.csv"), {}), "fail", "there is no file")
 
 
 def test_files_of_ones_own(tmp_path):
