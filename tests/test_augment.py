@@ -120,6 +120,23 @@ def test_flips_and_crops_are_parts_of_the_image():
     assert places == set(windows.values())
 
 
+def test_whole_numbers_are_rounded_and_cut():
+    image = tf.zeros([1, 4, 1], tf.uint8)
+    values = tf.constant([0.6, 1.4, -3, 300])
+    np.testing.assert_array_equal(pixels.stored(values, image, 255.0), [1, 1, 0, 255])
+    np.testing.assert_array_equal(pixels.stored(values, tf.zeros([1]), 255.0), np.float32([0.6, 1.4, 0, 255]))
+    x, partner = tf.constant([[8], [8]], tf.uint8), tf.zeros([2, 1], tf.uint8)
+    np.testing.assert_array_equal(mix.blended(x, partner, tf.constant([0.2, 0.3])), [[2], [2]])
+
+
+def test_operations_do_not_draw_the_same_numbers():
+    image = picture()
+    recipe = augment.parse("flip, vertical_flip")
+    made = [recipe.example(tf.constant(image), seed).numpy().tobytes() for seed in SEEDS]
+    counts = [made.count(image[::a, ::b].tobytes()) for a in (1, -1) for b in (1, -1)]
+    assert sum(counts) == len(SEEDS) and min(counts) >= 3
+
+
 @pytest.mark.parametrize("policy, box", [("stretch", (0, 0, 40, 32)), ("crop", (4, 0, 36, 32))])
 def test_resize_is_pils(policy, box):
     image = picture(32, 40)

@@ -165,7 +165,8 @@ def vertical_flip(image: Any, seed: Any) -> Any:
 
 
 def _mirrored(image: Any, seed: Any, axis: int) -> Any:
-    return tf.cond(uniform(seed, 1)[0] < 0.5, lambda: tf.reverse(image, [axis]), lambda: image)
+    mirrored = lambda: tf.reverse(image, [axis])
+    return tf.cond(uniform(seed, 1)[0] < 0.5, mirrored, lambda: image)
 
 
 def crop(image: Any, seed: Any, padding: int) -> Any:

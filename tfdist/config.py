@@ -18,8 +18,6 @@ from tfdist.errors import UserError
 
 MODELS = ("cnn", "mlp", "conv_bn", "char_transformer")
 DATASETS = ("digits", "synthetic", "stdlib_text")
-FILES = ("csv", "image_folder", "text", "tfrecord")
-"""Kinds of data sets of one's own: `kind:/path`."""
 OPTIMIZERS = (
     "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "ftrl", "lamb", "lion",
     "muon", "nadam", "rmsprop", "sgd",
@@ -30,6 +28,8 @@ REDUCE_DTYPES = ("float32", "bfloat16", "float16")
 LR_SCALINGS = ("none", "linear", "sqrt")
 ON_NONFINITE = ("stop", "rollback")
 CACHES = ("auto", "memory", "stream")
+FILES = ("csv", "image_folder", "text", "tfrecord")
+"""What `data.name` may begin with to read files, as in `image_folder:/path`."""
 RESIZES = ("crop", "stretch", "pad")
 ON_BROKEN = ("refuse", "skip")
 
@@ -265,6 +265,12 @@ def image_size(text: str) -> tuple[int, int] | None:
     if not found:
         raise UserError(f"data.image_size={text!r} is not understood: write 224, or height x width such as 192x256")
     return int(found[1]), int(found[2] or found[1])
+
+
+def files(name: str) -> tuple[str, str] | None:
+    """One of `FILES` and the path or pattern behind it, or None where `data.name` is something else."""
+    kind, colon, path = name.partition(":")
+    return (kind, path) if colon and kind in FILES else None
 
 
 def is_reference(name: str) -> bool:

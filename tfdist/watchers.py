@@ -82,9 +82,8 @@ class Watching:
 
 def advice(experiment: config.Experiment) -> str:
     """What to do when training waits for this experiment's data."""
-    name = experiment.data.name
-    if config.is_reference(name) and name.partition(":")[0] not in config.FILES:
-        return f"make the pipeline of {name} parallel (num_parallel_calls), or return arrays"
+    if config.is_reference(experiment.data.name) and not config.files(experiment.data.name):
+        return f"make the pipeline of {experiment.data.name} parallel (num_parallel_calls), or return arrays"
     if experiment.data.cache != "memory":
         return (
             "--config.data.cache=memory keeps the decoded examples, if they fit; else more CPU cores, or smaller images"

@@ -28,9 +28,9 @@ def check(data: config.Data, environ: Mapping[str, str]) -> list[Check]:
     """
     if data.name in ("synthetic", "stdlib_text"):
         return [ok(NAME, f"{data.name} is made by each run, nothing has to be prepared")]
-    kind, _, path = data.name.partition(":")
-    if kind in config.FILES:  # first: a path without a slash looks like the name of a function
-        return _files(data.name, os.path.expanduser(path))
+    files = config.files(data.name)
+    if files:
+        return _files(*files)
     if config.is_reference(data.name):
         return _function(data.name)
     base = data.data_dir or environ.get("TFDS_DATA_DIR") or os.path.join("~", "tensorflow_datasets")
@@ -42,6 +42,19 @@ def check(data: config.Data, environ: Mapping[str, str]) -> list[Check]:
     return _whole(data, found)
 
 
+def _files(kind: str, pattern: str) -> list[Check]:
+    """Only that they are there: a run looks into them."""
+    path = os.path.expanduser(pattern)
+    if kind == "image_folder":
+        if not os.path.isdir(path):
+            return [fail(NAME, f"there is no folder {path}", "give data.name the path of a folder of images")]
+        return [ok(NAME, f"images in {path}, which only a run looks at")]
+    found = glob.glob(path, recursive=True)
+    if not found:
+        return [fail(NAME, f"there is no file {path}", "correct the path in data.name")]
+    return [ok(NAME, f"{len(found):,} {kind} file{'s' * (len(found) > 1)}: {path}")]
+
+
 def _function(reference: str) -> list[Check]:
     """Not called, and not even imported: it may do anything."""
     package = reference.partition(":")[0].partition(".")[0]
@@ -49,17 +62,6 @@ def _function(reference: str) -> list[Check]:
         return [ok(NAME, f"made by {reference}, which only a run calls")]
     fix = "correct data.name, go to the folder of that file, or add it to PYTHONPATH"
     return [fail(NAME, f"data.name={reference!r} names a package {package!r} that Python does not find", fix)]
-
-
-def _files(name: str, path: str) -> list[Check]:
-    """Whether there is anything; what is in it, only a run looks at."""
-    if os.path.isdir(path):
-        count = sum(1 for entry in os.scandir(path) if not entry.name.startswith("."))
-    else:
-        count = len(glob.glob(path, recursive=True))
-    if not count:
-        return [fail(NAME, f"data.name={name!r} has no files", "correct the path or pattern")]
-    return [ok(NAME, f"files or folders of {name}: {count:,} in all, which a run reads")]
 
 
 def _newest(folder: pathlib.Path, version: str) -> pathlib.Path | None:

@@ -101,8 +101,8 @@ def load(experiment: config.Experiment, memory: float, prepare: bool = True) -> 
         if info.file_format == _BY_NUMBER:
             # A crop that is resized is cut from the whole image, by whoever augments.
             whole = field == "data.train_split" and parse(data.augment).smallest is not None
-            fit = (lambda x: x) if _fixed(parts) or whole else lambda x: resize(x, shape[:2], data.resize)
-            source = _records(builder, name, parts, keys, fit)
+            to = None if _fixed(parts) or whole else tuple(shape[:2])
+            source = _records(builder, name, parts, keys, to, data.resize)
             return _in_memory(source) if fits and _fixed(parts) else source
         if fits and _fixed(parts):
             table = builder.as_dataset(split=name, batch_size=-1, as_supervised=True, shuffle_files=False)
@@ -207,7 +207,10 @@ def _bytes(features: Any, split: Any) -> int:
     return max(decoded * split.num_examples, split.num_bytes if any(s.dtype == tf.string for s in specs) else 0)
 
 
-def _records(builder: Any, split: str, features: Any, keys: tuple[str, ...], fit: Callable[[Any], Any]) -> Records:
+def _records(
+    builder: Any, split: str, features: Any, keys: tuple[str, ...], size: tuple[int, int] | None, policy: str
+) -> Records:
+    """Args: size: that images are made, or None."""
     raw = builder.as_data_source(split=split, deserialize_method=tfds.decode.DeserializeMethod.RAW_BYTES)
 
     def get(rows: np.ndarray) -> np.ndarray:
@@ -217,7 +220,7 @@ def _records(builder: Any, split: str, features: Any, keys: tuple[str, ...], fit
         del seed  # nothing in it is random
         example = features.deserialize_example(serialized)
         x, *rest = (example[key] for key in keys)
-        return fit(x), *rest
+        return x if size is None else resize(x, size, policy), *rest
 
     read: Callable[[Any], Any] = lambda rows: tf.ensure_shape(tf.numpy_function(get, [rows], tf.string), [None])
     return Records(len(raw), read, decode, name=f"example {{}} of {builder.name} {split}".format)
