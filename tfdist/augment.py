@@ -145,8 +145,11 @@ def resize(image: Any, size: tuple[int, int], policy: str = "crop") -> Any:
 
 def _resized(image: Any, size: Any) -> Any:
     # Below one half, plain bilinear would leave pixels out; above it, smoothing takes twice as long as decoding.
-    small = tf.reduce_any(tf.shape(image)[:2] >= 2 * tf.convert_to_tensor(size))
-    values = tf.cond(small, lambda: tf.image.resize(image, size, antialias=True), lambda: tf.image.resize(image, size))
+    plain, smoothed = (lambda a=antialias: tf.image.resize(image, size, antialias=a) for antialias in (False, True))
+    if isinstance(size, tuple) and image.shape[:2].is_fully_defined():  # a branch in the graph takes a tenth of it all
+        values = smoothed() if any(a >= 2 * b for a, b in zip(image.shape[:2], size)) else plain()
+    else:
+        values = tf.cond(tf.reduce_any(tf.shape(image)[:2] >= 2 * tf.convert_to_tensor(size)), smoothed, plain)
     # Values are at least 0, so that this rounds; tf.round is ten times as slow.
     return tf.cast(values if image.dtype.is_floating else values + 0.5, image.dtype)
 
