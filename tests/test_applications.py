@@ -15,6 +15,9 @@ from tfdist.errors import UserError
 from tfdist.zoo import applications
 
 REPRESENTATIVES = list(zoo_cases.APPLICATIONS)
+PRECISION = {"ConvNeXtTiny": "float32", "MobileNetV3Small": "float32", "VGG16": "float32"}
+"""In float64 unless rounding is small in float32 as well. At random weights and a few pixels the deep networks with
+BatchNorm multiply it: two replicas of MobileNet end 2.4e-2 from one in float32 and 4e-14 in float64."""
 
 
 def images(spec, count=2):
@@ -147,8 +150,32 @@ def test_every_one_is_built_and_predicts(name):
 
 @pytest.fixture(scope="module")
 def reference(connect):
-    return functools.cache(lambda name, precision: outcome(name, connect(1), precision))
+    return functools.cache(lambda name: outcome(name, connect(1)))
 
 
-def outcome(name, distribution, precision):
-    return zoo_cases.outcome(zoo_cases.APPLICATIONS[name], distribution, precision)
+def outcome(name, distribution):
+    return zoo_cases.outcome(zoo_cases.APPLICATIONS[name], distribution, PRECISION.get(name, "float64"))
+
+
+def assert_agrees(name, got, expected):
+    """What was learned, not only the weights, most of which stay what they were."""
+    float64 = PRECISION.get(name, "float64") == "float64"
+    assert cases.distance(got[0], expected[0]) < (1e-9 if float64 else 1e-5)
+    assert np.linalg.norm(got[0] - expected[0]) < (1e-9 if float64 else 1e-3) * expected[2]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n == "MobileNet" else pytest.mark.faults) for n in REPRESENTATIVES]
+)
+def test_mirrored_agrees_with_one_device(name, reference, connect):
+    assert_agrees(name, outcome(name, connect(2)), reference(name))
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("name", REPRESENTATIVES)
+@pytest.mark.parametrize("strategy", ["multi_worker", "horovod"])
+def test_two_workers_agree_with_one_device(strategy, name, reference, tmp_path):
+    worlds.start(strategy, 2, {}, tmp_path, "zoo_worker.py", [f"{name}/{PRECISION.get(name, 'float64')}"])
+    found = [next(iter(pickle.loads((tmp_path / f"{rank}.pickle").read_bytes()).values())) for rank in range(2)]
+    assert found[0][0].tobytes() == found[1][0].tobytes()
+    assert_agrees(name, found[0], reference(name))

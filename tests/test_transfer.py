@@ -222,3 +222,25 @@ def test_layers_that_are_not_there_yet():
 
 def lazy(spec):
     return keras.Sequential([L.Flatten(), L.Dense(spec.classes)])
+
+
+def test_the_command(run, tmp_path):
+    """A run, a second one that goes on from its file, and a third that trains a new head on two replicas."""
+    short = ["--config.model.name=mlp", "--config.train.epochs=1", "--config.optimizer.warmup=0%", "--notensorboard"]
+    assert run("tfdist.train", *short, "--workdir=one").returncode == 0
+    first = keras.saving.load_model(tmp_path / "one" / "model.keras").get_weights()
+
+    still = ["--config.optimizer.learning_rate=1e-12", "--config.optimizer.weight_decay=0"]
+    done = run("tfdist.train", *short, *still, "--config.model.name=one/model.keras", "--workdir=two")
+    assert done.returncode == 0, done.stderr
+    for a, b in zip(keras.saving.load_model(tmp_path / "two" / "model.keras").get_weights(), first, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+    tuned = ["--config.model.weights=one/model.keras", "--config.model.freeze=!head", "--virtual_devices=2"]
+    done = run("tfdist.train", *short, *tuned, "--workdir=three")
+    assert done.returncode == 0, done.stderr
+    assert "tfdist: weights: 4 of 4 tensors are those of one/model.keras\n" in done.stdout
+    assert "tfdist: frozen: 1 of 2 layers with weights; 330 of 2,410 numbers train\n" in done.stdout
+    third = keras.saving.load_model(tmp_path / "three" / "model.keras").get_weights()
+    np.testing.assert_array_equal(third[0], first[0])
+    assert not np.allclose(third[2], first[2])

@@ -57,18 +57,17 @@ OWN = {
 }
 
 
-def application(name, side=32):
+def application(name, side=32, options=""):
     """Two updates by SGD: Adam would move the biases before BatchNorm, which have no effect, by rounding alone."""
-    return Case(name, "", images(side, 3), 32, 16, rate=1e-2, adam=False)
+    return Case(name, options, images(side, 3), 32, 16, rate=1e-2, adam=False)
 
 
 APPLICATIONS = {
-    name: application(name, side)
-    for name, side in (
-        ("ConvNeXtTiny", 32), ("DenseNet121", 32), ("EfficientNetB0", 32), ("EfficientNetV2B0", 32),
-        ("InceptionResNetV2", 75), ("InceptionV3", 75), ("MobileNet", 32), ("MobileNetV2", 32),
-        ("MobileNetV3Small", 32), ("NASNetMobile", 32), ("ResNet50", 32), ("ResNet50V2", 32), ("VGG16", 32),
-        ("Xception", 71),
+    name: application(name, *more)
+    for name, *more in (
+        ("ConvNeXtTiny",), ("DenseNet121",), ("EfficientNetB0",), ("EfficientNetV2B0",), ("InceptionResNetV2", 75),
+        ("InceptionV3", 75), ("MobileNet", 32, "alpha=0.25"), ("MobileNetV2", 32, "alpha=0.35"), ("MobileNetV3Small",),
+        ("NASNetMobile",), ("ResNet50",), ("ResNet50V2",), ("VGG16",), ("Xception", 71),
     )
 }  # fmt: skip
 """One of each family, for the smallest images that it takes."""
