@@ -1,7 +1,6 @@
 """`python -m tfdist.evaluate` and `.predict`: what a run ended with, again, under any strategy; and nothing else is touched."""
 
 import csv
-import dataclasses
 import hashlib
 import importlib
 import json
@@ -17,10 +16,11 @@ import keras
 import numpy as np
 import pytest
 from conftest import REPOSITORY
+from finished_runs import made_run
 
 import tfdist
 from tfdist import after as after_lib
-from tfdist import answers, config, described, finished, history, output_file
+from tfdist import answers, config, described, finished, output_file
 from tfdist.errors import TrainingError, UserError
 
 pytest_plugins = ("finished_runs",)  # its fixtures
@@ -471,15 +471,9 @@ def test_a_signal_leaves_no_half_file(number, run, tmp_path, monkeypatch):
     slow = importlib.import_module("slow")
     monkeypatch.delitem(sys.modules, "slow")
     model = slow.model(spec(names=()))
-    model.save(tmp_path / "model.keras")
     e = config.Experiment()
     e.model.name = "slow:model"
-    for name, content in {
-        "experiment": dataclasses.asdict(e),
-        "data": {"format": 1, "spec": described.plain(spec(classes=10, names=()))},
-        "result": {"weights_sha256": history.fingerprint(model)[0]},
-    }.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    made_run(tmp_path, e, model, spec(classes=10, names=()))
     ends = []
     for name in ("ready", "go"):
         os.mkfifo(tmp_path / name)
