@@ -1,6 +1,7 @@
 """`python -m tfdist.evaluate` and `.predict`: what a run ended with, again, under any strategy; and nothing else is touched."""
 
 import csv
+import dataclasses
 import hashlib
 import importlib
 import json
@@ -240,6 +241,40 @@ def test_a_table_with_other_statistics():
         UserError, match=r"other columns than the model was trained on, or other statistics of them \(age\)"
     ):
         after_lib.check_data(config.Experiment(), table(1.0), table(2.0))
+
+
+def test_new_rows_of_a_table(run, tmp_path, monkeypatch):
+    """By the statistics of the training, without a target."""
+    from tfdist.datasets.catalog import Spec
+    from tfdist.datasets.columns import Column
+
+    (tmp_path / "mine.py").write_text(
+        """
+import keras
+def model(spec):
+    numbers = keras.Input((1,), name="numbers")
+    return keras.Model({"numbers": numbers}, keras.layers.Dense(1, kernel_initializer="ones")(numbers))
+"""
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    e = config.Experiment()
+    e.name, e.data.name, e.data.options, e.model.name = "table", "csv:gone.csv", "target=pay", "mine:model"
+    table = Spec((1,), "float32", None, 1.0, (), (Column("age", "number", 40.0, 10.0),), Column("pay", "number"))
+    made_run(tmp_path, e, importlib.import_module("mine").model(table), table)
+    monkeypatch.delitem(sys.modules, "mine")
+    (tmp_path / "new.csv").write_text("name,age\nann,50\nbob,\ncyd,35\n")
+    done = run("tfdist.predict", "--workdir=.", "--config.data.name=csv:new.csv", "--output=p.csv")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "p.csv").read_text() == "number,output\n0,1.0\n1,0.0\n2,-0.5\n"
+    asked = dataclasses.replace(wanted(tmp_path), changes={"config.data.eval_split": "x"})
+    e.data.name = "digits"
+    with pytest.raises(
+        UserError, match=r"data.name='digits' is no table, and the model was trained on one: give csv:PATH"
+    ):
+        after_lib.new_rows(e, table, asked)
+    e.data.name = "csv:new.csv"
+    with pytest.raises(UserError, match="all rows of another table are predicted: leave out --config.data.eval_split"):
+        after_lib.new_rows(e, table, asked)
 
 
 def test_a_file_of_keras_that_does_not_fit(connect, tmp_path):
