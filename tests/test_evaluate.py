@@ -18,12 +18,13 @@ import types
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from conftest import REPOSITORY
 from finished_runs import made_run
 
 import tfdist
 from tfdist import after as after_lib
-from tfdist import answers, config, described, finished, output_file
+from tfdist import answers, augment, config, described, finished, models, output_file
 from tfdist.errors import TrainingError, UserError
 
 pytest_plugins = ("finished_runs",)  # its fixtures
@@ -535,3 +536,29 @@ def test_a_signal_leaves_no_half_file(number, run, tmp_path, monkeypatch):
     assert process.returncode == 143, out + err
     assert f"stopped by {number.name}: nothing was written" in out
     assert not [p.name for p in tmp_path.iterdir() if "p.csv" in p.name]
+
+
+def test_an_image_folder_tells_the_files(run, tmp_path):
+    """Also where the images fit into memory."""
+    r = np.random.default_rng(0)
+    for place in ("train/ant", "train/bee", "test/ant", "test/bee"):
+        (tmp_path / "pictures" / place).mkdir(parents=True)
+        for i in range(3):
+            image = r.integers(0, 256, (9 + i, 10, 3)).astype("uint8")
+            keras.utils.save_img(tmp_path / "pictures" / place / f"{i}.png", image, scale=False)
+    e = config.Experiment()
+    e.data.name, e.data.image_size, e.model.name = f"image_folder:{tmp_path}/pictures", "8", "mlp"
+    pictures = spec(shape=(8, 8, 3), maximum=255.0, names=("ant", "bee"))
+    (tmp_path / "run").mkdir()
+    model = models.build(e, pictures)
+    made_run(tmp_path / "run", e, model, pictures)
+    done = run("tfdist.predict", "--workdir=run", "--output=p.csv", "--virtual_devices=2", "--config.eval.batch_size=4")
+    assert done.returncode == 0, done.stderr
+    rows = list(csv.DictReader((tmp_path / "p.csv").read_text().splitlines()))
+    named = [(r["example"].removeprefix(f"{tmp_path}/pictures/test/"), r["target"]) for r in rows]
+    assert sorted(named) == [(f"{name}/{i}.png", str(k)) for k, name in enumerate(("ant", "bee")) for i in range(3)]
+    for row in rows:  # that its line is about this very file
+        image = augment.resize(tf.constant(keras.utils.img_to_array(keras.utils.load_img(row["example"]))), (8, 8))
+        logits = model(np.round(image)[None])[0].numpy()
+        assert row["name"] == pictures.names[logits.argmax()]
+        assert float(row["probability"]) == pytest.approx(1 / (1 + np.exp(-abs(logits[0] - logits[1]))), abs=1e-3)

@@ -96,7 +96,7 @@ def with_model(
       output: what the chief is going to write.
       say: shows a line to a person; the chief's alone.
       work: given the model, and what tells that it shall stop.
-      rows_alone: another table than that of the training may do without targets.
+      rows_alone: another table than that of the training may do without targets, and examples keep their names.
 
     Returns:
       The exit code: 143 when a signal has ended it.
@@ -148,6 +148,8 @@ def _ready(asked: Wanted, found: config.Experiment | None, distribution: Any, sa
     trained_for = described.made(spec_there) if spec_there else None
     say(f"strategy {distribution.name}, because {distribution.reason}")
     models.set_precision(experiment.train.precision)
+    if rows_alone and experiment.data.cache == "auto" and experiment.data.name.startswith("image_folder:"):
+        experiment.data.cache = "stream"  # in memory, images would have lost the names of their files
     if rows_alone and trained_for and trained_for.columns and "config.data.name" in asked.changes:
         data = new_rows(experiment, trained_for, asked)
     else:
