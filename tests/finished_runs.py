@@ -1,5 +1,7 @@
 """A small run that several files of tests look at after its end, and the commands that do."""
 
+import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -20,6 +22,19 @@ def command(*arguments, folder, tfds_dir, starter=(sys.executable, "-m"), path="
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [path, str(REPOSITORY)]))
     words = [*starter, *map(str, arguments)]
     return subprocess.run(words, cwd=folder, env=env, text=True, capture_output=True, timeout=300)
+
+
+def made_run(folder, experiment, model, spec):
+    """A folder as a run with this model would have left it."""
+    from tfdist import described, history
+
+    model.save(folder / "model.keras")
+    for name, content in {
+        "experiment": dataclasses.asdict(experiment),
+        "data": {"format": 1, "spec": described.plain(spec)},
+        "result": {"weights_sha256": history.fingerprint(model)[0]},
+    }.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
 
 
 @pytest.fixture(scope="module")

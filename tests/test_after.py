@@ -2,17 +2,21 @@
 
 import dataclasses
 import json
+import os
 
 import pytest
+from drivers import printing
 
-from tfdist import described, run_folder
+from tfdist import config, described, history, plan, run_folder, train, watchers
 from tfdist.datasets.catalog import Column, Spec
-from tfdist.errors import UserError
+from tfdist.errors import TrainingError, UserError
+
+pytest_plugins = ("drivers",)  # its fixture
 
 SPECS = [
     Spec((8, 8, 1), "uint8", 10, 16.0, ("zero", "one")),
     Spec((3,), "float32", None, 1.0),
-    Spec((), "float32", 2, float("inf"), columns=(Column("age", "number", 41.5, 12.25), Column("sex", "category", vocabulary=("", "f", "m")))),
+    Spec((), "float32", 2, float("inf"), (), (Column("age", "number", 41.5, 12.25), Column("sex", "category", vocabulary=("", "f", "m"))), Column("pay", "number")),
 ]  # fmt: skip
 
 
@@ -43,3 +47,66 @@ def test_a_description_that_cannot_be_used(text, message, tmp_path):
     with pytest.raises(UserError) as error:
         described.read(tmp_path)
     assert message in str(error.value) and str(error.value).endswith("): copy it back, or delete it")
+
+
+# -- train ------------------------------------------------------------------
+
+
+def test_a_driver_that_fails_is_a_warning(driver, run):
+    folder = driver(printing("NVIDIA-SMI has failed because it could not communicate with the driver.", 9))
+    done = run("tfdist.train", "--dry_run", PATH=f"{folder}{os.pathsep}{os.environ['PATH']}")
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if "WARNING" in line]
+    assert line.startswith("tfdist: WARNING: nvidia-smi failed with code 9: NVIDIA-SMI has failed")
+    assert line.endswith(": python -m tfdist.doctor says more")
+
+
+def test_the_result_takes_the_place_of_the_report_on_a_full_disk(tmp_path):
+    @dataclasses.dataclass
+    class Done:
+        status: str = "completed"
+
+    class Full(run_folder.RunFolder):
+        """Has room for one file."""
+
+        def write_text(self, name, text):
+            if any(self.path.iterdir()):
+                raise TrainingError("no space left on device")
+            super().write_text(name, text)
+
+    said = []
+    train._record(Full(str(tmp_path)), Done(), None, said.append)
+    assert [p.name for p in tmp_path.iterdir()] == ["result.json"] and not said
+    assert json.loads((tmp_path / "result.json").read_text()) == {"status": "completed"}
+
+
+def test_several_rollbacks_to_one_checkpoint_stay_recorded(tmp_path):
+    """A checkpoint knows nothing of the rollbacks that came after it, nor must going back to it forget them."""
+    folder = run_folder.RunFolder(str(tmp_path))
+    recorder = history.Recorder(folder, plan.make(config.Experiment(), 1437, 1))
+    kept = recorder.get_state()
+    for skipped in ([7], [7, 9], [7, 9, 11]):
+        recorder.set_state(kept)
+        recorder.on_rollback(0, skipped)
+    assert recorder.rollbacks == [
+        {"to": 0, "skipped": [7]},
+        {"to": 0, "skipped": [7, 9]},
+        {"to": 0, "skipped": [7, 9, 11]},
+    ]
+    later = history.Recorder(folder, plan.make(config.Experiment(), 1437, 1))
+    later.set_state(recorder.get_state())
+    assert later.rollbacks == recorder.rollbacks
+
+
+@pytest.mark.parametrize(
+    "name, cache, advice",
+    [
+        ("mine:data", "auto", "make the pipeline of mine:data parallel (num_parallel_calls), or return arrays"),
+        ("digits", "auto", "--config.data.cache=memory keeps the decoded examples, if they fit; else more CPU cores"),
+        ("digits", "memory", "use more CPU cores for it (--threads)"),
+    ],
+)
+def test_advice_for_slow_data(name, cache, advice):
+    e = config.Experiment()
+    e.data.name, e.data.cache = name, cache
+    assert watchers.advice(e).startswith(advice)

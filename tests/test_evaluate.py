@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import errno
 import hashlib
 import importlib
 import json
@@ -12,15 +13,18 @@ import select
 import shutil
 import signal
 import sys
+import types
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from conftest import REPOSITORY
+from finished_runs import made_run
 
 import tfdist
 from tfdist import after as after_lib
-from tfdist import answers, config, described, finished, history, output_file
+from tfdist import answers, augment, config, described, finished, models, output_file
 from tfdist.errors import TrainingError, UserError
 
 pytest_plugins = ("finished_runs",)  # its fixtures
@@ -61,6 +65,8 @@ def test_every_strategy_finds_what_the_run_ended_with(world, after, trained, mon
     assert found["examples"] == 360 and found["weights_sha256"] == result["weights_sha256"]
     assert found["evaluation"] == pytest.approx(result["evaluation"], rel=1e-6)
     assert found["replicas"] == {"one device": 1, "mirrored": 3}.get(world, 2)
+    if world == "launched":  # what such workers predict is compared in test_workers.py
+        return
 
     done = after(
         "tfdist.predict", "--workdir=run", "--output=p.csv", "--overwrite", "--scores", *flags, starter=starter
@@ -242,6 +248,40 @@ def test_a_table_with_other_statistics():
         after_lib.check_data(config.Experiment(), table(1.0), table(2.0))
 
 
+def test_new_rows_of_a_table(run, tmp_path, monkeypatch):
+    """By the statistics of the training, without a target."""
+    from tfdist.datasets.catalog import Spec
+    from tfdist.datasets.columns import Column
+
+    (tmp_path / "mine.py").write_text(
+        """
+import keras
+def model(spec):
+    numbers = keras.Input((1,), name="numbers")
+    return keras.Model({"numbers": numbers}, keras.layers.Dense(1, kernel_initializer="ones")(numbers))
+"""
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    e = config.Experiment()
+    e.name, e.data.name, e.data.options, e.model.name = "table", "csv:gone.csv", "target=pay", "mine:model"
+    table = Spec((1,), "float32", None, 1.0, (), (Column("age", "number", 40.0, 10.0),), Column("pay", "number"))
+    made_run(tmp_path, e, importlib.import_module("mine").model(table), table)
+    monkeypatch.delitem(sys.modules, "mine")
+    (tmp_path / "new.csv").write_text("name,age\nann,50\nbob,\ncyd,35\n")
+    done = run("tfdist.predict", "--workdir=.", "--config.data.name=csv:new.csv", "--output=p.csv")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "p.csv").read_text() == "number,output\n0,1.0\n1,0.0\n2,-0.5\n"
+    asked = dataclasses.replace(wanted(tmp_path), changes={"config.data.eval_split": "x"})
+    e.data.name = "digits"
+    with pytest.raises(
+        UserError, match=r"data.name='digits' is no table, and the model was trained on one: give csv:PATH"
+    ):
+        after_lib.new_rows(e, table, asked)
+    e.data.name = "csv:new.csv"
+    with pytest.raises(UserError, match=r"all rows of another table are predicted: leave out --config.data.eval_split"):
+        after_lib.new_rows(e, table, asked)
+
+
 def test_a_file_of_keras_that_does_not_fit(connect, tmp_path):
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
     model.save(tmp_path / "m.keras")
@@ -330,12 +370,16 @@ def test_an_output_is_whole_or_not_there(tmp_path):
         output_file.OutputFile(str(tmp_path / "none" / "x.csv")).check()
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
-def test_a_full_disk(monkeypatch, tmp_path):
+def test_an_output_that_cannot_be_written(monkeypatch, tmp_path):
+    def full(text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     file = output_file.OutputFile(str(tmp_path / "x.csv"))
-    monkeypatch.setattr(file, "_temporary", pathlib.Path("/dev/full"))
     with pytest.raises(TrainingError, match=r"x.csv cannot be written \(No space left on device\)"), file:
-        file.write("x" * 100_000)
+        file.write("begun")
+        monkeypatch.setattr(file, "_file", types.SimpleNamespace(write=full, close=file._file.close))
+        file.write("more")
+    assert not list(tmp_path.iterdir())
 
 
 # -- the commands as such ---------------------------------------------------
@@ -471,15 +515,9 @@ def test_a_signal_leaves_no_half_file(number, run, tmp_path, monkeypatch):
     slow = importlib.import_module("slow")
     monkeypatch.delitem(sys.modules, "slow")
     model = slow.model(spec(names=()))
-    model.save(tmp_path / "model.keras")
     e = config.Experiment()
     e.model.name = "slow:model"
-    for name, content in {
-        "experiment": dataclasses.asdict(e),
-        "data": {"format": 1, "spec": described.plain(spec(classes=10, names=()))},
-        "result": {"weights_sha256": history.fingerprint(model)[0]},
-    }.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    made_run(tmp_path, e, model, spec(classes=10, names=()))
     ends = []
     for name in ("ready", "go"):
         os.mkfifo(tmp_path / name)
@@ -498,3 +536,29 @@ def test_a_signal_leaves_no_half_file(number, run, tmp_path, monkeypatch):
     assert process.returncode == 143, out + err
     assert f"stopped by {number.name}: nothing was written" in out
     assert not [p.name for p in tmp_path.iterdir() if "p.csv" in p.name]
+
+
+def test_an_image_folder_tells_the_files(run, tmp_path):
+    """Also where the images fit into memory."""
+    r = np.random.default_rng(0)
+    for place in ("train/ant", "train/bee", "test/ant", "test/bee"):
+        (tmp_path / "pictures" / place).mkdir(parents=True)
+        for i in range(3):
+            image = r.integers(0, 256, (9 + i, 10, 3)).astype("uint8")
+            keras.utils.save_img(tmp_path / "pictures" / place / f"{i}.png", image, scale=False)
+    e = config.Experiment()
+    e.data.name, e.data.image_size, e.model.name = f"image_folder:{tmp_path}/pictures", "8", "mlp"
+    pictures = spec(shape=(8, 8, 3), maximum=255.0, names=("ant", "bee"))
+    (tmp_path / "run").mkdir()
+    model = models.build(e, pictures)
+    made_run(tmp_path / "run", e, model, pictures)
+    done = run("tfdist.predict", "--workdir=run", "--output=p.csv", "--virtual_devices=2", "--config.eval.batch_size=4")
+    assert done.returncode == 0, done.stderr
+    rows = list(csv.DictReader((tmp_path / "p.csv").read_text().splitlines()))
+    named = [(r["example"].removeprefix(f"{tmp_path}/pictures/test/"), r["target"]) for r in rows]
+    assert sorted(named) == [(f"{name}/{i}.png", str(k)) for k, name in enumerate(("ant", "bee")) for i in range(3)]
+    for row in rows:  # that its line is about this very file
+        image = augment.resize(tf.constant(keras.utils.img_to_array(keras.utils.load_img(row["example"]))), (8, 8))
+        logits = model(np.round(image)[None])[0].numpy()
+        assert row["name"] == pictures.names[logits.argmax()]
+        assert float(row["probability"]) == pytest.approx(1 / (1 + np.exp(-abs(logits[0] - logits[1]))), abs=1e-3)

@@ -84,7 +84,11 @@ def _field(values: flags.FlagValues, name: str) -> Any:
 
 
 def with_model(
-    values: flags.FlagValues, output: OutputFile, say: Say, work: Callable[[Ready, Callable[[], str]], None]
+    values: flags.FlagValues,
+    output: OutputFile,
+    say: Say,
+    work: Callable[[Ready, Callable[[], str]], None],
+    rows_alone: bool = False,
 ) -> int:
     """Starts the strategy, puts the model under it, loads the data and does the work on all workers.
 
@@ -92,6 +96,7 @@ def with_model(
       output: what the chief is going to write.
       say: shows a line to a person; the chief's alone.
       work: given the model, and what tells that it shall stop.
+      rows_alone: another table than that of the training may do without targets, and examples keep their names.
 
     Returns:
       The exit code: 143 when a signal has ended it.
@@ -117,7 +122,7 @@ def with_model(
         with distribution.peers.seeing_signals(), Signals() as signals:
             # Their handlers come after the strategy, which swallows SIGTERM.
             reason = lambda: signals.received and f"stopped by {signals.received}"
-            work(_ready(asked, found, distribution, told), reason)
+            work(_ready(asked, found, distribution, told, rows_alone), reason)
 
     # Standard output may be for the result alone, and TFDS says there what it prepares.
     aside = contextlib.redirect_stdout(sys.stderr) if values.output == STDOUT else contextlib.nullcontext()
@@ -130,7 +135,7 @@ def with_model(
     return 0
 
 
-def _ready(asked: Wanted, found: config.Experiment | None, distribution: Any, say: Say) -> Ready:
+def _ready(asked: Wanted, found: config.Experiment | None, distribution: Any, say: Say, rows_alone: bool) -> Ready:
     from tfdist import described, models
     from tfdist.datasets import catalog
 
@@ -143,7 +148,12 @@ def _ready(asked: Wanted, found: config.Experiment | None, distribution: Any, sa
     trained_for = described.made(spec_there) if spec_there else None
     say(f"strategy {distribution.name}, because {distribution.reason}")
     models.set_precision(experiment.train.precision)
-    data = peers.once(lambda: catalog.load(experiment, say=say))
+    if rows_alone and experiment.data.cache == "auto" and experiment.data.name.startswith("image_folder:"):
+        experiment.data.cache = "stream"  # in memory, images would have lost the names of their files
+    if rows_alone and trained_for and trained_for.columns and "config.data.name" in asked.changes:
+        data = new_rows(experiment, trained_for, asked)
+    else:
+        data = peers.once(lambda: catalog.load(experiment, say=say))
     if trained_for:
         check_data(experiment, data.spec, trained_for)
         data = dataclasses.replace(data, spec=trained_for)
@@ -156,6 +166,27 @@ def _ready(asked: Wanted, found: config.Experiment | None, distribution: Any, sa
         model = build()
     weights = finished.weights(asked, experiment, build, say) if distribution.is_chief else None
     return Ready(model, False, experiment, data, distribution, share(model, distribution, weights))
+
+
+def new_rows(experiment: config.Experiment, spec: Any, asked: Wanted) -> Any:
+    """Another table than that of the training: all its rows, without targets, by the statistics of the training.
+
+    Raises:
+      UserError: it is no table, or lacks columns.
+    """
+    from tfdist.data import Arrays
+    from tfdist.datasets import catalog, tables
+
+    kind, _, path = experiment.data.name.partition(":")
+    if kind != "csv":
+        raise UserError(
+            f"data.name={experiment.data.name!r} is no table, and the model was trained on one: give csv:PATH"
+        )
+    if "config.data.eval_split" in asked.changes:
+        raise UserError("all rows of another table are predicted: leave out --config.data.eval_split")
+    options = config.options("data.options", experiment.data.options)
+    rows = Arrays((tables.read_inputs(path, spec.columns, options.get("delimiter", ",")),))
+    return catalog.Loaded(rows, rows, rows.size, spec)
 
 
 def built(experiment: config.Experiment, spec: Any) -> Any:

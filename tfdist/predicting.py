@@ -27,7 +27,7 @@ def _run(values: flags.FlagValues) -> int:
         if chief and name != STDOUT:
             say(f"{ready.source} on {data.name}, {data.eval_split}: {count} predictions in {name}")
 
-    return after.with_model(values, OutputFile(name, values.overwrite), say, work)
+    return after.with_model(values, OutputFile(name, values.overwrite), say, work, rows_alone=True)
 
 
 def _write(
