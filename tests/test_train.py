@@ -186,7 +186,7 @@ def test_an_unwritable_workdir(tmp_path):
 
 
 ORDER = [
-    {"train", "launch", "horovod_build", "doctor", "compare"},
+    {"train", "launch", "horovod_build", "doctor", "compare", "probe"},
     {"report", "contest"},
     {"predictions", "report_curves", "report_quality", "report_runs", "report_tables"},
     {"comparison_table", "comparison_picture", "trial"},
@@ -195,7 +195,7 @@ ORDER = [
     {f"checkup.{name}" for name in ("checkpoints", "dataset", "network", "packages", "sight", "workers")},
     {"saving", "calls", "guard", "board", "rounds", "horovod_needs", "comparison", "agreement"},
     {"checkup.hotline", "checkup.machine", "checkup.storage"},
-    {"resume"},
+    {"resume", "batch_finder"},
     {
         "chart",
         "models",
