@@ -2,11 +2,14 @@
 
 import functools
 import inspect
+import pickle
 
+import cases
 import keras
 import numpy as np
 import pytest
 import test_zoo
+import worlds
 import zoo_cases
 
 from tfdist import config, models

@@ -187,7 +187,7 @@ def test_an_unwritable_workdir(tmp_path):
 
 ORDER = [
     {"evaluate", "predict"},
-    {"train", "launch", "horovod_build", "doctor", "compare", "scoring", "predicting", "export"},
+    {"train", "launch", "horovod_build", "doctor", "compare", "scoring", "predicting", "export", "probe"},
     {"report", "contest", "after"},
     {"predictions", "report_curves", "report_quality", "report_runs", "report_tables"},
     {"comparison_table", "comparison_picture", "trial"},
@@ -207,7 +207,7 @@ ORDER = [
     {f"checkup.{name}" for name in ("checkpoints", "dataset", "network", "packages", "sight", "workers")},
     {"saving", "calls", "guard", "board", "rounds", "horovod_needs", "comparison", "agreement"},
     {"checkup.hotline", "checkup.machine", "checkup.storage"},
-    {"resume"},
+    {"resume", "batch_finder"},
     {"models"},
     {"transfer", "zoo.applications", "zoo.small", "zoo.tables", "zoo.text", "zoo.vision"},
     {"zoo.parts"},

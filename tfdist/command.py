@@ -16,6 +16,7 @@ from tfdist import config, environment
 from tfdist.errors import TrainingError, UserError
 
 DEFAULT_CONFIG = os.path.join(os.path.dirname(__file__), "default_config.py")
+AUTO = "--config.train.batch_size=auto"
 OF_THE_ENVIRONMENT = tuple(f.name for f in dataclasses.fields(environment.Environment))
 
 
@@ -49,6 +50,8 @@ def parse(argv: list[str], own: Sequence[str] = OF_THE_ENVIRONMENT) -> list[str]
       own: names of its other flags, for `--help`.
     """
     _check_config_arguments(argv[1:])
+    if AUTO in argv:  # config_flags knows the field as a whole number, and reads sys.argv besides
+        argv[:] = [f"{AUTO.removesuffix('auto')}0" if argument == AUTO else argument for argument in argv]
     try:
         # The definition itself reads the command line, so it belongs to what can fail.
         config_flags.DEFINE_config_file("config", DEFAULT_CONFIG, "Experiment: a Python file with get_config().")

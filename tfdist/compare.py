@@ -117,6 +117,8 @@ def _run(argv: list[str]) -> int:
     del argv
     values = flags.FLAGS
     wanted, experiment = settings(values), config.validate(values.config)
+    if experiment.train.batch_size == 0:
+        raise UserError("train.batch_size=auto finds another batch for each strategy: give a number to compare them")
     given = functools.partial(train_flags, values, wanted.jit)
     path = pathlib.Path(os.path.expanduser(values.workdir) or os.path.join("runs", f"compare-{experiment.name}"))
     if values.dry_run:

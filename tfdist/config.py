@@ -143,7 +143,8 @@ class Train:
     steps: int = 0
     """Updates; 0 to count in `epochs`."""
     batch_size: int = 48
-    """Global batch: examples per update, over all replicas and micro-batches."""
+    """Global batch: examples per update, over all replicas and micro-batches; 0, or `auto` on the command line, looks
+    for the largest that fits (see tfdist.batch_finder)."""
     accumulate: int = 1
     """Micro-batches per update and replica: less memory, same result."""
     precision: str = "float32"
@@ -234,7 +235,6 @@ def validate(experiment: Any) -> Experiment:
     if not re.fullmatch(r"[\w.-]+", e.name):
         raise UserError(f"name={e.name!r} becomes a folder: use letters, digits, '_', '-' and '.'")
     for field, value in (
-        ("train.batch_size", e.train.batch_size),
         ("eval.batch_size", e.eval.batch_size),
         ("train.accumulate", e.train.accumulate),
         ("train.max_rollbacks", e.train.max_rollbacks),
@@ -247,6 +247,7 @@ def validate(experiment: Any) -> Experiment:
         ("train.steps", e.train.steps),
         ("train.steps_per_call", e.train.steps_per_call),
         ("train.patience", e.train.patience),
+        ("train.batch_size", e.train.batch_size),
         ("optimizer.weight_decay", e.optimizer.weight_decay),
         ("optimizer.clip_norm", e.optimizer.clip_norm),
         ("optimizer.base_batch", e.optimizer.base_batch),

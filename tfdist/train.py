@@ -31,7 +31,7 @@ def train_and_evaluate(experiment: config.Experiment, where: environment.Environ
       UserError: experiment or environment cannot be used.
       TrainingError: training failed; the run folder says so too.
     """
-    from tfdist import plan, requeue, resume, run_folder, session, strategy
+    from tfdist import batch_finder, plan, requeue, resume, run_folder, session, strategy
 
     config.validate(experiment)
     plan.interval("checkpoint.every", experiment.checkpoint.every)
@@ -43,22 +43,32 @@ def train_and_evaluate(experiment: config.Experiment, where: environment.Environ
         )
     requeue.check(where.requeue, os.environ)
     site = strategy.locate(where)
-    plan.check_batch(experiment.train.batch_size, site.replicas, experiment.train.accumulate)
+    if not batch_finder.is_auto(experiment):
+        plan.check_batch(experiment.train.batch_size, site.replicas, experiment.train.accumulate)
     writes = site.cluster.is_chief and not where.dry_run
     folder = run_folder.RunFolder(run_folder.workdir(experiment, where), writes, _say)
     folder.create()
     try:
-        resume.same_experiment(folder, experiment, where, site.cluster.attempt)
+        before = batch_finder.recorded(experiment, folder, where, site.cluster.attempt)
+        same = batch_finder.with_batch(experiment, before) if before else experiment
+        resume.same_experiment(folder, same, where, site.cluster.attempt)
+        batch = batch_finder.Found(before)
+        if batch_finder.is_auto(same):
+            batch = batch_finder.find(experiment, where, site)
         distribution = strategy.create(site, config.flat(experiment))
-        return session.in_touch(distribution.peers, lambda: _train(experiment, where, site, folder, distribution))
+        work = lambda: _train(experiment, where, site, folder, distribution, batch)
+        return session.in_touch(distribution.peers, work)
     finally:
         folder.release()
 
 
-def _train(experiment: config.Experiment, where: environment.Environment, site: Any, folder: Any, distribution: Any):
+def _train(
+    experiment: config.Experiment, where: environment.Environment, site: Any, folder: Any, distribution: Any, batch: Any
+) -> Any:
     """The run itself, once the strategy has been started."""
     from tfdist import (
         again,
+        batch_finder,
         described,
         flops,
         history,
@@ -84,6 +94,7 @@ def _train(experiment: config.Experiment, where: environment.Environment, site: 
     if site.survey.problem:
         say(f"WARNING: {site.survey.problem}: python -m tfdist.doctor says more")
 
+    experiment = batch_finder.agreed(experiment, batch, distribution, say)
     experiment, learnt = _learnt(experiment, where, site, folder, distribution, say)
     models.set_precision(experiment.train.precision)
     data = distribution.peers.once(lambda: catalog.load(experiment, not where.dry_run, say))
