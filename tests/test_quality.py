@@ -145,7 +145,7 @@ def test_no_findings_where_the_order_changes(classifier, connect):
     assert predictions.of_run(model, Batches(steady), SPEC, connect(2)) is not None
 
 
-@pytest.mark.parametrize("broken", ["_same_order", "_found"])
+@pytest.mark.parametrize("broken", ["_first", "_found"])
 def test_no_run_fails_for_it(broken, classifier, connect, monkeypatch):
     model, x, y, _ = classifier
     monkeypatch.setattr(predictions, broken, lambda *_: 1 / 0)
