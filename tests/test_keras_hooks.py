@@ -1,5 +1,7 @@
 """Keras' private parts that tfdist leans on. A failure here says which of them moved, and why it matters."""
 
+import contextlib
+
 import cases
 import keras
 import numpy as np
@@ -113,3 +115,36 @@ def test_the_promise_of_the_default_distribution(connect):
     assert distribution.all_sum(tensors) is tensors
     assert distribution.local(7) == (7,)
     assert isinstance(distribution, tfdist.Distribution)
+
+
+def test_an_all_reduce_in_a_forward_pass_is_traced_without_a_search(connect, monkeypatch):
+    """TensorFlow looks for variables through the whole graph, for each layer: minutes, for a deep network."""
+    from tensorflow.python.ops import op_selector
+
+    from tfdist import tracing
+
+    distribution = connect(2)
+    walks = []
+    walk = op_selector.get_backward_walk_ops
+    monkeypatch.setattr(op_selector, "get_backward_walk_ops", lambda *a, **k: (walks.append(1), walk(*a, **k))[1])
+
+    def slopes(quick):
+        def replica():
+            x = tf.constant(3.0) * (tf.cast(distribution.replica_id(), tf.float32) + 1)
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = tf.square(tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, x))
+            return tape.gradient(y, x)
+
+        @tf.function(autograph=False)
+        def traced():
+            with tracing.quick() if quick else contextlib.nullcontext():
+                return distribution.local(distribution.run(replica, ()))
+
+        walks.clear()
+        return [float(slope) for slope in traced()], len(walks)
+
+    plain, searched = slopes(quick=False)
+    mine, unsearched = slopes(quick=True)
+    assert mine == plain == [36.0, 36.0]  # of (x1 + x2) ** 2 on both replicas, summed
+    assert searched and not unsearched

@@ -243,7 +243,7 @@ ORDER = [
     },
     {"data"},
     {"update"},
-    {"averages", "layer_rates", "freezing", "payload", "metrics", "fused", "watch"},
+    {"averages", "layer_rates", "freezing", "payload", "metrics", "fused", "tracing", "watch"},
     {"objective", "layout"},
     {"strategy"},
     {"hvd", "multi_worker", "provenance"},

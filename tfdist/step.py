@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist import checks, fused, metrics, traffic, update, watch
+from tfdist import checks, fused, metrics, tracing, traffic, update, watch
 from tfdist.distribution import Distribution
 from tfdist.errors import UserError
 from tfdist.layout import Layout, fetch, unpack, with_shape
@@ -95,7 +95,7 @@ class Step:
         def owned(feed, first, last):
             # XLA fuses by itself.
             own = update.owned(optimizer, self.model.trainable_variables, factors)
-            with own, fused.normalization(None if self.jit else self.model):
+            with own, tracing.quick(), fused.normalization(None if self.jit else self.model):
                 return call(feed, first, last)
 
         return tf.function(owned, autograph=False, reduce_retracing=True)
