@@ -1,6 +1,6 @@
 """A folder of 20,000 JPEGs: the memory of a run does not grow with the files, and the training does not wait for them.
 
-`make faults` runs it; it takes about three minutes.
+`make faults` runs it; it takes minutes.
 """
 
 import importlib.util
