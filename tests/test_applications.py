@@ -12,7 +12,7 @@ import test_zoo
 import worlds
 import zoo_cases
 
-from tfdist import config, models
+from tfdist import config, models, validation
 from tfdist.datasets.catalog import Spec
 from tfdist.errors import UserError
 from tfdist.zoo import applications
@@ -70,7 +70,7 @@ def test_pixels_are_what_preprocess_input_gives(family, spec, to_pixels):
 def built(name, spec=None, options="", **model):
     spec = spec or zoo_cases.APPLICATIONS[name].spec
     experiment = config.Experiment(model=config.Model(name=name, options=options, **model))
-    return models.build(config.validate(experiment), spec)
+    return models.build(validation.validate(experiment), spec)
 
 
 def test_a_model_sees_its_pixels():

@@ -6,7 +6,7 @@ import os
 import psutil
 import pytest
 
-from tfdist import batch_finder, config, strategy
+from tfdist import batch_finder, config, strategy, validation
 from tfdist.environment import Environment
 from tfdist.errors import UserError
 
@@ -30,7 +30,7 @@ def find(monkeypatch):
         monkeypatch.delenv("RANK")
         site = strategy.locate(where)
         monkeypatch.setenv("RANK", "nonsense")
-        return batch_finder.find(config.validate(experiment), where, site)
+        return batch_finder.find(validation.validate(experiment), where, site)
 
     yield run
     assert not [p for p in psutil.Process().children(recursive=True) if "tfdist.probe" in " ".join(p.cmdline())]

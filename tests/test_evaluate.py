@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import REPOSITORY
-from finished_runs import made_run
+from finished_runs import TRAIN, made_run
 
 import tfdist
 from tfdist import after as after_lib
@@ -562,3 +562,24 @@ def test_an_image_folder_tells_the_files(run, tmp_path):
         logits = model(np.round(image)[None])[0].numpy()
         assert row["name"] == pictures.names[logits.argmax()]
         assert float(row["probability"]) == pytest.approx(1 / (1 + np.exp(-abs(logits[0] - logits[1]))), abs=1e-3)
+
+
+def test_a_run_is_measured_without_the_file_that_it_began_with(after, trained, tmp_path):
+    """`model.weights`, and a file as `model.name`, with their layers that did not train."""
+    begun = tmp_path / "begun.keras"
+    for name, flags in (
+        ("fine", [f"--config.model.weights={begun}", "--config.model.freeze=conv2d"]),
+        ("on", [f"--config.model.name={begun}", "--config.model.freeze=conv2d"]),
+    ):
+        shutil.copy(trained / "run" / "model.keras", begun)
+        flags += ["--config.train.epochs=1", "--config.optimizer.warmup=0%", "--notensorboard"]
+        flags += TRAIN[:1] * (name == "fine")
+        done = after("tfdist.train", f"--workdir={tmp_path / name}", *flags)
+        assert done.returncode == 0, done.stdout + done.stderr
+        begun.unlink()
+        done = after("tfdist.evaluate", f"--workdir={tmp_path / name}", f"--output={tmp_path / name}.json")
+        assert done.returncode == 0, done.stdout + done.stderr
+        result = json.loads((tmp_path / name / "result.json").read_text())
+        found = json.loads((tmp_path / f"{name}.json").read_text())
+        assert found["weights_sha256"] == result["weights_sha256"]
+        assert found["evaluation"] == pytest.approx(result["evaluation"], rel=1e-6)

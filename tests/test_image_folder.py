@@ -317,7 +317,7 @@ def test_the_command(tmp_path, run):
 @pytest.mark.parametrize(
     "make, fields, message",
     [
-        (lambda p: None, dict(name="image_folder:/nowhere"), "data.name='image_folder:/nowhere': there is no such folder"),
+        (lambda p: None, dict(name="image_folder:/no/such/folder"), "data.name='image_folder:/no/such/folder': there is no such folder"),
         (lambda p: None, {}, "there are no images: put those of each class into a folder of its own"),
         (lambda p: (p / "cat").mkdir(), {}, "there are no images"),
         (lambda p: folder(p, ("cat",)), {}, "there is only one class, 'cat'"),
@@ -382,3 +382,30 @@ def test_images_in_memory_are_made_one_size_at_once(connect):
     np.testing.assert_array_equal(
         loaded.train.columns[0], [augment.resize(tf.constant(image), (4, 5), "crop") for image in whole]
     )
+
+
+def test_by_name_from_python(tmp_path, connect):
+    """The data of an experiment without one: a loss of one's own, and targets that mixing has blended."""
+    folder(tmp_path)
+    options = dict(train_split="train[:70%]", eval_split="train[70%:]", cache="stream", image_size="8")
+    loaded = tfdist.load_data(f"image_folder:{tmp_path}", augment="flip, mixup(0.4)", **options)
+    assert loaded.spec.names == ("cat", "dog", "owl") and loaded.spec.shape == (8, 8, 3)
+    for source, size, blended in ((loaded.train, 15, True), (loaded.eval, 6, False)):
+        ((x, y),) = in_order(source, 32)
+        assert x.shape == (size, 8, 8, 3) and y.shape == (size, 3)
+        np.testing.assert_allclose(np.sum(y, 1), 1, rtol=1e-6)
+        assert (np.max(y, 1) < 0.999).any() == blended
+    distribution = connect(2)
+    with distribution.scope():
+        model = keras.Sequential([keras.Input((8, 8, 3)), keras.layers.Flatten(), keras.layers.Dense(3)])
+        model.compile("adam", keras.losses.CategoricalCrossentropy(from_logits=True))
+    history = tfdist.fit(model, loaded.train, distribution=distribution, batch_size=4, epochs=2, verbose=0)
+    assert np.isfinite(history.history["loss"]).all()
+    assert tfdist.predict(model, loaded.eval, distribution=distribution).shape == (6, 3)
+
+    labels = tfdist.load_data(f"image_folder:{tmp_path}", **options)
+    assert next(iter(in_order(labels.train, 4)))[1].dtype == tf.int32
+    with pytest.raises(UserError, match=r"load_data\(\) has no option 'imagesize': did you mean 'image_size'"):
+        tfdist.load_data("digits", imagesize="8")
+    with pytest.raises(UserError, match=r"unknown data.resize 'zoom'"):
+        tfdist.load_data("digits", resize="zoom")

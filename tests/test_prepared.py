@@ -10,7 +10,7 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 
 import tfdist
-from tfdist import config, records_feed
+from tfdist import config, records_feed, validation
 from tfdist.data import Arrays, Batches, Records
 from tfdist.datasets import catalog, prepared
 
@@ -51,7 +51,7 @@ def photo(i):
 def experiment(tmp_path, **data):
     e = config.Experiment()
     e.data = config.Data(data_dir=str(tmp_path), **data)
-    return config.validate(e)
+    return validation.validate(e)
 
 
 def colours(source):

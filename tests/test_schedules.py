@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 
-from tfdist import config, optimizers, plan, rehearsal
+from tfdist import config, optimizers, plan, rehearsal, validation
 
 PEAK, UPDATES, WARMUP = 0.4, 120, 20  # 6 epochs of 20 updates
 
@@ -31,7 +31,7 @@ def experiment(kind, options, warmup=f"{WARMUP} steps", **more):
     wanted = config.Optimizer(
         schedule=kind, schedule_options=options, warmup=warmup, learning_rate=PEAK, name="adam", options="", **more
     )
-    return config.validate(config.Experiment(optimizer=wanted, train=config.Train(epochs=6, batch_size=10)))
+    return validation.validate(config.Experiment(optimizer=wanted, train=config.Train(epochs=6, batch_size=10)))
 
 
 def rates(wanted, updates):

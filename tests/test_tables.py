@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import tfdist
-from tfdist import config
+from tfdist import config, validation
 from tfdist.datasets import catalog, csv_files, tables
 
 ALL = ("train", "train")
@@ -238,7 +238,7 @@ def test_an_experiment_on_a_table(tmp_path, connect):
     path = write(tmp_path / "t.csv", rows, ["a", "b", "c", "y"])
     e = config.Experiment()
     e.data = config.Data(name=f"csv:{path}", options="target=y", train_split="train[:80%]", eval_split="train[80%:]")
-    loaded = catalog.load(config.validate(e))
+    loaded = catalog.load(validation.validate(e))
     assert (loaded.examples, loaded.spec.classes, loaded.spec.names) == (160, 2, ("no", "yes"))
     with connect(2).scope():
         numbers, categories = keras.Input((2,), name="numbers"), keras.Input((1,), dtype="int32", name="categories")

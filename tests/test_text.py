@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist import config, records_feed
+from tfdist import config, records_feed, validation
 from tfdist.data import Arrays, Records
 from tfdist.datasets import catalog, stdlib_text, text
 
@@ -96,7 +96,7 @@ def test_an_experiment_on_text(folder):
     e.data = config.Data(name=f"text:{folder}", options="length=5", train_split="train[:5]", eval_split="train[5:]")
     for cache, kind in (("auto", Arrays), ("memory", Arrays), ("stream", Records)):
         e.data.cache = cache
-        loaded = catalog.load(config.validate(e))
+        loaded = catalog.load(validation.validate(e))
         assert isinstance(loaded.train, kind) and loaded.examples == 5 and loaded.eval.size == 1
         assert loaded.spec == catalog.Spec((5,), "int32", 256, 255.0)
     e.data.options = "lenght=5"

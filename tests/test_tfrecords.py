@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist import config, records_feed
+from tfdist import config, records_feed, validation
 from tfdist.data import Arrays, Records
 from tfdist.datasets import catalog, record_files, tfrecords
 
@@ -174,7 +174,7 @@ def experiment(path, **data):
     e.data = config.Data(
         name=f"tfrecord:{path}", options="image=png, label=int64, classes=3", eval_split="train", **data
     )
-    return config.validate(e)
+    return validation.validate(e)
 
 
 @pytest.mark.parametrize("cache, kind", [("auto", Arrays), ("stream", Records)])

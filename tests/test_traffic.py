@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist import config, guard, optimizers, plan, traffic
+from tfdist import config, guard, optimizers, plan, traffic, validation
 from tfdist.errors import TrainingError, UserError
 
 
@@ -82,7 +82,7 @@ def test_learning_rate_scales_with_the_batch(rule, batch, factor):
     experiment = config.Experiment()
     experiment.optimizer.scale_learning_rate, experiment.optimizer.base_batch = rule, 0 if rule == "none" else 32
     experiment.optimizer.learning_rate, experiment.train.batch_size = 0.1, batch
-    made = plan.make(config.validate(experiment), 1024, 2)
+    made = plan.make(validation.validate(experiment), 1024, 2)
     assert made.rate == pytest.approx(0.1 * factor)
     assert (f"learning rate 0.1 scaled to {0.1 * factor:g}" in made.describe()) == (factor != 1.0)
     schedule = optimizers.rate(experiment, made)

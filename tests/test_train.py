@@ -237,7 +237,6 @@ ORDER = [
         "datasets.columns",
         "datasets.image_files",
         "datasets.record_files",
-        "splits",
         "mix",
         "randaugment",
     },
@@ -248,7 +247,7 @@ ORDER = [
     {"strategy"},
     {"hvd", "multi_worker", "provenance"},
     {"devices", "distribution", "traffic", "meeting", "horovod_state"},
-    {"again", "detect", "plan", "peers", "usage"},
+    {"again", "detect", "plan", "peers", "usage", "validation"},
     {
         "callback_state",
         "checkpoint",
@@ -270,6 +269,7 @@ ORDER = [
         "splits",
         "pixels",
     },
+    {"fields"},
     {"tf_config", "config", "environment", "spent", "checkup.record"},
     {"variables"},
     {"addresses"},
@@ -286,6 +286,7 @@ def test_modules_import_only_from_below():
         if not name.endswith("__init__"):
             found[name] = path
     assert found.keys() == level.keys()
+    assert len(level) == sum(map(len, ORDER)), "a module stands twice"
     for name, path in found.items():
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("tfdist"):

@@ -9,7 +9,7 @@ import pytest
 import zoo_cases
 
 import tfdist
-from tfdist import config, freezing, models, transfer
+from tfdist import config, freezing, models, transfer, validation
 from tfdist.datasets.catalog import Spec
 from tfdist.errors import UserError
 
@@ -22,7 +22,7 @@ def built(name="resnet_cifar", options="depth=8, width=4", spec=IMAGES, **model)
     lines = []
     wanted = config.Model(name=str(name), options=options, **{k: str(v) for k, v in model.items()})
     experiment = config.Experiment(seed=len(lines), model=wanted)
-    return models.build(config.validate(experiment), spec, lines.append), lines
+    return models.build(validation.validate(experiment), spec, lines.append), lines
 
 
 def shaken(model, seed=1):

@@ -13,7 +13,7 @@ import pytest
 import worlds
 import zoo_cases
 
-from tfdist import config, models
+from tfdist import config, models, validation
 from tfdist.datasets.catalog import Spec
 from tfdist.errors import UserError
 
@@ -112,7 +112,7 @@ def one(case):
 def built(name, spec, options="", train="float32", say=lambda line: None, **model):
     models.set_precision(train)
     experiment = config.Experiment(model=config.Model(name=name, options=options, **model))
-    return models.build(config.validate(experiment), spec, say)
+    return models.build(validation.validate(experiment), spec, say)
 
 
 def test_stochastic_depth_leaves_out_whole_branches_of_single_examples():

@@ -15,10 +15,21 @@ _HOMES = {
     "connect": "tfdist.strategy",
     "evaluate": "tfdist.evaluation",
     "fit": "tfdist.loop",
+    "load_data": "tfdist.datasets.catalog",
     "predict": "tfdist.evaluation",
 }
 
-__all__ = ["Checkpoints", "Distribution", "TrainingError", "UserError", "connect", "evaluate", "fit", "predict"]
+__all__ = [
+    "Checkpoints",
+    "Distribution",
+    "TrainingError",
+    "UserError",
+    "connect",
+    "evaluate",
+    "fit",
+    "load_data",
+    "predict",
+]
 
 
 def __getattr__(name: str) -> Any:

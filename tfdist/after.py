@@ -12,7 +12,7 @@ from typing import Any
 
 from absl import flags
 
-from tfdist import command, config, environment, finished
+from tfdist import command, config, environment, fields, finished
 from tfdist.errors import Interrupted, UserError
 from tfdist.finished import Wanted
 from tfdist.output_file import STDOUT, OutputFile
@@ -184,7 +184,7 @@ def new_rows(experiment: config.Experiment, spec: Any, asked: Wanted) -> Any:
         )
     if "config.data.eval_split" in asked.changes:
         raise UserError("all rows of another table are predicted: leave out --config.data.eval_split")
-    options = config.options("data.options", experiment.data.options)
+    options = fields.options("data.options", experiment.data.options)
     rows = Arrays((tables.read_inputs(path, spec.columns, options.get("delimiter", ",")),))
     return catalog.Loaded(rows, rows, rows.size, spec)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import keras
 
-from tfdist import config
+from tfdist import config, fields
 from tfdist import data as data_lib
 from tfdist.distribution import Distribution
 from tfdist.errors import UserError
@@ -37,14 +37,14 @@ def model_fits(model: keras.Model, distribution: Distribution, accumulate: int) 
 
 def reduce_dtype(name: str, distribution: Distribution) -> None:
     if name not in config.REDUCE_DTYPES:
-        raise UserError(f"unknown reduce_dtype {name!r}{config.suggest(name, config.REDUCE_DTYPES)}")
+        raise UserError(f"unknown reduce_dtype {name!r}{fields.suggest(name, config.REDUCE_DTYPES)}")
     if name == "bfloat16" and distribution.name == "horovod":
         raise UserError("reduce_dtype='bfloat16' cannot be used with Horovod, which does not sum it: use float16")
 
 
 def on_nonfinite(choice: str, checkpoints: bool) -> None:
     if choice not in config.ON_NONFINITE:
-        raise UserError(f"unknown on_nonfinite {choice!r}{config.suggest(choice, config.ON_NONFINITE)}")
+        raise UserError(f"unknown on_nonfinite {choice!r}{fields.suggest(choice, config.ON_NONFINITE)}")
     if choice == "rollback" and not checkpoints:
         raise UserError("on_nonfinite='rollback' goes back to a checkpoint: give fit checkpoints")
 

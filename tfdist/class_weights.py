@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist import config
+from tfdist import fields
 from tfdist.data import Arrays, Records, Source
 from tfdist.datasets.catalog import Loaded
 from tfdist.errors import UserError
@@ -33,11 +33,11 @@ def of(text: str, data: Loaded) -> dict[int, float] | None:
     if text == "balanced":
         return balanced(_counts(data.train, classes))
     found = {}
-    for name, value in config.class_weights(text).items():
+    for name, value in fields.class_weights(text).items():
         number = names.index(name) if name in names else int(name) if name.isdecimal() else -1
         if not 0 <= number < classes:
             known = names or tuple(map(str, range(classes)))
-            raise UserError(f"unknown class {name!r} in train.class_weight{config.suggest(name, known)}")
+            raise UserError(f"unknown class {name!r} in train.class_weight{fields.suggest(name, known)}")
         found[number] = value
     return found
 

@@ -12,7 +12,7 @@ from typing import Any
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from tfdist import config, environment
+from tfdist import config, environment, fields
 from tfdist.errors import TrainingError, UserError
 
 DEFAULT_CONFIG = os.path.join(os.path.dirname(__file__), "default_config.py")
@@ -39,7 +39,7 @@ def _check_field(name: str) -> None:
     for part in name.split(".")[1:]:
         known = tuple(f.name for f in dataclasses.fields(owner)) if dataclasses.is_dataclass(owner) else ()
         if part not in known:
-            raise UserError(f"unknown config field --{name}{config.suggest(part, known) if known else ''}")
+            raise UserError(f"unknown config field --{name}{fields.suggest(part, known) if known else ''}")
         owner = getattr(owner, part)
 
 

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 
 from absl import flags
 
-from tfdist import command, config, contest, environment, run_folder, trial
+from tfdist import command, config, contest, environment, fields, run_folder, trial, validation
 from tfdist.contest import Contest
 from tfdist.errors import UserError
 
@@ -41,7 +41,7 @@ def settings(values: flags.FlagValues) -> contest.Settings:
     """
     for name in values.strategies:
         if name not in STRATEGIES:
-            hint = config.suggest(name, STRATEGIES) if name != "auto" else ": it picks one of the others, name those"
+            hint = fields.suggest(name, STRATEGIES) if name != "auto" else ": it picks one of the others, name those"
             raise UserError(f"unknown strategy {name!r} in --strategies{hint}")
     for text in values.replicas:
         if not (text.isascii() and text.isdigit() and int(text) > 0):
@@ -116,7 +116,7 @@ def _own_folder(path: pathlib.Path) -> Iterator[run_folder.RunFolder]:
 def _run(argv: list[str]) -> int:
     del argv
     values = flags.FLAGS
-    wanted, experiment = settings(values), config.validate(values.config)
+    wanted, experiment = settings(values), validation.validate(values.config)
     if experiment.train.batch_size == 0:
         raise UserError("train.batch_size=auto finds another batch for each strategy: give a number to compare them")
     given = functools.partial(train_flags, values, wanted.jit)

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from absl import flags
 
-from tfdist import addresses, command, config, detect, environment, gpus
+from tfdist import addresses, command, config, detect, environment, gpus, validation
 from tfdist.checkup import checkpoints, dataset, display, hotline, machine, network, packages, sight, storage, workers
 from tfdist.checkup.record import FAIL, Check, Task, run, worst
 from tfdist.errors import UserError
@@ -155,7 +155,7 @@ def _options() -> Options:
     if values.master_port is not None:
         addresses.checked_port(str(values.master_port), "--master_port")
     return Options(
-        experiment=config.validate(values.config),
+        experiment=validation.validate(values.config),
         where=environment.from_flags(values),
         workdir=os.path.expanduser(values.workdir),
         peers=peers,

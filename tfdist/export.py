@@ -25,7 +25,7 @@ from typing import Any
 
 from absl import flags
 
-from tfdist import after, command, config, environment, finished
+from tfdist import after, command, config, environment, fields, finished
 from tfdist.errors import TrainingError, UserError
 
 FORMATS = ("saved_model", "onnx", "litert")
@@ -300,7 +300,7 @@ def _run(argv: list[str]) -> int:
     values = flags.FLAGS
     for name in values.formats:
         if name not in FORMATS:
-            raise UserError(f"unknown format {name!r} in --formats{config.suggest(name, FORMATS)}")
+            raise UserError(f"unknown format {name!r} in --formats{fields.suggest(name, FORMATS)}")
     if not values.formats:
         raise UserError("--formats names none: give some of " + ",".join(FORMATS))
     if not values.output:

@@ -13,7 +13,7 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tfdist import checkpoint, config
+from tfdist import checkpoint, config, validation
 from tfdist.checkpoint import DamagedError
 from tfdist.errors import UserError
 from tfdist.run_folder import RunFolder
@@ -76,7 +76,7 @@ def wanted(
                 f"--{name} changes nothing once a model is trained: leave it out "
                 f"(--config.data.* and --config.eval.batch_size can be set)"
             )
-    return Wanted(workdir, model, checkpoint, config.validate(experiment), dict(given))
+    return Wanted(workdir, model, checkpoint, validation.validate(experiment), dict(given))
 
 
 def experiment(wanted: Wanted) -> config.Experiment:
@@ -101,7 +101,11 @@ def experiment(wanted: Wanted) -> config.Experiment:
         for group in groups:
             owner = getattr(owner, group)
         setattr(owner, field, value)
-    return config.validate(found)
+    # The files that its training began with may be gone by now.
+    found.model.weights = ""
+    if found.model.name.endswith(config.FILE) and (path / MODEL).is_file():
+        found.model.name = str(path / MODEL)
+    return validation.validate(found)
 
 
 def same(told: dict[str, Any]) -> config.Experiment:

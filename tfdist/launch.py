@@ -17,7 +17,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from tfdist import __version__, cluster, gpus, leader, nodes, rounds
+from tfdist import __version__, cluster, fields, gpus, leader, nodes, rounds, validation
 from tfdist.errors import UserError
 from tfdist.events import Events, Screen
 
@@ -75,13 +75,13 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
             raise UserError(
                 f"unexpected argument {unknown[0]!r}: a script, as the flags of tfdist.train, stands after --"
             )
-        from tfdist import config, environment
+        from tfdist import environment
 
         if name.partition(".")[0] in ("config", *environment.Environment.__slots__):
             raise UserError(f"--{name} is a flag of tfdist.train: write it after --")
         known = tuple(sorted(vars(options)))
         begins = [k for k in known if k.startswith(name)]
-        raise UserError(f"unknown flag --{name}{config.suggest(begins[0] if len(begins) == 1 else name, known)}")
+        raise UserError(f"unknown flag --{name}{fields.suggest(begins[0] if len(begins) == 1 else name, known)}")
     return options, rest
 
 
@@ -180,7 +180,7 @@ def _train_flags(rest: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], s
         command.parse(sys.argv)
     finally:
         sys.argv = before
-    experiment, where = config.validate(flags.FLAGS.config), environment.from_flags(flags.FLAGS)
+    experiment, where = validation.validate(flags.FLAGS.config), environment.from_flags(flags.FLAGS)
     return config.flat(experiment), dataclasses.asdict(where), run_folder.workdir(experiment, where)
 
 

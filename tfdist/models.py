@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from tfdist import config, freezing, imports, transfer
+from tfdist import config, fields, freezing, imports, transfer
 from tfdist.data import Records, one_hot
 from tfdist.datasets.catalog import Loaded, Spec
 from tfdist.errors import UserError
@@ -36,7 +36,7 @@ def build(experiment: config.Experiment, spec: Spec, say: Callable[[str], None] 
     """
     wanted = experiment.model
     keras.utils.set_random_seed(experiment.seed)
-    model = _made(wanted.name, config.options("model.options", wanted.options), spec)
+    model = _made(wanted.name, fields.options("model.options", wanted.options), spec)
     if not isinstance(model, keras.Model):
         raise UserError(f"model.name={wanted.name!r} must return a keras.Model, got {type(model).__name__}")
     for layer in model._flatten_layers():

@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from tfdist import config, imports, layer_rates, update
+from tfdist import config, fields, imports, layer_rates, update
 from tfdist.errors import UserError
 from tfdist.plan import Plan
 
@@ -22,14 +22,14 @@ def build(experiment: config.Experiment, plan: Plan) -> Any:
       UserError: options that the optimizer does not take.
     """
     wanted = experiment.optimizer
-    options: dict[str, Any] = config.options("optimizer.options", wanted.options)
+    options: dict[str, Any] = fields.options("optimizer.options", wanted.options)
     if wanted.weight_decay:
         options["weight_decay"] = wanted.weight_decay
     if wanted.clip_norm:
         options["global_clipnorm"] = wanted.clip_norm
     if wanted.ema_momentum:
         options |= {"use_ema": True, "ema_momentum": wanted.ema_momentum}
-    if config.is_reference(wanted.name):
+    if fields.is_reference(wanted.name):
         function = imports.resolve("optimizer.name", wanted.name)
     else:
         if wanted.name not in _CLASSES:

@@ -6,8 +6,9 @@ import dataclasses
 import math
 import re
 
-from tfdist.config import Experiment, schedule_options
+from tfdist.config import Experiment
 from tfdist.errors import UserError
+from tfdist.fields import schedule_options
 
 _TIME = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(s|seconds?|min|minutes?|h|hours?)\s*$")
 _DURATION = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(%|steps?|updates?|epochs?|examples?)?\s*$")

@@ -13,7 +13,7 @@ import resource
 import sys
 from typing import Any
 
-from tfdist import config
+from tfdist import config, fields
 from tfdist.errors import TrainingError, UserError
 
 ROWS = 32
@@ -119,7 +119,7 @@ class _Updates:
             steps_per_call=1,
             shuffle=False,
             callbacks=[keras.callbacks.TerminateOnNaN()],  # whose presence makes NaN no error
-            learning_rates=config.layer_rates(wanted.optimizer),
+            learning_rates=fields.layer_rates(wanted.optimizer),
             layer_decay=wanted.optimizer.layer_decay,
             verbose=0,
         )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import dataclasses
 
-from tfdist.config import suggest
 from tfdist.errors import UserError
+from tfdist.fields import suggest
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

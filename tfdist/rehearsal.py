@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import psutil
 
-from tfdist import config, layer_rates, update
+from tfdist import config, fields, layer_rates, update
 from tfdist.datasets.catalog import Loaded
 from tfdist.errors import UserError
 from tfdist.gpus import DriverGPU
@@ -87,7 +87,7 @@ def lines(
         ("", f"optimizer {_size(needs.optimizer)}; activations come on top"),
         ("folder", folder),
     ]
-    own = layer_rates.factors(model, config.layer_rates(experiment.optimizer), experiment.optimizer.layer_decay)
+    own = layer_rates.factors(model, fields.layer_rates(experiment.optimizer), experiment.optimizer.layer_decay)
     if own:
         rows.insert(7, ("", layer_rates.describe(model, own)))
     if experiment.checkpoint.every == "off":

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from tfdist import config
+from tfdist import fields
 from tfdist.errors import UserError
 
 _BOUND = r"(-?\d+(?:\.\d+)?%|-?\d+)?"
@@ -41,7 +41,7 @@ def select(text: str, sizes: Mapping[str, int], field: str, what: str) -> list[t
         if name not in sizes:
             slices = f", and slices such as {min(sizes)}[:90%]" if sizes else ""
             raise UserError(
-                f"{field}={text!r}: {what} has no split {name!r}{config.suggest(name, _names(sizes))}{slices}"
+                f"{field}={text!r}: {what} has no split {name!r}{fields.suggest(name, _names(sizes))}{slices}"
             )
         size = sizes[name]
         begin = 0 if first is None else _bound(first, size, text, field, what)

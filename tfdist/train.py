@@ -13,7 +13,7 @@ from typing import Any
 
 from absl import flags
 
-from tfdist import command, config, environment
+from tfdist import command, config, environment, fields, validation
 from tfdist.errors import Interrupted, PeerError, TrainingError, UserError
 
 
@@ -33,7 +33,7 @@ def train_and_evaluate(experiment: config.Experiment, where: environment.Environ
     """
     from tfdist import batch_finder, plan, requeue, resume, run_folder, session, strategy
 
-    config.validate(experiment)
+    validation.validate(experiment)
     plan.interval("checkpoint.every", experiment.checkpoint.every)
     plan.better(experiment.checkpoint.best)
     plan.better(experiment.train.monitor, "train.monitor")
@@ -185,7 +185,7 @@ def _train(
                 checkpoints=None if checkpoints.off else checkpoints,
                 on_nonfinite=experiment.train.on_nonfinite,
                 max_rollbacks=experiment.train.max_rollbacks,
-                learning_rates=config.layer_rates(experiment.optimizer),
+                learning_rates=fields.layer_rates(experiment.optimizer),
                 layer_decay=experiment.optimizer.layer_decay,
                 measure_average=experiment.optimizer.ema_momentum > 0,
                 should_stop=signals.reason,

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist import config, progress
+from tfdist import config, fields, progress
 from tfdist.board import Board
 from tfdist.environment import Environment
 from tfdist.flops import Work
@@ -82,7 +82,7 @@ class Watching:
 
 def advice(experiment: config.Experiment) -> str:
     """What to do when training waits for this experiment's data."""
-    if config.is_reference(experiment.data.name) and not config.files(experiment.data.name):
+    if fields.is_reference(experiment.data.name) and not fields.files(experiment.data.name):
         return f"make the pipeline of {experiment.data.name} parallel (num_parallel_calls), or return arrays"
     if experiment.data.cache != "memory":
         return (

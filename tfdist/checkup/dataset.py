@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from tfdist import config
+from tfdist import config, fields
 from tfdist.checkup import storage
 from tfdist.checkup.record import Check, fail, ok, warn
 
@@ -28,10 +28,10 @@ def check(data: config.Data, environ: Mapping[str, str]) -> list[Check]:
     """
     if data.name in ("synthetic", "stdlib_text"):
         return [ok(NAME, f"{data.name} is made by each run, nothing has to be prepared")]
-    files = config.files(data.name)
+    files = fields.files(data.name)
     if files:
         return _files(*files)
-    if config.is_reference(data.name):
+    if fields.is_reference(data.name):
         return _function(data.name)
     base = data.data_dir or environ.get("TFDS_DATA_DIR") or os.path.join("~", "tensorflow_datasets")
     name, _, version = data.name.partition(":")

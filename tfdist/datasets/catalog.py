@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist import augment, config, imports
-from tfdist.data import Arrays, Batches, Records, Source, as_source, check_labels, targets_of
+from tfdist import augment, config, fields, imports, validation
+from tfdist.data import Arrays, Batches, Records, Source, as_source, check_labels, one_hot, targets_of
 from tfdist.datasets import pictures
 from tfdist.datasets.columns import Column
 from tfdist.errors import UserError
@@ -71,10 +71,38 @@ def load(experiment: config.Experiment, prepare: bool = True, say: Callable[[str
     return _pictured(experiment, _by_name(experiment, prepare, say))
 
 
+def load_data(name: str, *, batch_size: int = 32, seed: int = 0, **options: str | bool) -> Loaded:
+    """A data set by name, for `tfdist.fit`, `evaluate` and `predict`; after `tfdist.connect`.
+
+    Args:
+      name: as `data.name` of an experiment: `image_folder:/path`, `csv:/path`, a TFDS name, ...
+      batch_size: global batch of what can only be read as a stream.
+      seed: of the order of such a stream.
+      **options: the other fields of `tfdist.config.Data`, such as `train_split="train[:90%]"`, `image_size="64"`.
+
+    Returns:
+      A source for training, `train`, one for evaluation, `eval`, and what a model must know of them, `spec`. Classes
+      are numbers, or one-hot rows where `augment` mixes examples.
+
+    Raises:
+      UserError: as the command would.
+    """
+    known = {f.name for f in dataclasses.fields(config.Data)} - {"name", "shuffle"}  # fit shuffles what it can
+    if unknown := sorted(set(options) - known):
+        raise UserError(f"load_data() has no option {unknown[0]!r}{fields.suggest(unknown[0], tuple(sorted(known)))}")
+    experiment = config.Experiment(seed=seed, data=config.Data(name=name, **options))  # type: ignore[arg-type]
+    experiment.train.batch_size = experiment.eval.batch_size = batch_size
+    loaded = load(validation.validate(experiment))
+    if isinstance(loaded.train, Records) and loaded.train.mix and loaded.spec.classes:
+        train, evaluation = (one_hot(source, loaded.spec.classes) for source in (loaded.train, loaded.eval))
+        return dataclasses.replace(loaded, train=train, eval=evaluation)
+    return loaded
+
+
 def _pictured(experiment: config.Experiment, loaded: Loaded) -> Loaded:
     """Images made one size and, to train on, changed at random."""
     data, spec = experiment.data, loaded.spec
-    size = config.image_size(data.image_size)
+    size = fields.image_size(data.image_size)
     recipe = augment.parse(data.augment, spec.maximum)
     if size is None and not data.augment:
         return loaded
@@ -98,7 +126,7 @@ def _pictured(experiment: config.Experiment, loaded: Loaded) -> Loaded:
 
 def _by_name(experiment: config.Experiment, prepare: bool, say: Callable[[str], None]) -> Loaded:
     data = experiment.data
-    options = config.options("data.options", data.options)
+    options = fields.options("data.options", data.options)
     if data.name == "synthetic":
         return _own(experiment, imports.call("data.options", synthetic, options))
     if data.name == "stdlib_text":
@@ -114,7 +142,7 @@ def _by_name(experiment: config.Experiment, prepare: bool, say: Callable[[str], 
             return _of_text(experiment, path, options)
         case "tfrecord", ":", path:
             return _of_tfrecords(experiment, path, options, say)
-    if config.is_reference(data.name):
+    if fields.is_reference(data.name):
         return _of_function(experiment, imports.resolve("data.name", data.name), options)
     if options:
         raise UserError(f"data.options={data.options!r} is for functions, the TFDS data set {data.name!r} takes none")
@@ -140,7 +168,7 @@ def synthetic(examples: int = 4096, shape: tuple = (32, 32, 3), classes: int = 1
 def _own(experiment: config.Experiment, splits: dict) -> Loaded:
     def split(field: str, name: str) -> Arrays:
         if name not in splits:
-            raise UserError(f"unknown {field} {name!r}{config.suggest(name, tuple(splits))}")
+            raise UserError(f"unknown {field} {name!r}{fields.suggest(name, tuple(splits))}")
         return Arrays(splits[name])
 
     return _described(
@@ -165,7 +193,7 @@ def _of_folder(experiment: config.Experiment, path: str, options: dict, say: Cal
     data = experiment.data
     if options:
         raise UserError(f"data.options={data.options!r} is for functions, image_folder takes none")
-    size = config.image_size(data.image_size)
+    size = fields.image_size(data.image_size)
     from_whole = augment.parse(data.augment).smallest is not None
     found = image_folder.load(path, data.train_split, data.eval_split, data.broken, size, data.resize, from_whole, say)
     shape = size or found.size
@@ -182,7 +210,7 @@ def _of_tfrecords(experiment: config.Experiment, path: str, options: dict, say: 
 
     data = experiment.data
     splits = {"data.train_split": data.train_split, "data.eval_split": data.eval_split}
-    size = config.image_size(data.image_size)
+    size = fields.image_size(data.image_size)
     found = tfrecords.load(path, splits, options, data.broken == "skip", say, size is not None)
     if found.dtype != "uint8":
         size = None

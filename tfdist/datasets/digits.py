@@ -16,8 +16,8 @@ from importlib import resources
 import numpy as np
 import tensorflow_datasets as tfds
 
-from tfdist.config import suggest
 from tfdist.errors import UserError
+from tfdist.fields import suggest
 
 TRAIN = 1437
 

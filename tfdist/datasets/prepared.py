@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from tfdist import config
+from tfdist import config, fields
 from tfdist.augment import parse, resize
 from tfdist.data import Arrays, Batches, Records, Source
 from tfdist.errors import UserError
@@ -79,7 +79,7 @@ def load(experiment: config.Experiment, memory: float, prepare: bool = True) -> 
             f"data set {data.name!r} does not say which feature is the target: wrap it in a package.module:function"
         )
     inputs = info.features[keys[0]].get_tensor_spec()
-    size, shape = config.image_size(data.image_size), inputs.shape
+    size, shape = fields.image_size(data.image_size), inputs.shape
     if not shape.is_fully_defined():
         if not isinstance(info.features[keys[0]], tfds.features.Image) or not shape[-1]:
             raise UserError(

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tfdist import config
+from tfdist import fields
 from tfdist.data import order
 from tfdist.datasets import csv_files
 from tfdist.datasets.columns import Column
@@ -163,7 +163,7 @@ def _options(given: dict[str, Any], names: list[str], path: str) -> Options:
     known = [field.name for field in dataclasses.fields(Options)]
     for name in given:
         if name not in known:
-            raise UserError(f"unknown {name!r} in data.options{config.suggest(name, tuple(known))}")
+            raise UserError(f"unknown {name!r} in data.options{fields.suggest(name, tuple(known))}")
     if "target" not in given:
         raise UserError(f"csv:{path} needs data.options=target=NAME, the column to predict, one of: {columns}")
     lists = ("use", "leave_out", "categories")

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.config import suggest
 from tfdist.data import Records
 from tfdist.datasets import record_files
 from tfdist.errors import UserError
+from tfdist.fields import suggest
 from tfdist.splits import select
 
 TYPES = ("jpeg", "png", "int64", "float32")
