@@ -23,5 +23,5 @@ def get_config() -> Experiment:
             schedule_options="end=0.1",
             options="beta_2=0.95",
         ),
-        train=Train(epochs=3, batch_size=32, label_smoothing=0.0),
+        train=Train(epochs=2, batch_size=32, label_smoothing=0.0),
     )
