@@ -317,7 +317,7 @@ def test_the_command(tmp_path, run):
 @pytest.mark.parametrize(
     "make, fields, message",
     [
-        (lambda p: None, dict(name="image_folder:/nowhere"), "data.name='image_folder:/nowhere': there is no such folder"),
+        (lambda p: None, dict(name="image_folder:/no/such/folder"), "data.name='image_folder:/no/such/folder': there is no such folder"),
         (lambda p: None, {}, "there are no images: put those of each class into a folder of its own"),
         (lambda p: (p / "cat").mkdir(), {}, "there are no images"),
         (lambda p: folder(p, ("cat",)), {}, "there is only one class, 'cat'"),
