@@ -66,7 +66,7 @@ BAD_INPUT = [
     (["--strategy=mirored"], "flag --strategy=mirored: value should be one of"),
     (["--devices=first"], "--devices=first is not understood"),
     (["--config.data.nam=x"], "unknown config field --config.data.nam: did you mean 'name'?"),
-    (["--config.train.batch_size=0"], "train.batch_size must be at least 1, got 0"),
+    (["--config.train.batch_size=-1"], "train.batch_size must not be negative, got -1"),
     (["--peers=h1"], "--peers=h1 is not host:port, such as node1:29500 or [fd00::1]:29500: correct it"),
     (["--peers=h1:1,h2:http"], "--peers=h2:http: port=http is not a port: use a number from 1 to 65535"),
     (["--listen=70000"], "--listen=70000 is not a port: use a number from 1 to 65535"),

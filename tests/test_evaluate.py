@@ -44,18 +44,17 @@ def files(folder):
     return {str(p): (hashlib.sha256(p.read_bytes()).hexdigest(), p.stat().st_mtime_ns) for p in found}
 
 
-def digits(split="test"):
+def digits(tfds_dir, split="test"):
     from tfdist.datasets import catalog
 
     e = config.Experiment()
-    e.data.eval_split = split
+    e.data.eval_split, e.data.data_dir = split, str(tfds_dir)
     return catalog.load(e)
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_every_strategy_finds_what_the_run_ended_with(world, after, trained, monkeypatch):
+def test_every_strategy_finds_what_the_run_ended_with(world, after, trained, tfds_dir):
     """Evaluation and predictions, beside Keras' own on the saved model; and the run is as it was."""
-    monkeypatch.setenv("TFDS_DATA_DIR", os.environ.get("TFDS_DATA_DIR", ""))
     starter, flags = WORLDS[world]
     before = files(trained / "run")
     done = after("tfdist.evaluate", "--workdir=run", "--output=e.json", "--overwrite", *flags, starter=starter)
@@ -76,7 +75,7 @@ def test_every_strategy_finds_what_the_run_ended_with(world, after, trained, mon
     assert {p.name for p in trained.iterdir()} - {"logs"} <= {"run", "e.json", "p.csv", "p.jsonl"}
     rows = list(csv.DictReader((trained / "p.csv").read_text().splitlines()))
     model = keras.saving.load_model(trained / "run" / "model.keras")
-    x, y = digits().eval.columns
+    x, y = digits(tfds_dir).eval.columns
     scores = model.predict(x, verbose=0)
     assert [int(r["number"]) for r in rows] == list(range(360))
     assert [int(r["target"]) for r in rows] == y.tolist()
@@ -89,13 +88,13 @@ def test_every_strategy_finds_what_the_run_ended_with(world, after, trained, mon
     np.testing.assert_allclose([float(r["probability"]) for r in rows], probabilities, rtol=1e-4)
 
 
-def test_a_file_of_keras_and_other_data(after, trained):
+def test_a_file_of_keras_and_other_data(after, trained, tfds_dir):
     """The training split, and the file alone, whose own loss wants one-hot targets: as Keras measures it."""
     flags = ["--model=run/model.keras", "--config.data.eval_split=train[:100]", "--config.eval.batch_size=7"]
     done = after("tfdist.evaluate", *flags, "--output=-")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    x, y = (a[:100] for a in digits("train").eval.columns)
+    x, y = (a[:100] for a in digits(tfds_dir, "train").eval.columns)
     model = keras.saving.load_model(trained / "run" / "model.keras")
     expected = model.evaluate(x, keras.utils.to_categorical(y, 10), verbose=0, return_dict=True)
     assert found["examples"] == 100 and found["evaluation"] == pytest.approx(expected, rel=1e-5)

@@ -148,3 +148,15 @@ def test_an_all_reduce_in_a_forward_pass_is_traced_without_a_search(connect, mon
     mine, unsearched = slopes(quick=True)
     assert mine == plain == [36.0, 36.0]  # of (x1 + x2) ** 2 on both replicas, summed
     assert searched and not unsearched
+
+
+def test_layers_are_named_alike_whenever_a_model_is_built():
+    """Else `model.freeze` would find other names in the second model of a process."""
+    from tfdist import config, models
+    from tfdist.datasets.catalog import Spec
+
+    def names():
+        model = models.build(config.Experiment(), Spec((8, 8, 1), "uint8", 10, 16.0))
+        return [layer.name for layer in model.layers]
+
+    assert names() == names() and "conv2d" in names()

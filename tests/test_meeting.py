@@ -367,6 +367,7 @@ def test_what_leaves_files_is_done_first_by_the_chief(member, master, tmp_path):
     assert (order[0], sorted(order)) == ("0", ["0", "1", "2"])
 
 
+ANY = (0, 1)  # who leaves may be gone before the others find out
 LOSSES = [  # what workers 0, 1 and 2 do, their exit codes, and what those with code 1 say
     ("killed in C", ["stuck()", "os.kill(os.getpid(), 9)", "stuck()"], [1, -9, 1], r"tfdist: failed: lost worker 1 \(HOST\): its process ended"),
     ("killed in gather", ["peers.gather('x')", "os.kill(os.getpid(), 9)", "peers.gather('x')"], [1, -9, 1], r"say: failed: lost worker 1 \(HOST\): its process ended"),
@@ -375,7 +376,7 @@ LOSSES = [  # what workers 0, 1 and 2 do, their exit codes, and what those with 
     ("fails", ["peers.gather('x')", "peers.fail('bad labels', 2)", "stuck()"], [1, 2, 1], r"lost worker 1 \(HOST\): it stopped: bad labels"),
     ("chief fails", ["peers.fail('bad labels', 2)", "peers.gather('x')", "stuck()"], [2, 1, 1], r"lost worker 0 \(HOST\): it stopped: bad labels"),
     ("other calls", ["peers.gather('x')", "peers.gather('y')", "peers.gather('x')"], [1, 1, 1], r"failed: worker \d \(HOST\) is at '[xy]' while worker \d \(HOST\) is at '[xy]': every worker must make the same calls"),
-    ("exits in the middle", ["peers.gather('x')", "sys.exit(0)", "peers.gather('x')"], [1, 1, 1], r"failed: worker \d \(HOST\) is at .* every worker must make the same calls"),
+    ("exits in the middle", ["peers.gather('x')", "sys.exit(0)", "peers.gather('x')"], [1, ANY, 1], r"failed: worker \d \(HOST\) is at .* every worker must make the same calls"),
     ("finishes early", ["peers.doing('call', 5); stuck()", "peers.leave()", "peers.doing('call', 5); stuck()"], [1, 1, 1], r"lost worker 1 \(HOST\): it has finished while the others wait for it"),
     ("stuck in Python", ["peers.doing('call', 5); stuck()", "peers.doing('python', 5); time.sleep(99)", "peers.gather('x')"], [1, 1, 1], r"lost worker 1 \(HOST\): stuck in Python for \d+ s after update 5 \(--stall_timeout\)"),
     ("stuck together", ["peers.doing('call', 7); stuck()"] * 3, [1, 1, 1], r"tfdist: failed: no worker has finished a call for \d+ s since update 7 \(--stall_timeout\)"),
@@ -390,7 +391,7 @@ def test_all_hear_of_a_loss(member, master, work, codes, message):
     constants = {"AHEAD_S": 1, "SILENT_S": 5}
     started = [member(r, begin + do, size=3, stall=1, master=master, constants=constants) for r, do in enumerate(work)]
     results = ends(*started)
-    assert [code for code, _ in results] == codes, results
+    assert all(code in (wanted if wanted is ANY else (wanted,)) for (code, _), wanted in zip(results, codes)), results
     for code, text in results:
         assert code != 1 or re.search(message.replace("HOST", HOST), text), text
         assert "Fatal Python error" not in text

@@ -2,6 +2,7 @@
 
 import contextlib
 import glob
+import itertools
 import json
 import os
 import pathlib
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 import tfdist
 from tfdist import flops, gpus, plan, profile, progress, rehearsal, usage
@@ -194,7 +196,10 @@ def scalars(folder, run):
     }
 
 
-def test_tensorboard_forgets_what_a_resumed_run_repeats(tmp_path):
+def test_tensorboard_forgets_what_a_resumed_run_repeats(tmp_path, monkeypatch):
+    # Files of one second are read in the order of their numbers as texts, 10 before 9; runs are seconds apart.
+    clock = itertools.count(1_700_000_000)
+    monkeypatch.setattr(event_file_writer, "time", types.SimpleNamespace(time=lambda: next(clock)))
     for start, steps in ((0, (10, 20, 30)), (20, (25, 30))):
         board = Board(tmp_path / "tensorboard", print)
         board.begin(start, {"config.seed": "7"})

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+from keras.src.utils import naming
 
 from tfdist import config, fields, freezing, imports, transfer
 from tfdist.data import Records, one_hot
@@ -36,6 +37,8 @@ def build(experiment: config.Experiment, spec: Spec, say: Callable[[str], None] 
     """
     wanted = experiment.model
     keras.utils.set_random_seed(experiment.seed)
+    # Layers are named alike whatever this process has built before: patterns, files and checkpoints go by names.
+    naming.reset_uids()
     model = _made(wanted.name, fields.options("model.options", wanted.options), spec)
     if not isinstance(model, keras.Model):
         raise UserError(f"model.name={wanted.name!r} must return a keras.Model, got {type(model).__name__}")

@@ -18,6 +18,9 @@ from tfdist.layout import Layout
 AHEAD = 2
 """Batches that lie ready. Not AUTOTUNE, which may take half of the machine's memory."""
 
+WAITING = 2
+"""Examples in work for each thread that decodes, so that none waits for a file."""
+
 
 class RecordFeed:
     """Global batches of examples by number; a worker reads and decodes its own rows.
@@ -89,12 +92,15 @@ class RecordFeed:
         of it, filler included, and the number of examples in the whole.
         """
         source, layout, width = self._source, self._layout, len(self._positions)
+        # As few threads as run the model's operations, where those were counted.
+        counted = tf.config.threading.get_inter_op_parallelism_threads()
+        threads = max(2, counted or 2 * len(os.sched_getaffinity(0)))
         updates = tf.data.Dataset.range(update, np.iinfo(np.int64).max)
         examples = (
             updates.map(self._numbered)
-            .map(lambda rows, seeds: (source.read(rows), seeds), tf.data.AUTOTUNE)
+            .map(lambda rows, seeds: (source.read(rows), seeds), 2)
             .unbatch()
-            .map(lambda stored, seed: (_columns(source.decode(stored, seed)), seed), tf.data.AUTOTUNE)
+            .map(lambda stored, seed: (_columns(source.decode(stored, seed)), seed), WAITING * threads)
         )
         _check(examples.element_spec[0])
         examples = examples.batch(width, drop_remainder=True)
@@ -112,9 +118,9 @@ class RecordFeed:
         ready = tf.data.Dataset.zip(updates, examples).map(finished).prefetch(AHEAD)
         options = tf.data.Options()
         options.deterministic = True
-        # A tenth faster than the threads that run the model's operations. As few as those, where they were counted.
-        counted = tf.config.threading.get_inter_op_parallelism_threads()
-        options.threading.private_threadpool_size = max(2, counted or 2 * len(os.sched_getaffinity(0)))
+        options.threading.private_threadpool_size = threads  # a tenth faster than sharing those of the model
+        # The thread that tunes a pipeline wakes once a minute, and an iterator's end may wait for it (TensorFlow 2.21).
+        options.autotune.enabled = False
         return ready.with_options(options)
 
     def _numbered(self, update: Any) -> tuple:
