@@ -4,6 +4,9 @@
     python -m tfdist.train --config=configs/fine_tune.py             # goes on from there: 5 to 9 from 3 pictures each
     python -m tfdist.train --config=configs/fine_tune.py:scratch     # for comparison: the same without the first
 
+86 % of the test images right instead of 73 % (83 % at best from scratch, with a tenth of the rate and 100 epochs); a
+second each on two cores.
+
 The first convolutions stay as they are (`model.freeze`), what lies between learns slowly (`optimizer.layer_rates`),
 and the head is new. For pictures of your own, `--config.data.name=image_folder:/path` and the weights of a network
 that has seen many.
