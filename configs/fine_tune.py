@@ -1,6 +1,6 @@
 """What a network has learnt of some classes helps it with others, of which there are few pictures.
 
-    python -m tfdist.train --config=configs/fine_tune.py:base        # learns the digits 0 to 4 from 735 pictures
+    python -m tfdist.train --config=configs/fine_tune.py:base        # learns the digits 0 to 4 from 721 pictures
     python -m tfdist.train --config=configs/fine_tune.py             # goes on from there: 5 to 9 from 3 pictures each
     python -m tfdist.train --config=configs/fine_tune.py:scratch     # for comparison: the same without the first
 
