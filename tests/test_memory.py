@@ -62,7 +62,7 @@ def trainable(model):
 @pytest.mark.parametrize(
     "after, replicas, most",
     [
-        (0, 1, 6),
+        pytest.param(0, 1, 6, marks=pytest.mark.faults),
         pytest.param(0, 3, 4, marks=pytest.mark.faults),
         pytest.param(5, 1, 6, marks=pytest.mark.faults),
         (5, 3, 4),
@@ -166,6 +166,7 @@ def test_a_run_of_one_process_goes_on_by_itself(run, tmp_path, by_hand):
     assert json.loads((tmp_path / "out" / again.NAME).read_text()) == {"accumulate": 4}
 
 
+@pytest.mark.faults
 def test_several_processes_end_and_the_next_attempt_takes_it_up(run, tmp_path, by_hand):
     """16 examples per worker: micro-batches of 16, then 8, each by a launcher's restart; then by hand."""
     flags = [*FLAGS, "--config.model.options=most=8, after=2", "--config.checkpoint.every=1 steps", "--threads=1"]

@@ -92,8 +92,9 @@ def test_a_signal_to_one_launcher_stops_all_nodes(asked, node, tmp_path):
     assert "[0] saved" in started[0].out and "[1] saved" in started[1].out
 
 
-def test_restarts_on_all_nodes(node):
-    act = ["actor.py", "*=env:TFDIST_ATTEMPT+MASTER_PORT", "0=first;hold", "1=first;kill:SIGKILL"]
+def test_restarts_on_all_nodes(node, tmp_path):
+    pipes(tmp_path, "a")  # rank 0 has told its attempt before rank 1 is killed
+    act = ["actor.py", "*=env:TFDIST_ATTEMPT+MASTER_PORT", "0=first;open:a;hold", "1=first;meet:a;kill:SIGKILL"]
     zero, one = node(0, *act, flags=["--max_restarts=2"]), node(1, *act, flags=["--max_restarts=2"])
     assert (zero.end(), one.end()) == (0, 0)
     assert [line.split()[0] for line in one.said("[1] ")] == ["TFDIST_ATTEMPT=0", "TFDIST_ATTEMPT=1"]
