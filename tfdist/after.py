@@ -141,10 +141,10 @@ def _ready(asked: Wanted, found: config.Experiment | None, distribution: Any, sa
 
     peers = distribution.peers
     # Only the chief needs the run folder; the others may be machines that do not have it.
-    fields = None if found is None else dataclasses.asdict(found)
+    told = None if found is None else dataclasses.asdict(found)
     own = None if found is None or asked.model else described.read(asked.path)
-    fields, spec_there = peers.gather("the run to look at", [fields, own and described.plain(own)])[0]
-    experiment = finished.same(fields)
+    told, spec_there = peers.gather("the run to look at", [told, own and described.plain(own)])[0]
+    experiment = finished.same(told)
     trained_for = described.made(spec_there) if spec_there else None
     say(f"strategy {distribution.name}, because {distribution.reason}")
     models.set_precision(experiment.train.precision)

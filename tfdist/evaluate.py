@@ -1,9 +1,12 @@
 """Measures a trained model: `python -m tfdist.evaluate --workdir=runs/digits`.
 
-Loss and metrics over the evaluation split, every example once, under any strategy; the run folder is only read.
-Other data: `--config.data.eval_split=train`, `--config.data.name=...`. A run that has not ended: `--checkpoint=latest`.
+Loss and metrics over the evaluation split, every example once, under any
+strategy; the run folder is only read. Other data:
+`--config.data.eval_split=train`, `--config.data.name=...`. A run that has not
+ended: `--checkpoint=latest`.
 
-Exit codes: 0 done; 1 a failure on the way; 2 the input or the environment is wrong; 143 stopped by a signal.
+Exit codes: 0 done; 1 a failure on the way; 2 the input or the environment is
+wrong; 143 stopped by a signal.
 """
 
 import sys

@@ -1,11 +1,14 @@
 """Exports a trained model: `python -m tfdist.export --workdir=runs/digits --output=exported`.
 
-`exported/` gets `saved_model/` (for TensorFlow Serving; it takes raw inputs, pictures also as JPEG or PNG bytes), and
-with `--formats=saved_model,onnx,litert` also `model.onnx` and `model.tflite`, which take what the model takes and are
-float32. Each is loaded by its own runtime in a process without tfdist, and compared with the model; what differs is
-not kept. `export.json` tells inputs, outputs, class names and how large the differences are.
+`exported/` gets `saved_model/` (for TensorFlow Serving; it takes raw inputs,
+pictures also as JPEG or PNG bytes), and with
+`--formats=saved_model,onnx,litert` also `model.onnx` and `model.tflite`, which
+take what the model takes and are float32. Each is loaded by its own runtime in
+a process without tfdist, and compared with the model; what differs is not kept.
+`export.json` tells inputs, outputs, class names and the differences.
 
-Exit codes: 0 done; 1 the model cannot be written so, or the result differs; 2 the input is wrong; 130, 143 a signal.
+Exit codes: 0 done; 1 the model cannot be written so, or the result differs;
+2 the input is wrong; 130, 143 a signal.
 """
 
 from __future__ import annotations

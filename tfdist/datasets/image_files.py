@@ -60,7 +60,7 @@ def listing(root: str, what: str) -> tuple[tuple[str, ...], dict[str, Split]]:
       what: the data set, for messages.
 
     Raises:
-      UserError: no folder, fewer than two classes, no files, or a class that the training split does not have.
+      UserError: no folder, fewer than two classes, no files.
     """
     if not os.path.isdir(root):
         raise UserError(f"{what}: there is no such folder: give the path of one that has a folder for each class")
