@@ -1,5 +1,7 @@
 """`tfdist.launch` on one machine, with real processes."""
 
+import concurrent.futures
+import io
 import json
 import os
 import pathlib
@@ -12,7 +14,7 @@ import subprocess
 import sys
 
 import pytest
-from launching import launch, marked, pipes  # noqa: F401  launch is a fixture
+from launching import TIMEOUT_S, launch, marked, pipes  # noqa: F401  launch is a fixture
 
 from tfdist import process, wire
 from tfdist.events import Events, Screen
@@ -165,6 +167,29 @@ os.write(1, b"\\xff no text\\r\\n" + 200000 * b"y" + b" end without newline")
     assert launch("--log_dir=logs", "--nproc_per_node=2", "--", "actor.py", "1=say:again").end() == 0
     assert (tmp_path / "logs" / "rank-1.log").read_text(errors="replace").startswith(first)
     assert (tmp_path / "logs" / "rank-1.log").read_text(errors="replace").endswith("\nagain\n")
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_nothing_of_a_write_is_lost(blocking):
+    """Neither with PYTHONUNBUFFERED, where signals cut writes short, nor on a terminal that somebody made non-blocking."""
+    readable, writable = os.pipe()
+    os.set_blocking(writable, blocking)
+    data = b"".join(b"%07d\n" % i for i in range(100_000))
+    with (
+        open(readable, "rb") as reader,
+        concurrent.futures.ThreadPoolExecutor() as pool,
+        io.TextIOWrapper(io.FileIO(writable, "w"), write_through=True) as stream,
+    ):
+        arrived = pool.submit(reader.read)
+        before = signal.signal(signal.SIGALRM, lambda *_: None)
+        signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
+        try:
+            Screen().write(data, stream)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        stream.close()
+        assert arrived.result(TIMEOUT_S) == data
 
 
 def test_a_reader_that_goes_away_does_not_end_the_run(launch, tmp_path):  # noqa: F811

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import selectors
 import signal
 import socket
@@ -94,8 +95,22 @@ class Screen:
 
     def write(self, data: bytes, stream: IO[str]) -> None:
         try:
-            stream.buffer.write(data)  # type: ignore[attr-defined]
             stream.flush()
+            _write_all(stream.fileno(), data)
         except OSError:  # `| head`, or a terminal that was closed: the logs remain
             with open(os.devnull, "wb") as nothing:
                 os.dup2(nothing.fileno(), stream.fileno())
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    """Writes all of it, whatever mode the file is in.
+
+    `sys.stdout.buffer.write` does not: with PYTHONUNBUFFERED it is one write(2), which a signal (a worker that ends
+    is one) cuts short, and a terminal that another program has made non-blocking takes only what has room.
+    """
+    left = memoryview(data)
+    while left:
+        try:
+            left = left[os.write(fd, left) :]
+        except BlockingIOError:
+            select.select((), (fd,), ())
