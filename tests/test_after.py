@@ -7,7 +7,7 @@ import os
 import pytest
 from drivers import printing
 
-from tfdist import config, described, history, plan, run_folder, train, watchers
+from tfdist import config, described, history, plan, run, run_folder, watchers
 from tfdist.datasets.catalog import Column, Spec
 from tfdist.errors import TrainingError, UserError
 
@@ -75,7 +75,7 @@ def test_the_result_takes_the_place_of_the_report_on_a_full_disk(tmp_path):
             super().write_text(name, text)
 
     said = []
-    train._record(Full(str(tmp_path)), Done(), None, said.append)
+    run.record(Full(str(tmp_path)), Done(), None, said.append)
     assert [p.name for p in tmp_path.iterdir()] == ["result.json"] and not said
     assert json.loads((tmp_path / "result.json").read_text()) == {"status": "completed"}
 

@@ -188,7 +188,8 @@ def test_an_unwritable_workdir(tmp_path):
 ORDER = [
     {"evaluate", "predict"},
     {"train", "launch", "horovod_build", "doctor", "compare", "scoring", "predicting", "export", "probe"},
-    {"report", "contest", "after"},
+    {"run", "contest", "after"},
+    {"report"},
     {"predictions", "report_curves", "report_quality", "report_runs", "report_tables"},
     {"comparison_table", "comparison_picture", "trial"},
     {
