@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import tfdist
 from tfdist import data
+from tfdist.stopping import Patience
 
 L = keras.layers
 
@@ -192,6 +193,8 @@ CASES = [
     Case("mean by sample weight", lambda: compiled(dense(), loss=sparse(reduction="mean_with_sample_weight")), weighted, 61),
     Case("sum", lambda: compiled(dense(), O.SGD(1e-3), sparse(reduction="sum")), examples=61),
     Case("class weights", lambda: compiled(dense()), examples=61, fit={"class_weight": {0: 3.0, 2: 0.2}}),
+    # The loss falls, so the first evaluation stays the best.
+    Case("stopped early", lambda: compiled(dense()), examples=61, fit={"class_weight": {0: 3.0, 2: 0.2}, "validation_data": images(31), "callbacks": [Patience("max val_loss", 1)]}, keras=False),
     Case("masked sequences", lambda: tagger(), sequences, 61),
     Case("masked, accumulated", lambda: tagger(), sequences, 61, accumulate=3),
     Case("token weights", lambda: tagger(sparse(reduction="mean_with_sample_weight")), token_weighted, 61),

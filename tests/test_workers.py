@@ -23,6 +23,7 @@ NAMES = [
     "batch norm, synchronized",
     "records, mixed",
     "records, mixed and accumulated",
+    "stopped early",
     "bfloat16",
     "float16",
 ]
