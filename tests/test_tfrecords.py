@@ -68,6 +68,12 @@ def test_images_labels_and_weights(tmp_path):
     assert both(found.eval)[2].tolist() == [9, 10, 11, 50, 51]
 
 
+def test_files_of_training_are_not_those_of_testing(tmp_path):
+    for name in ("training-0", "training-1", "testing"):
+        (tmp_path / name).write_bytes(b"")
+    assert {k: len(v) for k, v in record_files.files(str(tmp_path)).items()} == {"training": 2, "testing": 1}
+
+
 def test_numbers(tmp_path):
     rows = [{"x": np.arange(6.0) + i, "y": 0.5 * i, "t": np.arange(4) + i} for i in range(5)]
     path = write(tmp_path / "n.tfrecord", rows)
