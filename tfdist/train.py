@@ -83,6 +83,7 @@ def _train(
     )
     from tfdist import class_weights as class_weights_lib
     from tfdist import evaluation as evaluation_lib
+    from tfdist.data import check_same
     from tfdist.datasets import catalog
     from tfdist.signals import Signals
     from tfdist.stopping import Patience
@@ -98,6 +99,7 @@ def _train(
     experiment, learnt = _learnt(experiment, where, site, folder, distribution, say)
     models.set_precision(experiment.train.precision)
     data = distribution.peers.once(lambda: catalog.load(experiment, not where.dry_run, say))
+    check_same(catalog.facts(data), distribution.peers, "the data set")
     schedule = plan.make(experiment, data.examples, distribution.replicas)
     say(f"{experiment.name}: {schedule.describe()}")
     class_weights = class_weights_lib.told(experiment.train.class_weight, data, say)
