@@ -35,7 +35,7 @@ def times_seen(model):
 
 
 @pytest.mark.parametrize("replicas", [1, 3, 8])
-@pytest.mark.parametrize("examples", [1, BATCH - 1, BATCH, BATCH + 1, 2 * BATCH, 3 * BATCH - 1])
+@pytest.mark.parametrize("examples", [1, BATCH - 1, BATCH, BATCH + 1, 3 * BATCH - 1])
 def test_each_example_once_per_epoch(examples, replicas, connect):
     distribution = connect(replicas)
     x, y = np.arange(examples)[:, None], np.zeros(examples)
@@ -319,6 +319,12 @@ def test_a_worker_with_other_arrays_is_named(theirs, what, connect):
     distribution = dataclasses.replace(connect(2), peers=Others(data.facts(SHARED["arrays"]()) | {"batch": 5}))
     with pytest.raises(tfdist.UserError, match=r"\(batch: 5 and not 4\)"):
         calls.layout_of(data.as_source((X, Y)), 4, distribution, 1)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**31, None, 0.5])
+def test_seeds_that_are_none(seed):
+    with pytest.raises(tfdist.UserError, match=f"^seed must be a whole number between 0 and 2147483647, got {seed}"):
+        calls.read_epochs(SHARED["arrays"](), Layout(4, 1, 1), True, seed)
 
 
 def test_what_a_function_returns_is_described():

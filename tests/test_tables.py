@@ -222,6 +222,12 @@ def test_what_cannot_be_used(text, options, message, tmp_path):
 def test_files_that_cannot_be_used(tmp_path):
     with pytest.raises(tfdist.UserError, match="has no files: give a CSV file, a folder of"):
         tables.prepare(str(tmp_path), {"target": "a"}, ALL)
+    for name in ("train.csv", "train.csv.gz"):
+        (tmp_path / name).write_text("a,b\n1,2\n")
+    with pytest.raises(tfdist.UserError, match=r"train\.csv is there as \.csv and as \.csv\.gz: remove one of them"):
+        tables.prepare(str(tmp_path), {"target": "a"}, ALL)
+    (tmp_path / "train.csv").unlink()
+    (tmp_path / "train.csv.gz").unlink()
     (tmp_path / "a.csv").write_text("a,b\n1,2\n")
     (tmp_path / "b.csv").write_text("a,c\n1,2\n")
     with pytest.raises(

@@ -83,6 +83,9 @@ def test_numbers(tmp_path):
     assert y.tolist() == [0, 0.5, 1, 1.5, 2] and found.classes is None and found.shape == (2, 3)
     found = tfrecords.load(str(path), SPLITS, {"t": "int64[4]", "y": "float32"})
     assert both(found.train)[0].dtype == found.dtype == "int32"
+    path = write(tmp_path / "large.tfrecord", [{"t": np.array([1, 2**31]), "y": 0.5}])
+    with pytest.raises(tf.errors.InvalidArgumentError, match="t has a number that int32 does not hold"):
+        both(tfrecords.load(str(path), SPLITS, {"t": "int64[2]", "y": "float32"}).train)
 
 
 @pytest.fixture

@@ -65,6 +65,8 @@ Feed = ArrayFeed | BatchFeed | RecordFeed
 
 def read_epochs(source: data_lib.Source, layout: Layout, shuffle: bool, seed: int) -> Feed:
     """A feed that reads `source` again and again, in a new order each time if it is to `shuffle`."""
+    if not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**31:
+        raise UserError(f"seed must be a whole number between 0 and {2**31 - 1}, got {seed!r}")
     order = seed if shuffle else None
     match source:
         case data_lib.Arrays():

@@ -61,6 +61,9 @@ def files(path: str) -> dict[str, list[str]]:
         found = sorted(f for end in ("csv", "csv.gz") for f in glob.glob(os.path.join(glob.escape(path), f"*.{end}")))
         by_name = {os.path.basename(f).removesuffix(".gz").removesuffix(".csv"): [f] for f in found}
         if "train" in by_name:
+            if len(by_name) < len(found):
+                twice = next(f for f in found if [f] not in by_name.values())
+                raise UserError(f"{twice} is there as .csv and as .csv.gz: remove one of them")
             return by_name
     else:
         found = [path] if os.path.isfile(path) else sorted(f for f in glob.glob(path) if os.path.isfile(f))

@@ -205,7 +205,11 @@ def _records(
             x = _pixels(x, features[0], channels)
             x = x if shape is None else tf.ensure_shape(x, shape)
         elif features[0].kind == "int64":
-            x = tf.cast(x, tf.int32)
+            whole, x = x, tf.cast(x, tf.int32)
+            line = f"{features[0].name} has a number that int32 does not hold"
+            check = tf.debugging.assert_equal(tf.cast(x, tf.int64), whole, line)
+            with tf.control_dependencies([check] if check is not None else []):
+                x = tf.identity(x)
         if classes is not None:
             # A GPU would train on NaN instead of failing.
             line = f"{features[1].name} is not in 0 to {classes - 1} (classes={classes})"
