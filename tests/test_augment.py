@@ -33,6 +33,7 @@ def picture(height=24, width=20, channels=3, seed=0):
         ("flip(1)", "data.augment: flip has 1 arguments: write flip"),
         ("randaugment(2)", r"randaugment has 1 arguments: write randaugment\(layers, magnitude\)"),
         ("crop(2.5)", r"padding of crop\(padding\) must be a whole number, got 2.5"),
+        ("crop(1e400)", r"padding of crop\(padding\) must be a whole number, got inf"),
         ("crop(0)", r"padding of crop\(padding\) must be from 1 to 512, got 0"),
         ("mixup('a')", r"alpha of mixup\(alpha\) must be a number, got 'a'"),
         ("color(0)", r"strength of color\(strength\) must be above 0 and at most 1, got 0"),
@@ -247,6 +248,12 @@ def test_randaugments_operations_are_pils(name):
     # A pixel on the border between two may come from either.
     assert wrong.mean() < (0.06 if name[:5] in ("shear", "trans", "rotat") else 1e-9)
     assert name == "identity" or (expected != image).any()
+
+
+def test_the_smallest_images_can_be_changed():
+    image = tf.constant(picture()[:2, :1])
+    for number in range(len(randaugment.OPERATIONS)):
+        assert randaugment.apply(image, tf.constant(number), tf.constant(0.5), 0.5, 255.0).shape == image.shape
 
 
 def test_randaugment_draws_every_operation():

@@ -267,6 +267,13 @@ def test_another_batch_is_refused_or_taken_between_epochs(connect, tmp_path):
     assert checkpoint.update_of(checkpoint.found(tmp_path / "checkpoints")[0]) == 40
 
 
+def test_data_that_has_lost_an_example_is_refused(connect, tmp_path):
+    """As many updates, and yet another order: examples would be left out and others seen twice."""
+    assert train(connect(1), stop=2, checkpoints=kept(tmp_path, every="1 steps")) is None
+    with pytest.raises(UserError, match=r"experiment .number of examples is 109 there and 108 here"):
+        train(connect(1), lambda: cases.images(EXAMPLES - 1), checkpoints=kept(tmp_path, every="1 steps"))
+
+
 def test_another_model_is_refused(connect, tmp_path):
     train(connect(1), checkpoints=kept(tmp_path, every="1 epoch"))
     with pytest.raises(UserError, match=r"the checkpoint is of another model .*kernel is float32"):

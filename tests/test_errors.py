@@ -20,6 +20,7 @@ BAD_INPUT = [
     (["--config=syntax.py"], "--config=syntax.py cannot be used: SyntaxError: "),
     (["--config=raises.py"], "--config=raises.py cannot be used: ZeroDivisionError: division by zero"),
     (["--config=empty.py"], "--config=empty.py cannot be used: AttributeError: "),
+    (["--config=types.py"], "data.image_size must be text in quotes, got 224"),
     (["--config=number.py"], "get_config() of --config must return a tfdist.config.Experiment, got int"),
     (["--config.model.name=cn"], "unknown model.name 'cn': did you mean 'cnn'? Known are cnn, mlp, "),
     (["--config.model.name=resnet50"], "unknown model.name 'resnet50': did you mean 'ResNet50'? Known are cnn, mlp, "),
@@ -121,6 +122,8 @@ def files(tmp_path):
     (tmp_path / "raises.py").write_text("def get_config():\n    return 1 / 0\n")
     (tmp_path / "empty.py").write_text("\n")
     (tmp_path / "text.keras").write_text("not looked into")
+    typed = "import tfdist.config as c\ndef get_config():\n    return c.Experiment(data=c.Data(image_size=224))\n"
+    (tmp_path / "types.py").write_text(typed)
     (tmp_path / "number.py").write_text("def get_config():\n    return 3\n")
     poison = tmp_path / "poison"
     poison.mkdir()
@@ -170,6 +173,8 @@ import numpy as np
 def empty(): return np.zeros((0, 8, 8, 1)), np.zeros(0, int)
 def wrong(): return np.zeros((5, 8, 8, 1)), np.array([0, 1, -2, 1, 0])
 def text(): return "no data"
+def none(): pass
+def several(): return [np.zeros((6, 8, 8, 1))] * 2, np.arange(6) % 2
 def model(spec, units): return 7
 def optimizer(learning_rate): return "adam"
 """
@@ -183,6 +188,9 @@ WITH_TENSORFLOW = [
     (["--config.data.name=mine:empty"], "the data set is empty: give it at least one example"),
     (["--config.data.name=mine:wrong"], "label -2 of example 2 is out of range for the data set with 2 classes (0 to 1)"),
     (["--config.data.name=mine:text"], "cannot train on str: give NumPy arrays"),
+    (["--config.data.name=mine:none"], "there is no data, but None: give NumPy arrays"),
+    (["--config.data.name=mine:several", "--config.data.augment=flip"], "data.augment is for data whose input is one array of images"),
+    (["--config.data.name=mine:several", "--config.data.image_size=8"], "data.image_size is for data whose input is one array"),
     (["--config.data.name=mine:empty", "--config.data.options=a=1"], "data.options: mine:empty takes no such arguments"),
     (["--config.data.train_split=training"], "unknown data.train_split 'training': digits has t"),
     (["--config.data.train_split=train[:0]"], "data.train_split='train[:0]' of digits is empty"),

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import pathlib
 
 import keras
@@ -323,6 +324,8 @@ def test_the_command(tmp_path, run):
         (lambda p: folder(p, ("cat",)), {}, "there is only one class, 'cat'"),
         (folder, dict(eval_split="test"), "data.eval_split='test': .* has no split 'test': known are train, and slices such as train"),
         (folder, dict(train_split="train[:0%]"), "selects none of the 21 examples"),
+        (lambda p: save(folder(p) / "cat" / "caf\udce9.png", picture(1)), {}, r"name of cat/caf\\xe9.png is not written in UTF-8: rename"),
+        (lambda p: os.mkfifo(folder(p) / "cat" / "pipe"), {}, "1 of 22 files is no image: cat/pipe cannot be read"),
         (folder, dict(options="a=1"), "data.options='a=1' is for functions, image_folder takes none"),
     ],
 )  # fmt: skip
@@ -335,8 +338,15 @@ def test_unusable_folders(make, fields, message, tmp_path):
 @pytest.mark.parametrize(
     "fields, message",
     [
-        (dict(name="stdlib_text", options="examples=20", image_size="8"), "data.image_size='8' is for images"),
-        (dict(name="stdlib_text", options="examples=20", augment="flip"), "is for images"),
+        (
+            dict(name="stdlib_text", options="examples=20", cache="auto", image_size="8"),
+            "data.image_size='8' is for images",
+        ),
+        (dict(name="stdlib_text", options="examples=20", cache="auto", augment="flip"), "is for images"),
+        (
+            dict(name="stdlib_text", options="examples=20"),
+            "data.cache=stream: stdlib_text can only be read into memory as",
+        ),
     ],
 )
 def test_image_fields_on_other_data(fields, message, tfds_dir, monkeypatch):
@@ -373,7 +383,7 @@ def test_a_stream_has_no_numbers():
 
 
 def test_images_in_memory_are_made_one_size_at_once(connect):
-    given = experiment("x", name="synthetic", options="examples=20, shape=(6, 8, 3)", image_size="4x5")
+    given = experiment("x", name="synthetic", options="examples=20, shape=(6, 8, 3)", image_size="4x5", cache="auto")
     given.data.train_split, given.data.eval_split = "train", "test"
     loaded = catalog.load(given)
     assert loaded.spec.shape == (4, 5, 3) and isinstance(loaded.train, data.Arrays)
@@ -409,3 +419,7 @@ def test_by_name_from_python(tmp_path, connect):
         tfdist.load_data("digits", imagesize="8")
     with pytest.raises(UserError, match=r"unknown data.resize 'zoom'"):
         tfdist.load_data("digits", resize="zoom")
+    numbers = tfdist.load_data(f"image_folder:{tmp_path}", **options | {"image_size": 9})
+    assert numbers.spec.shape == (9, 9, 3)
+    with pytest.raises(UserError, match=r"data.augment must be text in quotes, got None"):
+        tfdist.load_data("digits", augment=None)

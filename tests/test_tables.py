@@ -126,16 +126,20 @@ def test_new_rows_are_read_as_the_model_knows_them(tmp_path):
     new = write(
         tmp_path / "new.csv", [["red", "7", "", "x"], ["pink", "77", "61", "x"]], ["colour", "doors", "size", "id"]
     )
-    x = tables.read_inputs(new, got.columns)
+    x = tables.read_inputs(new, got.columns, {})
     size, colour, doors = got.columns
     np.testing.assert_allclose(x["numbers"], [[0], [(61 - size.mean) / size.std]], rtol=1e-5)
     np.testing.assert_array_equal(
         x["categories"], [[colour.vocabulary.index("red") + 1, doors.vocabulary.index("7") + 1], [0, 0]]
     )
     with pytest.raises(tfdist.UserError, match=r"new\.csv lacks the columns a, b that the model was trained on"):
-        tables.read_inputs(new, (catalog.Column("a", "number"), size, catalog.Column("b", "category")))
-    with pytest.raises(tfdist.UserError, match="line 2 has 'red' for a number in column 'colour'"):
-        tables.read_inputs(new, (catalog.Column("colour", "number"),))
+        tables.read_inputs(new, (catalog.Column("a", "number"), size, catalog.Column("b", "category")), {})
+    with pytest.raises(
+        tfdist.UserError, match=r"line 2 has 'red' for a number in column 'colour'.*: correct the file$"
+    ):
+        tables.read_inputs(new, (catalog.Column("colour", "number"),), {})
+    with pytest.raises(tfdist.UserError, match="delimiter must be one character, and no quote, got ';;'"):
+        tables.read_inputs(new, got.columns, {"delimiter": ";;"})
 
 
 BAD_ROWS = '"size",n\n1,1\n\n2,2,2\n3,"x\ny"\n4,4\n5\ninf,5\nabc,6\n7,7\n' + "8,8\n" * 60
@@ -175,9 +179,21 @@ def test_a_column_that_turns_out_to_be_texts_late(tmp_path, monkeypatch):
         ("a,b\n1,2\n", {"target": "b", "leave_out": "a"}, "leaves no column to predict 'b' from: there are a, b"),
         ("a,b\n1,2\n", {"target": "b", "taget": "a"}, "unknown 'taget' in data.options: did you mean 'target'"),
         ("a,b\n1,2\n", {"target": "b", "classify": 3}, "classify must be True or False, got 3"),
-        ("a,b\n1,2\n", {"target": "b", "delimiter": ";;"}, "delimiter must be one character, got ';;'"),
+        ("a,b\n1,2\n", {"target": "b", "delimiter": ";;"}, "delimiter must be one character, and no quote, got ';;'"),
         ("a,b\n1,2\n", {"target": "b", "in_order": 1}, "in_order must be True or False, got 1"),
         ("a,b\n1,2\n", {"target": "b", "categories": 1}, "categories must be a column name or a list of them, got 1"),
+        ("a,b\n1,2\n", {"target": "b", "delimiter": "\n"}, r"delimiter must be one character, and no quote, got '\\n'"),
+        (
+            ",a,b\n0,1,2\n",
+            {"target": "b"},
+            r"a column without a name, .* leave it out with data.options=\"leave_out=\['']",
+        ),
+        ("a,b\n1,2\n2,1e39\n", {"target": "b", "classify": False}, "line 3 has '1e39' for a number in column 'b'"),
+        (
+            'a,b\n1,x\n2,"y\n3,x\n4,y\n',
+            {"target": "b"},
+            "line 3 has a quote that does not end, and all below belongs to it: correct the file, or leave",
+        ),
         ("", {"target": "b"}, "has no header: its first line must name the columns"),
         ("a,a,b\n", {"target": "b"}, "has two columns named 'a': rename one"),
         ("a,b\n", {"target": "b"}, "has no rows below its header"),
@@ -206,6 +222,12 @@ def test_what_cannot_be_used(text, options, message, tmp_path):
 def test_files_that_cannot_be_used(tmp_path):
     with pytest.raises(tfdist.UserError, match="has no files: give a CSV file, a folder of"):
         tables.prepare(str(tmp_path), {"target": "a"}, ALL)
+    for name in ("train.csv", "train.csv.gz"):
+        (tmp_path / name).write_text("a,b\n1,2\n")
+    with pytest.raises(tfdist.UserError, match=r"train\.csv is there as \.csv and as \.csv\.gz: remove one of them"):
+        tables.prepare(str(tmp_path), {"target": "a"}, ALL)
+    (tmp_path / "train.csv").unlink()
+    (tmp_path / "train.csv.gz").unlink()
     (tmp_path / "a.csv").write_text("a,b\n1,2\n")
     (tmp_path / "b.csv").write_text("a,c\n1,2\n")
     with pytest.raises(
@@ -215,9 +237,32 @@ def test_files_that_cannot_be_used(tmp_path):
     (tmp_path / "a.csv").write_bytes(b"a,b\n1,2\n1,\xff\xfe\n")
     with pytest.raises(tfdist.UserError, match=r"a\.csv cannot be read.*give CSV in UTF-8"):
         tables.prepare(str(tmp_path / "a.csv"), {"target": "a"}, ALL)
+    zipped = gzip.compress("".join(f"{i},{i**5}\n" for i in range(2000)).encode())
+    (tmp_path / "d.csv.gz").write_bytes(zipped[:500] + bytes(100) + zipped[600:])
+    with pytest.raises(
+        tfdist.UserError, match=r"d\.csv\.gz cannot be read after line \d+: Error -3 while decompressing"
+    ):
+        csv_files.read([str(tmp_path / "d.csv.gz")], ["0"], {})
     (tmp_path / "c.csv").write_text("a,b\n1,x\n2,y\n")
     with pytest.raises(tfdist.UserError, match="1 rows have a target 'b' that no training row has, such as 'y'"):
         tables.prepare(str(tmp_path / "c.csv"), {"target": "b", "in_order": True}, ("train[:1]", "train[1:]"))
+
+
+def test_a_column_that_has_one_value(tmp_path):
+    """The deviation of three times 0.1 is not 0 by rounding."""
+    path = write(tmp_path / "t.csv", [[0.1, 1], [0.1, 2], [0.1, 3], [0.2, 4]], ["x", "y"])
+    got = tables.prepare(path, {"target": "y", "in_order": True}, ("train[:3]", "train[:3]"))
+    assert got.columns == (catalog.Column("x", "number", 0.1, 1.0),)
+    np.testing.assert_array_equal(got.train[0]["numbers"], np.zeros((3, 1)))
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\r\n"])
+def test_the_last_line_is_read_however_it_ends(end, tmp_path, monkeypatch):
+    (tmp_path / "t.csv").write_bytes(f'n,t\n1,a\n2,"b"{end}'.encode())
+    for chunk in (1, 2, 3):
+        monkeypatch.setattr(csv_files, "_CHUNK", chunk)
+        table = csv_files.read([str(tmp_path / "t.csv")], ["n", "t"], {})
+        assert table.numbers["n"].tolist() == [1, 2] and table.texts["t"] == ["a", "b"] and not table.skipped
 
 
 def test_quoting_is_pythons(tmp_path):

@@ -75,6 +75,7 @@ def test_splits_by_file_and_patterns(folder, tmp_path):
         ("*.md", "train", 4, r"data.name=text:.*md has no files: give a text file, a folder, or a pattern"),
         ("", "test", 4, "text:.* in windows of 4 bytes has no split 'test': known are train"),
         ("", "train", 100, "selects none of the 0 examples of text:.* in windows of 100 bytes"),
+        ("", "train", True, "length must be a whole number of at least 1, got True"),
         ("", "train", 0, "length must be a whole number of at least 1, got 0"),
         ("", "train", "long", "length must be a whole number of at least 1, got 'long'"),
     ],
@@ -82,6 +83,13 @@ def test_splits_by_file_and_patterns(folder, tmp_path):
 def test_what_cannot_be_used(path, splits, length, message, folder):
     with pytest.raises(tfdist.UserError, match=message):
         text.load(str(folder / path), {"data.train_split": splits}, 1e9, length)
+
+
+@pytest.mark.parametrize("place", ["gone.txt", "a/gone"])
+def test_a_link_to_nothing_is_not_left_out(place, folder):
+    (folder / place).symlink_to("nowhere")
+    with pytest.raises(tfdist.UserError, match=f"{place} cannot be read: No such file or directory: correct or remove"):
+        text.load(str(folder), {"f": "train"}, 1e9, 5)
 
 
 def test_a_file_that_shrinks_is_no_zeros(folder):
@@ -102,6 +110,24 @@ def test_an_experiment_on_text(folder):
     e.data.options = "lenght=5"
     with pytest.raises(tfdist.UserError, match=r"data.options: tfdist.datasets.text:load takes no such arguments"):
         catalog.load(e)
+
+
+@pytest.mark.parametrize(
+    "name, options, message",
+    [
+        ("stdlib_text", "length=0", "length must be a whole number of at least 1, got 0"),
+        ("stdlib_text", "examples=few", "examples must be a whole number of at least 1, got 'few'"),
+        ("synthetic", "examples=-5", "examples must be a whole number of at least 1, got -5"),
+        ("synthetic", "classes=0", "classes must be a whole number of at least 1, got 0"),
+        ("synthetic", "shape=5", r"shape must be that of an example, such as \(8, 8, 3\), got 5"),
+        ("synthetic", "shape=[0, 3]", "each side of shape must be a whole number of at least 1, got 0"),
+        ("synthetic", "noise=loud", "noise must be a number, got 'loud'"),
+        ("synthetic", "noise=1, noise=2", "is not understood: write name=value, name=value, each name once"),
+    ],
+)
+def test_options_of_data_that_is_made(name, options, message):
+    with pytest.raises(tfdist.UserError, match=f"data.options.*{message}"):
+        catalog.load(config.Experiment(data=config.Data(name=name, options=options)))
 
 
 def test_the_standard_library_packed():

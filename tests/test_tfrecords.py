@@ -68,6 +68,12 @@ def test_images_labels_and_weights(tmp_path):
     assert both(found.eval)[2].tolist() == [9, 10, 11, 50, 51]
 
 
+def test_files_of_training_are_not_those_of_testing(tmp_path):
+    for name in ("training-0", "training-1", "testing"):
+        (tmp_path / name).write_bytes(b"")
+    assert {k: len(v) for k, v in record_files.files(str(tmp_path)).items()} == {"training": 2, "testing": 1}
+
+
 def test_numbers(tmp_path):
     rows = [{"x": np.arange(6.0) + i, "y": 0.5 * i, "t": np.arange(4) + i} for i in range(5)]
     path = write(tmp_path / "n.tfrecord", rows)
@@ -77,6 +83,9 @@ def test_numbers(tmp_path):
     assert y.tolist() == [0, 0.5, 1, 1.5, 2] and found.classes is None and found.shape == (2, 3)
     found = tfrecords.load(str(path), SPLITS, {"t": "int64[4]", "y": "float32"})
     assert both(found.train)[0].dtype == found.dtype == "int32"
+    path = write(tmp_path / "large.tfrecord", [{"t": np.array([1, 2**31]), "y": 0.5}])
+    with pytest.raises(tf.errors.InvalidArgumentError, match="t has a number that int32 does not hold"):
+        both(tfrecords.load(str(path), SPLITS, {"t": "int64[2]", "y": "float32"}).train)
 
 
 @pytest.fixture

@@ -185,7 +185,7 @@ def new_rows(experiment: config.Experiment, spec: Any, asked: Wanted) -> Any:
     if "config.data.eval_split" in asked.changes:
         raise UserError("all rows of another table are predicted: leave out --config.data.eval_split")
     options = fields.options("data.options", experiment.data.options)
-    rows = Arrays((tables.read_inputs(path, spec.columns, options.get("delimiter", ",")),))
+    rows = Arrays((tables.read_inputs(path, spec.columns, options),))
     return catalog.Loaded(rows, rows, rows.size, spec)
 
 

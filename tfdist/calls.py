@@ -32,10 +32,13 @@ class OutOfMemory(TrainingError):  # noqa: N818
 def layout_of(
     source: data_lib.Source, batch: int | None, distribution: Distribution, accumulate: int, least: bool = True
 ) -> Layout:
-    """How the global batches of `source` are laid out.
+    """How the global batches of `source` are laid out, which all workers must have alike.
 
     Args:
       least: insist on an example per replica and micro-batch; measuring does without.
+
+    Raises:
+      UserError: a batch that does not fit, or another worker has other data.
     """
     if isinstance(source, data_lib.Batches):
         found = int(tf.nest.flatten(source.decoded.element_spec)[0].shape[0] or 0)
@@ -53,6 +56,7 @@ def layout_of(
         plan.check_batch(batch, distribution.replicas, accumulate, "batch_size")
     if distribution.workers == 1:
         return Layout(batch, distribution.replicas, accumulate)
+    data_lib.check_same({**data_lib.facts(source), "batch": batch}, distribution.peers, "the data")
     return Layout(batch, distribution.replicas, accumulate, distribution.first, len(distribution.devices))
 
 
@@ -61,6 +65,8 @@ Feed = ArrayFeed | BatchFeed | RecordFeed
 
 def read_epochs(source: data_lib.Source, layout: Layout, shuffle: bool, seed: int) -> Feed:
     """A feed that reads `source` again and again, in a new order each time if it is to `shuffle`."""
+    if not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**31:
+        raise UserError(f"seed must be a whole number between 0 and {2**31 - 1}, got {seed!r}")
     order = seed if shuffle else None
     match source:
         case data_lib.Arrays():

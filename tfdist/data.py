@@ -7,6 +7,7 @@ the compiled step reads it.
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,6 +17,10 @@ import tensorflow as tf
 
 from tfdist.errors import UserError
 from tfdist.layout import unpack
+from tfdist.peers import Peers
+
+_LOOKED_AT = 2**16
+"""Examples, about, whose targets are compared between workers."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -136,21 +141,22 @@ def as_source(data: Any, y: Any = None, weight: Any = None) -> Source:
     )
     while columns and columns[-1] is None:
         columns = columns[:-1]
+    if not columns:
+        raise UserError("there is no data, but None: give NumPy arrays, a tf.data.Dataset of batches, or a source")
     if len(columns) == 3 and columns[1] is None:
         raise UserError("sample weights without targets have nothing to weigh: give y as well")
     return Arrays(keras.tree.map_structure(_array, columns))
 
 
 def _array(value: Any) -> Any:
-    if isinstance(value, (tf.Tensor, np.ndarray)):
-        return value if isinstance(value, np.ndarray) else value.numpy()
     try:
-        array = np.asarray(value)
+        array = value.numpy() if isinstance(value, tf.Tensor) else np.asarray(value)
     except ValueError as error:
         raise UserError(f"data must be rectangular arrays: {error}") from error
-    if array.dtype == object or array.ndim == 0:
+    objects = array.dtype == object and not (array.size and isinstance(array.flat[0], (str, bytes)))
+    if objects or array.ndim == 0:
         raise UserError(
-            f"cannot train on {type(value).__name__}: "
+            f"cannot train on {type(value).__name__}{' of Python objects' * isinstance(value, np.ndarray) * objects}: "
             "give NumPy arrays, a tf.data.Dataset of batches, or a source of tfdist"
         )
     return array
@@ -238,6 +244,42 @@ def check_labels(y: Any, classes: int, what: str) -> None:
             f"(0 to {classes - 1}); {wrong.size} such label{'s' * (wrong.size > 1)}: "
             "correct the labels or the model's last layer"
         )
+
+
+def facts(source: Source) -> dict[str, Any]:
+    """What the data of all workers must have in common, as JSON; not floats, which machines may round differently."""
+    if isinstance(source, Batches):
+        return {"kind": "batches", "batches": source.batches, "elements": str(source.dataset.element_spec)}
+    # By number or in memory is the same data; that depends on how much memory there is.
+    found: dict[str, Any] = {"kind": "examples", "examples": source.size}
+    if isinstance(source, Records):
+        return found if source.labels is None else found | {"checksum of labels": _checksum(source.labels)}
+    elements = keras.tree.map_structure(lambda a: f"{a.shape[1:]} {a.dtype}", source.columns)
+    targets = [y for y in keras.tree.flatten(targets_of(source)) if isinstance(y, np.ndarray) and y.dtype.kind in "iub"]
+    return found | {"elements": str(elements), "checksum of targets": _checksum(*targets)}
+
+
+def _checksum(*columns: np.ndarray) -> int:
+    found = 0
+    for column in columns:
+        some = column[:: max(1, len(column) // _LOOKED_AT)]
+        found = zlib.crc32(some.astype("<i8").tobytes(), found)
+    return found
+
+
+def check_same(facts: dict[str, Any], peers: Peers, label: str) -> None:
+    """Raises UserError on all workers when one has other data: its calls would not match, or examples be left out."""
+    if peers.size == 1:
+        return
+    first, *others = peers.gather(label, facts)
+    for rank, theirs in enumerate(others, 1):
+        for name in first:  # in its order, so that all say the same
+            if name in theirs and first[name] != theirs[name]:
+                there, here = (str(v)[:100] for v in (theirs[name], first[name]))
+                raise UserError(
+                    f"worker {rank} ({peers.hosts[rank]}) has other data than worker 0 ({name}: {there} and not "
+                    f"{here}): give all workers the same, the whole of it, since each takes its own rows"
+                )
 
 
 def targets_of(source: Source) -> Any:

@@ -24,12 +24,15 @@ def options(field: str, text: str) -> dict[str, Any]:
         call = ast.parse(f"f({text})", mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
             raise ValueError
+        names = [k.arg for k in call.keywords]
+        if None in names or len(set(names)) < len(names):  # **names, or a name twice, of which one would be ignored
+            raise ValueError
         return {
             str(k.arg): k.value.id if isinstance(k.value, ast.Name) else ast.literal_eval(k.value)
             for k in call.keywords
         }
     except (SyntaxError, ValueError):
-        raise UserError(f"{field}={text!r} is not understood: write name=value, name=value") from None
+        raise UserError(f"{field}={text!r} is not understood: write name=value, name=value, each name once") from None
 
 
 def image_size(text: str) -> tuple[int, int] | None:
@@ -74,6 +77,12 @@ def number(field: str, text: str) -> float:
     if not math.isfinite(value):
         raise UserError(f"{field} must be a number, got {text!r}")
     return value
+
+
+def check_whole(name: str, value: Any) -> None:
+    """Raises UserError unless `value` is a whole number of at least 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UserError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
 def layer_rates(optimizer: Optimizer) -> dict[str, float]:

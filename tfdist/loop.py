@@ -136,7 +136,8 @@ def fit(
     last = math.inf if steps is None else position.update + steps
     model.stop_training = False
     called.on_train_begin()
-    keeper = Keeper(checkpoints, Run(model, distribution, called, layout.batch, per_epoch, seed))
+    examples = None if isinstance(source, data_lib.Batches) else source.size
+    keeper = Keeper(checkpoints, Run(model, distribution, called, layout.batch, per_epoch, seed, examples))
 
     def training_from(now: Position) -> _Training:
         compiled = functools.partial(step.compiled, "train", layout, reduce_dtype=reduce_dtype, factors=factors)

@@ -111,6 +111,8 @@ def posterize(image: Any, bits: int, maximum: float) -> Any:
 
 def sharpen(image: Any, factor: Any, maximum: float) -> Any:
     """0 is PIL's smoothed image, 1 the image, more than 1 the opposite of smoothing; the border stays."""
+    if any(side is not None and side < 3 for side in image.shape[:2]):
+        return image  # all of it is border
     values = tf.cast(image, tf.float32)
     kernel = np.array([[1, 1, 1], [1, 5, 1], [1, 1, 1]], np.float32)[..., None, None] / 13
     smooth = tf.nn.depthwise_conv2d(values[None], np.tile(kernel, [1, 1, image.shape[-1], 1]), [1] * 4, "VALID")[0]

@@ -83,7 +83,7 @@ def _step(node: ast.expr, field: str) -> Step:
         raise UserError(f"{field}: {name.id} has {len(values)} arguments: write {written}")
     for argument, value in zip(wanted, values):
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or (argument.whole and value != int(value)):
+        if not number or (argument.whole and not float(value).is_integer()):
             kind = "a whole number" if argument.whole else "a number"
             raise UserError(f"{field}: {argument.name} of {written} must be {kind}, got {value!r}")
         if not argument.low <= value <= argument.high or (argument.above and value == argument.low):

@@ -129,7 +129,7 @@ class Choice:
         odd += [
             f"{name} is {before.get(name)} there and {value} here"
             for name, value in self._identity.items()
-            if before.get(name) != value and not odd
+            if before.get(name, value) != value and not odd  # earlier versions had fewer
         ]
         if not odd:
             return True

@@ -32,6 +32,7 @@ from tfdist import (
     watchers,
 )
 from tfdist import class_weights as class_weights_lib
+from tfdist.data import check_same
 from tfdist.datasets import catalog
 from tfdist.distribution import Distribution
 from tfdist.environment import Environment
@@ -82,6 +83,7 @@ class Run:
         experiment = self._experiment
         models.set_precision(experiment.train.precision)
         data = distribution.peers.once(lambda: catalog.load(experiment, not where.dry_run, say))
+        check_same(catalog.facts(data), distribution.peers, "the data set")
         self._schedule = plan.make(experiment, data.examples, distribution.replicas)
         say(f"{experiment.name}: {self._schedule.describe()}")
         self._class_weights = class_weights_lib.told(experiment.train.class_weight, data, say)

@@ -33,10 +33,18 @@ class Run:
     batch: int
     per_epoch: int | None
     seed: int
+    examples: int | None = None
+    """Of the data, where that is known: one more, and each would come at another place."""
 
     def identity(self) -> dict[str, Any]:
         """What must be the same for the order of the examples to be the same."""
-        return {"global batch": self.batch, "updates per epoch": self.per_epoch, "seed of the order": self.seed}
+        known = {} if self.examples is None else {"number of examples": self.examples}
+        return {
+            "global batch": self.batch,
+            "updates per epoch": self.per_epoch,
+            "seed of the order": self.seed,
+            **known,
+        }
 
 
 class Checkpoints:
@@ -139,7 +147,7 @@ class Checkpoints:
         self._best = told["best"]
         position = Position(**told["position"])
         position.logs = {name: _value(v) for name, v in position.logs.items()}
-        if told["run"] != run.identity():
+        if any(told["run"].get(name, value) != value for name, value in run.identity().items()):
             position.update = position.epoch * (run.per_epoch or 0)
             _set(optimizer.iterations, position.update)
         if rate is not None and resume.differences(self._experiment, told["experiment"]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import os
 import re
@@ -39,6 +40,7 @@ def validate(experiment: Any) -> Experiment:
             "see configs/digits.py"
         )
     e = experiment
+    _types(e)
     _model(e.model)
     _among("optimizer.name", e.optimizer.name, OPTIMIZERS)
     _among("optimizer.schedule", e.optimizer.schedule, tuple(SCHEDULES), reference=False)
@@ -108,6 +110,21 @@ def validate(experiment: Any) -> Experiment:
     if not 0 <= e.seed < 2**31:
         raise UserError(f"seed must be between 0 and {2**31 - 1}, got {e.seed}")
     return e
+
+
+def _types(group: Any, above: str = "") -> None:
+    """A config file or a call may give any type; the command line has brought each into that of its field."""
+    for field in dataclasses.fields(group):
+        kind: Any = field.type
+        name, value = above + field.name, getattr(group, field.name)
+        if dataclasses.is_dataclass(value) and isinstance(value, kind):
+            _types(value, f"{name}.")
+        elif not isinstance(value, (int, float) if kind is float else kind) or (
+            isinstance(value, bool) and kind is not bool
+        ):
+            known = {str: "text in quotes", int: "a whole number", float: "a number", bool: "True or False"}
+            words = known.get(kind) or f"a tfdist.config.{kind.__name__}"
+            raise UserError(f"{name} must be {words}, got {value!r}")
 
 
 def _among(field: str, value: str, known: tuple[str, ...], reference: bool = True) -> None:

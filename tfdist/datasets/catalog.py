@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import math
 import os
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ import tensorflow as tf
 
 from tfdist import augment, config, fields, imports, validation
 from tfdist.data import Arrays, Batches, Records, Source, as_source, check_labels, one_hot, targets_of
+from tfdist.data import facts as data_facts
 from tfdist.datasets import pictures
 from tfdist.datasets.columns import Column
 from tfdist.errors import UserError
@@ -68,17 +70,32 @@ def load(experiment: config.Experiment, prepare: bool = True, say: Callable[[str
       UserError: unknown name or split, no examples, labels out of range, or
         data that would have to be downloaded and cannot be.
     """
-    return _pictured(experiment, _by_name(experiment, prepare, say))
+    loaded = _by_name(experiment, prepare, say)
+    if experiment.data.cache == "stream" and isinstance(loaded.train, Arrays):
+        raise UserError(f"data.cache=stream: {experiment.data.name} can only be read into memory as a whole: use auto")
+    return _pictured(experiment, loaded)
 
 
-def load_data(name: str, *, batch_size: int = 32, seed: int = 0, **options: str | bool) -> Loaded:
+def facts(loaded: Loaded) -> dict[str, Any]:
+    """As `data.facts`, with what the model is built for."""
+    spec = loaded.spec
+    known = [spec.names, [(c.name, c.kind, c.vocabulary) for c in (*spec.columns, *filter(None, [spec.target]))]]
+    return {
+        **data_facts(loaded.train),
+        "shape": list(spec.shape),
+        "classes": spec.classes,
+        "checksum of names": zlib.crc32(repr(known).encode()),
+    }
+
+
+def load_data(name: str, *, batch_size: int = 32, seed: int = 0, **options: Any) -> Loaded:
     """A data set by name, for `tfdist.fit`, `evaluate` and `predict`; after `tfdist.connect`.
 
     Args:
       name: as `data.name` of an experiment: `image_folder:/path`, `csv:/path`, a TFDS name, ...
       batch_size: global batch of what can only be read as a stream.
       seed: of the order of such a stream.
-      **options: the other fields of `tfdist.config.Data`, such as `train_split="train[:90%]"`, `image_size="64"`.
+      **options: the other fields of `tfdist.config.Data`, such as `train_split="train[:90%]"`, `image_size=64`.
 
     Returns:
       A source for training, `train`, one for evaluation, `eval`, and what a model must know of them, `spec`. Classes
@@ -90,7 +107,10 @@ def load_data(name: str, *, batch_size: int = 32, seed: int = 0, **options: str 
     known = {f.name for f in dataclasses.fields(config.Data)} - {"name", "shuffle"}  # fit shuffles what it can
     if unknown := sorted(set(options) - known):
         raise UserError(f"load_data() has no option {unknown[0]!r}{fields.suggest(unknown[0], tuple(sorted(known)))}")
-    experiment = config.Experiment(seed=seed, data=config.Data(name=name, **options))  # type: ignore[arg-type]
+    texts: dict[str, Any] = {k: os.fspath(v) if isinstance(v, os.PathLike) else v for k, v in options.items()}
+    if type(texts.get("image_size")) is int:
+        texts["image_size"] = str(texts["image_size"])
+    experiment = config.Experiment(seed=seed, data=config.Data(name=name, **texts))
     experiment.train.batch_size = experiment.eval.batch_size = batch_size
     loaded = load(validation.validate(experiment))
     if isinstance(loaded.train, Records) and loaded.train.mix and loaded.spec.classes:
@@ -113,6 +133,9 @@ def _pictured(experiment: config.Experiment, loaded: Loaded) -> Loaded:
         )
     shape = spec.shape if size is None else (*size, spec.shape[-1])
     train, evaluation = loaded.train, loaded.eval
+    if isinstance(train, Arrays) and tf.nest.is_nested(train.columns[0]) and not spec.columns:
+        field = "data.image_size" if data.augment == "" else "data.augment"
+        raise UserError(f"{field} is for data whose input is one array of images, and this has several: leave it empty")
     lowest = float(train.columns[0].min()) if isinstance(train, Arrays) and len(shape) == 3 else 0.0
     recipe.check(shape, spec.dtype, spec.classes, lowest)
     if size is not None and spec.shape[:2] != size:
@@ -155,6 +178,14 @@ def synthetic(examples: int = 4096, shape: tuple = (32, 32, 3), classes: int = 1
     Returns:
       Arrays by split: `train` of `examples`, and a quarter as many to `test`.
     """
+    fields.check_whole("data.options: examples", examples)
+    fields.check_whole("data.options: classes", classes)
+    if not isinstance(shape, (tuple, list)) or not shape:
+        raise UserError(f"data.options: shape must be that of an example, such as (8, 8, 3), got {shape!r}")
+    for side in shape:
+        fields.check_whole("data.options: each side of shape", side)
+    if not isinstance(noise, (int, float)):
+        raise UserError(f"data.options: noise must be a number, got {noise!r}")
     rng = np.random.default_rng(0)
     patterns = rng.normal(size=(classes, *shape)).astype("float32")
 
@@ -290,30 +321,26 @@ def _memory() -> float:
 
 
 def _described(train: Source, evaluation: Source) -> Loaded:
-    classes, maximum, examples = None, 1.0, None
-    if isinstance(train, Arrays):
-        columns = train.columns
-        x, y = columns[0], columns[1] if len(columns) > 1 else None
-        shape, dtype = np.shape(tf.nest.flatten(x)[0])[1:], np.dtype(tf.nest.flatten(x)[0].dtype)
-        if y is not None and not tf.nest.is_nested(y) and np.issubdtype(y.dtype, np.integer):
-            classes = int(y.max()) + 1
-        if dtype.kind in "fui":
-            maximum = float(tf.nest.flatten(x)[0].max()) or 1.0
-        examples = train.size
-        if classes is not None:
-            for source in (train, evaluation):
-                targets = targets_of(source)
-                if targets is not None and not tf.nest.is_nested(targets):
-                    check_labels(targets, classes, "the data set")
+    if isinstance(train, Batches):
+        raise UserError(
+            "a data function must return arrays, or its number of examples stays unknown: "
+            "return NumPy arrays, or use the Python API (tfdist.fit) with a tf.data.Dataset"
+        )
+    classes, maximum = None, 1.0
+    if isinstance(train, Records):
+        first = tf.nest.flatten(in_order(train, 1).element_spec)[0]
+        shape, dtype, y = tuple(first.shape[1:]), np.dtype(first.dtype.as_numpy_dtype), train.labels
+        if dtype == np.uint8:
+            maximum = 255.0
     else:
-        batch = in_order(train, 1) if isinstance(train, Records) else train.decoded
-        spec = tf.nest.flatten(batch.element_spec)[0]
-        shape, dtype = tuple(spec.shape[1:]), np.dtype(spec.dtype.as_numpy_dtype)
-        if isinstance(train, Records):
-            examples = train.size
-        if examples is None:
-            raise UserError(
-                "a data function must return arrays, or its number of examples stays unknown: "
-                "return NumPy arrays, or use the Python API (tfdist.fit) with a tf.data.Dataset"
-            )
-    return Loaded(train, evaluation, examples, Spec(tuple(shape), dtype.name, classes, maximum))
+        first, y = tf.nest.flatten(train.columns[0])[0], targets_of(train)
+        shape, dtype = np.shape(first)[1:], np.dtype(first.dtype)
+        if dtype.kind in "fui":
+            maximum = float(first.max()) or 1.0
+    if y is not None and not tf.nest.is_nested(y) and np.issubdtype(y.dtype, np.integer):
+        classes = int(y.max()) + 1
+        for source in (train, evaluation):
+            targets = source.labels if isinstance(source, Records) else targets_of(source)
+            if targets is not None and not tf.nest.is_nested(targets):
+                check_labels(targets, classes, "the data set")
+    return Loaded(train, evaluation, train.size, Spec(tuple(shape), dtype.name, classes, maximum))

@@ -9,6 +9,7 @@ import gzip
 import io
 import itertools
 import math
+import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -22,6 +23,10 @@ MISSING = frozenset(("", "na", "n/a", "nan", "null", "none", "?"))
 NUMBERS = 0.95
 """Share of a column's values that must be numbers, or it is a category; the rest are bad rows."""
 
+_LARGEST = float(np.finfo(np.float32).max)
+"""More than this would be infinite as a target."""
+_END = "\x1a"
+"""A line behind the last: a quote that nobody closes would otherwise swallow the rest of a file in silence."""
 _CHUNK = 20_000
 _NAMED = 3
 """Bad rows that a message names."""
@@ -63,18 +68,22 @@ def header(path: str, delimiter: str = ",") -> list[str]:
 
 
 def read(
-    paths: Sequence[str], columns: Iterable[str], kinds: dict[str, str], delimiter: str = ",", skip: bool = False
+    paths: Sequence[str],
+    columns: Iterable[str],
+    kinds: dict[str, str],
+    delimiter: str = ",",
+    skip: bool | None = False,
 ) -> Table:
     """Reads these columns of all files.
 
     Args:
       kinds: `number` or `category` of the columns for which it is known; of the
         others it is found out: a column is of numbers when `NUMBERS` of its values are.
-      skip: leave bad rows out instead of refusing them.
+      skip: leave bad rows out instead of refusing them; None where that cannot be asked for.
 
     Raises:
-      UserError: bad rows (another number of fields than the header; no finite
-        number in a column of numbers), or a file that is no CSV in UTF-8.
+      UserError: bad rows (another number of fields than the header; no number
+        of float32 in a column of numbers; a quote that does not end), or a file that is no CSV in UTF-8.
     """
     columns, kinds = list(columns), dict(kinds)
     collecting = gc.isenabled()
@@ -91,7 +100,7 @@ def read(
 
 
 class _Reader:
-    def __init__(self, columns: list[str], kinds: dict[str, str], delimiter: str, skip: bool):
+    def __init__(self, columns: list[str], kinds: dict[str, str], delimiter: str, skip: bool | None):
         self._columns, self._given, self._delimiter, self._skip = columns, kinds, delimiter, skip
         self._kinds = dict(kinds)
         self._parts: dict[str, list[np.ndarray]] = {name: [] for name in columns}
@@ -109,7 +118,7 @@ class _Reader:
                 other = ", ".join(sorted(set(names) ^ set(first)))
                 raise UserError(f"{path} has other columns than {paths[0]} ({other}): give files of one table")
             with _open(path) as file:
-                reader = csv.reader(file, delimiter=self._delimiter)
+                reader = csv.reader(itertools.chain(file, [_END]), delimiter=self._delimiter)
                 next(reader)
                 self._read_file(path, reader, names)
         self._judge()
@@ -133,6 +142,12 @@ class _Reader:
             if not rows:
                 return
             lines = _lines(rows, line, reader.line_num)
+            if rows[-1][-1:] and rows[-1][-1].endswith(_END):
+                if rows[-1] != [_END]:
+                    self._bad.append(
+                        f"{path} line {lines[-1]} has a quote that does not end, and all below belongs to it"
+                    )
+                rows, lines = rows[:-1], lines[:-1]
             if set(map(len, rows)) != {len(names)}:
                 for row, number in zip(rows, lines):
                     if row and len(row) != len(names):
@@ -171,7 +186,8 @@ class _Reader:
             if name not in self._given and self._wrong[name] > (1 - NUMBERS) * self._present[name]:
                 raise _ManyTexts(name)
         if self._bad and not self._skip:
-            raise UserError(f"{described(self._bad)}: correct the file, or leave such rows out with data.broken=skip")
+            instead = "" if self._skip is None else ", or leave such rows out with data.broken=skip"
+            raise UserError(f"{described(self._bad)}: correct the file{instead}")
 
 
 def described(bad: list[str]) -> str:
@@ -192,7 +208,7 @@ def _open(path: str) -> Any:
 def _taken(path: str, reader: Any, count: int, default: list) -> list[list[str]]:
     try:
         return list(itertools.islice(reader, count)) or default
-    except (csv.Error, UnicodeDecodeError, EOFError, OSError) as error:
+    except (csv.Error, UnicodeDecodeError, EOFError, OSError, zlib.error) as error:
         raise UserError(f"{path} cannot be read after line {reader.line_num}: {error}: give CSV in UTF-8") from None
 
 
@@ -223,6 +239,6 @@ def _numbers(column: tuple[str, ...]) -> tuple[np.ndarray, list[int]]:
             except ValueError:
                 if text.strip().lower() not in MISSING:
                     wrong.append(i)
-    wrong = sorted([*wrong, *np.flatnonzero(np.isinf(values)).tolist()])
+    wrong = sorted([*wrong, *np.flatnonzero(np.abs(values) > _LARGEST).tolist()])
     values[wrong] = math.nan
     return values, wrong

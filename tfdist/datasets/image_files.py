@@ -60,7 +60,7 @@ def listing(root: str, what: str) -> tuple[tuple[str, ...], dict[str, Split]]:
       what: the data set, for messages.
 
     Raises:
-      UserError: no folder, fewer than two classes, no files.
+      UserError: no folder, fewer than two classes, no files, or a name that is not in UTF-8.
     """
     if not os.path.isdir(root):
         raise UserError(f"{what}: there is no such folder: give the path of one that has a folder for each class")
@@ -84,6 +84,10 @@ def listing(root: str, what: str) -> tuple[tuple[str, ...], dict[str, Split]]:
     splits = {}
     for split, classes in found.items():
         files = [(path, number[name]) for name, paths in classes.items() for path in paths]
+        for path, _ in files:
+            if not path.isascii() and path != os.fsencode(path).decode(errors="replace"):
+                readable = os.fsencode(path).decode(errors="backslashreplace")
+                raise UserError(f"{what}: the name of {readable} is not written in UTF-8: rename it")
         files.sort(key=lambda file: (hashlib.blake2b(file[0].encode(), digest_size=8).digest(), file[0]))
         if files:
             splits[split] = Split(folders[split], tuple(f[0] for f in files), tuple(f[1] for f in files))
@@ -125,7 +129,7 @@ def look_at(paths: list[str]) -> list[Look]:
 
 def _look(path: str) -> Look:
     try:
-        file = os.open(path, os.O_RDONLY)
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for somebody to write into it
     except OSError as error:
         return Look(problem=f"cannot be read: {error.strerror}")
     try:

@@ -70,7 +70,7 @@ def files(path: str) -> dict[str, list[str]]:
             f"data.name=tfrecord:{path} has no files: give a file, a folder, or a pattern such as *.tfrecord"
         )
     words = {f: _SPLITS & set(re.split(r"[^a-z]+", os.path.basename(f).lower())) for f in found}
-    if not any("train" in w for w in words.values()):
+    if not any(w & {"train", "training"} for w in words.values()):
         return {"train": found}
     by_split: dict[str, list[str]] = {}
     for f, named in words.items():

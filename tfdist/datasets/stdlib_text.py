@@ -7,6 +7,7 @@ import sysconfig
 
 import numpy as np
 
+from tfdist import fields
 from tfdist.datasets import text
 
 _NAMES = (
@@ -36,6 +37,8 @@ def load(length: int = 64, examples: int = 4096, packed: bool = False) -> dict:
       [n, length]: 1 for a byte, half for white space at the beginning of a line
       (easy to guess and a quarter of all text), 0 for padding.
     """
+    fields.check_whole("data.options: length", length)
+    fields.check_whole("data.options: examples", examples)
     root = pathlib.Path(sysconfig.get_path("stdlib"))
     paths = [p for m in MODULES if (p := _path(root, m)).is_file()]
     if packed:

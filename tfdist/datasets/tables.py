@@ -61,6 +61,9 @@ def files(path: str) -> dict[str, list[str]]:
         found = sorted(f for end in ("csv", "csv.gz") for f in glob.glob(os.path.join(glob.escape(path), f"*.{end}")))
         by_name = {os.path.basename(f).removesuffix(".gz").removesuffix(".csv"): [f] for f in found}
         if "train" in by_name:
+            if len(by_name) < len(found):
+                twice = next(f for f in found if [f] not in by_name.values())
+                raise UserError(f"{twice} is there as .csv and as .csv.gz: remove one of them")
             return by_name
     else:
         found = [path] if os.path.isfile(path) else sorted(f for f in glob.glob(path) if os.path.isfile(f))
@@ -100,9 +103,7 @@ def prepare(
       UserError: no files, unknown columns or splits, bad rows, or targets that cannot be learned.
     """
     by_split = files(path)
-    delimiter = options.get("delimiter", ",")
-    if not isinstance(delimiter, str) or len(delimiter) != 1:
-        raise UserError(f"data.options: delimiter must be one character, got {delimiter!r}")
+    delimiter = _delimiter(options)
     names = csv_files.header(by_split["train"][0], delimiter)
     chosen = _options(options, names, path)
     inputs = _inputs(chosen, names)
@@ -143,19 +144,29 @@ def encode(table: csv_files.Table, columns: tuple[Column, ...]) -> dict[str, np.
     return {name: np.stack(values, 1) for name, values in inputs.items() if values}
 
 
-def read_inputs(path: str, columns: tuple[Column, ...], delimiter: str = ",") -> dict[str, np.ndarray]:
+def read_inputs(path: str, columns: tuple[Column, ...], options: dict[str, Any]) -> dict[str, np.ndarray]:
     """New rows as a model's inputs, in the order of the file: what is predicted on.
+
+    Args:
+      options: see `Options`; only the delimiter matters here.
 
     Raises:
       UserError: columns that are missing, or bad rows.
     """
-    path = os.path.expanduser(path)
+    path, delimiter = os.path.expanduser(path), _delimiter(options)
     names = csv_files.header(path, delimiter)
     missing = [c.name for c in columns if c.name not in names]
     if missing:
         raise UserError(f"{path} lacks the columns {', '.join(missing)} that the model was trained on")
     kinds = {c.name: c.kind for c in columns}
-    return encode(csv_files.read([path], kinds, kinds, delimiter), columns)
+    return encode(csv_files.read([path], kinds, kinds, delimiter, skip=None), columns)
+
+
+def _delimiter(options: dict[str, Any]) -> str:
+    delimiter = options.get("delimiter", ",")
+    if not isinstance(delimiter, str) or len(delimiter) != 1 or delimiter in '"\r\n':
+        raise UserError(f"data.options: delimiter must be one character, and no quote, got {delimiter!r}")
+    return delimiter
 
 
 def _options(given: dict[str, Any], names: list[str], path: str) -> Options:
@@ -189,6 +200,11 @@ def _listed(field: str, value: Any) -> tuple:
 
 def _inputs(chosen: Options, names: list[str]) -> list[str]:
     inputs = [n for n in names if n not in (chosen.target, *chosen.leave_out) and (not chosen.use or n in chosen.use)]
+    if "" in inputs and "" not in chosen.use:
+        raise UserError(
+            "a column without a name, often the number of the row, would be an input: "
+            "leave it out with data.options=\"leave_out=['']\", or name it"
+        )
     if not inputs:
         raise UserError(
             f"data.options leaves no column to predict {chosen.target!r} from: there are {', '.join(names)}"
@@ -222,6 +238,8 @@ def _described(table: csv_files.Table, name: str) -> Column:
         present = values[~np.isnan(values)]
         if not len(present):
             return Column(name, "number")
+        if present.min() == present.max():  # by rounding, their deviation would be 1e-17 and another value 1e16
+            return Column(name, "number", float(present[0]))
         return Column(name, "number", float(present.mean()), float(present.std()) or 1.0)
     occur = np.unique(table.categories[name])
     if len(occur) > TEXTS and len(occur) > table.size / 2:
@@ -268,8 +286,8 @@ def _targets(table: csv_files.Table, target: Column, classes: int | None) -> np.
         unknown = [table.texts[name][i] for i in table.categories[name][places < 0]]
     if unknown:
         raise UserError(
-            f"{len(unknown):,} rows have a target {name!r} that no training row has, such as {unknown[0]!r}: "
-            "choose other splits, or leave them out of the file"
+            f"{len(unknown):,} rows have a target {name!r} that no training row has, such as {unknown[0]!r}: choose "
+            "other splits, leave them out of the file, or set classify=False in data.options if it is no class"
         )
     return places.astype(np.int32)
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist import fields
 from tfdist.data import Arrays, Records
 from tfdist.errors import UserError
 from tfdist.splits import select
@@ -97,7 +98,7 @@ def files(path: str) -> dict[str, list[str]]:
 
 
 def _below(entry: str) -> list[str]:
-    if os.path.isfile(entry):
+    if os.path.isfile(entry) or not os.path.exists(entry):  # a link to nothing is not left out in silence
         return [entry]
     inside = (os.path.join(folder, name) for folder, _, names in os.walk(entry) for name in names)
     return sorted(
@@ -114,15 +115,24 @@ def load(path: str, splits: dict[str, str], memory: float, length: int = LENGTH)
       length: tokens of a window.
 
     Raises:
-      UserError: no files, or less text than one window.
+      UserError: no files, one that cannot be read, or less text than one window.
     """
-    if not isinstance(length, int) or length < 1:
-        raise UserError(f"data.options: length must be a whole number of at least 1, got {length!r}")
-    packed = {name: pack(paths, length) for name, paths in files(path).items()}
+    fields.check_whole("data.options: length", length)
+    try:
+        return _load(files(path), f"text:{path} in windows of {length} bytes", splits, memory, length)
+    except OSError as error:
+        where = f"{error.filename} cannot be read: {error.strerror}" if error.filename else error
+        raise UserError(f"{where}: correct or remove it") from None
+
+
+def _load(
+    by_split: dict[str, list[str]], what: str, splits: dict[str, str], memory: float, length: int
+) -> list[Arrays | Records]:
+    packed = {name: pack(paths, length) for name, paths in by_split.items()}
     sizes = {name: p.windows for name, p in packed.items()}
     sources: list[Arrays | Records] = []
     for field, text in splits.items():
-        parts = select(text, sizes, field, f"text:{path} in windows of {length} bytes")
+        parts = select(text, sizes, field, what)
         size = sum(len(rows) for _, rows in parts)
         if 8 * size * length <= memory:
             windows = np.concatenate([packed[name].read(rows) for name, rows in parts]).astype(np.int32)

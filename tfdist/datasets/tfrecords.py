@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfdist.data import Records
 from tfdist.datasets import record_files
 from tfdist.errors import UserError
-from tfdist.fields import suggest
+from tfdist.fields import check_whole, suggest
 from tfdist.splits import select
 
 TYPES = ("jpeg", "png", "int64", "float32")
@@ -103,8 +103,7 @@ def load(
 def _features(options: dict[str, Any]) -> tuple[list[Feature], int | None, int]:
     numbers = {name: options[name] for name in ("classes", "channels") if name in options}
     for name, value in numbers.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UserError(f"data.options: {name} must be a whole number of at least 1, got {value!r}")
+        check_whole(f"data.options: {name}", value)
     features = [_feature(name, text) for name, text in options.items() if name not in numbers]
     if not 2 <= len(features) <= 3:
         raise UserError(
@@ -206,7 +205,11 @@ def _records(
             x = _pixels(x, features[0], channels)
             x = x if shape is None else tf.ensure_shape(x, shape)
         elif features[0].kind == "int64":
-            x = tf.cast(x, tf.int32)
+            whole, x = x, tf.cast(x, tf.int32)
+            line = f"{features[0].name} has a number that int32 does not hold"
+            check = tf.debugging.assert_equal(tf.cast(x, tf.int64), whole, line)
+            with tf.control_dependencies([check] if check is not None else []):
+                x = tf.identity(x)
         if classes is not None:
             # A GPU would train on NaN instead of failing.
             line = f"{features[1].name} is not in 0 to {classes - 1} (classes={classes})"
