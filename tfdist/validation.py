@@ -148,4 +148,6 @@ def _model(model: Model) -> None:
 
 def _file(field: str, path: str) -> None:
     if not os.path.isfile(path):
-        raise UserError(f"{field}={path!r} does not exist: give the path of a file on this machine")
+        raise UserError(
+            f"{field}={path!r} does not exist: give the path of a file on this machine, or train first what makes it"
+        )
