@@ -1,5 +1,7 @@
 """Models from a file, weights from a file, and layers that do not train."""
 
+import dataclasses
+
 import cases
 import keras
 import numpy as np
@@ -204,6 +206,25 @@ def test_what_is_no_logits(options, message):
         return
     with pytest.raises(UserError, match=message):
         models.compiled(model, keras.optimizers.SGD(), experiment, data)
+
+
+def test_data_of_another_form():
+    """Seven outputs and a batch of seven numbers would be compared each with each."""
+    model, _ = built("test_transfer:ends", "units=7")
+    experiment = config.Experiment(model=config.Model(name="mine"))
+    experiment.train.label_smoothing = 0.0
+    x, numbers = np.zeros((14, *IMAGES.shape), "uint8"), np.zeros(14, "float32")
+    loaded = lambda x, y, classes: Loaded(
+        Arrays((x, y)), Arrays((x, y)), 14, dataclasses.replace(IMAGES, classes=classes)
+    )
+    for x_, y, classes, message in (
+        (x, numbers, None, r"model.name='mine' has outputs of shape \[7\], and the targets \[\]: make them alike"),
+        ({"a": x, "b": x}, numbers, 5, "model.name='mine' takes 1 arrays as input, the data has 2: give it as many"),
+    ):
+        with pytest.raises(UserError, match=message):
+            models.compiled(model, keras.optimizers.SGD(), experiment, loaded(x_, y, classes))
+    for y, units in ((numbers, 1), (np.zeros((14, 7)), 7)):
+        models.compiled(ends(IMAGES, units=units), keras.optimizers.SGD(), experiment, loaded(x, y, None))
 
 
 def test_files_that_cannot_be_loaded(tmp_path):

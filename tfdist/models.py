@@ -10,7 +10,7 @@ import keras
 from keras.src.utils import naming
 
 from tfdist import config, fields, freezing, imports, transfer
-from tfdist.data import Records, one_hot
+from tfdist.data import Arrays, Records, Source, one_hot, targets_of
 from tfdist.datasets.catalog import Loaded, Spec
 from tfdist.errors import UserError
 from tfdist.records_feed import is_weighted
@@ -69,8 +69,10 @@ def compiled(model: keras.Model, optimizer: Any, experiment: config.Experiment, 
       The data, its targets in the form that the loss wants.
 
     Raises:
-      UserError: label smoothing where it has no place, or outputs that are no logits of these classes.
+      UserError: label smoothing where it has no place, data of another form than the model's inputs and outputs, or
+        outputs that are no logits.
     """
+    _check_inputs(experiment.model.name, model, data.train)
     smoothing = experiment.train.label_smoothing
     mixes = isinstance(data.train, Records) and data.train.mix is not None
     if model.compiled or data.spec.classes is None:
@@ -84,6 +86,7 @@ def compiled(model: keras.Model, optimizer: Any, experiment: config.Experiment, 
                 f"train.label_smoothing={smoothing} is for classification with tfdist's own loss: set it to 0"
             )
         if not model.compiled:
+            _check_targets(experiment.model.name, model, data.train)
             model.compile(optimizer=optimizer, loss="mse", metrics=["mae"])
         elif model.dtype_policy.name == "mixed_float16":
             model.optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
@@ -132,6 +135,26 @@ def _made(name: str, options: dict[str, Any], spec: Spec) -> Any:
             return imports.call("model.options", imports.resolve("model.name", name), options, spec)
     parts.check_options(function, options)
     return imports.call("model.options", function, options, spec)
+
+
+def _check_inputs(name: str, model: keras.Model, train: Source) -> None:
+    wanted = len(keras.tree.flatten(getattr(model, "inputs", None) or []))
+    given = len(keras.tree.flatten(train.columns[0])) if isinstance(train, Arrays) else wanted
+    if wanted and wanted != given:
+        raise UserError(f"model.name={name!r} takes {wanted} arrays as input, the data has {given}: give it as many")
+
+
+def _check_targets(name: str, model: keras.Model, train: Source) -> None:
+    """Refuses outputs that the squared error would compare with each of the targets, in a batch of as many."""
+    outputs = keras.tree.flatten(getattr(model, "outputs", None) or [])
+    targets = targets_of(train)
+    if len(outputs) != 1 or targets is None or keras.tree.is_nested(targets):
+        return
+    made, wanted = tuple(outputs[0].shape[1:]), tuple(targets.shape[1:])
+    if None not in made and made not in (wanted, (*wanted, 1)) and (*made, 1) != wanted:
+        raise UserError(
+            f"model.name={name!r} has outputs of shape {list(made)}, and the targets {list(wanted)}: make them alike"
+        )
 
 
 def _check_outputs(name: str, model: keras.Model, classes: int) -> None:
