@@ -176,9 +176,18 @@ def test_a_file_keeps_its_precision(tmp_path):
             models.build(experiment, IMAGES)
 
 
+class Opaque(keras.Model):
+    """Does not tell what it ends with."""
+
+    def call(self, x):
+        return x
+
+
 def ends(spec, activation=None, units=5, inner=False):
     image = keras.Input(spec.shape, dtype=spec.dtype)
-    x = L.Dense(units, activation=activation if activation != "layer" else None)(L.Flatten()(image))
+    x = L.Dense(units, activation=activation if activation in ("softmax", "sigmoid") else None)(L.Flatten()(image))
+    if activation == "opaque":
+        x = Opaque()(x)
     model = keras.Model(image, L.Softmax()(x) if activation == "layer" else x)
     return keras.Sequential([keras.Input(spec.shape, dtype=spec.dtype), model]) if inner else model
 
@@ -192,6 +201,7 @@ def ends(spec, activation=None, units=5, inner=False):
         ("activation=sigmoid", "ends with sigmoid"),
         ("units=4", "has 4 outputs, the data 5 classes: give it as many"),
         ("units=6", ""),
+        ("activation=opaque", ""),
     ],
 )
 def test_what_is_no_logits(options, message):

@@ -163,7 +163,7 @@ def _check_outputs(name: str, model: keras.Model, classes: int) -> None:
     if len(outputs) != 1:  # none: a class of one's own, which has not been called yet
         return
     last: Any = model
-    while isinstance(last, keras.Model):
+    while isinstance(last, keras.Model) and getattr(last, "outputs", None):  # a class of one's own does not tell
         last = last.outputs[0]._keras_history.operation
     activation = getattr(last, "activation", None)
     if type(last).__name__ == "Softmax" or activation in (keras.activations.softmax, keras.activations.sigmoid):
