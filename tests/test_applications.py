@@ -11,6 +11,7 @@ import pytest
 import test_zoo
 import worlds
 import zoo_cases
+from keras.src.applications import convnext, efficientnet
 
 from tfdist import config, models, validation
 from tfdist.datasets.catalog import Spec
@@ -83,6 +84,28 @@ def test_a_model_sees_its_pixels():
     assert model.output_shape == (None, 3)
 
 
+def test_efficientnet_sees_what_its_imagenet_weights_expect(tmp_path, monkeypatch):
+    """Keras' own is the independent answer, which makes up for the file only with `weights="imagenet"`."""
+    spec, mean, std = zoo_cases.APPLICATIONS["EfficientNetB0"].spec, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    monkeypatch.setattr(efficientnet, "DEFAULT_BLOCKS_ARGS", [{**efficientnet.DEFAULT_BLOCKS_ARGS[0], "repeats": 1}])
+    with monkeypatch.context() as without_the_file:
+        without_the_file.setattr(keras.src.utils.file_utils, "get_file", lambda *a, **k: "")
+        without_the_file.setattr(keras.Model, "load_weights", lambda *a, **k: None)
+        there = keras.applications.EfficientNetB0(weights="imagenet", input_shape=spec.shape, include_top=False)
+    norm = next(layer for layer in there.layers if isinstance(layer, keras.layers.Normalization))
+    norm.set_weights([np.array(mean), np.array(std), np.array(0)])  # what is in the file
+    norm.finalize_state()
+    stem = lambda model: np.asarray(keras.Model(model.inputs, model.get_layer("stem_conv").output)(images(spec)))
+    expected, paths = stem(there), [str(tmp_path / f"{i}.weights.h5") for i in range(2)]
+    there.save_weights(paths[0])
+    ours = built("EfficientNetB0", weights=paths[0])
+    np.testing.assert_allclose(stem(ours), expected, rtol=1e-4, atol=1e-5)
+    ours.save_weights(paths[1])
+    ours.load_weights(paths[1])
+    applications.correct(ours)  # once only
+    np.testing.assert_allclose(stem(ours), expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "name, spec, options, message",
     [
@@ -93,6 +116,7 @@ def test_a_model_sees_its_pixels():
         ("ResNet50", Spec((32, 32, 3), "uint8", 3, 255.0), "alpha=1", r"model.options: keras.*ResNet50 takes no such arguments"),
         ("ResNet50", Spec((32, 32, 3), "uint8", 3, 255.0), "classes=5", "model.options: classes of ResNet50 is set from the data"),
         ("MobileNetV3Small", Spec((32, 32, 3), "uint8", 3, 255.0), "name=7", r"model.options do not fit MobileNetV3Small: "),
+        ("MobileNet", Spec((32, 32, 3), "uint8", 3, 255.0), "alpha=None", r"model.options do not fit MobileNet: "),
     ],
 )  # fmt: skip
 def test_refused(name, spec, options, message):
@@ -118,7 +142,10 @@ def test_logits_have_full_precision(name):
         assert inner == {"mixed_bfloat16": "bfloat16", "float64": "float64"}[precision]
 
 
-def test_saved_models_need_no_tfdist(tmp_path):
+def test_saved_models_need_no_tfdist(tmp_path, monkeypatch):
+    """The second has layers of its family's own; one of each will do."""
+    small = {"depths": [1, 1, 1, 1], "projection_dims": [4, 8, 12, 16], "default_size": 224}
+    monkeypatch.setitem(convnext.MODEL_CONFIGS, "tiny", small)
     saved(["MobileNetV3Small", "ConvNeXtTiny"], tmp_path)
 
 

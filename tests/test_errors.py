@@ -34,6 +34,8 @@ BAD_INPUT = [
     (["--config.model.freeze=conv*,,head"], "model.freeze='conv*,,head' is not understood: write patterns of layer names"),
     (["--config.model.freeze=!"], "model.freeze='!' is not understood"),
     (["--config.optimizer.name=adm"], "unknown optimizer.name 'adm': did you mean 'adam'?"),
+    (["--config.optimizer.options=learning_rate=1"], "optimizer.options: learning_rate is set by optimizer.learning_rate: give it there"),
+    (["--config.optimizer.options=use_ema=True"], "optimizer.options: use_ema is set by optimizer.ema_momentum: give it there"),
     (["--config.optimizer.schedule=steps"], "unknown optimizer.schedule 'steps': did you mean 'step'?"),
     (["--config.optimizer.schedule=step"], "optimizer.schedule=step needs optimizer.schedule_options, such as"),
     (["--config.optimizer.schedule_options=end"], "optimizer.schedule_options='end' is not understood: write name=value"),

@@ -76,6 +76,7 @@ def test_weights_of_the_model_itself_are_the_lowest():
             r"learning rates: 'hed\*' matches nothing that is trained: there are tokens, block0_first, ",
         ),
         ({"head": -1.0}, 1.0, "the learning rate of 'head' is multiplied by -1: give a positive number"),
+        ({}, 0.1, "a decay of 0.1 over 8 layers and blocks leaves the lowest 1e-07 of the learning rate, .* as 0.422"),
         ({}, 0.0, "the learning rate of 'layer_decay' is multiplied by 0: give a positive number"),
     ],
 )
@@ -118,8 +119,7 @@ def by_hand(model, make):
     return groups
 
 
-@pytest.mark.parametrize("replicas", [1, 3])
-@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("name, replicas", [*((name, 1) for name in MAKE), ("AdamW, scheduled", 3), ("Nadam", 3)])
 def test_against_an_optimizer_per_layer(name, replicas, connect):
     import tensorflow as tf
 
@@ -145,9 +145,10 @@ def test_against_an_optimizer_per_layer(name, replicas, connect):
         optimizer.finalize_variable_values(variables)
     # Muon's own rounding: it multiplies matrices in powers.
     assert cases.distance(cases.weights(ours), cases.weights(theirs)) < (1e-4 if name == "Muon" else 2e-6)
-    plain = model_of(connect, lambda: MAKE[name](0.01), replicas)
-    tfdist.fit(plain, x, y, **options)
-    assert cases.distance(cases.weights(plain), cases.weights(theirs)) > 1e-3
+    if name == "SGD":
+        plain = model_of(connect, lambda: MAKE[name](0.01), replicas)
+        tfdist.fit(plain, x, y, **options)
+        assert cases.distance(cases.weights(plain), cases.weights(theirs)) > 1e-3
 
 
 def test_sgd_against_numpy(connect):

@@ -1,6 +1,6 @@
 """Models from a file, weights from a file, and layers that do not train."""
 
-import functools
+import dataclasses
 
 import cases
 import keras
@@ -9,8 +9,9 @@ import pytest
 import zoo_cases
 
 import tfdist
-from tfdist import config, freezing, models, transfer, validation
-from tfdist.datasets.catalog import Spec
+from tfdist import config, freezing, models, state, transfer, validation
+from tfdist.data import Arrays
+from tfdist.datasets.catalog import Loaded, Spec
 from tfdist.errors import UserError
 
 L = keras.layers
@@ -96,6 +97,41 @@ def test_nothing_fits(tmp_path):
             built(weights=tmp_path / name)
 
 
+def test_a_layer_of_other_variables_takes_none(tmp_path):
+    """BatchNorm without `scale` has its offset where the other has its scale."""
+    path = str(tmp_path / "a.weights.h5")
+    model = lambda scale: keras.Sequential([keras.Input((3,)), L.Dense(3), L.BatchNormalization(scale=scale)])
+    shaken(model(True)).save_weights(path)
+    here = model(False)
+    assert transfer.take(here, path).endswith("not those of batch_normalization 1")
+    np.testing.assert_array_equal(here.layers[-1].beta, 0)
+
+
+class MetricsHead(L.Dense):
+    """Its place in a file holds that of a part which is no weight."""
+
+
+def test_a_place_may_hold_the_name_of_a_part_of_training(tmp_path):
+    path = str(tmp_path / "a.weights.h5")
+    model = lambda: keras.Sequential([keras.Input((3,)), MetricsHead(2, name="head")])
+    model().save_weights(path)
+    assert transfer.take(model(), path).startswith("weights: 2 of 2 ")
+
+
+def test_a_normalization_computes_with_what_it_was_given(connect):
+    """Keras' layer has constants made of its variables, which an assignment alone does not change."""
+    model = lambda: keras.Sequential([keras.Input((3,)), L.Normalization(), L.Dense(2)])
+    x = np.random.default_rng(0).normal(3, 2, (20, 3)).astype("float32")
+    there = model()
+    there.layers[0].adapt(x)
+    for replicas in (1, 2):
+        distribution = connect(replicas)
+        with distribution.scope():
+            here = model()
+        state.assign(here, distribution, there.get_weights())
+        np.testing.assert_allclose(tfdist.predict(here, x, distribution=distribution), there(x), rtol=1e-5, atol=1e-6)
+
+
 def test_a_run_goes_on_from_a_file(tmp_path, connect):
     """Also with several replicas, and with a model that was frozen when it was saved."""
     there, _ = built(freeze="!head")
@@ -125,6 +161,80 @@ def test_a_file_for_other_data(spec, message, tmp_path):
     built()[0].save(tmp_path / "a.keras")
     with pytest.raises(UserError, match=message):
         built(tmp_path / "a.keras", "", spec)
+
+
+def test_a_file_keeps_its_precision(tmp_path):
+    for precision, other in (("float32", "mixed_bfloat16"), ("mixed_bfloat16", "float32"), ("float64", "float32")):
+        models.set_precision(precision)
+        path = tmp_path / f"{precision}.keras"
+        built()[0].save(path)
+        experiment = config.Experiment(model=config.Model(name=str(path)))
+        experiment.train.precision = precision
+        assert models.build(experiment, IMAGES)
+        experiment.train.precision = other
+        with pytest.raises(UserError, match=f"computes in {precision}, which .*={other}: set that to {precision}, or"):
+            models.build(experiment, IMAGES)
+
+
+class Opaque(keras.Model):
+    """Does not tell what it ends with."""
+
+    def call(self, x):
+        return x
+
+
+def ends(spec, activation=None, units=5, inner=False):
+    image = keras.Input(spec.shape, dtype=spec.dtype)
+    x = L.Dense(units, activation=activation if activation in ("softmax", "sigmoid") else None)(L.Flatten()(image))
+    if activation == "opaque":
+        x = Opaque()(x)
+    model = keras.Model(image, L.Softmax()(x) if activation == "layer" else x)
+    return keras.Sequential([keras.Input(spec.shape, dtype=spec.dtype), model]) if inner else model
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ("activation=softmax", "ends with softmax, and tfdist's own loss takes logits: leave that activation out"),
+        ("activation=softmax, inner=True", "ends with softmax"),
+        ("activation=layer", "ends with softmax"),
+        ("activation=sigmoid", "ends with sigmoid"),
+        ("units=4", "has 4 outputs, the data 5 classes: give it as many"),
+        ("units=6", ""),
+        ("activation=opaque", ""),
+    ],
+)
+def test_what_is_no_logits(options, message):
+    """tfdist's own loss would train probabilities worse, without a word."""
+    model, _ = built("test_transfer:ends", options)
+    x, y = zoo_cases.data(zoo_cases.OWN["alexnet, small images"])
+    data = Loaded(Arrays((x, y)), Arrays((x, y)), len(x), IMAGES)
+    experiment = config.Experiment(model=config.Model(name="test_transfer:ends"))
+    experiment.train.label_smoothing = 0.0
+    if not message:
+        models.compiled(model, keras.optimizers.SGD(), experiment, data)
+        return
+    with pytest.raises(UserError, match=message):
+        models.compiled(model, keras.optimizers.SGD(), experiment, data)
+
+
+def test_data_of_another_form():
+    """Seven outputs and a batch of seven numbers would be compared each with each."""
+    model, _ = built("test_transfer:ends", "units=7")
+    experiment = config.Experiment(model=config.Model(name="mine"))
+    experiment.train.label_smoothing = 0.0
+    x, numbers = np.zeros((14, *IMAGES.shape), "uint8"), np.zeros(14, "float32")
+    loaded = lambda x, y, classes: Loaded(
+        Arrays((x, y)), Arrays((x, y)), 14, dataclasses.replace(IMAGES, classes=classes)
+    )
+    for x_, y, classes, message in (
+        (x, numbers, None, r"model.name='mine' has outputs of shape \[7\], and the targets \[\]: make them alike"),
+        ({"a": x, "b": x}, numbers, 5, "model.name='mine' takes 1 arrays as input, the data has 2: give it as many"),
+    ):
+        with pytest.raises(UserError, match=message):
+            models.compiled(model, keras.optimizers.SGD(), experiment, loaded(x_, y, classes))
+    for y, units in ((numbers, 1), (np.zeros((14, 7)), 7)):
+        models.compiled(ends(IMAGES, units=units), keras.optimizers.SGD(), experiment, loaded(x, y, None))
 
 
 def test_files_that_cannot_be_loaded(tmp_path):
@@ -189,19 +299,24 @@ def trained(distribution, epochs=1, **fit):
     return model, before
 
 
+@pytest.fixture(scope="module")
+def reference(connect):
+    """The end on one device."""
+    return cases.weights(trained(connect(1))[0])
+
+
 @pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_what_is_frozen_keeps_every_bit(replicas, connect):
+def test_what_is_frozen_keeps_every_bit(replicas, connect, reference):
     """Its BatchNorm as well; what is not frozen agrees with one device."""
     model, before = trained(connect(replicas))
     for path, value in by_path(model).items():
         same = value.tobytes() == before[path].tobytes()
         assert same == path.startswith(("stem", "block1_")), path
-    reference = functools.partial(trained, connect(1))
-    assert cases.distance(cases.weights(model), cases.weights(reference()[0])) < 1e-6
+    assert cases.distance(cases.weights(model), reference) < 1e-6
 
 
-def test_a_frozen_batch_norm_predicts(connect):
-    model, _ = trained(connect(1))
+def test_a_frozen_batch_norm_predicts():
+    model = shaken(built(freeze="stem*, block1_*")[0])
     x = zoo_cases.data(zoo_cases.OWN["resnet_cifar"])[0][:8]
     start = keras.Model(model.inputs, model.get_layer("block1_1_relu").output)
     np.testing.assert_array_equal(start(x, training=True), start(x, training=False))
@@ -225,21 +340,22 @@ def lazy(spec):
 
 
 def test_the_command(run, tmp_path):
-    """A run, a second one that goes on from its file, and a third that trains a new head on two replicas."""
+    """A run that goes on from a file, and one that trains a new head on two replicas."""
     short = ["--config.model.name=mlp", "--config.train.epochs=1", "--config.optimizer.warmup=0%", "--notensorboard"]
-    assert run("tfdist.train", *short, "--workdir=one").returncode == 0
-    first = keras.saving.load_model(tmp_path / "one" / "model.keras").get_weights()
+    digits = shaken(built("mlp", "", Spec((8, 8, 1), "uint8", 10, 16.0))[0])
+    digits.save(tmp_path / "one.keras")
+    first = digits.get_weights()
 
     still = ["--config.optimizer.learning_rate=1e-12", "--config.optimizer.weight_decay=0"]
-    done = run("tfdist.train", *short, *still, "--config.model.name=one/model.keras", "--workdir=two")
+    done = run("tfdist.train", *short, *still, "--config.model.name=one.keras", "--workdir=two")
     assert done.returncode == 0, done.stderr
     for a, b in zip(keras.saving.load_model(tmp_path / "two" / "model.keras").get_weights(), first, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
-    tuned = ["--config.model.weights=one/model.keras", "--config.model.freeze=!head", "--virtual_devices=2"]
+    tuned = ["--config.model.weights=one.keras", "--config.model.freeze=!head", "--virtual_devices=2"]
     done = run("tfdist.train", *short, *tuned, "--workdir=three")
     assert done.returncode == 0, done.stderr
-    assert "tfdist: weights: 4 of 4 tensors are those of one/model.keras\n" in done.stdout
+    assert "tfdist: weights: 4 of 4 tensors are those of one.keras\n" in done.stdout
     assert "tfdist: frozen: 1 of 2 layers with weights; 330 of 2,410 numbers train\n" in done.stdout
     third = keras.saving.load_model(tmp_path / "three" / "model.keras").get_weights()
     np.testing.assert_array_equal(third[0], first[0])

@@ -82,8 +82,8 @@ class Data:
 @dataclasses.dataclass(slots=True)
 class Model:
     name: str = "cnn"
-    """One of `MODELS` or `APPLICATIONS`, a `.keras` file to go on with, with a new optimizer and nothing frozen, or
-    `package.module:function`, called as `function(spec, **options)`."""
+    """One of `MODELS` or `APPLICATIONS`, a `.keras` file to go on with, in its precision, with a new optimizer and
+    nothing frozen, or `package.module:function`, called as `function(spec, **options)`."""
     options: str = ""
     """Keyword arguments of the model's function, such as `dropout=0.1, units=64`."""
     weights: str = ""

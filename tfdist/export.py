@@ -94,7 +94,7 @@ def _make(asked: finished.Wanted, experiment: config.Experiment) -> _Made:
     """Builds or loads the model and gives it its weights."""
     import keras
 
-    from tfdist import described, models
+    from tfdist import described, models, state
     from tfdist.datasets import catalog
 
     if asked.model:
@@ -121,6 +121,7 @@ def _make(asked: finished.Wanted, experiment: config.Experiment) -> _Made:
     found = finished.weights(asked, experiment, build, _say)
     model = build()
     model.set_weights(found.arrays)
+    state.refresh(model)
     examples, origin = _invented(model, spec), "made"
     if loaded is not None:
         examples, origin = _first(loaded.eval), f"{experiment.data.name}, {experiment.data.eval_split}"
@@ -231,7 +232,7 @@ def _write(made: _Made, name: str, path: pathlib.Path) -> dict[str, Any]:
 
 def _in_float32(made: _Made, name: str) -> tuple[Any, str]:
     """The model in float32, which is what ONNX and LiteRT runtimes compute in on any device."""
-    from tfdist import models
+    from tfdist import models, state
 
     plain = all(layer.compute_dtype in (None, "float32") for layer in made.model._flatten_layers())
     if plain and all(v.dtype != "float64" for v in made.model.weights):
@@ -247,6 +248,7 @@ def _in_float32(made: _Made, name: str) -> tuple[Any, str]:
     )
     model = after.built(experiment, made.spec)
     model.set_weights([array.astype("float32") if array.dtype.kind == "f" else array for array in made.arrays])
+    state.refresh(model)
     models.set_precision(made.experiment.train.precision)
     return model, f"float32, and trained in {made.experiment.train.precision}"
 

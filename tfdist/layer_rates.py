@@ -14,6 +14,8 @@ from tfdist.errors import UserError
 _BLOCK = re.compile(r"^.*(?:block|layer)_?\d+[a-z]?(?=_)")
 _SHOWN = 12
 """Names in a message."""
+_SMALLEST = 1e-6
+"""Share of the learning rate below which a layer does not move in float32."""
 
 
 def factors(model: keras.Model, rates: Mapping[str, float], decay: float = 1.0) -> tuple[float, ...]:
@@ -31,13 +33,20 @@ def factors(model: keras.Model, rates: Mapping[str, float], decay: float = 1.0) 
       One per variable, in their order; none at all where each would be 1.
 
     Raises:
-      UserError: a pattern matches no trainable variable, or a factor is not positive.
+      UserError: a pattern matches no trainable variable, a factor is not positive, or a decay leaves the lowest layers
+        nothing to learn with.
     """
     for name, value in {**rates, "layer_decay": decay}.items():
         if not 0 < value < float("inf"):
             raise UserError(f"the learning rate of {name!r} is multiplied by {value:g}: give a positive number")
     variables = model.trainable_variables
     found = _by_depth(model, variables, decay)
+    depths = {depth for depth, _ in found}
+    if min(depths, default=1.0) < _SMALLEST:
+        raise UserError(
+            f"a decay of {decay:g} over {len(depths)} layers and blocks leaves the lowest {min(depths):.1g} of the "
+            f"learning rate, and so nothing: choose it nearer to 1, such as {1e-3 ** (1 / len(depths)):.3g}"
+        )
     for pattern, factor in rates.items():
         for i in matching(model, pattern, "learning rates"):
             found[i] = (found[i][0], factor)

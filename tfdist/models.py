@@ -10,11 +10,11 @@ import keras
 from keras.src.utils import naming
 
 from tfdist import config, fields, freezing, imports, transfer
-from tfdist.data import Records, one_hot
+from tfdist.data import Arrays, Records, Source, one_hot, targets_of
 from tfdist.datasets.catalog import Loaded, Spec
 from tfdist.errors import UserError
 from tfdist.records_feed import is_weighted
-from tfdist.zoo import applications, small, tables, text, vision
+from tfdist.zoo import applications, parts, small, tables, text, vision
 
 
 def set_precision(precision: str) -> None:
@@ -39,7 +39,10 @@ def build(experiment: config.Experiment, spec: Spec, say: Callable[[str], None] 
     keras.utils.set_random_seed(experiment.seed)
     # Layers are named alike whatever this process has built before: patterns, files and checkpoints go by names.
     naming.reset_uids()
-    model = _made(wanted.name, fields.options("model.options", wanted.options), spec)
+    if wanted.name.endswith(config.FILE):
+        model = _loaded(wanted.name, experiment.train.precision, spec)
+    else:
+        model = _made(wanted.name, fields.options("model.options", wanted.options), spec)
     if not isinstance(model, keras.Model):
         raise UserError(f"model.name={wanted.name!r} must return a keras.Model, got {type(model).__name__}")
     for layer in model._flatten_layers():
@@ -52,6 +55,8 @@ def build(experiment: config.Experiment, spec: Spec, say: Callable[[str], None] 
         )
     if wanted.weights:
         say(transfer.take(model, wanted.weights))
+        if wanted.name in config.APPLICATIONS:
+            applications.correct(model)
     if wanted.freeze:
         say(freezing.freeze(model, wanted.freeze))
     return model
@@ -64,8 +69,10 @@ def compiled(model: keras.Model, optimizer: Any, experiment: config.Experiment, 
       The data, its targets in the form that the loss wants.
 
     Raises:
-      UserError: label smoothing where it has no place.
+      UserError: label smoothing where it has no place, data of another form than the model's inputs and outputs, or
+        outputs that are no logits.
     """
+    _check_inputs(experiment.model.name, model, data.train)
     smoothing = experiment.train.label_smoothing
     mixes = isinstance(data.train, Records) and data.train.mix is not None
     if model.compiled or data.spec.classes is None:
@@ -79,12 +86,14 @@ def compiled(model: keras.Model, optimizer: Any, experiment: config.Experiment, 
                 f"train.label_smoothing={smoothing} is for classification with tfdist's own loss: set it to 0"
             )
         if not model.compiled:
+            _check_targets(experiment.model.name, model, data.train)
             model.compile(optimizer=optimizer, loss="mse", metrics=["mae"])
         elif model.dtype_policy.name == "mixed_float16":
             model.optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
         else:
             model.optimizer = optimizer
         return data
+    _check_outputs(experiment.model.name, model, data.spec.classes)
     weighted = is_weighted(data.train)
     reduction = "mean_with_sample_weight" if weighted else "sum_over_batch_size"
     loss: Any
@@ -101,8 +110,6 @@ def compiled(model: keras.Model, optimizer: Any, experiment: config.Experiment, 
 
 def _made(name: str, options: dict[str, Any], spec: Spec) -> Any:
     function: Callable[..., keras.Model]
-    if name.endswith(config.FILE):
-        return _loaded(name, spec)
     if name in config.APPLICATIONS:
         return applications.build(name, options, spec)
     match name:
@@ -125,11 +132,51 @@ def _made(name: str, options: dict[str, Any], spec: Spec) -> Any:
         case "table_mlp":
             function = tables.table_mlp
         case _:
-            function = imports.resolve("model.name", name)
+            return imports.call("model.options", imports.resolve("model.name", name), options, spec)
+    parts.check_options(function, options)
     return imports.call("model.options", function, options, spec)
 
 
-def _loaded(path: str, spec: Spec) -> keras.Model:
+def _check_inputs(name: str, model: keras.Model, train: Source) -> None:
+    wanted = len(keras.tree.flatten(getattr(model, "inputs", None) or []))
+    given = len(keras.tree.flatten(train.columns[0])) if isinstance(train, Arrays) else wanted
+    if wanted and wanted != given:
+        raise UserError(f"model.name={name!r} takes {wanted} arrays as input, the data has {given}: give it as many")
+
+
+def _check_targets(name: str, model: keras.Model, train: Source) -> None:
+    """Refuses outputs that the squared error would compare with each of the targets, in a batch of as many."""
+    outputs = keras.tree.flatten(getattr(model, "outputs", None) or [])
+    targets = targets_of(train)
+    if len(outputs) != 1 or targets is None or keras.tree.is_nested(targets):
+        return
+    made, wanted = tuple(outputs[0].shape[1:]), tuple(targets.shape[1:])
+    if None not in made and made not in (wanted, (*wanted, 1)) and (*made, 1) != wanted:
+        raise UserError(
+            f"model.name={name!r} has outputs of shape {list(made)}, and the targets {list(wanted)}: make them alike"
+        )
+
+
+def _check_outputs(name: str, model: keras.Model, classes: int) -> None:
+    """Refuses what tfdist's own loss cannot train: it takes logits, and would train probabilities without a word."""
+    outputs = keras.tree.flatten(getattr(model, "outputs", None) or [])
+    if len(outputs) != 1:  # none: a class of one's own, which has not been called yet
+        return
+    last: Any = model
+    while isinstance(last, keras.Model) and getattr(last, "outputs", None):  # a class of one's own does not tell
+        last = last.outputs[0]._keras_history.operation
+    activation = getattr(last, "activation", None)
+    if type(last).__name__ == "Softmax" or activation in (keras.activations.softmax, keras.activations.sigmoid):
+        raise UserError(
+            f"model.name={name!r} ends with {getattr(activation, '__name__', 'softmax')}, and tfdist's own loss takes "
+            "logits: leave that activation out, or let a function compile the model with a loss of its own"
+        )
+    units = outputs[0].shape[-1]
+    if units is not None and units < classes:
+        raise UserError(f"model.name={name!r} has {units} outputs, the data {classes} classes: give it as many")
+
+
+def _loaded(path: str, precision: str, spec: Spec) -> keras.Model:
     """A model that is saved in a file, all of which trains, for data of the same kind."""
     try:
         model = keras.saving.load_model(path, compile=False, safe_mode=True)
@@ -143,6 +190,14 @@ def _loaded(path: str, spec: Spec) -> keras.Model:
     freezing.thaw(model)
     advice = f"choose a model by name and start with these weights: model.weights={path}"
     inputs = keras.tree.flatten(model.inputs)
+    # Half precision leaves its last layer in float32.
+    policies = {layer.dtype_policy.name for layer in model._flatten_layers() if layer._trainable_variables}
+    there = ", ".join(sorted(policies - {"float32"})) or "float32"
+    if policies and there != precision:
+        raise UserError(
+            f"model.name={path!r} computes in {there}, which its layers keep, and train.precision={precision}: "
+            f"set that to {there}, or {advice}"
+        )
     if len(inputs) == 1:
         shape, dtype = tuple(inputs[0].shape[1:]), keras.backend.standardize_dtype(inputs[0].dtype)
         fits = len(shape) == len(spec.shape) and all(a in (None, b) for a, b in zip(shape, spec.shape))

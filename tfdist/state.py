@@ -83,6 +83,7 @@ def restore(model: keras.Model, distribution: Distribution, callbacks: Any, tens
             copy.assign(by_place[_place(name)])
     for name, variable in _own(model):
         _assign_own(name, _copies(variable), by_place[_place(name)], distribution)
+    refresh(model)
     found = {n.removeprefix(f"{CALLBACKS}/"): v for n, v in by_place.items() if n.startswith(f"{CALLBACKS}/")}
     callback_state.set_arrays(callbacks, found)
 
@@ -128,6 +129,14 @@ def assign(model: keras.Model, distribution: Distribution, arrays: list[np.ndarr
     for variable, value in zip(model.weights, arrays, strict=True):
         for copy in _copies(variable):
             copy.assign(value)
+    refresh(model)
+
+
+def refresh(model: keras.Model) -> None:
+    """Lets layers see weights that were assigned: Keras' Normalization computes with constants that it made of them."""
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.Normalization):
+            layer.finalize_state()
 
 
 def separate_streams(model: keras.Model, distribution: Distribution) -> None:

@@ -6,6 +6,7 @@ import io
 import re
 import tempfile
 import zipfile
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,7 +22,7 @@ _SPLIT = re.compile(r"(?<=.)(?=[A-Z][a-z])|(?<=[a-z])(?=[A-Z])")
 _CLASSES = {_SPLIT.sub("_", name).lower() for name in (*dir(keras.layers), "Functional", "Sequential")}
 NUMBERED = _CLASSES | {f"{way}_{name}" for way in ("forward", "backward") for name in _CLASSES}
 """What Keras calls a layer without a name, before the number that it counts up in each process."""
-OF_TRAINING = ("optimizer", "metrics", "seed_generator")
+OF_TRAINING = {"optimizer", "metrics", "seed_generator"}
 """Parts of a file that are not weights."""
 
 Key = tuple[str, ...]
@@ -32,7 +33,9 @@ def take(model: keras.Model, path: str) -> str:
     """Gives the model the weights in a file, where layer, variable and shape are the same.
 
     A layer goes by its name, or if Keras has numbered it by its place among
-    those of its class.
+    those of its class. One that has more or fewer variables than in the file
+    takes none: those of BatchNorm without `scale`, say, have the same shapes
+    and other meanings.
 
     Args:
       model: built; to be called within the scope of its strategy, on all workers.
@@ -55,7 +58,12 @@ def take(model: keras.Model, path: str) -> str:
         model.save_weights(own)
         with h5py.File(own, "r+") as file:
             here = {key: file[place].shape for key, place in _places(file).items()}
-            fits = [key for key, shape in here.items() if key in given and given[key].shape == shape]
+            alike = Counter(key[:-1] for key in given), Counter(key[:-1] for key in here)
+            fits = [
+                key
+                for key, shape in here.items()
+                if key in given and given[key].shape == shape and alike[0][key[:-1]] == alike[1][key[:-1]]
+            ]
             places = _places(file)
             for key in fits:
                 file[places[key]][...] = given[key]
@@ -92,7 +100,7 @@ def _places(file: Any) -> dict[Key, str]:
         layer, _, last = place.rpartition("/")
         if last == "vars" or place == "vars":
             labels[layer] = _stable(item.attrs.get("name", ""), layer.rpartition("/")[2])
-        elif isinstance(item, h5py.Dataset) and not any(part in place for part in OF_TRAINING):
+        elif isinstance(item, h5py.Dataset) and not OF_TRAINING & {_base(part) for part in place.split("/")}:
             found[place] = layer.rpartition("/")[0]
 
     file.visititems(visit)
@@ -159,7 +167,8 @@ def _natural(place: str) -> list:
 def _layers(keys: Iterable[Key]) -> str:
     """The first layers of these, in words."""
     names = list(dict.fromkeys("/".join(key[:-1]) or "the model itself" for key in keys))
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more layers" if len(names) > SHOWN else "")
+    more = f" and {len(names) - SHOWN} more layers" if len(names) > SHOWN else ""
+    return (", ".join(names[:SHOWN]) or "no layers") + more
 
 
 def _text(value: Any) -> str:

@@ -27,6 +27,16 @@ from tfdist.config import (
 )
 from tfdist.errors import UserError
 
+OF_FIELDS = {
+    "learning_rate": "optimizer.learning_rate",
+    "weight_decay": "optimizer.weight_decay",
+    "global_clipnorm": "optimizer.clip_norm",
+    "use_ema": "optimizer.ema_momentum",
+    "ema_momentum": "optimizer.ema_momentum",
+    "gradient_accumulation_steps": "train.accumulate",
+}
+"""Arguments of an optimizer that are fields of their own; in its options one of both would be ignored."""
+
 
 def validate(experiment: Any) -> Experiment:
     """Checks an experiment.
@@ -66,7 +76,9 @@ def validate(experiment: Any) -> Experiment:
     recipes.steps(e.data.augment, "data.augment")
     fields.options("data.options", e.data.options)
     fields.options("model.options", e.model.options)
-    fields.options("optimizer.options", e.optimizer.options)
+    for name in fields.options("optimizer.options", e.optimizer.options):
+        if name in OF_FIELDS:
+            raise UserError(f"optimizer.options: {name} is set by {OF_FIELDS[name]}: give it there")
     if not re.fullmatch(r"[\w.-]+", e.name):
         raise UserError(f"name={e.name!r} becomes a folder: use letters, digits, '_', '-' and '.'")
     for field, value in (
@@ -165,4 +177,6 @@ def _model(model: Model) -> None:
 
 def _file(field: str, path: str) -> None:
     if not os.path.isfile(path):
-        raise UserError(f"{field}={path!r} does not exist: give the path of a file on this machine")
+        raise UserError(
+            f"{field}={path!r} does not exist: give the path of a file on this machine, or train first what makes it"
+        )

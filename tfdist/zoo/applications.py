@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import keras
+import numpy as np
 
 from tfdist import imports
 from tfdist.datasets.catalog import Spec
@@ -63,7 +64,7 @@ def build(name: str, options: dict[str, Any], spec: Spec) -> keras.Model:
     }
     try:
         model = imports.call("model.options", function, arguments)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         smallest = re.search(r"at least (\d+)x\1", str(error))
         if smallest:
             raise UserError(
@@ -73,6 +74,20 @@ def build(name: str, options: dict[str, Any], spec: Spec) -> keras.Model:
         raise UserError(f"model.options do not fit {name}: {' '.join(str(error).split())[:200]}") from error
     _head_in_full(model)
     return keras.Model(image, model.outputs[0], name=model.name)  # of one input, and not of a list of one
+
+
+def correct(model: keras.Model) -> None:
+    """Lets EfficientNet standardise as the ImageNet weights that it was given expect.
+
+    Keras' file has standard deviations where its layer wants variances, which Keras makes up for by a second scaling
+    of its own `weights="imagenet"` (tensorflow issue 49930). Here the variances are made what they should be.
+    """
+    for layer in model.layers:
+        if isinstance(layer, keras.layers.Normalization) and layer.input_mean is None:
+            found = np.array(layer.adapt_variance)
+            if found.shape == (3,) and np.allclose(found, STD, atol=1e-5):
+                layer.adapt_variance.assign(found**2)
+                layer.finalize_state()
 
 
 def pixels(image: Any, spec: Spec, family: str) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -11,6 +13,41 @@ from tfdist.errors import UserError
 
 PIXEL = 255.0
 """Largest value of a pixel."""
+
+
+def check_options(function: Callable[..., Any], options: dict[str, Any]) -> None:
+    """Refuses values that an architecture cannot be built with; Keras would show pages, or build something else.
+
+    By the annotations of its arguments: numbers that are floats are probabilities, whole numbers count something, from
+    1 on, or from 0 on where that is the default or the argument is a `depth`.
+
+    Raises:
+      UserError: naming the option.
+    """
+    for name, argument in inspect.signature(function).parameters.items():
+        if name not in options:
+            continue
+        value = options[name]
+        least = 0 if name == "depth" or argument.default == 0 else 1
+        count = f"a whole number, {least} or more"
+        match argument.annotation:
+            case "bool":
+                fits, wanted = isinstance(value, bool), "True or False"
+            case "float":
+                fits, wanted = _is_number(value, (int, float)) and 0 <= value < 1, "in [0, 1)"
+            case "int":
+                fits, wanted = _is_number(value, int) and value >= least, count
+            case "tuple[int, ...]":
+                fits = isinstance(value, (tuple, list)) and all(_is_number(v, int) and v >= 1 for v in value)
+                wanted = "whole numbers such as (16, 32)"
+            case _:
+                continue
+        if not fits:
+            raise UserError(f"model.options: {name} of {function.__name__} must be {wanted}, got {value!r}")
+
+
+def _is_number(value: Any, kind: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def unit(spec: Spec) -> float:
@@ -59,8 +96,6 @@ def stochastic_depth(x: Any, rate: float, name: str) -> Any:
 
 def depth_rates(last: float, blocks: int) -> list[float]:
     """Rates of `blocks` blocks that grow linearly to `last` (Huang et al., 2016, equation 4)."""
-    if not 0 <= last < 1:
-        raise UserError(f"model.options: stochastic_depth must be in [0, 1), got {last}")
     return [last * (block + 1) / blocks for block in range(blocks)]
 
 
@@ -71,10 +106,21 @@ def attention(heads: int, width: int, dropout: float, initializer: Any, name: st
     )
 
 
-def needs_image(name: str, spec: Spec) -> None:
+def divides(width: int, heads: int) -> None:
+    if width % heads:
+        raise UserError(f"model.options: width={width} is not a multiple of heads={heads}")
+
+
+def needs_image(name: str, spec: Spec, smallest: int = 1) -> None:
+    """Refuses what is no image, or has fewer pixels per side than poolings leave something of."""
     if len(spec.shape) != 3:
         raise UserError(
             f"model.name={name!r} needs images [height, width, channels], the data has shape {list(spec.shape)}"
+        )
+    if min(spec.shape[:2]) < smallest:
+        raise UserError(
+            f"model.name={name!r} needs images of at least {smallest}x{smallest} with these options, the data has "
+            f"{spec.shape[0]}x{spec.shape[1]}: set data.image_size={smallest} or more"
         )
 
 

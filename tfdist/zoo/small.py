@@ -7,6 +7,7 @@ from typing import Any
 import keras
 
 from tfdist.datasets.catalog import Spec
+from tfdist.errors import UserError
 from tfdist.zoo import parts
 
 
@@ -17,7 +18,7 @@ def cnn(spec: Spec, channels: tuple[int, ...] = (64, 128), units: int = 128) -> 
     in the last bit of a sum are 5 % apart after 900 updates; with GELU and mean
     pooling they stay within 1e-6, so that strategies can be compared to the end.
     """
-    parts.needs_image("cnn", spec)
+    parts.needs_image("cnn", spec, smallest=2)
     layers: list[Any] = [parts.scaled(spec)]
     for width in channels:
         layers += [*_convolution(width), keras.layers.Activation("gelu")]
@@ -27,6 +28,8 @@ def cnn(spec: Spec, channels: tuple[int, ...] = (64, 128), units: int = 128) -> 
 
 def mlp(spec: Spec, units: int = 32, depth: int = 1, dropout: float = 0.0) -> keras.Model:
     """Flatten and `depth` hidden layers of `units`. Returns logits."""
+    if spec.columns:
+        raise UserError("model.name='mlp' takes one kind of input, and a table has columns: use model.name=table_mlp")
     layers: list[Any] = [parts.scaled(spec), keras.layers.Flatten()]
     for _ in range(depth):
         layers += [keras.layers.Dense(units, activation="relu")]
@@ -36,7 +39,7 @@ def mlp(spec: Spec, units: int = 32, depth: int = 1, dropout: float = 0.0) -> ke
 
 def conv_bn(spec: Spec, channels: tuple[int, ...] = (32, 64, 128)) -> keras.Model:
     """Blocks of two convolutions with BatchNorm and ReLU, then pooling. Returns logits."""
-    parts.needs_image("conv_bn", spec)
+    parts.needs_image("conv_bn", spec, smallest=2 ** len(channels))
     layers: list[Any] = [parts.scaled(spec)]
     for width in channels:
         for _ in range(2):

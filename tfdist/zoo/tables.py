@@ -28,6 +28,8 @@ def table_mlp(
     categories = [c for c in spec.columns if c.kind == "category"]
     if not spec.columns:
         raise UserError("model.name='table_mlp' needs the columns of a table: use data.name=csv:/path")
+    if outputs != 1 and spec.classes is not None:
+        raise UserError(f"model.options: outputs={outputs} is for numbers to predict, and the targets are classes")
     inputs, found = {}, []
     if numbers:
         inputs["numbers"] = keras.Input((len(numbers),), dtype="float32", name="numbers")

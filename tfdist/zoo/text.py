@@ -16,6 +16,11 @@ BYTES = 256
 def char_transformer(spec: Spec, width: int = 64, heads: int = 4, depth: int = 2) -> keras.Model:
     """A small causal transformer over sequences of bytes, 0 being padding. Returns logits [n, length, 256]."""
     parts.needs_sequence("char_transformer", spec)
+    parts.divides(width, heads)
+    if _tokens(spec) > BYTES:
+        raise UserError(
+            f"model.name='char_transformer' is for bytes, and the data needs {_tokens(spec)} tokens: use model.name=gpt"
+        )
     length = spec.shape[0]
     tokens = keras.Input((length,), dtype="int32")
     x = keras.layers.Embedding(BYTES, width, mask_zero=True)(tokens)
@@ -57,10 +62,9 @@ def gpt(
       A model of tokens int32 [n, length]; its outputs are logits [n, length, vocabulary].
     """
     parts.needs_sequence("gpt", spec)
-    if width % heads:
-        raise UserError(f"model.options: width={width} is not a multiple of heads={heads}")
+    parts.divides(width, heads)
     length = spec.shape[0]
-    needed = max(int(spec.maximum) + 1, spec.classes or 0)
+    needed = _tokens(spec)
     if vocabulary and vocabulary < needed:
         raise UserError(f"model.options: vocabulary={vocabulary} is too small for the data, which needs {needed}")
     vocabulary = vocabulary or max(BYTES, needed)
@@ -98,6 +102,11 @@ def gpt(
         x = keras.layers.Add(name=f"{name}_add2")([x, _dropped(y, dropout, f"{name}_dropout2")])
     x = _normalized(x, "norm")
     return keras.Model(tokens, embedding(x, reverse=True) if tied else parts.output(vocabulary)(x))
+
+
+def _tokens(spec: Spec) -> int:
+    """As many as the data needs, inputs and targets."""
+    return max(int(spec.maximum) + 1, spec.classes or 0)
 
 
 def _normalized(x: Any, name: str) -> Any:

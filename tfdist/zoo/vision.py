@@ -115,8 +115,7 @@ def vit(
     high, wide, channels = spec.shape
     if high % patch or wide % patch:
         raise UserError(f"model.options: patch={patch} does not divide images of {high}x{wide}: choose another")
-    if width % heads:
-        raise UserError(f"model.options: width={width} is not a multiple of heads={heads}")
+    parts.divides(width, heads)
     image = keras.Input(spec.shape, dtype=spec.dtype, name="image")
     x = parts.scaled(spec, centred=True)(image)
     rows, columns = high // patch, wide // patch
