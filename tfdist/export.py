@@ -104,7 +104,15 @@ def _make(asked: finished.Wanted, experiment: config.Experiment) -> _Made:
         tensor = keras.tree.flatten(model.inputs)[0]
         classes = model.output_shape[-1] if _classifies(model) else None
         of_file = catalog.Spec(tuple(tensor.shape[1:]), tensor.dtype, classes, 255.0)
-        return _Made(model, experiment, of_file, str(asked.path), _invented(model, of_file), "made", None)
+        examples = _invented(model, of_file)
+        try:
+            model(examples, training=False)
+        except Exception as error:  # whatever a layer raises that takes some values alone
+            raise UserError(
+                f"--model={asked.path} cannot be checked on made examples ({finished.line(error)}): "
+                "give the --workdir of its run"
+            ) from error
+        return _Made(model, experiment, of_file, str(asked.path), examples, "made", None)
     spec: Any = described.read(asked.path)
     loaded: Any = None
     try:
@@ -161,12 +169,15 @@ def _invented(model: Any, spec: Any) -> Any:
     import numpy as np
 
     draw = np.random.default_rng(0)
+    # Numbers that all embeddings know, of however many things.
+    known = [layer.input_dim for layer in model._flatten_layers() if isinstance(layer, keras.layers.Embedding)]
+    end = min([max(1, int(min(spec.maximum, 255))) + 1, *known])
 
     def one(tensor: Any) -> Any:
         shape = [EXAMPLES, *(side or 4 for side in tensor.shape[1:])]
         kind = np.dtype(tensor.dtype.as_numpy_dtype)
         if np.issubdtype(kind, np.integer):
-            return draw.integers(0, max(2, int(min(spec.maximum, 255)) + 1), shape).astype(kind)
+            return draw.integers(0, end, shape).astype(kind)
         return draw.normal(size=shape).astype(kind)
 
     from tfdist import serving
@@ -188,6 +199,7 @@ def _write(made: _Made, name: str, path: pathlib.Path) -> dict[str, Any]:
     """Writes one format and makes sure of it; returns what `export.json` tells of it."""
     import keras
     import numpy as np
+    import tensorflow as tf
 
     from tfdist import converting, serving
 
@@ -202,13 +214,15 @@ def _write(made: _Made, name: str, path: pathlib.Path) -> dict[str, Any]:
 
             outputs = model(made.examples, training=False)
             logits = not (hasattr(outputs, "numpy") and quality.look_like_probabilities(outputs.numpy()))
-        servable = serving.Servable(model, made.spec, logits, made.experiment.data.resize)
+        data = made.experiment.data
+        servable = serving.Servable(model, made.spec, logits, data.resize, data.name.startswith("image_folder:"))
         functions = serving.save(servable, str(path))
         for number, (signature, given) in enumerate(serving.trials(servable, made.examples).items()):
-            found = functions[signature].python_function(*given.values())
+            function = functions[signature]
+            found = function.python_function(*(tf.constant(given[s.name], s.dtype) for s in function.input_signature))
             trials |= _named(f"{number}/{signature}", given, {k: v.numpy() for k, v in found.items()})
         told = {"signatures": {key: serving.signature(function) for key, function in functions.items()}}
-        half = model.compute_dtype in ("float16", "bfloat16") or "mixed" in made.experiment.train.precision
+        half = any(layer.compute_dtype in ("float16", "bfloat16") for layer in model._flatten_layers())
     else:
         flat, half = keras.tree.flatten(inputs), False
         given = {spec.name: np.asarray(a) for spec, a in zip(flat, keras.tree.flatten(made.examples))}

@@ -140,7 +140,7 @@ def load(path: pathlib.Path) -> Any:
         return model
     except Exception as error:  # Keras' and those of zip and HDF5 readers
         raise UserError(
-            f"--model={path} cannot be loaded ({_line(error)}): it must be a whole .keras file of registered layers; "
+            f"--model={path} cannot be loaded ({line(error)}): it must be a whole .keras file of registered layers; "
             "for a run with code of its own, give its --workdir"
         ) from error
 
@@ -203,7 +203,7 @@ def _of_file(wanted: Wanted, plain: Any) -> Weights:
         plain.load_weights(path)
     except Exception as error:  # Keras' and those of zip and HDF5 readers
         raise UserError(
-            f"{path} does not fit the model that {plain.name!r} is now ({_line(error)}): "
+            f"{path} does not fit the model that {plain.name!r} is now ({line(error)}): "
             f"bring back the code that it was trained with, or use --model={path}"
         ) from error
     if history.fingerprint(plain)[0] != expected:
@@ -261,9 +261,10 @@ def _read(path: pathlib.Path, say: Callable[[str], None]) -> tuple[dict, dict] |
         checkpoint.verify(path)
         return checkpoint.read_state(path), state.read(str(path / checkpoint.TENSORS))
     except (DamagedError, tf.errors.OpError, IndexError, ValueError, OSError) as error:
-        say(f"WARNING: checkpoint {path} is not used: {_line(error)}")
+        say(f"WARNING: checkpoint {path} is not used: {line(error)}")
         return None
 
 
-def _line(error: BaseException) -> str:
+def line(error: BaseException) -> str:
+    """What an error of another library says, in one line."""
     return " ".join(str(error).split())[:200] or type(error).__name__
