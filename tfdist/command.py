@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -114,6 +115,12 @@ def main(
         sys.exit(2)
     except TrainingError as error:
         print(f"tfdist: failed: {error}", file=sys.stderr)
+        sys.exit(1)
+    except BrokenPipeError:
+        # Whoever reads has had enough, as `head` does; nothing may be flushed into that pipe at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        with contextlib.suppress(BrokenPipeError):
+            print("tfdist: failed: standard output was closed before the end", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         print(f"tfdist: {interrupted}", file=sys.stderr)

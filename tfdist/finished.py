@@ -108,6 +108,13 @@ def experiment(wanted: Wanted) -> config.Experiment:
     return validation.validate(found)
 
 
+def other_data(wanted: Wanted) -> bool:
+    """Whether a data set is asked for that is not the one of the run."""
+    name = wanted.changes.get("config.data.name")
+    recorded = RunFolder(str(wanted.path), writes=False).earlier() or {}
+    return name is not None and (bool(wanted.model) or name != recorded.get("data", {}).get("name"))
+
+
 def same(told: dict[str, Any]) -> config.Experiment:
     """An experiment from its fields, `dataclasses.asdict`."""
     return _made(config.Experiment, told, "the experiment")
