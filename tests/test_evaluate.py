@@ -195,6 +195,8 @@ SPOILT = [
     (lambda f: edited(f / "experiment.json", model={"name": "mlp"}), "", "model.keras does not fit the model that"),
     (lambda f: edited(f / "experiment.json", model={"name": "mlp"}), "latest", "the checkpoint is of another model"),
     (lambda f: edited(f / "experiment.json", colour="red"), "", "experiment.json has a field 'colour', which this tfdist does not know"),
+    (lambda f: edited(f / "experiment.json", train=5), "", "experiment.json has train=5, which it cannot have been written with: copy it back"),
+    (lambda f: edited(f / "experiment.json", seed="x"), "", "experiment.json has seed='x', which it cannot have been written with"),
     (lambda f: (f / "experiment.json").write_text("{"), "", "holds no run (no experiment.json that can be read): check the path"),
 ]  # fmt: skip
 

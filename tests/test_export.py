@@ -397,4 +397,4 @@ def test_help(run, tmp_path):
     flags = done.stdout[done.stdout.index("flags:") :]
     for name in ("workdir", "model", "checkpoint", "output", "formats"):
         assert f"  --{name}: " in flags
-    assert all(len(line) <= 80 for line in flags.splitlines())
+    assert all(len(line) <= 80 for line in done.stdout.splitlines())

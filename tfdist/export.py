@@ -1,6 +1,6 @@
-"""Exports a trained model: `python -m tfdist.export --workdir=runs/digits --output=exported`.
+"""Exports a model: `python -m tfdist.export --workdir=runs/digits --output=out`.
 
-`exported/` gets `saved_model/` (for TensorFlow Serving; it takes raw inputs,
+`out/` gets `saved_model/` (for TensorFlow Serving; it takes raw inputs,
 pictures also as JPEG or PNG bytes), and with
 `--formats=saved_model,onnx,litert` also `model.onnx` and `model.tflite`, which
 take what the model takes and are float32. Each is loaded by its own runtime in

@@ -127,6 +127,9 @@ def _made(kind: Any, fields: dict[str, Any], what: str) -> Any:
         if not hasattr(made, name):
             raise UserError(f"{what} has a field {name!r}, which this tfdist does not know: use the version of the run")
         inner = getattr(made, name)
+        kind = dict if dataclasses.is_dataclass(inner) else str if isinstance(inner, str) else (int, float)
+        if not isinstance(value, kind):
+            raise UserError(f"{what} has {name}={value!r}, which it cannot have been written with: copy it back")
         setattr(made, name, _made(type(inner), value, what) if dataclasses.is_dataclass(inner) else value)
     return made
 
