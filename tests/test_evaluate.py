@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import types
+import warnings
 
 import keras
 import numpy as np
@@ -301,6 +302,17 @@ def test_a_file_of_keras_that_does_not_fit(connect, tmp_path):
 
     with pytest.raises(UserError, match="was saved without a loss and metrics: compile the model before it is saved"):
         scoring.for_own_loss(loaded, None, "m.keras")
+
+
+def test_a_file_whose_optimizer_is_another_one(tmp_path):
+    """Which nobody is told, as nothing is going to be updated."""
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    model.compile("adam", "mse")
+    model.optimizer.build(model.trainable_variables[:1])
+    model.save(tmp_path / "m.keras")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        finished.load(tmp_path / "m.keras")
 
 
 def test_a_file_that_holds_code_is_not_loaded(tmp_path):

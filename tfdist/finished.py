@@ -7,10 +7,12 @@ may be looked at while it goes on.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import pathlib
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tfdist import checkpoint, config, validation
@@ -143,10 +145,11 @@ def load(path: pathlib.Path) -> Any:
     import keras
 
     try:
-        model = keras.saving.load_model(path, safe_mode=True)
-        if any(v.dtype == "float64" for v in model.weights) and keras.config.floatx() != "float64":
-            keras.config.set_floatx("float64")  # its loss and metrics are made with it
+        with _optimizer_left_out():
             model = keras.saving.load_model(path, safe_mode=True)
+            if any(v.dtype == "float64" for v in model.weights) and keras.config.floatx() != "float64":
+                keras.config.set_floatx("float64")  # its loss and metrics are made with it
+                model = keras.saving.load_model(path, safe_mode=True)
         return model
     except Exception as error:  # Keras' and those of zip and HDF5 readers
         raise UserError(
@@ -210,7 +213,8 @@ def _of_file(wanted: Wanted, plain: Any) -> Weights:
             f"use --checkpoint=latest, or --model={path} for that file as it is"
         )
     try:
-        plain.load_weights(path)
+        with _optimizer_left_out():
+            plain.load_weights(path)
     except Exception as error:  # Keras' and those of zip and HDF5 readers
         raise UserError(
             f"{path} does not fit the model that {plain.name!r} is now ({line(error)}): "
@@ -273,6 +277,14 @@ def _read(path: pathlib.Path, say: Callable[[str], None]) -> tuple[dict, dict] |
     except (DamagedError, tf.errors.OpError, IndexError, ValueError, OSError) as error:
         say(f"WARNING: checkpoint {path} is not used: {line(error)}")
         return None
+
+
+@contextlib.contextmanager
+def _optimizer_left_out() -> Iterator[None]:
+    """Without Keras' warning that an optimizer is another one: nothing is going to be updated."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Skipping variable loading for optimizer")
+        yield
 
 
 def line(error: BaseException) -> str:
