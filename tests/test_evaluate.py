@@ -304,6 +304,33 @@ def test_a_file_of_keras_that_does_not_fit(connect, tmp_path):
         scoring.for_own_loss(loaded, None, "m.keras")
 
 
+@pytest.mark.parametrize(
+    "loss, rows",
+    [
+        (keras.losses.CategoricalFocalCrossentropy(), True),
+        ("CategoricalCrossentropy", True),
+        ("kl_divergence", True),
+        ("mse", True),
+        ("sparse_categorical_crossentropy", False),
+        (lambda y, p: p[:, 0], False),
+        (["mse"], False),
+    ],
+)
+def test_the_loss_of_a_file_says_what_targets_it_wants(loss, rows):
+    from tfdist import scoring
+    from tfdist.data import Arrays
+    from tfdist.datasets.catalog import Loaded
+
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, activation="softmax")])
+    model.compile("sgd", loss)
+    y = np.array([0, 2], "int32")
+    source = Arrays((np.zeros((2, 4), "float32"), y))
+    found = scoring.for_own_loss(model, Loaded(source, source, 2, spec(shape=(4,), classes=3)), "m.keras").eval.columns[
+        1
+    ]
+    np.testing.assert_array_equal(found, np.eye(3)[y] if rows else y)
+
+
 def test_a_file_whose_optimizer_is_another_one(tmp_path):
     """Which nobody is told, as nothing is going to be updated."""
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])

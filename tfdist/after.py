@@ -282,6 +282,17 @@ def from_logits(model: Any, from_file: bool) -> bool | None:
     return getattr(model.loss, "from_logits", None)
 
 
+def loss_name(model: Any) -> str:
+    """Of the one loss of Keras that a model brings, in whatever way: `categoricalcrossentropy`, say; else nothing."""
+    import keras
+
+    if not model.compiled or model.loss is None or isinstance(model.loss, (dict, list, tuple)):
+        return ""
+    loss = keras.losses.get(model.loss)
+    loss = type(loss) if isinstance(loss, keras.losses.Loss) else loss
+    return loss.__name__.replace("_", "").lower() if loss.__module__.startswith("keras.") else ""
+
+
 def to_stdout(line: str) -> None:
     """Shows a line to a person."""
     print(f"tfdist: {line}", flush=True)

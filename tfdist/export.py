@@ -40,6 +40,7 @@ TOLERANCES = {"saved_model": 1e-5, "onnx": 1e-4, "litert": 1e-4}
 """Largest difference that is put down to rounding, relative to the largest output if that is above 1."""
 HALF = 2e-2
 """Likewise for models that compute in half precision, which round differently in another graph."""
+_CLASSIFYING = ("categoricalcrossentropy", "sparsecategoricalcrossentropy", "categoricalfocalcrossentropy")
 _TIME_LIMIT_S = 600.0
 
 
@@ -136,10 +137,7 @@ def _make(asked: finished.Wanted, experiment: config.Experiment) -> _Made:
 
 
 def _classifies(model: Any) -> bool:
-    import keras
-
-    losses = (keras.losses.CategoricalCrossentropy, keras.losses.SparseCategoricalCrossentropy)
-    return model.compiled and isinstance(model.loss, losses) and isinstance(model.output_shape, tuple)
+    return after.loss_name(model) in _CLASSIFYING and isinstance(model.output_shape, tuple)
 
 
 def _first(source: Any) -> Any:
