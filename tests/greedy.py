@@ -54,6 +54,13 @@ class Stuck(Greedy):
         return x + tf.cast(same, x.dtype)
 
 
+class Faulty(Greedy):
+    """Has a mistake in it."""
+
+    def call(self, x, training=False):
+        raise ValueError("a mistake")
+
+
 def model(spec, most, after=0, kind="Greedy"):
     layers = [keras.Input(spec.shape), globals()[kind](most, after), keras.layers.Flatten()]
     return keras.Sequential([*layers, keras.layers.Dense(spec.classes)])

@@ -56,12 +56,6 @@ def test_killed_by_the_kernel_is_too_much(find):
     assert find(most=40, kind="Fatal").share == 32  # 32 do, 64 and 48 do not
 
 
-@pytest.mark.faults
-def test_all_the_data_is_enough(find):
-    found = find(most=1000)
-    assert found.share == 400 and found.why.endswith("all there are")
-
-
 def test_in_time_with_what_was_known_or_with_an_error(find, monkeypatch):
     monkeypatch.setattr(batch_finder, "LIMIT_S", 1.0)
     with pytest.raises(
@@ -84,6 +78,15 @@ def test_not_even_one(find, monkeypatch):
 def test_an_error_of_the_experiment_is_told(find):
     with pytest.raises(UserError, match=r"model.options: greedy:model takes no such arguments"):
         find(most="3, depth=7")
+
+
+def test_what_has_nothing_to_do_with_memory(find):
+    with pytest.raises(
+        UserError, match=r"auto: trying it ended with ValueError: .*Faulty.*: give a number, and the run"
+    ):
+        find(most=0, kind="Faulty")
+    answer = batch_finder._understood([], -6, False)
+    assert answer.end == "its process ended with code -6 before it had tried one"
 
 
 @pytest.mark.parametrize(
@@ -116,14 +119,15 @@ def numbers(tmp_path):
 
 
 def test_a_run_takes_it_and_keeps_it(run, tmp_path):
-    done = run("tfdist.train", *FLAGS, path=HERE)
+    flags = [flag.replace("examples=400", "examples=40") for flag in FLAGS]
+    done = run("tfdist.train", *flags, path=HERE)
     assert done.returncode == 0, done.stderr
-    assert "tfdist: train.batch_size=96: 96 examples per replica fit in " in done.stdout
-    assert numbers(tmp_path) == (96, 96)
-    again = run("tfdist.train", *FLAGS, path=HERE)  # and the model has become smaller, say
+    assert "tfdist: train.batch_size=40: 40 examples per replica fit in " in done.stdout
+    assert " GB, all there are\n" in done.stdout and numbers(tmp_path) == (40, 40)
+    # Now the model has become smaller, say.
+    again = run("tfdist.train", *flags[:-1], "--config.train.batch_size", "auto", "--dry_run", path=HERE)
     assert again.returncode == 0, again.stderr
-    assert "tfdist: train.batch_size=96, as the run before has found" in again.stdout
-    assert numbers(tmp_path) == (96, 96)
+    assert "tfdist: train.batch_size=40, as the run before has found" in again.stdout
 
 
 @pytest.mark.faults

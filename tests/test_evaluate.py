@@ -12,8 +12,10 @@ import re
 import select
 import shutil
 import signal
+import subprocess
 import sys
 import types
+import warnings
 
 import keras
 import numpy as np
@@ -194,6 +196,8 @@ SPOILT = [
     (lambda f: edited(f / "experiment.json", model={"name": "mlp"}), "", "model.keras does not fit the model that"),
     (lambda f: edited(f / "experiment.json", model={"name": "mlp"}), "latest", "the checkpoint is of another model"),
     (lambda f: edited(f / "experiment.json", colour="red"), "", "experiment.json has a field 'colour', which this tfdist does not know"),
+    (lambda f: edited(f / "experiment.json", train=5), "", "experiment.json has train=5, which it cannot have been written with: copy it back"),
+    (lambda f: edited(f / "experiment.json", seed="x"), "", "experiment.json has seed='x', which it cannot have been written with"),
     (lambda f: (f / "experiment.json").write_text("{"), "", "holds no run (no experiment.json that can be read): check the path"),
 ]  # fmt: skip
 
@@ -248,7 +252,7 @@ def test_a_table_with_other_statistics():
 
 
 def test_new_rows_of_a_table(run, tmp_path, monkeypatch):
-    """By the statistics of the training, without a target."""
+    """By the statistics of the training: predicted without a target, and measured with it."""
     from tfdist.datasets.catalog import Spec
     from tfdist.datasets.columns import Column
 
@@ -263,6 +267,7 @@ def model(spec):
     monkeypatch.syspath_prepend(str(tmp_path))
     e = config.Experiment()
     e.name, e.data.name, e.data.options, e.model.name = "table", "csv:gone.csv", "target=pay", "mine:model"
+    e.train.label_smoothing = 0.0
     table = Spec((1,), "float32", None, 1.0, (), (Column("age", "number", 40.0, 10.0),), Column("pay", "number"))
     made_run(tmp_path, e, importlib.import_module("mine").model(table), table)
     monkeypatch.delitem(sys.modules, "mine")
@@ -270,15 +275,21 @@ def model(spec):
     done = run("tfdist.predict", "--workdir=.", "--config.data.name=csv:new.csv", "--output=p.csv")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "p.csv").read_text() == "number,output\n0,1.0\n1,0.0\n2,-0.5\n"
+    (tmp_path / "paid.csv").write_text("name,age,pay\nann,50,2\nbob,,0\ncyd,35,-1.5\n")
+    done = run("tfdist.evaluate", "--workdir=.", "--config.data.name=csv:paid.csv", "--output=-")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["examples"] == 3 and found["evaluation"] == pytest.approx({"loss": 2 / 3, "mae": 2 / 3})
+    assert ".keras on csv:paid.csv, train, 3 examples: loss " in done.stderr
     asked = dataclasses.replace(wanted(tmp_path), changes={"config.data.eval_split": "x"})
     e.data.name = "digits"
     with pytest.raises(
         UserError, match=r"data.name='digits' is no table, and the model was trained on one: give csv:PATH"
     ):
-        after_lib.new_rows(e, table, asked)
+        after_lib.new_rows(e, table, asked, True, print)
     e.data.name = "csv:new.csv"
-    with pytest.raises(UserError, match=r"all rows of another table are predicted: leave out --config.data.eval_split"):
-        after_lib.new_rows(e, table, asked)
+    with pytest.raises(UserError, match=r"all rows of another table are taken: leave out --config.data.eval_split"):
+        after_lib.new_rows(e, table, asked, True, print)
 
 
 def test_a_file_of_keras_that_does_not_fit(connect, tmp_path):
@@ -291,6 +302,44 @@ def test_a_file_of_keras_that_does_not_fit(connect, tmp_path):
 
     with pytest.raises(UserError, match="was saved without a loss and metrics: compile the model before it is saved"):
         scoring.for_own_loss(loaded, None, "m.keras")
+
+
+@pytest.mark.parametrize(
+    "loss, rows",
+    [
+        (keras.losses.CategoricalFocalCrossentropy(), True),
+        ("CategoricalCrossentropy", True),
+        ("kl_divergence", True),
+        ("mse", True),
+        ("sparse_categorical_crossentropy", False),
+        (lambda y, p: p[:, 0], False),
+        (["mse"], False),
+    ],
+)
+def test_the_loss_of_a_file_says_what_targets_it_wants(loss, rows):
+    from tfdist import scoring
+    from tfdist.data import Arrays
+    from tfdist.datasets.catalog import Loaded
+
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, activation="softmax")])
+    model.compile("sgd", loss)
+    y = np.array([0, 2], "int32")
+    source = Arrays((np.zeros((2, 4), "float32"), y))
+    found = scoring.for_own_loss(model, Loaded(source, source, 2, spec(shape=(4,), classes=3)), "m.keras").eval.columns[
+        1
+    ]
+    np.testing.assert_array_equal(found, np.eye(3)[y] if rows else y)
+
+
+def test_a_file_whose_optimizer_is_another_one(tmp_path):
+    """Which nobody is told, as nothing is going to be updated."""
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    model.compile("adam", "mse")
+    model.optimizer.build(model.trainable_variables[:1])
+    model.save(tmp_path / "m.keras")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        finished.load(tmp_path / "m.keras")
 
 
 def test_a_file_that_holds_code_is_not_loaded(tmp_path):
@@ -365,6 +414,8 @@ def test_an_output_is_whole_or_not_there(tmp_path):
         output_file.OutputFile(str(path)).check()
     with pytest.raises(UserError, match="is a folder: give the name of a file"):
         output_file.OutputFile(str(tmp_path)).check()
+    with pytest.raises(UserError, match="/dev/null is no ordinary file: give another name, or - for standard output"):
+        output_file.OutputFile("/dev/null", overwrite=True).check()
     with pytest.raises(UserError, match="none is no folder: choose another one, or make it first"):
         output_file.OutputFile(str(tmp_path / "none" / "x.csv")).check()
 
@@ -463,6 +514,16 @@ def test_help(name, run, tmp_path):
     assert all(len(line) <= 80 for line in flags.splitlines() if "default_config.py" not in line)
     for flag in ("resume", "profile", "dry_run"):
         assert f"--{flag}" not in flags and f"]{flag}" not in flags
+
+
+def test_whoever_reads_has_had_enough():
+    """One line, and nothing at exit."""
+    code = "from tfdist import after, command; command.main(lambda _: after.to_stdout('x'), command.parse_own)"
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([sys.executable, "-c", code], stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "tfdist: failed: standard output was closed before the end\n")
 
 
 def test_the_functions_keep_their_names(run, tmp_path):

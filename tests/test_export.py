@@ -101,12 +101,32 @@ def test_pictures_of_another_size_are_resized_as_the_pipeline_does(tmp_path):
         assert answer["classes"].numpy()[0].decode() == PICTURES.names[int(expected.argmax())]
 
 
+@pytest.mark.parametrize("policy", ["crop", "pad", "stretch"])
+def test_pictures_are_decoded_as_those_of_an_image_folder(policy):
+    """JPEGs at the ratio that the pipeline chooses by their sizes, others whole."""
+    from tfdist import augment, images
+
+    draw, decode = np.random.default_rng(0), images.shrinking((8, 8), policy)
+    sizes = np.array([(8, 8), (16, 40), (31, 200), (32, 32), (70, 64), (5, 90), (15, 15)])
+    for size in sizes:
+        picture = draw.integers(0, 256, (*size, 3)).astype("uint8")
+        text = tf.io.encode_jpeg(picture)
+        (way,) = images.ways(["jpeg"], size[None], (8, 8), policy)
+        expected = images.decoder([way])(text, 0)
+        assert decode(text).shape == expected.shape
+        np.testing.assert_array_equal(decode(text), expected)
+        np.testing.assert_array_equal(decode(tf.io.encode_png(picture)), picture)
+    spec = Spec((8, 8, 3), "uint8", 3, 255.0)
+    small = serving.Servable(picture_model(spec), spec, True, policy, shrink=True).decoded(tf.stack([text]))
+    np.testing.assert_array_equal(small[0], augment.resize(expected, (8, 8), policy))
+
+
 def test_columns_of_a_table_as_they_stand_in_it(tmp_path):
     """Against NumPy: standardised, a missing number the mean, text that training has not seen 0."""
     columns = (
         Column("hours per week", "number", 40.0, 10.0),
         Column("sex", "category", vocabulary=("f", "m")),
-        Column("age", "number", 50.0, 20.0),
+        Column("time", "number", 1.6e9, 100.0),  # which float32 knows to two minutes
     )
     spec = Spec((3,), "float32", 2, 1.0, ("no", "yes"), columns)
     keras.utils.set_random_seed(0)
@@ -118,7 +138,7 @@ def test_columns_of_a_table_as_they_stand_in_it(tmp_path):
     answer = signatures["serving_default"](
         hours_per_week=tf.constant([30.0, 60.0, np.nan]),
         sex=tf.constant(["m", "f", "x"]),
-        age=tf.constant([70.0, np.nan, 10.0]),
+        time=tf.constant([1.6e9 + 100, np.nan, 1.6e9 - 200], tf.float64),
     )
     inputs = {"numbers": np.float32([[-1, 1], [2, 0], [0, -2]]), "categories": np.int32([[2], [1], [0]])}
     expected = model(inputs).numpy()
@@ -141,6 +161,27 @@ def test_outputs_that_are_no_classes(tmp_path):
         image=tf.ones((2, 4)), extra=tf.ones((2, 3))
     )
     assert {name: value.shape for name, value in answer.items()} == {"kind": (2, 2), "size": (2, 3)}
+
+
+def test_classes_that_rounding_decides_between():
+    """Scores of half precision are often equal; another class counts as much as its probability is less."""
+    from tfdist.export_check import of_classes
+
+    expected = {
+        "class_ids": np.array([0, 1]),
+        "classes": np.array([b"ant", b"bee"]),
+        "probabilities": np.float32([[0.5, 0.5], [0.25, 0.75]]),
+    }
+    got = expected | {"class_ids": np.array([1, 1]), "classes": np.array([b"bee", b"bee"], object)}
+    assert of_classes(expected, expected) == of_classes(got, expected) == 0
+    assert of_classes(expected | {"class_ids": np.array([0, 0])}, expected) == np.inf  # its name is another one
+    got = expected | {"class_ids": np.array([0, 0]), "classes": np.array([b"ant", b"ant"])}
+    assert of_classes(got, expected) == 0.5
+    # The last bit of a logit is so much of a probability.
+    expected |= {"logits": np.float32([[40, 40], [30, 40]])}
+    got = expected | {"probabilities": expected["probabilities"] + np.float32(0.1)}
+    assert of_classes(got, expected) == pytest.approx(0.1 / 40)
+    assert of_classes(expected | {"logits": expected["logits"] + 4}, expected) == pytest.approx(0.1)
 
 
 # -- the command, in this process -------------------------------------------
@@ -177,7 +218,7 @@ def test_other_precisions(precision, tmp_path, capsys):
     np.testing.assert_allclose(got, model(x).numpy(), atol=1e-5 if precision == "float64" else 2e-2)
 
 
-def test_a_file_of_keras(tmp_path):
+def test_a_file_of_keras(tmp_path, monkeypatch):
     model = picture_model()
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     model.save(tmp_path / "m.keras")
@@ -191,11 +232,52 @@ def test_a_file_of_keras(tmp_path):
 
     keras.config.set_dtype_policy("mixed_bfloat16")
     picture_model().save(tmp_path / "m.keras")
+    keras.config.set_dtype_policy("float32")
+    monkeypatch.setattr(export, "_difference", lambda *_: 0.0)
+    export.export(asked, ["saved_model"], tmp_path / "half", False)
+    kind = json.loads((tmp_path / "half" / "export.json").read_text())["formats"]["saved_model"]
+    assert kind["tolerance"] == export.HALF
     with pytest.raises(
         UserError, match=r"m.keras does not compute in float32, as onnx does: give the --workdir of its run"
     ):
         export.export(asked, ["onnx"], tmp_path / "other", False)
-    assert {p.name for p in tmp_path.iterdir()} == {"m.keras", "out"}
+    assert {p.name for p in tmp_path.iterdir()} == {"m.keras", "out", "half"}
+
+
+def test_a_table(tmp_path):
+    """As the command writes it, with texts to look up; and from the file alone, on numbers that its embedding knows."""
+    columns = (Column("age", "number", 40.0, 10.0), Column("sex", "category", vocabulary=("f", "m")))
+    spec = Spec((2,), "float32", 2, 1.0, ("no", "yes"), columns, Column("pays", "category", vocabulary=("no", "yes")))
+    e = config.Experiment()
+    e.name, e.data.name, e.data.options, e.model.name = "table", "csv:gone.csv", "target=pays", "table_mlp"
+    keras.utils.set_random_seed(0)
+    model = models.build(e, spec)
+    made_run(tmp_path, e, model, spec)
+    told = exported(finished.Wanted(str(tmp_path), "", "", config.Experiment(), {}), tmp_path, "saved_model")
+    assert told["formats"]["saved_model"]["signatures"]["serving_default"]["inputs"] == {
+        "age": ["float32", [None]],
+        "sex": ["string", [None]],
+    }
+    asked = finished.Wanted("", str(tmp_path / "model.keras"), "", config.Experiment(), {})
+    assert export._make(asked, config.Experiment()).examples["categories"].max() == 2
+
+
+class Own(keras.Model):
+    """A class of one's own, which has neither inputs nor outputs to look at."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = keras.Sequential([keras.layers.Rescaling(1 / 255), keras.layers.Flatten(), keras.layers.Dense(3)])
+
+    def call(self, x):
+        return self.inner(x)
+
+
+def test_a_class_of_ones_own(tmp_path):
+    model, x = Own(), tf.zeros((2, 8, 8, 1), tf.uint8)
+    model(x)
+    answer = saved(serving.Servable(model, PICTURES, True), tmp_path)["serving_default"](inputs=x)
+    assert set(answer) == {"class_ids", "classes", "probabilities", "logits"}
 
 
 def only_the_run(folder):
@@ -315,4 +397,4 @@ def test_help(run, tmp_path):
     flags = done.stdout[done.stdout.index("flags:") :]
     for name in ("workdir", "model", "checkpoint", "output", "formats"):
         assert f"  --{name}: " in flags
-    assert all(len(line) <= 80 for line in flags.splitlines())
+    assert all(len(line) <= 80 for line in done.stdout.splitlines())

@@ -1,12 +1,14 @@
 """Keras' private parts that tfdist leans on. A failure here says which of them moved, and why it matters."""
 
 import contextlib
+import gc
 
 import cases
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.framework.func_graph import FuncGraph
 
 import tfdist
 from tfdist import update
@@ -148,6 +150,18 @@ def test_an_all_reduce_in_a_forward_pass_is_traced_without_a_search(connect, mon
     mine, unsearched = slopes(quick=True)
     assert mine == plain == [36.0, 36.0]  # of (x1 + x2) ** 2 on both replicas, summed
     assert searched and not unsearched
+
+
+def test_nothing_keeps_the_graphs_of_a_fit(connect):
+    """TensorFlow enters the gradients of all-reduces into a registry for good, with the graph around them."""
+    graphs = lambda: (gc.collect(), sum(isinstance(o, FuncGraph) for o in gc.get_objects()))[1]
+    before = graphs()
+    case = next(c for c in cases.CASES if c.name == "batch norm, synchronized")
+    model = cases.build(case, connect(2), case.precision)
+    tfdist.fit(model, case.data(48), distribution=connect(2), batch_size=24, epochs=1, verbose=0)
+    assert graphs() > before
+    del model
+    assert graphs() == before
 
 
 def test_layers_are_named_alike_whenever_a_model_is_built():

@@ -96,7 +96,7 @@ def with_model(
       output: what the chief is going to write.
       say: shows a line to a person; the chief's alone.
       work: given the model, and what tells that it shall stop.
-      rows_alone: another table than that of the training may do without targets, and examples keep their names.
+      rows_alone: another table than that of the training does without targets, and examples keep their names.
 
     Returns:
       The exit code: 143 when a signal has ended it.
@@ -143,15 +143,16 @@ def _ready(asked: Wanted, found: config.Experiment | None, distribution: Any, sa
     # Only the chief needs the run folder; the others may be machines that do not have it.
     told = None if found is None else dataclasses.asdict(found)
     own = None if found is None or asked.model else described.read(asked.path)
-    told, spec_there = peers.gather("the run to look at", [told, own and described.plain(own)])[0]
+    other = found is not None and finished.other_data(asked)
+    told, spec_there, other = peers.gather("the run to look at", [told, own and described.plain(own), other])[0]
     experiment = finished.same(told)
     trained_for = described.made(spec_there) if spec_there else None
     say(f"strategy {distribution.name}, because {distribution.reason}")
     models.set_precision(experiment.train.precision)
     if rows_alone and experiment.data.cache == "auto" and experiment.data.name.startswith("image_folder:"):
         experiment.data.cache = "stream"  # in memory, images would have lost the names of their files
-    if rows_alone and trained_for and trained_for.columns and "config.data.name" in asked.changes:
-        data = new_rows(experiment, trained_for, asked)
+    if trained_for and trained_for.columns and other:
+        data = new_rows(experiment, trained_for, asked, rows_alone, say)
     else:
         data = peers.once(lambda: catalog.load(experiment, say=say))
     if trained_for:
@@ -168,8 +169,11 @@ def _ready(asked: Wanted, found: config.Experiment | None, distribution: Any, sa
     return Ready(model, False, experiment, data, distribution, share(model, distribution, weights))
 
 
-def new_rows(experiment: config.Experiment, spec: Any, asked: Wanted) -> Any:
-    """Another table than that of the training: all its rows, without targets, by the statistics of the training.
+def new_rows(experiment: config.Experiment, spec: Any, asked: Wanted, rows_alone: bool, say: Say) -> Any:
+    """Another table than that of the training: all its rows, by the statistics of the training.
+
+    Args:
+      rows_alone: without targets.
 
     Raises:
       UserError: it is no table, or lacks columns.
@@ -183,9 +187,14 @@ def new_rows(experiment: config.Experiment, spec: Any, asked: Wanted) -> Any:
             f"data.name={experiment.data.name!r} is no table, and the model was trained on one: give csv:PATH"
         )
     if "config.data.eval_split" in asked.changes:
-        raise UserError("all rows of another table are predicted: leave out --config.data.eval_split")
+        raise UserError("all rows of another table are taken: leave out --config.data.eval_split")
+    experiment.data.eval_split = "train"  # as a lone file is called; it is told to people
     options = fields.options("data.options", experiment.data.options)
-    rows = Arrays((tables.read_inputs(path, spec.columns, options),))
+    if rows_alone:
+        rows = Arrays((tables.read_inputs(path, spec.columns, options),))
+    else:
+        skip = experiment.data.broken == "skip"
+        rows = Arrays(tables.read_rows(path, spec.columns, spec.target, options, skip, say))
     return catalog.Loaded(rows, rows, rows.size, spec)
 
 
@@ -271,6 +280,17 @@ def from_logits(model: Any, from_file: bool) -> bool | None:
     if not model.compiled:
         return None if from_file else True
     return getattr(model.loss, "from_logits", None)
+
+
+def loss_name(model: Any) -> str:
+    """Of the one loss of Keras that a model brings, in whatever way: `categoricalcrossentropy`, say; else nothing."""
+    import keras
+
+    if not model.compiled or model.loss is None or isinstance(model.loss, (dict, list, tuple)):
+        return ""
+    loss = keras.losses.get(model.loss)
+    loss = type(loss) if isinstance(loss, keras.losses.Loss) else loss
+    return loss.__name__.replace("_", "").lower() if loss.__module__.startswith("keras.") else ""
 
 
 def to_stdout(line: str) -> None:

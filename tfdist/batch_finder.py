@@ -109,7 +109,7 @@ def find(experiment: config.Experiment, where: Environment, site: Any) -> Found:
     if not fits:
         if first.error:
             raise UserError(first.error)
-        why = f"{least} do not" if too_many else f"nothing was known after {limit:.0f} s"
+        why = f"{least} do not" if too_many else first.end or f"nothing was known after {limit:.0f} s"
         raise UserError(f"train.batch_size=auto: no batch fits ({why}): give a number, or use a smaller model")
     middle = (fits + too_many) // 2 // least * least
     if too_many and middle > fits:
@@ -148,6 +148,8 @@ class _Answer:
     ended: bool = False
     """It has come to the end of its sizes."""
     error: str = ""
+    end: str = ""
+    """How it ended, where nothing of that explains it."""
 
 
 def _ask(work: dict, environ: dict[str, str], seconds: float) -> _Answer:
@@ -186,8 +188,11 @@ def _understood(lines: Sequence[str], code: int, late: bool) -> _Answer:
             answer.ended = said.get("ended", answer.ended)
             if "fits" in said:
                 answer.fits, answer.peak, trying = said["fits"], said["peak"], 0
-    if code and trying and not late:  # killed, or it crashed: the kernel has found that it is too much
-        answer.too_many = answer.too_many or trying
+    if code and not late:
+        if trying:  # killed, or it crashed: the kernel has found that it is too much
+            answer.too_many = answer.too_many or trying
+        elif not answer.fits:
+            answer.end = f"its process ended with code {code} before it had tried one"
     return answer
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -16,7 +17,7 @@ from tfdist import config, environment, fields
 from tfdist.errors import TrainingError, UserError
 
 DEFAULT_CONFIG = os.path.join(os.path.dirname(__file__), "default_config.py")
-AUTO = "--config.train.batch_size=auto"
+_BATCH = "config.train.batch_size"
 OF_THE_ENVIRONMENT = tuple(f.name for f in dataclasses.fields(environment.Environment))
 
 
@@ -43,6 +44,16 @@ def _check_field(name: str) -> None:
         owner = getattr(owner, part)
 
 
+def _auto_as_number(argv: list[str]) -> None:
+    """Writes 0 for `train.batch_size=auto`, which config_flags knows as a whole number; it reads sys.argv besides."""
+    for i, argument in enumerate(argv):
+        name, _, value = argument.partition("=")
+        if name.startswith("-") and name.lstrip("-") == _BATCH and value == "auto":
+            argv[i] = f"{name}=0"
+        elif argument == "auto" and argv[i - 1].startswith("-") and argv[i - 1].lstrip("-") == _BATCH:
+            argv[i] = "0"
+
+
 def parse(argv: list[str], own: Sequence[str] = OF_THE_ENVIRONMENT) -> list[str]:
     """Parses the flags of a command that takes an experiment, each complaint a `UserError` of one line.
 
@@ -50,8 +61,7 @@ def parse(argv: list[str], own: Sequence[str] = OF_THE_ENVIRONMENT) -> list[str]
       own: names of its other flags, for `--help`.
     """
     _check_config_arguments(argv[1:])
-    if AUTO in argv:  # config_flags knows the field as a whole number, and reads sys.argv besides
-        argv[:] = [f"{AUTO.removesuffix('auto')}0" if argument == AUTO else argument for argument in argv]
+    _auto_as_number(argv)
     try:
         # The definition itself reads the command line, so it belongs to what can fail.
         config_flags.DEFINE_config_file("config", DEFAULT_CONFIG, "Experiment: a Python file with get_config().")
@@ -114,6 +124,12 @@ def main(
         sys.exit(2)
     except TrainingError as error:
         print(f"tfdist: failed: {error}", file=sys.stderr)
+        sys.exit(1)
+    except BrokenPipeError:
+        # Whoever reads has had enough, as `head` does; nothing may be flushed into that pipe at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        with contextlib.suppress(BrokenPipeError):
+            print("tfdist: failed: standard output was closed before the end", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         print(f"tfdist: {interrupted}", file=sys.stderr)

@@ -1,6 +1,6 @@
-"""Exports a trained model: `python -m tfdist.export --workdir=runs/digits --output=exported`.
+"""Exports a model: `python -m tfdist.export --workdir=runs/digits --output=out`.
 
-`exported/` gets `saved_model/` (for TensorFlow Serving; it takes raw inputs,
+`out/` gets `saved_model/` (for TensorFlow Serving; it takes raw inputs,
 pictures also as JPEG or PNG bytes), and with
 `--formats=saved_model,onnx,litert` also `model.onnx` and `model.tflite`, which
 take what the model takes and are float32. Each is loaded by its own runtime in
@@ -40,6 +40,7 @@ TOLERANCES = {"saved_model": 1e-5, "onnx": 1e-4, "litert": 1e-4}
 """Largest difference that is put down to rounding, relative to the largest output if that is above 1."""
 HALF = 2e-2
 """Likewise for models that compute in half precision, which round differently in another graph."""
+_CLASSIFYING = ("categoricalcrossentropy", "sparsecategoricalcrossentropy", "categoricalfocalcrossentropy")
 _TIME_LIMIT_S = 600.0
 
 
@@ -104,7 +105,15 @@ def _make(asked: finished.Wanted, experiment: config.Experiment) -> _Made:
         tensor = keras.tree.flatten(model.inputs)[0]
         classes = model.output_shape[-1] if _classifies(model) else None
         of_file = catalog.Spec(tuple(tensor.shape[1:]), tensor.dtype, classes, 255.0)
-        return _Made(model, experiment, of_file, str(asked.path), _invented(model, of_file), "made", None)
+        examples = _invented(model, of_file)
+        try:
+            model(examples, training=False)
+        except Exception as error:  # whatever a layer raises that takes some values alone
+            raise UserError(
+                f"--model={asked.path} cannot be checked on made examples ({finished.line(error)}): "
+                "give the --workdir of its run"
+            ) from error
+        return _Made(model, experiment, of_file, str(asked.path), examples, "made", None)
     spec: Any = described.read(asked.path)
     loaded: Any = None
     try:
@@ -129,10 +138,7 @@ def _make(asked: finished.Wanted, experiment: config.Experiment) -> _Made:
 
 
 def _classifies(model: Any) -> bool:
-    import keras
-
-    losses = (keras.losses.CategoricalCrossentropy, keras.losses.SparseCategoricalCrossentropy)
-    return model.compiled and isinstance(model.loss, losses) and isinstance(model.output_shape, tuple)
+    return after.loss_name(model) in _CLASSIFYING and isinstance(model.output_shape, tuple)
 
 
 def _first(source: Any) -> Any:
@@ -162,12 +168,15 @@ def _invented(model: Any, spec: Any) -> Any:
     import numpy as np
 
     draw = np.random.default_rng(0)
+    # Numbers that all embeddings know, of however many things.
+    known = [layer.input_dim for layer in model._flatten_layers() if isinstance(layer, keras.layers.Embedding)]
+    end = min([max(1, int(min(spec.maximum, 255))) + 1, *known])
 
     def one(tensor: Any) -> Any:
         shape = [EXAMPLES, *(side or 4 for side in tensor.shape[1:])]
         kind = np.dtype(tensor.dtype.as_numpy_dtype)
         if np.issubdtype(kind, np.integer):
-            return draw.integers(0, max(2, int(min(spec.maximum, 255)) + 1), shape).astype(kind)
+            return draw.integers(0, end, shape).astype(kind)
         return draw.normal(size=shape).astype(kind)
 
     from tfdist import serving
@@ -189,6 +198,7 @@ def _write(made: _Made, name: str, path: pathlib.Path) -> dict[str, Any]:
     """Writes one format and makes sure of it; returns what `export.json` tells of it."""
     import keras
     import numpy as np
+    import tensorflow as tf
 
     from tfdist import converting, serving
 
@@ -203,13 +213,15 @@ def _write(made: _Made, name: str, path: pathlib.Path) -> dict[str, Any]:
 
             outputs = model(made.examples, training=False)
             logits = not (hasattr(outputs, "numpy") and quality.look_like_probabilities(outputs.numpy()))
-        servable = serving.Servable(model, made.spec, logits, made.experiment.data.resize)
+        data = made.experiment.data
+        servable = serving.Servable(model, made.spec, logits, data.resize, data.name.startswith("image_folder:"))
         functions = serving.save(servable, str(path))
         for number, (signature, given) in enumerate(serving.trials(servable, made.examples).items()):
-            found = functions[signature].python_function(*given.values())
+            function = functions[signature]
+            found = function.python_function(*(tf.constant(given[s.name], s.dtype) for s in function.input_signature))
             trials |= _named(f"{number}/{signature}", given, {k: v.numpy() for k, v in found.items()})
         told = {"signatures": {key: serving.signature(function) for key, function in functions.items()}}
-        half = model.compute_dtype in ("float16", "bfloat16") or "mixed" in made.experiment.train.precision
+        half = any(layer.compute_dtype in ("float16", "bfloat16") for layer in model._flatten_layers())
     else:
         flat, half = keras.tree.flatten(inputs), False
         given = {spec.name: np.asarray(a) for spec, a in zip(flat, keras.tree.flatten(made.examples))}

@@ -7,10 +7,12 @@ may be looked at while it goes on.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import pathlib
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tfdist import checkpoint, config, validation
@@ -108,6 +110,13 @@ def experiment(wanted: Wanted) -> config.Experiment:
     return validation.validate(found)
 
 
+def other_data(wanted: Wanted) -> bool:
+    """Whether a data set is asked for that is not the one of the run."""
+    name = wanted.changes.get("config.data.name")
+    recorded = RunFolder(str(wanted.path), writes=False).earlier() or {}
+    return name is not None and (bool(wanted.model) or name != recorded.get("data", {}).get("name"))
+
+
 def same(told: dict[str, Any]) -> config.Experiment:
     """An experiment from its fields, `dataclasses.asdict`."""
     return _made(config.Experiment, told, "the experiment")
@@ -120,6 +129,9 @@ def _made(kind: Any, fields: dict[str, Any], what: str) -> Any:
         if not hasattr(made, name):
             raise UserError(f"{what} has a field {name!r}, which this tfdist does not know: use the version of the run")
         inner = getattr(made, name)
+        kind = dict if dataclasses.is_dataclass(inner) else str if isinstance(inner, str) else (int, float)
+        if not isinstance(value, kind):
+            raise UserError(f"{what} has {name}={value!r}, which it cannot have been written with: copy it back")
         setattr(made, name, _made(type(inner), value, what) if dataclasses.is_dataclass(inner) else value)
     return made
 
@@ -133,14 +145,15 @@ def load(path: pathlib.Path) -> Any:
     import keras
 
     try:
-        model = keras.saving.load_model(path, safe_mode=True)
-        if any(v.dtype == "float64" for v in model.weights) and keras.config.floatx() != "float64":
-            keras.config.set_floatx("float64")  # its loss and metrics are made with it
+        with _optimizer_left_out():
             model = keras.saving.load_model(path, safe_mode=True)
+            if any(v.dtype == "float64" for v in model.weights) and keras.config.floatx() != "float64":
+                keras.config.set_floatx("float64")  # its loss and metrics are made with it
+                model = keras.saving.load_model(path, safe_mode=True)
         return model
     except Exception as error:  # Keras' and those of zip and HDF5 readers
         raise UserError(
-            f"--model={path} cannot be loaded ({_line(error)}): it must be a whole .keras file of registered layers; "
+            f"--model={path} cannot be loaded ({line(error)}): it must be a whole .keras file of registered layers; "
             "for a run with code of its own, give its --workdir"
         ) from error
 
@@ -200,10 +213,11 @@ def _of_file(wanted: Wanted, plain: Any) -> Weights:
             f"use --checkpoint=latest, or --model={path} for that file as it is"
         )
     try:
-        plain.load_weights(path)
+        with _optimizer_left_out():
+            plain.load_weights(path)
     except Exception as error:  # Keras' and those of zip and HDF5 readers
         raise UserError(
-            f"{path} does not fit the model that {plain.name!r} is now ({_line(error)}): "
+            f"{path} does not fit the model that {plain.name!r} is now ({line(error)}): "
             f"bring back the code that it was trained with, or use --model={path}"
         ) from error
     if history.fingerprint(plain)[0] != expected:
@@ -261,9 +275,18 @@ def _read(path: pathlib.Path, say: Callable[[str], None]) -> tuple[dict, dict] |
         checkpoint.verify(path)
         return checkpoint.read_state(path), state.read(str(path / checkpoint.TENSORS))
     except (DamagedError, tf.errors.OpError, IndexError, ValueError, OSError) as error:
-        say(f"WARNING: checkpoint {path} is not used: {_line(error)}")
+        say(f"WARNING: checkpoint {path} is not used: {line(error)}")
         return None
 
 
-def _line(error: BaseException) -> str:
+@contextlib.contextmanager
+def _optimizer_left_out() -> Iterator[None]:
+    """Without Keras' warning that an optimizer is another one: nothing is going to be updated."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Skipping variable loading for optimizer")
+        yield
+
+
+def line(error: BaseException) -> str:
+    """What an error of another library says, in one line."""
     return " ".join(str(error).split())[:200] or type(error).__name__

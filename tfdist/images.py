@@ -37,6 +37,21 @@ def ways(kinds: Sequence[str], sizes: np.ndarray, size: tuple[int, int] | None, 
     return found.astype(np.int32)
 
 
+def shrinking(size: tuple[int, int], policy: str) -> Callable[[Any], Any]:
+    """contents -> uint8 [h, w, 3], decoded in the way of `ways` for this size; for files that nobody has looked at."""
+    decode = decoder((OTHER, *RATIOS))
+    combine = tf.reduce_any if policy == "pad" else tf.reduce_all
+
+    def way(contents: Any) -> Any:
+        shape = tf.io.extract_jpeg_shape(contents)[:2]
+        enough = [combine(shape >= ratio * np.array(size, np.int32)) for ratio in RATIOS]
+        return tf.reduce_min([tf.where(e, i, len(RATIOS)) for i, e in enumerate(enough, 1)])
+
+    return lambda contents: decode(
+        contents, tf.cond(tf.io.is_jpeg(contents), lambda: way(contents), lambda: tf.constant(0))
+    )
+
+
 def decoder(used: Sequence[int]) -> Callable[[Any, Any], Any]:
     """(contents, which of the `used` ways) -> uint8 [h, w, 3]."""
     branches = [_one_way(way) for way in used]

@@ -38,6 +38,10 @@ class OutputFile:
             return
         if self.path.is_dir():
             raise UserError(f"--output={self.path} is a folder: give the name of a file")
+        if (
+            self.path.exists() and not self.path.is_file()
+        ):  # a device or a pipe, which a file must not take the place of
+            raise UserError(f"--output={self.path} is no ordinary file: give another name, or - for standard output")
         if self.path.exists() and not self._overwrite:
             raise UserError(f"--output={self.path} is there already: give --overwrite, or choose another name")
         if not os.access(self.path.parent, os.W_OK | os.X_OK):
@@ -89,8 +93,6 @@ class OutputFile:
         try:
             yield
         except BrokenPipeError:
-            # Whoever reads has had enough, as `head` does; nothing may be flushed into that pipe at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            raise TrainingError("standard output was closed before the end") from None
+            raise  # `command.main` knows what that means
         except OSError as error:
             raise TrainingError(f"--output={self._name} cannot be written ({error.strerror or error})") from None

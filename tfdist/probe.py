@@ -19,6 +19,7 @@ from tfdist.errors import TrainingError, UserError
 ROWS = 32
 """Examples that are read of data that is not in memory, to be repeated."""
 _MEMORY = "out of memory"
+_ADVICE = "give a number, and the run shows where"
 
 
 def main() -> None:
@@ -36,11 +37,16 @@ def main() -> None:
         _try(work, answer)
     except (UserError, TrainingError) as error:
         answer(error=str(error))
+    except Exception as error:  # of the user's code, say: another batch would not help
+        why = " ".join(str(error).split())[:200]
+        answer(error=f"train.batch_size=auto: trying it ended with {type(error).__name__}: {why}: {_ADVICE}")
 
 
 def _try(work: dict, answer: Any) -> None:
     experiment = _experiment(work["experiment"])
     sizes = _Updates(experiment, work)
+    import tensorflow as tf  # which that has started, as the experiment wants it
+
     base = _peak()
     for size in work["sizes"]:
         last = size >= sizes.most
@@ -48,7 +54,7 @@ def _try(work: dict, answer: Any) -> None:
         answer(trying=size)
         try:
             sizes.update(size)
-        except (TrainingError, MemoryError) as error:
+        except (TrainingError, MemoryError, tf.errors.ResourceExhaustedError) as error:
             if isinstance(error, TrainingError) and _MEMORY not in str(error):
                 raise
             answer(too_many=size)

@@ -68,19 +68,20 @@ def for_own_loss(model: Any, data: Any, source: str) -> Any:
     Raises:
       UserError: it brings none.
     """
-    import keras
-
-    from tfdist.data import one_hot
+    from tfdist.data import one_hot, targets_of
 
     if not model.compiled or model.loss is None:
         raise UserError(
             f"--model={source} was saved without a loss and metrics: compile the model before it is saved, "
             "or give the --workdir of its run"
         )
-    wants_rows = isinstance(model.loss, keras.losses.CategoricalCrossentropy)
-    if wants_rows or model.loss == "categorical_crossentropy":
-        classes = model.output_shape[-1]
-        if (data.spec.classes or 0) > classes:
+    name = after.loss_name(model)
+    shape: Any = getattr(model, "output_shape", None)
+    # All of Keras' losses but the sparse ones compare rows with rows; some would do so with numbers, and mean nothing.
+    rows = bool(name) and "sparse" not in name and isinstance(shape, tuple) and len(shape) == 2 and shape[1] != 1
+    if rows and data.spec.classes is not None and getattr(targets_of(data.eval), "ndim", 1) == 1:
+        classes = shape[1]
+        if data.spec.classes > classes:
             raise UserError(
                 f"the data has {data.spec.classes} classes, --model={source} knows {classes}: choose others"
             )

@@ -10,13 +10,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import augment
+from tfdist import augment, images
 from tfdist.datasets.catalog import Column, Spec
 from tfdist.errors import UserError
 
 DEFAULT, ENCODED, TENSORS = "serving_default", "encoded", "tensors"
 """Signatures: what TensorFlow Serving calls if not told otherwise; of JPEG or PNG bytes; of a table as the model takes
 it."""
+_FINE = 1000
+"""Standard deviations from 0 up to which float32 tells values apart, to a ten-thousandth of one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,18 +30,14 @@ class Servable:
       spec: what it was trained for.
       from_logits: whether scores of classes are logits.
       resize: how pictures of another size are brought to that of the model (see `augment.resize`).
+      shrink: large JPEGs are decoded no larger than that takes, as those of an image folder.
     """
 
     model: keras.Model
     spec: Spec
     from_logits: bool
     resize: str = "crop"
-
-    @property
-    def classifies(self) -> bool:
-        """Whether the model gives one score per class."""
-        shape = self.model.output_shape if self.model.outputs else None
-        return self.spec.classes is not None and shape == (None, self.spec.classes)
+    shrink: bool = False
 
     @property
     def takes_pictures(self) -> bool:
@@ -49,7 +47,8 @@ class Servable:
     def answers(self, x: Any) -> dict[str, Any]:
         """Named outputs: of classes `class_ids`, `classes`, `probabilities` and `logits`; else what the model gives."""
         outputs = keras.tree.map_structure(_readable, self.model(x, training=False))
-        if not self.classifies:
+        # By what it gives, and not by `output_shape`, which a class of one's own has not.
+        if self.spec.classes is None or not tf.is_tensor(outputs) or outputs.shape[1:] != [self.spec.classes]:
             return _named(outputs)
         found = {"class_ids": tf.argmax(outputs, -1)}
         found["probabilities"] = tf.nn.softmax(outputs) if self.from_logits else outputs
@@ -62,9 +61,13 @@ class Servable:
     def decoded(self, encoded: Any) -> Any:
         """Pictures as the data pipeline would have made them, from bytes [n]."""
         height, width, channels = self.spec.shape
+        if self.shrink:
+            pixels = images.shrinking((height, width), self.resize)
+        else:
+            pixels = lambda text: tf.io.decode_image(text, channels=channels, expand_animations=False)
 
         def one(text):
-            image = tf.io.decode_image(text, channels=channels, expand_animations=False)
+            image = pixels(text)
             image = augment.resize(tf.ensure_shape(image, [None, None, channels]), (height, width), self.resize)
             if self.spec.maximum == 255:
                 return image
@@ -107,7 +110,7 @@ def trials(servable: Servable, examples: Any) -> dict[str, dict[str, np.ndarray]
             if column.kind == "number":
                 values = column.mean + column.std * draw.normal(size=count)
                 values[0] = np.nan  # a missing one
-                made[_name(column.name)] = values.astype(np.float32)
+                made[_name(column.name)] = values.astype(_type(column).as_numpy_dtype)
             else:
                 texts = [text.encode() for text in (*column.vocabulary, "nothing like it")]
                 made[_name(column.name)] = np.array([texts[i] for i in draw.integers(0, len(texts), count)])
@@ -167,14 +170,14 @@ def _of_columns(servable: Servable, lookups: dict[str, Any], structure: Any) -> 
     names = [_name(column.name) for column in columns]
     if len(set(names)) < len(names):
         raise UserError(f"two columns have one name in a signature ({', '.join(names)}): rename one of them")
-    types = [tf.float32 if column.kind == "number" else tf.string for column in columns]
+    types = [_type(column) for column in columns]
 
     def call(*values):
         numbers, categories = [], []
         for column, value in zip(columns, values):
             if column.kind == "number":
-                scaled = (value - column.mean) / column.std
-                numbers.append(tf.where(tf.math.is_nan(value), tf.zeros_like(value), scaled))
+                scaled = tf.cast((tf.cast(value, tf.float64) - column.mean) / column.std, tf.float32)
+                numbers.append(tf.where(tf.math.is_nan(value), tf.zeros_like(scaled), scaled))
             else:
                 categories.append(lookups[column.name].lookup(value))
         made = {"numbers": numbers, "categories": categories}
@@ -186,6 +189,13 @@ def _of_columns(servable: Servable, lookups: dict[str, Any], structure: Any) -> 
     return tf.function(
         call, input_signature=[tf.TensorSpec([None], kind, name=name) for name, kind in zip(names, types)]
     )
+
+
+def _type(column: Column) -> Any:
+    """What a client gives of a column; seconds since 1970, say, float32 would round to minutes."""
+    if column.kind != "number":
+        return tf.string
+    return tf.float64 if abs(column.mean) > _FINE * column.std else tf.float32
 
 
 def _lookup(column: Column) -> Any:

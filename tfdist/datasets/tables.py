@@ -153,13 +153,46 @@ def read_inputs(path: str, columns: tuple[Column, ...], options: dict[str, Any])
     Raises:
       UserError: columns that are missing, or bad rows.
     """
+    kinds = {c.name: c.kind for c in columns}
+    return encode(_read_known(path, kinds, options, skip=None), columns)
+
+
+def read_rows(
+    path: str,
+    columns: tuple[Column, ...],
+    target: Column,
+    options: dict[str, Any],
+    skip: bool = False,
+    say: Callable[[str], None] = print,
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Likewise, with targets: what is evaluated on.
+
+    Args:
+      options: that the model was trained with, see `Options`.
+      skip: leave bad rows out, with a line that says which.
+      say: shows a line to a person.
+    """
+    numbers = target.kind == "number"
+    if not numbers and not options.get("classify"):  # few whole numbers were read as numbers, and "1.0" is a 1
+        numbers = all(_natural(text)[0] == 0 for text in target.vocabulary)
+    kinds = {c.name: c.kind for c in columns} | {target.name: "number" if numbers else "category"}
+    table = _read_known(path, kinds, options, skip)
+    if table.skipped:
+        say(f"WARNING: left out: {csv_files.described(table.skipped)}")
+    table = _with_target(table, target.name, path, skip, say)
+    if not table.size:
+        raise UserError(f"{path} has no rows with a target {target.name!r}: there is nothing to evaluate on")
+    classes = len(target.vocabulary) if target.kind == "category" else None
+    return encode(table, columns), _targets(table, target, classes)
+
+
+def _read_known(path: str, kinds: dict[str, str], options: dict[str, Any], skip: bool | None) -> csv_files.Table:
     path, delimiter = os.path.expanduser(path), _delimiter(options)
     names = csv_files.header(path, delimiter)
-    missing = [c.name for c in columns if c.name not in names]
+    missing = [name for name in kinds if name not in names]
     if missing:
         raise UserError(f"{path} lacks the columns {', '.join(missing)} that the model was trained on")
-    kinds = {c.name: c.kind for c in columns}
-    return encode(csv_files.read([path], kinds, kinds, delimiter, skip=None), columns)
+    return csv_files.read([path], kinds, kinds, delimiter, skip)
 
 
 def _delimiter(options: dict[str, Any]) -> str:
