@@ -290,6 +290,9 @@ def model(spec):
     e.data.name = "csv:new.csv"
     with pytest.raises(UserError, match=r"all rows of another table are taken: leave out --config.data.eval_split"):
         after_lib.new_rows(e, table, asked, True, print)
+    asked = dataclasses.replace(asked, changes={"config.data.broken": "skip"})
+    with pytest.raises(UserError, match=r"every row of a table gets a prediction: .* leave out data.broken=skip"):
+        after_lib.new_rows(e, table, asked, True, print)
 
 
 def test_a_file_of_keras_that_does_not_fit(connect, tmp_path):

@@ -191,6 +191,8 @@ def new_rows(experiment: config.Experiment, spec: Any, asked: Wanted, rows_alone
     experiment.data.eval_split = "train"  # as a lone file is called; it is told to people
     options = fields.options("data.options", experiment.data.options)
     if rows_alone:
+        if asked.changes.get("config.data.broken") == "skip":
+            raise UserError("every row of a table gets a prediction: correct bad ones, and leave out data.broken=skip")
         rows = Arrays((tables.read_inputs(path, spec.columns, options),))
     else:
         skip = experiment.data.broken == "skip"
