@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 
@@ -11,6 +12,10 @@ import tfdist
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 REPOSITORY = pathlib.Path(__file__).parent.parent
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    # A shell starts what it puts into the background so, and programs under test would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # Here and not in a fixture: test modules make tensors while they are collected.
