@@ -78,6 +78,28 @@ def test_waiting_for_input_is_told_from_computing(replicas, connect):
     assert min(slow.input, slow.compute, slow.python) > 0 and slow.all_reduce >= 0
 
 
+def test_a_slow_gradient_is_no_wait_for_input(connect):
+    """The next batch comes after the loss, and yet before the update has ended: nothing has waited for it."""
+
+    def slowly(x, seconds):
+        # Not stateful, as what a gradient is made of: TensorFlow would put the clock behind it by itself.
+        late = tf.numpy_function(lambda x: (time.sleep(seconds), x)[1], [x], tf.float32, stateful=False)
+        return tf.ensure_shape(late, x.shape)
+
+    @tf.custom_gradient
+    def held(x):
+        return tf.identity(x), lambda slope: slowly(slope, 0.06)
+
+    distribution, calls = connect(1), Calls()
+    plain = small(distribution)
+    outputs = L.Lambda(held)(plain.layers[0].output)
+    model = keras.Model(plain.inputs, plain.layers[1](outputs))
+    model.compile("sgd", plain.loss)
+    source = tf.data.Dataset.from_tensor_slices(data(240)).batch(8).map(lambda x, y: (slowly(x, 0.02), y))
+    tfdist.fit(model, source, distribution=distribution, epochs=2, callbacks=[calls], verbose=0)
+    assert calls.steady.compute > 10 * calls.steady.input
+
+
 def test_a_slow_epoch_end_is_no_time_between_calls(connect):
     """Validation and what callbacks do between epochs are not part of the training's speed."""
 

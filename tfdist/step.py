@@ -123,6 +123,7 @@ class Step:
                 waited = watch.wait(ended, more) if self.timed and watch.can_wait(feed) else None
 
                 def work():
+                    before = watch.count()
                     table, rows, count = take()
                     values = distribution.local(distribution.run(one, ((table, rows), count, tf.equal(i + 1, last))))[0]
                     losses, seen = values[:size], values[size:]
@@ -135,7 +136,7 @@ class Step:
                         tf.where(tf.logical_or(finite, bad >= 0), bad, i),
                         tf.constant(True),
                         watch.add(watched, waited, seen),
-                        ended if waited is None else watch.now(finite),
+                        ended if waited is None else watch.now(finite, *watch.changes(before)),
                     )
 
                 if more is True:

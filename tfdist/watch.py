@@ -11,9 +11,20 @@ import tensorflow as tf
 
 
 def now(*after: Any) -> Any:
-    """Seconds since 1970 as float64, once the tensors `after` are there."""
+    """Seconds since 1970 as float64, once the tensors `after` are there, and the operations have run."""
     with tf.control_dependencies(list(after)):
         return tf.timestamp()
+
+
+def count() -> int:
+    """Operations in the graph that is being traced."""
+    return len(tf.compat.v1.get_default_graph().get_operations())
+
+
+def changes(since: int) -> list:
+    """The operations traced since `count` that change something: a loss is there long before they have run."""
+    operations = tf.compat.v1.get_default_graph().get_operations()[since:]
+    return [op for op in operations if op.op_def.is_stateful and op.type != "ReadVariableOp"]
 
 
 def can_wait(feed: tuple) -> bool:
