@@ -280,3 +280,10 @@ def test_a_signal_stops_after_the_call_and_saves(number, run, tmp_path):
     assert result["status"] == "preempted" and signal.Signals(number).name in result["reason"]
     assert np.isfinite(result["weights_norm"])
     assert (tmp_path / "out" / "model.keras").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "launch", "doctor", "compare", "horovod_build"])
+def test_help_fits_80_columns(command, run):
+    done = run(f"tfdist.{command}", "--help", COLUMNS="80")
+    assert f"python -m tfdist.{command}" in done.stdout
+    assert [line for line in done.stdout.splitlines() if len(line) > 80 and "default_config.py" not in line] == []

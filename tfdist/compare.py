@@ -1,9 +1,10 @@
-"""Compares strategies: `python -m tfdist.compare --strategies=default,mirrored,multi_worker,horovod --replicas=2,4`.
+"""Compares strategies: `python -m tfdist.compare --strategies=default,mirrored`.
 
 Runs the same experiment under each, one after the other, in processes of their
 own, and tells whether all end with the same weights, how fast each is against
 one device, where the time goes, and which one to use on this machine. The
-reference is `default` on one device; it runs first, also where it is not asked for.
+reference is `default` on one device; it runs first, also where it is not asked
+for.
 
 When a run ends with other weights, it and the reference are run once more for
 a few updates in float64 (`agreement.check_flags`): a sum over replicas that is

@@ -1,9 +1,12 @@
-"""Says what this machine has, which strategy that means and why, what is wrong and how to fix it.
+"""Says what this machine has, which strategy that means, and what is wrong.
 
-`python -m tfdist.doctor` takes the flags of `tfdist.train` that matter to that, a `--workdir` to examine the
-checkpoints there, and other hosts to ask (`--peers` here, `--listen` there). It changes nothing, and what does
-not answer is a finding and no reason to wait. Exit codes: 0 nothing fails (warnings may stand); 2 something does,
-or the flags are wrong; 130 interrupted.
+`python -m tfdist.doctor` takes the flags of `tfdist.train` that matter to that,
+a `--workdir` to examine the checkpoints there, and other hosts to ask
+(`--peers` here, `--listen` there). It says how to fix what is wrong, changes
+nothing, and what does not answer is a finding and no reason to wait.
+
+Exit codes: 0 nothing fails (warnings may stand); 2 something does, or the flags
+are wrong; 130 interrupted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Builds and installs Horovod against the installed TensorFlow: `python -m tfdist.horovod_build`.
+"""Builds Horovod for the installed TensorFlow: `python -m tfdist.horovod_build`.
 
-The environment stays as it is until there is a wheel that loads: Python packages
-that only the build needs go to a temporary folder. The wheel is kept in a cache
+The environment stays as it is until there is a wheel that loads: packages that
+only the build needs go to a temporary folder. The wheel is kept in a cache
 folder, so that the next environment with the same TensorFlow has it in seconds.
 
 Exit codes: 0 Horovod is there; 1 it does not compile or load; 2 something that

@@ -35,14 +35,14 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> _Parser:
     parser = _Parser(
         prog="python -m tfdist.launch",
-        usage="%(prog)s [launch flags] -- [train flags | script.py arguments | -m module arguments]",
+        usage="%(prog)s [flags] -- [train flags | script | -m module ...]",
         description="Starts the workers of a run, here and (with one launcher on each) on other machines, "
         "shows what they print, and ends them all when one fails.",
         epilog="--flag-name may be written for --flag_name. MLP_WORKER_NUM, MLP_ROLE_INDEX, MLP_WORKER_GPU, "
         "MLP_WORKER_0_HOST and MLP_WORKER_0_PORT, where set, are the defaults. TFDIST_SECRET, set to the same on all "
         "nodes, keeps others out of the launchers' meeting.",
         allow_abbrev=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=28, width=100),
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=28, width=80),
     )
     add = parser.add_argument
     add("--nproc_per_node", metavar="N|auto", help="workers on this machine; auto: one per GPU (default 1)")

@@ -38,9 +38,7 @@ class OutputFile:
             return
         if self.path.is_dir():
             raise UserError(f"--output={self.path} is a folder: give the name of a file")
-        if (
-            self.path.exists() and not self.path.is_file()
-        ):  # a device or a pipe, which a file must not take the place of
+        if self.path.exists() and not self.path.is_file():  # a device or a pipe, whose place no file must take
             raise UserError(f"--output={self.path} is no ordinary file: give another name, or - for standard output")
         if self.path.exists() and not self._overwrite:
             raise UserError(f"--output={self.path} is there already: give --overwrite, or choose another name")

@@ -1,4 +1,4 @@
-"""Trains an experiment: `python -m tfdist.train --strategy=mirrored --config=configs/digits.py`.
+"""Trains an experiment: `python -m tfdist.train --strategy=mirrored`.
 
 Exit codes: 0 done; 1 a failure inside training; 2 the input or the environment
 is wrong; 143 stopped by a signal.
