@@ -247,7 +247,7 @@ ORDER = [
     {"objective", "layout"},
     {"strategy"},
     {"hvd", "multi_worker", "provenance"},
-    {"devices", "distribution", "traffic", "meeting", "horovod_state"},
+    {"devices", "distribution", "rounding", "traffic", "meeting", "horovod_state"},
     {"again", "detect", "plan", "peers", "usage", "validation"},
     {
         "callback_state",

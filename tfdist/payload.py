@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.objective import Part
+from tfdist.rounding import sum_in_order
 
 
 @dataclasses.dataclass(slots=True)
@@ -85,7 +86,7 @@ class Payload:
         weighted = [value * tf.cast(part.weight, value.dtype) for part, value, _ in values]
         weighted += [tf.cast(p, self.sums.dtype) for p in penalties]
         single = [value for part, value, _ in values if part.name]
-        total = tf.add_n(weighted) if weighted else tf.zeros([], self.sums.dtype)
+        total = sum_in_order(weighted) if weighted else tf.zeros([], self.sums.dtype)
         return tf.stack([total, *(single if len(single) > 1 else [])])
 
 
@@ -95,4 +96,4 @@ def goals(parts: list[Part]) -> list:
     own = [p.numerator for p in parts if p.denominator is not None]
     if not known:
         return own
-    return [tf.add_n([tf.cast(k, known[0].dtype) for k in known]), *own]
+    return [sum_in_order([tf.cast(k, known[0].dtype) for k in known]), *own]

@@ -15,6 +15,7 @@ from tfdist.errors import UserError
 from tfdist.layout import Layout, fetch, unpack, with_shape
 from tfdist.objective import Objective
 from tfdist.payload import Payload, goals
+from tfdist.rounding import sum_in_order
 
 NO_BATCH = "no batch left"
 """What `predict` says behind the last batch of a data set of unknown length."""
@@ -354,7 +355,7 @@ class Step:
         targets = [v.value for v in regularized]
         with tf.GradientTape() as tape:
             penalties = self.objective.regularization()
-            total = tf.add_n([tf.cast(p, penalties[0].dtype) for p in penalties])
+            total = sum_in_order([tf.cast(p, penalties[0].dtype) for p in penalties])
         found = dict(zip([id(v) for v in regularized], tape.gradient(total, targets)))
 
         def penalty(grads):

@@ -1,0 +1,50 @@
+"""The same numbers are added up in the same order, whoever else reads them at that moment."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist.rounding import sum_in_order
+
+
+def summed(distribution, read):
+    """The sum over all replicas, where the caller reads what the replicas in `read` give as well."""
+    values = tf.constant(np.random.default_rng(0).normal(size=(distribution.replicas, 1000)), tf.float32)
+
+    @tf.function
+    def call(values):
+        def one():
+            own = tf.tanh(values[distribution.replica_id()])
+            return distribution.all_sum([own])[0], own
+
+        totals, own = (distribution.local(part) for part in distribution.run(one, ()))
+        return totals, [own[i] for i in read]
+
+    totals, _ = call(values)
+    for total in totals[1:]:
+        np.testing.assert_array_equal(total, totals[0])
+    return totals[0].numpy(), tf.tanh(values).numpy()
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 4])
+@pytest.mark.parametrize("read", [(), (0, 1), (1,)])
+def test_replicas_are_added_up_from_first_to_last(replicas, read, connect):
+    total, parts = summed(connect(replicas), read)
+    expected = parts[0]
+    for part in parts[1:]:
+        expected = expected + part
+    np.testing.assert_array_equal(total, expected)
+
+
+@pytest.mark.parametrize("add, order", [(sum_in_order, (0, 1, 2)), (tf.add_n, (2, 1, 0))])
+def test_only_ours_keeps_its_order(add, order):
+    """`tf.add_n` begins with the memory that it may reuse: if this changes, `sum_in_order` can go."""
+    values = [tf.constant(v, tf.float32) for v in np.random.default_rng(0).normal(size=(3, 1000))]
+
+    @tf.function
+    def call(values):
+        parts = [tf.tanh(v) for v in values]
+        return add(parts), parts[:2]
+
+    one, two, three = (tf.tanh(values[i]).numpy() for i in order)
+    np.testing.assert_array_equal(call(values)[0], one + two + three)
