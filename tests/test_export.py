@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from finished_runs import made_run
 
-from tfdist import config, export, finished, models, serving
+from tfdist import config, export, export_formats, finished, models, serving
 from tfdist.datasets.catalog import Spec
 from tfdist.datasets.columns import Column
 from tfdist.errors import TrainingError, UserError
@@ -233,10 +233,10 @@ def test_a_file_of_keras(tmp_path, monkeypatch):
     keras.config.set_dtype_policy("mixed_bfloat16")
     picture_model().save(tmp_path / "m.keras")
     keras.config.set_dtype_policy("float32")
-    monkeypatch.setattr(export, "_difference", lambda *_: 0.0)
+    monkeypatch.setattr(export_formats, "_difference", lambda *_: 0.0)
     export.export(asked, ["saved_model"], tmp_path / "half", False)
     kind = json.loads((tmp_path / "half" / "export.json").read_text())["formats"]["saved_model"]
-    assert kind["tolerance"] == export.HALF
+    assert kind["tolerance"] == export_formats.HALF
     with pytest.raises(
         UserError, match=r"m.keras does not compute in float32, as onnx does: give the --workdir of its run"
     ):
@@ -287,7 +287,7 @@ def only_the_run(folder):
 def test_what_differs_is_not_kept(tmp_path, monkeypatch):
     """The real check, of a model that answers otherwise once it is written."""
     asked, _ = run_of(tmp_path)
-    real = export._in_float32
+    real = export_formats._in_float32
 
     def other(made, name):
         model, note = real(made, name)
@@ -299,7 +299,7 @@ def test_what_differs_is_not_kept(tmp_path, monkeypatch):
         monkeypatch.setattr(converting, "onnx", lambda model, inputs, path: write(twin, inputs, path))
         return model, note
 
-    monkeypatch.setattr(export, "_in_float32", other)
+    monkeypatch.setattr(export_formats, "_in_float32", other)
     with pytest.raises(
         TrainingError,
         match=r"onnx gives other results than the model: they differ by .*more than 0.0001: nothing was kept",
@@ -332,7 +332,7 @@ def test_an_interrupted_export_leaves_nothing(tmp_path, monkeypatch):
         seen.append(path.exists())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(export, "_difference", interrupt)
+    monkeypatch.setattr(export_formats, "_difference", interrupt)
     with pytest.raises(KeyboardInterrupt):
         exported(asked, tmp_path, "onnx")
     assert seen == [True] and only_the_run(tmp_path)
@@ -340,7 +340,7 @@ def test_an_interrupted_export_leaves_nothing(tmp_path, monkeypatch):
 
 def test_an_earlier_export_is_replaced_as_a_whole(tmp_path, monkeypatch):
     asked, _ = run_of(tmp_path)
-    monkeypatch.setattr(export, "_difference", lambda *_: 0.0)
+    monkeypatch.setattr(export_formats, "_difference", lambda *_: 0.0)
     exported(asked, tmp_path, "onnx")
     (tmp_path / "out" / "old").write_text("")
     export.export(asked, ["onnx"], tmp_path / "out", True)
@@ -349,7 +349,7 @@ def test_an_earlier_export_is_replaced_as_a_whole(tmp_path, monkeypatch):
 
 
 def test_a_library_that_is_missing(tmp_path, monkeypatch):
-    monkeypatch.setitem(export.NEEDED, "onnx", ("tf2onnx", "no_such_library"))
+    monkeypatch.setitem(export_formats.NEEDED, "onnx", ("tf2onnx", "no_such_library"))
     with pytest.raises(UserError, match=r"--formats=onnx needs no_such_library: pip install 'tfdist\[export\]'"):
         export.export(finished.Wanted("x", "", "", config.Experiment(), {}), ["onnx"], tmp_path / "out", False)
 

@@ -10,7 +10,7 @@ import pytest
 
 import tfdist
 from tfdist import config, validation
-from tfdist.datasets import catalog, csv_files, tables
+from tfdist.datasets import catalog, csv_files, new_tables, tables
 
 ALL = ("train", "train")
 
@@ -126,20 +126,20 @@ def test_new_rows_are_read_as_the_model_knows_them(tmp_path):
     new = write(
         tmp_path / "new.csv", [["red", "7", "", "x"], ["pink", "77", "61", "x"]], ["colour", "doors", "size", "id"]
     )
-    x = tables.read_inputs(new, got.columns, {})
+    x = new_tables.read_inputs(new, got.columns, {})
     size, colour, doors = got.columns
     np.testing.assert_allclose(x["numbers"], [[0], [(61 - size.mean) / size.std]], rtol=1e-5)
     np.testing.assert_array_equal(
         x["categories"], [[colour.vocabulary.index("red") + 1, doors.vocabulary.index("7") + 1], [0, 0]]
     )
     with pytest.raises(tfdist.UserError, match=r"new\.csv lacks the columns a, b that the model was trained on"):
-        tables.read_inputs(new, (catalog.Column("a", "number"), size, catalog.Column("b", "category")), {})
+        new_tables.read_inputs(new, (catalog.Column("a", "number"), size, catalog.Column("b", "category")), {})
     with pytest.raises(
         tfdist.UserError, match=r"line 2 has 'red' for a number in column 'colour'.*: correct the file$"
     ):
-        tables.read_inputs(new, (catalog.Column("colour", "number"),), {})
+        new_tables.read_inputs(new, (catalog.Column("colour", "number"),), {})
     with pytest.raises(tfdist.UserError, match="delimiter must be one character, and no quote, got ';;'"):
-        tables.read_inputs(new, got.columns, {"delimiter": ";;"})
+        new_tables.read_inputs(new, got.columns, {"delimiter": ";;"})
 
 
 def test_new_rows_with_targets(tmp_path, capsys):
@@ -147,21 +147,21 @@ def test_new_rows_with_targets(tmp_path, capsys):
     row = lambda *values: dict(zip(("path", "columns", "target", "options"), values))
     age, pays = catalog.Column("age", "number", 40.0, 10.0), catalog.Column("pays", "category", vocabulary=("1", "3"))
     new = write(tmp_path / "new.csv", [["50", "3.0"], ["x", "1"], ["", "1"], ["20", ""]], ["age", "pays"])
-    x, y = tables.read_rows(**row(new, (age,), pays, {}), skip=True)
+    x, y = new_tables.read_rows(**row(new, (age,), pays, {}), skip=True)
     np.testing.assert_allclose(x["numbers"], [[1], [0]])
     assert y.tolist() == [1, 0] and y.dtype == np.int32
     assert "line 3 has 'x' for a number" in (said := capsys.readouterr().out) and "1 rows" in said
     with pytest.raises(tfdist.UserError, match="line 3 has 'x' for a number in column 'age'"):
-        tables.read_rows(**row(new, (age,), pays, {}))
+        new_tables.read_rows(**row(new, (age,), pays, {}))
     with pytest.raises(tfdist.UserError, match=r"1 rows have a target 'pays' that no training row has, such as '3.0'"):
-        tables.read_rows(**row(new, (age,), pays, {"classify": True}), skip=True)
-    _, y = tables.read_rows(**row(new, (age,), catalog.Column("pays", "number"), {}), skip=True)
+        new_tables.read_rows(**row(new, (age,), pays, {"classify": True}), skip=True)
+    _, y = new_tables.read_rows(**row(new, (age,), catalog.Column("pays", "number"), {}), skip=True)
     assert y.tolist() == [3.0, 1.0] and y.dtype == np.float32
     with pytest.raises(tfdist.UserError, match=r"new\.csv lacks the columns wage that the model was trained on"):
-        tables.read_rows(**row(new, (age,), catalog.Column("wage", "number"), {}))
+        new_tables.read_rows(**row(new, (age,), catalog.Column("wage", "number"), {}))
     write(tmp_path / "new.csv", [["50", ""]], ["age", "pays"])
     with pytest.raises(tfdist.UserError, match="has no rows with a target 'pays': there is nothing to evaluate on"):
-        tables.read_rows(**row(new, (age,), pays, {}), skip=True)
+        new_tables.read_rows(**row(new, (age,), pays, {}), skip=True)
 
 
 BAD_ROWS = '"size",n\n1,1\n\n2,2,2\n3,"x\ny"\n4,4\n5\ninf,5\nabc,6\n7,7\n' + "8,8\n" * 60

@@ -179,7 +179,7 @@ def new_rows(experiment: config.Experiment, spec: Any, asked: Wanted, rows_alone
       UserError: it is no table, or lacks columns.
     """
     from tfdist.data import Arrays
-    from tfdist.datasets import catalog, tables
+    from tfdist.datasets import catalog, new_tables
 
     kind, _, path = experiment.data.name.partition(":")
     if kind != "csv":
@@ -193,10 +193,10 @@ def new_rows(experiment: config.Experiment, spec: Any, asked: Wanted, rows_alone
     if rows_alone:
         if asked.changes.get("config.data.broken") == "skip":
             raise UserError("every row of a table gets a prediction: correct bad ones, and leave out data.broken=skip")
-        rows = Arrays((tables.read_inputs(path, spec.columns, options),))
+        rows = Arrays((new_tables.read_inputs(path, spec.columns, options),))
     else:
         skip = experiment.data.broken == "skip"
-        rows = Arrays(tables.read_rows(path, spec.columns, spec.target, options, skip, say))
+        rows = Arrays(new_tables.read_rows(path, spec.columns, spec.target, options, skip, say))
     return catalog.Loaded(rows, rows, rows.size, spec)
 
 

@@ -12,15 +12,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist import averages, calls, checks, evaluation, layer_rates, pace, state, strategy, update
+from tfdist import averages, calls, checks, evaluation, keras_fit, layer_rates, pace, state, strategy, update
 from tfdist import data as data_lib
 from tfdist.distribution import Distribution
 from tfdist.errors import Interrupted, TrainingError, UserError
 from tfdist.guard import Guard
 from tfdist.keeper import Keeper
-from tfdist.layout import Layout, unpack
 from tfdist.pace import Pace
-from tfdist.records_feed import RecordFeed, in_order
 from tfdist.resume import Position
 from tfdist.saving import Checkpoints, Run
 from tfdist.spent import Call, Spent
@@ -112,7 +110,7 @@ def fit(
         source = data_lib.weigh_classes(source, class_weight)
     checks.model_fits(model, distribution, accumulate)
     if checks.own_step(model):
-        return _keras_fit(model, source, locals())
+        return keras_fit.fit(model, source, locals())
     layout = calls.layout_of(source, batch_size, distribution, accumulate)
     feed = calls.read_epochs(source, layout, shuffle, seed)
     if steps_per_epoch is None and feed.batches == 0:
@@ -308,37 +306,6 @@ def _not_finite(logs: dict, update: int, epoch: int) -> NotFinite:
         "try a lower learning rate, warm-up, or gradient clipping, and look for NaN in the data",
         update,
     )
-
-
-def _keras_fit(model: keras.Model, source: data_lib.Source, given: dict) -> Any:
-    """A model with its own train_step, on one device: Keras' own fit does what its author meant."""
-    plainly: dict[str, Any] = {"steps": None, "steps_per_call": "auto", "checkpoints": None, "on_nonfinite": "stop"}
-    plainly |= {"measure_average": False, "learning_rates": None, "layer_decay": 1.0}
-    for name, plain in plainly.items():
-        if given[name] != plain:
-            raise UserError(
-                f"{name} cannot be used with a model that has its own {checks.own_step(model)}: leave it out"
-            )
-    names: tuple[str, ...] = ("epochs", "callbacks", "verbose", "initial_epoch", "steps_per_epoch")
-    names += ("validation_data", "validation_freq", "validation_batch_size", "validation_steps")
-    options = {name: given[name] for name in names}
-    match given["validation_data"]:
-        case data_lib.Batches() as measured:
-            options["validation_data"] = measured.decoded
-        case data_lib.Records() as measured:
-            options["validation_data"] = in_order(measured, given["validation_batch_size"] or 32)
-            options["validation_batch_size"] = None
-        case data_lib.Arrays() as measured:
-            options["validation_data"] = measured.columns
-    if isinstance(source, data_lib.Batches):
-        return model.fit(source.decoded, **options)
-    if isinstance(source, data_lib.Records):
-        layout = Layout(given["batch_size"] or 32, 1, 1)
-        feed = RecordFeed(source, layout, given["seed"] if given["shuffle"] else None, given["seed"])
-        options["steps_per_epoch"] = options["steps_per_epoch"] or feed.batches
-        return model.fit(feed.dataset(options["initial_epoch"] * options["steps_per_epoch"]), **options)
-    x, y, weight = unpack(source.columns)
-    return model.fit(x, y, sample_weight=weight, batch_size=given["batch_size"], shuffle=given["shuffle"], **options)
 
 
 def _callbacks(model: keras.Model, callbacks: Any, verbose: Any, epochs: int, steps: int | None) -> Any:

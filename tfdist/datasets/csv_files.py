@@ -46,9 +46,34 @@ class Table:
     skipped: list[str]
     """Bad rows that were left out: where, and what is wrong."""
 
+    def taken(self, rows: np.ndarray) -> Table:
+        """These rows, in this order."""
+        numbers = {name: values[rows] for name, values in self.numbers.items()}
+        categories = {name: values[rows] for name, values in self.categories.items()}
+        size = len(next(iter((*numbers.values(), *categories.values()))))
+        return dataclasses.replace(self, numbers=numbers, categories=categories, size=size)
+
+    def places(self, name: str, vocabulary: tuple[str, ...], first: int) -> np.ndarray:
+        """Each row's place in the vocabulary, plus `first`; one less than `first` where it is not there."""
+        places = {text: i + first for i, text in enumerate(vocabulary)}
+        of_text = np.array([places.get(text, first - 1) for text in self.texts[name]], np.int64)
+        return of_text[self.categories[name]]
+
 
 class _ManyTexts(Exception):  # noqa: N818  a reason to begin anew and no error
     """A column that began with numbers is a category after all."""
+
+
+def joined(tables: list[Table]) -> Table:
+    """The rows of one after those of the other."""
+    numbers = {name: np.concatenate([t.numbers[name] for t in tables]) for name in tables[0].numbers}
+    texts = {name: sorted({text for t in tables for text in t.texts[name]}) for name in tables[0].texts}
+    categories = {
+        name: np.concatenate([t.places(name, tuple(known), first=0) for t in tables]) for name, known in texts.items()
+    }
+    return dataclasses.replace(
+        tables[0], numbers=numbers, categories=categories, texts=texts, size=sum(t.size for t in tables)
+    )
 
 
 def header(path: str, delimiter: str = ",") -> list[str]:

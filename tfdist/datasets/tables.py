@@ -17,7 +17,7 @@ import numpy as np
 
 from tfdist import fields
 from tfdist.data import order
-from tfdist.datasets import csv_files
+from tfdist.datasets import csv_files, encoding
 from tfdist.datasets.columns import Column
 from tfdist.errors import UserError
 from tfdist.splits import select
@@ -103,7 +103,7 @@ def prepare(
       UserError: no files, unknown columns or splits, bad rows, or targets that cannot be learned.
     """
     by_split = files(path)
-    delimiter = _delimiter(options)
+    delimiter = delimiter_of(options)
     names = csv_files.header(by_split["train"][0], delimiter)
     chosen = _options(options, names, path)
     inputs = _inputs(chosen, names)
@@ -118,7 +118,7 @@ def prepare(
             table = csv_files.read(by_split[name], [*inputs, chosen.target], kinds, chosen.delimiter, skip)
             if table.skipped:
                 say(f"WARNING: left out: {csv_files.described(table.skipped)}")
-            table = _with_target(table, chosen.target, f"{name} of csv:{path}", skip, say)
+            table = encoding.leave_out_without(table, chosen.target, f"{name} of csv:{path}", skip, say)
             kinds |= dict.fromkeys(table.numbers, "number") | dict.fromkeys(table.categories, "category")
             parts[name] = table
     sizes = {name: parts[name].size if name in parts else 0 for name in by_split}
@@ -126,80 +126,8 @@ def prepare(
     train, evaluation = cut("data.train_split", splits[0]), cut("data.eval_split", splits[1])
     columns = tuple(_described(train, name) for name in inputs)
     target, classes = _target(train, chosen)
-    made = [(encode(t, columns), _targets(t, target, classes)) for t in (train, evaluation)]
+    made = [(encoding.encode(t, columns), encoding.encode_target(t, target, classes)) for t in (train, evaluation)]
     return Prepared(made[0], made[1], columns, target, classes, target.vocabulary if classes else ())
-
-
-def encode(table: csv_files.Table, columns: tuple[Column, ...]) -> dict[str, np.ndarray]:
-    """Rows of a table as a model's inputs, by the statistics in `columns`."""
-    numbers = [
-        np.nan_to_num((table.numbers[c.name] - c.mean) / c.std, nan=0.0).astype(np.float32)
-        for c in columns
-        if c.kind == "number"
-    ]
-    categories = [
-        _places(table, c.name, c.vocabulary, first=1).astype(np.int32) for c in columns if c.kind == "category"
-    ]
-    inputs: dict[str, list[np.ndarray]] = {"numbers": numbers, "categories": categories}
-    return {name: np.stack(values, 1) for name, values in inputs.items() if values}
-
-
-def read_inputs(path: str, columns: tuple[Column, ...], options: dict[str, Any]) -> dict[str, np.ndarray]:
-    """New rows as a model's inputs, in the order of the file: what is predicted on.
-
-    Args:
-      options: see `Options`; only the delimiter matters here.
-
-    Raises:
-      UserError: columns that are missing, or bad rows.
-    """
-    kinds = {c.name: c.kind for c in columns}
-    return encode(_read_known(path, kinds, options, skip=None), columns)
-
-
-def read_rows(
-    path: str,
-    columns: tuple[Column, ...],
-    target: Column,
-    options: dict[str, Any],
-    skip: bool = False,
-    say: Callable[[str], None] = print,
-) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Likewise, with targets: what is evaluated on.
-
-    Args:
-      options: that the model was trained with, see `Options`.
-      skip: leave bad rows out, with a line that says which.
-      say: shows a line to a person.
-    """
-    numbers = target.kind == "number"
-    if not numbers and not options.get("classify"):  # few whole numbers were read as numbers, and "1.0" is a 1
-        numbers = all(_natural(text)[0] == 0 for text in target.vocabulary)
-    kinds = {c.name: c.kind for c in columns} | {target.name: "number" if numbers else "category"}
-    table = _read_known(path, kinds, options, skip)
-    if table.skipped:
-        say(f"WARNING: left out: {csv_files.described(table.skipped)}")
-    table = _with_target(table, target.name, path, skip, say)
-    if not table.size:
-        raise UserError(f"{path} has no rows with a target {target.name!r}: there is nothing to evaluate on")
-    classes = len(target.vocabulary) if target.kind == "category" else None
-    return encode(table, columns), _targets(table, target, classes)
-
-
-def _read_known(path: str, kinds: dict[str, str], options: dict[str, Any], skip: bool | None) -> csv_files.Table:
-    path, delimiter = os.path.expanduser(path), _delimiter(options)
-    names = csv_files.header(path, delimiter)
-    missing = [name for name in kinds if name not in names]
-    if missing:
-        raise UserError(f"{path} lacks the columns {', '.join(missing)} that the model was trained on")
-    return csv_files.read([path], kinds, kinds, delimiter, skip)
-
-
-def _delimiter(options: dict[str, Any]) -> str:
-    delimiter = options.get("delimiter", ",")
-    if not isinstance(delimiter, str) or len(delimiter) != 1 or delimiter in '"\r\n':
-        raise UserError(f"data.options: delimiter must be one character, and no quote, got {delimiter!r}")
-    return delimiter
 
 
 def _options(given: dict[str, Any], names: list[str], path: str) -> Options:
@@ -249,19 +177,8 @@ def _cut(wanted: list[tuple[str, np.ndarray]], parts: dict[str, csv_files.Table]
     found = []
     for name, rows in wanted:
         table = parts[name]
-        found.append(_taken(table, rows if in_order else order(0, 0, table.size)[rows]))
-    return found[0] if len(found) == 1 else _joined(found)
-
-
-def _joined(tables: list[csv_files.Table]) -> csv_files.Table:
-    numbers = {name: np.concatenate([t.numbers[name] for t in tables]) for name in tables[0].numbers}
-    texts = {name: sorted({text for t in tables for text in t.texts[name]}) for name in tables[0].texts}
-    categories = {
-        name: np.concatenate([_places(t, name, tuple(known), first=0) for t in tables]) for name, known in texts.items()
-    }
-    return dataclasses.replace(
-        tables[0], numbers=numbers, categories=categories, texts=texts, size=sum(t.size for t in tables)
-    )
+        found.append(table.taken(rows if in_order else order(0, 0, table.size)[rows]))
+    return found[0] if len(found) == 1 else csv_files.joined(found)
 
 
 def _described(table: csv_files.Table, name: str) -> Column:
@@ -293,65 +210,11 @@ def _target(table: csv_files.Table, chosen: Options) -> tuple[Column, int | None
             return Column(name, "category", vocabulary=tuple(f"{v:.0f}" for v in different)), len(different)
         return _described(table, name), None
     occur = [table.texts[name][i] for i in np.unique(table.categories[name])]
-    return Column(name, "category", vocabulary=tuple(sorted(occur, key=_natural))), len(occur)
+    return Column(name, "category", vocabulary=tuple(sorted(occur, key=encoding.by_value))), len(occur)
 
 
-def _natural(text: str) -> tuple:
-    """Sorts numbers by value, before texts."""
-    try:
-        return 0, float(text), text
-    except ValueError:
-        return 1, 0.0, text
-
-
-def _targets(table: csv_files.Table, target: Column, classes: int | None) -> np.ndarray:
-    """float32 [n], or int32 [n] where they are classes."""
-    name = target.name
-    if classes is None:
-        return table.numbers[name].astype(np.float32)
-    if name in table.numbers:
-        values = table.numbers[name]
-        known = np.array([float(text) for text in target.vocabulary])
-        places = np.minimum(np.searchsorted(known, values), len(known) - 1)
-        unknown = [f"{value:g}" for value in values[known[places] != values]]
-    else:
-        places = _places(table, name, target.vocabulary, first=0)
-        unknown = [table.texts[name][i] for i in table.categories[name][places < 0]]
-    if unknown:
-        raise UserError(
-            f"{len(unknown):,} rows have a target {name!r} that no training row has, such as {unknown[0]!r}: choose "
-            "other splits, leave them out of the file, or set classify=False in data.options if it is no class"
-        )
-    return places.astype(np.int32)
-
-
-def _with_target(
-    table: csv_files.Table, name: str, what: str, skip: bool, say: Callable[[str], None]
-) -> csv_files.Table:
-    if name in table.numbers:
-        missing = np.isnan(table.numbers[name])
-    else:
-        missing = np.array([not text for text in table.texts[name]], bool)[table.categories[name]]
-    if not missing.any():
-        return table
-    if not skip:
-        raise UserError(
-            f"{int(missing.sum()):,} rows in {what} have no target {name!r}: "
-            "fill it in, or leave such rows out with data.broken=skip"
-        )
-    say(f"WARNING: left out: {int(missing.sum()):,} rows in {what} that have no target {name!r}")
-    return _taken(table, np.flatnonzero(~missing))
-
-
-def _taken(table: csv_files.Table, rows: Any) -> csv_files.Table:
-    numbers = {name: values[rows] for name, values in table.numbers.items()}
-    categories = {name: values[rows] for name, values in table.categories.items()}
-    size = len(next(iter((*numbers.values(), *categories.values()))))
-    return dataclasses.replace(table, numbers=numbers, categories=categories, size=size)
-
-
-def _places(table: csv_files.Table, name: str, vocabulary: tuple[str, ...], first: int) -> np.ndarray:
-    """Each row's place in the vocabulary, plus `first`; one less than `first` where it is not there."""
-    places = {text: i + first for i, text in enumerate(vocabulary)}
-    of_text = np.array([places.get(text, first - 1) for text in table.texts[name]], np.int64)
-    return of_text[table.categories[name]]
+def delimiter_of(options: dict[str, Any]) -> str:
+    delimiter = options.get("delimiter", ",")
+    if not isinstance(delimiter, str) or len(delimiter) != 1 or delimiter in '"\r\n':
+        raise UserError(f"data.options: delimiter must be one character, and no quote, got {delimiter!r}")
+    return delimiter
