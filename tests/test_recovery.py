@@ -101,7 +101,11 @@ def kills(way, count, seed, start, tmp_path, whole):
     return done
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    # One process and several tell most of it; two replicas of one process resume in test_checkpoint.py as well.
+    "way",
+    [pytest.param(way, marks=[pytest.mark.faults] * (way in ("mirrored", "horovod"))) for way in WAYS],
+)
 def test_killed_at_random_moments(way, start, tmp_path, whole):
     assert kills(way, 2, 1, start, tmp_path, whole) == 2
 
