@@ -155,7 +155,8 @@ def test_columns_of_a_table_as_they_stand_in_it(tmp_path):
 def test_outputs_that_are_no_classes(tmp_path):
     image, extra = keras.Input((4,), name="image"), keras.Input((3,), name="extra")
     model = keras.Model(
-        {"image": image, "extra": extra}, {"kind": keras.layers.Dense(2, name="kind")(image), "size": extra}
+        {"image": image, "extra": extra},
+        {"kind": keras.layers.Dense(2, name="kind")(image), "size": keras.layers.Dense(3, name="size")(extra)},
     )
     answer = saved(serving.Servable(model, Spec((4,), "float32", None, 1.0), True), tmp_path)["serving_default"](
         image=tf.ones((2, 4)), extra=tf.ones((2, 3))

@@ -45,7 +45,7 @@ def _fits(layer: Any) -> bool:
         and layer.axis in (-1, 3)
         and layer.epsilon >= SMALLEST_EPSILON
         and not layer.synchronized
-        and not layer.renorm
+        and not getattr(layer, "renorm", False)  # older Keras has none
         and "call" not in vars(layer)
     )
 
