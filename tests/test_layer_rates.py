@@ -88,14 +88,15 @@ def test_what_cannot_be(rates, decay, message):
 
 
 RATES = {"dense*": 3.0, "last": 0.2}
-MUON = {"adam_weight_decay": 0.05} if "adam_weight_decay" in inspect.signature(keras.optimizers.Muon).parameters else {}
+HAS_MUON = "adam_weight_decay" in inspect.signature(keras.optimizers.Muon).parameters
+"""Keras 3.10 has a Muon that it cannot train with, and 3.12 one without this."""
 MAKE = {
     "SGD": lambda rate: keras.optimizers.SGD(rate, momentum=0.9, nesterov=True, weight_decay=0.1),
     "Adam": lambda rate: keras.optimizers.Adam(rate),
     "AdamW": lambda rate: keras.optimizers.AdamW(rate, weight_decay=0.1),
     "AdamW, scheduled": lambda rate: keras.optimizers.AdamW(keras.optimizers.schedules.CosineDecay(rate, 12), weight_decay=0.1),
     "Lion": lambda rate: keras.optimizers.Lion(rate, weight_decay=0.1),
-    "Muon": lambda rate: keras.optimizers.Muon(rate, weight_decay=0.1, **MUON),
+    **({"Muon": lambda rate: keras.optimizers.Muon(rate, weight_decay=0.1, adam_weight_decay=0.05)} if HAS_MUON else {}),
     "Nadam": lambda rate: keras.optimizers.Nadam(rate, weight_decay=0.1, use_ema=True, ema_momentum=0.8),
 }  # fmt: skip
 
