@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist import pace, update
+from tfdist import checks, pace, update
 
 L = keras.layers
 
@@ -267,6 +267,24 @@ class OwnStep(keras.Model):
     def train_step(self, data):
         self.calls += 1
         return super().train_step(data)
+
+
+def test_an_activity_regularizer_that_depends_on_the_batch(connect, monkeypatch):
+    """Keras divides its value by the batch size since the beginning of 2026."""
+    made = cases.dense(activity_regularizer="l1")
+    made(np.ones((4, 4, 4, 1)))
+    once = [float(loss) for loss in made.losses]
+    made(np.ones((2, 4, 4, 1)))
+    assert checks.activity_is_a_mean() is (once == pytest.approx([float(loss) for loss in made.losses]))
+    monkeypatch.setattr(checks, "activity_is_a_mean", lambda: False)
+    with connect(2).scope():
+        model = cases.compiled(cases.dense(activity_regularizer="l1"))
+    with pytest.raises(tfdist.UserError, match=r"activity_regularizer, which Keras 3.* sums up .*: upgrade Keras"):
+        fit(model, connect(2))
+    model = cases.compiled(cases.dense(activity_regularizer="l1"))
+    with pytest.raises(tfdist.UserError, match="has an activity_regularizer"):
+        fit(model, connect(1), accumulate=2)
+    fit(model, connect(1))
 
 
 def test_a_model_with_its_own_train_step(connect):

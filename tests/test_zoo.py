@@ -200,13 +200,6 @@ def test_every_option_is_checked():
                 parts.check_options(getattr(module, name), {argument.name: "x"})
 
 
-def test_a_tied_head_needs_a_keras_that_has_it(monkeypatch):
-    monkeypatch.delattr(keras.layers, "ReversibleEmbedding")
-    with pytest.raises(UserError, match=r"tied=True needs a newer Keras than .*: upgrade, or tied=False"):
-        built("gpt", TOKENS)
-    assert built("gpt", TOKENS, "tied=False").get_layer("head")
-
-
 def test_batch_norm_is_synchronized_or_not():
     for wanted in (True, False):
         for name in ("cnn", "conv_bn", "resnet_cifar"):

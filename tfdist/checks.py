@@ -33,6 +33,19 @@ def model_fits(model: keras.Model, distribution: Distribution, accumulate: int) 
             f"{type(model).__name__} has its own {own}, whose sums over replicas and micro-batches tfdist cannot know: "
             "use the default strategy without accumulation, or put the loss into compile() or add_loss()"
         )
+    regularized = [layer.name for layer in model._flatten_layers() if layer.activity_regularizer is not None]
+    if regularized and distribution.replicas * accumulate > 1 and not activity_is_a_mean():
+        raise UserError(
+            f"layer {regularized[0]} has an activity_regularizer, which Keras {keras.__version__} sums up over a "
+            "replica's batch: upgrade Keras, or use the default strategy without accumulation"
+        )
+
+
+def activity_is_a_mean() -> bool:
+    """Whether Keras divides an activity regularizer's value by the batch size; it did not before its PR 22021."""
+    layer = keras.layers.Activation("linear", activity_regularizer=keras.regularizers.L1(1.0), dtype="float32")
+    layer(keras.ops.ones((2, 1)))
+    return float(layer.losses[0]) == 1.0
 
 
 def reduce_dtype(name: str, distribution: Distribution) -> None:

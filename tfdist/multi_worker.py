@@ -146,7 +146,7 @@ def _start(names: tuple[str, ...], peers: Peers, options: Any) -> Any:
         )
         service = context.context().coordination_service
         if "cluster_register_with_barrier" in service.DESCRIPTOR.fields_by_name:  # TensorFlow 2.18 has none
-            # Without this the time limit is not for the last worker to register, for which it waits an hour all the same.
+            # Without this the time limit is not for the last worker to register: that one waits an hour all the same.
             service.cluster_register_with_barrier = True
         # The wait holds Python's lock: nothing ends it earlier. So it begins when all are there, TensorFlow imported.
         peers.gather("the start of TensorFlow's servers")

@@ -68,10 +68,6 @@ def gpt(
     if vocabulary and vocabulary < needed:
         raise UserError(f"model.options: vocabulary={vocabulary} is too small for the data, which needs {needed}")
     vocabulary = vocabulary or max(BYTES, needed)
-    if tied and not hasattr(keras.layers, "ReversibleEmbedding"):
-        raise UserError(
-            f"model.options: tied=True needs a newer Keras than {keras.__version__}: upgrade, or tied=False"
-        )
     normal = lambda scale=1.0: keras.initializers.RandomNormal(stddev=0.02 * scale)
     tokens = keras.Input((length,), dtype="int32", name="tokens")
     if tied:
