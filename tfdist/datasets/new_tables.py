@@ -18,7 +18,7 @@ def read_inputs(path: str, columns: tuple[Column, ...], options: dict[str, Any])
     """New rows as a model's inputs, in the order of the file: what is predicted on.
 
     Args:
-      options: see `Options`; only the delimiter matters here.
+      options: see `tables.Options`; only the delimiter matters here.
 
     Raises:
       UserError: columns that are missing, or bad rows.
@@ -38,7 +38,7 @@ def read_rows(
     """Likewise, with targets: what is evaluated on.
 
     Args:
-      options: that the model was trained with, see `Options`.
+      options: that the model was trained with, see `tables.Options`.
       skip: leave bad rows out, with a line that says which.
       say: shows a line to a person.
     """
