@@ -18,7 +18,7 @@ import numpy as np
 import workloads
 
 import tfdist
-from tfdist import checkpoint
+from tfdist.checkpoints import files
 
 HERE = pathlib.Path(__file__).parent
 EVERY_S = 10
@@ -26,13 +26,15 @@ TARGETS = {"digits": 0.01, "cnn": 0.01, "wide": 0.03}
 
 
 def digits():
-    from tfdist import config, models, plan
-    from tfdist.datasets import catalog
+    from tfdist import config
+    from tfdist.config import schedule
+    from tfdist.data.datasets import registry
+    from tfdist.models import build as models
 
     experiment = config.Experiment()
-    data = catalog.load(experiment)
+    data = registry.load(experiment)
     model = models.build(experiment, data.spec)
-    plan.make(experiment, data.examples, 1)
+    schedule.make(experiment, data.examples, 1)
     return workloads.compiled(model), data.train.columns, experiment.train.batch_size
 
 
@@ -86,7 +88,7 @@ def cost(name, rounds, seconds):
                 speeds[way is not None], kept = rate(model, columns, batch, seconds, way)
                 if kept:
                     pauses = (kept.saved, kept.paused, kept.writing)
-                    size = checkpoint.verify(checkpoint.found(way)[0])
+                    size = files.verify(files.found(way)[0])
                     shutil.rmtree(way)
             found.append({"with": speeds[True], "without": speeds[False], "pauses": pauses, "bytes": size})
     return found
@@ -107,8 +109,8 @@ def resume(update, examples=10_000_000, batch=8):
             return clock.start - begin, kept.resumed_from
 
         fit(steps=1, steps_per_call=1)
-        path = checkpoint.found(pathlib.Path(folder))[0]
-        state = checkpoint.read_state(path)
+        path = files.found(pathlib.Path(folder))[0]
+        state = files.read_state(path)
         # Moved there by hand: what was trained on the way plays no part in finding the place again.
         state["position"] |= {
             "update": update,
@@ -118,11 +120,11 @@ def resume(update, examples=10_000_000, batch=8):
             "sums": [0.0],
             "examples": 1.0,
         }
-        from tfdist import state as tensors
+        from tfdist.checkpoints import training_state
 
-        values = tensors.read(str(path / checkpoint.TENSORS))
+        values = training_state.read(str(path / files.TENSORS))
         shutil.rmtree(path)
-        checkpoint.write(pathlib.Path(folder), update, state, lambda prefix: tensors.write(prefix, values))
+        files.write(pathlib.Path(folder), update, state, lambda prefix: training_state.write(prefix, values))
         seconds, resumed = fit(steps=update + 1, steps_per_call=1)
         assert resumed == update, resumed
         return seconds

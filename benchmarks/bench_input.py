@@ -22,16 +22,16 @@ import numpy as np
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from tfdist.datasets import image_folder, pictures
-from tfdist.layout import Layout
-from tfdist.records_feed import RecordFeed, in_order
+from tfdist.data.batch_layout import Layout
+from tfdist.data.datasets import image_folder, image_sources
+from tfdist.data.record_feed import RecordFeed, in_order
 
 BATCH = 128
 
 
 def ours(folder, size):
     found = image_folder.load(str(folder), "train", "train[:1]", size=size, policy="stretch")
-    source = pictures.sized(found.train, size, "stretch")
+    source = image_sources.sized(found.train, size, "stretch")
     return source, lambda: RecordFeed(source, Layout(BATCH, 1, 1), shuffle=0, seed=0).dataset(0)
 
 

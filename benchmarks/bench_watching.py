@@ -20,11 +20,13 @@ DISTRIBUTION = tfdist.connect("default", threads=1)
 import keras  # noqa: E402  after the devices are made
 import workloads  # noqa: E402
 
-from tfdist import flops, history, plan, watchers  # noqa: E402
+from tfdist.checkpoints.run_folder import RunFolder  # noqa: E402
 from tfdist.config import Experiment  # noqa: E402
-from tfdist.data import as_source  # noqa: E402
-from tfdist.environment import Environment  # noqa: E402
-from tfdist.run_folder import RunFolder  # noqa: E402
+from tfdist.config import schedule as schedule_lib  # noqa: E402
+from tfdist.config.runtime_options import Environment  # noqa: E402
+from tfdist.data.sources import as_source  # noqa: E402
+from tfdist.monitoring import flops, monitors
+from tfdist.monitoring import recorder as recorder_lib
 
 EPOCHS = {"mlp": 30, "cnn": 2}
 WAYS = {
@@ -52,7 +54,7 @@ def prepared(name):
     x, y = work.data(1)
     experiment = Experiment()
     experiment.train.batch_size, experiment.train.epochs = work.batch, 1 + EPOCHS[name]
-    schedule = plan.make(experiment, len(x), 1)
+    schedule = schedule_lib.make(experiment, len(x), 1)
     with DISTRIBUTION.scope():
         model = workloads.compiled(work.model())
 
@@ -64,9 +66,9 @@ def prepared(name):
             called = []
             if where:
                 folder = RunFolder(path)
-                recorder = history.Recorder(folder, schedule)
+                recorder = recorder_lib.Recorder(folder, schedule)
                 counted = flops.Work(model, as_source(x, y), [], 1, "float32")
-                watching = watchers.Watching(where, folder, recorder, schedule, True, counted, print)
+                watching = monitors.Watching(where, folder, recorder, schedule, True, counted, print)
                 watching.start(experiment, [], (0, 0))
                 called = [recorder, *watching.callbacks]
             tfdist.fit(

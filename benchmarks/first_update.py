@@ -13,7 +13,7 @@ import psutil
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-import tfdist.datasets.digits  # noqa: F401  registers the data set with TFDS
+import tfdist.data.datasets.digits  # noqa: F401  registers the data set with TFDS
 
 
 def main():

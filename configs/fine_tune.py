@@ -14,7 +14,7 @@ that has seen many.
 
 from tfdist.config import Data, Experiment, Model, Optimizer, Train
 
-DIGITS = "tfdist.datasets.digits:some"
+DIGITS = "tfdist.data.datasets.digits:some"
 BASE = "runs/fine_tune_base/model.keras"
 
 

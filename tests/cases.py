@@ -9,8 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist
-from tfdist import data
-from tfdist.stopping import Patience
+from tfdist.data import sources
+from tfdist.train.early_stopping import Patience
 
 L = keras.layers
 
@@ -172,7 +172,7 @@ def pictures(n):
         return tuple(mixed(a, b) for a, b in zip(columns, partners))
 
     read = lambda rows: tuple(tf.gather(column, rows) for column in stored)
-    return data.Records(n, read, decode, mix)
+    return sources.Records(n, read, decode, mix)
 
 
 O = keras.optimizers  # noqa: E741

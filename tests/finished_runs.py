@@ -26,13 +26,14 @@ def command(*arguments, folder, tfds_dir, starter=(sys.executable, "-m"), path="
 
 def made_run(folder, experiment, model, spec):
     """A folder as a run with this model would have left it."""
-    from tfdist import described, history
+    from tfdist.data import spec_file
+    from tfdist.monitoring import recorder
 
     model.save(folder / "model.keras")
     for name, content in {
         "experiment": dataclasses.asdict(experiment),
-        "data": {"format": 1, "spec": described.plain(spec)},
-        "result": {"weights_sha256": history.fingerprint(model)[0]},
+        "data": {"format": 1, "spec": spec_file.plain(spec)},
+        "result": {"weights_sha256": recorder.fingerprint(model)[0]},
     }.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
 

@@ -7,9 +7,15 @@ import os
 import pytest
 from drivers import printing
 
-from tfdist import config, described, history, plan, run, run_folder, watchers
-from tfdist.datasets.catalog import Column, Spec
+from tfdist import config
+from tfdist.checkpoints import run_folder
+from tfdist.config import schedule
+from tfdist.data import spec_file
+from tfdist.data.datasets.registry import Column, Spec
 from tfdist.errors import TrainingError, UserError
+from tfdist.monitoring import monitors
+from tfdist.monitoring import recorder as recorder_lib
+from tfdist.train import run
 
 pytest_plugins = ("drivers",)  # its fixture
 
@@ -23,14 +29,14 @@ SPECS = [
 @pytest.mark.parametrize("spec", SPECS, ids=["images", "numbers", "table"])
 def test_a_description_survives_json(spec, tmp_path):
     folder = run_folder.RunFolder(str(tmp_path))
-    described.write(folder, spec)
-    assert described.read(tmp_path) == spec
-    assert hash(described.read(tmp_path)) == hash(spec), "a list is left somewhere"
+    spec_file.write(folder, spec)
+    assert spec_file.read(tmp_path) == spec
+    assert hash(spec_file.read(tmp_path)) == hash(spec), "a list is left somewhere"
 
 
 def test_bytes_and_none_survive():
     odd = dataclasses.replace(SPECS[0], dtype=b"\x00\xff", classes=None)
-    assert described.made(json.loads(json.dumps(described.plain(odd)))) == odd
+    assert spec_file.made(json.loads(json.dumps(spec_file.plain(odd)))) == odd
 
 
 @pytest.mark.parametrize(
@@ -42,10 +48,10 @@ def test_bytes_and_none_survive():
     ],
 )
 def test_a_description_that_cannot_be_used(text, message, tmp_path):
-    assert described.read(tmp_path) is None
+    assert spec_file.read(tmp_path) is None
     (tmp_path / "data.json").write_text(text)
     with pytest.raises(UserError) as error:
-        described.read(tmp_path)
+        spec_file.read(tmp_path)
     assert message in str(error.value) and str(error.value).endswith("): copy it back, or delete it")
 
 
@@ -83,7 +89,7 @@ def test_the_result_takes_the_place_of_the_report_on_a_full_disk(tmp_path):
 def test_several_rollbacks_to_one_checkpoint_stay_recorded(tmp_path):
     """A checkpoint knows nothing of the rollbacks that came after it, nor must going back to it forget them."""
     folder = run_folder.RunFolder(str(tmp_path))
-    recorder = history.Recorder(folder, plan.make(config.Experiment(), 1437, 1))
+    recorder = recorder_lib.Recorder(folder, schedule.make(config.Experiment(), 1437, 1))
     kept = recorder.get_state()
     for skipped in ([7], [7, 9], [7, 9, 11]):
         recorder.set_state(kept)
@@ -93,7 +99,7 @@ def test_several_rollbacks_to_one_checkpoint_stay_recorded(tmp_path):
         {"to": 0, "skipped": [7, 9]},
         {"to": 0, "skipped": [7, 9, 11]},
     ]
-    later = history.Recorder(folder, plan.make(config.Experiment(), 1437, 1))
+    later = recorder_lib.Recorder(folder, schedule.make(config.Experiment(), 1437, 1))
     later.set_state(recorder.get_state())
     assert later.rollbacks == recorder.rollbacks
 
@@ -109,4 +115,4 @@ def test_several_rollbacks_to_one_checkpoint_stay_recorded(tmp_path):
 def test_advice_for_slow_data(name, cache, advice):
     e = config.Experiment()
     e.data.name, e.data.cache = name, cache
-    assert watchers.advice(e).startswith(advice)
+    assert monitors.advice(e).startswith(advice)

@@ -9,7 +9,9 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist import checks, pace, update
+from tfdist.engine import preconditions
+from tfdist.engine import steps_per_call as steps_per_call_lib
+from tfdist.engine.step import optimizer_update
 
 L = keras.layers
 
@@ -165,7 +167,7 @@ def test_the_update_with_the_first_bad_loss_is_named(connect):
     ],
 )
 def test_only_callbacks_that_look_at_batches_cost_calls(callback, looks):
-    assert pace.looks_at_batches(callback) is looks
+    assert steps_per_call_lib.looks_at_batches(callback) is looks
 
 
 def test_a_callback_that_stops_in_mid_epoch(connect):
@@ -275,8 +277,8 @@ def test_an_activity_regularizer_that_depends_on_the_batch(connect, monkeypatch)
     made(np.ones((4, 4, 4, 1)))
     once = [float(loss) for loss in made.losses]
     made(np.ones((2, 4, 4, 1)))
-    assert checks.activity_is_a_mean() is (once == pytest.approx([float(loss) for loss in made.losses]))
-    monkeypatch.setattr(checks, "activity_is_a_mean", lambda: False)
+    assert preconditions.activity_is_a_mean() is (once == pytest.approx([float(loss) for loss in made.losses]))
+    monkeypatch.setattr(preconditions, "activity_is_a_mean", lambda: False)
     with connect(2).scope():
         model = cases.compiled(cases.dense(activity_regularizer="l1"))
     with pytest.raises(tfdist.UserError, match=r"activity_regularizer, which Keras 3.* sums up .*: upgrade Keras"):
@@ -397,11 +399,11 @@ def test_fused_updates_are_used_for_exactly_these_classes():
         pass
 
     o = keras.optimizers
-    assert all(update.is_fused(c()) for c in (o.Adam, o.AdamW, o.SGD))
-    assert update.is_fused(o.LossScaleOptimizer(o.Adam()))
-    assert not any(update.is_fused(c()) for c in (Mine, o.RMSprop, o.Nadam)) and not update.is_fused(
-        o.Adam(amsgrad=True)
-    )
+    assert all(optimizer_update.is_fused(c()) for c in (o.Adam, o.AdamW, o.SGD))
+    assert optimizer_update.is_fused(o.LossScaleOptimizer(o.Adam()))
+    assert not any(
+        optimizer_update.is_fused(c()) for c in (Mine, o.RMSprop, o.Nadam)
+    ) and not optimizer_update.is_fused(o.Adam(amsgrad=True))
 
 
 # -- models -----------------------------------------------------------------

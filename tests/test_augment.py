@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist import augment, mix, pixels, randaugment
+from tfdist.data.augmentation import color, mixup, ops, randaugment
 
 SEEDS = [tf.constant([3, i]) for i in range(40)]
 
@@ -51,16 +51,16 @@ def picture(height=24, width=20, channels=3, seed=0):
 )
 def test_what_is_not_understood(text, message):
     with pytest.raises(tfdist.UserError, match=message) as caught:
-        augment.parse(text)
+        ops.parse(text)
     assert "\n" not in str(caught.value)
 
 
 def test_what_is_understood():
-    recipe = augment.parse("flip, crop(4), color(0.4), randaugment(2, 9), erase(0.25), mixup(0.2), cutmix(1)")
+    recipe = ops.parse("flip, crop(4), color(0.4), randaugment(2, 9), erase(0.25), mixup(0.2), cutmix(1)")
     assert [str(s) for s in recipe.steps] == ["flip", "crop(4)", "color(0.4)", "randaugment(2, 9)", "erase(0.25)"]
     assert [str(s) for s in recipe.mixing] == ["mixup(0.2)", "cutmix(1)"]
-    assert augment.parse("").steps == () and augment.parse("").mix is None
-    assert augment.parse("resized_crop(0.08), flip").smallest == 0.08 and recipe.smallest is None
+    assert ops.parse("").steps == () and ops.parse("").mix is None
+    assert ops.parse("resized_crop(0.08), flip").smallest == 0.08 and recipe.smallest is None
 
 
 @pytest.mark.parametrize(
@@ -74,8 +74,8 @@ def test_what_is_understood():
 )
 def test_data_that_cannot_be_augmented(text, shape, dtype, classes, message):
     with pytest.raises(tfdist.UserError, match=message):
-        augment.parse(text).check(shape, dtype, classes)
-    augment.parse("").check(shape, dtype, classes)
+        ops.parse(text).check(shape, dtype, classes)
+    ops.parse("").check(shape, dtype, classes)
 
 
 def test_normalised_images_have_no_colours():
@@ -83,8 +83,8 @@ def test_normalised_images_have_no_colours():
         tfdist.UserError,
         match=r"color\(0.4\) in data.augment is for images with values from 0 to 1, and these have -2.5",
     ):
-        augment.parse("flip, color(0.4)", 1.0).check((8, 8, 3), "float32", 2, -2.5)
-    augment.parse("flip, crop(2), mixup(0.2), cutmix(1)", 1.0).check((8, 8, 3), "float32", 2, -2.5)
+        ops.parse("flip, color(0.4)", 1.0).check((8, 8, 3), "float32", 2, -2.5)
+    ops.parse("flip, crop(2), mixup(0.2), cutmix(1)", 1.0).check((8, 8, 3), "float32", 2, -2.5)
 
 
 EVERYTHING = "resized_crop(0.3), flip, vertical_flip, crop(2), color(0.4), randaugment(2, 9), erase(0.9)"
@@ -94,7 +94,7 @@ EVERYTHING = "resized_crop(0.3), flip, vertical_flip, crop(2), color(0.4), randa
 @pytest.mark.parametrize("channels", [1, 3])
 def test_type_range_and_shape_stay_and_the_seed_alone_decides(dtype, maximum, channels):
     image = (picture(channels=channels) / 255 * maximum).round(0 if dtype == "uint8" else 6).astype(dtype)
-    recipe = augment.parse(EVERYTHING, maximum=float(maximum))
+    recipe = ops.parse(EVERYTHING, maximum=float(maximum))
     recipe.check(image.shape, dtype, None)
     made = tf.data.Dataset.from_tensor_slices(tf.stack(SEEDS)).map(
         lambda seed: recipe.example(tf.constant(image), seed), num_parallel_calls=4
@@ -109,30 +109,30 @@ def test_type_range_and_shape_stay_and_the_seed_alone_decides(dtype, maximum, ch
 
 def test_flips_and_crops_are_parts_of_the_image():
     image = picture()
-    flips = [augment.flip(tf.constant(image), s).numpy() for s in SEEDS]
+    flips = [ops.flip(tf.constant(image), s).numpy() for s in SEEDS]
     mirrored = [(f == image[:, ::-1]).all() for f in flips]
     assert all(m or (f == image).all() for m, f in zip(mirrored, flips)) and 8 < sum(mirrored) < 32
-    upside = [(augment.vertical_flip(tf.constant(image), s).numpy() == image[::-1]).all() for s in SEEDS]
+    upside = [(ops.vertical_flip(tf.constant(image), s).numpy() == image[::-1]).all() for s in SEEDS]
     assert upside == mirrored
 
     padded = np.pad(image, [(2, 2), (2, 2), (0, 0)])
     windows = {padded[i : i + 24, j : j + 20].tobytes(): (i, j) for i in range(5) for j in range(5)}
-    places = {windows[augment.crop(tf.constant(image), tf.constant([0, i]), 2).numpy().tobytes()] for i in range(250)}
+    places = {windows[ops.crop(tf.constant(image), tf.constant([0, i]), 2).numpy().tobytes()] for i in range(250)}
     assert places == set(windows.values())
 
 
 def test_whole_numbers_are_rounded_and_cut():
     image = tf.zeros([1, 4, 1], tf.uint8)
     values = tf.constant([0.6, 1.4, -3, 300])
-    np.testing.assert_array_equal(pixels.stored(values, image, 255.0), [1, 1, 0, 255])
-    np.testing.assert_array_equal(pixels.stored(values, tf.zeros([1]), 255.0), np.float32([0.6, 1.4, 0, 255]))
+    np.testing.assert_array_equal(color.stored(values, image, 255.0), [1, 1, 0, 255])
+    np.testing.assert_array_equal(color.stored(values, tf.zeros([1]), 255.0), np.float32([0.6, 1.4, 0, 255]))
     x, partner = tf.constant([[8], [8]], tf.uint8), tf.zeros([2, 1], tf.uint8)
-    np.testing.assert_array_equal(mix.blended(x, partner, tf.constant([0.2, 0.3])), [[2], [2]])
+    np.testing.assert_array_equal(mixup.blended(x, partner, tf.constant([0.2, 0.3])), [[2], [2]])
 
 
 def test_operations_do_not_draw_the_same_numbers():
     image = picture()
-    recipe = augment.parse("flip, vertical_flip")
+    recipe = ops.parse("flip, vertical_flip")
     made = [recipe.example(tf.constant(image), seed).numpy().tobytes() for seed in SEEDS]
     counts = [made.count(image[::a, ::b].tobytes()) for a in (1, -1) for b in (1, -1)]
     assert sum(counts) == len(SEEDS) and min(counts) >= 3
@@ -143,27 +143,27 @@ def test_resize_is_pils(policy, box):
     image = picture(32, 40)
     size = (8, 8)
     expected = np.asarray(PIL.Image.fromarray(image).crop(box).resize(size[::-1], PIL.Image.BILINEAR))
-    got = augment.resize(tf.constant(image), size, policy).numpy()
+    got = ops.resize(tf.constant(image), size, policy).numpy()
     assert got.dtype == np.uint8 and np.abs(got.astype(int) - expected).max() <= 1
     of_any_size = tf.TensorSpec([None, None, 3], tf.uint8)
     unknown = tf.data.Dataset.from_generator(lambda: [image], output_signature=of_any_size)
-    unknown = unknown.map(lambda x: augment.resize(x, size, policy))
+    unknown = unknown.map(lambda x: ops.resize(x, size, policy))
     assert unknown.element_spec.shape == tf.TensorShape([8, 8, 3])
     np.testing.assert_array_equal(next(iter(unknown)), got)
 
 
 def test_resize_pads_and_keeps():
     image = picture(32, 40)
-    got = augment.resize(tf.constant(image), (10, 10), "pad").numpy()
+    got = ops.resize(tf.constant(image), (10, 10), "pad").numpy()
     expected = np.asarray(PIL.Image.fromarray(image).resize((10, 8), PIL.Image.BILINEAR))
     assert np.abs(got[1:9].astype(int) - expected).max() <= 1 and not got[0].any() and not got[9].any()
-    assert augment.resize(image, (32, 40), "crop") is image
-    thin = augment.resize(tf.constant(picture(200, 1)), (4, 4), "crop")
+    assert ops.resize(image, (32, 40), "crop") is image
+    thin = ops.resize(tf.constant(picture(200, 1)), (4, 4), "crop")
     assert thin.shape == (4, 4, 3)
 
 
 def test_a_random_crop_has_its_area_and_proportions():
-    windows = np.array([augment.crop_window([100, 120, 3], tf.constant([1, i]), 0.08) for i in range(300)])
+    windows = np.array([ops.crop_window([100, 120, 3], tf.constant([1, i]), 0.08) for i in range(300)])
     top, left, height, width = windows.T
     assert (top >= 0).all() and (left >= 0).all() and (top + height <= 100).all() and (left + width <= 120).all()
     area, ratio = height * width / 12000, width / height
@@ -171,8 +171,8 @@ def test_a_random_crop_has_its_area_and_proportions():
     assert ratio.min() >= 0.7 and ratio.max() <= 1.4
     image = tf.constant(picture(100, 120))
     i, j, h, w = windows[5]
-    expected = augment.resize(image[i : i + h, j : j + w], (16, 16), "stretch")
-    got = augment.resized_crop(image, tf.constant([1, 5]), (16, 16), 0.08)
+    expected = ops.resize(image[i : i + h, j : j + w], (16, 16), "stretch")
+    got = ops.resized_crop(image, tf.constant([1, 5]), (16, 16), 0.08)
     np.testing.assert_array_equal(got, expected)
 
 
@@ -182,18 +182,18 @@ def test_color_is_pils(name, place, factor):
     image = picture()
     factors = [1.0, 1.0, 1.0]
     factors[place] = factor
-    got = pixels.jitter(tf.constant(image), tf.constant(factors), 0.0, 255.0).numpy()
+    got = color.jitter(tf.constant(image), tf.constant(factors), 0.0, 255.0).numpy()
     expected = np.asarray(getattr(PIL.ImageEnhance, name)(PIL.Image.fromarray(image)).enhance(factor))
     assert np.abs(got.astype(int) - expected).max() <= 2
 
 
 def test_hue_keeps_grey_and_turns_back():
     image = tf.constant(picture() / 255 * 100 + 70, tf.float32)
-    turned = pixels.jitter(image, tf.ones(3), 0.5, 255.0)
+    turned = color.jitter(image, tf.ones(3), 0.5, 255.0)
     assert np.abs(turned - image).max() > 5
-    np.testing.assert_allclose(turned @ pixels.GREY[:, None], image @ pixels.GREY[:, None], atol=1e-2)
-    np.testing.assert_allclose(pixels.jitter(turned, tf.ones(3), -0.5, 255.0), image, atol=1e-2)
-    third = pixels.jitter(tf.constant([[[200.0, 100, 100]]]), tf.ones(3), 2 * np.pi / 3, 255.0).numpy()[0, 0]
+    np.testing.assert_allclose(turned @ color.GREY[:, None], image @ color.GREY[:, None], atol=1e-2)
+    np.testing.assert_allclose(color.jitter(turned, tf.ones(3), -0.5, 255.0), image, atol=1e-2)
+    third = color.jitter(tf.constant([[[200.0, 100, 100]]]), tf.ones(3), 2 * np.pi / 3, 255.0).numpy()[0, 0]
     assert sorted(third)[-1] > 1.2 * sorted(third)[0] and third.argmax() != 0
 
 
@@ -201,7 +201,7 @@ def test_erase_leaves_the_rest():
     image = np.full((30, 40, 3), 77, np.uint8)
     shares, ratios = [], []
     for i in range(200):
-        gone = (augment.erase(tf.constant(image), tf.constant([5, i]), 0.5).numpy() != 77).any(-1)
+        gone = (ops.erase(tf.constant(image), tf.constant([5, i]), 0.5).numpy() != 77).any(-1)
         if gone.any():
             rows, columns = np.flatnonzero(gone.any(1)), np.flatnonzero(gone.any(0))
             box = (rows[-1] - rows[0] + 1) * (columns[-1] - columns[0] + 1)
@@ -282,7 +282,7 @@ def batch(n=64, weights=False):
 def test_a_mixed_batch_has_the_loss_of_the_formula(text, weights):
     """The share is found again in the pixels, and the loss of the mixed example compared with both losses."""
     columns, partners, seeds = batch(weights=weights)
-    mixed = augment.parse(text).mix(columns, partners, seeds)
+    mixed = ops.parse(text).mix(columns, partners, seeds)
     assert mixed[0].dtype == tf.uint8 and mixed[1].dtype == tf.float32 and len(mixed) == len(columns)
     x, other, got = (c[0].numpy().astype(float) for c in (columns, partners, mixed))
     difference = (x - other).reshape(len(x), -1)
@@ -307,7 +307,7 @@ def test_a_mixed_batch_has_the_loss_of_the_formula(text, weights):
 
 def test_a_row_does_not_depend_on_the_batch_it_is_in():
     columns, partners, seeds = batch()
-    function = augment.parse("mixup(0.2), cutmix(1)").mix
+    function = ops.parse("mixup(0.2), cutmix(1)").mix
     whole = function(columns, partners, seeds)
     part = function(*[tuple(c[20:23] for c in cs) for cs in (columns, partners)], seeds[20:23])
     for a, b in zip(whole, part):
@@ -320,10 +320,10 @@ def test_a_row_does_not_depend_on_the_batch_it_is_in():
 @pytest.mark.parametrize("alpha", [0.2, 1.0, 3.0])
 def test_shares_follow_the_beta_distribution(alpha):
     seeds = tf.stack([tf.zeros(20_000, tf.int32), tf.range(20_000)], 1)
-    drawn = mix.draws(seeds, 3).numpy()
+    drawn = mixup.draws(seeds, 3).numpy()
     assert np.abs(np.corrcoef(drawn.T) - np.eye(3)).max() < 0.03
     assert np.abs(np.corrcoef(drawn[:-1, 0], drawn[1:, 0])[0, 1]) < 0.03
-    shares = np.sort(mix._interpolated(mix._quantiles(alpha), tf.constant(drawn[:, 0])))
+    shares = np.sort(mixup._interpolated(mixup._quantiles(alpha), tf.constant(drawn[:, 0])))
     expected = np.sort(np.random.default_rng(0).beta(alpha, alpha, 20_000))
     assert np.abs(shares - expected).max() < 0.03
     assert shares.min() >= 0 and shares.max() <= 1

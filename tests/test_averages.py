@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 import tfdist
-from tfdist import averages, checkpoint
+from tfdist.checkpoints import files
+from tfdist.engine.step import ema
 from tfdist.errors import Interrupted
-from tfdist.history import fingerprint
+from tfdist.monitoring.recorder import fingerprint
 
 EPOCHS = 4
 VALIDATION = cases.images(37)
@@ -74,12 +75,12 @@ def test_they_are_exchanged_bit_for_bit_on_every_replica(replicas, connect):
     distribution = connect(replicas)
     made, _ = train(distribution, 1, measure_average=False)
     optimizer, rng = made.optimizer, np.random.default_rng(0)
-    copies = [c for v in made.trainable_variables for c in averages._copies(v)]
-    others = [c for v in optimizer._model_variables_moving_average for c in averages._copies(v)]
+    copies = [c for v in made.trainable_variables for c in ema._copies(v)]
+    others = [c for v in optimizer._model_variables_moving_average for c in ema._copies(v)]
     for copy in [*copies, *others]:  # each replica another, with what arithmetic would not bring back
         copy.assign(rng.normal(size=copy.shape) * 10.0 ** rng.integers(-30, 30, copy.shape))
     before = [c.numpy() for c in copies], [c.numpy() for c in others]
-    with pytest.raises(ZeroDivisionError), averages.instead(optimizer, made.trainable_variables):
+    with pytest.raises(ZeroDivisionError), ema.instead(optimizer, made.trainable_variables):
         for copy, other in zip(copies, before[1]):
             np.testing.assert_array_equal(copy.numpy(), other)
         raise ZeroDivisionError
@@ -107,7 +108,7 @@ def test_stopped_within_a_validation_and_resumed(connect, tmp_path):
     assert calls > 5
     assert (fingerprint(done[0]), done[1]) == (fingerprint(whole[0]), whole[1])
     best = 5 * (1 + int(np.argmin(whole[1]["val_loss"])))
-    assert best in [checkpoint.update_of(p) for p in checkpoint.found(tmp_path / "checkpoints")]
+    assert best in [files.update_of(p) for p in files.found(tmp_path / "checkpoints")]
 
 
 def test_without_a_single_update_there_is_no_average(connect):

@@ -6,9 +6,12 @@ import os
 import psutil
 import pytest
 
-from tfdist import batch_finder, config, strategy, validation
-from tfdist.environment import Environment
+from tfdist import config
+from tfdist.config import validation
+from tfdist.config.runtime_options import Environment
+from tfdist.distributed import connect
 from tfdist.errors import UserError
+from tfdist.train import batch_size_search
 
 HERE = os.path.dirname(__file__)
 OPTIONS = "examples=400, shape=(4, 4, 1), classes=5"
@@ -28,12 +31,14 @@ def find(monkeypatch):
         )
         where = Environment(strategy="default", threads=1)
         monkeypatch.delenv("RANK")
-        site = strategy.locate(where)
+        site = connect.locate(where)
         monkeypatch.setenv("RANK", "nonsense")
-        return batch_finder.find(validation.validate(experiment), where, site)
+        return batch_size_search.find(validation.validate(experiment), where, site)
 
     yield run
-    assert not [p for p in psutil.Process().children(recursive=True) if "tfdist.probe" in " ".join(p.cmdline())]
+    assert not [
+        p for p in psutil.Process().children(recursive=True) if "tfdist.train.batch_size_probe" in " ".join(p.cmdline())
+    ]
 
 
 def test_the_largest_that_fits_to_one_step_of_bisection(find):
@@ -57,7 +62,7 @@ def test_killed_by_the_kernel_is_too_much(find):
 
 
 def test_in_time_with_what_was_known_or_with_an_error(find, monkeypatch):
-    monkeypatch.setattr(batch_finder, "LIMIT_S", 1.0)
+    monkeypatch.setattr(batch_size_search, "LIMIT_S", 1.0)
     with pytest.raises(
         UserError, match=r"train.batch_size=auto: no batch fits \(nothing was known after 1 s\): give a n"
     ):
@@ -70,7 +75,7 @@ def test_not_even_one(find, monkeypatch):
         UserError, match=r"train.batch_size=auto: no batch fits \(1 do not\): give a number, or use a sm"
     ):
         find(most=0)
-    monkeypatch.setattr(batch_finder, "SHARE", 1e-6)  # the machine's memory bounds it on a CPU
+    monkeypatch.setattr(batch_size_search, "SHARE", 1e-6)  # the machine's memory bounds it on a CPU
     with pytest.raises(UserError, match=r"no batch fits \(1 do not\)"):
         find(most=1000)
 
@@ -85,7 +90,7 @@ def test_what_has_nothing_to_do_with_memory(find):
         UserError, match=r"auto: trying it ended with ValueError: .*Faulty.*: give a number, and the run"
     ):
         find(most=0, kind="Faulty")
-    answer = batch_finder._understood([], -6, False)
+    answer = batch_size_search._understood([], -6, False)
     assert answer.end == "its process ended with code -6 before it had tried one"
 
 
@@ -101,7 +106,7 @@ def test_what_has_nothing_to_do_with_memory(find):
     ],
 )
 def test_what_a_child_says(lines, code, late, expected):
-    answer = batch_finder._understood(lines, code, late)
+    answer = batch_size_search._understood(lines, code, late)
     assert (answer.fits, answer.too_many) == expected
 
 

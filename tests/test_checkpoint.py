@@ -11,11 +11,13 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist import checkpoint, requeue, resume
-from tfdist.checkup import checkpoints as examination
-from tfdist.data import Records
+from tfdist.checkpoints import files as files_lib
+from tfdist.checkpoints import resume
+from tfdist.data.sources import Records
+from tfdist.doctor import checkpoints as checkpoints_lib
 from tfdist.errors import Interrupted, TrainingError, UserError
-from tfdist.history import fingerprint
+from tfdist.monitoring.recorder import fingerprint
+from tfdist.train import slurm_requeue
 
 L = keras.layers
 EPOCHS, BATCH, EXAMPLES = 4, 24, 109  # five updates per epoch, the last of 13 examples
@@ -142,7 +144,7 @@ def test_taking_checkpoints_changes_nothing_and_keeps_the_newest_and_the_best(co
     done = train(connect(2), checkpoints=checkpoints)
     assert done[:2] == whole[:2]
     best = 5 * (1 + int(np.argmin(whole[1]["val_loss"])))
-    left = [checkpoint.update_of(p) for p in checkpoint.found(tmp_path / "checkpoints")]
+    left = [files_lib.update_of(p) for p in files_lib.found(tmp_path / "checkpoints")]
     assert set(left) == {20, 18, best}
     assert not [p for p in (tmp_path / "checkpoints").iterdir() if p.name.startswith(".")]
     assert (tmp_path / "checkpoints" / "latest").read_text().strip() == "20"
@@ -151,7 +153,7 @@ def test_taking_checkpoints_changes_nothing_and_keeps_the_newest_and_the_best(co
 def test_the_best_epoch_is_one_that_was_validated(connect, tmp_path):
     done = train(connect(1), checkpoints=kept(tmp_path, every="9 epochs", best="max val_loss"), validation_freq=2)
     best = 10 * (1 + int(np.argmax(done[1]["val_loss"])))
-    assert {checkpoint.update_of(p) for p in checkpoint.found(tmp_path / "checkpoints")} >= {best}
+    assert {files_lib.update_of(p) for p in files_lib.found(tmp_path / "checkpoints")} >= {best}
 
 
 def test_a_resumed_early_stopping_keeps_its_patience_and_its_best_weights(connect, tmp_path):
@@ -182,8 +184,8 @@ def two(connect, tmp_path_factory):
     """A folder with two checkpoints, of updates 10 and 20."""
     folder = tmp_path_factory.mktemp("two")
     train(connect(1), checkpoints=kept(folder, every="2 epochs"))
-    found = checkpoint.found(folder / "checkpoints")
-    assert [checkpoint.update_of(p) for p in found] == [20, 10]
+    found = files_lib.found(folder / "checkpoints")
+    assert [files_lib.update_of(p) for p in found] == [20, 10]
     return folder / "checkpoints"
 
 
@@ -213,30 +215,30 @@ def test_every_flipped_bit_and_every_truncation_is_noticed(two, tmp_path):
             damaged = bytearray(whole)
             damaged[place] ^= 1 << chance.randrange(8)
             path.write_bytes(damaged)
-            with pytest.raises(checkpoint.DamagedError):
-                checkpoint.verify(folder / "20")
+            with pytest.raises(files_lib.DamagedError):
+                files_lib.verify(folder / "20")
         for length in {0, len(whole) - 1, *(chance.randrange(len(whole)) for _ in range(10))}:
             path.write_bytes(whole[:length])
-            with pytest.raises(checkpoint.DamagedError):
-                checkpoint.verify(folder / "20")
+            with pytest.raises(files_lib.DamagedError):
+                files_lib.verify(folder / "20")
         path.unlink()
-        with pytest.raises(checkpoint.DamagedError):
-            checkpoint.verify(folder / "20")
+        with pytest.raises(files_lib.DamagedError):
+            files_lib.verify(folder / "20")
         path.write_bytes(whole)
-    checkpoint.verify(folder / "20")
+    files_lib.verify(folder / "20")
 
 
 def test_the_newest_valid_one_is_used_and_the_damaged_one_set_aside(two, tmp_path):
     folder, lines = copy(two, tmp_path), []
     data = folder / "20" / "tensors.data-00000-of-00001"
     data.write_bytes(data.read_bytes()[:-1])
-    findings = examination.examine(folder)
+    findings = checkpoints_lib.examine(folder)
     assert [(f.update, bool(f.problem), f.next) for f in findings] == [(20, True, False), (10, False, True)]
     chosen = choice(folder, lines.append).newest()
     assert chosen.path.name == "10"
     assert "20 is not used: tensors.data-00000-of-00001 has" in lines[0]
     assert lines[1].endswith("is now unused-20")
-    assert [p.name for p in checkpoint.found(folder)] == ["10"]
+    assert [p.name for p in files_lib.found(folder)] == ["10"]
 
 
 def test_with_none_valid_it_does_not_begin_anew_in_silence(two, tmp_path):
@@ -264,7 +266,7 @@ def test_another_batch_is_refused_or_taken_between_epochs(connect, tmp_path):
     assert train(connect(1), data, checkpoints=checkpoints)
     assert any("is not used: it is from the middle of an epoch" in line for line in lines)
     assert checkpoints.resumed_from == 20  # two epochs of ten updates
-    assert checkpoint.update_of(checkpoint.found(tmp_path / "checkpoints")[0]) == 40
+    assert files_lib.update_of(files_lib.found(tmp_path / "checkpoints")[0]) == 40
 
 
 def test_data_that_has_lost_an_example_is_refused(connect, tmp_path):
@@ -364,11 +366,11 @@ def test_a_folder_that_cannot_be_written_does_not_stop_the_training(connect, tmp
     assert "the checkpoint after update 20 could not be written" in checkpoints.failure
     assert lines[0].startswith("WARNING: the checkpoint after update 15 could not be written (")
     assert "training goes on, the one of update 10 is kept; free or repair" in lines[0]
-    checkpoint.verify(tmp_path / "elsewhere" / "10")
+    files_lib.verify(tmp_path / "elsewhere" / "10")
 
 
 def test_doctor_says_what_a_resume_would_use(two):
-    newest, older = examination.checks(two, examination.examine(two))
+    newest, older = checkpoints_lib.checks(two, checkpoints_lib.examine(two))
     assert (newest.status, older.status) == ("ok", "ok")
     assert newest.finding.endswith("<- a resume goes on from here") and "resume" not in older.finding
 
@@ -376,11 +378,11 @@ def test_doctor_says_what_a_resume_would_use(two):
 def test_requeueing_that_cannot_be_done(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="--requeue needs Slurm's scontrol, which is not on PATH"):
-        requeue.check(True, {"SLURM_JOB_ID": "7"})
+        slurm_requeue.check(True, {"SLURM_JOB_ID": "7"})
     (tmp_path / "scontrol").write_text("#!/bin/sh\necho 'Invalid job id specified' >&2; exit 1\n")
     (tmp_path / "scontrol").chmod(0o755)
-    requeue.check(True, {"SLURM_JOB_ID": "7"})
-    assert requeue.again({"SLURM_JOB_ID": "7"}) == "WARNING: job 7 is not requeued: Invalid job id specified"
+    slurm_requeue.check(True, {"SLURM_JOB_ID": "7"})
+    assert slurm_requeue.again({"SLURM_JOB_ID": "7"}) == "WARNING: job 7 is not requeued: Invalid job id specified"
 
 
 def test_a_file_where_the_folder_of_checkpoints_should_be(tmp_path):
@@ -398,8 +400,8 @@ def test_changed_with_nothing_from_the_end_of_an_epoch(connect, tmp_path):
 
 
 def test_a_checkpoint_of_another_format(tmp_path, monkeypatch):
-    path = checkpoint.write(tmp_path, 3, {}, lambda prefix: pathlib.Path(prefix + ".x").write_text("x"))
-    checkpoint.verify(path)
-    monkeypatch.setattr(checkpoint, "FORMAT", 2)
-    with pytest.raises(checkpoint.DamagedError, match="it has format 1, and this tfdist reads 2"):
-        checkpoint.verify(path)
+    path = files_lib.write(tmp_path, 3, {}, lambda prefix: pathlib.Path(prefix + ".x").write_text("x"))
+    files_lib.verify(path)
+    monkeypatch.setattr(files_lib, "FORMAT", 2)
+    with pytest.raises(files_lib.DamagedError, match="it has format 1, and this tfdist reads 2"):
+        files_lib.verify(path)

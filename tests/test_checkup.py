@@ -12,9 +12,10 @@ import pytest
 from drivers import FOUR, printing
 from findings import of, one
 
-from tfdist import gpus, horovod_state
-from tfdist.checkup import packages, record, sight, workers
-from tfdist.environment import Environment
+from tfdist.config.runtime_options import Environment
+from tfdist.distributed import gpus, horovod_install
+from tfdist.doctor import check as check_lib
+from tfdist.doctor import packages, tensorflow_probe, workers
 from tfdist.errors import UserError
 
 pytest_plugins = ("drivers",)  # its fixture
@@ -28,8 +29,8 @@ TF_CONFIG = {"cluster": {"chief": ["a:1"], "worker": ["b:2", "c:3"]}, "task": {"
 
 def test_tasks_run_side_by_side_and_keep_their_order():
     meeting = threading.Barrier(2, timeout=30)  # one after the other, they would never meet
-    tasks = [record.Task(name, lambda name=name: [record.ok(name, str(meeting.wait() >= 0))]) for name in "ab"]
-    assert [(c.name, c.finding) for c in record.run(tasks, time.monotonic() + 30)] == [("a", "True"), ("b", "True")]
+    tasks = [check_lib.Task(name, lambda name=name: [check_lib.ok(name, str(meeting.wait() >= 0))]) for name in "ab"]
+    assert [(c.name, c.finding) for c in check_lib.run(tasks, time.monotonic() + 30)] == [("a", "True"), ("b", "True")]
 
 
 def test_a_task_that_hangs_or_breaks_does_not_take_the_others_with_it():
@@ -37,24 +38,24 @@ def test_a_task_that_hangs_or_breaks_does_not_take_the_others_with_it():
         raise UserError("--x=1 is wrong: use 2")
 
     tasks = [
-        record.Task("hangs", threading.Event().wait, "pull the plug"),
-        record.Task("breaks", lambda: 1 / 0),
-        record.Task("refuses", refuse),
-        record.Task("works", lambda: [record.ok("works", "yes")]),
+        check_lib.Task("hangs", threading.Event().wait, "pull the plug"),
+        check_lib.Task("breaks", lambda: 1 / 0),
+        check_lib.Task("refuses", refuse),
+        check_lib.Task("works", lambda: [check_lib.ok("works", "yes")]),
     ]
-    hangs, breaks, refuses, works = record.run(tasks, time.monotonic() + 0.5)
+    hangs, breaks, refuses, works = check_lib.run(tasks, time.monotonic() + 0.5)
     assert (hangs.status, hangs.fix) == ("warn", "pull the plug") and "no answer within" in hangs.finding
     assert (
         breaks.status == "warn" and "this check itself failed (ZeroDivisionError: division by zero)" in breaks.finding
     )
     assert (refuses.status, refuses.finding, refuses.fix) == ("fail", "--x=1 is wrong", "use 2")
     assert works.status == "ok"
-    assert record.worst([works, hangs]) == "warn" and record.worst([hangs, refuses]) == "fail"
-    assert record.worst([]) == "ok"
+    assert check_lib.worst([works, hangs]) == "warn" and check_lib.worst([hangs, refuses]) == "fail"
+    assert check_lib.worst([]) == "ok"
 
 
 def test_what_others_say_cannot_move_the_cursor():
-    check = record.warn("x", "a\x1b[2Jb\nc", "d\x07")
+    check = check_lib.warn("x", "a\x1b[2Jb\nc", "d\x07")
     assert (check.finding, check.fix) == ("a?[2Jb c", "d?")
 
 
@@ -74,24 +75,24 @@ def test_what_others_say_cannot_move_the_cursor():
 )  # fmt: skip
 def test_driver(driver, body, status, text):
     driver(body)
-    one(sight.driver(gpus.survey(timeout=0.3 if "sleep" in body else 30)), status, text)
+    one(tensorflow_probe.driver(gpus.survey(timeout=0.3 if "sleep" in body else 30)), status, text)
 
 
 @pytest.fixture(scope="module")
 def answer():
     """What the TensorFlow that is installed here says."""
-    return sight.ask({k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}, 240)
+    return tensorflow_probe.ask({k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}, 240)
 
 
 def test_tensorflow_answers(answer):
     assert answer.problem == "" and answer.version.startswith("2.") and answer.keras.startswith("3.")
     if not answer.gpus:
-        one(sight.tensorflow(answer, gpus.Survey(), {}), "ok", "there is no GPU to see")
+        one(tensorflow_probe.tensorflow(answer, gpus.Survey(), {}), "ok", "there is no GPU to see")
 
 
 def test_gpus_that_tensorflow_does_not_see(answer):
     """It really looks, as many times as there are GPUs, and finds none of those that were made up."""
-    one(sight.tensorflow(answer, gpus.Survey((*GPUS, *GPUS)), {}), "fail", "of 8 usable GPUs: ")
+    one(tensorflow_probe.tensorflow(answer, gpus.Survey((*GPUS, *GPUS)), {}), "fail", "of 8 usable GPUs: ")
 
 
 @pytest.mark.parametrize(
@@ -110,22 +111,22 @@ def test_gpus_that_tensorflow_does_not_see(answer):
     ],
 )  # fmt: skip
 def test_why_tensorflow_does_not_see_them(said, environ, status, text, fix):
-    given = sight.Answer(**{"version": "2.21.0", "keras": "3.15.1", "cuda": "12.5.1", **said})
-    one(sight.tensorflow(given, gpus.Survey(GPUS), environ), status, text, fix)
+    given = tensorflow_probe.Answer(**{"version": "2.21.0", "keras": "3.15.1", "cuda": "12.5.1", **said})
+    one(tensorflow_probe.tensorflow(given, gpus.Survey(GPUS), environ), status, text, fix)
 
 
 def test_unlike_gpus_numbered_fastest_first():
     mixed = (*GPUS[:3], gpus.parse_line("3, GPU-ddd, 5, 16000, 10, 15990, 550.1, H100"))
     environ = {"CUDA_VISIBLE_DEVICES": "0"}
-    checks = sight.tensorflow(sight.Answer("2.21.0", "3.15.1"), gpus.Survey(mixed), environ)
+    checks = tensorflow_probe.tensorflow(tensorflow_probe.Answer("2.21.0", "3.15.1"), gpus.Survey(mixed), environ)
     one(checks, "fail", "counts unlike GPUs fastest first", "set CUDA_DEVICE_ORDER=PCI_BUS_ID")
-    assert sight.names(sight.Answer(gpus=("x",)), gpus.Survey(mixed), environ) == {}
+    assert tensorflow_probe.names(tensorflow_probe.Answer(gpus=("x",)), gpus.Survey(mixed), environ) == {}
 
 
 def test_the_names_that_tensorflow_gives():
-    seen = sight.Answer(gpus=("T4", "T4"))
-    assert sight.names(seen, gpus.Survey(GPUS), {"CUDA_VISIBLE_DEVICES": "3,1"}) == {3: "GPU:0", 1: "GPU:1"}
-    assert sight.names(seen, gpus.Survey(GPUS), {}) == {}  # two of four: nobody knows which
+    seen = tensorflow_probe.Answer(gpus=("T4", "T4"))
+    assert tensorflow_probe.names(seen, gpus.Survey(GPUS), {"CUDA_VISIBLE_DEVICES": "3,1"}) == {3: "GPU:0", 1: "GPU:1"}
+    assert tensorflow_probe.names(seen, gpus.Survey(GPUS), {}) == {}  # two of four: nobody knows which
 
 
 @pytest.mark.parametrize(
@@ -139,9 +140,9 @@ def test_the_names_that_tensorflow_gives():
 def test_a_tensorflow_that_does_not_start(code, status, text, fix, tmp_path):
     (tmp_path / "tensorflow.py").write_text(code)
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    given = sight.ask(environ, 2 if status == "warn" else 60)
-    one(sight.tensorflow(given, gpus.Survey(), {}), status, text, fix)
-    assert not [p for p in psutil.Process().children() if "tfdist.checkup.sight" in p.cmdline()]
+    given = tensorflow_probe.ask(environ, 2 if status == "warn" else 60)
+    one(tensorflow_probe.tensorflow(given, gpus.Survey(), {}), status, text, fix)
+    assert not [p for p in psutil.Process().children() if "tfdist.doctor.tensorflow_probe" in p.cmdline()]
 
 
 # -- packages -------------------------------------------------------------------
@@ -212,7 +213,7 @@ def test_horovod(tmp_path, monkeypatch):
     folder = tmp_path / "horovod"
     (folder / "tensorflow").mkdir(parents=True)
     (folder / "__init__.py").write_text("")
-    (folder / "tensorflow" / f"mpi_lib{horovod_state.python()}").write_text("")
+    (folder / "tensorflow" / f"mpi_lib{horovod_install.python()}").write_text("")
     one(packages.horovod(needed=True), "ok", "was built for this TensorFlow")
     (folder / "metadata.json").write_text('{"tensorflow": "2.10.0"}')
     one(packages.horovod(needed=True), "fail", "built for TensorFlow 2.10.0", "python -m tfdist.horovod_build")

@@ -10,7 +10,8 @@ import pytest
 from findings import one
 
 from tfdist import config
-from tfdist.checkup import dataset, machine, storage
+from tfdist.doctor import dataset, machine
+from tfdist.doctor import disk as disk_lib
 
 # -- machine --------------------------------------------------------------------
 
@@ -102,44 +103,44 @@ def test_shared_memory(mounted, tmp_path):
 def test_a_disk_with_room(tmp_path):
     before = sorted(tmp_path.rglob("*"))
     one(
-        storage.room(tmp_path / "not" / "yet", least=1),
+        disk_lib.room(tmp_path / "not" / "yet", least=1),
         "warn" if shutil.disk_usage(tmp_path).free < 2e9 else "ok",
         f"free at {tmp_path}",
     )
-    one(storage.speed(tmp_path / "not" / "yet", slow=1), "ok", "/s at ")
-    one(storage.speed(tmp_path, slow=1e15), "warn", "checkpoints will be slow", "put --workdir on a local disk")
+    one(disk_lib.speed(tmp_path / "not" / "yet", slow=1), "ok", "/s at ")
+    one(disk_lib.speed(tmp_path, slow=1e15), "warn", "checkpoints will be slow", "put --workdir on a local disk")
     assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_full_disk(mounted):
     disk = mounted("size=2m")
     (disk / "ballast").write_bytes(bytes(2 << 20))
-    one(storage.room(disk / "run"), "fail", "only 0.0 kB free", "free some")
-    one(storage.speed(disk / "run"), "fail", "No space left on device", "free or repair that disk")
+    one(disk_lib.room(disk / "run"), "fail", "only 0.0 kB free", "free some")
+    one(disk_lib.speed(disk / "run"), "fail", "No space left on device", "free or repair that disk")
     assert [p.name for p in disk.iterdir()] == ["ballast"]
 
 
 def test_a_disk_that_fills_up_soon(mounted):
     disk = mounted("size=200m")
-    one(storage.room(disk), "warn", "only 209.7 MB free", "free some")
+    one(disk_lib.room(disk), "warn", "only 209.7 MB free", "free some")
     one(
-        storage.room(disk, checkpoint=80_000_000, keep=3),
+        disk_lib.room(disk, checkpoint=80_000_000, keep=3),
         "warn",
         "3 checkpoints like the newest take 320.0 MB",
         "checkpoint.keep",
     )
-    one(storage.room(disk, checkpoint=300_000_000), "fail", "only", "free some")
+    one(disk_lib.room(disk, checkpoint=300_000_000), "fail", "only", "free some")
 
 
 def test_a_disk_that_cannot_be_written(mounted, tmp_path):
     disk = mounted("ro,size=2m")
-    one(storage.room(disk), "fail", "is mounted read-only", "choose another --workdir")
-    one(storage.speed(disk), "fail", "nothing can be written", "choose another --workdir")
+    one(disk_lib.room(disk), "fail", "is mounted read-only", "choose another --workdir")
+    one(disk_lib.speed(disk), "fail", "nothing can be written", "choose another --workdir")
     inodes = mounted("size=200m,nr_inodes=2")
     (inodes / "last").write_text("")
-    one(storage.room(inodes), "fail", "its inodes are used up", "delete files there")
+    one(disk_lib.room(inodes), "fail", "its inodes are used up", "delete files there")
     (tmp_path / "file").write_text("")
-    one(storage.room(tmp_path / "file" / "x"), "fail", "file is a file, and", "choose another --workdir")
+    one(disk_lib.room(tmp_path / "file" / "x"), "fail", "file is a file, and", "choose another --workdir")
 
 
 # -- data set -------------------------------------------------------------------
@@ -150,7 +151,7 @@ def digits(tmp_path_factory):
     """Prepared by TFDS itself."""
     import tensorflow_datasets as tfds
 
-    from tfdist.datasets import digits  # noqa: F401
+    from tfdist.data.datasets import digits  # noqa: F401
 
     folder = tmp_path_factory.mktemp("prepared")
     tfds.builder("digits", data_dir=folder).download_and_prepare()

@@ -11,9 +11,9 @@ import time
 import pytest
 from findings import one
 
-from tfdist import cluster, meeting, peers, wire
-from tfdist.checkup import hotline, network
-from tfdist.cluster import Cluster
+from tfdist.distributed import cluster, peers, rendezvous, wire
+from tfdist.distributed.cluster import Cluster
+from tfdist.doctor import network, peer_query
 
 VERSIONS = {"python": "3.11.7", "tfdist": "0.1.0", "tensorflow": "2.21.0", "keras": "3.15.1", "horovod": "0.28.1"}
 HERE = "127.0.0.1"
@@ -31,7 +31,7 @@ def doctor():
     made, said = [], queue.Queue()
 
     def start(versions=VERSIONS, secret=""):
-        made.append(hotline.Hotline(HERE, 0, versions, secret, said.put))
+        made.append(peer_query.Hotline(HERE, 0, versions, secret, said.put))
         return made[-1].port
 
     start.said = lambda: said.get(timeout=30)
@@ -127,7 +127,7 @@ def test_closed_and_unknown(port, monkeypatch):
 def test_a_doctor_that_starts_later(port):
     """The same command runs on all hosts, and one is always first."""
     made = []
-    later = threading.Timer(0.3, lambda: made.append(hotline.Hotline(HERE, port, VERSIONS, "", lambda line: None)))
+    later = threading.Timer(0.3, lambda: made.append(peer_query.Hotline(HERE, port, VERSIONS, "", lambda line: None)))
     later.start()
     one(ask(port, patience=30.0), "ok", "with the same versions")
     later.join()
@@ -193,7 +193,7 @@ def test_a_meeting_of_workers_is_not_disturbed(port, monkeypatch):
     met = {}
 
     def work(rank):
-        met[rank] = meeting.meet(Cluster("test", rank, 2, master=f"{HERE}:{port}"), {}, lambda line: None, 60)
+        met[rank] = rendezvous.meet(Cluster("test", rank, 2, master=f"{HERE}:{port}"), {}, lambda line: None, 60)
 
     threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in (0, 1)]
     threads[0].start()
@@ -240,7 +240,7 @@ def test_strangers_do_not_keep_others_from_being_answered(doctor, monkeypatch):
 
 
 def test_no_more_than_so_many_at_once(doctor, monkeypatch):
-    monkeypatch.setattr(hotline, "_MOST_AT_ONCE", 1)
+    monkeypatch.setattr(peer_query, "_MOST_AT_ONCE", 1)
     port = doctor()
     with socket.create_connection((HERE, port)) as first:
         assert json.loads(first.recv(1000))["tfdist"] == wire.VERSION  # it has the only place

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from tfdist import addresses, cluster
-from tfdist.cluster import ALONE, Cluster
+from tfdist.distributed import addresses, cluster
+from tfdist.distributed.cluster import ALONE, Cluster
 from tfdist.errors import UserError
 
 
@@ -392,5 +392,5 @@ def test_what_is_no_host_list(hosts):
 
 def test_without_tensorflow():
     """The launcher and a failing start must not wait for it."""
-    code = "import sys, tfdist.cluster; sys.exit('tensorflow' in sys.modules or 'keras' in sys.modules)"
+    code = "import sys, tfdist.distributed.cluster; sys.exit('tensorflow' in sys.modules or 'keras' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -18,29 +18,22 @@ from conftest import REPOSITORY
 from launching import TIMEOUT_S, Launcher, marked
 from rich.console import Console
 
-from tfdist import (
-    agreement,
-    comparison,
-    comparison_picture,
-    comparison_table,
-    config,
-    contest,
-    run_folder,
-    train,
-    trial,
-)
-from tfdist.comparison import Row
-from tfdist.environment import Environment
+from tfdist import config
+from tfdist.checkpoints import run_folder
+from tfdist.compare import plot, results, runner, tables, trial, weight_distance
+from tfdist.compare.results import Row
+from tfdist.config.runtime_options import Environment
 from tfdist.errors import TrainingError, UserError
+from tfdist.train import __main__ as train
 
 TINY = ["--config.model.name=mlp", "--config.train.epochs=0", "--config.train.steps=20", "--config.optimizer.warmup=0%"]
 
 BROKEN = '''
-"""Takes the sum over replicas out of mirrored when tfdist.strategy is imported: each replica keeps its own gradients."""
+"""Takes the sum over replicas out of mirrored when tfdist.distributed.connect is imported: each replica keeps its own gradients."""
 import dataclasses, importlib.abc, importlib.util, sys
 class Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name != "tfdist.strategy":
+        if name != "tfdist.distributed.connect":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -164,29 +157,29 @@ def folders(tmp_path, tfds_dir, monkeypatch, capsys):
 
 def test_distances_have_names_and_add_up(folders):
     one, two, other = folders("one", 1), folders("two", 2), folders("other", 1, options="depth=2")
-    found = agreement.difference(one, two)
+    found = weight_distance.difference(one, two)
     assert 0 < found.distance < 1e-6
     assert set(found.variables) == {f"{layer}/{name}" for layer in ("dense", "head") for name in ("kernel", "bias")}
     assert sum(part**2 for part in found.variables.values()) == pytest.approx(found.distance**2)
     a, b = (keras.saving.load_model(folder / "model.keras").get_weights() for folder in (one, two))
     flat = [np.concatenate([np.ravel(w).astype("f8") for w in weights]) for weights in (a, b)]
     assert found.distance == pytest.approx(np.linalg.norm(flat[0] - flat[1]) / np.linalg.norm(flat[0]), rel=1e-9)
-    assert agreement.difference(one, one).distance == 0
-    assert agreement.reasons_to_differ(two, 48, 2) == []
+    assert weight_distance.difference(one, one).distance == 0
+    assert weight_distance.reasons_to_differ(two, 48, 2) == []
     with pytest.raises(ValueError, match="the models are not the same: "):
-        agreement.difference(one, other)
+        weight_distance.difference(one, other)
     with pytest.raises(ValueError, match="empty has no checkpoint"):
-        agreement.difference(one, one.parent / "empty")
+        weight_distance.difference(one, one.parent / "empty")
 
 
 def test_layers_that_depend_on_the_number_of_replicas(folders):
     folder = folders("restless", 2, model="test_compare:restless", sync=False)
-    assert agreement.reasons_to_differ(folder, 48, 1) == []
-    random, norm = agreement.reasons_to_differ(folder, 48, 2)
+    assert weight_distance.reasons_to_differ(folder, 48, 1) == []
+    random, norm = weight_distance.reasons_to_differ(folder, 48, 2)
     assert random == "random layers (dropout) draw for each replica"
     assert norm == "BatchNorm is not synchronized (batch_normalization)"
     alone = folders("alone", 1, model="test_compare:restless", sync=False)
-    found = agreement.difference(alone, folder)
+    found = weight_distance.difference(alone, folder)
     assert found.distance > 0 and {"doubling/factor", "batch_normalization/moving_mean"} <= set(found.variables)
 
 
@@ -205,23 +198,23 @@ ONE = row("default 1", weights="reference", distance=None, variable="", evaluati
 
 
 def apart(distance):
-    return agreement.Difference(distance, "conv2d/kernel", 0.1, 2.0)
+    return weight_distance.Difference(distance, "conv2d/kernel", 0.1, 2.0)
 
 
 def test_efficiency_is_by_replica_and_only_between_likes():
-    two = comparison.rated(row("mirrored 2", 180.0), ONE, cores=2)
+    two = results.rated(row("mirrored 2", 180.0), ONE, cores=2)
     assert (two.speedup, two.efficiency, two.oversubscribed) == (1.8, 0.9, False)
-    assert comparison.rated(row("mirrored 4", 180.0), ONE, cores=2).oversubscribed
-    assert not comparison.rated(row("mirrored 4", 180.0), ONE, cores=None).oversubscribed
+    assert results.rated(row("mirrored 4", 180.0), ONE, cores=2).oversubscribed
+    assert not results.rated(row("mirrored 4", 180.0), ONE, cores=None).oversubscribed
     for other in (row("mirrored 2", jit="on"), row("default 1", threads=2)):
-        assert comparison.rated(other, ONE, 2).efficiency is None
-    changed = comparison.rated(row("mirrored 2", evaluation={"loss": 0.4, "auc": 1.0}), ONE, 2)
+        assert results.rated(other, ONE, 2).efficiency is None
+    changed = results.rated(row("mirrored 2", evaluation={"loss": 0.4, "auc": 1.0}), ONE, 2)
     assert changed.evaluation_difference == {"loss": pytest.approx(-0.1)}
 
 
 def test_what_a_distance_means():
     two = row("mirrored 2", weights="", evaluation={"loss": 0.5}, evaluation_difference={"loss": 1e-6})
-    judge = lambda distance, natural=(), of=two: comparison.judged(of, ONE, apart(distance), 1e-5, natural).weights
+    judge = lambda distance, natural=(), of=two: results.judged(of, ONE, apart(distance), 1e-5, natural).weights
     assert (judge(1e-6), judge(1e-3), judge(1e-3, ["dropout"]), judge(1e-6, ["dropout"])) == (
         "same", "different", "nature", "same",
     )  # fmt: skip
@@ -230,27 +223,30 @@ def test_what_a_distance_means():
     assert judge(0.0, of=same_bits) == "identical"
     elsewhere = dataclasses.replace(two, evaluation_difference={"loss": 0.01})
     assert judge(1e-6, of=elsewhere) == "different"
-    assert agreement.tolerance("float32", "bfloat16") == 1e-2 and agreement.tolerance("float64", "float32") == 1e-11
+    assert (
+        weight_distance.tolerance("float32", "bfloat16") == 1e-2
+        and weight_distance.tolerance("float64", "float32") == 1e-11
+    )
 
 
 def test_rounding_that_has_grown_is_told_from_a_wrong_sum():
-    differs = comparison.judged(row("mirrored 2"), ONE, apart(0.05), 1e-5, [])
-    grown = comparison.checked(differs, apart(1e-13), agreement.CHECK_TOLERANCE, 31)
-    wrong = comparison.checked(differs, apart(1e-2), agreement.CHECK_TOLERANCE, 31)
+    differs = results.judged(row("mirrored 2"), ONE, apart(0.05), 1e-5, [])
+    grown = results.checked(differs, apart(1e-13), weight_distance.CHECK_TOLERANCE, 31)
+    wrong = results.checked(differs, apart(1e-2), weight_distance.CHECK_TOLERANCE, 31)
     assert (grown.weights, wrong.weights) == ("rounding", "different")
-    assert comparison.exit_code([ONE, grown]) == 0 and comparison.exit_code([ONE, wrong]) == 1
-    assert comparison.verdict([ONE, grown], 2)[0] == (
+    assert results.exit_code([ONE, grown]) == 0 and results.exit_code([ONE, wrong]) == 1
+    assert results.verdict([ONE, grown], 2)[0] == (
         "mirrored 2 trains the same model, with weights 5e-02 apart: "
         "in float64 the first 31 updates agree to 1e-13: rounding, which has grown."
     )
-    few = agreement.check_flags(updates=900, epochs=30)
+    few = weight_distance.check_flags(updates=900, epochs=30)
     assert few["config.train.steps"] == "31" and few["config.train.precision"] == "float64"
-    assert agreement.check_flags(updates=20, epochs=1)["config.train.steps"] == "20"
-    assert agreement.check_flags(updates=10**6, epochs=3)["config.train.steps"] == "100"
+    assert weight_distance.check_flags(updates=20, epochs=1)["config.train.steps"] == "20"
+    assert weight_distance.check_flags(updates=10**6, epochs=3)["config.train.steps"] == "100"
 
 
 def rows(*others):
-    return [ONE, *(comparison.rated(other, ONE, 4) for other in others)]
+    return [ONE, *(results.rated(other, ONE, 4) for other in others)]
 
 
 @pytest.mark.parametrize(
@@ -286,32 +282,32 @@ def rows(*others):
     ],
 )  # fmt: skip
 def test_the_verdict(others, sentences):
-    lines = comparison.verdict(rows(*others), 4)
+    lines = results.verdict(rows(*others), 4)
     assert len(lines) == len(set(lines)) and len(lines) <= 6
     for sentence in sentences:
         assert any(line.startswith(sentence) for line in lines), lines
 
 
 def test_exit_codes():
-    assert comparison.exit_code(rows(row("mirrored 2"), row("horovod 2", weights="nature"))) == 0
+    assert results.exit_code(rows(row("mirrored 2"), row("horovod 2", weights="nature"))) == 0
     unavailable = row("horovod 2", None, "", status="unavailable")
-    assert comparison.exit_code(rows(row("mirrored 2"), unavailable)) == 0
-    assert comparison.exit_code(rows(unavailable)) == 2
-    assert comparison.exit_code(rows(row("mirrored 2"), row("horovod 2", None, "", status="failed"))) == 1
+    assert results.exit_code(rows(row("mirrored 2"), unavailable)) == 0
+    assert results.exit_code(rows(unavailable)) == 2
+    assert results.exit_code(rows(row("mirrored 2"), row("horovod 2", None, "", status="failed"))) == 1
 
 
 def test_figures_of_a_run_with_and_without_the_time():
     result = {"examples_per_second": 5.0, "history": {"loss": [1.0, None]}, "evaluation": {"loss": 1.0}}
-    assert comparison.measured(result, {})["time"] == {}
+    assert results.measured(result, {})["time"] == {}
     result["time"] = {"input": 1.0, "compute": 3.0, "all_reduce": None, "python": 0.0, "later": 9.0}
-    assert comparison.measured(result, {})["time"] == {
+    assert results.measured(result, {})["time"] == {
         "input": 0.25,
         "compute": 0.75,
         "all_reduce": None,
         "python": 0.0,
     }
     result["time"] = None
-    assert comparison.measured(result, {})["time"] == {}
+    assert results.measured(result, {})["time"] == {}
 
 
 def test_long_rows_fit_into_80_columns(capsys, tmp_path):
@@ -327,16 +323,16 @@ def test_long_rows_fit_into_80_columns(capsys, tmp_path):
     long = row("multi_worker 16", 12345678.9, variable="block_3/attention/query/kernel", speedup=12.5, efficiency=0.78,
                **figures, **evaluation)  # fmt: skip
     gone = row("horovod 2", None, "", status="unavailable", reason="Horovod is not installed: " + "word " * 30)
-    comparison_table.show(Console(width=80), [ONE, long, gone], "settings", ["verdict " * 30])
+    tables.show(Console(width=80), [ONE, long, gone], "settings", ["verdict " * 30])
     out = capsys.readouterr().out
     assert all(len(line) <= 80 for line in out.splitlines()) and out.isascii()
     cells = ["multi_worker 16", "12,345,679", "12.50", "0.78*", "1234.6", "123.5", "6%", "100%", "-", "12%"]
-    assert comparison_table.speed([long]) == [cells]
+    assert tables.speed([long]) == [cells]
     printed = next(line for line in out.splitlines() if "12,345,679" in line)
     assert printed.split() == " ".join(cells).split()
-    assert "accuracy 0.9800 (-0.0012)" in comparison_table.agreement([long])[0]
+    assert "accuracy 0.9800 (-0.0012)" in tables.agreement([long])[0]
     assert "horovod 2: unavailable: Horovod is not installed" in out
-    comparison_picture.draw(tmp_path / "x.png", "title", [ONE, long, gone], "caption")
+    plot.draw(tmp_path / "x.png", "title", [ONE, long, gone], "caption")
     assert [path.name for path in tmp_path.iterdir()] == ["x.png"]
 
 
@@ -464,9 +460,9 @@ signal.pause()
 )
 def test_nothing_is_compared_with_a_reference_that_does_not_run(outcome, error, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(trial, "run", lambda *_: outcome)
-    wanted = contest.Settings(("mirrored",), (2,), 1, "auto", "none", 60.0, CPU)
+    wanted = runner.Settings(("mirrored",), (2,), 1, "auto", "none", 60.0, CPU)
     with pytest.raises(error[0], match=error[1]):
-        contest.Contest(wanted, config.Experiment(), lambda changed: [], run_folder.RunFolder(str(tmp_path))).run()
+        runner.Contest(wanted, config.Experiment(), lambda changed: [], run_folder.RunFolder(str(tmp_path))).run()
     assert json.loads((tmp_path / "compare.json").read_text())["status"] == "failed"
 
 

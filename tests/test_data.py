@@ -10,10 +10,11 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist import calls, data
-from tfdist.datasets import catalog
-from tfdist.feeds import ArrayFeed, BatchFeed
-from tfdist.layout import Layout, fetch
+from tfdist.data import sources
+from tfdist.data.batch_layout import Layout, fetch
+from tfdist.data.datasets import registry
+from tfdist.data.feeds import ArrayFeed, BatchFeed
+from tfdist.engine import step_calls
 
 BATCH = 8
 
@@ -82,16 +83,16 @@ def test_predict_and_evaluate_see_each_example_once_in_order(examples, replicas,
 
 
 def test_the_order_is_a_permutation_that_changes_with_seed_and_epoch_only():
-    one = data.order(seed=1, epoch=0, size=1000)
+    one = sources.order(seed=1, epoch=0, size=1000)
     assert sorted(one) == list(range(1000))
-    assert (one == data.order(1, 0, 1000)).all()
-    assert (one != data.order(1, 1, 1000)).any()
-    assert (one != data.order(2, 0, 1000)).any()
+    assert (one == sources.order(1, 0, 1000)).all()
+    assert (one != sources.order(1, 1, 1000)).any()
+    assert (one != sources.order(2, 0, 1000)).any()
 
 
 @pytest.mark.parametrize("replicas, accumulate", [(1, 1), (2, 1), (3, 1), (8, 1), (2, 3)])
 def test_batches_do_not_depend_on_the_number_of_replicas(replicas, accumulate):
-    source = data.Arrays((np.arange(61),))
+    source = sources.Arrays((np.arange(61),))
     plain = ArrayFeed(source, Layout(24, 1, 1), shuffle=5)
     split = ArrayFeed(source, Layout(24, replicas, accumulate), shuffle=5)
     for update in (0, 1, 2, 3, 5):
@@ -108,7 +109,7 @@ def test_batches_do_not_depend_on_the_number_of_replicas(replicas, accumulate):
 
 def test_a_run_continues_anywhere_from_its_update_number():
     """Nothing but the number of updates made is needed to go on, so nothing is read again."""
-    source = data.Arrays((np.arange(61),))
+    source = sources.Arrays((np.arange(61),))
     through = ArrayFeed(source, Layout(24, 2, 1), shuffle=5)
     for update in range(7):
         call = through.next(update, 1)
@@ -189,7 +190,7 @@ def test_string_features_and_more_inputs(connect):
 )
 def test_unusable_data(given, message):
     with pytest.raises(tfdist.UserError, match=message):
-        source = data.as_source(given if len(given) > 1 else given[0])
+        source = sources.as_source(given if len(given) > 1 else given[0])
         assert source.batches
 
 
@@ -214,12 +215,12 @@ def test_a_batch_size_beside_a_dataset(connect):
 def test_ragged_data_is_refused():
     dataset = tf.data.Dataset.from_tensors(tf.ragged.constant([[1], [2, 3]]))
     with pytest.raises(tfdist.UserError, match="make its tensors dense"):
-        data.as_source(dataset)
+        sources.as_source(dataset)
 
 
 def feeds(source, accumulate=1, replicas=6, local=2, **kwargs):
     """The feed of each of three workers with two replicas each."""
-    kind = ArrayFeed if isinstance(source, data.Arrays) else BatchFeed
+    kind = ArrayFeed if isinstance(source, sources.Arrays) else BatchFeed
     layouts = [Layout(24, replicas, accumulate, first, local) for first in range(0, replicas, local)]
     return [(kind(source, layout, **kwargs), layout) for layout in layouts]
 
@@ -230,7 +231,9 @@ def feeds(source, accumulate=1, replicas=6, local=2, **kwargs):
 def test_workers_divide_every_global_batch(kind, examples, accumulate):
     x = np.arange(examples)
     source = (
-        data.Batches(tf.data.Dataset.from_tensor_slices((x,)).batch(24)) if kind == "batches" else data.Arrays((x,))
+        sources.Batches(tf.data.Dataset.from_tensor_slices((x,)).batch(24))
+        if kind == "batches"
+        else sources.Arrays((x,))
     )
     workers = feeds(source, accumulate, **({"shuffle": 5} if kind == "shuffled" else {}))
     seen = []
@@ -258,7 +261,7 @@ def test_a_worker_decodes_its_own_rows_only():
         decoded.append(x.shape[0])
         return (x * 10,)
 
-    source = data.Batches(tf.data.Dataset.from_tensor_slices((np.arange(48),)).batch(24), decode)
+    source = sources.Batches(tf.data.Dataset.from_tensor_slices((np.arange(48),)).batch(24), decode)
     decoded.clear()
     for feed, layout in feeds(source):
         now = feed.next(0, 1)
@@ -281,23 +284,23 @@ class Others:
 
 X, Y = np.zeros((12, 3), "float32"), np.arange(12) % 3
 SHARED = {
-    "arrays": lambda: data.as_source((X, Y)),
-    "tables": lambda: data.as_source(({"a": X}, Y)),
-    "records": lambda: data.Records(12, lambda rows: tf.gather(X, rows), lambda x, seed: (x,), labels=Y),
-    "batches": lambda: data.Batches(tf.data.Dataset.from_tensor_slices((X, Y)).batch(4)),
+    "arrays": lambda: sources.as_source((X, Y)),
+    "tables": lambda: sources.as_source(({"a": X}, Y)),
+    "records": lambda: sources.Records(12, lambda rows: tf.gather(X, rows), lambda x, seed: (x,), labels=Y),
+    "batches": lambda: sources.Batches(tf.data.Dataset.from_tensor_slices((X, Y)).batch(4)),
 }
 
 
 @pytest.mark.parametrize("kind", SHARED)
 def test_all_workers_have_the_same_data(kind):
-    facts = data.facts(SHARED[kind]())
-    data.check_same(facts, Others(facts), "it")
+    facts = sources.facts(SHARED[kind]())
+    sources.check_same(facts, Others(facts), "it")
     for name, other in SHARED.items():
         if {name, kind} & {"records"} and "batches" not in (name, kind):
-            data.check_same(facts, Others(data.facts(other())), "what fits into the memory of one alone")
+            sources.check_same(facts, Others(sources.facts(other())), "what fits into the memory of one alone")
         elif name != kind:
             with pytest.raises(tfdist.UserError, match=r"worker 1 \(there\) has other data than worker 0 \("):
-                data.check_same(facts, Others(data.facts(other())), "it")
+                sources.check_same(facts, Others(sources.facts(other())), "it")
 
 
 @pytest.mark.parametrize(
@@ -310,40 +313,40 @@ def test_all_workers_have_the_same_data(kind):
 )
 def test_a_worker_with_other_arrays_is_named(theirs, what, connect):
     """Before a call of one worker waits for ever for that of another."""
-    second = data.facts(data.as_source(theirs)) | {"batch": 4}
+    second = sources.facts(sources.as_source(theirs)) | {"batch": 4}
     distribution = dataclasses.replace(connect(2), peers=Others(second))
     with pytest.raises(
         tfdist.UserError, match=rf"^worker 1 \(there\) has other data than worker 0 \({what}\): give all"
     ):
-        calls.layout_of(data.as_source((X, Y)), 4, distribution, 1)
-    distribution = dataclasses.replace(connect(2), peers=Others(data.facts(SHARED["arrays"]()) | {"batch": 5}))
+        step_calls.layout_of(sources.as_source((X, Y)), 4, distribution, 1)
+    distribution = dataclasses.replace(connect(2), peers=Others(sources.facts(SHARED["arrays"]()) | {"batch": 5}))
     with pytest.raises(tfdist.UserError, match=r"\(batch: 5 and not 4\)"):
-        calls.layout_of(data.as_source((X, Y)), 4, distribution, 1)
+        step_calls.layout_of(sources.as_source((X, Y)), 4, distribution, 1)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**31, None, 0.5])
 def test_seeds_that_are_none(seed):
     with pytest.raises(tfdist.UserError, match=f"^seed must be a whole number between 0 and 2147483647, got {seed}"):
-        calls.read_epochs(SHARED["arrays"](), Layout(4, 1, 1), True, seed)
+        step_calls.read_epochs(SHARED["arrays"](), Layout(4, 1, 1), True, seed)
 
 
 def test_what_a_function_returns_is_described():
     """Examples by number as well as arrays."""
-    arrays, records = (catalog._described(SHARED[kind](), SHARED[kind]()).spec for kind in ("arrays", "records"))
+    arrays, records = (registry._described(SHARED[kind](), SHARED[kind]()).spec for kind in ("arrays", "records"))
     assert (arrays.shape, arrays.dtype, arrays.classes) == (records.shape, records.dtype, records.classes)
-    images = data.Records(12, lambda rows: tf.gather(np.zeros((12, 8, 8, 3), "uint8"), rows), lambda x, seed: (x,))
-    assert catalog._described(images, images).spec.maximum == 255
+    images = sources.Records(12, lambda rows: tf.gather(np.zeros((12, 8, 8, 3), "uint8"), rows), lambda x, seed: (x,))
+    assert registry._described(images, images).spec.maximum == 255
     strings = np.array(["a", "b"], object)
-    assert data.as_source((strings, np.array([0, 1]))).columns[0] is strings
+    assert sources.as_source((strings, np.array([0, 1]))).columns[0] is strings
     with pytest.raises(tfdist.UserError, match="cannot train on ndarray of Python objects"):
-        data.as_source(np.array([1, None], object))
+        sources.as_source(np.array([1, None], object))
 
 
 def test_some_of_the_digits_are_those_of_the_data_set():
     """Against what TFDS has prepared from the same file."""
     import tensorflow_datasets as tfds
 
-    from tfdist.datasets import digits
+    from tfdist.data.datasets import digits
 
     builder = tfds.builder("digits")
     builder.download_and_prepare()
@@ -366,7 +369,7 @@ def test_some_of_the_digits_are_those_of_the_data_set():
     ],
 )
 def test_digits_that_do_not_exist(given, message):
-    from tfdist.datasets import digits
+    from tfdist.data.datasets import digits
 
     with pytest.raises(tfdist.UserError, match=re.escape(message)):
         digits.some(**given)

@@ -21,7 +21,7 @@ import pytest
 import rigs
 from drivers import FOUR, printing
 
-from tfdist import checkpoint
+from tfdist.checkpoints import files
 
 pytest_plugins = ("drivers", "rigs")  # their fixtures
 
@@ -50,7 +50,7 @@ def saved(folder, *updates):
 
     for update in updates:
         state = {"experiment": {}, "position": {"epoch": update // 10, "begun": update % 10}}
-        checkpoint.write(folder / "checkpoints", update, state, tensors)
+        files.write(folder / "checkpoints", update, state, tensors)
     return folder
 
 

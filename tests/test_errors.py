@@ -198,7 +198,7 @@ WITH_TENSORFLOW = [
     (["--config.data.train_split=train[:0]"], "data.train_split='train[:0]' of digits is empty"),
     (["--config.data.options=a=1"], "data.options='a=1' is for functions, the TFDS data set 'digits' takes none"),
     (["--config.data.data_dir=mine.py/x"], "data.data_dir is not usable"),
-    (["--config.model.options=colour=3"], "model.options: tfdist.zoo.small:cnn takes no such arguments"),
+    (["--config.model.options=colour=3"], "model.options: tfdist.models.zoo.small:cnn takes no such arguments"),
     (["--config.model.name=mine:model", "--config.model.options=units=3"], "must return a keras.Model, got int"),
     (["--config.model.name=ResNet50"], "model.name='ResNet50' needs images of at least 32x32, the data has 8x8: set data.image_size=32 or more"),
     (["--config.model.freeze=hed"], "model.freeze: 'hed' matches no layer with weights: did you mean 'head'?"),

@@ -25,9 +25,12 @@ from conftest import REPOSITORY
 from finished_runs import TRAIN, made_run
 
 import tfdist
-from tfdist import after as after_lib
-from tfdist import answers, augment, config, described, finished, models, output_file
+from tfdist import config
+from tfdist.data import spec_file
+from tfdist.data.augmentation import ops
 from tfdist.errors import TrainingError, UserError
+from tfdist.inference import job, output_file, prediction_rows, trained_model
+from tfdist.models import build as models
 
 pytest_plugins = ("finished_runs",)  # its fixtures
 
@@ -47,11 +50,11 @@ def files(folder):
 
 
 def digits(tfds_dir, split="test"):
-    from tfdist.datasets import catalog
+    from tfdist.data.datasets import registry
 
     e = config.Experiment()
     e.data.eval_split, e.data.data_dir = split, str(tfds_dir)
-    return catalog.load(e)
+    return registry.load(e)
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -119,14 +122,14 @@ def test_json_lines_on_any_checkpoint(after, trained):
 
 
 def wanted(folder, checkpoint=""):
-    return finished.Wanted(str(folder), "", checkpoint, config.Experiment(), {})
+    return trained_model.Wanted(str(folder), "", checkpoint, config.Experiment(), {})
 
 
 def weights(folder, checkpoint="", said=None):
     asked = wanted(folder, checkpoint)
-    experiment = finished.experiment(asked)
-    build = lambda: after_lib.built(experiment, described.read(folder))
-    return finished.weights(asked, experiment, build, (said if said is not None else []).append)
+    experiment = trained_model.experiment(asked)
+    build = lambda: job.built(experiment, spec_file.read(folder))
+    return trained_model.weights(asked, experiment, build, (said if said is not None else []).append)
 
 
 @pytest.fixture
@@ -149,11 +152,11 @@ def test_checkpoints_hold_what_the_run_would_have_ended_with(copy):
 
 
 def test_weights_reach_every_replica(copy, connect):
-    experiment = finished.experiment(wanted(copy))
+    experiment = trained_model.experiment(wanted(copy))
     distribution = connect(3)
     with distribution.scope():
-        model = after_lib.built(experiment, described.read(copy))
-    after_lib.share(model, distribution, weights(copy))
+        model = job.built(experiment, spec_file.read(copy))
+    job.share(model, distribution, weights(copy))
     expected = keras.saving.load_model(copy / "model.keras").get_weights()
     for variable, array in zip(model.weights, expected, strict=True):
         for replica in variable.value.values:
@@ -214,7 +217,7 @@ def test_runs_that_cannot_be_used(spoil, checkpoint, message, copy):
 
 
 def spec(**changes):
-    from tfdist.datasets.catalog import Spec
+    from tfdist.data.datasets.registry import Spec
 
     return Spec(
         **{"shape": (8, 8, 1), "dtype": "uint8", "classes": 2, "maximum": 16.0, "names": ("cat", "dog"), **changes}
@@ -235,26 +238,26 @@ def spec(**changes):
     ],
 )
 def test_data_that_the_model_was_not_trained_for(changes, message):
-    after_lib.check_data(config.Experiment(), spec(), spec())
-    after_lib.check_data(config.Experiment(), spec(names=(), classes=1), spec())
+    job.check_data(config.Experiment(), spec(), spec())
+    job.check_data(config.Experiment(), spec(names=(), classes=1), spec())
     with pytest.raises(UserError, match=re.escape(message)):
-        after_lib.check_data(config.Experiment(), spec(**changes), spec())
+        job.check_data(config.Experiment(), spec(**changes), spec())
 
 
 def test_a_table_with_other_statistics():
-    from tfdist.datasets.catalog import Column
+    from tfdist.data.datasets.registry import Column
 
     table = lambda mean: spec(columns=(Column("age", "number", mean, 2.0),), names=())
     with pytest.raises(
         UserError, match=r"other columns than the model was trained on, or other statistics of them \(age\)"
     ):
-        after_lib.check_data(config.Experiment(), table(1.0), table(2.0))
+        job.check_data(config.Experiment(), table(1.0), table(2.0))
 
 
 def test_new_rows_of_a_table(run, tmp_path, monkeypatch):
     """By the statistics of the training: predicted without a target, and measured with it."""
-    from tfdist.datasets.catalog import Spec
-    from tfdist.datasets.columns import Column
+    from tfdist.data.datasets.registry import Spec
+    from tfdist.data.spec import Column
 
     (tmp_path / "mine.py").write_text(
         """
@@ -286,25 +289,25 @@ def model(spec):
     with pytest.raises(
         UserError, match=r"data.name='digits' is no table, and the model was trained on one: give csv:PATH"
     ):
-        after_lib.new_rows(e, table, asked, True, print)
+        job.new_rows(e, table, asked, True, print)
     e.data.name = "csv:new.csv"
     with pytest.raises(UserError, match=r"all rows of another table are taken: leave out --config.data.eval_split"):
-        after_lib.new_rows(e, table, asked, True, print)
+        job.new_rows(e, table, asked, True, print)
     asked = dataclasses.replace(asked, changes={"config.data.broken": "skip"})
     with pytest.raises(UserError, match=r"every row of a table gets a prediction: .* leave out data.broken=skip"):
-        after_lib.new_rows(e, table, asked, True, print)
+        job.new_rows(e, table, asked, True, print)
 
 
 def test_a_file_of_keras_that_does_not_fit(connect, tmp_path):
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
     model.save(tmp_path / "m.keras")
-    loaded = finished.load(tmp_path / "m.keras")
+    loaded = trained_model.load(tmp_path / "m.keras")
     with pytest.raises(UserError, match=re.escape("has inputs of shape [8, 8, 1], the model takes [4]")):
-        after_lib.check_inputs(loaded, config.Experiment(), spec())
-    from tfdist import scoring
+        job.check_inputs(loaded, config.Experiment(), spec())
+    from tfdist.inference import evaluate
 
     with pytest.raises(UserError, match="was saved without a loss and metrics: compile the model before it is saved"):
-        scoring.for_own_loss(loaded, None, "m.keras")
+        evaluate.for_own_loss(loaded, None, "m.keras")
 
 
 @pytest.mark.parametrize(
@@ -320,17 +323,17 @@ def test_a_file_of_keras_that_does_not_fit(connect, tmp_path):
     ],
 )
 def test_the_loss_of_a_file_says_what_targets_it_wants(loss, rows):
-    from tfdist import scoring
-    from tfdist.data import Arrays
-    from tfdist.datasets.catalog import Loaded
+    from tfdist.data.datasets.registry import Loaded
+    from tfdist.data.sources import Arrays
+    from tfdist.inference import evaluate
 
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, activation="softmax")])
     model.compile("sgd", loss)
     y = np.array([0, 2], "int32")
     source = Arrays((np.zeros((2, 4), "float32"), y))
-    found = scoring.for_own_loss(model, Loaded(source, source, 2, spec(shape=(4,), classes=3)), "m.keras").eval.columns[
-        1
-    ]
+    found = evaluate.for_own_loss(
+        model, Loaded(source, source, 2, spec(shape=(4,), classes=3)), "m.keras"
+    ).eval.columns[1]
     np.testing.assert_array_equal(found, np.eye(3)[y] if rows else y)
 
 
@@ -342,7 +345,7 @@ def test_a_file_whose_optimizer_is_another_one(tmp_path):
     model.save(tmp_path / "m.keras")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        finished.load(tmp_path / "m.keras")
+        trained_model.load(tmp_path / "m.keras")
 
 
 def test_a_file_that_holds_code_is_not_loaded(tmp_path):
@@ -352,53 +355,56 @@ def test_a_file_that_holds_code_is_not_loaded(tmp_path):
     with pytest.raises(
         UserError, match=r"m.keras cannot be loaded \(.*it must be a whole .keras file of registered layers"
     ):
-        finished.load(tmp_path / "m.keras")
+        trained_model.load(tmp_path / "m.keras")
 
 
 # -- rows and files ---------------------------------------------------------
 
 
 def rows(reader, outputs, targets=(), kind=".jsonl"):
-    return answers.Lines(kind).text(reader.settled(outputs).rows(outputs, targets, 5))
+    return prediction_rows.Lines(kind).text(reader.settled(outputs).rows(outputs, targets, 5))
 
 
 def test_outputs_that_are_no_classes():
     outputs = np.array([[1.5], [np.nan]], "float32")
-    assert rows(answers.Reader(None), outputs, np.array([1, 2]), ".csv") == "number,output,target\n5,1.5,1\n6,nan,2\n"
+    assert (
+        rows(prediction_rows.Reader(None), outputs, np.array([1, 2]), ".csv")
+        == "number,output,target\n5,1.5,1\n6,nan,2\n"
+    )
     several = {"kind": np.float32([[0.1, 2]]), "size": np.array([7])}
     assert (
-        rows(answers.Reader(None), several, kind=".csv")
+        rows(prediction_rows.Reader(None), several, kind=".csv")
         == "number,output_kind_0,output_kind_1,output_size\n5,0.1,2.0,7\n"
     )
-    assert json.loads(rows(answers.Reader(None), outputs[1:])) == {"number": 5, "output": [None]}
+    assert json.loads(rows(prediction_rows.Reader(None), outputs[1:])) == {"number": 5, "output": [None]}
 
 
 def test_scores_of_classes():
     """Probabilities as they are, logits through softmax; a score that is not finite is of no class; one-hot targets."""
-    reader = answers.Reader(2, ("cat", "dog"), example="{}.png".format)
+    reader = prediction_rows.Reader(2, ("cat", "dog"), example="{}.png".format)
     scores = np.array([[0.25, 0.75], [np.nan, 0.0]], "float32")
     text = rows(reader, scores, np.eye(2)[[0, 1]], ".csv")
     assert text == "number,example,prediction,name,probability,target\n5,5.png,1,dog,0.75,0\n6,6.png,,,nan,1\n"
     logits = np.log([[1.0, 3.0]]) + 7
-    assert json.loads(rows(answers.Reader(2, from_logits=True), logits))["probability"] == pytest.approx(0.75)
+    assert json.loads(rows(prediction_rows.Reader(2, from_logits=True), logits))["probability"] == pytest.approx(0.75)
 
 
 def test_tokens():
     logits = np.zeros((1, 3, 4), "float32")
     logits[0, [0, 1, 2], [3, 1, 2]] = 50
-    row = json.loads(rows(answers.Reader(4, from_logits=True), logits, np.array([[3, 1, 0]])))
+    row = json.loads(rows(prediction_rows.Reader(4, from_logits=True), logits, np.array([[3, 1, 0]])))
     assert row == {"number": 5, "prediction": [3, 1, 2], "probability": [1.0, 1.0, 1.0], "target": [3, 1, 0]}
     with pytest.raises(
         UserError, match=r"'output' is a table for each example, and a line of CSV holds none: write a .jsonl"
     ):
-        rows(answers.Reader(None), logits, kind=".csv")
+        rows(prediction_rows.Reader(None), logits, kind=".csv")
     with pytest.raises(UserError, match="--scores is for the scores of classes, and this model gives none"):
-        rows(answers.Reader(None, scores=True), logits)
+        rows(prediction_rows.Reader(None, scores=True), logits)
 
 
 def test_a_float_is_read_back_as_it_was():
     values = np.random.default_rng(0).normal(size=1000).astype("float32")
-    lines = rows(answers.Reader(None), values).splitlines()
+    lines = rows(prediction_rows.Reader(None), values).splitlines()
     np.testing.assert_array_equal(np.float32([json.loads(line)["output"] for line in lines]), values)
 
 
@@ -621,7 +627,7 @@ def test_an_image_folder_tells_the_files(run, tmp_path):
     named = [(r["example"].removeprefix(f"{tmp_path}/pictures/test/"), r["target"]) for r in rows]
     assert sorted(named) == [(f"{name}/{i}.png", str(k)) for k, name in enumerate(("ant", "bee")) for i in range(3)]
     for row in rows:  # that its line is about this very file
-        image = augment.resize(tf.constant(keras.utils.img_to_array(keras.utils.load_img(row["example"]))), (8, 8))
+        image = ops.resize(tf.constant(keras.utils.img_to_array(keras.utils.load_img(row["example"]))), (8, 8))
         logits = model(np.round(image)[None])[0].numpy()
         assert row["name"] == pictures.names[logits.argmax()]
         assert float(row["probability"]) == pytest.approx(1 / (1 + np.exp(-abs(logits[0] - logits[1]))), abs=1e-3)

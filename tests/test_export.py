@@ -10,10 +10,15 @@ import pytest
 import tensorflow as tf
 from finished_runs import made_run
 
-from tfdist import config, export, export_formats, finished, models, serving
-from tfdist.datasets.catalog import Spec
-from tfdist.datasets.columns import Column
+from tfdist import config
+from tfdist.data.datasets.registry import Spec
+from tfdist.data.spec import Column
 from tfdist.errors import TrainingError, UserError
+from tfdist.export import __main__ as export
+from tfdist.export import formats as formats_lib
+from tfdist.export import saved_model
+from tfdist.inference import trained_model
+from tfdist.models import build as models
 
 pytest_plugins = ("finished_runs",)  # its fixtures
 
@@ -43,7 +48,7 @@ np.savez("found.npz", **found)
 
 def test_every_format_gives_what_the_model_gives(after, trained):
     """A CNN with GELU and BatchNorm on real digits; Keras' own predictions are the independent answer."""
-    from tfdist.datasets import catalog
+    from tfdist.data.datasets import registry
 
     done = after("tfdist.export", "--workdir=run", "--output=out", "--formats=saved_model,onnx,litert")
     assert done.returncode == 0, done.stderr
@@ -54,7 +59,7 @@ def test_every_format_gives_what_the_model_gives(after, trained):
     assert told["examples"] == "digits, test" and told["classes"] == [str(k) for k in range(10)]
     assert all(kind["difference"] <= kind["tolerance"] for kind in told["formats"].values())
 
-    x = catalog.load(config.Experiment()).eval.columns[0][:50]
+    x = registry.load(config.Experiment()).eval.columns[0][:50]
     np.save(trained / "x.npy", x)
     client = subprocess.run([sys.executable, "-c", CLIENT], cwd=trained, capture_output=True, text=True, timeout=300)
     assert client.returncode == 0, client.stderr
@@ -75,7 +80,7 @@ def test_every_format_gives_what_the_model_gives(after, trained):
 
 
 def saved(servable, tmp_path):
-    serving.save(servable, str(tmp_path / "m"))
+    saved_model.save(servable, str(tmp_path / "m"))
     return tf.saved_model.load(tmp_path / "m").signatures
 
 
@@ -86,15 +91,15 @@ def picture_model(spec=PICTURES):
 
 
 def test_pictures_of_another_size_are_resized_as_the_pipeline_does(tmp_path):
-    from tfdist import augment
+    from tfdist.data.augmentation import ops
 
     big = np.random.default_rng(0).integers(0, 256, (2, 24, 40, 1)).astype("uint8")
     texts = [tf.io.encode_png(image) for image in big]
     texts[1] = tf.io.encode_jpeg(tf.repeat(big[1], 3, -1), quality=100)  # colour where the model takes grey
     for policy in ("crop", "pad", "stretch"):
-        found = saved(serving.Servable(picture_model(), PICTURES, True, policy), tmp_path / policy)
+        found = saved(saved_model.Servable(picture_model(), PICTURES, True, policy), tmp_path / policy)
         answer = found["encoded"](images=tf.stack(texts))
-        small = augment.resize(tf.constant(big[0]), (8, 8), policy).numpy()
+        small = ops.resize(tf.constant(big[0]), (8, 8), policy).numpy()
         expected = picture_model()(small[None]).numpy()
         np.testing.assert_allclose(answer["logits"][:1], expected, rtol=1e-5, atol=1e-6)
         assert answer["logits"].shape == (2, 3)
@@ -104,21 +109,22 @@ def test_pictures_of_another_size_are_resized_as_the_pipeline_does(tmp_path):
 @pytest.mark.parametrize("policy", ["crop", "pad", "stretch"])
 def test_pictures_are_decoded_as_those_of_an_image_folder(policy):
     """JPEGs at the ratio that the pipeline chooses by their sizes, others whole."""
-    from tfdist import augment, images
+    from tfdist.data import image_decoding
+    from tfdist.data.augmentation import ops
 
-    draw, decode = np.random.default_rng(0), images.shrinking((8, 8), policy)
+    draw, decode = np.random.default_rng(0), image_decoding.shrinking((8, 8), policy)
     sizes = np.array([(8, 8), (16, 40), (31, 200), (32, 32), (70, 64), (5, 90), (15, 15)])
     for size in sizes:
         picture = draw.integers(0, 256, (*size, 3)).astype("uint8")
         text = tf.io.encode_jpeg(picture)
-        (way,) = images.ways(["jpeg"], size[None], (8, 8), policy)
-        expected = images.decoder([way])(text, 0)
+        (way,) = image_decoding.ways(["jpeg"], size[None], (8, 8), policy)
+        expected = image_decoding.decoder([way])(text, 0)
         assert decode(text).shape == expected.shape
         np.testing.assert_array_equal(decode(text), expected)
         np.testing.assert_array_equal(decode(tf.io.encode_png(picture)), picture)
     spec = Spec((8, 8, 3), "uint8", 3, 255.0)
-    small = serving.Servable(picture_model(spec), spec, True, policy, shrink=True).decoded(tf.stack([text]))
-    np.testing.assert_array_equal(small[0], augment.resize(expected, (8, 8), policy))
+    small = saved_model.Servable(picture_model(spec), spec, True, policy, shrink=True).decoded(tf.stack([text]))
+    np.testing.assert_array_equal(small[0], ops.resize(expected, (8, 8), policy))
 
 
 def test_columns_of_a_table_as_they_stand_in_it(tmp_path):
@@ -133,7 +139,7 @@ def test_columns_of_a_table_as_they_stand_in_it(tmp_path):
     numbers, categories = keras.Input((2,), name="numbers"), keras.Input((1,), dtype="int32", name="categories")
     x = keras.layers.Concatenate()([numbers, keras.layers.Flatten()(keras.layers.Embedding(3, 4)(categories))])
     model = keras.Model({"numbers": numbers, "categories": categories}, keras.layers.Dense(2)(x))
-    servable = serving.Servable(model, spec, True)
+    servable = saved_model.Servable(model, spec, True)
     signatures = saved(servable, tmp_path)
     answer = signatures["serving_default"](
         hours_per_week=tf.constant([30.0, 60.0, np.nan]),
@@ -145,11 +151,11 @@ def test_columns_of_a_table_as_they_stand_in_it(tmp_path):
     np.testing.assert_allclose(answer["logits"], expected, rtol=1e-5, atol=1e-6)
     tensors = signatures["tensors"](**{k: tf.constant(v) for k, v in inputs.items()})
     np.testing.assert_allclose(tensors["logits"], expected, rtol=1e-5, atol=1e-6)
-    assert set(serving.trials(servable, inputs)) == {"serving_default", "tensors"}
+    assert set(saved_model.trials(servable, inputs)) == {"serving_default", "tensors"}
 
     twice = Spec((2,), "float32", 2, 1.0, (), (Column("a b", "number"), Column("a_b", "number")))
     with pytest.raises(UserError, match=r"two columns have one name in a signature \(a_b, a_b\): rename one of them"):
-        serving.save(serving.Servable(model, twice, True), str(tmp_path / "twice"))
+        saved_model.save(saved_model.Servable(model, twice, True), str(tmp_path / "twice"))
 
 
 def test_outputs_that_are_no_classes(tmp_path):
@@ -158,7 +164,7 @@ def test_outputs_that_are_no_classes(tmp_path):
         {"image": image, "extra": extra},
         {"kind": keras.layers.Dense(2, name="kind")(image), "size": keras.layers.Dense(3, name="size")(extra)},
     )
-    answer = saved(serving.Servable(model, Spec((4,), "float32", None, 1.0), True), tmp_path)["serving_default"](
+    answer = saved(saved_model.Servable(model, Spec((4,), "float32", None, 1.0), True), tmp_path)["serving_default"](
         image=tf.ones((2, 4)), extra=tf.ones((2, 3))
     )
     assert {name: value.shape for name, value in answer.items()} == {"kind": (2, 2), "size": (2, 3)}
@@ -166,7 +172,7 @@ def test_outputs_that_are_no_classes(tmp_path):
 
 def test_classes_that_rounding_decides_between():
     """Scores of half precision are often equal; another class counts as much as its probability is less."""
-    from tfdist.export_check import of_classes
+    from tfdist.export.verify import of_classes
 
     expected = {
         "class_ids": np.array([0, 1]),
@@ -195,7 +201,7 @@ def run_of(folder, precision="float32", **options):
     models.set_precision(precision)
     model = models.build(e, PICTURES)
     made_run(folder, e, model, PICTURES)
-    return finished.Wanted(str(folder), "", "", config.Experiment(), {}), model
+    return trained_model.Wanted(str(folder), "", "", config.Experiment(), {}), model
 
 
 def exported(asked, tmp_path, *formats):
@@ -223,7 +229,7 @@ def test_a_file_of_keras(tmp_path, monkeypatch):
     model = picture_model()
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     model.save(tmp_path / "m.keras")
-    asked = finished.Wanted("", str(tmp_path / "m.keras"), "", config.Experiment(), {})
+    asked = trained_model.Wanted("", str(tmp_path / "m.keras"), "", config.Experiment(), {})
     told = exported(asked, tmp_path, "saved_model")
     assert set(told["formats"]["saved_model"]["signatures"]["serving_default"]["outputs"]) == {
         "class_ids",
@@ -234,10 +240,10 @@ def test_a_file_of_keras(tmp_path, monkeypatch):
     keras.config.set_dtype_policy("mixed_bfloat16")
     picture_model().save(tmp_path / "m.keras")
     keras.config.set_dtype_policy("float32")
-    monkeypatch.setattr(export_formats, "_difference", lambda *_: 0.0)
+    monkeypatch.setattr(formats_lib, "_difference", lambda *_: 0.0)
     export.export(asked, ["saved_model"], tmp_path / "half", False)
     kind = json.loads((tmp_path / "half" / "export.json").read_text())["formats"]["saved_model"]
-    assert kind["tolerance"] == export_formats.HALF
+    assert kind["tolerance"] == formats_lib.HALF
     with pytest.raises(
         UserError, match=r"m.keras does not compute in float32, as onnx does: give the --workdir of its run"
     ):
@@ -254,12 +260,12 @@ def test_a_table(tmp_path):
     keras.utils.set_random_seed(0)
     model = models.build(e, spec)
     made_run(tmp_path, e, model, spec)
-    told = exported(finished.Wanted(str(tmp_path), "", "", config.Experiment(), {}), tmp_path, "saved_model")
+    told = exported(trained_model.Wanted(str(tmp_path), "", "", config.Experiment(), {}), tmp_path, "saved_model")
     assert told["formats"]["saved_model"]["signatures"]["serving_default"]["inputs"] == {
         "age": ["float32", [None]],
         "sex": ["string", [None]],
     }
-    asked = finished.Wanted("", str(tmp_path / "model.keras"), "", config.Experiment(), {})
+    asked = trained_model.Wanted("", str(tmp_path / "model.keras"), "", config.Experiment(), {})
     assert export._make(asked, config.Experiment()).examples["categories"].max() == 2
 
 
@@ -277,7 +283,7 @@ class Own(keras.Model):
 def test_a_class_of_ones_own(tmp_path):
     model, x = Own(), tf.zeros((2, 8, 8, 1), tf.uint8)
     model(x)
-    answer = saved(serving.Servable(model, PICTURES, True), tmp_path)["serving_default"](inputs=x)
+    answer = saved(saved_model.Servable(model, PICTURES, True), tmp_path)["serving_default"](inputs=x)
     assert set(answer) == {"class_ids", "classes", "probabilities", "logits"}
 
 
@@ -288,19 +294,19 @@ def only_the_run(folder):
 def test_what_differs_is_not_kept(tmp_path, monkeypatch):
     """The real check, of a model that answers otherwise once it is written."""
     asked, _ = run_of(tmp_path)
-    real = export_formats._in_float32
+    real = formats_lib._in_float32
 
     def other(made, name):
         model, note = real(made, name)
         twin = keras.models.clone_model(model)
         twin.set_weights([w + 1e-2 for w in model.get_weights()])
-        from tfdist import converting
+        from tfdist.export import onnx_litert
 
-        write = converting.onnx
-        monkeypatch.setattr(converting, "onnx", lambda model, inputs, path: write(twin, inputs, path))
+        write = onnx_litert.onnx
+        monkeypatch.setattr(onnx_litert, "onnx", lambda model, inputs, path: write(twin, inputs, path))
         return model, note
 
-    monkeypatch.setattr(export_formats, "_in_float32", other)
+    monkeypatch.setattr(formats_lib, "_in_float32", other)
     with pytest.raises(
         TrainingError,
         match=r"onnx gives other results than the model: they differ by .*more than 0.0001: nothing was kept",
@@ -315,7 +321,7 @@ def test_an_operation_that_a_format_does_not_know(tmp_path):
     x = keras.layers.Flatten()(keras.layers.Rescaling(1 / 255)(inputs))
     model = keras.Model(inputs, keras.layers.Dense(3)(keras.ops.erfinv(x / 2)))
     model.save(tmp_path / "m.keras")
-    asked = finished.Wanted("", str(tmp_path / "m.keras"), "", config.Experiment(), {})
+    asked = trained_model.Wanted("", str(tmp_path / "m.keras"), "", config.Experiment(), {})
     with pytest.raises(TrainingError, match=r"onnx was written and cannot be used \(.*\): leave onnx out of --formats"):
         export.export(asked, ["onnx"], tmp_path / "out", False)
     with pytest.raises(
@@ -333,7 +339,7 @@ def test_an_interrupted_export_leaves_nothing(tmp_path, monkeypatch):
         seen.append(path.exists())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(export_formats, "_difference", interrupt)
+    monkeypatch.setattr(formats_lib, "_difference", interrupt)
     with pytest.raises(KeyboardInterrupt):
         exported(asked, tmp_path, "onnx")
     assert seen == [True] and only_the_run(tmp_path)
@@ -341,7 +347,7 @@ def test_an_interrupted_export_leaves_nothing(tmp_path, monkeypatch):
 
 def test_an_earlier_export_is_replaced_as_a_whole(tmp_path, monkeypatch):
     asked, _ = run_of(tmp_path)
-    monkeypatch.setattr(export_formats, "_difference", lambda *_: 0.0)
+    monkeypatch.setattr(formats_lib, "_difference", lambda *_: 0.0)
     exported(asked, tmp_path, "onnx")
     (tmp_path / "out" / "old").write_text("")
     export.export(asked, ["onnx"], tmp_path / "out", True)
@@ -350,13 +356,13 @@ def test_an_earlier_export_is_replaced_as_a_whole(tmp_path, monkeypatch):
 
 
 def test_a_library_that_is_missing(tmp_path, monkeypatch):
-    monkeypatch.setitem(export_formats.NEEDED, "onnx", ("tf2onnx", "no_such_library"))
+    monkeypatch.setitem(formats_lib.NEEDED, "onnx", ("tf2onnx", "no_such_library"))
     with pytest.raises(UserError, match=r"--formats=onnx needs no_such_library: pip install 'tfdist\[export\]'"):
-        export.export(finished.Wanted("x", "", "", config.Experiment(), {}), ["onnx"], tmp_path / "out", False)
+        export.export(trained_model.Wanted("x", "", "", config.Experiment(), {}), ["onnx"], tmp_path / "out", False)
 
 
 def test_differences():
-    from tfdist.export_check import difference
+    from tfdist.export.verify import difference
 
     x = np.array([[1.0, -4.0], [np.nan, np.inf]])
     assert difference(x, x) == 0 and difference(x[:1], x) == np.inf

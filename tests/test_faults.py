@@ -262,10 +262,12 @@ def test_workers_that_do_not_fit_together(crew, name):
 
 AT = "import tensorflow as tf\nif rank == {who}:\n  {patch} = lambda *a, **k: os.kill(os.getpid(), 9)\n"
 EARLY = {
-    "before the servers": AT.format(who=1, patch="import tfdist.multi_worker as m; m._start"),
+    "before the servers": AT.format(who=1, patch="import tfdist.distributed.strategies.multi_worker as m; m._start"),
     "in the constructor": AT.format(who=1, patch="tf.distribute.MultiWorkerMirroredStrategy"),
     "the chief in the constructor": AT.format(who=0, patch="tf.distribute.MultiWorkerMirroredStrategy"),
-    "after the constructor": AT.format(who=1, patch="import tfdist.multi_worker as m; m._give_back_sigterm"),
+    "after the constructor": AT.format(
+        who=1, patch="import tfdist.distributed.strategies.multi_worker as m; m._give_back_sigterm"
+    ),
 }
 
 

@@ -6,7 +6,7 @@ import os
 import pytest
 from drivers import FOUR, printing
 
-from tfdist import gpus
+from tfdist.distributed import gpus
 from tfdist.errors import UserError
 
 pytest_plugins = ("drivers",)  # its fixture

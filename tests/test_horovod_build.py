@@ -22,8 +22,11 @@ from importlib import metadata
 
 import pytest
 
-from tfdist import horovod_build, horovod_needs, horovod_source, horovod_state, horovod_workshop
+from tfdist.distributed import horovod_install
 from tfdist.errors import TrainingError, UserError
+from tfdist.horovod_build import __main__ as horovod_build
+from tfdist.horovod_build import requirements, workspace
+from tfdist.horovod_build import source as source_lib
 
 REPOSITORY = pathlib.Path(__file__).parent.parent
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
@@ -84,7 +87,7 @@ class Site:
         self.cache = shared / "cache"
         self.links = shared / "links"
         self.links.mkdir(parents=True, exist_ok=True)
-        self.digest = horovod_source.SHA256
+        self.digest = source_lib.SHA256
         self.folder = folder
 
     def tensorflow(self, version, build="aaa", name="tensorflow"):
@@ -192,7 +195,7 @@ def test_from_the_source_to_a_second_environment(site):
     done = two.run()
     assert done.returncode == 0, done.stdout + done.stderr
     assert "installing Horovod 0.28.1 as built before: " in done.stdout and "building" not in done.stdout
-    assert (two.packages / "horovod" / horovod_state.STAMP).is_file() and two.have("cloudpickle")
+    assert (two.packages / "horovod" / horovod_install.STAMP).is_file() and two.have("cloudpickle")
 
     # Another build of TensorFlow: the cached wheel is not for it.
     two.tensorflow("9.9.0", build="bbb")
@@ -326,11 +329,11 @@ def test_a_python_that_belongs_to_the_system(tmp_path, monkeypatch):
     (tmp_path / "EXTERNALLY-MANAGED").touch()
     monkeypatch.setattr(sys, "base_prefix", sys.prefix)
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    wanted = horovod_state.Build(horovod_state.TensorFlow("9.9.0"), SUFFIX, ("Gloo",))
+    wanted = horovod_install.Build(horovod_install.TensorFlow("9.9.0"), SUFFIX, ("Gloo",))
     with pytest.raises(
         UserError, match=r"a virtual environment \(this Python is the system's\): .*python3 -m venv .venv"
     ):
-        horovod_needs.find(wanted, {"PATH": os.environ["PATH"]})
+        requirements.find(wanted, {"PATH": os.environ["PATH"]})
 
 
 def test_help_needs_no_tensorflow(bare):
@@ -400,16 +403,16 @@ def test_a_build_that_never_ends_is_given_up(site):
     assert "tfdist: failed: the build took more than 0 s: the log is " in line
 
 
-WANTED = horovod_state.Build(horovod_state.TensorFlow("2.21.0", "aaa"), SUFFIX, ("Gloo",))
+WANTED = horovod_install.Build(horovod_install.TensorFlow("2.21.0", "aaa"), SUFFIX, ("Gloo",))
 
 
 def test_the_edits(tmp_path):
-    source = horovod_source.unpack(tar(tmp_path / "a.tar.gz", SOURCE), tmp_path / "b")
-    horovod_source.prepare(source, WANTED)
+    source = source_lib.unpack(tar(tmp_path / "a.tar.gz", SOURCE), tmp_path / "b")
+    source_lib.prepare(source, WANTED)
     assert (source / "horovod/tensorflow/CMakeLists.txt").read_text() == "a\nb\n"
     assert HEADER + "namespace stream_executor {" in (source / "horovod/tensorflow/mpi_ops.cc").read_text()
     with pytest.raises(TrainingError, match=r"CMakeLists.txt should have 'list\(APPEND .*' once, and has it 0 times"):
-        horovod_source.prepare(source, WANTED)
+        source_lib.prepare(source, WANTED)
 
 
 @pytest.mark.parametrize(
@@ -427,7 +430,7 @@ def test_the_edits(tmp_path):
     ],
 )  # fmt: skip
 def test_the_first_error_of_a_log(log, line):
-    assert horovod_workshop.first_error(log) == line
+    assert workspace.first_error(log) == line
 
 
 STAMP = {
@@ -478,9 +481,9 @@ def test_problem(version, files, problem, name, site):
 
 
 def test_what_serves():
-    both = horovod_state.Build(WANTED.tensorflow, SUFFIX, ("Gloo", "MPI"))
+    both = horovod_install.Build(WANTED.tensorflow, SUFFIX, ("Gloo", "MPI"))
     assert WANTED.serves(WANTED) and both.serves(WANTED) and not WANTED.serves(both)
-    assert not horovod_state.Build(WANTED.tensorflow, ".cpython-39.so", ("Gloo",)).serves(WANTED)
+    assert not horovod_install.Build(WANTED.tensorflow, ".cpython-39.so", ("Gloo",)).serves(WANTED)
 
 
 def test_the_real_one_is_built_and_the_command_knows(run, tmp_path):
@@ -490,5 +493,5 @@ def test_the_real_one_is_built_and_the_command_knows(run, tmp_path):
     done = run("tfdist.horovod_build", path=str(poison), PATH="/nonexistent")
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.fullmatch(r"tfdist: Horovod 0.28.1 is already built for TensorFlow \S+ \(Gloo.*\)\n", done.stdout)
-    assert horovod_state.problem() == ""
-    assert horovod_build.environment(("Gloo",), horovod_needs.Tools("x", {}, ()), "y")["PATH"] == "x"
+    assert horovod_install.problem() == ""
+    assert horovod_build.environment(("Gloo",), requirements.Tools("x", {}, ()), "y")["PATH"] == "x"

@@ -12,10 +12,13 @@ import tensorflow as tf
 from PIL import Image
 
 import tfdist
-from tfdist import augment, config, data, images, models
-from tfdist.datasets import catalog, image_files, image_folder, pictures
+from tfdist import config
+from tfdist.data import image_decoding, sources
+from tfdist.data.augmentation import ops
+from tfdist.data.datasets import image_folder, image_scan, image_sources, registry
+from tfdist.data.record_feed import in_order
 from tfdist.errors import UserError
-from tfdist.records_feed import in_order
+from tfdist.models import build as models
 
 
 def picture(number, size=(12, 16), mode="RGB"):
@@ -57,7 +60,7 @@ def test_classes_and_nested_folders(tmp_path):
     (tmp_path / "cat" / ".DS_Store").write_text("x")
     (tmp_path / "notes.txt").write_text("not in a class")
     (tmp_path / "cat" / "circle").symlink_to("../cat")
-    names, splits = image_files.listing(str(tmp_path), "it")
+    names, splits = image_scan.listing(str(tmp_path), "it")
     assert names == ("cat", "dog", "owl") and set(splits) == {"train"}
     train = splits["train"]
     assert sorted(train.paths) == sorted(
@@ -68,7 +71,7 @@ def test_classes_and_nested_folders(tmp_path):
 
     moved = tmp_path.with_name("moved")
     tmp_path.rename(moved)
-    assert image_files.listing(str(moved), "it")[1]["train"].paths == train.paths, "the order must not depend on where"
+    assert image_scan.listing(str(moved), "it")[1]["train"].paths == train.paths, "the order must not depend on where"
 
 
 def test_folders_for_splits_and_slices(tmp_path):
@@ -175,14 +178,14 @@ def test_broken_files_are_skipped(tmp_path):
         (tmp_path / "dog" / name).write_bytes(b"")
     (tmp_path / "only").mkdir()
     with pytest.raises(UserError, match=r"all 1 files of data.eval_split are broken"):
-        paths = image_files.listing(str(tmp_path), "it")[1]["train"].paths
+        paths = image_scan.listing(str(tmp_path), "it")[1]["train"].paths
         at = next(i for i, path in enumerate(paths) if path == "cat/empty.jpg")
         image_folder.load(str(tmp_path), "train", f"train[{at}:{at + 1}]", broken="skip", say=said.append)
 
 
 def trained(given, distribution, epochs=2):
     """Weights after a short training."""
-    loaded = catalog.load(given)
+    loaded = registry.load(given)
     keras.utils.set_random_seed(0)
     with distribution.scope():
         layers = [keras.Input(loaded.spec.shape), keras.layers.Rescaling(1 / 255), keras.layers.Flatten()]
@@ -213,30 +216,30 @@ def test_what_is_held_in_memory_and_what_is_not(tmp_path):
     folder(tmp_path, size=(20, 30))
 
     def kind(**fields):
-        loaded = catalog.load(experiment(tmp_path, **fields))
+        loaded = registry.load(experiment(tmp_path, **fields))
         return type(loaded.train), type(loaded.eval)
 
-    assert kind(cache="auto", image_size="8") == (data.Arrays, data.Arrays)
-    assert kind(cache="auto", image_size="8", augment="flip") == (data.Records, data.Arrays)
-    assert kind(cache="stream", image_size="8") == (data.Records, data.Records)
-    assert kind(cache="auto", image_size="8", augment="resized_crop(0.3)") == (data.Records, data.Arrays)
+    assert kind(cache="auto", image_size="8") == (sources.Arrays, sources.Arrays)
+    assert kind(cache="auto", image_size="8", augment="flip") == (sources.Records, sources.Arrays)
+    assert kind(cache="stream", image_size="8") == (sources.Records, sources.Records)
+    assert kind(cache="auto", image_size="8", augment="resized_crop(0.3)") == (sources.Records, sources.Arrays)
     with pytest.raises(
         UserError, match=r"data.cache=memory holds images of one size, and resized_crop needs them whole"
     ):
         kind(cache="memory", image_size="8", augment="resized_crop(0.3)")
-    loaded = catalog.load(experiment(tmp_path))
+    loaded = registry.load(experiment(tmp_path))
     assert loaded.spec.shape == (20, 30, 3), "all have the same size, so none need be given"
     save(tmp_path / "cat" / "other.jpg", picture(3, (21, 30)))
     with pytest.raises(UserError, match=r"data.image_size is needed, since the images have different sizes"):
-        catalog.load(experiment(tmp_path))
+        registry.load(experiment(tmp_path))
 
 
 def test_a_random_crop_is_cut_from_the_whole_image(tmp_path):
     folder(tmp_path, size=(64, 64))
-    loaded = catalog.load(experiment(tmp_path, image_size="8", augment="resized_crop(0.01)"))
+    loaded = registry.load(experiment(tmp_path, image_size="8", augment="resized_crop(0.01)"))
     found = image_folder.load(str(tmp_path), "train[:70%]", "train[70%:]")
-    recipe = augment.parse("resized_crop(0.01)")
-    from tfdist.records_feed import example_seeds
+    recipe = ops.parse("resized_crop(0.01)")
+    from tfdist.data.record_feed import example_seeds
 
     seeds = example_seeds(0, 0, np.arange(loaded.train.size))
     whole = everything(found.train)[0]
@@ -248,15 +251,15 @@ def test_a_random_crop_is_cut_from_the_whole_image(tmp_path):
 def test_large_jpegs_are_shrunk_while_they_are_decoded(policy, tmp_path):
     sizes = np.array([(12, 16), (23, 16), (24, 32), (24, 40), (64, 50), (100, 128), (1000, 700), (97, 16)])
     size = (12, 16)
-    ways = images.ways(["jpeg"] * 7 + ["png"], sizes, size, policy)
+    ways = image_decoding.ways(["jpeg"] * 7 + ["png"], sizes, size, policy)
     assert ways.tolist() == {"crop": [1, 1, 2, 2, 2, 8, 8, 0]}.get(policy, ways.tolist())
     assert policy != "pad" or ways.tolist() == [1, 1, 2, 2, 4, 8, 8, 0]
     for way, (height, width) in zip(ways, sizes):
         save(tmp_path / "x.jpg", picture(7, (int(height), int(width))), quality=98)
         contents = tf.io.read_file(str(tmp_path / "x.jpg"))
-        small = images.decoder([int(way)])(contents, way)
-        whole = images.decoder([images.OTHER])(contents, 0)
-        got, expected = (augment.resize(image, size, policy).numpy().astype(int) for image in (small, whole))
+        small = image_decoding.decoder([int(way)])(contents, way)
+        whole = image_decoding.decoder([image_decoding.OTHER])(contents, 0)
+        got, expected = (ops.resize(image, size, policy).numpy().astype(int) for image in (small, whole))
         assert got.shape == (12, 16, 3)
         # Sizes are rounded up by the decoder, so a pixel along a border of `pad` may fall to the other side.
         assert np.median(np.abs(got - expected)) <= 3, (way, height, width)
@@ -265,7 +268,7 @@ def test_large_jpegs_are_shrunk_while_they_are_decoded(policy, tmp_path):
 def test_a_file_that_breaks_during_the_training(tmp_path, connect, run):
     folder(tmp_path / "x")
     given = experiment(tmp_path / "x", image_size="8")
-    loaded = catalog.load(given)
+    loaded = registry.load(given)
     victim = pathlib.Path(loaded.train.name(6))
     whole = victim.read_bytes()
     victim.write_bytes(whole[:300])
@@ -285,7 +288,7 @@ def test_a_file_that_breaks_during_the_training_weighs_nothing(tmp_path, connect
     """As if it were not there: the same as with a weight of 0 for it in memory."""
     folder(tmp_path)
     given = experiment(tmp_path, image_size="8", broken="skip")
-    loaded = catalog.load(given)
+    loaded = registry.load(given)
     x, y, _ = everything(loaded.train)
     victim = pathlib.Path(loaded.train.name(6))
     victim.write_bytes(victim.read_bytes()[:300])
@@ -333,7 +336,7 @@ def test_the_command(tmp_path, run):
 def test_unusable_folders(make, fields, message, tmp_path):
     make(tmp_path)
     with pytest.raises(UserError, match=message):
-        catalog.load(experiment(tmp_path, **fields))
+        registry.load(experiment(tmp_path, **fields))
 
 
 @pytest.mark.parametrize(
@@ -353,12 +356,12 @@ def test_unusable_folders(make, fields, message, tmp_path):
 def test_image_fields_on_other_data(fields, message, tfds_dir, monkeypatch):
     monkeypatch.setenv("TFDS_DATA_DIR", str(tfds_dir))
     with pytest.raises(UserError, match=message):
-        catalog.load(experiment("x", train_split="train", eval_split="test", data_dir=str(tfds_dir), **fields))
+        registry.load(experiment("x", train_split="train", eval_split="test", data_dir=str(tfds_dir), **fields))
 
 
 def test_mixing_is_for_the_loss_of_tfdist(tmp_path, connect):
     given = experiment(folder(tmp_path), image_size="8", augment="cutmix(1.0)")
-    loaded = catalog.load(given)
+    loaded = registry.load(given)
     keras.utils.set_random_seed(0)
     layers = [keras.Input((8, 8, 3)), keras.layers.Flatten(), keras.layers.Dense(3)]
     model = keras.Sequential(layers)
@@ -376,22 +379,22 @@ def test_mixing_is_for_the_loss_of_tfdist(tmp_path, connect):
 
 
 def test_a_stream_has_no_numbers():
-    stream = data.Batches(tf.data.Dataset.from_tensors((np.zeros((2, 8, 8, 3), "uint8"),)))
+    stream = sources.Batches(tf.data.Dataset.from_tensors((np.zeros((2, 8, 8, 3), "uint8"),)))
     with pytest.raises(UserError, match=r"data.image_size needs examples that can be read by number"):
-        pictures.resized(stream, (4, 4), "crop")
+        image_sources.resized(stream, (4, 4), "crop")
     with pytest.raises(UserError, match=r"data.augment needs examples that can be read by number"):
-        pictures.augmented(stream, augment.parse("flip"), (8, 8))
+        image_sources.augmented(stream, ops.parse("flip"), (8, 8))
 
 
 def test_images_in_memory_are_made_one_size_at_once(connect):
     given = experiment("x", name="synthetic", options="examples=20, shape=(6, 8, 3)", image_size="4x5", cache="auto")
     given.data.train_split, given.data.eval_split = "train", "test"
-    loaded = catalog.load(given)
-    assert loaded.spec.shape == (4, 5, 3) and isinstance(loaded.train, data.Arrays)
+    loaded = registry.load(given)
+    assert loaded.spec.shape == (4, 5, 3) and isinstance(loaded.train, sources.Arrays)
     given.data.image_size = ""
-    whole = catalog.load(given).train.columns[0]
+    whole = registry.load(given).train.columns[0]
     np.testing.assert_array_equal(
-        loaded.train.columns[0], [augment.resize(tf.constant(image), (4, 5), "crop") for image in whole]
+        loaded.train.columns[0], [ops.resize(tf.constant(image), (4, 5), "crop") for image in whole]
     )
 
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tensorflow.python.framework.func_graph import FuncGraph
 
 import tfdist
-from tfdist import update
+from tfdist.engine.step import optimizer_update
 
 
 def test_optimizers_reduce_through_the_method_that_is_replaced(connect):
@@ -31,7 +31,7 @@ def test_optimizers_reduce_through_the_method_that_is_replaced(connect):
         @tf.function
         def step():
             if owned:
-                with update.owned(optimizer):
+                with optimizer_update.owned(optimizer):
                     distribution.run(lambda: optimizer.apply([tf.constant(0.001)], [variable]), ())
             else:
                 distribution.run(lambda: optimizer.apply([tf.constant(0.001)], [variable]), ())
@@ -50,7 +50,7 @@ def test_optimizers_reduce_through_the_method_that_is_replaced(connect):
 def test_owned_leaves_the_optimizer_as_it_was():
     optimizer = keras.optimizers.Adam(use_ema=True)
     before = dict(vars(optimizer))
-    with update.owned(optimizer):
+    with optimizer_update.owned(optimizer):
         assert not optimizer.use_ema
     assert vars(optimizer) == before
 
@@ -123,7 +123,7 @@ def test_an_all_reduce_in_a_forward_pass_is_traced_without_a_search(connect, mon
     """TensorFlow looks for variables through the whole graph, for each layer: minutes, for a deep network."""
     from tensorflow.python.ops import op_selector
 
-    from tfdist import tracing
+    from tfdist.engine.step import trace_patches
 
     distribution = connect(2)
     walks = []
@@ -140,7 +140,7 @@ def test_an_all_reduce_in_a_forward_pass_is_traced_without_a_search(connect, mon
 
         @tf.function(autograph=False)
         def traced():
-            with tracing.quick() if quick else contextlib.nullcontext():
+            with trace_patches.quick() if quick else contextlib.nullcontext():
                 return distribution.local(distribution.run(replica, ()))
 
         walks.clear()
@@ -166,8 +166,9 @@ def test_nothing_keeps_the_graphs_of_a_fit(connect):
 
 def test_layers_are_named_alike_whenever_a_model_is_built():
     """Else `model.freeze` would find other names in the second model of a process."""
-    from tfdist import config, models
-    from tfdist.datasets.catalog import Spec
+    from tfdist import config
+    from tfdist.data.datasets.registry import Spec
+    from tfdist.models import build as models
 
     def names():
         model = models.build(config.Experiment(), Spec((8, 8, 1), "uint8", 10, 16.0))

@@ -16,9 +16,10 @@ import sys
 import pytest
 from launching import TIMEOUT_S, launch, marked, pipes  # noqa: F401  launch is a fixture
 
-from tfdist import process, wire
-from tfdist.events import Events, Screen
-from tfdist.verdict import Verdict
+from tfdist.distributed import wire
+from tfdist.launch import worker_process
+from tfdist.launch.event_loop import Events, Screen
+from tfdist.launch.failure_policy import Verdict
 
 TWO = ("--nproc_per_node=2", "--")
 ACT = (*TWO, "actor.py")
@@ -548,9 +549,11 @@ def test_a_full_disk_ends_the_log_and_not_the_run(capfd, tmp_path):
     """Linux has a device that is always full."""
     if not os.path.exists("/dev/full"):
         pytest.skip("there is no /dev/full on this system")
-    start = process.Start(0, [sys.executable, "-c", "print('line')"], dict(os.environ), log=pathlib.Path("/dev/full"))
+    start = worker_process.Start(
+        0, [sys.executable, "-c", "print('line')"], dict(os.environ), log=pathlib.Path("/dev/full")
+    )
     with Events() as events:
-        crew = process.Crew([start], events, Screen())
+        crew = worker_process.Crew([start], events, Screen())
         exits = []
         while crew.alive:
             events.wait(min(1.0, crew.timeout()))

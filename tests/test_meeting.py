@@ -13,8 +13,8 @@ import threading
 import pytest
 from conftest import REPOSITORY
 
-from tfdist import stalls, wire
-from tfdist.stalls import State
+from tfdist.distributed import stall_detection, wire
+from tfdist.distributed.stall_detection import State
 
 MEMBER = r'''
 """One worker: meets the others as the JSON in argv says, then does as it is told."""
@@ -468,7 +468,7 @@ STALLS = [  # at 100 s, with 10 s allowed
 
 @pytest.mark.parametrize("found, ended, expected", STALLS)
 def test_who_is_to_blame_for_a_stall(found, ended, expected):
-    assert stalls.find(found, ended, 100.0, 10.0) == expected
+    assert stall_detection.find(found, ended, 100.0, 10.0) == expected
 
 
 # -- the wire -----------------------------------------------------------------------

@@ -14,7 +14,7 @@ import tensorflow as tf
 from conftest import REPOSITORY
 
 import tfdist
-from tfdist import again
+from tfdist.checkpoints import oom_note
 from tfdist.errors import TrainingError
 
 BATCH = 24
@@ -163,7 +163,7 @@ def test_a_run_of_one_process_goes_on_by_itself(run, tmp_path, by_hand):
     assert done.returncode == 0, done.stderr
     same(result(tmp_path), by_hand)
     assert "(train.accumulate=4), with the same result" in done.stdout
-    assert json.loads((tmp_path / "out" / again.NAME).read_text()) == {"accumulate": 4}
+    assert json.loads((tmp_path / "out" / oom_note.NAME).read_text()) == {"accumulate": 4}
 
 
 @pytest.mark.faults
@@ -177,7 +177,7 @@ def test_several_processes_end_and_the_next_attempt_takes_it_up(run, tmp_path, b
         and ", at 16 examples at a time: train.accumulate=2 needs less" in first.stderr
     )
     assert result(tmp_path)["status"] == "failed"
-    assert json.loads((tmp_path / "out" / again.NAME).read_text()) == {"accumulate": 2}
+    assert json.loads((tmp_path / "out" / oom_note.NAME).read_text()) == {"accumulate": 2}
     second = run("tfdist.launch", "--nproc_per_node=2", "--", *flags, path=HERE)
     assert second.returncode == 0, second.stderr
     assert "tfdist: train.accumulate=2 instead of 1: the run before ran out of memory" in second.stdout
@@ -197,16 +197,16 @@ def test_the_launcher_starts_it_again_by_itself(run, tmp_path, by_hand):
 
 
 def test_notes_that_say_nothing(tmp_path):
-    from tfdist.run_folder import RunFolder
+    from tfdist.checkpoints.run_folder import RunFolder
 
     folder = RunFolder(str(tmp_path), True, print)
-    assert again.noted(folder) == 1
+    assert oom_note.noted(folder) == 1
     for text in ("", "{", "[]", '{"accumulate": "many"}', '{"accumulate": -3}'):
-        (tmp_path / again.NAME).write_text(text)
-        assert again.noted(folder) == 1
-    again.heed(
-        folder, "lost worker 1 (here): it stopped: out of memory (x), at 8 examples at a time: " + again.advice(6)
+        (tmp_path / oom_note.NAME).write_text(text)
+        assert oom_note.noted(folder) == 1
+    oom_note.heed(
+        folder, "lost worker 1 (here): it stopped: out of memory (x), at 8 examples at a time: " + oom_note.advice(6)
     )
-    assert again.noted(folder) == 6
-    again.heed(folder, "something else")
-    assert again.noted(folder) == 6
+    assert oom_note.noted(folder) == 6
+    oom_note.heed(folder, "something else")
+    assert oom_note.noted(folder) == 6

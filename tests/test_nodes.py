@@ -9,9 +9,10 @@ import pytest
 from launching import free_port, launch, pipes  # noqa: F401  launch is a fixture
 
 import tfdist
-from tfdist import leader, nodes, rounds, wire
+from tfdist.distributed import wire
 from tfdist.errors import UserError
-from tfdist.events import Events, Screen
+from tfdist.launch import coordinator, node_agent, node_links
+from tfdist.launch.event_loop import Events, Screen
 
 HOST = socket.gethostname()
 
@@ -373,26 +374,26 @@ def test_the_others_beat(node):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(nodes, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(node_links, "PATIENCE_S", 0.01)
 
 
 def plan(node, port, **changes):
     values = dict(command=("false",), nproc=1, nnodes=3, node=node, addr="127.0.0.1", port=port, max_restarts=0)
     values |= dict(start_timeout=0.3, shares=({},), agreed={}) | changes
-    return rounds.Plan(**values)
+    return node_agent.Plan(**values)
 
 
 def test_node_0_says_again_who_is_missing(impatient, capfd):
     with Events() as events, pytest.raises(UserError, match="nodes 1, 2 of 3 have not come"):
-        leader.Leader(plan(0, free_port()), events, Screen()).run()
+        coordinator.Leader(plan(0, free_port()), events, Screen()).run()
     out, _ = capfd.readouterr()
     assert out.count("tfdist: waiting for nodes 1, 2 of 3 at 127.0.0.1:") > 2
 
 
 def test_the_others_say_again_that_they_wait_for_node_0(impatient, monkeypatch, capfd):
-    monkeypatch.setattr(nodes, "RETRY_S", 0.01)
+    monkeypatch.setattr(node_links, "RETRY_S", 0.01)
     with Events() as events, pytest.raises(UserError, match=r"cannot be reached within 0\.3 s"):
-        rounds.follow(plan(1, free_port()), events, Screen())
+        node_agent.follow(plan(1, free_port()), events, Screen())
     out, _ = capfd.readouterr()
     assert out.count("tfdist: waiting for node 0 at 127.0.0.1:") > 2
 
@@ -403,7 +404,7 @@ def test_the_others_say_again_that_they_wait_for_node_0(impatient, monkeypatch, 
      {"hello": dict(node=1, nnodes=2, nproc=0, host="h", agreed={})}, {"hello": dict(node=1, nnodes=2, nproc=1, host="h", agreed=[])}],
 )  # fmt: skip
 def test_what_is_no_hello(message):
-    assert nodes.Hello.read(json.loads(json.dumps(message))) is None
+    assert node_links.Hello.read(json.loads(json.dumps(message))) is None
 
 
 TWO_WORKERS = ["--config.model.name=mlp", "--config.optimizer.warmup=0%", "--config.train.epochs=1"]

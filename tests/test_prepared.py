@@ -10,9 +10,12 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 
 import tfdist
-from tfdist import config, records_feed, validation
-from tfdist.data import Arrays, Batches, Records
-from tfdist.datasets import catalog, prepared
+from tfdist import config
+from tfdist.config import validation
+from tfdist.data import record_feed
+from tfdist.data.datasets import registry
+from tfdist.data.datasets import tfds as tfds_lib
+from tfdist.data.sources import Arrays, Batches, Records
 
 SIZE = 30
 
@@ -57,7 +60,7 @@ def experiment(tmp_path, **data):
 def colours(source):
     """First pixel and label of each example, in order."""
     if isinstance(source, Records):
-        source = records_feed.in_order(source, 7)
+        source = record_feed.in_order(source, 7)
     if isinstance(source, Batches):
         source = source.decoded
     if isinstance(source, Arrays):
@@ -86,10 +89,10 @@ def test_images_of_all_sizes(kind, source, folders):
     e = experiment(
         folders[kind], name="photos", image_size="8", train_split="train[:90%]", eval_split="train[90%:]", shuffle=False
     )
-    loaded = catalog.load(e)
+    loaded = registry.load(e)
     assert isinstance(loaded.train, source) and isinstance(loaded.eval, source)
     assert colours(loaded.train) == EXPECTED[:27] and colours(loaded.eval) == EXPECTED[27:]
-    assert loaded.spec == catalog.Spec((8, 8, 3), "uint8", 2, 255.0, ("dark", "light")) and loaded.examples == 27
+    assert loaded.spec == registry.Spec((8, 8, 3), "uint8", 2, 255.0, ("dark", "light")) and loaded.examples == 27
 
 
 def test_both_formats_train_the_same(folders, connect):
@@ -98,7 +101,7 @@ def test_both_formats_train_the_same(folders, connect):
     for kind, replicas in (("array_record", 1), ("array_record", 2), ("tfrecord", 2)):
         e = experiment(folders[kind], name="photos", image_size="8", shuffle=False)
         e.train.batch_size = 12
-        loaded = catalog.load(e)
+        loaded = registry.load(e)
         keras.utils.set_random_seed(0)
         with connect(replicas).scope():
             flat = [keras.Input((8, 8, 3)), keras.layers.Rescaling(1 / 255), keras.layers.Flatten()]
@@ -116,16 +119,16 @@ def test_a_set_of_fixed_size_in_memory_or_by_number(tmp_path):
     """The format on disk is decided when it is prepared; afterwards both are read."""
     whole = {}
     for cache, source in (("stream", Records), ("memory", Arrays), ("auto", Arrays)):
-        loaded = catalog.load(
+        loaded = registry.load(
             experiment(tmp_path, name="digits", cache=cache, train_split="train[:100]", eval_split="test[:10]")
         )
         assert isinstance(loaded.train, source) and loaded.spec.maximum == 16
-        x, y = loaded.train.columns if source is Arrays else next(iter(records_feed.in_order(loaded.train, 100)))
+        x, y = loaded.train.columns if source is Arrays else next(iter(record_feed.in_order(loaded.train, 100)))
         whole[cache] = np.concatenate([np.reshape(x, [100, -1]), np.reshape(y, [100, 1])], 1)
     assert [p.name.split(".")[1].split("-")[0] for p in tmp_path.rglob("digits-t*")] == ["array_record"] * 2
     np.testing.assert_array_equal(whole["memory"], whole["stream"])
     plain = tmp_path / "plain"
-    (other,) = [catalog.load(experiment(plain, name="digits", train_split="train[:100]", eval_split="test[:10]"))]
+    (other,) = [registry.load(experiment(plain, name="digits", train_split="train[:100]", eval_split="test[:10]"))]
     np.testing.assert_array_equal(np.sort(other.train.columns[1]), np.sort(whole["auto"][:, -1]))
     assert list(plain.rglob("*.tfrecord*"))
 
@@ -139,7 +142,7 @@ def test_sets_that_need_a_download(name, size, shape, classes, tmp_path):
     test = "validation" if name == "imagenet2012" else "test"
     described(name, test, tmp_path)
     with tfds.testing.mock_data(num_examples=20, data_dir=str(tmp_path)):
-        loaded = catalog.load(experiment(tmp_path, name=name, image_size=size, eval_split=test))
+        loaded = registry.load(experiment(tmp_path, name=name, image_size=size, eval_split=test))
     assert (loaded.spec.shape, loaded.spec.classes) == (shape, classes)
     if isinstance(loaded.train, Arrays):
         x, y = loaded.train.columns
@@ -186,9 +189,9 @@ def no_network(*arguments):
 )
 def test_what_cannot_be_downloaded(data, message, tmp_path, monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", no_network)
-    monkeypatch.setattr(prepared.urllib.request, "getproxies", dict)
+    monkeypatch.setattr(tfds_lib.urllib.request, "getproxies", dict)
     with pytest.raises(tfdist.UserError, match=message) as error:
-        catalog.load(experiment(tmp_path, **data))
+        registry.load(experiment(tmp_path, **data))
     assert "\n" not in str(error.value)
 
 
@@ -196,18 +199,18 @@ def test_a_download_that_fails(tmp_path, monkeypatch):
     def fails(self, **kwargs):
         raise RuntimeError("the line\nis cut")
 
-    monkeypatch.setattr(prepared, "_unreachable", lambda builder: "")
+    monkeypatch.setattr(tfds_lib, "_unreachable", lambda builder: "")
     monkeypatch.setattr(tfds.core.DatasetBuilder, "download_and_prepare", fails)
     with pytest.raises(
         tfdist.UserError, match=r"'cifar10' cannot be prepared in .*: the line is cut: run `tfds build cifar10`"
     ):
-        catalog.load(experiment(tmp_path, name="cifar10"))
+        registry.load(experiment(tmp_path, name="cifar10"))
     (tmp_path / "downloads" / "manual").mkdir(parents=True)
     (tmp_path / "downloads" / "manual" / "part.tar").write_bytes(b"")
     with pytest.raises(
         tfdist.UserError, match=r"the line is cut: put into .*/manual what TFDS asks for: manual_dir should"
     ):
-        catalog.load(experiment(tmp_path, name="imagenet2012", image_size="8"))
+        registry.load(experiment(tmp_path, name="imagenet2012", image_size="8"))
 
 
 @pytest.mark.parametrize(
@@ -221,12 +224,12 @@ def test_a_download_that_fails(tmp_path, monkeypatch):
 def test_what_is_refused(data, message, folders):
     for kind in folders:
         with pytest.raises(tfdist.UserError, match=message):
-            catalog.load(experiment(folders[kind], name="photos", **data))
+            registry.load(experiment(folders[kind], name="photos", **data))
 
 
 def test_a_crop_is_cut_from_the_whole_image(folders):
     e = experiment(folders["array_record"], name="photos", image_size="8", augment="resized_crop(0.5), flip")
-    found = prepared.load(e, 1e9)
+    found = tfds_lib.load(e, 1e9)
     assert found.shape == (8, 8, 3)
     stored = tf.squeeze(found.train.read(tf.constant([4], tf.int64)))
     assert found.train.decode(stored, None)[0].shape == photo(4).shape

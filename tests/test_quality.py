@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist import predictions, quality
-from tfdist.data import Arrays, Batches
-from tfdist.datasets.catalog import Spec
+from tfdist.data.datasets.registry import Spec
+from tfdist.data.sources import Arrays, Batches
+from tfdist.monitoring import confusion, error_analysis
 
 L = keras.layers
 
@@ -41,7 +41,7 @@ def by_hand(labels, scores, classes):
 def test_counts_and_worst_examples(probabilities):
     y, scores = made()
     given = np.array([softmax(row) for row in scores]) if probabilities else scores
-    tally = quality.Tally(5, from_logits=not probabilities, worst=7)
+    tally = confusion.Tally(5, from_logits=not probabilities, worst=7)
     for i in range(0, 300, 64):  # in pieces, whose borders must not show
         tally.add(y[i : i + 64], given[i : i + 64], np.full([64, 2, 2, 1], i)[: len(y[i : i + 64])])
     found = tally.findings()
@@ -63,20 +63,20 @@ def test_counts_and_worst_examples(probabilities):
 def test_what_cannot_be_counted_is_left_out_and_said():
     y, scores = made(6)
     scores[1, 2], y[4] = np.nan, 9
-    tally = quality.Tally(5, from_logits=True)
+    tally = confusion.Tally(5, from_logits=True)
     tally.add(y, scores)
     found = tally.findings()
     assert (len(found.labels), found.left_out) == (4, 2)
     assert sorted(e.row for e in found.worst) == [0, 2, 3, 5]
-    nothing = quality.Tally(5, from_logits=True).findings()
+    nothing = confusion.Tally(5, from_logits=True).findings()
     assert nothing.accuracy == 0 and not nothing.confusion().any() and nothing.mistakes(3) == []
 
 
 def test_scores_that_are_probabilities_are_seen():
     _, scores = made()
-    assert not quality.look_like_probabilities(scores)
-    assert quality.look_like_probabilities(np.array([softmax(row) for row in scores]))
-    assert quality.look_like_probabilities(np.array([[np.nan, 1], [0.25, 0.75]]))
+    assert not confusion.look_like_probabilities(scores)
+    assert confusion.look_like_probabilities(np.array([softmax(row) for row in scores]))
+    assert confusion.look_like_probabilities(np.array([[np.nan, 1], [0.25, 0.75]]))
 
 
 SPEC = Spec((4, 4, 1), "float32", 5, 1.0, ("a", "b", "c", "d", "e"))
@@ -114,7 +114,7 @@ def sources(x, y):
 @pytest.mark.parametrize("limit", [10_000, 50])
 def test_predictions_of_a_model(kind, limit, classifier, connect):
     model, x, y, scores = classifier
-    found = predictions.of_run(model, sources(x, y)[kind], SPEC, connect(2), 32, limit=limit)
+    found = error_analysis.of_run(model, sources(x, y)[kind], SPEC, connect(2), 32, limit=limit)
     n = min(limit, 101)
     counts, losses = by_hand(y[:n], scores[:n], 5)
     assert found.confusion().tolist() == counts
@@ -130,44 +130,44 @@ def test_predictions_of_a_model(kind, limit, classifier, connect):
 def test_no_findings_where_there_are_no_classes(classifier, connect):
     model, x, y, _ = classifier
     one = connect(2)
-    assert predictions.of_run(model, Arrays((x, y)), Spec((4, 4, 1), "float32", None, 1.0), one) is None
-    assert predictions.of_run(model, Arrays((x, y)), Spec((4, 4, 1), "float32", 7, 1.0), one) is None
+    assert error_analysis.of_run(model, Arrays((x, y)), Spec((4, 4, 1), "float32", None, 1.0), one) is None
+    assert error_analysis.of_run(model, Arrays((x, y)), Spec((4, 4, 1), "float32", 7, 1.0), one) is None
     sequences = np.zeros([101, 3], "int32")
-    assert predictions.of_run(model, Arrays((x, sequences)), SPEC, one) is None
+    assert error_analysis.of_run(model, Arrays((x, sequences)), SPEC, one) is None
 
 
 def test_no_findings_where_the_order_changes(classifier, connect):
     """The outputs of one pass and the targets of another would make a confusion of their own."""
     model, x, y, _ = classifier
     shuffled = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(101, reshuffle_each_iteration=True).batch(25)
-    assert predictions.of_run(model, Batches(shuffled), SPEC, connect(2)) is None
+    assert error_analysis.of_run(model, Batches(shuffled), SPEC, connect(2)) is None
     steady = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(101, 1, reshuffle_each_iteration=False).batch(25)
-    assert predictions.of_run(model, Batches(steady), SPEC, connect(2)) is not None
+    assert error_analysis.of_run(model, Batches(steady), SPEC, connect(2)) is not None
 
 
 @pytest.mark.parametrize("broken", ["_first", "_found"])
 def test_no_run_fails_for_it(broken, classifier, connect, monkeypatch):
     model, x, y, _ = classifier
-    monkeypatch.setattr(predictions, broken, lambda *_: 1 / 0)
+    monkeypatch.setattr(error_analysis, broken, lambda *_: 1 / 0)
     said = []
-    assert predictions.of_run(model, Arrays((x, y)), SPEC, connect(2), say=said.append) is None
+    assert error_analysis.of_run(model, Arrays((x, y)), SPEC, connect(2), say=said.append) is None
     assert said == ["WARNING: no look at the mistakes: ZeroDivisionError: division by zero"]
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_worker_that_cannot_predict_lets_no_other_wait(workers, classifier, monkeypatch):
     model, x, y, _ = classifier
-    monkeypatch.setattr(predictions.evaluation, "predict", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(error_analysis.evaluation, "predict", lambda *_, **__: 1 / 0)
     peers = types.SimpleNamespace(gather=lambda label, value: [value])
     some = types.SimpleNamespace(workers=workers, peers=peers)
     with contextlib.nullcontext() if workers == 1 else pytest.raises(ZeroDivisionError):
-        assert predictions.of_run(model, Arrays((x, y)), SPEC, some) is None
+        assert error_analysis.of_run(model, Arrays((x, y)), SPEC, some) is None
 
 
 def test_pictures_are_small_and_of_the_right_brightness():
     spec = Spec((300, 150, 3), "uint8", 5, 200.0)
     large = np.full([300, 150, 3], 100, "uint8")
-    shown = tf.io.decode_png(predictions.png(large, spec)).numpy()
+    shown = tf.io.decode_png(error_analysis.png(large, spec)).numpy()
     assert shown.shape == (96, 48, 3) and set(shown.reshape(-1)) == {128}
     odd = np.full([4, 4, 1], np.nan, "float32")
-    assert tf.io.decode_png(predictions.png(odd, SPEC)).shape == (4, 4, 1)
+    assert tf.io.decode_png(error_analysis.png(odd, SPEC)).shape == (4, 4, 1)

@@ -9,10 +9,11 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist import data, evaluation
-from tfdist.feeds import ArrayFeed
-from tfdist.layout import Layout, fetch
-from tfdist.records_feed import RecordFeed, example_seeds, first_row, in_order
+from tfdist.data import sources
+from tfdist.data.batch_layout import Layout, fetch
+from tfdist.data.feeds import ArrayFeed
+from tfdist.data.record_feed import RecordFeed, example_seeds, first_row, in_order
+from tfdist.engine import evaluation
 
 SIZE, BATCH = 61, 24
 
@@ -23,7 +24,7 @@ def numbers(size=SIZE, **options):
     def decode(row, seed):
         return row, tf.random.stateless_uniform([2], seed)
 
-    return data.Records(size, lambda rows: rows, decode, **options)
+    return sources.Records(size, lambda rows: rows, decode, **options)
 
 
 def beside(columns, partners, seeds):
@@ -57,7 +58,7 @@ def test_same_batches_and_same_random_changes_for_any_number_of_workers(workers,
         for update in (0, 1, 2, 3, 5):
             (rows, drawn, partner, seeds), count = taken(feed, layout, update)
             epoch, number = divmod(update, 3)
-            batch = data.order(5, epoch, SIZE)[number * BATCH :][:BATCH]
+            batch = sources.order(5, epoch, SIZE)[number * BATCH :][:BATCH]
             assert count == len(batch)
             at = positions(layout) % count
             np.testing.assert_array_equal(rows, batch[at])
@@ -72,7 +73,7 @@ def test_same_batches_and_same_random_changes_for_any_number_of_workers(workers,
 @pytest.mark.parametrize("workers", [1, 3])
 def test_the_batches_are_those_of_arrays(workers, accumulate):
     for layout in layouts(workers, accumulate):
-        table = ArrayFeed(data.Arrays((np.arange(SIZE),)), layout, shuffle=5)
+        table = ArrayFeed(sources.Arrays((np.arange(SIZE),)), layout, shuffle=5)
         feed = RecordFeed(numbers(), layout, shuffle=5, seed=5)
         for update in range(5):
             (rows, _), count = taken(feed, layout, update)
@@ -147,7 +148,9 @@ def splitmix(state):
 def test_training_is_that_of_arrays(replicas, connect):
     x = np.random.default_rng(0).normal(size=(SIZE, 4)).astype("float32")
     y = np.random.default_rng(1).integers(0, 3, SIZE)
-    by_number = data.Records(SIZE, lambda rows: (tf.gather(x, rows), tf.gather(y, rows)), lambda stored, seed: stored)
+    by_number = sources.Records(
+        SIZE, lambda rows: (tf.gather(x, rows), tf.gather(y, rows)), lambda stored, seed: stored
+    )
 
     def trained(source, distribution):
         keras.utils.set_random_seed(0)
@@ -162,7 +165,7 @@ def test_training_is_that_of_arrays(replicas, connect):
         outputs = tfdist.predict(model, source, **options)
         return history.history, evaluation.evaluate(model, source, **options), outputs, model.get_weights()
 
-    expected = trained(data.Arrays((x, y)), connect(1))
+    expected = trained(sources.Arrays((x, y)), connect(1))
     got = trained(by_number, connect(replicas))
     for a, b in zip(keras.tree.flatten(got), keras.tree.flatten(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
@@ -183,19 +186,19 @@ def test_a_model_with_its_own_train_step(connect):
         return [*history["loss"], *history["val_loss"], *keras.tree.flatten(model.get_weights())]
 
     x = np.linspace(-1, 1, SIZE, dtype="float32")[:, None]
-    by_number = data.Records(SIZE, lambda rows: (tf.gather(x, rows),) * 2, lambda stored, seed: stored)
-    expected = trained(data.Arrays((x, x)))
+    by_number = sources.Records(SIZE, lambda rows: (tf.gather(x, rows),) * 2, lambda stored, seed: stored)
+    expected = trained(sources.Arrays((x, x)))
     for a, b in zip(trained(by_number), expected):
         np.testing.assert_allclose(a, b, rtol=1e-5)
     assert trained(by_number, shuffle=True)[0] != expected[0]
 
 
 def test_one_hot_targets_are_there_before_examples_are_mixed():
-    source = data.Records(5, lambda rows: rows, lambda row, seed: (row, row % 3), mix=lambda c, p, s: (c[0], p[1]))
-    ((_, y),) = in_order(data.one_hot(source, 3), 5)
+    source = sources.Records(5, lambda rows: rows, lambda row, seed: (row, row % 3), mix=lambda c, p, s: (c[0], p[1]))
+    ((_, y),) = in_order(sources.one_hot(source, 3), 5)
     assert y.dtype == tf.float32
     np.testing.assert_array_equal(y, np.eye(3)[[1, 2, 0, 1, 0]])
-    plain = data.one_hot(dataclasses.replace(source, mix=None), 3)
+    plain = sources.one_hot(dataclasses.replace(source, mix=None), 3)
     assert next(iter(in_order(plain, 5)))[1].dtype == tf.uint8
 
 
@@ -204,7 +207,7 @@ def test_one_hot_targets_are_there_before_examples_are_mixed():
     [
         (lambda: numbers(0), "the data set is empty: give it at least one example"),
         (
-            lambda: data.Records(3, lambda r: r, lambda r, s: tf.zeros([tf.cast(r, tf.int32)])),
+            lambda: sources.Records(3, lambda r: r, lambda r, s: tf.zeros([tf.cast(r, tf.int32)])),
             r"gives TensorSpec\(shape=\(None,\), .* for an example: all must have one shape to be batched",
         ),
     ],
@@ -213,4 +216,4 @@ def test_unusable_records(source, message, connect):
     with pytest.raises(tfdist.UserError, match=message):
         first_row(source())
     with pytest.raises(tfdist.UserError, match="targets and weights belong into the data set itself"):
-        data.as_source(numbers(), y=np.ones(SIZE))
+        sources.as_source(numbers(), y=np.ones(SIZE))

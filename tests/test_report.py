@@ -18,7 +18,12 @@ import numpy as np
 import pytest
 from conftest import REPOSITORY
 
-from tfdist import chart, config, markup, quality, records, report, report_curves, run_folder
+from tfdist import config
+from tfdist.checkpoints import run_folder
+from tfdist.monitoring import confusion
+from tfdist.monitoring.report import curves, line_chart, run_files
+from tfdist.monitoring.report import html as html_lib
+from tfdist.monitoring.report import page as page_lib
 
 PHONE, LAPTOP = {"width": 390, "height": 844}, {"width": 1366, "height": 768}
 NASTY = "<script>document.title='taken'</script><img src=http://example.org/x onerror=1>\"'&"
@@ -82,13 +87,13 @@ def full(folder, samples=3000, **result):
 def findings(classes=10, n=400, names=()):
     rng = np.random.default_rng(0)
     y = rng.integers(0, classes, n)
-    tally = quality.Tally(classes, from_logits=True)
+    tally = confusion.Tally(classes, from_logits=True)
     tally.add(y, rng.normal(size=(n, classes)) + 2 * np.eye(classes)[y])
     return tally.findings(True, names)
 
 
 def render(folder, result=None, found=None):
-    page = report.render(folder, result, found)
+    page = page_lib.render(folder, result, found)
     assert "could not be made" not in page, re.search("This part could not.{200}", page)
     return page
 
@@ -218,9 +223,9 @@ def test_nothing_in_a_file_becomes_markup(tmp_path):
 
 
 def test_what_is_not_markup_is_escaped():
-    inside = markup.tag("b", "<i>", markup.tag("i", 3), title='"&')
+    inside = html_lib.tag("b", "<i>", html_lib.tag("i", 3), title='"&')
     assert inside == '<b title="&quot;&amp;">&lt;i&gt;<i>3</i></b>'
-    assert markup.table(["a<"], [["b<"]], (0,)).count("&lt;") == 2
+    assert html_lib.table(["a<"], [["b<"]], (0,)).count("&lt;") == 2
 
 
 # -- beside other runs ------------------------------------------------------
@@ -286,11 +291,11 @@ def test_a_thinned_curve_keeps_its_extremes():
     rng = np.random.default_rng(0)
     ys = rng.normal(size=20_000).tolist()
     ys[7777], ys[13_000], ys[15_000] = 50.0, -50.0, None
-    kept = chart.thin(range(20_000), ys)
-    assert len(kept) <= chart.POINTS + 1
+    kept = line_chart.thin(range(20_000), ys)
+    assert len(kept) <= line_chart.POINTS + 1
     assert {(7777, 50.0), (13_000, -50.0), (15_000, None), (19_999, ys[-1])} <= set(kept)
     assert [x for x, _ in kept] == sorted({x for x, _ in kept})
-    assert chart.thin([1, 2], [3, None]) == [(1, 3), (2, None)]
+    assert line_chart.thin([1, 2], [3, None]) == [(1, 3), (2, None)]
 
 
 @pytest.mark.parametrize(
@@ -304,7 +309,7 @@ def test_a_thinned_curve_keeps_its_extremes():
     ],
 )
 def test_axes_have_round_labels(low, high, tight, ticks):
-    axis = chart.linear(low, high, 4 if not tight else 5, tight)
+    axis = line_chart.linear(low, high, 4 if not tight else 5, tight)
     assert axis.ticks == pytest.approx(ticks)
     assert (
         axis.low <= low
@@ -314,14 +319,17 @@ def test_axes_have_round_labels(low, high, tight, ticks):
 
 
 def test_a_wide_range_is_logarithmic():
-    axis = chart.vertical([2e-4, 30.0], from_zero=False)
+    axis = line_chart.vertical([2e-4, 30.0], from_zero=False)
     assert axis.log and axis.ticks == pytest.approx([1e-4, 1e-3, 1e-2, 0.1, 1, 10, 100])
     assert axis.share(1e-4) == 0 and axis.share(0.1) == pytest.approx(0.5)
-    assert not chart.vertical([0.0, 30.0], from_zero=False).log and not chart.vertical([1, 1e6], from_zero=True).log
+    assert (
+        not line_chart.vertical([0.0, 30.0], from_zero=False).log
+        and not line_chart.vertical([1, 1e6], from_zero=True).log
+    )
 
 
 def test_labels():
-    assert [chart.label(v) for v in (0, 0.05, 1200, 25_000, 1.5e6, 1e-6, -3)] == [
+    assert [line_chart.label(v) for v in (0, 0.05, 1200, 25_000, 1.5e6, 1e-6, -3)] == [
         "0",
         "0.05",
         "1,200",
@@ -330,9 +338,19 @@ def test_labels():
         "1e-6",
         "-3",
     ]
-    assert chart.label_all([0, 0.25, 0.5, 1.0]) == ["0", "0.25", "0.50", "1.00"]
-    assert [chart.value(v) for v in (0.9806, 12.3456, 123456.7, 2.5e-7)] == ["0.9806", "12.346", "123,457", "2.5e-07"]
-    assert [report.duration(s) for s in (0.123, 11.31, 750, 11520)] == ["0.12 s", "11.3 s", "12 min 30 s", "3 h 12 min"]
+    assert line_chart.label_all([0, 0.25, 0.5, 1.0]) == ["0", "0.25", "0.50", "1.00"]
+    assert [line_chart.value(v) for v in (0.9806, 12.3456, 123456.7, 2.5e-7)] == [
+        "0.9806",
+        "12.346",
+        "123,457",
+        "2.5e-07",
+    ]
+    assert [page_lib.duration(s) for s in (0.123, 11.31, 750, 11520)] == [
+        "0.12 s",
+        "11.3 s",
+        "12 min 30 s",
+        "3 h 12 min",
+    ]
 
 
 def test_what_a_rollback_has_undone_is_not_drawn(tmp_path):
@@ -349,7 +367,7 @@ def test_what_a_rollback_has_undone_is_not_drawn(tmp_path):
 def test_many_gpus_are_summed_up(tmp_path):
     gpus = [{"number": g, "load": g / 10, "memory_used": 1024, "memory_total": 2048} for g in range(8)]
     put(tmp_path, "timeline.jsonl", [{"updates": u, "seconds": u, "gpus": gpus} for u in (1, 2)])
-    text = " ".join(text_of(report_curves.speed(records.read(tmp_path))).split())
+    text = " ".join(text_of(curves.speed(run_files.read(tmp_path))).split())
     assert "highest 70 mean of 8 35 lowest 0" in text and "GiB of 2" in text
 
 
@@ -358,19 +376,19 @@ def test_many_gpus_are_summed_up(tmp_path):
 
 def test_a_report_never_makes_a_run_fail(tmp_path, monkeypatch):
     folder, said = run_folder.RunFolder(str(tmp_path)), []
-    report.write(folder, RESULT | {"seconds": np.float32(3)}, None, said.append)
+    page_lib.write(folder, RESULT | {"seconds": np.float32(3)}, None, said.append)
     assert said == [] and "3.0 s" in (tmp_path / "report.html").read_text()
-    monkeypatch.setattr(report, "_header", lambda record: 1 / 0)
-    report.write(folder, RESULT, None, said.append)
+    monkeypatch.setattr(page_lib, "_header", lambda record: 1 / 0)
+    page_lib.write(folder, RESULT, None, said.append)
     assert "could not be made: ZeroDivisionError" in (tmp_path / "report.html").read_text()
-    monkeypatch.setattr(records, "read", lambda *_: 1 / 0)
-    report.write(folder, RESULT, None, said.append)
+    monkeypatch.setattr(run_files, "read", lambda *_: 1 / 0)
+    page_lib.write(folder, RESULT, None, said.append)
     assert said.pop() == "WARNING: no report: ZeroDivisionError: division by zero"
     monkeypatch.undo()
     (tmp_path / "file").write_text("")
-    report.write(run_folder.RunFolder(str(tmp_path / "file" / "x")), RESULT, None, said.append)
+    page_lib.write(run_folder.RunFolder(str(tmp_path / "file" / "x")), RESULT, None, said.append)
     assert len(said) == 1 and "report.html cannot be written" in said[0] and "\n" not in said[0]
-    report.write(run_folder.RunFolder(str(tmp_path / "other"), writes=False), RESULT, None, said.append)
+    page_lib.write(run_folder.RunFolder(str(tmp_path / "other"), writes=False), RESULT, None, said.append)
     assert not (tmp_path / "other").exists() and len(said) == 1
 
 
@@ -486,7 +504,7 @@ def busy(tmp_path_factory):
         put(folder / f"other-run-with-a-long-name-{i}", "result.json", RESULT)
     here = full(folder / "run", reason="a-long-word-" * 30)
     (here / "report.html").write_text(
-        report.render(here, found=findings(20, 2000, tuple(f"a class called {i}" for i in range(20))))
+        page_lib.render(here, found=findings(20, 2000, tuple(f"a class called {i}" for i in range(20))))
     )
     return here / "report.html"
 
@@ -556,7 +574,7 @@ def test_it_works_without_a_script_and_on_paper(browser, busy):
 def test_markup_in_names_does_nothing(browser, tmp_path):
     test_nothing_in_a_file_becomes_markup(tmp_path)
     path = pathlib.Path(tmp_path / "run" / "report.html")
-    path.write_text(report.render(path.parent, found=findings(10, names=(NASTY,) * 10)))
+    path.write_text(page_lib.render(path.parent, found=findings(10, names=(NASTY,) * 10)))
     with shown(browser, path, PHONE) as page:
         assert page.title().startswith(NASTY[:20]) and NASTY[:20] in page.locator("h1").inner_text()
         assert page.evaluate("document.documentElement.scrollWidth") == 390

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
+from tfdist.data.splits import select
 from tfdist.errors import UserError
-from tfdist.splits import select
 
 SIZES = {"train": 1003, "test": 7}
 

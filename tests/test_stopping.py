@@ -10,13 +10,14 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist import class_weights, mix
-from tfdist.data import Arrays, Batches, Records, weigh_classes
-from tfdist.datasets.catalog import Loaded, Spec
+from tfdist.data import class_weights
+from tfdist.data.augmentation import mixup
+from tfdist.data.datasets.registry import Loaded, Spec
+from tfdist.data.record_feed import in_order
+from tfdist.data.sources import Arrays, Batches, Records, weigh_classes
 from tfdist.errors import Interrupted, UserError
-from tfdist.history import fingerprint
-from tfdist.records_feed import in_order
-from tfdist.stopping import Patience
+from tfdist.monitoring.recorder import fingerprint
+from tfdist.train.early_stopping import Patience
 
 EPOCHS = 20
 
@@ -177,7 +178,7 @@ def test_examples_by_number_are_counted_by_their_labels():
 
 def test_examples_are_weighed_before_they_are_mixed():
     """MixUp of half and half: the loss must be that of the one and the other, each with the weight of its class."""
-    half = lambda own, partners, seeds: (own[0], *mix.weighed(own[1:], partners[1:], tf.fill([3], 0.5)))
+    half = lambda own, partners, seeds: (own[0], *mixup.weighed(own[1:], partners[1:], tf.fill([3], 0.5)))
     source = weigh_classes(by_number([0, 1, 2], mix=half), {0: 4.0, 2: 0.5})
     ((_, y, weight),) = in_order(source, 3)
     np.testing.assert_allclose(weight, [(4 + 1) / 2, (1 + 0.5) / 2, (0.5 + 4) / 2])

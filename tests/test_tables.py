@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import tfdist
-from tfdist import config, validation
-from tfdist.datasets import catalog, csv_files, new_tables, tables
+from tfdist import config
+from tfdist.config import validation
+from tfdist.data.datasets import csv_reader, registry, table_inference, tables
 
 ALL = ("train", "train")
 
@@ -50,7 +51,7 @@ def test_numbers_and_categories_by_the_training_rows(tmp_path):
             np.concatenate([p[0]["numbers"] for p in (got.train, got.eval)])[:, place], expected, atol=1e-5
         )
     vocabulary = sorted({r[1] for r in train})
-    assert got.columns[1] == catalog.Column("colour", "category", vocabulary=tuple(vocabulary)) and vocabulary[0] == ""
+    assert got.columns[1] == registry.Column("colour", "category", vocabulary=tuple(vocabulary)) and vocabulary[0] == ""
     np.testing.assert_array_equal(got.train[0]["categories"][:, 0], [1 + vocabulary.index(r[1]) for r in train])
     assert [c.name for c in got.columns] == ["size", "colour", "doors"]
     np.testing.assert_allclose(got.eval[1], [float(r[3]) for r in rows[40:]], rtol=1e-6)
@@ -126,42 +127,42 @@ def test_new_rows_are_read_as_the_model_knows_them(tmp_path):
     new = write(
         tmp_path / "new.csv", [["red", "7", "", "x"], ["pink", "77", "61", "x"]], ["colour", "doors", "size", "id"]
     )
-    x = new_tables.read_inputs(new, got.columns, {})
+    x = table_inference.read_inputs(new, got.columns, {})
     size, colour, doors = got.columns
     np.testing.assert_allclose(x["numbers"], [[0], [(61 - size.mean) / size.std]], rtol=1e-5)
     np.testing.assert_array_equal(
         x["categories"], [[colour.vocabulary.index("red") + 1, doors.vocabulary.index("7") + 1], [0, 0]]
     )
     with pytest.raises(tfdist.UserError, match=r"new\.csv lacks the columns a, b that the model was trained on"):
-        new_tables.read_inputs(new, (catalog.Column("a", "number"), size, catalog.Column("b", "category")), {})
+        table_inference.read_inputs(new, (registry.Column("a", "number"), size, registry.Column("b", "category")), {})
     with pytest.raises(
         tfdist.UserError, match=r"line 2 has 'red' for a number in column 'colour'.*: correct the file$"
     ):
-        new_tables.read_inputs(new, (catalog.Column("colour", "number"),), {})
+        table_inference.read_inputs(new, (registry.Column("colour", "number"),), {})
     with pytest.raises(tfdist.UserError, match="delimiter must be one character, and no quote, got ';;'"):
-        new_tables.read_inputs(new, got.columns, {"delimiter": ";;"})
+        table_inference.read_inputs(new, got.columns, {"delimiter": ";;"})
 
 
 def test_new_rows_with_targets(tmp_path, capsys):
     """Classes by the training's numbers, however they are written; another target is refused."""
     row = lambda *values: dict(zip(("path", "columns", "target", "options"), values))
-    age, pays = catalog.Column("age", "number", 40.0, 10.0), catalog.Column("pays", "category", vocabulary=("1", "3"))
+    age, pays = registry.Column("age", "number", 40.0, 10.0), registry.Column("pays", "category", vocabulary=("1", "3"))
     new = write(tmp_path / "new.csv", [["50", "3.0"], ["x", "1"], ["", "1"], ["20", ""]], ["age", "pays"])
-    x, y = new_tables.read_rows(**row(new, (age,), pays, {}), skip=True)
+    x, y = table_inference.read_rows(**row(new, (age,), pays, {}), skip=True)
     np.testing.assert_allclose(x["numbers"], [[1], [0]])
     assert y.tolist() == [1, 0] and y.dtype == np.int32
     assert "line 3 has 'x' for a number" in (said := capsys.readouterr().out) and "1 rows" in said
     with pytest.raises(tfdist.UserError, match="line 3 has 'x' for a number in column 'age'"):
-        new_tables.read_rows(**row(new, (age,), pays, {}))
+        table_inference.read_rows(**row(new, (age,), pays, {}))
     with pytest.raises(tfdist.UserError, match=r"1 rows have a target 'pays' that no training row has, such as '3.0'"):
-        new_tables.read_rows(**row(new, (age,), pays, {"classify": True}), skip=True)
-    _, y = new_tables.read_rows(**row(new, (age,), catalog.Column("pays", "number"), {}), skip=True)
+        table_inference.read_rows(**row(new, (age,), pays, {"classify": True}), skip=True)
+    _, y = table_inference.read_rows(**row(new, (age,), registry.Column("pays", "number"), {}), skip=True)
     assert y.tolist() == [3.0, 1.0] and y.dtype == np.float32
     with pytest.raises(tfdist.UserError, match=r"new\.csv lacks the columns wage that the model was trained on"):
-        new_tables.read_rows(**row(new, (age,), catalog.Column("wage", "number"), {}))
+        table_inference.read_rows(**row(new, (age,), registry.Column("wage", "number"), {}))
     write(tmp_path / "new.csv", [["50", ""]], ["age", "pays"])
     with pytest.raises(tfdist.UserError, match="has no rows with a target 'pays': there is nothing to evaluate on"):
-        new_tables.read_rows(**row(new, (age,), pays, {}), skip=True)
+        table_inference.read_rows(**row(new, (age,), pays, {}), skip=True)
 
 
 BAD_ROWS = '"size",n\n1,1\n\n2,2,2\n3,"x\ny"\n4,4\n5\ninf,5\nabc,6\n7,7\n' + "8,8\n" * 60
@@ -181,12 +182,12 @@ def test_bad_rows_are_named_by_their_line(tmp_path, capfd):
     got = tables.prepare(str(path), options, ALL, skip=True)
     assert capfd.readouterr().out == f"WARNING: left out: {expected}\n"
     np.testing.assert_allclose(got.train[1], [1, 4, 7, *[8] * 60])
-    everything = csv_files.read([str(path)], ["size", "n"], {}, skip=True)
+    everything = csv_reader.read([str(path)], ["size", "n"], {}, skip=True)
     assert [row.split(" line ")[1].split(" has ")[0] for row in everything.skipped] == ["4", "8", "5", "9", "10"]
 
 
 def test_a_column_that_turns_out_to_be_texts_late(tmp_path, monkeypatch):
-    monkeypatch.setattr(csv_files, "_CHUNK", 10)
+    monkeypatch.setattr(csv_reader, "_CHUNK", 10)
     path = write(tmp_path / "late.csv", [[i if i < 15 else f"id{i}", i % 2] for i in range(40)], ["code", "y"])
     got = tables.prepare(path, {"target": "y"}, ALL)
     assert got.columns[0].kind == "category" and len(got.columns[0].vocabulary) == 40
@@ -264,7 +265,7 @@ def test_files_that_cannot_be_used(tmp_path):
     with pytest.raises(
         tfdist.UserError, match=r"d\.csv\.gz cannot be read after line \d+: Error -3 while decompressing"
     ):
-        csv_files.read([str(tmp_path / "d.csv.gz")], ["0"], {})
+        csv_reader.read([str(tmp_path / "d.csv.gz")], ["0"], {})
     (tmp_path / "c.csv").write_text("a,b\n1,x\n2,y\n")
     with pytest.raises(tfdist.UserError, match="1 rows have a target 'b' that no training row has, such as 'y'"):
         tables.prepare(str(tmp_path / "c.csv"), {"target": "b", "in_order": True}, ("train[:1]", "train[1:]"))
@@ -274,7 +275,7 @@ def test_a_column_that_has_one_value(tmp_path):
     """The deviation of three times 0.1 is not 0 by rounding."""
     path = write(tmp_path / "t.csv", [[0.1, 1], [0.1, 2], [0.1, 3], [0.2, 4]], ["x", "y"])
     got = tables.prepare(path, {"target": "y", "in_order": True}, ("train[:3]", "train[:3]"))
-    assert got.columns == (catalog.Column("x", "number", 0.1, 1.0),)
+    assert got.columns == (registry.Column("x", "number", 0.1, 1.0),)
     np.testing.assert_array_equal(got.train[0]["numbers"], np.zeros((3, 1)))
 
 
@@ -282,8 +283,8 @@ def test_a_column_that_has_one_value(tmp_path):
 def test_the_last_line_is_read_however_it_ends(end, tmp_path, monkeypatch):
     (tmp_path / "t.csv").write_bytes(f'n,t\n1,a\n2,"b"{end}'.encode())
     for chunk in (1, 2, 3):
-        monkeypatch.setattr(csv_files, "_CHUNK", chunk)
-        table = csv_files.read([str(tmp_path / "t.csv")], ["n", "t"], {})
+        monkeypatch.setattr(csv_reader, "_CHUNK", chunk)
+        table = csv_reader.read([str(tmp_path / "t.csv")], ["n", "t"], {})
         assert table.numbers["n"].tolist() == [1, 2] and table.texts["t"] == ["a", "b"] and not table.skipped
 
 
@@ -292,7 +293,7 @@ def test_quoting_is_pythons(tmp_path):
     chooser = random.Random(0)
     texts = ["".join(chooser.choices('ab,"\n;é ', k=8)).strip() or "x" for _ in range(50)]
     path = write(tmp_path / "q.csv", [[t, i] for i, t in enumerate(texts)], ["t", "n"])
-    table = csv_files.read([path], ["t", "n"], {"t": "category"})
+    table = csv_reader.read([path], ["t", "n"], {"t": "category"})
     assert [table.texts["t"][i] for i in table.categories["t"]] == texts
     np.testing.assert_array_equal(table.numbers["n"], range(50))
 
@@ -305,7 +306,7 @@ def test_an_experiment_on_a_table(tmp_path, connect):
     path = write(tmp_path / "t.csv", rows, ["a", "b", "c", "y"])
     e = config.Experiment()
     e.data = config.Data(name=f"csv:{path}", options="target=y", train_split="train[:80%]", eval_split="train[80%:]")
-    loaded = catalog.load(validation.validate(e))
+    loaded = registry.load(validation.validate(e))
     assert (loaded.examples, loaded.spec.classes, loaded.spec.names) == (160, 2, ("no", "yes"))
     with connect(2).scope():
         numbers, categories = keras.Input((2,), name="numbers"), keras.Input((1,), dtype="int32", name="categories")

@@ -7,9 +7,11 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist import config, records_feed, validation
-from tfdist.data import Arrays, Records
-from tfdist.datasets import catalog, stdlib_text, text
+from tfdist import config
+from tfdist.config import validation
+from tfdist.data import record_feed
+from tfdist.data.datasets import registry, stdlib_text, text
+from tfdist.data.sources import Arrays, Records
 
 TEXTS = {"b.txt": b"to be, or not to be", "a/x.py": b"print('hi')\n", "a/empty": b"", "a/.hidden": b"no", "c.txt": b"z"}
 WHOLE = b"print('hi')\n\0to be, or not to be\0z\0"
@@ -29,7 +31,7 @@ def both(source):
     """x and y of all examples, in order."""
     if isinstance(source, Arrays):
         return source.columns
-    batches = list(records_feed.in_order(source, 4).as_numpy_iterator())
+    batches = list(record_feed.in_order(source, 4).as_numpy_iterator())
     return tuple(np.concatenate(column) for column in zip(*batches))
 
 
@@ -104,12 +106,12 @@ def test_an_experiment_on_text(folder):
     e.data = config.Data(name=f"text:{folder}", options="length=5", train_split="train[:5]", eval_split="train[5:]")
     for cache, kind in (("auto", Arrays), ("memory", Arrays), ("stream", Records)):
         e.data.cache = cache
-        loaded = catalog.load(validation.validate(e))
+        loaded = registry.load(validation.validate(e))
         assert isinstance(loaded.train, kind) and loaded.examples == 5 and loaded.eval.size == 1
-        assert loaded.spec == catalog.Spec((5,), "int32", 256, 255.0)
+        assert loaded.spec == registry.Spec((5,), "int32", 256, 255.0)
     e.data.options = "lenght=5"
-    with pytest.raises(tfdist.UserError, match=r"data.options: tfdist.datasets.text:load takes no such arguments"):
-        catalog.load(e)
+    with pytest.raises(tfdist.UserError, match=r"data.options: tfdist.data.datasets.text:load takes no such arguments"):
+        registry.load(e)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +129,7 @@ def test_an_experiment_on_text(folder):
 )
 def test_options_of_data_that_is_made(name, options, message):
     with pytest.raises(tfdist.UserError, match=f"data.options.*{message}"):
-        catalog.load(config.Experiment(data=config.Data(name=name, options=options)))
+        registry.load(config.Experiment(data=config.Data(name=name, options=options)))
 
 
 def test_the_standard_library_packed():

@@ -5,9 +5,11 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist import config, records_feed, validation
-from tfdist.data import Arrays, Records
-from tfdist.datasets import catalog, record_files, tfrecords
+from tfdist import config
+from tfdist.config import validation
+from tfdist.data import record_feed
+from tfdist.data.datasets import registry, tfrecord_index, tfrecords
+from tfdist.data.sources import Arrays, Records
 
 PICTURE = {"image": "png", "label": "int64", "classes": 3}
 SPLITS = {"data.train_split": "train", "data.eval_split": "train"}
@@ -41,14 +43,14 @@ def pictures(first, count, height=6):
 def both(source):
     if isinstance(source, Arrays):
         return source.columns
-    return tuple(np.concatenate(c) for c in zip(*records_feed.in_order(source, 4).as_numpy_iterator()))
+    return tuple(np.concatenate(c) for c in zip(*record_feed.in_order(source, 4).as_numpy_iterator()))
 
 
 def test_records_are_those_that_tensorflow_reads(tmp_path):
     rng = np.random.default_rng(0)
     records = [rng.bytes(int(n)) for n in (0, 1, 7, 300, 70_000, 2**20, 3)]
     paths = [str(write(tmp_path / name, part)) for name, part in (("a", records[:4]), ("b", []), ("c", records[4:]))]
-    found = record_files.index([p for p in paths if p != paths[1]])
+    found = tfrecord_index.index([p for p in paths if p != paths[1]])
     rows = np.array([6, 0, 3, 5, 5, 1, 2, 4])
     assert found.read(rows).tolist() == [records[i] for i in rows] and not found.broken
     assert found.read(np.arange(7)).tolist() == list(tf.data.TFRecordDataset(paths).as_numpy_iterator())
@@ -71,7 +73,7 @@ def test_images_labels_and_weights(tmp_path):
 def test_files_of_training_are_not_those_of_testing(tmp_path):
     for name in ("training-0", "training-1", "testing"):
         (tmp_path / name).write_bytes(b"")
-    assert {k: len(v) for k, v in record_files.files(str(tmp_path)).items()} == {"training": 2, "testing": 1}
+    assert {k: len(v) for k, v in tfrecord_index.files(str(tmp_path)).items()} == {"training": 2, "testing": 1}
 
 
 def test_numbers(tmp_path):
@@ -95,7 +97,7 @@ def damaged(tmp_path):
         write(tmp_path / name, pictures(0, 4))
     whole = (tmp_path / "a").read_bytes()
     (tmp_path / "b").write_bytes(whole[: len(whole) // 2])
-    third = record_files.index([str(tmp_path / "c")]).offsets[2] - 12
+    third = tfrecord_index.index([str(tmp_path / "c")]).offsets[2] - 12
     (tmp_path / "c").write_bytes(whole[:third] + bytes([whole[third] ^ 1]) + whole[third + 1 :])
     return tmp_path, third
 
@@ -189,16 +191,16 @@ def experiment(path, **data):
 @pytest.mark.parametrize("cache, kind", [("auto", Arrays), ("stream", Records)])
 def test_an_experiment_on_records(cache, kind, tmp_path):
     path = write(tmp_path / "a.tfrecord", [*pictures(0, 4), *pictures(4, 4, height=9)])
-    loaded = catalog.load(experiment(path, cache=cache, image_size="4x3"))
-    assert isinstance(loaded.train, kind) and loaded.spec == catalog.Spec((4, 3, 3), "uint8", 3, 255.0)
+    loaded = registry.load(experiment(path, cache=cache, image_size="4x3"))
+    assert isinstance(loaded.train, kind) and loaded.spec == registry.Spec((4, 3, 3), "uint8", 3, 255.0)
     assert both(loaded.train)[0][:, 0, 0, 0].tolist() == [3 * i for i in range(8)]
-    crop = catalog.load(experiment(path, cache="stream", image_size="4x3", augment="resized_crop(0.3)"))
+    crop = registry.load(experiment(path, cache="stream", image_size="4x3", augment="resized_crop(0.3)"))
     assert both(crop.train)[0][:, 0, 0, 0].tolist() == [3 * i for i in range(8)]
     if cache == "auto":
         with pytest.raises(tfdist.UserError, match=r"record 4 of .*a.tfrecord cannot be decoded.*: remove it"):
-            catalog.load(experiment(path, cache=cache))
+            registry.load(experiment(path, cache=cache))
         write(path, [{"image": next(pictures(0, 1))["image"], "label": 3}])
         with pytest.raises(
             tfdist.UserError, match=r"record 0 of .* cannot be decoded: label is not in 0 to 2 \(classes=3\)"
         ):
-            catalog.load(experiment(path, cache=cache))
+            registry.load(experiment(path, cache=cache))

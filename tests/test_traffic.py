@@ -7,8 +7,13 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist import config, guard, optimizers, plan, traffic, validation
+from tfdist import config
+from tfdist.config import schedule as schedule_lib
+from tfdist.config import validation
+from tfdist.distributed import collectives
+from tfdist.engine import replica_check
 from tfdist.errors import TrainingError, UserError
+from tfdist.models import optimizers
 
 
 @pytest.mark.parametrize(
@@ -29,7 +34,7 @@ def test_small_tensors_travel_together(bucket_bytes, sizes):
         sent.extend(tuple(t.shape) for t in batch)
         return [t * 2 for t in batch]
 
-    sums = traffic.bucketed(tensors, reduce, bucket_bytes)
+    sums = collectives.bucketed(tensors, reduce, bucket_bytes)
     for total, tensor in zip(sums, tensors, strict=True):
         assert total.dtype == tensor.dtype
         np.testing.assert_array_equal(total, 2 * tensor)
@@ -56,7 +61,7 @@ def test_an_unknown_type(connect):
 def test_replicas_that_have_come_apart_are_noticed(connect):
     distribution = connect(3)
     model = cases.build(CASE, distribution, "float32")
-    look = guard.Guard(model, distribution, every=10)
+    look = replica_check.Guard(model, distribution, every=10)
     look.look(0)
     kernel = model.layers[-1].kernel
     copy = kernel.value.values[2]
@@ -82,7 +87,7 @@ def test_learning_rate_scales_with_the_batch(rule, batch, factor):
     experiment = config.Experiment()
     experiment.optimizer.scale_learning_rate, experiment.optimizer.base_batch = rule, 0 if rule == "none" else 32
     experiment.optimizer.learning_rate, experiment.train.batch_size = 0.1, batch
-    made = plan.make(validation.validate(experiment), 1024, 2)
+    made = schedule_lib.make(validation.validate(experiment), 1024, 2)
     assert made.rate == pytest.approx(0.1 * factor)
     assert (f"learning rate 0.1 scaled to {0.1 * factor:g}" in made.describe()) == (factor != 1.0)
     schedule = optimizers.rate(experiment, made)

@@ -11,8 +11,11 @@ import pytest
 from conftest import REPOSITORY
 
 import tfdist
-from tfdist import config, plan, progress, run_folder
+from tfdist import config
+from tfdist.checkpoints import run_folder
+from tfdist.config import schedule
 from tfdist.errors import UserError
+from tfdist.monitoring import progress
 
 FAST = ["--config.model.name=mlp", "--config.train.epochs=3", "--config.optimizer.warmup=0%"]
 
@@ -152,13 +155,13 @@ def test_stream_and_memory_hold_the_same_data(run, tmp_path):
     ],
 )
 def test_durations(text, updates):
-    assert plan.duration("x", text, per_epoch=30, batch=48, updates=300) == updates
+    assert schedule.duration("x", text, per_epoch=30, batch=48, updates=300) == updates
 
 
 def test_a_plan_by_steps():
     e = config.Experiment()
     e.train.epochs, e.train.steps = 0, 70
-    p = plan.make(e, 1437, 2)
+    p = schedule.make(e, 1437, 2)
     assert (p.updates, p.epochs, p.updates_per_epoch) == (70, 3, 30)
     assert p.describe() == "70 updates of 48 examples on 2 replicas: 3 epochs of 1437 examples"
 

@@ -9,10 +9,14 @@ import pytest
 import zoo_cases
 
 import tfdist
-from tfdist import config, freezing, models, state, transfer, validation
-from tfdist.data import Arrays
-from tfdist.datasets.catalog import Loaded, Spec
+from tfdist import config
+from tfdist.checkpoints import training_state
+from tfdist.config import validation
+from tfdist.data.datasets.registry import Loaded, Spec
+from tfdist.data.sources import Arrays
 from tfdist.errors import UserError
+from tfdist.models import build as models
+from tfdist.models import freezing, pretrained
 
 L = keras.layers
 IMAGES = zoo_cases.images(16, 3)
@@ -79,11 +83,11 @@ def test_layers_that_keras_has_numbered_go_by_their_order(ending, tmp_path):
     FORMATS[ending](there, path)
     here = numbered(3, recurrent=recurrent)  # Keras has counted on
     assert here.layers[1].name != there.layers[1].name
-    line = transfer.take(here, path)
+    line = pretrained.take(here, path)
     assert line.startswith(f"weights: {len(here.weights)} of {len(here.weights)} ")
     for a, b in zip(here.get_weights(), there.get_weights(), strict=True):
         np.testing.assert_array_equal(a, b)
-    line = transfer.take(numbered(3, True, recurrent), path)
+    line = pretrained.take(numbered(3, True, recurrent), path)
     assert line.endswith("; not those of more, head")
 
 
@@ -103,7 +107,7 @@ def test_a_layer_of_other_variables_takes_none(tmp_path):
     model = lambda scale: keras.Sequential([keras.Input((3,)), L.Dense(3), L.BatchNormalization(scale=scale)])
     shaken(model(True)).save_weights(path)
     here = model(False)
-    assert transfer.take(here, path).endswith("not those of batch_normalization 1")
+    assert pretrained.take(here, path).endswith("not those of batch_normalization 1")
     np.testing.assert_array_equal(here.layers[-1].beta, 0)
 
 
@@ -115,7 +119,7 @@ def test_a_place_may_hold_the_name_of_a_part_of_training(tmp_path):
     path = str(tmp_path / "a.weights.h5")
     model = lambda: keras.Sequential([keras.Input((3,)), MetricsHead(2, name="head")])
     model().save_weights(path)
-    assert transfer.take(model(), path).startswith("weights: 2 of 2 ")
+    assert pretrained.take(model(), path).startswith("weights: 2 of 2 ")
 
 
 def test_a_normalization_computes_with_what_it_was_given(connect):
@@ -128,7 +132,7 @@ def test_a_normalization_computes_with_what_it_was_given(connect):
         distribution = connect(replicas)
         with distribution.scope():
             here = model()
-        state.assign(here, distribution, there.get_weights())
+        training_state.assign(here, distribution, there.get_weights())
         np.testing.assert_allclose(tfdist.predict(here, x, distribution=distribution), there(x), rtol=1e-5, atol=1e-6)
 
 

@@ -20,12 +20,15 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import EventA
 from tensorboard.summary.writer import event_file_writer
 
 import tfdist
-from tfdist import flops, gpus, plan, profile, progress, rehearsal, usage
-from tfdist.board import Board
-from tfdist.config import Experiment
+from tfdist.config import Experiment, schedule
+from tfdist.distributed import gpus
+from tfdist.engine.timing import Call, Spent
 from tfdist.errors import UserError
-from tfdist.spent import Call, Spent
-from tfdist.timeline import Timeline
+from tfdist.monitoring import flops, progress, system_usage
+from tfdist.monitoring import profiler as profiler_lib
+from tfdist.monitoring.tensorboard import Board
+from tfdist.monitoring.timeline import Timeline
+from tfdist.train import dry_run
 
 L = keras.layers
 
@@ -185,7 +188,7 @@ def test_flops_in_words():
 
 def test_usage_of_gpus_and_of_a_process(driver_of):
     driver_of("0, GPU-a, 90, 16000, 12000, 4000, 550.1, Tesla T4\n1, GPU-b, [N/A], 16000, [N/A], 1, 550.1, Tesla T4")
-    watched = usage.Usage((0, 1), gpus.survey)
+    watched = system_usage.Usage((0, 1), gpus.survey)
     watched.start()
     found = watched.latest()
     watched.stop()
@@ -193,7 +196,7 @@ def test_usage_of_gpus_and_of_a_process(driver_of):
         {"number": 0, "load": 0.9, "memory_used": 12000, "memory_total": 16000},
         {"number": 1, "load": None, "memory_used": None, "memory_total": 16000},
     ]
-    assert found["memory"] > 1e7 and usage.peak_memory() >= found["memory"] * 0.5
+    assert found["memory"] > 1e7 and system_usage.peak_memory() >= found["memory"] * 0.5
 
 
 @pytest.fixture
@@ -244,7 +247,7 @@ def test_a_disk_that_is_full_ends_tensorboard_alone(tmp_path, capsys):
     assert len(said) == 1 and said[0].startswith("WARNING: ") and said[0].endswith("training goes on without it")
 
 
-PLAN = plan.make(Experiment(), 1437, 1)
+PLAN = schedule.make(Experiment(), 1437, 1)
 
 
 def recorder(**values):
@@ -257,7 +260,9 @@ def test_slow_input_is_said_once(tmp_path, connect):
     work = types.SimpleNamespace(count=lambda: None, measures=lambda rate: {"flops_per_second": None})
     for waited, lines in ((0.9, 1), (0.1, 0)):
         said.clear()
-        timeline = Timeline(folder, recorder(begun=0.0), usage.Usage(()), work, {}, None, "do something", said.append)
+        timeline = Timeline(
+            folder, recorder(begun=0.0), system_usage.Usage(()), work, {}, None, "do something", said.append
+        )
         timeline.set_model(small(connect(1)))
         for _ in range(3):
             timeline.on_call(Call(10, 80, Spent(4 * waited, 4 * (1 - waited), 0.0, 0.0), True, 1.0))
@@ -340,7 +345,7 @@ def test_a_profile(tmp_path, connect):
             self.updates = batch + 1
 
     said, count = [], Count()
-    profiler = profile.Profiler(21, 30, count, tmp_path, True, said.append)
+    profiler = profiler_lib.Profiler(21, 30, count, tmp_path, True, said.append)
     distribution = connect(2)
     tfdist.fit(
         small(distribution), data(960), distribution=distribution, batch_size=16, epochs=1,
@@ -349,9 +354,9 @@ def test_a_profile(tmp_path, connect):
     text = (tmp_path / "profile.txt").read_text()
     assert text.startswith(f"updates 21 to 30 of {tmp_path}\n") and "input " in text and "all-reduce " in text
     rows = re.findall(r"^ *([\d.]+) +([\d.]+) % +(\d+)  (.+) \((\w+)\)$", text, re.MULTILINE)
-    assert len(rows) == profile.SHOWN
+    assert len(rows) == profiler_lib.SHOWN
     traces = glob.glob(str(tmp_path / "tensorboard" / "plugins" / "profile" / "*" / "*.xplane.pb"))
-    _, counts, _ = profile.operations(pathlib.Path(traces[0]).read_bytes())
+    _, counts, _ = profiler_lib.operations(pathlib.Path(traces[0]).read_bytes())
     product = next(name for name in counts if "MatMul" in name and "gradient_tape" not in name)
     assert counts[product] == 2 * 10  # replicas and updates
     assert [float(row[0]) for row in rows] == sorted((float(row[0]) for row in rows), reverse=True)
@@ -363,7 +368,7 @@ def test_a_profile(tmp_path, connect):
 
 def test_a_profile_of_what_is_over(tmp_path):
     said = []
-    profiler = profile.Profiler(21, 30, recorder(updates=40), tmp_path, True, said.append)
+    profiler = profiler_lib.Profiler(21, 30, recorder(updates=40), tmp_path, True, said.append)
     profiler.on_train_batch_begin(0)
     profiler.stop()
     assert said == ["WARNING: no profile: training went on from update 40, behind --profile=21:30"]
@@ -372,13 +377,13 @@ def test_a_profile_of_what_is_over(tmp_path):
 
 def test_more_memory_than_there_is(connect):
     model = small(connect(1), keras.optimizers.Adam())
-    needs = rehearsal.memory(model, 1, ())
+    needs = dry_run.memory(model, 1, ())
     count = 8 * 16 + 16 + 16 * 3 + 3
     assert (needs.weights, needs.gradients) == (4 * count, 4 * count)
     assert 8 * count <= needs.optimizer <= 8 * count + 16  # two moments, a rate and a counter
     tiny = gpus.DriverGPU(3, "u", "Tesla T4", 0.0, 0.0, 0.001, "550")
     with pytest.raises(UserError, match=r"needs 3.1 kB for weights, .*, GPU 3 \(Tesla T4\) has 1.0 kB for it: use a"):
-        rehearsal.memory(model, 1, (tiny,))
+        dry_run.memory(model, 1, (tiny,))
 
 
 def test_a_dry_run_says_what_would_be_done_and_does_nothing(run, tmp_path):

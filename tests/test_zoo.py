@@ -14,10 +14,13 @@ import pytest
 import worlds
 import zoo_cases
 
-from tfdist import config, models, validation
-from tfdist.datasets.catalog import Spec
+from tfdist import config
+from tfdist.config import validation
+from tfdist.data.datasets.registry import Spec
 from tfdist.errors import UserError
-from tfdist.zoo import parts, small, tables, text, vision
+from tfdist.models import build as models
+from tfdist.models.zoo import layers as layers_lib
+from tfdist.models.zoo import small, tables, text, vision
 
 TOLERANCE = 1e-6
 IN_WORLDS = ["cnn", "alexnet", "resnet_cifar", "vit", "char_transformer", "gpt", "table_mlp"]
@@ -165,7 +168,7 @@ REFUSED = [
     ("gpt", "tied=maybe", TOKENS, "tied of gpt must be True or False, got 'maybe'"),
     ("gpt", "vocabulary=-1", TOKENS, "vocabulary of gpt must be a whole number, 0 or more, got -1"),
     ("vit", "heads=0", IMAGES, "heads of vit must be a whole number, 1 or more, got 0"),
-    ("mlp", "spec=1", IMAGES, "model.options: tfdist.zoo.small:mlp takes no such arguments: multiple values"),
+    ("mlp", "spec=1", IMAGES, "model.options: tfdist.models.zoo.small:mlp takes no such arguments: multiple values"),
     ("cnn", "", zoo_cases.images(1, 1), "needs images of at least 2x2 with these options, the data has 1x1"),
     ("conv_bn", "", zoo_cases.images(7, 1), "needs images of at least 8x8 with these options, the data has 7x7"),
     ("char_transformer", "width=10", TOKENS, "width=10 is not a multiple of heads=4"),
@@ -197,7 +200,7 @@ def test_every_option_is_checked():
         for argument in list(inspect.signature(getattr(module, name)).parameters.values())[1:]:
             assert argument.annotation in ("bool", "float", "int", "tuple[int, ...]"), argument
             with pytest.raises(UserError, match=f"{argument.name} of {name} must be"):
-                parts.check_options(getattr(module, name), {argument.name: "x"})
+                layers_lib.check_options(getattr(module, name), {argument.name: "x"})
 
 
 def test_batch_norm_is_synchronized_or_not():

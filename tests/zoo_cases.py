@@ -7,8 +7,9 @@ import keras
 import numpy as np
 
 import tfdist
-from tfdist import config, models
-from tfdist.datasets.catalog import Column, Spec
+from tfdist import config
+from tfdist.data.datasets.registry import Column, Spec
+from tfdist.models import build as models
 
 COLUMNS = (
     Column("age", "number", 40.0, 10.0),

@@ -8,15 +8,15 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Checkpoints": "tfdist.saving",
-    "Distribution": "tfdist.distribution",
+    "Checkpoints": "tfdist.checkpoints.manager",
+    "Distribution": "tfdist.distributed.distribution",
     "TrainingError": "tfdist.errors",
     "UserError": "tfdist.errors",
-    "connect": "tfdist.strategy",
-    "evaluate": "tfdist.evaluation",
-    "fit": "tfdist.loop",
-    "load_data": "tfdist.datasets.catalog",
-    "predict": "tfdist.evaluation",
+    "connect": "tfdist.distributed.connect",
+    "evaluate": "tfdist.engine.evaluation",
+    "fit": "tfdist.engine.fit",
+    "load_data": "tfdist.data.datasets.registry",
+    "predict": "tfdist.engine.evaluation",
 }
 
 __all__ = [

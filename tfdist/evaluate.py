@@ -12,11 +12,11 @@ wrong; 143 stopped by a signal.
 import sys
 
 if __name__ == "__main__":
-    from tfdist.scoring import main
+    from tfdist.inference.evaluate import main
 
     main()
 else:
-    from tfdist.evaluation import evaluate
+    from tfdist.engine.evaluation import evaluate
 
     # `tfdist.evaluate` is a function, and importing a module of that name would put the module there instead.
     sys.modules[__name__] = evaluate  # type: ignore[assignment]

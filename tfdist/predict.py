@@ -12,11 +12,11 @@ wrong; 143 stopped by a signal.
 import sys
 
 if __name__ == "__main__":
-    from tfdist.predicting import main
+    from tfdist.inference.predict import main
 
     main()
 else:
-    from tfdist.evaluation import predict
+    from tfdist.engine.evaluation import predict
 
     # `tfdist.predict` is a function, and importing a module of that name would put the module there instead.
     sys.modules[__name__] = predict  # type: ignore[assignment]

@@ -1,0 +1,36 @@
+"""What a run has learnt about its memory, for the next attempt: into how many micro-batches an update must be cut."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from tfdist.checkpoints.run_folder import RunFolder
+
+NAME = "accumulate.json"
+_ADVICE = re.compile(r"out of memory.* train\.accumulate=(\d+) ")
+
+
+def advice(accumulate: int) -> str:
+    """The end of a message, which `heed` understands on whichever worker it arrives."""
+    return f"train.accumulate={accumulate} needs less of it and changes nothing else"
+
+
+def note(folder: RunFolder, accumulate: int) -> None:
+    """Keeps it for the next attempt."""
+    folder.write(NAME, {"accumulate": accumulate})
+
+
+def heed(folder: RunFolder, message: str) -> None:
+    """Notes what a message of an error advises, of this worker or another one."""
+    found = _ADVICE.search(message)
+    if found:
+        note(folder, int(found[1]))
+
+
+def noted(folder: RunFolder) -> int:
+    """What the attempt before has noted; 1 if nothing."""
+    try:
+        return max(1, int(json.loads((folder.path / NAME).read_bytes())["accumulate"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return 1

@@ -1,0 +1,203 @@
+"""Which checkpoint a run goes on from: the newest that is valid, and of the same experiment."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tfdist.checkpoints import files
+from tfdist.checkpoints.files import DamagedError
+from tfdist.checkpoints.run_folder import RunFolder
+from tfdist.config import Experiment, flat
+from tfdist.config.runtime_options import Environment
+from tfdist.errors import UserError
+
+HARMLESS = (
+    "config.train.accumulate",
+    "config.train.steps_per_call",
+    "config.train.on_nonfinite",
+    "config.train.max_rollbacks",
+    "config.eval.batch_size",
+    "config.data.data_dir",
+    "config.checkpoint.",
+)
+"""Fields of the experiment that change how it runs and not what comes out."""
+
+
+@dataclasses.dataclass(slots=True)
+class Position:
+    """Where a run is."""
+
+    update: int = 0
+    """Updates made."""
+    epoch: int = 0
+    """The running epoch, from 0."""
+    begun: int = 0
+    """Updates of it."""
+    measured: bool = False
+    """All its updates are made, and the replicas' statistics averaged."""
+    stopped: bool = False
+    """A callback has ended the training."""
+    logs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    sums: list[float] = dataclasses.field(default_factory=list)
+    """Of the running epoch; see `calls.Totals`."""
+    examples: float = 0.0
+    skipped: list[int] = dataclasses.field(default_factory=list)
+    """Updates that are left out, since the loss was not finite there."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chosen:
+    """A checkpoint that has been read."""
+
+    path: pathlib.Path
+    state: dict[str, Any]
+    tensors: dict[str, Any]
+
+
+class Choice:
+    """Reads the checkpoints of a folder, the newest first.
+
+    Args:
+      folder: where they are.
+      identity: batch, length and seed of an epoch.
+      experiment: its fields by name.
+      changed: accept another identity or experiment where an epoch has ended.
+      say: shows a line to a person.
+    """
+
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        identity: Mapping[str, Any],
+        experiment: Mapping[str, str],
+        changed: bool,
+        say: Callable[[str], None],
+    ):
+        self._folder, self._identity, self._experiment = folder, dict(identity), experiment
+        self._changed, self._say = changed, say
+
+    def newest(self, required: bool = False) -> Chosen | None:
+        """The one to resume from; None if there is none at all.
+
+        Raises:
+          UserError: there are some and none can be used, or there is none and one is required.
+        """
+        try:
+            paths = files.found(self._folder)
+        except OSError as error:
+            raise UserError(f"{self._folder} cannot be read ({error.strerror}): correct its permissions") from None
+        valid = 0
+        for number, path in enumerate(paths):
+            chosen = self.load(path)
+            valid += chosen is not None
+            if chosen is None or not self._agrees(chosen):
+                continue
+            for newer in paths[:number]:  # or they would be the newest once more
+                self._say(f"{newer} is now {files.set_aside(newer).name}")
+            return chosen
+        if valid:
+            raise UserError(
+                f"no valid checkpoint in {self._folder} is from the end of an epoch: leave out --resume_changed"
+            )
+        if paths:
+            raise UserError(
+                f"none of the {len(paths)} checkpoints in {self._folder} is valid: copy one back from elsewhere, "
+                "or start over with --resume=never, which keeps them"
+            )
+        if required:
+            raise UserError(f"--resume=require, and there is no checkpoint in {self._folder}: check --workdir")
+        return None
+
+    def load(self, path: pathlib.Path) -> Chosen | None:
+        """A checkpoint, if every byte of it is right."""
+        from tfdist.checkpoints import training_state
+
+        try:
+            files.verify(path)
+            content = files.read_state(path)
+            return Chosen(path, content, training_state.read(str(path / files.TENSORS)))
+        except DamagedError as error:
+            self._say(f"WARNING: checkpoint {path} is not used: {error}")
+            return None
+
+    def _agrees(self, chosen: Chosen) -> bool:
+        odd = differences(self._experiment, chosen.state["experiment"])
+        before = chosen.state["run"]
+        odd += [
+            f"{name} is {before.get(name)} there and {value} here"
+            for name, value in self._identity.items()
+            if before.get(name, value) != value and not odd  # earlier versions had fewer
+        ]
+        if not odd:
+            return True
+        if not self._changed:
+            raise UserError(refusal(str(chosen.path), odd))
+        if chosen.state["position"]["begun"]:
+            self._say(f"checkpoint {chosen.path} is not used: it is from the middle of an epoch, and {'; '.join(odd)}")
+            return False
+        self._say(f"resuming though {'; '.join(odd)}")
+        return True
+
+
+def differences(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
+    """The fields that differ, in words, less the harmless ones."""
+    names = [name for name in {**here, **there} if not name.startswith(HARMLESS)]
+    return [
+        f"{name} is {there.get(name, 'missing')} there and {here.get(name, 'missing')} here"
+        for name in names
+        if here.get(name) != there.get(name)
+    ]
+
+
+def refusal(what: str, odd: list[str]) -> str:
+    """The line for a run folder or checkpoint of another experiment."""
+    return (
+        f"{what} is of another experiment ({'; '.join(odd[:5])}{'; ...' if len(odd) > 5 else ''}): "
+        "choose another --workdir or --config.name, or --resume=never, which sets the earlier run aside, "
+        "or --resume_changed"
+    )
+
+
+def same_experiment(folder: RunFolder, experiment: Experiment, where: Environment, attempt: int) -> None:
+    """Refuses a folder that holds a run of another experiment."""
+    earlier = folder.earlier() if folder.holds_run else None
+    if earlier is None or where.resume_changed or _begins_anew(where, attempt):
+        return
+    odd = differences(flat(experiment), flat(earlier))
+    if odd:
+        raise UserError(refusal(str(folder.path), odd))
+
+
+def _begins_anew(where: Environment, attempt: int) -> bool:
+    """A run that the launcher starts again goes on, whatever was asked for at first."""
+    return where.resume == "never" and attempt == 0
+
+
+def unfinished(folder: RunFolder, where: Environment, attempt: int) -> bool:
+    """Whether the folder's run has not come to its end, and is not to begin anew."""
+    return attempt > 0 or not (_begins_anew(where, attempt) or folder.completed)
+
+
+def goes_on(folder: RunFolder, where: Environment, attempt: int, no_checkpoints: bool) -> bool:
+    """Whether this run continues the one in the folder, instead of setting it aside."""
+    if attempt > 0:
+        return True
+    if _begins_anew(where, attempt) or no_checkpoints:
+        return False
+    if where.resume == "require" or where.resume_changed:
+        return True
+    try:
+        return not folder.completed and bool(files.found(folder.checkpoints))
+    except OSError:
+        return True  # and the resume says what is wrong
+
+
+def intent(folder: RunFolder, goes_on: bool) -> str:
+    """What will be done with the run folder, for a person."""
+    if not goes_on:
+        return f"{folder.path}, the run in it set aside" if folder.holds_run else str(folder.path)
+    newest = files.found(folder.checkpoints)
+    return f"{folder.path}, from update {files.update_of(newest[0])} on" if newest else str(folder.path)

@@ -1,0 +1,1 @@
+"""The command `python -m tfdist.compare`: one experiment under several strategies, weights and speed compared."""

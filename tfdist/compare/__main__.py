@@ -1,0 +1,166 @@
+"""Compares strategies: `python -m tfdist.compare --strategies=default,mirrored`.
+
+Runs the same experiment under each, one after the other, in processes of their
+own, and tells whether all end with the same weights, how fast each is against
+one device, where the time goes, and which one to use on this machine. The
+reference is `default` on one device; it runs first, also where it is not asked
+for.
+
+When a run ends with other weights, it and the reference are run once more for
+a few updates in float64 (`agreement.check_flags`): a sum over replicas that is
+wrong is wrong there too, and rounding that has grown is not.
+
+Exit codes: 0 all that ran end with the same; 1 one does not, or failed; 2 the
+input is wrong, or nothing could be compared; 130 or 143 ended by a signal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import pathlib
+import signal
+from collections.abc import Iterator
+
+from absl import flags
+
+from tfdist import config
+from tfdist.checkpoints import run_folder
+from tfdist.compare import runner, trial
+from tfdist.compare.runner import Contest
+from tfdist.config import command_line, field_syntax, runtime_options, validation
+from tfdist.errors import UserError
+
+STRATEGIES = ("default", "mirrored", "multi_worker", "horovod", "tpu")
+_OWN = ("strategies", "replicas", "workdir", "devices", "threads", "jit", "time_limit", "dry_run")
+
+
+def settings(values: flags.FlagValues) -> runner.Settings:
+    """What the flags ask for.
+
+    Raises:
+      UserError: a flag has a value that cannot be used.
+    """
+    for name in values.strategies:
+        if name not in STRATEGIES:
+            hint = (
+                field_syntax.suggest(name, STRATEGIES) if name != "auto" else ": it picks one of the others, name those"
+            )
+            raise UserError(f"unknown strategy {name!r} in --strategies{hint}")
+    for text in values.replicas:
+        if not (text.isascii() and text.isdigit() and int(text) > 0):
+            raise UserError(f"--replicas must be whole numbers of at least 1, such as 2,4: got {text!r}")
+    if not values.strategies:
+        raise UserError("--strategies names none: give some of " + ",".join(STRATEGIES))
+    if not values.time_limit > 0:
+        raise UserError(f"--time_limit must be a positive number of seconds, got {values.time_limit}")
+    where = runtime_options.Environment(devices=values.devices, threads=values.threads, jit=values.jit)
+    machine = trial.find_machine(where.devices, os.environ)
+    # One thread makes a CPU replica one core, so that two of them have twice as much to compute with.
+    threads = where.threads if where.threads or machine.gpus else 1
+    replicas = tuple(sorted({int(text) for text in values.replicas})) or machine.default_replicas(threads or 1)
+    return runner.Settings(
+        strategies=tuple(dict.fromkeys(values.strategies)),
+        replicas=replicas,
+        threads=threads,
+        jit=where.jit,
+        devices=where.devices,
+        time_limit=values.time_limit,
+        machine=machine,
+    )
+
+
+def train_flags(values: flags.FlagValues, jit: str, changed: dict[str, str]) -> list[str]:
+    """Flags of `tfdist.train` for the experiment that was given here, with some fields changed.
+
+    Raises:
+      UserError: a field that is the same in all comparisons.
+    """
+    fields = config.flat(values.config)
+    given = {name: fields[name] for name in values if name.startswith("config.") and values[name].present}
+    own = [name for name in given if name.startswith("config.checkpoint.")]
+    if own:
+        raise UserError(f"--{own[0]} is not for a comparison, whose runs save once, at their end: leave it out")
+    # Never due, and so written once, at the end: nothing interrupts what is measured, and the weights have names.
+    given |= {"config.checkpoint.every": "1000000000 steps", "config.checkpoint.keep": "1"}
+    given |= {"config.checkpoint.best": ""} | changed
+    path = getattr(values["config"], "config_filename", "")
+    file = [f"--config={path}"] if values["config"].present else []
+    shown = [f"--jit={jit}", "--progress=none", "--notensorboard"]
+    return [*file, *(f"--{name}={value}" for name, value in given.items()), *shown]
+
+
+@contextlib.contextmanager
+def _own_folder(path: pathlib.Path) -> Iterator[run_folder.RunFolder]:
+    """The folder of this comparison alone; an earlier one is renamed.
+
+    Raises:
+      UserError: it holds something else, is in use, or cannot be written.
+    """
+    folder = run_folder.RunFolder(str(path))
+    with contextlib.suppress(OSError):
+        strange = sorted({entry.name for entry in path.iterdir()} - {run_folder.LOCK})
+        if strange and not (path / runner.RECORD).is_file():
+            raise UserError(f"--workdir={path} holds no comparison but {strange[0]}: choose another folder")
+    folder.create()
+    try:
+        if (path / runner.RECORD).exists():
+            names = (path.with_name(f"{path.name}.{i}") for i in itertools.count(1))
+            moved = next(name for name in names if not name.exists())
+            path.rename(moved)
+            folder.release()
+            (moved / run_folder.LOCK).unlink(missing_ok=True)
+            print(f"tfdist: the earlier comparison in {path} is now in {moved}", flush=True)
+            folder.create()
+        yield folder
+    finally:
+        folder.release()
+
+
+def _run(argv: list[str]) -> int:
+    del argv
+    values = flags.FLAGS
+    wanted, experiment = settings(values), validation.validate(values.config)
+    if experiment.train.batch_size == 0:
+        raise UserError("train.batch_size=auto finds another batch for each strategy: give a number to compare them")
+    given = functools.partial(train_flags, values, wanted.jit)
+    path = pathlib.Path(os.path.expanduser(values.workdir) or os.path.join("runs", f"compare-{experiment.name}"))
+    if values.dry_run:
+        print(Contest(wanted, experiment, given, run_folder.RunFolder(str(path))).commands())
+        return 0
+
+    def end(number: int, frame: object) -> None:
+        del frame
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, end)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin without
+    with _own_folder(path) as folder:
+        return Contest(wanted, experiment, given, folder).run()
+
+
+def main() -> None:
+    """Entry point of `python -m tfdist.compare`."""
+    d = runtime_options.Environment()
+    flags.DEFINE_list("strategies", list(STRATEGIES[:4]), f"Strategies to compare, of {', '.join(STRATEGIES)}.")
+    flags.DEFINE_list(
+        "replicas",
+        [],
+        "Numbers of replicas, such as 2,4; if not given 2, 4, 8, ... up to the GPUs or cores. default always has 1, "
+        "mirrored at least 2.",
+    )
+    flags.DEFINE_string("workdir", "", "Folder for the results; runs/compare-<experiment name> if empty.")
+    flags.DEFINE_string("devices", d.devices, "GPUs to use: all, none, driver numbers such as 0,3, or idle:2.")
+    flags.DEFINE_integer("threads", None, "Threads per replica; 1 on a CPU, TensorFlow's own number on GPUs.")
+    flags.DEFINE_enum("jit", d.jit, runtime_options.JIT, "Compile with XLA, alike in all runs; auto: on GPUs.")
+    flags.DEFINE_float("time_limit", 3600.0, "Seconds after which a run that is not over is ended.")
+    flags.DEFINE_bool("dry_run", False, "Print the commands, and start nothing.")
+    parse = functools.partial(command_line.parse, own=_OWN)
+    command_line.main(_run, parse, "interrupted")
+
+
+if __name__ == "__main__":
+    main()

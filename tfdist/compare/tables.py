@@ -1,0 +1,120 @@
+"""A comparison on paper: two tables that fit into 80 columns, for a terminal or as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from tfdist.compare.results import Row
+
+NONE = "-"
+WEIGHTS = {
+    "reference": "reference",
+    "identical": "same bits",
+    "same": "same",
+    "rounding": "rounding",
+    "nature": "by nature",
+    "different": "DIFFERENT",
+    "": NONE,
+}
+AGREEMENT = ("run", "weights", "distance", "most of it in", "evaluation")
+SPEED = ("run", "examples/s", "ratio", "effic.", "start s", "GB", "input", "comp.", "sum", "Python")
+LEGEND = (
+    "distance: |a-b| / |a| over all weights. ratio: to the first row's speed. effic.: ratio by replica. start s: to "
+    "the first update. GB: peak of one process, or of its GPU. input to Python: where the time "
+    "goes; comp. has the exchanges of synchronized BatchNorm in it."
+)
+_LEFT = ("run", "weights", "most of it in", "evaluation")
+
+
+def agreement(rows: Iterable[Row]) -> list[list[str]]:
+    """Cells under `AGREEMENT`: of runs that cannot be here, the reason in place of all."""
+    return [
+        [row.name, WEIGHTS[row.weights], _number(row.distance, ".1e"), row.variable or NONE, _evaluation(row)]
+        if row.status == "completed"
+        else [row.name, row.status, NONE, NONE, NONE]
+        for row in rows
+    ]
+
+
+def speed(rows: Iterable[Row]) -> list[list[str]]:
+    """Cells under `SPEED`, of the runs that were completed."""
+    return [
+        [
+            row.name,
+            _number(row.examples_per_second, ",.0f"),
+            _number(row.speedup, ".2f"),
+            _number(row.efficiency, ".2f") + "*" * (row.oversubscribed and row.efficiency is not None),
+            _number(row.seconds_to_first_update, ".1f"),
+            _number(size and size / 1e9, ".1f"),
+            *(_number(row.time.get(part), ".0%") for part in ("input", "compute", "all_reduce", "python")),
+        ]
+        for row in rows
+        for size in [row.peak_device_memory_bytes or row.peak_memory_bytes]
+        if row.status == "completed"
+    ]
+
+
+def _number(value: float | None, form: str) -> str:
+    return NONE if value is None else format(value, form)
+
+
+def _evaluation(row: Row) -> str:
+    """The metric that people look at, and how far it is from the reference's."""
+    names = [name for name in row.evaluation if name != "loss"] or list(row.evaluation)
+    if not names or row.evaluation[names[0]] is None:
+        return NONE
+    name = names[0]
+    apart = row.evaluation_difference.get(name)
+    own = "" if row.weights == "reference" or apart is None else f" ({apart:+.4f})"
+    return f"{name} {row.evaluation[name]:.4f}{own}"
+
+
+def notes(rows: Sequence[Row], settings: str) -> list[str]:
+    """What one has to know to read the tables."""
+    lines = [f"{row.name}: {row.status}: {row.reason}" for row in rows if row.status != "completed"]
+    lines += [settings, LEGEND]
+    if any(row.oversubscribed and row.efficiency is not None for row in rows):
+        lines.append("* More threads than cores: the efficiency says nothing about the strategy.")
+    return lines
+
+
+def show(console: Console, rows: Sequence[Row], settings: str, verdict: Sequence[str]) -> None:
+    """Prints everything, no line longer than the console is wide."""
+    console.print(_table(AGREEMENT, agreement(rows), [row.weights for row in rows]))
+    console.print()
+    console.print(_table(SPEED, speed(rows), []))
+    console.print()
+    for line in notes(rows, settings):
+        console.print(line, markup=False, style="dim")
+    console.print()
+    for line in verdict:
+        console.print(line, markup=False, style="bold red" if "OTHER WEIGHTS" in line or "WRONG" in line else None)
+
+
+def _table(head: Sequence[str], cells: Sequence[Sequence[str]], weights: Sequence[str]) -> Table:
+    # No rules and no boxes: plain letters are right in every terminal, log and encoding.
+    table = Table(box=None, padding=(0, 2 if head is AGREEMENT else 1, 0, 0), pad_edge=False, header_style="bold")
+    for name in head:
+        # Nothing is cut: what is too long goes on in the next line.
+        justify: Literal["left", "right"] = "left" if name in _LEFT else "right"
+        table.add_column(name, justify=justify, overflow="fold", no_wrap=name not in ("most of it in", "evaluation"))
+    styles = dict.fromkeys(("identical", "same"), "green") | {"different": "bold red", "rounding": "yellow"}
+    for i, row in enumerate(cells):
+        table.add_row(*row, style=styles.get(weights[i]) if i < len(weights) else None)
+    return table
+
+
+def markdown(title: str, rows: Sequence[Row], settings: str, verdict: Sequence[str]) -> str:
+    """The same to paste into an issue."""
+
+    def table(head: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
+        align = [":--" if name in _LEFT else "--:" for name in head]
+        return "\n".join("| " + " | ".join(row) + " |" for row in (head, align, *cells))
+
+    paragraphs = [f"# {title}", "\n".join(f"* {line}" for line in verdict)]
+    paragraphs += [table(AGREEMENT, agreement(rows)), table(SPEED, speed(rows)), "\n\n".join(notes(rows, settings))]
+    return "\n\n".join(paragraphs) + "\n"

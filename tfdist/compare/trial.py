@@ -1,0 +1,277 @@
+"""The runs of a comparison: each a command in processes of its own, that must be over in time. No TensorFlow.
+
+Commands are worked out first (`plan`, pure) and started second (`run`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import psutil
+
+from tfdist.distributed import gpus, horovod_install
+from tfdist.errors import UserError
+from tfdist.launch.worker_process import GRACE_S, end_with_the_parent
+
+TICK_S = 0.5
+"""How often somebody who watches hears that a run goes on."""
+_LOOK_S = 0.3
+"""How long to look at what other programs do."""
+LOG = "output.log"
+_OTHERS = (
+    *("TF_CONFIG", "TORCHELASTIC_", "HOROVOD_", "TFDIST_MEETING_FD", "SLURM_", "PMI_", "OMPI_COMM_WORLD_", "MLP_"),
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_"),
+)
+"""Beginnings of variables by which a run would take itself for a part of the cluster around the comparison."""
+_READ = 1 << 20
+"""Bytes at the end of a log in which the reason for a failure is looked for."""
+_SAID = re.compile(r"tfdist: (error|failed): (.+)")
+_RAISED = re.compile(r"^(?:\[[\d,]+\](?:<\w+>:)? ?)?((?:\w+\.)*\w*(?:Error|Exception)(?:: .+)?)$", re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Machine:
+    """What replicas can be placed on."""
+
+    cores: int
+    """That this process may use."""
+    gpus: tuple[str, ...] = ()
+    """Entries for CUDA_VISIBLE_DEVICES; none: the CPU is used."""
+
+    def default_replicas(self, threads: int) -> tuple[int, ...]:
+        """2, 4, 8, ... and all; a CPU can always be split in two."""
+        most = len(self.gpus) or max(2, self.cores // threads)
+        return tuple(sorted({most, *(n for n in (2**i for i in range(1, 12)) if n <= most)}))
+
+    def describe(self) -> str:
+        if self.gpus:
+            return f"{len(self.gpus)} GPU{'s' * (len(self.gpus) > 1)}"
+        return f"{self.cores} CPU core{'s' * (self.cores > 1)}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Trial:
+    """One run: a strategy on a number of replicas."""
+
+    name: str
+    strategy: str
+    replicas: int
+    threads: int | None
+    """Per replica; None for TensorFlow's own choice."""
+    command: tuple[str, ...]
+    folder: pathlib.Path
+    environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Variables besides those of this process."""
+    unavailable: str = ""
+    """Why it cannot run here, where that is known before."""
+
+    def shell(self) -> str:
+        """The command as a line for a shell."""
+        given = [f"{name}={shlex.quote(value)}" for name, value in self.environ.items()]
+        return " ".join([*(["env", *given] if given else []), shlex.join(self.command)])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended."""
+
+    code: int | None
+    """Exit code, the negative number of a signal, or None for a run that was ended by its time limit."""
+    seconds: float
+    reason: str = ""
+    """Why it failed, in one line; empty if it did not."""
+    refused: bool = False
+    """It says itself that the input or the environment is wrong; horovodrun makes another code of that."""
+
+    @property
+    def status(self) -> str:
+        """`completed`; `unavailable`: it cannot run here; or `failed`."""
+        return "completed" if self.code == 0 else "unavailable" if self.refused else "failed"
+
+
+def find_machine(devices: str, environ: Mapping[str, str]) -> Machine:
+    """Looks at cores and GPUs; `devices` is the flag of `tfdist.train`.
+
+    Raises:
+      UserError: a GPU that does not exist or is hidden.
+    """
+    cores = len(os.sched_getaffinity(0))
+    if devices == "none":
+        return Machine(cores)
+    selection = gpus.select(devices, gpus.survey(), environ)
+    if selection.opaque:
+        return Machine(cores, tuple(e.strip() for e in environ["CUDA_VISIBLE_DEVICES"].split(",")))
+    return Machine(cores, tuple(str(gpu.number) for gpu in selection.gpus))
+
+
+def plan(
+    strategies: Sequence[str],
+    replicas: Sequence[int],
+    machine: Machine,
+    folder: pathlib.Path,
+    flags: Sequence[str],
+    threads: int | None,
+) -> list[Trial]:
+    """All runs of a comparison, the reference first: `default` on one device.
+
+    On a CPU the whole of it under `default` is a row too, because that is what
+    somebody would use instead; only so can the fastest be named.
+
+    Args:
+      flags: of `tfdist.train`, for all runs alike.
+
+    Raises:
+      UserError: nothing is left to compare the reference with.
+    """
+    wanted = [("default", 1)]
+    for strategy in (s for s in strategies if s != "default"):
+        least = {"mirrored": 2}.get(strategy, 1)
+        wanted += [(strategy, n) for n in ([1] if strategy == "tpu" else replicas) if n >= least]
+    trials = [make(strategy, n, machine, folder, flags, threads) for strategy, n in wanted]
+    if "default" in strategies and not machine.gpus and threads is not None and threads < machine.cores:
+        name = f"default, {machine.cores} cores"
+        trials.insert(1, make("default", 1, machine, folder, flags, machine.cores, name))
+    if len(trials) == 1:
+        raise UserError(
+            f"--strategies={','.join(strategies)} and --replicas={','.join(map(str, replicas))} leave nothing to set "
+            "against default on one device: mirrored needs 2 replicas or more, default always has one"
+        )
+    return trials
+
+
+def make(
+    strategy: str,
+    replicas: int,
+    machine: Machine,
+    folder: pathlib.Path,
+    flags: Sequence[str],
+    threads: int | None,
+    name: str = "",
+) -> Trial:
+    """One run as a command, its results below `folder`."""
+    name = name or (strategy if strategy == "tpu" else f"{strategy} {replicas}")
+    own = folder / re.sub(r"\W+", "-", name)
+    environ, unavailable = {}, ""
+    train = [f"--strategy={strategy}", *flags, f"--workdir={own}"]
+    if threads is not None:
+        train.append(f"--threads={threads}")
+    if machine.gpus:
+        environ = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(machine.gpus[:replicas])}
+        if replicas > len(machine.gpus):
+            unavailable = f"it needs {replicas} GPUs, found {len(machine.gpus)}"
+    else:
+        train.append("--devices=none")
+    match strategy:
+        case "mirrored" if not machine.gpus:
+            command = [sys.executable, "-m", "tfdist.train", *train, f"--virtual_devices={replicas}"]
+        case "multi_worker":
+            command = [sys.executable, "-m", "tfdist.launch", f"--nproc_per_node={replicas}", "--", *train]
+        case "horovod":
+            runner, unavailable = _horovodrun(unavailable)
+            command = [runner, "-np", str(replicas), sys.executable, "-m", "tfdist.train", *train]
+        case _:
+            command = [sys.executable, "-m", "tfdist.train", *train]
+    return Trial(name, strategy, replicas, threads, tuple(command), own, environ, unavailable)
+
+
+def _horovodrun(unavailable: str) -> tuple[str, str]:
+    """Its path, and why Horovod cannot be used."""
+    beside = shutil.which("horovodrun", path=os.path.dirname(sys.executable))
+    runner = beside or shutil.which("horovodrun")
+    problem = horovod_install.problem()
+    if not runner and not problem:
+        problem = "horovodrun is not on PATH: run python -m tfdist.horovod_build"
+    return runner or "horovodrun", problem or unavailable
+
+
+def others_busy() -> float:
+    """Cores that other programs keep busy now, while no run of ours is under way."""
+    return psutil.cpu_percent(_LOOK_S) / 100 * (psutil.cpu_count() or 1)
+
+
+def run(trial: Trial, limit: float, tick: Callable[[float], None] = lambda seconds: None) -> Outcome:
+    """Runs a trial to its end, which comes after `limit` seconds at the latest.
+
+    Whatever ends this function, no process of the trial outlives it.
+
+    Args:
+      tick: called now and then with the seconds since the start.
+    """
+    trial.folder.mkdir(parents=True, exist_ok=True)
+    log = trial.folder / LOG
+    start = time.monotonic()
+    with open(log, "wb") as output:
+        try:
+            process = subprocess.Popen(
+                trial.command,
+                env={k: v for k, v in os.environ.items() if not k.startswith(_OTHERS)} | dict(trial.environ),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # Ctrl-C reaches the comparison alone, which ends its runs
+                preexec_fn=end_with_the_parent(),
+            )
+        except OSError as error:
+            return Outcome(127, 0.0, f"{trial.command[0]} cannot be started: {error.strerror}")
+        try:
+            code = _wait(process, start, limit, tick)
+        finally:
+            _end(process)
+    seconds = time.monotonic() - start
+    if code is None:
+        return Outcome(None, seconds, f"it was not over after {limit:g} s (--time_limit)")
+    return Outcome(code, seconds, *_reason(log, code)) if code else Outcome(code, seconds)
+
+
+def _wait(process: subprocess.Popen, start: float, limit: float, tick: Callable[[float], None]) -> int | None:
+    while (passed := time.monotonic() - start) < limit:
+        tick(passed)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(min(TICK_S, limit - passed))
+    return None
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Ends a run that is not over, with all that it started; some of those lead sessions of their own."""
+    if process.poll() is not None:
+        return
+    family = psutil.Process(process.pid).children(recursive=True)
+    try:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+    finally:  # also after another Ctrl-C
+        for relative in family:  # psutil knows a process by its start, too: the number may be another's by now
+            with contextlib.suppress(psutil.Error):
+                relative.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    psutil.wait_procs(family, timeout=GRACE_S)
+
+
+def _reason(log: pathlib.Path, code: int) -> tuple[str, bool]:
+    """What a failed run said, its own one line, else an exception, else whatever came last; and whether it refused."""
+    with open(log, "rb") as file:
+        file.seek(max(0, log.stat().st_size - _READ))
+        text = file.read().decode(errors="replace")
+    said, raised = _SAID.search(text), _RAISED.search(text)
+    if said:
+        return said[2].strip(), said[1] == "error"
+    if raised:
+        return raised[1].strip(), False
+    if code < 0:
+        return f"it was killed by {signal.Signals(-code).name}", False
+    last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+    return f"it ended with exit code {code}{f': {last}' if last else ''}", False

@@ -1,0 +1,187 @@
+"""Whether two runs have ended with the same weights: the distance between them, and where most of it is.
+
+The weights are read from the checkpoint that a run leaves at its end, where they
+stand under the names that Keras gives them; `model.keras` has numbers instead of
+names, and may need the user's classes to be read. TensorFlow is imported to read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import pathlib
+import re
+import zipfile
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from tfdist.checkpoints import files
+from tfdist.distributed import tf_devices
+
+TOLERANCE = {"float32": 1e-5, "float64": 1e-11, "mixed_bfloat16": 1e-2, "mixed_float16": 1e-3}
+"""Of the distance after a whole run, by precision: ten times that of the tests' few updates, where there is room."""
+TOLERANCE_OF_SUMS = {"float32": 0.0, "bfloat16": 1e-2, "float16": 1e-3}
+"""The least there is to allow when gradients travel in fewer bits."""
+CHECK_TOLERANCE = 1e-6
+"""Of the distance after the check, which is in float64: rounding is 1e-12 there, a wrong sum 1e-3 or more."""
+CHECK_UPDATES = 100
+_SEED = "seed_generator"
+_NAME = re.compile(r"(shared|replicas)/model/(\d+)/(.+)")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Difference:
+    """Of a run's weights b from those of the reference, a."""
+
+    distance: float
+    """|a - b| / |a|, with the Euclidean norm over all weights of the model: 0 where all bits are the same."""
+    variable: str
+    """Where most of it is; empty if nothing differs."""
+    largest: float
+    """max |a - b| in that variable."""
+    scale: float
+    """max |a| in that variable."""
+    variables: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Each variable's part of the distance: the squares add up to its square."""
+
+
+def tolerance(precision: str, reduce_dtype: str) -> float:
+    """The distance up to which two runs count as the same."""
+    return max(TOLERANCE[precision], TOLERANCE_OF_SUMS[reduce_dtype])
+
+
+def check_flags(updates: int, epochs: int) -> dict[str, str]:
+    """Fields of an experiment that tell a wrong sum from rounding that has grown, whatever the model.
+
+    Rounding grows with time, in some models to a few percent (see the README).
+    In float64 it begins at 1e-16, and has not grown to anything after an epoch:
+    what differs then is no rounding. Nothing else of the experiment changes,
+    but that the warm-up fits into these few updates.
+
+    Args:
+      updates: of the whole run, in so many `epochs`.
+    """
+    # An epoch and one more update have met the last batch of an epoch, which may be an uneven one.
+    few = min(updates, CHECK_UPDATES, -(-updates // max(1, epochs)) + 1)
+    return {
+        "config.train.epochs": "0",
+        "config.train.steps": str(few),
+        "config.train.precision": "float64",
+        "config.optimizer.reduce_dtype": "float32",
+        "config.optimizer.warmup": "50%",
+        "config.eval.every": "1 epoch",
+    }
+
+
+def difference(reference: pathlib.Path, other: pathlib.Path) -> Difference:
+    """Compares the weights in two run folders.
+
+    Raises:
+      ValueError: the weights cannot be read, or are of another model.
+    """
+    ours, theirs = _reader(reference), _reader(other)
+    names = _names(ours)
+    if sorted(names) != sorted(_names(theirs)):
+        odd = sorted(set(names) ^ set(_names(theirs)))
+        raise ValueError(f"the models are not the same: {odd[0] if odd else 'their variables'} is in one of them only")
+    squares, norm, most = {}, 0.0, ("", 0.0, 0.0, 0.0)
+    names = {place: name for place, name in names.items() if _SEED not in name}  # those differ on purpose
+    shown = _shown(names)
+    for place, name in names.items():
+        a, b = _values(ours, place, name), _values(theirs, place, _names(theirs)[place])
+        if a.shape != b.shape:
+            raise ValueError(f"the models are not the same: {shown[place]} is {list(a.shape)} and {list(b.shape)}")
+        norm += float(np.square(a).sum())
+        squares[shown[place]] = square = float(np.square(a - b).sum())
+        if square > most[1] or math.isnan(square):
+            scale = float(np.abs(a).max(initial=0))
+            most = (shown[place], math.inf if math.isnan(square) else square, float(np.abs(a - b).max()), scale)
+    unit = math.sqrt(norm) or 1.0
+    parts = {name: math.sqrt(square) / unit for name, square in squares.items()}
+    return Difference(math.sqrt(sum(squares.values())) / unit, most[0], most[2], most[3], parts)
+
+
+def reasons_to_differ(folder: pathlib.Path, batch: int, replicas: int) -> list[str]:
+    """What of a model's layers depends on the number of replicas, in words.
+
+    Args:
+      batch: examples of one micro-batch over all replicas.
+    """
+    if replicas == 1:
+        return []
+    try:
+        names = list(_names(_reader(folder)).values())
+    except ValueError:
+        names = []
+    found = []
+    random = [name.split("/")[-3] for name in names if _SEED in name and name.count("/") >= 2]
+    if any(_SEED in name for name in names):
+        found.append(f"random layers ({', '.join(dict.fromkeys(random)) or 'dropout'}) draw for each replica")
+    if any(name.endswith("/moving_mean") for name in names):
+        unsynchronized = [layer for layer in _batch_norms(folder) if not layer.get("synchronized")]
+        if unsynchronized:
+            found.append(f"BatchNorm is not synchronized ({unsynchronized[0].get('name')})")
+        elif batch % replicas:
+            found.append(f"a batch of {batch} does not divide by {replicas}, and BatchNorm sees what fills it up")
+    return found
+
+
+def _reader(folder: pathlib.Path) -> Any:
+    """Of the newest checkpoint in a run folder.
+
+    Raises:
+      ValueError: there is none, or it cannot be read.
+    """
+    try:
+        path = files.found(folder / "checkpoints")[0]
+        files.verify(path)
+    except IndexError:
+        raise ValueError(f"{folder} has no checkpoint") from None
+    except (OSError, files.DamagedError) as error:
+        raise ValueError(f"the checkpoint in {folder} cannot be read: {error}") from None
+    with tf_devices.stderr_kept():
+        import tensorflow as tf
+
+    return tf.train.load_checkpoint(str(path / files.TENSORS))
+
+
+def _names(reader: Any) -> dict[str, str]:
+    """Name of each variable of the model, by its place in it, which is the same in all runs."""
+    found = [_NAME.fullmatch(name) for name in reader.get_variable_to_shape_map()]
+    return {f"{m[1]}/model/{m[2]}": m[3] for m in sorted(filter(None, found), key=lambda m: (m[1] != "shared", m[2]))}
+
+
+def _values(reader: Any, place: str, name: str) -> np.ndarray:
+    """A variable in float64; of one that each replica has for itself the mean, as a saved model has it."""
+    value = np.asarray(reader.get_tensor(f"{place}/{name}")).astype(np.float64)
+    return value.mean(0) if place.startswith("replicas") else value
+
+
+def _shown(names: Mapping[str, str]) -> dict[str, str]:
+    """Names by place for a person: without the model's own, with which all begin, and no two alike."""
+    first = {name.partition("/")[0] for name in names.values()}
+    shown: dict[str, str] = {}
+    for place, name in names.items():
+        short = name.partition("/")[2] if len(first) == 1 and "/" in name else name
+        shown[place] = f"{short} ({place})" if short in shown.values() else short
+    return shown
+
+
+def _batch_norms(folder: pathlib.Path) -> Iterator[dict]:
+    """The settings of a model's BatchNormalization layers, as far as `model.keras` tells without the user's code."""
+    try:
+        with zipfile.ZipFile(folder / "model.keras") as archive:
+            queue = [json.loads(archive.read("config.json"))]
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+        return
+    while queue:
+        value = queue.pop()
+        if isinstance(value, dict):
+            if value.get("class_name") == "BatchNormalization":
+                yield value.get("config", {})
+            queue += value.values()
+        elif isinstance(value, list):
+            queue += value

@@ -1,0 +1,94 @@
+"""Augmentation as it is written in an experiment: `flip, crop(4), mixup(0.2)`. Needs no TensorFlow."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+
+from tfdist.config.field_syntax import suggest
+from tfdist.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """One operation and its arguments."""
+
+    name: str
+    arguments: tuple[float, ...]
+
+    def __str__(self):
+        return f"{self.name}({', '.join(f'{a:g}' for a in self.arguments)})" if self.arguments else self.name
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Argument:
+    name: str
+    low: float
+    high: float
+    whole: bool = False
+    above: bool = False
+    """`low` itself is not allowed."""
+
+
+_KNOWN: dict[str, tuple[_Argument, ...]] = {
+    "flip": (),
+    "vertical_flip": (),
+    "crop": (_Argument("padding", 1, 512, whole=True),),
+    "resized_crop": (_Argument("smallest", 0, 1, above=True),),
+    "color": (_Argument("strength", 0, 1, above=True),),
+    "randaugment": (_Argument("layers", 1, 16, whole=True), _Argument("magnitude", 0, 10)),
+    "erase": (_Argument("probability", 0, 1, above=True),),
+    "mixup": (_Argument("alpha", 0, 100, above=True),),
+    "cutmix": (_Argument("alpha", 0, 100, above=True),),
+}
+MIXING = ("mixup", "cutmix")
+
+
+def steps(text: str, field: str = "data.augment") -> tuple[Step, ...]:
+    """The operations that `text` names, in its order.
+
+    Raises:
+      UserError: naming `field`, when a name is not known, an argument is
+        missing, too much or out of range, or an operation stands where it cannot.
+    """
+    try:
+        parsed = ast.parse(f"f({text})", mode="eval").body
+        if not isinstance(parsed, ast.Call) or not isinstance(parsed.func, ast.Name) or parsed.keywords:
+            raise ValueError
+        found = tuple(_step(node, field) for node in parsed.args)
+    except (SyntaxError, ValueError):
+        raise UserError(f"{field}={text!r} is not understood: write it like flip, crop(4), mixup(0.2)") from None
+    names = [step.name for step in found]
+    for name in ("resized_crop", *MIXING):
+        if names.count(name) > 1:
+            raise UserError(f"{field}={text!r} gives {name} {names.count(name)} times: give it once")
+    if "resized_crop" in names[1:]:
+        raise UserError(f"{field}={text!r}: resized_crop decides the size, so write it first")
+    return found
+
+
+def _step(node: ast.expr, field: str) -> Step:
+    called = isinstance(node, ast.Call) and not node.keywords
+    name = node.func if isinstance(node, ast.Call) else node
+    if not isinstance(name, ast.Name) or (isinstance(node, ast.Call) and not called):
+        raise ValueError
+    values = [ast.literal_eval(a) for a in node.args] if isinstance(node, ast.Call) else []
+    if name.id in ("normalize", "normalise"):
+        raise UserError(f"{field}: {name.id} is left to the model, which takes inputs as they are stored: leave it out")
+    if name.id not in _KNOWN:
+        raise UserError(f"unknown operation {name.id!r} in {field}{suggest(name.id, tuple(_KNOWN))}")
+    wanted = _KNOWN[name.id]
+    written = f"{name.id}({', '.join(a.name for a in wanted)})" if wanted else name.id
+    if len(values) != len(wanted):
+        raise UserError(f"{field}: {name.id} has {len(values)} arguments: write {written}")
+    for argument, value in zip(wanted, values):
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or (argument.whole and not float(value).is_integer()):
+            kind = "a whole number" if argument.whole else "a number"
+            raise UserError(f"{field}: {argument.name} of {written} must be {kind}, got {value!r}")
+        if not argument.low <= value <= argument.high or (argument.above and value == argument.low):
+            bounds = (
+                f"{'above' if argument.above else 'from'} {argument.low:g} {'and at most' if argument.above else 'to'}"
+            )
+            raise UserError(f"{field}: {argument.name} of {written} must be {bounds} {argument.high:g}, got {value!r}")
+    return Step(name.id, tuple(float(v) for v in values))

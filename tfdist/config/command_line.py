@@ -1,0 +1,137 @@
+"""What every command does before its own work: flags in, exit codes and one line per error out. No TensorFlow."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from tfdist import config
+from tfdist.config import field_syntax, runtime_options
+from tfdist.errors import TrainingError, UserError
+
+DEFAULT_CONFIG = os.path.join(os.path.dirname(__file__), "default_experiment.py")
+_BATCH = "config.train.batch_size"
+OF_THE_ENVIRONMENT = tuple(f.name for f in dataclasses.fields(runtime_options.Environment))
+
+
+def _check_config_arguments(argv: list[str]) -> None:
+    """Finds a missing config file or a misspelt field, which config_flags reports with a traceback."""
+    for i, argument in enumerate(argv):
+        name, equals, value = argument.lstrip("-").partition("=")
+        if not argument.startswith("-"):
+            continue
+        if name == "config":
+            path = (value if equals else "".join(argv[i + 1 : i + 2])).partition(":")[0]
+            if not os.path.isfile(path):
+                raise UserError(f"--config={path} does not exist: give the path of a Python file with get_config()")
+        elif name.startswith("config."):
+            _check_field(name)
+
+
+def _check_field(name: str) -> None:
+    owner: Any = config.Experiment()
+    for part in name.split(".")[1:]:
+        known = tuple(f.name for f in dataclasses.fields(owner)) if dataclasses.is_dataclass(owner) else ()
+        if part not in known:
+            raise UserError(f"unknown config field --{name}{field_syntax.suggest(part, known) if known else ''}")
+        owner = getattr(owner, part)
+
+
+def _auto_as_number(argv: list[str]) -> None:
+    """Writes 0 for `train.batch_size=auto`, which config_flags knows as a whole number; it reads sys.argv besides."""
+    for i, argument in enumerate(argv):
+        name, _, value = argument.partition("=")
+        if name.startswith("-") and name.lstrip("-") == _BATCH and value == "auto":
+            argv[i] = f"{name}=0"
+        elif argument == "auto" and argv[i - 1].startswith("-") and argv[i - 1].lstrip("-") == _BATCH:
+            argv[i] = "0"
+
+
+def parse(argv: list[str], own: Sequence[str] = OF_THE_ENVIRONMENT) -> list[str]:
+    """Parses the flags of a command that takes an experiment, each complaint a `UserError` of one line.
+
+    Args:
+      own: names of its other flags, for `--help`.
+    """
+    _check_config_arguments(argv[1:])
+    _auto_as_number(argv)
+    try:
+        # The definition itself reads the command line, so it belongs to what can fail.
+        config_flags.DEFINE_config_file("config", DEFAULT_CONFIG, "Experiment: a Python file with get_config().")
+        for name in ("config", *own):
+            # absl's --help lists the flags of the main module, and ours are defined elsewhere.
+            if name in flags.FLAGS:
+                flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
+        rest = flags.FLAGS(argv)
+    except flags.Error as error:
+        raise _complaint(error) from None
+    except Exception as error:  # the user's config file may raise anything
+        path = next((a.partition("=")[2] for a in argv if re.match("--?config=", a)), "") or DEFAULT_CONFIG
+        at = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
+        raise UserError(
+            f"--config={path} cannot be used: {type(error).__name__}: {str(error).splitlines()[0]}{at}"
+        ) from error
+    return _only_flags(rest)
+
+
+def parse_own(argv: list[str]) -> list[str]:
+    """Parses the flags of a command that takes no experiment, each complaint a `UserError` of one line."""
+    try:
+        rest = flags.FLAGS(argv)
+    except flags.Error as error:
+        raise _complaint(error) from None
+    return _only_flags(rest)
+
+
+def _complaint(error: flags.Error) -> UserError:
+    text = " ".join(str(error).split())
+    if "Unable to parse value" in text:
+        text = re.sub(r"Unable to parse value .*", "is a group of fields: set one of them", text)
+    return UserError(text)
+
+
+def _only_flags(rest: list[str]) -> list[str]:
+    if len(rest) > 1:
+        raise UserError(f"unexpected argument {rest[1]!r}: flags are written --name=value")
+    return rest
+
+
+def main(
+    run: Callable[[list[str]], int],
+    flags_parser: Callable[[list[str]], list[str]] = parse,
+    interrupted: str = "interrupted at once, nothing was saved",
+) -> None:
+    """Runs a command's body with the exit codes of the design and one line per error.
+
+    Args:
+      run: the body; takes what the parser leaves and returns the exit code.
+      flags_parser: `parse`, or `parse_own` for a command without an experiment.
+      interrupted: what to tell a person who presses Ctrl-C.
+    """
+
+    logging.set_verbosity(logging.WARNING)  # TensorFlow tells of every all-reduce at INFO
+    try:
+        app.run(run, flags_parser=flags_parser)
+    except UserError as error:
+        print(f"tfdist: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except TrainingError as error:
+        print(f"tfdist: failed: {error}", file=sys.stderr)
+        sys.exit(1)
+    except BrokenPipeError:
+        # Whoever reads has had enough, as `head` does; nothing may be flushed into that pipe at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        with contextlib.suppress(BrokenPipeError):
+            print("tfdist: failed: standard output was closed before the end", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print(f"tfdist: {interrupted}", file=sys.stderr)
+        sys.exit(130)

@@ -1,0 +1,201 @@
+"""What is trained: the experiment, as typed dataclasses.
+
+A config file is a Python file with a `get_config()` that returns an
+`Experiment`. Slots make a misspelt field an error while flags are parsed,
+before any device is touched.
+"""
+
+# No `from __future__ import annotations` here: config_flags parses overrides by
+# the types of the fields and cannot do so from strings.
+
+import dataclasses
+from typing import Any
+
+MODELS = (
+    "cnn", "mlp", "conv_bn", "alexnet", "resnet_cifar", "vit", "char_transformer", "gpt", "table_mlp",
+)  # fmt: skip
+APPLICATIONS = (
+    "ConvNeXtBase", "ConvNeXtLarge", "ConvNeXtSmall", "ConvNeXtTiny", "ConvNeXtXLarge",
+    "DenseNet121", "DenseNet169", "DenseNet201",
+    "EfficientNetB0", "EfficientNetB1", "EfficientNetB2", "EfficientNetB3", "EfficientNetB4", "EfficientNetB5",
+    "EfficientNetB6", "EfficientNetB7", "EfficientNetV2B0", "EfficientNetV2B1", "EfficientNetV2B2",
+    "EfficientNetV2B3", "EfficientNetV2L", "EfficientNetV2M", "EfficientNetV2S",
+    "InceptionResNetV2", "InceptionV3", "MobileNet", "MobileNetV2", "MobileNetV3Large", "MobileNetV3Small",
+    "NASNetLarge", "NASNetMobile", "ResNet101", "ResNet101V2", "ResNet152", "ResNet152V2", "ResNet50", "ResNet50V2",
+    "VGG16", "VGG19", "Xception",
+)  # fmt: skip
+"""Functions of keras.applications, listed here so that a misspelt name needs no Keras."""
+FILE = ".keras"
+"""How the name of a file ends that is a model."""
+DATASETS = ("digits", "synthetic", "stdlib_text")
+OPTIMIZERS = (
+    "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "ftrl", "lamb", "lion",
+    "muon", "nadam", "rmsprop", "sgd",
+)  # fmt: skip
+PRECISIONS = ("float32", "float64", "mixed_bfloat16", "mixed_float16")
+SCHEDULES = {
+    "constant": (),
+    "cosine": ("end",),
+    "linear": ("end",),
+    "step": ("boundaries", "factor"),
+    "exponential": ("end", "factor", "every"),
+}
+"""And what `optimizer.schedule_options` may say of each."""
+REDUCE_DTYPES = ("float32", "bfloat16", "float16")
+LR_SCALINGS = ("none", "linear", "sqrt")
+ON_NONFINITE = ("stop", "rollback")
+CACHES = ("auto", "memory", "stream")
+FILES = ("csv", "image_folder", "text", "tfrecord")
+"""What `data.name` may begin with to read files, as in `image_folder:/path`."""
+RESIZES = ("crop", "stretch", "pad")
+ON_BROKEN = ("refuse", "skip")
+
+
+# The defaults are those of the digits experiment, which runs without a config.
+
+
+@dataclasses.dataclass(slots=True)
+class Data:
+    name: str = "digits"
+    """A TFDS name, `image_folder:/path`, `csv:/path`, `text:/pattern`, `tfrecord:/pattern`, `synthetic`, `stdlib_text`,
+    or `package.module:function` (see tfdist.data.datasets.registry.load)."""
+    train_split: str = "train"
+    eval_split: str = "test"
+    data_dir: str = ""
+    """Where TFDS keeps prepared data; empty for TFDS' own default (TFDS_DATA_DIR or ~/tensorflow_datasets)."""
+    shuffle: bool = True
+    """A new order each epoch, a function of the seed and the epoch alone."""
+    cache: str = "auto"
+    """`memory` holds the decoded split in memory; `stream` reads it anew each epoch; `auto` decides by size."""
+    options: str = ""
+    """Keyword arguments of the data set's function, such as `examples=1000, classes=5`."""
+    image_size: str = ""
+    """Height and width that images are made: `224` or `192x256`; empty to leave them as they are."""
+    resize: str = "crop"
+    """How: `crop` cuts the longer side, `stretch` changes the proportions, `pad` adds black borders."""
+    augment: str = ""
+    """Random changes of training images, in order, such as `flip, crop(4), color(0.4), mixup(0.2)` (augment.py)."""
+    broken: str = "refuse"
+    """Files that are no images, rows that are no rows: `refuse` to train, or `skip` them; they are named either way."""
+
+
+@dataclasses.dataclass(slots=True)
+class Model:
+    name: str = "cnn"
+    """One of `MODELS` or `APPLICATIONS`, a `.keras` file to go on with, in its precision, with a new optimizer and
+    nothing frozen, or `package.module:function`, called as `function(spec, **options)`."""
+    options: str = ""
+    """Keyword arguments of the model's function, such as `dropout=0.1, units=64`."""
+    weights: str = ""
+    """A `.keras` or `.h5` file: the model starts with its weights, by layer and variable, where shapes fit."""
+    freeze: str = ""
+    """Layers that do not train, by patterns of their names: `conv*, block1_*`, or `!head` for all but that one."""
+    sync_batch_norm: bool = True
+    """BatchNorm looks at the whole batch, so that the number of replicas does not matter; else at a replica's share."""
+
+
+@dataclasses.dataclass(slots=True)
+class Optimizer:
+    name: str = "sgd"
+    """A Keras optimizer in lower case, or `package.module:function`, called as `function(learning_rate)`."""
+    learning_rate: float = 0.05
+    schedule: str = "cosine"
+    """What follows the warm-up: `constant`, `cosine`, `linear`, `step` or `exponential`."""
+    schedule_options: str = ""
+    """`end=0.01` of cosine, linear and exponential: share of the peak that is left at the end (0, 0, 0.01).
+    `boundaries=30% 60% 80%, factor=0.1` of step. `factor=0.94, every=2 epochs` of exponential instead of `end`."""
+    warmup: str = "2 epochs"
+    """Linear warm-up from zero: a duration (`5%`, `100 steps`, `1 epoch`, `5000 examples`)."""
+    weight_decay: float = 0.02
+    decay_exclude: str = ""
+    """Patterns for layers and variables without weight decay, such as `bias, gamma, beta, embedding*`."""
+    layer_rates: str = ""
+    """Factors on rate and weight decay by patterns for layers, such as `head*=10, block1_*=0.1`; the last counts."""
+    layer_decay: float = 1.0
+    """Factor on both from each layer or block to the one below it; 1 for none (see tfdist.models.layerwise_rates.factors)."""
+    clip_norm: float = 0.0
+    """Bound on the norm of the whole gradient, summed over all replicas; 0 for none."""
+    reduce_dtype: str = "float32"
+    """Type in which gradients travel between replicas: `float32`, `bfloat16` or `float16` (half the bytes)."""
+    scale_learning_rate: str = "none"
+    """`linear` or `sqrt`: learning_rate is for base_batch, and grows with train.batch_size as that does."""
+    base_batch: int = 0
+    """Global batch for which learning_rate was chosen; needed to scale it."""
+    ema_momentum: float = 0.0
+    """Evaluates, and ends the run with, an exponential moving average of the weights; 0 for none."""
+    options: str = "momentum=0.9, nesterov=True"
+    """More keyword arguments of the optimizer, such as `momentum=0.9, nesterov=True`."""
+
+
+@dataclasses.dataclass(slots=True)
+class Train:
+    epochs: int = 30
+    """Passes over the data; 0 to count in `steps`."""
+    steps: int = 0
+    """Updates; 0 to count in `epochs`."""
+    batch_size: int = 48
+    """Global batch: examples per update, over all replicas and micro-batches; 0, or `auto` on the command line, looks
+    for the largest that fits (see tfdist.train.batch_size_search)."""
+    accumulate: int = 1
+    """Micro-batches per update and replica: less memory, same result."""
+    precision: str = "float32"
+    """`float32`, `float64`, `mixed_bfloat16` or `mixed_float16`."""
+    label_smoothing: float = 0.1
+    """Share of each target spread over all classes."""
+    class_weight: str = ""
+    """`balanced`, or weights by class number or name, such as `0=3.0, 2=0.2`; other classes weigh 1."""
+    patience: int = 0
+    """Ends after so many evaluations in a row without a better `monitor`, with the best weights; 0 for never."""
+    monitor: str = "val_loss"
+    """Metric that patience watches, such as `val_accuracy`; `min` or `max` before it where the name is not plain."""
+    steps_per_call: int = 0
+    """Updates per call of the compiled function; 0 measures and chooses."""
+    on_nonfinite: str = "stop"
+    """`rollback`: when the loss is NaN or infinite, go back to the last checkpoint and leave out those updates."""
+    max_rollbacks: int = 3
+
+
+@dataclasses.dataclass(slots=True)
+class Eval:
+    every: str = "1 epoch"
+    """How often to evaluate: a duration in whole epochs; the end is always evaluated."""
+    batch_size: int = 256
+
+
+@dataclasses.dataclass(slots=True)
+class Checkpoint:
+    every: str = "60 seconds"
+    """How often, and at the end: a time (`5 minutes`) or a duration (`100 steps`, `1 epoch`); `off` for never."""
+    keep: int = 3
+    """How many of the newest are kept."""
+    best: str = ""
+    """Metric whose best epoch is kept besides, such as `val_accuracy`, or `min`/`max` and a metric."""
+    asynchronous: bool = True
+    """Write beside the training."""
+
+
+@dataclasses.dataclass(slots=True)
+class Experiment:
+    name: str = "digits"
+    seed: int = 0
+    data: Data = dataclasses.field(default_factory=Data)
+    model: Model = dataclasses.field(default_factory=Model)
+    optimizer: Optimizer = dataclasses.field(default_factory=Optimizer)
+    train: Train = dataclasses.field(default_factory=Train)
+    eval: Eval = dataclasses.field(default_factory=Eval)
+    checkpoint: Checkpoint = dataclasses.field(default_factory=Checkpoint)
+
+
+def flat(experiment: Experiment | dict[str, Any]) -> dict[str, str]:
+    """Every field by its name on the command line, for comparing experiments.
+
+    Args:
+      experiment: or its fields as they stand in `experiment.json`.
+    """
+
+    def fields(prefix: str, value: Any) -> dict[str, str]:
+        if not isinstance(value, dict):
+            return {prefix: str(value)}
+        return {name: text for key, inner in value.items() for name, text in fields(f"{prefix}.{key}", inner).items()}
+
+    return fields("config", experiment if isinstance(experiment, dict) else dataclasses.asdict(experiment))

@@ -1,0 +1,197 @@
+"""Everything that follows from several inputs, worked out once: the plan of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+from tfdist.config import Experiment
+from tfdist.config.field_syntax import schedule_options
+from tfdist.errors import UserError
+
+_TIME = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(s|seconds?|min|minutes?|h|hours?)\s*$")
+_DURATION = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(%|steps?|updates?|epochs?|examples?)?\s*$")
+_DURATIONS = re.compile(r"\d+(?:\.\d+)?\s*(?:%|[a-z]+)?")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Decay:
+    """How the learning rate falls from its peak, which it has at the end of the warm-up."""
+
+    kind: str
+    """`constant`, `cosine`, `linear`, `step` or `exponential`."""
+    end: float = 0.0
+    """Share of the peak left at the end of the run (cosine, linear)."""
+    boundaries: tuple[int, ...] = ()
+    """Updates after which the rate is multiplied by `factor` once more (step), from the beginning of the run."""
+    factor: float = 0.1
+    every: float = 1.0
+    """Updates in which the rate is multiplied by `factor`, smoothly (exponential)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """Whole numbers of updates; nothing downstream knows other units."""
+
+    examples: int
+    """Examples per epoch."""
+    global_batch: int
+    accumulate: int
+    replicas: int
+    updates_per_epoch: int
+    updates: int
+    """Updates of the whole run."""
+    epochs: int
+    """Epochs begun; the last one is short when `train.steps` says so."""
+    warmup: int
+    """Updates of learning-rate warm-up."""
+    decay: Decay
+    eval_every: int
+    """Epochs between evaluations."""
+    base_rate: float
+    """Learning rate as given, at which a scaled one starts its warm-up."""
+    rate: float
+    """Peak learning rate, scaled to the batch."""
+
+    def describe(self) -> str:
+        """The plan in one line."""
+        micro = f", {self.accumulate} micro-batches" if self.accumulate > 1 else ""
+        split = f" on {self.replicas} replicas" if self.replicas > 1 else ""
+        scaled = f", learning rate {self.base_rate:g} scaled to {self.rate:g}" if self.rate != self.base_rate else ""
+        return (
+            f"{self.updates} updates of {self.global_batch} examples{split}{micro}: "
+            f"{self.epochs} epochs of {self.examples} examples{scaled}"
+        )
+
+
+def check_batch(batch: int, replicas: int, accumulate: int, field: str = "train.batch_size") -> None:
+    """Raises UserError unless every micro-batch of every replica gets an example."""
+    parts = replicas * accumulate
+    if batch < parts:
+        why = f"{replicas} replicas" + (f" x {accumulate} micro-batches" if accumulate > 1 else "")
+        raise UserError(f"{field}={batch} is smaller than {why}: use at least {parts}")
+
+
+def make(experiment: Experiment, examples: int, replicas: int) -> Plan:
+    """Turns the experiment's durations into updates.
+
+    Args:
+      experiment: a validated experiment.
+      examples: size of the training split.
+      replicas: copies of the model over all workers.
+    """
+    train = experiment.train
+    check_batch(train.batch_size, replicas, train.accumulate)
+    per_epoch = -(-examples // train.batch_size)
+    updates = train.steps or train.epochs * per_epoch
+    every = duration("eval.every", experiment.eval.every, per_epoch, train.batch_size, updates)
+    if every % per_epoch:
+        raise UserError(f"eval.every={experiment.eval.every!r} is not a whole number of epochs of {per_epoch} updates")
+    warmup = duration("optimizer.warmup", experiment.optimizer.warmup, per_epoch, train.batch_size, updates)
+    return Plan(
+        examples=examples,
+        global_batch=train.batch_size,
+        accumulate=train.accumulate,
+        replicas=replicas,
+        updates_per_epoch=per_epoch,
+        updates=updates,
+        epochs=-(-updates // per_epoch),
+        warmup=warmup,
+        decay=_decay(experiment, per_epoch, updates, warmup),
+        eval_every=max(1, every // per_epoch),
+        base_rate=experiment.optimizer.learning_rate,
+        rate=scaled_rate(experiment),
+    )
+
+
+def _decay(experiment: Experiment, per_epoch: int, updates: int, warmup: int) -> Decay:
+    wanted, batch = experiment.optimizer, experiment.train.batch_size
+    given, field = schedule_options(wanted), "optimizer.schedule_options"
+    if warmup >= updates:
+        raise UserError(f"optimizer.warmup={wanted.warmup!r} is {warmup} updates of {updates}: leave some for training")
+    match wanted.schedule:
+        case "step":
+            texts = _DURATIONS.findall(given["boundaries"])
+            if "".join(texts).replace(" ", "") != given["boundaries"].replace(" ", ""):
+                raise UserError(f"boundaries in {field}={given['boundaries']!r} are not understood: write 30% 60% 80%")
+            found = tuple(duration(f"boundaries in {field}", text, per_epoch, batch, updates) for text in texts)
+            if list(found) != sorted(set(found)) or not warmup <= found[0] <= found[-1] < updates or not found[0]:
+                raise UserError(
+                    f"boundaries in {field} are updates {', '.join(map(str, found))}: "
+                    f"they must ascend from the end of the warm-up ({warmup}) to before the end of the run ({updates})"
+                )
+            return Decay("step", boundaries=found, factor=given.get("factor", 0.1))
+        case "exponential" if "every" in given:
+            every = duration(f"every in {field}", given["every"], per_epoch, batch, updates)
+            if not every:
+                raise UserError(f"every in {field}={given['every']!r} is less than an update: write more")
+            return Decay("exponential", factor=given["factor"], every=every)
+        case "exponential":
+            return Decay("exponential", factor=given.get("end", 0.01), every=updates - warmup)
+    return Decay(wanted.schedule, given.get("end", 0.0))
+
+
+def scaled_rate(experiment: Experiment) -> float:
+    """The learning rate for this batch size.
+
+    `linear` as in Goyal et al., *Accurate, Large Minibatch SGD* (2017); `sqrt`
+    as in Krizhevsky, *One weird trick* (2014), which keeps the variance.
+    """
+    wanted = experiment.optimizer
+    power = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[wanted.scale_learning_rate]
+    return wanted.learning_rate * (experiment.train.batch_size / (wanted.base_batch or 1)) ** power
+
+
+def duration(field: str, text: str, per_epoch: int, batch: int, updates: int) -> int:
+    """Updates in `text`: `10`, `10 steps`, `0.5 epochs`, `2000 examples` or `5%` of the run."""
+    match = _DURATION.match(text)
+    if not match:
+        raise UserError(f"{field}={text!r} is not a duration: write 100 steps, 2 epochs, 5000 examples or 5%")
+    number, unit = float(match[1]), (match[2] or "steps").rstrip("s")
+    scale = {"%": updates / 100, "step": 1.0, "update": 1.0, "epoch": per_epoch, "example": 1 / batch}[unit]
+    return round(number * scale)
+
+
+def interval(
+    field: str, text: str, per_epoch: int | None = 1, batch: int = 1, updates: float = math.inf
+) -> tuple[float, float]:
+    """How often, in updates and in seconds, one of them infinite: `off`, a time (`60 seconds`), or a duration.
+
+    Args:
+      per_epoch: updates of an epoch; None if unknown.
+    """
+    if text == "off":
+        return math.inf, math.inf
+    time = _TIME.match(text)
+    if time:
+        return math.inf, float(time[1]) * {"s": 1, "m": 60, "h": 3600}[time[2][0]]
+    known = _DURATION.match(text)
+    unit = (known[2] or "steps").rstrip("s") if known else ""
+    if not known or unit == "%":
+        raise UserError(f"{field}={text!r} is not understood: write 100 steps, 1 epoch, 60 seconds, 5 minutes or off")
+    if unit == "epoch" and per_epoch is None:
+        raise UserError(f"{field}={text!r} with data of unknown length: write it in steps or seconds")
+    found = duration(field, text, per_epoch or 1, batch, 0)
+    if found < 1 and float(known[1]) == 0:
+        raise UserError(f"{field}={text!r} is no interval: write off for none")
+    return max(1, found), math.inf
+
+
+def profiled(text: str, plan: Plan) -> tuple[int, int]:
+    """The first and last update of `--profile`, counted from 1; (0, 0) for none."""
+    if not text:
+        return 0, 0
+    first, last = map(int, text.split(":"))
+    if last > plan.updates:
+        raise UserError(f"--profile={text} is beyond the run's {plan.updates} updates: choose earlier ones")
+    return first, last
+
+
+def better(text: str, field: str = "checkpoint.best") -> tuple[str, int]:
+    """`checkpoint.best` or `train.monitor` as a metric's name, and +1 where more is better or -1 where less is."""
+    mode, _, name = text.strip().rpartition(" ")
+    if mode not in ("", "min", "max"):
+        raise UserError(f"{field}={text!r} is not understood: write a metric, or min or max and a metric")
+    grows = mode == "max" or (not mode and re.search("acc|auc|precision|recall|f1|iou|top_", name) is not None)
+    return name, 1 if grows else -1

@@ -1,0 +1,183 @@
+"""What of an experiment can be known to be wrong without TensorFlow."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+from typing import Any
+
+from tfdist.config import (
+    APPLICATIONS,
+    CACHES,
+    FILE,
+    LR_SCALINGS,
+    MODELS,
+    ON_BROKEN,
+    ON_NONFINITE,
+    OPTIMIZERS,
+    PRECISIONS,
+    REDUCE_DTYPES,
+    RESIZES,
+    SCHEDULES,
+    Experiment,
+    Model,
+    augment_syntax,
+    field_syntax,
+)
+from tfdist.errors import UserError
+
+OF_FIELDS = {
+    "learning_rate": "optimizer.learning_rate",
+    "weight_decay": "optimizer.weight_decay",
+    "global_clipnorm": "optimizer.clip_norm",
+    "use_ema": "optimizer.ema_momentum",
+    "ema_momentum": "optimizer.ema_momentum",
+    "gradient_accumulation_steps": "train.accumulate",
+}
+"""Arguments of an optimizer that are fields of their own; in its options one of both would be ignored."""
+
+
+def validate(experiment: Any) -> Experiment:
+    """Checks an experiment.
+
+    Raises:
+      UserError: naming the field, the value received and what to change.
+    """
+    if not isinstance(experiment, Experiment):
+        raise UserError(
+            f"get_config() of --config must return a tfdist.config.Experiment, got {type(experiment).__name__}: "
+            "see configs/digits.py"
+        )
+    e = experiment
+    _types(e)
+    _model(e.model)
+    _among("optimizer.name", e.optimizer.name, OPTIMIZERS)
+    _among("optimizer.schedule", e.optimizer.schedule, tuple(SCHEDULES), reference=False)
+    field_syntax.schedule_options(e.optimizer)
+    _among("optimizer.reduce_dtype", e.optimizer.reduce_dtype, REDUCE_DTYPES, reference=False)
+    _among("optimizer.scale_learning_rate", e.optimizer.scale_learning_rate, LR_SCALINGS, reference=False)
+    if (e.optimizer.scale_learning_rate == "none") != (e.optimizer.base_batch == 0):
+        raise UserError(
+            f"optimizer.scale_learning_rate={e.optimizer.scale_learning_rate} and "
+            f"optimizer.base_batch={e.optimizer.base_batch} do not go together: "
+            "give the batch that the learning rate is for, or neither"
+        )
+    _among("train.precision", e.train.precision, PRECISIONS, reference=False)
+    _among("train.on_nonfinite", e.train.on_nonfinite, ON_NONFINITE, reference=False)
+    if e.train.on_nonfinite == "rollback" and e.checkpoint.every == "off":
+        raise UserError(
+            "train.on_nonfinite=rollback goes back to a checkpoint: it cannot be used with checkpoint.every=off"
+        )
+    _among("data.cache", e.data.cache, CACHES, reference=False)
+    _among("data.resize", e.data.resize, RESIZES, reference=False)
+    _among("data.broken", e.data.broken, ON_BROKEN, reference=False)
+    field_syntax.image_size(e.data.image_size)
+    augment_syntax.steps(e.data.augment, "data.augment")
+    field_syntax.options("data.options", e.data.options)
+    field_syntax.options("model.options", e.model.options)
+    for name in field_syntax.options("optimizer.options", e.optimizer.options):
+        if name in OF_FIELDS:
+            raise UserError(f"optimizer.options: {name} is set by {OF_FIELDS[name]}: give it there")
+    if not re.fullmatch(r"[\w.-]+", e.name):
+        raise UserError(f"name={e.name!r} becomes a folder: use letters, digits, '_', '-' and '.'")
+    for field, value in (
+        ("eval.batch_size", e.eval.batch_size),
+        ("train.accumulate", e.train.accumulate),
+        ("train.max_rollbacks", e.train.max_rollbacks),
+        ("checkpoint.keep", e.checkpoint.keep),
+    ):
+        if value < 1:
+            raise UserError(f"{field} must be at least 1, got {value}")
+    for field, number in (
+        ("train.epochs", e.train.epochs),
+        ("train.steps", e.train.steps),
+        ("train.steps_per_call", e.train.steps_per_call),
+        ("train.patience", e.train.patience),
+        ("train.batch_size", e.train.batch_size),
+        ("optimizer.weight_decay", e.optimizer.weight_decay),
+        ("optimizer.clip_norm", e.optimizer.clip_norm),
+        ("optimizer.base_batch", e.optimizer.base_batch),
+    ):
+        if number < 0:
+            raise UserError(f"{field} must not be negative, got {number}")
+    if bool(e.train.epochs) == bool(e.train.steps):
+        raise UserError(
+            f"give either train.epochs or train.steps and 0 for the other, got {e.train.epochs} and {e.train.steps}"
+        )
+    if e.optimizer.learning_rate <= 0:
+        raise UserError(f"optimizer.learning_rate must be positive, got {e.optimizer.learning_rate}")
+    field_syntax.layer_rates(e.optimizer)
+    if not 0 < e.optimizer.layer_decay <= 1:
+        raise UserError(f"optimizer.layer_decay must be in (0, 1], got {e.optimizer.layer_decay}")
+    if e.optimizer.decay_exclude and not e.optimizer.weight_decay:
+        raise UserError(
+            f"optimizer.decay_exclude={e.optimizer.decay_exclude!r} has nothing to exclude from: set weight_decay"
+        )
+    if not 0 <= e.optimizer.ema_momentum < 1:
+        raise UserError(f"optimizer.ema_momentum must be in [0, 1), got {e.optimizer.ema_momentum}")
+    if not 0 <= e.train.label_smoothing < 1:
+        raise UserError(f"train.label_smoothing must be in [0, 1), got {e.train.label_smoothing}")
+    field_syntax.class_weights(e.train.class_weight)
+    if not 0 <= e.seed < 2**31:
+        raise UserError(f"seed must be between 0 and {2**31 - 1}, got {e.seed}")
+    return e
+
+
+def _types(group: Any, above: str = "") -> None:
+    """A config file or a call may give any type; the command line has brought each into that of its field."""
+    for field in dataclasses.fields(group):
+        kind: Any = field.type
+        name, value = above + field.name, getattr(group, field.name)
+        if dataclasses.is_dataclass(value) and isinstance(value, kind):
+            _types(value, f"{name}.")
+        elif not isinstance(value, (int, float) if kind is float else kind) or (
+            isinstance(value, bool) and kind is not bool
+        ):
+            known = {str: "text in quotes", int: "a whole number", float: "a number", bool: "True or False"}
+            words = known.get(kind) or f"a tfdist.config.{kind.__name__}"
+            raise UserError(f"{name} must be {words}, got {value!r}")
+
+
+def _among(field: str, value: str, known: tuple[str, ...], reference: bool = True) -> None:
+    if value in known or (reference and field_syntax.is_reference(value)):
+        return
+    raise UserError(
+        f"unknown {field} {value!r}{field_syntax.suggest(value, known)}"
+        + (", or package.module:function" if reference else "")
+    )
+
+
+def _model(model: Model) -> None:
+    name = model.name
+    if name.endswith(FILE):
+        _file("model.name", name)
+        for field, value in (("model.options", model.options), ("model.weights", model.weights)):
+            if value:
+                raise UserError(f"{field}={value!r} does not go with a model from a file ({name}): leave it out")
+    elif not (name in MODELS or name in APPLICATIONS or field_syntax.is_reference(name)):
+        lower = {known.lower(): known for known in (*APPLICATIONS, *MODELS)}
+        near = difflib.get_close_matches(name.lower(), lower, n=1)
+        hint = f": did you mean {lower[near[0]]!r}? Known" if near else ": known"
+        raise UserError(
+            f"unknown model.name {name!r}{hint} are {', '.join(MODELS)}, those of keras.applications such as ResNet50, "
+            "a .keras file, or package.module:function"
+        )
+    if model.weights:
+        if not model.weights.endswith((FILE, ".h5")):
+            raise UserError(
+                f"model.weights={model.weights!r} is no file of Keras: give a .keras, .weights.h5 or .h5 file"
+            )
+        _file("model.weights", model.weights)
+    if model.freeze and not all(pattern.strip().strip("!") for pattern in model.freeze.split(",")):
+        raise UserError(
+            f"model.freeze={model.freeze!r} is not understood: write patterns of layer names, such as conv*, !head"
+        )
+
+
+def _file(field: str, path: str) -> None:
+    if not os.path.isfile(path):
+        raise UserError(
+            f"{field}={path!r} does not exist: give the path of a file on this machine, or train first what makes it"
+        )

@@ -1,0 +1,246 @@
+"""Random changes of images, a function of the image and a seed alone: the same on any number of workers.
+
+Images are [h, w, c], uint8 or float, with values from 0 to `maximum`; they keep
+type and range, uint8 ones rounded. Seeds are int32 [2]. Normalising is left to
+the models, which take inputs as they are stored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.config import augment_syntax
+from tfdist.data.augmentation.color import jitter, seed_of, stored, uniform
+from tfdist.data.augmentation.mixup import mixer
+from tfdist.data.augmentation.randaugment import randaugment
+from tfdist.errors import UserError
+
+POLICIES = ("crop", "stretch", "pad")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recipe:
+    """What `data.augment` asks for.
+
+    Args:
+      steps: operations on one image, in order.
+      mixing: MixUp, CutMix or both, on a batch.
+      maximum: largest value of an image.
+    """
+
+    steps: tuple[augment_syntax.Step, ...]
+    mixing: tuple[augment_syntax.Step, ...]
+    maximum: float = 255.0
+
+    @property
+    def smallest(self) -> float | None:
+        """What `resized_crop` was given, or None: then it is `crop_window` that says what to decode of an image."""
+        return self.steps[0].arguments[0] if self.steps and self.steps[0].name == "resized_crop" else None
+
+    @property
+    def mix(self) -> Callable[..., tuple] | None:
+        """Mixes a batch with its partners (see `mix.mixer`), or None when nothing is mixed."""
+        return mixer({s.name: s.arguments[0] for s in self.mixing}) if self.mixing else None
+
+    def check(self, shape: tuple[int, ...], dtype: str, classes: int | None, lowest: float = 0.0) -> None:
+        """Raises UserError when inputs of this shape, type and lowest value, or their targets, cannot be changed so."""
+        named = ", ".join(str(step) for step in (*self.steps, *self.mixing))
+        if not named:
+            return
+        if len(shape) != 3 or shape[-1] not in (1, 3) or dtype not in ("uint8", "float16", "float32", "float64"):
+            raise UserError(
+                f"data.augment={named!r} is for images [height, width, 1 or 3] of uint8 or floats, "
+                f"and this data has {dtype} {list(shape)}: leave it empty"
+            )
+        tinted = [str(step) for step in self.steps if step.name in ("color", "randaugment", "erase")]
+        if lowest < 0 and tinted:
+            raise UserError(
+                f"{tinted[0]} in data.augment is for images with values from 0 to {self.maximum:g}, "
+                f"and these have {lowest:g}: leave it out, or give images that are not normalised"
+            )
+        if self.mixing and classes is None:
+            raise UserError(
+                f"data.augment={named!r} mixes the targets of a classifier, and these are no classes: "
+                f"leave out {' and '.join(s.name for s in self.mixing)}"
+            )
+
+    @tf.autograph.experimental.do_not_convert
+    def example(self, image: Any, seed: Any, size: tuple[int, int] | None = None) -> Any:
+        """One augmented image.
+
+        Args:
+          size: height and width that `resized_crop` makes; None for those of the
+            image. Other operations keep the image's size.
+        """
+        for place, step in enumerate(self.steps):
+            own = seed_of(seed, place)
+            match step.name:
+                case "resized_crop":
+                    image = resized_crop(image, own, size or tuple(image.shape[:2]), *step.arguments)
+                case "flip":
+                    image = flip(image, own)
+                case "vertical_flip":
+                    image = vertical_flip(image, own)
+                case "crop":
+                    image = crop(image, own, int(step.arguments[0]))
+                case "color":
+                    image = color(image, own, step.arguments[0], self.maximum)
+                case "randaugment":
+                    layers, magnitude = step.arguments
+                    image = randaugment(image, own, int(layers), magnitude, self.maximum)
+                case "erase":
+                    image = erase(image, own, step.arguments[0], self.maximum)
+        return image
+
+
+def parse(text: str, maximum: float = 255.0, field: str = "data.augment") -> Recipe:
+    """The recipe that `text` describes, such as `flip, crop(4), mixup(0.2)`; empty for none.
+
+    Raises:
+      UserError: naming `field`, when it is not understood.
+    """
+    found = augment_syntax.steps(text, field)
+    return Recipe(
+        tuple(s for s in found if s.name not in augment_syntax.MIXING),
+        tuple(s for s in found if s.name in augment_syntax.MIXING),
+        maximum,
+    )
+
+
+def resize(image: Any, size: tuple[int, int], policy: str = "crop") -> Any:
+    """The image [size[0], size[1], c], bilinear, smoothed where it shrinks to half or less; nothing is random.
+
+    Args:
+      policy: `crop` keeps the middle in the new proportions, `stretch` all of it
+        in other proportions, `pad` all of it, with 0 around.
+    """
+    if tuple(image.shape[:2]) == tuple(size):
+        return image
+    height, width = size
+    channels = image.shape[-1]
+    shape = tf.cast(tf.shape(image)[:2], tf.float32)
+    if policy == "crop":
+        scale = tf.reduce_min(shape / np.array(size, np.float32))
+        kept = tf.maximum(tf.cast(tf.round(scale * np.array(size, np.float32)), tf.int32), 1)
+        kept = tf.minimum(kept, tf.shape(image)[:2])
+        begin = (tf.shape(image)[:2] - kept) // 2
+        image = tf.slice(image, tf.concat([begin, [0]], 0), tf.concat([kept, [-1]], 0))
+    elif policy == "pad":
+        scale = tf.reduce_min(np.array(size, np.float32) / shape)
+        inner = tf.clip_by_value(tf.cast(tf.round(scale * shape), tf.int32), 1, size)
+        before = (size - inner) // 2
+        image = _resized(image, inner)
+        image = tf.pad(
+            image, [[before[0], height - inner[0] - before[0]], [before[1], width - inner[1] - before[1]], [0, 0]]
+        )
+        return tf.ensure_shape(image, [height, width, channels])
+    return tf.ensure_shape(_resized(image, size), [height, width, channels])
+
+
+def _resized(image: Any, size: Any) -> Any:
+    # Below one half, plain bilinear would leave pixels out; above it, smoothing takes twice as long as decoding.
+    plain, smoothed = (lambda a=antialias: tf.image.resize(image, size, antialias=a) for antialias in (False, True))
+    if isinstance(size, tuple) and image.shape[:2].is_fully_defined():  # a branch in the graph takes a tenth of it all
+        values = smoothed() if any(a >= 2 * b for a, b in zip(image.shape[:2], size)) else plain()
+    else:
+        values = tf.cond(tf.reduce_any(tf.shape(image)[:2] >= 2 * tf.convert_to_tensor(size)), smoothed, plain)
+    # Values are at least 0, so that this rounds; tf.round is ten times as slow.
+    return tf.cast(values if image.dtype.is_floating else values + 0.5, image.dtype)
+
+
+def flip(image: Any, seed: Any) -> Any:
+    """Left and right exchanged, for half of the seeds."""
+    return _mirrored(image, seed, 1)
+
+
+def vertical_flip(image: Any, seed: Any) -> Any:
+    """Top and bottom exchanged, for half of the seeds."""
+    return _mirrored(image, seed, 0)
+
+
+def _mirrored(image: Any, seed: Any, axis: int) -> Any:
+    mirrored = lambda: tf.reverse(image, [axis])
+    return tf.cond(uniform(seed, 1)[0] < 0.5, mirrored, lambda: image)
+
+
+def crop(image: Any, seed: Any, padding: int) -> Any:
+    """A part as large as the image, at a random place of it with `padding` pixels of 0 around."""
+    padded = tf.pad(image, [[padding, padding], [padding, padding], [0, 0]])
+    places = tf.cast(uniform(seed, 2, 0.0, 2.0 * padding + 1), tf.int32)
+    # The product may round up to the bound itself.
+    begin = tf.concat([tf.minimum(places, 2 * padding), [0]], 0)
+    return tf.ensure_shape(tf.slice(padded, begin, tf.shape(image)), image.shape)
+
+
+def crop_window(shape: Any, seed: Any, smallest: float) -> Any:
+    """Where `resized_crop` cuts: int32 [4], top, left, height and width.
+
+    For who decodes only this part of a JPEG.
+
+    Args:
+      shape: int32 [3], of the whole image.
+    """
+    begin, size, _ = tf.image.stateless_sample_distorted_bounding_box(
+        shape,
+        tf.zeros([1, 0, 4]),
+        seed,
+        min_object_covered=0.0,
+        aspect_ratio_range=(3 / 4, 4 / 3),
+        area_range=(smallest, 1.0),
+        max_attempts=10,
+        use_image_if_no_bounding_boxes=True,
+    )
+    return tf.concat([begin[:2], size[:2]], 0)
+
+
+def resized_crop(image: Any, seed: Any, size: tuple[int, int], smallest: float) -> Any:
+    """A random part, of `smallest` to 1 of the area and 3:4 to 4:3, made [size[0], size[1], c].
+
+    The crop of Inception (Szegedy et al., "Going Deeper with Convolutions", 2015).
+    """
+    window = crop_window(tf.shape(image), seed, smallest)
+    part = tf.slice(image, tf.concat([window[:2], [0]], 0), tf.concat([window[2:], [-1]], 0))
+    return tf.ensure_shape(_resized(part, size), [*size, image.shape[-1]])
+
+
+def color(image: Any, seed: Any, strength: float, maximum: float = 255.0) -> Any:
+    """Brightness, contrast and saturation by factors of 1 - strength to 1 + strength, hue by up to strength / 4 turns.
+
+    The proportions are those of SimCLR (Chen et al., 2020); see `pixels.jitter`.
+    """
+    drawn = uniform(seed, 4, -strength, strength)
+    return jitter(image, drawn[:3] + 1.0, drawn[3] * (math.pi / 2), maximum)
+
+
+def erase(image: Any, seed: Any, probability: float, maximum: float = 255.0) -> Any:
+    """Random values in a random rectangle, of 2 % to a third of the area, for this share of the seeds.
+
+    "Random Erasing Data Augmentation", Zhong et al., 2017. A rectangle longer
+    than the image is cut to it.
+    """
+    happens, area, ratio, top, left = tf.unstack(uniform(seed, 5))
+    shape = tf.shape(image)
+    sides = tf.cast(shape[:2], tf.float32)
+    share = 0.02 + area * (1 / 3 - 0.02)
+    # As likely wide as high: proportions of 0.3 to 1 / 0.3, evenly in their logarithm.
+    stretch = tf.exp((2 * ratio - 1) * math.log(1 / 0.3) / 2)
+    length = tf.sqrt(share * tf.reduce_prod(sides))
+    wanted = tf.round(length * tf.stack([stretch, 1 / stretch]))
+    extent = tf.clip_by_value(wanted, 1.0, sides)
+    begin = tf.floor(tf.stack([top, left]) * (sides - extent + 1))
+
+    def erased():
+        rows, columns = tf.range(sides[0]), tf.range(sides[1])
+        inside = ((rows >= begin[0]) & (rows < begin[0] + extent[0]))[:, None] & (
+            (columns >= begin[1]) & (columns < begin[1] + extent[1])
+        )
+        noise = tf.random.stateless_uniform(shape, seed_of(seed, 0), 0.0, maximum, alg="philox")
+        return tf.where(inside[..., None], stored(noise, image, maximum), image)
+
+    return tf.ensure_shape(tf.cond(happens < probability, erased, lambda: image), image.shape)

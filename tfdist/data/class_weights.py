@@ -1,0 +1,94 @@
+"""`train.class_weight`: how much the examples of each class weigh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.config import field_syntax
+from tfdist.data.datasets.registry import Loaded
+from tfdist.data.record_feed import in_order
+from tfdist.data.sources import Arrays, Records, Source
+from tfdist.errors import UserError
+
+
+def of(text: str, data: Loaded) -> dict[int, float] | None:
+    """The weight of each class, for `fit`; None for no weights.
+
+    Args:
+      text: `balanced`, or weights by class number or name: `0=3.0, 2=0.2`.
+      data: as loaded; its targets are class numbers [n] or [n, 1].
+
+    Raises:
+      UserError: an unknown class, or data that has no classes.
+    """
+    if not text:
+        return None
+    classes, names = data.spec.classes, data.spec.names
+    if classes is None or not _one_class_each(data.train):
+        raise UserError(f"train.class_weight={text!r} is for data with one class per example: leave it out")
+    if text == "balanced":
+        return balanced(_counts(data.train, classes))
+    found = {}
+    for name, value in field_syntax.class_weights(text).items():
+        number = names.index(name) if name in names else int(name) if name.isdecimal() else -1
+        if not 0 <= number < classes:
+            known = names or tuple(map(str, range(classes)))
+            raise UserError(f"unknown class {name!r} in train.class_weight{field_syntax.suggest(name, known)}")
+        found[number] = value
+    return found
+
+
+def told(text: str, data: Loaded, say: Callable[[str], None]) -> dict[int, float] | None:
+    """As `of`, and shows them to a person."""
+    found = of(text, data)
+    if found:
+        say(f"class weights: {describe(found, data.spec.names)}")
+    return found
+
+
+def balanced(counts: np.ndarray) -> dict[int, float]:
+    """All classes weigh the same together: n / (classes x examples of the class), as scikit-learn's `balanced`."""
+    there = np.flatnonzero(counts)
+    return {int(c): float(counts.sum() / (len(there) * counts[c])) for c in there}
+
+
+def describe(weights: dict[int, float], names: tuple[str, ...]) -> str:
+    """In a line, the heaviest and lightest of many."""
+    label = lambda c: names[c] if c < len(names) else str(c)
+    shown = sorted(weights, key=lambda c: -weights[c]) if len(weights) > 10 else list(weights)
+    words = [f"{label(c)} {weights[c]:.3g}" for c in shown]
+    return ", ".join(words if len(words) <= 10 else [*words[:5], "...", *words[-4:]])
+
+
+def _one_class_each(source: Source) -> bool:
+    if isinstance(source, Records):
+        columns: Any = in_order(source, 1).element_spec
+    else:
+        columns = source.columns if isinstance(source, Arrays) else source.dataset.element_spec
+    if len(columns) < 2 or tf.nest.is_nested(columns[1]) or not tf.as_dtype(columns[1].dtype).is_integer:
+        return False
+    return len(columns[1].shape) == 1 or tuple(columns[1].shape[1:]) == (1,)
+
+
+def _counts(source: Source, classes: int) -> np.ndarray:
+    """Examples of each class; of a data set that is not in memory, by reading it once."""
+    if isinstance(source, Arrays):
+        return np.bincount(np.reshape(source.columns[1], [-1]), minlength=classes)
+    if isinstance(source, Records):
+        if source.labels is None:
+            raise UserError(
+                "train.class_weight=balanced would have to read all examples first to count them: write the weights, "
+                "such as 0=3.0, 2=0.2"
+            )
+        return np.bincount(source.labels, minlength=classes)
+
+    def add(total, _, y, *weight):
+        labels = tf.cast(tf.reshape(y, [-1]), tf.int32)
+        return total + tf.math.bincount(labels, minlength=classes, maxlength=classes, dtype=tf.int64)
+
+    total = source.dataset.reduce(tf.zeros([classes], tf.int64), lambda total, batch: add(total, *batch))
+    return total.numpy()

@@ -1,0 +1,148 @@
+"""`image_folder:/path`: a folder of images for each class, as examples by number."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.data import image_decoding, splits
+from tfdist.data.datasets import image_scan
+from tfdist.data.record_feed import reason
+from tfdist.data.sources import Records
+from tfdist.errors import UserError
+
+_NAMED = 3
+"""Broken files that a message names."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Folder:
+    """Two splits of whole images (x uint8 [h, w, 3], y int32; with `skip` a weight float32) and their classes."""
+
+    train: Records
+    eval: Records
+    names: tuple[str, ...]
+    size: tuple[int, int] | None
+    """Height and width, where all images have the same."""
+
+
+def load(
+    root: str,
+    train_split: str,
+    eval_split: str,
+    broken: str = "refuse",
+    size: tuple[int, int] | None = None,
+    policy: str = "crop",
+    whole: bool = False,
+    say: Callable[[str], None] = print,
+) -> Folder:
+    """Finds the images and looks at each file once, by its first and last bytes; those in doubt are decoded.
+
+    A file that turns out to be broken only while it is trained on ends the run with its name. With `skip` it counts
+    with weight 0 instead, as if it were not there: the others keep their places, so nothing else changes.
+
+    Args:
+      root: the folder, see `image_files.listing`.
+      broken: `refuse`, or `skip` the files that are no images.
+      size: height and width that the images will be made, or None. JPEGs are decoded no larger than it takes.
+      policy: of `augment.resize`.
+      whole: the training images are needed in their full size.
+      say: shows a line to a person.
+
+    Raises:
+      UserError: no such folder or split, no images, or broken ones that are not to be skipped.
+    """
+    root = os.path.expanduser(root)
+    what = f"data.name='image_folder:{root}'"
+    names, found = image_scan.listing(root, what)
+    sizes = {name: len(split.paths) for name, split in found.items()}
+    chosen = [
+        [(part, row) for part, rows in splits.select(text, sizes, field, root) for row in rows.tolist()]
+        for field, text in (("data.train_split", train_split), ("data.eval_split", eval_split))
+    ]
+    needed = sorted({file for rows in chosen for file in rows})
+    paths = [found[part].path(row) for part, row in needed]
+    looks = _certain(paths, image_scan.look_at(paths))
+    bad = sorted((i for i, look in enumerate(looks) if look.problem), key=paths.__getitem__)
+    if bad:
+        named = ", ".join(f"{os.path.relpath(paths[i], root)} {looks[i].problem}" for i in bad[:_NAMED])
+        count = f"{len(bad):,} of {len(paths):,} files {'are no images' if len(bad) > 1 else 'is no image'}"
+        more = ", ..." if len(bad) > _NAMED else ""
+        if broken == "refuse":
+            raise UserError(f"{what}: {count}: {named}{more}: remove them, or set data.broken=skip")
+        say(f"WARNING: {count} and skipped: {named}{more}")
+    by_file = dict(zip(needed, looks))
+    shapes = {look.size for look in looks if not look.problem}
+    every = shapes.pop() if len(shapes) == 1 else None
+    made = []
+    for field, rows, shrink in (("train", chosen[0], size is not None and not whole), ("eval", chosen[1], True)):
+        good = [file for file in rows if not by_file[file].problem]
+        if not good:
+            raise UserError(f"{what}: all {len(rows):,} files of data.{field}_split are broken: give it images")
+        kept = [by_file[file] for file in good]
+        ways = image_decoding.ways(
+            [k.kind for k in kept], np.array([k.size for k in kept]), size if shrink else None, policy
+        )
+        labels = np.array([found[part].labels[row] for part, row in good], np.int32)
+        files = [found[part].path(row) for part, row in good]
+        made.append(_records(files, labels, ways, every if max(ways) < 2 else None, broken == "skip"))
+    return Folder(made[0], made[1], names, every)
+
+
+def _certain(paths: list[str], looks: list[image_scan.Look]) -> list[image_scan.Look]:
+    """Decodes what is in doubt."""
+    doubtful = [i for i, look in enumerate(looks) if look.doubtful]
+
+    def decoded(i: int) -> image_scan.Look:
+        try:
+            with tf.device("CPU:0"):
+                shape = image_decoding.decoder([image_decoding.OTHER])(tf.io.read_file(paths[i]), 0).shape
+        except tf.errors.OpError as error:
+            return dataclasses.replace(looks[i], problem=f"cannot be decoded: {reason(error)}")
+        return dataclasses.replace(looks[i], size=(int(shape[0]), int(shape[1])))
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        for i, look in zip(doubtful, pool.map(decoded, doubtful)):
+            looks[i] = look
+    return looks
+
+
+def _records(
+    files: list[str], labels: np.ndarray, ways: np.ndarray, size: tuple[int, int] | None, skip: bool
+) -> Records:
+    """Args: size: of all images, as they are decoded, if they have one."""
+    used, which = np.unique(ways, return_inverse=True)
+    with tf.device("CPU:0"):
+        table = (tf.constant(files), tf.constant(labels), tf.constant(which.astype(np.int32)))
+    pixels = image_decoding.decoder(used.tolist())
+
+    def read(rows: Any) -> tuple:
+        return tuple(tf.gather(column, rows) for column in table)
+
+    def decode(stored: tuple, seed: Any) -> tuple:
+        del seed
+        path, label, which = stored
+        image = pixels(tf.io.read_file(path), which)
+        return image if size is None else tf.ensure_shape(image, [*size, 3]), label
+
+    def decode_or_skip(stored: tuple, seed: Any) -> tuple:
+        """A data set of one example is what catches an error inside a pipeline."""
+        one = tf.data.Dataset.from_tensors(stored)
+        good = one.map(lambda *stored: (*decode(stored, seed), 1.0)).ignore_errors()
+        return good.concatenate(one.map(nothing)).take(1).get_single_element()
+
+    def nothing(path: Any, label: Any, which: Any) -> tuple:
+        del which
+        line = tf.strings.join(["tfdist: WARNING: ", path, " cannot be decoded and is skipped"])
+        said = tf.print(line, output_stream=sys.stdout)
+        with tf.control_dependencies([said]):
+            return tf.zeros([*(size or (1, 1)), 3], tf.uint8), tf.identity(label), 0.0
+
+    return Records(len(files), read, decode_or_skip if skip else decode, name=files.__getitem__, labels=labels)

@@ -1,0 +1,96 @@
+"""Sources of images: made one size, changed at random, held in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.data.augmentation import ops
+from tfdist.data.batch_layout import Layout
+from tfdist.data.record_feed import RecordFeed, in_order
+from tfdist.data.sources import Arrays, Batches, Records, Source, targets_of
+from tfdist.errors import UserError
+
+_PIECE = 256
+
+
+def sized(source: Records, size: tuple[int, int], policy: str) -> Records:
+    """The images of a source made `size`, as `augment.resize` does it."""
+    decode = source.decode
+
+    def made(stored: Any, seed: Any) -> tuple:
+        x, *rest = decode(stored, seed)
+        return ops.resize(x, size, policy), *rest
+
+    return dataclasses.replace(source, decode=made)
+
+
+def resized(source: Source, size: tuple[int, int], policy: str) -> Arrays | Records:
+    """As `sized`, of any source; images in memory are made that size at once."""
+    made = sized(_by_number(source, "data.image_size"), size, policy)
+    return in_memory(made) if isinstance(source, Arrays) else made
+
+
+def augmented(source: Source, recipe: ops.Recipe, size: tuple[int, int]) -> Records:
+    """The images of a source changed at random, in another way each epoch.
+
+    Args:
+      size: height and width that they have afterwards.
+    """
+    source = _by_number(source, "data.augment")
+    decode = source.decode
+
+    def changed(stored: Any, seed: Any) -> tuple:
+        x, *rest = decode(stored, seed)
+        x = recipe.example(x, seed, size)
+        return tf.ensure_shape(x, [*size, x.shape[-1]]), *rest
+
+    return dataclasses.replace(source, decode=changed, mix=recipe.mix)
+
+
+def in_memory(source: Records) -> Arrays:
+    """All examples, decoded once."""
+    spec = in_order(source, 1).element_spec
+    columns = keras.tree.map_structure(
+        lambda s: np.empty([source.size, *s.shape[1:]], s.dtype.as_numpy_dtype), tuple(spec)
+    )
+    row = 0
+    try:
+        for batch in in_order(source, _PIECE):
+            for column, part in zip(keras.tree.flatten(columns), keras.tree.flatten(batch)):
+                column[row : row + len(part)] = part
+            row += len(part)
+    except tf.errors.OpError:
+        feed = RecordFeed(source, Layout(_PIECE, 1, 1))
+        feed.next(row // _PIECE, 1)
+        if found := feed.broken():
+            raise UserError(f"{found}: remove it, or write it anew") from None
+        raise
+    return Arrays(columns)
+
+
+def size_in_memory(source: Records) -> int:
+    """Bytes that `in_memory` takes."""
+    specs = tf.nest.flatten(in_order(source, 1).element_spec)
+    return source.size * sum(int(np.prod(s.shape[1:])) * s.dtype.size for s in specs)
+
+
+def _by_number(source: Source, field: str) -> Records:
+    match source:
+        case Batches():
+            raise UserError(
+                f"{field} needs examples that can be read by number, and this data set is a stream of batches: "
+                "set data.cache=memory, or do it in the data set itself"
+            )
+        case Arrays():
+            with tf.device("CPU:0"):  # in memory once, whatever reads it
+                table = keras.tree.map_structure(tf.convert_to_tensor, source.columns)
+            read = lambda rows: keras.tree.map_structure(lambda t: tf.gather(t, rows), table)
+            y = targets_of(source)
+            known = isinstance(y, np.ndarray) and np.issubdtype(y.dtype, np.integer) and y[0].size == 1
+            return Records(source.size, read, lambda stored, seed: stored, labels=y.reshape(-1) if known else None)
+    return source

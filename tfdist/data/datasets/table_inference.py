@@ -1,0 +1,65 @@
+"""New rows of a table, for a model that was trained on others: what is predicted and evaluated on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tfdist.data.datasets import csv_reader, table_encoding
+from tfdist.data.datasets.tables import delimiter_of
+from tfdist.data.spec import Column
+from tfdist.errors import UserError
+
+
+def read_inputs(path: str, columns: tuple[Column, ...], options: dict[str, Any]) -> dict[str, np.ndarray]:
+    """New rows as a model's inputs, in the order of the file: what is predicted on.
+
+    Args:
+      options: see `tables.Options`; only the delimiter matters here.
+
+    Raises:
+      UserError: columns that are missing, or bad rows.
+    """
+    kinds = {c.name: c.kind for c in columns}
+    return table_encoding.encode(_read_known(path, kinds, options, skip=None), columns)
+
+
+def read_rows(
+    path: str,
+    columns: tuple[Column, ...],
+    target: Column,
+    options: dict[str, Any],
+    skip: bool = False,
+    say: Callable[[str], None] = print,
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Likewise, with targets: what is evaluated on.
+
+    Args:
+      options: that the model was trained with, see `tables.Options`.
+      skip: leave bad rows out, with a line that says which.
+      say: shows a line to a person.
+    """
+    numbers = target.kind == "number"
+    if not numbers and not options.get("classify"):  # few whole numbers were read as numbers, and "1.0" is a 1
+        numbers = all(table_encoding.by_value(text)[0] == 0 for text in target.vocabulary)
+    kinds = {c.name: c.kind for c in columns} | {target.name: "number" if numbers else "category"}
+    table = _read_known(path, kinds, options, skip)
+    if table.skipped:
+        say(f"WARNING: left out: {csv_reader.described(table.skipped)}")
+    table = table_encoding.leave_out_without(table, target.name, path, skip, say)
+    if not table.size:
+        raise UserError(f"{path} has no rows with a target {target.name!r}: there is nothing to evaluate on")
+    classes = len(target.vocabulary) if target.kind == "category" else None
+    return table_encoding.encode(table, columns), table_encoding.encode_target(table, target, classes)
+
+
+def _read_known(path: str, kinds: dict[str, str], options: dict[str, Any], skip: bool | None) -> csv_reader.Table:
+    path, delimiter = os.path.expanduser(path), delimiter_of(options)
+    names = csv_reader.header(path, delimiter)
+    missing = [name for name in kinds if name not in names]
+    if missing:
+        raise UserError(f"{path} lacks the columns {', '.join(missing)} that the model was trained on")
+    return csv_reader.read([path], kinds, kinds, delimiter, skip)

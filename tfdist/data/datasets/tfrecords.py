@@ -1,0 +1,226 @@
+"""`tfrecord:/pattern`: examples in TFRecord files, read by number, their features as the experiment says."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.config.field_syntax import check_whole, suggest
+from tfdist.data.datasets import tfrecord_index
+from tfdist.data.sources import Records
+from tfdist.data.splits import select
+from tfdist.errors import UserError
+
+TYPES = ("jpeg", "png", "int64", "float32")
+_WRITTEN = re.compile(r"^(\w+)(?:\[([\d, ]+)\])?$")
+_NAMED = 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Feature:
+    """One feature of an example."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...] = ()
+
+    @property
+    def is_image(self) -> bool:
+        return self.kind in ("jpeg", "png")
+
+    @property
+    def parser(self) -> Any:
+        dtype = tf.string if self.is_image else tf.int64 if self.kind == "int64" else tf.float32
+        return tf.io.FixedLenFeature(self.shape, dtype)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Found:
+    """Both splits, and what a model must know."""
+
+    train: Records
+    eval: Records
+    shape: tuple[int, ...]
+    """Of an input; images have that of the first one."""
+    dtype: str
+    classes: int | None
+
+
+def load(
+    path: str,
+    splits: dict[str, str],
+    options: dict[str, Any],
+    skip: bool = False,
+    say: Callable[[str], None] = print,
+    free: bool = False,
+) -> Found:
+    """Finds the records of the files, and checks the first one.
+
+    Args:
+      path: a file, a pattern, or a folder, see `record_files.files`.
+      splits: of training and evaluation, by the field that asks for each.
+      options: the features, in the order x, y, weight: `image=jpeg, label=int64`. Types are `jpeg`, `png`, `int64` and
+        `float32`, the last two with a shape in quotes where they have one: `x='float32[28, 28, 1]'`. Besides
+        `classes=10` where y is int64, and `channels=1` for images that are not to be RGB.
+      skip: leave out what lies behind damage in a file instead of refusing it.
+      say: shows a line to a person.
+      free: images are made one size later; otherwise all must have the size of the first.
+
+    Raises:
+      UserError: no files or records, damaged ones, or features that are not in the first record.
+    """
+    features, classes, channels = _features(options)
+    by_split = tfrecord_index.files(path)
+    named = {part.split("[")[0].strip() for text in splits.values() for part in text.split("+")}
+    found = {name: tfrecord_index.index(paths) for name, paths in by_split.items() if name in named}
+    bad = [problem for index in found.values() for problem in index.broken]
+    if bad:
+        more = f", and {len(bad) - _NAMED} more files" if len(bad) > _NAMED else ""
+        line = "; ".join(bad[:_NAMED]) + more
+        if not skip:
+            raise UserError(f"{line}: write them again, or leave out what is lost with data.broken=skip")
+        say(f"WARNING: {line}: left out")
+    sizes = {name: len(found[name].offsets) if name in found else 0 for name in by_split}
+    sources: list[Records] = []
+    shape = features[0].shape
+    for field, text in splits.items():
+        parts = [(found[name], rows) for name, rows in select(text, sizes, field, f"tfrecord:{path}")]
+        if not sources:
+            first = parts[0][0].read(parts[0][1][:1])[0]
+            _check(first, features, parts[0][0].name(int(parts[0][1][0])))
+            if features[0].is_image:
+                shape = _image_shape(first, features[0], channels, parts[0][0].name(int(parts[0][1][0])))
+        sources.append(_records(parts, features, classes, channels, None if free else shape))
+    dtype = {"int64": "int32", "float32": "float32"}.get(features[0].kind, "uint8")
+    return Found(sources[0], sources[1], shape, dtype, classes)
+
+
+def _features(options: dict[str, Any]) -> tuple[list[Feature], int | None, int]:
+    numbers = {name: options[name] for name in ("classes", "channels") if name in options}
+    for name, value in numbers.items():
+        check_whole(f"data.options: {name}", value)
+    features = [_feature(name, text) for name, text in options.items() if name not in numbers]
+    if not 2 <= len(features) <= 3:
+        raise UserError(
+            "data.options of tfrecord: names the features x, y and perhaps weight, in this order, with their types: "
+            "write it like image=jpeg, label=int64, classes=10"
+        )
+    target, classes = features[1], numbers.get("classes")
+    if target.is_image or (target.kind == "int64") != (classes is not None):
+        raise UserError(
+            f"data.options: the second feature, {target.name}, is the target: "
+            "int64 together with classes=N for classes, or float32 without"
+        )
+    if any(f.is_image or f.kind != "float32" for f in features[2:]):
+        raise UserError(f"data.options: the third feature, {features[2].name}, is the weight: float32")
+    return features, classes, numbers.get("channels", 3)
+
+
+def _feature(name: str, text: Any) -> Feature:
+    found = _WRITTEN.match(text) if isinstance(text, str) else None
+    if not found:
+        raise UserError(
+            f"data.options: {name}={text!r} is no type: write one of {', '.join(TYPES)}, or 'float32[8, 8, 1]'"
+        )
+    kind, shape = found.groups()
+    if kind == "string":
+        raise UserError(f"data.options: {name}=string cannot be trained on: write jpeg or png, or leave it out")
+    if kind not in TYPES:
+        raise UserError(f"data.options: unknown type {kind!r} of {name}{suggest(kind, TYPES)}")
+    feature = Feature(name, kind, tuple(int(n) for n in shape.split(",") if n.strip()) if shape else ())
+    if feature.is_image and shape:
+        raise UserError(f"data.options: {name}={text!r}: an image has its shape from data.image_size")
+    return feature
+
+
+def _check(record: bytes, features: list[Feature], where: str) -> None:
+    """Compares the first record with what the experiment says."""
+    try:
+        there = tf.train.Example.FromString(record).features.feature
+    except Exception:  # protobuf has its own errors in each of its versions
+        raise UserError(f"{where} is no tf.train.Example: only those can be read") from None
+    kinds = {name: value.WhichOneof("kind") or "empty" for name, value in there.items()}
+    listed = ", ".join(f"{name} ({kind.removesuffix('_list')})" for name, kind in sorted(kinds.items()))
+    for feature in features:
+        wanted = "bytes_list" if feature.is_image else "int64_list" if feature.kind == "int64" else "float_list"
+        if feature.name not in kinds:
+            raise UserError(f"data.options: there is no feature {feature.name!r} in {where}: it has {listed}")
+        if kinds[feature.name] != wanted:
+            raise UserError(f"data.options: {feature.name}={feature.kind} does not fit {where}, which has {listed}")
+        count = len(getattr(there[feature.name], wanted).value)
+        if count != int(np.prod(feature.shape)):
+            raise UserError(
+                f"data.options: {feature.name} has {count} values in {where}: give its shape, "
+                f"such as {feature.name}='{feature.kind}[{count}]'"
+            )
+
+
+def _image_shape(record: bytes, feature: Feature, channels: int, where: str) -> tuple[int, ...]:
+    try:
+        with tf.device("CPU:0"):
+            stored = tf.io.parse_single_example(record, {feature.name: feature.parser})[feature.name]
+            return tuple(_pixels(stored, feature, channels).shape)
+    except tf.errors.OpError as error:
+        raise UserError(
+            f"{feature.name} of {where} cannot be decoded: {' '.join(error.message.split())[:200]}"
+        ) from None
+
+
+def _pixels(stored: Any, feature: Feature, channels: int) -> Any:
+    decode = tf.io.decode_jpeg if feature.kind == "jpeg" else tf.io.decode_png
+    return decode(stored, channels)
+
+
+def _records(
+    parts: list[tuple[tfrecord_index.Index, np.ndarray]],
+    features: list[Feature],
+    classes: int | None,
+    channels: int,
+    shape: tuple[int, ...] | None,
+) -> Records:
+    ends = np.cumsum([len(rows) for _, rows in parts])
+
+    def place(number: int) -> tuple[tfrecord_index.Index, int]:
+        part = int(np.searchsorted(ends, number, "right"))
+        index, rows = parts[part]
+        return index, int(rows[number - (ends[part] - len(rows))])
+
+    def get(numbers: np.ndarray) -> np.ndarray:
+        found = np.empty(len(numbers), object)
+        for i, number in enumerate(numbers.tolist()):
+            index, row = place(number)
+            found[i] = index.read(np.array([row]))[0]
+        return found
+
+    def decode(record: Any, seed: Any) -> tuple:
+        del seed  # nothing in it is random
+        values = tf.io.parse_single_example(record, {f.name: f.parser for f in features})
+        x, y, *weight = (values[f.name] for f in features)
+        if features[0].is_image:
+            x = _pixels(x, features[0], channels)
+            x = x if shape is None else tf.ensure_shape(x, shape)
+        elif features[0].kind == "int64":
+            whole, x = x, tf.cast(x, tf.int32)
+            line = f"{features[0].name} has a number that int32 does not hold"
+            check = tf.debugging.assert_equal(tf.cast(x, tf.int64), whole, line)
+            with tf.control_dependencies([check] if check is not None else []):
+                x = tf.identity(x)
+        if classes is not None:
+            # A GPU would train on NaN instead of failing.
+            line = f"{features[1].name} is not in 0 to {classes - 1} (classes={classes})"
+            checks = [tf.debugging.assert_non_negative(y, line), tf.debugging.assert_less(y, np.int64(classes), line)]
+            with tf.control_dependencies([check for check in checks if check is not None]):
+                y = tf.cast(y, tf.int32)
+        return x, y, *weight
+
+    def name(number: int) -> str:
+        index, row = place(number)
+        return index.name(row)
+
+    read: Callable[[Any], Any] = lambda rows: tf.ensure_shape(tf.numpy_function(get, [rows], tf.string), [None])
+    return Records(int(ends[-1]), read, decode, name=name)

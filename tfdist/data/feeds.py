@@ -1,0 +1,154 @@
+"""How the compiled step reads a source: arrays in memory, or a `tf.data.Dataset` of batches.
+
+Update `u` of a run reads global batch `u mod n` of epoch `u div n`, in an order
+that depends on the seed and that epoch alone, so a feed needs no state.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.data.batch_layout import Layout, own_rows
+from tfdist.data.sources import Arrays, Batches, order
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """The next global batches for one call of a compiled function: its arguments."""
+
+    feed: tuple
+    first: int
+    last: int
+    full: bool
+    """All batches are full and divide evenly over replicas and micro-batches."""
+
+
+class ArrayFeed:
+    """Reads global batches out of tables in memory, by row numbers.
+
+    Args:
+      source: examples in memory.
+      layout: batch size, replicas and micro-batches.
+      shuffle: seed of the order, or None for the order of the source.
+    """
+
+    def __init__(self, source: Arrays, layout: Layout, shuffle: int | None = None):
+        self._layout = layout
+        self._size = source.size
+        self._seed = shuffle
+        with tf.device("CPU:0"):  # a data set may be larger than a GPU's memory
+            self._table = keras.tree.map_structure(tf.convert_to_tensor, source.columns)
+        self.batches = -(-self._size // layout.batch)
+        self._full = self._size // layout.batch if layout.rows == layout.batch else 0
+        self._ahead: dict[int, concurrent.futures.Future] = {}
+        self._executor = concurrent.futures.ThreadPoolExecutor(1)
+        self._rows: tuple[int, Any] = (-1, None)
+        counts = np.full(self.batches, layout.batch, np.int32)
+        counts[-1] = self._size - (self.batches - 1) * layout.batch
+        self._counts = counts
+
+    def next(self, update: int, limit: int) -> Call:
+        """At most `limit` batches from `update` on, none beyond its epoch."""
+        epoch, first = divmod(update, self.batches)
+        last = min(first + limit, self.batches)
+        full = first < self._full
+        if full:
+            last = min(last, self._full)
+        return Call((self._table, *self._of_epoch(epoch)), first, last, full)
+
+    def example(self) -> tuple:
+        """The first row, as a batch of one."""
+        return keras.tree.map_structure(lambda t: t[:1], self._table)
+
+    def restart(self) -> None:
+        """Nothing to do: the position is a function of the update."""
+
+    def resume(self, update: int, epoch: int, begun: int) -> None:
+        """Nothing to do either."""
+
+    def _of_epoch(self, epoch: int) -> tuple:
+        if self._seed is None:
+            epoch = 0
+        if self._rows[0] != epoch:
+            ready = self._ahead.pop(epoch, None)
+            rows = ready.result() if ready else self._layout_rows(epoch)
+            self._ahead.clear()
+            with tf.device("CPU:0"):
+                self._rows = epoch, (tf.convert_to_tensor(rows), tf.convert_to_tensor(self._counts))
+            if self._seed is not None:  # so that the next epoch begins without a pause
+                self._ahead[epoch + 1] = self._executor.submit(self._layout_rows, epoch + 1)
+        return self._rows[1]
+
+    def _layout_rows(self, epoch: int) -> np.ndarray:
+        """[batches, layout.own_rows] row numbers; filler repeats the examples of its own batch."""
+        layout = self._layout
+        rows = np.arange(self._size, dtype=np.int32) if self._seed is None else order(self._seed, epoch, self._size)
+        tail = rows[(self.batches - 1) * layout.batch :]
+        whole = rows[: (self.batches - 1) * layout.batch].reshape(-1, layout.batch)
+        return layout.own(np.concatenate([_fill(whole, layout.rows), _fill(tail[None], layout.rows)]))
+
+
+def _fill(rows: np.ndarray, width: int) -> np.ndarray:
+    return rows[:, np.arange(width) % rows.shape[1]]
+
+
+class BatchFeed:
+    """Reads global batches from a `tf.data.Dataset`, which lives across epochs where its length is known.
+
+    Args:
+      source: global batches.
+      layout: of the size of the first batch.
+      once: read the data set from its beginning at every `restart`.
+    """
+
+    def __init__(self, source: Batches, layout: Layout, once: bool = False):
+        self.batches = source.batches
+        self._source, self._layout = source, layout
+        self._stored = source.dataset
+        if self.batches and not once:
+            # A new iterator per epoch would start with empty buffers; one that repeats goes on reading.
+            self._stored = self._stored.repeat()
+        self._endless = not once and self.batches is not None
+        self._dataset = self._decoded(self._stored)
+        self._iterator: Any = None
+
+    def _decoded(self, stored: Any) -> Any:
+        layout, decode = self._layout, self._source.decode
+        if layout.local:
+
+            def own(*batch: Any) -> tuple:
+                rows, count = own_rows(batch, layout)
+                return decode(*rows) if decode else rows, count
+
+            stored = stored.map(own, tf.data.AUTOTUNE)
+        elif decode:
+            stored = stored.map(decode, tf.data.AUTOTUNE)
+        return stored.prefetch(tf.data.AUTOTUNE)
+
+    def next(self, update: int, limit: int) -> Call:
+        del update  # an iterator knows its position
+        if self._iterator is None:
+            self._iterator = iter(self._dataset)
+        return Call((self._iterator,), 0, limit, False)
+
+    def resume(self, update: int, epoch: int, begun: int) -> None:
+        """Goes to a batch by skipping, before anything is decoded.
+
+        A data set that shuffles anew each epoch has an order for each time that it is begun: so all of it is skipped
+        where one iterator serves all epochs, and else it is begun as often.
+        """
+        if not self._endless:
+            for _ in range(epoch):
+                iter(self._stored)
+        self._iterator = iter(self._decoded(self._stored.skip(update if self._endless else begun)))
+
+    def restart(self) -> None:
+        """Begins anew, unless one iterator serves all epochs."""
+        if not self._endless:
+            self._iterator = None

@@ -1,0 +1,210 @@
+"""How the compiled step reads examples by number: an endless `tf.data` pipeline that can begin at any update."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.data.batch_layout import Layout
+from tfdist.data.feeds import Call
+from tfdist.data.sources import Arrays, Records, Source, order
+from tfdist.errors import UserError
+
+AHEAD = 2
+"""Batches that lie ready. Not AUTOTUNE, which may take half of the machine's memory."""
+
+WAITING = 2
+"""Examples in work for each thread that decodes, so that none waits for a file."""
+
+
+class RecordFeed:
+    """Global batches of examples by number; a worker reads and decodes its own rows.
+
+    Args:
+      source: examples by number.
+      layout: batch size, replicas and micro-batches.
+      shuffle: seed of the order, or None for the order of the source.
+      seed: of what is random in an example, a new draw each epoch; None for the same one each time.
+    """
+
+    def __init__(self, source: Records, layout: Layout, shuffle: int | None = None, seed: int | None = None):
+        self._source, self._layout = source, layout
+        self._shuffle, self._seed = shuffle, seed
+        self.batches = -(-source.size // layout.batch)
+        self._tail = source.size - (self.batches - 1) * layout.batch
+        self._full = source.size // layout.batch if layout.rows == layout.batch else 0
+        own = layout.own(np.arange(layout.rows))
+        # Rows of this worker that follow each other in the global batch: one block, or one per micro-batch.
+        self._blocks = layout.accumulate if layout.local else 1
+        if source.mix:  # behind each block the partner of its last row
+            blocks = own.reshape(self._blocks, -1)
+            own = np.concatenate([blocks, blocks[:, -1:] + 1], 1).reshape(-1)
+        self._positions = own
+        self._order: tuple[int, np.ndarray] | None = None
+        self._lock = threading.Lock()
+        self._iterator: Any = None
+        self._at = -1
+        """The update whose batch the iterator gives next."""
+        self._called = 0, 0
+        """The updates of the last call."""
+
+    def next(self, update: int, limit: int) -> Call:
+        """At most `limit` batches from `update` on, none beyond its epoch."""
+        number = update % self.batches
+        full = number < self._full
+        last = min(number + limit, self._full if full else self.batches)
+        if self._shuffle is None and self._seed is None:
+            update = number  # all epochs are alike, so an iterator that has come to the end is at the beginning
+        if self._iterator is None or self._at != update:
+            self._iterator = iter(self.dataset(update))
+        self._at = update + last - number
+        self._called = update, update + last - number
+        if self._shuffle is None and self._seed is None:
+            self._at %= self.batches
+        return Call((self._iterator,), number, last, full)
+
+    def broken(self) -> str:
+        """After an error in the pipeline: the first example of the last call that cannot be decoded, and why."""
+        first, last = self._called
+        for row in np.concatenate([self._rows(np.int64(update))[0] for update in range(first, last)]):
+            try:
+                one = self._source.read(tf.constant([row]))
+                self._source.decode(tf.nest.map_structure(lambda t: t[0], one), tf.zeros([2], tf.int32))
+            except tf.errors.OpError as error:
+                return f"{self._source.name(int(row))} cannot be decoded: {reason(error)}"
+        return ""
+
+    def restart(self) -> None:
+        """Nothing to do: the position is a function of the update."""
+
+    def resume(self, update: int, epoch: int, begun: int) -> None:
+        """Nothing to do either."""
+
+    def dataset(self, update: int) -> tf.data.Dataset:
+        """Batches from that of `update` on, without end.
+
+        An element is what `layout.fetch` wants: the columns of a global batch, or with several workers this one's rows
+        of it, filler included, and the number of examples in the whole.
+        """
+        source, layout, width = self._source, self._layout, len(self._positions)
+        # As few threads as run the model's operations, where those were counted.
+        counted = tf.config.threading.get_inter_op_parallelism_threads()
+        threads = max(2, counted or 2 * len(os.sched_getaffinity(0)))
+        updates = tf.data.Dataset.range(update, np.iinfo(np.int64).max)
+        examples = (
+            updates.map(self._numbered)
+            .map(lambda rows, seeds: (source.read(rows), seeds), 2)
+            .unbatch()
+            .map(lambda stored, seed: (_columns(source.decode(stored, seed)), seed), WAITING * threads)
+        )
+        _check(examples.element_spec[0])
+        examples = examples.batch(width, drop_remainder=True)
+
+        def finished(update: Any, batch: tuple) -> tuple:
+            columns, seeds = batch
+            if source.mix:
+                columns = self._mixed(columns, seeds)
+            last = tf.equal(update % self.batches, self.batches - 1)
+            count = tf.where(last, self._tail, layout.batch)
+            if layout.local:
+                return columns, count
+            return keras.tree.map_structure(lambda t: t[:count], columns)
+
+        ready = tf.data.Dataset.zip(updates, examples).map(finished).prefetch(AHEAD)
+        options = tf.data.Options()
+        options.deterministic = True
+        options.threading.private_threadpool_size = threads  # a tenth faster than sharing those of the model
+        # The thread that tunes a pipeline wakes once a minute, and an iterator's end may wait for it (TensorFlow 2.21).
+        options.autotune.enabled = False
+        return ready.with_options(options)
+
+    def _numbered(self, update: Any) -> tuple:
+        """(rows int64 [width], seeds int32 [width, 2]) of this worker in the global batch of `update`."""
+        rows, seeds = tf.numpy_function(self._rows, [update], [tf.int64, tf.int32])
+        width = len(self._positions)
+        return tf.ensure_shape(rows, [width]), tf.ensure_shape(seeds, [width, 2])
+
+    def _rows(self, update: np.int64) -> tuple[np.ndarray, np.ndarray]:
+        epoch, number = divmod(int(update), self.batches)
+        count = self._tail if number == self.batches - 1 else self._layout.batch
+        rows = number * self._layout.batch + self._positions % count
+        if self._shuffle is not None:
+            rows = self._order_of(epoch)[rows]
+        rows = rows.astype(np.int64)
+        return rows, example_seeds(self._seed or 0, 0 if self._seed is None else epoch, rows)
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        with self._lock:  # of a rollback's two iterators, each may be in another epoch
+            if self._order is None or self._order[0] != epoch:
+                self._order = epoch, order(self._shuffle or 0, epoch, self._source.size)
+            return self._order[1]
+
+    def _mixed(self, columns: tuple, seeds: Any) -> tuple:
+        """The rows of this worker, each mixed with the one that follows it."""
+
+        def part(tensor: Any, which: slice) -> Any:
+            shape = tensor.shape[1:]
+            blocks = tf.reshape(tensor, [self._blocks, -1, *shape])[:, which]
+            return tf.reshape(blocks, [self._layout.own_rows, *shape])
+
+        rows, partners = slice(None, -1), slice(1, None)
+        own, others = (keras.tree.map_structure(lambda t, w=w: part(t, w), columns) for w in (rows, partners))
+        # Other seeds than those of `decode`, so that nothing drawn here goes with what was drawn there.
+        return self._source.mix(own, others, tf.bitwise.invert(part(seeds, rows)))  # type: ignore[misc]
+
+
+def example_seeds(seed: int, epoch: int, rows: np.ndarray) -> np.ndarray:
+    """int32 [n, 2] of the rows [n] in an epoch.
+
+    Each is the 64 bits of SplitMix64 (Steele, Lea and Flood, *Fast splittable pseudorandom number generators*, 2014),
+    chained over seed, epoch and row.
+    """
+    state = np.zeros(len(rows), np.uint64)
+    for number in (np.uint64(seed), np.uint64(epoch), rows.astype(np.uint64)):
+        z = (state ^ number) + np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        state = z ^ (z >> np.uint64(31))
+    return state.view(np.int32).reshape(-1, 2)
+
+
+def in_order(source: Records, batch: int) -> tf.data.Dataset:
+    """All examples once, as plain batches in the order of the source; nothing random changes from time to time."""
+    feed = RecordFeed(source, Layout(batch, 1, 1))
+    return feed.dataset(0).take(feed.batches).apply(tf.data.experimental.assert_cardinality(feed.batches))
+
+
+def first_row(source: Records) -> tuple:
+    """The first example, as a batch of one."""
+    return next(iter(in_order(source, 1)))
+
+
+def reason(error: tf.errors.OpError) -> str:
+    """What TensorFlow says is wrong, without where in its graph."""
+    text = str(error.message).split("}} ")[-1].split(" [Op:")[0]
+    return " ".join(text.split())[:80].rstrip(".")
+
+
+def is_weighted(source: Source) -> bool:
+    """Whether examples in memory or by number bring weights of their own."""
+    if isinstance(source, Records):
+        return len(in_order(source, 1).element_spec) == 3
+    return isinstance(source, Arrays) and len(source.columns) == 3
+
+
+def _columns(decoded: Any) -> tuple:
+    return decoded if isinstance(decoded, tuple) else (decoded,)
+
+
+def _check(specs: Any) -> None:
+    for spec in keras.tree.flatten(specs):
+        if not isinstance(spec, tf.TensorSpec) or not spec.shape.is_fully_defined():
+            raise UserError(
+                f"the decoder gives {spec} for an example: all must have one shape to be batched, "
+                "resize them or set the shape"
+            )

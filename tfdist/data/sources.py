@@ -1,0 +1,287 @@
+"""Data sets as global batches: the same batches for every strategy, each example once per epoch.
+
+A source is what somebody hands in; a feed (feeds.py, records_feed.py) is how
+the compiled step reads it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.data.batch_layout import unpack
+from tfdist.distributed.peers import Peers
+from tfdist.errors import UserError
+
+_LOOKED_AT = 2**16
+"""Examples, about, whose targets are compared between workers."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Arrays:
+    """Examples in memory.
+
+    Args:
+      columns: (x,), (x, y) or (x, y, weight); each a structure of arrays of
+        shape [examples, ...].
+    """
+
+    columns: tuple
+
+    def __post_init__(self):
+        sizes = {len(a) for a in keras.tree.flatten(self.columns)}
+        if len(sizes) != 1:
+            raise UserError(f"x, y and weights must have one entry per example each, got lengths {sorted(sizes)}")
+        if sizes == {0}:
+            raise UserError("the data set is empty: give it at least one example")
+
+    @property
+    def size(self) -> int:
+        return len(keras.tree.flatten(self.columns)[0])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Batches:
+    """A `tf.data.Dataset` of global batches, each (x,), (x, y) or (x, y, weight).
+
+    The first batch decides the batch size; later ones may be smaller. It is
+    read in the order that it has: shuffle it yourself.
+
+    Args:
+      dataset: the batches.
+      decode: turns a batch as it is stored into one to train on, such as JPEGs
+        into images. A worker decodes its own rows only; None if there is
+        nothing to decode.
+    """
+
+    dataset: Any
+    decode: Callable[..., tuple] | None = None
+
+    def __post_init__(self):
+        if not isinstance(self.dataset.element_spec, tuple):
+            object.__setattr__(self, "dataset", self.dataset.map(lambda x: (x,)))
+        for spec in keras.tree.flatten(self.decoded.element_spec):
+            if not isinstance(spec, tf.TensorSpec):
+                raise UserError(f"a data set of {type(spec).__name__} cannot be batched evenly: make its tensors dense")
+            if spec.shape.rank == 0:
+                raise UserError("the data set has scalar elements: batch it (dataset.batch(64))")
+
+    @property
+    def decoded(self) -> Any:
+        """The data set of whole batches to train on."""
+        return self.dataset.map(self.decode, tf.data.AUTOTUNE) if self.decode else self.dataset
+
+    @property
+    def batches(self) -> int | None:
+        """Batches per epoch, or None if the data set does not know."""
+        count = int(self.dataset.cardinality())
+        if count == 0:
+            raise UserError("the data set is empty: give it at least one batch")
+        if count == tf.data.INFINITE_CARDINALITY:
+            return 0
+        return count if count > 0 else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Records:
+    """Examples by number, read and decoded when they are needed, by the worker that trains on them.
+
+    Args:
+      size: examples.
+      read: (rows int64 [n]) -> structure of tensors [n, ...] as they are stored, such as paths and labels. Called
+        inside a `tf.data` pipeline.
+      decode: (one stored example, seed int32 [2]) -> (x,), (x, y) or (x, y, weight) of that example, with static
+        shapes. Many run side by side inside the pipeline. `seed` depends on the run's seed, the epoch and the row
+        alone, so an example is augmented alike by whichever worker has it.
+      mix: None, or (columns, partners, seeds int32 [n, 2]) -> columns, over the rows of a batch [n, ...]. The partner
+        of an example is the next one of the global batch, and of the last one the first.
+      name: what to call an example in a message, by its row.
+      labels: int [size], the class of each example, where that is known without reading them.
+    """
+
+    size: int
+    read: Callable[[Any], Any]
+    decode: Callable[[Any, Any], tuple]
+    mix: Callable[[tuple, tuple, Any], tuple] | None = None
+    name: Callable[[int], str] = "example {}".format
+    labels: np.ndarray | None = None
+
+    def __post_init__(self):
+        if self.size < 1:
+            raise UserError("the data set is empty: give it at least one example")
+
+
+Source = Arrays | Batches | Records
+
+
+def as_source(data: Any, y: Any = None, weight: Any = None) -> Source:
+    """What `fit`, `evaluate` and `predict` accept, as a source.
+
+    Args:
+      data: a source, a `tf.data.Dataset` of global batches, arrays or a
+        structure of arrays, or a tuple (x, y) or (x, y, weight) if `y` is None.
+      y: targets when `data` is arrays.
+      weight: sample weights when `data` is arrays.
+
+    Raises:
+      UserError: lengths that differ, no examples, or an unknown type.
+    """
+    if isinstance(data, (Arrays, Batches, Records, tf.data.Dataset)):
+        if y is not None or weight is not None:
+            raise UserError(f"targets and weights belong into the data set itself when it is a {type(data).__name__}")
+        return Batches(data) if isinstance(data, tf.data.Dataset) else data
+    columns = (
+        data if isinstance(data, tuple) and y is None and weight is None and 1 <= len(data) <= 3 else (data, y, weight)
+    )
+    while columns and columns[-1] is None:
+        columns = columns[:-1]
+    if not columns:
+        raise UserError("there is no data, but None: give NumPy arrays, a tf.data.Dataset of batches, or a source")
+    if len(columns) == 3 and columns[1] is None:
+        raise UserError("sample weights without targets have nothing to weigh: give y as well")
+    return Arrays(keras.tree.map_structure(_array, columns))
+
+
+def _array(value: Any) -> Any:
+    try:
+        array = value.numpy() if isinstance(value, tf.Tensor) else np.asarray(value)
+    except ValueError as error:
+        raise UserError(f"data must be rectangular arrays: {error}") from error
+    objects = array.dtype == object and not (array.size and isinstance(array.flat[0], (str, bytes)))
+    if objects or array.ndim == 0:
+        raise UserError(
+            f"cannot train on {type(value).__name__}{' of Python objects' * isinstance(value, np.ndarray) * objects}: "
+            "give NumPy arrays, a tf.data.Dataset of batches, or a source of tfdist"
+        )
+    return array
+
+
+def weigh_classes(source: Source, weights: Mapping[int, float]) -> Source:
+    """Multiplies each example's weight by that of its class, as Keras' `class_weight` does.
+
+    Args:
+      source: its targets are class numbers [n] or [n, 1], or one-hot rows.
+      weights: factor by class; classes that are missing keep 1.
+    """
+    classes = max(weights) + 1
+    factors = np.ones(classes + 1, keras.config.floatx())
+    for number, factor in weights.items():
+        factors[number] = factor
+
+    def add(x, y=None, weight=None):
+        if y is None or keras.tree.is_nested(y):
+            raise UserError("class_weight needs a model with a single output and targets for it: use sample weights")
+        y = tf.convert_to_tensor(y)
+        if y.shape.rank > 1 and y.shape[-1] != 1:
+            labels = tf.argmax(y, -1, tf.int32)
+        else:
+            labels = tf.cast(tf.reshape(y, [-1]), tf.int32)
+        factor = tf.gather(factors, tf.minimum(labels, classes))
+        return x, y, factor if weight is None else factor * tf.cast(weight, factor.dtype)
+
+    if isinstance(source, Batches):
+        return Batches(source.decoded.map(add))
+    if isinstance(source, Records):  # before examples are mixed, each with the weight of its own class
+        decode = source.decode
+
+        def weighed(stored: Any, seed: Any) -> tuple:
+            x, *rest = decode(stored, seed)
+            _, y, weight = add(x, *(tf.expand_dims(t, 0) for t in rest))
+            return x, y[0], weight[0]
+
+        return dataclasses.replace(source, decode=weighed)
+    x, y, weight = add(*source.columns)
+    return Arrays((x, y.numpy(), weight.numpy()))
+
+
+def one_hot(source: Source, classes: int) -> Source:
+    """Class numbers [n] as rows [n, classes] of 0 and 1: uint8, or float32 where examples are mixed."""
+    mixes = isinstance(source, Records) and source.mix is not None
+    dtype = tf.float32 if mixes else tf.uint8
+
+    def rows(x, y, *weight):
+        return (x, tf.one_hot(y, classes, on_value=1, off_value=0, dtype=dtype), *weight)
+
+    if isinstance(source, Batches):
+        return dataclasses.replace(source, dataset=source.dataset.map(rows))
+    if isinstance(source, Records):  # before examples are mixed, and so one by one
+        decode = source.decode
+        return dataclasses.replace(source, decode=lambda stored, seed: rows(*decode(stored, seed)))
+    return Arrays(tuple(c.numpy() if isinstance(c, tf.Tensor) else c for c in rows(*source.columns)))
+
+
+def order(seed: int, epoch: int, size: int) -> np.ndarray:
+    """The order of one epoch: a permutation of `size` by a counter-based generator (Philox)."""
+    key = np.array([seed, epoch], np.uint64)
+    return np.random.Generator(np.random.Philox(key=key)).permutation(size).astype(np.int32)
+
+
+def first_batch(source: Batches) -> tuple:
+    """The first global batch. A data set that shuffles anew each time it is read is one order further then."""
+    for batch in source.decoded.take(1):
+        return batch
+    raise UserError("the data set is empty: give it at least one batch")
+
+
+def check_labels(y: Any, classes: int, what: str) -> None:
+    """Raises UserError when an integer target is not in [0, classes).
+
+    A GPU would train on NaN instead of failing.
+    """
+    y = np.asarray(y)
+    wrong = np.flatnonzero((y.reshape(-1) < 0) | (y.reshape(-1) >= classes))
+    if wrong.size:
+        value = y.reshape(-1)[wrong[0]]
+        example = wrong[0] // max(1, y[0].size)
+        raise UserError(
+            f"label {value} of example {example} is out of range for {what} with {classes} classes "
+            f"(0 to {classes - 1}); {wrong.size} such label{'s' * (wrong.size > 1)}: "
+            "correct the labels or the model's last layer"
+        )
+
+
+def facts(source: Source) -> dict[str, Any]:
+    """What the data of all workers must have in common, as JSON; not floats, which machines may round differently."""
+    if isinstance(source, Batches):
+        return {"kind": "batches", "batches": source.batches, "elements": str(source.dataset.element_spec)}
+    # By number or in memory is the same data; that depends on how much memory there is.
+    found: dict[str, Any] = {"kind": "examples", "examples": source.size}
+    if isinstance(source, Records):
+        return found if source.labels is None else found | {"checksum of labels": _checksum(source.labels)}
+    elements = keras.tree.map_structure(lambda a: f"{a.shape[1:]} {a.dtype}", source.columns)
+    targets = [y for y in keras.tree.flatten(targets_of(source)) if isinstance(y, np.ndarray) and y.dtype.kind in "iub"]
+    return found | {"elements": str(elements), "checksum of targets": _checksum(*targets)}
+
+
+def _checksum(*columns: np.ndarray) -> int:
+    found = 0
+    for column in columns:
+        some = column[:: max(1, len(column) // _LOOKED_AT)]
+        found = zlib.crc32(some.astype("<i8").tobytes(), found)
+    return found
+
+
+def check_same(facts: dict[str, Any], peers: Peers, label: str) -> None:
+    """Raises UserError on all workers when one has other data: its calls would not match, or examples be left out."""
+    if peers.size == 1:
+        return
+    first, *others = peers.gather(label, facts)
+    for rank, theirs in enumerate(others, 1):
+        for name in first:  # in its order, so that all say the same
+            if name in theirs and first[name] != theirs[name]:
+                there, here = (str(v)[:100] for v in (theirs[name], first[name]))
+                raise UserError(
+                    f"worker {rank} ({peers.hosts[rank]}) has other data than worker 0 ({name}: {there} and not "
+                    f"{here}): give all workers the same, the whole of it, since each takes its own rows"
+                )
+
+
+def targets_of(source: Source) -> Any:
+    """Targets in memory, or None where there are none."""
+    return unpack(source.columns)[1] if isinstance(source, Arrays) else None

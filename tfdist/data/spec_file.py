@@ -1,0 +1,83 @@
+"""`data.json` of a run folder: what the model was built for, so that it can be built again without the data."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import pathlib
+import types
+import typing
+from typing import Any
+
+from tfdist.checkpoints.run_folder import RunFolder
+from tfdist.data.datasets.registry import Spec
+from tfdist.errors import UserError
+
+NAME = "data.json"
+FORMAT = 1
+
+
+def write(folder: RunFolder, spec: Spec) -> None:
+    """Writes the description, durably.
+
+    Raises:
+      TrainingError: the disk is full, say.
+    """
+    content = {"format": FORMAT, "spec": plain(spec)}
+    # Not through `folder.write`, which has no NaN: a statistic must come back as it is.
+    folder.write_text(NAME, json.dumps(content, indent=2) + "\n")
+
+
+def read(path: pathlib.Path) -> Spec | None:
+    """What `write` has written into a run folder; None where there is none, as in folders of earlier versions.
+
+    Raises:
+      UserError: the file is there and cannot be used.
+    """
+    file = path / NAME
+    try:
+        content = json.loads(file.read_bytes())
+        if content["format"] != FORMAT:
+            raise ValueError(f"it has format {content['format']}, and this tfdist reads {FORMAT}")
+        return made(content["spec"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{file} cannot be used ({type(error).__name__}: {error}): copy it back, or delete it"
+        ) from None
+
+
+def plain(spec: Spec) -> Any:
+    """A description as JSON can hold it."""
+    return _plain(dataclasses.asdict(spec))
+
+
+def made(content: Any) -> Spec:
+    """What `plain` was given."""
+    return _made(Spec, content)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return {"base64": base64.b64encode(value).decode()} if isinstance(value, bytes) else value
+
+
+def _made(kind: Any, value: Any) -> Any:
+    """A value of a type from what JSON kept of it: tuples and dataclasses again."""
+    if isinstance(value, dict) and value.keys() == {"base64"}:
+        return base64.b64decode(value["base64"])
+    if dataclasses.is_dataclass(kind):
+        types_of = typing.get_type_hints(kind)
+        return kind(**{name: _made(types_of[name], inner) for name, inner in value.items()})  # type: ignore[operator]
+    arguments = typing.get_args(kind)
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return None if value is None else _made(next(a for a in arguments if a is not type(None)), value)
+    if typing.get_origin(kind) is tuple:
+        inner = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else arguments
+        return tuple(_made(k, v) for k, v in zip(inner, value, strict=True))
+    return value

@@ -1,0 +1,69 @@
+"""Splits as people write them, in the syntax of TFDS: `train`, `train[:90%]`, `train[100:]`, `train[:-50]+test`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import numpy as np
+
+from tfdist.config import field_syntax
+from tfdist.errors import UserError
+
+_BOUND = r"(-?\d+(?:\.\d+)?%|-?\d+)?"
+_PART = re.compile(rf"^\s*([^\[\]+\s]+)\s*(?:\[\s*{_BOUND}\s*:\s*{_BOUND}\s*\])?\s*$")
+
+
+def select(text: str, sizes: Mapping[str, int], field: str, what: str) -> list[tuple[str, np.ndarray]]:
+    """The examples that a split consists of.
+
+    Args:
+      text: a split, a slice of one, or several of them joined by `+`.
+      sizes: examples of each split that there is.
+      field: of the experiment, for messages.
+      what: is split, for messages.
+
+    Returns:
+      Of each part, the name of its split and the numbers of its examples there, int64 and ascending. Percents are
+      rounded to the closest example, as in TFDS, so that `[:90%]` and `[90%:]` share none and leave none out.
+
+    Raises:
+      UserError: naming `field`, when it is not understood, there is no such split, or it selects nothing.
+    """
+    parts = []
+    for part in text.split("+"):
+        found = _PART.match(part)
+        if not found:
+            raise UserError(
+                f"{field}={text!r} is not understood: write train, train[:90%], train[100:], train[:-50] or train+test"
+            )
+        name, first, last = found.groups()
+        if name not in sizes:
+            slices = f", and slices such as {min(sizes)}[:90%]" if sizes else ""
+            raise UserError(
+                f"{field}={text!r}: {what} has no split {name!r}{field_syntax.suggest(name, _names(sizes))}{slices}"
+            )
+        size = sizes[name]
+        begin = 0 if first is None else _bound(first, size, text, field, what)
+        end = size if last is None else _bound(last, size, text, field, what)
+        if begin >= end:
+            raise UserError(f"{field}={text!r} selects none of the {size:,} examples of {what}: choose other bounds")
+        parts.append((name, np.arange(begin, end)))
+    return parts
+
+
+def _bound(text: str, size: int, whole: str, field: str, what: str) -> int:
+    share = text.endswith("%")
+    number = float(text[:-1]) * size / 100 if share else int(text)
+    # Half up, not to even: what two slices share as a bound must be one number.
+    found = int(np.floor(number + 0.5))
+    if text.startswith("-"):
+        found += size
+    if not 0 <= found <= size:
+        there = "100 %" if share else f"{size:,} examples"
+        raise UserError(f"{field}={whole!r} goes beyond the {there} of {what}: choose other bounds")
+    return found
+
+
+def _names(sizes: Mapping[str, int]) -> tuple[str, ...]:
+    return tuple(sorted(sizes))

@@ -1,0 +1,73 @@
+"""What the rest of tfdist knows about a strategy: the few operations in which the strategies differ."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from tfdist.distributed.peers import Peers
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Distribution:
+    """A strategy that has been started.
+
+    `run`, `local`, `average`, `broadcast` and `totals` are called in
+    cross-replica context, `all_sum` and `replica_id` inside the function given
+    to `run`. On one replica every one of them is the identity, so callers never
+    ask whether they are distributed.
+    """
+
+    name: str
+    """Name as in `--strategy`: `default`, `mirrored`, `multi_worker` or `horovod`."""
+    reason: str
+    """Why this strategy, in words for a person."""
+    strategy: Any
+    """The `tf.distribute.Strategy` under whose scope variables are created."""
+    replicas: int
+    """Copies of the model over all workers."""
+    devices: tuple[str, ...]
+    """TensorFlow names of this worker's devices, one per replica, e.g. `CPU:1`."""
+    jit: str
+    """Whether XLA compiles forward and backward pass: `on`, `off`, or `auto` for where the model allows it."""
+    run: Callable[..., Any]
+    """`run(fn, args)`: calls `fn(*args)` once per local replica, returns per-replica values."""
+    local: Callable[[Any], tuple]
+    """This worker's values of a per-replica value, in order of replicas."""
+    replica_id: Callable[[], Any]
+    """Index of the current replica among all, an int or an int32 scalar."""
+    all_sum: Callable[[list], list]
+    """Sums each dense tensor of a list over all replicas."""
+    average: Callable[[list], None]
+    """Sets each floating-point variable to its mean over all replicas."""
+    broadcast: Callable[[list], None] = lambda variables: None
+    """Gives each variable the chief's value, where creating it under `scope` did not."""
+    totals: Callable[[list], contextlib.AbstractContextManager] = lambda variables: contextlib.nullcontext()
+    """Context in which metric variables read as their sums over all replicas."""
+    peers: Peers = dataclasses.field(default_factory=Peers)
+    """The workers, in touch with each other."""
+
+    @property
+    def workers(self) -> int:
+        """Processes."""
+        return self.peers.size
+
+    @property
+    def rank(self) -> int:
+        """This process among the workers, 0 for the chief."""
+        return self.peers.rank
+
+    @property
+    def is_chief(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def first(self) -> int:
+        """Index of this worker's first replica among all."""
+        return self.rank * len(self.devices)
+
+    def scope(self) -> contextlib.AbstractContextManager:
+        """Context in which model, optimizer and metrics must be created."""
+        return self.strategy.scope()

@@ -1,0 +1,54 @@
+"""Reading environment variables that describe a job, each complaint a line that names the variable. No TensorFlow."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from tfdist.distributed.addresses import checked_host, checked_port, join
+from tfdist.errors import UserError
+
+
+def filled(environ: Mapping[str, str]) -> dict[str, str]:
+    """Without empty variables, which scripts leave where they mean to unset one, and each value on one line."""
+    return {name: " ".join(value.split()) for name, value in environ.items() if value.strip()}
+
+
+def need(environ: Mapping[str, str], *names: str, beside: str) -> None:
+    missing = [name for name in names if name not in environ]
+    if missing:
+        raise UserError(
+            f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} not set beside "
+            f"{beside}={environ[beside]}: set {'them' if len(missing) > 1 else 'it'}, or unset {beside}"
+        )
+
+
+def number(environ: Mapping[str, str], name: str, least: int = 0) -> int:
+    text = environ[name]
+    if not re.fullmatch(r"\d{1,18}", text, re.ASCII) or int(text) < least:
+        raise UserError(f"{name}={text} is not a whole number of at least {least}: correct it")
+    return int(text)
+
+
+def pair(environ: Mapping[str, str], index: str, count: str) -> tuple[int, int]:
+    """An index and the count that it must stay below."""
+    need(environ, *{index, count} - environ.keys(), beside=count if count in environ else index)
+    i, n = number(environ, index), number(environ, count, least=1)
+    if i >= n:
+        raise UserError(f"{index}={i} is outside {count}={n}: it counts from 0 to {n - 1}")
+    return i, n
+
+
+def master(environ: Mapping[str, str], host: str = "", port: int = 0) -> str:
+    """Where the workers meet: as MASTER_ADDR and MASTER_PORT say, else at `host` and `port` as far as given."""
+    said_host, said_port = host_and_port(environ, "MASTER_ADDR", "MASTER_PORT")
+    host, port = said_host or host, said_port or port
+    return join(host, port) if host and port else ""
+
+
+def host_and_port(environ: Mapping[str, str], host: str, port: str) -> tuple[str, int]:
+    """The two variables' values; an empty string and 0 for what is not set."""
+    return (
+        checked_host(environ[host], host) if host in environ else "",
+        checked_port(environ[port], port) if port in environ else 0,
+    )

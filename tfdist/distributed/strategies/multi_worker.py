@@ -1,0 +1,187 @@
+"""`tf.distribute.MultiWorkerMirroredStrategy`: replicas on the devices of several processes.
+
+Keras' `fit` crashes under it (keras issue 20585); the step of tfdist does not
+use what crashes. The strategy itself is started only when all workers have met.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import Any
+
+from tfdist.distributed.distribution import Distribution
+from tfdist.distributed.peers import Peers
+from tfdist.errors import UserError
+
+HEARTBEAT_S = 10
+"""TensorFlow's own heartbeats; `Peers` is faster and can say who."""
+REGISTER_S = 25
+"""Time for all workers to start TensorFlow's server. They do so in the same moment, and yet one was seen not to be
+there after 15 s."""
+
+
+def create(
+    names: tuple[str, ...], reason: str, peers: Peers, jit: str, communication: str, bucket_bytes: int | None
+) -> Distribution:
+    """Starts the strategy; must come before any TensorFlow operation.
+
+    Args:
+      names: this worker's devices; each worker has as many.
+      peers: the workers, which have met.
+      communication: `auto`, `ring` (gRPC) or `nccl`.
+      bucket_bytes: see `traffic.bucketed`; None for its default.
+
+    Raises:
+      UserError: TensorFlow had started before, or cannot start its server.
+    """
+    import tensorflow as tf
+
+    from tfdist.distributed import collectives
+
+    kind = names[0].partition(":")[0]
+    if communication == "auto":
+        communication = "nccl" if kind == "GPU" else "ring"
+    implementation = getattr(tf.distribute.experimental.CommunicationImplementation, communication.upper())
+    options = tf.distribute.experimental.CommunicationOptions(implementation=implementation)
+    strategy = _start(names, peers, options)
+    bucket = collectives.BUCKET_BYTES if bucket_bytes is None else bucket_bytes
+    replicas = len(names) * peers.size
+
+    def context() -> Any:
+        return tf.distribute.get_replica_context()
+
+    if communication == "ring" and len(names) == 1:
+        reduce = _Ring(replicas).reduce
+    else:
+        # TensorFlow's own layer keeps an order per device. Without it NCCL deadlocks, and so do several CPUs of one
+        # process, whose collectives a tf.function would run one after the other.
+        reduce = lambda tensors: context().all_reduce(tf.distribute.ReduceOp.SUM, tensors, options)
+
+    def all_sum(tensors: list) -> list:
+        return collectives.bucketed(tensors, reduce, bucket)
+
+    averages: dict[tuple, Any] = {}
+
+    def average(variables: list) -> None:
+        def mean() -> None:
+            for variable, total in zip(variables, all_sum([tf.convert_to_tensor(v.value) for v in variables])):
+                variable.assign(total / replicas)
+
+        if variables:
+            key = tuple(id(v) for v in variables)
+            if key not in averages:
+                averages[key] = tf.function(lambda: strategy.run(mean), autograph=False)
+            averages[key]()
+
+    return Distribution(
+        name="multi_worker",
+        reason=reason,
+        strategy=strategy,
+        replicas=replicas,
+        devices=names,
+        jit=jit,
+        run=lambda fn, args: strategy.run(fn, args=args),
+        local=strategy.experimental_local_results,
+        replica_id=lambda: context().replica_id_in_sync_group,
+        all_sum=all_sum,
+        average=average,
+        peers=peers,
+    )
+
+
+class _Ring:
+    """All-reduces over TensorFlow's ring on gRPC for one replica per worker, without the layers above it."""
+
+    GROUP_KEY = 1 << 20
+    """Beyond those that TensorFlow counts up from 1."""
+
+    def __init__(self, replicas: int):
+        self._replicas = replicas
+        # Keys pair up the same collective of all workers, which trace the same functions in the same order.
+        self._used = 0
+
+    def reduce(self, tensors: list) -> list:
+        import tensorflow as tf
+
+        if self._replicas == 1:
+            return tensors
+        sums = []
+        for tensor in tensors:
+            self._used += 1
+            sums.append(
+                tf.raw_ops.CollectiveReduceV2(
+                    input=tensor,
+                    group_size=self._replicas,
+                    group_key=self.GROUP_KEY,
+                    instance_key=self._used,
+                    ordering_token=[],
+                    merge_op="Add",
+                    final_op="Id",
+                    communication_hint="ring",
+                )
+            )
+        return sums
+
+
+def _start(names: tuple[str, ...], peers: Peers, options: Any) -> Any:
+    import tensorflow as tf
+    from tensorflow.python.distribute import collective_all_reduce_strategy as home
+    from tensorflow.python.distribute import multi_worker_util
+    from tensorflow.python.eager import context
+
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
+    if peers.size > 1:
+        spec = tf.train.ClusterSpec({"worker": list(peers.addresses)})
+        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+            spec, task_type="worker", task_id=peers.rank, rpc_layer="grpc"
+        )
+        # The strategy takes what is there already; its own setting waits an hour for a worker that dies in this moment.
+        context.context().configure_coordination_service(
+            service_type="standalone",
+            service_leader=multi_worker_util.coordination_leader(spec.as_cluster_def()),
+            cluster_register_timeout_in_ms=1000 * REGISTER_S,
+            heartbeat_timeout_in_ms=1000 * HEARTBEAT_S,
+            coordinated_jobs=[home.coordination_config_pb2.CoordinatedJob(name="worker", num_tasks=peers.size)],
+        )
+        service = context.context().coordination_service
+        if "cluster_register_with_barrier" in service.DESCRIPTOR.fields_by_name:  # TensorFlow 2.18 has none
+            # Without this the time limit is not for the last worker to register: that one waits an hour all the same.
+            service.cluster_register_with_barrier = True
+        # The wait holds Python's lock: nothing ends it earlier. So it begins when all are there, TensorFlow imported.
+        peers.gather("the start of TensorFlow's servers")
+    extended = home.CollectiveAllReduceExtended
+    theirs = extended._initialize_local_devices
+    if names[0].startswith("CPU"):
+        # It takes one CPU per worker even where there are more.
+        extended._initialize_local_devices = lambda self, resolver, worker_device: (
+            tuple(f"{worker_device}/device:{name}" for name in names),
+            "CPU",
+        )
+    try:
+        peers.release_ports()
+        strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver, options)
+        _give_back_sigterm()
+        return strategy
+    except (tf.errors.OpError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "program startup" in str(error):
+            raise UserError(
+                "--strategy=multi_worker must be started before TensorFlow has done anything else in this process: "
+                "call tfdist.connect() first"
+            ) from None
+        if peers.verdict():
+            raise peers.error() from error
+        line = " ".join(str(error).split())[:200]
+        at = peers.addresses[peers.rank] if peers.addresses else "this machine"
+        raise UserError(
+            f"TensorFlow cannot start its server at {at} ({line}): free that port, and look at the other workers"
+        ) from error
+    finally:
+        extended._initialize_local_devices = theirs
+
+
+def _give_back_sigterm() -> None:
+    """TensorFlow's server swallows SIGTERM: sets what Python believes to be set."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)

@@ -1,0 +1,119 @@
+"""Which strategy, and why, from what the process can see. No TensorFlow."""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import importlib.util
+from collections.abc import Mapping
+
+from tfdist.config.runtime_options import Environment
+from tfdist.distributed.cluster import Cluster
+from tfdist.distributed.gpus import Selection
+from tfdist.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """A strategy by name, and the reason in words for a person."""
+
+    name: str
+    reason: str
+    replicas: int
+    """Replicas in this process, as far as known without TensorFlow."""
+
+
+def choose(environment: Environment, selection: Selection, cluster: Cluster, environ: Mapping[str, str]) -> Choice:
+    """Applies the rules of `--strategy=auto`, or checks an explicit choice.
+
+    Args:
+      selection: the GPUs that this process may use.
+      cluster: the workers.
+
+    Raises:
+      UserError: the strategy cannot run here; the message says what it needs.
+    """
+    virtual = environment.virtual_devices
+    devices = virtual or max(1, len(selection.gpus))
+    what = f"{virtual} virtual CPU devices" if virtual else f"{len(selection.gpus)} GPUs" if selection.gpus else "1 CPU"
+    name, reason = environment.strategy, "asked for by --strategy"
+    if name == "auto":
+        name, reason = _automatic(devices, what, environment, cluster, environ)
+    if name == "tpu":
+        raise UserError(
+            f"--strategy=tpu ({reason}) needs a TPU and a TensorFlow built for it, and is not part of this version "
+            "yet: use --strategy=default or --strategy=mirrored"
+        )
+    if name in ("default", "mirrored") and cluster.size > 1:
+        raise UserError(
+            f"--strategy={name} trains in one process and there are {cluster.size} workers ({cluster.source}): "
+            "use --strategy=multi_worker, or start one process"
+        )
+    if name == "multi_worker" and cluster.source == "horovodrun":
+        raise UserError(
+            "--strategy=multi_worker under horovodrun has no addresses: use --strategy=horovod, "
+            "or python -m tfdist.launch"
+        )
+    if name == "horovod" and devices > 1:
+        raise UserError(
+            f"--strategy=horovod uses one device per process, this one has {what}: start as many processes, "
+            "or pick one with --devices"
+        )
+    if name == "mirrored" and devices < 2 and not selection.opaque:
+        raise UserError(
+            f"--strategy=mirrored needs at least 2 devices, found 1 ({'1 GPU' if selection.gpus else 'the CPU'}): "
+            "use --virtual_devices=2 to split the CPU, or --strategy=default"
+        )
+    return Choice(name, reason, devices if name in ("mirrored", "multi_worker") else 1)
+
+
+def _automatic(
+    devices: int, what: str, environment: Environment, cluster: Cluster, environ: Mapping[str, str]
+) -> tuple[str, str]:
+    if cluster.source == "horovodrun":
+        return "horovod", "started by horovodrun (HOROVOD_RANK is set)"
+    if cluster.size > 1:
+        return "multi_worker", f"there are {cluster.size} workers ({cluster.source})"
+    if environment.virtual_devices:  # somebody asks for this machine's CPU, whatever else there is
+        return ("mirrored" if devices > 1 else "default"), f"{what} here"
+    hint = tpu_hint(environ)
+    if hint:
+        return "tpu", f"{hint} says that there is a TPU"
+    if devices > 1:
+        return "mirrored", f"{what} here"
+    return "default", f"{what} here"
+
+
+def tpu_hint(environ: Mapping[str, str]) -> str:
+    """What suggests a TPU, or an empty string; a wrong guess is costly, so the signs are strict."""
+    for name in ("TPU_NAME", "TPU_CONFIG", "KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS"):
+        if environ.get(name):
+            return name
+    if glob.glob("/dev/accel*"):
+        return "/dev/accel*"
+    if glob.glob("/dev/vfio/[0-9]*") and any(k.startswith("TPU_") or k == "COLAB_TPU_ADDR" for k in environ):
+        return "/dev/vfio with TPU variables"
+    return "the installed libtpu" if importlib.util.find_spec("libtpu") else ""
+
+
+def check_visible(selection: Selection, seen: int, environment: Environment, said: str) -> None:
+    """Refuses to train on the CPU in silence when the driver has GPUs that TensorFlow does not see.
+
+    Args:
+      seen: how many GPUs TensorFlow lists.
+      said: what TensorFlow printed while it looked for them.
+
+    Raises:
+      UserError: TensorFlow sees fewer than were selected.
+    """
+    wanted = len(selection.gpus)
+    if seen >= wanted:
+        return
+    signs = ("dlopen", "cuInit", "libcud", "cuda drivers", "driver version")
+    reasons = [line.partition("] ")[2] or line for line in said.splitlines() if any(s in line for s in signs)]
+    raise UserError(
+        f"the driver lists {wanted} usable GPU{'s' * (wanted > 1)} ({selection.gpus[0].name}) "
+        f"and TensorFlow sees {seen}{f' ({reasons[-1].strip()})' if reasons else ''}: "
+        "install TensorFlow with CUDA (pip install 'tfdist[cuda]'), "
+        "or train on the CPU with --strategy=default --devices=none"
+    )

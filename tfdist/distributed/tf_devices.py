@@ -1,0 +1,121 @@
+"""The first module to touch TensorFlow: threads, logical devices, memory growth."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import IO
+
+from tfdist.config.runtime_options import Environment
+from tfdist.distributed import gpus, strategy_choice
+from tfdist.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Devices:
+    """The devices that replicas may use, by TensorFlow name (`GPU:0`, `CPU:1`), and where they come from."""
+
+    names: tuple[str, ...]
+    survey: gpus.Survey
+    selection: gpus.Selection
+
+    @property
+    def kind(self) -> str:
+        return self.names[0].partition(":")[0]
+
+
+def prepare(environment: Environment, survey: gpus.Survey, selection: gpus.Selection, local_size: int = 1) -> Devices:
+    """Configures TensorFlow for this process.
+
+    Args:
+      local_size: workers on this host, which share its cores.
+
+    Raises:
+      UserError: GPUs that TensorFlow does not see, or a process that has
+        already started TensorFlow with other settings.
+    """
+    if not (environment.virtual_devices and not survey.gpus):
+        gpus.apply(selection)
+    tf, seen, said = start()
+    strategy_choice.check_visible(selection, len(seen), environment, said)
+    virtual = environment.virtual_devices
+    threads = environment.threads
+    if threads is None and local_size > 1:
+        threads = max(1, len(os.sched_getaffinity(0)) // local_size)
+    if threads is not None:
+        # Operations of all logical CPUs share one inter-op pool: with one thread they would take turns.
+        _threads(tf, threads, threads * (virtual or 1))
+    if seen and not virtual and environment.devices != "none":
+        for device in seen:
+            _configure(
+                lambda device=device: tf.config.experimental.set_memory_growth(device, True), "GPU memory growth"
+            )
+        return Devices(tuple(f"GPU:{i}" for i in range(len(seen))), survey, selection)
+    if virtual and virtual > 1:
+        _split_cpu(tf, virtual)
+    return Devices(tuple(f"CPU:{i}" for i in range(virtual or 1)), survey, selection)
+
+
+def start() -> tuple:
+    """Imports TensorFlow and lists its GPUs.
+
+    Returns:
+      (tensorflow, physical GPUs, what it printed, for the message about GPUs that it does not see).
+    """
+    with stderr_kept() as kept:
+        import tensorflow as tf
+
+        seen = tf.config.list_physical_devices("GPU")
+        kept.seek(0)
+        return tf, seen, kept.read().decode(errors="replace")
+
+
+@contextlib.contextmanager
+def stderr_kept() -> Iterator[IO[bytes]]:
+    """Keeps back what is printed to standard error, in the file that it gives.
+
+    TensorFlow's C++ side prints a dozen lines when it is imported, whatever the
+    log level, of which none matters to somebody who trains on a CPU.
+    """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as kept:
+        before = os.dup(2)
+        os.dup2(kept.fileno(), 2)
+        try:
+            yield kept
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+
+
+def _threads(tf, intra: int, inter: int) -> None:
+    config = tf.config.threading
+    if (config.get_intra_op_parallelism_threads(), config.get_inter_op_parallelism_threads()) == (intra, inter):
+        return
+    _configure(lambda: config.set_intra_op_parallelism_threads(intra), f"--threads={intra}")
+    _configure(lambda: config.set_inter_op_parallelism_threads(inter), f"--threads={intra}")
+
+
+def _split_cpu(tf, count: int) -> None:
+    """Makes at least `count` logical CPUs; TensorFlow allows it once, before its first op."""
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    have = tf.config.get_logical_device_configuration(cpu) or [None]
+    if len(have) >= count:
+        return
+    split = [tf.config.LogicalDeviceConfiguration() for _ in range(count)]
+    _configure(lambda: tf.config.set_logical_device_configuration(cpu, split), f"--virtual_devices={count}")
+
+
+def _configure(action, what: str) -> None:
+    try:
+        action()
+    except RuntimeError:
+        raise UserError(
+            f"{what} comes too late, TensorFlow has already started in this process: "
+            "call tfdist.connect() before anything else, or start a new process"
+        ) from None

@@ -1,0 +1,1 @@
+"""The command `python -m tfdist.doctor`: one module per thing that can be wrong. None of it imports TensorFlow."""

@@ -1,0 +1,80 @@
+"""The checkpoints of a run folder, every byte of them read. No TensorFlow."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import time
+
+from tfdist.checkpoints import files
+from tfdist.doctor.check import Check, fail, ok
+from tfdist.doctor.disk import size
+from tfdist.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Finding:
+    """One checkpoint."""
+
+    path: str
+    update: int
+    epochs: int | None
+    """Epochs that were complete."""
+    begun: int | None
+    """Updates of the next one."""
+    bytes: int | None
+    written: str
+    problem: str
+    """Why it cannot be used, or nothing."""
+    next: bool
+    """Whether a resume would use this one."""
+
+
+def examine(folder: pathlib.Path) -> list[Finding]:
+    """Verifies all checkpoints of a folder, the newest first.
+
+    Raises:
+      UserError: the folder is there and cannot be read.
+    """
+    findings: list[Finding] = []
+    try:
+        paths = files.found(folder)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be read ({error.strerror}): correct its permissions") from None
+    for path in paths:
+        size, epochs, begun, problem = None, None, None, ""
+        try:
+            size = files.verify(path)
+            position = files.read_state(path)["position"]
+            epochs, begun = position["epoch"], position["begun"]
+        except files.DamagedError as error:
+            problem = str(error)
+        try:
+            written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime))
+        except OSError:  # a run that goes on has just deleted it as one too many
+            continue
+        first = not problem and not any(f.next for f in findings)
+        findings.append(Finding(str(path), files.update_of(path), epochs, begun, size, written, problem, first))
+    return findings
+
+
+def checks(folder: pathlib.Path, findings: list[Finding]) -> list[Check]:
+    """A line for each."""
+    valid = sum(not f.problem for f in findings)
+    fix = "a resume leaves it out" if valid else "none is left: copy one back, or start over with --resume=never"
+    return [_check(f, fix) for f in findings] or [ok("checkpoints", f"there are none in {folder}")]
+
+
+def _check(f: Finding, fix: str) -> Check:
+    if f.problem:
+        return fail("checkpoint", f"{f.path}: {f.problem} ({f.written})", fix)
+    done = f"after {f.epochs} epochs{f' and {f.begun} updates' if f.begun else ''}, {size(f.bytes or 0)}, {f.written}"
+    return ok("checkpoint", f"{f.path}: {done}{' <- a resume goes on from here' if f.next else ''}")
+
+
+def newest_size(folder: pathlib.Path) -> int:
+    """Bytes of the newest checkpoint, valid or not; 0 without one."""
+    try:
+        return next((sum(f.stat().st_size for f in p.iterdir()) for p in files.found(folder)), 0)
+    except OSError:  # `examine` says so
+        return 0

@@ -1,0 +1,132 @@
+"""Whether the data set is prepared, and whole, from the files that TFDS leaves. Neither TFDS nor TensorFlow."""
+
+from __future__ import annotations
+
+import glob
+import importlib.machinery
+import json
+import os
+import pathlib
+import re
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from tfdist import config
+from tfdist.config import field_syntax
+from tfdist.doctor import disk
+from tfdist.doctor.check import Check, fail, ok, warn
+
+NAME = "data set"
+_VERSION = re.compile(r"\d+\.\d+\.\d+$")
+
+
+def check(data: config.Data, environ: Mapping[str, str]) -> list[Check]:
+    """Looks for the data set of an experiment.
+
+    Args:
+      environ: may say in TFDS_DATA_DIR where TFDS keeps its data.
+    """
+    if data.name in ("synthetic", "stdlib_text"):
+        return [ok(NAME, f"{data.name} is made by each run, nothing has to be prepared")]
+    files = field_syntax.files(data.name)
+    if files:
+        return _files(*files)
+    if field_syntax.is_reference(data.name):
+        return _function(data.name)
+    base = data.data_dir or environ.get("TFDS_DATA_DIR") or os.path.join("~", "tensorflow_datasets")
+    name, _, version = data.name.partition(":")
+    folder = pathlib.Path(os.path.expanduser(base), name)
+    found = _newest(folder, version)
+    if found is None:
+        return _unprepared(data.name, folder)
+    return _whole(data, found)
+
+
+def _files(kind: str, pattern: str) -> list[Check]:
+    """Only that they are there: a run looks into them."""
+    path = os.path.expanduser(pattern)
+    if kind == "image_folder":
+        if not os.path.isdir(path):
+            return [fail(NAME, f"there is no folder {path}", "give data.name the path of a folder of images")]
+        return [ok(NAME, f"images in {path}, which only a run looks at")]
+    found = glob.glob(path, recursive=True)
+    if not found:
+        return [fail(NAME, f"there is no file {path}", "correct the path in data.name")]
+    return [ok(NAME, f"{len(found):,} {kind} file{'s' * (len(found) > 1)}: {path}")]
+
+
+def _function(reference: str) -> list[Check]:
+    """Not called, and not even imported: it may do anything."""
+    package = reference.partition(":")[0].partition(".")[0]
+    if package in sys.modules or importlib.machinery.PathFinder.find_spec(package, [os.getcwd(), *sys.path]):
+        return [ok(NAME, f"made by {reference}, which only a run calls")]
+    fix = "correct data.name, go to the folder of that file, or add it to PYTHONPATH"
+    return [fail(NAME, f"data.name={reference!r} names a package {package!r} that Python does not find", fix)]
+
+
+def _newest(folder: pathlib.Path, version: str) -> pathlib.Path | None:
+    """The prepared version that TFDS would take; it renames a folder to its version when all is written."""
+    try:
+        # The configuration of a data set that has several is a folder between name and version.
+        candidates = [p for pattern in ("*", "*/*") for p in folder.glob(pattern) if _VERSION.match(p.name)]
+    except OSError:
+        return None
+    there = [p for p in candidates if p.is_dir() and (not version or p.name == version)]
+    return max(there, key=lambda p: [int(n) for n in p.name.split(".")], default=None)
+
+
+def _unprepared(name: str, folder: pathlib.Path) -> list[Check]:
+    above = disk.nearest(folder)
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        what = f"{name} is not prepared, and {above} cannot be written"
+        return [fail(NAME, what, "set data.data_dir or TFDS_DATA_DIR to a folder of yours")]
+    if name == "digits":
+        return [ok(NAME, f"digits is not prepared yet: the first run does so in {folder}, in a second")]
+    what = f"{name} is not prepared in {folder}: the first run downloads it, if TFDS knows it"
+    return [warn(NAME, what, "train once where there is a network, or set data.data_dir to where it is")]
+
+
+def _whole(data: config.Data, folder: pathlib.Path) -> list[Check]:
+    """Compares the files with what TFDS has written down about them."""
+    anew = f"delete {folder}: the next run prepares it anew"
+    try:
+        info = json.loads((folder / "dataset_info.json").read_bytes())
+        splits = {split["name"]: split for split in info["splits"]}
+        counts = {name: sum(map(int, split.get("shardLengths", ()))) for name, split in splits.items()}
+        problems = [p for split in splits.values() for p in _missing(folder, info, split)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return [fail(NAME, f"{folder} has no readable dataset_info.json ({type(error).__name__})", anew)]
+    if problems:
+        return [fail(NAME, f"{data.name} in {folder} is damaged: {problems[0]}", anew)]
+    for field, wanted in (("data.train_split", data.train_split), ("data.eval_split", data.eval_split)):
+        for part in re.findall(r"(?:^|\+)\s*([\w-]+)", wanted):
+            if part not in splits and part != "all":
+                what = f"{field}={wanted!r} is not in {data.name}, which has {', '.join(splits)}"
+                return [fail(NAME, what, f"choose one of them for {field}")]
+    total = sum(p.stat().st_size for p in folder.iterdir() if p.is_file())
+    parts = ", ".join(f"{name} {count:,}" for name, count in counts.items())
+    return [ok(NAME, f"{data.name} is prepared in {folder}: {parts} examples, {disk.size(total)}")]
+
+
+def _missing(folder: pathlib.Path, info: dict[str, Any], split: dict[str, Any]) -> list[str]:
+    """What is wrong with the files of a split, if anything."""
+    kind, lengths = info.get("fileFormat", "tfrecord"), [int(n) for n in split.get("shardLengths", ())]
+    template = split.get("filepathTemplate") or "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"
+    total = 0
+    for shard in range(len(lengths)):
+        name = template
+        for field, text in {
+            "DATASET": info["name"], "SPLIT": split["name"], "FILEFORMAT": kind,
+            "SHARD_X_OF_Y": f"{shard:05d}-of-{len(lengths):05d}",
+            "SHARD_INDEX": f"{shard:05d}", "NUM_SHARDS": f"{len(lengths):05d}",
+        }.items():  # fmt: skip
+            name = name.replace("{" + field + "}", str(text))
+        try:
+            total += (folder / name).stat().st_size
+        except FileNotFoundError:
+            return [f"{name} is missing"]
+    examples = int(split.get("numBytes", 0))  # of the examples alone; each file format adds something
+    if lengths and total < examples:
+        return [f"the files of {split['name']} have {total:,} bytes, its examples alone {examples:,}"]
+    return []

@@ -1,0 +1,135 @@
+"""The machine without its GPUs: cores, memory, shared memory, open files. No TensorFlow."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import platform
+import shutil
+
+import psutil
+
+from tfdist.doctor.check import Check, fail, ok, warn
+
+_GIB = 1 << 30
+SHM = pathlib.Path("/dev/shm")
+CGROUP = pathlib.Path("/sys/fs/cgroup")
+LEAST_MEMORY = _GIB
+LEAST_SHM = 512 << 20
+"""NCCL takes some 10 MB for each pair of GPUs there; Docker gives a container 64 MB in all."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Machine:
+    """What this process may use of the machine."""
+
+    host: str
+    system: str
+    cores: int
+    """Cores that this process may run on."""
+    quota: float | None
+    """Cores that the limit of a container or job leaves it; None without a limit."""
+    memory_total: int
+    """Bytes, of the container or job where it has a limit."""
+    memory_free: int
+
+
+def groups(root: pathlib.Path = CGROUP, own: pathlib.Path = pathlib.Path("/proc/self/cgroup")) -> list[pathlib.Path]:
+    """Folders with the limits of this process (cgroup 2): its own group and all above it, since each holds."""
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return []
+    inner = next((line[3:].strip("/") for line in lines if line.startswith("0::")), "")
+    folder = root / inner
+    return [folder, *(p for p in folder.parents if root in (p, *p.parents))]
+
+
+def look(limits: list[pathlib.Path]) -> Machine:
+    """Looks at this machine.
+
+    Args:
+      limits: what `groups` finds.
+    """
+    memory = psutil.virtual_memory()
+    total, free, quota = memory.total, memory.available, None
+    for folder in limits:
+        limit, used = _number(folder / "memory.max"), _number(folder / "memory.current")
+        if limit is not None:
+            total, free = min(total, int(limit)), min(free, int(max(0.0, limit - (used or 0.0))))
+        share = _quota(folder / "cpu.max")
+        quota = share if quota is None or (share is not None and share < quota) else quota
+    return Machine(
+        host=platform.node(),
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        cores=len(os.sched_getaffinity(0)),
+        quota=quota,
+        memory_total=total,
+        memory_free=free,
+    )
+
+
+def cores(machine: Machine) -> list[Check]:
+    """TensorFlow starts a thread per core that it sees, and takes no notice of the limit of a container or a job."""
+    count = f"{machine.cores} core{'s' * (machine.cores > 1)}"
+    if machine.quota is None or machine.quota >= machine.cores:
+        return [ok("cores", f"{count} for this process")]
+    share = f"this container or job may use {machine.quota:g} of {count}, and TensorFlow starts threads for all"
+    return [warn("cores", share, f"train with --threads={max(1, int(machine.quota))}")]
+
+
+def memory(machine: Machine, least: float = LEAST_MEMORY) -> list[Check]:
+    """Whether there is room for TensorFlow, which takes half a gigabyte before it has done anything."""
+    found = f"{machine.memory_free / _GIB:.1f} of {machine.memory_total / _GIB:.1f} GiB free"
+    if machine.memory_free < least:
+        return [warn("memory", found, "end other programs, or train with data.cache=stream and smaller batches")]
+    return [ok("memory", found)]
+
+
+def shared_memory(folder: pathlib.Path = SHM, least: float = LEAST_SHM) -> list[Check]:
+    """NCCL exchanges gradients between the GPUs of a machine through /dev/shm."""
+    fix = "docker run --shm-size=2g, or in Kubernetes an emptyDir with medium: Memory at /dev/shm"
+    try:
+        usage = shutil.disk_usage(folder)
+    except OSError as error:
+        return [warn("shared memory", f"{folder} cannot be used ({error.strerror}); NCCL needs it", fix)]
+    found = f"{usage.free / _GIB:.2f} of {usage.total / _GIB:.2f} GiB free in {folder}"
+    if usage.free < least:
+        return [warn("shared memory", f"{found}; NCCL between several GPUs needs more", fix)]
+    return [ok("shared memory", found)]
+
+
+def open_files(soft: int, hard: int, workers: int) -> list[Check]:
+    """The limit of file descriptors: shards of the data set, one connection to each worker, and those of TensorFlow.
+
+    Args:
+      soft: what holds now, as `resource.getrlimit` says; -1 for no limit.
+      hard: to what a user may raise it.
+    """
+    unlimited = soft == -1
+    found = "any number of open files" if unlimited else f"{soft:,} open files"
+    need = 256 if workers == 1 else 1024
+    to = "ulimit -n 65536" if hard == -1 or hard >= 65536 else f"ulimit -n {hard}"
+    if hard != -1 and hard < need:
+        to = "ask for a higher limit (LimitNOFILE of a service, docker run --ulimit nofile=65536)"
+    if not unlimited and soft < 128:
+        return [fail("open files", f"only {found}, which TensorFlow alone needs", to)]
+    if not unlimited and soft < need:
+        return [warn("open files", f"only {found}; data sets of many files and many workers need more", to)]
+    return [ok("open files", found)]
+
+
+def _number(path: pathlib.Path) -> float | None:
+    try:
+        return float(path.read_text())
+    except (OSError, ValueError):  # no container, or "max"
+        return None
+
+
+def _quota(path: pathlib.Path) -> float | None:
+    try:
+        quota, period = path.read_text().split()
+        return int(quota) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):
+        return None

@@ -1,0 +1,114 @@
+"""Python packages that do not go together, from pip's records alone. No TensorFlow."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import platform
+from collections.abc import Mapping
+from importlib import metadata
+
+from packaging.requirements import Requirement
+
+from tfdist import __version__
+from tfdist.distributed import horovod_install
+from tfdist.doctor.check import Check, fail, ok, warn
+
+SHOWN = ("tensorflow", "keras", "horovod", "tensorflow-datasets", "numpy")
+WHEELS = (
+    "tensorflow", "tensorflow-cpu", "tensorflow-gpu", "tensorflow-rocm", "tensorflow-tpu",
+    "tf-nightly", "tf-nightly-cpu", "tf-nightly-gpu", "tf-nightly-tpu",
+)  # fmt: skip
+"""All of them install the same folder `tensorflow`; what was installed last has written over the others."""
+KERAS = ("keras", "keras-nightly")
+
+
+def versions() -> dict[str, str]:
+    """What a bug report has to name, as far as installed."""
+    found = {"python": platform.python_version(), "tfdist": __version__}
+    found |= {name: version for name in SHOWN if (version := _version(name))}
+    if "tensorflow" not in found:
+        others = {name: version for name in WHEELS if (version := _version(name))}
+        found |= others
+    return found
+
+
+def conflicts() -> list[Check]:
+    """Packages that install the same folder, and versions outside of what tfdist was made for."""
+    found = [c for names, folder in ((WHEELS, "tensorflow"), (KERAS, "keras")) for c in _same_folder(names, folder)]
+    try:
+        listed = [Requirement(text) for text in metadata.requires("tfdist") or ()]
+    except metadata.PackageNotFoundError:
+        fix = "pip install -e . in tfdist's folder"
+        return [*found, warn("packages", "tfdist is not installed by pip, so nobody knows what it needs", fix)]
+    needs = [need for need in listed if not need.marker or need.marker.evaluate({"extra": ""})]
+    found += [check for need in needs for check in _unfit(need)]
+    return found or [ok("packages", f"all {len(needs)} that tfdist needs fit, and none is there twice")]
+
+
+def _same_folder(names: tuple[str, ...], folder: str) -> list[Check]:
+    there = {name: version for name in names if (version := _version(name))}
+    if len(there) < 2:
+        return []
+    named = " and ".join(f"{name} {version}" for name, version in there.items())
+    fix = f"pip uninstall -y {' '.join(there)}, then pip install the one for your devices"
+    return [fail("packages", f"{named} write over each other: both install the folder {folder}", fix)]
+
+
+def _unfit(need: Requirement) -> list[Check]:
+    wanted = f"{need.name}{need.specifier}"
+    have = horovod_install.tensorflow().version if need.name == "tensorflow" else _version(need.name)
+    # tensorflow-tpu and tensorflow-gpu are TensorFlow too.
+    have = have or (next(filter(None, map(_version, WHEELS)), "") if need.name == "tensorflow" else "")
+    if not have:
+        return [fail("packages", f"{need.name} is not installed, tfdist needs {wanted}", f"pip install '{wanted}'")]
+    if not need.specifier.contains(have, prereleases=True):
+        return [fail("packages", f"{need.name} {have} is installed, tfdist needs {wanted}", f"pip install '{wanted}'")]
+    return []
+
+
+def backend(environ: Mapping[str, str]) -> list[Check]:
+    """Whether Keras will run on TensorFlow: a variable or a file in the home folder can send it elsewhere."""
+    chosen, by = environ.get("KERAS_BACKEND", ""), "KERAS_BACKEND"
+    fix = "unset KERAS_BACKEND"
+    if not chosen:
+        home = environ.get("KERAS_HOME") or os.path.join(os.path.expanduser("~"), ".keras")
+        file = pathlib.Path(home, "keras.json")
+        try:
+            chosen = json.loads(file.read_bytes()).get("backend", "tensorflow")
+        except (OSError, ValueError, AttributeError):
+            chosen = "tensorflow"
+        by, fix = str(file), f'write "backend": "tensorflow" in {file}'
+    if chosen != "tensorflow":
+        return [fail("keras", f"{by} says that Keras runs on {chosen}, tfdist needs TensorFlow", fix)]
+    if environ.get("TF_USE_LEGACY_KERAS", "").lower() in ("1", "true"):
+        what = "TF_USE_LEGACY_KERAS makes tf.keras the old Keras 2, whose models and layers tfdist cannot train"
+        return [warn("keras", what, "unset TF_USE_LEGACY_KERAS, or import keras instead of tf.keras")]
+    return [ok("keras", f"Keras {_version('keras') or 'is not installed; it would run'} on TensorFlow")]
+
+
+def horovod(needed: bool) -> list[Check]:
+    """Whether the installed Horovod was built for the installed TensorFlow.
+
+    Args:
+      needed: this run would use it.
+    """
+    problem = horovod_install.problem()
+    if not problem:
+        operations = horovod_install.installed()
+        what = f" ({', '.join(operations.operations)})" if operations else ""
+        return [ok("horovod", f"Horovod {_version('horovod')}{what} was built for this TensorFlow")]
+    what, _, fix = problem.rpartition(": ")
+    if needed:
+        return [fail("horovod", what, fix)]
+    if "is not installed" in what:
+        return [ok("horovod", f"{what}, which only --strategy=horovod would need")]
+    return [warn("horovod", f"{what}; only --strategy=horovod minds", fix)]
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name) or ""
+    except metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,130 @@
+"""Doctors on several hosts ask each other: `--listen` here, `--peers` there. JSON lines over TCP, see `wire`.
+
+The one who listens tells host name, clock and versions, nothing else, and only to those who know TFDIST_SECRET
+where that is set. Each question is one message; the answer comes at once, so that its clock can be compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import platform
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from tfdist.distributed import wire
+
+QUESTION = {"doctor": "how are you"}
+QUESTIONS = 5
+"""The answer that came soonest tells the clock best."""
+_LONGEST_CALL_S = 10.0
+_MOST_AT_ONCE = 64
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Peer:
+    """Another host, as its doctor tells."""
+
+    host: str
+    versions: dict[str, str]
+    clock_ahead: float
+    """Seconds that its clock is ahead of ours."""
+    clock_error: float
+    """By how much that may be wrong: half of the time from question to answer."""
+
+
+class NoDoctorError(Exception):
+    """It speaks tfdist's protocol and is no doctor: what it said."""
+
+
+class Hotline:
+    """Answers other doctors from the time it is made until `close`.
+
+    Args:
+      host: address of this machine to listen at, or 0.0.0.0 for all.
+      say: shows a line to a person.
+
+    Raises:
+      OSError: the address is not of this machine, or the port is taken.
+    """
+
+    def __init__(self, host: str, port: int, versions: dict[str, str], secret: str, say: Callable[[str], None]):
+        self._listener = wire.listen(host, port)
+        self.port = self._listener.getsockname()[1]
+        self._versions, self._secret, self._say = versions, secret, say
+        self._free = threading.Semaphore(_MOST_AT_ONCE)
+        threading.Thread(target=self._admit, daemon=True).start()
+
+    def _admit(self) -> None:
+        while True:
+            try:
+                sock, address = self._listener.accept()
+            except OSError:
+                return
+            if not self._free.acquire(blocking=False):
+                sock.close()
+                continue
+            threading.Thread(target=self._answer, args=(sock, address[0]), daemon=True).start()
+
+    def _answer(self, sock: socket.socket, who: str) -> None:
+        try:
+            connection = wire.accept(sock, self._secret)
+            with contextlib.closing(connection):
+                if self._talk(connection):
+                    self._say(f"answered {who}")
+        except (wire.WireError, OSError) as error:
+            sock.close()
+            self._say(f"{who} was not answered: {error}")
+        finally:
+            self._free.release()
+
+    def _talk(self, connection: wire.Connection) -> int:
+        """Answers one caller until he hangs up; the number of his questions."""
+        end, asked = time.monotonic() + _LONGEST_CALL_S, 0
+        with contextlib.suppress(wire.WireError):
+            while time.monotonic() < end and connection.receive(wire.HANDSHAKE_S) == QUESTION:
+                mine = {"host": platform.node(), "versions": self._versions, "clock": time.time()}
+                connection.send({"doctor": mine})
+                asked += 1
+        return asked
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # `accept` would go on waiting
+        self._listener.close()
+
+
+def ask(host: str, port: int, secret: str, timeout: float) -> Peer:
+    """Asks the doctor of another host.
+
+    Raises:
+      wire.WireError: nobody there, or not a tfdist process that knows the secret.
+      NoDoctorError: another process of tfdist.
+    """
+    connection = wire.connect(host, port, secret, timeout)
+    try:
+        best: Peer | None = None
+        for _ in range(QUESTIONS):
+            before = time.time()
+            connection.send(QUESTION)
+            answer = connection.receive(timeout)
+            after = time.time()
+            peer = _read(answer, before, after)
+            if best is None or peer.clock_error < best.clock_error:
+                best = peer
+        assert best
+        return best
+    finally:
+        connection.close()
+
+
+def _read(answer: dict, before: float, after: float) -> Peer:
+    said = answer.get("doctor")
+    try:
+        versions = {str(k)[:40]: str(v)[:40] for k, v in said["versions"].items()}  # type: ignore[index]
+        ahead = float(said["clock"]) - (before + after) / 2  # type: ignore[index]
+        return Peer(str(said["host"])[:253], versions, ahead, (after - before) / 2)  # type: ignore[index]
+    except (TypeError, KeyError, ValueError, AttributeError):
+        raise NoDoctorError(str(answer.get("refused", "it gave no answer that a doctor would give"))[:200]) from None

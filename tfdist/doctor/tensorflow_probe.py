@@ -1,0 +1,198 @@
+"""The GPUs: which the driver lists, which TensorFlow sees, and why the two differ.
+
+TensorFlow is asked in a process of its own, because its import takes seconds, may crash or hang in the driver,
+and cannot be taken back: `python -m tfdist.doctor.tensorflow_probe` prints its answer as one line of JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from tfdist.distributed import gpus, tf_devices
+from tfdist.doctor.check import Check, fail, ok, refused, warn
+from tfdist.errors import UserError
+
+CUDA = "pip install 'tfdist[cuda]'"
+_PR_SET_PDEATHSIG = 1
+_SIGNS = ("dlopen", "cuInit", "libcud", "cuda drivers", "driver version", "CUDA_ERROR", "Skipping registering")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Answer:
+    """What TensorFlow says of itself."""
+
+    version: str = ""
+    keras: str = ""
+    cuda: str = ""
+    """CUDA version that this wheel was built for; empty if it was built without."""
+    gpus: tuple[str, ...] = ()
+    """Names of the GPUs that it sees, in its order."""
+    said: tuple[str, ...] = ()
+    """What it printed about GPUs while it looked for them."""
+    problem: str = ""
+    """Why there is no answer; empty if there is one."""
+
+
+def ask(environ: Mapping[str, str], timeout: float) -> Answer:
+    """Starts TensorFlow in another process; never raises and never waits longer than `timeout` seconds."""
+    # The numbers of TensorFlow's GPUs are to be those of nvidia-smi.
+    given = {**environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "TF_CPP_MIN_LOG_LEVEL": "1"}  # 1: why there is no GPU
+    command = [sys.executable, "-m", "tfdist.doctor.tensorflow_probe", str(os.getpid())]
+    try:
+        child = subprocess.Popen(
+            command,
+            env=given,
+            text=True,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # so that it prints nothing at Ctrl-C
+        )
+    except OSError as error:
+        return Answer(problem=f"Python cannot be started once more ({error.strerror})")
+    try:
+        out, err = child.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        return Answer(problem=f"no answer from TensorFlow within {timeout:.0f} s")
+    finally:
+        if child.poll() is None:
+            child.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in the driver stays
+                child.communicate(timeout=0.5)
+    if child.returncode < 0:
+        return Answer(problem=f"TensorFlow ended with {signal.Signals(-child.returncode).name}")
+    try:
+        found = json.loads(out.splitlines()[-1])
+        return Answer(**{**found, "gpus": tuple(found["gpus"]), "said": tuple(found["said"])})
+    except (IndexError, ValueError, TypeError, KeyError):
+        return Answer(problem=f"TensorFlow cannot be imported ({(err.strip().splitlines() or ['no message'])[-1]})")
+
+
+def driver(survey: gpus.Survey) -> list[Check]:
+    """What nvidia-smi says."""
+    again = "let nvidia-smi work again (modprobe nvidia, nvidia-smi -r, or a reboot), or train with --devices=none"
+    if not survey.gpus and survey.problem:
+        return [fail("driver", survey.problem, again)]
+    if not survey.gpus:
+        return [ok("driver", "no NVIDIA GPU here (nvidia-smi is missing or lists none)")]
+    unknown = [str(g.number) for g in survey.gpus if math.isnan(g.load) or not g.memory_total > 0]
+    found = f"{len(survey.gpus)} GPU{'s' * (len(survey.gpus) > 1)}, driver {survey.gpus[0].driver}"
+    if survey.problem:
+        return [warn("driver", f"{found}; {survey.problem}", again)]
+    if unknown:
+        what = f"{found}; it does not tell load or memory of GPU {', '.join(unknown)}"
+        return [warn("driver", what, "choose GPUs by number: --devices=idle:N takes these last")]
+    return [ok("driver", found)]
+
+
+def tensorflow(answer: Answer, survey: gpus.Survey, environ: Mapping[str, str]) -> list[Check]:
+    """Whether TensorFlow starts, and sees the GPUs that it should."""
+    if answer.problem:
+        return [_no_answer(answer.problem)]
+    what = f"TensorFlow {answer.version} with Keras {answer.keras}"
+    built = f", built for CUDA {answer.cuda}" if answer.cuda else ", built without CUDA"
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    try:
+        usable = gpus.select("all", survey, environ)
+    except UserError as error:
+        return [refused("tensorflow", error)]
+    seen = len(answer.gpus)
+    if usable.opaque:
+        return [ok("tensorflow", f"{what}{built}; sees {seen} of the slices in CUDA_VISIBLE_DEVICES")]
+    if seen < len(usable.gpus):
+        reason, fix = _why(answer)
+        count = f"{what} sees {seen} of {len(usable.gpus)} usable GPUs: {reason}"
+        return [fail("tensorflow", count, fix)]
+    hidden = [str(g.number) for g in survey.gpus if g not in usable.gpus]
+    if hidden:
+        text = f"{what}; CUDA_VISIBLE_DEVICES={visible} hides GPU {', '.join(hidden)}"
+        return [warn("tensorflow", text, "unset CUDA_VISIBLE_DEVICES, if that is not meant")]
+    sees = f"sees {seen} GPU{'s' * (seen > 1)}" if seen else "there is no GPU to see"
+    return [ok("tensorflow", f"{what}{built}; {sees}")]
+
+
+def _no_answer(problem: str) -> Check:
+    if "no answer" in problem:  # a slow disk looks the same as a driver that hangs
+        return warn("tensorflow", problem, "run it again with --time_limit=60; if it hangs still, look at the driver")
+    if "SIGILL" in problem:
+        return fail("tensorflow", f"{problem}: this processor lacks instructions (AVX)", "use another machine")
+    return fail("tensorflow", problem, "mend the packages below, else pip install --force-reinstall tensorflow")
+
+
+def _why(answer: Answer) -> tuple[str, str]:
+    """Why TensorFlow sees too few GPUs, and what to do, from what it printed."""
+    said = " ".join(answer.said)
+    if not answer.cuda:
+        return "this wheel was built without CUDA", f"pip uninstall -y tensorflow-cpu tensorflow, then {CUDA}"
+    if "dlopen" in said or "Skipping registering" in said:
+        return "CUDA's libraries are not found", CUDA
+    if "insufficient" in said or "forward compatibility" in said:
+        return "the driver is too old for this CUDA", f"update the driver to one for CUDA {answer.cuda} or newer"
+    if "Could not find cuda drivers" in said:
+        fix = "start a container with --gpus all and NVIDIA_DRIVER_CAPABILITIES=all; otherwise reinstall the driver"
+        return "the driver's library libcuda.so.1 is not found", fix
+    if "cuInit" in said or "CUDA_ERROR" in said:
+        missing = "" if pathlib.Path("/dev/nvidia-uvm").exists() else " (/dev/nvidia-uvm is missing here)"
+        fix = "in a container, start it with --gpus all; else nvidia-modprobe -u -c=0, or a reboot"
+        return f"CUDA does not start{missing}", fix
+    return answer.said[-1] if answer.said else "it does not say why", CUDA
+
+
+def names(answer: Answer, survey: gpus.Survey, environ: Mapping[str, str]) -> dict[int, str]:
+    """TensorFlow's name of a GPU by the driver's number, for those that it sees."""
+    try:
+        usable = gpus.select("all", survey, environ).gpus
+    except UserError:
+        return {}
+    if len(answer.gpus) < len(usable):  # nobody knows which
+        return {}
+    return {gpu.number: f"GPU:{i}" for i, gpu in enumerate(usable)}
+
+
+def _look() -> dict[str, Any]:
+    tf, seen, said = tf_devices.start()
+    import keras
+
+    lines = dict.fromkeys(
+        line.partition("] ")[2] or line for line in said.splitlines() if any(s in line for s in _SIGNS)
+    )
+    shown = []
+    for gpu in seen:
+        details: dict = {}
+        with contextlib.suppress(Exception):  # a name is not worth failing for
+            details = tf.config.experimental.get_device_details(gpu)
+        shown.append(str(details.get("device_name", gpu.name)))
+    cuda = tf.sysconfig.get_build_info().get("cuda_version", "") if tf.test.is_built_with_cuda() else ""
+    return dataclasses.asdict(Answer(tf.__version__, keras.__version__, str(cuda), tuple(shown), tuple(lines)))
+
+
+def main() -> None:
+    """Answers, on standard output; a failed import ends in one line instead of a traceback."""
+    with contextlib.suppress(Exception):  # a hang in the driver must not outlive the doctor, however that ends
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if sys.argv[1:] not in ([], [str(os.getppid())]):  # it ended before that
+        os._exit(1)
+    try:
+        answer = _look()
+    except BaseException as error:
+        lines = str(error).splitlines() or [""]
+        print(f"{type(error).__name__}: {lines[0]}", file=sys.stderr)
+        os._exit(1)
+    print(json.dumps(answer), flush=True)
+    os._exit(0)  # TensorFlow takes its time to end
+
+
+if __name__ == "__main__":
+    main()

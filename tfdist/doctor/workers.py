@@ -1,0 +1,166 @@
+"""Who the workers are, as the variables of this process tell, and which strategy follows from it. No TensorFlow."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+
+from tfdist.config.runtime_options import STRATEGIES, Environment
+from tfdist.distributed import cluster, gpus, strategy_choice
+from tfdist.distributed.cluster import ALONE, Cluster
+from tfdist.distributed.strategy_choice import Choice
+from tfdist.doctor.check import Check, ok, refused, warn
+from tfdist.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """This process among the workers, and what it would train with."""
+
+    cluster: Cluster
+    selection: gpus.Selection
+    choice: Choice | None
+    """None where a run would be refused."""
+    others: Mapping[str, str]
+    """The strategies that are not chosen, each with the reason."""
+    checks: list[Check]
+
+
+def find(environment: Environment, survey: gpus.Survey, environ: Mapping[str, str], several: bool = False) -> Place:
+    """Applies the rules of `tfdist.train` (see `strategy.locate`), and goes on where those stop.
+
+    Args:
+      several: there will be other hosts, though nothing tells this process of their workers.
+    """
+    checks = _tf_config(environ)
+    try:
+        workers = cluster.find(environ)
+        checks.append(ok("workers", _describe(workers)))
+    except UserError as error:
+        workers, complaint = ALONE, refused("workers", error)
+        if complaint.finding not in [c.finding for c in checks]:
+            checks.append(complaint)
+    refusals = [c for c in checks if c.status == "fail"]
+    checks += _surroundings(workers, environ)
+    asks_for_cpu = environment.virtual_devices or environment.devices == "none"
+    try:
+        selection = gpus.select(
+            "none" if asks_for_cpu else environment.devices, gpus.Survey() if asks_for_cpu else survey, environ
+        )
+    except UserError as error:
+        selection = gpus.Selection((), None)
+        refusals.append(refused("strategy", error))
+        checks.append(refusals[-1])
+    if workers.source != cluster.LAUNCH:  # which has divided them
+        selection = gpus.share(selection, workers.local_rank, workers.local_size)
+    if refusals:
+        return Place(workers, selection, None, {}, checks)
+    try:
+        choice = strategy_choice.choose(environment, selection, workers, environ)
+    except UserError as error:
+        checks.append(refused("strategy", error))
+        return Place(workers, selection, None, _others(None, environment, selection, workers, environ), checks)
+    checks.append(ok("strategy", f"{choice.name}, because {choice.reason}"))
+    if (choice.name == "multi_worker" and workers.size > 1) or several:
+        checks.append(_open_ports())
+    return Place(workers, selection, choice, _others(choice, environment, selection, workers, environ), checks)
+
+
+def _tf_config(environ: Mapping[str, str]) -> list[Check]:
+    """TF_CONFIG by itself: what it says, or what is wrong with it."""
+    if not environ.get("TF_CONFIG", "").strip():
+        return []
+    alone = {k: v for k, v in environ.items() if k in ("TF_CONFIG", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    try:
+        found = cluster.find(alone)
+    except UserError as error:
+        return [refused("TF_CONFIG", error)]
+    if found == ALONE:
+        return [warn("TF_CONFIG", "it names no workers, so it says nothing", "unset TF_CONFIG")]
+    everybody = ", ".join(found.addresses)
+    return [ok("TF_CONFIG", _describe(found) + (f"; in order of rank: {everybody}" if everybody else ""))]
+
+
+def _describe(workers: Cluster) -> str:
+    if not workers.source:
+        return "this process is alone: no launcher has set variables here"
+    text = f"this is worker {workers.rank} of {workers.size} by {workers.source}"
+    if workers.size == 1:
+        return text
+    here = f", {workers.local_rank + 1} of {workers.local_size} on this host" if workers.local_size > 1 else ""
+    if workers.source == cluster.HOROVODRUN:
+        return text + here
+    return f"{text}{here}; they meet at {workers.master or 'an address that nothing tells'}"
+
+
+def _surroundings(workers: Cluster, environ: Mapping[str, str]) -> list[Check]:
+    """What stands around this process and is easily taken for a start of workers."""
+    found = []
+    nodes = environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or ""
+    tasks = environ.get("SLURM_NTASKS", "")
+    several = any(re.fullmatch(r"\d{1,6}", n, re.ASCII) and int(n) > 1 for n in (nodes, tasks))
+    if environ.get("SLURM_JOB_ID") and several and workers.size == 1:
+        size = f"{nodes or '?'} nodes and {tasks or '?'} tasks"
+        what = f"Slurm job {environ['SLURM_JOB_ID']} has {size}, and this process is none of them but the batch script"
+        found.append(warn("surroundings", what, "start it with srun: srun python -m tfdist.train"))
+    if environ.get("COLAB_TPU_ADDR"):
+        what = "Colab offers a TPU (COLAB_TPU_ADDR), which TensorFlow does not learn from that variable"
+        found.append(warn("surroundings", what, "choose a GPU or CPU runtime: tfdist does not train on TPUs yet"))
+    elif environ.get("COLAB_RELEASE_TAG"):
+        found.append(ok("surroundings", "Colab: files vanish with the runtime, keep --workdir on a drive"))
+    if environ.get("KUBERNETES_SERVICE_HOST"):
+        pod = environ.get("HOSTNAME", "")
+        told = "" if workers.source else "; nothing tells of other workers (a TFJob of one replica sets no TF_CONFIG)"
+        found.append(ok("surroundings", f"Kubernetes{f', pod {pod}' if pod else ''}{told}"))
+    return found
+
+
+def _open_ports() -> Check:
+    """TensorFlow's server cannot be bound to an address or asked for a password, so this is no matter of settings."""
+    what = (
+        "a worker's gRPC port listens on all interfaces without authentication: "
+        "who reaches it reads and writes files of this user"
+    )
+    return warn("open ports", what, "keep the workers in a private network, or firewall them from all but each other")
+
+
+def _others(
+    chosen: Choice | None,
+    environment: Environment,
+    selection: gpus.Selection,
+    workers: Cluster,
+    environ: Mapping[str, str],
+) -> dict[str, str]:
+    """Why each other strategy is not chosen."""
+    found = {}
+    for name in STRATEGIES:
+        if name in (environment.strategy, chosen and chosen.name):
+            continue
+        try:
+            wanted = dataclasses.replace(environment, strategy=name)
+            found[name] = _possible(
+                name, strategy_choice.choose(wanted, selection, workers, environ), chosen, environment
+            )
+        except UserError as error:
+            found[name] = str(error)
+        if name == "tpu" and not strategy_choice.tpu_hint(environ):
+            found[name] = "nothing says that there is a TPU"
+    return found
+
+
+def _possible(name: str, instead: Choice, chosen: Choice | None, environment: Environment) -> str:
+    """Why a strategy that would run is not chosen."""
+    if name == "auto":
+        return f"it would pick {instead.name}, because {instead.reason}"
+    if environment.strategy != "auto" and chosen:
+        return f"it would run; --strategy={chosen.name} was asked for"
+    match name:
+        case "multi_worker":
+            return "this process is the only worker: start several with tfdist.launch, srun, mpirun or TF_CONFIG"
+        case "horovod":
+            return "horovodrun has not started this process"
+        case _ if chosen and chosen.replicas > 1:
+            return f"it would run, on one device of {chosen.replicas}"
+        case _:
+            return "it would run"

@@ -1,0 +1,153 @@
+"""What `fit` does with checkpoints at each point of a training; nothing, where there are none."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from tfdist.checkpoints import oom_note
+from tfdist.checkpoints.manager import Checkpoints, Run
+from tfdist.checkpoints.resume import Position
+from tfdist.data.batch_layout import Layout
+from tfdist.engine.step_calls import OutOfMemory
+from tfdist.errors import TrainingError
+
+Key = tuple[int, int, int, bool]
+
+
+class Keeper:
+    """The checkpoints of one training.
+
+    Args:
+      checkpoints: None for none.
+      run: what they are taken of.
+    """
+
+    def __init__(self, checkpoints: Checkpoints | None, run: Run):
+        self._checkpoints = None if checkpoints is None or checkpoints.off else checkpoints
+        self._run = run
+        self._saved: Key | None = None
+        """Where the last one was taken."""
+        self._back = 0
+
+    def begin(self, position: Position, rollback: bool) -> Position:
+        """Where the training begins, or goes on.
+
+        Args:
+          rollback: whether `back` may be needed, and so something to go back to.
+        """
+        if self._checkpoints is None:
+            return position
+        resumed = self._checkpoints.begin(self._run)
+        if resumed is not None:
+            self._saved = _key(resumed)
+            return resumed
+        if self._run.distribution.workers == 1:
+            self._checkpoints.hold(self._run, position)
+        if rollback:
+            self._save(position)
+        return position
+
+    def limit(self, now: Position) -> float:
+        """How many updates there may be before the next checkpoint, or the next one to skip."""
+        skip = min((u for u in now.skipped if u >= now.update), default=math.inf) - now.update
+        return min(skip, math.inf if self._checkpoints is None else self._checkpoints.limit(now.update))
+
+    def late(self) -> bool:
+        """Whether it is time for a checkpoint, by this worker's clock."""
+        return self._checkpoints is not None and self._checkpoints.late()
+
+    def after_call(self, now: Position, late: bool) -> None:
+        """In the middle of an epoch.
+
+        Args:
+          late: what the chief's clock says.
+        """
+        if self._checkpoints is not None and (late or self._checkpoints.due(now.update)):
+            self._save(now)
+
+    def after_epoch(self, now: Position, logs: Mapping[str, Any], late: bool) -> None:
+        """Between two epochs."""
+        if self._checkpoints is None:
+            return
+        best = self._checkpoints.improved(logs, now.update)
+        if best or late or self._checkpoints.due(now.update):
+            self._save(now)
+
+    def end(self, now: Position) -> None:
+        """When training ends or is interrupted: what is there must be on the disk."""
+        if self._checkpoints is None:
+            return
+        self._checkpoints.wait()
+        gather = self._run.distribution.peers.gather
+        failed = gather("the last checkpoint", bool(self._checkpoints.failure))[0]
+        if failed or _key(now) != self._saved:
+            with self._run.distribution.peers.during("saving"):
+                self._save(now, wait=True)
+
+    def back(self, error: TrainingError, update: int, position: Position, most: int) -> Position:
+        """Goes back to the last good checkpoint, from which the offending updates will be left out.
+
+        The loss shows a weight that is not finite one update later than it came about: that one is left out as well.
+
+        Args:
+          error: to raise when this was tried `most` times.
+          update: the first with a loss that is not finite.
+        """
+        if self._checkpoints is None or self._back == most:
+            raise error
+        self._back += 1
+        bad = sorted({*position.skipped, max(0, update - 1), update})
+        found = self._checkpoints.back(self._run, max(0, update - 1))
+        found.skipped = bad
+        self._saved = None
+        self._run.model.stop_training = False
+        self._checkpoints.say(
+            f"WARNING: {error}; back to update {found.update}, and without updates "
+            f"{', '.join(str(u + 1) for u in bad)} from there ({self._back} of {most} times)"
+        )
+        self._tell("on_rollback", found.update, bad)
+        return found
+
+    def smaller(self, error: OutOfMemory, layout: Layout, ordered: bool) -> tuple[Layout, Position]:
+        """After an update for which there was not the memory: smaller micro-batches, and the last good checkpoint.
+
+        Args:
+          error: to raise where that cannot be: there are no checkpoints; or other workers, whose collectives are
+            broken now; or the data's order depends on how often it has been begun.
+          layout: of the update.
+          ordered: the data has an order to go back in.
+        """
+        accumulate = min(2 * layout.accumulate, layout.batch // layout.replicas)
+        text = f"{error}, at {layout.micro} example{'s' * (layout.micro > 1)} at a time"
+        if accumulate == layout.accumulate:
+            raise TrainingError(f"{text}, the fewest there can be: use a smaller model or more memory") from error
+        if self._checkpoints is None or self._run.distribution.workers > 1 or not ordered:
+            raise OutOfMemory(f"{text}: {oom_note.advice(accumulate)}") from error
+        smaller = dataclasses.replace(layout, accumulate=accumulate)
+        position = self._checkpoints.again(self._run)
+        self._saved = None
+        self._checkpoints.say(
+            f"WARNING: {text}: from update {position.update} on again, at {smaller.micro} "
+            f"(train.accumulate={accumulate}), with the same result"
+        )
+        self._tell("on_accumulate", accumulate)
+        return smaller, position
+
+    def _save(self, now: Position, wait: bool = False) -> None:
+        assert self._checkpoints is not None
+        self._checkpoints.save(self._run, now, wait)
+        self._saved = _key(now)
+        self._tell("on_checkpoint", now.update)
+
+    def _tell(self, hook: str, *arguments: Any) -> None:
+        """Keras knows no such hooks; callbacks of one's own may have them."""
+        for callback in self._run.callbacks.callbacks:
+            if hasattr(callback, hook):
+                getattr(callback, hook)(*arguments)
+
+
+def _key(position: Position) -> Key:
+    return position.update, position.epoch, position.begun, position.measured

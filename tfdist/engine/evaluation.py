@@ -1,0 +1,217 @@
+"""evaluate and predict."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.data import sources
+from tfdist.distributed import connect
+from tfdist.distributed.distribution import Distribution
+from tfdist.engine import preconditions, step_calls
+from tfdist.engine.step import ema, optimizer_update
+from tfdist.engine.steps_per_call import Pace
+from tfdist.errors import UserError
+from tfdist.models import freezing
+
+PREDICT_ROWS = 4096
+"""Rows that `predict` holds on the device before they are copied out."""
+
+
+def evaluate(
+    model: keras.Model,
+    dataset: Any,
+    y: Any = None,
+    *,
+    distribution: Distribution | None = None,
+    batch_size: int | None = None,
+    sample_weight: Any = None,
+    steps: int | None = None,
+    callbacks: Any = None,
+    should_stop: Callable[[], str] = step_calls.never,
+) -> dict[str, float]:
+    """Loss and metrics over a data set, every example once.
+
+    Args:
+      dataset, y, sample_weight: as for `fit`.
+      batch_size: global batch of arrays; 32 if not given.
+      steps: evaluate this many batches only.
+      callbacks: Keras callbacks; their `on_test_*` methods are called.
+      should_stop: as for `fit`.
+
+    Returns:
+      Values by the names that Keras gives them.
+    """
+    distribution = distribution or connect.default("no distribution given")
+    source = sources.as_source(dataset, y, sample_weight)
+    preconditions.model_fits(model, distribution, 1)
+    average_statistics(model, distribution)
+    called = keras.callbacks.CallbackList(callbacks, model=model) if callbacks else None
+    return Evaluation(model, source, distribution, batch_size, steps).run(called, should_stop)
+
+
+def predict(
+    model: keras.Model,
+    dataset: Any,
+    *,
+    distribution: Distribution | None = None,
+    batch_size: int | None = None,
+) -> Any:
+    """The model's outputs, one row per example, in the order of the input.
+
+    Args:
+      dataset: arrays (a tuple's first entry is the input), or a `tf.data.Dataset` of batches.
+      batch_size: global batch of arrays; 32 if not given.
+
+    Returns:
+      NumPy arrays of shape [examples, ...] in the structure of the outputs.
+    """
+    distribution = distribution or connect.default("no distribution given")
+    pieces, rows = [], 0
+    whole: list = []
+    for outputs, count in _pieces(model, sources.as_source(dataset), distribution, batch_size, "predict", None):
+        pieces.append(outputs)
+        rows += count
+        if rows >= PREDICT_ROWS:
+            whole.append(_joined(pieces))
+            pieces, rows = [], 0
+    if pieces:
+        whole.append(_joined(pieces))
+    return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *whole)
+
+
+def answers(
+    model: keras.Model,
+    source: sources.Source,
+    distribution: Distribution,
+    batch_size: int | None = None,
+    should_stop: Callable[[], str] = step_calls.never,
+) -> Iterator[tuple[Any, Any]]:
+    """As `predict`, batch by batch and beside the targets, in memory that does not grow. Every worker must read on.
+
+    Yields:
+      (outputs, targets) of a global batch, NumPy arrays [n, ...]; targets are () where there are none.
+
+    Raises:
+      Interrupted: `should_stop` gave a reason, on any worker.
+    """
+    for both, _ in _pieces(model, source, distribution, batch_size, "predict beside targets", should_stop):
+        outputs, targets = both
+        yield keras.tree.map_structure(np.asarray, outputs), keras.tree.map_structure(np.asarray, targets)
+
+
+def _pieces(
+    model: keras.Model,
+    source: sources.Source,
+    distribution: Distribution,
+    batch_size: int | None,
+    kind: str,
+    should_stop: Callable[[], str] | None,
+) -> Iterator[tuple[Any, int]]:
+    """What a compiled function of `Step` gives for each global batch, less the filler, and how many rows that is."""
+    preconditions.scope(model, distribution)
+    average_statistics(model, distribution)
+    layout = step_calls.layout_of(source, batch_size, distribution, 1, least=False)
+    feed, batches = step_calls.read_once(source, layout)
+    step = step_calls.step_of(model, distribution, source, outputs_only=True)
+    call = step.compiled(kind, layout)
+    i = 0
+    while batches is None or i < batches:
+        now = feed.next(i, 1)
+        try:
+            outputs, count = step_calls.run(step, call, (now.feed, tf.constant(now.first)), feed)
+        except step_calls.EndOfData:
+            return
+        count, i = int(count), i + 1
+        yield keras.tree.map_structure(lambda o, n=count: o[:n], outputs), count
+        if should_stop:
+            step_calls.agree(step, f"batch {i} of the predictions", 0.0, should_stop)
+
+
+def same_order(source: sources.Source) -> bool:
+    """Whether a second look finds the same; a data set may shuffle each time that it is read."""
+    if not isinstance(source, sources.Batches):
+        return True
+    one, two = (keras.tree.flatten(sources.first_batch(source)) for _ in range(2))
+    return all(np.array_equal(a, b) for a, b in zip(one, two))
+
+
+def average_statistics(model: keras.Model, distribution: Distribution) -> None:
+    """Averages what each replica has gathered by itself (BatchNorm), before anybody looks at it."""
+    with distribution.peers.during("call"):
+        # Rounding would let go of what is frozen, bit by bit.
+        kept = {id(v) for v in freezing.fixed(model)}
+        gathered = [v for v in model.non_trainable_variables if id(v) not in kept]
+        distribution.average([v for v in gathered if v.dtype.startswith(("float", "bfloat"))])
+
+
+def settle(model: keras.Model, distribution: Distribution) -> None:
+    """Makes of a model whose training was interrupted what it would be had it ended there."""
+    average_statistics(model, distribution)
+    ema.finalize(optimizer_update.inner(model.optimizer), model.trainable_variables)
+
+
+class Evaluation:
+    """Evaluates one source, again and again."""
+
+    def __init__(
+        self,
+        model: keras.Model,
+        source: sources.Source,
+        distribution: Distribution,
+        batch: int | None,
+        steps: int | None,
+    ):
+        layout = step_calls.layout_of(source, batch, distribution, 1, least=False)
+        self._feed, batches = step_calls.read_once(source, layout)
+        self._batches = steps if batches is None else min(batches, steps or batches)
+        if self._batches is None and isinstance(source, sources.Batches) and source.batches == 0:
+            raise UserError("the data set to evaluate never ends: give the number of steps")
+        self._step = step_calls.step_of(model, distribution, source)
+        preconditions.targets(model, self._step.output_shape, source)
+        self._call = self._step.compiled("test", layout)
+        self._pace = Pace(None)
+        self.examples = 0
+        """That the last run has measured."""
+
+    def run(self, callbacks: Any, should_stop: Callable[[], str] = step_calls.never) -> dict[str, float]:
+        """Loss and metrics by name."""
+        step = self._step
+        self._step.reset()
+        self._feed.restart()
+        totals = step_calls.Totals(self._step.part_names)
+        callbacks = callbacks or keras.callbacks.CallbackList()
+        callbacks.on_test_begin()
+        done, logs = 0, {}
+        while self._batches is None or done < self._batches:
+            want = self._pace.updates if self._batches is None else min(self._pace.updates, self._batches - done)
+            now = self._feed.next(done, want)
+            callbacks.on_test_batch_begin(done)
+            start = time.perf_counter()
+            result = step_calls.run(
+                step, self._call, (now.feed, tf.constant(now.first), tf.constant(now.last)), self._feed
+            )
+            fresh = int(result[3])
+            if not fresh:
+                break
+            seconds = time.perf_counter() - start
+            logs, done = totals.add(result), done + fresh
+            callbacks.on_test_batch_end(done - 1, logs)
+            seconds, _ = step_calls.agree(step, f"batch {done} of an evaluation", seconds, should_stop)
+            self._pace.took(seconds, fresh, now.full)
+            if fresh < now.last - now.first:
+                break
+        if not done:
+            raise UserError("the data set to evaluate is empty: give it at least one batch")
+        self.examples = round(totals.examples)
+        callbacks.on_test_end(logs)
+        return logs
+
+
+def _joined(pieces: list) -> Any:
+    return keras.tree.map_structure(lambda *parts: np.concatenate([p.numpy() for p in parts]), *pieces)

@@ -1,0 +1,111 @@
+"""What `fit`, `evaluate` and `predict` refuse, before anything is compiled."""
+
+from __future__ import annotations
+
+import keras
+
+from tfdist import config
+from tfdist.config import field_syntax
+from tfdist.data import sources
+from tfdist.distributed.distribution import Distribution
+from tfdist.errors import UserError
+
+
+def scope(model: keras.Model, distribution: Distribution) -> None:
+    if model.distribute_strategy is not distribution.strategy:
+        raise UserError(
+            f"the model was created under {type(model.distribute_strategy).__name__} and is used with the "
+            f"distribution {distribution.name!r}: create it inside `with distribution.scope():`"
+        )
+
+
+def model_fits(model: keras.Model, distribution: Distribution, accumulate: int) -> None:
+    scope(model, distribution)
+    if not model.compiled:
+        raise UserError("the model is not compiled: call model.compile(optimizer, loss) first")
+    if model.run_eagerly:
+        raise UserError(
+            "the model was compiled with run_eagerly=True, tfdist compiles its steps: "
+            "use tf.config.run_functions_eagerly(True) to debug"
+        )
+    own = own_step(model)
+    if own and (distribution.replicas > 1 or accumulate > 1):
+        raise UserError(
+            f"{type(model).__name__} has its own {own}, whose sums over replicas and micro-batches tfdist cannot know: "
+            "use the default strategy without accumulation, or put the loss into compile() or add_loss()"
+        )
+    regularized = [layer.name for layer in model._flatten_layers() if layer.activity_regularizer is not None]
+    if regularized and distribution.replicas * accumulate > 1 and not activity_is_a_mean():
+        raise UserError(
+            f"layer {regularized[0]} has an activity_regularizer, which Keras {keras.__version__} sums up over a "
+            "replica's batch: upgrade Keras, or use the default strategy without accumulation"
+        )
+
+
+def activity_is_a_mean() -> bool:
+    """Whether Keras divides an activity regularizer's value by the batch size; it did not before its PR 22021."""
+    layer = keras.layers.Activation("linear", activity_regularizer=keras.regularizers.L1(1.0), dtype="float32")
+    layer(keras.ops.ones((2, 1)))
+    return float(layer.losses[0]) == 1.0
+
+
+def reduce_dtype(name: str, distribution: Distribution) -> None:
+    if name not in config.REDUCE_DTYPES:
+        raise UserError(f"unknown reduce_dtype {name!r}{field_syntax.suggest(name, config.REDUCE_DTYPES)}")
+    if name == "bfloat16" and distribution.name == "horovod":
+        raise UserError("reduce_dtype='bfloat16' cannot be used with Horovod, which does not sum it: use float16")
+
+
+def on_nonfinite(choice: str, checkpoints: bool) -> None:
+    if choice not in config.ON_NONFINITE:
+        raise UserError(f"unknown on_nonfinite {choice!r}{field_syntax.suggest(choice, config.ON_NONFINITE)}")
+    if choice == "rollback" and not checkpoints:
+        raise UserError("on_nonfinite='rollback' goes back to a checkpoint: give fit checkpoints")
+
+
+def synchronizes(model: keras.Model) -> bool:
+    """Whether a layer exchanges statistics between replicas in its forward pass."""
+    return any(getattr(layer, "synchronized", False) for layer in model._flatten_layers())
+
+
+def use_xla(model: keras.Model, distribution: Distribution) -> bool:
+    """What `--jit` comes to for this model.
+
+    Raises:
+      UserError: it is on, and a layer reduces over replicas within what would be compiled.
+    """
+    if distribution.jit == "off":
+        return False
+    refused = distribution.replicas > 1 and synchronizes(model)
+    if distribution.jit == "auto":
+        return not refused and all(getattr(layer, "supports_jit", True) for layer in model._flatten_layers())
+    if refused:
+        raise UserError(
+            "--jit=on cannot compile synchronized BatchNorm over several replicas: use --jit=off, "
+            "model.sync_batch_norm=False or synchronized=False"
+        )
+    return True
+
+
+def own_step(model: keras.Model) -> str:
+    """Name of the first method by which the model replaces Keras' step, or an empty string."""
+    for name in ("train_step", "compute_loss", "compute_metrics", "test_step"):
+        if getattr(type(model), name) is not getattr(keras.Model, name):
+            return name
+    return ""
+
+
+def targets(model: keras.Model, output_shape: tuple, source: sources.Source) -> None:
+    """Labels of sparse cross-entropy must be classes of the output: on a GPU they would turn into NaN."""
+    y = sources.targets_of(source)
+    loss = model._compile_loss
+    if y is None or loss is None or keras.tree.is_nested(y) or len(loss._flat_losses) != 1:
+        return
+    only = loss._flat_losses[0].loss
+    if isinstance(only, keras.losses.SparseCategoricalCrossentropy) or only.name == "sparse_categorical_crossentropy":
+        classes = output_shape[-1]
+        ignored = getattr(only, "ignore_class", None)
+        if ignored is not None:
+            y = y[y != ignored]
+        if classes is not None and y.size:
+            sources.check_labels(y, classes, "an output")

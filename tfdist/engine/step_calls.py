@@ -1,0 +1,238 @@
+"""One call of a compiled function: its making, its errors and what it measures."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.config import schedule
+from tfdist.data import sources
+from tfdist.data.batch_layout import Layout
+from tfdist.data.feeds import ArrayFeed, BatchFeed
+from tfdist.data.record_feed import RecordFeed, first_row
+from tfdist.distributed.distribution import Distribution
+from tfdist.distributed.peers import Peers
+from tfdist.engine.step.step import NO_BATCH, Step
+from tfdist.errors import Interrupted, TrainingError, UserError
+
+
+class EndOfData(Exception):  # noqa: N818  an event and no error
+    """There is no further batch."""
+
+
+class OutOfMemory(TrainingError):  # noqa: N818
+    """A device has not had the memory for an update; the weights may be between two updates."""
+
+
+def layout_of(
+    source: sources.Source, batch: int | None, distribution: Distribution, accumulate: int, least: bool = True
+) -> Layout:
+    """How the global batches of `source` are laid out, which all workers must have alike.
+
+    Args:
+      least: insist on an example per replica and micro-batch; measuring does without.
+
+    Raises:
+      UserError: a batch that does not fit, or another worker has other data.
+    """
+    if isinstance(source, sources.Batches):
+        found = int(tf.nest.flatten(source.decoded.element_spec)[0].shape[0] or 0)
+        found = found or len(keras.tree.flatten(sources.first_batch(source))[0])
+        # A data set of a single, smaller batch is all of it; one of unknown length may be.
+        if batch not in (None, found) and not (found < batch and source.batches in (1, None)):
+            raise UserError(f"batch_size={batch} does not fit a data set of batches of {found}: leave it out")
+        batch = found
+    batch = 32 if batch is None else batch
+    if batch < 1:
+        raise UserError(f"batch_size must be at least 1, got {batch}")
+    if accumulate < 1:
+        raise UserError(f"accumulate must be at least 1, got {accumulate}")
+    if least:
+        schedule.check_batch(batch, distribution.replicas, accumulate, "batch_size")
+    if distribution.workers == 1:
+        return Layout(batch, distribution.replicas, accumulate)
+    sources.check_same({**sources.facts(source), "batch": batch}, distribution.peers, "the data")
+    return Layout(batch, distribution.replicas, accumulate, distribution.first, len(distribution.devices))
+
+
+Feed = ArrayFeed | BatchFeed | RecordFeed
+
+
+def read_epochs(source: sources.Source, layout: Layout, shuffle: bool, seed: int) -> Feed:
+    """A feed that reads `source` again and again, in a new order each time if it is to `shuffle`."""
+    if not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**31:
+        raise UserError(f"seed must be a whole number between 0 and {2**31 - 1}, got {seed!r}")
+    order = seed if shuffle else None
+    match source:
+        case sources.Arrays():
+            return ArrayFeed(source, layout, order)
+        case sources.Records():
+            return RecordFeed(source, layout, order, seed)
+    return BatchFeed(source, layout)
+
+
+def read_once(source: sources.Source, layout: Layout) -> tuple[Feed, int | None]:
+    """A feed that reads `source` in its own order, and its number of batches if known."""
+    if isinstance(source, sources.Batches):
+        return BatchFeed(source, layout, once=True), source.batches or None
+    feed = ArrayFeed(source, layout) if isinstance(source, sources.Arrays) else RecordFeed(source, layout)
+    return feed, feed.batches
+
+
+def step_of(model: keras.Model, distribution: Distribution, source: sources.Source, outputs_only: bool = False) -> Step:
+    """The compiled functions of this model; kept with it until it is compiled anew or its weights change."""
+    key = (
+        id(distribution.strategy),
+        distribution.jit,
+        *(id(getattr(model, name, None)) for name in ("_compile_loss", "_compile_metrics", "optimizer")),
+        *(id(v) for v in model.trainable_variables),
+    )
+    known, kept = getattr(model, "_tfdist_step", (None, None))
+    if kept is not None and known == key:
+        return kept
+    step = Step(model, distribution)
+    match source:
+        case sources.Arrays():
+            row = keras.tree.map_structure(lambda a: tf.convert_to_tensor(a[:1]), source.columns)
+        case sources.Records():
+            row = first_row(source)
+        case _:
+            row = sources.first_batch(source)
+    step.build(row, outputs_only)
+    optimizer = [] if outputs_only or model.optimizer is None else model.optimizer.variables
+    distribution.broadcast([*model.variables, *optimizer])
+    # Building may have created the weights. Past Keras' tracking, which would take it for part of the model.
+    if not outputs_only:
+        key = (*key[:5], *(id(v) for v in model.trainable_variables))
+        object.__setattr__(model, "_tfdist_step", (key, step))
+    return step
+
+
+class Totals:
+    """Adds the sums of calls up to the logs of an epoch, in float64."""
+
+    def __init__(self, names: list[str], sums: Sequence[float] = (), examples: float = 0.0):
+        self._names = ["loss", *names]
+        self.sums = np.array(sums) if len(sums) else np.zeros(len(self._names))
+        self.examples = examples
+
+    def add(self, result: tuple) -> dict[str, float]:
+        sums, examples, _, _, metrics, _ = result
+        self.sums += sums.numpy()
+        self.examples += float(examples)
+        losses = self.sums / max(self.examples, 1.0)
+        logs = dict(zip(self._names, losses.tolist()))
+        for name, value in metrics.items():
+            value = value.numpy()
+            logs[name] = float(value) if value.ndim == 0 else value
+        return logs
+
+
+def run(step: Step, call: Any, arguments: tuple, feed: Feed, update: int | None = None) -> Any:
+    """Calls a compiled function, and turns its errors into those that a person can act on.
+
+    Args:
+      call: of `step.compiled`.
+      arguments: its tensors.
+      feed: that the arguments come from.
+      update: updates made so far, for those who watch this worker; as before if not given.
+
+    Raises:
+      EndOfData: a data set of unknown length has no more batches.
+      UserError: data that does not fit.
+      PeerError: another worker is lost.
+      OutOfMemory: there is not enough for an update.
+      TrainingError: anything else that TensorFlow reports.
+    """
+    peers = step.distribution.peers
+    peers.doing("call" if id(call) in step.warm else "compiling", update)
+    try:
+        result = call(*arguments)
+        keras.tree.map_structure(lambda t: t.numpy(), result[0])  # waits for the end, where TensorFlow has not
+    except tf.errors.OpError as error:
+        if NO_BATCH in str(error):
+            raise EndOfData from error
+        for pattern, advice in _COMPLAINTS:
+            found = re.search(pattern, str(error))
+            if found:
+                raise UserError(f"{found[0]}{advice}") from error
+        if isinstance(feed, RecordFeed) and _IN_PIPELINE.search(str(error)):
+            broken = feed.broken()
+            if broken:
+                raise UserError(f"{broken}: mend or remove it, or set data.broken=skip") from error
+        if isinstance(error, tf.errors.ResourceExhaustedError) and re.search("OOM|[Mm]emory|alloc", str(error)):
+            text = " ".join(str(error).split())
+            tensor = re.search(r"allocating tensor with shape\[[\d,]*\]", text)
+            text = f"out of memory ({tensor[0] if tensor else text[:200]})"
+            if update is None:
+                raise TrainingError(f"{text}: measure with a smaller batch (eval.batch_size)") from error
+            raise OutOfMemory(text) from error
+        raise cause(error, peers) from error
+    finally:
+        peers.doing("python", update)
+    step.warm.add(id(call))
+    return result
+
+
+def cause(error: tf.errors.OpError, peers: Peers) -> TrainingError:
+    """What an error of TensorFlow means: a lost worker, if it may and the others know of one, or what it says."""
+    text = " ".join(str(error).split())
+    mine = isinstance(error, _OWN_FAULTS) and not re.search("[Cc]ollective|Horovod", text)
+    if not mine and peers.verdict():
+        return peers.error()
+    return TrainingError(text[:400])
+
+
+_OWN_FAULTS = (
+    tf.errors.FailedPreconditionError,
+    tf.errors.InvalidArgumentError,
+    tf.errors.NotFoundError,
+    tf.errors.OutOfRangeError,
+    tf.errors.ResourceExhaustedError,
+    tf.errors.UnimplementedError,
+)
+"""Without a word of a collective in them, these have nothing to do with the other workers."""
+_IN_PIPELINE = re.compile("IteratorGetNext|OptionalGetValue")
+_COMPLAINTS = (
+    (
+        r"Received a label value of .*? outside the valid range of \[.*?\)",
+        ": correct the labels or the model's last layer",
+    ),
+    (r"a batch of the data set is larger than the first one \(.*?\)", ": make the first batch the largest"),
+)
+
+
+def agree(
+    step: Step, label: str, seconds: float, should_stop: Callable[[], str], save: bool = False
+) -> tuple[float, bool]:
+    """What all workers must do alike after a call, though they see different clocks and signals.
+
+    Args:
+      label: where this worker is.
+      seconds: how long the call took here.
+      should_stop: a reason to stop the run, or nothing.
+      save: whether this worker finds it time for a checkpoint.
+
+    Returns:
+      How long it took on average, and whether the chief finds it time for a checkpoint: the same on all workers.
+
+    Raises:
+      Interrupted: some worker has a reason to stop.
+    """
+    peers = step.distribution.peers
+    votes = peers.gather(label, [seconds, should_stop(), bool(getattr(step.model, "stop_training", False)), save])
+    for rank, (_, reason, _, _) in enumerate(votes):
+        if reason:
+            raise Interrupted(reason + (f" (worker {rank})" if peers.size > 1 else ""))
+    step.model.stop_training = any(stop for _, _, stop, _ in votes)
+    return sum(vote[0] for vote in votes) / len(votes), votes[0][3]
+
+
+def never() -> str:
+    """No reason to stop."""
+    return ""

@@ -1,0 +1,1 @@
+"""The command `python -m tfdist.export`: a trained model in formats of other runtimes, checked against it."""

@@ -1,0 +1,224 @@
+"""A trained model as a SavedModel that takes what clients have: raw inputs, encoded pictures, columns of a table."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.data import image_decoding
+from tfdist.data.augmentation import ops
+from tfdist.data.datasets.registry import Column, Spec
+from tfdist.errors import UserError
+
+DEFAULT, ENCODED, TENSORS = "serving_default", "encoded", "tensors"
+"""Signatures: what TensorFlow Serving calls if not told otherwise; of JPEG or PNG bytes; of a table as the model takes
+it."""
+_FINE = 1000
+"""Standard deviations from 0 up to which float32 tells values apart, to a ten-thousandth of one."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Servable:
+    """A model and how to read its inputs and outputs.
+
+    Args:
+      model: built.
+      spec: what it was trained for.
+      from_logits: whether scores of classes are logits.
+      resize: how pictures of another size are brought to that of the model (see `augment.resize`).
+      shrink: large JPEGs are decoded no larger than that takes, as those of an image folder.
+    """
+
+    model: keras.Model
+    spec: Spec
+    from_logits: bool
+    resize: str = "crop"
+    shrink: bool = False
+
+    @property
+    def takes_pictures(self) -> bool:
+        """Whether inputs are pictures whose range of values is known."""
+        return len(self.spec.shape) == 3 and self.spec.shape[-1] in (1, 3) and self.spec.dtype == "uint8"
+
+    def answers(self, x: Any) -> dict[str, Any]:
+        """Named outputs: of classes `class_ids`, `classes`, `probabilities` and `logits`; else what the model gives."""
+        outputs = keras.tree.map_structure(_readable, self.model(x, training=False))
+        # By what it gives, and not by `output_shape`, which a class of one's own has not.
+        if self.spec.classes is None or not tf.is_tensor(outputs) or outputs.shape[1:] != [self.spec.classes]:
+            return _named(outputs)
+        found = {"class_ids": tf.argmax(outputs, -1)}
+        found["probabilities"] = tf.nn.softmax(outputs) if self.from_logits else outputs
+        if self.from_logits:
+            found["logits"] = outputs
+        if self.spec.names:
+            found["classes"] = tf.gather(tf.constant(self.spec.names), found["class_ids"])
+        return found
+
+    def decoded(self, encoded: Any) -> Any:
+        """Pictures as the data pipeline would have made them, from bytes [n]."""
+        height, width, channels = self.spec.shape
+        if self.shrink:
+            pixels = image_decoding.shrinking((height, width), self.resize)
+        else:
+            pixels = lambda text: tf.io.decode_image(text, channels=channels, expand_animations=False)
+
+        def one(text):
+            image = pixels(text)
+            image = ops.resize(tf.ensure_shape(image, [None, None, channels]), (height, width), self.resize)
+            if self.spec.maximum == 255:
+                return image
+            return tf.cast(tf.round(tf.cast(image, tf.float32) * (self.spec.maximum / 255)), tf.uint8)
+
+        return tf.map_fn(one, encoded, fn_output_signature=tf.TensorSpec(self.spec.shape, tf.uint8))
+
+    def encode(self, images: np.ndarray) -> list[bytes]:
+        """PNGs that `decoded` turns into these images again."""
+        full = np.round(images * (255 / self.spec.maximum)).astype(np.uint8)
+        return [tf.io.encode_png(image).numpy() for image in full]
+
+
+def inputs(model: keras.Model, spec: Spec) -> Any:
+    """Specs of the tensors that a model takes, [None, ...], in its structure; a single one is called `inputs`."""
+    if not getattr(model, "inputs", None):
+        return tf.TensorSpec((None, *spec.shape), spec.dtype, name="inputs")
+    structure = getattr(model, "_inputs_struct", model.inputs[0])  # Keras' own exporters look there, too
+    flat = keras.tree.flatten(structure)
+    names = ["inputs"] if len(flat) == 1 else [_name(t.name) for t in flat]
+    if len(set(names)) < len(names):
+        raise UserError(f"the model has two inputs of one name ({', '.join(names)}): give its Inputs names")
+    specs = [tf.TensorSpec((None, *t.shape[1:]), t.dtype, name=name) for t, name in zip(flat, names)]
+    return keras.tree.pack_sequence_as(structure, specs)
+
+
+def trials(servable: Servable, examples: Any) -> dict[str, dict[str, np.ndarray]]:
+    """Arguments for each signature of `save`, by name.
+
+    Args:
+      examples: inputs as the model takes them.
+    """
+    flat = keras.tree.flatten(inputs(servable.model, servable.spec))
+    plain = {spec.name: np.asarray(a) for spec, a in zip(flat, keras.tree.flatten(examples))}
+    if servable.spec.columns:
+        draw = np.random.default_rng(0)
+        count = len(next(iter(plain.values())))
+        made = {}
+        for column in servable.spec.columns:
+            if column.kind == "number":
+                values = column.mean + column.std * draw.normal(size=count)
+                values[0] = np.nan  # a missing one
+                made[_name(column.name)] = values.astype(_type(column).as_numpy_dtype)
+            else:
+                texts = [text.encode() for text in (*column.vocabulary, "nothing like it")]
+                made[_name(column.name)] = np.array([texts[i] for i in draw.integers(0, len(texts), count)])
+        return {DEFAULT: made, TENSORS: plain}
+    found = {DEFAULT: plain}
+    if servable.takes_pictures:
+        found[ENCODED] = {"images": np.array(servable.encode(plain["inputs"]))}
+    return found
+
+
+def signature(function: Any) -> dict[str, Any]:
+    """Names, types and shapes of what a function takes and gives, for people."""
+    concrete = function.get_concrete_function()
+    told = lambda spec: [spec.dtype.name, spec.shape.as_list() if spec.shape.rank is not None else None]
+    return {
+        "inputs": {spec.name: told(spec) for spec in function.input_signature},
+        "outputs": {name: told(spec) for name, spec in concrete.structured_outputs.items()},
+    }
+
+
+def save(servable: Servable, path: str) -> dict[str, Any]:
+    """Writes the SavedModel.
+
+    Returns:
+      Its functions by signature.
+    """
+    module = tf.Module()
+    # What a function uses and nothing here refers to would not be saved.
+    module.kept = [v.value for v in servable.model.variables]
+    structure = inputs(servable.model, servable.spec)
+    flat = keras.tree.flatten(structure)
+    functions: dict[str, Any] = {}
+    if servable.spec.columns:
+        lookups = {c.name: _lookup(c) for c in servable.spec.columns if c.kind == "category"}
+        module.lookups = list(lookups.values())
+        functions[DEFAULT] = _of_columns(servable, lookups, structure)
+        plain = TENSORS
+    else:
+        plain = DEFAULT
+    functions[plain] = tf.function(
+        lambda *x: servable.answers(keras.tree.pack_sequence_as(structure, x)), input_signature=flat
+    )
+    if servable.takes_pictures:
+        functions[ENCODED] = tf.function(
+            lambda images: servable.answers(servable.decoded(images)),
+            input_signature=[tf.TensorSpec([None], tf.string, name="images")],
+        )
+    for name, function in functions.items():
+        setattr(module, name, function)
+    tf.saved_model.save(module, path, signatures={k: f.get_concrete_function() for k, f in functions.items()})
+    return functions
+
+
+def _of_columns(servable: Servable, lookups: dict[str, Any], structure: Any) -> Any:
+    """Of one tensor [n] for each column of a table, as it stands in the table."""
+    columns = servable.spec.columns
+    names = [_name(column.name) for column in columns]
+    if len(set(names)) < len(names):
+        raise UserError(f"two columns have one name in a signature ({', '.join(names)}): rename one of them")
+    types = [_type(column) for column in columns]
+
+    def call(*values):
+        numbers, categories = [], []
+        for column, value in zip(columns, values):
+            if column.kind == "number":
+                scaled = tf.cast((tf.cast(value, tf.float64) - column.mean) / column.std, tf.float32)
+                numbers.append(tf.where(tf.math.is_nan(value), tf.zeros_like(scaled), scaled))
+            else:
+                categories.append(lookups[column.name].lookup(value))
+        made = {"numbers": numbers, "categories": categories}
+        stacked = {key: tf.stack(tensors, 1) for key, tensors in made.items() if tensors}
+        if not isinstance(structure, dict):
+            return servable.answers(next(iter(stacked.values())))
+        return servable.answers({key: tf.cast(stacked[key], structure[key].dtype) for key in structure})
+
+    return tf.function(
+        call, input_signature=[tf.TensorSpec([None], kind, name=name) for name, kind in zip(names, types)]
+    )
+
+
+def _type(column: Column) -> Any:
+    """What a client gives of a column; seconds since 1970, say, float32 would round to minutes."""
+    if column.kind != "number":
+        return tf.string
+    return tf.float64 if abs(column.mean) > _FINE * column.std else tf.float32
+
+
+def _lookup(column: Column) -> Any:
+    """Text to its place in the vocabulary plus one; 0 for any other."""
+    keys, places = tf.constant(column.vocabulary), tf.range(1, len(column.vocabulary) + 1)
+    return tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(keys, places), 0)
+
+
+def _readable(tensor: Any) -> Any:
+    """In a type that clients know."""
+    tensor = tf.convert_to_tensor(tensor)
+    return tf.cast(tensor, tf.float32) if tensor.dtype in (tf.bfloat16, tf.float16) else tensor
+
+
+def _named(outputs: Any) -> dict[str, Any]:
+    if isinstance(outputs, dict):
+        return {_name(key): value for key, value in outputs.items()}
+    if isinstance(outputs, (list, tuple)):
+        return {f"outputs_{i}": value for i, value in enumerate(outputs)}
+    return {"outputs": outputs}
+
+
+def _name(text: str) -> str:
+    """As an argument of a function can be called."""
+    return re.sub(r"\W", "_", text)

@@ -1,0 +1,199 @@
+"""Builds Horovod for the installed TensorFlow: `python -m tfdist.horovod_build`.
+
+The environment stays as it is until there is a wheel that loads: packages that
+only the build needs go to a temporary folder. The wheel is kept in a cache
+folder, so that the next environment with the same TensorFlow has it in seconds.
+
+Exit codes: 0 Horovod is there; 1 it does not compile or load; 2 something that
+the build needs is missing; 130 or 143 ended by a signal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import importlib
+import json
+import os
+import pathlib
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+
+from absl import flags
+
+from tfdist.config import command_line
+from tfdist.distributed import horovod_install
+from tfdist.distributed.horovod_install import VERSION, Build
+from tfdist.errors import TrainingError, UserError
+from tfdist.horovod_build import requirements
+from tfdist.horovod_build import source as source_lib
+from tfdist.horovod_build.workspace import LIMIT_S, Workshop
+
+
+def ensure(operations: tuple[str, ...], sdist: str = "") -> str:
+    """Installs Horovod unless it is there already.
+
+    Args:
+      operations: `Gloo`, and `MPI` and `NCCL` where wanted.
+      sdist: path of the source archive; pip fetches it if empty.
+
+    Returns:
+      What is there now, in words.
+
+    Raises:
+      UserError: something that the build needs is missing, or the source is not the released one.
+      TrainingError: Horovod does not compile, load or install.
+    """
+    wanted = Build(horovod_install.tensorflow(), horovod_install.python(), operations)
+    there = _already(wanted)
+    if there:
+        return there
+    archive = pathlib.Path(sdist).absolute() if sdist else None
+    if archive:
+        source_lib.check(archive)
+    tools = requirements.find(wanted)
+    kept = _kept_folder(wanted, tools)
+    with _alone(kept.parent):
+        there = _already(wanted)  # somebody else's build, after a wait
+        if there:
+            return there
+        with tempfile.TemporaryDirectory(prefix="tfdist-horovod-", ignore_cleanup_errors=True) as temporary:
+            workshop = Workshop(pathlib.Path(temporary), kept / "build.log", environment(operations, tools, temporary))
+            workshop.fetch_missing()
+            workshop.install(_kept_wheel(workshop, kept) or _build(workshop, wanted, kept, archive))
+    return f"Horovod {VERSION} is built for {_describe(wanted)}"
+
+
+def _already(wanted: Build) -> str:
+    importlib.invalidate_caches()
+    have = horovod_install.installed()
+    return f"Horovod {VERSION} is already built for {_describe(have)}" if have and have.serves(wanted) else ""
+
+
+def _describe(build: Build) -> str:
+    return f"TensorFlow {build.tensorflow.version} ({', '.join(build.operations)})"
+
+
+def _kept_wheel(workshop: Workshop, kept: pathlib.Path) -> pathlib.Path | None:
+    for wheel in kept.glob("*.whl"):
+        if workshop.loads(wheel):
+            _say(f"installing Horovod {VERSION} as built before: {wheel}")
+            return wheel
+        wheel.unlink()
+    return None
+
+
+def _build(workshop: Workshop, wanted: Build, kept: pathlib.Path, archive: pathlib.Path | None) -> pathlib.Path:
+    _say(f"building Horovod {VERSION} for {_describe(wanted)}: about 2 minutes on two cores, the log is {workshop.log}")
+    source = source_lib.unpack(archive or workshop.download(), workshop.folder / "source")
+    source_lib.prepare(source, wanted)
+    wheel = workshop.compile(source)
+    if not workshop.loads(wheel):
+        raise TrainingError(f"Horovod is built and does not load: {workshop.last_line()}: the log is {workshop.log}")
+    part = kept / f"{wheel.name}.part"
+    shutil.copyfile(wheel, part)
+    os.replace(part, kept / wheel.name)  # a wheel is there whole or not at all
+    return kept / wheel.name
+
+
+def environment(operations: tuple[str, ...], tools: requirements.Tools, temporary: str) -> dict[str, str]:
+    """The variables of the build. What is built follows from the options alone, not from the caller's variables."""
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("HOROVOD_") or k in requirements.PLACES}
+    for name in ("MFLAGS", "MAKELEVEL", "CCL_ROOT"):  # of a make that runs this; would add oneCCL
+        environ.pop(name, None)
+    mpi = {"HOROVOD_WITH_MPI": "1"} if "MPI" in operations else {"HOROVOD_WITHOUT_MPI": "1"}
+    nccl = {"HOROVOD_GPU_OPERATIONS": "NCCL"} if "NCCL" in operations else {}
+    return {
+        **environ,
+        **tools.environ,
+        **mpi,
+        **nccl,
+        "PATH": tools.path,
+        "TMPDIR": temporary,
+        "HOROVOD_WITH_TENSORFLOW": "1",
+        "HOROVOD_WITHOUT_PYTORCH": "1",
+        "HOROVOD_WITHOUT_MXNET": "1",
+        "HOROVOD_WITHOUT_NVTX": "1",
+        "HOROVOD_WITH_GLOO": "1",
+        # The bundled Gloo asks for the behaviour of a CMake so old that CMake 4 refuses.
+        "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
+        # Horovod passes options that only make understands, and -j8 unless told otherwise.
+        "CMAKE_GENERATOR": "Unix Makefiles",
+        "MAKEFLAGS": f"-j{len(os.sched_getaffinity(0))}",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+    }
+
+
+def _kept_folder(wanted: Build, tools: requirements.Tools) -> pathlib.Path:
+    """The cache folder for wheels like the wanted one; all that changes the binary is in its name."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    edits = [dataclasses.astuple(edit) for edit in source_lib.EDITS]
+    text = json.dumps([dataclasses.asdict(wanted), tools.identity, source_lib.SHA256, edits])
+    name = f"tensorflow-{wanted.tensorflow.version}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    folder = pathlib.Path(base, "tfdist", "horovod", name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "build.log").open("ab").close()
+    except OSError as error:
+        raise UserError(
+            f"the cache folder {folder} cannot be written ({error.strerror}): set XDG_CACHE_HOME to another folder"
+        ) from None
+    return folder
+
+
+@contextlib.contextmanager
+def _alone(folder: pathlib.Path) -> Iterator[None]:
+    """One build at a time in a cache folder. The kernel drops the lock of a process that dies."""
+    with (folder / "lock").open("w") as file:
+        until, told = time.monotonic() + LIMIT_S, False
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise UserError(
+                        f"another build holds {file.name} for {LIMIT_S:g} s: end it and run again"
+                    ) from None
+            if not told:
+                told = True
+                _say("another build of Horovod is running: waiting for it")
+            time.sleep(0.2)
+        yield
+
+
+def _say(line: str) -> None:
+    print(f"tfdist: {line}", flush=True)
+
+
+def _run(argv: list[str]) -> int:
+    del argv
+
+    def end(number: int, frame: object) -> None:
+        del frame
+        print(f"tfdist: ended by {signal.Signals(number).name}, Horovod is not built", file=sys.stderr)
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, end)
+    options = (("MPI", flags.FLAGS.mpi), ("NCCL", flags.FLAGS.nccl))
+    _say(ensure(("Gloo", *(name for name, wanted in options if wanted)), flags.FLAGS.sdist))
+    return 0
+
+
+def main() -> None:
+    """Entry point of `python -m tfdist.horovod_build`."""
+    flags.DEFINE_bool("mpi", False, "Build with MPI too, for a start by mpirun; needs mpicxx and mpirun.")
+    flags.DEFINE_bool("nccl", False, "Build with NCCL too, for GPUs; needs the CUDA toolkit and NCCL with its header.")
+    flags.DEFINE_string("sdist", "", f"Path of {source_lib.ARCHIVE}, for a machine without a network.")
+    command_line.main(_run, command_line.parse_own, "interrupted, Horovod is not built")
+
+
+if __name__ == "__main__":
+    main()

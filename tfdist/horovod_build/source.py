@@ -1,0 +1,94 @@
+"""The released source of Horovod, and what it takes to compile it against a current TensorFlow. No TensorFlow."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import pathlib
+import tarfile
+
+from tfdist.distributed import horovod_install
+from tfdist.errors import TrainingError, UserError
+
+ARCHIVE = f"horovod-{horovod_install.VERSION}.tar.gz"
+SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+"""Of the archive that pip delivers."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Edit:
+    """One place of the source where `old` becomes `new`."""
+
+    path: str
+    old: str
+    new: str
+
+
+_STREAM_HEADER = '#include "tensorflow/stream_executor/stream.h"\n#endif // TENSORFLOW_VERSION >= 2011000000\n'
+
+EDITS = (
+    # It registers Horovod with XLA, through headers that have moved. Horovod uses it only on request.
+    Edit(
+        "horovod/tensorflow/CMakeLists.txt",
+        'list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")\n',
+        "",
+    ),
+    # TensorFlow no longer exports this function. Builds with NCCL compile without it, and then do not load.
+    Edit(
+        "horovod/tensorflow/mpi_ops.cc",
+        _STREAM_HEADER,
+        _STREAM_HEADER
+        + "namespace stream_executor {\nnamespace gpu {\n"
+        + "inline GpuStreamHandle AsGpuStreamValue(Stream* stream) {\n"
+        + "  return static_cast<GpuStreamHandle>(stream->platform_specific_handle().stream);\n}\n"
+        + "} // namespace gpu\n} // namespace stream_executor\n",
+    ),
+    # The stamp becomes a file of the package, so that pip removes it with the rest.
+    Edit("setup.cfg", "[egg_info]", f"[options.package_data]\nhorovod = {horovod_install.STAMP}\n\n[egg_info]"),
+)
+
+
+def check(path: pathlib.Path) -> None:
+    """Looks whether a file is the released archive.
+
+    Raises:
+      UserError: it is not, or cannot be read.
+    """
+    try:
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise UserError(f"--sdist={path} cannot be read ({error.strerror}): give the path of {ARCHIVE}") from None
+    if digest != SHA256:
+        raise UserError(
+            f"--sdist={path} is not the released {ARCHIVE}: its SHA-256 is {digest}, not {SHA256}: download it again"
+        )
+
+
+def unpack(archive: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
+    """Unpacks the archive below `folder`; returns the folder of the source."""
+    with tarfile.open(archive) as tar:
+        if hasattr(tarfile, "data_filter"):
+            tar.extractall(folder, filter="data")
+        else:  # the first releases of Python 3.10 and 3.11; the digest vouches for the archive
+            tar.extractall(folder)
+    return folder / f"horovod-{horovod_install.VERSION}"
+
+
+def prepare(source: pathlib.Path, wanted: horovod_install.Build) -> None:
+    """Makes the edits, and adds the stamp that says what the build is for.
+
+    Raises:
+      TrainingError: the source is not as expected.
+    """
+    for edit in EDITS:
+        path = source / edit.path
+        text = path.read_text() if path.is_file() else ""
+        if text.count(edit.old) != 1:
+            raise TrainingError(
+                f"the source of Horovod {horovod_install.VERSION} is not as expected: "
+                f"{edit.path} should have {edit.old.splitlines()[0]!r} once, and has it {text.count(edit.old)} times"
+            )
+        path.write_text(text.replace(edit.old, edit.new))
+    stamp = json.dumps(dataclasses.asdict(wanted), indent=1)
+    (source / "horovod" / horovod_install.STAMP).write_text(f"{stamp}\n")

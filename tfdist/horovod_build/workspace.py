@@ -1,0 +1,159 @@
+"""A temporary folder where Horovod is fetched, compiled, tried and installed from, by pip. No TensorFlow."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterable
+from importlib import metadata
+
+from tfdist.distributed.horovod_install import VERSION
+from tfdist.errors import TrainingError, UserError
+from tfdist.horovod_build import source as source_lib
+
+LIMIT_S = 3600.0
+"""For one program, such as the compilation. On one slow core that takes minutes, not an hour."""
+
+_RUN_TIME = ("cloudpickle", "psutil", "pyyaml", "packaging")
+if sys.version_info >= (3, 12):
+    _RUN_TIME += ("setuptools",)  # horovodrun imports distutils, which Python has dropped
+_BUILD_TIME = dict.fromkeys(("setuptools", "wheel", *_RUN_TIME))
+
+
+class Workshop:
+    """A temporary folder for one build; every program started in it writes to the log and ends with it."""
+
+    def __init__(self, folder: pathlib.Path, log: pathlib.Path, environ: dict[str, str]):
+        self.folder = folder
+        self.log = log
+        self._environ = environ
+        self._packages = folder / "packages"
+        log.write_bytes(b"")
+
+    def fetch_missing(self) -> None:
+        """Fetches the Python packages that the build needs and the environment has not."""
+        missing = _missing(_BUILD_TIME)
+        if missing and self._pip("install", "--target", self._packages, *missing):
+            raise UserError(
+                f"pip cannot fetch {', '.join(missing)} for the build ({self._pip_error()}): "
+                f"run pip install 'tfdist[horovod]' where there is a network; the log is {self.log}"
+            )
+
+    def download(self) -> pathlib.Path:
+        """Has pip fetch the source, and compare the digest before any of it runs."""
+        wanted = self.folder / "requirements.txt"
+        wanted.write_text(f"horovod=={VERSION} --hash=sha256:{source_lib.SHA256}\n")
+        arguments = ("--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--require-hashes")
+        if self._pip("download", *arguments, "--dest", self.folder, "--requirement", wanted):
+            if "DO NOT MATCH THE HASHES" in self._text():
+                raise UserError(
+                    f"the {source_lib.ARCHIVE} that pip fetches is not the released one, whose SHA-256 is "
+                    f"{source_lib.SHA256}: look at pip config list, or give --sdist=PATH; the log is {self.log}"
+                )
+            raise UserError(
+                f"pip cannot fetch horovod=={VERSION} ({self._pip_error()}): "
+                f"without a network, give --sdist={source_lib.ARCHIVE}; the log is {self.log}"
+            )
+        return self.folder / source_lib.ARCHIVE
+
+    def compile(self, source: pathlib.Path) -> pathlib.Path:
+        """Returns the path of the wheel."""
+        arguments = ("--use-pep517", "--no-build-isolation", "--no-deps", "--no-index", "--no-cache-dir")
+        if self._pip("wheel", "--verbose", *arguments, "--wheel-dir", self.folder, source):
+            raise TrainingError(f"Horovod does not compile: {first_error(self._text())}: the log is {self.log}")
+        return next(self.folder.glob("horovod-*.whl"))
+
+    def loads(self, wheel: pathlib.Path) -> bool:
+        """Whether Horovod from this wheel can be imported beside the installed TensorFlow, in a process of its own."""
+        unpacked = self.folder / f"check-{wheel.parent.name}"
+        try:
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(unpacked)
+        except (zipfile.BadZipFile, OSError):
+            return False
+        return self._run([sys.executable, "-c", "import horovod.tensorflow"], [unpacked, self._packages]) == 0
+
+    def install(self, wheel: pathlib.Path) -> None:
+        """Installs the wheel and what Horovod needs when it runs, into the environment of this interpreter."""
+        missing = _missing(_RUN_TIME)
+        failed = missing and self._pip("install", *missing, borrow=False)
+        if failed or self._pip("install", "--force-reinstall", "--no-deps", "--no-index", wheel, borrow=False):
+            raise TrainingError(f"pip cannot install Horovod ({self._pip_error()}): the log is {self.log}")
+
+    def last_line(self) -> str:
+        return _shorten(["no message", *filter(str.strip, self._text().splitlines())][-1])
+
+    def _pip(self, *arguments: object, borrow: bool = True) -> int:
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+        # What is on the path counts as installed, so an installation must not see the borrowed packages.
+        return self._run([*pip, *map(str, arguments)], [self._packages] if borrow else [])
+
+    def _run(self, arguments: list[str], path: list[pathlib.Path]) -> int:
+        theirs = map(os.path.abspath, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
+        with self.log.open("ab") as log:
+            log.write(f"$ {' '.join(arguments)}\n".encode())
+            log.flush()
+            process = subprocess.Popen(
+                arguments,
+                cwd=self.folder,
+                env={**self._environ, "PYTHONPATH": os.pathsep.join([*map(str, path), *theirs])},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # so that the compilers below it can be ended with it
+            )
+            try:
+                return process.wait(LIMIT_S)
+            except subprocess.TimeoutExpired:
+                raise TrainingError(f"the build took more than {LIMIT_S:g} s: the log is {self.log}") from None
+            finally:
+                _end(process)
+
+    def _text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def _pip_error(self) -> str:
+        errors = re.findall(r"^ERROR: (.*)", self._text(), re.MULTILINE)
+        return _shorten(errors[0]) if errors else self.last_line()
+
+
+def first_error(log: str) -> str:
+    """The line of a build's log that says why it failed: the compiler's first error, not what follows from it."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    for pattern in (r"\berror: (?!subprocess-exited)", r"CMake Error", r"^\w+(Error|Exception): ", r"^ERROR: "):
+        for line, after in zip(lines, [*lines[1:], ""]):
+            if re.search(pattern, line) and not line.startswith("$ "):
+                return _shorten(f"{line} {after}" if pattern == "CMake Error" else line)
+    return _shorten(lines[-1]) if lines else "no message"
+
+
+def _shorten(line: str) -> str:
+    line = " ".join(line.split())
+    return line if len(line) <= 300 else f"{line[:300]}..."
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a process that still runs, and the compilers below it; pip gets a moment to undo what it began."""
+    if process.poll() is not None:
+        return
+    os.killpg(process.pid, signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(5)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _missing(names: Iterable[str]) -> list[str]:
+    def there(name: str) -> bool:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return bool(metadata.version(name))
+        return False
+
+    return [name for name in names if not there(name)]

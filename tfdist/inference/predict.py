@@ -1,0 +1,76 @@
+"""The command `python -m tfdist.predict`: lines are written as they are found, and the file is renamed at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from absl import flags
+
+from tfdist.errors import UserError
+from tfdist.inference import job, prediction_rows
+from tfdist.inference.output_file import STDOUT, OutputFile
+
+
+def _run(values: flags.FlagValues) -> int:
+    name = values.output
+    kind = prediction_rows.CSV if name == STDOUT else name[name.rfind(".") :] if "." in name else ""
+    if kind not in (prediction_rows.CSV, prediction_rows.JSON_LINES):
+        what = f"--output={name} is of no kind that is known" if name else "--output is missing"
+        raise UserError(f"{what}: give a name that ends in .csv or .jsonl, or - for standard output")
+    say = job.to_stderr if name == STDOUT else job.to_stdout
+
+    def work(ready: job.Ready, should_stop: Callable[[], str]) -> None:
+        data, chief = ready.experiment.data, ready.distribution.is_chief
+        with OutputFile(name, values.overwrite, chief) as file:
+            count = _write(ready, file, prediction_rows.Lines(kind), values.scores, should_stop)
+        if chief and name != STDOUT:
+            say(f"{ready.source} on {data.name}, {data.eval_split}: {count} predictions in {name}")
+
+    return job.with_model(values, OutputFile(name, values.overwrite), say, work, rows_alone=True)
+
+
+def _write(
+    ready: job.Ready, file: OutputFile, lines: prediction_rows.Lines, scores: bool, should_stop: Callable[[], str]
+) -> int:
+    """Writes the predictions batch by batch; returns how many."""
+    import keras
+
+    from tfdist.data import sources
+    from tfdist.engine import evaluation
+
+    data, experiment = ready.data, ready.experiment
+    if not evaluation.same_order(data.eval):
+        raise UserError(
+            f"data.name={experiment.data.name!r} comes in another order each time that it is read, so no line would "
+            "belong to an example: do not shuffle data.eval_split"
+        )
+    batch = experiment.eval.batch_size if not isinstance(data.eval, sources.Batches) else None
+    reader = prediction_rows.Reader(
+        data.spec.classes, data.spec.names, job.from_logits(ready.model, ready.from_file), scores, names_of(data.eval)
+    )
+    count, settled = 0, False
+    for outputs, targets in evaluation.answers(ready.model, data.eval, ready.distribution, batch, should_stop):
+        if not settled:
+            reader, settled = reader.settled(outputs), True
+        rows = reader.rows(outputs, targets, count)
+        count += len(keras.tree.flatten(outputs)[0])
+        if ready.distribution.is_chief:
+            file.write(lines.text(rows))
+    return count
+
+
+def names_of(source: Any) -> Callable[[int], str] | None:
+    """What to call an example by its number: the path of an image, say; None where they have no names."""
+    from tfdist.data.sources import Records
+
+    return source.name if isinstance(source, Records) else None
+
+
+def main() -> None:
+    """Entry point of `python -m tfdist.predict`."""
+    job.define_flags()
+    flags.DEFINE_string("output", "", "File to write: .csv or .jsonl; - for CSV on standard output.")
+    flags.DEFINE_bool("overwrite", False, "Replace a file that --output names.")
+    flags.DEFINE_bool("scores", False, "Write the scores of all classes, too.")
+    job.main(_run, ("output", "overwrite", "scores"))

@@ -1,0 +1,160 @@
+"""What a model says of each example, as rows to be written: numbers, names and probabilities. NumPy only."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from tfdist.checkpoints.run_folder import strict
+from tfdist.errors import UserError
+from tfdist.monitoring import confusion
+
+CSV, JSON_LINES = ".csv", ".jsonl"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reader:
+    """Turns outputs into rows.
+
+    Args:
+      classes: number of classes, or None where the outputs are no scores of classes.
+      names: of the classes, as far as they have names.
+      from_logits: whether scores are logits; None to see by the first batch.
+      scores: give all scores of an example, too.
+      example: what to call an example by its number, where they have names, such as paths.
+    """
+
+    classes: int | None
+    names: tuple[str, ...] = ()
+    from_logits: bool | None = None
+    scores: bool = False
+    example: Callable[[int], str] | None = None
+
+    def settled(self, outputs: Any) -> Reader:
+        """For outputs such as these of the first batch.
+
+        Raises:
+          UserError: scores are asked for, and there are none.
+        """
+        by_class = self.classes is not None and isinstance(outputs, np.ndarray) and outputs.ndim >= 2
+        classes = self.classes if by_class and outputs.shape[-1] == self.classes else None
+        if classes is None and self.scores:
+            raise UserError("--scores is for the scores of classes, and this model gives none: leave it out")
+        logits = self.from_logits
+        if classes is not None and logits is None:
+            logits = not confusion.look_like_probabilities(outputs.reshape(-1, classes))
+        return dataclasses.replace(self, classes=classes, from_logits=logits)
+
+    def rows(self, outputs: Any, targets: Any, first: int) -> Iterator[dict[str, Any]]:
+        """One row per example of a batch.
+
+        Args:
+          outputs: arrays [n, ...], for classes of shape [n, classes] or, for sequences, [n, length, classes].
+          targets: likewise, or () for none.
+          first: number of the first example.
+        """
+        columns = {**self._answers(outputs), **(_leaves("target", self._labels(targets)) if len(targets) else {})}
+        for i in range(len(next(iter(columns.values())))):
+            row: dict[str, Any] = {"number": first + i}
+            if self.example:
+                row["example"] = self.example(first + i)
+            yield row | {name: values[i] for name, values in columns.items()}
+
+    def _answers(self, outputs: Any) -> dict[str, list]:
+        if self.classes is None:
+            return _leaves("output", outputs)
+        flat = np.asarray(outputs, np.float64).reshape(-1, self.classes)
+        good: Any = np.isfinite(flat).all(1)
+        best = np.where(good, flat.argmax(1), -1)
+        logs = confusion.log_probabilities(np.where(good[:, None], flat, 0), bool(self.from_logits))
+        sure = np.where(good, np.exp(logs.max(1)), np.nan).astype(np.float32)
+        shape = outputs.shape[:-1]
+        # Scores that are not finite are of no class.
+        found = {"prediction": _each(best.reshape(shape), lambda k: None if k < 0 else k)}
+        if self.names:
+            found["name"] = _each(best.reshape(shape), lambda k: self.names[k] if 0 <= k < len(self.names) else None)
+        found["probability"] = _plain(sure.reshape(shape))
+        if self.scores:
+            found["scores"] = _plain(outputs)
+        return found
+
+    def _labels(self, targets: Any) -> Any:
+        """Class numbers, where targets are one-hot rows of them."""
+        one_hot = self.classes is not None and isinstance(targets, np.ndarray) and targets.shape[-1:] == (self.classes,)
+        return targets.argmax(-1) if one_hot and targets.ndim > 1 else targets
+
+
+class Lines:
+    """Rows as text, CSV or JSON lines."""
+
+    def __init__(self, kind: str):
+        self._kind = kind
+        self._header: list[str] = []
+
+    def text(self, rows: Iterator[dict[str, Any]]) -> str:
+        """The next lines, the header of a table before the first ones."""
+        if self._kind == JSON_LINES:
+            return "".join(json.dumps(strict(row)) + "\n" for row in rows)
+        into = io.StringIO()
+        writer = csv.writer(into, lineterminator="\n")
+        for row in rows:
+            flat = _flat(row)
+            if not self._header:
+                self._header = list(flat)
+                writer.writerow(self._header)
+            writer.writerow(flat.values())
+        return into.getvalue()
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    """A list as columns of its own: `scores_0`, `scores_1`."""
+    flat: dict[str, Any] = {}
+    for name, value in row.items():
+        if not isinstance(value, list):
+            flat[name] = value
+        elif any(isinstance(inner, list) for inner in value):
+            raise UserError(f"{name!r} is a table for each example, and a line of CSV holds none: write a .jsonl file")
+        elif len(value) == 1:
+            flat[name] = value[0]
+        else:
+            flat |= {f"{name}_{i}": inner for i, inner in enumerate(value)}
+    return flat
+
+
+def _leaves(name: str, structure: Any) -> dict[str, list]:
+    """Columns of a structure of arrays, named by their place in it."""
+    if isinstance(structure, dict):
+        pairs = [(f"{name}_{key}", inner) for key, inner in structure.items()]
+    elif isinstance(structure, (list, tuple)):
+        pairs = [(f"{name}_{i}", inner) for i, inner in enumerate(structure)]
+    else:
+        return {name: _plain(structure)}
+    return {key: values for label, inner in pairs for key, values in _leaves(label, inner).items()}
+
+
+def _plain(array: np.ndarray) -> list:
+    """Nested lists of Python numbers; a float with as many digits as its type holds, and no more."""
+    array = np.asarray(array)
+    if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
+        return array.tolist()
+    if array.dtype == np.float64:
+        return array.tolist()
+    shortest = array.astype(np.float32).reshape(-1).astype(str)
+    return _shaped([float(text) for text in shortest], array.shape)
+
+
+def _each(numbers: np.ndarray, name: Callable[[int], Any]) -> list:
+    return _shaped([name(int(k)) for k in numbers.reshape(-1)], numbers.shape)
+
+
+def _shaped(values: list, shape: tuple[int, ...]) -> list:
+    """A flat list as nested ones."""
+    for side in reversed(shape[1:]):
+        values = [values[i : i + side] for i in range(0, len(values), side)] if side else [[]] * len(values)
+    return values

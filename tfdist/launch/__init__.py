@@ -1,0 +1,1 @@
+"""The command `python -m tfdist.launch`: starts, watches and restarts workers. None of it imports TensorFlow."""

@@ -1,0 +1,205 @@
+"""Node 0's launcher: gathers the nodes, starts rounds, finds the cause of a failure, starts again. No TensorFlow."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import time
+from typing import Any
+
+from tfdist.distributed import wire
+from tfdist.errors import UserError
+from tfdist.launch import node_agent, node_links
+from tfdist.launch.event_loop import Events, Screen
+from tfdist.launch.failure_policy import Verdict
+
+FAREWELL_S = 3.0
+"""For the other launchers to hear the last word."""
+
+
+class _Stopped(Exception):  # noqa: N818  an event and no error
+    """A signal came while no worker was running."""
+
+
+class Leader:
+    """All of a launch, from beginning to end."""
+
+    def __init__(self, plan: node_agent.Plan, events: Events, screen: Screen):
+        """Listens for the other nodes where there are some.
+
+        Raises:
+          UserError: that cannot be done at --master_addr and --master_port.
+        """
+        self._plan, self._events, self._screen = plan, events, screen
+        self._node = node_agent.Node(plan, events, screen)
+        self._hello = node_agent.hello(plan)
+        self._links: dict[int, node_links.Link] = {}
+        self._news: list[tuple[int, dict]] = []
+        self._beats = node_links.Beats()
+        self._door = node_links.Door(plan.addr, plan.port, plan.secret, events) if plan.nnodes > 1 else None
+
+    def run(self) -> int:
+        """Round after round.
+
+        Returns:
+          The exit code.
+
+        Raises:
+          UserError: a node does not come or does not fit; those that are there know it too.
+        """
+        attempt, code, line, wrong = 0, 2, "", None
+        try:
+            while True:
+                self._gather(first=attempt == 0)
+                verdict = self._round(attempt)
+                code = verdict.code
+                if not verdict.may_restart or attempt == self._plan.max_restarts:
+                    break
+                attempt += 1
+                self._back_off(attempt)
+        except UserError as error:
+            wrong, line = error, f"error: {error}"
+        except _Stopped as stopped:
+            code, line = node_agent.code_of(str(stopped)), f"{stopped}: no worker was running"
+        self._over(code, line)
+        if wrong and attempt == 0:
+            raise wrong
+        if line:
+            self._screen.say(line, error=True)
+        return code
+
+    # -- the other nodes -----------------------------------------------------
+
+    def _gather(self, first: bool) -> None:
+        """Waits until every node is here; `first` if none has ever been."""
+        plan, begun = self._plan, time.monotonic()
+        deadline, next_line = begun + plan.start_timeout, begun
+        while self._door and len(self._links) < plan.nnodes - 1:
+            now = time.monotonic()
+            absent = [n for n in range(1, plan.nnodes) if n not in self._links]
+            who = f"node{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} of {plan.nnodes}"
+            if now >= deadline:
+                raise UserError(
+                    f"{who} {'have' if len(absent) > 1 else 'has'} not come within {plan.start_timeout:g} s to "
+                    f"{self._door.address}: start python -m tfdist.launch --nnodes={plan.nnodes} "
+                    f"--node_rank={absent[0]} --master_addr={plan.addr} --master_port={plan.port} ... there, "
+                    "or raise --start_timeout"
+                )
+            if now >= next_line:
+                next_line += node_links.PATIENCE_S
+                left = f"{deadline - now:.0f} s left"
+                self._tell({"order": "say", "line": f"waiting for {who} at {self._door.address}, {left}"})
+            for _, news in self._pump(min(deadline, next_line), gathering=first):
+                self._idle(news)
+
+    def _idle(self, news: dict) -> None:
+        """Sees to what happens while no worker runs."""
+        if news["event"] == "signal":
+            raise _Stopped(news["name"])
+        if news["event"] == "lost":
+            self._screen.say(news["line"], error=True)
+
+    def _admit(self, connection: wire.Connection, theirs: node_links.Hello, gathering: bool) -> None:
+        """Lets a launcher in, or turns it away: before the first round for the good of all, later alone."""
+        problem = theirs.problem(self._hello)
+        there = self._links.get(theirs.node)
+        if not problem and there and time.monotonic() - there.heard < node_links.SUPERSEDED_S:
+            problem = (
+                f"node {theirs.node} is there twice ({there.hello.host} and {theirs.host}): "
+                "give each node a --node_rank of its own"
+            )
+        if problem:
+            node_links.refuse(connection, problem)
+            if gathering:
+                raise UserError(problem)
+            self._screen.say(f"turned away: {problem}", error=True)
+            return
+        if there:
+            there.lose(f"started again on {theirs.host}")
+            self._drop(there)
+        try:
+            connection.send({"welcome": self._hello.host})
+        except wire.WireError:
+            connection.close()
+            return
+        self._links[theirs.node] = node_links.Link(connection, theirs, self._events)
+        self._beats.set(tuple(self._links.values()))
+
+    def _drop(self, link: node_links.Link) -> None:
+        del self._links[link.hello.node]
+        self._beats.set(tuple(self._links.values()))
+        self._news.append((link.hello.node, {"event": "lost", "line": f"{link} is lost: {link.lost}"}))
+
+    def _pump(self, until: float, gathering: bool = False) -> list[tuple[int, dict]]:
+        """Waits until something happens, or `until`: what it was, with the node."""
+        timeout = min(until - time.monotonic(), self._node.timeout(), node_links.BEAT_S)
+        self._events.wait(timeout)
+        self._news += [(0, news) for news in self._node.news()]
+        for link in list(self._links.values()):
+            self._news += [(link.hello.node, news) for news in link.take()]
+            if link.lost:
+                self._drop(link)
+        if self._door:
+            for line in self._door.strangers():
+                self._screen.say(line, error=True)
+            for connection, theirs in self._door.arrivals():
+                self._admit(connection, theirs, gathering)
+        news, self._news = self._news, []
+        return news
+
+    def _tell(self, order: dict) -> None:
+        for link in self._links.values():
+            link.send(order)
+        self._node.obey(order)
+
+    def _over(self, code: int, line: str) -> None:
+        """Tells the others that this is the end, and waits until they know it."""
+        for link in self._links.values():
+            link.send({"order": "over", "code": code, "line": line})
+        # To close at once, with their beats unread, would make the system throw away what they have not read.
+        end = time.monotonic() + FAREWELL_S
+        while any(not link.lost for link in self._links.values()) and time.monotonic() < end:
+            self._events.wait(0.1)
+        self._beats.close()
+        if self._door:
+            self._door.close()
+
+    # -- rounds --------------------------------------------------------------
+
+    def _round(self, attempt: int) -> Verdict:
+        """One start of all workers, to their end."""
+        self._start(attempt)
+        verdict = Verdict(self._plan.nnodes)
+        while verdict.busy:
+            for node, news in self._pump(verdict.deadline):
+                verdict.hear(node, news, time.monotonic())
+            for order in verdict.orders(time.monotonic()):
+                self._tell(order)
+        for order in verdict.summary():
+            self._tell(order)
+        return verdict
+
+    def _start(self, attempt: int) -> None:
+        plan = self._plan
+        # One machine: the port is for the workers. Several: the launchers have it, and each round meets elsewhere.
+        listener = node_links.listen(plan.addr, 0 if self._door else plan.port)
+        secret = secrets.token_hex(16)
+        counts = [plan.nproc, *(self._links[n].hello.nproc for n in sorted(self._links))]
+        world, port = sum(counts), listener.getsockname()[1]
+        self._node.listener = listener
+        for node in range(len(counts)):
+            this = node_agent.Round(attempt, world, sum(counts[:node]), port, secret)
+            order: dict[str, Any] = {"order": "round", "round": dataclasses.asdict(this)}
+            if node:
+                self._links[node].send(order)
+            else:
+                self._node.obey(order)
+
+    def _back_off(self, attempt: int) -> None:
+        seconds = min(30.0, 2.0 ** (attempt - 1))
+        line = f"restart {attempt} of {self._plan.max_restarts} in {seconds:g} s"
+        self._tell({"order": "say", "line": line})
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            for _, news in self._pump(end):
+                self._idle(news)

@@ -1,0 +1,238 @@
+"""What a launcher does on its own node: rounds of workers, as node 0 orders them. No TensorFlow.
+
+Node 0's launcher decides (leader.py), also for itself: a single machine is a
+node 0 alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import pathlib
+import shlex
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from tfdist.errors import UserError
+from tfdist.launch import node_links
+from tfdist.launch.event_loop import Events, Screen, Signalled
+from tfdist.launch.worker_process import Crew, Start
+
+END_S = 30.0
+"""After so long, a worker that cannot even be killed is left to the system."""
+REMOVED = ("TF_CONFIG", "TORCHELASTIC_RUN_ID", "HOROVOD_", "TFDIST_MEETING_FD")
+"""Beginnings of variables that would tell a worker of another cluster."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """What the command line asks for, checked."""
+
+    command: tuple[str, ...]
+    """Program and arguments of every worker."""
+    nproc: int
+    """Workers on this node."""
+    nnodes: int
+    node: int
+    addr: str
+    """Of node 0."""
+    port: int
+    """There: of its launcher where there are several nodes, else of rank 0; 0 for a free one."""
+    max_restarts: int
+    start_timeout: float
+    shares: tuple[Mapping[str, str], ...]
+    """Variables by which each worker of this node gets its part of the GPUs."""
+    agreed: Mapping[str, Any]
+    """See `nodes.Hello`."""
+    workdir: str = ""
+    """The run folder; empty for a program of the user's."""
+    log_dir: str = ""
+    """Where each rank's lines are kept; empty for nowhere."""
+    secret: str = ""
+    """By which the launchers know each other."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Round:
+    """One start of all workers, as node 0 tells it to one node."""
+
+    attempt: int
+    world: int
+    """Workers on all nodes."""
+    first: int
+    """Rank of the node's first worker."""
+    port: int
+    """Where the workers meet, at node 0's address."""
+    secret: str
+
+
+def variables(plan: Plan, this: Round, local_rank: int, fd: int | None = None) -> dict[str, str]:
+    """What the launcher sets in the environment of one worker.
+
+    Args:
+      fd: number of the inherited socket at which rank 0 meets the others.
+    """
+    found = {
+        "RANK": this.first + local_rank,
+        "WORLD_SIZE": this.world,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": plan.nproc,
+        "GROUP_RANK": plan.node,
+        "MASTER_ADDR": plan.addr,
+        "MASTER_PORT": this.port,
+        "TFDIST_ATTEMPT": this.attempt,
+        "TFDIST_SECRET": this.secret,
+        "PYTHONUNBUFFERED": 1,  # the last words of a worker that is killed would be in its buffer
+    }
+    if fd is not None:
+        found["TFDIST_MEETING_FD"] = fd
+    return {name: str(value) for name, value in found.items()} | dict(plan.shares[local_rank])
+
+
+def inherited(environ: Mapping[str, str]) -> dict[str, str]:
+    """The launcher's environment without what speaks of another cluster."""
+    return {name: value for name, value in environ.items() if not name.startswith(REMOVED)}
+
+
+class Node:
+    """The workers of this machine, as orders from node 0 want them."""
+
+    def __init__(self, plan: Plan, events: Events, screen: Screen):
+        self.listener: socket.socket | None = None
+        """On node 0: the socket that rank 0 of the next round inherits."""
+        self._plan, self._events, self._screen = plan, events, screen
+        self._crew: Crew | None = None
+        self._news: list[dict] = []
+
+    def obey(self, order: dict) -> None:
+        kind = order["order"]
+        if kind == "round":
+            self._start(Round(**order["round"]))
+        elif kind == "say":
+            self._screen.say(order["line"], error=order.get("error", False))
+        elif kind == "end":
+            self._blame(order["text"], order["lines"])
+        if self._crew is not None and kind in ("stop", "end", "kill"):
+            {"stop": self._crew.stop, "end": self._crew.end, "kill": self._crew.kill}[kind]()
+
+    def timeout(self) -> float:
+        return self._crew.timeout() if self._crew else math.inf
+
+    def news(self) -> list[dict]:
+        """What has happened here since the last call."""
+        news, self._news = self._news, []
+        news += [{"event": "signal", "name": name} for name in self._events.signals]
+        self._events.signals.clear()
+        if self._crew is not None:
+            news += [{"event": "exit", "exit": dataclasses.asdict(e)} for e in self._crew.poll()]
+            if not self._crew.alive:
+                self._crew = None
+                news.append({"event": "ended"})
+        return news
+
+    @property
+    def alive(self) -> tuple[int, ...]:
+        """Ranks that run here."""
+        return self._crew.alive if self._crew else ()
+
+    def _start(self, this: Round) -> None:
+        plan, listener = self._plan, self.listener
+        try:
+            log_dir = pathlib.Path(plan.log_dir) if plan.log_dir else None
+            if log_dir is not None:
+                log_dir.mkdir(parents=True, exist_ok=True)
+            when, host = time.strftime("%Y-%m-%d %H:%M:%S"), socket.gethostname()
+            title = f"--- attempt {this.attempt}, {when}, {host}: {shlex.join(plan.command)}"
+            logs = f"; what they print is kept in {log_dir}" if log_dir else ""
+            again = f", restart {this.attempt}" if this.attempt else ""
+            ranks = f"{this.first}" + (f" to {this.first + plan.nproc - 1}" if plan.nproc > 1 else "")
+            self._screen.say(f"starting rank {ranks} of {this.world} workers here{again}{logs}")
+            starts = []
+            for local_rank in range(plan.nproc):
+                rank = this.first + local_rank
+                fd = listener.fileno() if listener is not None and rank == 0 else None
+                environ = inherited(os.environ) | variables(plan, this, local_rank, fd)
+                log = log_dir / f"rank-{rank}.log" if log_dir else None
+                starts.append(Start(rank, plan.command, environ, () if fd is None else (fd,), log, title))
+            self._crew = Crew(starts, self._events, self._screen)
+        except OSError as error:
+            what = f"{error.strerror}{f': {error.filename}' if error.filename else ''}"
+            line = f"node {plan.node} ({socket.gethostname()}) cannot start its workers: {what}"
+            self._news += [{"event": "cannot", "line": line}, {"event": "ended"}]
+        finally:
+            if listener is not None:
+                listener.close()
+                self.listener = None
+
+    def _blame(self, text: str, lines: list[str]) -> None:
+        self._screen.say(f"root cause: {text}{'; its last lines:' if lines else ''}", error=True)
+        for line in lines:
+            self._screen.say(f"  {line}", error=True)
+
+
+def hello(plan: Plan) -> node_links.Hello:
+    return node_links.Hello(plan.node, plan.nnodes, plan.nproc, socket.gethostname(), plan.agreed)
+
+
+def code_of(name: str) -> int:
+    """Exit code after a signal that came while no worker was running."""
+    return 130 if name == "SIGINT" else 143
+
+
+def follow(plan: Plan, events: Events, screen: Screen) -> int:
+    """The launcher of another node than 0.
+
+    Returns:
+      The exit code.
+
+    Raises:
+      UserError: node 0 cannot be reached or refuses this node.
+    """
+    node, beats = Node(plan, events, screen), node_links.Beats()
+    try:
+        for attempt in range(plan.max_restarts + 1):
+            try:
+                link = node_links.join(
+                    plan.addr, plan.port, plan.secret, hello(plan), plan.start_timeout, events, screen.say
+                )
+            except UserError as error:
+                if attempt == 0:
+                    raise
+                screen.say(f"error: {error}", error=True)
+                break
+            beats.set((link,))
+            code = _serve(node, link, events, screen)
+            if code is not None:
+                return code
+            # Node 0 is lost. Its launcher may be started again, where restarts are wanted.
+    except Signalled:
+        name = events.signals[0]
+        screen.say(f"{name}: no worker was running", error=True)
+        return code_of(name)
+    finally:
+        beats.close()
+    return 1
+
+
+def _serve(node: Node, link: node_links.Link, events: Events, screen: Screen) -> int | None:
+    """Obeys node 0 to the end: the exit code, or None when node 0 was lost."""
+    while not link.lost:
+        events.wait(min(node_links.BEAT_S, node.timeout()))
+        for news in node.news():
+            link.send(news)
+        for order in link.take():
+            if order["order"] == "over":
+                if order["line"]:
+                    screen.say(order["line"], error=True)
+                link.lose("over")
+                return order["code"]
+            node.obey(order)
+    node.obey({"order": "end", "text": f"{link} is lost: {link.lost}", "lines": []})
+    deadline, stopped = time.monotonic() + END_S, False
+    while node.alive and time.monotonic() < deadline:
+        events.wait(min(node_links.BEAT_S, node.timeout()))
+        stopped = any(news["event"] == "signal" for news in node.news()) or stopped
+    return 1 if stopped else None

@@ -1,0 +1,315 @@
+"""How the launchers of several nodes meet and stay in touch: node 0 listens, the others come. No TensorFlow.
+
+A connection carries beats both ways, `order`s from node 0 and `event`s to it;
+what those mean stands in rounds.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tfdist import __version__
+from tfdist.distributed import wire
+from tfdist.errors import UserError
+from tfdist.launch.event_loop import Events
+
+BEAT_S = 2.0
+"""Seconds between two beats of a launcher."""
+SILENT_S = 12.0
+"""A launcher that says nothing for so long is lost: its machine or the way to it is gone."""
+SUPERSEDED_S = 5.0
+"""After so long a silence, a launcher that comes with the same node rank is the old one started again."""
+PATIENCE_S = 15.0
+"""Seconds between two lines about who is missing."""
+RETRY_S = 0.5
+"""Seconds between two tries to reach node 0."""
+_SPOKEN_TO = 3
+"""Handshakes that end early in a row: by then it is no accident."""
+_GREETERS = 32
+"""Handshakes at the same time."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Hello:
+    """What a launcher says of itself when it comes."""
+
+    node: int
+    nnodes: int
+    nproc: int
+    host: str
+    agreed: Mapping[str, Any]
+    """What must be the same on all nodes, by the name that a message shall give it."""
+
+    @classmethod
+    def read(cls, message: Mapping[str, Any]) -> Hello | None:
+        """The hello in a message, or None."""
+        hello = message.get("hello")
+        if not isinstance(hello, dict) or set(hello) != {f.name for f in dataclasses.fields(cls)}:
+            return None
+        numbers = (hello["node"], hello["nnodes"], hello["nproc"])
+        whole = all(type(n) is int for n in numbers) and hello["nproc"] > 0
+        return cls(**hello) if whole and isinstance(hello["agreed"], dict) else None
+
+    def problem(self, mine: Hello) -> str:
+        """Why this launcher does not fit to `mine`, node 0, in a line; or an empty string."""
+        who = f"node {self.node} ({self.host})"
+        if self.nnodes != mine.nnodes:
+            return (
+                f"{who} was started with --nnodes={self.nnodes}, node 0 with --nnodes={mine.nnodes}: "
+                "give the same number everywhere"
+            )
+        if not 0 < self.node < mine.nnodes:
+            return f"{who} was started with the --node_rank of node 0 ({mine.host}): give each node its own"
+        for name in [*mine.agreed, *(n for n in self.agreed if n not in mine.agreed)]:
+            here, there = mine.agreed.get(name, "nothing"), self.agreed.get(name, "nothing")
+            if here != there:
+                return (
+                    f"{who} differs from node 0 in {name}: {_short(there)} and {_short(here)}: "
+                    "start all nodes with the same"
+                )
+        return ""
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+class Link:
+    """The connection to another launcher, once both know each other."""
+
+    def __init__(self, connection: wire.Connection, hello: Hello, events: Events):
+        self.hello = hello
+        self.heard = time.monotonic()
+        self.lost = ""
+        """Why there is no more to come, once that is so."""
+        self._connection, self._events = connection, events
+        self._messages: list[dict] = []
+        events.watch(connection.fileno(), self._read)
+        self._take_in()  # what came with the hello
+
+    def __str__(self) -> str:
+        return f"node {self.hello.node} ({self.hello.host})"
+
+    def send(self, message: dict) -> None:
+        """Says it, if the other side is still there; `take` tells when it is not."""
+        with contextlib.suppress(wire.WireError):
+            self._connection.send(message)
+
+    def take(self) -> list[dict]:
+        """What has come since the last call, beats left out. To be called after `Events.wait`, which reads."""
+        silence = time.monotonic() - self.heard
+        if not self.lost and silence > SILENT_S:
+            self.lose(f"silent for {silence:.0f} s")
+        messages, self._messages = self._messages, []
+        return messages
+
+    def _read(self) -> None:
+        try:
+            self._connection.fill()
+        except wire.WireError as error:
+            self.lose(str(error))
+        else:
+            self._take_in()
+
+    def _take_in(self) -> None:
+        self.heard = time.monotonic()
+        try:
+            while self._connection.pending():
+                message = self._connection.take()
+                if "beat" not in message:
+                    self._messages.append(message)
+        except wire.WireError as error:
+            self.lose(str(error))
+
+    def lose(self, why: str) -> None:
+        """Closes the connection, for the reason given."""
+        if self.lost:
+            return
+        self.lost = why
+        self._events.forget(self._connection.fileno())
+        self._connection.close()
+
+
+class Beats:
+    """Tells the other launchers that this one lives, also while it writes to a slow terminal."""
+
+    def __init__(self):
+        self._links: tuple[Link, ...] = ()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="beats", daemon=True)
+
+    def set(self, links: tuple[Link, ...]) -> None:
+        """The links to beat on from now on."""
+        self._links = links
+        if links and not self._thread.is_alive():
+            self._thread.start()
+
+    def close(self) -> None:
+        self._ended.set()
+
+    def _run(self) -> None:
+        while not self._ended.wait(BEAT_S):
+            for link in self._links:
+                if not link.lost:
+                    link.send({"beat": 1})
+
+
+class Door:
+    """Where node 0 hears the other launchers come. Handshakes have threads, so that no stranger holds up a run."""
+
+    def __init__(self, host: str, port: int, secret: str, events: Events):
+        """Listens at once.
+
+        Raises:
+          UserError: that cannot be done at this address.
+        """
+        self._secret, self._events = secret, events
+        self._come: queue.SimpleQueue[tuple[wire.Connection, Hello]] = queue.SimpleQueue()
+        self._strangers: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._known: set[str] = set()
+        self._greeters = threading.BoundedSemaphore(_GREETERS)
+        self._listener = listen(host, port)
+        # A name may mean the loopback address on the machine itself; the line about who is missing shows it.
+        self.address = "{}:{}".format(*self._listener.getsockname()[:2])
+        threading.Thread(target=self._listen, name="door", daemon=True).start()
+
+    def arrivals(self) -> list[tuple[wire.Connection, Hello]]:
+        """The launchers that have come since the last call."""
+        return _all(self._come)
+
+    def strangers(self) -> list[str]:
+        """Why others were turned away, a line for each host and reason, once."""
+        lines = [line for line in dict.fromkeys(_all(self._strangers)) if line not in self._known]
+        self._known.update(lines)
+        return lines
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                sock, address = self._listener.accept()
+            except OSError:
+                return  # closed
+            self._greeters.acquire()
+            threading.Thread(target=self._greet, args=(sock, address[0]), daemon=True).start()
+
+    def _greet(self, sock: socket.socket, host: str) -> None:
+        try:
+            connection = wire.accept(sock, self._secret)
+            hello = Hello.read(connection.receive(wire.HANDSHAKE_S))
+            if hello is None:
+                refuse(
+                    connection, f"node 0 runs tfdist {__version__}, whose launcher speaks otherwise: install the same"
+                )
+                raise wire.WireError("its launcher is of another version")
+            self._come.put((connection, hello))
+        except (wire.WireError, OSError) as error:
+            self._strangers.put(f"turned away a connection from {host}: {error}")
+        finally:
+            self._greeters.release()
+            self._events.wake()
+
+
+def _all(line: queue.SimpleQueue) -> list:
+    found = []
+    with contextlib.suppress(queue.Empty):
+        while True:
+            found.append(line.get_nowait())
+    return found
+
+
+def refuse(connection: wire.Connection, why: str) -> None:
+    """Tells a launcher why it cannot take part."""
+    with contextlib.suppress(wire.WireError):
+        connection.send({"refused": why})
+    connection.close()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """`wire.listen` for the address in --master_addr.
+
+    Raises:
+      UserError: it is no address of this machine, or the port is taken.
+    """
+    try:
+        return wire.listen(host, port)
+    except socket.gaierror as error:
+        raise UserError(
+            f"--master_addr={host} is not known ({error.strerror}): give a name or address of node 0"
+        ) from None
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise UserError(f"--master_port={port} is taken on {host}: choose another, the same on all nodes") from None
+        raise UserError(
+            f"--master_addr={host} is no address of this machine ({(error.strerror or '').lower()}): "
+            "give that of node 0, and a --node_rank of their own to the other nodes"
+        ) from None
+
+
+def join(
+    host: str, port: int, secret: str, hello: Hello, timeout: float, events: Events, say: Callable[[str], None]
+) -> Link:
+    """Goes to node 0, which may start later.
+
+    Args:
+      timeout: seconds to wait for it.
+      say: shows a line to a person.
+
+    Raises:
+      UserError: it cannot be reached within `timeout`, or refuses this node.
+      Signalled: a signal came.
+    """
+    begun = time.monotonic()
+    next_line, spoken_to = begun, 0
+    node0 = f"node 0 at {host}:{port}"
+    with events.interruptible():
+        while True:
+            try:
+                return _join(host, port, secret, hello, events)
+            except wire.WireError as error:
+                why = str(error)
+            # Nobody there: "connection refused", or no answer. Somebody there who does not want us: it closes.
+            spoken_to = spoken_to + 1 if "closed" in why or "answer" in why else 0
+            if "secret" in why or "protocol" in why or spoken_to >= _SPOKEN_TO:
+                raise UserError(
+                    f"{node0} does not shake hands ({why}): set the same TFDIST_SECRET on all nodes or on none, "
+                    "and see that --master_port is that of node 0's launcher"
+                )
+            now = time.monotonic()
+            if now >= begun + timeout:
+                raise UserError(
+                    f"{node0} cannot be reached within {timeout:g} s ({why}): start it there with --node_rank=0, "
+                    "correct --master_addr and --master_port, open that port, or raise --start_timeout"
+                )
+            if now >= next_line:
+                next_line += PATIENCE_S
+                say(f"waiting for {node0} ({why}), {begun + timeout - now:.0f} s left")
+            time.sleep(min(RETRY_S, timeout))
+
+
+def _join(host: str, port: int, secret: str, hello: Hello, events: Events) -> Link:
+    connection = wire.connect(host, port, secret)
+    try:
+        connection.send({"hello": dataclasses.asdict(hello)})
+        answer = connection.receive(2 * wire.HANDSHAKE_S)
+    except BaseException:
+        connection.close()
+        raise
+    if "welcome" not in answer:
+        connection.close()
+        raise UserError(str(answer.get("refused", f"node 0 at {host}:{port} gave no reason to refuse this node")))
+    there = Hello(0, hello.nnodes, 1, str(answer["welcome"]), {})
+    return Link(connection, there, events)

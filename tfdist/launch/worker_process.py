@@ -1,0 +1,295 @@
+"""The workers that one launcher starts: their processes, their output, their end. No TensorFlow.
+
+All of it happens in one thread around `Events.wait`. A worker leads a session and a process group of its own: a
+terminal's Ctrl-C reaches the launcher alone, and what a worker started ends
+with it.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import dataclasses
+import functools
+import math
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO
+
+from tfdist.launch.event_loop import Events, Screen
+
+GRACE_S = 5.0
+"""From SIGTERM to SIGKILL: a worker inside TensorFlow's constructor never sees the first."""
+DRAIN_S = 1.0
+"""How long what a dead worker left running may still write, before it is ended too."""
+TAIL = 10
+"""Lines of a failed worker that are shown again."""
+LONGEST_LINE = 1 << 16
+"""Bytes after which a line without an end is cut: binary rubbish must not fill the memory."""
+LOST = ("lost worker", "ended before all workers had met")
+"""What a worker says last when it stops because of another one."""
+_LEFT_OVER = 32
+"""Reads that empty any pipe; one that is never empty has a writer who left the process group."""
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Start:
+    """One worker to start."""
+
+    rank: int
+    command: Sequence[str]
+    environ: Mapping[str, str]
+    """The whole environment."""
+    fds: tuple[int, ...] = ()
+    """Files that it inherits."""
+    log: pathlib.Path | None = None
+    """Where its lines are kept, after those that are there."""
+    header: str = ""
+    """First line of this start in the log."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Exit:
+    """How a worker ended."""
+
+    rank: int
+    pid: int
+    host: str
+    code: int
+    """Exit code, or the negative number of the signal that killed it."""
+    lost: bool
+    """It says itself that it only stopped because another worker was lost."""
+    lines: tuple[str, ...]
+    """Its last ones; with a traceback those of standard error."""
+
+    @property
+    def status(self) -> int:
+        """The code as a shell tells it: 137 for SIGKILL."""
+        return 128 - self.code if self.code < 0 else self.code
+
+    def describe(self) -> str:
+        who = f"rank {self.rank} (on {self.host}, process {self.pid})"
+        if self.code >= 0:
+            return f"{who} ended with exit code {self.code}"
+        hint = ", perhaps by the system for lack of memory" if self.code == -signal.SIGKILL else ""
+        return f"{who} was killed by {_signal_name(-self.code)}{hint}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # real-time signals have numbers only
+        return f"signal {number}"
+
+
+class Worker:
+    """One child process, with its output."""
+
+    def __init__(self, start: Start, events: Events, screen: Screen):
+        self.rank = start.rank
+        self.died = math.inf
+        """When it was seen to be dead, by the monotonic clock."""
+        self.code = 0
+        self._events, self._screen = events, screen
+        self._tail: collections.deque[str] = collections.deque(maxlen=TAIL)
+        self._errors: collections.deque[str] = collections.deque(maxlen=TAIL)
+        self._traceback = False
+        self._log = open(start.log, "ab") if start.log else None  # noqa: SIM115  open as long as the worker is
+        try:
+            self._keep(f"{start.header}\n".encode())
+            self._process = subprocess.Popen(
+                start.command,
+                env=start.environ,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                pass_fds=start.fds,
+                start_new_session=True,
+                preexec_fn=end_with_the_parent(),
+            )
+        except BaseException:
+            self._close_log()
+            raise
+        self.pid = self._process.pid
+        self._open: dict[IO[bytes], bytearray] = {}
+        for pipe in (self._process.stdout, self._process.stderr):
+            assert pipe is not None
+            self._open[pipe] = bytearray()
+            os.set_blocking(pipe.fileno(), False)
+            events.watch(pipe.fileno(), functools.partial(self._read, pipe))
+
+    def signal(self, number: int, group: bool = False) -> None:
+        """Sends a signal to the worker, or to it and all that it started."""
+        # It stays a zombie until `settle`, so nobody else can have its number.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            (os.killpg if group else os.kill)(self.pid, number)
+
+    def dead(self) -> bool:
+        """Looks whether the process has ended; it is not reaped yet."""
+        found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if found is None:
+            return False
+        self.died = time.monotonic()
+        self.code = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        return True
+
+    def settle(self) -> bool:
+        """Whether all of a dead worker is over: its output is complete and its process group gone."""
+        if self._open and time.monotonic() < self.died + DRAIN_S:
+            return False
+        self.signal(signal.SIGKILL, group=True)
+        for pipe in list(self._open):
+            for _ in range(_LEFT_OVER):
+                if pipe not in self._open or not self._read(pipe):
+                    break
+            if pipe in self._open:
+                self._finish(pipe)
+        self._process.wait()
+        self._close_log()
+        return True
+
+    def exit(self) -> Exit:
+        lost = self.code > 0 and any(sign in line for sign in LOST for line in self._errors)
+        # What was printed before may be written after: it must not push the traceback out.
+        lines = self._errors if self._traceback else self._tail
+        return Exit(self.rank, self.pid, socket.gethostname(), self.code, lost, tuple(lines))
+
+    def _read(self, pipe: IO[bytes]) -> bool:
+        """Takes in what can be read now; False if that was nothing."""
+        try:
+            data = os.read(pipe.fileno(), 1 << 16)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._finish(pipe)
+            return False
+        buffer = self._open[pipe]
+        buffer += data
+        *lines, rest = buffer.split(b"\n")
+        if len(rest) > LONGEST_LINE:
+            lines.append(rest)
+            rest = bytearray()
+        self._open[pipe] = rest
+        self._show(pipe, lines)
+        return True
+
+    def _finish(self, pipe: IO[bytes]) -> None:
+        self._events.forget(pipe.fileno())
+        rest = self._open.pop(pipe)
+        self._show(pipe, [rest] if rest else [])
+        pipe.close()
+
+    def _show(self, pipe: IO[bytes], lines: Sequence[bytes | bytearray]) -> None:
+        if not lines:
+            return
+        error = pipe is self._process.stderr
+        self._screen.write(
+            b"".join(b"[%d] %s\n" % (self.rank, line) for line in lines), sys.stderr if error else sys.stdout
+        )
+        self._keep(b"".join(b"%s\n" % line for line in lines))
+        for text in (line.decode(errors="replace").rstrip("\r") for line in lines):
+            self._tail.append(text)
+            if error:
+                self._errors.append(text)
+                self._traceback = self._traceback or text.startswith("Traceback (most recent call last)")
+
+    def _keep(self, data: bytes) -> None:
+        if self._log is None:
+            return
+        try:
+            self._log.write(data)
+            self._log.flush()
+        except OSError as error:  # a full disk must not end the training
+            self._screen.say(f"{self._log.name} cannot be written ({error.strerror}): it ends here", error=True)
+            self._close_log()
+
+    def _close_log(self) -> None:
+        if self._log is not None:
+            with contextlib.suppress(OSError):
+                self._log.close()
+            self._log = None
+
+
+class Crew:
+    """The workers of one round on this node."""
+
+    def __init__(self, starts: Sequence[Start], events: Events, screen: Screen):
+        """Starts them.
+
+        Raises:
+          OSError: one could not be started; none is left.
+        """
+        self._running: list[Worker] = []
+        self._dying: list[Worker] = []
+        self._kill_at = math.inf
+        try:
+            for start in starts:
+                self._running.append(Worker(start, events, screen))
+        except OSError:
+            self.kill()
+            while self.alive:
+                events.wait(0.1)
+                self.poll()
+            raise
+
+    @property
+    def alive(self) -> tuple[int, ...]:
+        """Ranks that have not ended."""
+        return tuple(w.rank for w in [*self._running, *self._dying])
+
+    def stop(self) -> None:
+        """Asks the workers to stop after the update in progress; what they started is theirs to end."""
+        for worker in self._running:
+            worker.signal(signal.SIGTERM)
+
+    def end(self) -> None:
+        """Ends the workers and all that they started, by force after a while."""
+        for worker in self._running:
+            worker.signal(signal.SIGTERM, group=True)
+        self._kill_at = min(self._kill_at, time.monotonic() + GRACE_S)
+
+    def kill(self) -> None:
+        for worker in self._running:
+            worker.signal(signal.SIGKILL, group=True)
+
+    def timeout(self) -> float:
+        """Seconds until `poll` has something to do by itself."""
+        settled = self._dying[0].died + DRAIN_S if self._dying else math.inf
+        return min(settled, self._kill_at) - time.monotonic()
+
+    def poll(self) -> list[Exit]:
+        """The workers that have ended since the last call, in the order of their deaths."""
+        if time.monotonic() >= self._kill_at:
+            self._kill_at = math.inf
+            self.kill()
+        dead = [w for w in self._running if w.dead()]
+        self._running = [w for w in self._running if w not in dead]
+        # Of deaths that are seen together, those by a signal are the likely cause of the others.
+        self._dying += sorted(dead, key=lambda w: w.code >= 0)
+        exits = []
+        while self._dying and self._dying[0].settle():
+            exits.append(self._dying.pop(0).exit())
+        return exits
+
+
+def end_with_the_parent() -> Callable[[], None] | None:
+    """What a child does before its program: ask Linux for SIGKILL when this process dies, however it dies."""
+    if not sys.platform.startswith("linux"):
+        return None
+    parent, prctl = os.getpid(), ctypes.CDLL(None).prctl
+
+    def ask() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it died in between
+            os._exit(1)
+
+    return ask

@@ -1,0 +1,218 @@
+"""The model of an experiment: by name, from a file or the user's own, with the weights that it starts from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import keras
+from keras.src.utils import naming
+
+from tfdist import config
+from tfdist.config import field_syntax, user_functions
+from tfdist.data.datasets.registry import Loaded, Spec
+from tfdist.data.record_feed import is_weighted
+from tfdist.data.sources import Arrays, Records, Source, one_hot, targets_of
+from tfdist.errors import UserError
+from tfdist.models import freezing, pretrained
+from tfdist.models.zoo import keras_applications, layers, small, tables, text, vision
+
+
+def set_precision(precision: str) -> None:
+    """`train.precision` for the models that are made from now on."""
+    keras.config.set_floatx("float64" if precision == "float64" else "float32")
+    keras.config.set_dtype_policy(precision)
+
+
+def build(experiment: config.Experiment, spec: Spec, say: Callable[[str], None] = lambda line: None) -> keras.Model:
+    """Builds `model.name` for this data; call it inside the strategy's scope, on all workers.
+
+    The model's initial weights depend on the experiment's seed alone, and on
+    the file of `model.weights`, which every worker reads.
+
+    Args:
+      say: shows a line to a person.
+
+    Raises:
+      UserError: options that the model does not take, data it cannot use, a file that does not fit.
+    """
+    wanted = experiment.model
+    keras.utils.set_random_seed(experiment.seed)
+    # Layers are named alike whatever this process has built before: patterns, files and checkpoints go by names.
+    naming.reset_uids()
+    if wanted.name.endswith(config.FILE):
+        model = _loaded(wanted.name, experiment.train.precision, spec)
+    else:
+        model = _made(wanted.name, field_syntax.options("model.options", wanted.options), spec)
+    if not isinstance(model, keras.Model):
+        raise UserError(f"model.name={wanted.name!r} must return a keras.Model, got {type(model).__name__}")
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.BatchNormalization):
+            layer.synchronized = wanted.sync_batch_norm  # read when the layer is called
+    if (wanted.weights or wanted.freeze) and not model.built:
+        raise UserError(
+            f"model.weights and model.freeze need a model whose layers are there already: build {wanted.name} in its "
+            "function"
+        )
+    if wanted.weights:
+        say(pretrained.take(model, wanted.weights))
+        if wanted.name in config.APPLICATIONS:
+            keras_applications.correct(model)
+    if wanted.freeze:
+        say(freezing.freeze(model, wanted.freeze))
+    return model
+
+
+def compiled(model: keras.Model, optimizer: Any, experiment: config.Experiment, data: Loaded) -> Loaded:
+    """Gives the model its optimizer, and a loss that fits the data unless it brought one.
+
+    Returns:
+      The data, its targets in the form that the loss wants.
+
+    Raises:
+      UserError: label smoothing where it has no place, data of another form than the model's inputs and outputs, or
+        outputs that are no logits.
+    """
+    _check_inputs(experiment.model.name, model, data.train)
+    smoothing = experiment.train.label_smoothing
+    mixes = isinstance(data.train, Records) and data.train.mix is not None
+    if model.compiled or data.spec.classes is None:
+        if mixes:
+            raise UserError(
+                f"data.augment={experiment.data.augment!r} mixes classes, which is for classification "
+                "with tfdist's own loss: leave out mixup and cutmix"
+            )
+        if smoothing:
+            raise UserError(
+                f"train.label_smoothing={smoothing} is for classification with tfdist's own loss: set it to 0"
+            )
+        if not model.compiled:
+            _check_targets(experiment.model.name, model, data.train)
+            model.compile(optimizer=optimizer, loss="mse", metrics=["mae"])
+        elif model.dtype_policy.name == "mixed_float16":
+            model.optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+        else:
+            model.optimizer = optimizer
+        return data
+    _check_outputs(experiment.model.name, model, data.spec.classes)
+    weighted = is_weighted(data.train)
+    reduction = "mean_with_sample_weight" if weighted else "sum_over_batch_size"
+    loss: Any
+    if smoothing or mixes:
+        loss = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=smoothing, reduction=reduction)
+        train, evaluation = one_hot(data.train, data.spec.classes), one_hot(data.eval, data.spec.classes)
+        data = dataclasses.replace(data, train=train, eval=evaluation)
+    else:
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
+    metrics = {"weighted_metrics" if weighted else "metrics": ["accuracy"]}
+    model.compile(optimizer=optimizer, loss=loss, **metrics)
+    return data
+
+
+def _made(name: str, options: dict[str, Any], spec: Spec) -> Any:
+    function: Callable[..., keras.Model]
+    if name in config.APPLICATIONS:
+        return keras_applications.build(name, options, spec)
+    match name:
+        case "cnn":
+            function = small.cnn
+        case "mlp":
+            function = small.mlp
+        case "conv_bn":
+            function = small.conv_bn
+        case "alexnet":
+            function = vision.alexnet
+        case "resnet_cifar":
+            function = vision.resnet_cifar
+        case "vit":
+            function = vision.vit
+        case "char_transformer":
+            function = text.char_transformer
+        case "gpt":
+            function = text.gpt
+        case "table_mlp":
+            function = tables.table_mlp
+        case _:
+            return user_functions.call("model.options", user_functions.resolve("model.name", name), options, spec)
+    layers.check_options(function, options)
+    return user_functions.call("model.options", function, options, spec)
+
+
+def _check_inputs(name: str, model: keras.Model, train: Source) -> None:
+    wanted = len(keras.tree.flatten(getattr(model, "inputs", None) or []))
+    given = len(keras.tree.flatten(train.columns[0])) if isinstance(train, Arrays) else wanted
+    if wanted and wanted != given:
+        raise UserError(f"model.name={name!r} takes {wanted} arrays as input, the data has {given}: give it as many")
+
+
+def _check_targets(name: str, model: keras.Model, train: Source) -> None:
+    """Refuses outputs that the squared error would compare with each of the targets, in a batch of as many."""
+    outputs = keras.tree.flatten(getattr(model, "outputs", None) or [])
+    targets = targets_of(train)
+    if len(outputs) != 1 or targets is None or keras.tree.is_nested(targets):
+        return
+    made, wanted = tuple(outputs[0].shape[1:]), tuple(targets.shape[1:])
+    if None not in made and made not in (wanted, (*wanted, 1)) and (*made, 1) != wanted:
+        raise UserError(
+            f"model.name={name!r} has outputs of shape {list(made)}, and the targets {list(wanted)}: make them alike"
+        )
+
+
+def _check_outputs(name: str, model: keras.Model, classes: int) -> None:
+    """Refuses what tfdist's own loss cannot train: it takes logits, and would train probabilities without a word."""
+    outputs = keras.tree.flatten(getattr(model, "outputs", None) or [])
+    if len(outputs) != 1:  # none: a class of one's own, which has not been called yet
+        return
+    last: Any = model
+    while isinstance(last, keras.Model) and getattr(last, "outputs", None):  # a class of one's own does not tell
+        last = last.outputs[0]._keras_history.operation
+    activation = getattr(last, "activation", None)
+    if type(last).__name__ == "Softmax" or activation in (keras.activations.softmax, keras.activations.sigmoid):
+        raise UserError(
+            f"model.name={name!r} ends with {getattr(activation, '__name__', 'softmax')}, and tfdist's own loss takes "
+            "logits: leave that activation out, or let a function compile the model with a loss of its own"
+        )
+    units = outputs[0].shape[-1]
+    if units is not None and units < classes:
+        raise UserError(f"model.name={name!r} has {units} outputs, the data {classes} classes: give it as many")
+
+
+def _loaded(path: str, precision: str, spec: Spec) -> keras.Model:
+    """A model that is saved in a file, all of which trains, for data of the same kind."""
+    try:
+        model = keras.saving.load_model(path, compile=False, safe_mode=True)
+    except Exception as error:  # whatever the layers in it raise
+        why = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"model.name={path!r} cannot be loaded ({why}): give a file that Keras has saved, without code of its own"
+        ) from error
+    if not isinstance(model, keras.Model):
+        raise UserError(f"model.name={path!r} holds no keras.Model: give the model.keras of a run")
+    freezing.thaw(model)
+    advice = f"choose a model by name and start with these weights: model.weights={path}"
+    inputs = keras.tree.flatten(model.inputs)
+    # Half precision leaves its last layer in float32.
+    policies = {layer.dtype_policy.name for layer in model._flatten_layers() if layer._trainable_variables}
+    there = ", ".join(sorted(policies - {"float32"})) or "float32"
+    if policies and there != precision:
+        raise UserError(
+            f"model.name={path!r} computes in {there}, which its layers keep, and train.precision={precision}: "
+            f"set that to {there}, or {advice}"
+        )
+    if len(inputs) == 1:
+        shape, dtype = tuple(inputs[0].shape[1:]), keras.backend.standardize_dtype(inputs[0].dtype)
+        fits = len(shape) == len(spec.shape) and all(a in (None, b) for a, b in zip(shape, spec.shape))
+        # Whole numbers are scaled inside; fractions of 1 would all become 0.
+        if not fits or ("int" in dtype and "int" not in spec.dtype):
+            raise UserError(
+                f"model.name={path!r} takes {list(shape)} {dtype}, and the data {list(spec.shape)} {spec.dtype}: "
+                f"{advice}"
+            )
+    outputs = keras.tree.flatten(model.outputs)
+    if len(outputs) == 1 and spec.classes is not None:
+        units = outputs[0].shape[-1]
+        # Of a language model's tokens, the data need not have all.
+        if units is not None and (units < spec.classes or (units > spec.classes and len(outputs[0].shape) == 2)):
+            raise UserError(f"model.name={path!r} has {units} outputs, the data {spec.classes} classes: {advice}")
+    return model

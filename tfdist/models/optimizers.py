@@ -1,0 +1,144 @@
+"""The optimizer of an experiment: name, schedule, clipping, averaging."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+from tfdist import config
+from tfdist.config import field_syntax, user_functions
+from tfdist.config.schedule import Plan
+from tfdist.engine.step import optimizer_update
+from tfdist.errors import UserError
+from tfdist.models import layerwise_rates
+
+_CLASSES = {name.lower(): name for name in dir(keras.optimizers) if name[0].isupper()}
+
+
+def build(experiment: config.Experiment, plan: Plan) -> Any:
+    """Builds the Keras optimizer; call it inside the strategy's scope.
+
+    Raises:
+      UserError: options that the optimizer does not take.
+    """
+    wanted = experiment.optimizer
+    options: dict[str, Any] = field_syntax.options("optimizer.options", wanted.options)
+    if wanted.weight_decay:
+        options["weight_decay"] = wanted.weight_decay
+    if wanted.clip_norm:
+        options["global_clipnorm"] = wanted.clip_norm
+    if wanted.ema_momentum:
+        options |= {"use_ema": True, "ema_momentum": wanted.ema_momentum}
+    if field_syntax.is_reference(wanted.name):
+        function = user_functions.resolve("optimizer.name", wanted.name)
+    else:
+        if wanted.name not in _CLASSES:
+            raise UserError(f"optimizer.name={wanted.name!r} needs a newer Keras than {keras.__version__}: upgrade it")
+        function = getattr(keras.optimizers, _CLASSES[wanted.name])
+    try:
+        optimizer = user_functions.call(
+            "optimizer.options", function, {"learning_rate": rate(experiment, plan), **options}
+        )
+    except (TypeError, ValueError) as error:  # Keras' optimizers take **kwargs and complain by themselves
+        raise UserError(f"optimizer.options={wanted.options!r} does not fit {wanted.name}: {error}") from error
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise UserError(f"optimizer.name={wanted.name!r} must return a Keras optimizer, got {type(optimizer).__name__}")
+    return optimizer
+
+
+def exclude(model: keras.Model, wanted: config.Optimizer) -> None:
+    """Keeps weight decay from what `optimizer.decay_exclude` names; before the optimizer is built.
+
+    Raises:
+      UserError: a pattern matches nothing.
+    """
+    patterns = [pattern.strip() for pattern in wanted.decay_exclude.split(",") if pattern.strip()]
+    found = {i for pattern in patterns for i in layerwise_rates.matching(model, pattern, "optimizer.decay_exclude")}
+    if found:
+        optimizer_update.inner(model.optimizer).exclude_from_weight_decay(
+            [model.trainable_variables[i] for i in sorted(found)]
+        )
+
+
+def rate(experiment: config.Experiment, plan: Plan) -> Any:
+    """The learning rate, a number or a Keras schedule over updates."""
+    decay, warmup, peak = plan.decay, plan.warmup, plan.rate
+    if decay.kind == "constant" and not warmup:
+        return peak
+    # Up from zero; a rate scaled up for a large batch starts at what the small one had (Goyal et al., 2017).
+    start = plan.base_rate if peak > plan.base_rate else 0.0
+    after: Any
+    match decay.kind:
+        case "constant" | "cosine":
+            # A cosine that ends where it begins (alpha=1) is a constant.
+            warm = {"warmup_target": peak, "warmup_steps": warmup} if warmup else {}
+            return keras.optimizers.schedules.CosineDecay(
+                initial_learning_rate=start if warm else peak,
+                decay_steps=plan.updates - warmup,
+                alpha=1.0 if decay.kind == "constant" else decay.end,
+                **warm,
+            )
+        case "linear":
+            # The line goes on to the left of the warm-up's end, to where Keras' own begins.
+            slope = peak * (1 - decay.end) / (plan.updates - warmup)
+            after = keras.optimizers.schedules.PolynomialDecay(
+                initial_learning_rate=peak + slope * warmup,
+                decay_steps=plan.updates,
+                end_learning_rate=peak * decay.end,
+            )
+        case "step":
+            after = keras.optimizers.schedules.PiecewiseConstantDecay(
+                boundaries=[b - 1 for b in decay.boundaries],  # Keras' are the last steps of the old rate
+                values=[peak * decay.factor**i for i in range(len(decay.boundaries) + 1)],
+            )
+        case "exponential":
+            after = keras.optimizers.schedules.ExponentialDecay(
+                initial_learning_rate=peak * decay.factor ** (-warmup / decay.every),
+                decay_steps=decay.every,
+                decay_rate=decay.factor,
+            )
+    return WarmUp(after, start, peak, warmup) if warmup else after
+
+
+class WarmUp(keras.optimizers.schedules.LearningRateSchedule):
+    """A line up to the peak, then a schedule of Keras, for those that have no warm-up of their own.
+
+    Args:
+      after: gives the rate from update `updates` on.
+      start: rate of the first update.
+      peak: rate that the line comes to.
+      updates: of the warm-up.
+    """
+
+    def __init__(self, after: Any, start: float, peak: float, updates: int):
+        self.after, self._start, self._peak, self._updates = after, start, peak, updates
+
+    def __call__(self, step: Any) -> Any:
+        after = self.after(step)
+        done = keras.ops.cast(step, after.dtype)
+        line = self._start + (self._peak - self._start) * (done / self._updates)
+        return keras.ops.where(done < self._updates, line, after)
+
+    def get_config(self) -> dict:
+        raise NotImplementedError("save the model within optimizers.portable(model), which plain Keras can load")
+
+
+@contextlib.contextmanager
+def portable(model: keras.Model) -> Iterator[None]:
+    """Within it the model can be saved as a file that loads without tfdist.
+
+    Its schedule is then Keras' own part of a `WarmUp`: the same from the end of the warm-up on.
+    """
+    optimizer: Any = optimizer_update.inner(model.optimizer)
+    schedule = getattr(optimizer, "_learning_rate", None)
+    if not isinstance(schedule, WarmUp):
+        yield
+        return
+    optimizer._learning_rate = schedule.after
+    try:
+        yield
+    finally:
+        optimizer._learning_rate = schedule

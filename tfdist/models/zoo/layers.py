@@ -1,0 +1,131 @@
+"""What the architectures share: scaled inputs, logits, stochastic depth, and what they refuse."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from tfdist.data.datasets.registry import Spec
+from tfdist.errors import UserError
+
+PIXEL = 255.0
+"""Largest value of a pixel."""
+
+
+def check_options(function: Callable[..., Any], options: dict[str, Any]) -> None:
+    """Refuses values that an architecture cannot be built with; Keras would show pages, or build something else.
+
+    By the annotations of its arguments: numbers that are floats are probabilities, whole numbers count something, from
+    1 on, or from 0 on where that is the default or the argument is a `depth`.
+
+    Raises:
+      UserError: naming the option.
+    """
+    for name, argument in inspect.signature(function).parameters.items():
+        if name not in options:
+            continue
+        value = options[name]
+        least = 0 if name == "depth" or argument.default == 0 else 1
+        count = f"a whole number, {least} or more"
+        match argument.annotation:
+            case "bool":
+                fits, wanted = isinstance(value, bool), "True or False"
+            case "float":
+                fits, wanted = _is_number(value, (int, float)) and 0 <= value < 1, "in [0, 1)"
+            case "int":
+                fits, wanted = _is_number(value, int) and value >= least, count
+            case "tuple[int, ...]":
+                fits = isinstance(value, (tuple, list)) and all(_is_number(v, int) and v >= 1 for v in value)
+                wanted = "whole numbers such as (16, 32)"
+            case _:
+                continue
+        if not fits:
+            raise UserError(f"model.options: {name} of {function.__name__} must be {wanted}, got {value!r}")
+
+
+def _is_number(value: Any, kind: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def unit(spec: Spec) -> float:
+    """What brings inputs to [0, 1]: of whole numbers, and of pixels that are floats; other floats are taken as such."""
+    whole = spec.dtype.startswith(("int", "uint"))
+    return 1.0 / spec.maximum if whole or spec.maximum == PIXEL else 1.0
+
+
+def scaled(spec: Spec, centred: bool = False) -> Any:
+    """Inputs to [0, 1], or to [-1, 1] if `centred`; see `unit`."""
+    factor = unit(spec)
+    return keras.layers.Rescaling(2.0 * factor, offset=-1.0) if centred else keras.layers.Rescaling(factor)
+
+
+def logits(spec: Spec) -> Any:
+    """The last layer, `head`."""
+    if spec.classes is None:
+        raise UserError(
+            "this model classifies, and the targets are not whole numbers: use model.name=package.module:function"
+        )
+    return output(spec.classes)
+
+
+def output(units: int) -> Any:
+    """A linear layer `head` of full precision: in half precision the loss would lose most of its digits."""
+    return keras.layers.Dense(units, dtype=full_precision(), name="head")
+
+
+def full_precision() -> str | None:
+    """Type of layers that must not be in half precision; None for the usual one."""
+    return None if keras.config.floatx() == "float64" else "float32"
+
+
+def stochastic_depth(x: Any, rate: float, name: str) -> Any:
+    """Leaves out `x` [n, ...], a branch beside a shortcut, for each example with probability `rate` while training.
+
+    "Deep Networks with Stochastic Depth" (Huang et al., 2016), per example and
+    not per batch. What is kept is divided by 1 - rate, so that predicting needs
+    no factor. It is Keras' Dropout with one draw per example, whose seeds every
+    replica has of its own.
+    """
+    if not rate:
+        return x
+    return keras.layers.Dropout(rate, noise_shape=(None, *[1] * (len(x.shape) - 1)), name=name)(x)
+
+
+def depth_rates(last: float, blocks: int) -> list[float]:
+    """Rates of `blocks` blocks that grow linearly to `last` (Huang et al., 2016, equation 4)."""
+    return [last * (block + 1) / blocks for block in range(blocks)]
+
+
+def attention(heads: int, width: int, dropout: float, initializer: Any, name: str) -> Any:
+    """Attention without biases: that of the keys has no effect, and Adam would move it by rounding alone."""
+    return keras.layers.MultiHeadAttention(
+        heads, width // heads, dropout=dropout, use_bias=False, kernel_initializer=initializer, name=name
+    )
+
+
+def divides(width: int, heads: int) -> None:
+    if width % heads:
+        raise UserError(f"model.options: width={width} is not a multiple of heads={heads}")
+
+
+def needs_image(name: str, spec: Spec, smallest: int = 1) -> None:
+    """Refuses what is no image, or has fewer pixels per side than poolings leave something of."""
+    if len(spec.shape) != 3:
+        raise UserError(
+            f"model.name={name!r} needs images [height, width, channels], the data has shape {list(spec.shape)}"
+        )
+    if min(spec.shape[:2]) < smallest:
+        raise UserError(
+            f"model.name={name!r} needs images of at least {smallest}x{smallest} with these options, the data has "
+            f"{spec.shape[0]}x{spec.shape[1]}: set data.image_size={smallest} or more"
+        )
+
+
+def needs_sequence(name: str, spec: Spec) -> None:
+    if len(spec.shape) != 1:
+        raise UserError(f"model.name={name!r} needs sequences, the data has shape {list(spec.shape)}")
+    if not spec.dtype.startswith(("int", "uint")):
+        raise UserError(f"model.name={name!r} needs sequences of whole numbers, the data has {spec.dtype}")

@@ -1,0 +1,113 @@
+"""Language models over tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from tfdist.data.datasets.registry import Spec
+from tfdist.errors import UserError
+from tfdist.models.zoo import layers
+
+BYTES = 256
+
+
+def char_transformer(spec: Spec, width: int = 64, heads: int = 4, depth: int = 2) -> keras.Model:
+    """A small causal transformer over sequences of bytes, 0 being padding. Returns logits [n, length, 256]."""
+    layers.needs_sequence("char_transformer", spec)
+    layers.divides(width, heads)
+    if _tokens(spec) > BYTES:
+        raise UserError(
+            f"model.name='char_transformer' is for bytes, and the data needs {_tokens(spec)} tokens: use model.name=gpt"
+        )
+    length = spec.shape[0]
+    tokens = keras.Input((length,), dtype="int32")
+    x = keras.layers.Embedding(BYTES, width, mask_zero=True)(tokens)
+    # Positions 1, 2, ... and 0 for padding, as Keras operations, so that the saved model needs nothing of tfdist.
+    present = keras.ops.cast(keras.ops.not_equal(tokens, 0), "int32")
+    positions = keras.ops.cumsum(present, axis=1) * present
+    x = keras.layers.Add()([x, keras.layers.Embedding(length + 1, width, mask_zero=True, name="positions")(positions)])
+    for _ in range(depth):
+        y = keras.layers.LayerNormalization()(x)
+        # Add layers and not `+`, which would drop the mask.
+        x = keras.layers.Add()([x, keras.layers.MultiHeadAttention(heads, width // heads)(y, y, use_causal_mask=True)])
+        y = keras.layers.LayerNormalization()(x)
+        y = keras.layers.Dense(4 * width, activation="gelu")(y)
+        x = keras.layers.Add()([x, keras.layers.Dense(width)(y)])
+    return keras.Model(tokens, layers.output(BYTES)(keras.layers.LayerNormalization()(x)))
+
+
+def gpt(
+    spec: Spec,
+    width: int = 128,
+    heads: int = 4,
+    depth: int = 4,
+    dropout: float = 0.0,
+    tied: bool = True,
+    vocabulary: int = 0,
+) -> keras.Model:
+    """A causal transformer, normalized before each branch (GPT-2; Radford et al., 2019).
+
+    There is no mask: padding stands at the end, where nothing before it looks,
+    and must weigh nothing in the loss.
+
+    Args:
+      width: of a token's vector; a multiple of `heads`.
+      dropout: of the embeddings, the attention and each branch.
+      tied: the head has the weights of the embedding (Press and Wolf, 2017); otherwise its own.
+      vocabulary: tokens; 0 for the 256 bytes, or as many as the data has if that is more.
+
+    Returns:
+      A model of tokens int32 [n, length]; its outputs are logits [n, length, vocabulary].
+    """
+    layers.needs_sequence("gpt", spec)
+    layers.divides(width, heads)
+    length = spec.shape[0]
+    needed = _tokens(spec)
+    if vocabulary and vocabulary < needed:
+        raise UserError(f"model.options: vocabulary={vocabulary} is too small for the data, which needs {needed}")
+    vocabulary = vocabulary or max(BYTES, needed)
+    normal = lambda scale=1.0: keras.initializers.RandomNormal(stddev=0.02 * scale)
+    tokens = keras.Input((length,), dtype="int32", name="tokens")
+    if tied:
+        embedding = keras.layers.ReversibleEmbedding(
+            vocabulary,
+            width,
+            embeddings_initializer=normal(),
+            reverse_dtype=layers.full_precision(),
+            name="embedding",
+        )
+    else:
+        embedding = keras.layers.Embedding(vocabulary, width, embeddings_initializer=normal(), name="embedding")
+    # Positions as Keras operations, so that the saved model needs nothing of tfdist.
+    places = keras.ops.cumsum(keras.ops.ones_like(tokens), axis=1) - 1
+    positions = keras.layers.Embedding(length, width, embeddings_initializer=normal(), name="positions")
+    x = keras.layers.Add(name="embedded")([embedding(tokens), positions(places)])
+    x = _dropped(x, dropout, "embedded_dropout")
+    for block in range(1, depth + 1):
+        name = f"block{block}"
+        y = _normalized(x, f"{name}_norm1")
+        y = layers.attention(heads, width, dropout, normal(), f"{name}_attention")(y, y, use_causal_mask=True)
+        x = keras.layers.Add(name=f"{name}_add1")([x, _dropped(y, dropout, f"{name}_dropout1")])
+        y = _normalized(x, f"{name}_norm2")
+        y = keras.layers.Dense(4 * width, "gelu", kernel_initializer=normal(), name=f"{name}_dense1")(y)
+        # What is added to x 2 * depth times starts smaller by the root of that (GPT-2).
+        small = normal((2 * depth) ** -0.5)
+        y = keras.layers.Dense(width, kernel_initializer=small, name=f"{name}_dense2")(y)
+        x = keras.layers.Add(name=f"{name}_add2")([x, _dropped(y, dropout, f"{name}_dropout2")])
+    x = _normalized(x, "norm")
+    return keras.Model(tokens, embedding(x, reverse=True) if tied else layers.output(vocabulary)(x))
+
+
+def _tokens(spec: Spec) -> int:
+    """As many as the data needs, inputs and targets."""
+    return max(int(spec.maximum) + 1, spec.classes or 0)
+
+
+def _normalized(x: Any, name: str) -> Any:
+    return keras.layers.LayerNormalization(epsilon=1e-5, name=name)(x)
+
+
+def _dropped(x: Any, rate: float, name: str) -> Any:
+    return keras.layers.Dropout(rate, name=name)(x) if rate else x

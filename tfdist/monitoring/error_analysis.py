@@ -1,0 +1,164 @@
+"""Looks through a trained classifier's predictions for the report."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.data import sources
+from tfdist.data.datasets.registry import Spec
+from tfdist.data.record_feed import in_order
+from tfdist.distributed.distribution import Distribution
+from tfdist.engine import evaluation
+from tfdist.errors import UserError
+from tfdist.monitoring import confusion
+
+LIMIT = 10_000
+"""Examples that are looked at, from the first on."""
+SCORES = 20_000_000
+"""Scores that are held at most: fewer examples where there are very many classes."""
+PICTURE = 96
+"""Pixels that a picture has at most in either direction."""
+_PIECE = 1024
+
+
+def of_run(
+    model: keras.Model,
+    source: sources.Source,
+    spec: Spec,
+    distribution: Distribution,
+    batch_size: int | None = None,
+    say: Callable[[str], None] = lambda line: None,
+    limit: int = LIMIT,
+) -> confusion.Findings | None:
+    """What a classifier gets wrong on its evaluation data. Every worker must call this.
+
+    No run fails for it, except where one worker of several cannot predict and the others would wait for it.
+
+    Args:
+      source: inputs and targets: class numbers, or one-hot rows.
+      batch_size: global batch of arrays.
+      say: shows a line to a person.
+      limit: examples to look at.
+
+    Returns:
+      None on workers other than the chief, and where there are no classes, the model gives anything but one score
+      per class, or the data come in another order each time, so that no target can be told to belong to an output.
+    """
+    if spec.classes is None or spec.classes < 2 or not _scores(model, spec.classes):
+        return None
+    lost = lambda error: say(f"WARNING: no look at the mistakes: {type(error).__name__}: {error}")
+    first, partial, usable = source, False, False
+    try:
+        first, partial = _first(source, min(limit, max(1, SCORES // spec.classes)))
+        usable = evaluation.same_order(first)
+    except Exception as error:
+        lost(error)
+    if not all(distribution.peers.gather("the evaluation data for the report", usable)):
+        return None
+    try:
+        batch = None if isinstance(first, sources.Batches) else batch_size
+        scores = evaluation.predict(model, first, distribution=distribution, batch_size=batch)
+    except Exception as error:
+        if distribution.workers > 1 and not isinstance(error, UserError):
+            raise
+        lost(error)
+        return None
+    if not distribution.is_chief:
+        return None
+    try:
+        with distribution.peers.during("saving"):  # no stall, though nothing is heard for long
+            found = _found(first, scores, spec, _from_logits(model, scores))
+    except Exception as error:
+        lost(error)
+        return None
+    return found and dataclasses.replace(found, partial=partial)
+
+
+def _found(source: sources.Source, scores: Any, spec: Spec, from_logits: bool) -> confusion.Findings | None:
+    """Sets the scores beside the targets, and makes pictures of the worst examples."""
+    if scores.shape[1:] != (spec.classes,):
+        return None
+    tally = confusion.Tally(scores.shape[1], from_logits)
+    row = 0
+    for x, y in _pieces(source):
+        labels = _labels(y, scores.shape[1])
+        if labels is None:
+            return None
+        tally.add(labels, scores[row : row + len(labels)], x if _images(x) else None)
+        row += len(labels)
+    found = tally.findings(names=spec.names)
+    pictures = (e if e.pixels is None else dataclasses.replace(e, png=png(e.pixels, spec)) for e in found.worst)
+    return dataclasses.replace(found, worst=tuple(pictures))
+
+
+def png(pixels: np.ndarray, spec: Spec) -> bytes:
+    """An input as a small picture: whole numbers as they are scaled for the models, others from lowest to highest."""
+    image = np.nan_to_num(pixels.astype(np.float64))
+    whole = np.issubdtype(np.dtype(spec.dtype), np.integer)
+    low, high = (0.0, spec.maximum) if whole else (image.min(), image.max())
+    image = np.clip((image - low) / max(high - low, 1e-9), 0, 1)
+    factor = PICTURE / max(image.shape[:2])
+    if factor < 1:
+        size = [max(1, round(side * factor)) for side in image.shape[:2]]
+        image = tf.image.resize(image, size, "area").numpy()
+    return tf.io.encode_png(np.round(255 * image).astype(np.uint8)).numpy()
+
+
+def _scores(model: keras.Model, classes: int) -> bool:
+    """Whether the model gives one score per class, as far as can be told without calling it."""
+    try:
+        shape = model.output_shape
+    except (AttributeError, ValueError):  # a model that is a class of its own
+        return True
+    return isinstance(shape, tuple) and len(shape) == 2 and shape[1] in (classes, None)
+
+
+def _first(source: sources.Source, limit: int) -> tuple[sources.Source, bool]:
+    """The first examples, and whether there may be more."""
+    if isinstance(source, sources.Arrays):
+        cut = keras.tree.map_structure(lambda a: a[:limit], source.columns)
+        return sources.Arrays(cut), source.size > limit
+    if isinstance(source, sources.Records):
+        return dataclasses.replace(source, size=min(limit, source.size)), source.size > limit
+    batch = len(keras.tree.flatten(sources.first_batch(source))[0])
+    wanted = max(1, limit // batch)
+    return sources.Batches(source.dataset.take(wanted), source.decode), not 0 < (source.batches or 0) <= wanted
+
+
+def _pieces(source: sources.Source) -> Iterator[tuple[Any, Any]]:
+    """(x, y), a few examples at a time."""
+    if isinstance(source, sources.Arrays):
+        for i in range(0, source.size, _PIECE):
+            x, y, *_ = keras.tree.map_structure(lambda a, i=i: a[i : i + _PIECE], source.columns)
+            yield x, y
+    else:
+        batches = in_order(source, _PIECE // 8) if isinstance(source, sources.Records) else source.decoded
+        for x, y, *_ in batches:
+            yield keras.tree.map_structure(np.asarray, x), keras.tree.map_structure(np.asarray, y)
+
+
+def _labels(y: Any, classes: int) -> np.ndarray | None:
+    """[n] class numbers, or None where targets are something else, such as sequences."""
+    if not isinstance(y, np.ndarray):
+        return None
+    if y.shape[1:] == (classes,) and ((y == 0) | (y == 1)).all() and (y.sum(1) == 1).all():
+        return y.argmax(1)
+    if y.shape[1:] in ((), (1,)) and np.issubdtype(y.dtype, np.integer):
+        return y.reshape(-1).astype(np.int64)
+    return None
+
+
+def _images(x: Any) -> bool:
+    return isinstance(x, np.ndarray) and x.ndim == 4 and x.shape[-1] in (1, 3) and min(x.shape[1:3]) > 1
+
+
+def _from_logits(model: keras.Model, scores: Any) -> bool:
+    """As the loss says; where it does not, scores that are no probabilities are logits."""
+    known = getattr(getattr(model, "loss", None), "from_logits", None)
+    return not confusion.look_like_probabilities(scores) if known is None else bool(known)

@@ -1,0 +1,160 @@
+"""How many floating-point operations a model takes for an example, and how many its devices could do.
+
+Counted are the multiplications and additions of matrix products and
+convolutions in the forward pass, three times: the backward pass makes one such
+product for the inputs and one for the weights. That is what is called model
+FLOPs (Chowdhery et al., *PaLM*, 2022, appendix B); element-wise operations do
+not count.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.data.record_feed import in_order
+from tfdist.data.sources import Arrays, Records, Source
+
+PEAKS = {
+    # name in nvidia-smi: (float16/bfloat16, float32) dense FLOP/s; TensorFlow multiplies float32 as TF32 from A100 on
+    "H200": (989e12, 494e12),
+    "H100 PCIe": (756e12, 378e12),
+    "H100": (989e12, 494e12),
+    "A100": (312e12, 156e12),
+    "A10": (125e12, 62e12),
+    "L40S": (362e12, 183e12),
+    "L4": (121e12, 60e12),
+    "V100": (125e12, 15.7e12),
+    "T4": (65e12, 8.1e12),
+    "P100": (18.7e12, 9.3e12),
+}
+"""From NVIDIA's data sheets, without sparsity."""
+
+
+def peak(device: str, precision: str) -> float | None:
+    """FLOP/s that a GPU of this name can do at most, or None if it is not known.
+
+    Args:
+      device: as nvidia-smi names it, such as `NVIDIA A100-SXM4-80GB`.
+      precision: of `train.precision`.
+    """
+    words = device.replace("-", " ")
+    for name, (half, single) in PEAKS.items():
+        if all(word in words.split() for word in name.split()):
+            return {"float32": single, "float64": None}.get(precision, half)
+    return None
+
+
+class Work:
+    """What a run computes, and what its devices could.
+
+    Args:
+      model: of the run.
+      source: what it is trained on.
+      gpus: names of this worker's, none for a CPU.
+      workers: all with as many GPUs of the same kind.
+      precision: of `train.precision`.
+    """
+
+    def __init__(self, model: keras.Model, source: Source, gpus: list[str], workers: int, precision: str):
+        self._model, self._source = model, source
+        peaks = [peak(name, precision) for name in gpus]
+        self.peak = None if not peaks or None in peaks else workers * sum(p for p in peaks if p)
+        """FLOP/s of all devices, or None if not known."""
+
+        self.per_example: int | None = None
+        """Model FLOPs of an example, forward and backward, once `count` has been called."""
+
+    def count(self) -> None:
+        """Traces the model; on the main thread, between two calls."""
+        source = self._source
+        match source:
+            case Arrays():
+                columns = source.columns
+            case Records():
+                columns = in_order(source, 1).element_spec
+            case _:
+                columns = source.decoded.element_spec
+        self.per_example = per_example(self._model, columns[0])
+
+    def measures(self, examples_per_second: float | None) -> dict[str, Any]:
+        """`flops_per_example`, `flops_per_second` and `flops_share` of the peak."""
+        per = self.per_example
+        rate = per * examples_per_second if per and examples_per_second else None
+        share = rate / self.peak if rate and self.peak else None
+        return {"flops_per_example": per, "flops_per_second": rate, "flops_share": share}
+
+
+def words(rate: float, share: float | None) -> str:
+    """`3.1 TFLOP/s, 42 % of the devices' peak`."""
+    power = min(4, max(0, math.floor(math.log10(rate) / 3)))
+    of = "" if share is None else f", {100 * share:.0f} % of the devices' peak"
+    return f"{rate / 1000**power:.3g} {('', 'k', 'M', 'G', 'T')[power]}FLOP/s{of}"
+
+
+def per_example(model: keras.Model, columns: Any) -> int | None:
+    """Model FLOPs of one example, forward and backward.
+
+    Args:
+      model: built.
+      columns: the input's structure of arrays or tensors, [examples, ...].
+
+    Returns:
+      None for a model whose work the graph of one forward pass does not show, such as one with a loop.
+    """
+    specs = keras.tree.map_structure(lambda c: tf.TensorSpec((1, *c.shape[1:]), c.dtype), columns)
+    try:
+        graph = tf.function(lambda x: model(x, training=False), autograph=False).get_concrete_function(specs).graph
+        found = _of_graph(graph)
+    except Exception:  # any model is allowed to be one that cannot be traced like this
+        return None
+    return None if found is None else 3 * found
+
+
+_OPAQUE = ("While", "StatelessWhile", "If", "StatelessIf", "CudnnRNN", "CudnnRNNV3", "XlaCallModule")
+
+
+def _of_graph(graph: Any) -> int | None:
+    found = [_of(op) for op in graph.get_operations()]
+    return None if None in found else sum(f for f in found if f)
+
+
+def _of(op: Any) -> int | None:
+    """FLOPs of one operation; None if it hides others."""
+    kind = op.type
+    if kind in _OPAQUE:
+        return None
+    if kind in ("PartitionedCall", "StatefulPartitionedCall"):
+        return _of_graph(op.graph._get_function(op.get_attr("f").name).graph)
+    if kind == "MatMul":
+        inner = op.inputs[0].shape[0 if op.get_attr("transpose_a") else 1]
+        return 2 * op.outputs[0].shape.num_elements() * inner
+    if kind in ("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"):
+        inner = op.inputs[0].shape[-2 if op.get_attr("adj_x") else -1]
+        return 2 * op.outputs[0].shape.num_elements() * inner
+    if kind in ("Conv2D", "Conv3D"):  # [..., in channels of a group, out channels]
+        return 2 * op.outputs[0].shape.num_elements() * math.prod(op.inputs[1].shape[:-1])
+    if kind == "DepthwiseConv2dNative":  # [height, width, channels, multiplier]
+        return 2 * op.outputs[0].shape.num_elements() * math.prod(op.inputs[1].shape[:2])
+    if kind in ("Conv2DBackpropInput", "Conv3DBackpropInputV2"):  # a transposed convolution
+        return 2 * op.inputs[2].shape.num_elements() * math.prod(op.inputs[1].shape[:-1])
+    if kind == "Einsum":
+        return _einsum(op.get_attr("equation").decode(), [tuple(t.shape) for t in op.inputs])
+    return 0
+
+
+def _einsum(equation: str, shapes: list[tuple]) -> int:
+    """2 x the product over all indices, for a product of two."""
+    if len(shapes) != 2:
+        return 0
+    sizes: dict[str, int] = {}
+    for labels, shape in zip(equation.split("->")[0].split(","), shapes):
+        head, dots, tail = labels.partition("...")
+        middle = shape[len(head) : len(shape) - len(tail)] if dots else ()
+        names = [*head, *(f"...{i - len(middle)}" for i in range(len(middle))), *tail]
+        for name, size in zip(names, shape):
+            sizes[name] = max(size, sizes.get(name, 1))
+    return 2 * math.prod(sizes.values())

@@ -1,0 +1,163 @@
+"""`--profile=FROM:TO`: a trace of some updates for TensorBoard's profiler, and what it says in a page of text."""
+
+from __future__ import annotations
+
+import collections
+import pathlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.engine.timing import Call, Spent
+from tfdist.monitoring.recorder import Recorder
+
+SHOWN = 10
+"""Operations in the text."""
+FILE = "profile.txt"
+
+
+class Profiler(keras.callbacks.Callback):
+    """Traces the updates `first` to `last`, counted from 1.
+
+    To be given to all workers, so that their calls stay equally long; the chief's is traced.
+
+    Args:
+      recorder: knows the updates; its callbacks come before these.
+      folder: of the run.
+      traces: whether this worker's is.
+      say: shows a line to a person.
+    """
+
+    takes_many_updates = True
+
+    def __init__(
+        self, first: int, last: int, recorder: Recorder, folder: pathlib.Path, traces: bool, say: Callable[[str], None]
+    ):
+        super().__init__()
+        self._first, self._last, self._recorder = first, last, recorder
+        self._folder, self._traces, self._say = folder, traces, say
+        self._spent = Spent()
+        self._updates = 0
+        self._running = self._over = False
+
+    def limit_call(self, update: int) -> float:
+        """How many updates a call may make after `update` of them, so that one ends at each end of the trace."""
+        ends = [end - update for end in (self._first - 1, self._last) if end > update]
+        return min(ends, default=float("inf"))
+
+    def on_train_batch_begin(self, batch, logs=None):
+        done = self._recorder.updates
+        if self._over or not self._traces:
+            return
+        if done >= self._last:
+            self._over = True
+            self._say(f"WARNING: no profile: training went on from update {done}, behind --profile={self._range}")
+        elif done >= self._first - 1 and not self._running:
+            self._running = True
+            # Python's own calls are no part of the trace: each would cost more than what it calls.
+            options = tf.profiler.experimental.ProfilerOptions(python_tracer_level=0)
+            tf.profiler.experimental.start(str(self._folder / "tensorboard"), options)
+
+    def on_call(self, call: Call) -> None:
+        """Adds up where the traced time goes."""
+        if self._running and call.steady:
+            self._spent += call.spent
+            self._updates += call.updates
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self._running and self._recorder.updates >= self._last:
+            self._finish()
+
+    def stop(self) -> None:
+        """Ends a trace that is still running; also after an error."""
+        if self._running:
+            self._finish()
+
+    @property
+    def _range(self) -> str:
+        return f"{self._first}:{self._last}"
+
+    def _finish(self) -> None:
+        self._running, self._over = False, True
+        tf.profiler.experimental.stop()
+        traces = sorted((self._folder / "tensorboard").glob("plugins/profile/*/*.xplane.pb"))
+        last = min(self._last, self._recorder.updates)
+        text = summary(traces[-1].read_bytes(), self._updates, self._spent)
+        (self._folder / FILE).write_text(f"updates {self._first} to {last} of {self._folder}\n{text}")
+        self._say(f"profile of updates {self._first} to {last}: {self._folder / FILE}")
+        self._say(f"its trace: tensorboard --logdir={self._folder / 'tensorboard'} (pip install xprof)")
+
+
+def summary(trace: bytes, updates: int, spent: Spent) -> str:
+    """The split of the time, and the operations that cost most.
+
+    Args:
+      trace: an XSpace, as TensorFlow's profiler writes it.
+      updates: how many of the traced ones compiled nothing.
+      spent: on these.
+    """
+    times, counts, communication = operations(trace)
+    total = sum(times.values())
+    if updates:
+        shares = [(spent.share(name), what) for name, what in _ENTRIES]
+        split = ", ".join(f"{what} {100 * share:.1f} %" for share, what in shares if share is not None)
+        lines = [f"{1e3 * spent.seconds / updates:.3f} ms each: {split}"]
+    else:
+        lines = ["all of them were in calls that were still compiled: choose later ones for the split of their time"]
+    if spent.all_reduce is None and total:
+        lines.append(f"communication is {100 * communication / total:.1f} % of the devices' time")
+    lines += [
+        "",
+        f"the {SHOWN} costliest operations, over all replicas",
+        f"{'ms':>10} {'share':>7} {'times':>7}  operation",
+    ]
+    for name, seconds in times.most_common(SHOWN):
+        lines.append(f"{1e3 * seconds:10.3f} {100 * seconds / total:5.1f} % {counts[name]:7d}  {name}")
+    return "\n".join(lines) + "\n"
+
+
+_ENTRIES = (("input", "input"), ("compute", "compute"), ("all_reduce", "all-reduce"), ("python", "Python"))
+
+
+def operations(trace: bytes) -> tuple[collections.Counter, collections.Counter, float]:
+    """Seconds and executions by operation, and the seconds of those that communicate.
+
+    Those of the GPUs, where there are any; else those of the CPU.
+    """
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+    space = xplane_pb2.XSpace.FromString(trace)
+    devices = [p for p in space.planes if p.name.startswith("/device:GPU")]
+    times: collections.Counter = collections.Counter()
+    counts: collections.Counter = collections.Counter()
+    communication = 0.0
+    for plane in devices or [p for p in space.planes if p.name.startswith("/host:CPU")]:
+        for line in plane.lines:
+            if devices and not line.name.startswith("Stream"):
+                continue  # the same kernels once more, grouped by what caused them
+            for event in line.events:
+                name = _operation(plane, event)
+                if name:
+                    seconds = event.duration_ps / 1e12
+                    times[name] += seconds
+                    counts[name] += 1
+                    communication += seconds if re.search("(?i)nccl|allreduce|collective", name) else 0.0
+    return times, counts, communication
+
+
+_WRAPPINGS = re.compile(r"(while|body|cond|then|else)(/_\d+)?/|replica_\d+/")
+
+
+def _operation(plane: Any, event: Any) -> str:
+    """`layer/name (Type)` of an event that is an operation of TensorFlow, or nothing."""
+    name = plane.event_metadata[event.metadata_id].name
+    for stat in event.stats:  # a kernel of a GPU says which operation it belongs to
+        if plane.stat_metadata[stat.metadata_id].name == "tf_op":
+            name = stat.str_value or plane.stat_metadata[stat.ref_value].name
+    path, colon, kind = name.rpartition(":")
+    if colon and re.fullmatch(r"\w+", kind) and not path.endswith(":"):
+        return f"{_WRAPPINGS.sub('', path)} ({kind})"
+    return name if plane.name.startswith("/device:GPU") else ""

@@ -1,0 +1,207 @@
+"""What a person sees while it runs: a bar on a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from typing import Any
+
+import keras
+from rich import progress as rich_progress
+from rich.console import Console
+from rich.table import Column
+
+from tfdist.config.schedule import Plan
+from tfdist.engine.timing import Call, Spent
+
+PLAIN_EVERY_S = 30.0
+"""Seconds between plain lines within an epoch."""
+INPUT_SHOWN = 0.05
+"""Share of the time spent waiting for input from which on it is shown."""
+
+
+def create(
+    kind: str, plan: Plan, usage: Callable[[], dict[str, Any]] = lambda: {"gpus": []}
+) -> list[keras.callbacks.Callback]:
+    """Callbacks for `--progress`; none for `none`.
+
+    Args:
+      usage: what of the machine is in use, as `Usage.latest` tells it.
+    """
+    if kind == "none":
+        return []
+    # A cell of a notebook that runs a command gives it a terminal, but shows it as a file.
+    terminal = sys.stdout.isatty() and "JPY_PARENT_PID" not in os.environ
+    if kind == "bar" or (kind == "auto" and terminal):
+        return [Bar(plan, usage)]
+    return [Plain(plan, usage)]
+
+
+def numbers(logs: dict[str, Any] | None) -> str:
+    """Metrics in one short line, the loss first, each with its value on validation data."""
+    values = {k: v for k, v in (logs or {}).items() if isinstance(v, (int, float))}
+    names = sorted(values, key=lambda k: (k != "loss", k))
+    return "  ".join(
+        f"{name} {_number(values[name])}"
+        + (f" (val {_number(values['val_' + name])})" if "val_" + name in values else "")
+        for name in names
+        if name.removeprefix("val_") == name or name.removeprefix("val_") not in values
+    )
+
+
+def _number(value: float) -> str:
+    return f"{value:.4f}" if not value or 1e-3 <= abs(value) < 1e5 else f"{value:.3e}"
+
+
+def rate(per_second: float) -> str:
+    """Examples per second, in at most 9 characters."""
+    for size, unit in ((1e7, "M"), (1e5, "k")):
+        if per_second >= size:
+            return f"{per_second / (1e6 if unit == 'M' else 1e3):,.0f}{unit} ex/s"
+    return f"{per_second:,.0f} ex/s"
+
+
+def fold(line: str) -> str:
+    """A line as the terminal is wide, on several lines if it must be; anywhere else as it is."""
+    if not sys.stdout.isatty():
+        return line
+    width = max(40, shutil.get_terminal_size().columns)
+    return textwrap.fill(line, width, subsequent_indent="    ", drop_whitespace=True) if len(line) > width else line
+
+
+class _Display(keras.callbacks.Callback):
+    takes_many_updates = True
+
+    def __init__(self, plan: Plan, usage: Callable[[], dict[str, Any]]):
+        super().__init__()
+        self._plan, self._usage = plan, usage
+        self._width = len(str(plan.epochs))
+        self._updates = self._before = 0
+        self._spent = Spent()
+
+    def _speed(self) -> str:
+        """Of this epoch, and what holds it up."""
+        seconds, updates = self._last - self._start, self._updates - self._before
+        if seconds <= 0 or updates <= 0:
+            return ""
+        examples = min(updates * self._plan.global_batch, self._plan.examples)
+        waits = self._spent.share("input") or 0.0
+        return rate(examples / seconds) + (f"  input {100 * waits:.0f}%" if waits >= INPUT_SHOWN else "")
+
+    def _gpus(self) -> str:
+        """Load and memory of the GPUs together."""
+        found = self._usage()["gpus"]
+        loads = [g["load"] for g in found if g["load"] is not None]
+        used = [g["memory_used"] for g in found if g["memory_used"] is not None]
+        total = [g["memory_total"] for g in found if g["memory_total"] is not None]
+        load = f"gpu {100 * sum(loads) / len(loads):.0f}%" if loads else ""
+        return f"{load} {sum(used) / 1024:.0f}/{sum(total) / 1024:.0f}G".strip() if used and total else load
+
+    def _epoch(self, epoch: int) -> str:
+        return f"epoch {epoch + 1:{self._width}d}/{self._plan.epochs}"
+
+    def _line(self, *parts: str) -> str:
+        return fold("  ".join(part for part in parts if part))
+
+    def get_state(self) -> dict:
+        """For a checkpoint."""
+        return {"in_epoch": self._updates}
+
+    def set_state(self, state: dict) -> None:
+        """Goes on from a checkpoint."""
+        self._updates = state["in_epoch"]
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._now, self._before = epoch, self._updates  # of a resumed epoch, some are done
+        self._start = self._last = time.perf_counter()
+        self._spent = Spent()
+
+    def on_call(self, call: Call) -> None:
+        """Adds up what the speed is made of."""
+        self._spent += call.spent
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._updates = batch + 1
+        self._last = time.perf_counter()
+
+    @property
+    def _done(self) -> int:
+        """Updates of the whole run."""
+        return self._now * self._plan.updates_per_epoch + self._updates
+
+
+class Plain(_Display):
+    """A line per epoch, and one every half minute in long epochs."""
+
+    def on_train_begin(self, logs=None):
+        self._said = time.perf_counter()
+
+    def on_train_batch_end(self, batch, logs=None):
+        super().on_train_batch_end(batch, logs)
+        if self._last - self._said >= PLAIN_EVERY_S:
+            self._said = self._last
+            share = f"update {batch + 1}/{self._plan.updates_per_epoch}"
+            done = self._updates - self._before
+            left = (self._plan.updates - self._done) * (self._last - self._start) / done
+            parts = (share, numbers(logs), self._speed(), self._gpus(), f"{clock(left)} left")
+            print(self._line(self._epoch(self._now), *parts), flush=True)
+
+    def on_epoch_end(self, epoch, logs=None):
+        print(self._line(self._epoch(epoch), numbers(logs), self._speed(), self._gpus()), flush=True)
+        self._said, self._updates = time.perf_counter(), 0
+
+
+def clock(seconds: float) -> str:
+    """`3:07` or `1:03:07`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+class Bar(_Display):
+    """One bar over the whole run, and a line for each epoch above it."""
+
+    def __init__(self, plan: Plan, usage: Callable[[], dict[str, Any]]):
+        super().__init__(plan, usage)
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._bar = rich_progress.Progress(
+            rich_progress.TextColumn("{task.description}"),
+            rich_progress.BarColumn(bar_width=None),
+            # Else rich cuts these on a narrow terminal, and leaves the bar.
+            rich_progress.MofNCompleteColumn(table_column=Column(min_width=2 * len(str(plan.updates)) + 1)),
+            rich_progress.TimeRemainingColumn(
+                compact=True, elapsed_when_finished=True, table_column=Column(min_width=5)
+            ),
+            rich_progress.TextColumn("{task.fields[speed]}"),
+            console=self._console,
+            transient=True,
+        )
+
+    def on_train_begin(self, logs=None):
+        self._bar.start()
+        self._task = self._bar.add_task("compiling", total=self._plan.updates, speed="")
+
+    def on_train_batch_end(self, batch, logs=None):
+        super().on_train_batch_end(batch, logs)
+        loss = f" loss {_number(logs['loss'])}" if logs and "loss" in logs else ""
+        self._bar.update(
+            self._task,
+            completed=self._done,
+            description=f"{self._epoch(self._now)}{loss}",
+            speed=" ".join(filter(None, (self._speed(), self._gpus()))),
+        )
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._bar.console.print(self._line(self._epoch(epoch), numbers(logs), self._speed(), self._gpus()))
+        self._updates = 0
+
+    def stop(self) -> None:
+        """Gives the terminal back; also after an error."""
+        self._bar.stop()
+
+    def on_train_end(self, logs=None):
+        self.stop()

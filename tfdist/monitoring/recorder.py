@@ -1,0 +1,208 @@
+"""The measurements of a run, and the record of its result."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import time
+
+import keras
+import numpy as np
+import psutil
+
+from tfdist.checkpoints import oom_note
+from tfdist.checkpoints.run_folder import RunFolder
+from tfdist.config.schedule import Plan
+from tfdist.engine.step import optimizer_update
+from tfdist.engine.timing import Call, Spent
+
+HISTORY, TIMELINE = "history.jsonl", "timeline.jsonl"
+"""One line per epoch and evaluation; samples and marks over time (see `timeline`)."""
+
+
+@dataclasses.dataclass(slots=True)
+class Result:
+    """What `result.json` holds; the names are a contract."""
+
+    status: str
+    """`completed`, `preempted` or `failed`."""
+    reason: str
+    strategy: str
+    replicas: int
+    workers: int
+    global_batch: int
+    updates: int
+    epochs: int
+    examples_seen: int
+    seconds: float
+    seconds_to_first_update: float | None
+    """From the start of the process."""
+    examples_per_second: float | None
+    """Steady state: compilation and validation excluded."""
+    history: dict[str, list]
+    evaluation: dict[str, float]
+    weights_sha256: str
+    """Over the weights in order, as little-endian float32 bytes."""
+    weights_norm: float
+    """Sum of squares in float64."""
+    resumed_from: int | None
+    """The update that this process went on from."""
+    rollbacks: list[dict]
+    """Where training went back after a loss that was not finite, and which updates were left out."""
+    accumulate: int
+    """Micro-batches per update and replica at the end: more than asked for when memory has run out."""
+    restarts: int
+    """How often the launcher has started the workers anew."""
+    versions: dict[str, str]
+    time: dict[str, float | None]
+    """Seconds of this worker in steady state by `input`, `compute`, `all_reduce` and `python` (see `spent.Spent`)."""
+    peak_memory_bytes: int
+    """Of the chief, in the machine's memory."""
+    peak_device_memory_bytes: int | None
+    """Of its fullest GPU."""
+    flops_per_example: int | None
+    """Model FLOPs, forward and backward (see `flops`)."""
+    flops_per_second: float | None
+    flops_share: float | None
+    """Of what the devices can do at most, where that is known."""
+
+
+class Recorder(keras.callbacks.Callback):
+    """Measures a run and writes `history.jsonl`."""
+
+    takes_many_updates = True
+    wants_gradient_norm = True
+
+    def __init__(self, folder: RunFolder, plan: Plan):
+        super().__init__()
+        self._folder = folder
+        self._plan = plan
+        self._process_start = psutil.Process().create_time()
+        self.begun = time.time()
+        self.first_update: float | None = None
+        """Seconds from the start of the process to the end of the first update."""
+        self.updates = 0
+        self.epochs = 0
+        self.history: dict[str, list] = {}
+        self.rollbacks: list[dict] = []
+        self.accumulate = plan.accumulate
+        self.spent = Spent()
+        """In steady state."""
+        self._of_epoch = Spent()
+        self._norm: float | None = None
+        self._rates: list[tuple[int, float]] = []
+        self._epoch_first = 0
+        """Updates before the running epoch."""
+        self._in_epoch = 0
+        self._compiled = False
+        self._knows_file = False
+
+    def get_state(self) -> dict:
+        """For a checkpoint."""
+        return {
+            "updates": self.updates,
+            "in_epoch": self._in_epoch,
+            "epochs": self.epochs,
+            "seconds": time.time() - self.begun,
+            "history": {name: _strict(values) for name, values in self.history.items()},
+            "rollbacks": self.rollbacks,
+        }
+
+    def set_state(self, state: dict) -> None:
+        """Goes on from a checkpoint: what was recorded after it is dropped."""
+        self.updates, self._in_epoch, self.epochs = state["updates"], state["in_epoch"], state["epochs"]
+        self._epoch_first = self.updates - self._in_epoch
+        self.begun = time.time() - state["seconds"]
+        self.history = {name: list(values) for name, values in state["history"].items()}
+        # A checkpoint that training has gone back to knows nothing of what came after it.
+        self.rollbacks = max(self.rollbacks, state["rollbacks"], key=len)
+        self._knows_file = True
+        self._folder.cut(HISTORY, lambda line: "evaluation" not in line and line.get("updates", 0) <= self.updates)
+
+    def on_rollback(self, update: int, skipped: list[int]) -> None:
+        """Notes that training went back."""
+        self.rollbacks = [*self.rollbacks, {"to": update, "skipped": skipped}]
+        self._folder.append(HISTORY, {"rollback": self.rollbacks[-1], "updates": update})
+
+    def on_accumulate(self, accumulate: int) -> None:
+        """Notes that micro-batches have become smaller, for this run and its next attempt."""
+        self.accumulate = accumulate
+        oom_note.note(self._folder, accumulate)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if not self._knows_file:  # an attempt that was killed before its first checkpoint has left lines
+            self._knows_file = True
+            for name in (HISTORY, TIMELINE):
+                self._folder.cut(name, lambda line: False)
+        self._of_epoch = Spent()
+        self._rate_from, self._epoch_start = self._in_epoch, time.perf_counter()
+        self._last = self._epoch_start
+
+    def on_call(self, call: Call) -> None:
+        """Adds up where the time goes."""
+        self._of_epoch += call.spent
+        self._norm = call.gradient_norm
+        if call.steady:
+            self.spent += call.spent
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._last = time.perf_counter()
+        if self.first_update is None:
+            self.first_update = time.time() - self._process_start
+        self._in_epoch = batch + 1
+        self.updates = self._epoch_first + self._in_epoch
+        if not self._compiled:  # what came before was compiled on the way
+            self._compiled = True
+            self._rate_from, self._epoch_start = self._in_epoch, self._last
+
+    def on_epoch_end(self, epoch, logs=None):
+        logs = dict(logs or {})
+        self.epochs = epoch + 1
+        for name, value in logs.items():
+            self.history.setdefault(name, []).append(value)
+        examples, seconds = self._examples(self._rate_from, self._in_epoch), self._last - self._epoch_start
+        self._rates.append((examples, seconds))
+        rate = examples / seconds if seconds > 0 and examples else None
+        line = {"epoch": self.epochs, "updates": self.updates, "seconds": round(time.time() - self.begun, 3)}
+        rest = {"examples_per_second": rate, "learning_rate": learning_rate(self.model), "gradient_norm": self._norm}
+        self._folder.append(HISTORY, line | rest | {"time": dataclasses.asdict(self._of_epoch)} | logs)
+        self._epoch_first, self._in_epoch = self.updates, 0
+
+    def evaluated(self, values: dict[str, float]) -> None:
+        """Notes an evaluation outside of an epoch."""
+        self._folder.append(HISTORY, {"evaluation": values, "updates": self.updates})
+
+    @property
+    def examples_seen(self) -> int:
+        epochs, rest = divmod(self.updates, self._plan.updates_per_epoch)
+        return epochs * self._plan.examples + self._examples(0, rest)
+
+    @property
+    def examples_per_second(self) -> float | None:
+        """Over all epochs but the first, in which things are compiled, unless it is the only one."""
+        rates = self._rates[1:] or self._rates
+        seconds = sum(s for _, s in rates)
+        return sum(n for n, _ in rates) / seconds if seconds > 0 else None
+
+    def _examples(self, first: int, last: int) -> int:
+        batch = self._plan.global_batch
+        return min(last * batch, self._plan.examples) - min(first * batch, self._plan.examples)
+
+
+def learning_rate(model: keras.Model) -> float:
+    """Of the next update."""
+    return float(optimizer_update.inner(model.optimizer).learning_rate)
+
+
+def fingerprint(model: keras.Model) -> tuple[str, float]:
+    """`weights_sha256` and `weights_norm` of a model."""
+    digest, norm = hashlib.sha256(), 0.0
+    for weight in model.get_weights():
+        array = np.asarray(weight)
+        digest.update(np.ascontiguousarray(array, "<f4").tobytes())
+        norm += float(np.square(array.astype(np.float64)).sum())
+    return digest.hexdigest(), norm
+
+
+def _strict(values: list) -> list:
+    return [np.asarray(v).tolist() for v in values]

@@ -1,0 +1,307 @@
+"""Line charts as inline SVG: they take the colours of the page, stretch with it, and can be read without a script.
+
+Positions across are percentages and text has a fixed size, so that a chart is as legible on a phone as on a wide
+screen. The lines themselves lie in an inner drawing that is stretched to fit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Callable, Sequence
+
+from tfdist.monitoring.report.html import Html, join, tag
+
+POINTS = 500
+"""A line is thinned to about so many."""
+HEIGHT = 190
+"""Of the plot, in pixels, without its labels."""
+_TICKS = 200
+"""Checkpoints that are marked at most."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Line:
+    """One curve; None among `ys` is a gap."""
+
+    name: str
+    xs: Sequence[float]
+    ys: Sequence[float | None]
+    colour: int = 1
+    """1 to 6, as the page defines them."""
+    faint: bool = False
+    """Drawn thin, behind the others."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mark:
+    """Something that happened at one point of the axis."""
+
+    x: float
+    kind: str
+    """`checkpoint`, a tick at the bottom; `resumed` or `rollback`, a line from top to bottom."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Axis:
+    """Values from `low` to `high`, and where its labels stand."""
+
+    low: float
+    high: float
+    ticks: tuple[float, ...]
+    log: bool = False
+
+    def share(self, value: float) -> float:
+        """Where a value lies, from 0 to 1."""
+        if self.log:
+            return math.log(value / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
+
+
+def plot(
+    title: str,
+    lines: Sequence[Line],
+    across: str = "updates",
+    unit: str = "",
+    from_zero: bool = False,
+    marks: Sequence[Mark] = (),
+    note: str = "",
+    text: Callable[[float], str] | None = None,
+) -> Html:
+    """A chart with title, legend, axes and read-out, or nothing when there is nothing to draw.
+
+    Args:
+      across: what the horizontal axis counts.
+      unit: of the values.
+      from_zero: the vertical axis begins at zero.
+      note: a sentence below.
+      text: writes the values in the legend; `short` if not given.
+    """
+    lines = [line for line in lines if any(y is not None for y in line.ys)]
+    if not lines:
+        return Html("")
+    xs = [x for line in lines for x in line.xs] + [mark.x for mark in marks]
+    ys = [y for line in lines for y in line.ys if y is not None]
+    wide = linear(min(0.0, *xs), max(xs), 5, tight=True)
+    high = vertical(ys, from_zero)
+    thinned = [(line, thin(line.xs, line.ys)) for line in lines]
+    unit = ", ".join(filter(None, (unit, "log scale" if high.log else "")))
+    texts = label_all(high.ticks)
+    described = "; ".join(f"{line.name}: {_ends(line, text or short)}" for line in lines)
+    return tag(
+        "figure",
+        tag("figcaption", tag("b", title), " ", tag("span", unit, class_="unit"), _legend(lines, marks, text or short)),
+        tag(
+            "div",
+            tag(
+                "svg",
+                tag("title", f"{title} over {across}"),
+                tag("desc", described + (f". {note}" if note else "")),
+                _grid(wide, high, texts),
+                _curves(wide, high, thinned, marks),
+                _dots(wide, high, thinned),
+                role="img",
+                width="100%",
+                height=HEIGHT,
+            ),
+            class_="plot",
+            style=f"--left:{max(3.1, 0.6 * max(len(t) for t in texts)):.1f}em",
+        ),
+        tag("div", across, class_="across"),
+        tag("p", note, class_="note") if note else "",
+        class_="chart",
+        data_lines=_data(thinned),
+        data_from=_exact(wide.low),
+        data_to=_exact(wide.high),
+        data_across=across,
+    )
+
+
+def linear(low: float, high: float, count: int, tight: bool = False) -> Axis:
+    """An axis with about `count` round labels; `tight` ends it with the values, else it ends with a label."""
+    if not high > low:
+        pad = abs(low) * 0.1 or 1.0
+        low, high = (low - pad, high + pad) if not tight else (low - 0.5, high + 0.5)
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= rough * 0.999)
+    if not tight:
+        low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
+    first = math.ceil(low / step - 1e-9)
+    ticks: list[float] = []
+    while (first + len(ticks)) * step <= high + 1e-9 * step:
+        ticks.append((first + len(ticks)) * step)
+    return Axis(low, high, tuple(ticks))
+
+
+def vertical(ys: Sequence[float], from_zero: bool) -> Axis:
+    """Linear, or logarithmic where values of one sign reach over more than two powers of ten."""
+    low, high = min(ys), max(ys)
+    if not from_zero and low > 0 and high / low > 100:
+        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        every = -(-len(powers) // 7)
+        return Axis(10.0 ** powers[0], 10.0 ** powers[-1], tuple(10.0**p for p in powers[::every]), log=True)
+    return linear(min(0.0, low) if from_zero else low, high, 4)
+
+
+def thin(xs: Sequence[float], ys: Sequence[float | None], points: int = POINTS) -> list[tuple[float, float | None]]:
+    """The curve with fewer points, in which the lowest and the highest of every stretch are kept."""
+    pairs = list(zip(xs, ys))
+    if len(pairs) <= points:
+        return pairs
+    size = -(-len(pairs) // (points // 3))
+    kept: list[tuple[float, float | None]] = []
+    for start in range(0, len(pairs), size):
+        stretch = [(y, i) for i, (_, y) in enumerate(pairs[start : start + size]) if y is not None]
+        gap = next((i for i, (_, y) in enumerate(pairs[start : start + size]) if y is None), None)
+        chosen = {min(stretch)[1], max(stretch)[1]} if stretch else set()
+        kept += [pairs[start + i] for i in sorted(chosen | ({gap} if gap is not None else set()))]
+    return kept if kept[-1] == pairs[-1] else [*kept, pairs[-1]]
+
+
+def label(value: float) -> str:
+    """A value on an axis: `0.05`, `1,200`, `25k`, `1.5M`, `1e-6`."""
+    size = abs(value)
+    if size == 0:
+        return "0"
+    if size >= 1e15 or size < 1e-4:
+        return f"{value:.0e}".replace("e-0", "e-").replace("e+", "e")
+    for unit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if size >= unit * (10 if letter == "k" else 1):
+            return f"{value / unit:.4g}{letter}"
+    return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"
+
+
+def label_all(ticks: Sequence[float]) -> list[str]:
+    """Labels with as many decimals each as the one that needs most."""
+    texts = [label(t) for t in ticks]
+    if any(t[-1] in "kMGT" or "e" in t for t in texts):
+        return texts
+    decimals = max(len(t.partition(".")[2]) for t in texts)
+    return [f"{t:,.{decimals}f}" if t else "0" for t in ticks]
+
+
+def _grid(wide: Axis, high: Axis, texts: list[str]) -> Html:
+    parts = []
+    for tick, text in zip(high.ticks, texts):
+        y = f"{100 * (1 - high.share(tick)):.2f}%"
+        parts.append(tag("line", x1="0", x2="100%", y1=y, y2=y, class_="grid"))
+        parts.append(tag("text", text, x=-7, y=y, dy="0.35em", text_anchor="end"))
+    for tick in wide.ticks:
+        share = wide.share(tick)
+        x = f"{100 * share:.2f}%"
+        anchor = "end" if share > 0.97 else "middle"
+        parts.append(tag("line", x1=x, x2=x, y1=HEIGHT, y2=HEIGHT + 4, class_="axis"))
+        parts.append(tag("text", label(tick), x=x, y=HEIGHT + 17, text_anchor=anchor))
+    parts.append(tag("line", x1="0", x2="100%", y1=HEIGHT, y2=HEIGHT, class_="axis"))
+    return join(*parts)
+
+
+def _curves(wide: Axis, high: Axis, thinned: list, marks: Sequence[Mark]) -> Html:
+    """What is stretched: the marks and, above them, the lines, the faint ones first."""
+    parts = []
+    ticks = [m for m in marks if m.kind == "checkpoint"]
+    rules = [m for m in marks if m.kind != "checkpoint"]
+    for mark in [*ticks[:: -(-len(ticks) // _TICKS) or 1], *rules[:_TICKS]]:
+        x = _place(wide.share(mark.x))
+        top = 955 if mark.kind == "checkpoint" else 0
+        parts.append(tag("line", x1=x, x2=x, y1=top, y2=1000, class_=f"mark {_kind(mark)}"))
+    for line, pairs in sorted(thinned, key=lambda pair: not pair[0].faint):
+        for there, group in itertools.groupby(pairs, lambda pair: pair[1] is not None):
+            run = list(group)
+            if there and len(run) > 1:
+                points = " ".join(f"{_place(wide.share(x))},{_place(1 - high.share(y))}" for x, y in run)
+                parts.append(tag("polyline", points=points, class_=f"line c{line.colour}{' faint' * line.faint}"))
+    return tag(
+        "svg",
+        *parts,
+        viewBox="0 0 1000 1000",
+        preserveAspectRatio="none",
+        width="100%",
+        height="100%",
+        overflow="visible",
+        aria_hidden="true",
+    )
+
+
+def _dots(wide: Axis, high: Axis, thinned: list) -> Html:
+    """The points themselves, where they are few or stand alone."""
+    parts = []
+    for line, pairs in thinned:
+        here = [None, *(y for _, y in pairs), None]
+        few = len(pairs) <= 40 and not line.faint
+        for i, (x, y) in enumerate(pairs):
+            if y is not None and (few or (here[i] is None and here[i + 2] is None)):
+                x_at, y_at = f"{100 * wide.share(x):.2f}%", f"{100 * (1 - high.share(y)):.2f}%"
+                parts.append(tag("circle", cx=x_at, cy=y_at, r=2.2, class_=f"dot c{line.colour}"))
+    return join(*parts)
+
+
+def _legend(lines: Sequence[Line], marks: Sequence[Mark], text: Callable[[float], str]) -> Html:
+    entries = [
+        tag(
+            "span",
+            tag("i", class_=f"key c{line.colour}{' faint' * line.faint}"),
+            line.name,
+            " ",
+            tag("b", _last(line, text)),
+        )
+        for line in lines
+    ]
+    for kind in dict.fromkeys(_kind(mark) for mark in marks):
+        count = sum(_kind(mark) == kind for mark in marks)
+        entries.append(tag("span", tag("i", class_=f"key mark {kind}"), kind, f" ({count})" if count > 1 else ""))
+    return tag("span", *entries, class_="legend")
+
+
+def _kind(mark: Mark) -> str:
+    return mark.kind if mark.kind in ("checkpoint", "resumed", "rollback") else "other"
+
+
+def _last(line: Line, text: Callable[[float], str]) -> str:
+    return next((text(y) for y in reversed(line.ys) if y is not None), "")
+
+
+def _ends(line: Line, text: Callable[[float], str]) -> str:
+    there = [y for y in line.ys if y is not None]
+    first, last, low, high = (text(y) for y in (there[0], there[-1], min(there), max(there)))
+    return f"from {first} to {last}, lowest {low}, highest {high}"
+
+
+def value(number: float) -> str:
+    """A metric, as precise as on the terminal: `0.9806`, `12.346`, `1.2e-07`."""
+    size = abs(number)
+    if size >= 1e7 or 0 < size < 1e-3:
+        return f"{number:.4g}"
+    return f"{number:,.{max(0, 5 - len(str(int(size))))}f}"
+
+
+def short(number: float) -> str:
+    """Any other measurement, with three digits or more: `0.00352`, `75.1`, `5,860`."""
+    return f"{number:,.0f}" if 100 <= abs(number) < 1e7 else f"{number:.3g}"
+
+
+def _data(thinned: list) -> str:
+    """For the read-out, which a script shows."""
+    lines = [
+        {"n": line.name, "c": line.colour, "x": [_rounded(x) for x, _ in pairs], "y": [_rounded(y) for _, y in pairs]}
+        for line, pairs in thinned
+    ]
+    return json.dumps(lines, separators=(",", ":"))
+
+
+def _rounded(value: float | None) -> float | int | None:
+    if value is None:
+        return None
+    short = float(f"{value:.5g}") if abs(value) < 1e5 else round(value)
+    return int(short) if short == int(short) else short
+
+
+def _exact(value: float) -> str:
+    return f"{value:.8g}"
+
+
+def _place(share: float) -> str:
+    return f"{1000 * share:.1f}".removesuffix(".0")

@@ -1,0 +1,242 @@
+"""`report.html`: one page about one run, made from the files of its folder. No TensorFlow, no network."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import pathlib
+import re
+import string
+import time
+from collections.abc import Callable
+from importlib import resources
+
+from tfdist.checkpoints.run_folder import RunFolder, strict
+from tfdist.engine.timing import INPUT_LIMIT
+from tfdist.errors import TrainingError
+from tfdist.monitoring.confusion import Findings
+from tfdist.monitoring.report import curves, mistakes, other_runs, run_files, tables
+from tfdist.monitoring.report.html import Html, join, tag
+from tfdist.monitoring.report.line_chart import label, value
+from tfdist.monitoring.report.run_files import Record, mapping, number
+
+NAME = "report.html"
+JUDGED_S = 3.0
+"""Seconds of training from which on there is something to say of where they went."""
+PARTS = ("compute", "input", "all_reduce", "python")
+ADVICE = {
+    "input": "Input-bound: hold the decoded data in memory (data.cache=memory), or make reading and decoding cheaper.",
+    "all_reduce": "Held up by the sum over replicas and by slower ones: raise train.batch_size, send half the bytes "
+    "(optimizer.reduce_dtype=bfloat16), or use a faster network.",
+    "python": "Held up by Python between calls: let train.steps_per_call=0 choose, and look for slow callbacks.",
+}
+
+
+def write(folder: RunFolder, result: dict, found: Findings | None, say: Callable[[str], None]) -> None:
+    """Writes the report of a run that has ended. It never makes a run fail.
+
+    Args:
+      folder: where all the rest has been written.
+      result: what `result.json` is going to hold; that file is written last.
+      found: what a classifier gets wrong.
+      say: shows a line to a person.
+    """
+    if not folder.writes:
+        return
+    try:
+        folder.write_text(NAME, render(folder.path, strict(result), found))
+    except TrainingError as error:
+        say(f"WARNING: no report: {error}")
+    except Exception as error:
+        say(f"WARNING: no report: {type(error).__name__}: {error}")
+
+
+def render(path: pathlib.Path, result: dict | None = None, found: Findings | None = None) -> str:
+    """The page.
+
+    Args:
+      path: a run folder, of which any file may be missing.
+      result: as for `write`; None to read `result.json`.
+    """
+    record = run_files.read(path, result)
+    sections = [
+        ("time", "Where the time went", lambda: _time(record)),
+        ("learning", "Learning", lambda: curves.learning(record)),
+        ("speed", "Speed and devices", lambda: curves.speed(record)),
+        ("quality", "Mistakes", lambda: mistakes.section(found) if found else Html("")),
+        ("runs", "Other runs", lambda: other_runs.section(record)),
+        ("experiment", "Experiment", lambda: tables.experiment(record)),
+        ("environment", "Environment", lambda: tables.environment(record)),
+    ]
+    bodies = [(name, heading, _patient(make)) for name, heading, make in sections]
+    there = [(name, heading, body) for name, heading, body in bodies if body]
+    page = string.Template(resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
+    script = re.search(r"<script>(.*?)</script>", page.template, re.DOTALL)
+    digest = hashlib.sha256(script[1].encode() if script else b"").digest()
+    written = f"tfdist {mapping(record.result.get('versions')).get('tfdist', '')}, {time.strftime('%Y-%m-%d %H:%M %Z')}"
+    return page.substitute(
+        script_sha256=base64.b64encode(digest).decode(),
+        title=html.escape(f"{record.name}: {record.result.get('status', 'not finished')}"),
+        header=_patient(lambda: _header(record)),
+        links=join(*(tag("a", heading, href=f"#{name}") for name, heading, _ in there)),
+        figures=_patient(lambda: _figures(record)),
+        sections=join(
+            *(tag("section", tag("h2", heading), body, id=name, class_="card") for name, heading, body in there)
+        ),
+        footer=html.escape(f"{path.absolute().name} · written by {written}"),
+    )
+
+
+def _patient(make: Callable[[], Html]) -> Html:
+    """A part that stumbles over an odd file leaves the others alone."""
+    try:
+        return make()
+    except Exception as error:
+        return tag("p", f"This part could not be made: {type(error).__name__}: {error}", class_="warn broken")
+
+
+def _header(record: Record) -> Html:
+    result, asked = record.result, mapping(record.experiment.get("train"))
+    status = str(result.get("status", "not finished"))
+    kind = status if status in ("completed", "preempted", "failed") else "unknown"
+    parts = [tag("h1", record.name, " ", tag("span", status, class_=f"pill {kind}"))]
+    if result.get("reason"):
+        parts.append(tag("p", str(result["reason"]), class_="warn" if kind == "failed" else "why", id="reason"))
+    updates, epochs, batch = (number(result.get(key)) for key in ("updates", "epochs", "global_batch"))
+    wanted = number(asked.get("epochs"))
+    steps = number(asked.get("steps"))
+    plan = []
+    if updates is not None:
+        plan.append(f"{updates:,.0f}{f' of {steps:,.0f}' if steps else ''} updates")
+    if batch:
+        plan.append(f"of {batch:,.0f} examples")
+    if (replicas := number(result.get("replicas"))) and replicas > 1:
+        plan.append(f"on {replicas:,.0f} replicas")
+    if epochs is not None:
+        plan.append(f"· {epochs:,.0f}{f' of {wanted:,.0f}' if wanted else ''} epochs")
+    names = [str(mapping(record.experiment.get(part)).get("name", "")) for part in ("data", "model", "optimizer")]
+    parts.append(tag("p", " · ".join(filter(None, [*names, " ".join(plan)])), class_="plan", id="plan"))
+    where = record.environment
+    if where.get("reason"):
+        parts.append(tag("p", f"Strategy {where.get('strategy')}, because {where['reason']}.", class_="plan"))
+    happened = _happened(record)
+    if happened:
+        parts.append(tag("ul", *(tag("li", text) for text in happened), class_="happened", id="happened"))
+    return join(*parts)
+
+
+def _happened(record: Record) -> list[str]:
+    result = record.result
+    texts = []
+    if number(result.get("resumed_from")) is not None:
+        texts.append(f"Resumed from update {result['resumed_from']:,}.")
+    if result.get("restarts"):
+        texts.append(f"Started again by the launcher {result['restarts']} time{'s' * (result['restarts'] != 1)}.")
+    noted = [mapping(line["rollback"]) for line in record.lines if "rollback" in line]
+    # The file has those before a rollback to the same checkpoint too.
+    for rollback in max(noted, [mapping(r) for r in run_files.sequence(result.get("rollbacks"))], key=len)[:10]:
+        skipped = [str(update) for update in run_files.sequence(rollback.get("skipped"))]
+        left_out = ", ".join(skipped[:12]) + (f" and {len(skipped) - 12} more" if len(skipped) > 12 else "")
+        texts.append(f"Loss not finite: went back to update {rollback.get('to')} and left out {left_out}.")
+    return texts
+
+
+def _figures(record: Record) -> Html:
+    """The numbers that one looks for first."""
+    result = record.result
+    tiles = [
+        (curves.title(name), value(y), "")
+        for name, text in mapping(result.get("evaluation")).items()
+        if (y := number(text)) is not None
+    ]
+    get = lambda key: number(result.get(key))
+    if (seconds := get("seconds")) is not None:
+        tiles.append(("Time", duration(seconds), ""))
+    if (rate := get("examples_per_second")) is not None:
+        tiles.append(("Examples/s", label(float(f"{rate:.4g}")), "steady state"))
+    if (first := get("seconds_to_first_update")) is not None:
+        tiles.append(("To the first update", duration(first), "from process start"))
+    if (replicas := get("replicas")) is not None:
+        workers = get("workers") or 1
+        tiles.append(("Replicas", f"{replicas:.0f}", f"on {workers:.0f} worker{'s' * (workers != 1)}"))
+    if (memory := get("peak_memory_bytes")) is not None:
+        tiles.append(("Peak memory", size(memory), "this process"))
+    if (memory := get("peak_device_memory_bytes")) is not None:
+        tiles.append(("Peak GPU memory", size(memory), "per device"))
+    if (flops := get("flops_per_second")) is not None:
+        share = get("flops_share")
+        tiles.append(
+            (
+                "Model FLOP/s",
+                label(float(f"{flops:.3g}")),
+                "" if share is None else f"{100 * share:.1f} % of the peak (MFU)",
+            )
+        )
+    columns = -(-len(tiles) // -(-len(tiles) // 7)) if tiles else 1  # rows of about the same length
+    return tag(
+        "dl",
+        *(
+            tag("div", tag("dt", name), tag("dd", tag("b", text), tag("small", more) if more else ""))
+            for name, text, more in tiles
+        ),
+        class_="figures",
+        style=f"--columns:{columns}",
+    )
+
+
+def _time(record: Record) -> Html:
+    """One bar of what the seconds of training went into, and what to do about it."""
+    spent = mapping(record.result.get("time"))
+    seconds = {part: y for part in PARTS if (y := number(spent.get(part))) is not None and y >= 0}
+    total = sum(seconds.values())
+    if not total:
+        return Html("")
+    shares = {part: y / total for part, y in seconds.items()}
+    named = {part: curves.words(part) for part in seconds}
+    bar = [tag("span", class_=f"part {part}", style=f"width:{100 * share:.2f}%") for part, share in shares.items()]
+    legend = [
+        tag(
+            "li",
+            tag("i", class_=f"key part {part}"),
+            named[part],
+            " ",
+            tag("b", f"{100 * shares[part]:.1f} %"),
+            f" {duration(y)}",
+        )
+        for part, y in seconds.items()
+    ]
+    worst = max((part for part in seconds if part in ADVICE), key=lambda part: shares[part], default="")
+    if total < JUDGED_S:
+        advice = "Too short a time to judge by."
+    elif worst and shares[worst] > INPUT_LIMIT:
+        doing = named[worst] if worst == "input" else f"in {named[worst]}"
+        advice = f"{100 * shares[worst]:.0f} % {doing}. {ADVICE[worst]}"
+    else:
+        busy = f"{100 * shares.get('compute', 0):.0f} % computing: "
+        advice = busy + "only faster or more devices, or a lower precision, would make this much faster."
+    if record.result.get("replicas") != 1 and "all_reduce" not in seconds:
+        advice += " The all-reduce cannot be told apart here and counts as computing."
+    since = "" if record.result.get("resumed_from") is None else " since it was resumed"
+    words = ", ".join(f"{named[part]} {100 * share:.1f} %" for part, share in shares.items())
+    return join(
+        tag("div", *bar, class_="bar", role="img", aria_label=f"Shares of the time: {words}"),
+        tag("ul", *legend, class_="parts", id="time-parts"),
+        tag("p", advice, id="advice"),
+        tag("p", f"Seconds of training{since}, the first calls, which compile, left out.", class_="note"),
+    )
+
+
+def duration(seconds: float) -> str:
+    """`11.3 s`, `12 min 30 s`, `3 h 12 min`."""
+    if seconds < 99.95:
+        return f"{seconds:.1f} s" if seconds >= 0.95 else f"{seconds:.2f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def size(count: float) -> str:
+    """Bytes as `312 MiB` or `2.41 GiB`."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

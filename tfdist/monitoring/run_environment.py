@@ -1,0 +1,46 @@
+"""Where a run took place: what `environment.json` says."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+from importlib import metadata
+from typing import Any
+
+from tfdist.distributed.distribution import Distribution
+
+
+def environment(distribution: Distribution, site: Any) -> dict[str, Any]:
+    """The strategy and why, the devices, the hosts and the versions.
+
+    Args:
+      site: a `strategy.Site`.
+    """
+    return {
+        "strategy": distribution.name,
+        "reason": distribution.reason,
+        "devices": list(distribution.devices),
+        "replicas": distribution.replicas,
+        "workers": distribution.workers,
+        "hosts": list(distribution.peers.hosts),
+        "found_by": site.cluster.source,
+        "jit": distribution.jit,
+        "gpus": [dataclasses.asdict(g) for g in site.survey.gpus],
+        "driver_problem": site.survey.problem,
+        "flags": dataclasses.asdict(site.environment),
+        "host": platform.node(),
+        "cpus": os.cpu_count(),
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of what decides about the numbers."""
+    found = {"python": platform.python_version()}
+    for name in ("tfdist", "tensorflow", "keras", "tensorflow-datasets", "numpy"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "unknown"
+    return found

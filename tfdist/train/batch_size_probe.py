@@ -1,0 +1,155 @@
+"""The child of `batch_finder`: updates of the real model with more and more examples. It reads its work from stdin.
+
+It answers with lines of JSON: `trying`, `fits` with the peak of its memory, `too_many`, `error`, `ended`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import resource
+import sys
+from typing import Any
+
+from tfdist import config
+from tfdist.config import field_syntax
+from tfdist.errors import TrainingError, UserError
+
+ROWS = 32
+"""Examples that are read of data that is not in memory, to be repeated."""
+_MEMORY = "out of memory"
+_ADVICE = "give a number, and the run shows where"
+
+
+def main() -> None:
+    """Tries the sizes in their order until one is too large."""
+    work = json.load(sys.stdin)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what others print is no answer
+
+    def answer(**said: Any) -> None:
+        print(json.dumps(said), file=answers, flush=True)
+
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
+        score.write("1000")  # the kernel shall end this process before any other
+    try:
+        _try(work, answer)
+    except (UserError, TrainingError) as error:
+        answer(error=str(error))
+    except Exception as error:  # of the user's code, say: another batch would not help
+        why = " ".join(str(error).split())[:200]
+        answer(error=f"train.batch_size=auto: trying it ended with {type(error).__name__}: {why}: {_ADVICE}")
+
+
+def _try(work: dict, answer: Any) -> None:
+    experiment = _experiment(work["experiment"])
+    sizes = _Updates(experiment, work)
+    import tensorflow as tf  # which that has started, as the experiment wants it
+
+    base = _peak()
+    for size in work["sizes"]:
+        last = size >= sizes.most
+        size = min(size, sizes.most)
+        answer(trying=size)
+        try:
+            sizes.update(size)
+        except (TrainingError, MemoryError, tf.errors.ResourceExhaustedError) as error:
+            if isinstance(error, TrainingError) and _MEMORY not in str(error):
+                raise
+            answer(too_many=size)
+            return
+        peak = base + (_peak() - base) * work["replicas"]
+        if work["budget"] is not None and peak > work["budget"]:
+            answer(too_many=size)
+            return
+        answer(fits=size, peak=peak)
+        if last:
+            break
+    answer(ended=True)
+
+
+class _Updates:
+    """The model and its data."""
+
+    def __init__(self, experiment: config.Experiment, work: dict):
+        import keras
+        import numpy as np
+
+        import tfdist
+        from tfdist.config import schedule
+        from tfdist.data import sources
+        from tfdist.data.datasets import registry
+        from tfdist.data.record_feed import in_order
+        from tfdist.models import build as models
+        from tfdist.models import optimizers
+
+        self._distribution = tfdist.connect(
+            "default", devices=work["devices"], threads=work["threads"], jit=work["jit"]
+        )
+        models.set_precision(experiment.train.precision)
+        data = registry.load(experiment, prepare=work["prepare"])
+        self.most = max(1, data.examples // work["world"])
+        """Examples per replica that there are."""
+        with self._distribution.scope():
+            self._model = models.build(experiment, data.spec)
+            optimizer = optimizers.build(experiment, schedule.make(experiment, data.examples, 1))
+            data = models.compiled(self._model, optimizer, experiment, data)
+            optimizers.exclude(self._model, experiment.optimizer)
+        source = data.train
+        match source:
+            case sources.Arrays():
+                columns: Any = source.columns
+            case sources.Records():
+                columns = next(iter(in_order(source, min(ROWS, source.size))))
+            case _:
+                columns = sources.first_batch(source)
+        self._columns = keras.tree.map_structure(np.asarray, columns)
+        self._experiment = experiment
+
+    def update(self, size: int) -> None:
+        """Two updates of `size` examples: the second one has the optimizer's state and the first one's garbage."""
+        import keras
+        import numpy as np
+
+        import tfdist
+        from tfdist.data import sources
+
+        rows = np.arange(size)
+        wanted = self._experiment
+        tfdist.fit(
+            self._model,
+            sources.Arrays(keras.tree.map_structure(lambda c: np.take(c, rows, 0, mode="wrap"), self._columns)),
+            distribution=self._distribution,
+            batch_size=size,
+            epochs=2,
+            accumulate=wanted.train.accumulate,
+            steps_per_call=1,
+            shuffle=False,
+            callbacks=[keras.callbacks.TerminateOnNaN()],  # whose presence makes NaN no error
+            learning_rates=field_syntax.layer_rates(wanted.optimizer),
+            layer_decay=wanted.optimizer.layer_decay,
+            verbose=0,
+        )
+
+
+def _experiment(fields: dict) -> config.Experiment:
+    """What was sent, with a constant rate: schedules are in updates, whose number is not known yet."""
+    groups = {f.name: f.default_factory for f in dataclasses.fields(config.Experiment) if callable(f.default_factory)}
+    made = {name: groups[name](**value) if name in groups else value for name, value in fields.items()}
+    found: config.Experiment = config.Experiment(**made)
+    plain: dict[str, Any] = {"schedule": "constant", "schedule_options": "", "warmup": "0%", "learning_rate": 1e-9}
+    found.optimizer = dataclasses.replace(found.optimizer, scale_learning_rate="none", base_batch=0, **plain)
+    found.train.batch_size = max(32, found.train.accumulate)
+    found.train.epochs, found.train.steps, found.eval.every = 1, 0, "1 epoch"
+    return found
+
+
+def _peak() -> int:
+    """Bytes of memory that this process has had at most."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""`train.batch_size=auto`: the largest batch that fits, tried in a child process before this one takes a device.
+
+The child (`tfdist.train.batch_size_probe`) makes updates of the real model with more and more examples. What ends it is the answer:
+an error of TensorFlow, the kernel's out-of-memory killer, this machine's budget, or the end of the data. No TensorFlow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import psutil
+
+from tfdist import config
+from tfdist.checkpoints.run_folder import RunFolder
+from tfdist.config.runtime_options import Environment
+from tfdist.errors import UserError
+from tfdist.launch.worker_process import end_with_the_parent
+
+SHARE = 0.5
+"""Of the available memory of the machine, for a run on its CPU; other programs, checkpoints and the data need some."""
+LIMIT_S = 300.0
+"""For all attempts of a process alone; those of several must be done before the others give up waiting."""
+FIRST = 16
+"""Examples of a micro-batch with which it begins."""
+_OTHERS = (
+    *("TF_CONFIG", "TORCHELASTIC_", "HOROVOD_", "TFDIST_", "SLURM_", "PMI", "OMPI_", "MLP_", "MASTER_"),
+    *("LOCAL_", "RANK", "WORLD_SIZE", "GROUP_RANK"),
+)
+"""Beginnings of variables by which the child would take itself for one of the workers."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Found:
+    """What one worker knows of the batch."""
+
+    recorded: int = 0
+    """Global batch of the run that goes on, 0 for none."""
+    share: int = 0
+    """Examples per replica that fit here, 0 where another worker of this host has looked."""
+    why: str = ""
+
+
+def is_auto(experiment: config.Experiment) -> bool:
+    return experiment.train.batch_size == 0
+
+
+def with_batch(experiment: config.Experiment, batch: int) -> config.Experiment:
+    """The experiment with this global batch."""
+    return dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, batch_size=batch))
+
+
+def recorded(experiment: config.Experiment, folder: RunFolder, where: Environment, attempt: int) -> int:
+    """The batch that the earlier run in this folder has found: a run that goes on, or is made again, keeps it."""
+    if not is_auto(experiment) or (where.resume == "never" and attempt == 0) or not folder.holds_run:
+        return 0
+    try:
+        return int((folder.earlier() or {})["train"]["batch_size"])
+    except (KeyError, TypeError, ValueError):
+        return 0
+
+
+def find(experiment: config.Experiment, where: Environment, site: Any) -> Found:
+    """Looks how many examples per replica fit on this worker; before TensorFlow has been started here.
+
+    Raises:
+      UserError: not even one does, it took too long, or the experiment cannot run at all.
+    """
+    cluster, on_cpu = site.cluster, not site.selection.gpus and not site.selection.opaque
+    if on_cpu and cluster.local_rank > 0:  # they would measure each other
+        return Found()
+    available = psutil.virtual_memory().available
+    work: dict[str, Any] = {
+        "experiment": dataclasses.asdict(experiment),
+        "devices": "none" if on_cpu else "all",
+        "threads": where.threads,
+        "jit": where.jit,
+        "prepare": not where.dry_run,
+        "world": site.replicas,
+        "replicas": site.choice.replicas,
+        "budget": SHARE * available / cluster.local_size if on_cpu else None,
+    }
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(_OTHERS)}
+    if site.selection.visible is not None:
+        environ["CUDA_VISIBLE_DEVICES"] = site.selection.visible.split(",")[0]
+    limit = LIMIT_S if cluster.size == 1 else 0.75 * where.start_timeout
+    ends = time.monotonic() + limit
+    least = experiment.train.accumulate
+
+    def attempt(sizes: Sequence[int]) -> _Answer:
+        return _ask({**work, "sizes": list(sizes)}, environ, max(1.0, ends - time.monotonic()))
+
+    first = attempt([FIRST * least * 2**i for i in range(24)])
+    fits, too_many, peak = first.fits, first.too_many, first.peak
+    if not fits and too_many:  # smaller than the first
+        small = FIRST * least
+        while not fits and small > least:
+            small = max(least, small // 4)
+            answer = attempt([small])
+            fits, too_many, peak = answer.fits, answer.too_many or too_many, answer.peak
+    if not fits:
+        if first.error:
+            raise UserError(first.error)
+        why = f"{least} do not" if too_many else first.end or f"nothing was known after {limit:.0f} s"
+        raise UserError(f"train.batch_size=auto: no batch fits ({why}): give a number, or use a smaller model")
+    middle = (fits + too_many) // 2 // least * least
+    if too_many and middle > fits:
+        answer = attempt([middle])
+        fits, too_many, peak = (middle, too_many, answer.peak) if answer.fits else (fits, middle, peak)
+    bound = f"{too_many} do not" if too_many else first.error or "all there are" if first.ended else "time was up"
+    used = f" in {peak / 1e9:.1f} of {work['budget'] / 1e9:.1f} GB" if on_cpu else ""
+    return Found(share=fits, why=f"{fits} examples per replica fit{used}, {bound}")
+
+
+def agreed(
+    experiment: config.Experiment, own: Found, distribution: Any, say: Callable[[str], None]
+) -> config.Experiment:
+    """The experiment with the batch that all workers take: what the chief's run folder says, or what fits on all."""
+    if not is_auto(experiment):
+        return experiment
+    told = distribution.peers.gather("the batch that fits", [own.recorded, own.share, own.why])
+    batch = told[0][0]
+    if batch:
+        say(f"train.batch_size={batch}, as the run before has found")
+        return with_batch(experiment, batch)
+    _, share, why = min((answer for answer in told if answer[1]), key=lambda answer: answer[1])
+    batch = share * distribution.replicas
+    say(f"train.batch_size={batch}: {why}")
+    return with_batch(experiment, batch)
+
+
+@dataclasses.dataclass(slots=True)
+class _Answer:
+    """What a child has found out."""
+
+    fits: int = 0
+    too_many: int = 0
+    peak: int = 0
+    """Bytes of all replicas of this worker with the batch that fits."""
+    ended: bool = False
+    """It has come to the end of its sizes."""
+    error: str = ""
+    end: str = ""
+    """How it ended, where nothing of that explains it."""
+
+
+def _ask(work: dict, environ: dict[str, str], seconds: float) -> _Answer:
+    """Starts a child, and ends it in time with all that it has started."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", "tfdist.train.batch_size_probe"],
+        env=environ,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=end_with_the_parent(),
+    )
+    late = False
+    try:
+        try:
+            lines, _ = child.communicate(json.dumps(work).encode(), seconds)
+        except subprocess.TimeoutExpired:
+            late = True
+            _kill(child)
+            lines, _ = child.communicate()
+    finally:
+        _kill(child)
+        child.wait()
+    return _understood(lines.decode(errors="replace").splitlines(), child.returncode, late)
+
+
+def _understood(lines: Sequence[str], code: int, late: bool) -> _Answer:
+    answer, trying = _Answer(), 0
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            said = json.loads(line)
+            trying = said.get("trying", trying)
+            answer.too_many = said.get("too_many", answer.too_many)
+            answer.error = said.get("error", answer.error)
+            answer.ended = said.get("ended", answer.ended)
+            if "fits" in said:
+                answer.fits, answer.peak, trying = said["fits"], said["peak"], 0
+    if code and not late:
+        if trying:  # killed, or it crashed: the kernel has found that it is too much
+            answer.too_many = answer.too_many or trying
+        elif not answer.fits:
+            answer.end = f"its process ended with code {code} before it had tried one"
+    return answer
+
+
+def _kill(child: subprocess.Popen) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, signal.SIGKILL)

@@ -1,0 +1,128 @@
+"""`--dry_run`: what a run would do, in words and numbers, without doing it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import keras
+import numpy as np
+import psutil
+
+from tfdist import config
+from tfdist.config import field_syntax
+from tfdist.config.schedule import Plan
+from tfdist.data.batch_layout import Layout
+from tfdist.data.datasets.registry import Loaded
+from tfdist.distributed.gpus import DriverGPU
+from tfdist.engine.step import optimizer_update
+from tfdist.errors import UserError
+from tfdist.models import layerwise_rates
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes that one replica keeps through a run; the activations of a batch come on top."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+def memory(model: keras.Model, replicas: int, gpus: tuple[DriverGPU, ...]) -> Memory:
+    """What a replica needs.
+
+    Args:
+      model: built, with its optimizer.
+      replicas: of this worker.
+      gpus: of this worker; none for a CPU, whose memory they share.
+
+    Raises:
+      UserError: the devices do not have as much.
+    """
+    optimizer = optimizer_update.inner(model.optimizer)
+    if not optimizer.built:
+        optimizer.build(model.trainable_variables)
+    found = Memory(_bytes(model.variables), _bytes(model.trainable_variables), _bytes(optimizer.variables))
+    there = {f"GPU {g.number} ({g.name})": g.memory_total * 2**20 for g in gpus if g.memory_total > 0}
+    if not gpus:
+        there = {"this machine": psutil.virtual_memory().total / replicas}
+    for name, size in there.items():
+        if found.total > size:
+            raise UserError(
+                f"a replica needs {_size(found.total)} for weights, gradients and optimizer, "
+                f"{name} has {_size(size)} for it: use a smaller model or fewer replicas"
+            )
+    return found
+
+
+def lines(
+    experiment: config.Experiment, plan: Plan, model: keras.Model, data: Loaded, needs: Memory, folder: str
+) -> list[str]:
+    """The plan, for a terminal of 80 columns.
+
+    Args:
+      folder: what will be done with the run folder.
+    """
+    layout = Layout(plan.global_batch, plan.replicas, plan.accumulate)
+    tail = plan.examples % plan.global_batch
+    micro = f" in {plan.accumulate} micro-batches of {layout.micro}" if plan.accumulate > 1 else ""
+    rows = [
+        ("data", f"{experiment.data.name}, {plan.examples:,} examples, {list(data.spec.shape)} {data.spec.dtype}"),
+        (
+            "batches",
+            f"{plan.updates_per_epoch:,} per epoch of {plan.global_batch}" + (f", the last of {tail}" if tail else ""),
+        ),
+        ("", f"{layout.share} examples per replica, {plan.replicas} of them{micro}"),
+        ("updates", f"{plan.updates:,} in {plan.epochs:,} epochs, evaluated {_every(plan.eval_every)}"),
+        ("checkpoints", f"every {experiment.checkpoint.every}, {experiment.checkpoint.keep} kept"),
+        ("optimizer", f"{experiment.optimizer.name}, {experiment.optimizer.schedule}"),
+        ("rate", _rates(optimizer_update.inner(model.optimizer)._learning_rate, plan)),
+        ("model", f"{experiment.model.name}, {model.count_params():,} parameters, {experiment.train.precision}"),
+        (
+            "memory",
+            f"{_size(needs.total)} per replica: weights {_size(needs.weights)}, gradients {_size(needs.gradients)},",
+        ),
+        ("", f"optimizer {_size(needs.optimizer)}; activations come on top"),
+        ("folder", folder),
+    ]
+    own = layerwise_rates.factors(
+        model, field_syntax.layer_rates(experiment.optimizer), experiment.optimizer.layer_decay
+    )
+    if own:
+        rows.insert(7, ("", layerwise_rates.describe(model, own)))
+    if experiment.checkpoint.every == "off":
+        rows[4] = ("checkpoints", "none")
+    return [f"  {name:<12} {text}" for name, text in rows]
+
+
+def _every(epochs: int) -> str:
+    return "every epoch" if epochs == 1 else f"every {epochs} epochs"
+
+
+def _rates(rate: Any, plan: Plan) -> str:
+    """The learning rate along the run."""
+    if not isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+        return f"{float(rate):g} throughout"
+    wanted = {1, plan.warmup + 1, max(1, plan.updates // 2), *(b + 1 for b in plan.decay.boundaries), plan.updates}
+    points = sorted(p for p in wanted if p <= plan.updates)
+    return "update " + ", ".join(f"{p:,}: {float(np.asarray(rate(p - 1))):.3g}" for p in points)
+
+
+def _bytes(variables: list) -> int:
+    return sum(int(np.prod(v.shape)) * np.dtype(_stored(v.dtype)).itemsize for v in variables)
+
+
+def _stored(dtype: str) -> str:
+    return "float16" if dtype == "bfloat16" else dtype
+
+
+def _size(count: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6)):
+        if count >= size:
+            return f"{count / size:,.1f} {unit}"
+    return f"{count / 1e3:,.1f} kB"

@@ -1,0 +1,57 @@
+"""Early stopping for the command: patience counted in evaluations, the best weights at the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from tfdist.config import schedule
+from tfdist.errors import UserError
+
+
+class Patience(keras.callbacks.EarlyStopping):
+    """Ends the training when a metric has stopped to improve, and puts the weights of its best evaluation back.
+
+    Args:
+      monitor: metric such as `val_loss`; `min` or `max` before it says which is better where the name does not.
+      patience: evaluations in a row without an improvement after which it ends.
+    """
+
+    takes_many_updates = True
+
+    def __init__(self, monitor: str, patience: int):
+        name, sign = schedule.better(monitor, "train.monitor")
+        mode = "max" if sign > 0 else "min"
+        super().__init__(monitor=name, patience=patience, mode=mode, restore_best_weights=True)
+
+    def on_train_begin(self, logs=None):
+        super().on_train_begin(logs)
+        known = {m.name for metric in self.model.metrics for m in getattr(metric, "metrics", [metric])}
+        name = self.monitor.removeprefix("val_")
+        # Of several outputs, each metric has the name of its output before its own.
+        if name not in known and not any(name.endswith(f"_{k}") for k in known):
+            raise self._unknown({prefix + k for k in known for prefix in ("", "val_")})
+
+    def get_monitor_value(self, logs):
+        """None after an epoch without an evaluation."""
+        logs = logs or {}
+        if self.monitor.startswith("val_") and not any(name.startswith("val_") for name in logs):
+            return None
+        if self.monitor not in logs:
+            raise self._unknown(logs)
+        return float(logs[self.monitor])
+
+    @property
+    def reason(self) -> str:
+        """Why training has ended, or with which weights; nothing if it ended at its end with the last ones."""
+        if self.best_weights is None:
+            return ""
+        best = f"the weights are those of epoch {self.best_epoch + 1}"
+        if self.stopped_epoch:
+            times = f"{self.patience} evaluation{'s' * (self.patience > 1)}"
+            return f"early stopping: {self.monitor} has not improved for {times}; {best}"
+        return f"{best}, the best by {self.monitor}" if self.best_epoch != self.model.history.epoch[-1] else ""
+
+    def _unknown(self, known: Any) -> UserError:
+        return UserError(f"train.monitor={self.monitor} is not measured: choose one of {', '.join(sorted(known))}")
