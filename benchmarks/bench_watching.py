@@ -25,8 +25,8 @@ from tfdist.config import Experiment  # noqa: E402
 from tfdist.config import schedule as schedule_lib  # noqa: E402
 from tfdist.config.runtime_options import Environment  # noqa: E402
 from tfdist.data.sources import as_source  # noqa: E402
-from tfdist.monitoring import flops, monitors
-from tfdist.monitoring import recorder as recorder_lib
+from tfdist.monitoring import flops, monitors  # noqa: E402
+from tfdist.monitoring import recorder as recorder_lib  # noqa: E402
 
 EPOCHS = {"mlp": 30, "cnn": 2}
 WAYS = {

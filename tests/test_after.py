@@ -11,7 +11,7 @@ from tfdist import config
 from tfdist.checkpoints import run_folder
 from tfdist.config import schedule
 from tfdist.data import spec_file
-from tfdist.data.datasets.registry import Column, Spec
+from tfdist.data.spec import Column, Spec
 from tfdist.errors import TrainingError, UserError
 from tfdist.monitoring import monitors
 from tfdist.monitoring import recorder as recorder_lib
@@ -29,7 +29,7 @@ SPECS = [
 @pytest.mark.parametrize("spec", SPECS, ids=["images", "numbers", "table"])
 def test_a_description_survives_json(spec, tmp_path):
     folder = run_folder.RunFolder(str(tmp_path))
-    spec_file.write(folder, spec)
+    spec_file.write(folder.write_text, spec)
     assert spec_file.read(tmp_path) == spec
     assert hash(spec_file.read(tmp_path)) == hash(spec), "a list is left somewhere"
 

@@ -15,7 +15,7 @@ from keras.src.applications import convnext, efficientnet
 
 from tfdist import config
 from tfdist.config import validation
-from tfdist.data.datasets.registry import Spec
+from tfdist.data.spec import Spec
 from tfdist.errors import UserError
 from tfdist.models import build as models
 from tfdist.models.zoo import keras_applications

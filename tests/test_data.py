@@ -14,7 +14,8 @@ from tfdist.data import sources
 from tfdist.data.batch_layout import Layout, fetch
 from tfdist.data.datasets import registry
 from tfdist.data.feeds import ArrayFeed, BatchFeed
-from tfdist.engine import step_calls
+from tfdist.distributed.peers import Peers
+from tfdist.engine import batching
 
 BATCH = 8
 
@@ -270,7 +271,7 @@ def test_a_worker_decodes_its_own_rows_only():
     assert decoded == [8, 8, 8]
 
 
-class Others:
+class Others(Peers):
     """Stands for the workers: what the second one tells is given."""
 
     size, rank, hosts = 2, 0, ("here", "there")
@@ -294,13 +295,13 @@ SHARED = {
 @pytest.mark.parametrize("kind", SHARED)
 def test_all_workers_have_the_same_data(kind):
     facts = sources.facts(SHARED[kind]())
-    sources.check_same(facts, Others(facts), "it")
+    Others(facts).check_same(facts, "it")
     for name, other in SHARED.items():
         if {name, kind} & {"records"} and "batches" not in (name, kind):
-            sources.check_same(facts, Others(sources.facts(other())), "what fits into the memory of one alone")
+            Others(sources.facts(other())).check_same(facts, "what fits into the memory of one alone")
         elif name != kind:
             with pytest.raises(tfdist.UserError, match=r"worker 1 \(there\) has other data than worker 0 \("):
-                sources.check_same(facts, Others(sources.facts(other())), "it")
+                Others(sources.facts(other())).check_same(facts, "it")
 
 
 @pytest.mark.parametrize(
@@ -318,16 +319,16 @@ def test_a_worker_with_other_arrays_is_named(theirs, what, connect):
     with pytest.raises(
         tfdist.UserError, match=rf"^worker 1 \(there\) has other data than worker 0 \({what}\): give all"
     ):
-        step_calls.layout_of(sources.as_source((X, Y)), 4, distribution, 1)
+        batching.layout_of(sources.as_source((X, Y)), 4, distribution, 1)
     distribution = dataclasses.replace(connect(2), peers=Others(sources.facts(SHARED["arrays"]()) | {"batch": 5}))
     with pytest.raises(tfdist.UserError, match=r"\(batch: 5 and not 4\)"):
-        step_calls.layout_of(sources.as_source((X, Y)), 4, distribution, 1)
+        batching.layout_of(sources.as_source((X, Y)), 4, distribution, 1)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**31, None, 0.5])
 def test_seeds_that_are_none(seed):
     with pytest.raises(tfdist.UserError, match=f"^seed must be a whole number between 0 and 2147483647, got {seed}"):
-        step_calls.read_epochs(SHARED["arrays"](), Layout(4, 1, 1), True, seed)
+        batching.read_epochs(SHARED["arrays"](), Layout(4, 1, 1), True, seed)
 
 
 def test_what_a_function_returns_is_described():

@@ -286,4 +286,4 @@ def test_a_signal_stops_after_the_call_and_saves(number, run, tmp_path):
 def test_help_fits_80_columns(command, run):
     done = run(f"tfdist.{command}", "--help", COLUMNS="80")
     assert f"python -m tfdist.{command}" in done.stdout
-    assert [line for line in done.stdout.splitlines() if len(line) > 80 and "default_config.py" not in line] == []
+    assert [line for line in done.stdout.splitlines() if len(line) > 80 and "default_experiment.py" not in line] == []

@@ -217,7 +217,7 @@ def test_runs_that_cannot_be_used(spoil, checkpoint, message, copy):
 
 
 def spec(**changes):
-    from tfdist.data.datasets.registry import Spec
+    from tfdist.data.spec import Spec
 
     return Spec(
         **{"shape": (8, 8, 1), "dtype": "uint8", "classes": 2, "maximum": 16.0, "names": ("cat", "dog"), **changes}
@@ -256,8 +256,7 @@ def test_a_table_with_other_statistics():
 
 def test_new_rows_of_a_table(run, tmp_path, monkeypatch):
     """By the statistics of the training: predicted without a target, and measured with it."""
-    from tfdist.data.datasets.registry import Spec
-    from tfdist.data.spec import Column
+    from tfdist.data.spec import Column, Spec
 
     (tmp_path / "mine.py").write_text(
         """
@@ -520,7 +519,7 @@ def test_help(name, run, tmp_path):
     for flag in ("workdir", "model", "checkpoint", "output", "strategy", "config"):
         assert f"  --{flag}: " in done.stdout, flag
     flags = done.stdout[done.stdout.index("flags:") :]
-    assert all(len(line) <= 80 for line in flags.splitlines() if "default_config.py" not in line)
+    assert all(len(line) <= 80 for line in flags.splitlines() if "default_experiment.py" not in line)
     for flag in ("resume", "profile", "dry_run"):
         assert f"--{flag}" not in flags and f"]{flag}" not in flags
 

@@ -11,8 +11,7 @@ import tensorflow as tf
 from finished_runs import made_run
 
 from tfdist import config
-from tfdist.data.datasets.registry import Spec
-from tfdist.data.spec import Column
+from tfdist.data.spec import Column, Spec
 from tfdist.errors import TrainingError, UserError
 from tfdist.export import __main__ as export
 from tfdist.export import formats as formats_lib

@@ -167,7 +167,7 @@ def test_nothing_keeps_the_graphs_of_a_fit(connect):
 def test_layers_are_named_alike_whenever_a_model_is_built():
     """Else `model.freeze` would find other names in the second model of a process."""
     from tfdist import config
-    from tfdist.data.datasets.registry import Spec
+    from tfdist.data.spec import Spec
     from tfdist.models import build as models
 
     def names():

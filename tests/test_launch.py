@@ -247,7 +247,7 @@ def test_the_environment_of_the_workers(launch):  # noqa: F811
 
 
 def test_rank_0_inherits_a_socket_that_listens(launch, tmp_path):  # noqa: F811
-    """What `meeting.py` does: nobody can take the port between its choice and its use."""
+    """What `rendezvous.py` does: nobody can take the port between its choice and its use."""
     (tmp_path / "meet.py").write_text(
         """
 import os, socket

@@ -13,6 +13,7 @@ import tfdist
 from tfdist import config
 from tfdist.config import validation
 from tfdist.data import record_feed
+from tfdist.data import spec as spec_lib
 from tfdist.data.datasets import registry
 from tfdist.data.datasets import tfds as tfds_lib
 from tfdist.data.sources import Arrays, Batches, Records
@@ -92,7 +93,7 @@ def test_images_of_all_sizes(kind, source, folders):
     loaded = registry.load(e)
     assert isinstance(loaded.train, source) and isinstance(loaded.eval, source)
     assert colours(loaded.train) == EXPECTED[:27] and colours(loaded.eval) == EXPECTED[27:]
-    assert loaded.spec == registry.Spec((8, 8, 3), "uint8", 2, 255.0, ("dark", "light")) and loaded.examples == 27
+    assert loaded.spec == spec_lib.Spec((8, 8, 3), "uint8", 2, 255.0, ("dark", "light")) and loaded.examples == 27
 
 
 def test_both_formats_train_the_same(folders, connect):

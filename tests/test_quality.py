@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.data.datasets.registry import Spec
 from tfdist.data.sources import Arrays, Batches
+from tfdist.data.spec import Spec
 from tfdist.monitoring import confusion, error_analysis
 
 L = keras.layers

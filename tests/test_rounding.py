@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.distributed.rounding import sum_in_order
+from tfdist.distributed.collectives import sum_in_order
 
 
 def summed(distribution, read):

@@ -12,9 +12,10 @@ import tensorflow as tf
 import tfdist
 from tfdist.data import class_weights
 from tfdist.data.augmentation import mixup
-from tfdist.data.datasets.registry import Loaded, Spec
+from tfdist.data.datasets.registry import Loaded
 from tfdist.data.record_feed import in_order
 from tfdist.data.sources import Arrays, Batches, Records, weigh_classes
+from tfdist.data.spec import Spec
 from tfdist.errors import Interrupted, UserError
 from tfdist.monitoring.recorder import fingerprint
 from tfdist.train.early_stopping import Patience

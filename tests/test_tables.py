@@ -11,6 +11,7 @@ import pytest
 import tfdist
 from tfdist import config
 from tfdist.config import validation
+from tfdist.data import spec as spec_lib
 from tfdist.data.datasets import csv_reader, registry, table_inference, tables
 
 ALL = ("train", "train")
@@ -51,7 +52,7 @@ def test_numbers_and_categories_by_the_training_rows(tmp_path):
             np.concatenate([p[0]["numbers"] for p in (got.train, got.eval)])[:, place], expected, atol=1e-5
         )
     vocabulary = sorted({r[1] for r in train})
-    assert got.columns[1] == registry.Column("colour", "category", vocabulary=tuple(vocabulary)) and vocabulary[0] == ""
+    assert got.columns[1] == spec_lib.Column("colour", "category", vocabulary=tuple(vocabulary)) and vocabulary[0] == ""
     np.testing.assert_array_equal(got.train[0]["categories"][:, 0], [1 + vocabulary.index(r[1]) for r in train])
     assert [c.name for c in got.columns] == ["size", "colour", "doors"]
     np.testing.assert_allclose(got.eval[1], [float(r[3]) for r in rows[40:]], rtol=1e-6)
@@ -134,11 +135,11 @@ def test_new_rows_are_read_as_the_model_knows_them(tmp_path):
         x["categories"], [[colour.vocabulary.index("red") + 1, doors.vocabulary.index("7") + 1], [0, 0]]
     )
     with pytest.raises(tfdist.UserError, match=r"new\.csv lacks the columns a, b that the model was trained on"):
-        table_inference.read_inputs(new, (registry.Column("a", "number"), size, registry.Column("b", "category")), {})
+        table_inference.read_inputs(new, (spec_lib.Column("a", "number"), size, spec_lib.Column("b", "category")), {})
     with pytest.raises(
         tfdist.UserError, match=r"line 2 has 'red' for a number in column 'colour'.*: correct the file$"
     ):
-        table_inference.read_inputs(new, (registry.Column("colour", "number"),), {})
+        table_inference.read_inputs(new, (spec_lib.Column("colour", "number"),), {})
     with pytest.raises(tfdist.UserError, match="delimiter must be one character, and no quote, got ';;'"):
         table_inference.read_inputs(new, got.columns, {"delimiter": ";;"})
 
@@ -146,7 +147,7 @@ def test_new_rows_are_read_as_the_model_knows_them(tmp_path):
 def test_new_rows_with_targets(tmp_path, capsys):
     """Classes by the training's numbers, however they are written; another target is refused."""
     row = lambda *values: dict(zip(("path", "columns", "target", "options"), values))
-    age, pays = registry.Column("age", "number", 40.0, 10.0), registry.Column("pays", "category", vocabulary=("1", "3"))
+    age, pays = spec_lib.Column("age", "number", 40.0, 10.0), spec_lib.Column("pays", "category", vocabulary=("1", "3"))
     new = write(tmp_path / "new.csv", [["50", "3.0"], ["x", "1"], ["", "1"], ["20", ""]], ["age", "pays"])
     x, y = table_inference.read_rows(**row(new, (age,), pays, {}), skip=True)
     np.testing.assert_allclose(x["numbers"], [[1], [0]])
@@ -156,10 +157,10 @@ def test_new_rows_with_targets(tmp_path, capsys):
         table_inference.read_rows(**row(new, (age,), pays, {}))
     with pytest.raises(tfdist.UserError, match=r"1 rows have a target 'pays' that no training row has, such as '3.0'"):
         table_inference.read_rows(**row(new, (age,), pays, {"classify": True}), skip=True)
-    _, y = table_inference.read_rows(**row(new, (age,), registry.Column("pays", "number"), {}), skip=True)
+    _, y = table_inference.read_rows(**row(new, (age,), spec_lib.Column("pays", "number"), {}), skip=True)
     assert y.tolist() == [3.0, 1.0] and y.dtype == np.float32
     with pytest.raises(tfdist.UserError, match=r"new\.csv lacks the columns wage that the model was trained on"):
-        table_inference.read_rows(**row(new, (age,), registry.Column("wage", "number"), {}))
+        table_inference.read_rows(**row(new, (age,), spec_lib.Column("wage", "number"), {}))
     write(tmp_path / "new.csv", [["50", ""]], ["age", "pays"])
     with pytest.raises(tfdist.UserError, match="has no rows with a target 'pays': there is nothing to evaluate on"):
         table_inference.read_rows(**row(new, (age,), pays, {}), skip=True)
@@ -275,7 +276,7 @@ def test_a_column_that_has_one_value(tmp_path):
     """The deviation of three times 0.1 is not 0 by rounding."""
     path = write(tmp_path / "t.csv", [[0.1, 1], [0.1, 2], [0.1, 3], [0.2, 4]], ["x", "y"])
     got = tables.prepare(path, {"target": "y", "in_order": True}, ("train[:3]", "train[:3]"))
-    assert got.columns == (registry.Column("x", "number", 0.1, 1.0),)
+    assert got.columns == (spec_lib.Column("x", "number", 0.1, 1.0),)
     np.testing.assert_array_equal(got.train[0]["numbers"], np.zeros((3, 1)))
 
 

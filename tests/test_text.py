@@ -10,6 +10,7 @@ import tfdist
 from tfdist import config
 from tfdist.config import validation
 from tfdist.data import record_feed
+from tfdist.data import spec as spec_lib
 from tfdist.data.datasets import registry, stdlib_text, text
 from tfdist.data.sources import Arrays, Records
 
@@ -108,7 +109,7 @@ def test_an_experiment_on_text(folder):
         e.data.cache = cache
         loaded = registry.load(validation.validate(e))
         assert isinstance(loaded.train, kind) and loaded.examples == 5 and loaded.eval.size == 1
-        assert loaded.spec == registry.Spec((5,), "int32", 256, 255.0)
+        assert loaded.spec == spec_lib.Spec((5,), "int32", 256, 255.0)
     e.data.options = "lenght=5"
     with pytest.raises(tfdist.UserError, match=r"data.options: tfdist.data.datasets.text:load takes no such arguments"):
         registry.load(e)

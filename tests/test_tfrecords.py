@@ -8,6 +8,7 @@ import tfdist
 from tfdist import config
 from tfdist.config import validation
 from tfdist.data import record_feed
+from tfdist.data import spec as spec_lib
 from tfdist.data.datasets import registry, tfrecord_index, tfrecords
 from tfdist.data.sources import Arrays, Records
 
@@ -192,7 +193,7 @@ def experiment(path, **data):
 def test_an_experiment_on_records(cache, kind, tmp_path):
     path = write(tmp_path / "a.tfrecord", [*pictures(0, 4), *pictures(4, 4, height=9)])
     loaded = registry.load(experiment(path, cache=cache, image_size="4x3"))
-    assert isinstance(loaded.train, kind) and loaded.spec == registry.Spec((4, 3, 3), "uint8", 3, 255.0)
+    assert isinstance(loaded.train, kind) and loaded.spec == spec_lib.Spec((4, 3, 3), "uint8", 3, 255.0)
     assert both(loaded.train)[0][:, 0, 0, 0].tolist() == [3 * i for i in range(8)]
     crop = registry.load(experiment(path, cache="stream", image_size="4x3", augment="resized_crop(0.3)"))
     assert both(crop.train)[0][:, 0, 0, 0].tolist() == [3 * i for i in range(8)]

@@ -1,6 +1,7 @@
 """The command, run as a person runs it."""
 
 import ast
+import graphlib
 import hashlib
 import json
 import pathlib
@@ -188,129 +189,55 @@ def test_an_unwritable_workdir(tmp_path):
         run_folder.RunFolder(str(tmp_path / "file" / "x")).create()
 
 
-ORDER = [
-    {"evaluate", "predict"},
-    {"train", "launch", "horovod_build", "doctor", "compare", "scoring", "predicting", "export", "probe"},
-    {"run", "contest", "export_formats"},
-    {"after"},
-    {"report"},
-    {"predictions", "report_curves", "report_quality", "report_runs", "report_tables"},
-    {"comparison_table", "comparison_picture", "trial"},
-    {
-        "loop",
-        "watchers",
-        "rehearsal",
-        "command",
-        "finished",
-        "converting",
-        "session",
-        "leader",
-        "horovod_workshop",
-        "checkup.display",
-    },
-    {
-        "answers",
-        "serving",
-        "keras_fit",
-        "keeper",
-        "evaluation",
-        "progress",
-        "timeline",
-        "profile",
-        "verdict",
-        "horovod_source",
-    },
-    {f"checkup.{name}" for name in ("checkpoints", "dataset", "network", "packages", "sight", "workers")},
-    {"saving", "calls", "guard", "board", "rounds", "horovod_needs", "comparison", "agreement"},
-    {"checkup.hotline", "checkup.machine", "checkup.storage"},
-    {"resume", "batch_finder"},
-    {"models"},
-    {"transfer", "zoo.applications", "zoo.small", "zoo.tables", "zoo.text", "zoo.vision"},
-    {"zoo.parts"},
-    {
-        "chart",
-        "optimizers",
-        "history",
-        "flops",
-        "step",
-        "state",
-        "pace",
-        "nodes",
-        "process",
-        "class_weights",
-        "stopping",
-    },
-    {"checks", "events"},
-    {"described"},
-    {"datasets.catalog", "datasets.new_tables"},
-    {f"datasets.{name}" for name in ("image_folder", "pictures", "prepared", "stdlib_text", "tables", "tfrecords")},
-    {"datasets.digits", "datasets.encoding", "datasets.text", "images"},
-    {"records_feed"},
-    {"augment"},
-    {
-        "feeds",
-        "datasets.csv_files",
-        "datasets.columns",
-        "datasets.image_files",
-        "datasets.record_files",
-        "mix",
-        "randaugment",
-    },
-    {"data"},
-    {"update"},
-    {"averages", "layer_rates", "freezing", "payload", "metrics", "fused", "tracing", "watch"},
-    {"objective", "layout"},
-    {"strategy"},
-    {"hvd", "multi_worker", "provenance"},
-    {"devices", "distribution", "rounding", "traffic", "meeting", "horovod_state"},
-    {"again", "detect", "plan", "peers", "usage", "validation"},
-    {
-        "callback_state",
-        "checkpoint",
-        "requeue",
-        "cluster",
-        "wire",
-        "stalls",
-        "gpus",
-        "run_folder",
-        "imports",
-        "default_config",
-        "markup",
-        "output_file",
-        "export_check",
-        "quality",
-        "records",
-        "signals",
-        "recipes",
-        "splits",
-        "pixels",
-    },
-    {"fields"},
-    {"tf_config", "config", "environment", "spent", "checkup.record"},
-    {"variables"},
-    {"addresses"},
-    {"errors"},
-]
+LIBRARIES = ["errors", "config", "data", "distributed", "models", "checkpoints", "engine", "monitoring"]
+MAY_IMPORT = {
+    "config": ["errors"],
+    "data": ["errors", "config"],
+    "distributed": ["errors", "config"],
+    "models": ["errors", "config", "data"],
+    "checkpoints": ["errors", "config", "data", "distributed", "models"],
+    "engine": LIBRARIES[:6],
+    "monitoring": LIBRARIES[:7],
+    "export": [*LIBRARIES, "inference"],
+    **dict.fromkeys(["train", "launch", "doctor", "compare", "inference", "horovod_build"], LIBRARIES),
+}
+"""Which packages a package may import from, besides itself. Those at the root may import from all."""
 
 
-def test_modules_import_only_from_below():
-    """From the top of the list to its bottom; modules of one line do not import each other."""
-    level = {name: i for i, names in enumerate(ORDER) for name in names}
-    found = {}
-    for path in (REPOSITORY / "tfdist").rglob("*.py"):
-        name = ".".join(path.relative_to(REPOSITORY / "tfdist").with_suffix("").parts)
-        if not name.endswith("__init__"):
-            found[name] = path
-    assert found.keys() == level.keys()
-    assert len(level) == sum(map(len, ORDER)), "a module stands twice"
-    for name, path in found.items():
+def imports():
+    """(importing module, imported module) within tfdist, both as dotted names without `tfdist.`."""
+    root = REPOSITORY / "tfdist"
+    names = {
+        ".".join(p.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): p for p in root.rglob("*.py")
+    }
+    for name, path in names.items():
         for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("tfdist"):
+            if isinstance(node, ast.Import):
+                assert not any(a.name.startswith("tfdist.") for a in node.names), f"{name}: use `from tfdist... import`"
+            if not isinstance(node, ast.ImportFrom) or (node.module or "").split(".")[0] != "tfdist" or node.level:
                 continue
             base = node.module.removeprefix("tfdist").lstrip(".")
-            names = [a.name for a in node.names if a.name != "__version__"]
-            for target in [base] if base in level else [f"{base}.{name}".lstrip(".") for name in names]:
-                assert level[name] < level[target], f"{name} imports {target}"
+            for target in {f"{base}.{a.name}".lstrip(".") for a in node.names}:
+                if target != "__version__":
+                    yield name, target if target in names else base
+
+
+def test_packages_import_only_what_they_may():
+    assert {p.name for p in (REPOSITORY / "tfdist").iterdir() if p.is_dir() and p.name != "__pycache__"} == set(
+        MAY_IMPORT
+    )
+    for name, target in imports():
+        package, other = name.split(".")[0], target.split(".")[0]
+        if package in MAY_IMPORT:
+            assert other in [package, *MAY_IMPORT[package]], f"{name} imports {target}"
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    graph = {}
+    for name, target in imports():
+        graph.setdefault(name, set()).add(target)
+    sorter = graphlib.TopologicalSorter(graph)
+    sorter.prepare()  # raises CycleError, which names the circle
 
 
 def test_importing_tfdist_imports_no_tensorflow(run, tmp_path):

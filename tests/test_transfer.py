@@ -12,8 +12,9 @@ import tfdist
 from tfdist import config
 from tfdist.checkpoints import training_state
 from tfdist.config import validation
-from tfdist.data.datasets.registry import Loaded, Spec
+from tfdist.data.datasets.registry import Loaded
 from tfdist.data.sources import Arrays
+from tfdist.data.spec import Spec
 from tfdist.errors import UserError
 from tfdist.models import build as models
 from tfdist.models import freezing, pretrained

@@ -16,7 +16,7 @@ import zoo_cases
 
 from tfdist import config
 from tfdist.config import validation
-from tfdist.data.datasets.registry import Spec
+from tfdist.data.spec import Spec
 from tfdist.errors import UserError
 from tfdist.models import build as models
 from tfdist.models.zoo import layers as layers_lib

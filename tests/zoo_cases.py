@@ -8,7 +8,7 @@ import numpy as np
 
 import tfdist
 from tfdist import config
-from tfdist.data.datasets.registry import Column, Spec
+from tfdist.data.spec import Column, Spec
 from tfdist.models import build as models
 
 COLUMNS = (

@@ -20,8 +20,8 @@ from tfdist.checkpoints import callback_state, files, resume, training_state
 from tfdist.checkpoints.resume import Chosen, Position
 from tfdist.config import schedule
 from tfdist.distributed.distribution import Distribution
-from tfdist.engine.step import optimizer_update
 from tfdist.errors import TrainingError, UserError
+from tfdist.models import keras_internals
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class Checkpoints:
         told = run.distribution.peers.gather("the checkpoint to resume from", chosen.state if chosen else None)[0]
         if told is None:
             return None
-        optimizer = optimizer_update.inner(model.optimizer)
+        optimizer = keras_internals.inner_optimizer(model.optimizer)
         rate = optimizer._learning_rate if isinstance(optimizer._learning_rate, keras.Variable) else None
         rate_here = None if rate is None else float(rate.numpy())
         training_state.restore(model, run.distribution, run.callbacks, chosen.tensors if chosen else {})
@@ -183,7 +183,7 @@ class Checkpoints:
                 return position
 
     def hold(self, run: Run, position: Position) -> None:
-        """Keeps the state in memory for `again`, until the first checkpoint is on the disk."""
+        """Keeps the state in memory for `oom_note`, until the first checkpoint is on the disk."""
         tensors = training_state.capture(run.model, run.distribution, run.callbacks)
         self._held = Chosen(self.folder, copy.deepcopy(self._content(run, position)), tensors)
 

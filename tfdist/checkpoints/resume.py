@@ -42,7 +42,7 @@ class Position:
     """A callback has ended the training."""
     logs: dict[str, Any] = dataclasses.field(default_factory=dict)
     sums: list[float] = dataclasses.field(default_factory=list)
-    """Of the running epoch; see `calls.Totals`."""
+    """Of the running epoch; see `step_calls.Totals`."""
     examples: float = 0.0
     skipped: list[int] = dataclasses.field(default_factory=list)
     """Updates that are left out, since the loss was not finite there."""

@@ -21,11 +21,6 @@ LOGS = "logs"
 """What the launcher keeps of each rank's output; it adds to what is there."""
 
 
-def workdir(experiment: Any, where: Any) -> str:
-    """The run folder of an experiment in an environment: `--workdir`, or one by the experiment's name."""
-    return os.path.expanduser(where.workdir) or os.path.join("runs", experiment.name)
-
-
 class RunFolder:
     """Creates and writes a `--workdir`. Every file appears whole or not at all.
 

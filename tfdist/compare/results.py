@@ -128,7 +128,7 @@ def judged(row: Row, reference: Row, difference: Any, tolerance: float, natural:
     """A row with what a look at its weights says; `different` until a check has said more.
 
     Args:
-      difference: an `agreement.Difference`.
+      difference: an `weight_distance.Difference`.
       natural: layers that depend on the number of replicas, in words.
     """
     row = dataclasses.replace(

@@ -21,8 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 import psutil
 
 from tfdist.distributed import gpus, horovod_install
+from tfdist.distributed.child_process import GRACE_S, end_with_the_parent
 from tfdist.errors import UserError
-from tfdist.launch.worker_process import GRACE_S, end_with_the_parent
 
 TICK_S = 0.5
 """How often somebody who watches hears that a run goes on."""

@@ -74,7 +74,7 @@ class Data:
     resize: str = "crop"
     """How: `crop` cuts the longer side, `stretch` changes the proportions, `pad` adds black borders."""
     augment: str = ""
-    """Random changes of training images, in order, such as `flip, crop(4), color(0.4), mixup(0.2)` (augment.py)."""
+    """Random changes of training images, in order, such as `flip, crop(4), color(0.4), mixup(0.2)`."""
     broken: str = "refuse"
     """Files that are no images, rows that are no rows: `refuse` to train, or `skip` them; they are named either way."""
 
@@ -112,7 +112,7 @@ class Optimizer:
     layer_rates: str = ""
     """Factors on rate and weight decay by patterns for layers, such as `head*=10, block1_*=0.1`; the last counts."""
     layer_decay: float = 1.0
-    """Factor on both from each layer or block to the one below it; 1 for none (see tfdist.models.layerwise_rates.factors)."""
+    """Factor on both from each layer or block to the one below it; 1 for none (see models/layerwise_rates.py)."""
     clip_norm: float = 0.0
     """Bound on the norm of the whole gradient, summed over all replicas; 0 for none."""
     reduce_dtype: str = "float32"

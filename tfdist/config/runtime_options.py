@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from typing import Any
 
@@ -147,3 +148,8 @@ def from_flags(values: flags.FlagValues) -> Environment:
     """The environment that parsed flags describe; a command need not have all of them."""
     found: dict[str, Any] = {f.name: values[f.name].value for f in dataclasses.fields(Environment) if f.name in values}
     return Environment(**found)
+
+
+def workdir(experiment: Any, where: Any) -> str:
+    """The run folder of an experiment in an environment: `--workdir`, or one by the experiment's name."""
+    return os.path.expanduser(where.workdir) or os.path.join("runs", experiment.name)

@@ -25,7 +25,7 @@ def ways(kinds: Sequence[str], sizes: np.ndarray, size: tuple[int, int] | None, 
       kinds: `jpeg` or something else.
       sizes: [n, 2], heights and widths; 0 if not known.
       size: that images are made, or None.
-      policy: of `augment.resize`.
+      policy: of `ops.resize`.
     """
     found = np.where(np.array(kinds) == "jpeg", 1, OTHER).astype(np.int32)
     if size is None:

@@ -88,7 +88,7 @@ class RecordFeed:
     def dataset(self, update: int) -> tf.data.Dataset:
         """Batches from that of `update` on, without end.
 
-        An element is what `layout.fetch` wants: the columns of a global batch, or with several workers this one's rows
+        Each is what `batch_layout.fetch` wants: columns of a global batch, or with several workers this one's rows
         of it, filler included, and the number of examples in the whole.
         """
         source, layout, width = self._source, self._layout, len(self._positions)

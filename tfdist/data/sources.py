@@ -1,6 +1,6 @@
 """Data sets as global batches: the same batches for every strategy, each example once per epoch.
 
-A source is what somebody hands in; a feed (feeds.py, records_feed.py) is how
+A source is what somebody hands in; a feed (feeds.py, record_feed.py) is how
 the compiled step reads it.
 """
 
@@ -16,7 +16,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.data.batch_layout import unpack
-from tfdist.distributed.peers import Peers
 from tfdist.errors import UserError
 
 _LOOKED_AT = 2**16
@@ -265,21 +264,6 @@ def _checksum(*columns: np.ndarray) -> int:
         some = column[:: max(1, len(column) // _LOOKED_AT)]
         found = zlib.crc32(some.astype("<i8").tobytes(), found)
     return found
-
-
-def check_same(facts: dict[str, Any], peers: Peers, label: str) -> None:
-    """Raises UserError on all workers when one has other data: its calls would not match, or examples be left out."""
-    if peers.size == 1:
-        return
-    first, *others = peers.gather(label, facts)
-    for rank, theirs in enumerate(others, 1):
-        for name in first:  # in its order, so that all say the same
-            if name in theirs and first[name] != theirs[name]:
-                there, here = (str(v)[:100] for v in (theirs[name], first[name]))
-                raise UserError(
-                    f"worker {rank} ({peers.hosts[rank]}) has other data than worker 0 ({name}: {there} and not "
-                    f"{here}): give all workers the same, the whole of it, since each takes its own rows"
-                )
 
 
 def targets_of(source: Source) -> Any:

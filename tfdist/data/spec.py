@@ -1,4 +1,4 @@
-"""What a model knows of a table's columns."""
+"""What a model must know of the data that it is built for."""
 
 from __future__ import annotations
 
@@ -17,3 +17,22 @@ class Column:
     std: float = 1.0
     vocabulary: tuple[str, ...] = ()
     """Texts of a category, sorted; `""` among them where values are missing. Number 0 is for any other text."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Spec:
+    """What a model must know of the data it is built for."""
+
+    shape: tuple[int, ...]
+    """Shape of one example's input."""
+    dtype: str
+    classes: int | None
+    """Number of classes, or None where the targets are not classes."""
+    maximum: float
+    """Largest input value, for scaling to [0, 1]."""
+    names: tuple[str, ...] = ()
+    """Of the classes, where the data set has names for them."""
+    columns: tuple[Column, ...] = ()
+    """Of a table: its inputs, in the order of x["numbers"] and of x["categories"]."""
+    target: Column | None = None
+    """Of a table: what is predicted. One of kind `number` is not standardised: mean and std are for the model."""

@@ -8,25 +8,28 @@ import json
 import pathlib
 import types
 import typing
+from collections.abc import Callable
 from typing import Any
 
-from tfdist.checkpoints.run_folder import RunFolder
-from tfdist.data.datasets.registry import Spec
+from tfdist.data.spec import Spec
 from tfdist.errors import UserError
 
 NAME = "data.json"
 FORMAT = 1
 
 
-def write(folder: RunFolder, spec: Spec) -> None:
+def write(write_text: Callable[[str, str], None], spec: Spec) -> None:
     """Writes the description, durably.
+
+    Args:
+      write_text: of the run folder: a file's name and its content.
 
     Raises:
       TrainingError: the disk is full, say.
     """
     content = {"format": FORMAT, "spec": plain(spec)}
-    # Not through `folder.write`, which has no NaN: a statistic must come back as it is.
-    folder.write_text(NAME, json.dumps(content, indent=2) + "\n")
+    # As text, not through the folder's JSON, which has no NaN: a statistic must come back as it is.
+    write_text(NAME, json.dumps(content, indent=2) + "\n")
 
 
 def read(path: pathlib.Path) -> Spec | None:

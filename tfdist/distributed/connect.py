@@ -158,7 +158,7 @@ def mirrored(names: tuple[str, ...], reason: str, jit: str = "off") -> Distribut
     """
     import tensorflow as tf
 
-    from tfdist.distributed.rounding import sum_in_order
+    from tfdist.distributed.collectives import sum_in_order
 
     if len(names) < 2:
         raise UserError(

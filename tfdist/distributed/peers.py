@@ -1,6 +1,6 @@
 """The workers of a run, in touch with each other over plain TCP while TensorFlow or Horovod train. No TensorFlow.
 
-Every worker has a connection to the chief (see `meeting.py` for how it comes
+Every worker has a connection to the chief (see `rendezvous.py` for how it comes
 about). Over it go heartbeats, what each worker is doing, small values that all
 must agree on, and the end of the run. TensorFlow's own collectives notice a
 dead peer after ten seconds or never, and cannot say which: this can.
@@ -23,7 +23,7 @@ from typing import Any
 from tfdist.distributed import stall_detection
 from tfdist.distributed.stall_detection import State
 from tfdist.distributed.wire import Connection, WireError
-from tfdist.errors import PeerError
+from tfdist.errors import PeerError, UserError
 
 BEAT_S = 1.0
 """Seconds between heartbeats."""
@@ -160,6 +160,28 @@ class Peers:
             if number in self._gathered:
                 return self._gathered.pop(number)
         raise self.error()
+
+    def check_same(self, facts: dict[str, Any], label: str) -> None:
+        """Compares what all workers must have alike: else their calls would not match, or examples be left out.
+
+        Args:
+          facts: what this worker has; anything that JSON can hold.
+          label: as for `gather`.
+
+        Raises:
+          UserError: on all workers, when one has other facts.
+        """
+        if self.size == 1:
+            return
+        first, *others = self.gather(label, facts)
+        for rank, theirs in enumerate(others, 1):
+            for name in first:  # in its order, so that all say the same
+                if name in theirs and first[name] != theirs[name]:
+                    there, here = (str(v)[:100] for v in (theirs[name], first[name]))
+                    raise UserError(
+                        f"worker {rank} ({self.hosts[rank]}) has other data than worker 0 ({name}: {there} and not "
+                        f"{here}): give all workers the same, the whole of it, since each takes its own rows"
+                    )
 
     def once(self, work: Callable[[], Any]) -> Any:
         """Runs `work` first on the chief, then on one worker of each host, then on the others.

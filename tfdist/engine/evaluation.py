@@ -13,11 +13,11 @@ import tensorflow as tf
 from tfdist.data import sources
 from tfdist.distributed import connect
 from tfdist.distributed.distribution import Distribution
-from tfdist.engine import preconditions, step_calls
-from tfdist.engine.step import ema, optimizer_update
+from tfdist.engine import batching, preconditions, step_calls
+from tfdist.engine.step import ema
 from tfdist.engine.steps_per_call import Pace
 from tfdist.errors import UserError
-from tfdist.models import freezing
+from tfdist.models import freezing, keras_internals
 
 PREDICT_ROWS = 4096
 """Rows that `predict` holds on the device before they are copied out."""
@@ -116,8 +116,8 @@ def _pieces(
     """What a compiled function of `Step` gives for each global batch, less the filler, and how many rows that is."""
     preconditions.scope(model, distribution)
     average_statistics(model, distribution)
-    layout = step_calls.layout_of(source, batch_size, distribution, 1, least=False)
-    feed, batches = step_calls.read_once(source, layout)
+    layout = batching.layout_of(source, batch_size, distribution, 1, least=False)
+    feed, batches = batching.read_once(source, layout)
     step = step_calls.step_of(model, distribution, source, outputs_only=True)
     call = step.compiled(kind, layout)
     i = 0
@@ -153,7 +153,7 @@ def average_statistics(model: keras.Model, distribution: Distribution) -> None:
 def settle(model: keras.Model, distribution: Distribution) -> None:
     """Makes of a model whose training was interrupted what it would be had it ended there."""
     average_statistics(model, distribution)
-    ema.finalize(optimizer_update.inner(model.optimizer), model.trainable_variables)
+    ema.finalize(keras_internals.inner_optimizer(model.optimizer), model.trainable_variables)
 
 
 class Evaluation:
@@ -167,8 +167,8 @@ class Evaluation:
         batch: int | None,
         steps: int | None,
     ):
-        layout = step_calls.layout_of(source, batch, distribution, 1, least=False)
-        self._feed, batches = step_calls.read_once(source, layout)
+        layout = batching.layout_of(source, batch, distribution, 1, least=False)
+        self._feed, batches = batching.read_once(source, layout)
         self._batches = steps if batches is None else min(batches, steps or batches)
         if self._batches is None and isinstance(source, sources.Batches) and source.batches == 0:
             raise UserError("the data set to evaluate never ends: give the number of steps")

@@ -18,16 +18,16 @@ from tfdist.checkpoints.resume import Position
 from tfdist.data import sources
 from tfdist.distributed import connect
 from tfdist.distributed.distribution import Distribution
-from tfdist.engine import custom_train_step, evaluation, preconditions, step_calls
+from tfdist.engine import batching, custom_train_step, evaluation, preconditions, step_calls
 from tfdist.engine import steps_per_call as steps_per_call_lib
 from tfdist.engine.checkpointing import Keeper
 from tfdist.engine.replica_check import Guard
-from tfdist.engine.step import ema, optimizer_update
+from tfdist.engine.step import ema
 from tfdist.engine.step.step import Step
 from tfdist.engine.steps_per_call import Pace
 from tfdist.engine.timing import Call, Spent
 from tfdist.errors import Interrupted, TrainingError, UserError
-from tfdist.models import layerwise_rates
+from tfdist.models import keras_internals, layerwise_rates
 
 
 def fit(
@@ -69,7 +69,7 @@ def fit(
     Args:
       model: a compiled Keras model, created in `distribution.scope()`.
       dataset: arrays, a tuple (x, y[, weight]), a `tf.data.Dataset` of global
-        batches, or a source of `tfdist.data`.
+        batches, or a source of `tfdist.data.sources`.
       y: targets, when `dataset` is arrays.
       distribution: of `tfdist.connect`; without it, one device.
       batch_size: global batch of arrays or records, over all replicas and
@@ -96,7 +96,7 @@ def fit(
         with; callbacks' `on_epoch_end` sees them, too. Keras' fit validates the weights as they are.
       learning_rates: factors on the optimizer's learning rate and weight decay, by pattern for names of layers:
         `{"head*": 10.0}`.
-      layer_decay: factor on both from each layer to the one below it; see `layer_rates.factors`.
+      layer_decay: factor on both from each layer to the one below it; see `layerwise_rates.factors`.
       should_stop: asked after every call; a reason, on any worker, ends the
         training on all of them after the same update.
 
@@ -116,8 +116,8 @@ def fit(
     preconditions.model_fits(model, distribution, accumulate)
     if preconditions.own_step(model):
         return custom_train_step.fit(model, source, locals())
-    layout = step_calls.layout_of(source, batch_size, distribution, accumulate)
-    feed = step_calls.read_epochs(source, layout, shuffle, seed)
+    layout = batching.layout_of(source, batch_size, distribution, accumulate)
+    feed = batching.read_epochs(source, layout, shuffle, seed)
     if steps_per_epoch is None and feed.batches == 0:
         raise UserError("the data set never ends: give steps_per_epoch")
     step = step_calls.step_of(model, distribution, source)
@@ -153,7 +153,7 @@ def fit(
     def averaged() -> contextlib.AbstractContextManager:
         if not measure_average:
             return contextlib.nullcontext()
-        return ema.instead(optimizer_update.inner(model.optimizer), model.trainable_variables)
+        return ema.instead(keras_internals.inner_optimizer(model.optimizer), model.trainable_variables)
 
     while position.epoch < epochs and not position.stopped and (position.update < last or position.begun):
         epoch = position.epoch
@@ -181,10 +181,10 @@ def fit(
             position = keeper.back(error, error.update, position, max_rollbacks)
         except step_calls.OutOfMemory as error:
             layout, position = keeper.smaller(error, layout, not isinstance(source, sources.Batches))
-            feed = step_calls.read_epochs(source, layout, shuffle, seed)
+            feed = batching.read_epochs(source, layout, shuffle, seed)
             training = training_from(position)
     keeper.end(position)
-    ema.finalize(optimizer_update.inner(model.optimizer), model.trainable_variables)
+    ema.finalize(keras_internals.inner_optimizer(model.optimizer), model.trainable_variables)
     called.on_train_end(logs)
     return model.history
 
@@ -204,7 +204,7 @@ class _Training:
         self,
         step: Step,
         compiled: Callable[..., Callable],
-        feed: step_calls.Feed,
+        feed: batching.Feed,
         callbacks: Any,
         pace: Pace,
         should_stop: Callable[[], str],

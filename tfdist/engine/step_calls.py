@@ -10,13 +10,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.config import schedule
 from tfdist.data import sources
-from tfdist.data.batch_layout import Layout
-from tfdist.data.feeds import ArrayFeed, BatchFeed
 from tfdist.data.record_feed import RecordFeed, first_row
 from tfdist.distributed.distribution import Distribution
 from tfdist.distributed.peers import Peers
+from tfdist.engine import batching
 from tfdist.engine.step.step import NO_BATCH, Step
 from tfdist.errors import Interrupted, TrainingError, UserError
 
@@ -27,61 +25,6 @@ class EndOfData(Exception):  # noqa: N818  an event and no error
 
 class OutOfMemory(TrainingError):  # noqa: N818
     """A device has not had the memory for an update; the weights may be between two updates."""
-
-
-def layout_of(
-    source: sources.Source, batch: int | None, distribution: Distribution, accumulate: int, least: bool = True
-) -> Layout:
-    """How the global batches of `source` are laid out, which all workers must have alike.
-
-    Args:
-      least: insist on an example per replica and micro-batch; measuring does without.
-
-    Raises:
-      UserError: a batch that does not fit, or another worker has other data.
-    """
-    if isinstance(source, sources.Batches):
-        found = int(tf.nest.flatten(source.decoded.element_spec)[0].shape[0] or 0)
-        found = found or len(keras.tree.flatten(sources.first_batch(source))[0])
-        # A data set of a single, smaller batch is all of it; one of unknown length may be.
-        if batch not in (None, found) and not (found < batch and source.batches in (1, None)):
-            raise UserError(f"batch_size={batch} does not fit a data set of batches of {found}: leave it out")
-        batch = found
-    batch = 32 if batch is None else batch
-    if batch < 1:
-        raise UserError(f"batch_size must be at least 1, got {batch}")
-    if accumulate < 1:
-        raise UserError(f"accumulate must be at least 1, got {accumulate}")
-    if least:
-        schedule.check_batch(batch, distribution.replicas, accumulate, "batch_size")
-    if distribution.workers == 1:
-        return Layout(batch, distribution.replicas, accumulate)
-    sources.check_same({**sources.facts(source), "batch": batch}, distribution.peers, "the data")
-    return Layout(batch, distribution.replicas, accumulate, distribution.first, len(distribution.devices))
-
-
-Feed = ArrayFeed | BatchFeed | RecordFeed
-
-
-def read_epochs(source: sources.Source, layout: Layout, shuffle: bool, seed: int) -> Feed:
-    """A feed that reads `source` again and again, in a new order each time if it is to `shuffle`."""
-    if not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**31:
-        raise UserError(f"seed must be a whole number between 0 and {2**31 - 1}, got {seed!r}")
-    order = seed if shuffle else None
-    match source:
-        case sources.Arrays():
-            return ArrayFeed(source, layout, order)
-        case sources.Records():
-            return RecordFeed(source, layout, order, seed)
-    return BatchFeed(source, layout)
-
-
-def read_once(source: sources.Source, layout: Layout) -> tuple[Feed, int | None]:
-    """A feed that reads `source` in its own order, and its number of batches if known."""
-    if isinstance(source, sources.Batches):
-        return BatchFeed(source, layout, once=True), source.batches or None
-    feed = ArrayFeed(source, layout) if isinstance(source, sources.Arrays) else RecordFeed(source, layout)
-    return feed, feed.batches
 
 
 def step_of(model: keras.Model, distribution: Distribution, source: sources.Source, outputs_only: bool = False) -> Step:
@@ -133,7 +76,7 @@ class Totals:
         return logs
 
 
-def run(step: Step, call: Any, arguments: tuple, feed: Feed, update: int | None = None) -> Any:
+def run(step: Step, call: Any, arguments: tuple, feed: batching.Feed, update: int | None = None) -> Any:
     """Calls a compiled function, and turns its errors into those that a person can act on.
 
     Args:

@@ -1,8 +1,9 @@
-"""A command's work under a strategy that has been started: what fails is told to the other workers."""
+"""A command's work under a strategy that has been started: signals ask it to stop, failures are told to the others."""
 
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -43,3 +44,29 @@ def _failure(error: BaseException, peers: Any) -> BaseException:
     if isinstance(error, SystemExit):
         return TrainingError(f"something in the run called sys.exit({error.code!r}): let the training end by itself")
     return step_calls.cause(error, peers) if isinstance(error, tf.errors.OpError) else error
+
+
+class Signals:
+    """Remembers SIGINT, SIGTERM and SIGUSR1 until the current call is finished; a second SIGINT stops at once."""
+
+    def __init__(self):
+        self.received = ""
+        self._before: dict = {}
+
+    def __enter__(self) -> Signals:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def reason(self) -> str:
+        """Why the run shall stop, or nothing."""
+        return f"stopped by {self.received} after the update in progress" if self.received else ""
+
+    def _receive(self, number: int, frame: object) -> None:
+        if self.received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = signal.Signals(number).name

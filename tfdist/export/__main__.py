@@ -26,6 +26,8 @@ from absl import flags
 
 from tfdist import config
 from tfdist.config import command_line, field_syntax, runtime_options
+from tfdist.data import spec as spec_lib
+from tfdist.engine import batching
 from tfdist.errors import TrainingError, UserError
 from tfdist.export import formats as formats_lib
 from tfdist.inference import job, trained_model
@@ -82,7 +84,7 @@ def _make(asked: trained_model.Wanted, experiment: config.Experiment) -> formats
             raise UserError(f"--model={asked.path} does not tell what it takes: give the --workdir of its run")
         tensor = keras.tree.flatten(model.inputs)[0]
         classes = model.output_shape[-1] if _classifies(model) else None
-        of_file = registry.Spec(tuple(tensor.shape[1:]), tensor.dtype, classes, 255.0)
+        of_file = spec_lib.Spec(tuple(tensor.shape[1:]), tensor.dtype, classes, 255.0)
         examples = _invented(model, of_file)
         try:
             model(examples, training=False)
@@ -134,10 +136,9 @@ def _first(source: Any) -> Any:
 
 def _batches(source: Any) -> Any:
     from tfdist.distributed import connect
-    from tfdist.engine import step_calls
 
-    layout = step_calls.layout_of(source, EXAMPLES, connect.default(""), 1, least=False)
-    feed, _ = step_calls.read_once(source, layout)
+    layout = batching.layout_of(source, EXAMPLES, connect.default(""), 1, least=False)
+    feed, _ = batching.read_once(source, layout)
     yield from feed.next(0, 1).feed[0]
 
 

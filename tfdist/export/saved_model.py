@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfdist.data import image_decoding
 from tfdist.data.augmentation import ops
-from tfdist.data.datasets.registry import Column, Spec
+from tfdist.data.spec import Column, Spec
 from tfdist.errors import UserError
 
 DEFAULT, ENCODED, TENSORS = "serving_default", "encoded", "tensors"
@@ -30,7 +30,7 @@ class Servable:
       model: built.
       spec: what it was trained for.
       from_logits: whether scores of classes are logits.
-      resize: how pictures of another size are brought to that of the model (see `augment.resize`).
+      resize: how pictures of another size are brought to that of the model (see `ops.resize`).
       shrink: large JPEGs are decoded no larger than that takes, as those of an image folder.
     """
 

@@ -33,7 +33,7 @@ class Ready:
     """It is of `--model`, and not built by the experiment."""
     experiment: config.Experiment
     data: Any
-    """`catalog.Loaded`, with the description that the model was trained for."""
+    """`registry.Loaded`, with the description that the model was trained for."""
     distribution: Any
     source: str
     """Where the weights are from."""
@@ -120,7 +120,7 @@ def with_model(
     told = say if distribution.is_chief else lambda line: None
 
     def do() -> None:
-        from tfdist.engine.signals import Signals
+        from tfdist.engine.worker_session import Signals
 
         with distribution.peers.seeing_signals(), Signals() as signals:
             # Their handlers come after the strategy, which swallows SIGTERM.

@@ -91,6 +91,6 @@ class OutputFile:
         try:
             yield
         except BrokenPipeError:
-            raise  # `command.main` knows what that means
+            raise  # `command_line.main` knows what that means
         except OSError as error:
             raise TrainingError(f"--output={self._name} cannot be written ({error.strerror or error})") from None

@@ -176,7 +176,6 @@ def _train_flags(rest: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], s
     from absl import flags
 
     from tfdist import config
-    from tfdist.checkpoints import run_folder
     from tfdist.config import command_line, runtime_options
 
     runtime_options.define_flags()
@@ -186,7 +185,7 @@ def _train_flags(rest: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], s
     finally:
         sys.argv = before
     experiment, where = validation.validate(flags.FLAGS.config), runtime_options.from_flags(flags.FLAGS)
-    return config.flat(experiment), dataclasses.asdict(where), run_folder.workdir(experiment, where)
+    return config.flat(experiment), dataclasses.asdict(where), runtime_options.workdir(experiment, where)
 
 
 def _divide(nproc: str, devices: str, environ: Mapping[str, str]) -> tuple[int, tuple[Mapping[str, str], ...]]:

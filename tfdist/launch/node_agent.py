@@ -1,6 +1,6 @@
 """What a launcher does on its own node: rounds of workers, as node 0 orders them. No TensorFlow.
 
-Node 0's launcher decides (leader.py), also for itself: a single machine is a
+Node 0's launcher decides (coordinator.py), also for itself: a single machine is a
 node 0 alone.
 """
 
@@ -46,7 +46,7 @@ class Plan:
     shares: tuple[Mapping[str, str], ...]
     """Variables by which each worker of this node gets its part of the GPUs."""
     agreed: Mapping[str, Any]
-    """See `nodes.Hello`."""
+    """See `node_links.Hello`."""
     workdir: str = ""
     """The run folder; empty for a program of the user's."""
     log_dir: str = ""

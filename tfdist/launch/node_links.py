@@ -1,7 +1,7 @@
 """How the launchers of several nodes meet and stay in touch: node 0 listens, the others come. No TensorFlow.
 
 A connection carries beats both ways, `order`s from node 0 and `event`s to it;
-what those mean stands in rounds.py.
+what those mean stands in node_agent.py.
 """
 
 from __future__ import annotations

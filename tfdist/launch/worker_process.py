@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import ctypes
 import dataclasses
 import functools
 import math
@@ -20,13 +19,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import IO
 
+from tfdist.distributed.child_process import GRACE_S, end_with_the_parent
 from tfdist.launch.event_loop import Events, Screen
 
-GRACE_S = 5.0
-"""From SIGTERM to SIGKILL: a worker inside TensorFlow's constructor never sees the first."""
 DRAIN_S = 1.0
 """How long what a dead worker left running may still write, before it is ended too."""
 TAIL = 10
@@ -37,7 +35,6 @@ LOST = ("lost worker", "ended before all workers had met")
 """What a worker says last when it stops because of another one."""
 _LEFT_OVER = 32
 """Reads that empty any pipe; one that is never empty has a writer who left the process group."""
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -279,17 +276,3 @@ class Crew:
         while self._dying and self._dying[0].settle():
             exits.append(self._dying.pop(0).exit())
         return exits
-
-
-def end_with_the_parent() -> Callable[[], None] | None:
-    """What a child does before its program: ask Linux for SIGKILL when this process dies, however it dies."""
-    if not sys.platform.startswith("linux"):
-        return None
-    parent, prctl = os.getpid(), ctypes.CDLL(None).prctl
-
-    def ask() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it died in between
-            os._exit(1)
-
-    return ask

@@ -11,9 +11,8 @@ import keras
 from tfdist import config
 from tfdist.config import field_syntax, user_functions
 from tfdist.config.schedule import Plan
-from tfdist.engine.step import optimizer_update
 from tfdist.errors import UserError
-from tfdist.models import layerwise_rates
+from tfdist.models import keras_internals, layerwise_rates
 
 _CLASSES = {name.lower(): name for name in dir(keras.optimizers) if name[0].isupper()}
 
@@ -58,7 +57,7 @@ def exclude(model: keras.Model, wanted: config.Optimizer) -> None:
     patterns = [pattern.strip() for pattern in wanted.decay_exclude.split(",") if pattern.strip()]
     found = {i for pattern in patterns for i in layerwise_rates.matching(model, pattern, "optimizer.decay_exclude")}
     if found:
-        optimizer_update.inner(model.optimizer).exclude_from_weight_decay(
+        keras_internals.inner_optimizer(model.optimizer).exclude_from_weight_decay(
             [model.trainable_variables[i] for i in sorted(found)]
         )
 
@@ -132,7 +131,7 @@ def portable(model: keras.Model) -> Iterator[None]:
 
     Its schedule is then Keras' own part of a `WarmUp`: the same from the end of the warm-up on.
     """
-    optimizer: Any = optimizer_update.inner(model.optimizer)
+    optimizer: Any = keras_internals.inner_optimizer(model.optimizer)
     schedule = getattr(optimizer, "_learning_rate", None)
     if not isinstance(schedule, WarmUp):
         yield

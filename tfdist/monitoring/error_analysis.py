@@ -11,8 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.data import sources
-from tfdist.data.datasets.registry import Spec
 from tfdist.data.record_feed import in_order
+from tfdist.data.spec import Spec
 from tfdist.distributed.distribution import Distribution
 from tfdist.engine import evaluation
 from tfdist.errors import UserError

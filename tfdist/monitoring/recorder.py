@@ -13,8 +13,8 @@ import psutil
 from tfdist.checkpoints import oom_note
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.config.schedule import Plan
-from tfdist.engine.step import optimizer_update
 from tfdist.engine.timing import Call, Spent
+from tfdist.models import keras_internals
 
 HISTORY, TIMELINE = "history.jsonl", "timeline.jsonl"
 """One line per epoch and evaluation; samples and marks over time (see `timeline`)."""
@@ -55,7 +55,7 @@ class Result:
     """How often the launcher has started the workers anew."""
     versions: dict[str, str]
     time: dict[str, float | None]
-    """Seconds of this worker in steady state by `input`, `compute`, `all_reduce` and `python` (see `spent.Spent`)."""
+    """Seconds of this worker in steady state by `input`, `compute`, `all_reduce` and `python` (see `timing.Spent`)."""
     peak_memory_bytes: int
     """Of the chief, in the machine's memory."""
     peak_device_memory_bytes: int | None
@@ -191,7 +191,7 @@ class Recorder(keras.callbacks.Callback):
 
 def learning_rate(model: keras.Model) -> float:
     """Of the next update."""
-    return float(optimizer_update.inner(model.optimizer).learning_rate)
+    return float(keras_internals.inner_optimizer(model.optimizer).learning_rate)
 
 
 def fingerprint(model: keras.Model) -> tuple[str, float]:

@@ -15,7 +15,7 @@ def environment(distribution: Distribution, site: Any) -> dict[str, Any]:
     """The strategy and why, the devices, the hosts and the versions.
 
     Args:
-      site: a `strategy.Site`.
+      site: a `connect.Site`.
     """
     return {
         "strategy": distribution.name,

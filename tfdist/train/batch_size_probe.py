@@ -1,4 +1,4 @@
-"""The child of `batch_finder`: updates of the real model with more and more examples. It reads its work from stdin.
+"""The child of `batch_size_search`: updates of the real model with more and more examples, as stdin asks.
 
 It answers with lines of JSON: `trying`, `fits` with the peak of its memory, `too_many`, `error`, `ended`.
 """

@@ -1,7 +1,8 @@
 """`train.batch_size=auto`: the largest batch that fits, tried in a child process before this one takes a device.
 
-The child (`tfdist.train.batch_size_probe`) makes updates of the real model with more and more examples. What ends it is the answer:
-an error of TensorFlow, the kernel's out-of-memory killer, this machine's budget, or the end of the data. No TensorFlow.
+The child (`tfdist.train.batch_size_probe`) makes updates of the real model with more and more examples. What ends
+it is the answer: an error of TensorFlow, the kernel's out-of-memory killer, this machine's budget, or the end of the
+data. No TensorFlow.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ import psutil
 from tfdist import config
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.config.runtime_options import Environment
+from tfdist.distributed.child_process import end_with_the_parent
 from tfdist.errors import UserError
-from tfdist.launch.worker_process import end_with_the_parent
 
 SHARE = 0.5
 """Of the available memory of the machine, for a run on its CPU; other programs, checkpoints and the data need some."""

@@ -15,9 +15,8 @@ from tfdist.config.schedule import Plan
 from tfdist.data.batch_layout import Layout
 from tfdist.data.datasets.registry import Loaded
 from tfdist.distributed.gpus import DriverGPU
-from tfdist.engine.step import optimizer_update
 from tfdist.errors import UserError
-from tfdist.models import layerwise_rates
+from tfdist.models import keras_internals, layerwise_rates
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ def memory(model: keras.Model, replicas: int, gpus: tuple[DriverGPU, ...]) -> Me
     Raises:
       UserError: the devices do not have as much.
     """
-    optimizer = optimizer_update.inner(model.optimizer)
+    optimizer = keras_internals.inner_optimizer(model.optimizer)
     if not optimizer.built:
         optimizer.build(model.trainable_variables)
     found = Memory(_bytes(model.variables), _bytes(model.trainable_variables), _bytes(optimizer.variables))
@@ -81,7 +80,7 @@ def lines(
         ("updates", f"{plan.updates:,} in {plan.epochs:,} epochs, evaluated {_every(plan.eval_every)}"),
         ("checkpoints", f"every {experiment.checkpoint.every}, {experiment.checkpoint.keep} kept"),
         ("optimizer", f"{experiment.optimizer.name}, {experiment.optimizer.schedule}"),
-        ("rate", _rates(optimizer_update.inner(model.optimizer)._learning_rate, plan)),
+        ("rate", _rates(keras_internals.inner_optimizer(model.optimizer)._learning_rate, plan)),
         ("model", f"{experiment.model.name}, {model.count_params():,} parameters, {experiment.train.precision}"),
         (
             "memory",

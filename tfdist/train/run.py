@@ -16,11 +16,10 @@ from tfdist.config import schedule as schedule_lib
 from tfdist.config.runtime_options import Environment
 from tfdist.data import class_weights, spec_file
 from tfdist.data.datasets import registry
-from tfdist.data.sources import check_same
 from tfdist.distributed.connect import Site
 from tfdist.distributed.distribution import Distribution
 from tfdist.engine import evaluation, fit, preconditions
-from tfdist.engine.signals import Signals
+from tfdist.engine.worker_session import Signals
 from tfdist.errors import Interrupted, PeerError, TrainingError
 from tfdist.models import build as models
 from tfdist.models import optimizers
@@ -71,7 +70,7 @@ class Run:
         experiment = self._experiment
         models.set_precision(experiment.train.precision)
         data = distribution.peers.once(lambda: registry.load(experiment, not where.dry_run, say))
-        check_same(registry.facts(data), distribution.peers, "the data set")
+        distribution.peers.check_same(registry.facts(data), "the data set")
         self._schedule = schedule_lib.make(experiment, data.examples, distribution.replicas)
         say(f"{experiment.name}: {self._schedule.describe()}")
         self._class_weights = class_weights.told(experiment.train.class_weight, data, say)
@@ -174,7 +173,7 @@ class Run:
         if self._learnt:
             oom_note.note(folder, self._learnt)
         folder.write("experiment.json", dataclasses.asdict(self._experiment))
-        spec_file.write(folder, self._data.spec)
+        spec_file.write(folder.write_text, self._data.spec)
         folder.write("environment.json", run_environment.environment(self._distribution, self._site))
 
     def _begin_watching(self) -> None:

@@ -45,7 +45,7 @@ class Recipe:
 
     @property
     def mix(self) -> Callable[..., tuple] | None:
-        """Mixes a batch with its partners (see `mix.mixer`), or None when nothing is mixed."""
+        """Mixes a batch with its partners (see `mixup.mixer`), or None when nothing is mixed."""
         return mixer({s.name: s.arguments[0] for s in self.mixing}) if self.mixing else None
 
     def check(self, shape: tuple[int, ...], dtype: str, classes: int | None, lowest: float = 0.0) -> None:
@@ -212,7 +212,7 @@ def resized_crop(image: Any, seed: Any, size: tuple[int, int], smallest: float) 
 def color(image: Any, seed: Any, strength: float, maximum: float = 255.0) -> Any:
     """Brightness, contrast and saturation by factors of 1 - strength to 1 + strength, hue by up to strength / 4 turns.
 
-    The proportions are those of SimCLR (Chen et al., 2020); see `pixels.jitter`.
+    The proportions are those of SimCLR (Chen et al., 2020); see `color.jitter`.
     """
     drawn = uniform(seed, 4, -strength, strength)
     return jitter(image, drawn[:3] + 1.0, drawn[3] * (math.pi / 2), maximum)

@@ -49,10 +49,10 @@ def load(
     with weight 0 instead, as if it were not there: the others keep their places, so nothing else changes.
 
     Args:
-      root: the folder, see `image_files.listing`.
+      root: the folder, see `image_scan.listing`.
       broken: `refuse`, or `skip` the files that are no images.
       size: height and width that the images will be made, or None. JPEGs are decoded no larger than it takes.
-      policy: of `augment.resize`.
+      policy: of `ops.resize`.
       whole: the training images are needed in their full size.
       say: shows a line to a person.
 

@@ -19,7 +19,7 @@ _PIECE = 256
 
 
 def sized(source: Records, size: tuple[int, int], policy: str) -> Records:
-    """The images of a source made `size`, as `augment.resize` does it."""
+    """The images of a source made `size`, as `ops.resize` does it."""
     decode = source.decode
 
     def made(stored: Any, seed: Any) -> tuple:

@@ -20,30 +20,11 @@ from tfdist.data.datasets import image_sources
 from tfdist.data.record_feed import in_order
 from tfdist.data.sources import Arrays, Batches, Records, Source, as_source, check_labels, one_hot, targets_of
 from tfdist.data.sources import facts as data_facts
-from tfdist.data.spec import Column
+from tfdist.data.spec import Spec
 from tfdist.errors import UserError
 
 MEMORY_SHARE = 0.25
 """Share of the machine's memory that `data.cache=auto` lets a decoded split take."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Spec:
-    """What a model must know of the data it is built for."""
-
-    shape: tuple[int, ...]
-    """Shape of one example's input."""
-    dtype: str
-    classes: int | None
-    """Number of classes, or None where the targets are not classes."""
-    maximum: float
-    """Largest input value, for scaling to [0, 1]."""
-    names: tuple[str, ...] = ()
-    """Of the classes, where the data set has names for them."""
-    columns: tuple[Column, ...] = ()
-    """Of a table: its inputs, in the order of x["numbers"] and of x["categories"]."""
-    target: Column | None = None
-    """Of a table: what is predicted. One of kind `number` is not standardised: mean and std are for the model."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,7 +60,7 @@ def load(experiment: config.Experiment, prepare: bool = True, say: Callable[[str
 
 
 def facts(loaded: Loaded) -> dict[str, Any]:
-    """As `data.facts`, with what the model is built for."""
+    """As `sources.facts`, with what the model is built for."""
     spec = loaded.spec
     known = [spec.names, [(c.name, c.kind, c.vocabulary) for c in (*spec.columns, *filter(None, [spec.target]))]]
     return {

@@ -62,7 +62,7 @@ def load(
     """Finds the records of the files, and checks the first one.
 
     Args:
-      path: a file, a pattern, or a folder, see `record_files.files`.
+      path: a file, a pattern, or a folder, see `tfrecord_index.files`.
       splits: of training and evaluation, by the field that asks for each.
       options: the features, in the order x, y, weight: `image=jpeg, label=int64`. Types are `jpeg`, `png`, `int64` and
         `float32`, the last two with a shape in quotes where they have one: `x='float32[28, 28, 1]'`. Besides

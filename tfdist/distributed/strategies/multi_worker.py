@@ -30,7 +30,7 @@ def create(
       names: this worker's devices; each worker has as many.
       peers: the workers, which have met.
       communication: `auto`, `ring` (gRPC) or `nccl`.
-      bucket_bytes: see `traffic.bucketed`; None for its default.
+      bucket_bytes: see `collectives.bucketed`; None for its default.
 
     Raises:
       UserError: TensorFlow had started before, or cannot start its server.

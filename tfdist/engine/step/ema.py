@@ -10,7 +10,7 @@ import tensorflow as tf
 
 
 def add(optimizer: Any, variables: list, before: Any, updated: Any) -> None:
-    """Adds an update's weights to their average, as Keras' `use_ema`; in replica context, within `update.owned`.
+    """Adds an update's weights to their average, as Keras' `use_ema`; in a replica, within `optimizer_update.owned`.
 
     Args:
       before: `iterations` before this update.

@@ -18,26 +18,22 @@ import tensorflow as tf
 
 from tfdist.engine.step import ema as ema_lib
 from tfdist.errors import UserError
+from tfdist.models.keras_internals import inner_optimizer
 
 FUSED = (keras.optimizers.Adam, keras.optimizers.AdamW, keras.optimizers.SGD)
 
 
-def inner(optimizer: Any) -> Any:
-    """The optimizer itself, out of a `LossScaleOptimizer` if it is wrapped in one."""
-    return getattr(optimizer, "inner_optimizer", optimizer)
-
-
 def is_fused(optimizer: Any) -> bool:
     """Exact classes only: a subclass may compute something else."""
-    optimizer = inner(optimizer)
+    optimizer = inner_optimizer(optimizer)
     return type(optimizer) in FUSED and not getattr(optimizer, "amsgrad", False)
 
 
 def check(optimizer: Any) -> None:
     """Raises UserError for optimizer settings that tfdist replaces."""
-    if inner(optimizer).gradient_accumulation_steps:
+    if inner_optimizer(optimizer).gradient_accumulation_steps:
         raise UserError(
-            f"optimizer has gradient_accumulation_steps={inner(optimizer).gradient_accumulation_steps}: "
+            f"optimizer has gradient_accumulation_steps={inner_optimizer(optimizer).gradient_accumulation_steps}: "
             "leave it out and give tfdist accumulate (train.accumulate) instead"
         )
 
@@ -53,7 +49,7 @@ def owned(optimizer: Any, variables: Sequence = (), factors: Sequence[float] = (
     Args:
       factors: on the learning rate of each of `variables`; none for 1.
     """
-    base = inner(optimizer)
+    base = inner_optimizer(optimizer)
     ema = base.use_ema
     by_key = {base._var_key(v): f for v, f in zip(variables, factors)}
     base.tfdist_factor = lambda variable: by_key.get(base._var_key(variable), 1.0)
@@ -106,14 +102,14 @@ def apply(optimizer: Any, grads: list, variables: list, penalty: Callable[[list]
         raise UserError("no trainable variable has a gradient: the loss does not depend on the model's weights")
     if not is_fused(optimizer):
         _apply_keras(optimizer, grads, variables, penalty)
-    elif optimizer is inner(optimizer):
+    elif optimizer is inner_optimizer(optimizer):
         _apply_fused(optimizer, penalty(grads), variables)
     else:
         _apply_scaled(optimizer, grads, variables, penalty)
 
 
 def _apply_keras(optimizer: Any, grads: list, variables: list, penalty: Callable[[list], list]) -> None:
-    base = inner(optimizer)
+    base = inner_optimizer(optimizer)
     if optimizer is not base:
         scale = tf.convert_to_tensor(optimizer.dynamic_scale)
         extra = penalty([None] * len(grads))

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.distributed.rounding import sum_in_order
+from tfdist.distributed.collectives import sum_in_order
 from tfdist.engine.step.loss import Part
 
 

@@ -11,13 +11,14 @@ import tensorflow as tf
 
 from tfdist.data.batch_layout import Layout, fetch, unpack, with_shape
 from tfdist.distributed import collectives
+from tfdist.distributed.collectives import sum_in_order
 from tfdist.distributed.distribution import Distribution
-from tfdist.distributed.rounding import sum_in_order
 from tfdist.engine import preconditions
 from tfdist.engine.step import fused_batch_norm, graph_clock, metrics, optimizer_update, trace_patches
 from tfdist.engine.step.loss import Objective
 from tfdist.engine.step.partial_sums import Payload, goals
 from tfdist.errors import UserError
+from tfdist.models import keras_internals
 
 NO_BATCH = "no batch left"
 """What `predict` says behind the last batch of a data set of unknown length."""
@@ -85,7 +86,7 @@ class Step:
         With `full`, they are known to be full and to divide evenly, which saves
         small models the handling of filler. Gradients travel as `reduce_dtype`.
         With `norm`, the norm of the last update's gradient is taken. `factors`
-        are those of `layer_rates`. See `_loop` for what it returns.
+        are those of `layerwise_rates`. See `_loop` for what it returns.
         """
         optimizer = self.model.optimizer
         optimizer_update.check(optimizer)
@@ -276,7 +277,9 @@ class Step:
         model, optimizer = self.model, self.model.optimizer
         data = self._take(layout, *batch)
         scale = (
-            None if optimizer is optimizer_update.inner(optimizer) else tf.convert_to_tensor(optimizer.dynamic_scale)
+            None
+            if optimizer is keras_internals.inner_optimizer(optimizer)
+            else tf.convert_to_tensor(optimizer.dynamic_scale)
         )
         if layout.accumulate == 1:
             payload, y_pred = self._compiled_pass(data, self._real(layout, count), count, True, scale)

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from tfdist.config import user_functions
-from tfdist.data.datasets.registry import Spec
+from tfdist.data.spec import Spec
 from tfdist.errors import UserError
 from tfdist.models.zoo import layers
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from tfdist.data.datasets.registry import Spec
+from tfdist.data.spec import Spec
 from tfdist.errors import UserError
 
 PIXEL = 255.0

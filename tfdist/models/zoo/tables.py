@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import keras
 
-from tfdist.data.datasets.registry import Spec
+from tfdist.data.spec import Spec
 from tfdist.errors import UserError
 from tfdist.models.zoo import layers
 

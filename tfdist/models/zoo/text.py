@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from tfdist.data.datasets.registry import Spec
+from tfdist.data.spec import Spec
 from tfdist.errors import UserError
 from tfdist.models.zoo import layers
 
