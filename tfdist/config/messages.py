@@ -1,0 +1,31 @@
+"""What tfdist says to a person: the logger `tfdist`, whose lines go to standard output. No TensorFlow.
+
+`logging.getLogger("tfdist").setLevel("WARNING")` silences them; a handler added to it gets a copy of each.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+logger = logging.getLogger("tfdist")
+
+
+class _Handler(logging.Handler):
+    """Prints a record as `tfdist: line`, at once, to whatever standard output is at that moment."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"tfdist: {record.getMessage()}", file=sys.stdout, flush=True)
+
+
+def chief_only(is_chief: bool) -> None:
+    """Silences this process unless it is the chief, so that each line appears once in a job of many workers."""
+    _handler.setLevel(logging.NOTSET if is_chief else logging.CRITICAL + 1)
+
+
+_handler = _Handler()
+if not logger.handlers:
+    logger.addHandler(_handler)
+    logger.setLevel(logging.INFO)
+    # The root logger may be absl's, which would write the line a second time to standard error.
+    logger.propagate = False
