@@ -16,7 +16,7 @@ import psutil
 import pytest
 from support import network_hosts
 
-pytest_plugins = ("rigs",)  # its fixtures
+pytest_plugins = ("support.network_hosts",)  # its fixtures
 HOROVODRUN = os.path.join(os.path.dirname(sys.executable), "horovodrun")
 TRAIN = [sys.executable, "-m", "tfdist.train"]
 LAUNCH = [sys.executable, "-m", "tfdist.launch"]

@@ -9,7 +9,7 @@ from support.nvidia_drivers import FOUR, printing
 from tfdist.distributed import gpus
 from tfdist.errors import UserError
 
-pytest_plugins = ("drivers",)  # its fixture
+pytest_plugins = ("support.nvidia_drivers",)  # its fixture
 
 
 def test_four_gpus(driver):

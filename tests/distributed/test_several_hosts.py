@@ -12,7 +12,7 @@ import psutil
 import pytest
 from support import network_hosts
 
-pytest_plugins = ("rigs",)  # its fixtures
+pytest_plugins = ("support.network_hosts",)  # its fixtures
 PORT = 29500
 LOST = re.compile(r"(\[0\](<stderr>:| ))?tfdist: failed: lost worker 1 \(h2\): silent for 1\d s")
 HOROVODRUN = os.path.join(os.path.dirname(sys.executable), "horovodrun")

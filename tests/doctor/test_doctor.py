@@ -23,7 +23,7 @@ from support.nvidia_drivers import FOUR, printing
 
 from tfdist.checkpoints import files
 
-pytest_plugins = ("drivers", "rigs")  # their fixtures
+pytest_plugins = ("support.nvidia_drivers", "support.network_hosts")  # their fixtures
 
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 

@@ -18,7 +18,7 @@ from tfdist.doctor import check as check_lib
 from tfdist.doctor import packages, tensorflow_probe, workers
 from tfdist.errors import UserError
 
-pytest_plugins = ("drivers",)  # its fixture
+pytest_plugins = ("support.nvidia_drivers",)  # its fixture
 
 GPUS = tuple(gpus.parse_line(line) for line in FOUR.splitlines())
 TF_CONFIG = {"cluster": {"chief": ["a:1"], "worker": ["b:2", "c:3"]}, "task": {"type": "worker", "index": 0}}

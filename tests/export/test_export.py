@@ -19,7 +19,7 @@ from tfdist.export import saved_model
 from tfdist.inference import trained_model
 from tfdist.models import build as models
 
-pytest_plugins = ("finished_runs",)  # its fixtures
+pytest_plugins = ("support.finished_runs",)  # its fixtures
 
 PICTURES = Spec((8, 8, 1), "uint8", 3, 255.0, ("ant", "bee", "cat"))
 

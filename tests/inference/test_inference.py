@@ -32,7 +32,7 @@ from tfdist.errors import TrainingError, UserError
 from tfdist.inference import job, output_file, prediction_rows, trained_model
 from tfdist.models import build as models
 
-pytest_plugins = ("finished_runs",)  # its fixtures
+pytest_plugins = ("support.finished_runs",)  # its fixtures
 
 HOROVODRUN = str(pathlib.Path(sys.executable).parent / "horovodrun")
 WORLDS = {

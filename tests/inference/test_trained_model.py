@@ -17,7 +17,7 @@ from tfdist.monitoring import monitors
 from tfdist.monitoring import recorder as recorder_lib
 from tfdist.train import run
 
-pytest_plugins = ("drivers",)  # its fixture
+pytest_plugins = ("support.nvidia_drivers",)  # its fixture
 
 SPECS = [
     Spec((8, 8, 1), "uint8", 10, 16.0, ("zero", "one")),
