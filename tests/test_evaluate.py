@@ -12,7 +12,6 @@ import re
 import select
 import shutil
 import signal
-import subprocess
 import sys
 import types
 import warnings
@@ -23,6 +22,7 @@ import pytest
 import tensorflow as tf
 from conftest import REPOSITORY
 from finished_runs import TRAIN, made_run
+from support import processes
 
 import tfdist
 from tfdist import after as after_lib
@@ -524,7 +524,7 @@ def test_whoever_reads_has_had_enough():
     code = "from tfdist import after, command; command.main(lambda _: after.to_stdout('x'), command.parse_own)"
     reading, writing = os.pipe()
     os.close(reading)
-    done = subprocess.run([sys.executable, "-c", code], stdout=writing, stderr=subprocess.PIPE, text=True)
+    done = processes.run([sys.executable, "-c", code], stdout=writing, stderr=processes.PIPE, text=True)
     os.close(writing)
     assert (done.returncode, done.stderr) == (1, "tfdist: failed: standard output was closed before the end\n")
 

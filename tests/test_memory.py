@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 
 import cases
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import REPOSITORY
+from support import processes
 
 import tfdist
 from tfdist import again
@@ -144,7 +144,7 @@ def by_hand(tmp_path_factory, tfds_dir):
     folder = tmp_path_factory.mktemp("by_hand")
     env = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"} | {"PYTHONPATH": f"{HERE}{os.pathsep}{REPOSITORY}"}
     flags = [*FLAGS, "--config.model.options=most=1000", "--config.train.accumulate=4"]
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, "-m", "tfdist.train", *flags], cwd=folder, env=env, timeout=200, capture_output=True
     )
     assert done.returncode == 0, done.stderr
