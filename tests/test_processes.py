@@ -25,7 +25,7 @@ fail()
 """
 SEEN = """\
 import os, signal, sys
-print(sys.path, sys.argv, sys.orig_argv, sys.executable, os.getcwd(), sorted(globals()), __name__, __doc__, __spec__)
+print(sys.path, sys.argv, sys.orig_argv, sys.executable, os.getcwd(), sorted(globals()), __name__, __doc__, __spec__ and __spec__.name)
 print(os.getppid(), os.getpgid(0) == os.getpgid(os.getppid()), os.getsid(0) == os.getpid())
 print(sorted(os.listdir("/proc/self/fd")), [os.get_inheritable(n) for n in range(3)])
 for s in (sys.stdin, sys.stdout, sys.stderr):

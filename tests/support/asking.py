@@ -7,6 +7,7 @@ and the caller starts a real one.
 
 import ctypes
 import dataclasses
+import itertools
 import os
 import pathlib
 import pickle
@@ -121,7 +122,7 @@ class Server:
             and (preexec is None or with_parent) and a["umask"] == -1 and a.get("process_group") in (None, -1)
             and a["uid"] is a["gid"] is a["gids"] is None
         )  # fmt: skip
-        environ = {os.fsdecode(k): os.fsdecode(v) for k, v in (os.environ if a["env"] is None else a["env"]).items()}
+        environ = {os.fsdecode(k): os.fsdecode(v) for k, v in (_environ() if a["env"] is None else a["env"]).items()}
         cwd = os.path.abspath(os.fsdecode(a["cwd"] or "."))
         if not plain or not os.path.isdir(cwd) or not self._environ_fits(environ) or _inherited() != self._state:
             return None
@@ -197,6 +198,12 @@ def execute_child(server, original, signature, popen, arguments):
     popen._child_created = True
     pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
     return popen._close_pipe_fds(*(bound[name] for name in pipes))
+
+
+def _environ():
+    """The environment as C has it: readline, say, sets variables there that `os.environ` does not know."""
+    lines = ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), "environ")
+    return dict(line.split(b"=", 1) for line in itertools.takewhile(bool, lines))
 
 
 def _paths(environ, cwd):

@@ -12,6 +12,7 @@ Such a child differs from a fresh interpreter in this, and `asking.py` gives wha
 """
 
 import builtins
+import codecs
 import contextlib
 import ctypes
 import gc
@@ -231,7 +232,7 @@ def _set_streams(environ):
         raw = buffer if fd and direct else buffer.raw
         raw.name = f"<{name}>"
         stream = io.TextIOWrapper(
-            buffer, encoding or before.encoding, errors if errors and fd < 2 else before.errors, newline="\n",
+            buffer, codecs.lookup(encoding).name if encoding else before.encoding, errors if errors and fd < 2 else before.errors, newline="\n",
             line_buffering=not direct and (raw.isatty() or fd == 2), write_through=direct,
         )  # fmt: skip
         if encoding and not errors and fd < 2:
