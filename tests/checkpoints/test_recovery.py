@@ -6,7 +6,6 @@ import os
 import random
 import shlex
 import signal
-import subprocess
 import sys
 import time
 
@@ -14,7 +13,7 @@ import keras
 import numpy as np
 import psutil
 import pytest
-from support import network_hosts
+from support import network_hosts, processes
 
 pytest_plugins = ("support.network_hosts",)  # its fixtures
 HOROVODRUN = os.path.join(os.path.dirname(sys.executable), "horovodrun")
@@ -56,7 +55,7 @@ def whole(tmp_path_factory, tfds_dir):
 
 def kill(program, chance):
     """SIGKILL to one of its processes, or to all at once."""
-    family = psutil.Process(program.process.pid).children(recursive=True)
+    family = program.family()
     if not family:
         return
     if chance.random() < 0.5:
@@ -84,7 +83,7 @@ def kills(way, count, seed, start, tmp_path, whole):
             break
         try:  # a moment between the start of the process and a little after its usual end
             program.process.wait(chance.uniform(0, 2 + expected["seconds_to_first_update"] + expected["seconds"]))
-        except subprocess.TimeoutExpired:
+        except processes.TimeoutExpired:
             kill(program, chance)
             done += 1
         program.end()
@@ -120,8 +119,7 @@ def test_killed_before_the_first_checkpoint(start, tmp_path, whole):
 
     program = start(*WAYS["default"], *FLAGS, rare)
     program.until("epoch 2/8")
-    for process in psutil.Process(program.process.pid).children():
-        process.kill()
+    program.family()[0].kill()
     program.end()
     again = start(*WAYS["default"], *FLAGS, rare)
     assert again.end() == 0, again.text
@@ -149,7 +147,7 @@ def test_killed_while_a_checkpoint_is_being_written(start, tmp_path, whole):
         program = start(*WAYS["default"], *FLAGS)
         while program.process.poll() is None and not half_written():
             pass
-        for process in psutil.Process(program.process.pid).children():
+        for process in program.family():
             process.kill()
         program.end()
         halves += bool(half_written())
@@ -171,8 +169,8 @@ def test_killed_at_many_random_moments(way, count, seed, start, tmp_path, whole)
 
 
 def stop(program, number=signal.SIGTERM):
-    """A signal to the program itself, which `timeout` stands before."""
-    psutil.Process(program.process.pid).children()[0].send_signal(number)
+    """A signal to the program itself, which `timeout` may stand before."""
+    program.family()[0].send_signal(number)
 
 
 def test_moved_from_world_to_world_in_mid_epoch(start, tmp_path, whole):
@@ -356,11 +354,11 @@ def small_disk(tmp_path):
     if os.geteuid():
         pytest.skip("only root can mount a small file system")
     (tmp_path / "run").mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", tmp_path / "run"], capture_output=True)
+    made = processes.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", tmp_path / "run"], capture_output=True)
     if made.returncode:
         pytest.skip(f"this kernel forbids mounts: {made.stderr.decode().strip()}")
     yield tmp_path / "run"
-    subprocess.run(["umount", "-l", tmp_path / "run"], check=True)
+    processes.run(["umount", "-l", tmp_path / "run"], check=True)
 
 
 def test_a_full_disk_costs_no_checkpoint_that_was_there(small_disk, start, tmp_path, whole):

@@ -6,7 +6,6 @@ import os
 import pathlib
 import signal
 import stat
-import subprocess
 import sys
 import uuid
 
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 from conftest import REPOSITORY
 from rich.console import Console
+from support import processes
 from support.launchers import TIMEOUT_S, Launcher, marked
 
 from tfdist import config
@@ -77,7 +77,7 @@ def compared(tmp_path_factory, tfds_dir):
     (folder / "broken" / "sitecustomize.py").write_text(BROKEN)
     command = [sys.executable, "-m", "tfdist.compare", "--strategies=mirrored,multi_worker,horovod,tpu", "--replicas=2"]
     env = environ(tfds_dir, folder / "broken", PYTHONIOENCODING="ascii", HOROVOD_RANK="0", RANK="0", WORLD_SIZE="2")
-    done = subprocess.run([*command, *TINY], cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    done = processes.run([*command, *TINY], cwd=folder, env=env, capture_output=True, text=True, timeout=300)
     return Compared(done.returncode, done.stdout, done.stderr, folder / "runs" / "compare-digits")
 
 

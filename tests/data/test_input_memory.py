@@ -7,11 +7,11 @@ import importlib.util
 import json
 import os
 import pathlib
-import subprocess
 import sys
 
 import pytest
 from conftest import REPOSITORY
+from support import processes
 
 pytestmark = pytest.mark.faults
 
@@ -39,7 +39,7 @@ def trained(root, updates, out, *flags):
     ]  # fmt: skip
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     with open(f"{out}.log", "w") as log:
-        process = subprocess.Popen(command, env=env, stdout=log, stderr=log)
+        process = processes.Popen(command, env=env, stdout=log, stderr=log, real=True)
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
     assert process.returncode == 0, pathlib.Path(f"{out}.log").read_text()

@@ -6,12 +6,12 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 
 import pytest
 from conftest import REPOSITORY
+from support import processes
 
 from tfdist.distributed import stall_detection, wire
 from tfdist.distributed.stall_detection import State
@@ -56,9 +56,9 @@ class Member:
     def __init__(self, folder, given):
         environ = os.environ | {"PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1"}
         fds = [given["cluster"][name] for name in ("meeting_fd",) if name in given["cluster"]]
-        self.process = subprocess.Popen(
+        self.process = processes.Popen(
             [sys.executable, str(folder / "member.py"), json.dumps(given)],
-            env=environ, cwd=folder, text=True, pass_fds=fds, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            env=environ, cwd=folder, text=True, pass_fds=fds, stdout=processes.PIPE, stderr=processes.STDOUT, real=True,
         )  # fmt: skip
         self.lines = []
 
@@ -435,7 +435,7 @@ def test_a_signal_that_the_main_thread_cannot_see(member, master, numbers, expec
         one.until("in C")
     while len(numbers) > 1 and started[1].process.poll() is None:  # two at once may count as one
         started[1].process.send_signal(numbers[0])
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        with contextlib.suppress(processes.TimeoutExpired):
             started[1].process.wait(0.1)
     if len(numbers) == 1:
         started[1].process.send_signal(numbers[0])

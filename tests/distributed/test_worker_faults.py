@@ -10,13 +10,13 @@ import pathlib
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 
 import psutil
 import pytest
 from conftest import REPOSITORY
+from support import processes
 
 pytestmark = pytest.mark.faults
 LIMIT_S = 40
@@ -62,7 +62,7 @@ class Worker:
     def __init__(self, command, environ, folder, name):
         self.output = folder / f"{name}.log"
         with open(self.output, "wb") as log:
-            self.process = subprocess.Popen(command, cwd=folder, env=environ, stdout=log, stderr=log)
+            self.process = processes.Popen(command, cwd=folder, env=environ, stdout=log, stderr=log, real=True)
 
     @property
     def text(self):
@@ -78,7 +78,7 @@ class Worker:
         """Exit code; not later than `until`."""
         try:
             return self.process.wait(max(0.0, until - time.monotonic()))
-        except subprocess.TimeoutExpired:
+        except processes.TimeoutExpired:
             raise AssertionError(f"{self.output.name} hangs: {self.text[-2000:]}") from None
 
 
@@ -411,7 +411,7 @@ def test_asked_to_stop_while_another_hangs(crew, number, code):
         chief.send_signal(number)
         try:
             chief.wait(LIMIT_S if number == signal.SIGTERM else 0.5)
-        except subprocess.TimeoutExpired:
+        except processes.TimeoutExpired:
             assert number == signal.SIGINT
     assert crew.ends() == [code, 1]
     assert f"lost worker 0 ({HOST}): " in workers[1].text

@@ -10,7 +10,6 @@ import re
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import termios
 import time
@@ -18,7 +17,7 @@ import uuid
 
 import psutil
 import pytest
-from support import network_hosts
+from support import network_hosts, processes
 from support.nvidia_drivers import FOUR, printing
 
 from tfdist.checkpoints import files
@@ -185,7 +184,7 @@ def on_a_terminal(arguments, cwd, **environ):
     env = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR", "TF_CONFIG", "FORCE_COLOR")}
     env |= {"TERM": "xterm", "COLUMNS": "80"} | environ
     command = [sys.executable, "-m", "tfdist.doctor", *arguments]
-    process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, cwd=cwd, env=env)
+    process = processes.Popen(command, stdin=slave, stdout=slave, stderr=slave, cwd=cwd, env=env, real=True)
     os.close(slave)
     text = b""
     with contextlib.suppress(OSError):  # the terminal of a process that has ended

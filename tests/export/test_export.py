@@ -1,13 +1,13 @@
 """`python -m tfdist.export`: what is written gives what the model gives, without tfdist; what does not is not kept."""
 
 import json
-import subprocess
 import sys
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from support import processes
 from support.finished_runs import made_run
 
 from tfdist import config
@@ -60,7 +60,7 @@ def test_every_format_gives_what_the_model_gives(after, trained):
 
     x = registry.load(config.Experiment()).eval.columns[0][:50]
     np.save(trained / "x.npy", x)
-    client = subprocess.run([sys.executable, "-c", CLIENT], cwd=trained, capture_output=True, text=True, timeout=300)
+    client = processes.run([sys.executable, "-c", CLIENT], cwd=trained, capture_output=True, text=True, timeout=300)
     assert client.returncode == 0, client.stderr
     found = np.load(trained / "found.npz")
     logits = keras.saving.load_model(trained / "run" / "model.keras").predict(x, verbose=0)

@@ -12,7 +12,6 @@ import re
 import select
 import shutil
 import signal
-import subprocess
 import sys
 import types
 import warnings
@@ -22,6 +21,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import REPOSITORY
+from support import processes
 from support.finished_runs import TRAIN, made_run
 
 import tfdist
@@ -529,7 +529,7 @@ def test_whoever_reads_has_had_enough():
     code = "from tfdist import after, command; command.main(lambda _: after.to_stdout('x'), command.parse_own)"
     reading, writing = os.pipe()
     os.close(reading)
-    done = subprocess.run([sys.executable, "-c", code], stdout=writing, stderr=subprocess.PIPE, text=True)
+    done = processes.run([sys.executable, "-c", code], stdout=writing, stderr=processes.PIPE, text=True)
     os.close(writing)
     assert (done.returncode, done.stderr) == (1, "tfdist: failed: standard output was closed before the end\n")
 

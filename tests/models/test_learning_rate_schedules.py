@@ -2,12 +2,12 @@
 
 import json
 import math
-import subprocess
 import sys
 
 import keras
 import numpy as np
 import pytest
+from support import processes
 
 from tfdist import config
 from tfdist.config import schedule as schedule_lib
@@ -108,7 +108,7 @@ def test_a_run_tells_the_rates_and_its_model_loads_without_tfdist(kind, options,
     told = [line["learning_rate"] for line in lines if "epoch" in line]
     np.testing.assert_allclose(told, [PEAK * AFTER[kind, options](u) for u in range(20, 121, 20)], rtol=2e-5, atol=1e-7)
     (tmp_path / "load.py").write_text(LOAD)
-    loaded = subprocess.run(
+    loaded = processes.run(
         [sys.executable, "load.py", "out/model.keras"], cwd=tmp_path, capture_output=True, text=True, timeout=120
     )
     assert loaded.returncode == 0, loaded.stderr

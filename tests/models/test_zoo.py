@@ -4,13 +4,12 @@ import functools
 import inspect
 import os
 import pickle
-import subprocess
 import sys
 
 import keras
 import numpy as np
 import pytest
-from support import training_cases, worlds, zoo_cases
+from support import processes, training_cases, worlds, zoo_cases
 
 from tfdist import config
 from tfdist.config import validation
@@ -79,7 +78,7 @@ def in_plain_keras(paths, folder):
     (folder / "tfdist.py").write_text("raise ImportError('not here')")
     (folder / "plain.py").write_text(PLAIN)
     words = [sys.executable, "plain.py", *map(str, paths)]
-    done = subprocess.run(words, cwd=folder, env=env, text=True, capture_output=True, timeout=500)
+    done = processes.run(words, cwd=folder, env=env, text=True, capture_output=True, timeout=500)
     assert done.returncode == 0 and done.stdout.count("same") == len(paths), done.stderr[-3000:]
 
 

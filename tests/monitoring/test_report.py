@@ -10,13 +10,13 @@ import os
 import pathlib
 import re
 import shutil
-import subprocess
 import sys
 
 import keras
 import numpy as np
 import pytest
 from conftest import REPOSITORY
+from support import processes
 
 from tfdist import config
 from tfdist.checkpoints import run_folder
@@ -441,7 +441,7 @@ def trained(tmp_path_factory, tfds_dir):
     flags = ["--config.model.name=mlp", "--config.train.epochs=3", "--config.optimizer.warmup=0%", "--progress=none"]
     env = os.environ | {"TFDS_DATA_DIR": str(tfds_dir), "PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, "-m", "tfdist.train", *flags, "--virtual_devices=2", "--workdir=digits"]
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    done = processes.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "WARNING" not in done.stdout, done.stdout + done.stderr
     return folder / "digits"
 

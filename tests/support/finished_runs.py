@@ -3,11 +3,12 @@
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 
 import pytest
 from conftest import REPOSITORY
+
+from support import processes
 
 TRAIN = [
     "--config.model.options=channels=(4,), units=8", "--config.train.epochs=2", "--config.optimizer.warmup=0%", "--config.optimizer.ema_momentum=0.9",
@@ -21,7 +22,7 @@ def command(*arguments, folder, tfds_dir, starter=(sys.executable, "-m"), path="
     env = {k: v for k, v in os.environ.items() if k not in drop} | {"TFDS_DATA_DIR": str(tfds_dir)} | environ
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [path, str(REPOSITORY)]))
     words = [*starter, *map(str, arguments)]
-    return subprocess.run(words, cwd=folder, env=env, text=True, capture_output=True, timeout=300)
+    return processes.run(words, cwd=folder, env=env, text=True, capture_output=True, timeout=300)
 
 
 def made_run(folder, experiment, model, spec):

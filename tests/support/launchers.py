@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import uuid
@@ -13,6 +12,8 @@ import uuid
 import psutil
 import pytest
 from conftest import REPOSITORY
+
+from support import processes
 
 TIMEOUT_S = 60
 """For what a launcher does at once; no test depends on how fast it is."""
@@ -62,9 +63,9 @@ class Launcher:
     """A running command, `python -m tfdist.launch` unless told otherwise, whose lines are read as they come."""
 
     def __init__(self, arguments, env, cwd, module="tfdist.launch"):
-        self.process = subprocess.Popen(
+        self.process = processes.Popen(
             [sys.executable, "-m", module, *map(str, arguments)],
-            cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
+            cwd=cwd, env=env, stdout=processes.PIPE, stderr=processes.PIPE, text=True, errors="replace", real=True,
         )  # fmt: skip
         self.out, self.err = [], []
         self._news = threading.Condition()

@@ -12,7 +12,7 @@ import contextlib
 import os
 import re
 import shutil
-import subprocess
+import sys
 import threading
 import time
 import uuid
@@ -20,6 +20,8 @@ import uuid
 import psutil
 import pytest
 from conftest import REPOSITORY
+
+from support import processes
 
 LIMIT_S = 120
 """For any program here; no test depends on how fast it is."""
@@ -36,10 +38,13 @@ class Program:
     """A running program, whose lines are read as they come, out and err as one."""
 
     def __init__(self, words, env, cwd):
-        # Not only for a test that waits in vain: also for one that is killed itself.
-        bounded = ["timeout", "-k", "3", str(LIMIT_S), *map(str, words)]
-        pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        self.process = subprocess.Popen(bounded, cwd=cwd, env=env, text=True, errors="replace", **pipes)
+        words = [*map(str, words)]
+        self._direct = words[0] == sys.executable
+        # Not only for a test that waits in vain: also for one that is killed itself, with which a forked
+        # interpreter ends by itself.
+        bounded = words if self._direct else ["timeout", "-k", "3", str(LIMIT_S), *words]
+        pipes = dict(stdin=processes.DEVNULL, stdout=processes.PIPE, stderr=processes.STDOUT)
+        self.process = processes.Popen(bounded, cwd=cwd, env=env, text=True, errors="replace", **pipes)
         self.lines, self._ended, self._news = [], False, threading.Condition()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -55,6 +60,14 @@ class Program:
     @property
     def text(self):
         return "\n".join(self.lines)
+
+    def family(self):
+        """The program itself, and after it all that it has started."""
+        try:
+            process = psutil.Process(self.process.pid)
+            return [process] * self._direct + process.children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
 
     def until(self, text):
         """Waits for `text` in its output."""
@@ -139,11 +152,11 @@ class Hosts:
             inside = 'echo "$0" > /proc/sys/kernel/hostname && mount --bind "$1" /etc/hosts && shift && exec "$@"'
             entry = f"nsenter --net=/var/run/netns/{space} unshare --uts --mount sh -c '{inside}'"
             self._script(f"on-{name}", f'exec {entry} {name} {self.folder}/hosts "$@"')
-            subprocess.run([*self.on(name), "true"], check=True)
+            processes.run([*self.on(name), "true"], check=True)
 
     def remove(self):
         for space in (*self._spaces.values(), self._switch):
-            subprocess.run(["ip", "netns", "del", space], stderr=subprocess.DEVNULL)
+            processes.run(["ip", "netns", "del", space], stderr=processes.DEVNULL)
 
     def on(self, name):
         """Words that, before a command, let it run on a host."""
@@ -169,7 +182,7 @@ class Hosts:
         path.chmod(0o755)
 
     def _ip(self, *words):
-        done = subprocess.run(["ip", *words], stderr=subprocess.PIPE, text=True)
+        done = processes.run(["ip", *words], stderr=processes.PIPE, text=True)
         if done.returncode:
             raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")
 
@@ -183,7 +196,7 @@ def hosts(tmp_path_factory):
     try:
         try:
             made.make()
-        except (OSError, subprocess.CalledProcessError) as error:
+        except (OSError, processes.CalledProcessError) as error:
             pytest.skip(f"this kernel forbids network namespaces: {error}")
         yield made
     finally:

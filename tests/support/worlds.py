@@ -5,8 +5,9 @@ import os
 import pathlib
 import shutil
 import socket
-import subprocess
 import sys
+
+from support import processes
 
 HERE = pathlib.Path(__file__).parent
 
@@ -30,7 +31,7 @@ def start(strategy, workers, options, folder, script, names):
     try:
         for number, (words, environ) in enumerate(launches):
             with open(folder / f"{number}.log", "wb") as log:
-                running.append(subprocess.Popen(words, env=environ, stdout=log, stderr=log))
+                running.append(processes.Popen(words, env=environ, stdout=log, stderr=log))
         codes = [process.wait(540) for process in running]
     finally:
         for process in running:

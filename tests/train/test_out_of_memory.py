@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 
 import keras
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import REPOSITORY
-from support import memory_hungry_model, training_cases
+from support import memory_hungry_model, processes, training_cases
 
 import tfdist
 from tfdist.checkpoints import oom_note
@@ -147,7 +146,7 @@ def by_hand(tmp_path_factory, tfds_dir):
         "PYTHONPATH": f"{SUPPORT}{os.pathsep}{REPOSITORY}"
     }
     flags = [*FLAGS, "--config.model.options=most=1000", "--config.train.accumulate=4"]
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, "-m", "tfdist.train", *flags], cwd=folder, env=env, timeout=200, capture_output=True
     )
     assert done.returncode == 0, done.stderr
