@@ -10,7 +10,7 @@ from tfdist.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Step:
+class AugmentStep:
     """One operation and its arguments."""
 
     name: str
@@ -44,7 +44,7 @@ _KNOWN: dict[str, tuple[_Argument, ...]] = {
 MIXING = ("mixup", "cutmix")
 
 
-def steps(text: str, field: str = "data.augment") -> tuple[Step, ...]:
+def steps(text: str, field: str = "data.augment") -> tuple[AugmentStep, ...]:
     """The operations that `text` names, in its order.
 
     Raises:
@@ -67,7 +67,7 @@ def steps(text: str, field: str = "data.augment") -> tuple[Step, ...]:
     return found
 
 
-def _step(node: ast.expr, field: str) -> Step:
+def _step(node: ast.expr, field: str) -> AugmentStep:
     called = isinstance(node, ast.Call) and not node.keywords
     name = node.func if isinstance(node, ast.Call) else node
     if not isinstance(name, ast.Name) or (isinstance(node, ast.Call) and not called):
@@ -91,4 +91,4 @@ def _step(node: ast.expr, field: str) -> Step:
                 f"{'above' if argument.above else 'from'} {argument.low:g} {'and at most' if argument.above else 'to'}"
             )
             raise UserError(f"{field}: {argument.name} of {written} must be {bounds} {argument.high:g}, got {value!r}")
-    return Step(name.id, tuple(float(v) for v in values))
+    return AugmentStep(name.id, tuple(float(v) for v in values))

@@ -9,7 +9,6 @@ before any device is touched.
 # the types of the fields and cannot do so from strings.
 
 import dataclasses
-from typing import Any
 
 MODELS = (
     "cnn", "mlp", "conv_bn", "alexnet", "resnet_cifar", "vit", "char_transformer", "gpt", "table_mlp",
@@ -186,14 +185,14 @@ class Experiment:
     checkpoint: Checkpoint = dataclasses.field(default_factory=Checkpoint)
 
 
-def flat(experiment: Experiment | dict[str, Any]) -> dict[str, str]:
+def flat(experiment: Experiment | dict[str, object]) -> dict[str, str]:
     """Every field by its name on the command line, for comparing experiments.
 
     Args:
       experiment: or its fields as they stand in `experiment.json`.
     """
 
-    def fields(prefix: str, value: Any) -> dict[str, str]:
+    def fields(prefix: str, value: object) -> dict[str, str]:
         if not isinstance(value, dict):
             return {prefix: str(value)}
         return {name: text for key, inner in value.items() for name, text in fields(f"{prefix}.{key}", inner).items()}

@@ -6,15 +6,18 @@ import ast
 import difflib
 import math
 import re
-from typing import Any
+from typing import Any, TypeAlias
 
 from tfdist.config import FILES, SCHEDULES, Optimizer
 from tfdist.errors import UserError
 
+Options: TypeAlias = dict[str, Any]
+"""Keyword arguments as a person wrote them: numbers, texts, truth values, and tuples or lists of them, by name."""
+
 _REFERENCE = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
 
 
-def options(field: str, text: str) -> dict[str, Any]:
+def options(field: str, text: str) -> Options:
     """Keyword arguments in `text`, Python literals or bare words: `units=64, activation=relu`.
 
     Raises:
@@ -79,7 +82,7 @@ def number(field: str, text: str) -> float:
     return value
 
 
-def check_whole(name: str, value: Any) -> None:
+def check_whole(name: str, value: object) -> None:
     """Raises UserError unless `value` is a whole number of at least 1."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise UserError(f"{name} must be a whole number of at least 1, got {value!r}")
@@ -109,7 +112,7 @@ def class_weights(text: str) -> dict[str, float]:
     return found
 
 
-def schedule_options(optimizer: Optimizer) -> dict[str, Any]:
+def schedule_options(optimizer: Optimizer) -> Options:
     """`optimizer.schedule_options` as numbers `end` and `factor` and texts `boundaries` and `every`, where given.
 
     Raises:

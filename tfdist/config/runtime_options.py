@@ -9,6 +9,7 @@ from typing import Any
 
 from absl import flags
 
+from tfdist.config import Experiment
 from tfdist.errors import UserError
 
 STRATEGIES = ("auto", "default", "mirrored", "multi_worker", "tpu", "horovod")
@@ -150,6 +151,6 @@ def from_flags(values: flags.FlagValues) -> Environment:
     return Environment(**found)
 
 
-def workdir(experiment: Any, where: Any) -> str:
+def workdir(experiment: Experiment, where: Environment) -> str:
     """The run folder of an experiment in an environment: `--workdir`, or one by the experiment's name."""
     return os.path.expanduser(where.workdir) or os.path.join("runs", experiment.name)

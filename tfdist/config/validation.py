@@ -39,7 +39,7 @@ OF_FIELDS = {
 """Arguments of an optimizer that are fields of their own; in its options one of both would be ignored."""
 
 
-def validate(experiment: Any) -> Experiment:
+def validate(experiment: object) -> Experiment:
     """Checks an experiment.
 
     Raises:

@@ -9,7 +9,6 @@ left out of every sum.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import keras
 import numpy as np
@@ -55,7 +54,7 @@ class Layout:
         """Rows of a global batch that belong to this worker."""
         return self.share * self.here
 
-    def own(self, rows: Any) -> Any:
+    def own(self, rows: np.ndarray) -> np.ndarray:
         """This worker's part of the last axis of `rows` [..., layout.rows].
 
         Micro-batch by micro-batch over all replicas, so that the same examples
@@ -69,7 +68,7 @@ class Layout:
         return np.reshape(part, [*np.shape(rows)[:-1], self.own_rows])
 
 
-def fetch(feed: tuple, i: Any, layout: Layout) -> tuple:
+def fetch(feed: tuple, i: tf.Tensor, layout: Layout) -> tuple:
     """Global batch `i` of a feed, as (is there one, function that takes it).
 
     A feed is (table, rows [n, layout.own_rows], counts [n]) for a data set in
@@ -101,7 +100,7 @@ def own_rows(batch: tuple, layout: Layout) -> tuple:
     return keras.tree.map_structure(lambda t: tf.gather(t, rows), batch), count
 
 
-def _fits(count: Any, layout: Layout) -> list:
+def _fits(count: tf.Tensor, layout: Layout) -> list:
     fits = tf.debugging.assert_less_equal(
         count, layout.batch, f"a batch of the data set is larger than the first one ({layout.batch} examples)"
     )
@@ -114,7 +113,7 @@ def unpack(data: tuple) -> tuple:
     return padded[0], padded[1], padded[2]
 
 
-def with_shape(tensor: Any, shape: list) -> Any:
+def with_shape(tensor: tf.Tensor, shape: list) -> tf.Tensor:
     """Restores a static shape that slicing by a tensor loses."""
     tensor.set_shape(shape)
     return tensor

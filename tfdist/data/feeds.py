@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-from typing import Any
 
 import keras
 import numpy as np
@@ -16,10 +15,11 @@ import tensorflow as tf
 
 from tfdist.data.batch_layout import Layout, own_rows
 from tfdist.data.sources import Arrays, Batches, order
+from tfdist.data.structures import Structure
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Call:
+class FeedCall:
     """The next global batches for one call of a compiled function: its arguments."""
 
     feed: tuple
@@ -48,23 +48,19 @@ class ArrayFeed:
         self._full = self._size // layout.batch if layout.rows == layout.batch else 0
         self._ahead: dict[int, concurrent.futures.Future] = {}
         self._executor = concurrent.futures.ThreadPoolExecutor(1)
-        self._rows: tuple[int, Any] = (-1, None)
+        self._rows: tuple[int, tuple] = (-1, ())
         counts = np.full(self.batches, layout.batch, np.int32)
         counts[-1] = self._size - (self.batches - 1) * layout.batch
         self._counts = counts
 
-    def next(self, update: int, limit: int) -> Call:
+    def next(self, update: int, limit: int) -> FeedCall:
         """At most `limit` batches from `update` on, none beyond its epoch."""
         epoch, first = divmod(update, self.batches)
         last = min(first + limit, self.batches)
         full = first < self._full
         if full:
             last = min(last, self._full)
-        return Call((self._table, *self._of_epoch(epoch)), first, last, full)
-
-    def example(self) -> tuple:
-        """The first row, as a batch of one."""
-        return keras.tree.map_structure(lambda t: t[:1], self._table)
+        return FeedCall((self._table, *self._of_epoch(epoch)), first, last, full)
 
     def restart(self) -> None:
         """Nothing to do: the position is a function of the update."""
@@ -116,13 +112,13 @@ class BatchFeed:
             self._stored = self._stored.repeat()
         self._endless = not once and self.batches is not None
         self._dataset = self._decoded(self._stored)
-        self._iterator: Any = None
+        self._iterator: tf.data.Iterator | None = None
 
-    def _decoded(self, stored: Any) -> Any:
+    def _decoded(self, stored: tf.data.Dataset) -> tf.data.Dataset:
         layout, decode = self._layout, self._source.decode
         if layout.local:
 
-            def own(*batch: Any) -> tuple:
+            def own(*batch: Structure) -> tuple:
                 rows, count = own_rows(batch, layout)
                 return decode(*rows) if decode else rows, count
 
@@ -131,11 +127,11 @@ class BatchFeed:
             stored = stored.map(decode, tf.data.AUTOTUNE)
         return stored.prefetch(tf.data.AUTOTUNE)
 
-    def next(self, update: int, limit: int) -> Call:
+    def next(self, update: int, limit: int) -> FeedCall:
         del update  # an iterator knows its position
         if self._iterator is None:
             self._iterator = iter(self._dataset)
-        return Call((self._iterator,), 0, limit, False)
+        return FeedCall((self._iterator,), 0, limit, False)
 
     def resume(self, update: int, epoch: int, begun: int) -> None:
         """Goes to a batch by skipping, before anything is decoded.

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
-
-from tfdist.data.augmentation import ops
 
 OTHER = 0
 """Way of decoding: any image, by its first bytes. The other ways are JPEGs in 1/1, 1/2, 1/4 or 1/8 of their size."""
@@ -37,12 +34,12 @@ def ways(kinds: Sequence[str], sizes: np.ndarray, size: tuple[int, int] | None, 
     return found.astype(np.int32)
 
 
-def shrinking(size: tuple[int, int], policy: str) -> Callable[[Any], Any]:
+def shrinking(size: tuple[int, int], policy: str) -> Callable[[tf.Tensor], tf.Tensor]:
     """contents -> uint8 [h, w, 3], decoded in the way of `ways` for this size; for files that nobody has looked at."""
     decode = decoder((OTHER, *RATIOS))
     combine = tf.reduce_any if policy == "pad" else tf.reduce_all
 
-    def way(contents: Any) -> Any:
+    def way(contents: tf.Tensor) -> tf.Tensor:
         shape = tf.io.extract_jpeg_shape(contents)[:2]
         enough = [combine(shape >= ratio * np.array(size, np.int32)) for ratio in RATIOS]
         return tf.reduce_min([tf.where(e, i, len(RATIOS)) for i, e in enumerate(enough, 1)])
@@ -52,11 +49,11 @@ def shrinking(size: tuple[int, int], policy: str) -> Callable[[Any], Any]:
     )
 
 
-def decoder(used: Sequence[int]) -> Callable[[Any, Any], Any]:
+def decoder(used: Sequence[int]) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
     """(contents, which of the `used` ways) -> uint8 [h, w, 3]."""
     branches = [_one_way(way) for way in used]
 
-    def decode(contents: Any, which: Any) -> Any:
+    def decode(contents: tf.Tensor, which: tf.Tensor) -> tf.Tensor:
         if len(branches) == 1:
             return branches[0](contents)
         image = tf.switch_case(which, [lambda b=branch: b(contents) for branch in branches])
@@ -65,13 +62,8 @@ def decoder(used: Sequence[int]) -> Callable[[Any, Any], Any]:
     return decode
 
 
-def _one_way(way: int) -> Callable[[Any], Any]:
+def _one_way(way: int) -> Callable[[tf.Tensor], tf.Tensor]:
     if way == OTHER:
         whole = lambda contents: tf.io.decode_image(contents, 3, expand_animations=False)
         return lambda contents: tf.ensure_shape(whole(contents), [None, None, 3])
     return lambda contents: tf.io.decode_jpeg(contents, 3, ratio=way)
-
-
-def sized(image: Any, size: tuple[int, int] | None, policy: str) -> Any:
-    """The image as `data.image_size` and `data.resize` say."""
-    return image if size is None else ops.resize(image, size, policy)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tfdist.data.batch_layout import Layout
-from tfdist.data.feeds import Call
+from tfdist.data.feeds import FeedCall
 from tfdist.data.sources import Arrays, Records, Source, order
+from tfdist.data.structures import Structure
 from tfdist.errors import UserError
 
 AHEAD = 2
@@ -47,13 +47,13 @@ class RecordFeed:
         self._positions = own
         self._order: tuple[int, np.ndarray] | None = None
         self._lock = threading.Lock()
-        self._iterator: Any = None
+        self._iterator: tf.data.Iterator | None = None
         self._at = -1
         """The update whose batch the iterator gives next."""
         self._called = 0, 0
         """The updates of the last call."""
 
-    def next(self, update: int, limit: int) -> Call:
+    def next(self, update: int, limit: int) -> FeedCall:
         """At most `limit` batches from `update` on, none beyond its epoch."""
         number = update % self.batches
         full = number < self._full
@@ -66,7 +66,7 @@ class RecordFeed:
         self._called = update, update + last - number
         if self._shuffle is None and self._seed is None:
             self._at %= self.batches
-        return Call((self._iterator,), number, last, full)
+        return FeedCall((self._iterator,), number, last, full)
 
     def broken(self) -> str:
         """After an error in the pipeline: the first example of the last call that cannot be decoded, and why."""
@@ -105,7 +105,7 @@ class RecordFeed:
         _check(examples.element_spec[0])
         examples = examples.batch(width, drop_remainder=True)
 
-        def finished(update: Any, batch: tuple) -> tuple:
+        def finished(update: tf.Tensor, batch: tuple) -> tuple:
             columns, seeds = batch
             if source.mix:
                 columns = self._mixed(columns, seeds)
@@ -123,7 +123,7 @@ class RecordFeed:
         options.autotune.enabled = False
         return ready.with_options(options)
 
-    def _numbered(self, update: Any) -> tuple:
+    def _numbered(self, update: tf.Tensor) -> tuple:
         """(rows int64 [width], seeds int32 [width, 2]) of this worker in the global batch of `update`."""
         rows, seeds = tf.numpy_function(self._rows, [update], [tf.int64, tf.int32])
         width = len(self._positions)
@@ -144,10 +144,10 @@ class RecordFeed:
                 self._order = epoch, order(self._shuffle or 0, epoch, self._source.size)
             return self._order[1]
 
-    def _mixed(self, columns: tuple, seeds: Any) -> tuple:
+    def _mixed(self, columns: tuple, seeds: tf.Tensor) -> tuple:
         """The rows of this worker, each mixed with the one that follows it."""
 
-        def part(tensor: Any, which: slice) -> Any:
+        def part(tensor: tf.Tensor, which: slice) -> tf.Tensor:
             shape = tensor.shape[1:]
             blocks = tf.reshape(tensor, [self._blocks, -1, *shape])[:, which]
             return tf.reshape(blocks, [self._layout.own_rows, *shape])
@@ -197,11 +197,11 @@ def is_weighted(source: Source) -> bool:
     return isinstance(source, Arrays) and len(source.columns) == 3
 
 
-def _columns(decoded: Any) -> tuple:
+def _columns(decoded: Structure) -> tuple:
     return decoded if isinstance(decoded, tuple) else (decoded,)
 
 
-def _check(specs: Any) -> None:
+def _check(specs: Structure) -> None:
     for spec in keras.tree.flatten(specs):
         if not isinstance(spec, tf.TensorSpec) or not spec.shape.is_fully_defined():
             raise UserError(

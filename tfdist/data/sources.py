@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.data.batch_layout import unpack
+from tfdist.data.structures import Structure
 from tfdist.errors import UserError
 
 _LOOKED_AT = 2**16
@@ -59,7 +60,7 @@ class Batches:
         nothing to decode.
     """
 
-    dataset: Any
+    dataset: tf.data.Dataset
     decode: Callable[..., tuple] | None = None
 
     def __post_init__(self):
@@ -72,7 +73,7 @@ class Batches:
                 raise UserError("the data set has scalar elements: batch it (dataset.batch(64))")
 
     @property
-    def decoded(self) -> Any:
+    def decoded(self) -> tf.data.Dataset:
         """The data set of whole batches to train on."""
         return self.dataset.map(self.decode, tf.data.AUTOTUNE) if self.decode else self.dataset
 
@@ -105,9 +106,9 @@ class Records:
     """
 
     size: int
-    read: Callable[[Any], Any]
-    decode: Callable[[Any, Any], tuple]
-    mix: Callable[[tuple, tuple, Any], tuple] | None = None
+    read: Callable[[tf.Tensor], Structure]
+    decode: Callable[[Structure, tf.Tensor], tuple]
+    mix: Callable[[tuple, tuple, tf.Tensor], tuple] | None = None
     name: Callable[[int], str] = "example {}".format
     labels: np.ndarray | None = None
 
@@ -119,7 +120,7 @@ class Records:
 Source = Arrays | Batches | Records
 
 
-def as_source(data: Any, y: Any = None, weight: Any = None) -> Source:
+def as_source(data: Source | Structure, y: Structure = None, weight: Structure = None) -> Source:
     """What `fit`, `evaluate` and `predict` accept, as a source.
 
     Args:
@@ -147,7 +148,7 @@ def as_source(data: Any, y: Any = None, weight: Any = None) -> Source:
     return Arrays(keras.tree.map_structure(_array, columns))
 
 
-def _array(value: Any) -> Any:
+def _array(value: object) -> np.ndarray:
     try:
         array = value.numpy() if isinstance(value, tf.Tensor) else np.asarray(value)
     except ValueError as error:
@@ -189,7 +190,7 @@ def weigh_classes(source: Source, weights: Mapping[int, float]) -> Source:
     if isinstance(source, Records):  # before examples are mixed, each with the weight of its own class
         decode = source.decode
 
-        def weighed(stored: Any, seed: Any) -> tuple:
+        def weighed(stored: Structure, seed: tf.Tensor) -> tuple:
             x, *rest = decode(stored, seed)
             _, y, weight = add(x, *(tf.expand_dims(t, 0) for t in rest))
             return x, y[0], weight[0]
@@ -228,7 +229,7 @@ def first_batch(source: Batches) -> tuple:
     raise UserError("the data set is empty: give it at least one batch")
 
 
-def check_labels(y: Any, classes: int, what: str) -> None:
+def check_labels(y: np.ndarray, classes: int, what: str) -> None:
     """Raises UserError when an integer target is not in [0, classes).
 
     A GPU would train on NaN instead of failing.
@@ -266,6 +267,6 @@ def _checksum(*columns: np.ndarray) -> int:
     return found
 
 
-def targets_of(source: Source) -> Any:
+def targets_of(source: Source) -> Structure:
     """Targets in memory, or None where there are none."""
     return unpack(source.columns)[1] if isinstance(source, Arrays) else None

@@ -9,13 +9,16 @@ import pathlib
 import types
 import typing
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 from tfdist.data.spec import Spec
 from tfdist.errors import UserError
 
 NAME = "data.json"
 FORMAT = 1
+
+Json: TypeAlias = Any
+"""What JSON can hold: None, truth values, numbers, texts, and lists and dicts of them."""
 
 
 def write(write_text: Callable[[str, str], None], spec: Spec) -> None:
@@ -52,17 +55,17 @@ def read(path: pathlib.Path) -> Spec | None:
         ) from None
 
 
-def plain(spec: Spec) -> Any:
+def plain(spec: Spec) -> Json:
     """A description as JSON can hold it."""
     return _plain(dataclasses.asdict(spec))
 
 
-def made(content: Any) -> Spec:
+def made(content: Json) -> Spec:
     """What `plain` was given."""
     return _made(Spec, content)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Json:
     if isinstance(value, dict):
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -70,7 +73,7 @@ def _plain(value: Any) -> Any:
     return {"base64": base64.b64encode(value).decode()} if isinstance(value, bytes) else value
 
 
-def _made(kind: Any, value: Any) -> Any:
+def _made(kind: Any, value: Json) -> Any:
     """A value of a type from what JSON kept of it: tuples and dataclasses again."""
     if isinstance(value, dict) and value.keys() == {"base64"}:
         return base64.b64decode(value["base64"])

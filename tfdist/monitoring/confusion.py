@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from typing import Any
 
 import numpy as np
 
@@ -24,7 +23,7 @@ class Example:
     """Which the model gives its prediction."""
     loss: float
     """Cross-entropy in nats: minus the logarithm of the probability of the label."""
-    pixels: Any = None
+    pixels: np.ndarray | None = None
     """The input [height, width, channels] where that is an image."""
     png: bytes = b""
     """The same as a picture to show."""
@@ -86,7 +85,7 @@ class Tally:
         self._worst: list[tuple[float, int, Example]] = []
         self._rows = self._left_out = 0
 
-    def add(self, labels: np.ndarray, scores: np.ndarray, images: Any = None) -> None:
+    def add(self, labels: np.ndarray, scores: np.ndarray, images: np.ndarray | None = None) -> None:
         """Takes in the next examples.
 
         Args:

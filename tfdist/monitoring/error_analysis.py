@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import keras
 import numpy as np
@@ -13,6 +12,7 @@ import tensorflow as tf
 from tfdist.data import sources
 from tfdist.data.record_feed import in_order
 from tfdist.data.spec import Spec
+from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.engine import evaluation
 from tfdist.errors import UserError
@@ -80,7 +80,7 @@ def of_run(
     return found and dataclasses.replace(found, partial=partial)
 
 
-def _found(source: sources.Source, scores: Any, spec: Spec, from_logits: bool) -> confusion.Findings | None:
+def _found(source: sources.Source, scores: np.ndarray, spec: Spec, from_logits: bool) -> confusion.Findings | None:
     """Sets the scores beside the targets, and makes pictures of the worst examples."""
     if scores.shape[1:] != (spec.classes,):
         return None
@@ -131,7 +131,7 @@ def _first(source: sources.Source, limit: int) -> tuple[sources.Source, bool]:
     return sources.Batches(source.dataset.take(wanted), source.decode), not 0 < (source.batches or 0) <= wanted
 
 
-def _pieces(source: sources.Source) -> Iterator[tuple[Any, Any]]:
+def _pieces(source: sources.Source) -> Iterator[tuple[Structure, Structure]]:
     """(x, y), a few examples at a time."""
     if isinstance(source, sources.Arrays):
         for i in range(0, source.size, _PIECE):
@@ -143,7 +143,7 @@ def _pieces(source: sources.Source) -> Iterator[tuple[Any, Any]]:
             yield keras.tree.map_structure(np.asarray, x), keras.tree.map_structure(np.asarray, y)
 
 
-def _labels(y: Any, classes: int) -> np.ndarray | None:
+def _labels(y: Structure, classes: int) -> np.ndarray | None:
     """[n] class numbers, or None where targets are something else, such as sequences."""
     if not isinstance(y, np.ndarray):
         return None
@@ -154,11 +154,11 @@ def _labels(y: Any, classes: int) -> np.ndarray | None:
     return None
 
 
-def _images(x: Any) -> bool:
+def _images(x: Structure) -> bool:
     return isinstance(x, np.ndarray) and x.ndim == 4 and x.shape[-1] in (1, 3) and min(x.shape[1:3]) > 1
 
 
-def _from_logits(model: keras.Model, scores: Any) -> bool:
+def _from_logits(model: keras.Model, scores: np.ndarray) -> bool:
     """As the loss says; where it does not, scores that are no probabilities are logits."""
     known = getattr(getattr(model, "loss", None), "from_logits", None)
     return not confusion.look_like_probabilities(scores) if known is None else bool(known)

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from tfdist.data.record_feed import in_order
 from tfdist.data.sources import Arrays, Records, Source
+from tfdist.data.structures import Structure
 
 PEAKS = {
     # name in nvidia-smi: (float16/bfloat16, float32) dense FLOP/s; TensorFlow multiplies float32 as TF32 from A100 on
@@ -95,17 +96,17 @@ def words(rate: float, share: float | None) -> str:
     return f"{rate / 1000**power:.3g} {('', 'k', 'M', 'G', 'T')[power]}FLOP/s{of}"
 
 
-def per_example(model: keras.Model, columns: Any) -> int | None:
+def per_example(model: keras.Model, inputs: Structure) -> int | None:
     """Model FLOPs of one example, forward and backward.
 
     Args:
       model: built.
-      columns: the input's structure of arrays or tensors, [examples, ...].
+      inputs: a structure of arrays or tensors, [examples, ...].
 
     Returns:
       None for a model whose work the graph of one forward pass does not show, such as one with a loop.
     """
-    specs = keras.tree.map_structure(lambda c: tf.TensorSpec((1, *c.shape[1:]), c.dtype), columns)
+    specs = keras.tree.map_structure(lambda c: tf.TensorSpec((1, *c.shape[1:]), c.dtype), inputs)
     try:
         graph = tf.function(lambda x: model(x, training=False), autograph=False).get_concrete_function(specs).graph
         found = _of_graph(graph)
@@ -117,12 +118,12 @@ def per_example(model: keras.Model, columns: Any) -> int | None:
 _OPAQUE = ("While", "StatelessWhile", "If", "StatelessIf", "CudnnRNN", "CudnnRNNV3", "XlaCallModule")
 
 
-def _of_graph(graph: Any) -> int | None:
+def _of_graph(graph: tf.Graph) -> int | None:
     found = [_of(op) for op in graph.get_operations()]
     return None if None in found else sum(f for f in found if f)
 
 
-def _of(op: Any) -> int | None:
+def _of(op: tf.Operation) -> int | None:
     """FLOPs of one operation; None if it hides others."""
     kind = op.type
     if kind in _OPAQUE:

@@ -6,13 +6,16 @@ import collections
 import pathlib
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import keras
 import tensorflow as tf
 
 from tfdist.engine.timing import Call, Spent
 from tfdist.monitoring.recorder import Recorder
+
+if TYPE_CHECKING:
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 SHOWN = 10
 """Operations in the text."""
@@ -151,7 +154,7 @@ def operations(trace: bytes) -> tuple[collections.Counter, collections.Counter, 
 _WRAPPINGS = re.compile(r"(while|body|cond|then|else)(/_\d+)?/|replica_\d+/")
 
 
-def _operation(plane: Any, event: Any) -> str:
+def _operation(plane: xplane_pb2.XPlane, event: xplane_pb2.XEvent) -> str:
     """`layer/name (Type)` of an event that is an operation of TensorFlow, or nothing."""
     name = plane.event_metadata[event.metadata_id].name
     for stat in event.stats:  # a kernel of a GPU says which operation it belongs to

@@ -7,8 +7,7 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import keras
 from rich import progress as rich_progress
@@ -17,6 +16,7 @@ from rich.table import Column
 
 from tfdist.config.schedule import Plan
 from tfdist.engine.timing import Call, Spent
+from tfdist.monitoring.system_usage import Sample
 
 PLAIN_EVERY_S = 30.0
 """Seconds between plain lines within an epoch."""
@@ -25,7 +25,7 @@ INPUT_SHOWN = 0.05
 
 
 def create(
-    kind: str, plan: Plan, usage: Callable[[], dict[str, Any]] = lambda: {"gpus": []}
+    kind: str, plan: Plan, usage: Callable[[], Sample] = lambda: Sample(cpu=0.0, memory=0, gpus=[])
 ) -> list[keras.callbacks.Callback]:
     """Callbacks for `--progress`; none for `none`.
 
@@ -41,7 +41,7 @@ def create(
     return [Plain(plan, usage)]
 
 
-def numbers(logs: dict[str, Any] | None) -> str:
+def numbers(logs: Mapping[str, object] | None) -> str:
     """Metrics in one short line, the loss first, each with its value on validation data."""
     values = {k: v for k, v in (logs or {}).items() if isinstance(v, (int, float))}
     names = sorted(values, key=lambda k: (k != "loss", k))
@@ -76,7 +76,7 @@ def fold(line: str) -> str:
 class _Display(keras.callbacks.Callback):
     takes_many_updates = True
 
-    def __init__(self, plan: Plan, usage: Callable[[], dict[str, Any]]):
+    def __init__(self, plan: Plan, usage: Callable[[], Sample]):
         super().__init__()
         self._plan, self._usage = plan, usage
         self._width = len(str(plan.epochs))
@@ -165,7 +165,7 @@ def clock(seconds: float) -> str:
 class Bar(_Display):
     """One bar over the whole run, and a line for each epoch above it."""
 
-    def __init__(self, plan: Plan, usage: Callable[[], dict[str, Any]]):
+    def __init__(self, plan: Plan, usage: Callable[[], Sample]):
         super().__init__(plan, usage)
         self._console = Console(highlight=False, soft_wrap=True)
         self._bar = rich_progress.Progress(

@@ -6,16 +6,19 @@ import dataclasses
 import os
 import platform
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tfdist.distributed.distribution import Distribution
 
+if TYPE_CHECKING:
+    from tfdist.distributed.connect import Site
 
-def environment(distribution: Distribution, site: Any) -> dict[str, Any]:
+
+def environment(distribution: Distribution, site: Site) -> dict[str, Any]:
     """The strategy and why, the devices, the hosts and the versions.
 
     Args:
-      site: a `connect.Site`.
+      site: what was found where it ran.
     """
     return {
         "strategy": distribution.name,

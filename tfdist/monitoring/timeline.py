@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import keras
 
@@ -12,7 +11,7 @@ from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.engine.timing import INPUT_LIMIT, Call, Spent
 from tfdist.monitoring.flops import Work
 from tfdist.monitoring.recorder import TIMELINE, Recorder, learning_rate
-from tfdist.monitoring.system_usage import Usage
+from tfdist.monitoring.system_usage import Sample, Usage
 from tfdist.monitoring.tensorboard import Board
 
 EVERY_S = 0.5
@@ -116,7 +115,7 @@ class Timeline(keras.callbacks.Callback):
         if self._board:
             self._board.begin(self._recorder.updates, self._experiment)
 
-    def _sample(self, now: float, logs: Mapping[str, Any]) -> None:
+    def _sample(self, now: float, logs: Mapping[str, object]) -> None:
         self._open()
         measures = {name: v for name, v in logs.items() if isinstance(v, (int, float)) and not name.startswith("val_")}
         spent = self._window
@@ -132,9 +131,9 @@ class Timeline(keras.callbacks.Callback):
         }
         usage = self._usage.latest()
         line = {"updates": self._recorder.updates, "seconds": round(now - self._recorder.begun, 3)}
-        self._folder.append(TIMELINE, line | measures | rest | usage)
+        self._folder.append(TIMELINE, {**line, **measures, **rest, **usage})
         if self._board:
-            self._board.scalars("train", self._recorder.updates, measures | _shown(rest, usage))
+            self._board.scalars("train", self._recorder.updates, {**measures, **_shown(rest, usage)})
         self._last, self._window, self._examples = now, Spent(), 0
         self._judge()
 
@@ -153,13 +152,13 @@ class Timeline(keras.callbacks.Callback):
         self._folder.append(TIMELINE, line)
 
 
-def _shown(rest: Mapping[str, Any], usage: Mapping[str, Any]) -> dict[str, Any]:
-    """Names under which TensorBoard groups them."""
-    found = {"learning_rate": rest["learning_rate"], "gradient_norm": rest["gradient_norm"]}
-    found |= {f"speed/{name}": rest[name] for name in ("examples_per_second", "flops_per_second")}
-    found |= {f"share/{name}": rest[name] for name in ("input", "all_reduce", "python")}
-    found |= {"device/cores": usage["cpu"], "device/memory_bytes": usage["memory"]}
+def _shown(rest: Mapping[str, float | None], usage: Sample) -> dict[str, float | None]:
+    """Gives the measures the names under which TensorBoard groups them."""
+    scalars: dict[str, float | None] = {"learning_rate": rest["learning_rate"], "gradient_norm": rest["gradient_norm"]}
+    scalars |= {f"speed/{name}": rest[name] for name in ("examples_per_second", "flops_per_second")}
+    scalars |= {f"share/{name}": rest[name] for name in ("input", "all_reduce", "python")}
+    scalars |= {"device/cores": usage["cpu"], "device/memory_bytes": usage["memory"]}
     for gpu in usage["gpus"]:
-        found[f"device/gpu_{gpu['number']}_load"] = gpu["load"]
-        found[f"device/gpu_{gpu['number']}_memory_MiB"] = gpu["memory_used"]
-    return found
+        scalars[f"device/gpu_{gpu['number']}_load"] = gpu["load"]
+        scalars[f"device/gpu_{gpu['number']}_memory_MiB"] = gpu["memory_used"]
+    return scalars

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import tensorflow as tf
 
@@ -13,37 +11,37 @@ GREY = np.array([0.299, 0.587, 0.114], np.float32)
 _YIQ = np.array([[0.299, 0.587, 0.114], [0.595716, -0.274453, -0.321263], [0.211456, -0.522591, 0.311135]]).T
 
 
-def uniform(seed: Any, count: int, low: float = 0.0, high: float = 1.0) -> Any:
+def uniform(seed: tf.Tensor, count: int, low: float = 0.0, high: float = 1.0) -> tf.Tensor:
     """`count` numbers in [low, high) that `seed` (int32 [2]) alone decides, on any device."""
     return tf.random.stateless_uniform([count], seed, low, high, alg="philox")
 
 
-def seed_of(seed: Any, place: int) -> Any:
+def seed_of(seed: tf.Tensor, place: int) -> tf.Tensor:
     """A seed for the operation at `place`, so that two operations do not draw the same numbers."""
     # Spread over all bits (golden ratio), since the seeds of two examples may be neighbours.
     spread = np.array([0, (place + 1) * 0x9E3779B9 & 0xFFFFFFFF], np.uint32).view(np.int32)
     return tf.bitwise.bitwise_xor(seed, spread)
 
 
-def stored(values: Any, image: Any, maximum: float) -> Any:
+def stored(values: tf.Tensor, image: tf.Tensor, maximum: float) -> tf.Tensor:
     """`values`, cut to [0, maximum], in the type of `image`: rounded where that is whole numbers."""
     values = tf.clip_by_value(values, 0.0, maximum)
     return tf.cast(values if image.dtype.is_floating else tf.round(values), image.dtype)
 
 
-def recolored(image: Any, matrix: Any, offset: Any, maximum: float) -> Any:
+def recolored(image: tf.Tensor, matrix: tf.Tensor, offset: tf.Tensor, maximum: float) -> tf.Tensor:
     """Each pixel times `matrix` [c, c] plus `offset` (broadcast to [c])."""
     pixels = tf.reshape(tf.cast(image, tf.float32), [-1, image.shape[-1]])
     return tf.reshape(stored(pixels @ matrix + offset, image, maximum), tf.shape(image))
 
 
-def mean_grey(image: Any) -> Any:
+def mean_grey(image: tf.Tensor) -> tf.Tensor:
     """The mean over all pixels of their luma."""
     means = tf.reduce_mean(tf.cast(image, tf.float32), [0, 1])
     return means[0] if image.shape[-1] == 1 else tf.tensordot(means, GREY, 1)
 
 
-def jitter(image: Any, factors: Any, turn: Any, maximum: float) -> Any:
+def jitter(image: tf.Tensor, factors: tf.Tensor, turn: tf.Tensor | float, maximum: float) -> tf.Tensor:
     """The image with factors of brightness, contrast (around its mean) and saturation, and its hue turned.
 
     One product per pixel: all four are linear, and hue is a rotation of the

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -20,8 +19,6 @@ from tfdist.data.augmentation.color import jitter, seed_of, stored, uniform
 from tfdist.data.augmentation.mixup import mixer
 from tfdist.data.augmentation.randaugment import randaugment
 from tfdist.errors import UserError
-
-POLICIES = ("crop", "stretch", "pad")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,8 +31,8 @@ class Recipe:
       maximum: largest value of an image.
     """
 
-    steps: tuple[augment_syntax.Step, ...]
-    mixing: tuple[augment_syntax.Step, ...]
+    steps: tuple[augment_syntax.AugmentStep, ...]
+    mixing: tuple[augment_syntax.AugmentStep, ...]
     maximum: float = 255.0
 
     @property
@@ -71,7 +68,7 @@ class Recipe:
             )
 
     @tf.autograph.experimental.do_not_convert
-    def example(self, image: Any, seed: Any, size: tuple[int, int] | None = None) -> Any:
+    def example(self, image: tf.Tensor, seed: tf.Tensor, size: tuple[int, int] | None = None) -> tf.Tensor:
         """One augmented image.
 
         Args:
@@ -113,7 +110,7 @@ def parse(text: str, maximum: float = 255.0, field: str = "data.augment") -> Rec
     )
 
 
-def resize(image: Any, size: tuple[int, int], policy: str = "crop") -> Any:
+def resize(image: tf.Tensor, size: tuple[int, int], policy: str = "crop") -> tf.Tensor:
     """The image [size[0], size[1], c], bilinear, smoothed where it shrinks to half or less; nothing is random.
 
     Args:
@@ -143,7 +140,7 @@ def resize(image: Any, size: tuple[int, int], policy: str = "crop") -> Any:
     return tf.ensure_shape(_resized(image, size), [height, width, channels])
 
 
-def _resized(image: Any, size: Any) -> Any:
+def _resized(image: tf.Tensor, size: tuple[int, int] | tf.Tensor) -> tf.Tensor:
     # Below one half, plain bilinear would leave pixels out; above it, smoothing takes twice as long as decoding.
     plain, smoothed = (lambda a=antialias: tf.image.resize(image, size, antialias=a) for antialias in (False, True))
     if isinstance(size, tuple) and image.shape[:2].is_fully_defined():  # a branch in the graph takes a tenth of it all
@@ -154,22 +151,22 @@ def _resized(image: Any, size: Any) -> Any:
     return tf.cast(values if image.dtype.is_floating else values + 0.5, image.dtype)
 
 
-def flip(image: Any, seed: Any) -> Any:
+def flip(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
     """Left and right exchanged, for half of the seeds."""
     return _mirrored(image, seed, 1)
 
 
-def vertical_flip(image: Any, seed: Any) -> Any:
+def vertical_flip(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
     """Top and bottom exchanged, for half of the seeds."""
     return _mirrored(image, seed, 0)
 
 
-def _mirrored(image: Any, seed: Any, axis: int) -> Any:
+def _mirrored(image: tf.Tensor, seed: tf.Tensor, axis: int) -> tf.Tensor:
     mirrored = lambda: tf.reverse(image, [axis])
     return tf.cond(uniform(seed, 1)[0] < 0.5, mirrored, lambda: image)
 
 
-def crop(image: Any, seed: Any, padding: int) -> Any:
+def crop(image: tf.Tensor, seed: tf.Tensor, padding: int) -> tf.Tensor:
     """A part as large as the image, at a random place of it with `padding` pixels of 0 around."""
     padded = tf.pad(image, [[padding, padding], [padding, padding], [0, 0]])
     places = tf.cast(uniform(seed, 2, 0.0, 2.0 * padding + 1), tf.int32)
@@ -178,7 +175,7 @@ def crop(image: Any, seed: Any, padding: int) -> Any:
     return tf.ensure_shape(tf.slice(padded, begin, tf.shape(image)), image.shape)
 
 
-def crop_window(shape: Any, seed: Any, smallest: float) -> Any:
+def crop_window(shape: tf.Tensor, seed: tf.Tensor, smallest: float) -> tf.Tensor:
     """Where `resized_crop` cuts: int32 [4], top, left, height and width.
 
     For who decodes only this part of a JPEG.
@@ -199,7 +196,7 @@ def crop_window(shape: Any, seed: Any, smallest: float) -> Any:
     return tf.concat([begin[:2], size[:2]], 0)
 
 
-def resized_crop(image: Any, seed: Any, size: tuple[int, int], smallest: float) -> Any:
+def resized_crop(image: tf.Tensor, seed: tf.Tensor, size: tuple[int, int], smallest: float) -> tf.Tensor:
     """A random part, of `smallest` to 1 of the area and 3:4 to 4:3, made [size[0], size[1], c].
 
     The crop of Inception (Szegedy et al., "Going Deeper with Convolutions", 2015).
@@ -209,7 +206,7 @@ def resized_crop(image: Any, seed: Any, size: tuple[int, int], smallest: float) 
     return tf.ensure_shape(_resized(part, size), [*size, image.shape[-1]])
 
 
-def color(image: Any, seed: Any, strength: float, maximum: float = 255.0) -> Any:
+def color(image: tf.Tensor, seed: tf.Tensor, strength: float, maximum: float = 255.0) -> tf.Tensor:
     """Brightness, contrast and saturation by factors of 1 - strength to 1 + strength, hue by up to strength / 4 turns.
 
     The proportions are those of SimCLR (Chen et al., 2020); see `color.jitter`.
@@ -218,7 +215,7 @@ def color(image: Any, seed: Any, strength: float, maximum: float = 255.0) -> Any
     return jitter(image, drawn[:3] + 1.0, drawn[3] * (math.pi / 2), maximum)
 
 
-def erase(image: Any, seed: Any, probability: float, maximum: float = 255.0) -> Any:
+def erase(image: tf.Tensor, seed: tf.Tensor, probability: float, maximum: float = 255.0) -> tf.Tensor:
     """Random values in a random rectangle, of 2 % to a third of the area, for this share of the seeds.
 
     "Random Erasing Data Augmentation", Zhong et al., 2017. A rectangle longer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -16,7 +15,7 @@ OPERATIONS = (
 )  # fmt: skip
 
 
-def randaugment(image: Any, seed: Any, layers: int, magnitude: float, maximum: float = 255.0) -> Any:
+def randaugment(image: tf.Tensor, seed: tf.Tensor, layers: int, magnitude: float, maximum: float = 255.0) -> tf.Tensor:
     """`layers` of the paper's 14 operations, each drawn anew and as likely as any other.
 
     Args:
@@ -33,7 +32,7 @@ def randaugment(image: Any, seed: Any, layers: int, magnitude: float, maximum: f
     return image
 
 
-def apply(image: Any, number: Any, signed: Any, level: float, maximum: float) -> Any:
+def apply(image: tf.Tensor, number: tf.Tensor, signed: tf.Tensor, level: float, maximum: float) -> tf.Tensor:
     """Operation `number` of `OPERATIONS` with strength `level` in [0, 1], `signed` being plus or minus that."""
     factors = tf.where(tf.range(6, 9) == number, 1.0 + 0.9 * signed, 1.0)
     # Operations that share their code share a branch: a branch costs time to build and optimise, taken or not.
@@ -51,7 +50,7 @@ def apply(image: Any, number: Any, signed: Any, level: float, maximum: float) ->
     return tf.ensure_shape(tf.switch_case(branch, branches), image.shape)
 
 
-def _moved(image: Any, number: Any, signed: Any) -> Any:
+def _moved(image: tf.Tensor, number: tf.Tensor, signed: tf.Tensor) -> tf.Tensor:
     """Shear, shift or rotation around the middle; what comes from outside is 0."""
     amounts = tf.where(tf.range(1, 6) == number, signed, 0.0) * [0.3, 0.3, 0.45, 0.45, math.pi / 6]
     shear_x, shear_y, shift_x, shift_y, angle = tf.unstack(amounts)
@@ -72,7 +71,7 @@ def _moved(image: Any, number: Any, signed: Any) -> Any:
     )[0]
 
 
-def autocontrast(image: Any, maximum: float) -> Any:
+def autocontrast(image: tf.Tensor, maximum: float) -> tf.Tensor:
     """Each channel stretched to the whole range, as `PIL.ImageOps.autocontrast` does, but rounded."""
     values = tf.cast(image, tf.float32)
     low, high = tf.reduce_min(values, [0, 1]), tf.reduce_max(values, [0, 1])
@@ -80,7 +79,7 @@ def autocontrast(image: Any, maximum: float) -> Any:
     return stored(values * scale - tf.where(high > low, low * scale, 0.0), image, maximum)
 
 
-def equalize(image: Any, maximum: float) -> Any:
+def equalize(image: tf.Tensor, maximum: float) -> tf.Tensor:
     """Each channel with a flat histogram of 256 levels, as `PIL.ImageOps.equalize` does."""
     channels = image.shape[-1]
     levels = tf.cast(tf.cast(image, tf.float32) * (255 / maximum), tf.int32)
@@ -97,19 +96,19 @@ def equalize(image: Any, maximum: float) -> Any:
     return stored(tf.cast(found, tf.float32) * (maximum / 255), image, maximum)
 
 
-def solarize(image: Any, threshold: float, maximum: float) -> Any:
+def solarize(image: tf.Tensor, threshold: float, maximum: float) -> tf.Tensor:
     """Values from `threshold` on inverted."""
     values = tf.cast(image, tf.float32)
     return stored(tf.where(values < threshold, values, maximum - values), image, maximum)
 
 
-def posterize(image: Any, bits: int, maximum: float) -> Any:
+def posterize(image: tf.Tensor, bits: int, maximum: float) -> tf.Tensor:
     """The upper `bits` of 8."""
     size = maximum / 255 * 2 ** (8 - bits)
     return stored(tf.floor(tf.cast(image, tf.float32) / size) * size, image, maximum)
 
 
-def sharpen(image: Any, factor: Any, maximum: float) -> Any:
+def sharpen(image: tf.Tensor, factor: tf.Tensor | float, maximum: float) -> tf.Tensor:
     """0 is PIL's smoothed image, 1 the image, more than 1 the opposite of smoothing; the border stays."""
     if any(side is not None and side < 3 for side in image.shape[:2]):
         return image  # all of it is border

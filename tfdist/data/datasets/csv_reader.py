@@ -11,11 +11,14 @@ import itertools
 import math
 import zlib
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, TextIO
 
 import numpy as np
 
 from tfdist.errors import UserError
+
+if TYPE_CHECKING:
+    import _csv
 
 MISSING = frozenset(("", "na", "n/a", "nan", "null", "none", "?"))
 """What stands for a missing number, in any case. Of a category only an empty text is missing."""
@@ -159,7 +162,7 @@ class _Reader:
             self._bad,
         )
 
-    def _read_file(self, path: str, reader: Any, names: list[str]) -> None:
+    def _read_file(self, path: str, reader: _csv.Reader, names: list[str]) -> None:
         where = [names.index(name) for name in self._columns]
         while True:
             line = reader.line_num
@@ -221,7 +224,7 @@ def described(bad: list[str]) -> str:
     return "; ".join(bad[:_NAMED]) + more
 
 
-def _open(path: str) -> Any:
+def _open(path: str) -> TextIO:
     try:
         if path.endswith(".gz"):
             return io.TextIOWrapper(gzip.open(path), encoding="utf-8-sig", newline="")
@@ -230,7 +233,7 @@ def _open(path: str) -> Any:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def _taken(path: str, reader: Any, count: int, default: list) -> list[list[str]]:
+def _taken(path: str, reader: _csv.Reader, count: int, default: list) -> list[list[str]]:
     try:
         return list(itertools.islice(reader, count)) or default
     except (csv.Error, UnicodeDecodeError, EOFError, OSError, zlib.error) as error:

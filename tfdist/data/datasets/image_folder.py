@@ -7,7 +7,6 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -123,22 +122,22 @@ def _records(
         table = (tf.constant(files), tf.constant(labels), tf.constant(which.astype(np.int32)))
     pixels = image_decoding.decoder(used.tolist())
 
-    def read(rows: Any) -> tuple:
+    def read(rows: tf.Tensor) -> tuple:
         return tuple(tf.gather(column, rows) for column in table)
 
-    def decode(stored: tuple, seed: Any) -> tuple:
+    def decode(stored: tuple, seed: tf.Tensor) -> tuple:
         del seed
         path, label, which = stored
         image = pixels(tf.io.read_file(path), which)
         return image if size is None else tf.ensure_shape(image, [*size, 3]), label
 
-    def decode_or_skip(stored: tuple, seed: Any) -> tuple:
+    def decode_or_skip(stored: tuple, seed: tf.Tensor) -> tuple:
         """A data set of one example is what catches an error inside a pipeline."""
         one = tf.data.Dataset.from_tensors(stored)
         good = one.map(lambda *stored: (*decode(stored, seed), 1.0)).ignore_errors()
         return good.concatenate(one.map(nothing)).take(1).get_single_element()
 
-    def nothing(path: Any, label: Any, which: Any) -> tuple:
+    def nothing(path: tf.Tensor, label: tf.Tensor, which: tf.Tensor) -> tuple:
         del which
         line = tf.strings.join(["tfdist: WARNING: ", path, " cannot be decoded and is skipped"])
         said = tf.print(line, output_stream=sys.stdout)

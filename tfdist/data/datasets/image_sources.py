@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import keras
 import numpy as np
@@ -13,6 +12,7 @@ from tfdist.data.augmentation import ops
 from tfdist.data.batch_layout import Layout
 from tfdist.data.record_feed import RecordFeed, in_order
 from tfdist.data.sources import Arrays, Batches, Records, Source, targets_of
+from tfdist.data.structures import Structure
 from tfdist.errors import UserError
 
 _PIECE = 256
@@ -22,7 +22,7 @@ def sized(source: Records, size: tuple[int, int], policy: str) -> Records:
     """The images of a source made `size`, as `ops.resize` does it."""
     decode = source.decode
 
-    def made(stored: Any, seed: Any) -> tuple:
+    def made(stored: Structure, seed: tf.Tensor) -> tuple:
         x, *rest = decode(stored, seed)
         return ops.resize(x, size, policy), *rest
 
@@ -44,7 +44,7 @@ def augmented(source: Source, recipe: ops.Recipe, size: tuple[int, int]) -> Reco
     source = _by_number(source, "data.augment")
     decode = source.decode
 
-    def changed(stored: Any, seed: Any) -> tuple:
+    def changed(stored: Structure, seed: tf.Tensor) -> tuple:
         x, *rest = decode(stored, seed)
         x = recipe.example(x, seed, size)
         return tf.ensure_shape(x, [*size, x.shape[-1]]), *rest

@@ -71,7 +71,7 @@ def facts(loaded: Loaded) -> dict[str, Any]:
     }
 
 
-def load_data(name: str, *, batch_size: int = 32, seed: int = 0, **options: Any) -> Loaded:
+def load_data(name: str, *, batch_size: int = 32, seed: int = 0, **options: object) -> Loaded:
     """A data set by name, for `tfdist.fit`, `evaluate` and `predict`; after `tfdist.connect`.
 
     Args:
@@ -258,7 +258,7 @@ def _of_text(experiment: config.Experiment, path: str, options: dict) -> Loaded:
     return Loaded(train, evaluation, train.size, Spec(shape, "int32", text.VOCABULARY, text.VOCABULARY - 1.0))
 
 
-def _of_function(experiment: config.Experiment, function: Any, options: dict) -> Loaded:
+def _of_function(experiment: config.Experiment, function: Callable, options: dict) -> Loaded:
     """`function(split=..., batch_size=..., **options)`, with what of it the function names."""
     data = experiment.data
     named = inspect.signature(function).parameters

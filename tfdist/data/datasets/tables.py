@@ -30,7 +30,7 @@ TEXTS = 1000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Options:
+class TableOptions:
     """`data.options` of a table.
 
     Args:
@@ -86,7 +86,7 @@ class Prepared:
 
 def prepare(
     path: str,
-    options: dict[str, Any],
+    options: field_syntax.Options,
     splits: tuple[str, str],
     skip: bool = False,
     say: Callable[[str], None] = print,
@@ -94,7 +94,7 @@ def prepare(
     """Reads the tables of `csv:path`.
 
     Args:
-      options: see `Options`.
+      options: see `TableOptions`.
       splits: of training and evaluation, such as `train[:80%]` and `train[80%:]`.
       skip: leave bad rows out, with a line that says which.
       say: shows a line to a person.
@@ -133,9 +133,9 @@ def prepare(
     return Prepared(made[0], made[1], columns, target, classes, target.vocabulary if classes else ())
 
 
-def _options(given: dict[str, Any], names: list[str], path: str) -> Options:
+def _options(given: field_syntax.Options, names: list[str], path: str) -> TableOptions:
     columns = ", ".join(names)
-    known = [field.name for field in dataclasses.fields(Options)]
+    known = [field.name for field in dataclasses.fields(TableOptions)]
     for name in given:
         if name not in known:
             raise UserError(f"unknown {name!r} in data.options{field_syntax.suggest(name, tuple(known))}")
@@ -143,7 +143,7 @@ def _options(given: dict[str, Any], names: list[str], path: str) -> Options:
         raise UserError(f"csv:{path} needs data.options=target=NAME, the column to predict, one of: {columns}")
     lists = ("use", "leave_out", "categories")
     values: dict[str, Any] = {k: _listed(k, v) if k in lists else v for k, v in given.items()}
-    chosen = Options(**values)
+    chosen = TableOptions(**values)
     for field in ("target", "use", "leave_out", "categories"):
         value = getattr(chosen, field)
         for name in (value,) if field == "target" else value:
@@ -155,14 +155,14 @@ def _options(given: dict[str, Any], names: list[str], path: str) -> Options:
     return chosen
 
 
-def _listed(field: str, value: Any) -> tuple:
+def _listed(field: str, value: object) -> tuple:
     names = (value,) if isinstance(value, str) else value
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
         raise UserError(f"data.options: {field} must be a column name or a list of them, got {value!r}")
     return tuple(names)
 
 
-def _inputs(chosen: Options, names: list[str]) -> list[str]:
+def _inputs(chosen: TableOptions, names: list[str]) -> list[str]:
     inputs = [n for n in names if n not in (chosen.target, *chosen.leave_out) and (not chosen.use or n in chosen.use)]
     if "" in inputs and "" not in chosen.use:
         raise UserError(
@@ -203,7 +203,7 @@ def _described(table: csv_reader.Table, name: str) -> Column:
     return Column(name, "category", vocabulary=tuple(sorted(table.texts[name][i] for i in occur)))
 
 
-def _target(table: csv_reader.Table, chosen: Options) -> tuple[Column, int | None]:
+def _target(table: csv_reader.Table, chosen: TableOptions) -> tuple[Column, int | None]:
     """The target as the training rows show it, and the number of classes if it is one."""
     name = chosen.target
     if name in table.numbers:
@@ -216,7 +216,7 @@ def _target(table: csv_reader.Table, chosen: Options) -> tuple[Column, int | Non
     return Column(name, "category", vocabulary=tuple(sorted(occur, key=table_encoding.by_value))), len(occur)
 
 
-def delimiter_of(options: dict[str, Any]) -> str:
+def delimiter_of(options: field_syntax.Options) -> str:
     delimiter = options.get("delimiter", ",")
     if not isinstance(delimiter, str) or len(delimiter) != 1 or delimiter in '"\r\n':
         raise UserError(f"data.options: delimiter must be one character, and no quote, got {delimiter!r}")

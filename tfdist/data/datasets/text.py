@@ -6,7 +6,6 @@ import dataclasses
 import glob
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -69,7 +68,7 @@ def pack(paths: Sequence[str], length: int) -> Packed:
     return Packed(tuple(p for p, _ in kept), np.cumsum([0, *[size + 1 for _, size in kept]]), length)
 
 
-def pairs(windows: Any) -> tuple[Any, Any]:
+def pairs(windows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Tokens and the token after each, int32 [..., length], of windows uint8 [..., length + 1]."""
     tokens = tf.cast(windows, tf.int32)
     return tokens[..., :-1], tokens[..., 1:]
@@ -153,7 +152,7 @@ def _records(size: int, parts: list[tuple[Packed, np.ndarray]], length: int) -> 
             found[here] = packed.read(rows[numbers[here] - (ends[i] - len(rows))])
         return found
 
-    def windows(rows: Any) -> Any:
+    def windows(rows: tf.Tensor) -> tf.Tensor:
         found = tf.numpy_function(read, [rows], tf.uint8)
         return tf.ensure_shape(found, [None, length + 1])
 

@@ -33,7 +33,7 @@ _READ = 256
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Found:
+class TfdsSplits:
     """Both splits, and what TFDS knows of them."""
 
     train: Source
@@ -47,7 +47,7 @@ class Found:
     dtype: str
 
 
-def load(experiment: config.Experiment, memory: float, prepare: bool = True) -> Found:
+def load(experiment: config.Experiment, memory: float, prepare: bool = True) -> TfdsSplits:
     """The data set `data.name`, prepared first where that is still to be done.
 
     A split that fits is read into memory. Else, one in `array_record` is read by
@@ -116,7 +116,7 @@ def load(experiment: config.Experiment, memory: float, prepare: bool = True) -> 
         return Batches(stream.batch(batch), decode)
 
     target = info.features[keys[1]]
-    return Found(
+    return TfdsSplits(
         split("data.train_split", data.train_split, experiment.train.batch_size),
         split("data.eval_split", data.eval_split, experiment.eval.batch_size),
         info.splits[data.train_split].num_examples,

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdist.config.field_syntax import check_whole, suggest
+from tfdist.config.field_syntax import Options, check_whole, suggest
 from tfdist.data.datasets import tfrecord_index
 from tfdist.data.sources import Records
 from tfdist.data.splits import select
@@ -34,13 +33,13 @@ class Feature:
         return self.kind in ("jpeg", "png")
 
     @property
-    def parser(self) -> Any:
+    def parser(self) -> tf.io.FixedLenFeature:
         dtype = tf.string if self.is_image else tf.int64 if self.kind == "int64" else tf.float32
         return tf.io.FixedLenFeature(self.shape, dtype)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Found:
+class TFRecordSplits:
     """Both splits, and what a model must know."""
 
     train: Records
@@ -54,11 +53,11 @@ class Found:
 def load(
     path: str,
     splits: dict[str, str],
-    options: dict[str, Any],
+    options: Options,
     skip: bool = False,
     say: Callable[[str], None] = print,
     free: bool = False,
-) -> Found:
+) -> TFRecordSplits:
     """Finds the records of the files, and checks the first one.
 
     Args:
@@ -97,10 +96,10 @@ def load(
                 shape = _image_shape(first, features[0], channels, parts[0][0].name(int(parts[0][1][0])))
         sources.append(_records(parts, features, classes, channels, None if free else shape))
     dtype = {"int64": "int32", "float32": "float32"}.get(features[0].kind, "uint8")
-    return Found(sources[0], sources[1], shape, dtype, classes)
+    return TFRecordSplits(sources[0], sources[1], shape, dtype, classes)
 
 
-def _features(options: dict[str, Any]) -> tuple[list[Feature], int | None, int]:
+def _features(options: Options) -> tuple[list[Feature], int | None, int]:
     numbers = {name: options[name] for name in ("classes", "channels") if name in options}
     for name, value in numbers.items():
         check_whole(f"data.options: {name}", value)
@@ -121,7 +120,7 @@ def _features(options: dict[str, Any]) -> tuple[list[Feature], int | None, int]:
     return features, classes, numbers.get("channels", 3)
 
 
-def _feature(name: str, text: Any) -> Feature:
+def _feature(name: str, text: object) -> Feature:
     found = _WRITTEN.match(text) if isinstance(text, str) else None
     if not found:
         raise UserError(
@@ -171,7 +170,7 @@ def _image_shape(record: bytes, feature: Feature, channels: int, where: str) -> 
         ) from None
 
 
-def _pixels(stored: Any, feature: Feature, channels: int) -> Any:
+def _pixels(stored: tf.Tensor, feature: Feature, channels: int) -> tf.Tensor:
     decode = tf.io.decode_jpeg if feature.kind == "jpeg" else tf.io.decode_png
     return decode(stored, channels)
 
@@ -197,7 +196,7 @@ def _records(
             found[i] = index.read(np.array([row]))[0]
         return found
 
-    def decode(record: Any, seed: Any) -> tuple:
+    def decode(record: tf.Tensor, seed: tf.Tensor) -> tuple:
         del seed  # nothing in it is random
         values = tf.io.parse_single_example(record, {f.name: f.parser for f in features})
         x, y, *weight = (values[f.name] for f in features)
@@ -222,5 +221,7 @@ def _records(
         index, row = place(number)
         return index.name(row)
 
-    read: Callable[[Any], Any] = lambda rows: tf.ensure_shape(tf.numpy_function(get, [rows], tf.string), [None])
+    def read(numbers: tf.Tensor) -> tf.Tensor:
+        return tf.ensure_shape(tf.numpy_function(get, [numbers], tf.string), [None])
+
     return Records(int(ends[-1]), read, decode, name=name)

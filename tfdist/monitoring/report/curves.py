@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from tfdist.monitoring.report.html import Html, join, table, tag
 from tfdist.monitoring.report.line_chart import Line, Mark, plot, value
@@ -119,8 +118,8 @@ def _bytes(lines: list[dict]) -> tuple[float, str]:
     return _BYTES[0] if most >= _BYTES[0][0] else _BYTES[1]
 
 
-def _gpus(samples: list[dict]) -> list[Any]:
-    """Their numbers."""
+def _gpus(samples: list[dict]) -> list:
+    """Returns the numbers of the GPUs in the samples."""
     return list(dict.fromkeys(g.get("number") for s in samples for g in _listed(s)))
 
 
@@ -128,7 +127,7 @@ def _listed(sample: dict) -> list[dict]:
     return [mapping(g) for g in sequence(sample.get("gpus"))]
 
 
-def _of_gpus(samples: list[dict], gpus: list, unit: float, of: Callable[[dict], Any], scale: float) -> list[Line]:
+def _of_gpus(samples: list[dict], gpus: list, unit: float, of: Callable[[dict], object], scale: float) -> list[Line]:
     """A line per GPU, or where they are too many to tell apart, the lowest, the mean and the highest."""
     xs = [(number(s["seconds"]) or 0) / unit for s in samples]
     tables = [{g.get("number"): number(of(g)) for g in _listed(s)} for s in samples]

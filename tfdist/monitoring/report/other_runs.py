@@ -21,7 +21,7 @@ SMOOTHING = "config.train.label_smoothing"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Column:
+class RunColumn:
     """One figure of all runs."""
 
     name: str
@@ -84,16 +84,16 @@ def _fields(run: Record) -> dict[str, str]:
     return {**config.flat(config.Experiment()), **config.flat(run.experiment)}
 
 
-def _columns(shown: list[tuple[Record, dict[str, str]]]) -> list[Column]:
+def _columns(shown: list[tuple[Record, dict[str, str]]]) -> list[RunColumn]:
     evaluations = [mapping(run.result.get("evaluation")) for run, _ in shown]
     columns = []
     for name in dict.fromkeys(name for evaluation in evaluations for name in evaluation):
         better = direction(name)
         if better < 0 and len({fields.get(SMOOTHING) for _, fields in shown}) > 1:
             better = 0  # losses of smoothed and of plain targets are two scales
-        columns.append(Column(name, [number(e.get(name)) for e in evaluations], better, value))
+        columns.append(RunColumn(name, [number(e.get(name)) for e in evaluations], better, value))
     for key, name, better in (("examples_per_second", "examples/s", 1), ("seconds", "seconds", -1)):
-        columns.append(Column(name, [number(run.result.get(key)) for run, _ in shown], better, short))
+        columns.append(RunColumn(name, [number(run.result.get(key)) for run, _ in shown], better, short))
     return [c for c in columns if any(y is not None for y in c.figures)]
 
 

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import pathlib
-from typing import Any
 
 LIMIT = 2000
 """Neighbours that are looked at: the parent of a run folder may hold anything."""
@@ -76,19 +75,19 @@ def neighbours(path: pathlib.Path) -> list[Record]:
     return [record for _, record in sorted(found, key=lambda pair: -pair[0])]
 
 
-def number(value: Any) -> float | None:
+def number(value: object) -> float | None:
     """A finite number, or None for anything else."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return float(value) if math.isfinite(value) else None
 
 
-def mapping(value: Any) -> dict:
+def mapping(value: object) -> dict:
     """A dict, empty for anything else."""
     return value if isinstance(value, dict) else {}
 
 
-def sequence(value: Any) -> list:
+def sequence(value: object) -> list:
     """A list, empty for anything else."""
     return value if isinstance(value, list) else []
 

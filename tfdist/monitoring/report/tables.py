@@ -72,6 +72,6 @@ def _gpu(gpu: dict) -> str:
     return f"{gpu.get('number', '?')}: {gpu.get('name', 'GPU')}" + (f" ({size / 1024:.0f} GiB)" if size else "")
 
 
-def _given(name: str, text: Any) -> bool:
+def _given(name: str, text: object) -> bool:
     """Whether a flag says something: the environment's own defaults do not."""
     return text != getattr(Environment(), name, None)
