@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.config.messages import logger
 from tfdist.data import sources
 from tfdist.data.record_feed import in_order
 from tfdist.data.spec import Spec
@@ -33,7 +34,6 @@ def of_run(
     spec: Spec,
     distribution: Distribution,
     batch_size: int | None = None,
-    say: Callable[[str], None] = lambda line: None,
     limit: int = LIMIT,
 ) -> confusion.Findings | None:
     """What a classifier gets wrong on its evaluation data. Every worker must call this.
@@ -43,7 +43,6 @@ def of_run(
     Args:
       source: inputs and targets: class numbers, or one-hot rows.
       batch_size: global batch of arrays.
-      say: shows a line to a person.
       limit: examples to look at.
 
     Returns:
@@ -52,7 +51,7 @@ def of_run(
     """
     if spec.classes is None or spec.classes < 2 or not _scores(model, spec.classes):
         return None
-    lost = lambda error: say(f"WARNING: no look at the mistakes: {type(error).__name__}: {error}")
+    lost = lambda error: logger.info(f"WARNING: no look at the mistakes: {type(error).__name__}: {error}")
     first, partial, usable = source, False, False
     try:
         first, partial = _first(source, min(limit, max(1, SCORES // spec.classes)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -32,7 +31,6 @@ class Watching:
       plan: of the run.
       is_chief: the others only keep step with it.
       work: what the run computes.
-      say: shows a line to a person.
     """
 
     def __init__(
@@ -43,10 +41,9 @@ class Watching:
         plan: Plan,
         is_chief: bool,
         work: Work,
-        say: Callable[[str], None],
     ):
         self._where, self._folder, self._recorder, self._plan = where, folder, recorder, plan
-        self._is_chief, self._work, self._say = is_chief, work, say
+        self._is_chief, self._work = is_chief, work
         self.callbacks: list[keras.callbacks.Callback] = []
 
     def start(self, experiment: config.Experiment, gpus: list[int], profiled: tuple[int, int]) -> None:
@@ -56,15 +53,15 @@ class Watching:
           gpus: numbers of this worker's GPUs, as the driver counts.
           profiled: first and last update of the profile, (0, 0) for none.
         """
-        where, folder, recorder, say = self._where, self._folder, self._recorder, self._say
+        where, folder, recorder = self._where, self._folder, self._recorder
         if self._is_chief:
             usage = Usage(tuple(gpus))
-            board = Board(folder.path / "tensorboard", say) if where.tensorboard else None
+            board = Board(folder.path / "tensorboard") if where.tensorboard else None
             self.callbacks += progress.create(where.progress, self._plan, usage.latest)
             fields = config.flat(experiment)
-            self.callbacks.append(Timeline(folder, recorder, usage, self._work, fields, board, advice(experiment), say))
+            self.callbacks.append(Timeline(folder, recorder, usage, self._work, fields, board, advice(experiment)))
         if profiled[1]:
-            self.callbacks.append(Profiler(*profiled, recorder, folder.path, self._is_chief, say))
+            self.callbacks.append(Profiler(*profiled, recorder, folder.path, self._is_chief))
 
     def totals(self, examples_per_second: float | None) -> dict[str, Any]:
         """What `result.json` holds of memory and FLOPs."""

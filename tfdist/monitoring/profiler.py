@@ -5,12 +5,12 @@ from __future__ import annotations
 import collections
 import pathlib
 import re
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import keras
 import tensorflow as tf
 
+from tfdist.config.messages import logger
 from tfdist.engine.timing import Call, Spent
 from tfdist.monitoring.recorder import Recorder
 
@@ -31,17 +31,14 @@ class Profiler(keras.callbacks.Callback):
       recorder: knows the updates; its callbacks come before these.
       folder: of the run.
       traces: whether this worker's is.
-      say: shows a line to a person.
     """
 
     takes_many_updates = True
 
-    def __init__(
-        self, first: int, last: int, recorder: Recorder, folder: pathlib.Path, traces: bool, say: Callable[[str], None]
-    ):
+    def __init__(self, first: int, last: int, recorder: Recorder, folder: pathlib.Path, traces: bool):
         super().__init__()
         self._first, self._last, self._recorder = first, last, recorder
-        self._folder, self._traces, self._say = folder, traces, say
+        self._folder, self._traces = folder, traces
         self._spent = Spent()
         self._updates = 0
         self._running = self._over = False
@@ -57,7 +54,7 @@ class Profiler(keras.callbacks.Callback):
             return
         if done >= self._last:
             self._over = True
-            self._say(f"WARNING: no profile: training went on from update {done}, behind --profile={self._range}")
+            logger.info(f"WARNING: no profile: training went on from update {done}, behind --profile={self._range}")
         elif done >= self._first - 1 and not self._running:
             self._running = True
             # Python's own calls are no part of the trace: each would cost more than what it calls.
@@ -90,8 +87,8 @@ class Profiler(keras.callbacks.Callback):
         last = min(self._last, self._recorder.updates)
         text = summary(traces[-1].read_bytes(), self._updates, self._spent)
         (self._folder / FILE).write_text(f"updates {self._first} to {last} of {self._folder}\n{text}")
-        self._say(f"profile of updates {self._first} to {last}: {self._folder / FILE}")
-        self._say(f"its trace: tensorboard --logdir={self._folder / 'tensorboard'} (pip install xprof)")
+        logger.info(f"profile of updates {self._first} to {last}: {self._folder / FILE}")
+        logger.info(f"its trace: tensorboard --logdir={self._folder / 'tensorboard'} (pip install xprof)")
 
 
 def summary(trace: bytes, updates: int, spent: Spent) -> str:

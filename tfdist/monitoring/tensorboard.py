@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from tfdist.config.messages import logger
+
 if TYPE_CHECKING:
     from tensorboard.compat.proto import event_pb2
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -17,13 +19,14 @@ FLUSH_S = 10
 class Board:
     """Writes `tensorboard/train` and `tensorboard/validation`, in threads of their own.
 
+    A disk that is full stops this and nothing else.
+
     Args:
       folder: of the run.
-      say: shows a line to a person; a disk that is full stops this and nothing else.
     """
 
-    def __init__(self, folder: pathlib.Path, say: Callable[[str], None]):
-        self._folder, self._say = folder, say
+    def __init__(self, folder: pathlib.Path):
+        self._folder = folder
         self._writers: dict[str, EventFileWriter] = {}
         self._broken = False
 
@@ -75,5 +78,5 @@ class Board:
             action()
         except Exception as error:  # of the disk, by way of TensorBoard's thread
             if not self._broken:
-                self._say(f"WARNING: {self._folder} cannot be written ({error}): training goes on without it")
+                logger.info(f"WARNING: {self._folder} cannot be written ({error}): training goes on without it")
             self._broken = True

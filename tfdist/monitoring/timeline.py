@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import keras
 
 from tfdist.checkpoints.run_folder import RunFolder
+from tfdist.config.messages import logger
 from tfdist.engine.timing import INPUT_LIMIT, Call, Spent
 from tfdist.monitoring.flops import Work
 from tfdist.monitoring.recorder import TIMELINE, Recorder, learning_rate
@@ -33,7 +34,6 @@ class Timeline(keras.callbacks.Callback):
       experiment: fields by name, for TensorBoard.
       board: TensorBoard's files, or None.
       advice: what to do about an input that is too slow.
-      say: shows a line to a person.
     """
 
     takes_many_updates = True
@@ -47,11 +47,10 @@ class Timeline(keras.callbacks.Callback):
         experiment: Mapping[str, str],
         board: Board | None,
         advice: str,
-        say: Callable[[str], None],
     ):
         super().__init__()
         self._folder, self._recorder, self._usage, self._board = folder, recorder, usage, board
-        self._work, self._experiment, self._advice, self._say = work, experiment, advice, say
+        self._work, self._experiment, self._advice = work, experiment, advice
         self._window, self._all = Spent(), Spent()
         self._examples = 0
         self._norm: float | None = None
@@ -141,7 +140,7 @@ class Timeline(keras.callbacks.Callback):
         share = self._all.share("input") or 0.0
         if share > INPUT_LIMIT and self._all.seconds > JUDGED_S and not self._warned:
             self._warned = True
-            self._say(f"WARNING: {100 * share:.0f} % of the time goes into waiting for input: {self._advice}")
+            logger.info(f"WARNING: {100 * share:.0f} % of the time goes into waiting for input: {self._advice}")
 
     def _mark(self, what: str) -> None:
         line = {

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
+from tfdist.config.messages import logger
 from tfdist.data.datasets.csv_reader import Table
 from tfdist.data.spec import Column
 from tfdist.errors import UserError
@@ -48,13 +47,12 @@ def encode_target(table: Table, target: Column, classes: int | None) -> np.ndarr
     return places.astype(np.int32)
 
 
-def leave_out_without(table: Table, name: str, what: str, skip: bool, say: Callable[[str], None]) -> Table:
+def leave_out_without(table: Table, name: str, what: str, skip: bool) -> Table:
     """`table` without the rows that have no target `name`.
 
     Args:
       what: names the table to a person.
       skip: leave them out with a line that says so; otherwise they are an error.
-      say: shows a line to a person.
     """
     if name in table.numbers:
         missing = np.isnan(table.numbers[name])
@@ -67,7 +65,7 @@ def leave_out_without(table: Table, name: str, what: str, skip: bool, say: Calla
             f"{int(missing.sum()):,} rows in {what} have no target {name!r}: "
             "fill it in, or leave such rows out with data.broken=skip"
         )
-    say(f"WARNING: left out: {int(missing.sum()):,} rows in {what} that have no target {name!r}")
+    logger.info(f"WARNING: left out: {int(missing.sum()):,} rows in {what} that have no target {name!r}")
     return table.taken(np.flatnonzero(~missing))
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 import numpy as np
 
 from tfdist.config.field_syntax import Options
+from tfdist.config.messages import logger
 from tfdist.data.datasets import csv_reader, table_encoding
 from tfdist.data.datasets.tables import delimiter_of
 from tfdist.data.spec import Column
@@ -33,14 +33,12 @@ def read_rows(
     target: Column,
     options: Options,
     skip: bool = False,
-    say: Callable[[str], None] = print,
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Likewise, with targets: what is evaluated on.
 
     Args:
       options: that the model was trained with, see `tables.TableOptions`.
       skip: leave bad rows out, with a line that says which.
-      say: shows a line to a person.
     """
     numbers = target.kind == "number"
     if not numbers and not options.get("classify"):  # few whole numbers were read as numbers, and "1.0" is a 1
@@ -48,8 +46,8 @@ def read_rows(
     kinds = {c.name: c.kind for c in columns} | {target.name: "number" if numbers else "category"}
     table = _read_known(path, kinds, options, skip)
     if table.skipped:
-        say(f"WARNING: left out: {csv_reader.described(table.skipped)}")
-    table = table_encoding.leave_out_without(table, target.name, path, skip, say)
+        logger.info(f"WARNING: left out: {csv_reader.described(table.skipped)}")
+    table = table_encoding.leave_out_without(table, target.name, path, skip)
     if not table.size:
         raise UserError(f"{path} has no rows with a target {target.name!r}: there is nothing to evaluate on")
     classes = len(target.vocabulary) if target.kind == "category" else None

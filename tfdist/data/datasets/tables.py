@@ -10,12 +10,12 @@ from __future__ import annotations
 import dataclasses
 import glob
 import os
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from tfdist.config import field_syntax
+from tfdist.config.messages import logger
 from tfdist.data.datasets import csv_reader, table_encoding
 from tfdist.data.sources import order
 from tfdist.data.spec import Column
@@ -89,7 +89,6 @@ def prepare(
     options: field_syntax.Options,
     splits: tuple[str, str],
     skip: bool = False,
-    say: Callable[[str], None] = print,
 ) -> Prepared:
     """Reads the tables of `csv:path`.
 
@@ -97,7 +96,6 @@ def prepare(
       options: see `TableOptions`.
       splits: of training and evaluation, such as `train[:80%]` and `train[80%:]`.
       skip: leave bad rows out, with a line that says which.
-      say: shows a line to a person.
 
     Raises:
       UserError: no files, unknown columns or splits, bad rows, or targets that cannot be learned.
@@ -117,8 +115,8 @@ def prepare(
         if name in named or name == "train":
             table = csv_reader.read(by_split[name], [*inputs, chosen.target], kinds, chosen.delimiter, skip)
             if table.skipped:
-                say(f"WARNING: left out: {csv_reader.described(table.skipped)}")
-            table = table_encoding.leave_out_without(table, chosen.target, f"{name} of csv:{path}", skip, say)
+                logger.info(f"WARNING: left out: {csv_reader.described(table.skipped)}")
+            table = table_encoding.leave_out_without(table, chosen.target, f"{name} of csv:{path}", skip)
             kinds |= dict.fromkeys(table.numbers, "number") | dict.fromkeys(table.categories, "category")
             parts[name] = table
     sizes = {name: parts[name].size if name in parts else 0 for name in by_split}

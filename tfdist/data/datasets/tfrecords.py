@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
 
 import numpy as np
 import tensorflow as tf
 
 from tfdist.config.field_syntax import Options, check_whole, suggest
+from tfdist.config.messages import logger
 from tfdist.data.datasets import tfrecord_index
 from tfdist.data.sources import Records
 from tfdist.data.splits import select
@@ -55,7 +55,6 @@ def load(
     splits: dict[str, str],
     options: Options,
     skip: bool = False,
-    say: Callable[[str], None] = print,
     free: bool = False,
 ) -> TFRecordSplits:
     """Finds the records of the files, and checks the first one.
@@ -67,7 +66,6 @@ def load(
         `float32`, the last two with a shape in quotes where they have one: `x='float32[28, 28, 1]'`. Besides
         `classes=10` where y is int64, and `channels=1` for images that are not to be RGB.
       skip: leave out what lies behind damage in a file instead of refusing it.
-      say: shows a line to a person.
       free: images are made one size later; otherwise all must have the size of the first.
 
     Raises:
@@ -83,7 +81,7 @@ def load(
         line = "; ".join(bad[:_NAMED]) + more
         if not skip:
             raise UserError(f"{line}: write them again, or leave out what is lost with data.broken=skip")
-        say(f"WARNING: {line}: left out")
+        logger.info(f"WARNING: {line}: left out")
     sizes = {name: len(found[name].offsets) if name in found else 0 for name in by_split}
     sources: list[Records] = []
     shape = features[0].shape

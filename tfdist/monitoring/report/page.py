@@ -33,27 +33,31 @@ ADVICE = {
 }
 
 
-def write(folder: RunFolder, result: dict, found: Findings | None, say: Callable[[str], None]) -> None:
+def write(folder: RunFolder, result: dict, findings: Findings | None) -> str:
     """Writes the report of a run that has ended. It never makes a run fail.
 
     Args:
       folder: where all the rest has been written.
       result: what `result.json` is going to hold; that file is written last.
-      found: what a classifier gets wrong.
-      say: shows a line to a person.
+      findings: what a classifier gets wrong.
+
+    Returns:
+      A line about what went wrong, empty if nothing did. It is not said here: this is also called when a run has
+      failed and another thread may hold the lock of the stream.
     """
     if not folder.writes:
-        return
+        return ""
     try:
-        folder.write_text(NAME, render(folder.path, strict(result), found))
+        folder.write_text(NAME, render(folder.path, strict(result), findings))
     except TrainingError as error:
-        say(f"WARNING: no report: {error}")
+        return f"WARNING: no report: {error}"
     except Exception as error:
-        say(f"WARNING: no report: {type(error).__name__}: {error}")
+        return f"WARNING: no report: {type(error).__name__}: {error}"
+    return ""
 
 
-def render(path: pathlib.Path, result: dict | None = None, found: Findings | None = None) -> str:
-    """The page.
+def render(path: pathlib.Path, result: dict | None = None, findings: Findings | None = None) -> str:
+    """Returns the page.
 
     Args:
       path: a run folder, of which any file may be missing.
@@ -64,7 +68,7 @@ def render(path: pathlib.Path, result: dict | None = None, found: Findings | Non
         ("time", "Where the time went", lambda: _time(record)),
         ("learning", "Learning", lambda: curves.learning(record)),
         ("speed", "Speed and devices", lambda: curves.speed(record)),
-        ("quality", "Mistakes", lambda: mistakes.section(found) if found else Html("")),
+        ("quality", "Mistakes", lambda: mistakes.section(findings) if findings else Html("")),
         ("runs", "Other runs", lambda: other_runs.section(record)),
         ("experiment", "Experiment", lambda: tables.experiment(record)),
         ("environment", "Environment", lambda: tables.environment(record)),
