@@ -22,6 +22,8 @@ class AugmentStep:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Argument:
+    """What an argument of an operation may be."""
+
     name: str
     low: float
     high: float
@@ -45,7 +47,7 @@ MIXING = ("mixup", "cutmix")
 
 
 def steps(text: str, field: str = "data.augment") -> tuple[AugmentStep, ...]:
-    """The operations that `text` names, in its order.
+    """Returns the operations that `text` names, in its order.
 
     Raises:
       UserError: naming `field`, when a name is not known, an argument is
@@ -55,16 +57,16 @@ def steps(text: str, field: str = "data.augment") -> tuple[AugmentStep, ...]:
         parsed = ast.parse(f"f({text})", mode="eval").body
         if not isinstance(parsed, ast.Call) or not isinstance(parsed.func, ast.Name) or parsed.keywords:
             raise ValueError
-        found = tuple(_step(node, field) for node in parsed.args)
+        operations = tuple(_step(node, field) for node in parsed.args)
     except (SyntaxError, ValueError):
         raise UserError(f"{field}={text!r} is not understood: write it like flip, crop(4), mixup(0.2)") from None
-    names = [step.name for step in found]
+    names = [step.name for step in operations]
     for name in ("resized_crop", *MIXING):
         if names.count(name) > 1:
             raise UserError(f"{field}={text!r} gives {name} {names.count(name)} times: give it once")
     if "resized_crop" in names[1:]:
         raise UserError(f"{field}={text!r}: resized_crop decides the size, so write it first")
-    return found
+    return operations
 
 
 def _step(node: ast.expr, field: str) -> AugmentStep:

@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 
 def resolve(field: str, reference: str) -> Callable:
-    """The function that `package.module:function` names; the working folder counts as a place to look.
+    """Returns the function that `package.module:function` names; the working folder counts as a place to look.
 
     Raises:
       UserError: no such module or function.

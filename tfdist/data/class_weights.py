@@ -18,7 +18,7 @@ def of(text: str, data: Loaded) -> dict[int, float] | None:
 
     Args:
       text: `balanced`, or weights by class number or name: `0=3.0, 2=0.2`.
-      data: as loaded; its targets are class numbers [n] or [n, 1].
+      data: its targets are class numbers [n] or [n, 1].
 
     Raises:
       UserError: an unknown class, or data that has no classes.

@@ -20,7 +20,10 @@ from tfdist.data.structures import Structure
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FeedCall:
-    """The next global batches for one call of a compiled function: its arguments."""
+    """The arguments of one call of a compiled function: the next global batches.
+
+    The call reads the batches `first` to `last - 1` of `feed`, of which `batch_layout.fetch` takes one.
+    """
 
     feed: tuple
     first: int
@@ -54,7 +57,7 @@ class ArrayFeed:
         self._counts = counts
 
     def next(self, update: int, limit: int) -> FeedCall:
-        """At most `limit` batches from `update` on, none beyond its epoch."""
+        """Returns at most `limit` batches from `update` on, none beyond its epoch."""
         epoch, first = divmod(update, self.batches)
         last = min(first + limit, self.batches)
         full = first < self._full
@@ -63,10 +66,10 @@ class ArrayFeed:
         return FeedCall((self._table, *self._of_epoch(epoch)), first, last, full)
 
     def restart(self) -> None:
-        """Nothing to do: the position is a function of the update."""
+        """Does nothing: the position is a function of the update."""
 
     def resume(self, update: int, epoch: int, begun: int) -> None:
-        """Nothing to do either."""
+        """Does nothing: the position is a function of the update."""
 
     def _of_epoch(self, epoch: int) -> tuple:
         if self._seed is None:
@@ -82,7 +85,7 @@ class ArrayFeed:
         return self._rows[1]
 
     def _layout_rows(self, epoch: int) -> np.ndarray:
-        """[batches, layout.own_rows] row numbers; filler repeats the examples of its own batch."""
+        """Returns [batches, layout.own_rows] row numbers; filler repeats the examples of its own batch."""
         layout = self._layout
         rows = np.arange(self._size, dtype=np.int32) if self._seed is None else order(self._seed, epoch, self._size)
         tail = rows[(self.batches - 1) * layout.batch :]
@@ -99,7 +102,7 @@ class BatchFeed:
 
     Args:
       source: global batches.
-      layout: of the size of the first batch.
+      layout: its batch has the size of the first one.
       once: read the data set from its beginning at every `restart`.
     """
 

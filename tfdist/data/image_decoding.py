@@ -13,7 +13,7 @@ RATIOS = (8, 4, 2, 1)
 
 
 def ways(kinds: Sequence[str], sizes: np.ndarray, size: tuple[int, int] | None, policy: str) -> np.ndarray:
-    """How each file is decoded, int32 [n].
+    """Chooses how each file is decoded, int32 [n].
 
     A JPEG is shrunk while it is decoded, to no less than it is needed: a photo of 4000x3000 for 224x224 takes a tenth
     of the time so, and it is averaged over what is left out.
@@ -21,21 +21,24 @@ def ways(kinds: Sequence[str], sizes: np.ndarray, size: tuple[int, int] | None, 
     Args:
       kinds: `jpeg` or something else.
       sizes: [n, 2], heights and widths; 0 if not known.
-      size: that images are made, or None.
-      policy: of `ops.resize`.
+      size: height and width that images are made, or None.
+      policy: how, see `ops.resize`.
     """
-    found = np.where(np.array(kinds) == "jpeg", 1, OTHER).astype(np.int32)
+    chosen = np.where(np.array(kinds) == "jpeg", 1, OTHER).astype(np.int32)
     if size is None:
-        return found
+        return chosen
     factors = sizes / np.array(size)
     factor = factors.max(1) if policy == "pad" else factors.min(1)
     for ratio in reversed(RATIOS):
-        found = np.where((found > 0) & (factor >= ratio), ratio, found)
-    return found.astype(np.int32)
+        chosen = np.where((chosen > 0) & (factor >= ratio), ratio, chosen)
+    return chosen.astype(np.int32)
 
 
 def shrinking(size: tuple[int, int], policy: str) -> Callable[[tf.Tensor], tf.Tensor]:
-    """contents -> uint8 [h, w, 3], decoded in the way of `ways` for this size; for files that nobody has looked at."""
+    """Returns a function (contents) -> uint8 [h, w, 3], for files that nobody has looked at.
+
+    It decodes in the way that `ways` would choose for this size.
+    """
     decode = decoder((OTHER, *RATIOS))
     combine = tf.reduce_any if policy == "pad" else tf.reduce_all
 
@@ -50,7 +53,7 @@ def shrinking(size: tuple[int, int], policy: str) -> Callable[[tf.Tensor], tf.Te
 
 
 def decoder(used: Sequence[int]) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
-    """(contents, which of the `used` ways) -> uint8 [h, w, 3]."""
+    """Returns a function (contents, which of the `used` ways) -> uint8 [h, w, 3]."""
     branches = [_one_way(way) for way in used]
 
     def decode(contents: tf.Tensor, which: tf.Tensor) -> tf.Tensor:

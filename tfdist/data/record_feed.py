@@ -29,7 +29,7 @@ class RecordFeed:
       source: examples by number.
       layout: batch size, replicas and micro-batches.
       shuffle: seed of the order, or None for the order of the source.
-      seed: of what is random in an example, a new draw each epoch; None for the same one each time.
+      seed: decides what is random in an example, a new draw each epoch; None for the same one each time.
     """
 
     def __init__(self, source: Records, layout: Layout, shuffle: int | None = None, seed: int | None = None):
@@ -54,7 +54,7 @@ class RecordFeed:
         """The updates of the last call."""
 
     def next(self, update: int, limit: int) -> FeedCall:
-        """At most `limit` batches from `update` on, none beyond its epoch."""
+        """Returns at most `limit` batches from `update` on, none beyond its epoch."""
         number = update % self.batches
         full = number < self._full
         last = min(number + limit, self._full if full else self.batches)
@@ -69,7 +69,7 @@ class RecordFeed:
         return FeedCall((self._iterator,), number, last, full)
 
     def broken(self) -> str:
-        """After an error in the pipeline: the first example of the last call that cannot be decoded, and why."""
+        """Names, after an error in the pipeline, the first example of the last call that cannot be decoded, and why."""
         first, last = self._called
         for row in np.concatenate([self._rows(np.int64(update))[0] for update in range(first, last)]):
             try:
@@ -80,13 +80,13 @@ class RecordFeed:
         return ""
 
     def restart(self) -> None:
-        """Nothing to do: the position is a function of the update."""
+        """Does nothing: the position is a function of the update."""
 
     def resume(self, update: int, epoch: int, begun: int) -> None:
-        """Nothing to do either."""
+        """Does nothing: the position is a function of the update."""
 
     def dataset(self, update: int) -> tf.data.Dataset:
-        """Batches from that of `update` on, without end.
+        """Returns the batches from that of `update` on, without end.
 
         Each is what `batch_layout.fetch` wants: columns of a global batch, or with several workers this one's rows
         of it, filler included, and the number of examples in the whole.
@@ -124,7 +124,7 @@ class RecordFeed:
         return ready.with_options(options)
 
     def _numbered(self, update: tf.Tensor) -> tuple:
-        """(rows int64 [width], seeds int32 [width, 2]) of this worker in the global batch of `update`."""
+        """Returns rows int64 [width] and seeds int32 [width, 2] of this worker in the global batch of `update`."""
         rows, seeds = tf.numpy_function(self._rows, [update], [tf.int64, tf.int32])
         width = len(self._positions)
         return tf.ensure_shape(rows, [width]), tf.ensure_shape(seeds, [width, 2])
@@ -145,7 +145,7 @@ class RecordFeed:
             return self._order[1]
 
     def _mixed(self, columns: tuple, seeds: tf.Tensor) -> tuple:
-        """The rows of this worker, each mixed with the one that follows it."""
+        """Mixes each row of this worker with the one that follows it."""
 
         def part(tensor: tf.Tensor, which: slice) -> tf.Tensor:
             shape = tensor.shape[1:]
@@ -159,7 +159,7 @@ class RecordFeed:
 
 
 def example_seeds(seed: int, epoch: int, rows: np.ndarray) -> np.ndarray:
-    """int32 [n, 2] of the rows [n] in an epoch.
+    """Returns the seeds, int32 [n, 2], of the rows [n] in an epoch.
 
     Each is the 64 bits of SplitMix64 (Steele, Lea and Flood, *Fast splittable pseudorandom number generators*, 2014),
     chained over seed, epoch and row.
@@ -174,18 +174,18 @@ def example_seeds(seed: int, epoch: int, rows: np.ndarray) -> np.ndarray:
 
 
 def in_order(source: Records, batch: int) -> tf.data.Dataset:
-    """All examples once, as plain batches in the order of the source; nothing random changes from time to time."""
+    """Returns all examples once, as plain batches in the order of the source; what is random is always the same."""
     feed = RecordFeed(source, Layout(batch, 1, 1))
     return feed.dataset(0).take(feed.batches).apply(tf.data.experimental.assert_cardinality(feed.batches))
 
 
 def first_row(source: Records) -> tuple:
-    """The first example, as a batch of one."""
+    """Returns the first example, as a batch of one."""
     return next(iter(in_order(source, 1)))
 
 
 def reason(error: tf.errors.OpError) -> str:
-    """What TensorFlow says is wrong, without where in its graph."""
+    """Returns what TensorFlow says is wrong, without where in its graph."""
     text = str(error.message).split("}} ")[-1].split(" [Op:")[0]
     return " ".join(text.split())[:80].rstrip(".")
 

@@ -1,7 +1,14 @@
 """Data sets as global batches: the same batches for every strategy, each example once per epoch.
 
-A source is what somebody hands in; a feed (feeds.py, record_feed.py) is how
-the compiled step reads it.
+An example takes this way from a data set to an update:
+
+1. A source, defined here, holds what somebody hands in: arrays in memory, a `tf.data.Dataset` of global batches, or
+   examples that are read by number. It knows nothing of replicas, of workers, or of when it is read.
+2. A layout (batch_layout.py) says which rows of a global batch each worker, replica and micro-batch takes, and where
+   filler stands when the batch does not divide evenly.
+3. A feed (feeds.py, record_feed.py) joins the two. Asked for the batches from update u on, it puts the examples into
+   the order of that epoch, which seed and epoch alone decide, picks the rows that the layout gives to this worker, and
+   hands over what the compiled step reads them from.
 """
 
 from __future__ import annotations
@@ -74,12 +81,12 @@ class Batches:
 
     @property
     def decoded(self) -> tf.data.Dataset:
-        """The data set of whole batches to train on."""
+        """Returns the data set of whole batches to train on."""
         return self.dataset.map(self.decode, tf.data.AUTOTUNE) if self.decode else self.dataset
 
     @property
     def batches(self) -> int | None:
-        """Batches per epoch, or None if the data set does not know."""
+        """Returns the batches per epoch, None if the data set does not know, 0 if it has no end."""
         count = int(self.dataset.cardinality())
         if count == 0:
             raise UserError("the data set is empty: give it at least one batch")
@@ -121,7 +128,7 @@ Source = Arrays | Batches | Records
 
 
 def as_source(data: Source | Structure, y: Structure = None, weight: Structure = None) -> Source:
-    """What `fit`, `evaluate` and `predict` accept, as a source.
+    """Returns what `fit`, `evaluate` and `predict` accept, as a source.
 
     Args:
       data: a source, a `tf.data.Dataset` of global batches, arrays or a
@@ -201,7 +208,7 @@ def weigh_classes(source: Source, weights: Mapping[int, float]) -> Source:
 
 
 def one_hot(source: Source, classes: int) -> Source:
-    """Class numbers [n] as rows [n, classes] of 0 and 1: uint8, or float32 where examples are mixed."""
+    """Returns class numbers [n] as rows [n, classes] of 0 and 1: uint8, or float32 where examples are mixed."""
     mixes = isinstance(source, Records) and source.mix is not None
     dtype = tf.float32 if mixes else tf.uint8
 
@@ -217,13 +224,16 @@ def one_hot(source: Source, classes: int) -> Source:
 
 
 def order(seed: int, epoch: int, size: int) -> np.ndarray:
-    """The order of one epoch: a permutation of `size` by a counter-based generator (Philox)."""
+    """Returns the order of one epoch: a permutation of `size` by a counter-based generator (Philox), int32."""
     key = np.array([seed, epoch], np.uint64)
     return np.random.Generator(np.random.Philox(key=key)).permutation(size).astype(np.int32)
 
 
 def first_batch(source: Batches) -> tuple:
-    """The first global batch. A data set that shuffles anew each time it is read is one order further then."""
+    """Returns the first global batch.
+
+    A data set that shuffles anew each time it is read is one order further then.
+    """
     for batch in source.decoded.take(1):
         return batch
     raise UserError("the data set is empty: give it at least one batch")
@@ -247,26 +257,29 @@ def check_labels(y: np.ndarray, classes: int, what: str) -> None:
 
 
 def facts(source: Source) -> dict[str, Any]:
-    """What the data of all workers must have in common, as JSON; not floats, which machines may round differently."""
+    """Returns what the data of all workers must have in common, as JSON.
+
+    There are no floats in it, which machines may round differently.
+    """
     if isinstance(source, Batches):
         return {"kind": "batches", "batches": source.batches, "elements": str(source.dataset.element_spec)}
     # By number or in memory is the same data; that depends on how much memory there is.
-    found: dict[str, Any] = {"kind": "examples", "examples": source.size}
+    common: dict[str, Any] = {"kind": "examples", "examples": source.size}
     if isinstance(source, Records):
-        return found if source.labels is None else found | {"checksum of labels": _checksum(source.labels)}
+        return common if source.labels is None else common | {"checksum of labels": _checksum(source.labels)}
     elements = keras.tree.map_structure(lambda a: f"{a.shape[1:]} {a.dtype}", source.columns)
     targets = [y for y in keras.tree.flatten(targets_of(source)) if isinstance(y, np.ndarray) and y.dtype.kind in "iub"]
-    return found | {"elements": str(elements), "checksum of targets": _checksum(*targets)}
+    return common | {"elements": str(elements), "checksum of targets": _checksum(*targets)}
 
 
 def _checksum(*columns: np.ndarray) -> int:
-    found = 0
+    checksum = 0
     for column in columns:
         some = column[:: max(1, len(column) // _LOOKED_AT)]
-        found = zlib.crc32(some.astype("<i8").tobytes(), found)
-    return found
+        checksum = zlib.crc32(some.astype("<i8").tobytes(), checksum)
+    return checksum
 
 
 def targets_of(source: Source) -> Structure:
-    """Targets in memory, or None where there are none."""
+    """Returns the targets in memory, or None where there are none."""
     return unpack(source.columns)[1] if isinstance(source, Arrays) else None

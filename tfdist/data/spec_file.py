@@ -25,7 +25,7 @@ def write(write_text: Callable[[str, str], None], spec: Spec) -> None:
     """Writes the description, durably.
 
     Args:
-      write_text: of the run folder: a file's name and its content.
+      write_text: writes into the run folder, given a file's name and its content.
 
     Raises:
       TrainingError: the disk is full, say.
@@ -36,7 +36,7 @@ def write(write_text: Callable[[str, str], None], spec: Spec) -> None:
 
 
 def read(path: pathlib.Path) -> Spec | None:
-    """What `write` has written into a run folder; None where there is none, as in folders of earlier versions.
+    """Reads what `write` has written into a run folder; None where there is none, as in folders of earlier versions.
 
     Raises:
       UserError: the file is there and cannot be used.
@@ -56,12 +56,12 @@ def read(path: pathlib.Path) -> Spec | None:
 
 
 def plain(spec: Spec) -> Json:
-    """A description as JSON can hold it."""
+    """Returns a description as JSON can hold it."""
     return _plain(dataclasses.asdict(spec))
 
 
 def made(content: Json) -> Spec:
-    """What `plain` was given."""
+    """Returns what `plain` was given."""
     return _made(Spec, content)
 
 
@@ -74,7 +74,7 @@ def _plain(value: object) -> Json:
 
 
 def _made(kind: Any, value: Json) -> Any:
-    """A value of a type from what JSON kept of it: tuples and dataclasses again."""
+    """Makes a value of a type from what JSON kept of it: tuples and dataclasses again."""
     if isinstance(value, dict) and value.keys() == {"base64"}:
         return base64.b64decode(value["base64"])
     if dataclasses.is_dataclass(kind):

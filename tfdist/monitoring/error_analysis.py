@@ -36,7 +36,7 @@ def of_run(
     batch_size: int | None = None,
     limit: int = LIMIT,
 ) -> confusion.Findings | None:
-    """What a classifier gets wrong on its evaluation data. Every worker must call this.
+    """Finds what a classifier gets wrong on its evaluation data. Every worker must call this.
 
     No run fails for it, except where one worker of several cannot predict and the others would wait for it.
 
@@ -72,14 +72,14 @@ def of_run(
         return None
     try:
         with distribution.peers.during("saving"):  # no stall, though nothing is heard for long
-            found = _found(first, scores, spec, _from_logits(model, scores))
+            findings = _findings(first, scores, spec, _from_logits(model, scores))
     except Exception as error:
         lost(error)
         return None
-    return found and dataclasses.replace(found, partial=partial)
+    return findings and dataclasses.replace(findings, partial=partial)
 
 
-def _found(source: sources.Source, scores: np.ndarray, spec: Spec, from_logits: bool) -> confusion.Findings | None:
+def _findings(source: sources.Source, scores: np.ndarray, spec: Spec, from_logits: bool) -> confusion.Findings | None:
     """Sets the scores beside the targets, and makes pictures of the worst examples."""
     if scores.shape[1:] != (spec.classes,):
         return None
@@ -91,13 +91,16 @@ def _found(source: sources.Source, scores: np.ndarray, spec: Spec, from_logits: 
             return None
         tally.add(labels, scores[row : row + len(labels)], x if _images(x) else None)
         row += len(labels)
-    found = tally.findings(names=spec.names)
-    pictures = (e if e.pixels is None else dataclasses.replace(e, png=png(e.pixels, spec)) for e in found.worst)
-    return dataclasses.replace(found, worst=tuple(pictures))
+    findings = tally.findings(names=spec.names)
+    pictures = (e if e.pixels is None else dataclasses.replace(e, png=png(e.pixels, spec)) for e in findings.worst)
+    return dataclasses.replace(findings, worst=tuple(pictures))
 
 
 def png(pixels: np.ndarray, spec: Spec) -> bytes:
-    """An input as a small picture: whole numbers as they are scaled for the models, others from lowest to highest."""
+    """Draws an input as a small picture, PNG.
+
+    Whole numbers are scaled as for the models, others from the lowest to the highest.
+    """
     image = np.nan_to_num(pixels.astype(np.float64))
     whole = np.issubdtype(np.dtype(spec.dtype), np.integer)
     low, high = (0.0, spec.maximum) if whole else (image.min(), image.max())
@@ -119,7 +122,7 @@ def _scores(model: keras.Model, classes: int) -> bool:
 
 
 def _first(source: sources.Source, limit: int) -> tuple[sources.Source, bool]:
-    """The first examples, and whether there may be more."""
+    """Returns the first examples, and whether there may be more."""
     if isinstance(source, sources.Arrays):
         cut = keras.tree.map_structure(lambda a: a[:limit], source.columns)
         return sources.Arrays(cut), source.size > limit
@@ -131,7 +134,7 @@ def _first(source: sources.Source, limit: int) -> tuple[sources.Source, bool]:
 
 
 def _pieces(source: sources.Source) -> Iterator[tuple[Structure, Structure]]:
-    """(x, y), a few examples at a time."""
+    """Yields (x, y), a few examples at a time."""
     if isinstance(source, sources.Arrays):
         for i in range(0, source.size, _PIECE):
             x, y, *_ = keras.tree.map_structure(lambda a, i=i: a[i : i + _PIECE], source.columns)
@@ -143,7 +146,7 @@ def _pieces(source: sources.Source) -> Iterator[tuple[Structure, Structure]]:
 
 
 def _labels(y: Structure, classes: int) -> np.ndarray | None:
-    """[n] class numbers, or None where targets are something else, such as sequences."""
+    """Returns [n] class numbers, or None where targets are something else, such as sequences."""
     if not isinstance(y, np.ndarray):
         return None
     if y.shape[1:] == (classes,) and ((y == 0) | (y == 1)).all() and (y.sum(1) == 1).all():
@@ -158,6 +161,6 @@ def _images(x: Structure) -> bool:
 
 
 def _from_logits(model: keras.Model, scores: np.ndarray) -> bool:
-    """As the loss says; where it does not, scores that are no probabilities are logits."""
+    """Whether scores are logits, which the loss says; where it does not, scores that are no probabilities are."""
     known = getattr(getattr(model, "loss", None), "from_logits", None)
     return not confusion.look_like_probabilities(scores) if known is None else bool(known)

@@ -25,10 +25,10 @@ class Watching:
     """The watchers of one run on one worker.
 
     Args:
-      where: which of them are wanted.
-      folder: of the run.
+      where: tells which of them are wanted.
+      folder: the run's.
       recorder: its callbacks come before theirs.
-      plan: of the run.
+      plan: the run's.
       is_chief: the others only keep step with it.
       work: what the run computes.
     """
@@ -64,7 +64,7 @@ class Watching:
             self.callbacks.append(Profiler(*profiled, recorder, folder.path, self._is_chief))
 
     def totals(self, examples_per_second: float | None) -> dict[str, Any]:
-        """What `result.json` holds of memory and FLOPs."""
+        """Returns what `result.json` holds of memory and FLOPs."""
         gpus = tf.config.list_logical_devices("GPU")
         peaks = [tf.config.experimental.get_memory_info(gpu.name)["peak"] for gpu in gpus]
         return {
@@ -80,7 +80,7 @@ class Watching:
 
 
 def advice(experiment: config.Experiment) -> str:
-    """What to do when training waits for this experiment's data."""
+    """Says what to do when training waits for this experiment's data."""
     if field_syntax.is_reference(experiment.data.name) and not field_syntax.files(experiment.data.name):
         return f"make the pipeline of {experiment.data.name} parallel (num_parallel_calls), or return arrays"
     if experiment.data.cache != "memory":

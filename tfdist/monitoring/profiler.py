@@ -29,8 +29,8 @@ class Profiler(keras.callbacks.Callback):
 
     Args:
       recorder: knows the updates; its callbacks come before these.
-      folder: of the run.
-      traces: whether this worker's is.
+      folder: the run's.
+      traces: whether this worker is the one that is traced.
     """
 
     takes_many_updates = True
@@ -92,7 +92,7 @@ class Profiler(keras.callbacks.Callback):
 
 
 def summary(trace: bytes, updates: int, spent: Spent) -> str:
-    """The split of the time, and the operations that cost most.
+    """Writes down the split of the time, and the operations that cost most.
 
     Args:
       trace: an XSpace, as TensorFlow's profiler writes it.
@@ -123,7 +123,7 @@ _ENTRIES = (("input", "input"), ("compute", "compute"), ("all_reduce", "all-redu
 
 
 def operations(trace: bytes) -> tuple[collections.Counter, collections.Counter, float]:
-    """Seconds and executions by operation, and the seconds of those that communicate.
+    """Adds up seconds and executions by operation, and the seconds of those that communicate.
 
     Those of the GPUs, where there are any; else those of the CPU.
     """
@@ -152,7 +152,7 @@ _WRAPPINGS = re.compile(r"(while|body|cond|then|else)(/_\d+)?/|replica_\d+/")
 
 
 def _operation(plane: xplane_pb2.XPlane, event: xplane_pb2.XEvent) -> str:
-    """`layer/name (Type)` of an event that is an operation of TensorFlow, or nothing."""
+    """Returns `layer/name (Type)` of an event that is an operation of TensorFlow, or nothing."""
     name = plane.event_metadata[event.metadata_id].name
     for stat in event.stats:  # a kernel of a GPU says which operation it belongs to
         if plane.stat_metadata[stat.metadata_id].name == "tf_op":

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def environment(distribution: Distribution, site: Site) -> dict[str, Any]:
-    """The strategy and why, the devices, the hosts and the versions.
+    """Returns the strategy and why, the devices, the hosts and the versions.
 
     Args:
       site: what was found where it ran.
@@ -39,11 +39,11 @@ def environment(distribution: Distribution, site: Site) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of what decides about the numbers."""
-    found = {"python": platform.python_version()}
+    """Returns the versions of Python and of what decides about the numbers."""
+    by_name = {"python": platform.python_version()}
     for name in ("tfdist", "tensorflow", "keras", "tensorflow-datasets", "numpy"):
         try:
-            found[name] = metadata.version(name)
+            by_name[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = "unknown"
-    return found
+            by_name[name] = "unknown"
+    return by_name

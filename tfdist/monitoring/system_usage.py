@@ -40,7 +40,7 @@ class Sample(TypedDict):
 
 
 def peak_memory() -> int:
-    """The most bytes that this process has held in the machine's memory."""
+    """Returns the most bytes that this process has held in the machine's memory."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

@@ -22,7 +22,7 @@ class Board:
     A disk that is full stops this and nothing else.
 
     Args:
-      folder: of the run.
+      folder: where both are written.
     """
 
     def __init__(self, folder: pathlib.Path):

@@ -29,7 +29,7 @@ class Timeline(keras.callbacks.Callback):
     Args:
       folder: where `timeline.jsonl` goes.
       recorder: knows the updates and the time; its callbacks come before these.
-      usage: of the machine.
+      usage: samples the machine.
       work: what the run computes.
       experiment: fields by name, for TensorBoard.
       board: TensorBoard's files, or None.

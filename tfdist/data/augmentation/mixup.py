@@ -11,7 +11,7 @@ _POINTS = 2049
 
 
 def mixer(alphas: dict[str, float]) -> Callable[..., tuple]:
-    """A function that mixes a batch.
+    """Returns a function that mixes a batch.
 
     Args:
       alphas: `mixup`, `cutmix` or both, with the parameters of Beta(alpha, alpha)
@@ -45,7 +45,7 @@ def mixer(alphas: dict[str, float]) -> Callable[..., tuple]:
 
 
 def blended(x: tf.Tensor, partner: tf.Tensor, share: tf.Tensor) -> tf.Tensor:
-    """`share` of each image and the rest of its partner (Zhang et al., "mixup", 2017)."""
+    """Returns `share` of each image and the rest of its partner (Zhang et al., "mixup", 2017)."""
     part = tf.reshape(share, [-1] + [1] * (x.shape.rank - 1))
     ours, theirs = tf.cast(x, tf.float32), tf.cast(partner, tf.float32)
     values = theirs + part * (ours - theirs)
@@ -53,7 +53,7 @@ def blended(x: tf.Tensor, partner: tf.Tensor, share: tf.Tensor) -> tf.Tensor:
 
 
 def pasted(x: tf.Tensor, partner: tf.Tensor, share: tf.Tensor, down: tf.Tensor, right: tf.Tensor) -> tuple:
-    """A rectangle of each partner in its image (Yun et al., "CutMix", 2019).
+    """Puts a rectangle of each partner into its image (Yun et al., "CutMix", 2019).
 
     Args:
       share: [n], of the area that is to stay: the rectangle has the image's proportions.
@@ -78,7 +78,7 @@ def pasted(x: tf.Tensor, partner: tf.Tensor, share: tf.Tensor, down: tf.Tensor, 
 
 
 def weighed(columns: tuple, partners: tuple, share: tf.Tensor) -> tuple:
-    """Targets [n, classes], or targets and weights [n], mixed by `share` [n]."""
+    """Mixes targets [n, classes], or targets and weights [n], by `share` [n]."""
     if len(columns) == 1:
         part = tf.cast(share, columns[0].dtype)[:, None]
         return (part * columns[0] + (1 - part) * partners[0],)
@@ -92,7 +92,7 @@ def weighed(columns: tuple, partners: tuple, share: tf.Tensor) -> tuple:
 
 
 def draws(seeds: tf.Tensor, count: int) -> tf.Tensor:
-    """`count` numbers in [0, 1) for each of `seeds` int32 [n, 2], float32 [n, count].
+    """Returns `count` numbers in [0, 1) for each of `seeds` int32 [n, 2]: float32 [n, count].
 
     TensorFlow's stateless functions take one seed for a whole batch, and here
     each row has its own. So: a hash of 32 bits ("lowbias32", Wellons 2018) of
@@ -116,7 +116,7 @@ def _right(value: tf.Tensor, bits: int) -> tf.Tensor:
 
 
 def _quantiles(alpha: float) -> np.ndarray:
-    """[_POINTS] quantiles of Beta(alpha, alpha), evenly spaced in probability; float32."""
+    """Returns [_POINTS] quantiles of Beta(alpha, alpha), evenly spaced in probability; float32."""
     with tf.init_scope(), tf.device("CPU:0"):
         wanted = tf.constant(np.linspace(0, 1, _POINTS))
         low, high = tf.zeros_like(wanted), tf.ones_like(wanted)
@@ -128,7 +128,7 @@ def _quantiles(alpha: float) -> np.ndarray:
 
 
 def _interpolated(table: np.ndarray, place: tf.Tensor) -> tf.Tensor:
-    """Values of `table` at `place` [n] in [0, 1) of its length."""
+    """Returns values of `table` at `place` [n] in [0, 1) of its length."""
     exact = place * (len(table) - 1)
     below = tf.cast(exact, tf.int32)
     rest = exact - tf.cast(below, exact.dtype)

@@ -37,7 +37,10 @@ class Recipe:
 
     @property
     def smallest(self) -> float | None:
-        """What `resized_crop` was given, or None: then it is `crop_window` that says what to decode of an image."""
+        """Returns what `resized_crop` was given, or None.
+
+        Where it is given, `crop_window` says what to decode of an image.
+        """
         return self.steps[0].arguments[0] if self.steps and self.steps[0].name == "resized_crop" else None
 
     @property
@@ -69,7 +72,7 @@ class Recipe:
 
     @tf.autograph.experimental.do_not_convert
     def example(self, image: tf.Tensor, seed: tf.Tensor, size: tuple[int, int] | None = None) -> tf.Tensor:
-        """One augmented image.
+        """Returns one augmented image.
 
         Args:
           size: height and width that `resized_crop` makes; None for those of the
@@ -97,21 +100,21 @@ class Recipe:
 
 
 def parse(text: str, maximum: float = 255.0, field: str = "data.augment") -> Recipe:
-    """The recipe that `text` describes, such as `flip, crop(4), mixup(0.2)`; empty for none.
+    """Returns the recipe that `text` describes, such as `flip, crop(4), mixup(0.2)`; empty for none.
 
     Raises:
       UserError: naming `field`, when it is not understood.
     """
-    found = augment_syntax.steps(text, field)
+    steps = augment_syntax.steps(text, field)
     return Recipe(
-        tuple(s for s in found if s.name not in augment_syntax.MIXING),
-        tuple(s for s in found if s.name in augment_syntax.MIXING),
+        tuple(s for s in steps if s.name not in augment_syntax.MIXING),
+        tuple(s for s in steps if s.name in augment_syntax.MIXING),
         maximum,
     )
 
 
 def resize(image: tf.Tensor, size: tuple[int, int], policy: str = "crop") -> tf.Tensor:
-    """The image [size[0], size[1], c], bilinear, smoothed where it shrinks to half or less; nothing is random.
+    """Makes an image [size[0], size[1], c], bilinear, smoothed where it shrinks to half or less; nothing is random.
 
     Args:
       policy: `crop` keeps the middle in the new proportions, `stretch` all of it
@@ -152,12 +155,12 @@ def _resized(image: tf.Tensor, size: tuple[int, int] | tf.Tensor) -> tf.Tensor:
 
 
 def flip(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-    """Left and right exchanged, for half of the seeds."""
+    """Exchanges left and right, for half of the seeds."""
     return _mirrored(image, seed, 1)
 
 
 def vertical_flip(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-    """Top and bottom exchanged, for half of the seeds."""
+    """Exchanges top and bottom, for half of the seeds."""
     return _mirrored(image, seed, 0)
 
 
@@ -167,7 +170,7 @@ def _mirrored(image: tf.Tensor, seed: tf.Tensor, axis: int) -> tf.Tensor:
 
 
 def crop(image: tf.Tensor, seed: tf.Tensor, padding: int) -> tf.Tensor:
-    """A part as large as the image, at a random place of it with `padding` pixels of 0 around."""
+    """Cuts out a part as large as the image, at a random place of it with `padding` pixels of 0 around."""
     padded = tf.pad(image, [[padding, padding], [padding, padding], [0, 0]])
     places = tf.cast(uniform(seed, 2, 0.0, 2.0 * padding + 1), tf.int32)
     # The product may round up to the bound itself.
@@ -176,7 +179,7 @@ def crop(image: tf.Tensor, seed: tf.Tensor, padding: int) -> tf.Tensor:
 
 
 def crop_window(shape: tf.Tensor, seed: tf.Tensor, smallest: float) -> tf.Tensor:
-    """Where `resized_crop` cuts: int32 [4], top, left, height and width.
+    """Returns where `resized_crop` cuts: int32 [4], top, left, height and width.
 
     For who decodes only this part of a JPEG.
 
@@ -197,7 +200,7 @@ def crop_window(shape: tf.Tensor, seed: tf.Tensor, smallest: float) -> tf.Tensor
 
 
 def resized_crop(image: tf.Tensor, seed: tf.Tensor, size: tuple[int, int], smallest: float) -> tf.Tensor:
-    """A random part, of `smallest` to 1 of the area and 3:4 to 4:3, made [size[0], size[1], c].
+    """Makes a random part, of `smallest` to 1 of the area and 3:4 to 4:3, [size[0], size[1], c].
 
     The crop of Inception (Szegedy et al., "Going Deeper with Convolutions", 2015).
     """
@@ -207,7 +210,10 @@ def resized_crop(image: tf.Tensor, seed: tf.Tensor, size: tuple[int, int], small
 
 
 def color(image: tf.Tensor, seed: tf.Tensor, strength: float, maximum: float = 255.0) -> tf.Tensor:
-    """Brightness, contrast and saturation by factors of 1 - strength to 1 + strength, hue by up to strength / 4 turns.
+    """Changes the colours of an image at random.
+
+    Brightness, contrast and saturation get factors of 1 - strength to 1 + strength, and the hue is turned by up to
+    strength / 4 turns.
 
     The proportions are those of SimCLR (Chen et al., 2020); see `color.jitter`.
     """
@@ -216,7 +222,7 @@ def color(image: tf.Tensor, seed: tf.Tensor, strength: float, maximum: float = 2
 
 
 def erase(image: tf.Tensor, seed: tf.Tensor, probability: float, maximum: float = 255.0) -> tf.Tensor:
-    """Random values in a random rectangle, of 2 % to a third of the area, for this share of the seeds.
+    """Puts random values into a random rectangle, of 2 % to a third of the area, for this share of the seeds.
 
     "Random Erasing Data Augmentation", Zhong et al., 2017. A rectangle longer
     than the image is cut to it.

@@ -50,7 +50,7 @@ def load(
       root: the folder, see `image_scan.listing`.
       broken: `refuse`, or `skip` the files that are no images.
       size: height and width that the images will be made, or None. JPEGs are decoded no larger than it takes.
-      policy: of `ops.resize`.
+      policy: how images are made that size, see `ops.resize`.
       whole: the training images are needed in their full size.
 
     Raises:
@@ -130,7 +130,7 @@ def _records(
 
     Args:
       ways: how each file is decoded, see `image_decoding.ways`.
-      size: that all images have once they are decoded, or None.
+      size: the one that all images have once they are decoded, or None.
       skip: an image that cannot be decoded after all counts with weight 0.
     """
     used, which = np.unique(ways, return_inverse=True)

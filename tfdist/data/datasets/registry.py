@@ -52,9 +52,9 @@ def load_data(name: str, *, batch_size: int = 32, seed: int = 0, **options: obje
     """Loads a data set by name, for `tfdist.fit`, `evaluate` and `predict`; to be called after `tfdist.connect`.
 
     Args:
-      name: as `data.name` of an experiment: `image_folder:/path`, `csv:/path`, a TFDS name, ...
+      name: what `data.name` of an experiment may be: `image_folder:/path`, `csv:/path`, a TFDS name, ...
       batch_size: global batch of what can only be read as a stream.
-      seed: of the order of such a stream.
+      seed: decides the order of such a stream.
       **options: the other fields of `tfdist.config.Data`, such as `train_split="train[:90%]"`, `image_size=64`.
 
     Returns:
@@ -62,7 +62,7 @@ def load_data(name: str, *, batch_size: int = 32, seed: int = 0, **options: obje
       are numbers, or one-hot rows where `augment` mixes examples.
 
     Raises:
-      UserError: as the command would.
+      UserError: whatever the command would refuse.
     """
     known = {f.name for f in dataclasses.fields(config.Data)} - {"name", "shuffle"}  # fit shuffles what it can
     if unknown := sorted(set(options) - known):

@@ -13,7 +13,7 @@ def synthetic(examples: int = 4096, shape: tuple = (32, 32, 3), classes: int = 1
 
     Args:
       examples: number of training images.
-      shape: of an image.
+      shape: height, width and channels of an image, or any other shape.
       noise: standard deviation of what is added to a pattern, whose own is 1.
 
     Returns:

@@ -11,7 +11,7 @@ from tfdist.errors import UserError
 
 
 def encode(table: Table, columns: tuple[Column, ...]) -> dict[str, np.ndarray]:
-    """Rows of a table as a model's inputs, by the statistics in `columns`."""
+    """Returns the rows of a table as a model's inputs, by the statistics in `columns`."""
     numbers = [
         np.nan_to_num((table.numbers[c.name] - c.mean) / c.std, nan=0.0).astype(np.float32)
         for c in columns
@@ -23,7 +23,7 @@ def encode(table: Table, columns: tuple[Column, ...]) -> dict[str, np.ndarray]:
 
 
 def encode_target(table: Table, target: Column, classes: int | None) -> np.ndarray:
-    """float32 [n], or int32 [n] where they are classes.
+    """Returns the targets: float32 [n], or int32 [n] where they are classes.
 
     Raises:
       UserError: a class that no training row has.
@@ -48,7 +48,7 @@ def encode_target(table: Table, target: Column, classes: int | None) -> np.ndarr
 
 
 def leave_out_without(table: Table, name: str, what: str, skip: bool) -> Table:
-    """`table` without the rows that have no target `name`.
+    """Returns `table` without the rows that have no target `name`.
 
     Args:
       what: names the table to a person.

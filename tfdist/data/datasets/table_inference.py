@@ -15,7 +15,7 @@ from tfdist.errors import UserError
 
 
 def read_inputs(path: str, columns: tuple[Column, ...], options: Options) -> dict[str, np.ndarray]:
-    """New rows as a model's inputs, in the order of the file: what is predicted on.
+    """Reads new rows as a model's inputs, in the order of the file, to predict on them.
 
     Args:
       options: see `tables.TableOptions`; only the delimiter matters here.
@@ -34,10 +34,10 @@ def read_rows(
     options: Options,
     skip: bool = False,
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Likewise, with targets: what is evaluated on.
+    """Reads new rows with their targets, to evaluate on them.
 
     Args:
-      options: that the model was trained with, see `tables.TableOptions`.
+      options: those that the model was trained with, see `tables.TableOptions`.
       skip: leave bad rows out, with a line that says which.
     """
     numbers = target.kind == "number"

@@ -55,21 +55,24 @@ class TableOptions:
 
 
 def files(path: str) -> dict[str, list[str]]:
-    """Files by split: `train.csv` and `test.csv` of a folder; else all that the folder or pattern has, as `train`."""
+    """Finds the files of each split.
+
+    These are `train.csv` and `test.csv` of a folder; else all that the folder or pattern has are `train`.
+    """
     path = os.path.expanduser(path)
     if os.path.isdir(path):
-        found = sorted(f for end in ("csv", "csv.gz") for f in glob.glob(os.path.join(glob.escape(path), f"*.{end}")))
-        by_name = {os.path.basename(f).removesuffix(".gz").removesuffix(".csv"): [f] for f in found}
+        paths = sorted(f for end in ("csv", "csv.gz") for f in glob.glob(os.path.join(glob.escape(path), f"*.{end}")))
+        by_name = {os.path.basename(f).removesuffix(".gz").removesuffix(".csv"): [f] for f in paths}
         if "train" in by_name:
-            if len(by_name) < len(found):
-                twice = next(f for f in found if [f] not in by_name.values())
+            if len(by_name) < len(paths):
+                twice = next(f for f in paths if [f] not in by_name.values())
                 raise UserError(f"{twice} is there as .csv and as .csv.gz: remove one of them")
             return by_name
     else:
-        found = [path] if os.path.isfile(path) else sorted(f for f in glob.glob(path) if os.path.isfile(f))
-    if not found:
+        paths = [path] if os.path.isfile(path) else sorted(f for f in glob.glob(path) if os.path.isfile(f))
+    if not paths:
         raise UserError(f"data.name=csv:{path} has no files: give a CSV file, a folder of *.csv files, or a pattern")
-    return {"train": found}
+    return {"train": paths}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,7 +97,7 @@ def prepare(
 
     Args:
       options: see `TableOptions`.
-      splits: of training and evaluation, such as `train[:80%]` and `train[80%:]`.
+      splits: those for training and evaluation, such as `train[:80%]` and `train[80%:]`.
       skip: leave bad rows out, with a line that says which.
 
     Raises:
@@ -175,15 +178,15 @@ def _inputs(chosen: TableOptions, names: list[str]) -> list[str]:
 
 
 def _cut(wanted: list[tuple[str, np.ndarray]], parts: dict[str, csv_reader.Table], in_order: bool) -> csv_reader.Table:
-    found = []
+    pieces = []
     for name, rows in wanted:
         table = parts[name]
-        found.append(table.taken(rows if in_order else order(0, 0, table.size)[rows]))
-    return found[0] if len(found) == 1 else csv_reader.joined(found)
+        pieces.append(table.taken(rows if in_order else order(0, 0, table.size)[rows]))
+    return pieces[0] if len(pieces) == 1 else csv_reader.joined(pieces)
 
 
 def _described(table: csv_reader.Table, name: str) -> Column:
-    """What the training rows show of a column."""
+    """Describes a column by what the training rows show of it."""
     if name in table.numbers:
         values = table.numbers[name]
         present = values[~np.isnan(values)]
@@ -202,7 +205,7 @@ def _described(table: csv_reader.Table, name: str) -> Column:
 
 
 def _target(table: csv_reader.Table, chosen: TableOptions) -> tuple[Column, int | None]:
-    """The target as the training rows show it, and the number of classes if it is one."""
+    """Describes the target by what the training rows show; returns the number of classes too, if it is one."""
     name = chosen.target
     if name in table.numbers:
         values = table.numbers[name]

@@ -97,7 +97,7 @@ class _Reader:
         """Returns the source of one split.
 
         Args:
-          field: of the experiment, for messages.
+          field: the experiment's, for messages.
           name: in the syntax of TFDS.
           batch: global batch, if it is read as a stream.
         """
@@ -135,7 +135,7 @@ class _Reader:
 
 
 def _input_spec(data: config.Data, feature: tfds.features.FeatureConnector, key: str) -> tf.TensorSpec:
-    """Type and shape of one input as it is trained on, the size of images being `data.image_size` if theirs differ."""
+    """Returns type and shape of one input as it is trained on: images of different sizes get `data.image_size`."""
     inputs, size = feature.get_tensor_spec(), field_syntax.image_size(data.image_size)
     if inputs.shape.is_fully_defined():
         return tf.TensorSpec(inputs.shape, inputs.dtype)

@@ -97,7 +97,7 @@ def _prepare(builder: tfds.core.DatasetBuilder, name: str, by_number: bool) -> N
 
 
 def _unreachable(builder: tfds.core.DatasetBuilder) -> str:
-    """A host that downloads need, when there is no network at all; TFDS itself tries for three minutes."""
+    """Names a host that downloads need, when there is no network at all; TFDS itself tries for three minutes."""
     hosts = {urllib.parse.urlsplit(url).hostname for url in builder.url_infos or {}} - {None}
     have = os.path.join(builder.data_dir_root, "downloads")  # TFDS takes what was downloaded once
     if not hosts or urllib.request.getproxies() or (os.path.isdir(have) and os.listdir(have)):

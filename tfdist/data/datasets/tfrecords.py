@@ -45,7 +45,7 @@ class TFRecordSplits:
     train: Records
     eval: Records
     shape: tuple[int, ...]
-    """Of an input; images have that of the first one."""
+    """Shape of an input; images have that of the first one."""
     dtype: str
     classes: int | None
 
@@ -61,7 +61,7 @@ def load(
 
     Args:
       path: a file, a pattern, or a folder, see `tfrecord_index.files`.
-      splits: of training and evaluation, by the field that asks for each.
+      splits: those for training and evaluation, by the field that asks for each.
       options: the features, in the order x, y, weight: `image=jpeg, label=int64`. Types are `jpeg`, `png`, `int64` and
         `float32`, the last two with a shape in quotes where they have one: `x='float32[28, 28, 1]'`. Besides
         `classes=10` where y is int64, and `channels=1` for images that are not to be RGB.
@@ -74,19 +74,19 @@ def load(
     features, classes, channels = _features(options)
     by_split = tfrecord_index.files(path)
     named = {part.split("[")[0].strip() for text in splits.values() for part in text.split("+")}
-    found = {name: tfrecord_index.index(paths) for name, paths in by_split.items() if name in named}
-    bad = [problem for index in found.values() for problem in index.broken]
+    indexes = {name: tfrecord_index.index(paths) for name, paths in by_split.items() if name in named}
+    bad = [problem for index in indexes.values() for problem in index.broken]
     if bad:
         more = f", and {len(bad) - _NAMED} more files" if len(bad) > _NAMED else ""
         line = "; ".join(bad[:_NAMED]) + more
         if not skip:
             raise UserError(f"{line}: write them again, or leave out what is lost with data.broken=skip")
         logger.info(f"WARNING: {line}: left out")
-    sizes = {name: len(found[name].offsets) if name in found else 0 for name in by_split}
+    sizes = {name: len(indexes[name].offsets) if name in indexes else 0 for name in by_split}
     sources: list[Records] = []
     shape = features[0].shape
     for field, text in splits.items():
-        parts = [(found[name], rows) for name, rows in select(text, sizes, field, f"tfrecord:{path}")]
+        parts = [(indexes[name], rows) for name, rows in select(text, sizes, field, f"tfrecord:{path}")]
         if not sources:
             first = parts[0][0].read(parts[0][1][:1])[0]
             _check(first, features, parts[0][0].name(int(parts[0][1][0])))
@@ -119,12 +119,12 @@ def _features(options: Options) -> tuple[list[Feature], int | None, int]:
 
 
 def _feature(name: str, text: object) -> Feature:
-    found = _WRITTEN.match(text) if isinstance(text, str) else None
-    if not found:
+    written = _WRITTEN.match(text) if isinstance(text, str) else None
+    if not written:
         raise UserError(
             f"data.options: {name}={text!r} is no type: write one of {', '.join(TYPES)}, or 'float32[8, 8, 1]'"
         )
-    kind, shape = found.groups()
+    kind, shape = written.groups()
     if kind == "string":
         raise UserError(f"data.options: {name}=string cannot be trained on: write jpeg or png, or leave it out")
     if kind not in TYPES:
@@ -188,11 +188,11 @@ def _records(
         return index, int(rows[number - (ends[part] - len(rows))])
 
     def get(numbers: np.ndarray) -> np.ndarray:
-        found = np.empty(len(numbers), object)
+        records = np.empty(len(numbers), object)
         for i, number in enumerate(numbers.tolist()):
             index, row = place(number)
-            found[i] = index.read(np.array([row]))[0]
-        return found
+            records[i] = index.read(np.array([row]))[0]
+        return records
 
     def decode(record: tf.Tensor, seed: tf.Tensor) -> tuple:
         del seed  # nothing in it is random

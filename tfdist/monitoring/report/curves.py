@@ -9,7 +9,7 @@ from tfdist.monitoring.report.line_chart import Line, Mark, plot, value
 from tfdist.monitoring.report.run_files import Record, mapping, number, sequence
 
 NO_METRICS = {"epoch", "updates", "seconds", "examples_per_second", "time", "learning_rate", "gradient_norm"}
-"""What else stands in a line about an epoch."""
+"""What stands in a line about an epoch and is no metric."""
 SHARES = ("input", "all_reduce", "python")
 ROWS = 200
 """Epochs in the table at most."""
@@ -18,7 +18,7 @@ _TIMES = ((3 * 3600, 3600, "hours"), (180, 60, "minutes"), (0, 1, "seconds"))
 
 
 def learning(record: Record) -> Html:
-    """Loss, metrics, learning rate and gradient norm over updates, and the epochs as a table."""
+    """Draws loss, metrics, learning rate and gradient norm over updates, with the epochs as a table."""
     epochs, samples = _latest(record.epochs), _latest(record.samples)
     names = dict.fromkeys(name for line in epochs for name in line if name not in NO_METRICS)
     if not epochs:
@@ -50,7 +50,7 @@ def learning(record: Record) -> Html:
 
 
 def speed(record: Record) -> Html:
-    """Throughput, shares of time and devices over time, with checkpoints and restarts."""
+    """Draws throughput, shares of time and devices over time, with checkpoints and restarts."""
     samples = [s for s in record.samples if number(s.get("seconds")) is not None]
     lines = samples or [e for e in record.epochs if number(e.get("seconds")) is not None]
     if not lines:
@@ -79,17 +79,17 @@ def speed(record: Record) -> Html:
 
 
 def title(name: str) -> str:
-    """A metric's name as a heading."""
+    """Returns a metric's name as a heading."""
     return (name[:1].upper() + name[1:]).replace("_", " ")
 
 
 def words(key: str) -> str:
-    """What a share of time was spent on."""
+    """Returns in words what a share of time was spent on."""
     return {"input": "waiting for input", "all_reduce": "all-reduce", "python": "Python", "compute": "computing"}[key]
 
 
 def _latest(lines: list[dict]) -> list[dict]:
-    """By updates; what a rollback has undone is left out."""
+    """Returns the lines by updates; what a rollback has undone is left out."""
     kept: list[dict] = []
     for line in reversed(lines):
         update = number(line.get("updates"))
@@ -128,7 +128,7 @@ def _listed(sample: dict) -> list[dict]:
 
 
 def _of_gpus(samples: list[dict], gpus: list, unit: float, of: Callable[[dict], object], scale: float) -> list[Line]:
-    """A line per GPU, or where they are too many to tell apart, the lowest, the mean and the highest."""
+    """Returns a line per GPU, or where they are too many to tell apart, the lowest, the mean and the highest."""
     xs = [(number(s["seconds"]) or 0) / unit for s in samples]
     tables = [{g.get("number"): number(of(g)) for g in _listed(s)} for s in samples]
     rows = [[None if (y := row.get(gpu)) is None else y / scale for gpu in gpus] for row in tables]

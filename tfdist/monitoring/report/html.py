@@ -16,7 +16,7 @@ class Html(str):
 
 
 def tag(name: str, *children: object, **attributes: object) -> Html:
-    """One element.
+    """Returns one element.
 
     Args:
       children: markup as it is, other values as escaped text.
@@ -33,12 +33,12 @@ def tag(name: str, *children: object, **attributes: object) -> Html:
 
 
 def join(*parts: object) -> Html:
-    """Parts one after the other, those that are not markup escaped."""
+    """Returns the parts one after the other, those that are not markup escaped."""
     return Html("".join(p if isinstance(p, Html) else html.escape(str(p)) for p in parts))
 
 
 def table(head: list, rows: list[list], numbers: Collection[int] = (), **attributes: object) -> Html:
-    """A table in a box of its own, which scrolls where the page is narrow.
+    """Returns a table in a box of its own, which scrolls where the page is narrow.
 
     Args:
       head: a cell per column.

@@ -31,7 +31,7 @@ class RunColumn:
     text: Callable[[float], str]
 
     def cell(self, i: int, done: list[bool]) -> Html | str:
-        """The figure of run `i`, marked where it is the best of the runs that are done."""
+        """Returns the figure of run `i`, marked where it is the best of the runs that are done."""
         figure = self.figures[i]
         if figure is None:
             return "-"
@@ -43,7 +43,7 @@ class RunColumn:
 
 
 def section(record: Record) -> Html:
-    """This run and the others on the same data."""
+    """Returns the table of this run and the others on the same data."""
     own = _fields(record)
     around = [(run, _fields(run)) for run in neighbours(record.path)]
     others = [(run, fields) for run, fields in around if all(fields.get(n) == own.get(n) for n in SAME_TASK)]
@@ -73,14 +73,14 @@ def section(record: Record) -> Html:
 
 
 def direction(metric: str) -> int:
-    """+1 where more of a metric is better, -1 where less is, 0 where its name does not tell."""
+    """Returns +1 where more of a metric is better, -1 where less is, 0 where its name does not tell."""
     if re.search(r"acc|auc|precision|recall|f1|iou|top_", metric):
         return 1
     return -1 if re.search(r"loss|error|entropy|perplexity|^m[as]e$|rmse", metric) else 0
 
 
 def _fields(run: Record) -> dict[str, str]:
-    """All fields; one that the run did not know had what is now the default."""
+    """Returns all fields; one that the run did not know had what is now the default."""
     return {**config.flat(config.Experiment()), **config.flat(run.experiment)}
 
 

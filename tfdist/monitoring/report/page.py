@@ -61,7 +61,7 @@ def render(path: pathlib.Path, result: dict | None = None, findings: Findings | 
 
     Args:
       path: a run folder, of which any file may be missing.
-      result: as for `write`; None to read `result.json`.
+      result: what `write` takes; None to read `result.json`.
     """
     record = run_files.read(path, result)
     sections = [
@@ -93,7 +93,7 @@ def render(path: pathlib.Path, result: dict | None = None, findings: Findings | 
 
 
 def _patient(make: Callable[[], Html]) -> Html:
-    """A part that stumbles over an odd file leaves the others alone."""
+    """Returns a part of the page, or in words why there is none; a part that fails leaves the others alone."""
     try:
         return make()
     except Exception as error:
@@ -147,7 +147,7 @@ def _happened(record: Record) -> list[str]:
 
 
 def _figures(record: Record) -> Html:
-    """The numbers that one looks for first."""
+    """Returns the numbers that one looks for first."""
     result = record.result
     tiles = [
         (curves.title(name), value(y), "")
@@ -190,7 +190,7 @@ def _figures(record: Record) -> Html:
 
 
 def _time(record: Record) -> Html:
-    """One bar of what the seconds of training went into, and what to do about it."""
+    """Draws one bar of what the seconds of training went into, and says what to do about it."""
     spent = mapping(record.result.get("time"))
     seconds = {part: y for part in PARTS if (y := number(spent.get(part))) is not None and y >= 0}
     total = sum(seconds.values())
@@ -232,7 +232,7 @@ def _time(record: Record) -> Html:
 
 
 def duration(seconds: float) -> str:
-    """`11.3 s`, `12 min 30 s`, `3 h 12 min`."""
+    """Writes seconds as `11.3 s`, `12 min 30 s` or `3 h 12 min`."""
     if seconds < 99.95:
         return f"{seconds:.1f} s" if seconds >= 0.95 else f"{seconds:.2f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -242,5 +242,5 @@ def duration(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes as `312 MiB` or `2.41 GiB`."""
+    """Writes bytes as `312 MiB` or `2.41 GiB`."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
