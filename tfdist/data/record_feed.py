@@ -13,7 +13,7 @@ from tfdist.data.batch_layout import Layout
 from tfdist.data.feeds import FeedCall
 from tfdist.data.sources import Arrays, Records, Source, order
 from tfdist.data.structures import Structure
-from tfdist.errors import UserError
+from tfdist.errors import UserError, one_line
 
 AHEAD = 2
 """Batches that lie ready. Not AUTOTUNE, which may take half of the machine's memory."""
@@ -187,7 +187,7 @@ def first_row(source: Records) -> tuple:
 def reason(error: tf.errors.OpError) -> str:
     """Returns what TensorFlow says is wrong, without where in its graph."""
     text = str(error.message).split("}} ")[-1].split(" [Op:")[0]
-    return " ".join(text.split())[:80].rstrip(".")
+    return one_line(text, 80).rstrip(".")
 
 
 def is_weighted(source: Source) -> bool:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import keras
 import numpy as np
@@ -256,7 +255,7 @@ def check_labels(y: np.ndarray, classes: int, what: str) -> None:
         )
 
 
-def facts(source: Source) -> dict[str, Any]:
+def facts(source: Source) -> dict[str, object]:
     """Returns what the data of all workers must have in common, as JSON.
 
     There are no floats in it, which machines may round differently.
@@ -264,7 +263,7 @@ def facts(source: Source) -> dict[str, Any]:
     if isinstance(source, Batches):
         return {"kind": "batches", "batches": source.batches, "elements": str(source.dataset.element_spec)}
     # By number or in memory is the same data; that depends on how much memory there is.
-    common: dict[str, Any] = {"kind": "examples", "examples": source.size}
+    common: dict[str, object] = {"kind": "examples", "examples": source.size}
     if isinstance(source, Records):
         return common if source.labels is None else common | {"checksum of labels": _checksum(source.labels)}
     elements = keras.tree.map_structure(lambda a: f"{a.shape[1:]} {a.dtype}", source.columns)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -12,6 +12,15 @@ from tfdist.errors import UserError
 
 _BOUND = r"(-?\d+(?:\.\d+)?%|-?\d+)?"
 _PART = re.compile(rf"^\s*([^\[\]+\s]+)\s*(?:\[\s*{_BOUND}\s*:\s*{_BOUND}\s*\])?\s*$")
+
+
+NAMES = ("train", "training", "val", "valid", "validation", "dev", "test", "testing", "eval")
+"""Words by which folders and files are known to be splits."""
+
+
+def named(texts: Iterable[str]) -> set[str]:
+    """Returns the names of the splits that these texts are slices of."""
+    return {part.split("[")[0].strip() for text in texts for part in text.split("+")}
 
 
 def select(text: str, sizes: Mapping[str, int], field: str, what: str) -> list[tuple[str, np.ndarray]]:

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import platform
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tfdist.distributed.distribution import Distribution
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tfdist.distributed.connect import Site
 
 
-def environment(distribution: Distribution, site: Site) -> dict[str, Any]:
+def environment(distribution: Distribution, site: Site) -> dict[str, object]:
     """Returns the strategy and why, the devices, the hosts and the versions.
 
     Args:

@@ -9,10 +9,8 @@ import os
 import struct
 from collections.abc import Iterator
 
+from tfdist.data.splits import NAMES
 from tfdist.errors import UserError
-
-SPLITS = ("train", "training", "val", "valid", "validation", "dev", "test", "testing", "eval")
-"""Folders at the top that are splits and not classes."""
 
 _HEAD, _TAIL = 512, 16
 _THREADS = 16
@@ -53,8 +51,9 @@ class Look:
 def listing(root: str, what: str) -> tuple[tuple[str, ...], dict[str, Split]]:
     """Finds the classes, sorted, and the files of each split.
 
-    A folder is a class, and what is in folders below it belongs to that class. Folders at the top named as in `SPLITS`
-    are splits of such folders; without any, all of it is one split, `train`. Names that begin with a dot are left out.
+    A folder is a class, and what is in folders below it belongs to that class. Folders at the top with one of
+    `splits.NAMES` are splits of such folders; without any, all of it is one split, `train`. Names that begin with a
+    dot are left out.
 
     Args:
       what: the data set, for messages.
@@ -65,7 +64,7 @@ def listing(root: str, what: str) -> tuple[tuple[str, ...], dict[str, Split]]:
     if not os.path.isdir(root):
         raise UserError(f"{what}: there is no such folder: give the path of one that has a folder for each class")
     tops = _folders(root)
-    if any(name.lower() in SPLITS and _folders(os.path.join(root, name)) for name in tops):
+    if any(name.lower() in NAMES and _folders(os.path.join(root, name)) for name in tops):
         folders = {name: os.path.join(root, name) for name in tops if _folders(os.path.join(root, name))}
     else:
         folders = {"train": root}

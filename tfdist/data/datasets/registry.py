@@ -36,7 +36,7 @@ def load(experiment: config.Experiment, prepare: bool = True) -> Loaded:
     return _pictured(experiment, loaded)
 
 
-def facts(loaded: Loaded) -> dict[str, Any]:
+def facts(loaded: Loaded) -> dict[str, object]:
     """Returns `sources.facts` of the training split, with what the model is built for."""
     spec = loaded.spec
     known = [spec.names, [(c.name, c.kind, c.vocabulary) for c in (*spec.columns, *filter(None, [spec.target]))]]

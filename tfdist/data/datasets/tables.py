@@ -19,7 +19,7 @@ from tfdist.config.messages import logger
 from tfdist.data.datasets import csv_reader, table_encoding
 from tfdist.data.sources import order
 from tfdist.data.spec import Column
-from tfdist.data.splits import select
+from tfdist.data.splits import named, select
 from tfdist.errors import UserError
 
 FEW = 20
@@ -112,10 +112,10 @@ def prepare(
     if chosen.classify is not None:
         kinds[chosen.target] = "category" if chosen.classify else "number"
     parts: dict[str, csv_reader.Table] = {}
-    named = {part.split("[")[0].strip() for text in splits for part in text.split("+")}
+    wanted = named(splits)
     # The file to train on first: it decides what the columns of the others are.
     for name in sorted(by_split, key=lambda name: (name != "train", name)):
-        if name in named or name == "train":
+        if name in wanted or name == "train":
             table = csv_reader.read(by_split[name], [*inputs, chosen.target], kinds, chosen.delimiter, skip)
             if table.skipped:
                 logger.info(f"WARNING: left out: {csv_reader.described(table.skipped)}")

@@ -15,7 +15,7 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from tfdist import config
-from tfdist.errors import UserError
+from tfdist.errors import UserError, one_line
 
 BY_NUMBER = tfds.core.FileFormat.ARRAY_RECORD
 """The format that TFDS reads by number."""
@@ -130,4 +130,4 @@ def _quiet(record: logging.LogRecord) -> bool:
 
 
 def _line(error: BaseException | str, length: int = 300) -> str:
-    return " ".join(str(error).split())[:length] or type(error).__name__
+    return one_line(error, length) or type(error).__name__

@@ -10,16 +10,16 @@ import os
 import re
 import struct
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from tfdist.data.splits import NAMES
 from tfdist.errors import UserError
 
 _THREADS = 16
 _HEAD = struct.Struct("<QI")
 """Length of a record and the check of that length; another check of 4 bytes follows the record."""
-
-_SPLITS = {"train", "training", "val", "valid", "validation", "dev", "test", "testing", "eval"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def files(path: str) -> dict[str, list[str]]:
         raise UserError(
             f"data.name=tfrecord:{path} has no files: give a file, a folder, or a pattern such as *.tfrecord"
         )
-    words = {f: _SPLITS & set(re.split(r"[^a-z]+", os.path.basename(f).lower())) for f in paths}
+    words = {f: set(NAMES) & set(re.split(r"[^a-z]+", os.path.basename(f).lower())) for f in paths}
     if not any(w & {"train", "training"} for w in words.values()):
         return {"train": paths}
     by_split: dict[str, list[str]] = {}
@@ -90,18 +90,28 @@ def index(paths: Sequence[str]) -> Index:
     """
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
         scans = list(pool.map(_scan, paths))
-    parts = [np.full(len(offsets), i, np.int32) for i, (offsets, _, _) in enumerate(scans)]
+    parts = [np.full(len(scan.offsets), i, np.int32) for i, scan in enumerate(scans)]
     return Index(
         tuple(paths),
         np.concatenate(parts),
-        np.concatenate([offsets for offsets, _, _ in scans]),
-        np.concatenate([lengths for _, lengths, _ in scans]),
-        tuple(problem for _, _, problem in scans if problem),
+        np.concatenate([scan.offsets for scan in scans]),
+        np.concatenate([scan.lengths for scan in scans]),
+        tuple(scan.problem for scan in scans if scan.problem),
     )
 
 
-def _scan(path: str) -> tuple[np.ndarray, np.ndarray, str]:
-    """Returns the offsets and lengths of a file's records, and what is wrong from some place on."""
+class _Scan(NamedTuple):
+    """What one file holds."""
+
+    offsets: np.ndarray
+    """int64 [records], where a record's bytes begin."""
+    lengths: np.ndarray
+    """int64 [records]."""
+    problem: str
+    """What is wrong from some place on, or nothing."""
+
+
+def _scan(path: str) -> _Scan:
     try:
         size = os.path.getsize(path)
         with open(path, "rb") as file:
@@ -109,7 +119,7 @@ def _scan(path: str) -> tuple[np.ndarray, np.ndarray, str]:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     if whole is None:
-        return np.zeros(0, np.int64), np.zeros(0, np.int64), f"{path} is empty"
+        return _Scan(np.zeros(0, np.int64), np.zeros(0, np.int64), f"{path} is empty")
     with whole:
         if whole[:2] == b"\x1f\x8b":
             raise UserError(
@@ -137,7 +147,7 @@ def _scan(path: str) -> tuple[np.ndarray, np.ndarray, str]:
         problem = f"{path} is damaged at byte {offsets[good] - _HEAD.size:,}, behind {good:,} good records"
     elif at != size:
         problem = f"{path} is cut off behind {good:,} records"
-    return np.array(offsets[:good], np.int64), np.array(lengths[:good], np.int64), problem
+    return _Scan(np.array(offsets[:good], np.int64), np.array(lengths[:good], np.int64), problem)
 
 
 def _table() -> np.ndarray:

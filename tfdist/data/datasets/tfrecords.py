@@ -12,8 +12,8 @@ from tfdist.config.field_syntax import Options, check_whole, suggest
 from tfdist.config.messages import logger
 from tfdist.data.datasets import tfrecord_index
 from tfdist.data.sources import Records
-from tfdist.data.splits import select
-from tfdist.errors import UserError
+from tfdist.data.splits import named, select
+from tfdist.errors import UserError, one_line
 
 TYPES = ("jpeg", "png", "int64", "float32")
 _WRITTEN = re.compile(r"^(\w+)(?:\[([\d, ]+)\])?$")
@@ -73,8 +73,8 @@ def load(
     """
     features, classes, channels = _features(options)
     by_split = tfrecord_index.files(path)
-    named = {part.split("[")[0].strip() for text in splits.values() for part in text.split("+")}
-    indexes = {name: tfrecord_index.index(paths) for name, paths in by_split.items() if name in named}
+    wanted = named(splits.values())
+    indexes = {name: tfrecord_index.index(paths) for name, paths in by_split.items() if name in wanted}
     bad = [problem for index in indexes.values() for problem in index.broken]
     if bad:
         more = f", and {len(bad) - _NAMED} more files" if len(bad) > _NAMED else ""
@@ -163,9 +163,7 @@ def _image_shape(record: bytes, feature: Feature, channels: int, where: str) -> 
             stored = tf.io.parse_single_example(record, {feature.name: feature.parser})[feature.name]
             return tuple(_pixels(stored, feature, channels).shape)
     except tf.errors.OpError as error:
-        raise UserError(
-            f"{feature.name} of {where} cannot be decoded: {' '.join(error.message.split())[:200]}"
-        ) from None
+        raise UserError(f"{feature.name} of {where} cannot be decoded: {one_line(error.message, 200)}") from None
 
 
 def _pixels(stored: tf.Tensor, feature: Feature, channels: int) -> tf.Tensor:
