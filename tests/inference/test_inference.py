@@ -245,7 +245,7 @@ def test_data_that_the_model_was_not_trained_for(changes, message):
 
 
 def test_a_table_with_other_statistics():
-    from tfdist.data.datasets.registry import Column
+    from tfdist.data.spec import Column
 
     table = lambda mean: spec(columns=(Column("age", "number", mean, 2.0),), names=())
     with pytest.raises(
@@ -288,13 +288,13 @@ def model(spec):
     with pytest.raises(
         UserError, match=r"data.name='digits' is no table, and the model was trained on one: give csv:PATH"
     ):
-        job.new_rows(e, table, asked, True, print)
+        job.new_rows(e, table, asked, True)
     e.data.name = "csv:new.csv"
     with pytest.raises(UserError, match=r"all rows of another table are taken: leave out --config.data.eval_split"):
-        job.new_rows(e, table, asked, True, print)
+        job.new_rows(e, table, asked, True)
     asked = dataclasses.replace(asked, changes={"config.data.broken": "skip"})
     with pytest.raises(UserError, match=r"every row of a table gets a prediction: .* leave out data.broken=skip"):
-        job.new_rows(e, table, asked, True, print)
+        job.new_rows(e, table, asked, True)
 
 
 def test_a_file_of_keras_that_does_not_fit(connect, tmp_path):
@@ -322,7 +322,7 @@ def test_a_file_of_keras_that_does_not_fit(connect, tmp_path):
     ],
 )
 def test_the_loss_of_a_file_says_what_targets_it_wants(loss, rows):
-    from tfdist.data.datasets.registry import Loaded
+    from tfdist.data.loaded import Loaded
     from tfdist.data.sources import Arrays
     from tfdist.inference import evaluate
 

@@ -97,7 +97,7 @@ def _make(asked: trained_model.Wanted, experiment: config.Experiment) -> formats
     spec: Any = spec_file.read(asked.path)
     loaded: Any = None
     try:
-        loaded = registry.load(experiment, False, _say)
+        loaded = registry.load(experiment, False)
         job.check_data(experiment, loaded.spec, spec or loaded.spec)
     except UserError as error:
         if spec is None:

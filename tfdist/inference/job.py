@@ -13,7 +13,7 @@ from typing import Any
 from absl import flags
 
 from tfdist import config
-from tfdist.config import command_line, field_syntax, runtime_options
+from tfdist.config import command_line, field_syntax, messages, runtime_options
 from tfdist.errors import Interrupted, UserError
 from tfdist.inference import trained_model
 from tfdist.inference.output_file import STDOUT, OutputFile
@@ -117,6 +117,7 @@ def with_model(
     found = trained_model.experiment(asked) if chief else None
     facts = {**config.flat(values.config), "--checkpoint": asked.checkpoint, "--model": os.path.basename(asked.model)}
     distribution = connect.create(site, facts)
+    messages.chief_only(distribution.is_chief)
     told = say if distribution.is_chief else lambda line: None
 
     def do() -> None:
@@ -156,9 +157,9 @@ def _ready(asked: Wanted, found: config.Experiment | None, distribution: Any, sa
     if rows_alone and experiment.data.cache == "auto" and experiment.data.name.startswith("image_folder:"):
         experiment.data.cache = "stream"  # in memory, images would have lost the names of their files
     if trained_for and trained_for.columns and other:
-        data = new_rows(experiment, trained_for, asked, rows_alone, say)
+        data = new_rows(experiment, trained_for, asked, rows_alone)
     else:
-        data = peers.once(lambda: registry.load(experiment, say=say))
+        data = peers.once(lambda: registry.load(experiment))
     if trained_for:
         check_data(experiment, data.spec, trained_for)
         data = dataclasses.replace(data, spec=trained_for)
@@ -173,7 +174,7 @@ def _ready(asked: Wanted, found: config.Experiment | None, distribution: Any, sa
     return Ready(model, False, experiment, data, distribution, share(model, distribution, weights))
 
 
-def new_rows(experiment: config.Experiment, spec: Any, asked: Wanted, rows_alone: bool, say: Say) -> Any:
+def new_rows(experiment: config.Experiment, spec: Any, asked: Wanted, rows_alone: bool) -> Any:
     """Another table than that of the training: all its rows, by the statistics of the training.
 
     Args:
@@ -200,7 +201,7 @@ def new_rows(experiment: config.Experiment, spec: Any, asked: Wanted, rows_alone
         rows = Arrays((table_inference.read_inputs(path, spec.columns, options),))
     else:
         skip = experiment.data.broken == "skip"
-        rows = Arrays(table_inference.read_rows(path, spec.columns, spec.target, options, skip, say))
+        rows = Arrays(table_inference.read_rows(path, spec.columns, spec.target, options, skip))
     return registry.Loaded(rows, rows, rows.size, spec)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from tfdist import config
 from tfdist.checkpoints import manager, oom_note, resume
 from tfdist.checkpoints.run_folder import RunFolder
-from tfdist.config import field_syntax
+from tfdist.config import field_syntax, messages
 from tfdist.config import schedule as schedule_lib
 from tfdist.config.runtime_options import Environment
 from tfdist.data import class_weights, spec_file
@@ -58,6 +58,7 @@ class Run:
         say: Callable[[str], None],
     ):
         self._where, self._site, self._folder, self._distribution = where, site, folder, distribution
+        messages.chief_only(distribution.is_chief)
         self._say = say = say if distribution.is_chief else lambda line: None
         say(f"strategy {distribution.name}, because {distribution.reason}: {_replicas(distribution)}")
         if site.selection.gpus:
@@ -69,11 +70,11 @@ class Run:
         self._experiment, self._learnt = self._as_learnt(experiment)
         experiment = self._experiment
         models.set_precision(experiment.train.precision)
-        data = distribution.peers.once(lambda: registry.load(experiment, not where.dry_run, say))
+        data = distribution.peers.once(lambda: registry.load(experiment, not where.dry_run))
         distribution.peers.check_same(registry.facts(data), "the data set")
         self._schedule = schedule_lib.make(experiment, data.examples, distribution.replicas)
         say(f"{experiment.name}: {self._schedule.describe()}")
-        self._class_weights = class_weights.told(experiment.train.class_weight, data, say)
+        self._class_weights = class_weights.told(experiment.train.class_weight, data)
         with distribution.scope():
             self._model = models.build(experiment, data.spec, say)
             optimizer = optimizers.build(experiment, self._schedule)
@@ -182,7 +183,7 @@ class Run:
         gpus = [] if distribution.devices[0].startswith("CPU") else list(self._site.selection.gpus)
         work = flops.Work(self._model, self._data.train, [g.name for g in gpus], distribution.workers, precision)
         self._watching = monitors.Watching(
-            self._where, self._folder, self._recorder, self._schedule, distribution.is_chief, work, self._say
+            self._where, self._folder, self._recorder, self._schedule, distribution.is_chief, work
         )
         self._watching.start(self._experiment, [g.number for g in gpus], self._profiled)
 
@@ -239,7 +240,7 @@ class Run:
         found = None
         if status == "completed":  # who is pre-empted has no time
             found = error_analysis.of_run(
-                self._model, self._data.eval, self._data.spec, distribution, self._experiment.eval.batch_size, say
+                self._model, self._data.eval, self._data.spec, distribution, self._experiment.eval.batch_size
             )
         record(folder, done, found, say)
         say(_summary(done, folder.path))
@@ -282,7 +283,8 @@ class Run:
 def record(folder: RunFolder, done: recorder_lib.Result, found: Any, say: Callable[[str], None]) -> None:
     """The report, and last of all the result."""
     content = dataclasses.asdict(done)
-    page.write(folder, content, found, say)
+    if problem := page.write(folder, content, found):
+        say(problem)
     try:
         folder.write("result.json", content)
     except TrainingError:  # the report may have taken the last of the disk, and this matters more
