@@ -190,3 +190,22 @@ def test_make_has_these_targets(page):
     for text in [*spans(page), *blocks(page)]:
         made = re.match(r"make ([\w-]+)$", text.strip())
         assert not made or made[1] in targets, f"{page.name}: make {made and made[1]}"
+
+
+def test_the_table_of_packages_says_what_may_be_imported():
+    body = ast.parse((ROOT / "tests/test_packages.py").read_text()).body
+    rule = [n for n in body if isinstance(n, ast.Assign) and n.targets[0].id in ("LIBRARIES", "MAY_IMPORT")]
+    scope = {}
+    exec(compile(ast.Module(rule, []), "test_packages.py", "exec"), scope)
+    libraries, told = [], {}
+    for line in (ROOT / "docs/developing.md").read_text().splitlines():
+        cells = line.split("|")[1:-1]
+        packages = [pathlib.Path(p).stem for p in re.findall(r"`tfdist/(\w+(?:/|\.py))`", cells[0])] if cells else []
+        if len(cells) != 3 or not packages:
+            continue
+        allowed = set(re.findall(r"`(\w+)`", cells[2])) | set(libraries if "all above" in cells[2] else ())
+        told |= dict.fromkeys(packages, allowed)
+        if packages[0] in scope["LIBRARIES"]:
+            libraries += packages
+    assert told.pop("errors") == set()
+    assert told == {package: set(allowed) for package, allowed in scope["MAY_IMPORT"].items()}
