@@ -8,9 +8,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import keras
 import tensorflow as tf
 
+from tfdist.engine.callback import Callback
 from tfdist.engine.timing import Call, Spent
 from tfdist.monitoring.recorder import Recorder
 
@@ -19,7 +19,7 @@ SHOWN = 10
 FILE = "profile.txt"
 
 
-class Profiler(keras.callbacks.Callback):
+class Profiler(Callback):
     """Traces the updates `first` to `last`, counted from 1.
 
     To be given to all workers, so that their calls stay equally long; the chief's is traced.

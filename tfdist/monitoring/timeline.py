@@ -6,9 +6,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import keras
-
 from tfdist.checkpoints.run_folder import RunFolder
+from tfdist.engine.callback import Callback
 from tfdist.engine.timing import INPUT_LIMIT, Call, Spent
 from tfdist.monitoring.flops import Work
 from tfdist.monitoring.recorder import TIMELINE, Recorder, learning_rate
@@ -23,7 +22,7 @@ JUDGED_S = 3.0
 """Seconds of training before anything is said of it."""
 
 
-class Timeline(keras.callbacks.Callback):
+class Timeline(Callback):
     """Samples a run; on the chief only.
 
     Args:
