@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import keras
 import numpy as np
 
+from tfdist.data.structures import Structure
+
+State: TypeAlias = dict[str, Any]
+"""What a callback remembers, by name, as JSON can hold it."""
 _KNOWN: dict[type, tuple[str, ...]] = {
     keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "stopped_epoch"),
     keras.callbacks.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
@@ -19,14 +23,14 @@ _ARRAYS = {keras.callbacks.EarlyStopping: "best_weights"}
 class Stateful(Protocol):
     """A callback that keeps its state itself; `tfdist.Callback` is one, and any other with these methods."""
 
-    def get_state(self) -> dict[str, Any] | None:
+    def get_state(self) -> State | None:
         """Returns what JSON can hold; None for nothing of its own."""
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: State) -> None:
         """Takes it back."""
 
 
-def capture(callbacks: keras.callbacks.CallbackList) -> dict[str, dict[str, Any]]:
+def capture(callbacks: keras.callbacks.CallbackList) -> dict[str, State]:
     """Returns by name what the callbacks remember, as far as JSON can hold it."""
     states = {}
     for name, callback in _named(callbacks):
@@ -40,7 +44,7 @@ def capture(callbacks: keras.callbacks.CallbackList) -> dict[str, dict[str, Any]
     return states
 
 
-def restore(callbacks: keras.callbacks.CallbackList, states: dict[str, dict[str, Any]]) -> None:
+def restore(callbacks: keras.callbacks.CallbackList, states: dict[str, State]) -> None:
     """Gives callbacks their state back; after `on_train_begin`, in which they forget it."""
     for name, callback in _named(callbacks):
         if name not in states:
@@ -83,5 +87,6 @@ def _named(callbacks: keras.callbacks.CallbackList) -> list[tuple[str, keras.cal
     return named
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Structure) -> Any:
+    """Returns a number of NumPy as one of Python, and anything else as it is."""
     return value.item() if isinstance(value, (np.generic, np.ndarray)) and np.ndim(value) == 0 else value

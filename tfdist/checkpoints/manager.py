@@ -19,6 +19,7 @@ from tfdist.checkpoints.training_run import BestEpoch, TrainingRun
 from tfdist.checkpoints.writer import CheckpointWriter
 from tfdist.config import schedule
 from tfdist.config.messages import logger
+from tfdist.data.structures import Structure
 from tfdist.errors import TrainingError, UserError
 
 
@@ -192,7 +193,7 @@ class Checkpoints:
         """Tells whether one is due by the clock of this worker; the chief's counts."""
         return time.monotonic() - self._last >= self._seconds
 
-    def improved(self, logs: Mapping[str, Any], done: int) -> bool:
+    def improved(self, logs: Mapping[str, Structure], done: int) -> bool:
         """Tells whether the epoch that has ended is the best so far; the same on all workers."""
         metric, sign = self._options.best_metric
         if not metric:

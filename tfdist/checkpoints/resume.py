@@ -70,7 +70,9 @@ class ResumeChoice:
       changed: accept another identity or experiment where an epoch has ended.
     """
 
-    def __init__(self, folder: pathlib.Path, identity: Mapping[str, Any], experiment: Mapping[str, str], changed: bool):
+    def __init__(
+        self, folder: pathlib.Path, identity: Mapping[str, int | None], experiment: Mapping[str, str], changed: bool
+    ):
         self._folder, self._identity, self._experiment = folder, dict(identity), experiment
         self._changed = changed
 

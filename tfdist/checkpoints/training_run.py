@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfdist.checkpoints import callback_state, resume, training_state
 from tfdist.checkpoints.resume import LoadedCheckpoint, Position
+from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.models import keras_internals
 
@@ -29,9 +30,9 @@ class TrainingRun:
     examples: int | None = None
     """How many examples the data has, where that is known: with one more, each would come at another place."""
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, int | None]:
         """Returns what must be the same for the order of the examples to be the same."""
-        known = {} if self.examples is None else {"number of examples": self.examples}
+        known: dict[str, int | None] = {} if self.examples is None else {"number of examples": self.examples}
         return {
             "global batch": self.global_batch,
             "updates per epoch": self.updates_per_epoch,
@@ -109,10 +110,11 @@ def _assign(variable: keras.Variable, value: float) -> None:
         copy.assign(tf.cast(value, copy.dtype))
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Structure) -> Any:
     """Returns a measure as JSON can hold it; metrics by class are arrays."""
     return {"array": np.asarray(value).tolist()} if np.ndim(value) else float(value)
 
 
-def _value(stored: Any) -> Any:
+def _value(stored: float | dict) -> float | np.ndarray:
+    """Returns a measure as `_plain` was given it."""
     return np.asarray(stored["array"]) if isinstance(stored, dict) else stored

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pathlib
 import threading
 import time
-from typing import Any
 
 from tfdist.checkpoints import files, training_state
 from tfdist.checkpoints.resume import LoadedCheckpoint
@@ -35,7 +34,7 @@ class CheckpointWriter:
         self.seconds = 0.0
         """How long taking and writing them took in all."""
 
-    def start(self, update: int, state: dict[str, Any], tensors: dict[str, Structure], best: int | None) -> None:
+    def start(self, update: int, state: dict, tensors: dict[str, Structure], best: int | None) -> None:
         """Begins to write a checkpoint; `wait` for the one before must come first.
 
         Args:
@@ -54,7 +53,7 @@ class CheckpointWriter:
             self._thread.join()
             self._thread = None
 
-    def _write(self, update: int, state: dict[str, Any], tensors: dict[str, Structure], best: int | None) -> None:
+    def _write(self, update: int, state: dict, tensors: dict[str, Structure], best: int | None) -> None:
         start = time.perf_counter()
         missing = not self._folder.parent.exists()
         try:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import keras
 
+from tfdist.checkpoints.callback_state import State
 from tfdist.engine.timing import Call
 
 
@@ -54,14 +54,14 @@ class Callback(keras.callbacks.Callback):
           accumulate: micro-batches per update from now on.
         """
 
-    def get_state(self) -> dict[str, Any] | None:
+    def get_state(self) -> State | None:
         """Returns what a checkpoint shall keep of this callback, as JSON can hold it.
 
         None, which this method returns, keeps nothing, or what tfdist knows of the callback's Keras class.
         """
         return None
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: State) -> None:
         """Takes back what a checkpoint has kept, after `on_train_begin`; each entry becomes an attribute of that name.
 
         Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tfdist.checkpoints import oom_note
 from tfdist.checkpoints.manager import Checkpoints
@@ -13,6 +13,7 @@ from tfdist.checkpoints.resume import Position
 from tfdist.checkpoints.training_run import TrainingRun
 from tfdist.config.messages import logger
 from tfdist.data.batch_layout import Layout
+from tfdist.data.structures import Structure
 from tfdist.engine import callback
 from tfdist.engine.call_errors import OutOfMemory
 from tfdist.errors import TrainingError
@@ -28,6 +29,7 @@ class _Place(NamedTuple):
 
     @classmethod
     def of(cls, position: Position) -> _Place:
+        """Returns where a position is."""
         return cls(position.update, position.epoch, position.begun, position.measured)
 
 
@@ -83,7 +85,7 @@ class Keeper:
         if self._checkpoints is not None and (late or self._checkpoints.due(now.update)):
             self._save(now)
 
-    def after_epoch(self, now: Position, logs: Mapping[str, Any], late: bool) -> None:
+    def after_epoch(self, now: Position, logs: Mapping[str, Structure], late: bool) -> None:
         """Takes a checkpoint between two epochs, if one is due or the epoch was the best."""
         if self._checkpoints is None:
             return
