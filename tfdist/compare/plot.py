@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 from collections.abc import Sequence
 from typing import Any
 
 from tfdist.compare.results import Row
+from tfdist.config import atomic_file
 
 COLOURS = {  # Okabe and Ito's, which people with any colour vision can tell apart
     "default": "#555555",
@@ -40,12 +40,10 @@ def draw(path: pathlib.Path, title: str, rows: Sequence[Row], caption: str) -> N
     _efficiency(right, rows)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        figure.savefig(temporary, format="png")
-        os.replace(temporary, path)
+        with atomic_file.replacing(path) as temporary:
+            figure.savefig(temporary, format="png")
     finally:
-        temporary.unlink(missing_ok=True)
         pyplot.close(figure)
 
 

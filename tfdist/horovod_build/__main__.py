@@ -27,7 +27,7 @@ from collections.abc import Iterator
 
 from absl import flags
 
-from tfdist.config import command_line
+from tfdist.config import atomic_file, command_line
 from tfdist.distributed import horovod_install
 from tfdist.distributed.horovod_install import VERSION, Build
 from tfdist.errors import TrainingError, UserError
@@ -96,9 +96,8 @@ def _build(workshop: Workshop, wanted: Build, kept: pathlib.Path, archive: pathl
     wheel = workshop.compile(source)
     if not workshop.loads(wheel):
         raise TrainingError(f"Horovod is built and does not load: {workshop.last_line()}: the log is {workshop.log}")
-    part = kept / f"{wheel.name}.part"
-    shutil.copyfile(wheel, part)
-    os.replace(part, kept / wheel.name)  # a wheel is there whole or not at all
+    with atomic_file.replacing(kept / wheel.name) as part:
+        shutil.copyfile(wheel, part)
     return kept / wheel.name
 
 

@@ -49,7 +49,7 @@ def train_and_evaluate(experiment: config.Experiment, where: runtime_options.Env
     if not batch_size_search.is_auto(experiment):
         schedule.check_batch(experiment.train.batch_size, site.replicas, experiment.train.accumulate)
     writes = site.cluster.is_chief and not where.dry_run
-    folder = run_folder.RunFolder(runtime_options.workdir(experiment, where), writes, _say)
+    folder = run_folder.RunFolder(runtime_options.workdir(experiment, where), writes)
     folder.create()
     try:
         before = batch_size_search.recorded(experiment, folder, where, site.cluster.attempt)

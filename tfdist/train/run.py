@@ -163,7 +163,6 @@ class Run:
             resume="auto" if self._site.cluster.attempt else self._where.resume,
             changed=self._where.resume_changed,
             experiment=config.flat(self._experiment),
-            say=self._say,
         )
 
     def _begin_folder(self) -> None:
