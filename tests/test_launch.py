@@ -251,7 +251,7 @@ def test_rank_0_inherits_a_socket_that_listens(launch, tmp_path):  # noqa: F811
     (tmp_path / "meet.py").write_text(
         """
 import os, socket
-from tfdist import wire
+from tfdist.distributed import wire
 at = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 if os.environ["RANK"] == "0":
     listener = socket.socket(fileno=int(os.environ["TFDIST_MEETING_FD"]))

@@ -71,7 +71,7 @@ def survey(timeout: float = TIMEOUT_S) -> Survey:
 
 
 def parse_line(line: str) -> DriverGPU | None:
-    """One line of nvidia-smi's CSV, or None if it does not describe a GPU."""
+    """Reads one line of nvidia-smi's CSV; returns None if it does not describe a GPU."""
     fields = [f.strip() for f in line.split(",")]
     if len(fields) != len(_QUERY.split(",")) or not fields[0].isdigit():
         return None
@@ -87,7 +87,7 @@ def _number(text: str) -> float:
 
 
 def least_used(gpus: tuple[DriverGPU, ...], count: int) -> tuple[DriverGPU, ...]:
-    """The `count` least used GPUs, by memory and then load, in order of their numbers.
+    """Returns the `count` least used GPUs, by memory and then load, in order of their numbers.
 
     GPUtil's `getAvailability` says which are fit for use; those whose state the
     driver does not tell come last instead of never.
@@ -131,7 +131,7 @@ class Selection:
     """CUDA_VISIBLE_DEVICES names MIG slices, which nvidia-smi's list of GPUs cannot number."""
 
     def describe(self) -> str:
-        """The map from the driver's numbers to TensorFlow's, for people bitten by renumbering."""
+        """Returns the map from the driver's numbers to TensorFlow's, for people bitten by renumbering."""
         return ", ".join(f"driver {g.number} ({g.name}) -> GPU:{i}" for i, g in enumerate(self.gpus))
 
 
@@ -181,7 +181,7 @@ def _by_number(number: int, found: Survey, usable: tuple[DriverGPU, ...], inheri
 
 
 def _inherited(gpus: tuple[DriverGPU, ...], visible: str | None, order: str | None) -> tuple[DriverGPU, ...] | None:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves, in its order; None if it cannot be mapped.
+    """Returns the GPUs that CUDA_VISIBLE_DEVICES leaves, in its order; None if it cannot be mapped.
 
     CUDA ends the list at the first entry that it does not know.
     """
@@ -208,7 +208,7 @@ def _inherited(gpus: tuple[DriverGPU, ...], visible: str | None, order: str | No
 
 
 def share(selection: Selection, local_rank: int, local_size: int) -> Selection:
-    """The part of a host's GPUs that belongs to one of its workers.
+    """Returns the part of a host's GPUs that belongs to one of its workers.
 
     Where there are fewer GPUs than workers, whoever started them has already
     given each its own (srun --gpus-per-task does), and `selection` is returned.

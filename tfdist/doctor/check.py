@@ -35,25 +35,28 @@ class Check:
 
 
 def ok(name: str, finding: str) -> Check:
+    """Makes a finding with which nothing is wrong."""
     return Check(name, OK, finding)
 
 
 def warn(name: str, finding: str, fix: str) -> Check:
+    """Makes a finding that may cost time or trouble."""
     return Check(name, WARN, finding, fix)
 
 
 def fail(name: str, finding: str, fix: str) -> Check:
+    """Makes a finding with which a run would fail."""
     return Check(name, FAIL, finding, fix)
 
 
 def refused(name: str, error: UserError) -> Check:
-    """What a run would refuse, with the second half of its message, which says what to change, as the fix."""
+    """Makes a finding of what a run would refuse; the half of its message that says what to change is the fix."""
     match = _FIX.fullmatch(str(error))
     return fail(name, match[1], match[2]) if match else fail(name, str(error), "see python -m tfdist.train --help")
 
 
 def worst(checks: Iterable[Check]) -> str:
-    """The worst status of all; `ok` of none."""
+    """Returns the worst status of all; `ok` without any."""
     return max((c.status for c in checks), key=(OK, WARN, FAIL).index, default=OK)
 
 

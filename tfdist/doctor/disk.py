@@ -20,13 +20,13 @@ PROBE_S = 1.5
 
 
 def nearest(folder: pathlib.Path) -> pathlib.Path:
-    """The folder itself, or the nearest one above it that exists."""
+    """Returns the folder itself, or the nearest one above it that exists."""
     folder = pathlib.Path(os.path.abspath(folder))
     return next(p for p in (folder, *folder.parents) if os.path.lexists(p))
 
 
 def room(folder: pathlib.Path, checkpoint: int = 0, keep: int = 1, least: int = LEAST) -> list[Check]:
-    """Whether there is room for a run in a folder that need not exist yet.
+    """Checks whether there is room for a run in a folder that need not exist yet.
 
     Args:
       checkpoint: bytes of the newest checkpoint that is there.
@@ -77,7 +77,7 @@ def speed(folder: pathlib.Path, slow: float = SLOW) -> list[Check]:
 
 
 def _write(folder: pathlib.Path) -> tuple[int, float]:
-    """Bytes written and seconds taken."""
+    """Writes a file, and returns bytes written and seconds taken."""
     block = os.urandom(_MB)  # some file systems compress
     written, begun = 0, time.perf_counter()
     with tempfile.TemporaryFile(dir=folder, prefix=".tfdist-doctor-") as file:
@@ -90,7 +90,7 @@ def _write(folder: pathlib.Path) -> tuple[int, float]:
 
 
 def size(count: float) -> str:
-    """Bytes for a person."""
+    """Returns a number of bytes as a person reads it."""
     if count >= 1e9:
         return f"{count / 1e9:,.1f} GB"
     return f"{count / 1e6:,.1f} MB" if count >= 1e5 else f"{count / 1e3:,.1f} kB"

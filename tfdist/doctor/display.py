@@ -14,7 +14,7 @@ from typing import Any
 from tfdist.distributed import gpus
 from tfdist.doctor.check import FAIL, OK, WARN, Check, worst
 from tfdist.doctor.checkpoints import Finding
-from tfdist.doctor.machine import Machine
+from tfdist.doctor.machine import MachineFacts
 from tfdist.doctor.tensorflow_probe import Answer
 from tfdist.doctor.workers import Place
 
@@ -30,7 +30,7 @@ class Report:
     workdir: str
     """The run folder that was examined; empty if none was named."""
     versions: Mapping[str, str]
-    machine: Machine
+    machine: MachineFacts
     tpu: str
     """What suggests a TPU; empty if nothing does."""
     survey: gpus.Survey | None
@@ -44,7 +44,7 @@ class Report:
 
 
 def lines(report: Report, width: int) -> list[tuple[str, str]]:
-    """Colour (or "") and text of each line, none longer than `width`; 0 leaves them as long as they are."""
+    """Returns colour (or "") and text of each line, none longer than `width`; 0 leaves them as long as they are."""
     found = [("", line) for text in _devices(report) for line in _wrapped(text, width, 2)]
     found += [("", ""), *(("", line) for text in _strategy(report) for line in _wrapped(text, width, 4)), ("", "")]
     for check in report.checks:
@@ -100,7 +100,7 @@ def _strategy(report: Report) -> list[str]:
 
 
 def bug_report(report: Report, environ: Mapping[str, str]) -> list[str]:
-    """A block to paste: nothing in it names the user, the home folder or the secret of a run."""
+    """Returns the lines of a block to paste: nothing in it names the user, the home folder or the secret of a run."""
     names = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     found = [names, *_devices(report)[1:], *_strategy(report)[:1]]
     found[1:1] = [_devices(report)[0].replace(f"host {report.machine.host}: ", "")]
@@ -113,7 +113,7 @@ def bug_report(report: Report, environ: Mapping[str, str]) -> list[str]:
 
 
 def redacted(text: str, environ: Mapping[str, str]) -> str:
-    """Without what tells who somebody is."""
+    """Returns a text without what tells who somebody is."""
     secret, home = environ.get("TFDIST_SECRET", ""), os.path.expanduser("~").rstrip("/")
     if secret:
         text = text.replace(secret, "<secret>")
@@ -127,7 +127,7 @@ def redacted(text: str, environ: Mapping[str, str]) -> str:
 
 
 def as_json(report: Report, environ: Mapping[str, str]) -> dict[str, Any]:
-    """The same for programs; NaN is null."""
+    """Returns what was found as programs read it; NaN is null."""
     place, survey = report.place, report.survey or gpus.Survey(problem="no answer")
     return {
         "status": worst(report.checks),

@@ -23,7 +23,7 @@ _LISTENS = "start there: python -m tfdist.doctor --listen={port}"
 
 
 def own_ports(workers: cluster.Cluster, master_port: int | None) -> list[tuple[str, int]]:
-    """Addresses that a run with these workers would open here before TensorFlow starts.
+    """Returns the addresses that a run with these workers would open here before TensorFlow starts.
 
     Args:
       master_port: where a launcher is to meet, if somebody says so.
@@ -41,7 +41,7 @@ def own_ports(workers: cluster.Cluster, master_port: int | None) -> list[tuple[s
 
 
 def port_here(host: str, port: int, needed: bool = True) -> list[Check]:
-    """Whether a port of this host is free to listen on.
+    """Checks whether a port of this host is free to listen on.
 
     Args:
       needed: a run as it is described would open it, and not only one that somebody may start some day.
@@ -123,7 +123,7 @@ def _unreachable(name: str, problem: str, port: int) -> Check:
 
 
 def _compared(name: str, there: peer_query.Peer, versions: dict[str, str]) -> list[Check]:
-    """What a doctor answered, against this host."""
+    """Compares what a doctor has answered with this host."""
     found = []
     delay = f"{2e3 * there.clock_error:.1f} ms there and back"
     if abs(there.clock_ahead) > CLOCKS_APART_S + there.clock_error:

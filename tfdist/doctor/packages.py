@@ -25,7 +25,7 @@ KERAS = ("keras", "keras-nightly")
 
 
 def versions() -> dict[str, str]:
-    """What a bug report has to name, as far as installed."""
+    """Returns the versions that a bug report has to name, as far as installed."""
     found = {"python": platform.python_version(), "tfdist": __version__}
     found |= {name: version for name in SHOWN if (version := _version(name))}
     if "tensorflow" not in found:
@@ -35,7 +35,7 @@ def versions() -> dict[str, str]:
 
 
 def conflicts() -> list[Check]:
-    """Packages that install the same folder, and versions outside of what tfdist was made for."""
+    """Looks for packages that install the same folder, and versions outside of what tfdist was made for."""
     found = [c for names, folder in ((WHEELS, "tensorflow"), (KERAS, "keras")) for c in _same_folder(names, folder)]
     try:
         listed = [Requirement(text) for text in metadata.requires("tfdist") or ()]
@@ -69,7 +69,7 @@ def _unfit(need: Requirement) -> list[Check]:
 
 
 def backend(environ: Mapping[str, str]) -> list[Check]:
-    """Whether Keras will run on TensorFlow: a variable or a file in the home folder can send it elsewhere."""
+    """Checks whether Keras will run on TensorFlow: a variable or a file in the home folder can send it elsewhere."""
     chosen, by = environ.get("KERAS_BACKEND", ""), "KERAS_BACKEND"
     fix = "unset KERAS_BACKEND"
     if not chosen:
@@ -89,7 +89,7 @@ def backend(environ: Mapping[str, str]) -> list[Check]:
 
 
 def horovod(needed: bool) -> list[Check]:
-    """Whether the installed Horovod was built for the installed TensorFlow.
+    """Checks whether the installed Horovod was built for the installed TensorFlow.
 
     Args:
       needed: this run would use it.

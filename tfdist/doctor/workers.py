@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from tfdist.config.runtime_options import STRATEGIES, Environment
 from tfdist.distributed import cluster, gpus, strategy_choice
 from tfdist.distributed.cluster import ALONE, Cluster
-from tfdist.distributed.strategy_choice import Choice
+from tfdist.distributed.strategy_choice import StrategyChoice
 from tfdist.doctor.check import Check, ok, refused, warn
 from tfdist.errors import UserError
 
@@ -20,7 +20,7 @@ class Place:
 
     cluster: Cluster
     selection: gpus.Selection
-    choice: Choice | None
+    choice: StrategyChoice | None
     """None where a run would be refused."""
     others: Mapping[str, str]
     """The strategies that are not chosen, each with the reason."""
@@ -68,7 +68,7 @@ def find(environment: Environment, survey: gpus.Survey, environ: Mapping[str, st
 
 
 def _tf_config(environ: Mapping[str, str]) -> list[Check]:
-    """TF_CONFIG by itself: what it says, or what is wrong with it."""
+    """Checks TF_CONFIG by itself."""
     if not environ.get("TF_CONFIG", "").strip():
         return []
     alone = {k: v for k, v in environ.items() if k in ("TF_CONFIG", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
@@ -95,7 +95,7 @@ def _describe(workers: Cluster) -> str:
 
 
 def _surroundings(workers: Cluster, environ: Mapping[str, str]) -> list[Check]:
-    """What stands around this process and is easily taken for a start of workers."""
+    """Looks for what stands around this process and is easily taken for a start of workers."""
     found = []
     nodes = environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or ""
     tasks = environ.get("SLURM_NTASKS", "")
@@ -126,13 +126,13 @@ def _open_ports() -> Check:
 
 
 def _others(
-    chosen: Choice | None,
+    chosen: StrategyChoice | None,
     environment: Environment,
     selection: gpus.Selection,
     workers: Cluster,
     environ: Mapping[str, str],
 ) -> dict[str, str]:
-    """Why each other strategy is not chosen."""
+    """Returns, by name, why each other strategy is not chosen."""
     found = {}
     for name in STRATEGIES:
         if name in (environment.strategy, chosen and chosen.name):
@@ -149,8 +149,8 @@ def _others(
     return found
 
 
-def _possible(name: str, instead: Choice, chosen: Choice | None, environment: Environment) -> str:
-    """Why a strategy that would run is not chosen."""
+def _possible(name: str, instead: StrategyChoice, chosen: StrategyChoice | None, environment: Environment) -> str:
+    """Returns why a strategy that would run is not chosen."""
     if name == "auto":
         return f"it would pick {instead.name}, because {instead.reason}"
     if environment.strategy != "auto" and chosen:

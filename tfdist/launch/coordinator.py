@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import time
-from typing import Any
 
 from tfdist.distributed import wire
 from tfdist.errors import UserError
@@ -21,10 +20,10 @@ class _Stopped(Exception):  # noqa: N818  an event and no error
     """A signal came while no worker was running."""
 
 
-class Leader:
+class Coordinator:
     """All of a launch, from beginning to end."""
 
-    def __init__(self, plan: node_agent.Plan, events: Events, screen: Screen):
+    def __init__(self, plan: node_agent.RoundPlan, events: Events, screen: Screen):
         """Listens for the other nodes where there are some.
 
         Raises:
@@ -34,12 +33,12 @@ class Leader:
         self._node = node_agent.Node(plan, events, screen)
         self._hello = node_agent.hello(plan)
         self._links: dict[int, node_links.Link] = {}
-        self._news: list[tuple[int, dict]] = []
+        self._news: list[tuple[int, wire.Message]] = []
         self._beats = node_links.Beats()
         self._door = node_links.Door(plan.addr, plan.port, plan.secret, events) if plan.nnodes > 1 else None
 
     def run(self) -> int:
-        """Round after round.
+        """Runs round after round.
 
         Returns:
           The exit code.
@@ -92,7 +91,7 @@ class Leader:
             for _, news in self._pump(min(deadline, next_line), gathering=first):
                 self._idle(news)
 
-    def _idle(self, news: dict) -> None:
+    def _idle(self, news: wire.Message) -> None:
         """Sees to what happens while no worker runs."""
         if news["event"] == "signal":
             raise _Stopped(news["name"])
@@ -130,8 +129,8 @@ class Leader:
         self._beats.set(tuple(self._links.values()))
         self._news.append((link.hello.node, {"event": "lost", "line": f"{link} is lost: {link.lost}"}))
 
-    def _pump(self, until: float, gathering: bool = False) -> list[tuple[int, dict]]:
-        """Waits until something happens, or `until`: what it was, with the node."""
+    def _pump(self, until: float, gathering: bool = False) -> list[tuple[int, wire.Message]]:
+        """Waits until something happens, or `until`; returns what it was, with the node."""
         timeout = min(until - time.monotonic(), self._node.timeout(), node_links.BEAT_S)
         self._events.wait(timeout)
         self._news += [(0, news) for news in self._node.news()]
@@ -147,7 +146,8 @@ class Leader:
         news, self._news = self._news, []
         return news
 
-    def _tell(self, order: dict) -> None:
+    def _tell(self, order: wire.Message) -> None:
+        """Gives an order to all nodes."""
         for link in self._links.values():
             link.send(order)
         self._node.obey(order)
@@ -167,7 +167,7 @@ class Leader:
     # -- rounds --------------------------------------------------------------
 
     def _round(self, attempt: int) -> Verdict:
-        """One start of all workers, to their end."""
+        """Starts all workers once, and sees to them until their end."""
         self._start(attempt)
         verdict = Verdict(self._plan.nnodes)
         while verdict.busy:
@@ -189,7 +189,7 @@ class Leader:
         self._node.listener = listener
         for node in range(len(counts)):
             this = node_agent.Round(attempt, world, sum(counts[:node]), port, secret)
-            order: dict[str, Any] = {"order": "round", "round": dataclasses.asdict(this)}
+            order: wire.Message = {"order": "round", "round": dataclasses.asdict(this)}
             if node:
                 self._links[node].send(order)
             else:
