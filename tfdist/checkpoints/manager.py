@@ -20,7 +20,7 @@ from tfdist.checkpoints import callback_state, files, resume, training_state
 from tfdist.checkpoints.resume import Chosen, Position
 from tfdist.config import schedule
 from tfdist.distributed.distribution import Distribution
-from tfdist.errors import TrainingError, UserError
+from tfdist.errors import TrainingError, UserError, one_line
 from tfdist.models import keras_internals
 
 
@@ -287,7 +287,7 @@ class Checkpoints:
         try:
             path = files.write(self.folder, done, content, lambda prefix: training_state.write(prefix, tensors))
         except Exception as error:  # TensorFlow's differ by version, and a callback's state may be anything
-            why = " ".join(str(getattr(error, "message", None) or error).split())[:200]
+            why = one_line(getattr(error, "message", None) or error, 200)
             kept = f"the one of update {files.update_of(self._good[-1])} is kept" if self._good else "there is none"
             self.failure = f"the checkpoint after update {done} could not be written ({why})"
             self.say(f"WARNING: {self.failure}: training goes on, {kept}; free or repair {self.folder}")

@@ -16,7 +16,7 @@ from tfdist.distributed.distribution import Distribution
 from tfdist.distributed.peers import Peers
 from tfdist.engine import batching
 from tfdist.engine.step.step import NO_BATCH, Step
-from tfdist.errors import Interrupted, TrainingError, UserError
+from tfdist.errors import Interrupted, TrainingError, UserError, one_line
 
 
 class EndOfData(Exception):  # noqa: N818  an event and no error
@@ -109,7 +109,7 @@ def run(step: Step, call: Any, arguments: tuple, feed: batching.Feed, update: in
             if broken:
                 raise UserError(f"{broken}: mend or remove it, or set data.broken=skip") from error
         if isinstance(error, tf.errors.ResourceExhaustedError) and re.search("OOM|[Mm]emory|alloc", str(error)):
-            text = " ".join(str(error).split())
+            text = one_line(error)
             tensor = re.search(r"allocating tensor with shape\[[\d,]*\]", text)
             text = f"out of memory ({tensor[0] if tensor else text[:200]})"
             if update is None:
@@ -124,7 +124,7 @@ def run(step: Step, call: Any, arguments: tuple, feed: batching.Feed, update: in
 
 def cause(error: tf.errors.OpError, peers: Peers) -> TrainingError:
     """What an error of TensorFlow means: a lost worker, if it may and the others know of one, or what it says."""
-    text = " ".join(str(error).split())
+    text = one_line(error)
     mine = isinstance(error, _OWN_FAULTS) and not re.search("[Cc]ollective|Horovod", text)
     if not mine and peers.verdict():
         return peers.error()

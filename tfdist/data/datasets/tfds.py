@@ -23,7 +23,7 @@ from tfdist.config import field_syntax
 from tfdist.data.augmentation.ops import parse, resize
 from tfdist.data.record_feed import in_order
 from tfdist.data.sources import Arrays, Batches, Records, Source
-from tfdist.errors import UserError
+from tfdist.errors import UserError, one_line
 
 _BY_NUMBER = tfds.core.FileFormat.ARRAY_RECORD
 """The format that TFDS reads by number."""
@@ -262,4 +262,4 @@ def _quiet(record: logging.LogRecord) -> bool:
 
 
 def _line(error: BaseException | str, length: int = 300) -> str:
-    return " ".join(str(error).split())[:length] or type(error).__name__
+    return one_line(error, length) or type(error).__name__
