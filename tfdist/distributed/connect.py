@@ -45,7 +45,7 @@ def locate(environment: Environment) -> Site:
     survey = gpus.Survey() if asks_for_cpu else gpus.survey()
     workers = cluster.find(os.environ)
     selection = gpus.select("none" if asks_for_cpu else environment.devices, survey, os.environ)
-    if workers.source != "tfdist.launch":  # which has divided them
+    if workers.source != cluster.LAUNCH:  # which has divided them
         selection = gpus.share(selection, workers.local_rank, workers.local_size)
     choice = strategy_choice.choose(environment, selection, workers, os.environ)
     return Site(environment, survey, selection, workers, choice)
@@ -55,6 +55,7 @@ def create(site: Site, facts: Mapping[str, str] | None = None) -> Distribution:
     """Starts TensorFlow on the chosen devices, once all workers have met.
 
     Args:
+      site: what `locate` has found.
       facts: what must be the same on all workers, by name.
 
     Raises:

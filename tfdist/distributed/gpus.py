@@ -135,12 +135,12 @@ class Selection:
         return ", ".join(f"driver {g.number} ({g.name}) -> GPU:{i}" for i, g in enumerate(self.gpus))
 
 
-def select(devices: str, found: Survey, environ: Mapping[str, str]) -> Selection:
+def select(devices: str, listed: Survey, environ: Mapping[str, str]) -> Selection:
     """Applies `--devices` to what the driver lists, within an inherited CUDA_VISIBLE_DEVICES.
 
     Args:
       devices: the flag's value: `all`, `none`, `0,3` or `idle:2`.
-      found: what `survey` returned.
+      listed: what `survey` returned.
       environ: the process environment.
 
     Raises:
@@ -149,7 +149,7 @@ def select(devices: str, found: Survey, environ: Mapping[str, str]) -> Selection
     if devices == "none":
         return Selection((), "-1")
     inherited = environ.get("CUDA_VISIBLE_DEVICES")
-    usable = _inherited(found.gpus, inherited, environ.get("CUDA_DEVICE_ORDER"))
+    usable = _inherited(listed.gpus, inherited, environ.get("CUDA_DEVICE_ORDER"))
     if usable is None:
         if devices != "all":
             raise UserError(
@@ -160,23 +160,23 @@ def select(devices: str, found: Survey, environ: Mapping[str, str]) -> Selection
     if devices == "all":
         chosen = usable
     elif devices.startswith("idle:"):
-        if found.problem and not usable:
-            raise UserError(f"--devices={devices} needs the driver's list of GPUs: {found.problem}")
+        if listed.problem and not usable:
+            raise UserError(f"--devices={devices} needs the driver's list of GPUs: {listed.problem}")
         chosen = least_used(usable, int(devices.removeprefix("idle:")))
     else:
-        chosen = tuple(_by_number(int(n), found, usable, inherited) for n in devices.split(","))
-    if not found.gpus:
+        chosen = tuple(_by_number(int(n), listed, usable, inherited) for n in devices.split(","))
+    if not listed.gpus:
         return Selection((), None)
     return Selection(chosen, ",".join(str(g.number) for g in chosen) or "-1")
 
 
-def _by_number(number: int, found: Survey, usable: tuple[DriverGPU, ...], inherited: str | None) -> DriverGPU:
+def _by_number(number: int, listed: Survey, usable: tuple[DriverGPU, ...], inherited: str | None) -> DriverGPU:
     for gpu in usable:
         if gpu.number == number:
             return gpu
-    if any(g.number == number for g in found.gpus):
+    if any(g.number == number for g in listed.gpus):
         raise UserError(f"device {number} is hidden by CUDA_VISIBLE_DEVICES={inherited}: unset it, or choose another")
-    known = ", ".join(str(g.number) for g in found.gpus) or f"none{f' ({found.problem})' if found.problem else ''}"
+    known = ", ".join(str(g.number) for g in listed.gpus) or f"none{f' ({listed.problem})' if listed.problem else ''}"
     raise UserError(f"there is no device {number}: the driver lists {known}")
 
 

@@ -8,7 +8,7 @@ import importlib.util
 from collections.abc import Mapping
 
 from tfdist.config.runtime_options import Environment
-from tfdist.distributed.cluster import Cluster
+from tfdist.distributed.cluster import HOROVODRUN, Cluster
 from tfdist.distributed.gpus import Selection
 from tfdist.errors import UserError
 
@@ -51,7 +51,7 @@ def choose(
             f"--strategy={name} trains in one process and there are {cluster.size} workers ({cluster.source}): "
             "use --strategy=multi_worker, or start one process"
         )
-    if name == "multi_worker" and cluster.source == "horovodrun":
+    if name == "multi_worker" and cluster.source == HOROVODRUN:
         raise UserError(
             "--strategy=multi_worker under horovodrun has no addresses: use --strategy=horovod, "
             "or python -m tfdist.launch"
@@ -72,7 +72,7 @@ def choose(
 def _automatic(
     devices: int, what: str, environment: Environment, cluster: Cluster, environ: Mapping[str, str]
 ) -> tuple[str, str]:
-    if cluster.source == "horovodrun":
+    if cluster.source == HOROVODRUN:
         return "horovod", "started by horovodrun (HOROVOD_RANK is set)"
     if cluster.size > 1:
         return "multi_worker", f"there are {cluster.size} workers ({cluster.source})"

@@ -81,13 +81,13 @@ def run(tasks: list[Task], until: float) -> list[Check]:
 
     def do(number: int, task: Task) -> None:
         try:
-            found = task.work()
+            checks = task.work()
         except UserError as error:
-            found = [refused(task.name, error)]
+            checks = [refused(task.name, error)]
         except Exception as error:  # one check that breaks must not hide the others
             what = f"this check itself failed ({type(error).__name__}: {error})"
-            found = [warn(task.name, what, "tell the authors of tfdist, with the block for bug reports")]
-        done.put((number, found))
+            checks = [warn(task.name, what, "tell the authors of tfdist, with the block for bug reports")]
+        done.put((number, checks))
 
     for number, task in enumerate(tasks):
         # Not a pool: it would wait at exit for a thread that hangs in a system call.
@@ -95,10 +95,10 @@ def run(tasks: list[Task], until: float) -> list[Check]:
     results: dict[int, list[Check]] = {}
     while len(results) < len(tasks):
         try:
-            number, found = done.get(timeout=max(0.0, until - time.monotonic()))
+            number, checks = done.get(timeout=max(0.0, until - time.monotonic()))
         except queue.Empty:
             break
-        results[number] = found
+        results[number] = checks
     given = until - begun
     late = {n: [warn(t.name, f"no answer within {given:.0f} s", t.fix)] for n, t in enumerate(tasks)}
     return [check for number in range(len(tasks)) for check in (late | results)[number]]

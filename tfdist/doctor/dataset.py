@@ -37,10 +37,10 @@ def check(data: config.Data, environ: Mapping[str, str]) -> list[Check]:
     base = data.data_dir or environ.get("TFDS_DATA_DIR") or os.path.join("~", "tensorflow_datasets")
     name, _, version = data.name.partition(":")
     folder = pathlib.Path(os.path.expanduser(base), name)
-    found = _newest(folder, version)
-    if found is None:
+    prepared = _newest(folder, version)
+    if prepared is None:
         return _unprepared(data.name, folder)
-    return _whole(data, found)
+    return _whole(data, prepared)
 
 
 def _files(kind: str, pattern: str) -> list[Check]:
@@ -50,10 +50,10 @@ def _files(kind: str, pattern: str) -> list[Check]:
         if not os.path.isdir(path):
             return [fail(NAME, f"there is no folder {path}", "give data.name the path of a folder of images")]
         return [ok(NAME, f"images in {path}, which only a run looks at")]
-    found = glob.glob(path, recursive=True)
-    if not found:
+    paths = glob.glob(path, recursive=True)
+    if not paths:
         return [fail(NAME, f"there is no file {path}", "correct the path in data.name")]
-    return [ok(NAME, f"{len(found):,} {kind} file{'s' * (len(found) > 1)}: {path}")]
+    return [ok(NAME, f"{len(paths):,} {kind} file{'s' * (len(paths) > 1)}: {path}")]
 
 
 def _function(reference: str) -> list[Check]:

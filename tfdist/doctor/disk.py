@@ -40,7 +40,7 @@ def room(folder: pathlib.Path, checkpoint: int = 0, keep: int = 1, least: int = 
     except OSError as error:
         return [fail("disk", f"{there} cannot be looked at ({error.strerror})", "choose another --workdir")]
     free = usage.f_bavail * usage.f_frsize
-    found = f"{size(free)} free at {there}"
+    free_space = f"{size(free)} free at {there}"
     if usage.f_flag & os.ST_RDONLY:
         return [fail("disk", f"{there} is mounted read-only", "choose another --workdir, or mount it for writing")]
     if not os.access(there, os.W_OK | os.X_OK):
@@ -51,13 +51,13 @@ def room(folder: pathlib.Path, checkpoint: int = 0, keep: int = 1, least: int = 
         return [fail("disk", f"no file can be made at {there}: its inodes are used up", "delete files there")]
     need = checkpoint * (keep + 1)  # the next one is written before the oldest goes
     if free < least or free < checkpoint:
-        return [fail("disk", f"only {found}", "free some, or choose another --workdir")]
+        return [fail("disk", f"only {free_space}", "free some, or choose another --workdir")]
     if free < need:
-        what = f"{found}, and {keep} checkpoints like the newest take {size(need)} with the one being written"
+        what = f"{free_space}, and {keep} checkpoints like the newest take {size(need)} with the one being written"
         return [warn("disk", what, "free some, or lower checkpoint.keep")]
     if free < ENOUGH:
-        return [warn("disk", f"only {found}", "free some, or choose another --workdir")]
-    return [ok("disk", found)]
+        return [warn("disk", f"only {free_space}", "free some, or choose another --workdir")]
+    return [ok("disk", free_space)]
 
 
 def speed(folder: pathlib.Path, slow: float = SLOW) -> list[Check]:
@@ -69,11 +69,11 @@ def speed(folder: pathlib.Path, slow: float = SLOW) -> list[Check]:
         fix = "free or repair that disk, or choose another --workdir"
         return [fail("write speed", f"nothing can be written in {there} ({error.strerror or error})", fix)]
     rate = written / seconds
-    found = f"{size(rate)}/s at {there}"
+    pace = f"{size(rate)}/s at {there}"
     if rate < slow:
         fix = "put --workdir on a local disk, or save less often (checkpoint.every)"
-        return [warn("write speed", f"only {found}; checkpoints will be slow", fix)]
-    return [ok("write speed", found)]
+        return [warn("write speed", f"only {pace}; checkpoints will be slow", fix)]
+    return [ok("write speed", pace)]
 
 
 def _write(folder: pathlib.Path) -> tuple[int, float]:

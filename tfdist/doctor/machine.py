@@ -81,10 +81,10 @@ def cores(machine: MachineFacts) -> list[Check]:
 
 def memory(machine: MachineFacts, least: float = LEAST_MEMORY) -> list[Check]:
     """Checks whether there is room for TensorFlow, which takes half a gigabyte before it has done anything."""
-    found = f"{machine.memory_free / _GIB:.1f} of {machine.memory_total / _GIB:.1f} GiB free"
+    room = f"{machine.memory_free / _GIB:.1f} of {machine.memory_total / _GIB:.1f} GiB free"
     if machine.memory_free < least:
-        return [warn("memory", found, "end other programs, or train with data.cache=stream and smaller batches")]
-    return [ok("memory", found)]
+        return [warn("memory", room, "end other programs, or train with data.cache=stream and smaller batches")]
+    return [ok("memory", room)]
 
 
 def shared_memory(folder: pathlib.Path = SHM, least: float = LEAST_SHM) -> list[Check]:
@@ -94,10 +94,10 @@ def shared_memory(folder: pathlib.Path = SHM, least: float = LEAST_SHM) -> list[
         usage = shutil.disk_usage(folder)
     except OSError as error:
         return [warn("shared memory", f"{folder} cannot be used ({error.strerror}); NCCL needs it", fix)]
-    found = f"{usage.free / _GIB:.2f} of {usage.total / _GIB:.2f} GiB free in {folder}"
+    room = f"{usage.free / _GIB:.2f} of {usage.total / _GIB:.2f} GiB free in {folder}"
     if usage.free < least:
-        return [warn("shared memory", f"{found}; NCCL between several GPUs needs more", fix)]
-    return [ok("shared memory", found)]
+        return [warn("shared memory", f"{room}; NCCL between several GPUs needs more", fix)]
+    return [ok("shared memory", room)]
 
 
 def open_files(soft: int, hard: int, workers: int) -> list[Check]:
@@ -108,16 +108,16 @@ def open_files(soft: int, hard: int, workers: int) -> list[Check]:
       hard: to what a user may raise it.
     """
     unlimited = soft == -1
-    found = "any number of open files" if unlimited else f"{soft:,} open files"
+    limit = "any number of open files" if unlimited else f"{soft:,} open files"
     need = 256 if workers == 1 else 1024
     to = "ulimit -n 65536" if hard == -1 or hard >= 65536 else f"ulimit -n {hard}"
     if hard != -1 and hard < need:
         to = "ask for a higher limit (LimitNOFILE of a service, docker run --ulimit nofile=65536)"
     if not unlimited and soft < 128:
-        return [fail("open files", f"only {found}, which TensorFlow alone needs", to)]
+        return [fail("open files", f"only {limit}, which TensorFlow alone needs", to)]
     if not unlimited and soft < need:
-        return [warn("open files", f"only {found}; data sets of many files and many workers need more", to)]
-    return [ok("open files", found)]
+        return [warn("open files", f"only {limit}; data sets of many files and many workers need more", to)]
+    return [ok("open files", limit)]
 
 
 def _number(path: pathlib.Path) -> float | None:

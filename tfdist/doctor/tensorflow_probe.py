@@ -88,13 +88,13 @@ def driver(survey: gpus.Survey) -> list[Check]:
     if not survey.gpus:
         return [ok("driver", "no NVIDIA GPU here (nvidia-smi is missing or lists none)")]
     unknown = [str(g.number) for g in survey.gpus if math.isnan(g.load) or not g.memory_total > 0]
-    found = f"{len(survey.gpus)} GPU{'s' * (len(survey.gpus) > 1)}, driver {survey.gpus[0].driver}"
+    listed = f"{len(survey.gpus)} GPU{'s' * (len(survey.gpus) > 1)}, driver {survey.gpus[0].driver}"
     if survey.problem:
-        return [warn("driver", f"{found}; {survey.problem}", again)]
+        return [warn("driver", f"{listed}; {survey.problem}", again)]
     if unknown:
-        what = f"{found}; it does not tell load or memory of GPU {', '.join(unknown)}"
+        what = f"{listed}; it does not tell load or memory of GPU {', '.join(unknown)}"
         return [warn("driver", what, "choose GPUs by number: --devices=idle:N takes these last")]
-    return [ok("driver", found)]
+    return [ok("driver", listed)]
 
 
 def tensorflow(answer: Answer, survey: gpus.Survey, environ: Mapping[str, str]) -> list[Check]:

@@ -133,11 +133,11 @@ class Worker:
 
     def dead(self) -> bool:
         """Returns whether the process has ended; it is not reaped yet."""
-        found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if found is None:
+        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
             return False
         self.died = time.monotonic()
-        self.code = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        self.code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
         return True
 
     def settle(self) -> bool:

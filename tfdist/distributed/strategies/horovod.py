@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from tfdist.distributed import horovod_install, wire
 from tfdist.distributed.addresses import join
-from tfdist.distributed.cluster import Cluster
+from tfdist.distributed.cluster import HOROVODRUN, Cluster
 from tfdist.distributed.distribution import Distribution
 from tfdist.distributed.peers import Peers
 from tfdist.errors import UserError, one_line
@@ -62,7 +62,7 @@ def cluster(hvd: ModuleType) -> Cluster:
         line = hvd.broadcast(line, 0, name="tfdist.distributed.rendezvous").numpy()
     master, secret = line.tobytes().rstrip(b"\0").decode().split()
     return Cluster(
-        "horovodrun",
+        HOROVODRUN,
         rank=hvd.rank(),
         size=hvd.size(),
         local_rank=hvd.local_rank(),
