@@ -37,7 +37,7 @@ def doctor():
     messages.aside.addHandler(handler)
 
     def start(versions=VERSIONS, secret=""):
-        made.append(peer_query.Hotline(HERE, 0, versions, secret))
+        made.append(peer_query.PeerListener(HERE, 0, versions, secret))
         return made[-1].port
 
     start.said = lambda: said.get(timeout=30)
@@ -134,7 +134,7 @@ def test_closed_and_unknown(port, monkeypatch):
 def test_a_doctor_that_starts_later(port):
     """The same command runs on all hosts, and one is always first."""
     made = []
-    later = threading.Timer(0.3, lambda: made.append(peer_query.Hotline(HERE, port, VERSIONS, "")))
+    later = threading.Timer(0.3, lambda: made.append(peer_query.PeerListener(HERE, port, VERSIONS, "")))
     later.start()
     one(ask(port, patience=30.0), "ok", "with the same versions")
     later.join()

@@ -553,7 +553,7 @@ def test_a_full_disk_ends_the_log_and_not_the_run(capfd, tmp_path):
         0, [sys.executable, "-c", "print('line')"], dict(os.environ), log=pathlib.Path("/dev/full")
     )
     with Events() as events:
-        crew = worker_process.Crew([start], events, Screen())
+        crew = worker_process.WorkerGroup([start], events, Screen())
         exits = []
         while crew.alive:
             events.wait(min(1.0, crew.timeout()))

@@ -249,13 +249,15 @@ def _run(argv: list[str]) -> int:
     with contextlib.ExitStack() as stack:
         if options.listen:
             try:
-                line = peer_query.Hotline(*options.listen, packages.versions(), environ.get("TFDIST_SECRET", ""))
+                listener = peer_query.PeerListener(
+                    *options.listen, packages.versions(), environ.get("TFDIST_SECRET", "")
+                )
             except OSError as error:
                 reason = (error.strerror or str(error)).lower()
                 raise UserError(
                     f"--listen={flags.FLAGS.listen} cannot be used ({reason}): choose a free port on this machine"
                 ) from None
-            stack.callback(line.close)
+            stack.callback(listener.close)
         report = examine(options, environ)
         _show(report, environ)
         if options.listen:

@@ -38,7 +38,7 @@ class NoDoctorError(Exception):
     """It speaks tfdist's protocol and is no doctor: what it said."""
 
 
-class Hotline:
+class PeerListener:
     """Answers other doctors from the time it is made until `close`.
 
     Args:

@@ -20,7 +20,7 @@ from tfdist.distributed import env_vars, wire
 from tfdist.errors import UserError
 from tfdist.launch import node_links
 from tfdist.launch.event_loop import Events, Screen, Signalled
-from tfdist.launch.worker_process import Crew, Start
+from tfdist.launch.worker_process import Start, WorkerGroup
 
 END_S = 30.0
 """After so long, a worker that cannot even be killed is left to the system."""
@@ -103,7 +103,7 @@ class Node:
         self.listener: socket.socket | None = None
         """On node 0: the socket that rank 0 of the next round inherits."""
         self._plan, self._events, self._screen = plan, events, screen
-        self._crew: Crew | None = None
+        self._workers: WorkerGroup | None = None
         self._news: list[wire.Message] = []
 
     def obey(self, order: wire.Message) -> None:
@@ -115,29 +115,29 @@ class Node:
             self._screen.say(order["line"], error=order.get("error", False))
         elif kind == "end":
             self._blame(order["text"], order["lines"])
-        if self._crew is not None and kind in ("stop", "end", "kill"):
-            {"stop": self._crew.stop, "end": self._crew.end, "kill": self._crew.kill}[kind]()
+        if self._workers is not None and kind in ("stop", "end", "kill"):
+            {"stop": self._workers.stop, "end": self._workers.end, "kill": self._workers.kill}[kind]()
 
     def timeout(self) -> float:
         """Returns the seconds until there is something to do by itself."""
-        return self._crew.timeout() if self._crew else math.inf
+        return self._workers.timeout() if self._workers else math.inf
 
     def news(self) -> list[wire.Message]:
         """Returns what has happened here since the last call."""
         news, self._news = self._news, []
         news += [{"event": "signal", "name": name} for name in self._events.signals]
         self._events.signals.clear()
-        if self._crew is not None:
-            news += [{"event": "exit", "exit": dataclasses.asdict(e)} for e in self._crew.poll()]
-            if not self._crew.alive:
-                self._crew = None
+        if self._workers is not None:
+            news += [{"event": "exit", "exit": dataclasses.asdict(e)} for e in self._workers.poll()]
+            if not self._workers.alive:
+                self._workers = None
                 news.append({"event": "ended"})
         return news
 
     @property
     def alive(self) -> tuple[int, ...]:
         """Ranks that run here."""
-        return self._crew.alive if self._crew else ()
+        return self._workers.alive if self._workers else ()
 
     def _start(self, this: Round) -> None:
         plan, listener = self._plan, self.listener
@@ -158,7 +158,7 @@ class Node:
                 environ = inherited(os.environ) | variables(plan, this, local_rank, fd)
                 log = log_dir / f"rank-{rank}.log" if log_dir else None
                 starts.append(Start(rank, plan.command, environ, () if fd is None else (fd,), log, title))
-            self._crew = Crew(starts, self._events, self._screen)
+            self._workers = WorkerGroup(starts, self._events, self._screen)
         except OSError as error:
             what = f"{error.strerror}{f': {error.filename}' if error.filename else ''}"
             line = f"node {plan.node} ({socket.gethostname()}) cannot start its workers: {what}"
@@ -193,7 +193,7 @@ def follow(plan: RoundPlan, events: Events, screen: Screen) -> int:
     Raises:
       UserError: node 0 cannot be reached or refuses this node.
     """
-    node, beats = Node(plan, events, screen), node_links.Beats()
+    node, beats = Node(plan, events, screen), node_links.Heartbeats()
     try:
         for attempt in range(plan.max_restarts + 1):
             try:

@@ -140,7 +140,7 @@ class Link:
         self._connection.close()
 
 
-class Beats:
+class Heartbeats:
     """Tells the other launchers that this one lives, also while it writes to a slow terminal."""
 
     def __init__(self):
@@ -165,7 +165,7 @@ class Beats:
                     link.send({"beat": 1})
 
 
-class Door:
+class NodeListener:
     """Where node 0 hears the other launchers come. Handshakes have threads, so that no stranger holds up a run."""
 
     def __init__(self, host: str, port: int, secret: str, events: Events):

@@ -218,7 +218,7 @@ class Worker:
             self._log = None
 
 
-class Crew:
+class WorkerGroup:
     """The workers of one round on this node."""
 
     def __init__(self, starts: Sequence[Start], events: Events, screen: Screen):
