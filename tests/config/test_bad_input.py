@@ -233,7 +233,8 @@ def test_known_with_tensorflow(run, tmp_path, tfds_dir):
         """
 import json, sys
 from absl import flags
-from tfdist import command, environment, train
+from tfdist.config import command_line as command, runtime_options as environment
+from tfdist.train import __main__ as train
 from tfdist.errors import UserError
 environment.define_flags()
 for arguments in json.load(open("arguments.json")):

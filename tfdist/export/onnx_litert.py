@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.errors import TrainingError
+from tfdist.errors import TrainingError, one_line
 
 
 def onnx(model: keras.Model, inputs: Any, path: str) -> None:
@@ -91,7 +91,7 @@ def _quiet(name: str) -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     except Exception as error:  # each converter has its own
-        line = " ".join(str(error).split())[:300] or type(error).__name__
+        line = one_line(error, 300) or type(error).__name__
         raise TrainingError(f"the model cannot be written as {name} ({line}): leave {name} out of --formats") from error
     finally:
         os.dup2(kept, 2)

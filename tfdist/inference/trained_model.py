@@ -20,7 +20,7 @@ from tfdist.checkpoints import files
 from tfdist.checkpoints.files import DamagedError
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.config import validation
-from tfdist.errors import UserError
+from tfdist.errors import UserError, one_line
 
 MODEL = "model.keras"
 LATEST, BEST = "latest", "best"
@@ -291,4 +291,4 @@ def _optimizer_left_out() -> Iterator[None]:
 
 def line(error: BaseException) -> str:
     """What an error of another library says, in one line."""
-    return " ".join(str(error).split())[:200] or type(error).__name__
+    return one_line(error, 200) or type(error).__name__
