@@ -4,10 +4,10 @@ import logging
 import os
 import pathlib
 import signal
-import subprocess
 import sys
 
 import pytest
+from support import processes
 
 import tfdist
 
@@ -74,7 +74,7 @@ def run(tmp_path, tfds_dir):
         env |= {"TFDS_DATA_DIR": str(tfds_dir), "PYTHONPATH": os.pathsep.join(filter(None, [path, str(REPOSITORY)]))}
         env |= environ
         command = [sys.executable, "-m", *map(str, arguments)]
-        kwargs = dict(cwd=tmp_path, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        return subprocess.Popen(command, **kwargs) if popen else subprocess.run(command, **kwargs, timeout=300)
+        kwargs = dict(cwd=tmp_path, env=env, text=True, stdout=processes.PIPE, stderr=processes.PIPE)
+        return processes.Popen(command, **kwargs) if popen else processes.run(command, **kwargs, timeout=300)
 
     return start

@@ -89,7 +89,7 @@ class Objective:
         Keras accepts targets, outputs and losses in many mixtures of lists and
         dicts. Rather than repeat its rules, its CompileLoss runs with every
         loss replaced by a recorder (private `_flat_losses`, `_metrics`;
-        tests/test_keras_hooks.py notices when they change).
+        tests/models/test_keras_internals.py notices when they change).
         """
         compiled = self._model._compile_loss
         if compiled is None:

@@ -42,7 +42,7 @@ def check(optimizer: Any) -> None:
 def owned(optimizer: Any, variables: Sequence = (), factors: Sequence[float] = ()) -> Iterator[None]:
     """While an update is traced, keeps a Keras optimizer from reducing again and from averaging weights.
 
-    It reduces through a private method (tests/test_keras_hooks.py notices when
+    It reduces through a private method (tests/models/test_keras_internals.py notices when
     that changes), and writing averages over the weights fails in a graph
     (keras issue 20582). Replicas are traced in threads: this surrounds them all.
 

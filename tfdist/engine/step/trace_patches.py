@@ -24,7 +24,7 @@ _inside = threading.local()  # replicas are traced in threads that take turns wi
 def quick() -> Iterator[None]:
     """While a step is traced with its gradients, all-reduces look for no variables; afterwards nothing keeps them.
 
-    It goes through private names (tests/test_keras_hooks.py notices when that changes).
+    It goes through private names (tests/models/test_keras_internals.py notices when that changes).
     """
     all_reduce = ReplicaContextBase.all_reduce
     search, new_name = custom_gradient._get_dependent_variables, custom_gradient.generate_name

@@ -1,0 +1,415 @@
+"""Checkpoints on disk, and the exact way back from them, within one process."""
+
+import pathlib
+import random
+import shutil
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from support import training_cases
+
+import tfdist
+from tfdist.checkpoints import files as files_lib
+from tfdist.checkpoints import resume
+from tfdist.data.sources import Records
+from tfdist.doctor import checkpoints as checkpoints_lib
+from tfdist.errors import Interrupted, TrainingError, UserError
+from tfdist.monitoring.recorder import fingerprint
+from tfdist.train import slurm_requeue
+
+L = keras.layers
+EPOCHS, BATCH, EXAMPLES = 4, 24, 109  # five updates per epoch, the last of 13 examples
+
+
+def model(distribution, norm=True, kernels=3):
+    """All that has state: BatchNorm (each replica its own), dropout's generators, Adam's slots, an average, metrics."""
+    keras.utils.set_random_seed(1)
+    with distribution.scope():
+        layers = [keras.Input((4, 4, 1)), L.Conv2D(kernels, 3), *([L.BatchNormalization()] if norm else [])]
+        layers += [L.Activation("tanh"), L.Flatten(), *([L.Dropout(0.3)] if norm else []), L.Dense(5)]
+        made = keras.Sequential(layers)
+        metrics = ["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2, name="top_2")]
+        made.compile(
+            keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.9), training_cases.sparse(), metrics=metrics
+        )
+    return made
+
+
+class StopAt:
+    """`should_stop` that says so after a number of calls."""
+
+    def __init__(self, calls):
+        self.left = calls
+
+    def __call__(self):
+        self.left -= 1
+        return "asked to" if self.left < 0 else ""
+
+
+def train(distribution, data=None, stop=None, made=None, **options):
+    """Trains; returns the model and what can be compared of it, or None when it was stopped."""
+    made = made or model(distribution)
+    options = {"epochs": EPOCHS, "steps_per_call": 2, "verbose": 0, "distribution": distribution} | options
+    data = training_cases.images(EXAMPLES) if data is None else data()
+    data = {"dataset": data} | ({} if isinstance(data, tf.data.Dataset) else {"batch_size": BATCH})
+    if stop is not None:
+        options["should_stop"] = StopAt(stop)
+    callbacks = [keras.callbacks.ReduceLROnPlateau(monitor="loss", patience=1, factor=0.5)]
+    try:
+        history = tfdist.fit(
+            made, **data, callbacks=callbacks, validation_data=training_cases.images(31), **options
+        ).history
+    except Interrupted:
+        return None
+    return fingerprint(made)[0], history, [w.copy() for w in made.get_weights()]
+
+
+def kept(tmp_path, **options):
+    return tfdist.Checkpoints(tmp_path / "checkpoints", **({"every": "off"} | options))
+
+
+def shuffled():
+    x, y = training_cases.images(EXAMPLES)
+    return tf.data.Dataset.from_tensor_slices((x, y)).shuffle(50, seed=3).batch(BATCH)
+
+
+def of_unknown_length():
+    return shuffled().unbatch().filter(lambda x, y: True).batch(BATCH)
+
+
+def by_number():
+    """Read and made noisy in the moment that they are needed."""
+    stored = tuple(tf.constant(column) for column in training_cases.images(EXAMPLES))
+    noisy = lambda example, seed: (example[0] + 0.3 * tf.random.stateless_normal([4, 4, 1], seed), example[1])
+    return Records(EXAMPLES, lambda rows: tuple(tf.gather(column, rows) for column in stored), noisy)
+
+
+@pytest.mark.parametrize("data", [None, shuffled, of_unknown_length, by_number])
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_stopped_anywhere_and_resumed_ends_with_the_same_bits(replicas, data, connect, tmp_path):
+    distribution = connect(replicas)
+    whole = train(distribution, data)
+    done, stops = None, 0
+    while done is None:  # stopped again and again, after a few calls each time, in validations too
+        stops += 1
+        assert stops < 50
+        checkpoints = kept(tmp_path, every="1000 steps")
+        done = train(distribution, data, stop=1 + stops % 4, checkpoints=checkpoints)
+    assert stops > 5
+    assert done[0] == whole[0]
+    assert done[1] == whole[1]
+
+
+def test_a_loss_scale_is_part_of_it(connect, tmp_path):
+    keras.config.set_dtype_policy("mixed_float16")
+
+    def made():
+        keras.utils.set_random_seed(1)
+        with connect(2).scope():
+            return training_cases.compiled(
+                training_cases.dense(), keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01))
+            )
+
+    whole = train(connect(2), made=made())
+    assert train(connect(2), made=made(), stop=9, checkpoints=kept(tmp_path, every="1000 steps")) is None
+    done = train(connect(2), made=made(), checkpoints=kept(tmp_path, every="1000 steps"))
+    assert done[:2] == whole[:2]
+
+
+def test_on_other_replicas_it_goes_on_within_rounding(connect, tmp_path):
+    """Stopped in mid-epoch and resumed on another number of replicas each time."""
+    plain = lambda replicas: model(connect(replicas), norm=False)
+    whole = train(connect(1), made=plain(1))
+    done = None
+    for replicas in (1, 4, 2, 3, 1, 8, 1, 2, 4, 1):
+        done = train(connect(replicas), made=plain(replicas), stop=5, checkpoints=kept(tmp_path, every="1000 steps"))
+        if done:
+            break
+    assert done, "it never came to its end"
+    for ours, theirs in zip(done[2], whole[2]):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    for name in whole[1]:
+        assert done[1][name] == pytest.approx(whole[1][name], rel=1e-5)
+
+
+def test_another_accumulate_goes_on_within_rounding(connect, tmp_path):
+    plain = lambda: model(connect(1), norm=False)
+    whole = train(connect(1), made=plain())
+    assert train(connect(1), made=plain(), stop=7, checkpoints=kept(tmp_path, every="1000 steps")) is None
+    done = train(connect(1), made=plain(), accumulate=3, checkpoints=kept(tmp_path, every="1000 steps"))
+    for ours, theirs in zip(done[2], whole[2]):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_taking_checkpoints_changes_nothing_and_keeps_the_newest_and_the_best(connect, tmp_path):
+    whole = train(connect(2))
+    lines = []
+    checkpoints = kept(tmp_path, every="3 steps", keep=2, best="val_loss", say=lines.append)
+    done = train(connect(2), checkpoints=checkpoints)
+    assert done[:2] == whole[:2]
+    best = 5 * (1 + int(np.argmin(whole[1]["val_loss"])))
+    left = [files_lib.update_of(p) for p in files_lib.found(tmp_path / "checkpoints")]
+    assert set(left) == {20, 18, best}
+    assert not [p for p in (tmp_path / "checkpoints").iterdir() if p.name.startswith(".")]
+    assert (tmp_path / "checkpoints" / "latest").read_text().strip() == "20"
+
+
+def test_the_best_epoch_is_one_that_was_validated(connect, tmp_path):
+    done = train(connect(1), checkpoints=kept(tmp_path, every="9 epochs", best="max val_loss"), validation_freq=2)
+    best = 10 * (1 + int(np.argmax(done[1]["val_loss"])))
+    assert {files_lib.update_of(p) for p in files_lib.found(tmp_path / "checkpoints")} >= {best}
+
+
+def test_a_resumed_early_stopping_keeps_its_patience_and_its_best_weights(connect, tmp_path):
+    def stopping(made, stop=None, **options):
+        early = keras.callbacks.EarlyStopping(monitor="loss", patience=2, min_delta=10, restore_best_weights=True)
+        options |= {} if stop is None else {"should_stop": StopAt(stop)}
+        x, y = training_cases.images(EXAMPLES)
+        try:
+            return tfdist.fit(
+                made, x, y, batch_size=BATCH, epochs=9, callbacks=[early], verbose=0, steps_per_call=5, **options
+            )
+        except Interrupted:
+            return None
+
+    whole = model(connect(1))
+    assert len(stopping(whole).epoch) == 3
+    assert stopping(model(connect(1)), 3, checkpoints=kept(tmp_path, every="1000 steps")) is None
+    resumed = model(connect(1))
+    history = stopping(resumed, checkpoints=kept(tmp_path, every="1000 steps"))
+    assert history.epoch == [0, 1, 2]
+    assert fingerprint(resumed) == fingerprint(whole)
+    # and once more: it has ended
+    assert stopping(model(connect(1)), checkpoints=kept(tmp_path, every="1000 steps")).epoch == [0, 1, 2]
+
+
+@pytest.fixture(scope="module")
+def two(connect, tmp_path_factory):
+    """A folder with two checkpoints, of updates 10 and 20."""
+    folder = tmp_path_factory.mktemp("two")
+    train(connect(1), checkpoints=kept(folder, every="2 epochs"))
+    found = files_lib.found(folder / "checkpoints")
+    assert [files_lib.update_of(p) for p in found] == [20, 10]
+    return folder / "checkpoints"
+
+
+def choice(folder, say=lambda line: None, identity=None, **options):
+    given = {"identity": identity or {}, "experiment": {}, "changed": True, "say": say} | options
+    return resume.Choice(folder, **given)
+
+
+def copy(two, tmp_path):
+    return pathlib.Path(shutil.copytree(two, tmp_path / "copy"))
+
+
+def test_tensorflow_reads_the_tensors_without_tfdist(two):
+    reader = tf.train.load_checkpoint(str(two / "20" / "tensors"))
+    names = reader.get_variable_to_shape_map()
+    assert [s for n, s in names.items() if n.startswith("shared/model/0000/")] == [[3, 3, 1, 3]]
+
+
+def test_every_flipped_bit_and_every_truncation_is_noticed(two, tmp_path):
+    folder, chance = copy(two, tmp_path), random.Random(0)
+    files = sorted(p for p in (folder / "20").iterdir())
+    assert {p.name for p in files} >= {"manifest.json", "state.json", "tensors.index", "tensors.data-00000-of-00001"}
+    for path in files:
+        whole = path.read_bytes()
+        places = {0, len(whole) - 1, *(chance.randrange(len(whole)) for _ in range(60))}
+        for place in places:
+            damaged = bytearray(whole)
+            damaged[place] ^= 1 << chance.randrange(8)
+            path.write_bytes(damaged)
+            with pytest.raises(files_lib.DamagedError):
+                files_lib.verify(folder / "20")
+        for length in {0, len(whole) - 1, *(chance.randrange(len(whole)) for _ in range(10))}:
+            path.write_bytes(whole[:length])
+            with pytest.raises(files_lib.DamagedError):
+                files_lib.verify(folder / "20")
+        path.unlink()
+        with pytest.raises(files_lib.DamagedError):
+            files_lib.verify(folder / "20")
+        path.write_bytes(whole)
+    files_lib.verify(folder / "20")
+
+
+def test_the_newest_valid_one_is_used_and_the_damaged_one_set_aside(two, tmp_path):
+    folder, lines = copy(two, tmp_path), []
+    data = folder / "20" / "tensors.data-00000-of-00001"
+    data.write_bytes(data.read_bytes()[:-1])
+    findings = checkpoints_lib.examine(folder)
+    assert [(f.update, bool(f.problem), f.next) for f in findings] == [(20, True, False), (10, False, True)]
+    chosen = choice(folder, lines.append).newest()
+    assert chosen.path.name == "10"
+    assert "20 is not used: tensors.data-00000-of-00001 has" in lines[0]
+    assert lines[1].endswith("is now unused-20")
+    assert [p.name for p in files_lib.found(folder)] == ["10"]
+
+
+def test_with_none_valid_it_does_not_begin_anew_in_silence(two, tmp_path):
+    folder = copy(two, tmp_path)
+    for number in ("10", "20"):
+        (folder / number / "state.json").write_text("{}")
+    with pytest.raises(UserError, match=r"none of the 2 checkpoints in .* is valid: .*--resume=never"):
+        choice(folder).newest()
+
+
+def test_none_where_one_is_required(tmp_path):
+    assert choice(tmp_path).newest() is None
+    with pytest.raises(UserError, match="--resume=require, and there is no checkpoint in"):
+        choice(tmp_path).newest(required=True)
+
+
+def test_another_batch_is_refused_or_taken_between_epochs(connect, tmp_path):
+    assert train(connect(1), stop=15, checkpoints=kept(tmp_path, every="2 epochs")) is None  # in the third epoch of 4
+    data = lambda: tf.data.Dataset.from_tensor_slices(training_cases.images(EXAMPLES)).batch(12)
+    with pytest.raises(UserError, match=r"another experiment .global batch is 24 there and 12 here"):
+        train(connect(1), data, checkpoints=kept(tmp_path, every="2 epochs"))
+    lines = []
+    options = dict(every="1 epoch", keep=9, changed=True, say=lines.append)
+    checkpoints = kept(tmp_path, **options)
+    assert train(connect(1), data, checkpoints=checkpoints)
+    assert any("is not used: it is from the middle of an epoch" in line for line in lines)
+    assert checkpoints.resumed_from == 20  # two epochs of ten updates
+    assert files_lib.update_of(files_lib.found(tmp_path / "checkpoints")[0]) == 40
+
+
+def test_data_that_has_lost_an_example_is_refused(connect, tmp_path):
+    """As many updates, and yet another order: examples would be left out and others seen twice."""
+    assert train(connect(1), stop=2, checkpoints=kept(tmp_path, every="1 steps")) is None
+    with pytest.raises(UserError, match=r"experiment .number of examples is 109 there and 108 here"):
+        train(connect(1), lambda: training_cases.images(EXAMPLES - 1), checkpoints=kept(tmp_path, every="1 steps"))
+
+
+def test_another_model_is_refused(connect, tmp_path):
+    train(connect(1), checkpoints=kept(tmp_path, every="1 epoch"))
+    with pytest.raises(UserError, match=r"the checkpoint is of another model .*kernel is float32"):
+        other = model(connect(1), kernels=4)
+        train(connect(1), made=other, checkpoints=kept(tmp_path, every="1 epoch"))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"every": "often"}, "checkpoint.every='often' is not understood: write 100 steps"),
+        ({"every": "0 steps"}, "is no interval: write off for none"),
+        ({"keep": 0}, "checkpoint.keep must be at least 1, got 0"),
+        ({"best": "least loss"}, "checkpoint.best='least loss' is not understood"),
+    ],
+)
+def test_wrong_options(options, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        kept(tmp_path, **options)
+
+
+def test_a_best_metric_that_nobody_measures(connect, tmp_path):
+    with pytest.raises(UserError, match=r"checkpoint.best=val_auc is not measured: choose one of accuracy, "):
+        train(connect(1), checkpoints=kept(tmp_path, every="1 epoch", best="val_auc"))
+
+
+def test_epochs_of_unknown_length_cannot_be_counted(connect, tmp_path):
+    with pytest.raises(UserError, match=r"checkpoint.every='1 epoch' with data of unknown length"):
+        train(connect(1), of_unknown_length, checkpoints=kept(tmp_path, every="1 epoch"))
+
+
+# -- a loss that is not finite ----------------------------------------------
+
+
+def poisoned():
+    """The example at row 30 has a NaN: once per epoch, in another batch each time."""
+    x, y = training_cases.images(EXAMPLES)
+    x[30] = np.nan
+    return x, y
+
+
+def without_average(distribution):
+    keras.utils.set_random_seed(1)
+    with distribution.scope():
+        return training_cases.compiled(training_cases.dense(), keras.optimizers.SGD(0.1))
+
+
+def test_rollback_leaves_out_what_spoils_the_training(connect, tmp_path):
+    lines = []
+    made = without_average(connect(2))
+    options = dict(batch_size=BATCH, epochs=2, verbose=0, distribution=connect(2), steps_per_call=1)
+    checkpoints = kept(tmp_path, every="2 steps", say=lines.append)
+    tfdist.fit(made, *poisoned(), checkpoints=checkpoints, on_nonfinite="rollback", **options)
+    assert all(np.isfinite(w).all() for w in made.get_weights())
+    back = [line for line in lines if "back to update" in line]
+    assert len(back) == 2 and "(2 of 3 times)" in back[1]
+    with pytest.raises(TrainingError, match="the loss is nan since update"):
+        tfdist.fit(
+            without_average(connect(2)), *poisoned(), on_nonfinite="rollback", max_rollbacks=1,
+            checkpoints=kept(tmp_path / "once", every="2 steps"), **options,
+        )  # fmt: skip
+
+
+def test_rollback_needs_checkpoints(connect):
+    with pytest.raises(UserError, match="on_nonfinite='rollback' goes back to a checkpoint"):
+        tfdist.fit(without_average(connect(1)), *poisoned(), on_nonfinite="rollback", verbose=0)
+    with pytest.raises(UserError, match="unknown on_nonfinite 'rolback': did you mean 'rollback'"):
+        tfdist.fit(without_average(connect(1)), *poisoned(), on_nonfinite="rolback", verbose=0)
+
+
+# -- a disk that fails ------------------------------------------------------
+
+
+def test_a_folder_that_cannot_be_written_does_not_stop_the_training(connect, tmp_path):
+    lines = []
+    checkpoints = kept(tmp_path, every="5 steps", say=lines.append)
+
+    def in_the_way(epoch, logs):
+        if epoch == 2:
+            checkpoints.wait()
+            shutil.move(tmp_path / "checkpoints", tmp_path / "elsewhere")
+            (tmp_path / "checkpoints").write_text("a file")
+
+    breaks = [keras.callbacks.LambdaCallback(on_epoch_end=in_the_way)]
+    options = dict(batch_size=BATCH, epochs=EPOCHS, steps_per_call=2, verbose=0, callbacks=breaks)
+    history = tfdist.fit(
+        model(connect(1)), *training_cases.images(EXAMPLES), checkpoints=checkpoints, **options
+    ).history
+    assert len(history["loss"]) == EPOCHS
+    assert "the checkpoint after update 20 could not be written" in checkpoints.failure
+    assert lines[0].startswith("WARNING: the checkpoint after update 15 could not be written (")
+    assert "training goes on, the one of update 10 is kept; free or repair" in lines[0]
+    files_lib.verify(tmp_path / "elsewhere" / "10")
+
+
+def test_doctor_says_what_a_resume_would_use(two):
+    newest, older = checkpoints_lib.checks(two, checkpoints_lib.examine(two))
+    assert (newest.status, older.status) == ("ok", "ok")
+    assert newest.finding.endswith("<- a resume goes on from here") and "resume" not in older.finding
+
+
+def test_requeueing_that_cannot_be_done(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="--requeue needs Slurm's scontrol, which is not on PATH"):
+        slurm_requeue.check(True, {"SLURM_JOB_ID": "7"})
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho 'Invalid job id specified' >&2; exit 1\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    slurm_requeue.check(True, {"SLURM_JOB_ID": "7"})
+    assert slurm_requeue.again({"SLURM_JOB_ID": "7"}) == "WARNING: job 7 is not requeued: Invalid job id specified"
+
+
+def test_a_file_where_the_folder_of_checkpoints_should_be(tmp_path):
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(UserError, match=r"checkpoints cannot be read \(Not a directory\)"):
+        choice(tmp_path / "checkpoints").newest()
+
+
+def test_changed_with_nothing_from_the_end_of_an_epoch(connect, tmp_path):
+    assert train(connect(1), stop=2, checkpoints=kept(tmp_path, every="1000 steps")) is None
+    with pytest.raises(
+        UserError, match=r"no valid checkpoint in .* is from the end of an epoch: leave out --resume_ch"
+    ):
+        choice(tmp_path / "checkpoints", identity={"global batch": 5}).newest()
+
+
+def test_a_checkpoint_of_another_format(tmp_path, monkeypatch):
+    path = files_lib.write(tmp_path, 3, {}, lambda prefix: pathlib.Path(prefix + ".x").write_text("x"))
+    files_lib.verify(path)
+    monkeypatch.setattr(files_lib, "FORMAT", 2)
+    with pytest.raises(files_lib.DamagedError, match="it has format 1, and this tfdist reads 2"):
+        files_lib.verify(path)

@@ -1,0 +1,530 @@
+"""`python -m tfdist.compare`: a real comparison in which one strategy is broken on purpose, and its parts one by one."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import stat
+import sys
+import uuid
+
+import keras
+import matplotlib.image
+import numpy as np
+import pytest
+from conftest import REPOSITORY
+from rich.console import Console
+from support import processes
+from support.launchers import TIMEOUT_S, Launcher, marked
+
+from tfdist import config
+from tfdist.checkpoints import run_folder
+from tfdist.compare import plot, results, runner, tables, trial, weight_distance
+from tfdist.compare.results import Row
+from tfdist.config.runtime_options import Environment
+from tfdist.errors import TrainingError, UserError
+from tfdist.train import __main__ as train
+
+TINY = ["--config.model.name=mlp", "--config.train.epochs=0", "--config.train.steps=20", "--config.optimizer.warmup=0%"]
+
+BROKEN = '''
+"""Takes the sum over replicas out of mirrored when tfdist.distributed.connect is imported: each replica keeps its own gradients."""
+import dataclasses, importlib.abc, importlib.util, sys
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "tfdist.distributed.connect":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+        def exec_module(module):
+            load(module)
+            whole = module.mirrored
+            module.mirrored = lambda *a: dataclasses.replace(whole(*a), all_sum=lambda tensors: tensors)
+        spec.loader.exec_module = exec_module
+        return spec
+sys.meta_path.insert(0, Finder())
+'''
+
+
+def environ(tfds_dir, *paths, **more):
+    kept = {k: v for k, v in os.environ.items() if k not in ("CUDA_VISIBLE_DEVICES", "TF_CONFIG")}
+    path = os.pathsep.join([*map(str, paths), str(REPOSITORY)])
+    return kept | {"TFDS_DATA_DIR": str(tfds_dir), "PYTHONPATH": path} | more
+
+
+@dataclasses.dataclass
+class Compared:
+    code: int
+    out: str
+    err: str
+    folder: pathlib.Path
+
+    @property
+    def record(self):
+        return json.loads((self.folder / "compare.json").read_text())
+
+    def row(self, name):
+        return next(row for row in self.record["rows"] if row["name"] == name)
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory, tfds_dir):
+    """All strategies, mirrored with its sum taken out. Its output goes to no terminal, in ASCII."""
+    folder = tmp_path_factory.mktemp("compared")
+    (folder / "broken").mkdir()
+    (folder / "broken" / "sitecustomize.py").write_text(BROKEN)
+    command = [sys.executable, "-m", "tfdist.compare", "--strategies=mirrored,multi_worker,horovod,tpu", "--replicas=2"]
+    env = environ(tfds_dir, folder / "broken", PYTHONIOENCODING="ascii", HOROVOD_RANK="0", RANK="0", WORLD_SIZE="2")
+    done = processes.run([*command, *TINY], cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    return Compared(done.returncode, done.stdout, done.stderr, folder / "runs" / "compare-digits")
+
+
+def test_a_sum_that_is_not_taken_is_found_and_its_variable_named(compared):
+    assert compared.code == 1, compared.out + compared.err
+    row = compared.row("mirrored 2")
+    assert row["weights"] == "different" and row["distance"] > 1e-2 and row["check_distance"] > 1e-3
+    assert row["variable"] in ("dense/kernel", "head/kernel") and row["largest"] > 1e-3
+    said = " ".join(compared.out.split())
+    assert "mirrored 2 ends with OTHER WEIGHTS: " in said and f"most of it in {row['variable']}, up to" in said
+    assert "in float64, too, " in said and "It does not train the same model: do not use it." in said
+    assert not any("Use mirrored" in line for line in compared.record["verdict"])
+
+
+def test_the_others_end_with_the_same(compared):
+    for name in ("multi_worker 2", "horovod 2"):
+        row = compared.row(name)
+        assert row["status"] == "completed", row["reason"]
+        assert row["weights"] in ("same", "identical") and row["distance"] < 1e-6 and row["check_distance"] is None
+        assert abs(row["evaluation_difference"]["loss"]) < 1e-5
+        assert row["examples_per_second"] > 0 and row["seconds_to_first_update"] > 0
+        assert row["efficiency"] == pytest.approx(row["speedup"] / 2)
+    environment = json.loads((compared.folder / "horovod-2" / "environment.json").read_text())
+    assert (environment["replicas"], environment["workers"]) == (2, 2)
+
+
+def test_the_reference_runs_unasked_and_what_cannot_run_is_a_row(compared):
+    rows = compared.record["rows"]
+    assert [row["name"] for row in rows] == ["default 1", "mirrored 2", "multi_worker 2", "horovod 2", "tpu"]
+    assert rows[0]["weights"] == "reference" and rows[0]["efficiency"] == 1
+    assert rows[-1]["status"] == "unavailable" and "needs a TPU" in rows[-1]["reason"]
+    assert compared.record["status"] == "completed" and compared.record["experiment"]["config.train.steps"] == "20"
+
+
+def test_what_is_printed(compared):
+    assert compared.err == ""
+    lines = compared.out.splitlines()
+    assert all(len(line) <= 80 for line in lines if not line.startswith("tfdist: "))
+    assert lines[0].startswith("tfdist: comparing digits on ") and "\x1b" not in compared.out
+    assert lines[-1] == "tfdist: results are in runs/compare-digits/: compare.json, compare.md, compare.png"
+    assert "| mirrored 2 | DIFFERENT |" in (compared.folder / "compare.md").read_text()
+    assert matplotlib.image.imread(compared.folder / "compare.png").shape[1] > 1000
+
+
+class Doubling(keras.layers.Layer):
+    """A layer that no one else knows, with a variable of its own."""
+
+    def build(self, shape):
+        self.factor = self.add_weight(shape=(shape[-1],), initializer="ones", name="factor")
+
+    def call(self, x):
+        return x * self.factor
+
+
+def restless(spec):
+    """Dropout, and BatchNorm that is not synchronized."""
+    layers = [keras.layers.Flatten(), keras.layers.Dense(4), keras.layers.BatchNormalization(), Doubling()]
+    return keras.Sequential([keras.Input(spec.shape), *layers, keras.layers.Dropout(0.1), keras.layers.Dense(10)])
+
+
+@pytest.fixture
+def folders(tmp_path, tfds_dir, monkeypatch, capsys):
+    """Trains in this process; returns the run folder."""
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tfds_dir))
+
+    def make(name, replicas, model="mlp", options="", sync=True):
+        keras.utils.clear_session()
+        e = config.Experiment()
+        e.model.name, e.model.options, e.model.sync_batch_norm = model, options, sync
+        e.train.epochs, e.train.steps, e.optimizer.warmup, e.checkpoint.every = 0, 4, "0%", "1000 steps"
+        strategy = dict(strategy="mirrored", virtual_devices=replicas) if replicas > 1 else dict(strategy="default")
+        train.train_and_evaluate(e, Environment(**strategy, workdir=str(tmp_path / name), progress="none"))
+        return tmp_path / name
+
+    return make
+
+
+def test_distances_have_names_and_add_up(folders):
+    one, two, other = folders("one", 1), folders("two", 2), folders("other", 1, options="depth=2")
+    found = weight_distance.difference(one, two)
+    assert 0 < found.distance < 1e-6
+    assert set(found.variables) == {f"{layer}/{name}" for layer in ("dense", "head") for name in ("kernel", "bias")}
+    assert sum(part**2 for part in found.variables.values()) == pytest.approx(found.distance**2)
+    a, b = (keras.saving.load_model(folder / "model.keras").get_weights() for folder in (one, two))
+    flat = [np.concatenate([np.ravel(w).astype("f8") for w in weights]) for weights in (a, b)]
+    assert found.distance == pytest.approx(np.linalg.norm(flat[0] - flat[1]) / np.linalg.norm(flat[0]), rel=1e-9)
+    assert weight_distance.difference(one, one).distance == 0
+    assert weight_distance.reasons_to_differ(two, 48, 2) == []
+    with pytest.raises(ValueError, match="the models are not the same: "):
+        weight_distance.difference(one, other)
+    with pytest.raises(ValueError, match="empty has no checkpoint"):
+        weight_distance.difference(one, one.parent / "empty")
+
+
+def test_layers_that_depend_on_the_number_of_replicas(folders):
+    folder = folders("restless", 2, model="test_compare:restless", sync=False)
+    assert weight_distance.reasons_to_differ(folder, 48, 1) == []
+    random, norm = weight_distance.reasons_to_differ(folder, 48, 2)
+    assert random == "random layers (dropout) draw for each replica"
+    assert norm == "BatchNorm is not synchronized (batch_normalization)"
+    alone = folders("alone", 1, model="test_compare:restless", sync=False)
+    found = weight_distance.difference(alone, folder)
+    assert found.distance > 0 and {"doubling/factor", "batch_normalization/moving_mean"} <= set(found.variables)
+
+
+# From here on without training: rows that are made up.
+
+
+def row(name, rate=100.0, weights="same", **fields):
+    strategy, _, replicas = name.partition(" ")
+    fields = dict(status="completed", threads=1, jit="off", distance=3e-7, variable="dense/kernel") | fields
+    return Row(
+        name, strategy, int(replicas), command="", folder="", examples_per_second=rate, weights=weights, **fields
+    )
+
+
+ONE = row("default 1", weights="reference", distance=None, variable="", evaluation={"loss": 0.5, "accuracy": 0.9})
+
+
+def apart(distance):
+    return weight_distance.Difference(distance, "conv2d/kernel", 0.1, 2.0)
+
+
+def test_efficiency_is_by_replica_and_only_between_likes():
+    two = results.rated(row("mirrored 2", 180.0), ONE, cores=2)
+    assert (two.speedup, two.efficiency, two.oversubscribed) == (1.8, 0.9, False)
+    assert results.rated(row("mirrored 4", 180.0), ONE, cores=2).oversubscribed
+    assert not results.rated(row("mirrored 4", 180.0), ONE, cores=None).oversubscribed
+    for other in (row("mirrored 2", jit="on"), row("default 1", threads=2)):
+        assert results.rated(other, ONE, 2).efficiency is None
+    changed = results.rated(row("mirrored 2", evaluation={"loss": 0.4, "auc": 1.0}), ONE, 2)
+    assert changed.evaluation_difference == {"loss": pytest.approx(-0.1)}
+
+
+def test_what_a_distance_means():
+    two = row("mirrored 2", weights="", evaluation={"loss": 0.5}, evaluation_difference={"loss": 1e-6})
+    judge = lambda distance, natural=(), of=two: results.judged(of, ONE, apart(distance), 1e-5, natural).weights
+    assert (judge(1e-6), judge(1e-3), judge(1e-3, ["dropout"]), judge(1e-6, ["dropout"])) == (
+        "same", "different", "nature", "same",
+    )  # fmt: skip
+    assert judge(float("nan")) == "different"
+    same_bits = dataclasses.replace(two, weights_sha256=ONE.weights_sha256)
+    assert judge(0.0, of=same_bits) == "identical"
+    elsewhere = dataclasses.replace(two, evaluation_difference={"loss": 0.01})
+    assert judge(1e-6, of=elsewhere) == "different"
+    assert (
+        weight_distance.tolerance("float32", "bfloat16") == 1e-2
+        and weight_distance.tolerance("float64", "float32") == 1e-11
+    )
+
+
+def test_rounding_that_has_grown_is_told_from_a_wrong_sum():
+    differs = results.judged(row("mirrored 2"), ONE, apart(0.05), 1e-5, [])
+    grown = results.checked(differs, apart(1e-13), weight_distance.CHECK_TOLERANCE, 31)
+    wrong = results.checked(differs, apart(1e-2), weight_distance.CHECK_TOLERANCE, 31)
+    assert (grown.weights, wrong.weights) == ("rounding", "different")
+    assert results.exit_code([ONE, grown]) == 0 and results.exit_code([ONE, wrong]) == 1
+    assert results.verdict([ONE, grown], 2)[0] == (
+        "mirrored 2 trains the same model, with weights 5e-02 apart: "
+        "in float64 the first 31 updates agree to 1e-13: rounding, which has grown."
+    )
+    few = weight_distance.check_flags(updates=900, epochs=30)
+    assert few["config.train.steps"] == "31" and few["config.train.precision"] == "float64"
+    assert weight_distance.check_flags(updates=20, epochs=1)["config.train.steps"] == "20"
+    assert weight_distance.check_flags(updates=10**6, epochs=3)["config.train.steps"] == "100"
+
+
+def rows(*others):
+    return [ONE, *(results.rated(other, ONE, 4) for other in others)]
+
+
+@pytest.mark.parametrize(
+    "others, sentences",
+    [
+        ([row("mirrored 2", 190.0), row("horovod 2", 195.0)],
+         ["All end with the same weights, 3e-07 of their norm apart at most (dense/kernel, mirrored 2).",
+          "Use mirrored 2: 1.90 times the speed of default 1, efficiency 0.95."]),
+        ([row("mirrored 2", 150.0), row("horovod 2", 195.0)], ["Use horovod 2: 1.95 times"]),
+        ([row("mirrored 2", 190.0, "different", largest=0.1, scale=2.0, why="5e-02 is more than 1e-05")],
+         ["mirrored 2 ends with OTHER WEIGHTS: 3.0e-07 of their norm apart, most of it in dense/kernel, up to 0.1 where weights are up to 2",
+          "Use default on one device: nothing that trains the same model is faster here."]),
+        ([row("mirrored 2", 190.0, "different", why="the same weights are evaluated to another loss (1.0e-02 apart)")],
+         ["mirrored 2 is WRONG: the same weights are evaluated to another loss"]),
+        ([row("mirrored 2", 190.0, "different", distance=None)], ["mirrored 2 ends with OTHER WEIGHTS, which are not finite"]),
+        ([row("mirrored 2", 190.0, "nature", why="dropout"), row("horovod 2", 90.0)],
+         ["The same weights as default 1: horovod 2", "mirrored 2 cannot be judged, it differs by nature: dropout.", "Use mirrored 2: 1.90 times"]),
+        ([row("mirrored 2", 190.0, "identical", distance=0.0)], ["All end with the same weights, to the last bit."]),
+        ([row("mirrored 2", None, "", status="failed", reason="it was killed by SIGKILL")],
+         ["Nothing ran besides default 1: there is nothing to compare.", "mirrored 2 failed: it was killed by SIGKILL"]),
+        ([row("mirrored 8", 190.0)], ["The cores limit it: 8 replicas of 1 threads share 4."]),
+        ([row("mirrored 2", 190.0, time={"input": 0.3, "compute": 0.5, "all_reduce": 0.15, "python": 0.05})],
+         ["Input limits it, 30% of the time: look at the data pipeline"]),
+        ([row("mirrored 2", 190.0, time={"input": 0.0, "compute": 0.7, "all_reduce": 0.3, "python": 0.0})],
+         ["The sum over replicas limits it, 30% of the time"]),
+        ([row("mirrored 2", 190.0, time={"input": 0.0, "compute": 0.6, "all_reduce": None, "python": 0.4})],
+         ["Python limits it, 40% of the time"]),
+        ([row("mirrored 2", 190.0, time={"input": 0.01, "compute": 0.97, "all_reduce": 0.01, "python": 0.01})],
+         ["Computing limits it, 97% of the time"]),
+        ([row("mirrored 2", 190.0, others_busy=1.5), row("horovod 2", steady_seconds=0.034)],
+         ["The speeds are rough: other programs kept up to 1.5 cores busy, and that of horovod 2 rests on 0.034 s (more train.epochs help)."]),
+        ([row("mirrored 2", 190.0, flops_share=0.4)], ["Use mirrored 2: 1.90 times the speed of default 1, efficiency 0.95, 40% of what the devices can do."]),
+    ],
+)  # fmt: skip
+def test_the_verdict(others, sentences):
+    lines = results.verdict(rows(*others), 4)
+    assert len(lines) == len(set(lines)) and len(lines) <= 6
+    for sentence in sentences:
+        assert any(line.startswith(sentence) for line in lines), lines
+
+
+def test_exit_codes():
+    assert results.exit_code(rows(row("mirrored 2"), row("horovod 2", weights="nature"))) == 0
+    unavailable = row("horovod 2", None, "", status="unavailable")
+    assert results.exit_code(rows(row("mirrored 2"), unavailable)) == 0
+    assert results.exit_code(rows(unavailable)) == 2
+    assert results.exit_code(rows(row("mirrored 2"), row("horovod 2", None, "", status="failed"))) == 1
+
+
+def test_figures_of_a_run_with_and_without_the_time():
+    result = {"examples_per_second": 5.0, "history": {"loss": [1.0, None]}, "evaluation": {"loss": 1.0}}
+    assert results.measured(result, {})["time"] == {}
+    result["time"] = {"input": 1.0, "compute": 3.0, "all_reduce": None, "python": 0.0, "later": 9.0}
+    assert results.measured(result, {})["time"] == {
+        "input": 0.25,
+        "compute": 0.75,
+        "all_reduce": None,
+        "python": 0.0,
+    }
+    result["time"] = None
+    assert results.measured(result, {})["time"] == {}
+
+
+def test_long_rows_fit_into_80_columns(capsys, tmp_path):
+    spent = {"input": 0.055, "compute": 1.0, "all_reduce": None, "python": 0.1234}
+    figures = dict(
+        time=spent,
+        peak_memory_bytes=123456789012,
+        seconds_to_first_update=1234.56,
+        oversubscribed=True,
+        others_busy=1.5,
+    )
+    evaluation = dict(evaluation={"loss": 0.5, "accuracy": 0.98}, evaluation_difference={"accuracy": -0.0012})
+    long = row("multi_worker 16", 12345678.9, variable="block_3/attention/query/kernel", speedup=12.5, efficiency=0.78,
+               **figures, **evaluation)  # fmt: skip
+    gone = row("horovod 2", None, "", status="unavailable", reason="Horovod is not installed: " + "word " * 30)
+    tables.show(Console(width=80), [ONE, long, gone], "settings", ["verdict " * 30])
+    out = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in out.splitlines()) and out.isascii()
+    cells = ["multi_worker 16", "12,345,679", "12.50", "0.78*", "1234.6", "123.5", "6%", "100%", "-", "12%"]
+    assert tables.speed([long]) == [cells]
+    printed = next(line for line in out.splitlines() if "12,345,679" in line)
+    assert printed.split() == " ".join(cells).split()
+    assert "accuracy 0.9800 (-0.0012)" in tables.agreement([long])[0]
+    assert "horovod 2: unavailable: Horovod is not installed" in out
+    plot.draw(tmp_path / "x.png", "title", [ONE, long, gone], "caption")
+    assert [path.name for path in tmp_path.iterdir()] == ["x.png"]
+
+
+# The runs as processes.
+
+CPU, GPUS = trial.Hardware(4), trial.Hardware(8, ("0", "2", "3"))
+
+
+def test_commands_on_a_cpu():
+    trials = trial.plan(
+        ["default", "mirrored", "multi_worker", "horovod"], [1, 2], CPU, pathlib.Path("w"), ["--x=1"], 1
+    )
+    assert [(t.name, t.threads) for t in trials] == [
+        ("default 1", 1), ("default, 4 cores", 4), ("mirrored 2", 1),
+        ("multi_worker 1", 1), ("multi_worker 2", 1), ("horovod 1", 1), ("horovod 2", 1),
+    ]  # fmt: skip
+    by_name = {t.name: t.shell() for t in trials}
+    python, tail = f"{sys.executable} -m tfdist.", "--threads=1 --devices=none"
+    assert by_name["default, 4 cores"] == (
+        f"{python}train --strategy=default --x=1 --workdir=w/default-4-cores --threads=4 --devices=none"
+    )
+    assert by_name["mirrored 2"] == (
+        f"{python}train --strategy=mirrored --x=1 --workdir=w/mirrored-2 {tail} --virtual_devices=2"
+    )
+    assert by_name["multi_worker 2"] == (
+        f"{python}launch --nproc_per_node=2 -- --strategy=multi_worker --x=1 --workdir=w/multi_worker-2 {tail}"
+    )
+    assert by_name["horovod 2"].endswith(
+        f"horovodrun -np 2 {python}train --strategy=horovod --x=1 --workdir=w/horovod-2 {tail}"
+    )
+    assert (CPU.default_replicas(1), CPU.default_replicas(2), CPU.default_replicas(4)) == ((2, 4), (2,), (2,))
+
+
+def test_commands_on_gpus():
+    trials = trial.plan(["mirrored", "multi_worker"], [2, 4], GPUS, pathlib.Path("w"), [], None)
+    assert [t.name for t in trials] == ["default 1", "mirrored 2", "mirrored 4", "multi_worker 2", "multi_worker 4"]
+    assert [t.environ["CUDA_VISIBLE_DEVICES"] for t in trials[:2]] == ["0", "0,2"]
+    assert [t.unavailable for t in trials] == ["", "", "it needs 4 GPUs, found 3", "", "it needs 4 GPUs, found 3"]
+    assert trials[1].shell().startswith("env CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=0,2 ")
+    assert not any("--threads" in t.shell() or "--virtual_devices" in t.shell() for t in trials)
+    assert GPUS.default_replicas(1) == (2, 3) and trial.Hardware(8, ("0",)).default_replicas(1) == (1,)
+
+
+def test_gpus_are_those_of_the_driver(tmp_path, monkeypatch):
+    fake = tmp_path / "nvidia-smi"
+    lines = [f"{n}, GPU-{n}, 0, 16000, {100 * n}, 15000, 550.1, Tesla T4" for n in range(4)]
+    fake.write_text("#!/bin/sh\ncat <<'END'\n" + "\n".join(lines) + "\nEND\n")
+    fake.chmod(fake.stat().st_mode | stat.S_IEXEC)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert trial.find_machine("1,3", {}).gpus == ("1", "3")
+    assert trial.find_machine("idle:2", {}).gpus == ("0", "1")
+    assert trial.find_machine("all", {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}).gpus == ("MIG-a", "MIG-b")
+    assert trial.find_machine("none", {}).gpus == ()
+
+
+def test_no_horovod_is_a_reason(monkeypatch):
+    find = trial.horovod_state.importlib.util.find_spec
+    monkeypatch.setattr(trial.horovod_state.importlib.util, "find_spec", lambda n: None if n == "horovod" else find(n))
+    made = trial.make("horovod", 2, CPU, pathlib.Path("w"), [], 1)
+    assert made.unavailable == "Horovod is not installed: run python -m tfdist.horovod_build"
+
+
+def one(folder, code, name="default 1"):
+    return trial.Trial(name, "default", 1, 1, (sys.executable, "-c", code), folder / "run")
+
+
+@pytest.mark.parametrize(
+    "code, status, reason",
+    [
+        ("pass", "completed", ""),
+        ("print('[0] tfdist: error: no such thing: do this'); exit(2)", "unavailable", "no such thing: do this"),
+        ("print('[0]<stderr>:tfdist: error: not here'); print('Process 0 exit'); exit(1)", "unavailable", "not here"),
+        ("print('[1]<stdout>:tfdist: failed: worker 1'); print('later'); exit(1)", "failed", "worker 1"),
+        ("raise ZeroDivisionError('once')", "failed", "ZeroDivisionError: once"),
+        ("import os; os.kill(os.getpid(), 9)", "failed", "it was killed by SIGKILL"),
+        ("print('so long'); exit(3)", "failed", "it ended with exit code 3: so long"),
+        ("exit(3)", "failed", "it ended with exit code 3"),
+    ],
+)
+def test_how_a_run_ends(code, status, reason, tmp_path):
+    outcome = trial.run(one(tmp_path, code), TIMEOUT_S)
+    assert (outcome.status, outcome.reason) == (status, reason)
+
+
+def test_a_program_that_is_missing(tmp_path):
+    outcome = trial.run(dataclasses.replace(one(tmp_path, ""), command=("/nowhere/horovodrun",)), TIMEOUT_S)
+    assert (outcome.status, outcome.reason) == (
+        "failed",
+        "/nowhere/horovodrun cannot be started: No such file or directory",
+    )
+
+
+def test_a_run_that_hangs_ends_with_all_that_it_started(tmp_path):
+    mark = uuid.uuid4().hex
+    child = "import signal; signal.signal(15, signal.SIG_IGN); print('up', flush=True); signal.pause()"
+    code = f"""
+import signal, subprocess, sys
+started = subprocess.Popen([sys.executable, "-c", {child!r}], stdout=subprocess.PIPE, start_new_session=True)
+started.stdout.readline()
+open({str(tmp_path / "up")!r}, "x").close()
+signal.pause()
+"""
+
+    def tick(seconds):
+        if (tmp_path / "up").exists():
+            raise KeyboardInterrupt
+
+    marked_trial = dataclasses.replace(one(tmp_path, code), environ={"TEST_MARK": mark})
+    with pytest.raises(KeyboardInterrupt):
+        trial.run(marked_trial, TIMEOUT_S, tick)
+    assert not marked(mark)
+    outcome = trial.run(one(tmp_path, "import signal; signal.pause()"), 0.2)
+    assert (outcome.status, outcome.reason) == ("failed", "it was not over after 0.2 s (--time_limit)")
+
+
+@pytest.mark.parametrize(
+    "outcome, error",
+    [
+        (
+            trial.Outcome(2, 1.0, "no such data", refused=True),
+            (UserError, "the experiment does not run on one device: no such data"),
+        ),
+        (trial.Outcome(1, 1.0, "lost"), (TrainingError, "the reference, default 1, has failed: lost")),
+    ],
+)
+def test_nothing_is_compared_with_a_reference_that_does_not_run(outcome, error, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(trial, "run", lambda *_: outcome)
+    wanted = runner.Settings(("mirrored",), (2,), 1, "auto", "none", 60.0, CPU)
+    with pytest.raises(error[0], match=error[1]):
+        runner.Comparison(wanted, config.Experiment(), lambda changed: [], run_folder.RunFolder(str(tmp_path))).run()
+    assert json.loads((tmp_path / "compare.json").read_text())["status"] == "failed"
+
+
+# The command.
+
+BAD = [
+    (["--config.train.batch_size=auto"], "train.batch_size=auto finds another batch for each strategy: give a number to"),
+    (["--strategies=mirored"], "unknown strategy 'mirored' in --strategies: did you mean 'mirrored'?"),
+    (["--strategies=auto"], "unknown strategy 'auto' in --strategies: it picks one of the others, name those"),
+    (["--strategies="], "--strategies names none: give some of default,mirrored,multi_worker,horovod,tpu"),
+    (["--strategies=default,mirrored", "--replicas=1", "--threads=512"], "--replicas=1 leave nothing to set against default on one device"),
+    (["--replicas=0"], "--replicas must be whole numbers of at least 1, such as 2,4: got '0'"),
+    (["--replicas=2,x"], "--replicas must be whole numbers of at least 1, such as 2,4: got 'x'"),
+    (["--time_limit=0"], "--time_limit must be a positive number of seconds, got 0.0"),
+    (["--threads=0"], "--threads must be a whole number of at least 1, got 0"),
+    (["--devices=first"], "--devices=first is not understood"),
+    (["--config.train.epoch=3"], "unknown config field --config.train.epoch: did you mean 'epochs'?"),
+    (["--config.model.name=cn"], "unknown model.name 'cn': did you mean 'cnn'?"),
+    (["--config.checkpoint.keep=2"], "--config.checkpoint.keep is not for a comparison, whose runs save once, at their end: leave it out"),
+    (["--strategy=mirrored"], "Unknown command line flag 'strategy'. Did you mean: strategies ?"),
+    (["--workdir=full"], "--workdir=full holds no comparison but precious.txt: choose another folder"),
+    (["--workdir=file"], "--workdir=file cannot be written (File exists): choose another folder"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments, message", BAD, ids=lambda v: " ".join(v) if isinstance(v, list) else "")
+def test_bad_input(arguments, message, run, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "precious.txt").write_text("mine")
+    (tmp_path / "file").write_text("")
+    done = run("tfdist.compare", *arguments)
+    assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["precious.txt"]
+
+
+def test_dry_run_gives_commands_that_hold_the_whole_experiment(run, tmp_path):
+    (tmp_path / "tensorflow.py").write_text("raise AssertionError")
+    config_file = f"--config={REPOSITORY}/configs/digits_mlp.py"
+    flags = [config_file, "--config.train.epochs", "2", "--noconfig.data.shuffle", "--jit=on", "--threads=2"]
+    done = run("tfdist.compare", "--dry_run", "--strategies=mirrored", "--replicas=3", *flags, path=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    first, reference, second, mirrored = done.stdout.splitlines()
+    assert (first, second) == ("# default 1", "# mirrored 3")
+    for line in (reference, mirrored):
+        assert f" {config_file} --config.train.epochs=2 --config.data.shuffle=False " in line
+        assert " --jit=on --progress=none " in line and " --threads=2 " in line
+    assert mirrored.endswith(" --virtual_devices=3") and "--workdir=runs/compare-digits_mlp/mirrored-3 " in mirrored
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_all_and_says_what_was_finished(number, code, tmp_path, tfds_dir):
+    earlier = tmp_path / "w" / "compare.json"
+    earlier.parent.mkdir()
+    earlier.write_text("{}")
+    mark = uuid.uuid4().hex
+    flags = ["--strategies=mirrored", "--replicas=2", "--workdir=w", *TINY]
+    started = Launcher(flags, environ(tfds_dir, TEST_MARK=mark), tmp_path, "tfdist.compare")
+    started.until("default 1 (1 of 2) ...")
+    started.signal(number)
+    assert started.end() == code
+    assert "tfdist: stopped; nothing was finished" in started.out
+    assert json.loads(earlier.read_text())["status"] == "interrupted"
+    assert (tmp_path / "w.1" / "compare.json").read_text() == "{}"
+    assert not marked(mark)

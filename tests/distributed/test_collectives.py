@@ -1,0 +1,97 @@
+"""What replicas send each other: buckets, smaller types, and the look at whether they are still the same."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from support import training_cases
+
+import tfdist
+from tfdist import config
+from tfdist.config import schedule as schedule_lib
+from tfdist.config import validation
+from tfdist.distributed import collectives
+from tfdist.engine import replica_check
+from tfdist.errors import TrainingError, UserError
+from tfdist.models import optimizers
+
+
+@pytest.mark.parametrize(
+    "bucket_bytes, sizes",
+    [
+        (0, [(5,), (1, 2), (3,), (1000,), (7,)]),
+        # From the last to the first: 20 + 8 bytes fit into 40, 28 more do not; float64 has a bucket of its own.
+        (40, [(1000,), (7,), (7,), (3,)]),
+        (1 << 20, [(1014,), (3,)]),
+    ],
+)
+def test_small_tensors_travel_together(bucket_bytes, sizes):
+    shapes = [((7,), "float32"), ((1000,), "float32"), ((3,), "float64"), ((1, 2), "float32"), ((5,), "float32")]
+    tensors = [tf.cast(tf.fill(shape, i + 1.0), dtype) for i, (shape, dtype) in enumerate(shapes)]
+    sent = []
+
+    def reduce(batch):
+        sent.extend(tuple(t.shape) for t in batch)
+        return [t * 2 for t in batch]
+
+    sums = collectives.bucketed(tensors, reduce, bucket_bytes)
+    for total, tensor in zip(sums, tensors, strict=True):
+        assert total.dtype == tensor.dtype
+        np.testing.assert_array_equal(total, 2 * tensor)
+    assert sorted(sent) == sorted(sizes)
+
+
+CASE = next(c for c in training_cases.CASES if c.name == "uneven tail")
+
+
+@pytest.mark.parametrize("dtype, most", [("bfloat16", 1e-2), ("float16", 1e-3)])
+def test_a_smaller_type_costs_some_agreement(dtype, most, connect):
+    exact = training_cases.outcome(CASE, connect(1), "float32")[0]
+    small = training_cases.outcome(CASE, connect(3), "float32", reduce_dtype=dtype)[0]
+    assert 1e-6 < training_cases.distance(small, exact) < most
+    alone = training_cases.outcome(CASE, connect(1), "float32", reduce_dtype=dtype)[0]
+    np.testing.assert_array_equal(alone, exact, "one replica sends nothing")
+
+
+def test_an_unknown_type(connect):
+    with pytest.raises(UserError, match="unknown reduce_dtype 'int8'"):
+        training_cases.outcome(CASE, connect(2), "float32", reduce_dtype="int8")
+
+
+def test_replicas_that_have_come_apart_are_noticed(connect):
+    distribution = connect(3)
+    model = training_cases.build(CASE, distribution, "float32")
+    look = replica_check.Guard(model, distribution, every=10)
+    look.look(0)
+    kernel = model.layers[-1].kernel
+    copy = kernel.value.values[2]
+    copy.assign(tf.tensor_scatter_nd_add(copy, [[0, 0]], [1e-6]))
+    look.look(9)  # not due yet
+    with pytest.raises(TrainingError, match=f"after update 10: {kernel.path} differs on CPU:2 from CPU:0"):
+        look.look(10)
+
+
+def test_a_swap_of_two_weights_is_noticed(connect):
+    distribution = connect(2)
+    model = training_cases.build(CASE, distribution, "float32")
+    copy = model.layers[-1].kernel.value.values[1]
+    copy.assign(tf.reverse(copy, [0]))
+    with pytest.raises(TrainingError, match="differs on CPU:1 from CPU:0"):
+        tfdist.fit(model, CASE.data(61), distribution=distribution, verbose=0)
+
+
+@pytest.mark.parametrize(
+    "rule, batch, factor", [("none", 256, 1.0), ("linear", 256, 8.0), ("sqrt", 128, 2.0), ("linear", 16, 0.5)]
+)
+def test_learning_rate_scales_with_the_batch(rule, batch, factor):
+    experiment = config.Experiment()
+    experiment.optimizer.scale_learning_rate, experiment.optimizer.base_batch = rule, 0 if rule == "none" else 32
+    experiment.optimizer.learning_rate, experiment.train.batch_size = 0.1, batch
+    made = schedule_lib.make(validation.validate(experiment), 1024, 2)
+    assert made.rate == pytest.approx(0.1 * factor)
+    assert (f"learning rate 0.1 scaled to {0.1 * factor:g}" in made.describe()) == (factor != 1.0)
+    schedule = optimizers.rate(experiment, made)
+    # Warm-up starts where the small batch trains, not above the goal.
+    assert float(schedule(0)) == pytest.approx(0.1 if factor > 1 else 0.0)
+    assert float(schedule(made.warmup)) == pytest.approx(0.1 * factor)
+    assert isinstance(schedule, keras.optimizers.schedules.CosineDecay)

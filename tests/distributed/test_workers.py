@@ -1,0 +1,82 @@
+"""The promise over several processes: multi_worker and Horovod end where one device ends, on every worker."""
+
+import functools
+import pickle
+
+import numpy as np
+import pytest
+from support import training_cases, worlds
+
+NAMES = [
+    "uneven tail",
+    "tail smaller than the replicas",
+    "batch that no replica count divides",
+    "clip global norm",
+    "accumulate and clip",
+    "masked sequences",
+    "masked and plain",
+    "weights averaged",
+    "average measured, accumulated, clipped",
+    "rates by layer",
+    "rates by layer, Nadam, clipped",
+    "batch norm, synchronized",
+    "records, mixed",
+    "records, mixed and accumulated",
+    "stopped early",
+    "bfloat16",
+    "float16",
+]
+WORLDS = {
+    "multi_worker 1": ("multi_worker", 1, {}),
+    "multi_worker 2": ("multi_worker", 2, {}),
+    "multi_worker 3": ("multi_worker", 3, {}),
+    "multi_worker 2 x 2 devices": ("multi_worker", 2, {"virtual_devices": 2}),
+    "horovod 2": ("horovod", 2, {}),
+    "horovod 3": ("horovod", 3, {}),
+}
+
+
+@pytest.fixture(scope="module", params=WORLDS, ids=lambda name: name.replace(" ", "-"))
+def world(request, tmp_path_factory):
+    strategy, workers, options = WORLDS[request.param]
+    folder = tmp_path_factory.mktemp("world")
+    worlds.start(strategy, workers, options, folder, "case_worker.py", NAMES)
+    results = [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(workers)]
+    assert {r["workers"] for r in results} == {workers}
+    assert {r["replicas"] for r in results} == {workers * options.get("virtual_devices", 1)}
+    return results
+
+
+@pytest.fixture(scope="module")
+def reference(connect):
+    return functools.cache(lambda case: training_cases.outcome(case, connect(1), case.precision))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_agrees_with_one_device(name, world, reference):
+    case = next(c for c in training_cases.CASES if c.name == name)
+    training_cases.assert_agrees(world[0]["found"][name], reference(case), training_cases.TOLERANCE[case.precision])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_worker_ends_with_the_same(name, world):
+    weights, history, evaluation, outputs = world[0]["found"][name]
+    for other in (worker["found"][name] for worker in world[1:]):
+        assert other[0].tobytes() == weights.tobytes()
+        assert other[1] == history and other[2] == evaluation
+        for a, b in zip(other[3], outputs, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float16", 1e-3), ("bfloat16", 1e-2)])
+def test_gradients_that_travel_in_half_the_bytes(dtype, tolerance, world, request, reference):
+    found = world[0]["shrunk"][dtype]
+    if dtype == "bfloat16" and "horovod" in request.node.name:
+        assert found == "reduce_dtype='bfloat16' cannot be used with Horovod, which does not sum it: use float16"
+        return
+    plain = reference(next(c for c in training_cases.CASES if c.name == "uneven tail"))
+    distance = training_cases.distance(found[0], plain[0])
+    assert distance < tolerance
+    if world[0]["replicas"] > 1:
+        assert distance > 1e-6, "nothing was rounded"
+    assert {worker["shrunk"][dtype][0].tobytes() for worker in world} == {found[0].tobytes()}

@@ -1,0 +1,293 @@
+"""`python -m tfdist.doctor`, run as a person runs it."""
+
+import contextlib
+import fcntl
+import json
+import os
+import pathlib
+import pty
+import re
+import signal
+import socket
+import struct
+import sys
+import termios
+import time
+import uuid
+
+import psutil
+import pytest
+from support import network_hosts, processes
+from support.nvidia_drivers import FOUR, printing
+
+from tfdist.checkpoints import files
+
+pytest_plugins = ("support.nvidia_drivers", "support.network_hosts")  # their fixtures
+
+ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@pytest.fixture
+def no_tensorflow(tmp_path):
+    """A folder that, first on PYTHONPATH, makes the import of TensorFlow fail at once."""
+    (tmp_path / "poison").mkdir()
+    (tmp_path / "poison" / "tensorflow.py").write_text("raise ImportError('tensorflow was imported')\n")
+    return str(tmp_path / "poison")
+
+
+@pytest.fixture
+def port():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+def saved(folder, *updates):
+    """Checkpoints as a run writes them, with little in them."""
+
+    def tensors(prefix):
+        pathlib.Path(f"{prefix}.index").write_bytes(b"tensors")
+
+    for update in updates:
+        state = {"experiment": {}, "position": {"epoch": update // 10, "begun": update % 10}}
+        files.write(folder / "checkpoints", update, state, tensors)
+    return folder
+
+
+def found(done):
+    """The checks of `--json`, by name."""
+    return {c["name"]: c for c in json.loads(done.stdout)["checks"]}
+
+
+BAD_INPUT = [
+    (["--wokdir=x"], "Unknown command line flag 'wokdir'. Did you mean: workdir ?"),
+    (["--progress=none"], "Unknown command line flag 'progress'"),
+    (["here"], "unexpected argument 'here': flags are written --name=value"),
+    (["--strategy=mirored"], "flag --strategy=mirored: value should be one of"),
+    (["--devices=first"], "--devices=first is not understood"),
+    (["--config.data.nam=x"], "unknown config field --config.data.nam: did you mean 'name'?"),
+    (["--config.train.batch_size=-1"], "train.batch_size must not be negative, got -1"),
+    (["--peers=h1"], "--peers=h1 is not host:port, such as node1:29500 or [fd00::1]:29500: correct it"),
+    (["--peers=h1:1,h2:http"], "--peers=h2:http: port=http is not a port: use a number from 1 to 65535"),
+    (["--listen=70000"], "--listen=70000 is not a port: use a number from 1 to 65535"),
+    (["--listen=h1:"], "--listen=h1:: port= is not a port"),
+    (["--listen=192.0.2.1:29500"], "--listen=192.0.2.1:29500 cannot be used (cannot assign requested address): choose a free port"),
+    (["--listen_seconds=5"], "--listen_seconds=5 without --listen: give the port to answer at"),
+    (["--listen=29500", "--listen_seconds=-1"], "--listen_seconds must be a positive number of seconds, got -1"),
+    (["--time_limit=0"], "--time_limit must be a positive number of seconds, got 0"),
+    (["--time_limit=nan"], "--time_limit must be a positive number of seconds, got nan"),
+    (["--master_port=65536"], "--master_port=65536 is not a port: use a number from 1 to 65535"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments, message", BAD_INPUT, ids=lambda v: " ".join(v) if isinstance(v, list) else "")
+def test_wrong_flags(arguments, message, run):
+    done = run("tfdist.doctor", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"tfdist: error: {message}") and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_help(run, no_tensorflow):
+    done = run("tfdist.doctor", "--help", path=no_tensorflow)
+    for flag in ("strategy", "devices", "virtual_devices", "workdir", "peers", "listen", "json", "config"):
+        assert f"  --{flag}: " in done.stdout or f"  --[no]{flag}: " in done.stdout, done.stdout
+    assert "--progress" not in done.stdout and "ImportError" not in done.stderr
+
+
+def test_all_is_well(run, tmp_path, port):
+    """With the real TensorFlow, on whatever machine this is; and nothing is changed."""
+    folder = saved(tmp_path / "run", 10, 25)
+    before = {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in tmp_path.rglob("*")}
+    done = run("tfdist.doctor", "--workdir=run", f"--master_port={port}", "--time_limit=200")
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("host ") and any(line.startswith("strategy ") for line in lines)
+    assert any(re.match(r"ok    tensorflow: TensorFlow 2\.\d+\.\d+ with Keras 3\.", line) for line in lines)
+    assert f"ok    port {port}: free on all interfaces" in lines
+    ours = [line for line in lines if line.startswith("ok    checkpoint: ")]
+    assert ours[0].startswith("ok    checkpoint: run/checkpoints/25: after 2 epochs and 5 updates, ")
+    assert ours[0].endswith(" <- a resume goes on from here") and "resume" not in ours[1]
+    assert not any(line.startswith("fail") for line in lines)
+    assert {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in tmp_path.rglob("*")} == before
+    assert folder.exists()
+
+
+def test_gpus_that_tensorflow_does_not_see(run, driver, tmp_path, no_tensorflow):
+    folder = driver(printing(FOUR.replace("90, 16000, 12000", "[N/A], 16000, 12000")))
+    environ = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+    done = run("tfdist.doctor", "--json", path=no_tensorflow, **environ)
+    assert (done.returncode, done.stderr) == (2, "")
+    report = json.loads(done.stdout)
+    assert (report["status"], report["strategy"]["name"]) == ("fail", "mirrored")
+    assert [(g["number"], g["load"], g["memory_used"], g["tensorflow"]) for g in report["gpus"]] == [
+        (0, None, 12000, None), (1, 0, 10, None), (2, 0.5, 8000, None), (3, 0.05, 10, None),
+    ]  # fmt: skip
+    assert (
+        found(done)["tensorflow"]["finding"] == "TensorFlow cannot be imported (ImportError: tensorflow was imported)"
+    )
+    plain = run("tfdist.doctor", path=no_tensorflow, **environ).stdout.splitlines()
+    assert "GPU 0: Tesla T4, 12,000 of 16,000 MiB used, load ? %, driver 550.1, TensorFlow did not answer" in plain
+    cpu = run("tfdist.doctor", "--json", "--strategy=default", "--devices=none", path=no_tensorflow, **environ)
+    assert json.loads(cpu.stdout)["strategy"]["reason"] == "asked for by --strategy"
+
+
+def test_a_damaged_checkpoint(run, tmp_path, no_tensorflow):
+    folder = saved(tmp_path / "run", 10, 20)
+    state = folder / "checkpoints" / "20" / "state.json"
+    state.write_bytes(state.read_bytes()[:-1] + b" ")
+    done = run("tfdist.doctor", "--workdir=run", "--json", path=no_tensorflow)
+    newest, older = (c for c in json.loads(done.stdout)["checks"] if c["name"] == "checkpoint")
+    assert (
+        newest["status"] == "fail" and "run/checkpoints/20: state.json has changed: its checksum" in newest["finding"]
+    )
+    assert newest["fix"] == "a resume leaves it out" and older["status"] == "ok"
+    assert [(f["update"], f["next"]) for f in json.loads(done.stdout)["checkpoints"]] == [(20, False), (10, True)]
+    (folder / "checkpoints" / "10" / "manifest.json").write_text("{}")
+    done = run("tfdist.doctor", "--workdir=run", path=no_tensorflow)
+    assert done.returncode == 2 and done.stdout.count("fix: none is left: copy one back, or start over with") == 2
+
+
+def test_folders_without_checkpoints(run, tmp_path, no_tensorflow):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "checkpoints").write_text("")
+    for folder, status, text in [
+        ("nowhere/yet", "ok", "there are none in nowhere/yet/checkpoints"),
+        ("odd", "fail", "odd/checkpoints cannot be read (Not a directory)"),
+    ]:
+        done = run("tfdist.doctor", f"--workdir={folder}", "--json", path=no_tensorflow)
+        check = found(done)["checkpoints"]
+        assert (check["status"], check["finding"]) == (status, text)
+    assert found(done)["disk"]["status"] != "fail"
+    done = run("tfdist.doctor", "--workdir=file/below", "--json", path=no_tensorflow)
+    assert "is a file" in found(done)["disk"]["finding"] and done.returncode == 2
+
+
+def test_the_block_for_a_bug_report_names_nobody(run, tmp_path, no_tensorflow):
+    home = tmp_path / "home" / "alice"
+    folder = saved(home / "run", 10)
+    (folder / "checkpoints" / "10" / "state.json").unlink()
+    environ = {"HOME": str(home), "LOGNAME": "alice", "TFDIST_SECRET": "hushhush", "KERAS_BACKEND": "alice"}
+    environ["TF_CONFIG"] = '{"cluster": {"hushhush": ["a:1"]}, "task": {"type": "worker", "index": 0}}'
+    done = run("tfdist.doctor", f"--workdir={folder}", path=no_tensorflow, **environ)
+    block = done.stdout.split("```\n")[1]
+    assert "alice" not in block and "hushhush" not in block
+    assert "fail  checkpoint: ~/run/checkpoints/10: state.json: no such file or directory" in block
+    assert "fail  tensorflow: TensorFlow cannot be imported" in block
+    assert "TF_CONFIG's cluster has '<secret>', for which" in block and "Keras runs on <user>," in block
+    assert re.match(r"python 3\.\d+\.\d+, tfdist \d", block) and "\nok " not in block
+
+
+def on_a_terminal(arguments, cwd, **environ):
+    """What the doctor shows on a terminal of 80 columns."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    env = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR", "TF_CONFIG", "FORCE_COLOR")}
+    env |= {"TERM": "xterm", "COLUMNS": "80"} | environ
+    command = [sys.executable, "-m", "tfdist.doctor", *arguments]
+    process = processes.Popen(command, stdin=slave, stdout=slave, stderr=slave, cwd=cwd, env=env, real=True)
+    os.close(slave)
+    text = b""
+    with contextlib.suppress(OSError):  # the terminal of a process that has ended
+        while data := os.read(master, 65536):
+            text += data
+    os.close(master)
+    return process.wait(60), text.decode().replace("\r\n", "\n")
+
+
+def test_eighty_columns_and_colours(tmp_path, no_tensorflow, port):
+    path = {"PYTHONPATH": os.pathsep.join([no_tensorflow, os.environ.get("PYTHONPATH", "")])}
+    code, text = on_a_terminal([f"--peers=127.0.0.1:{port}"], tmp_path, **path)
+    shown, block = ESCAPE.sub("", text).split("\nFor a bug report:\n")
+    assert code == 2 and max(map(len, shown.splitlines())) <= 80
+    assert f"fail  peer 127.0.0.1:{port}: the host is there, its port is closed\n      fix: start there: " in shown
+    assert "warn  open ports: " in shown  # there are to be several hosts
+    assert "\x1b[1;31mfail\x1b[0m  peer" in text and "\x1b[32mok\x1b[0m" in text
+    assert block.startswith("```\n") and block.rstrip().endswith("```")
+    code, text = on_a_terminal([], tmp_path, NO_COLOR="1", **path)
+    assert "ok    " in text and "\x1b" not in text
+
+
+def left(mark):
+    """What still runs of a command that has ended, once what was killed is gone."""
+    psutil.wait_procs(network_hosts.marked(mark), timeout=10)
+    return network_hosts.marked(mark)
+
+
+def test_nothing_that_hangs_is_waited_for(run, driver, tmp_path, no_tensorflow):
+    """A driver, a TensorFlow and a host, none of which ever answers."""
+    folder, mark = driver("exec sleep 100000"), uuid.uuid4().hex
+    (tmp_path / "poison" / "tensorflow.py").write_text("import threading; threading.Event().wait()\n")
+    environ = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "TEST_MARK": mark}
+    with socket.socket() as full, contextlib.ExitStack() as stack:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for _ in range(4):
+            sock = stack.enter_context(socket.socket())
+            sock.setblocking(False)
+            sock.connect_ex(full.getsockname())
+        peer = f"127.0.0.1:{full.getsockname()[1]}"
+        done = run("tfdist.doctor", f"--peers={peer}", "--time_limit=3", "--json", path=no_tensorflow, **environ)
+    checks = found(done)
+    assert checks["driver"]["finding"] == "nvidia-smi gave no answer within 1.2 s"
+    assert checks["tensorflow"]["finding"] == "no answer from TensorFlow within 2 s"
+    assert checks[f"peer {peer}"]["finding"] == "no answer within 2 s"
+    assert done.returncode == 2 and done.stderr == "" and not left(mark)
+
+
+def test_ctrl_c(run, tmp_path, no_tensorflow):
+    (tmp_path / "poison" / "tensorflow.py").write_text("import threading; threading.Event().wait()\n")
+    mark = uuid.uuid4().hex
+    process = run("tfdist.doctor", "--time_limit=600", path=no_tensorflow, popen=True, TEST_MARK=mark)
+    end = time.monotonic() + 60
+    while not psutil.Process(process.pid).children():
+        assert time.monotonic() < end and process.poll() is None
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "tfdist: interrupted, nothing was changed\n")
+    assert not left(mark)
+
+
+def until(process, text):
+    """Reads its standard error as far as a line with `text`."""
+    for line in process.stderr:
+        if text in line:
+            return
+    raise AssertionError(f"{text!r} never came")
+
+
+def test_two_doctors_talk(run, port, no_tensorflow):
+    """Of the first, which also asks itself; and of a third one with another secret."""
+    at = f"127.0.0.1:{port}"
+    arguments = [f"--listen={at}", "--listen_seconds=600", f"--peers={at}", f"--master_port={port}", "--json"]
+    first = run("tfdist.doctor", *arguments, path=no_tensorflow, popen=True, TFDIST_SECRET="hush")
+    until(first, f"answering other doctors at {at}")
+    second = run("tfdist.doctor", f"--peers={at}", "--json", path=no_tensorflow, TFDIST_SECRET="hush")
+    check = found(second)[f"peer {at}"]
+    assert check["status"] == "ok" and check["finding"].endswith("with the same versions and time")
+    third = run("tfdist.doctor", f"--peers={at}", f"--listen={at}", "--json", path=no_tensorflow)
+    assert third.returncode == 2 and "cannot be used (address already in use)" in third.stderr
+    third = run("tfdist.doctor", f"--peers={at}", "--json", path=no_tensorflow)
+    assert found(third)[f"peer {at}"]["fix"] == "set TFDIST_SECRET to the same on all hosts"
+    assert found(third)["port 29500"]
+    os.kill(first.pid, signal.SIGINT)
+    out, err = first.communicate(timeout=60)
+    assert first.returncode == 2 and "answered 127.0.0.1" in err  # 2 because of its TensorFlow
+    checks = {c["name"]: c["status"] for c in json.loads(out)["checks"]}
+    assert checks[f"peer {at}"] == "ok" and f"port {port}" not in checks
+
+
+def test_two_hosts(hosts, start, no_tensorflow):
+    """A network between them, and then none any more."""
+    path = os.pathsep.join([no_tensorflow, str(network_hosts.REPOSITORY)])
+    doctor = (sys.executable, "-m", "tfdist.doctor")
+    listening = start(*hosts.on("h1"), *doctor, "--listen=29500", "--listen_seconds=100", PYTHONPATH=path)
+    listening.until("answering other doctors at 29500")
+    asking = start(*hosts.on("h2"), *doctor, "--peers=h1:29500,h1:29501", PYTHONPATH=path)
+    asking.end()
+    assert "ok    peer h1:29500: h1 answers, " in asking.text and "the same versions and time" in asking.text
+    assert "fail  peer h1:29501: the host is there, its port is closed" in asking.text
+    hosts.unplug("h1")
+    asking = start(*hosts.on("h2"), *doctor, "--peers=h1:29500", PYTHONPATH=path)
+    assert asking.end() == 2
+    assert re.search(r"fail  peer h1:29500: (no answer within 3 s|cannot be reached \(no route to host\))", asking.text)

@@ -1,0 +1,236 @@
+"""The doctor's checks of memory, disk and data, one by one: each is made to fail for real, and to pass."""
+
+import os
+import resource
+import shutil
+import subprocess
+
+import psutil
+import pytest
+from support.doctor_findings import one
+
+from tfdist import config
+from tfdist.doctor import dataset, machine
+from tfdist.doctor import disk as disk_lib
+
+# -- machine --------------------------------------------------------------------
+
+
+def test_this_machine():
+    here = machine.look(machine.groups())
+    one(machine.memory(here, least=0), "ok", "GiB free")
+    one(machine.memory(here, least=1e18), "warn", "GiB free", "end other programs")
+    assert here.cores == len(os.sched_getaffinity(0)) and 0 < here.memory_free <= here.memory_total
+
+
+def test_the_limits_of_a_container(tmp_path):
+    """Its own group has one, and that above it another."""
+    (tmp_path / "own").write_text("1:name=systemd:/old\n0::/job/step\n")
+    groups = machine.groups(tmp_path / "cgroup", tmp_path / "own")
+    step, job = groups[:2]
+    assert groups == [tmp_path / "cgroup/job/step", tmp_path / "cgroup/job", tmp_path / "cgroup"]
+    step.mkdir(parents=True)
+    for path, text in {
+        step / "memory.max": "max", step / "memory.current": "1000", step / "cpu.max": "50000 100000",
+        job / "memory.max": "1000000000", job / "memory.current": "600000000", job / "cpu.max": "150000 100000",
+    }.items():  # fmt: skip
+        path.write_text(text + "\n")
+    here = machine.look(groups)
+    assert (here.memory_total, here.memory_free, here.quota) == (1_000_000_000, 400_000_000, 0.5)
+    one(machine.cores(here), "warn", "this container or job may use 0.5 of", "--threads=1")
+    one(machine.memory(here), "warn", "0.4 of 0.9 GiB free", "data.cache=stream")
+    (job / "memory.max").write_text(f"{psutil.virtual_memory().total - 1}\n")
+    (job / "memory.current").write_text("0\n")
+    here = machine.look(groups)
+    assert here.memory_free < here.memory_total == psutil.virtual_memory().total - 1  # others use the machine too
+    (step / "cpu.max").write_text("max 100000\n")
+    (job / "cpu.max").unlink()
+    (job / "memory.max").write_text("max\n")
+    free = machine.look(groups)
+    one(machine.cores(free), "ok", "for this process")
+    assert free.memory_total == psutil.virtual_memory().total and free.quota is None
+    assert machine.groups(tmp_path, tmp_path / "none") == []
+
+
+def test_few_open_files():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        for limit, workers_, status, text in [
+            (100, 1, "fail", "only 100 open files, which TensorFlow alone needs"),
+            (200, 1, "warn", "only 200 open files"),
+            (512, 1, "ok", "512 open files"),
+            (512, 8, "warn", "only 512 open files"),
+        ]:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+            fix = "" if status == "ok" else "ulimit -n"
+            one(machine.open_files(*resource.getrlimit(resource.RLIMIT_NOFILE), workers_), status, text, fix)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    one(machine.open_files(100, 200, 1), "fail", "only 100", "ask for a higher limit")
+    one(machine.open_files(-1, -1, 9), "ok", "any number of open files")
+
+
+@pytest.fixture
+def mounted(tmp_path):
+    """Mounts a small file system."""
+    if os.geteuid():
+        pytest.skip("only root can mount a small file system")
+    folders = []
+
+    def mount(options):
+        folder = tmp_path / f"mounted{len(folders)}"
+        folder.mkdir()
+        made = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True)
+        if made.returncode:
+            pytest.skip(f"this kernel forbids mounts: {made.stderr.decode().strip()}")
+        folders.append(folder)
+        return folder
+
+    yield mount
+    for folder in folders:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_shared_memory(mounted, tmp_path):
+    one(machine.shared_memory(mounted("size=64m")), "warn", "0.06 of 0.06 GiB free", "--shm-size=2g")
+    one(machine.shared_memory(mounted("size=64m"), least=1e6), "ok", "GiB free")
+    one(machine.shared_memory(tmp_path / "nowhere"), "warn", "cannot be used (No such file or directory)", "emptyDir")
+
+
+# -- disk -----------------------------------------------------------------------
+
+
+def test_a_disk_with_room(tmp_path):
+    before = sorted(tmp_path.rglob("*"))
+    one(
+        disk_lib.room(tmp_path / "not" / "yet", least=1),
+        "warn" if shutil.disk_usage(tmp_path).free < 2e9 else "ok",
+        f"free at {tmp_path}",
+    )
+    one(disk_lib.speed(tmp_path / "not" / "yet", slow=1), "ok", "/s at ")
+    one(disk_lib.speed(tmp_path, slow=1e15), "warn", "checkpoints will be slow", "put --workdir on a local disk")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_full_disk(mounted):
+    disk = mounted("size=2m")
+    (disk / "ballast").write_bytes(bytes(2 << 20))
+    one(disk_lib.room(disk / "run"), "fail", "only 0.0 kB free", "free some")
+    one(disk_lib.speed(disk / "run"), "fail", "No space left on device", "free or repair that disk")
+    assert [p.name for p in disk.iterdir()] == ["ballast"]
+
+
+def test_a_disk_that_fills_up_soon(mounted):
+    disk = mounted("size=200m")
+    one(disk_lib.room(disk), "warn", "only 209.7 MB free", "free some")
+    one(
+        disk_lib.room(disk, checkpoint=80_000_000, keep=3),
+        "warn",
+        "3 checkpoints like the newest take 320.0 MB",
+        "checkpoint.keep",
+    )
+    one(disk_lib.room(disk, checkpoint=300_000_000), "fail", "only", "free some")
+
+
+def test_a_disk_that_cannot_be_written(mounted, tmp_path):
+    disk = mounted("ro,size=2m")
+    one(disk_lib.room(disk), "fail", "is mounted read-only", "choose another --workdir")
+    one(disk_lib.speed(disk), "fail", "nothing can be written", "choose another --workdir")
+    inodes = mounted("size=200m,nr_inodes=2")
+    (inodes / "last").write_text("")
+    one(disk_lib.room(inodes), "fail", "its inodes are used up", "delete files there")
+    (tmp_path / "file").write_text("")
+    one(disk_lib.room(tmp_path / "file" / "x"), "fail", "file is a file, and", "choose another --workdir")
+
+
+# -- data set -------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    """Prepared by TFDS itself."""
+    import tensorflow_datasets as tfds
+
+    from tfdist.data.datasets import digits  # noqa: F401
+
+    folder = tmp_path_factory.mktemp("prepared")
+    tfds.builder("digits", data_dir=folder).download_and_prepare()
+    return folder
+
+
+@pytest.fixture
+def copied(digits, tmp_path):
+    return shutil.copytree(digits, tmp_path / "copied")
+
+
+def test_a_prepared_data_set(digits):
+    for data, environ in (
+        (config.Data(data_dir=str(digits)), {}),
+        (config.Data(), {"TFDS_DATA_DIR": str(digits)}),
+        (config.Data(name="digits:1.0.0", train_split="train[:50%]+test", eval_split="all"), {"TFDS_DATA_DIR": str(digits)}),
+    ):  # fmt: skip
+        one(dataset.check(data, environ), "ok", "train 1,437, test 360 examples, 0.2 MB")
+
+
+def damage(folder, how):
+    version = folder / "digits" / "1.0.0"
+    shard = next(version.glob("*train.tfrecord*"))
+    match how:
+        case "missing":
+            shard.unlink()
+        case "cut off":
+            os.truncate(shard, 100_000)
+        case "no JSON":
+            (version / "dataset_info.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    "how, text",
+    [
+        ("missing", "digits-train.tfrecord-00000-of-00001 is missing"),
+        ("cut off", "the files of train have 100,000 bytes, its examples alone 139,389"),
+        ("no JSON", "has no readable dataset_info.json (JSONDecodeError)"),
+    ],
+)
+def test_a_damaged_data_set(how, text, copied):
+    damage(copied, how)
+    one(dataset.check(config.Data(data_dir=str(copied)), {}), "fail", text, "the next run prepares it anew")
+
+
+def test_a_data_set_that_is_not_there(tmp_path, copied):
+    empty = {"TFDS_DATA_DIR": str(tmp_path / "none")}
+    one(dataset.check(config.Data(), empty), "ok", "digits is not prepared yet")
+    one(dataset.check(config.Data(name="mnist"), empty), "warn", "mnist is not prepared in", "where there is a network")
+    one(
+        dataset.check(config.Data(name="digits:2.0.0", data_dir=str(copied)), {}),
+        "warn",
+        "digits:2.0.0 is not prepared",
+        "",
+    )
+    one(
+        dataset.check(config.Data(eval_split="validation", data_dir=str(copied)), {}),
+        "fail",
+        "eval_split='validation' is not in digits, which has train, test",
+        "choose one",
+    )
+    (tmp_path / "file").write_text("")
+    one(
+        dataset.check(config.Data(data_dir=str(tmp_path / "file")), {}),
+        "fail",
+        "cannot be written",
+        "set data.data_dir",
+    )
+    one(dataset.check(config.Data(name="synthetic"), {}), "ok", "made by each run")
+    (tmp_path / "a.csv").write_text("x\n")
+    one(dataset.check(config.Data(name=f"image_folder:{tmp_path}"), {}), "ok", "which only a run looks at")
+    one(dataset.check(config.Data(name=f"image_folder:{tmp_path}/no"), {}), "fail", "there is no folder")
+    one(dataset.check(config.Data(name=f"csv:{tmp_path}/*.csv"), {}), "ok", "1 csv file: ")
+    one(dataset.check(config.Data(name=f"csv:{tmp_path}/b.csv"), {}), "fail", "there is no file")
+
+
+def test_a_data_set_of_a_function(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = config.Data(name="my_own_package.data:load")
+    one(dataset.check(data, {}), "fail", "names a package 'my_own_package' that Python does not find", "PYTHONPATH")
+    (tmp_path / "my_own_package.py").write_text("raise AssertionError('imported')\n")
+    one(dataset.check(data, {}), "ok", "which only a run calls")

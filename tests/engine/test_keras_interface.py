@@ -1,0 +1,486 @@
+"""tfdist.fit, evaluate and predict do what Keras users expect of them."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from support import training_cases
+
+import tfdist
+from tfdist.engine import preconditions
+from tfdist.engine import steps_per_call as steps_per_call_lib
+from tfdist.engine.step import optimizer_update
+
+L = keras.layers
+
+
+def small(distribution, **kwargs):
+    keras.utils.set_random_seed(0)
+    with distribution.scope():
+        return training_cases.compiled(training_cases.dense(), **kwargs)
+
+
+def fit(model, distribution, n=48, **kwargs):
+    x, y = training_cases.images(n)
+    options = dict(distribution=distribution, batch_size=8, epochs=3, verbose=0) | kwargs
+    return tfdist.fit(model, x, y, **options)
+
+
+# -- callbacks --------------------------------------------------------------
+
+
+class Spy(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_train_begin(self, logs=None):
+        self.seen.append("train")
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.seen.append(f"epoch {epoch}")
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen.append(f"batch {batch}")
+
+    def on_test_begin(self, logs=None):
+        self.seen.append("test")
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.seen.append("/".join(sorted(logs)))
+
+    def on_train_end(self, logs=None):
+        self.seen.append("end")
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_callbacks_are_called_as_by_keras(replicas, connect):
+    distribution, x, y = connect(replicas), *training_cases.images(20)
+    ours, theirs = Spy(), Spy()
+    fit(small(distribution), distribution, n=20, epochs=2, callbacks=[ours], validation_data=(x, y))
+    small(connect(1)).fit(x, y, batch_size=8, epochs=2, validation_data=(x, y), callbacks=[theirs], verbose=0)
+    assert ours.seen == theirs.seen
+
+
+def test_early_stopping_restores_the_best_weights(connect):
+    distribution = connect(2)
+    model = small(distribution, optimizer=keras.optimizers.SGD(50.0))
+    x, y = training_cases.images(48)
+    stop = keras.callbacks.EarlyStopping(monitor="val_loss", patience=1, restore_best_weights=True)
+    history = fit(model, distribution, epochs=50, callbacks=[stop], validation_data=(x, y))
+    assert len(history.epoch) < 50
+    best = min(history.history["val_loss"])
+    assert tfdist.evaluate(model, x, y, distribution=distribution)["loss"] == pytest.approx(best, rel=1e-5)
+
+
+def test_learning_rates_follow_their_callbacks(connect):
+    distribution = connect(2)
+    rates = []
+    schedule = keras.callbacks.LearningRateScheduler(lambda epoch: 0.1 / (epoch + 1))
+    look = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda e, logs: rates.append(float(model.optimizer.learning_rate.numpy()))
+    )
+    model = small(distribution, optimizer=keras.optimizers.SGD(1.0))
+    fit(model, distribution, callbacks=[schedule, look])
+    assert rates == pytest.approx([0.1, 0.05, 0.1 / 3])
+    # and the rate that is set is the rate that is used
+    one = small(connect(1), optimizer=keras.optimizers.SGD(1.0))
+    x, y = training_cases.images(48)
+    one.fit(x, y, batch_size=8, epochs=3, shuffle=False, callbacks=[schedule], verbose=0)
+    model = small(distribution, optimizer=keras.optimizers.SGD(1.0))
+    fit(model, distribution, callbacks=[schedule], shuffle=False)
+    for a, b in zip(model.get_weights(), one.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_reduce_on_plateau(connect):
+    model = small(connect(2), optimizer=keras.optimizers.SGD(0.0))
+    fit(model, connect(2), callbacks=[keras.callbacks.ReduceLROnPlateau("loss", patience=1, factor=0.5)])
+    model = small(connect(2), optimizer=keras.optimizers.SGD(1e-9))
+    fit(
+        model,
+        connect(2),
+        epochs=4,
+        callbacks=[keras.callbacks.ReduceLROnPlateau("loss", patience=1, factor=0.5, min_delta=1)],
+    )
+    assert float(model.optimizer.learning_rate.numpy()) < 1e-9
+
+
+def test_files_that_callbacks_write(connect, tmp_path):
+    distribution = connect(2)
+    model = small(distribution)
+    callbacks = [
+        keras.callbacks.CSVLogger(tmp_path / "log.csv"),
+        keras.callbacks.ModelCheckpoint(tmp_path / "{epoch}.keras"),
+        keras.callbacks.ModelCheckpoint(tmp_path / "step.keras", save_freq=4),
+        keras.callbacks.TensorBoard(tmp_path / "tb", update_freq="epoch"),
+    ]
+    fit(model, distribution, callbacks=callbacks)
+    assert (tmp_path / "log.csv").read_text().count("\n") == 4
+    saved = keras.saving.load_model(tmp_path / "3.keras")
+    for a, b in zip(saved.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert (tmp_path / "step.keras").exists()
+    assert list((tmp_path / "tb").rglob("events*"))
+
+
+def test_a_loss_that_is_not_finite(connect):
+    model = small(connect(1))
+    x, y = training_cases.images(48)
+    x[3] = np.nan
+    with pytest.raises(tfdist.TrainingError, match=r"the loss is nan since update \d+ \(epoch 1\): try a lower"):
+        tfdist.fit(model, x, y, batch_size=8, verbose=0)
+    history = tfdist.fit(model, x, y, batch_size=8, epochs=5, verbose=0, callbacks=[keras.callbacks.TerminateOnNaN()])
+    assert history.epoch == [0], "Keras' callback ends the training in its own way"
+
+
+def test_the_update_with_the_first_bad_loss_is_named(connect):
+    for steps_per_call in (1, 4, 6):
+        model = small(connect(2))
+        x, y = training_cases.images(48)
+        x[8 * 3 + 1] = np.inf
+        with pytest.raises(tfdist.TrainingError, match=r"since update 4 \(epoch 1\)"):
+            tfdist.fit(
+                model,
+                x,
+                y,
+                distribution=connect(2),
+                batch_size=8,
+                shuffle=False,
+                verbose=0,
+                steps_per_call=steps_per_call,
+            )
+
+
+@pytest.mark.parametrize(
+    "callback, looks",
+    [
+        (keras.callbacks.EarlyStopping(), False),
+        (keras.callbacks.ModelCheckpoint("x.keras"), False),
+        (keras.callbacks.ModelCheckpoint("x.keras", save_freq=5), True),
+        (keras.callbacks.TerminateOnNaN(), False),
+        (keras.callbacks.LambdaCallback(on_epoch_end=print), False),
+        (keras.callbacks.LambdaCallback(on_train_batch_end=print), True),
+        (Spy(), True),
+    ],
+)
+def test_only_callbacks_that_look_at_batches_cost_calls(callback, looks):
+    assert steps_per_call_lib.looks_at_batches(callback) is looks
+
+
+def test_a_callback_that_stops_in_mid_epoch(connect):
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.stop_training = batch == 2
+
+    model = small(connect(1))
+    fit(model, connect(1), callbacks=[Stop()])
+    assert int(model.optimizer.iterations.numpy()) == 3
+
+
+# -- arguments --------------------------------------------------------------
+
+
+def test_initial_epoch_steps_and_validation_freq(connect):
+    x, y = training_cases.images(48)
+    history = fit(small(connect(1)), connect(1), epochs=6, initial_epoch=2, validation_data=(x, y), validation_freq=2)
+    assert history.epoch == [2, 3, 4, 5]
+    assert len(history.history["val_loss"]) == 2
+    model = small(connect(1))
+    assert fit(model, connect(1), epochs=9, steps=8).epoch == [0, 1]
+    assert int(model.optimizer.iterations.numpy()) == 8
+
+
+def test_initial_epoch_continues_the_order(connect):
+    whole, parts = small(connect(1)), small(connect(1))
+    fit(whole, connect(1), epochs=4)
+    fit(parts, connect(1), epochs=2)
+    fit(parts, connect(1), epochs=4, initial_epoch=2)
+    for a, b in zip(whole.get_weights(), parts.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 2, 100])
+def test_updates_per_call_change_nothing(steps_per_call, connect):
+    a, b = small(connect(2)), small(connect(2))
+    fit(a, connect(2), n=45)
+    fit(b, connect(2), n=45, steps_per_call=steps_per_call)
+    for x, y in zip(a.get_weights(), b.get_weights(), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_progress_is_printed_as_by_keras(connect, capsys):
+    fit(small(connect(1)), connect(1), verbose=2, epochs=2)
+    out = capsys.readouterr().out
+    assert "Epoch 2/2" in out and "accuracy: " in out
+
+
+@pytest.mark.parametrize(
+    "kwargs, message",
+    [
+        (dict(batch_size=1), "batch_size=1 is smaller than 2 replicas: use at least 2"),
+        (dict(batch_size=5, accumulate=3), "batch_size=5 is smaller than 2 replicas x 3 micro-batches: use at least 6"),
+        (dict(batch_size=-1), "batch_size must be at least 1, got -1"),
+        (dict(accumulate=0), "accumulate must be at least 1, got 0"),
+        (dict(steps_per_call=0), "steps_per_call must be 'auto' or a whole number of at least 1, got 0"),
+    ],
+)
+def test_arguments_that_cannot_be(kwargs, message, connect):
+    with pytest.raises(tfdist.UserError, match=message):
+        fit(small(connect(2)), connect(2), **kwargs)
+
+
+def test_labels_out_of_range_are_named(connect):
+    x, y = training_cases.images(48)
+    y[7] = 5
+    with pytest.raises(
+        tfdist.UserError, match=r"label 5 of example 7 is out of range for an output with 5 classes \(0 to 4\)"
+    ):
+        tfdist.fit(small(connect(1)), x, y, verbose=0)
+    with pytest.raises(tfdist.UserError, match="Received a label value of 5 which is outside the valid range of"):
+        tfdist.fit(small(connect(1)), tf.data.Dataset.from_tensor_slices((x, y)).batch(8), verbose=0)
+
+
+def test_a_model_of_another_scope_is_refused(connect):
+    with pytest.raises(
+        tfdist.UserError,
+        match="the model was created under MirroredStrategy and is used with the distribution 'default'",
+    ):
+        fit(small(connect(2)), connect(1))
+
+
+def test_a_model_that_is_not_compiled_or_eager(connect):
+    with pytest.raises(tfdist.UserError, match="the model is not compiled"):
+        fit(training_cases.dense(), connect(1))
+    with pytest.raises(tfdist.UserError, match="run_eagerly=True"):
+        fit(training_cases.compiled(training_cases.dense(), run_eagerly=True), connect(1))
+
+
+class OwnStep(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense, self.calls = L.Dense(5), 0
+
+    def call(self, x):
+        return self.dense(keras.ops.reshape(x, (-1, 16)))
+
+    def train_step(self, data):
+        self.calls += 1
+        return super().train_step(data)
+
+
+def test_an_activity_regularizer_that_depends_on_the_batch(connect, monkeypatch):
+    """Keras divides its value by the batch size since the beginning of 2026."""
+    made = training_cases.dense(activity_regularizer="l1")
+    made(np.ones((4, 4, 4, 1)))
+    once = [float(loss) for loss in made.losses]
+    made(np.ones((2, 4, 4, 1)))
+    assert preconditions.activity_is_a_mean() is (once == pytest.approx([float(loss) for loss in made.losses]))
+    monkeypatch.setattr(preconditions, "activity_is_a_mean", lambda: False)
+    with connect(2).scope():
+        model = training_cases.compiled(training_cases.dense(activity_regularizer="l1"))
+    with pytest.raises(tfdist.UserError, match=r"activity_regularizer, which Keras 3.* sums up .*: upgrade Keras"):
+        fit(model, connect(2))
+    model = training_cases.compiled(training_cases.dense(activity_regularizer="l1"))
+    with pytest.raises(tfdist.UserError, match="has an activity_regularizer"):
+        fit(model, connect(1), accumulate=2)
+    fit(model, connect(1))
+
+
+def test_a_model_with_its_own_train_step(connect):
+    with connect(2).scope():
+        model = training_cases.compiled(OwnStep())
+    with pytest.raises(tfdist.UserError, match="OwnStep has its own train_step, whose sums over replicas"):
+        fit(model, connect(2))
+    model = training_cases.compiled(OwnStep())
+    history = fit(model, connect(1))
+    assert model.calls and len(history.epoch) == 3
+    with pytest.raises(tfdist.UserError, match="steps cannot be used with a model that has its own train_step"):
+        fit(model, connect(1), steps=3)
+
+
+@pytest.mark.parametrize(
+    "loss, message",
+    [
+        (keras.losses.MeanSquaredError(reduction=None), "has reduction=None, which leaves nothing to minimise"),
+        (type("Odd", (keras.losses.Loss,), {"__call__": lambda *a: 0.0})(), "overrides __call__"),
+    ],
+)
+def test_losses_that_cannot_be_summed(loss, message, connect):
+    model = small(connect(1), loss=loss, metrics=[])
+    with pytest.raises(tfdist.UserError, match=message):
+        fit(model, connect(1))
+
+
+def test_targets_that_do_not_fit(connect):
+    with connect(1).scope():
+        model = training_cases.compile_two_outputs()
+    x, _ = training_cases.two_outputs_data(8)
+    with pytest.raises(tfdist.UserError, match="loss does not fit the model's outputs"):
+        tfdist.fit(model, x, {"colour": np.zeros(8)}, verbose=0)
+
+
+def test_accumulation_of_the_optimizers_own_is_refused(connect):
+    model = small(connect(1), optimizer=keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
+    with pytest.raises(
+        tfdist.UserError, match="gradient_accumulation_steps=2: leave it out and give tfdist accumulate"
+    ):
+        fit(model, connect(1))
+
+
+def test_a_loss_that_reaches_no_weight(connect):
+    with connect(1).scope():
+        model = keras.Sequential([keras.Input((4, 4, 1)), L.Flatten(), L.Dense(5, trainable=False)])
+    with pytest.raises(tfdist.UserError, match="no trainable variable has a gradient"):
+        fit(training_cases.compiled(model), connect(1))
+
+
+def test_connect_refuses_what_it_does_not_know(connect):
+    with pytest.raises(
+        tfdist.UserError,
+        match="has no option 'gpus': known are bucket_bytes, communication, devices, jit, stall_timeout, start",
+    ):
+        tfdist.connect("default", gpus=2)
+    with pytest.raises(tfdist.UserError, match="--virtual_devices=9 comes too late, TensorFlow has already started"):
+        tfdist.connect("mirrored", virtual_devices=9)
+    with pytest.raises(tfdist.UserError, match="--strategy=mirrored needs at least 2 devices"):
+        tfdist.connect("mirrored", virtual_devices=1)
+
+
+def test_xla_and_synchronized_batch_norm(connect):
+    """Only a choice of the user's own is an error; `auto` steps back."""
+    import dataclasses
+
+    for jit, replicas in (("on", 1), ("auto", 2), ("auto", 1)):
+        distribution = dataclasses.replace(connect(replicas), jit=jit)
+        with distribution.scope():
+            model = training_cases.compiled(training_cases.batch_norm())
+        fit(model, distribution, epochs=1)
+    distribution = dataclasses.replace(connect(2), jit="on")
+    with distribution.scope():
+        model = training_cases.compiled(training_cases.batch_norm())
+    with pytest.raises(tfdist.UserError, match="--jit=on cannot compile synchronized BatchNorm over several replicas"):
+        fit(model, distribution)
+    with pytest.raises(tfdist.UserError, match="returns one number per batch, which --jit=on cannot slice"):
+        one = dataclasses.replace(connect(1), jit="on")
+        fit(small(one, loss=lambda y, p: keras.ops.mean(p)), one, n=45)
+
+
+# -- precision --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", [lambda: keras.optimizers.SGD(0.1), lambda: keras.optimizers.RMSprop(0.01)])
+def test_an_overflow_on_any_replica_skips_the_update_on_all(optimizer, connect):
+    """Facts K4: Keras looks at replica 0 only and wrote -inf into the weights of replica 1."""
+    distribution = connect(2)
+    keras.config.set_dtype_policy("mixed_float16")
+    keras.utils.set_random_seed(0)
+    with distribution.scope():
+        model = keras.Sequential([keras.Input((4,)), L.Dense(1)])
+        model.compile(optimizer(), "mse")
+    before = model.get_weights()
+    x = np.ones((8, 4), "float32")
+    x[6] = 6e4  # on replica 1; the square of its output is no float16
+    tfdist.fit(model, x, np.zeros((8, 1)), distribution=distribution, batch_size=8, shuffle=False, verbose=0)
+    scale = model.optimizer.dynamic_scale
+    assert float(scale.numpy()) == model.optimizer.initial_scale / 2
+    for a, b in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    tfdist.fit(model, x[:6], np.zeros((6, 1)), distribution=distribution, batch_size=6, verbose=0)
+    assert (before[0] != model.get_weights()[0]).any() and np.isfinite(model.get_weights()[0]).all()
+    for copies in (v.value.values for v in model.trainable_variables):
+        np.testing.assert_array_equal(copies[0].numpy(), copies[1].numpy())
+
+
+def test_fused_updates_are_used_for_exactly_these_classes():
+    class Mine(keras.optimizers.Adam):
+        pass
+
+    o = keras.optimizers
+    assert all(optimizer_update.is_fused(c()) for c in (o.Adam, o.AdamW, o.SGD))
+    assert optimizer_update.is_fused(o.LossScaleOptimizer(o.Adam()))
+    assert not any(
+        optimizer_update.is_fused(c()) for c in (Mine, o.RMSprop, o.Nadam)
+    ) and not optimizer_update.is_fused(o.Adam(amsgrad=True))
+
+
+# -- models -----------------------------------------------------------------
+
+
+def test_batch_norm_statistics_are_averaged(connect):
+    """Facts K7: Keras saves those of replica 0."""
+    distribution = connect(2)
+    with distribution.scope():
+        model = keras.Sequential([keras.Input((1,)), L.BatchNormalization(momentum=0.0), L.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+    x = np.array([[1.0], [1.0], [5.0], [5.0]])
+    tfdist.fit(model, x, x, distribution=distribution, batch_size=4, shuffle=False, verbose=0)
+    assert model.layers[0].moving_mean.numpy() == pytest.approx([3.0])
+
+
+def test_metrics_of_every_kind_are_exact(connect):
+    """Some average, some keep histograms or counts of their own; none may see filler."""
+    x, y = training_cases.images(29)
+    x, y = x.reshape(29, -1), (y % 2).astype("float32")[:, None]
+    values = {}
+    for replicas in (1, 4):
+        distribution = connect(replicas)
+        keras.utils.set_random_seed(0)
+        with distribution.scope():
+            metrics = [
+                keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="precision"), keras.metrics.R2Score(name="r2"),
+                keras.metrics.RootMeanSquaredError(name="rmse"), keras.metrics.F1Score(threshold=0.5, name="f1"),
+                keras.metrics.MeanAbsoluteError(name="mae"), keras.metrics.BinaryAccuracy(name="accuracy"),
+            ]  # fmt: skip
+            model = keras.Sequential([keras.Input((16,)), L.Dense(1, "sigmoid")])
+            model.compile("sgd", "bce", metrics=metrics)
+        values[replicas] = tfdist.evaluate(model, x, y, distribution=distribution, batch_size=8)
+        if replicas == 1:
+            expected = model.evaluate(x, y, batch_size=8, verbose=0, return_dict=True)
+    for name, value in expected.items():
+        assert values[1][name] == pytest.approx(value, rel=1e-5), name
+        assert values[4][name] == pytest.approx(value, rel=1e-5), name
+
+
+def test_outputs_keep_their_structure(connect):
+    with connect(2).scope():
+        model = training_cases.two_outputs()
+    x, _ = training_cases.two_outputs_data(11)
+    outputs = tfdist.predict(model, x, distribution=connect(2), batch_size=4)
+    assert {k: v.shape for k, v in outputs.items()} == {"kind": (11, 5), "size": (11, 1)}
+
+
+def test_a_model_can_be_used_by_keras_afterwards(connect, tmp_path):
+    model = small(connect(2))
+    fit(model, connect(2))
+    model.save(tmp_path / "m.keras")
+    x, y = training_cases.images(20)
+    loaded = keras.saving.load_model(tmp_path / "m.keras")
+    np.testing.assert_allclose(
+        loaded.predict(x, verbose=0), tfdist.predict(model, x, distribution=connect(2)), rtol=1e-5, atol=1e-6
+    )
+    assert json.loads(json.dumps(loaded.get_config()))
+    assert loaded.evaluate(x, y, verbose=0)
+
+
+def test_compiling_anew_starts_anew(connect):
+    model = small(connect(1), optimizer=keras.optimizers.SGD(0.1))
+    fit(model, connect(1))
+    training_cases.compiled(model, keras.optimizers.SGD(0.0), metrics=[])
+    before = model.get_weights()
+    history = fit(model, connect(1))
+    assert set(history.history) == {"loss"}
+    for a, b in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_layers_frozen_after_a_fit_stay_as_they_are(connect):
+    model = small(connect(2))
+    fit(model, connect(2))
+    model.layers[1].trainable = False
+    model.compile("sgd", training_cases.sparse())
+    before = model.layers[1].get_weights()
+    fit(model, connect(2))
+    np.testing.assert_array_equal(before[0], model.layers[1].get_weights()[0])

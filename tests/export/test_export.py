@@ -1,0 +1,408 @@
+"""`python -m tfdist.export`: what is written gives what the model gives, without tfdist; what does not is not kept."""
+
+import json
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from support import processes
+from support.finished_runs import made_run
+
+from tfdist import config
+from tfdist.data.spec import Column, Spec
+from tfdist.errors import TrainingError, UserError
+from tfdist.export import __main__ as export
+from tfdist.export import formats as formats_lib
+from tfdist.export import original, saved_model
+from tfdist.inference import trained_model
+from tfdist.models import build as models
+
+pytest_plugins = ("support.finished_runs",)  # its fixtures
+
+PICTURES = Spec((8, 8, 1), "uint8", 3, 255.0, ("ant", "bee", "cat"))
+
+CLIENT = """
+import sys
+sys.modules["tfdist"] = None
+import numpy as np
+images = np.load("x.npy")
+found = {}
+import onnxruntime
+session = onnxruntime.InferenceSession("out/model.onnx")
+found["onnx"] = session.run(None, {"inputs": images})[0]
+from ai_edge_litert.interpreter import Interpreter
+runner = Interpreter("out/model.tflite").get_signature_runner()
+found["litert"] = runner(inputs=images)["output_0"]
+import tensorflow as tf
+loaded = tf.saved_model.load("out/saved_model")
+for name, answer in loaded.signatures["serving_default"](inputs=tf.constant(images)).items():
+    found[name] = answer.numpy().astype("S") if answer.dtype == tf.string else answer.numpy()
+pictures = tf.map_fn(lambda i: tf.io.encode_png(tf.cast(tf.round(tf.cast(i, tf.float32) * 255 / 16), tf.uint8)), images, fn_output_signature=tf.string)
+found["encoded"] = loaded.signatures["encoded"](images=pictures)["logits"].numpy()
+np.savez("found.npz", **found)
+"""
+
+
+def test_every_format_gives_what_the_model_gives(after, trained):
+    """A CNN with GELU and BatchNorm on real digits; Keras' own predictions are the independent answer."""
+    from tfdist.data.datasets import registry
+
+    done = after("tfdist.export", "--workdir=run", "--output=out", "--formats=saved_model,onnx,litert")
+    assert done.returncode == 0, done.stderr
+    assert [line.partition(": ")[2].partition(":")[0] for line in done.stdout.splitlines()[-3:]] == [
+        "out/saved_model", "out/model.onnx", "out/model.tflite",
+    ]  # fmt: skip
+    told = json.loads((trained / "out" / "export.json").read_text())
+    assert told["examples"] == "digits, test" and told["classes"] == [str(k) for k in range(10)]
+    assert all(kind["difference"] <= kind["tolerance"] for kind in told["formats"].values())
+
+    x = registry.load(config.Experiment()).eval.columns[0][:50]
+    np.save(trained / "x.npy", x)
+    client = processes.run([sys.executable, "-c", CLIENT], cwd=trained, capture_output=True, text=True, timeout=300)
+    assert client.returncode == 0, client.stderr
+    found = np.load(trained / "found.npz")
+    logits = keras.saving.load_model(trained / "run" / "model.keras").predict(x, verbose=0)
+    for name in ("onnx", "litert", "logits", "encoded"):
+        np.testing.assert_allclose(found[name], logits, rtol=1e-4, atol=1e-5, err_msg=name)
+    shares = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    np.testing.assert_allclose(found["probabilities"], shares, rtol=1e-4)
+    assert found["class_ids"].tolist() == logits.argmax(1).tolist() == [int(name) for name in found["classes"]]
+
+    again = after("tfdist.export", "--workdir=run", "--output=out")
+    assert again.returncode == 2
+    assert again.stderr == "tfdist: error: --output=out is there already: give --overwrite, or choose another name\n"
+
+
+# -- signatures -------------------------------------------------------------
+
+
+def saved(servable, tmp_path):
+    saved_model.save(servable, str(tmp_path / "m"))
+    return tf.saved_model.load(tmp_path / "m").signatures
+
+
+def picture_model(spec=PICTURES):
+    keras.utils.set_random_seed(0)
+    layers = [keras.Input(spec.shape, dtype=spec.dtype), keras.layers.Rescaling(1 / 255), keras.layers.Flatten()]
+    return keras.Sequential([*layers, keras.layers.Dense(3)])
+
+
+def test_pictures_of_another_size_are_resized_as_the_pipeline_does(tmp_path):
+    from tfdist.data.augmentation import ops
+
+    big = np.random.default_rng(0).integers(0, 256, (2, 24, 40, 1)).astype("uint8")
+    texts = [tf.io.encode_png(image) for image in big]
+    texts[1] = tf.io.encode_jpeg(tf.repeat(big[1], 3, -1), quality=100)  # colour where the model takes grey
+    for policy in ("crop", "pad", "stretch"):
+        found = saved(saved_model.Servable(picture_model(), PICTURES, True, policy), tmp_path / policy)
+        answer = found["encoded"](images=tf.stack(texts))
+        small = ops.resize(tf.constant(big[0]), (8, 8), policy).numpy()
+        expected = picture_model()(small[None]).numpy()
+        np.testing.assert_allclose(answer["logits"][:1], expected, rtol=1e-5, atol=1e-6)
+        assert answer["logits"].shape == (2, 3)
+        assert answer["classes"].numpy()[0].decode() == PICTURES.names[int(expected.argmax())]
+
+
+@pytest.mark.parametrize("policy", ["crop", "pad", "stretch"])
+def test_pictures_are_decoded_as_those_of_an_image_folder(policy):
+    """JPEGs at the ratio that the pipeline chooses by their sizes, others whole."""
+    from tfdist.data import image_decoding
+    from tfdist.data.augmentation import ops
+
+    draw, decode = np.random.default_rng(0), image_decoding.shrinking((8, 8), policy)
+    sizes = np.array([(8, 8), (16, 40), (31, 200), (32, 32), (70, 64), (5, 90), (15, 15)])
+    for size in sizes:
+        picture = draw.integers(0, 256, (*size, 3)).astype("uint8")
+        text = tf.io.encode_jpeg(picture)
+        (way,) = image_decoding.ways(["jpeg"], size[None], (8, 8), policy)
+        expected = image_decoding.decoder([way])(text, 0)
+        assert decode(text).shape == expected.shape
+        np.testing.assert_array_equal(decode(text), expected)
+        np.testing.assert_array_equal(decode(tf.io.encode_png(picture)), picture)
+    spec = Spec((8, 8, 3), "uint8", 3, 255.0)
+    small = saved_model.Servable(picture_model(spec), spec, True, policy, shrink=True).decoded(tf.stack([text]))
+    np.testing.assert_array_equal(small[0], ops.resize(expected, (8, 8), policy))
+
+
+def test_columns_of_a_table_as_they_stand_in_it(tmp_path):
+    """Against NumPy: standardised, a missing number the mean, text that training has not seen 0."""
+    columns = (
+        Column("hours per week", "number", 40.0, 10.0),
+        Column("sex", "category", vocabulary=("f", "m")),
+        Column("time", "number", 1.6e9, 100.0),  # which float32 knows to two minutes
+    )
+    spec = Spec((3,), "float32", 2, 1.0, ("no", "yes"), columns)
+    keras.utils.set_random_seed(0)
+    numbers, categories = keras.Input((2,), name="numbers"), keras.Input((1,), dtype="int32", name="categories")
+    x = keras.layers.Concatenate()([numbers, keras.layers.Flatten()(keras.layers.Embedding(3, 4)(categories))])
+    model = keras.Model({"numbers": numbers, "categories": categories}, keras.layers.Dense(2)(x))
+    servable = saved_model.Servable(model, spec, True)
+    signatures = saved(servable, tmp_path)
+    answer = signatures["serving_default"](
+        hours_per_week=tf.constant([30.0, 60.0, np.nan]),
+        sex=tf.constant(["m", "f", "x"]),
+        time=tf.constant([1.6e9 + 100, np.nan, 1.6e9 - 200], tf.float64),
+    )
+    inputs = {"numbers": np.float32([[-1, 1], [2, 0], [0, -2]]), "categories": np.int32([[2], [1], [0]])}
+    expected = model(inputs).numpy()
+    np.testing.assert_allclose(answer["logits"], expected, rtol=1e-5, atol=1e-6)
+    tensors = signatures["tensors"](**{k: tf.constant(v) for k, v in inputs.items()})
+    np.testing.assert_allclose(tensors["logits"], expected, rtol=1e-5, atol=1e-6)
+    assert set(saved_model.trials(servable, inputs)) == {"serving_default", "tensors"}
+
+    twice = Spec((2,), "float32", 2, 1.0, (), (Column("a b", "number"), Column("a_b", "number")))
+    with pytest.raises(UserError, match=r"two columns have one name in a signature \(a_b, a_b\): rename one of them"):
+        saved_model.save(saved_model.Servable(model, twice, True), str(tmp_path / "twice"))
+
+
+def test_outputs_that_are_no_classes(tmp_path):
+    image, extra = keras.Input((4,), name="image"), keras.Input((3,), name="extra")
+    model = keras.Model(
+        {"image": image, "extra": extra},
+        {"kind": keras.layers.Dense(2, name="kind")(image), "size": keras.layers.Dense(3, name="size")(extra)},
+    )
+    answer = saved(saved_model.Servable(model, Spec((4,), "float32", None, 1.0), True), tmp_path)["serving_default"](
+        image=tf.ones((2, 4)), extra=tf.ones((2, 3))
+    )
+    assert {name: value.shape for name, value in answer.items()} == {"kind": (2, 2), "size": (2, 3)}
+
+
+def test_classes_that_rounding_decides_between():
+    """Scores of half precision are often equal; another class counts as much as its probability is less."""
+    from tfdist.export.verify import of_classes
+
+    expected = {
+        "class_ids": np.array([0, 1]),
+        "classes": np.array([b"ant", b"bee"]),
+        "probabilities": np.float32([[0.5, 0.5], [0.25, 0.75]]),
+    }
+    got = expected | {"class_ids": np.array([1, 1]), "classes": np.array([b"bee", b"bee"], object)}
+    assert of_classes(expected, expected) == of_classes(got, expected) == 0
+    assert of_classes(expected | {"class_ids": np.array([0, 0])}, expected) == np.inf  # its name is another one
+    got = expected | {"class_ids": np.array([0, 0]), "classes": np.array([b"ant", b"ant"])}
+    assert of_classes(got, expected) == 0.5
+    # The last bit of a logit is so much of a probability.
+    expected |= {"logits": np.float32([[40, 40], [30, 40]])}
+    got = expected | {"probabilities": expected["probabilities"] + np.float32(0.1)}
+    assert of_classes(got, expected) == pytest.approx(0.1 / 40)
+    assert of_classes(expected | {"logits": expected["logits"] + 4}, expected) == pytest.approx(0.1)
+
+
+# -- the command, in this process -------------------------------------------
+
+
+def run_of(folder, precision="float32", **options):
+    e = config.Experiment()
+    e.train.precision, e.model.name, e.model.options = precision, "mlp", "units=8"
+    e.data.data_dir = "/dev/null/data"  # nothing can be there, so examples are made
+    models.set_precision(precision)
+    model = models.build(e, PICTURES)
+    made_run(folder, e, model, PICTURES)
+    return trained_model.ModelRequest(str(folder), "", "", config.Experiment(), {}), model
+
+
+def exported(asked, tmp_path, *formats):
+    export.export(asked, list(formats), tmp_path / "out", False)
+    return json.loads((tmp_path / "out" / "export.json").read_text())
+
+
+@pytest.mark.parametrize("precision", ["mixed_bfloat16", "float64"])
+def test_other_precisions(precision, tmp_path, capsys):
+    """SavedModel as it was trained; ONNX in float32, built anew with the same weights."""
+    asked, model = run_of(tmp_path, precision)
+    told = exported(asked, tmp_path, "saved_model", "onnx")
+    assert told["examples"] == "made" and "checked on made examples" in capsys.readouterr().out
+    assert told["formats"]["onnx"]["note"] == f"float32, and trained in {precision}"
+    assert told["formats"]["onnx"]["difference"] < 1e-5
+    import onnxruntime
+
+    x = np.random.default_rng(0).integers(0, 256, (5, 8, 8, 1)).astype("uint8")
+    got = onnxruntime.InferenceSession(tmp_path / "out" / "model.onnx").run(None, {"inputs": x})[0]
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, model(x).numpy(), atol=1e-5 if precision == "float64" else 2e-2)
+
+
+def test_a_file_of_keras(tmp_path, monkeypatch):
+    model = picture_model()
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.save(tmp_path / "m.keras")
+    asked = trained_model.ModelRequest("", str(tmp_path / "m.keras"), "", config.Experiment(), {})
+    told = exported(asked, tmp_path, "saved_model")
+    assert set(told["formats"]["saved_model"]["signatures"]["serving_default"]["outputs"]) == {
+        "class_ids",
+        "probabilities",
+        "logits",
+    }
+
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    picture_model().save(tmp_path / "m.keras")
+    keras.config.set_dtype_policy("float32")
+    monkeypatch.setattr(formats_lib, "_difference", lambda *_: 0.0)
+    export.export(asked, ["saved_model"], tmp_path / "half", False)
+    kind = json.loads((tmp_path / "half" / "export.json").read_text())["formats"]["saved_model"]
+    assert kind["tolerance"] == formats_lib.HALF
+    with pytest.raises(
+        UserError, match=r"m.keras does not compute in float32, as onnx does: give the --workdir of its run"
+    ):
+        export.export(asked, ["onnx"], tmp_path / "other", False)
+    assert {p.name for p in tmp_path.iterdir()} == {"m.keras", "out", "half"}
+
+
+def test_a_table(tmp_path):
+    """As the command writes it, with texts to look up; and from the file alone, on numbers that its embedding knows."""
+    columns = (Column("age", "number", 40.0, 10.0), Column("sex", "category", vocabulary=("f", "m")))
+    spec = Spec((2,), "float32", 2, 1.0, ("no", "yes"), columns, Column("pays", "category", vocabulary=("no", "yes")))
+    e = config.Experiment()
+    e.name, e.data.name, e.data.options, e.model.name = "table", "csv:gone.csv", "target=pays", "table_mlp"
+    keras.utils.set_random_seed(0)
+    model = models.build(e, spec)
+    made_run(tmp_path, e, model, spec)
+    told = exported(trained_model.ModelRequest(str(tmp_path), "", "", config.Experiment(), {}), tmp_path, "saved_model")
+    assert told["formats"]["saved_model"]["signatures"]["serving_default"]["inputs"] == {
+        "age": ["float32", [None]],
+        "sex": ["string", [None]],
+    }
+    asked = trained_model.ModelRequest("", str(tmp_path / "model.keras"), "", config.Experiment(), {})
+    assert original.load(asked, config.Experiment()).examples["categories"].max() == 2
+
+
+class Own(keras.Model):
+    """A class of one's own, which has neither inputs nor outputs to look at."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = keras.Sequential([keras.layers.Rescaling(1 / 255), keras.layers.Flatten(), keras.layers.Dense(3)])
+
+    def call(self, x):
+        return self.inner(x)
+
+
+def test_a_class_of_ones_own(tmp_path):
+    model, x = Own(), tf.zeros((2, 8, 8, 1), tf.uint8)
+    model(x)
+    answer = saved(saved_model.Servable(model, PICTURES, True), tmp_path)["serving_default"](inputs=x)
+    assert set(answer) == {"class_ids", "classes", "probabilities", "logits"}
+
+
+def only_the_run(folder):
+    return {p.name for p in folder.iterdir()} == {"model.keras", "experiment.json", "data.json", "result.json"}
+
+
+def test_what_differs_is_not_kept(tmp_path, monkeypatch):
+    """The real check, of a model that answers otherwise once it is written."""
+    asked, _ = run_of(tmp_path)
+    real = formats_lib._in_float32
+
+    def other(made, name):
+        model, note = real(made, name)
+        twin = keras.models.clone_model(model)
+        twin.set_weights([w + 1e-2 for w in model.get_weights()])
+        from tfdist.export import onnx_litert
+
+        write = onnx_litert.onnx
+        monkeypatch.setattr(onnx_litert, "onnx", lambda model, inputs, path: write(twin, inputs, path))
+        return model, note
+
+    monkeypatch.setattr(formats_lib, "_in_float32", other)
+    with pytest.raises(
+        TrainingError,
+        match=r"onnx gives other results than the model: they differ by .*more than 0.0001: nothing was kept",
+    ):
+        exported(asked, tmp_path, "onnx")
+    assert only_the_run(tmp_path)
+
+
+def test_an_operation_that_a_format_does_not_know(tmp_path):
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((8, 8, 1), dtype="uint8")
+    x = keras.layers.Flatten()(keras.layers.Rescaling(1 / 255)(inputs))
+    model = keras.Model(inputs, keras.layers.Dense(3)(keras.ops.erfinv(x / 2)))
+    model.save(tmp_path / "m.keras")
+    asked = trained_model.ModelRequest("", str(tmp_path / "m.keras"), "", config.Experiment(), {})
+    with pytest.raises(TrainingError, match=r"onnx was written and cannot be used \(.*\): leave onnx out of --formats"):
+        export.export(asked, ["onnx"], tmp_path / "out", False)
+    with pytest.raises(
+        TrainingError, match=r"the model cannot be written as litert \(.*\): leave litert out of --formats"
+    ):
+        export.export(asked, ["litert"], tmp_path / "out", False)
+    assert [p.name for p in tmp_path.iterdir()] == ["m.keras"]
+
+
+def test_an_interrupted_export_leaves_nothing(tmp_path, monkeypatch):
+    asked, _ = run_of(tmp_path)
+    seen = []
+
+    def interrupt(name, path, trials):
+        seen.append(path.exists())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(formats_lib, "_difference", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        exported(asked, tmp_path, "onnx")
+    assert seen == [True] and only_the_run(tmp_path)
+
+
+def test_an_earlier_export_is_replaced_as_a_whole(tmp_path, monkeypatch):
+    asked, _ = run_of(tmp_path)
+    monkeypatch.setattr(formats_lib, "_difference", lambda *_: 0.0)
+    exported(asked, tmp_path, "onnx")
+    (tmp_path / "out" / "old").write_text("")
+    export.export(asked, ["onnx"], tmp_path / "out", True)
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["export.json", "model.onnx"]
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".out")]
+
+
+def test_a_library_that_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setitem(formats_lib.NEEDED, "onnx", ("tf2onnx", "no_such_library"))
+    with pytest.raises(UserError, match=r"--formats=onnx needs no_such_library: pip install 'tfdist\[export\]'"):
+        export.export(
+            trained_model.ModelRequest("x", "", "", config.Experiment(), {}), ["onnx"], tmp_path / "out", False
+        )
+
+
+def test_differences():
+    from tfdist.export.verify import difference
+
+    x = np.array([[1.0, -4.0], [np.nan, np.inf]])
+    assert difference(x, x) == 0 and difference(x[:1], x) == np.inf
+    assert difference(np.array([2.0, 8.4]), np.array([2.0, 8.0])) == pytest.approx(0.05)
+    assert difference(np.array([0.5]), np.array([0.25])) == 0.25
+    assert difference(np.array([np.nan]), np.array([1.0])) == np.inf
+    assert (
+        difference(np.array([b"a"], object), np.array([b"a"], "S")) == 0
+        and difference(np.array([1]), np.array([2])) == np.inf
+    )
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (
+            ["--formats=onx"],
+            "unknown format 'onx' in --formats: did you mean 'onnx'? Known are saved_model, onnx, litert",
+        ),
+        (["--formats="], "--formats names none: give some of saved_model,onnx,litert"),
+        ([], "--output is missing: give the folder to write, such as --output=exported"),
+        (["--output=."], "--output=. is there already: give --overwrite, or choose another name"),
+        (["--output=.", "--overwrite"], "--output=. is there already and no export: choose another name"),
+        (["--output=none/out"], "--output=none/out: none cannot be written in: choose another one, or make it"),
+        (["--output=out"], "--workdir=missing holds no run (no experiment.json that can be read): check the path"),
+        (["--output=out", "--model=m.keras"], "--workdir and --model name two models"),
+        (["--outptu=out"], "Unknown command line flag 'outptu'. Did you mean: output ?"),
+    ],
+)
+def test_bad_flags(flags, message, run, tmp_path):
+    (tmp_path / "tensorflow.py").write_text("raise AssertionError('tensorflow was imported')\n")
+    done = run("tfdist.export", "--workdir=missing", *flags, path=str(tmp_path))
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert message in done.stderr
+
+
+def test_help(run, tmp_path):
+    done = run("tfdist.export", "--help", COLUMNS="80")
+    flags = done.stdout[done.stdout.index("flags:") :]
+    for name in ("workdir", "model", "checkpoint", "output", "formats"):
+        assert f"  --{name}: " in flags
+    assert all(len(line) <= 80 for line in done.stdout.splitlines())

@@ -1,0 +1,652 @@
+"""`python -m tfdist.evaluate` and `.predict`: what a run ended with, again, under any strategy; and nothing else is touched."""
+
+import csv
+import dataclasses
+import errno
+import hashlib
+import importlib
+import json
+import os
+import pathlib
+import re
+import select
+import shutil
+import signal
+import sys
+import types
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import REPOSITORY
+from support import processes
+from support.finished_runs import TRAIN, made_run
+
+import tfdist
+from tfdist import config
+from tfdist.data import spec_file
+from tfdist.data.augmentation import ops
+from tfdist.errors import TrainingError, UserError
+from tfdist.inference import compatibility, job, output_file, prediction_rows, trained_model
+from tfdist.models import build as models
+
+pytest_plugins = ("support.finished_runs",)  # its fixtures
+
+HOROVODRUN = str(pathlib.Path(sys.executable).parent / "horovodrun")
+WORLDS = {
+    "one device": ((sys.executable, "-m"), []),
+    "mirrored": ((sys.executable, "-m"), ["--virtual_devices=3"]),
+    "launched": ((sys.executable, "-m", "tfdist.launch", "--nproc_per_node=2", "--", "-m"), []),
+    "horovod": ((HOROVODRUN, "-np", "2", sys.executable, "-m"), ["--strategy=horovod"]),
+}
+
+
+def files(folder):
+    """Every file below a folder with its bytes and the time of its last change."""
+    found = sorted(p for p in folder.rglob("*") if p.is_file())
+    return {str(p): (hashlib.sha256(p.read_bytes()).hexdigest(), p.stat().st_mtime_ns) for p in found}
+
+
+def digits(tfds_dir, split="test"):
+    from tfdist.data.datasets import registry
+
+    e = config.Experiment()
+    e.data.eval_split, e.data.data_dir = split, str(tfds_dir)
+    return registry.load(e)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_strategy_finds_what_the_run_ended_with(world, after, trained, tfds_dir):
+    """Evaluation and predictions, beside Keras' own on the saved model; and the run is as it was."""
+    starter, flags = WORLDS[world]
+    before = files(trained / "run")
+    done = after("tfdist.evaluate", "--workdir=run", "--output=e.json", "--overwrite", *flags, starter=starter)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len([line for line in done.stdout.splitlines() if "360 examples: loss " in line]) == 1
+    found, result = (json.loads((trained / name).read_text()) for name in ("e.json", "run/result.json"))
+    assert found["examples"] == 360 and found["weights_sha256"] == result["weights_sha256"]
+    assert found["evaluation"] == pytest.approx(result["evaluation"], rel=1e-6)
+    assert found["replicas"] == {"one device": 1, "mirrored": 3}.get(world, 2)
+    if world == "launched":  # what such workers predict is compared in test_workers.py
+        return
+
+    done = after(
+        "tfdist.predict", "--workdir=run", "--output=p.csv", "--overwrite", "--scores", *flags, starter=starter
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert files(trained / "run") == before
+    assert {p.name for p in trained.iterdir()} - {"logs"} <= {"run", "e.json", "p.csv", "p.jsonl"}
+    rows = list(csv.DictReader((trained / "p.csv").read_text().splitlines()))
+    model = keras.saving.load_model(trained / "run" / "model.keras")
+    x, y = digits(tfds_dir).eval.columns
+    scores = model.predict(x, verbose=0)
+    assert [int(r["number"]) for r in rows] == list(range(360))
+    assert [int(r["target"]) for r in rows] == y.tolist()
+    assert [int(r["prediction"]) for r in rows] == scores.argmax(1).tolist() == [int(r["name"]) for r in rows]
+    written = np.array([[float(r[f"scores_{k}"]) for k in range(10)] for r in rows])
+    np.testing.assert_allclose(written, scores, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(written, tfdist.predict(model, x), rtol=1e-4, atol=1e-5)
+    probabilities = np.exp(scores - scores.max(1, keepdims=True))
+    probabilities = (probabilities / probabilities.sum(1, keepdims=True)).max(1)
+    np.testing.assert_allclose([float(r["probability"]) for r in rows], probabilities, rtol=1e-4)
+
+
+def test_a_file_of_keras_and_other_data(after, trained, tfds_dir):
+    """The training split, and the file alone, whose own loss wants one-hot targets: as Keras measures it."""
+    flags = ["--model=run/model.keras", "--config.data.eval_split=train[:100]", "--config.eval.batch_size=7"]
+    done = after("tfdist.evaluate", *flags, "--output=-")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    x, y = (a[:100] for a in digits(tfds_dir, "train").eval.columns)
+    model = keras.saving.load_model(trained / "run" / "model.keras")
+    expected = model.evaluate(x, keras.utils.to_categorical(y, 10), verbose=0, return_dict=True)
+    assert found["examples"] == 100 and found["evaluation"] == pytest.approx(expected, rel=1e-5)
+    assert all(line.startswith("tfdist: ") for line in done.stderr.splitlines())
+
+
+def test_json_lines_on_any_checkpoint(after, trained):
+    done = after("tfdist.predict", "--workdir=run", "--checkpoint=latest", "--output=p.jsonl", "--overwrite")
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (trained / "p.jsonl").read_text().splitlines()]
+    assert len(rows) == 360 and list(rows[0]) == ["number", "prediction", "name", "probability", "target"]
+    again = after("tfdist.predict", "--workdir=run", "--output=p.jsonl")
+    assert again.returncode == 2
+    assert (
+        again.stderr == "tfdist: error: --output=p.jsonl is there already: give --overwrite, or choose another name\n"
+    )
+
+
+# -- weights, without a process ---------------------------------------------
+
+
+def wanted(folder, checkpoint=""):
+    return trained_model.ModelRequest(str(folder), "", checkpoint, config.Experiment(), {})
+
+
+def weights(folder, checkpoint=""):
+    asked = wanted(folder, checkpoint)
+    experiment = trained_model.read_experiment(asked)
+    build = lambda: job.built(experiment, spec_file.read(folder))
+    return trained_model.read_weights(asked, experiment, build)
+
+
+@pytest.fixture
+def copy(trained, tmp_path):
+    return pathlib.Path(shutil.copytree(trained / "run", tmp_path / "copy"))
+
+
+def test_checkpoints_hold_what_the_run_would_have_ended_with(copy):
+    """The last one has the averaged weights with which the run ended, bit for bit."""
+    saved = keras.saving.load_model(copy / "model.keras").get_weights()
+    for name in ("latest", "60", ""):
+        found = weights(copy, name)
+        for a, b in zip(found.arrays, saved, strict=True):
+            np.testing.assert_array_equal(a, b)
+    assert found.source == copy / "model.keras"
+    best = json.loads((copy / "checkpoints" / "60" / "state.json").read_text())["best"]["update"]
+    assert weights(copy, "best").source.name == str(best)
+    other = next(p for p in (copy / "checkpoints").iterdir() if p.name not in ("60", "latest"))
+    assert any((a != b).any() for a, b in zip(weights(copy, other.name).arrays, saved, strict=True))
+
+
+def test_weights_reach_every_replica(copy, connect):
+    experiment = trained_model.read_experiment(wanted(copy))
+    distribution = connect(3)
+    with distribution.scope():
+        model = job.built(experiment, spec_file.read(copy))
+    job.share(model, distribution, weights(copy))
+    expected = keras.saving.load_model(copy / "model.keras").get_weights()
+    for variable, array in zip(model.weights, expected, strict=True):
+        for replica in variable.value.values:
+            np.testing.assert_array_equal(replica.numpy(), array)
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_left_where_it_is(copy, said):
+    file = copy / "checkpoints" / "60" / "tensors.data-00000-of-00001"
+    raw = bytearray(file.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    file.write_bytes(raw)
+    before = files(copy)
+    assert weights(copy, "latest").source.name != "60"
+    assert len(said) == 1 and "60 is not used: tensors.data-00000-of-00001 has changed" in said[0]
+    assert files(copy) == before
+    with pytest.raises(UserError, match="none of the checkpoints that --checkpoint=60 means is valid: choose another"):
+        weights(copy, "60")
+
+
+def edited(path, **fields):
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def other_weights(folder):
+    model = keras.saving.load_model(folder / "model.keras")
+    model.layers[-1].bias.assign_add(np.full(10, 1e-3, "float32"))
+    model.save(folder / "model.keras")
+
+
+SPOILT = [
+    (lambda f: (f / "model.keras").unlink(), "", "copy has no model.keras yet: use its newest checkpoint with"),
+    (lambda f: [(f / "model.keras").unlink(), shutil.rmtree(f / "checkpoints")], "", "has no model.keras yet: it has no checkpoint either: train it"),
+    (lambda f: shutil.rmtree(f / "checkpoints"), "latest", "there is no checkpoint in "),
+    (lambda f: None, "7", "--checkpoint=7 is not there: the updates that have one are "),
+    (lambda f: edited(f / "experiment.json", checkpoint={"best": ""}), "best", "--checkpoint=best, and the run has not looked for it (checkpoint.best): use latest"),
+    (lambda f: (f / "result.json").unlink(), "", "result.json does not tell the checksum of model.keras, so the run has not ended well"),
+    (lambda f: edited(f / "result.json", weights_sha256=""), "", "does not tell the checksum of model.keras"),
+    (other_weights, "", "model.keras has other weights than result.json tells (weights_sha256): it is of another run, or damaged"),
+    (lambda f: (f / "model.keras").write_bytes((f / "model.keras").read_bytes()[:5000]), "", "model.keras does not fit the model that"),
+    (lambda f: edited(f / "experiment.json", model={"name": "mlp"}), "", "model.keras does not fit the model that"),
+    (lambda f: edited(f / "experiment.json", model={"name": "mlp"}), "latest", "the checkpoint is of another model"),
+    (lambda f: edited(f / "experiment.json", colour="red"), "", "experiment.json has a field 'colour', which this tfdist does not know"),
+    (lambda f: edited(f / "experiment.json", train=5), "", "experiment.json has train=5, which it cannot have been written with: copy it back"),
+    (lambda f: edited(f / "experiment.json", seed="x"), "", "experiment.json has seed='x', which it cannot have been written with"),
+    (lambda f: (f / "experiment.json").write_text("{"), "", "holds no run (no experiment.json that can be read): check the path"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spoil, checkpoint, message", SPOILT, ids=[str(i) for i in range(len(SPOILT))])
+def test_runs_that_cannot_be_used(spoil, checkpoint, message, copy):
+    spoil(copy)
+    with pytest.raises(UserError) as error:
+        weights(copy, checkpoint)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+# -- data that is not the run's ---------------------------------------------
+
+
+def spec(**changes):
+    from tfdist.data.spec import Spec
+
+    return Spec(
+        **{"shape": (8, 8, 1), "dtype": "uint8", "classes": 2, "maximum": 16.0, "names": ("cat", "dog"), **changes}
+    )
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(shape=(9, 9, 3)), "data.name='digits' has inputs of shape [9, 9, 3], the model was trained on [8, 8, 1]"),
+        (dict(dtype="float32"), "has inputs of type float32, the model was trained on uint8"),
+        (
+            dict(names=("cat", "cow")),
+            "has other classes than the model was trained on ('cow' is a class of only one of them)",
+        ),
+        (dict(names=("dog", "cat")), "(they are in another order)"),
+        (dict(names=(), classes=3), "has 3 classes, the model was trained on 2"),
+    ],
+)
+def test_data_that_the_model_was_not_trained_for(changes, message):
+    compatibility.check_data(config.Experiment(), spec(), spec())
+    compatibility.check_data(config.Experiment(), spec(names=(), classes=1), spec())
+    with pytest.raises(UserError, match=re.escape(message)):
+        compatibility.check_data(config.Experiment(), spec(**changes), spec())
+
+
+def test_a_table_with_other_statistics():
+    from tfdist.data.datasets.registry import Column
+
+    table = lambda mean: spec(columns=(Column("age", "number", mean, 2.0),), names=())
+    with pytest.raises(
+        UserError, match=r"other columns than the model was trained on, or other statistics of them \(age\)"
+    ):
+        compatibility.check_data(config.Experiment(), table(1.0), table(2.0))
+
+
+def test_new_rows_of_a_table(run, tmp_path, monkeypatch):
+    """By the statistics of the training: predicted without a target, and measured with it."""
+    from tfdist.data.spec import Column, Spec
+
+    (tmp_path / "mine.py").write_text(
+        """
+import keras
+def model(spec):
+    numbers = keras.Input((1,), name="numbers")
+    return keras.Model({"numbers": numbers}, keras.layers.Dense(1, kernel_initializer="ones")(numbers))
+"""
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    e = config.Experiment()
+    e.name, e.data.name, e.data.options, e.model.name = "table", "csv:gone.csv", "target=pay", "mine:model"
+    e.train.label_smoothing = 0.0
+    table = Spec((1,), "float32", None, 1.0, (), (Column("age", "number", 40.0, 10.0),), Column("pay", "number"))
+    made_run(tmp_path, e, importlib.import_module("mine").model(table), table)
+    monkeypatch.delitem(sys.modules, "mine")
+    (tmp_path / "new.csv").write_text("name,age\nann,50\nbob,\ncyd,35\n")
+    done = run("tfdist.predict", "--workdir=.", "--config.data.name=csv:new.csv", "--output=p.csv")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "p.csv").read_text() == "number,output\n0,1.0\n1,0.0\n2,-0.5\n"
+    (tmp_path / "paid.csv").write_text("name,age,pay\nann,50,2\nbob,,0\ncyd,35,-1.5\n")
+    done = run("tfdist.evaluate", "--workdir=.", "--config.data.name=csv:paid.csv", "--output=-")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["examples"] == 3 and found["evaluation"] == pytest.approx({"loss": 2 / 3, "mae": 2 / 3})
+    assert ".keras on csv:paid.csv, train, 3 examples: loss " in done.stderr
+    asked = dataclasses.replace(wanted(tmp_path), changes={"config.data.eval_split": "x"})
+    e.data.name = "digits"
+    with pytest.raises(
+        UserError, match=r"data.name='digits' is no table, and the model was trained on one: give csv:PATH"
+    ):
+        job.new_rows(e, table, asked, True)
+    e.data.name = "csv:new.csv"
+    with pytest.raises(UserError, match=r"all rows of another table are taken: leave out --config.data.eval_split"):
+        job.new_rows(e, table, asked, True)
+    asked = dataclasses.replace(asked, changes={"config.data.broken": "skip"})
+    with pytest.raises(UserError, match=r"every row of a table gets a prediction: .* leave out data.broken=skip"):
+        job.new_rows(e, table, asked, True)
+
+
+def test_a_file_of_keras_that_does_not_fit(connect, tmp_path):
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    model.save(tmp_path / "m.keras")
+    loaded = trained_model.load(tmp_path / "m.keras")
+    with pytest.raises(UserError, match=re.escape("has inputs of shape [8, 8, 1], the model takes [4]")):
+        compatibility.check_inputs(loaded, config.Experiment(), spec())
+
+    with pytest.raises(UserError, match="was saved without a loss and metrics: compile the model before it is saved"):
+        compatibility.for_own_loss(loaded, None, "m.keras")
+
+
+@pytest.mark.parametrize(
+    "loss, rows",
+    [
+        (keras.losses.CategoricalFocalCrossentropy(), True),
+        ("CategoricalCrossentropy", True),
+        ("kl_divergence", True),
+        ("mse", True),
+        ("sparse_categorical_crossentropy", False),
+        (lambda y, p: p[:, 0], False),
+        (["mse"], False),
+    ],
+)
+def test_the_loss_of_a_file_says_what_targets_it_wants(loss, rows):
+    from tfdist.data.datasets.registry import Loaded
+    from tfdist.data.sources import Arrays
+
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, activation="softmax")])
+    model.compile("sgd", loss)
+    y = np.array([0, 2], "int32")
+    source = Arrays((np.zeros((2, 4), "float32"), y))
+    found = compatibility.for_own_loss(
+        model, Loaded(source, source, 2, spec(shape=(4,), classes=3)), "m.keras"
+    ).eval.columns[1]
+    np.testing.assert_array_equal(found, np.eye(3)[y] if rows else y)
+
+
+def test_a_file_whose_optimizer_is_another_one(tmp_path):
+    """Which nobody is told, as nothing is going to be updated."""
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    model.compile("adam", "mse")
+    model.optimizer.build(model.trainable_variables[:1])
+    model.save(tmp_path / "m.keras")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained_model.load(tmp_path / "m.keras")
+
+
+def test_a_file_that_holds_code_is_not_loaded(tmp_path):
+    """Safe mode: a lambda in a model file is somebody's code."""
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Lambda(lambda x: x + 1), keras.layers.Dense(2)])
+    model.save(tmp_path / "m.keras")
+    with pytest.raises(
+        UserError, match=r"m.keras cannot be loaded \(.*it must be a whole .keras file of registered layers"
+    ):
+        trained_model.load(tmp_path / "m.keras")
+
+
+# -- rows and files ---------------------------------------------------------
+
+
+def rows(reader, outputs, targets=(), kind=".jsonl"):
+    return prediction_rows.Lines(kind).text(reader.settled(outputs).rows(outputs, targets, 5))
+
+
+def test_outputs_that_are_no_classes():
+    outputs = np.array([[1.5], [np.nan]], "float32")
+    assert (
+        rows(prediction_rows.Reader(None), outputs, np.array([1, 2]), ".csv")
+        == "number,output,target\n5,1.5,1\n6,nan,2\n"
+    )
+    several = {"kind": np.float32([[0.1, 2]]), "size": np.array([7])}
+    assert (
+        rows(prediction_rows.Reader(None), several, kind=".csv")
+        == "number,output_kind_0,output_kind_1,output_size\n5,0.1,2.0,7\n"
+    )
+    assert json.loads(rows(prediction_rows.Reader(None), outputs[1:])) == {"number": 5, "output": [None]}
+
+
+def test_scores_of_classes():
+    """Probabilities as they are, logits through softmax; a score that is not finite is of no class; one-hot targets."""
+    reader = prediction_rows.Reader(2, ("cat", "dog"), example="{}.png".format)
+    scores = np.array([[0.25, 0.75], [np.nan, 0.0]], "float32")
+    text = rows(reader, scores, np.eye(2)[[0, 1]], ".csv")
+    assert text == "number,example,prediction,name,probability,target\n5,5.png,1,dog,0.75,0\n6,6.png,,,nan,1\n"
+    logits = np.log([[1.0, 3.0]]) + 7
+    assert json.loads(rows(prediction_rows.Reader(2, from_logits=True), logits))["probability"] == pytest.approx(0.75)
+
+
+def test_tokens():
+    logits = np.zeros((1, 3, 4), "float32")
+    logits[0, [0, 1, 2], [3, 1, 2]] = 50
+    row = json.loads(rows(prediction_rows.Reader(4, from_logits=True), logits, np.array([[3, 1, 0]])))
+    assert row == {"number": 5, "prediction": [3, 1, 2], "probability": [1.0, 1.0, 1.0], "target": [3, 1, 0]}
+    with pytest.raises(
+        UserError, match=r"'output' is a table for each example, and a line of CSV holds none: write a .jsonl"
+    ):
+        rows(prediction_rows.Reader(None), logits, kind=".csv")
+    with pytest.raises(UserError, match="--scores is for the scores of classes, and this model gives none"):
+        rows(prediction_rows.Reader(None, scores=True), logits)
+
+
+def test_a_float_is_read_back_as_it_was():
+    values = np.random.default_rng(0).normal(size=1000).astype("float32")
+    lines = rows(prediction_rows.Reader(None), values).splitlines()
+    np.testing.assert_array_equal(np.float32([json.loads(line)["output"] for line in lines]), values)
+
+
+def test_an_output_is_whole_or_not_there(tmp_path):
+    path = tmp_path / "x.csv"
+    with pytest.raises(KeyboardInterrupt), output_file.OutputFile(str(path)) as file:
+        file.write("half")
+        assert list(tmp_path.iterdir())
+        raise KeyboardInterrupt
+    assert not list(tmp_path.iterdir())
+    with output_file.OutputFile(str(path)) as file:
+        file.write("all")
+        assert not path.exists()
+    assert path.read_text() == "all" and list(tmp_path.iterdir()) == [path]
+    with pytest.raises(UserError, match=r"x.csv is there already: give --overwrite"):
+        output_file.OutputFile(str(path)).check()
+    with pytest.raises(UserError, match="is a folder: give the name of a file"):
+        output_file.OutputFile(str(tmp_path)).check()
+    with pytest.raises(UserError, match="/dev/null is no ordinary file: give another name, or - for standard output"):
+        output_file.OutputFile("/dev/null", overwrite=True).check()
+    with pytest.raises(UserError, match="none is no folder: choose another one, or make it first"):
+        output_file.OutputFile(str(tmp_path / "none" / "x.csv")).check()
+
+
+def test_an_output_that_cannot_be_written(monkeypatch, tmp_path):
+    def full(text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    file = output_file.OutputFile(str(tmp_path / "x.csv"))
+    with pytest.raises(TrainingError, match=r"x.csv cannot be written \(No space left on device\)"), file:
+        file.write("begun")
+        monkeypatch.setattr(file, "_file", types.SimpleNamespace(write=full, close=file._file.close))
+        file.write("more")
+    assert not list(tmp_path.iterdir())
+
+
+# -- the commands as such ---------------------------------------------------
+
+BAD_FLAGS = [
+    ([], "neither --workdir nor --model says which model: give a run folder such as --workdir=runs/digits"),
+    (["--workdir=run", "--model=m.keras"], "--workdir and --model name two models"),
+    (["--model=m.keras", "--checkpoint=best"], "--checkpoint=best is for runs: give their --workdir instead of --model"),
+    (["--workdir=run", "--checkpoint=first"], "--checkpoint=first is not understood: use latest, best, or the number"),
+    (["--workdir=run", f"--config={REPOSITORY}/configs/digits.py"], "the experiment of --workdir is in the run folder: leave out --config"),
+    (["--workdir=run", "--config.train.epochs=3"], "--config.train.epochs changes nothing once a model is trained: leave it out"),
+    (["--workdir=run", "--config.optimizer.name=adam"], "--config.optimizer.name changes nothing once"),
+    (["--workdir=run", "--config.data.evalsplit=x"], "unknown config field --config.data.evalsplit: did you mean 'eval_split'?"),
+    (["--workdir=run", "--resume=never"], "Unknown command line flag 'resume'"),
+    (["--workdr=run"], "Unknown command line flag 'workdr'. Did you mean: workdir ?"),
+    (["--workdir=missing"], "--workdir=missing holds no run (no experiment.json that can be read): check the path"),
+    (["--model=missing.keras"], "--model=missing.keras does not exist"),
+    (["--model=poison"], "--model=poison is a folder: give it as --workdir"),
+    (["--workdir=run", "--overwrite", "--output=-"], "--overwrite without a file in --output has nothing to replace"),
+    (["--workdir=missing", "--strategy=tpu"], "needs a TPU"),
+]  # fmt: skip
+
+
+def test_bad_flags_need_no_tensorflow(run, tmp_path):
+    """In one process for all of them."""
+    (tmp_path / "poison").mkdir()
+    for name in ("tensorflow", "keras"):
+        (tmp_path / "poison" / f"{name}.py").write_text("raise AssertionError('imported')\n")
+    (tmp_path / "all.py").write_text(
+        """
+import json, sys
+from absl import flags
+from tfdist.config import command_line
+from tfdist.errors import UserError
+from tfdist.inference import evaluate, job, predict
+job.define_flags()
+flags.DEFINE_string("output", "", "")
+flags.DEFINE_bool("overwrite", False, "")
+flags.DEFINE_bool("scores", False, "")
+for arguments in json.load(open("arguments.json")):
+    flags.FLAGS.remove_flag_values([n for n in flags.FLAGS if n.partition(".")[0] == "config"])
+    flags.FLAGS.unparse_flags()
+    for name in ("workdir", "model", "checkpoint", "output", "overwrite", "scores", "strategy"):
+        flags.FLAGS[name].unparse()
+    sys.argv = ["evaluate", *arguments]
+    try:
+        command_line.parse(sys.argv)
+        (predict if "--predict" in arguments else evaluate)._run(flags.FLAGS)
+        print("ERROR none")
+    except UserError as error:
+        print("ERROR", error)
+"""
+    )
+    (tmp_path / "arguments.json").write_text(json.dumps([a for a, _ in BAD_FLAGS]))
+    done = run("all", path=str(tmp_path / "poison"), PATH="/usr/bin:/bin")
+    said = [line.removeprefix("ERROR ") for line in done.stdout.splitlines() if line.startswith("ERROR ")]
+    assert len(said) == len(BAD_FLAGS), done.stdout + done.stderr
+    for line, (_, message) in zip(said, BAD_FLAGS, strict=True):
+        assert message in line
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ([], "--output is missing: give a name that ends in .csv or .jsonl, or - for standard output"),
+        (["--output=p.txt"], "--output=p.txt is of no kind that is known: give a name"),
+    ],
+)
+def test_predict_wants_a_file(flags, message, run):
+    done = run("tfdist.predict", "--workdir=run", *flags)
+    assert done.returncode == 2 and done.stderr.startswith(f"tfdist: error: {message}") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["evaluate", "predict"])
+def test_help(name, run, tmp_path):
+    """Without TensorFlow, in a terminal of 80 columns."""
+    (tmp_path / "tensorflow.py").write_text("raise AssertionError('tensorflow was imported')\n")
+    done = run(f"tfdist.{name}", "--help", path=str(tmp_path), COLUMNS="80")
+    assert f"python -m tfdist.{name}" in done.stdout and "imported" not in done.stderr
+    for flag in ("workdir", "model", "checkpoint", "output", "strategy", "config"):
+        assert f"  --{flag}: " in done.stdout, flag
+    flags = done.stdout[done.stdout.index("flags:") :]
+    assert all(len(line) <= 80 for line in flags.splitlines() if "default_experiment.py" not in line)
+    for flag in ("resume", "profile", "dry_run"):
+        assert f"--{flag}" not in flags and f"]{flag}" not in flags
+
+
+def test_whoever_reads_has_had_enough():
+    """One line, and nothing at exit."""
+    code = "from tfdist import after, command; command.main(lambda _: after.to_stdout('x'), command.parse_own)"
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = processes.run([sys.executable, "-c", code], stdout=writing, stderr=processes.PIPE, text=True)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "tfdist: failed: standard output was closed before the end\n")
+
+
+def test_the_functions_keep_their_names(run, tmp_path):
+    """`tfdist.evaluate` is a function; that a module is run under that name must not put a module there."""
+    (tmp_path / "names.py").write_text(
+        """
+import sys
+import tfdist
+import tfdist.evaluate, tfdist.predict
+from tfdist.engine import evaluation
+assert tfdist.evaluate is evaluation.evaluate and tfdist.predict is evaluation.predict
+import tfdist.predict as again
+from tfdist.evaluate import __name__ as name
+assert again is evaluation.predict and name == "evaluate"
+print("same")
+"""
+    )
+    done = run("names")
+    assert done.stdout == "same\n", done.stderr
+
+
+SLOW = """
+import os
+import keras, numpy as np, tensorflow as tf
+calls = []
+def wait(x):
+    calls.append(0)
+    if len(calls) == 4:  # the file has been begun; goes on once the signal is there
+        os.write(os.open("ready", os.O_WRONLY), b"r")
+        os.read(os.open("go", os.O_RDONLY), 1)
+    return x
+@keras.saving.register_keras_serializable("slow")
+class Wait(keras.layers.Layer):
+    def call(self, x):
+        return tf.ensure_shape(tf.numpy_function(wait, [x], tf.float32), x.shape)
+    def compute_output_spec(self, x):
+        return keras.KerasTensor(x.shape, "float32")
+def model(spec):
+    layers = [keras.Input(spec.shape), Wait(), keras.layers.Flatten(), keras.layers.Dense(10)]
+    return keras.Sequential(layers)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_leaves_no_half_file(number, run, tmp_path, monkeypatch):
+    """It comes while the fourth batch is computed."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    slow = importlib.import_module("slow")
+    monkeypatch.delitem(sys.modules, "slow")
+    model = slow.model(spec(names=()))
+    e = config.Experiment()
+    e.model.name = "slow:model"
+    made_run(tmp_path, e, model, spec(classes=10, names=()))
+    ends = []
+    for name in ("ready", "go"):
+        os.mkfifo(tmp_path / name)
+        ends.append(os.open(tmp_path / name, os.O_RDWR))
+    process = run("tfdist.predict", "--workdir=.", "--output=p.csv", "--config.eval.batch_size=8", popen=True)
+    try:
+        assert select.select([ends[0]], [], [], 60)[0]
+        assert [p for p in tmp_path.iterdir() if p.name.startswith(".p.csv.")]
+        process.send_signal(number)
+        os.write(ends[1], b"g")
+        out, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        for end in ends:
+            os.close(end)
+    assert process.returncode == 143, out + err
+    assert f"stopped by {number.name}: nothing was written" in out
+    assert not [p.name for p in tmp_path.iterdir() if "p.csv" in p.name]
+
+
+def test_an_image_folder_tells_the_files(run, tmp_path):
+    """Also where the images fit into memory."""
+    r = np.random.default_rng(0)
+    for place in ("train/ant", "train/bee", "test/ant", "test/bee"):
+        (tmp_path / "pictures" / place).mkdir(parents=True)
+        for i in range(3):
+            image = r.integers(0, 256, (9 + i, 10, 3)).astype("uint8")
+            keras.utils.save_img(tmp_path / "pictures" / place / f"{i}.png", image, scale=False)
+    e = config.Experiment()
+    e.data.name, e.data.image_size, e.model.name = f"image_folder:{tmp_path}/pictures", "8", "mlp"
+    pictures = spec(shape=(8, 8, 3), maximum=255.0, names=("ant", "bee"))
+    (tmp_path / "run").mkdir()
+    model = models.build(e, pictures)
+    made_run(tmp_path / "run", e, model, pictures)
+    done = run("tfdist.predict", "--workdir=run", "--output=p.csv", "--virtual_devices=2", "--config.eval.batch_size=4")
+    assert done.returncode == 0, done.stderr
+    rows = list(csv.DictReader((tmp_path / "p.csv").read_text().splitlines()))
+    named = [(r["example"].removeprefix(f"{tmp_path}/pictures/test/"), r["target"]) for r in rows]
+    assert sorted(named) == [(f"{name}/{i}.png", str(k)) for k, name in enumerate(("ant", "bee")) for i in range(3)]
+    for row in rows:  # that its line is about this very file
+        image = ops.resize(tf.constant(keras.utils.img_to_array(keras.utils.load_img(row["example"]))), (8, 8))
+        logits = model(np.round(image)[None])[0].numpy()
+        assert row["name"] == pictures.names[logits.argmax()]
+        assert float(row["probability"]) == pytest.approx(1 / (1 + np.exp(-abs(logits[0] - logits[1]))), abs=1e-3)
+
+
+def test_a_run_is_measured_without_the_file_that_it_began_with(after, trained, tmp_path):
+    """`model.weights`, and a file as `model.name`, with their layers that did not train."""
+    begun = tmp_path / "begun.keras"
+    for name, flags in (
+        ("fine", [f"--config.model.weights={begun}", "--config.model.freeze=conv2d"]),
+        ("on", [f"--config.model.name={begun}", "--config.model.freeze=conv2d"]),
+    ):
+        shutil.copy(trained / "run" / "model.keras", begun)
+        flags += ["--config.train.epochs=1", "--config.optimizer.warmup=0%", "--notensorboard"]
+        flags += TRAIN[:1] * (name == "fine")
+        done = after("tfdist.train", f"--workdir={tmp_path / name}", *flags)
+        assert done.returncode == 0, done.stdout + done.stderr
+        begun.unlink()
+        done = after("tfdist.evaluate", f"--workdir={tmp_path / name}", f"--output={tmp_path / name}.json")
+        assert done.returncode == 0, done.stdout + done.stderr
+        result = json.loads((tmp_path / name / "result.json").read_text())
+        found = json.loads((tmp_path / f"{name}.json").read_text())
+        assert found["weights_sha256"] == result["weights_sha256"]
+        assert found["evaluation"] == pytest.approx(result["evaluation"], rel=1e-6)

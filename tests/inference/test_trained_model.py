@@ -1,0 +1,117 @@
+"""What a run leaves for those who come after it, and small things that nothing else raises."""
+
+import dataclasses
+import json
+import os
+
+import pytest
+from support.nvidia_drivers import printing
+
+from tfdist import config
+from tfdist.checkpoints import run_folder
+from tfdist.config import schedule
+from tfdist.data import spec_file
+from tfdist.data.spec import Column, Spec
+from tfdist.errors import TrainingError, UserError
+from tfdist.monitoring import monitors
+from tfdist.monitoring import recorder as recorder_lib
+from tfdist.train import results
+
+pytest_plugins = ("support.nvidia_drivers",)  # its fixture
+
+SPECS = [
+    Spec((8, 8, 1), "uint8", 10, 16.0, ("zero", "one")),
+    Spec((3,), "float32", None, 1.0),
+    Spec((), "float32", 2, float("inf"), (), (Column("age", "number", 41.5, 12.25), Column("sex", "category", vocabulary=("", "f", "m"))), Column("pay", "number")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=["images", "numbers", "table"])
+def test_a_description_survives_json(spec, tmp_path):
+    folder = run_folder.RunFolder(str(tmp_path))
+    spec_file.write(folder.write_text, spec)
+    assert spec_file.read(tmp_path) == spec
+    assert hash(spec_file.read(tmp_path)) == hash(spec), "a list is left somewhere"
+
+
+def test_bytes_and_none_survive():
+    odd = dataclasses.replace(SPECS[0], dtype=b"\x00\xff", classes=None)
+    assert spec_file.made(json.loads(json.dumps(spec_file.plain(odd)))) == odd
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("{", "JSONDecodeError"),
+        ('{"format": 2, "spec": {}}', "it has format 2, and this tfdist reads 1"),
+        ('{"format": 1, "spec": {"colour": 3}}', "KeyError: 'colour'"),
+    ],
+)
+def test_a_description_that_cannot_be_used(text, message, tmp_path):
+    assert spec_file.read(tmp_path) is None
+    (tmp_path / "data.json").write_text(text)
+    with pytest.raises(UserError) as error:
+        spec_file.read(tmp_path)
+    assert message in str(error.value) and str(error.value).endswith("): copy it back, or delete it")
+
+
+# -- train ------------------------------------------------------------------
+
+
+def test_a_driver_that_fails_is_a_warning(driver, run):
+    folder = driver(printing("NVIDIA-SMI has failed because it could not communicate with the driver.", 9))
+    done = run("tfdist.train", "--dry_run", PATH=f"{folder}{os.pathsep}{os.environ['PATH']}")
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if "WARNING" in line]
+    assert line.startswith("tfdist: WARNING: nvidia-smi failed with code 9: NVIDIA-SMI has failed")
+    assert line.endswith(": python -m tfdist.doctor says more")
+
+
+def test_the_result_takes_the_place_of_the_report_on_a_full_disk(tmp_path, said):
+    @dataclasses.dataclass
+    class Done:
+        status: str = "completed"
+
+    class Full(run_folder.RunFolder):
+        """Has room for one file."""
+
+        def write_text(self, name, text):
+            if any(self.path.iterdir()):
+                raise TrainingError("no space left on device")
+            super().write_text(name, text)
+
+    results.write(Full(str(tmp_path)), Done(), None)
+    assert [p.name for p in tmp_path.iterdir()] == ["result.json"] and not said
+    assert json.loads((tmp_path / "result.json").read_text()) == {"status": "completed"}
+
+
+def test_several_rollbacks_to_one_checkpoint_stay_recorded(tmp_path):
+    """A checkpoint knows nothing of the rollbacks that came after it, nor must going back to it forget them."""
+    folder = run_folder.RunFolder(str(tmp_path))
+    recorder = recorder_lib.Recorder(folder, schedule.make(config.Experiment(), 1437, 1))
+    kept = recorder.get_state()
+    for skipped in ([7], [7, 9], [7, 9, 11]):
+        recorder.set_state(kept)
+        recorder.on_rollback(0, skipped)
+    assert recorder.rollbacks == [
+        {"to": 0, "skipped": [7]},
+        {"to": 0, "skipped": [7, 9]},
+        {"to": 0, "skipped": [7, 9, 11]},
+    ]
+    later = recorder_lib.Recorder(folder, schedule.make(config.Experiment(), 1437, 1))
+    later.set_state(recorder.get_state())
+    assert later.rollbacks == recorder.rollbacks
+
+
+@pytest.mark.parametrize(
+    "name, cache, advice",
+    [
+        ("mine:data", "auto", "make the pipeline of mine:data parallel (num_parallel_calls), or return arrays"),
+        ("digits", "auto", "--config.data.cache=memory keeps the decoded examples, if they fit; else more CPU cores"),
+        ("digits", "memory", "use more CPU cores for it (--threads)"),
+    ],
+)
+def test_advice_for_slow_data(name, cache, advice):
+    e = config.Experiment()
+    e.data.name, e.data.cache = name, cache
+    assert monitors.advice(e).startswith(advice)

@@ -1,0 +1,419 @@
+"""`tfdist.launch` on several nodes: launchers that meet over the loopback device, each with real workers."""
+
+import json
+import os
+import signal
+import socket
+
+import pytest
+from support.launchers import free_port, launch, pipes  # noqa: F401  launch is a fixture
+
+import tfdist
+from tfdist.distributed import wire
+from tfdist.errors import UserError
+from tfdist.launch import coordinator, node_agent, node_links
+from tfdist.launch.event_loop import Events, Screen
+
+HOST = socket.gethostname()
+
+
+@pytest.fixture
+def node(launch):  # noqa: F811
+    """Starts the launcher of one of two nodes."""
+    port = free_port()
+
+    def start(rank, *arguments, flags=(), nnodes=2, **environ):
+        place = [f"--nnodes={nnodes}", f"--node_rank={rank}", "--master_addr=127.0.0.1", f"--master_port={port}"]
+        return launch(*place, *flags, "--", *arguments, **environ)
+
+    start.port = port
+    return start
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_nodes_with_different_numbers_of_workers(first, node, tmp_path):
+    act = ["actor.py", "*=env:RANK+WORLD_SIZE+LOCAL_RANK+LOCAL_WORLD_SIZE+GROUP_RANK;env:MASTER_PORT+TFDIST_SECRET"]
+    counts = {0: 1, 1: 2}
+    started = {rank: node(rank, *act, flags=[f"--nproc_per_node={counts[rank]}"]) for rank in (first, 1 - first)}
+    assert [started[rank].end() for rank in (0, 1)] == [0, 0], started[0].err + started[1].err
+    assert started[0].said("[0] ")[0] == "RANK=0 WORLD_SIZE=3 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 GROUP_RANK=0"
+    assert started[1].said("[1] ")[0] == "RANK=1 WORLD_SIZE=3 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 GROUP_RANK=1"
+    assert started[1].said("[2] ")[0] == "RANK=2 WORLD_SIZE=3 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_RANK=1"
+    meetings = {started[0].said("[0] ")[1], started[1].said("[1] ")[1], started[1].said("[2] ")[1]}
+    assert len(meetings) == 1 and f"MASTER_PORT={node.port}" not in meetings.pop()
+
+
+def test_the_socket_of_rank_0_can_be_reached_from_the_other_node(node, tmp_path):
+    (tmp_path / "meet.py").write_text(
+        """
+import os, socket
+from tfdist import wire
+if os.environ["RANK"] == "0":
+    listener = socket.socket(fileno=int(os.environ["TFDIST_MEETING_FD"]))
+    print(wire.accept(listener.accept()[0], os.environ["TFDIST_SECRET"]).receive(30))
+else:
+    at = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    wire.connect(*at, os.environ["TFDIST_SECRET"], timeout=30).send({"rank": os.environ["RANK"]})
+"""
+    )
+    zero, one = node(0, "meet.py"), node(1, "meet.py")
+    assert (zero.end(), one.end()) == (0, 0), zero.err + one.err
+    assert zero.said("[0] ") == ["{'rank': '1'}"]
+
+
+def test_a_failure_is_told_everywhere(node):
+    act = ["actor.py", "0=hold", "1=err:that was it;kill:SIGKILL"]
+    zero, one = node(0, *act), node(1, *act)
+    assert (zero.end(), one.end()) == (137, 137)
+    for launcher in (zero, one):
+        assert f"root cause: rank 1 (on {HOST}, process " in launcher.until("root cause")
+        assert "tfdist:   that was it" in launcher.err
+
+
+def test_who_only_lost_another_is_not_to_blame_across_nodes(node, tmp_path):
+    pipes(tmp_path, "f")
+    act = [
+        "actor.py",
+        "0=open:f;err:tfdist: failed: lost worker 1 (h): its process ended;exit:1",
+        "1=last:f;kill:SIGSEGV",
+    ]
+    zero, one = node(0, *act), node(1, *act)
+    assert (zero.end(), one.end()) == (139, 139)
+    assert "root cause: rank 1 " in zero.until("root cause")
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_a_signal_to_one_launcher_stops_all_nodes(asked, node, tmp_path):
+    pipes(tmp_path, "a", "b")
+    act = ["actor.py", "0=polite;open:a;meet:b;say:both;hold", "1=polite;meet:a;open:b;hold"]
+    started = [node(0, *act), node(1, *act)]
+    started[0].until("[0] both")
+    started[asked].signal(signal.SIGINT)
+    assert [s.end() for s in started] == [143, 143]
+    assert "[0] saved" in started[0].out and "[1] saved" in started[1].out
+
+
+def test_restarts_on_all_nodes(node, tmp_path):
+    pipes(tmp_path, "a")  # rank 0 has told its attempt before rank 1 is killed
+    act = ["actor.py", "*=env:TFDIST_ATTEMPT+MASTER_PORT", "0=first;open:a;hold", "1=first;meet:a;kill:SIGKILL"]
+    zero, one = node(0, *act, flags=["--max_restarts=2"]), node(1, *act, flags=["--max_restarts=2"])
+    assert (zero.end(), one.end()) == (0, 0)
+    assert [line.split()[0] for line in one.said("[1] ")] == ["TFDIST_ATTEMPT=0", "TFDIST_ATTEMPT=1"]
+    assert zero.said("[0] ") == one.said("[1] ")
+    assert len(set(zero.said("[0] "))) == 2
+    assert "tfdist: restart 1 of 2 in 1 s" in zero.out and "tfdist: restart 1 of 2 in 1 s" in one.out
+
+
+def test_a_launcher_that_is_killed_ends_the_run(node, tmp_path):
+    pipes(tmp_path, "f")
+    act = ["actor.py", "0=meet:f;say:both;hold", "1=open:f;hold"]
+    zero, one = node(0, *act), node(1, *act)
+    zero.until("[0] both")
+    one.signal(signal.SIGKILL)
+    assert zero.end() == 1
+    assert f"tfdist: root cause: node 1 ({HOST}) is lost: connection " in zero.until("root cause")
+
+
+def test_a_lost_node_may_come_back_for_a_restart(node, tmp_path):
+    pipes(tmp_path, "f")
+    act = ["actor.py", "0=first;meet:f;say:both;hold", "1=first;open:f;hold"]
+    flags = ["--max_restarts=1"]
+    zero, one = node(0, *act, flags=flags), node(1, *act, flags=flags)
+    zero.until("[0] both")
+    one.signal(signal.SIGKILL)
+    zero.until("restart 1 of 1")
+    again = node(1, *act, flags=flags)
+    assert (zero.end(), again.end()) == (0, 0), zero.err + again.err
+
+
+def test_a_lost_node_that_does_not_come_back(node, tmp_path):
+    pipes(tmp_path, "f")
+    act = ["actor.py", "0=meet:f;say:both;hold", "1=open:f;hold"]
+    flags = ["--max_restarts=1", "--start_timeout=3"]
+    zero, one = node(0, *act, flags=flags), node(1, *act, flags=flags)
+    zero.until("[0] both")
+    one.signal(signal.SIGKILL)
+    assert zero.end() == 1  # what ended the run, and no wrong input
+    assert "error: node 1 of 2 has not come within 3 s" in zero.err[-1]
+
+
+def test_node_0_that_is_killed_ends_the_others(node, tmp_path):
+    pipes(tmp_path, "f")
+    act = ["actor.py", "0=open:f;hold", "1=meet:f;say:both;hold"]
+    zero, one = node(0, *act), node(1, *act)
+    one.until("[1] both")
+    zero.signal(signal.SIGKILL)
+    assert one.end() == 1
+    assert f"tfdist: root cause: node 0 ({HOST}) is lost: connection " in one.until("root cause")
+
+
+def test_node_0_may_be_started_again(node, tmp_path):
+    pipes(tmp_path, "f")
+    act = ["actor.py", "0=once:zero;open:f;hold", "1=once:one;meet:f;say:both;hold"]
+    flags = ["--max_restarts=1"]
+    zero, one = node(0, *act, flags=flags), node(1, *act, flags=flags)
+    one.until("[1] both")
+    zero.signal(signal.SIGKILL)
+    one.until("root cause")
+    again = node(0, *act, flags=flags)
+    assert (again.end(), one.end()) == (0, 0), again.err + one.err
+
+
+def test_a_silent_launcher_is_lost(node, tmp_path):
+    """As when a cable is cut: no end of the connection is ever seen."""
+    pipes(tmp_path, "f")
+    act = ["actor.py", "0=meet:f;say:both;hold", "1=open:f;hold"]
+    zero, one = node(0, *act), node(1, *act)
+    zero.until("[0] both")
+    one.signal(signal.SIGSTOP)
+    assert zero.end() == 1
+    assert f"node 1 ({HOST}) is lost: silent for " in zero.until("root cause")
+    one.signal(signal.SIGCONT)
+    assert one.end() == 1
+    assert f"node 0 ({HOST}) is lost: " in one.until("root cause")
+
+
+def test_a_node_that_never_comes(node):
+    zero = node(0, "actor.py", flags=["--start_timeout=1"])
+    assert zero.end() == 2
+    assert zero.err == [
+        f"tfdist: error: node 1 of 2 has not come within 1 s to 127.0.0.1:{node.port}: start python -m tfdist.launch "
+        f"--nnodes=2 --node_rank=1 --master_addr=127.0.0.1 --master_port={node.port} ... there, or raise --start_timeout"
+    ]
+
+
+def test_several_nodes_that_never_come_and_one_that_waits_with_node_0(node):
+    zero = node(0, "actor.py", flags=["--start_timeout=4"], nnodes=4)
+    two = node(2, "actor.py", nnodes=4)
+    assert (zero.end(), two.end()) == (2, 2)
+    for launcher in (zero, two):
+        assert len(launcher.err) == 1
+        assert launcher.err[0].startswith("tfdist: error: nodes 1, 3 of 4 have not come within 4 s")
+
+
+def test_node_0_that_never_comes(node):
+    one = node(1, "actor.py", flags=["--start_timeout=1"])
+    assert one.end() == 2
+    assert one.err == [
+        f"tfdist: error: node 0 at 127.0.0.1:{node.port} cannot be reached within 1 s (connection refused): start it "
+        "there with --node_rank=0, correct --master_addr and --master_port, open that port, or raise --start_timeout"
+    ]
+
+
+@pytest.mark.parametrize(
+    "rank, code, number", [(0, 130, signal.SIGINT), (1, 130, signal.SIGINT), (1, 143, signal.SIGTERM)]
+)
+def test_a_signal_while_waiting_for_the_others(rank, code, number, node):
+    launcher = node(rank, "actor.py")
+    launcher.until("waiting for node")
+    launcher.signal(number)
+    assert launcher.end() == code
+    assert launcher.err == [f"tfdist: {number.name}: no worker was running"]
+
+
+TRAIN = ["--config.model.name=mlp"]
+
+
+@pytest.mark.parametrize(
+    "theirs, message",
+    [
+        (
+            dict(nnodes=3),
+            "node 1 (HOST) was started with --nnodes=3, node 0 with --nnodes=2: give the same number everywhere",
+        ),
+        (
+            dict(flags=["--max_restarts=1"]),
+            "node 1 (HOST) differs from node 0 in --max_restarts: 1 and 0: start all nodes with the same",
+        ),
+        (
+            dict(arguments=["actor.py"]),
+            "node 1 (HOST) differs from node 0 in --config.name: nothing and digits: start all",
+        ),
+        (
+            dict(arguments=["--config.train.epochs=7"]),
+            "node 1 (HOST) differs from node 0 in --config.model.name: cnn and mlp: start",
+        ),
+        (
+            dict(arguments=[*TRAIN, "--jit=on"]),
+            "node 1 (HOST) differs from node 0 in --jit: on and auto: start all nodes with the same",
+        ),
+    ],
+)
+def test_nodes_that_differ(theirs, message, node):
+    zero = node(0, *TRAIN)
+    one = node(1, *theirs.get("arguments", TRAIN), **{k: v for k, v in theirs.items() if k != "arguments"})
+    assert (zero.end(), one.end()) == (2, 2)
+    for launcher in (zero, one):
+        assert len(launcher.err) == 1
+        assert message.replace("HOST", HOST) in launcher.err[0]
+
+
+def test_what_belongs_to_a_node_may_differ(node):
+    """Devices, threads and folders: node 1 gets as far as the meeting, which ends because node 2 never comes."""
+    zero = node(0, *TRAIN, flags=["--start_timeout=3"], nnodes=3)
+    one = node(1, *TRAIN, "--devices=none", "--threads=2", "--workdir=elsewhere", nnodes=3)
+    assert (zero.end(), one.end()) == (2, 2)
+    assert "node 2 of 3 has not come within 3 s" in one.err[0]
+
+
+def test_the_same_node_rank_twice_at_the_start(node):
+    started = [node(0, "actor.py", nnodes=3), node(1, "actor.py", nnodes=3), node(1, "actor.py", nnodes=3)]
+    assert [s.end() for s in started] == [2, 2, 2]
+    line = f"tfdist: error: node 1 is there twice ({HOST} and {HOST}): give each node a --node_rank of its own"
+    assert [s.err for s in started] == [[line]] * 3
+
+
+def test_a_launcher_with_a_taken_rank_does_not_disturb_the_run(node, tmp_path):
+    pipes(tmp_path, "end")
+    hold = os.open(tmp_path / "end", os.O_RDWR)
+    act = ["actor.py", "0=say:here;last:end"]
+    zero, one = node(0, *act), node(1, *act)
+    zero.until("[0] here")
+    late = node(1, *act)
+    assert late.end() == 2
+    line = f"node 1 is there twice ({HOST} and {HOST}): give each node a --node_rank of its own"
+    assert late.err == [f"tfdist: error: {line}"]
+    os.close(hold)
+    assert (zero.end(), one.end()) == (0, 0)
+    assert zero.err == [f"tfdist: turned away: {line}"]
+
+
+def test_a_second_node_0(node):
+    zero = node(0, "actor.py")
+    zero.until("waiting for node 1 of 2")
+    again = node(0, "actor.py")
+    assert again.end() == 2
+    assert again.err == [
+        f"tfdist: error: --master_port={node.port} is taken on 127.0.0.1: choose another, the same on all nodes"
+    ]
+    one = node(1, "actor.py")
+    assert (zero.end(), one.end()) == (0, 0)
+
+
+def test_the_secret_keeps_others_out(node):
+    """The one who does not know it is told, and the run waits for the one who does."""
+    zero = node(0, "actor.py", "*=say:done", TFDIST_SECRET="right")
+    zero.until("waiting for node 1 of 2")
+    wrong = node(1, "actor.py", "*=say:done", TFDIST_SECRET="wrong")
+    assert wrong.end() == 2
+    assert len(wrong.err) == 1 and f"node 0 at 127.0.0.1:{node.port} does not shake hands (" in wrong.err[0]
+    assert wrong.err[0].endswith(
+        "set the same TFDIST_SECRET on all nodes or on none, and see that --master_port is that of node 0's launcher"
+    )
+    one = node(1, "actor.py", "*=say:done", TFDIST_SECRET="right")
+    assert (zero.end(), one.end()) == (0, 0)
+    assert zero.err == ["tfdist: turned away a connection from 127.0.0.1: it does not know the secret of this run"]
+
+
+def test_strangers_do_not_disturb_the_meeting(node):
+    zero = node(0, "actor.py", "*=say:done")
+    zero.until("waiting for node 1 of 2")
+    at = ("127.0.0.1", node.port)
+    socket.create_connection(at).close()  # a port scan
+    silent = socket.create_connection(at)
+    browser = socket.create_connection(at)
+    browser.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    other = wire.connect(*at)  # another part of tfdist
+    other.send({"rank": 1})
+    assert "speaks otherwise" in other.receive(30)["refused"]
+    one = node(1, "actor.py", "*=say:done")
+    assert (zero.end(), one.end()) == (0, 0)
+    assert all(line.startswith("tfdist: turned away a connection from 127.0.0.1: ") for line in zero.err)
+    for sock in (silent, browser):
+        sock.close()
+
+
+def test_another_program_at_node_0s_port(node):
+    with wire.listen("127.0.0.1", node.port) as server:
+        one = node(1, "actor.py")
+        sock, _ = server.accept()
+        sock.sendall(b"220 mail.example.org\r\n")
+        assert one.end() == 2
+        sock.close()
+    assert "does not shake hands (it does not speak tfdist's protocol): set the same" in one.err[0]
+
+
+def hello(node, *program):
+    agreed = {"the version of tfdist": tfdist.__version__, "--max_restarts": 0, "the command": " ".join(program)}
+    return {"hello": dict(node=node, nnodes=2, nproc=1, host="elsewhere", agreed=agreed)}
+
+
+def test_node_0_beats(node):
+    """While nothing happens the others must hear that it lives; the test stands in for node 1."""
+    zero = node(0, "actor.py", "*=env:WORLD_SIZE")
+    zero.until("waiting for node 1 of 2")
+    connection = wire.connect("127.0.0.1", node.port)
+    connection.send(hello(1, "actor.py", "'*=env:WORLD_SIZE'"))
+    assert connection.receive(30) == {"welcome": HOST}
+    order = connection.receive(30)
+    assert order["order"] == "round" and (order["round"]["world"], order["round"]["first"]) == (2, 1)
+    assert connection.receive(30) == {"beat": 1}
+    connection.send({"event": "ended"})
+    message = connection.receive(30)
+    while "beat" in message:
+        message = connection.receive(30)
+    assert message == {"order": "over", "code": 0, "line": ""}
+    assert zero.end() == 0
+    assert zero.said("[0] ") == ["WORLD_SIZE=2"]
+
+
+def test_the_others_beat(node):
+    with wire.listen("127.0.0.1", node.port) as server:
+        one = node(1, "actor.py")
+        connection = wire.accept(server.accept()[0])
+        assert connection.receive(30) == {
+            **hello(1, "actor.py"),
+            "hello": {**hello(1, "actor.py")["hello"], "host": HOST},
+        }
+        connection.send({"welcome": "elsewhere"})
+        assert connection.receive(30) == {"beat": 1}
+        connection.send({"order": "over", "code": 7, "line": ""})
+        assert one.end() == 7
+        connection.close()
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(node_links, "PATIENCE_S", 0.01)
+
+
+def plan(node, port, **changes):
+    values = dict(command=("false",), nproc=1, nnodes=3, node=node, addr="127.0.0.1", port=port, max_restarts=0)
+    values |= dict(start_timeout=0.3, shares=({},), agreed={}) | changes
+    return node_agent.Plan(**values)
+
+
+def test_node_0_says_again_who_is_missing(impatient, capfd):
+    with Events() as events, pytest.raises(UserError, match="nodes 1, 2 of 3 have not come"):
+        coordinator.Leader(plan(0, free_port()), events, Screen()).run()
+    out, _ = capfd.readouterr()
+    assert out.count("tfdist: waiting for nodes 1, 2 of 3 at 127.0.0.1:") > 2
+
+
+def test_the_others_say_again_that_they_wait_for_node_0(impatient, monkeypatch, capfd):
+    monkeypatch.setattr(node_links, "RETRY_S", 0.01)
+    with Events() as events, pytest.raises(UserError, match=r"cannot be reached within 0\.3 s"):
+        node_agent.follow(plan(1, free_port()), events, Screen())
+    out, _ = capfd.readouterr()
+    assert out.count("tfdist: waiting for node 0 at 127.0.0.1:") > 2
+
+
+@pytest.mark.parametrize(
+    "message",
+    [{}, {"hello": 1}, {"hello": {"node": 1}}, {"hello": dict(node="1", nnodes=2, nproc=1, host="h", agreed={})},
+     {"hello": dict(node=1, nnodes=2, nproc=0, host="h", agreed={})}, {"hello": dict(node=1, nnodes=2, nproc=1, host="h", agreed=[])}],
+)  # fmt: skip
+def test_what_is_no_hello(message):
+    assert node_links.Hello.read(json.loads(json.dumps(message))) is None
+
+
+TWO_WORKERS = ["--config.model.name=mlp", "--config.optimizer.warmup=0%", "--config.train.epochs=1"]
+
+
+def test_training_on_two_nodes(node, tmp_path, tfds_dir):
+    environ = {"TFDS_DATA_DIR": str(tfds_dir)}
+    started = [node(rank, *TWO_WORKERS, f"--workdir=out{rank}", **environ) for rank in (0, 1)]
+    assert [s.end() for s in started] == [0, 0], started[0].err + started[1].err
+    result = json.loads((tmp_path / "out0" / "result.json").read_text())
+    assert (result["status"], result["strategy"], result["workers"]) == ("completed", "multi_worker", 2)
+    assert (tmp_path / "out1" / "logs" / "rank-1.log").exists() and not (tmp_path / "out1" / "result.json").exists()

@@ -1,0 +1,214 @@
+"""Learning rates by layer: which layer gets which, and that an update uses them, against NumPy and against Keras."""
+
+import inspect
+
+import keras
+import numpy as np
+import pytest
+from support import training_cases
+
+import tfdist
+from tfdist.config import Optimizer
+from tfdist.errors import UserError
+from tfdist.models import layerwise_rates, optimizers
+
+L = keras.layers
+
+
+def nested():
+    """An embedding, two named blocks, a model within the model, a layer of layers, and a head."""
+    tokens = keras.Input((7,), dtype="int32")
+    x = L.Embedding(9, 8, name="tokens")(tokens)
+    for block in range(2):
+        x = L.Dense(8, name=f"block{block}_first")(x)
+        x = L.Dense(8, name=f"block{block}_second")(x)
+    body = keras.Sequential([keras.Input((7, 8)), L.Dense(8, name="wide"), L.Dense(8, name="narrow")], name="body")
+    x = body(x)
+    x = L.MultiHeadAttention(2, 4, name="look")(x, x)
+    x = L.BatchNormalization(name="norm")(L.Flatten()(x))
+    return keras.Model(tokens, L.Dense(3, name="head")(x))
+
+
+def found(model, rates, decay=1.0):
+    """Factor by the name of the innermost layer."""
+    given = layerwise_rates.factors(model, rates, decay)
+    return {chain[-1]: factor for (_, chain), factor in zip(layerwise_rates._owned(model), given, strict=True)}
+
+
+def test_the_decay_goes_down_from_the_output_by_layers_and_blocks():
+    by_layer = found(nested(), {}, 0.5)
+    below_head = {"norm": 1, "look": 2, "narrow": 3, "wide": 4, "block1": 5, "block0": 6, "tokens": 7}
+    depth = {"head": 0, **below_head}
+    assert by_layer["query"] == by_layer["attention_output"] == 0.5**2
+    for name in ("head", "norm", "narrow", "wide", "tokens"):
+        assert by_layer[name] == 0.5 ** depth[name], name
+    for block in ("block0", "block1"):
+        assert by_layer[f"{block}_first"] == by_layer[f"{block}_second"] == 0.5 ** depth[block]
+
+
+def test_patterns_are_for_layers_paths_and_variables_and_the_last_counts():
+    model = nested()
+    by_layer = found(model, {"*": 2.0, "head": 10.0, "block?_first": 0.1, "body/*": 3.0, "look": 4.0}, 0.5)
+    assert by_layer["head"] == 10 and by_layer["block1_first"] == 0.1 * 0.5**5
+    assert by_layer["wide"] == 3 * 0.5**4 and by_layer["value"] == 4 * 0.5**2 and by_layer["tokens"] == 2 * 0.5**7
+    factors = layerwise_rates.factors(model, {"*": 1.0, "bias": 5.0})
+    for variable, factor in zip(model.trainable_variables, factors, strict=True):
+        assert factor == (5 if variable.name == "bias" else 1)
+    assert layerwise_rates.factors(model, {"head": 1.0}) == ()
+    assert (
+        layerwise_rates.describe(model, layerwise_rates.factors(model, {"head": 10.0}, 0.5))
+        == "x0.00781 (tokens) to x10 (head)"
+    )
+
+
+def test_weights_of_the_model_itself_are_the_lowest():
+    model = training_cases.Subclassed()
+    model(np.zeros((1, 4, 4, 1), "float32"))
+    by_name = dict(zip([v.path for v in model.trainable_variables], layerwise_rates.factors(model, {}, 0.5)))
+    assert sorted(by_name.values()) == [0.25, 0.5, 0.5, 1, 1]
+    assert next(f for path, f in by_name.items() if path.endswith("unused")) == 0.25
+
+
+@pytest.mark.parametrize(
+    "rates, decay, message",
+    [
+        (
+            {"hed*": 2.0},
+            1.0,
+            r"learning rates: 'hed\*' matches nothing that is trained: there are tokens, block0_first, ",
+        ),
+        ({"head": -1.0}, 1.0, "the learning rate of 'head' is multiplied by -1: give a positive number"),
+        ({}, 0.1, "a decay of 0.1 over 8 layers and blocks leaves the lowest 1e-07 of the learning rate, .* as 0.422"),
+        ({}, 0.0, "the learning rate of 'layer_decay' is multiplied by 0: give a positive number"),
+    ],
+)
+def test_what_cannot_be(rates, decay, message):
+    with pytest.raises(UserError, match=message):
+        layerwise_rates.factors(nested(), rates, decay)
+
+
+RATES = {"dense*": 3.0, "last": 0.2}
+HAS_MUON = "adam_weight_decay" in inspect.signature(keras.optimizers.Muon).parameters
+"""Keras 3.10 has a Muon that it cannot train with, and 3.12 one without this."""
+MAKE = {
+    "SGD": lambda rate: keras.optimizers.SGD(rate, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "Adam": lambda rate: keras.optimizers.Adam(rate),
+    "AdamW": lambda rate: keras.optimizers.AdamW(rate, weight_decay=0.1),
+    "AdamW, scheduled": lambda rate: keras.optimizers.AdamW(keras.optimizers.schedules.CosineDecay(rate, 12), weight_decay=0.1),
+    "Lion": lambda rate: keras.optimizers.Lion(rate, weight_decay=0.1),
+    **({"Muon": lambda rate: keras.optimizers.Muon(rate, weight_decay=0.1, adam_weight_decay=0.05)} if HAS_MUON else {}),
+    "Nadam": lambda rate: keras.optimizers.Nadam(rate, weight_decay=0.1, use_ema=True, ema_momentum=0.8),
+}  # fmt: skip
+
+
+def model_of(connect, optimizer, replicas=1):
+    keras.utils.set_random_seed(1)
+    with connect(replicas).scope():
+        layers = [
+            keras.Input((4, 4, 1)),
+            L.Flatten(),
+            L.Dense(6, activation="tanh", name="dense_a"),
+            L.Dense(5, name="last"),
+        ]
+        return training_cases.compiled(keras.Sequential(layers), optimizer(), training_cases.sparse())
+
+
+def by_hand(model, make):
+    """Keras' own training, with an optimizer for each of the two layers, each at its own rate."""
+    groups = {}
+    for name, factor in (("dense_a", 3.0), ("last", 0.2)):
+        variables = model.get_layer(name).trainable_variables
+        groups[name] = (make(0.01 * factor), variables)
+        groups[name][0].build(variables)
+    return groups
+
+
+@pytest.mark.parametrize("name, replicas", [*((name, 1) for name in MAKE), ("AdamW, scheduled", 3), ("Nadam", 3)])
+def test_against_an_optimizer_per_layer(name, replicas, connect):
+    import tensorflow as tf
+
+    x, y = training_cases.images(72)
+    options = dict(batch_size=24, epochs=4, shuffle=False, verbose=0, distribution=connect(replicas))
+    ours = model_of(connect, lambda: MAKE[name](0.01), replicas)
+    tfdist.fit(ours, x, y, learning_rates=RATES, **options)
+    theirs = model_of(connect, lambda: MAKE[name](0.01))
+    groups = by_hand(theirs, MAKE[name])
+    for update in range(12):
+        rows = slice(update % 3 * 24, update % 3 * 24 + 24)
+        with tf.GradientTape() as tape:
+            loss = theirs.loss(y[rows], theirs(x[rows]))
+        grads = dict(
+            zip(
+                [id(v) for v in theirs.trainable_variables],
+                tape.gradient(loss, [v.value for v in theirs.trainable_variables]),
+            )
+        )
+        for optimizer, variables in groups.values():
+            optimizer.apply([grads[id(v)] for v in variables], variables)
+    for optimizer, variables in groups.values():
+        optimizer.finalize_variable_values(variables)
+    # Muon's own rounding: it multiplies matrices in powers.
+    assert training_cases.distance(training_cases.weights(ours), training_cases.weights(theirs)) < (
+        1e-4 if name == "Muon" else 2e-6
+    )
+    if name == "SGD":
+        plain = model_of(connect, lambda: MAKE[name](0.01), replicas)
+        tfdist.fit(plain, x, y, **options)
+        assert training_cases.distance(training_cases.weights(plain), training_cases.weights(theirs)) > 1e-3
+
+
+def test_sgd_against_numpy(connect):
+    """One linear layer: w -= rate x factor x (gradient of the mean squared error + decay x w)."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(40, 3)), rng.normal(size=(40, 1))
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    with connect(2).scope():
+        model = keras.Sequential([keras.Input((3,)), L.Dense(1, name="only")])
+        model.compile(keras.optimizers.SGD(0.125, weight_decay=0.25), "mse")  # exact in float32
+    w, b = (a.copy() for a in model.get_weights())
+    tfdist.fit(
+        model,
+        x,
+        y,
+        batch_size=40,
+        epochs=5,
+        verbose=0,
+        distribution=connect(2),
+        learning_rates={"kernel": 0.5, "bias": 2.0},
+    )
+    for _ in range(5):
+        error = 2 * (x @ w + b - y) / len(x)
+        grad_w, grad_b = x.T @ error, error.sum(0)
+        w, b = w * (1 - 0.0625 * 0.25) - 0.0625 * grad_w, b * (1 - 0.25 * 0.25) - 0.25 * grad_b
+    np.testing.assert_allclose(model.get_weights()[0], w, rtol=1e-12)
+    np.testing.assert_allclose(model.get_weights()[1], b, rtol=1e-12)
+
+
+def test_another_factor_is_another_function(connect):
+    """The compiled function is kept with the model: it must not be used for other factors."""
+    model = model_of(connect, lambda: keras.optimizers.SGD(0.1))
+    x, y = training_cases.images(24)
+    start, ends = model.get_weights(), []
+    for rates in ({}, {"last": 9.0}, {}):
+        model.set_weights(start)
+        tfdist.fit(model, x, y, batch_size=24, verbose=0, learning_rates=rates)
+        ends.append(training_cases.weights(model))
+    np.testing.assert_array_equal(ends[0], ends[2])
+    assert training_cases.distance(ends[0], ends[1]) > 1e-3
+
+
+def test_weight_decay_leaves_out_what_it_is_told(connect):
+    """Against Keras: with no gradient, only what decays moves."""
+    with connect(2).scope():
+        model = training_cases.dense()
+        model.compile(keras.optimizers.AdamW(0.1, weight_decay=0.5), lambda y, p: 0 * keras.ops.sum(p, -1))
+    optimizers.exclude(model, Optimizer(decay_exclude="bias, dense_*", weight_decay=0.5))
+    for variable in model.trainable_variables:
+        variable.assign(np.ones(variable.shape))
+    names = [layer.name for layer in model.layers if layer.weights]
+    excluded = [name.startswith("dense_") for name in names]
+    tfdist.fit(model, *training_cases.images(24), batch_size=24, verbose=0, distribution=connect(2))
+    for (kernel, bias), out in zip(np.reshape(np.array(model.get_weights(), object), [2, 2]), excluded):
+        np.testing.assert_allclose(kernel, 1.0 if out else 0.95, rtol=1e-6)
+        np.testing.assert_allclose(bias, 1.0, rtol=1e-6)

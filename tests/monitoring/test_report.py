@@ -1,0 +1,590 @@
+"""The report of a run, as a file and as a browser shows it."""
+
+import contextlib
+import dataclasses
+import gzip
+import html
+import json
+import math
+import os
+import pathlib
+import re
+import shutil
+import sys
+
+import keras
+import numpy as np
+import pytest
+from conftest import REPOSITORY
+from support import processes
+
+from tfdist import config
+from tfdist.checkpoints import run_folder
+from tfdist.monitoring import confusion
+from tfdist.monitoring.report import curves, line_chart, run_files
+from tfdist.monitoring.report import html as html_lib
+from tfdist.monitoring.report import page as page_lib
+
+PHONE, LAPTOP = {"width": 390, "height": 844}, {"width": 1366, "height": 768}
+NASTY = "<script>document.title='taken'</script><img src=http://example.org/x onerror=1>\"'&"
+
+
+def put(folder, name, content):
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = content if isinstance(content, list) else [content]
+    (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def experiment(**fields):
+    """The default one with some fields changed, by their names on the command line."""
+    found = dataclasses.asdict(config.Experiment())
+    for name, value in fields.items():
+        *path, last = name.split(".")
+        (found[path[0]] if path else found)[last] = value
+    return found
+
+
+RESULT = {
+    "status": "completed", "reason": "", "strategy": "mirrored", "replicas": 2, "workers": 1, "global_batch": 48,
+    "updates": 120, "epochs": 4, "examples_seen": 5748, "seconds": 61.5, "seconds_to_first_update": 4.2,
+    "examples_per_second": 1234.5, "history": {}, "evaluation": {"loss": 0.1234, "accuracy": 0.98}, "rollbacks": [],
+    "resumed_from": None, "restarts": 0, "weights_sha256": "ab" * 32, "versions": {"tfdist": "0.1.0"},
+    "time": {"input": 21.0, "compute": 33.0, "all_reduce": 4.0, "python": 2.0},
+    "peak_memory_bytes": 812345678, "peak_device_memory_bytes": None, "flops_per_second": 3.1e12, "flops_share": 0.314,
+}  # fmt: skip
+
+
+def full(folder, samples=3000, **result):
+    """A run folder with everything in it; more samples than are drawn."""
+    put(folder, "experiment.json", experiment(**{"optimizer.learning_rate": 0.01}))
+    put(
+        folder,
+        "environment.json",
+        {"strategy": "mirrored", "reason": "2 GPUs here", "replicas": 2, "workers": 1, "cpus": 8},
+    )
+    put(folder, "result.json", RESULT | result)
+    epochs = [
+        {"epoch": i, "updates": 30 * i, "seconds": 15.0 * i, "examples_per_second": 1200.0 + i, "loss": 2.0 / i,
+         "val_loss": 2.5 / i, "accuracy": 1 - 0.5 / i, "learning_rate": 0.01 / i, "gradient_norm": 1.0 / i}
+        for i in range(1, 5)
+    ]  # fmt: skip
+    put(folder, "history.jsonl", [*epochs, {"evaluation": RESULT["evaluation"], "updates": 120}])
+    put(
+        folder,
+        "timeline.jsonl",
+        [
+            {"updates": i * 120 / samples, "seconds": i * 60 / samples, "loss": 2 + math.sin(i), "learning_rate": 0.01,
+             "gradient_norm": 1.5, "examples_per_second": 1200.0, "input": 0.35, "all_reduce": None, "python": 0.03,
+             "cpu": 6.5, "memory": 700_000_000,
+             "gpus": [{"number": g, "load": 0.5 + g / 10, "memory_used": 9000, "memory_total": 81920} for g in (0, 3)]}
+            for i in range(samples)
+        ]
+        + [{"updates": 60, "seconds": 30.0, "mark": mark} for mark in ("checkpoint", "resumed", "rollback")],
+    )  # fmt: skip
+    return folder
+
+
+def findings(classes=10, n=400, names=()):
+    rng = np.random.default_rng(0)
+    y = rng.integers(0, classes, n)
+    tally = confusion.Tally(classes, from_logits=True)
+    tally.add(y, rng.normal(size=(n, classes)) + 2 * np.eye(classes)[y])
+    return tally.findings(True, names)
+
+
+def render(folder, result=None, found=None):
+    page = page_lib.render(folder, result, found)
+    assert "could not be made" not in page, re.search("This part could not.{200}", page)
+    return page
+
+
+# -- what stands in it ------------------------------------------------------
+
+
+def text_of(page):
+    return html.unescape(re.sub(r"<[^>]+>", " ", re.sub(r"<(style|script)>.*?</\1>", "", page, flags=re.S)))
+
+
+def test_all_sections_and_the_key_figures(tmp_path):
+    page = render(full(tmp_path / "a", samples=30), found=findings())
+    text = " ".join(text_of(page).split())
+    for heading in ("Where the time went", "Learning", "Speed and devices", "Mistakes", "Other runs", "Experiment"):
+        assert f"<h2>{heading}</h2>" in page
+    for title in ("Loss", "Accuracy", "Learning rate", "Gradient norm", "Throughput", "GPU load", "GPU memory", "CPU"):
+        assert f"<b>{title}</b>" in page
+    for said in (
+        "digits completed", "120 updates of 48 examples on 2 replicas · 4 of 30 epochs", "because 2 GPUs here", "Loss 0.1234",
+        "Accuracy 0.9800", "Time 61.5 s", "Examples/s 1,234 steady state", "Replicas 2 on 1 worker",
+        "Peak memory 775 MiB", "31.4 % of the peak (MFU)", "waiting for input 35.0 %", "35 % waiting for input",
+        "data.cache=memory", "optimizer.learning_rate 0.01 0.05", "of the first 400 examples", "resumed", "rollback",
+    ):  # fmt: skip
+        assert said in text, said
+
+
+@pytest.mark.parametrize(
+    "time, said",
+    [
+        ({"input": 1, "compute": 8, "all_reduce": 0.5, "python": 0.5}, "80 % computing: only faster"),
+        ({"input": 1, "compute": 5, "all_reduce": 4, "python": 0}, "40 % in all-reduce. Held up by the sum"),
+        ({"input": 1, "compute": 5, "all_reduce": None, "python": 4}, "40 % in Python. Held up by Python"),
+        ({"input": 1, "compute": 9, "all_reduce": None, "python": 0}, "cannot be told apart here"),
+        ({"input": 2, "compute": 0.5, "all_reduce": 0, "python": 0}, "Too short a time to judge by."),
+    ],
+)
+def test_advice_on_the_time(time, said, tmp_path):
+    assert said in text_of(render(full(tmp_path, samples=3, time=time)))
+
+
+def test_what_happened_to_a_run(tmp_path):
+    result = RESULT | {
+        "status": "failed", "reason": "lost worker 1 (h2): its process ended", "resumed_from": 1440, "restarts": 2,
+        "rollbacks": [{"to": 600, "skipped": [610, 611]}],
+    }  # fmt: skip
+    text = text_of(render(full(tmp_path, samples=3), result))
+    for said in ("failed", "lost worker 1 (h2)", "Resumed from update 1,440.", "launcher 2 times", "left out 610, 611"):
+        assert said in text
+    notes = [{"rollback": {"to": 0, "skipped": list(range(n))}, "updates": 0} for n in (2, 20)]
+    put(tmp_path, "history.jsonl", notes)
+    text = text_of(render(tmp_path, result))
+    assert "update 0 and left out 0, 1." in text and "10, 11 and 8 more." in text and "610" not in text
+
+
+FILES = ("experiment.json", "environment.json", "result.json", "history.jsonl", "timeline.jsonl")
+ODD = {
+    "nothing at all": lambda f: [(f / name).unlink() for name in FILES],
+    "no timeline and no time": lambda f: [(f / FILES[4]).unlink(), put(f, FILES[2], {k: v for k, v in RESULT.items() if k != "time"})],
+    "only NaN": lambda f: put(f, FILES[3], [{"epoch": 1, "updates": 30, "seconds": 1.0, "loss": None, "val_loss": None}]),
+    "a single epoch": lambda f: [put(f, FILES[3], [{"epoch": 1, "updates": 1, "seconds": 0.0, "loss": 0.0}]), (f / FILES[4]).unlink()],
+    "broken JSON": lambda f: [(f / name).write_bytes(b'{"a": \xff\n[1\n"x"\n') for name in FILES],
+    "other types": lambda f: [put(f, name, [[1], 2, None]) for name in FILES],
+    "strange values": lambda f: [
+        put(f, FILES[2], dict.fromkeys(RESULT, "text")),
+        put(f, FILES[3], [{"epoch": 1, "updates": 3}, {"epoch": 2, "loss": "x"}, {"rollback": {}}, {"epoch": "x"}]),
+        put(f, FILES[4], [{"mark": 7}, {"mark": "new"}, {"seconds": 1, "gpus": 3}, {"seconds": "x", "gpus": [1, {}]}, {"updates": 9}]),
+    ],
+    "nested strangely": lambda f: [put(f, FILES[2], {k: [{"x": None}] for k in RESULT}), put(f, FILES[1], {"hosts": 3, "gpus": [4], "flags": 1})],
+    "failed before the first epoch": lambda f: [(f / FILES[3]).unlink(), put(f, FILES[2], RESULT | {"status": "failed", "evaluation": {}, "examples_per_second": None})],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_odd_run_folders(case, tmp_path):
+    folder = full(tmp_path / "a", samples=20)
+    ODD[case](folder)
+    assert "<h2>Environment</h2>" in render(folder)
+
+
+def test_a_value_that_is_not_finite_is_a_gap_and_is_said(tmp_path):
+    folder = full(tmp_path, samples=3)
+    line = lambda i, loss: {"epoch": i, "updates": 30 * i, "seconds": i, "loss": loss}
+    put(folder, "history.jsonl", [line(1, 1.0), line(2, 0.9), line(3, None), line(4, 0.8), line(5, 0.7)])
+    page = render(folder)
+    assert "Not finite in training at the end of epoch 3." in page
+    loss = page[page.index("<b>Loss</b>") : page.index("<b>Learning rate</b>")]
+    assert len(re.findall(r'<polyline points="[^"]*" class="line c1"/>', loss)) == 2, "the gap is bridged"
+
+
+def test_nothing_in_a_file_becomes_markup(tmp_path):
+    folder = full(tmp_path / "run")
+    put(folder, "experiment.json", experiment(name=NASTY, **{"model.name": NASTY}) | {NASTY: NASTY})
+    strange = {"strategy": NASTY, "reason": NASTY, "host": NASTY, "hosts": [NASTY, NASTY], "flags": {NASTY: NASTY}}
+    put(
+        folder,
+        "environment.json",
+        strange | {"devices": [NASTY], "gpus": [{"name": NASTY}], "versions": {NASTY: NASTY}},
+    )
+    put(folder, "history.jsonl", [{"epoch": 1, "updates": 3, "seconds": 2, NASTY: 0.5, "loss": 1.0}])
+    put(
+        folder,
+        "timeline.jsonl",
+        [
+            {"updates": 1, "seconds": 1, "gpus": [{"number": NASTY, "load": 1}]},
+            {"updates": 1, "seconds": 1, "mark": NASTY},
+        ],
+    )
+    put(
+        folder,
+        "result.json",
+        RESULT
+        | {
+            "status": NASTY,
+            "reason": NASTY,
+            "evaluation": {NASTY: 0.5},
+            "rollbacks": [{"to": NASTY, "skipped": [NASTY]}],
+        },
+    )
+    for name in ("<b>x", "a&b?#"):
+        shutil.copytree(folder, tmp_path / name)
+        (tmp_path / name / "report.html").write_text("")
+    page = render(folder, found=findings(10, names=(NASTY,) * 10))
+    assert page.count("<script") == 1 and "<img" not in page and "taken" in page
+    assert 'href="../%3Cb%3Ex/report.html"' in page and 'href="../a%26b%3F%23/report.html"' in page
+    assert render(folder, found=findings(60, names=(NASTY,) * 60)).count("<script") == 1
+
+
+def test_what_is_not_markup_is_escaped():
+    inside = html_lib.tag("b", "<i>", html_lib.tag("i", 3), title='"&')
+    assert inside == '<b title="&quot;&amp;">&lt;i&gt;<i>3</i></b>'
+    assert html_lib.table(["a<"], [["b<"]], (0,)).count("&lt;") == 2
+
+
+# -- beside other runs ------------------------------------------------------
+
+
+def test_runs_on_the_same_data_are_compared(tmp_path):
+    here = full(tmp_path / "digits", samples=3)
+    other = {"digits.1": (0.95, {"model.name": "mlp"}), "wide": (0.99, {"train.batch_size": 96})}
+    for name, (accuracy, fields) in other.items():
+        put(tmp_path / name, "experiment.json", experiment(name=name, **fields))
+        put(tmp_path / name, "result.json", RESULT | {"evaluation": {"loss": 0.5, "accuracy": accuracy}, "seconds": 30})
+    put(tmp_path / "failed", "experiment.json", experiment())
+    put(tmp_path / "failed", "result.json", RESULT | {"status": "failed", "evaluation": {"accuracy": 1.0}})
+    put(tmp_path / "text", "experiment.json", experiment(**{"data.name": "stdlib_text"}))
+    put(tmp_path / "text", "result.json", RESULT)
+    (tmp_path / "empty").mkdir()
+    put(tmp_path / "strange", "result.json", [1])
+    (tmp_path / "file").write_text("")
+    page = render(here)
+    rows = re.findall("<tr>(.*?)</tr>", page[page.index('id="comparison"') : page.index('id="experiment"')])
+    cells = {re.sub("<[^>]+>", "", row).split("completed")[0].split("failed")[0]: text_of(row) for row in rows[1:]}
+    assert cells.keys() == {"digits (this run)", "digits.1", "wide", ""} and len(rows) == 5
+    assert "★ 0.9900" in cells["wide"] and "train.batch_size=96" in cells["wide"]
+    assert (
+        "0.9500" in cells["digits.1"] and "model.name=mlp" in cells["digits.1"] and "★ 0.9500" not in cells["digits.1"]
+    )
+    assert "★ 0.1234" in cells["digits (this run)"], "the lowest loss is the best"
+    assert "★" not in cells[""], "a run that failed is never the best"
+    assert "name=wide" not in cells["wide"].replace("model.name", "") and "1 run on other data left out" in page
+
+
+def test_losses_on_two_scales_have_no_best(tmp_path):
+    here = full(tmp_path / "a", samples=3)
+    put(tmp_path / "b", "experiment.json", experiment(**{"train.label_smoothing": 0}))
+    put(tmp_path / "b", "result.json", RESULT | {"evaluation": {"loss": 0.01, "accuracy": 0.5}})
+    page = text_of(render(here))
+    assert "★ 0.9800" in page and "★ 0.0100" not in page and "★ 0.1234" not in page
+
+
+def test_a_run_of_an_older_version_differs_in_nothing_new(tmp_path):
+    here, older = full(tmp_path / "a", samples=3), experiment(**{"optimizer.learning_rate": 0.01})
+    del older["checkpoint"], older["optimizer"]["ema_momentum"]
+    put(tmp_path / "b", "experiment.json", older)
+    put(tmp_path / "b", "result.json", RESULT)
+    assert "nothing</td>" in render(here)
+
+
+def test_many_neighbours_do_not_make_it_long(tmp_path):
+    here = full(tmp_path / "a", samples=3)
+    for i in range(30):
+        put(tmp_path / f"b{i}", "experiment.json", experiment())
+        put(tmp_path / f"b{i}", "result.json", RESULT)
+        os.utime(tmp_path / f"b{i}" / "result.json", (i, i))
+    page = render(here)
+    shown = re.findall(r"<td>(b\d+)</td>", page)
+    assert shown == [f"b{i}" for i in range(29, 9, -1)] and "The newest 20 of 30 other runs" in page
+
+
+# -- charts -----------------------------------------------------------------
+
+
+def test_a_thinned_curve_keeps_its_extremes():
+    rng = np.random.default_rng(0)
+    ys = rng.normal(size=20_000).tolist()
+    ys[7777], ys[13_000], ys[15_000] = 50.0, -50.0, None
+    kept = line_chart.thin(range(20_000), ys)
+    assert len(kept) <= line_chart.POINTS + 1
+    assert {(7777, 50.0), (13_000, -50.0), (15_000, None), (19_999, ys[-1])} <= set(kept)
+    assert [x for x, _ in kept] == sorted({x for x, _ in kept})
+    assert line_chart.thin([1, 2], [3, None]) == [(1, 3), (2, None)]
+
+
+@pytest.mark.parametrize(
+    "low, high, tight, ticks",
+    [
+        (0, 900, True, [0, 200, 400, 600, 800]),
+        (0.5126, 1.6584, False, [0.5, 1, 1.5, 2]),
+        (0.7182, 1.0, False, [0.7, 0.8, 0.9, 1.0]),
+        (0, 0, True, [-0.4, -0.2, 0, 0.2, 0.4]),
+        (3, 3, False, [2.6, 2.8, 3, 3.2, 3.4]),
+    ],
+)
+def test_axes_have_round_labels(low, high, tight, ticks):
+    axis = line_chart.linear(low, high, 4 if not tight else 5, tight)
+    assert axis.ticks == pytest.approx(ticks)
+    assert (
+        axis.low <= low
+        and high <= axis.high
+        and (tight or (axis.low, axis.high) == pytest.approx((ticks[0], ticks[-1])))
+    )
+
+
+def test_a_wide_range_is_logarithmic():
+    axis = line_chart.vertical([2e-4, 30.0], from_zero=False)
+    assert axis.log and axis.ticks == pytest.approx([1e-4, 1e-3, 1e-2, 0.1, 1, 10, 100])
+    assert axis.share(1e-4) == 0 and axis.share(0.1) == pytest.approx(0.5)
+    assert (
+        not line_chart.vertical([0.0, 30.0], from_zero=False).log
+        and not line_chart.vertical([1, 1e6], from_zero=True).log
+    )
+
+
+def test_labels():
+    assert [line_chart.label(v) for v in (0, 0.05, 1200, 25_000, 1.5e6, 1e-6, -3)] == [
+        "0",
+        "0.05",
+        "1,200",
+        "25k",
+        "1.5M",
+        "1e-6",
+        "-3",
+    ]
+    assert line_chart.label_all([0, 0.25, 0.5, 1.0]) == ["0", "0.25", "0.50", "1.00"]
+    assert [line_chart.value(v) for v in (0.9806, 12.3456, 123456.7, 2.5e-7)] == [
+        "0.9806",
+        "12.346",
+        "123,457",
+        "2.5e-07",
+    ]
+    assert [page_lib.duration(s) for s in (0.123, 11.31, 750, 11520)] == [
+        "0.12 s",
+        "11.3 s",
+        "12 min 30 s",
+        "3 h 12 min",
+    ]
+
+
+def test_what_a_rollback_has_undone_is_not_drawn(tmp_path):
+    samples = [{"updates": u, "seconds": i, "loss": float(u)} for i, u in enumerate([10, 20, 30, 40, 20, 30, 50])]
+    put(tmp_path, "timeline.jsonl", samples)
+    page = render(tmp_path)
+    line = re.search(
+        r"data-lines=\"([^\"]*)\"", page[page.index("<b>Loss") - 9999 if page.index("<b>Loss") > 9999 else 0 :]
+    )
+    drawn = json.loads(html.unescape(line[1]))[0]
+    assert drawn["x"] == [10, 20, 30, 50]
+
+
+def test_many_gpus_are_summed_up(tmp_path):
+    gpus = [{"number": g, "load": g / 10, "memory_used": 1024, "memory_total": 2048} for g in range(8)]
+    put(tmp_path, "timeline.jsonl", [{"updates": u, "seconds": u, "gpus": gpus} for u in (1, 2)])
+    text = " ".join(text_of(curves.speed(run_files.read(tmp_path))).split())
+    assert "highest 70 mean of 8 35 lowest 0" in text and "GiB of 2" in text
+
+
+# -- writing it -------------------------------------------------------------
+
+
+def test_a_report_never_makes_a_run_fail(tmp_path, monkeypatch):
+    folder, said = run_folder.RunFolder(str(tmp_path)), []
+    page_lib.write(folder, RESULT | {"seconds": np.float32(3)}, None, said.append)
+    assert said == [] and "3.0 s" in (tmp_path / "report.html").read_text()
+    monkeypatch.setattr(page_lib, "_header", lambda record: 1 / 0)
+    page_lib.write(folder, RESULT, None, said.append)
+    assert "could not be made: ZeroDivisionError" in (tmp_path / "report.html").read_text()
+    monkeypatch.setattr(run_files, "read", lambda *_: 1 / 0)
+    page_lib.write(folder, RESULT, None, said.append)
+    assert said.pop() == "WARNING: no report: ZeroDivisionError: division by zero"
+    monkeypatch.undo()
+    (tmp_path / "file").write_text("")
+    page_lib.write(run_folder.RunFolder(str(tmp_path / "file" / "x")), RESULT, None, said.append)
+    assert len(said) == 1 and "report.html cannot be written" in said[0] and "\n" not in said[0]
+    page_lib.write(run_folder.RunFolder(str(tmp_path / "other"), writes=False), RESULT, None, said.append)
+    assert not (tmp_path / "other").exists() and len(said) == 1
+
+
+def test_it_stays_small(tmp_path):
+    folder = full(tmp_path, samples=20_000)
+    put(
+        folder,
+        "history.jsonl",
+        [{"epoch": i, "updates": i, "seconds": i, "loss": math.sin(i)} for i in range(1, 20_000)],
+    )
+    assert len(render(folder, found=findings(100, 10_000))) < 1_000_000
+
+
+# -- in a browser -----------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Headless Chromium. In a fixture of its own: Playwright runs a loop of asyncio as long as it lives."""
+    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed: pip install playwright"
+    )
+    if program is None:
+        pytest.skip("Chromium is not installed: apt-get install chromium")
+    with playwright.sync_playwright() as running:
+        opened = running.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@contextlib.contextmanager
+def shown(browser, path, viewport=LAPTOP, **options):
+    """The page, which must not complain and must not ask for anything beside itself."""
+    context = browser.new_context(viewport=viewport, **options)
+    page, odd = context.new_page(), []
+    page.on("console", lambda message: odd.append(message.text))
+    page.on("pageerror", lambda error: odd.append(str(error)))
+    page.on("request", lambda request: request.url.startswith(("file:", "data:")) or odd.append(request.url))
+    page.goto(path.as_uri())
+    yield page
+    assert odd == []
+    context.close()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, tfds_dir):
+    """A real run, as a person starts it."""
+    folder = tmp_path_factory.mktemp("runs")
+    flags = ["--config.model.name=mlp", "--config.train.epochs=3", "--config.optimizer.warmup=0%", "--progress=none"]
+    env = os.environ | {"TFDS_DATA_DIR": str(tfds_dir), "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "-m", "tfdist.train", *flags, "--virtual_devices=2", "--workdir=digits"]
+    done = processes.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "WARNING" not in done.stdout, done.stdout + done.stderr
+    return folder / "digits"
+
+
+def test_the_report_of_a_real_run(browser, trained):
+    result = json.loads((trained / "result.json").read_text())
+    assert (trained / "report.html").stat().st_mtime_ns <= (trained / "result.json").stat().st_mtime_ns
+    with shown(browser, trained / "report.html") as page:
+        assert page.title() == "digits: completed"
+        assert page.locator(".broken").count() == 0
+        tiles = dict(zip(page.locator(".figures dt").all_inner_texts(), page.locator(".figures b").all_inner_texts()))
+        assert tiles["Accuracy"] == f"{result['evaluation']['accuracy']:.4f}"
+        assert tiles["Loss"] == f"{result['evaluation']['loss']:.4f}" and tiles["Replicas"] == "2"
+        legend = page.locator("figure", has=page.get_by_text("Loss", exact=True)).locator(".legend").inner_text()
+        for name in ("loss", "val_loss"):
+            assert f"{result['history'][name][-1]:.4f}" in legend
+        page.locator("#learning summary").click()
+        rows = page.locator("#epochs tbody tr")
+        lines = [json.loads(line) for line in (trained / "history.jsonl").read_text().splitlines()][:3]
+        assert rows.count() == 3
+        for row, line in zip(rows.all_inner_texts(), lines):
+            assert row.split()[:3] == [str(line["epoch"]), str(line["updates"]), f"{line['loss']:.4f}"]
+        assert page.locator("#changed tbody tr").first.inner_text().split() == ["model.name", "mlp", "cnn"]
+        why = json.loads((trained / "environment.json").read_text())["reason"]
+        assert f"mirrored, because {why}" in page.locator("#environment").inner_text()
+
+        counts = by_hand(trained)
+        found = page.eval_on_selector_all(
+            "#confusion tbody tr", "rows => rows.map(r => [...r.cells].slice(1, -1).map(c => Number(c.innerText)))"
+        )
+        assert found == counts
+        assert sum(counts[i][i] for i in range(10)) / 360 == pytest.approx(result["evaluation"]["accuracy"], abs=1e-6)
+        images = page.locator("#worst img")
+        assert images.count() == 24
+        assert page.evaluate("[...document.images].every(i => i.naturalWidth == 8 && i.naturalHeight == 8)")
+
+
+def by_hand(folder):
+    """The confusion of the saved model on the packaged file, counted one by one."""
+    packed = (REPOSITORY / "tfdist/datasets/digits.csv.gz").read_bytes()
+    rows = [[int(v) for v in line.split(",")] for line in gzip.decompress(packed).decode().split()][1437:]
+    model = keras.saving.load_model(folder / "model.keras")
+    scores = model.predict_on_batch(np.array([row[:64] for row in rows], "uint8").reshape(-1, 8, 8, 1))
+    counts = [[0] * 10 for _ in range(10)]
+    for row, score in zip(rows, scores):
+        counts[row[64]][int(np.argmax(score))] += 1
+    return counts
+
+
+@pytest.fixture(scope="module")
+def busy(tmp_path_factory):
+    """A report with all there can be: wide tables, long names, many classes."""
+    folder = tmp_path_factory.mktemp("busy")
+    for i in range(3):
+        put(
+            folder / f"other-run-with-a-long-name-{i}",
+            "experiment.json",
+            experiment(**{"model.options": "units=128, " * 5}),
+        )
+        put(folder / f"other-run-with-a-long-name-{i}", "result.json", RESULT)
+    here = full(folder / "run", reason="a-long-word-" * 30)
+    (here / "report.html").write_text(
+        page_lib.render(here, found=findings(20, 2000, tuple(f"a class called {i}" for i in range(20))))
+    )
+    return here / "report.html"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("viewport", [PHONE, LAPTOP], ids=["phone", "laptop"])
+def test_it_fits_the_screen(viewport, scheme, browser, busy):
+    with shown(browser, busy, viewport, color_scheme=scheme) as page:
+        page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
+        assert page.evaluate("document.documentElement.scrollWidth") == viewport["width"], "it scrolls sideways"
+        assert page.locator("section").count() == 7 and page.locator(".chart").count() == 10
+        for box in (c.bounding_box() for c in page.locator(".chart svg[role=img]").all()):
+            assert box["width"] > 250 and box["height"] > 150
+        smallest = (
+            "Math.min(...[...document.querySelectorAll('body *')].map(e => parseFloat(getComputedStyle(e).fontSize)))"
+        )
+        assert page.evaluate(smallest) >= 11
+        light = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert light == {"light": "rgb(244, 245, 247)", "dark": "rgb(18, 21, 26)"}[scheme]
+
+
+def contrast(one, two):
+    """Of two colours, as WCAG 2 counts it."""
+
+    def light(colour):
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        r, g, b = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+    bright, dark = sorted((light(one), light(two)), reverse=True)
+    return (bright + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_contrast(scheme, browser, busy):
+    with shown(browser, busy, color_scheme=scheme) as page:
+        style = "name => getComputedStyle(document.documentElement).getPropertyValue(name).trim()"
+        colour = lambda name: page.evaluate(style, f"--{name}")
+        for text in ("text", "soft", "link", "good", "warn", "bad"):
+            for ground in ("card", "page"):
+                assert contrast(colour(text), colour(ground)) >= 4.5, (text, ground)
+        for name in ("good", "warn", "bad"):
+            assert contrast(colour(name), colour(f"{name}-ground")) >= 4.5, name
+        for i in range(1, 7):
+            assert contrast(colour(f"c{i}"), colour("card")) >= 3, f"line {i}"
+
+
+def test_the_values_under_the_pointer(browser, busy):
+    with shown(browser, busy) as page:
+        plot = page.locator("figure", has=page.get_by_text("Accuracy", exact=True)).locator(".plot")
+        plot.scroll_into_view_if_needed()
+        box = plot.locator("svg").first.bounding_box()
+        page.mouse.move(box["x"] + 0.52 * box["width"], box["y"] + 50)  # nearest to the second of four epochs
+        assert plot.locator(".tip").inner_text().split() == ["updates", "60", "training", "0.75"]
+        page.mouse.move(0, 0)
+        assert plot.locator(".tip").is_hidden()
+
+
+def test_it_works_without_a_script_and_on_paper(browser, busy):
+    with shown(browser, busy, java_script_enabled=False) as page:
+        assert page.locator("section").count() == 7 and page.locator("polyline").count() >= 9
+        assert page.locator(".chart svg text").count() > 50
+        page.emulate_media(media="print")
+        assert page.locator("nav").is_hidden() and page.locator("#learning").is_visible()
+
+
+def test_markup_in_names_does_nothing(browser, tmp_path):
+    test_nothing_in_a_file_becomes_markup(tmp_path)
+    path = pathlib.Path(tmp_path / "run" / "report.html")
+    path.write_text(page_lib.render(path.parent, found=findings(10, names=(NASTY,) * 10)))
+    with shown(browser, path, PHONE) as page:
+        assert page.title().startswith(NASTY[:20]) and NASTY[:20] in page.locator("h1").inner_text()
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
+
+
+def test_no_other_script_runs(browser, busy, tmp_path):
+    """Should markup slip in after all, the page's own policy keeps it from doing anything."""
+    page_with_more = busy.read_text().replace("</main>", "<script>document.title = 'taken'</script></main>")
+    (tmp_path / "more.html").write_text(page_with_more)
+    page = browser.new_page()
+    page.goto((tmp_path / "more.html").as_uri())
+    assert page.title() == "digits: completed" and page.locator(".tip").count() == 10
+    page.close()

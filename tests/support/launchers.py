@@ -1,0 +1,160 @@
+"""What the tests of `tfdist.launch` share: real launchers, and workers that do as they are told without TensorFlow."""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import uuid
+
+import psutil
+import pytest
+from conftest import REPOSITORY
+
+from support import processes
+
+TIMEOUT_S = 60
+"""For what a launcher does at once; no test depends on how fast it is."""
+
+ACTOR = r'''
+"""A worker. Arguments are RANK=step;step;... or *=..., each step NAME or NAME:VALUE; see below."""
+import os, signal, socket, subprocess, sys
+rank, attempt = os.environ["RANK"], os.environ["TFDIST_ATTEMPT"]
+held = []
+def hold(value):
+    while True:
+        signal.pause()
+def saved(*_):
+    print("saved", flush=True)
+    os._exit(143)
+steps = {
+    "say": lambda v: print(v, flush=True),
+    "err": lambda v: print(v, file=sys.stderr, flush=True),
+    "env": lambda v: print(*(f"{n}={os.environ.get(n)}" for n in v.split("+")), flush=True),
+    "count": lambda v: [print(f"line {i}") for i in range(int(v))],
+    "exit": lambda v: os._exit(int(v)),
+    "kill": lambda v: os.kill(os.getpid(), getattr(signal, v)),
+    "raise": lambda v: exec("raise RuntimeError(v)", {"v": v}),
+    "hold": hold,
+    "polite": lambda v: signal.signal(signal.SIGTERM, saved),
+    "deaf": lambda v: signal.signal(signal.SIGTERM, signal.SIG_IGN),
+    # Named pipes put the steps of several workers in order: `open` and `meet` go on together,
+    # `last` goes on when the process that has done `open` is gone.
+    "open": lambda v: held.append(os.open(v, os.O_WRONLY)),
+    "meet": lambda v: os.close(os.open(v, os.O_RDONLY)),
+    "last": lambda v: os.read(os.open(v, os.O_RDONLY), 1),
+    "child": lambda v: held.append(subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])),
+    "once": lambda v: os._exit(0) if os.path.exists(v) else open(v, "x").close(),
+    "first": lambda v: attempt == "0" or os._exit(0),
+}
+for argument in sys.argv[1:]:
+    who, _, what = argument.partition("=")
+    if who in (rank, "*"):
+        for step in what.split(";"):
+            name, _, value = step.partition(":")
+            steps[name](value)
+sys.stdout.flush()
+'''
+
+
+class Launcher:
+    """A running command, `python -m tfdist.launch` unless told otherwise, whose lines are read as they come."""
+
+    def __init__(self, arguments, env, cwd, module="tfdist.launch"):
+        self.process = processes.Popen(
+            [sys.executable, "-m", module, *map(str, arguments)],
+            cwd=cwd, env=env, stdout=processes.PIPE, stderr=processes.PIPE, text=True, errors="replace", real=True,
+        )  # fmt: skip
+        self.out, self.err = [], []
+        self._news = threading.Condition()
+        self._threads = [
+            threading.Thread(target=self._read, args=pair, daemon=True)
+            for pair in ((self.process.stdout, self.out), (self.process.stderr, self.err))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _read(self, pipe, lines):
+        for line in pipe:
+            with self._news:
+                lines.append(line.rstrip("\n"))
+                self._news.notify_all()
+
+    def until(self, text):
+        """Waits for a line with `text` in it and returns that line."""
+
+        def found():
+            return next((line for line in [*self.out, *self.err] if text in line), None)
+
+        with self._news:
+            assert self._news.wait_for(found, TIMEOUT_S), f"{text!r} never came: {self.out} {self.err}"
+            return found()
+
+    def signal(self, number):
+        self.process.send_signal(number)
+
+    def end(self):
+        """Exit code, once it has ended."""
+        code = self.process.wait(TIMEOUT_S)
+        for thread in self._threads:
+            thread.join(TIMEOUT_S)
+        return code
+
+    def said(self, prefix=""):
+        """Lines of standard output that begin with `prefix`, without it."""
+        return [line.removeprefix(prefix) for line in self.out if line.startswith(prefix)]
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """Starts launchers in an empty folder with `actor.py` in it; afterwards no process of theirs may be left."""
+    mark = uuid.uuid4().hex
+    started = []
+    (tmp_path / "actor.py").write_text(ACTOR)
+    drop = re.compile("CUDA_VISIBLE_DEVICES|TF_CONFIG|MLP_|TFDIST_|HOROVOD_|TORCHELASTIC_|RANK$|WORLD_SIZE$")
+
+    def start(*arguments, **environ):
+        env = {k: v for k, v in os.environ.items() if not drop.match(k)}
+        env |= {"PYTHONPATH": str(REPOSITORY), "TEST_MARK": mark, "TF_CPP_MIN_LOG_LEVEL": "2"} | environ
+        started.append(Launcher(arguments, env, tmp_path))
+        return started[-1]
+
+    start.mark = mark
+    yield start
+    for launcher in started:
+        if launcher.process.poll() is None:
+            launcher.process.kill()
+            launcher.process.wait(TIMEOUT_S)
+    left = marked(mark)
+    psutil.wait_procs(left, timeout=TIMEOUT_S)  # the kernel ends the workers of a launcher that was killed
+    left = marked(mark)
+    for process in left:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    assert not left, f"processes are left: {left}"
+
+
+def marked(mark):
+    """Living processes with the mark in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("TEST_MARK") == mark:
+                found.append(process)
+    return found
+
+
+def pipes(folder, *names):
+    for name in names:
+        os.mkfifo(folder / name)
+
+
+def free_port():
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+__all__ = ["TIMEOUT_S", "Launcher", "free_port", "launch", "marked", "pipes", "signal"]

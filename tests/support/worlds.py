@@ -1,0 +1,39 @@
+"""Worlds of several processes on this machine, for tests that compare what their workers end with."""
+
+import json
+import os
+import pathlib
+import shutil
+import socket
+import sys
+
+from support import processes
+
+HERE = pathlib.Path(__file__).parent
+
+
+def start(strategy, workers, options, folder, script, names):
+    """Runs a script of this folder on all workers, by hand or by horovodrun, with `folder` and `names` as arguments."""
+    env = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
+    env |= {"PYTHONPATH": f"{HERE.parent}{os.pathsep}{HERE.parent.parent}", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    env["CONNECT"] = json.dumps({"strategy": strategy, "threads": 1, "start_timeout": 120, **options})
+    command = [sys.executable, str(HERE / script), str(folder), *names]
+    if strategy == "horovod":
+        runner = shutil.which("horovodrun", path=str(pathlib.Path(sys.executable).parent))
+        assert runner, "Horovod is not built: run python -m tfdist.horovod_build"
+        launches = [([runner, "-np", str(workers), *command], env)]
+    else:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(workers)}
+        launches = [(command, env | world | {"RANK": str(rank)}) for rank in range(workers)]
+    running = []
+    try:
+        for number, (words, environ) in enumerate(launches):
+            with open(folder / f"{number}.log", "wb") as log:
+                running.append(processes.Popen(words, env=environ, stdout=log, stderr=log))
+        codes = [process.wait(540) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert codes == [0] * len(codes), "\n".join(p.read_text()[-3000:] for p in sorted(folder.glob("*.log")))

@@ -1,0 +1,209 @@
+"""Early stopping and class weights of the command, against Keras' own and scikit-learn's formula."""
+
+import json
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from support import training_cases
+
+import tfdist
+from tfdist.data import class_weights
+from tfdist.data.augmentation import mixup
+from tfdist.data.datasets.registry import Loaded
+from tfdist.data.record_feed import in_order
+from tfdist.data.sources import Arrays, Batches, Records, weigh_classes
+from tfdist.data.spec import Spec
+from tfdist.errors import Interrupted, UserError
+from tfdist.monitoring.recorder import fingerprint
+from tfdist.train.early_stopping import Patience
+
+EPOCHS = 20
+
+
+def model(distribution, average=False):
+    keras.utils.set_random_seed(1)
+    with distribution.scope():
+        optimizer = keras.optimizers.Adam(0.05, use_ema=average, ema_momentum=0.9 if average else 0.99)
+        return training_cases.compiled(training_cases.dense(), optimizer)
+
+
+DATA, VALIDATION = (
+    training_cases.images(72),
+    (training_cases.images(109)[0][72:], training_cases.images(109)[1][:37]),
+)  # labels by chance
+
+
+def train(distribution, stopping, made=None, **options):
+    made = made or model(distribution)
+    data = dict(batch_size=24, epochs=EPOCHS, shuffle=False, verbose=0, distribution=distribution)
+    history = tfdist.fit(made, *DATA, validation_data=VALIDATION, callbacks=[stopping], **data, **options)
+    return made, history
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize(
+    "monitor, direction", [("val_loss", "min"), ("val_accuracy", "max"), ("min val_accuracy", "min")]
+)
+def test_it_ends_where_keras_ends(monitor, direction, replicas, connect):
+    ours, history = train(connect(replicas), stopping := Patience(monitor, 2))
+    theirs = model(connect(1))
+    name = monitor.split()[-1]
+    early = keras.callbacks.EarlyStopping(name, patience=2, mode=direction, restore_best_weights=True)
+    options = dict(batch_size=24, epochs=EPOCHS, shuffle=False, verbose=0, callbacks=[early])
+    kept = theirs.fit(*DATA, validation_data=VALIDATION, **options)
+    assert len(history.epoch) == len(kept.epoch) < EPOCHS
+    assert training_cases.distance(training_cases.weights(ours), training_cases.weights(theirs)) < 1e-6
+    assert stopping.reason == (
+        f"early stopping: {name} has not improved for 2 evaluations; the weights are those of epoch {early.best_epoch + 1}"
+    )
+
+
+def test_patience_counts_evaluations(connect):
+    """With an evaluation every third epoch, in silence between them."""
+    stopping = Patience("val_loss", 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, history = train(connect(1), stopping, validation_freq=3)
+    losses = history.history["val_loss"]
+    best = int(np.argmin(losses))
+    assert len(losses) == best + 3 and len(history.epoch) == 3 * len(losses)
+    assert stopping.best_epoch == 3 * best + 2
+
+
+def test_with_an_average_the_best_weights_are_averaged(connect):
+    stopping = Patience("val_loss", 2)
+    made, history = train(connect(2), stopping, model(connect(2), average=True), measure_average=True)
+    measured = tfdist.evaluate(made, *VALIDATION, distribution=connect(2), batch_size=24)
+    assert measured["loss"] == min(history.history["val_loss"]) and len(history.epoch) < EPOCHS
+
+
+def test_resumed_it_ends_the_same(connect, tmp_path):
+    class Stop:
+        left = 0
+
+        def __call__(self):
+            self.left -= 1
+            return "asked to" if self.left < 0 else ""
+
+    whole, history = train(connect(1), stopping := Patience("val_loss", 2))
+    reason, again, stop = stopping.reason, 0, Stop()
+    while True:
+        checkpoints = tfdist.Checkpoints(tmp_path / "checkpoints", every="1000 steps")
+        again, stop.left = again + 1, 5
+        try:
+            made, found = train(
+                connect(1),
+                stopping := Patience("val_loss", 2),
+                checkpoints=checkpoints,
+                should_stop=stop,
+                steps_per_call=3,
+            )
+            break
+        except Interrupted:
+            assert again < 50
+    assert again > 2
+    assert (found.history, fingerprint(made), stopping.reason) == (history.history, fingerprint(whole), reason)
+    # and once more, when it had ended already
+    made, _ = train(
+        connect(1), stopping := Patience("val_loss", 2), checkpoints=tfdist.Checkpoints(tmp_path / "checkpoints")
+    )
+    assert (fingerprint(made), stopping.reason) == (fingerprint(whole), reason)
+
+
+def test_a_metric_that_nobody_measures_is_refused_before_the_first_update(connect):
+    made = model(connect(1))
+    with pytest.raises(
+        UserError, match=r"train.monitor=val_auc is not measured: choose one of accuracy, loss, val_acc"
+    ):
+        train(connect(1), Patience("val_auc", 2), made)
+    assert int(made.optimizer.iterations) == 0
+    two = training_cases.compile_two_outputs()
+    data = training_cases.two_outputs_data(24)
+    with pytest.raises(UserError, match=r"train.monitor=val_loose_loss is not measured: choose one of kind_accuracy, "):
+        tfdist.fit(two, data, validation_data=data, verbose=0, callbacks=[Patience("val_loose_loss", 1)])
+
+
+def test_a_run_says_why_it_ended(run, tmp_path):
+    flags = ["--config.model.name=mlp", "--config.train.patience=1", "--config.train.monitor=val_accuracy"]
+    flags += ["--config.optimizer.learning_rate=0.5", "--config.train.class_weight=balanced", "--notensorboard"]
+    done = run("tfdist.train", *flags, "--config.optimizer.warmup=0%", "--workdir=out")
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    accuracies = result["history"]["val_accuracy"]
+    best = int(np.argmax(accuracies))
+    assert result["status"] == "completed" and len(accuracies) == best + 2 < 30
+    assert result["reason"] == (
+        f"early stopping: val_accuracy has not improved for 1 evaluation; the weights are those of epoch {best + 1}"
+    )
+    assert result["evaluation"]["accuracy"] == max(accuracies)
+    assert f"({result['reason']})" in done.stdout
+    weights = next(line for line in done.stdout.splitlines() if line.startswith("tfdist: class weights: "))
+    assert [float(words.split()[-1]) for words in weights.split(",")] == pytest.approx([1.0] * 10, abs=0.1)
+
+
+# -- class weights ----------------------------------------------------------
+
+
+def loaded(y, classes=4, names=(), batches=False):
+    source = Arrays((np.zeros((len(y), 2)), np.asarray(y)))
+    if batches:
+        source = Batches(tf.data.Dataset.from_tensor_slices(source.columns).batch(3))
+    return Loaded(source, source, len(y), Spec((2,), "float32", classes, 1.0, names))
+
+
+@pytest.mark.parametrize("batches", [False, True])
+def test_balanced_is_what_scikit_learn_documents(batches):
+    y = np.array([0, 0, 0, 0, 1, 2, 2])
+    expected = {0: 7 / (3 * 4), 1: 7 / 3, 2: 7 / (3 * 2)}  # n_samples / (n_classes * np.bincount(y)), classes in y
+    assert class_weights.of("balanced", loaded(y, batches=batches)) == pytest.approx(expected)
+    assert class_weights.of("balanced", loaded(y[:, None], batches=batches)) == pytest.approx(expected)
+
+
+def by_number(y, **options):
+    """One-hot rows of examples by number, whose input is their number."""
+    targets = tf.one_hot(y, 3)
+    rows = lambda numbers: (numbers, tf.gather(targets, numbers))
+    return Records(len(y), rows, lambda stored, seed: (tf.cast(stored[0], tf.float32)[None], stored[1]), **options)
+
+
+def test_examples_by_number_are_counted_by_their_labels():
+    y = np.array([0, 0, 0, 0, 1, 2, 2])
+    table = lambda numbers: tf.gather(y, numbers)
+    source = Records(7, table, lambda label, seed: (tf.zeros([2]), label), labels=y)
+    data = Loaded(source, source, 7, Spec((2,), "float32", 4, 1.0))
+    assert class_weights.of("balanced", data) == pytest.approx({0: 7 / (3 * 4), 1: 7 / 3, 2: 7 / (3 * 2)})
+    source = Records(7, table, lambda label, seed: (tf.zeros([2]), label))
+    with pytest.raises(UserError, match="would have to read all examples first to count them: write the weights"):
+        class_weights.of("balanced", Loaded(source, source, 7, data.spec))
+
+
+def test_examples_are_weighed_before_they_are_mixed():
+    """MixUp of half and half: the loss must be that of the one and the other, each with the weight of its class."""
+    half = lambda own, partners, seeds: (own[0], *mixup.weighed(own[1:], partners[1:], tf.fill([3], 0.5)))
+    source = weigh_classes(by_number([0, 1, 2], mix=half), {0: 4.0, 2: 0.5})
+    ((_, y, weight),) = in_order(source, 3)
+    np.testing.assert_allclose(weight, [(4 + 1) / 2, (1 + 0.5) / 2, (0.5 + 4) / 2])
+    expected = np.array([[2, 0.5, 0], [0, 0.5, 0.25], [2, 0, 0.25]])  # half a weight for each of both classes
+    np.testing.assert_allclose(y * weight[:, None], expected)
+
+
+def test_by_number_and_by_name():
+    assert class_weights.of("", loaded([0, 1])) is None
+    assert class_weights.of("0=3.0, 2=0.2", loaded([0, 1])) == {0: 3.0, 2: 0.2}
+    assert class_weights.of("cat=3, 0=2", loaded([0, 1], 2, ("dog", "cat"))) == {1: 3.0, 0: 2.0}
+    assert class_weights.of("7=3", loaded([0, 1], 2, ("7", "3"))) == {0: 3.0}
+    with pytest.raises(UserError, match=r"unknown class 'cta' in train.class_weight: did you mean 'cat'"):
+        class_weights.of("cta=3", loaded([0, 1], 2, ("dog", "cat")))
+    with pytest.raises(UserError, match=r"unknown class '4' in train.class_weight"):
+        class_weights.of("4=3", loaded([0, 1]))
+    assert class_weights.describe({0: 1.5, 1: 0.25}, ("dog",)) == "dog 1.5, 1 0.25"
+    assert class_weights.describe({i: i + 1.0 for i in range(20)}, ()).startswith("19 20, 18 19, ")
+
+
+@pytest.mark.parametrize("y, classes", [(np.zeros((4, 7), int), 4), (np.zeros(4), None), (np.zeros(4), 4)])
+def test_weights_for_what_has_no_classes(y, classes):
+    with pytest.raises(UserError, match=r"is for data with one class per example: leave it out"):
+        class_weights.of("balanced", loaded(y, classes))

@@ -1,0 +1,203 @@
+"""The command, run as a person runs it."""
+
+import hashlib
+import json
+import pathlib
+
+import keras
+import numpy as np
+import pytest
+from conftest import REPOSITORY
+
+import tfdist
+from tfdist import config
+from tfdist.checkpoints import run_folder
+from tfdist.config import schedule
+from tfdist.errors import UserError
+from tfdist.monitoring import progress
+
+FAST = ["--config.model.name=mlp", "--config.train.epochs=3", "--config.optimizer.warmup=0%"]
+
+
+def result(folder):
+    return json.loads((folder / "result.json").read_text())
+
+
+def test_digits_reach_97_percent_and_every_strategy_gives_the_same(run, tmp_path):
+    """The main job, on real data, and the promise over 900 updates of a network with BatchNorm."""
+    for name, flags in (("one", []), ("two", ["--virtual_devices=2"])):
+        done = run("tfdist.train", f"--workdir={name}", *flags)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == ""
+    one, two = result(tmp_path / "one"), result(tmp_path / "two")
+    assert one["evaluation"]["accuracy"] >= 0.97
+    assert two["evaluation"]["accuracy"] == pytest.approx(one["evaluation"]["accuracy"], abs=1e-3)
+    assert two["weights_norm"] == pytest.approx(one["weights_norm"], rel=1e-6)
+    assert two["history"]["loss"] == pytest.approx(one["history"]["loss"], rel=1e-5)
+    assert (one["strategy"], two["strategy"], two["replicas"]) == ("default", "mirrored", 2)
+
+
+def test_the_run_folder_and_what_is_printed(run, tmp_path):
+    done = run("tfdist.train", *FAST, "--config.name=mine")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "tfdist: strategy default, because 1 CPU here: 1 replica on CPU:0"
+    assert "tfdist: mine: 90 updates of 48 examples: 3 epochs of 1437 examples" in lines
+    assert lines[-1] == "tfdist: results are in runs/mine/: report.html, result.json, model.keras"
+    assert all(len(line) <= 110 for line in lines)
+
+    folder = tmp_path / "runs" / "mine"
+    r = result(folder)
+    expected = dict(status="completed", replicas=1, workers=1, global_batch=48, updates=90, epochs=3, resumed_from=None)
+    assert {k: r[k] for k in expected} == expected
+    assert r["examples_seen"] == 3 * 1437 and r["examples_per_second"] > 0 and r["seconds_to_first_update"] > 0
+    assert r["versions"]["keras"] == keras.__version__
+    assert len(r["history"]["val_accuracy"]) == 3 and r["evaluation"]["loss"] == pytest.approx(
+        r["history"]["val_loss"][-1]
+    )
+
+    model = keras.saving.load_model(folder / "model.keras")
+    raw = b"".join(np.ascontiguousarray(w, "<f4").tobytes() for w in model.get_weights())
+    assert hashlib.sha256(raw).hexdigest() == r["weights_sha256"]
+    assert sum(float((w.astype("f8") ** 2).sum()) for w in model.get_weights()) == pytest.approx(
+        r["weights_norm"], rel=1e-12
+    )
+    lines = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+    assert [line.get("epoch") for line in lines] == [1, 2, 3, None]
+    assert json.loads((folder / "experiment.json").read_text())["model"]["name"] == "mlp"
+    assert json.loads((folder / "environment.json").read_text())["reason"] == "1 CPU here"
+    assert not [p for p in folder.iterdir() if p.name.startswith(".")], "temporary files are left"
+
+    # again: the same bits, and the first run is kept
+    assert run("tfdist.train", *FAST, "--config.name=mine").returncode == 0
+    assert result(folder)["weights_sha256"] == r["weights_sha256"]
+    assert result(tmp_path / "runs" / "mine.1") == r
+
+
+@pytest.mark.parametrize("name", ["digits_mlp", "stdlib_chars", "synthetic_cnn"])
+def test_configs_run(name, run, tmp_path):
+    short = ["--config.train.epochs=1", "--config.optimizer.warmup=0%"]
+    if name != "digits_mlp":
+        short.append(f"--config.data.options={'length=16, ' * (name == 'stdlib_chars')}examples=192")
+    flags = [f"--config={REPOSITORY}/configs/{name}.py", *short, "--virtual_devices=2", "--workdir=out"]
+    done = run("tfdist.train", *flags)
+    assert done.returncode == 0, done.stderr
+    assert result(tmp_path / "out")["status"] == "completed"
+
+
+def test_the_default_is_the_digits_config():
+    scope = {}
+    exec((REPOSITORY / "configs" / "digits.py").read_text(), scope)
+    assert scope["get_config"]() == config.Experiment()
+
+
+def test_flagfiles_hold_environment_flags_only(run):
+    for file in (REPOSITORY / "flags").glob("*.flags"):
+        names = [line.split("=")[0] for line in file.read_text().splitlines() if line.startswith("--")]
+        assert names and set(names) <= {"--strategy", "--devices", "--virtual_devices", "--threads", "--jit"}
+    done = run("tfdist.train", f"--flagfile={REPOSITORY}/flags/cpu_2.flags", *FAST, "--progress=none")
+    assert "2 replicas on CPU:0, CPU:1" in done.stdout
+
+
+def test_a_data_function_and_a_model_function(run, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        """
+import keras, numpy as np, tensorflow as tf
+def data(split, slope):
+    x = np.linspace(0, 1, 90 if split == "train" else 30, dtype="float32")[:, None]
+    return x, slope * x
+def model(spec, units):
+    m = keras.Sequential([keras.Input(spec.shape), keras.layers.Dense(units, "tanh"), keras.layers.Dense(1)])
+    m.compile(loss="mae")
+    return m
+"""
+    )
+    flags = [
+        "--config.data.name=mine:data", "--config.data.options=slope=3.0", "--config.model.name=mine:model",
+        "--config.model.options=units=4", "--config.train.label_smoothing=0", "--virtual_devices=3", "--workdir=out",
+    ]  # fmt: skip
+    done = run("tfdist.train", *flags)
+    assert done.returncode == 0, done.stderr
+    losses = result(tmp_path / "out")["history"]["loss"]
+    assert losses[-1] < 0.1 * losses[0]
+
+
+def test_precisions(run, tmp_path):
+    for precision in ("float64", "mixed_bfloat16", "mixed_float16"):
+        done = run("tfdist.train", *FAST, f"--config.train.precision={precision}", f"--workdir={precision}")
+        assert done.returncode == 0, done.stderr
+        assert result(tmp_path / precision)["evaluation"]["accuracy"] > 0.5
+    weights = keras.saving.load_model(tmp_path / "float64" / "model.keras").get_weights()
+    assert {w.dtype for w in weights} == {np.dtype("float64")}
+
+
+def test_stream_and_memory_hold_the_same_data(run, tmp_path):
+    for cache in ("stream", "memory"):
+        flags = [*FAST, f"--config.data.cache={cache}", "--config.data.shuffle=False", f"--workdir={cache}"]
+        assert run("tfdist.train", *flags).returncode == 0
+    assert result(tmp_path / "stream")["weights_norm"] == pytest.approx(
+        result(tmp_path / "memory")["weights_norm"], rel=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    "text, updates",
+    [
+        ("7", 7),
+        ("7 steps", 7),
+        ("1 step", 1),
+        ("2 epochs", 60),
+        ("0.5 epoch", 15),
+        ("480 examples", 10),
+        ("5%", 15),
+        ("0%", 0),
+    ],
+)
+def test_durations(text, updates):
+    assert schedule.duration("x", text, per_epoch=30, batch=48, updates=300) == updates
+
+
+def test_a_plan_by_steps():
+    e = config.Experiment()
+    e.train.epochs, e.train.steps = 0, 70
+    p = schedule.make(e, 1437, 2)
+    assert (p.updates, p.epochs, p.updates_per_epoch) == (70, 3, 30)
+    assert p.describe() == "70 updates of 48 examples on 2 replicas: 3 epochs of 1437 examples"
+
+
+def test_the_loss_comes_first_and_arrays_are_left_out():
+    logs = {"val_loss": 3.0, "val_only": 1e-7, "accuracy": 0.5, "loss": 1.0, "f1": np.ones(3)}
+    assert progress.numbers(logs) == "loss 1.0000 (val 3.0000)  accuracy 0.5000  val_only 1.000e-07"
+
+
+def test_json_has_no_nan(tmp_path):
+    folder = run_folder.RunFolder(str(tmp_path / "a" / "b"))
+    folder.create()
+    folder.write(
+        "x.json", {"loss": float("nan"), "n": np.float32(2), "list": [np.int64(1), float("inf")], "array": np.ones(2)}
+    )
+    assert json.loads((tmp_path / "a" / "b" / "x.json").read_text()) == {
+        "loss": None, "n": 2.0, "list": [1, None], "array": [1.0, 1.0],
+    }  # fmt: skip
+
+
+def test_an_unwritable_workdir(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot be written \(Not a directory\): choose another folder"):
+        run_folder.RunFolder(str(tmp_path / "file" / "x")).create()
+
+
+def test_importing_tfdist_imports_no_tensorflow(run, tmp_path):
+    (tmp_path / "light.py").write_text(
+        "import sys, tfdist\nassert 'tensorflow' not in sys.modules\nprint(tfdist.UserError)\n"
+    )
+    done = run("light")
+    assert done.returncode == 0 and "UserError" in done.stdout, done.stderr
+    with pytest.raises(AttributeError, match="no attribute 'fitt'"):
+        tfdist.fitt  # noqa: B018
+    assert set(tfdist.__all__) <= set(dir(tfdist))
+
+
+def test_no_path_of_a_machine_in_the_package():
+    for path in pathlib.Path(tfdist.__file__).parent.rglob("*.py"):
+        assert str(REPOSITORY) not in path.read_text()
