@@ -9,6 +9,7 @@ import sys
 import psutil
 import pytest
 from conftest import REPOSITORY
+
 from support import processes
 
 ENVIRON = {"PYTHONPATH": str(REPOSITORY)}
