@@ -120,8 +120,6 @@ def with_model(
         output.check()
     experiment = trained_model.read_experiment(asked) if chief else None
     facts = {**config.flat(values.config), "--checkpoint": asked.checkpoint, "--model": os.path.basename(asked.model)}
-    distribution = connect.create(site, facts)
-    messages.chief_only(distribution.is_chief)
 
     def do() -> None:
         from tfdist.engine.worker_session import Signals
@@ -134,6 +132,8 @@ def with_model(
     # Standard output may be for the result alone; what is said to a person, and by TFDS, goes to standard error then.
     aside = contextlib.redirect_stdout(sys.stderr) if values.output == STDOUT else contextlib.nullcontext()
     with aside:
+        distribution = connect.create(site, facts)
+        messages.chief_only(distribution.is_chief)
         try:
             worker_session.in_touch(distribution.peers, do)
         except Interrupted as stopped:
