@@ -105,10 +105,10 @@ def _run(
 ) -> Result | None:
     """Does what every worker does once the strategy has been started."""
     from tfdist.train.preparation import prepare
-    from tfdist.train.run import TrainingRun
+    from tfdist.train.run import Run
 
     prepared = prepare(experiment, environment, site, folder, distribution, proposal)
-    run = TrainingRun(prepared, environment, site, folder, distribution)
+    run = Run(prepared, environment, site, folder, distribution)
     if environment.dry_run:
         run.rehearse()
         return None

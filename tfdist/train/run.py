@@ -25,7 +25,7 @@ from tfdist.train.early_stopping import Patience
 from tfdist.train.preparation import Preparation
 
 
-class TrainingRun:
+class Run:
     """A prepared experiment under way on one worker.
 
     Args:
