@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test faults horovod lint bench bench-workers bench-checkpoints bench-watching bench-input clean
+.PHONY: train test test-all faults horovod lint bench bench-workers bench-checkpoints bench-watching bench-input clean
 
 train: .venv/ready
 	$(BIN)/python -m tfdist.train
@@ -10,6 +10,10 @@ train: .venv/ready
 # Two files of tests at a time; those of a file stay together, since they share what is slow to set up.
 test: .venv/ready horovod
 	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
+
+# Every cell of every table, and `faults`.
+test-all: .venv/ready horovod
+	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder -m ''
 
 # The long ones: processes that are killed, stopped and cut off in mid-run.
 faults: .venv/ready horovod

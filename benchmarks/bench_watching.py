@@ -68,7 +68,7 @@ def prepared(name):
                 folder = RunFolder(path)
                 recorder = recorder_lib.Recorder(folder, schedule)
                 counted = flops.Work(model, as_source(x, y), [], 1, "float32")
-                watching = monitors.Watching(where, folder, recorder, schedule, True, counted, print)
+                watching = monitors.Watching(where, folder, recorder, schedule, True, counted)
                 watching.start(experiment, [], (0, 0))
                 called = [recorder, *watching.callbacks]
             tfdist.fit(

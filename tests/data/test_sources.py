@@ -10,9 +10,8 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist.data import sources
+from tfdist.data import loaded, sources
 from tfdist.data.batch_layout import Layout, fetch
-from tfdist.data.datasets import registry
 from tfdist.data.feeds import ArrayFeed, BatchFeed
 from tfdist.distributed.peers import Peers
 from tfdist.engine import batching
@@ -333,10 +332,10 @@ def test_seeds_that_are_none(seed):
 
 def test_what_a_function_returns_is_described():
     """Examples by number as well as arrays."""
-    arrays, records = (registry._described(SHARED[kind](), SHARED[kind]()).spec for kind in ("arrays", "records"))
+    arrays, records = (loaded.described(SHARED[kind](), SHARED[kind]()).spec for kind in ("arrays", "records"))
     assert (arrays.shape, arrays.dtype, arrays.classes) == (records.shape, records.dtype, records.classes)
     images = sources.Records(12, lambda rows: tf.gather(np.zeros((12, 8, 8, 3), "uint8"), rows), lambda x, seed: (x,))
-    assert registry._described(images, images).spec.maximum == 255
+    assert loaded.described(images, images).spec.maximum == 255
     strings = np.array(["a", "b"], object)
     assert sources.as_source((strings, np.array([0, 1]))).columns[0] is strings
     with pytest.raises(tfdist.UserError, match="cannot train on ndarray of Python objects"):

@@ -18,26 +18,25 @@ def reference(connect):
 
 
 ON_EIGHT = ("uneven tail", "tail smaller than the replicas", "masked, accumulated", "batch norm, synchronized")
+SHORT = [("", 2), ("float64", 3), ("", 3), ("float64", 2)]
+"""What `make test` runs of a case, in turn: its own precision ("") or float64, on so many replicas."""
 
 
-def is_long(case, replicas):
-    """Two replicas and three tell most of what four and eight tell, and tracing takes a while for each."""
-    return replicas == 4 or (replicas == 8 and case.name not in ON_EIGHT)
+def rows():
+    """Every case in each precision on 2, 3, 4 and 8 replicas. Each case has one row in `make test`, all in `test-all`."""
+    for turn, case in enumerate(training_cases.CASES):
+        own, (precision, replicas) = case.precision, SHORT[turn % len(SHORT)]
+        short = {((case.double and precision) or own, replicas)}
+        if case.name in ON_EIGHT[:2]:
+            short.add((own, 8))
+        for precision in [own, "float64"] if case.double else [own]:
+            # In float64 rounding hides nothing, so two numbers of replicas are proof enough.
+            for replicas in (2, 3, 4, 8) if precision != "float64" else (2, 3):
+                marks = [] if (precision, replicas) in short else [pytest.mark.whole]
+                yield pytest.param(case, precision, replicas, id=f"{case}-{precision}-{replicas}", marks=marks)
 
 
-TABLE = [
-    pytest.param(
-        case,
-        precision,
-        replicas,
-        id=f"{case}-{precision}-{replicas}",
-        marks=[pytest.mark.faults] * is_long(case, replicas),
-    )
-    for case in training_cases.CASES
-    for precision in ([case.precision, "float64"] if case.double else [case.precision])
-    # In float64 rounding hides nothing, so one number of replicas, and an odd one, is proof enough.
-    for replicas in ((2, 3, 4, 8) if precision != "float64" else (3,))
-]
+TABLE = list(rows())
 
 
 @pytest.mark.parametrize("case, precision, replicas", TABLE)

@@ -245,7 +245,7 @@ def test_data_that_the_model_was_not_trained_for(changes, message):
 
 
 def test_a_table_with_other_statistics():
-    from tfdist.data.datasets.registry import Column
+    from tfdist.data.spec import Column
 
     table = lambda mean: spec(columns=(Column("age", "number", mean, 2.0),), names=())
     with pytest.raises(
@@ -321,7 +321,7 @@ def test_a_file_of_keras_that_does_not_fit(connect, tmp_path):
     ],
 )
 def test_the_loss_of_a_file_says_what_targets_it_wants(loss, rows):
-    from tfdist.data.datasets.registry import Loaded
+    from tfdist.data.loaded import Loaded
     from tfdist.data.sources import Arrays
 
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, activation="softmax")])

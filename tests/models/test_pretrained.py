@@ -11,7 +11,7 @@ import tfdist
 from tfdist import config
 from tfdist.checkpoints import training_state
 from tfdist.config import validation
-from tfdist.data.datasets.registry import Loaded
+from tfdist.data.loaded import Loaded
 from tfdist.data.sources import Arrays
 from tfdist.data.spec import Spec
 from tfdist.errors import UserError

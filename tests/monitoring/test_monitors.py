@@ -226,7 +226,7 @@ def test_tensorboard_forgets_what_a_resumed_run_repeats(tmp_path, monkeypatch):
     clock = itertools.count(1_700_000_000)
     monkeypatch.setattr(event_file_writer, "time", types.SimpleNamespace(time=lambda: next(clock)))
     for start, steps in ((0, (10, 20, 30)), (20, (25, 30))):
-        board = Board(tmp_path / "tensorboard", print)
+        board = Board(tmp_path / "tensorboard")
         board.begin(start, {"config.seed": "7"})
         for step in steps:
             board.scalars("train", step, {"loss": start + step / 100, "array": np.ones(3), "unknown": None})
@@ -237,13 +237,12 @@ def test_tensorboard_forgets_what_a_resumed_run_repeats(tmp_path, monkeypatch):
     assert found["loss"][2][1] == pytest.approx(20.25)
 
 
-def test_a_disk_that_is_full_ends_tensorboard_alone(tmp_path, capsys):
+def test_a_disk_that_is_full_ends_tensorboard_alone(tmp_path, said):
     (tmp_path / "tensorboard").write_text("a file where a folder should be")
-    board = Board(tmp_path / "tensorboard", print)
+    board = Board(tmp_path / "tensorboard")
     board.begin(0, {})
     board.scalars("train", 1, {"loss": 1.0})
     board.close()
-    said = capsys.readouterr().out.splitlines()
     assert len(said) == 1 and said[0].startswith("WARNING: ") and said[0].endswith("training goes on without it")
 
 
@@ -254,15 +253,12 @@ def recorder(**values):
     return types.SimpleNamespace(**{"updates": 0, "begun": time.time()} | values)
 
 
-def test_slow_input_is_said_once(tmp_path, connect):
-    said = []
+def test_slow_input_is_said_once(connect, said):
     folder = types.SimpleNamespace(append=lambda *line: None, cut=lambda *line: None)
     work = types.SimpleNamespace(count=lambda: None, measures=lambda rate: {"flops_per_second": None})
     for waited, lines in ((0.9, 1), (0.1, 0)):
         said.clear()
-        timeline = Timeline(
-            folder, recorder(begun=0.0), system_usage.Usage(()), work, {}, None, "do something", said.append
-        )
+        timeline = Timeline(folder, recorder(begun=0.0), system_usage.Usage(()), work, {}, None, "do something")
         timeline.set_model(small(connect(1)))
         for _ in range(3):
             timeline.on_call(Call(10, 80, Spent(4 * waited, 4 * (1 - waited), 0.0, 0.0), True, 1.0))
@@ -334,7 +330,7 @@ def test_numbers_that_stay_short():
     assert [progress.clock(s) for s in (7, 187, 3787)] == ["0:07", "3:07", "1:03:07"]
 
 
-def test_a_profile(tmp_path, connect):
+def test_a_profile(tmp_path, connect, said):
     """The trace has just the updates that were asked for, and the text the operations of the model."""
 
     class Count(keras.callbacks.Callback):
@@ -344,8 +340,8 @@ def test_a_profile(tmp_path, connect):
         def on_train_batch_end(self, batch, logs=None):
             self.updates = batch + 1
 
-    said, count = [], Count()
-    profiler = profiler_lib.Profiler(21, 30, count, tmp_path, True, said.append)
+    count = Count()
+    profiler = profiler_lib.Profiler(21, 30, count, tmp_path, True)
     distribution = connect(2)
     tfdist.fit(
         small(distribution), data(960), distribution=distribution, batch_size=16, epochs=1,
@@ -366,9 +362,8 @@ def test_a_profile(tmp_path, connect):
     ]
 
 
-def test_a_profile_of_what_is_over(tmp_path):
-    said = []
-    profiler = profiler_lib.Profiler(21, 30, recorder(updates=40), tmp_path, True, said.append)
+def test_a_profile_of_what_is_over(tmp_path, said):
+    profiler = profiler_lib.Profiler(21, 30, recorder(updates=40), tmp_path, True)
     profiler.on_train_batch_begin(0)
     profiler.stop()
     assert said == ["WARNING: no profile: training went on from update 40, behind --profile=21:30"]

@@ -10,7 +10,7 @@ from tfdist.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Step:
+class AugmentStep:
     """One operation and its arguments."""
 
     name: str
@@ -22,6 +22,8 @@ class Step:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Argument:
+    """What an argument of an operation may be."""
+
     name: str
     low: float
     high: float
@@ -44,8 +46,8 @@ _KNOWN: dict[str, tuple[_Argument, ...]] = {
 MIXING = ("mixup", "cutmix")
 
 
-def steps(text: str, field: str = "data.augment") -> tuple[Step, ...]:
-    """The operations that `text` names, in its order.
+def steps(text: str, field: str = "data.augment") -> tuple[AugmentStep, ...]:
+    """Returns the operations that `text` names, in its order.
 
     Raises:
       UserError: naming `field`, when a name is not known, an argument is
@@ -55,19 +57,19 @@ def steps(text: str, field: str = "data.augment") -> tuple[Step, ...]:
         parsed = ast.parse(f"f({text})", mode="eval").body
         if not isinstance(parsed, ast.Call) or not isinstance(parsed.func, ast.Name) or parsed.keywords:
             raise ValueError
-        found = tuple(_step(node, field) for node in parsed.args)
+        operations = tuple(_step(node, field) for node in parsed.args)
     except (SyntaxError, ValueError):
         raise UserError(f"{field}={text!r} is not understood: write it like flip, crop(4), mixup(0.2)") from None
-    names = [step.name for step in found]
+    names = [step.name for step in operations]
     for name in ("resized_crop", *MIXING):
         if names.count(name) > 1:
             raise UserError(f"{field}={text!r} gives {name} {names.count(name)} times: give it once")
     if "resized_crop" in names[1:]:
         raise UserError(f"{field}={text!r}: resized_crop decides the size, so write it first")
-    return found
+    return operations
 
 
-def _step(node: ast.expr, field: str) -> Step:
+def _step(node: ast.expr, field: str) -> AugmentStep:
     called = isinstance(node, ast.Call) and not node.keywords
     name = node.func if isinstance(node, ast.Call) else node
     if not isinstance(name, ast.Name) or (isinstance(node, ast.Call) and not called):
@@ -91,4 +93,4 @@ def _step(node: ast.expr, field: str) -> Step:
                 f"{'above' if argument.above else 'from'} {argument.low:g} {'and at most' if argument.above else 'to'}"
             )
             raise UserError(f"{field}: {argument.name} of {written} must be {bounds} {argument.high:g}, got {value!r}")
-    return Step(name.id, tuple(float(v) for v in values))
+    return AugmentStep(name.id, tuple(float(v) for v in values))

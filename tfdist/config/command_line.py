@@ -15,7 +15,7 @@ from ml_collections import config_flags
 
 from tfdist import config
 from tfdist.config import field_syntax, runtime_options
-from tfdist.errors import TrainingError, UserError
+from tfdist.errors import TrainingError, UserError, one_line
 
 DEFAULT_CONFIG = os.path.join(os.path.dirname(__file__), "default_experiment.py")
 _BATCH = "config.train.batch_size"
@@ -92,7 +92,7 @@ def parse_own(argv: list[str]) -> list[str]:
 
 
 def _complaint(error: flags.Error) -> UserError:
-    text = " ".join(str(error).split())
+    text = one_line(error)
     if "Unable to parse value" in text:
         text = re.sub(r"Unable to parse value .*", "is a group of fields: set one of them", text)
     return UserError(text)

@@ -4,5 +4,5 @@ from tfdist.config import Experiment
 
 
 def get_config() -> Experiment:
-    """A small CNN on 1,437 handwritten digits, over 97 % right on the other 360."""
+    """Returns the digits experiment: a small CNN on 1,437 images, over 97 % right on the other 360."""
     return Experiment()

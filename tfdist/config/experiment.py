@@ -9,7 +9,6 @@ before any device is touched.
 # the types of the fields and cannot do so from strings.
 
 import dataclasses
-from typing import Any
 
 MODELS = (
     "cnn", "mlp", "conv_bn", "alexnet", "resnet_cifar", "vit", "char_transformer", "gpt", "table_mlp",
@@ -40,7 +39,7 @@ SCHEDULES = {
     "step": ("boundaries", "factor"),
     "exponential": ("end", "factor", "every"),
 }
-"""And what `optimizer.schedule_options` may say of each."""
+"""Schedules, and what `optimizer.schedule_options` may say of each."""
 REDUCE_DTYPES = ("float32", "bfloat16", "float16")
 LR_SCALINGS = ("none", "linear", "sqrt")
 ON_NONFINITE = ("stop", "rollback")
@@ -56,6 +55,8 @@ ON_BROKEN = ("refuse", "skip")
 
 @dataclasses.dataclass(slots=True)
 class Data:
+    """Which examples are trained and evaluated on, and how they are read."""
+
     name: str = "digits"
     """A TFDS name, `image_folder:/path`, `csv:/path`, `text:/pattern`, `tfrecord:/pattern`, `synthetic`, `stdlib_text`,
     or `package.module:function` (see tfdist.data.datasets.registry.load)."""
@@ -72,7 +73,7 @@ class Data:
     image_size: str = ""
     """Height and width that images are made: `224` or `192x256`; empty to leave them as they are."""
     resize: str = "crop"
-    """How: `crop` cuts the longer side, `stretch` changes the proportions, `pad` adds black borders."""
+    """How to: `crop` cuts the longer side, `stretch` changes the proportions, `pad` adds black borders."""
     augment: str = ""
     """Random changes of training images, in order, such as `flip, crop(4), color(0.4), mixup(0.2)`."""
     broken: str = "refuse"
@@ -81,6 +82,8 @@ class Data:
 
 @dataclasses.dataclass(slots=True)
 class Model:
+    """Which model is trained, and what it starts with."""
+
     name: str = "cnn"
     """One of `MODELS` or `APPLICATIONS`, a `.keras` file to go on with, in its precision, with a new optimizer and
     nothing frozen, or `package.module:function`, called as `function(spec, **options)`."""
@@ -96,6 +99,8 @@ class Model:
 
 @dataclasses.dataclass(slots=True)
 class Optimizer:
+    """How the weights change: the optimizer, its learning rate, and what goes with them."""
+
     name: str = "sgd"
     """A Keras optimizer in lower case, or `package.module:function`, called as `function(learning_rate)`."""
     learning_rate: float = 0.05
@@ -129,6 +134,8 @@ class Optimizer:
 
 @dataclasses.dataclass(slots=True)
 class Train:
+    """How long and in which portions to train."""
+
     epochs: int = 30
     """Passes over the data; 0 to count in `steps`."""
     steps: int = 0
@@ -157,6 +164,8 @@ class Train:
 
 @dataclasses.dataclass(slots=True)
 class Eval:
+    """How often and in which portions to evaluate."""
+
     every: str = "1 epoch"
     """How often to evaluate: a duration in whole epochs; the end is always evaluated."""
     batch_size: int = 256
@@ -164,6 +173,8 @@ class Eval:
 
 @dataclasses.dataclass(slots=True)
 class Checkpoint:
+    """How often checkpoints are written, and which are kept."""
+
     every: str = "60 seconds"
     """How often, and at the end: a time (`5 minutes`) or a duration (`100 steps`, `1 epoch`); `off` for never."""
     keep: int = 3
@@ -176,6 +187,8 @@ class Checkpoint:
 
 @dataclasses.dataclass(slots=True)
 class Experiment:
+    """All that decides about the numbers of a run; where it runs is in `runtime_options`."""
+
     name: str = "digits"
     seed: int = 0
     data: Data = dataclasses.field(default_factory=Data)
@@ -186,14 +199,14 @@ class Experiment:
     checkpoint: Checkpoint = dataclasses.field(default_factory=Checkpoint)
 
 
-def flat(experiment: Experiment | dict[str, Any]) -> dict[str, str]:
-    """Every field by its name on the command line, for comparing experiments.
+def flat(experiment: Experiment | dict[str, object]) -> dict[str, str]:
+    """Returns every field by its name on the command line, for comparing experiments.
 
     Args:
       experiment: or its fields as they stand in `experiment.json`.
     """
 
-    def fields(prefix: str, value: Any) -> dict[str, str]:
+    def fields(prefix: str, value: object) -> dict[str, str]:
         if not isinstance(value, dict):
             return {prefix: str(value)}
         return {name: text for key, inner in value.items() for name, text in fields(f"{prefix}.{key}", inner).items()}

@@ -6,16 +6,19 @@ import ast
 import difflib
 import math
 import re
-from typing import Any
+from typing import Any, TypeAlias
 
 from tfdist.config import FILES, SCHEDULES, Optimizer
 from tfdist.errors import UserError
 
+Options: TypeAlias = dict[str, Any]
+"""Keyword arguments as a person wrote them: numbers, texts, truth values, and tuples or lists of them, by name."""
+
 _REFERENCE = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
 
 
-def options(field: str, text: str) -> dict[str, Any]:
-    """Keyword arguments in `text`, Python literals or bare words: `units=64, activation=relu`.
+def options(field: str, text: str) -> Options:
+    """Returns the keyword arguments in `text`, Python literals or bare words: `units=64, activation=relu`.
 
     Raises:
       UserError: naming `field`, when `text` is something else.
@@ -36,36 +39,36 @@ def options(field: str, text: str) -> dict[str, Any]:
 
 
 def image_size(text: str) -> tuple[int, int] | None:
-    """Height and width in `data.image_size`; None if it is empty.
+    """Returns height and width in `data.image_size`; None if it is empty.
 
     Raises:
       UserError: when it is something else.
     """
     if not text:
         return None
-    found = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", text)
-    if not found:
+    sides = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", text)
+    if not sides:
         raise UserError(f"data.image_size={text!r} is not understood: write 224, or height x width such as 192x256")
-    return int(found[1]), int(found[2] or found[1])
+    return int(sides[1]), int(sides[2] or sides[1])
 
 
 def assignments(field: str, text: str) -> dict[str, str]:
-    """`name=value, name=value` with values that are any words: `boundaries=30% 60%, factor=0.1`.
+    """Parses `name=value, name=value`, whose values are any words: `boundaries=30% 60%, factor=0.1`.
 
     Raises:
       UserError: naming `field`, when `text` is something else.
     """
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for part in text.split(",") if text.strip() else []:
         name, equals, value = (word.strip() for word in part.rpartition("="))
-        if not (name and equals and value) or name in found:
+        if not (name and equals and value) or name in values:
             raise UserError(f"{field}={text!r} is not understood: write name=value, name=value, each name once")
-        found[name] = value
-    return found
+        values[name] = value
+    return values
 
 
 def number(field: str, text: str) -> float:
-    """A finite number in `text`.
+    """Returns the finite number in `text`.
 
     Raises:
       UserError: naming `field`.
@@ -79,67 +82,67 @@ def number(field: str, text: str) -> float:
     return value
 
 
-def check_whole(name: str, value: Any) -> None:
+def check_whole(name: str, value: object) -> None:
     """Raises UserError unless `value` is a whole number of at least 1."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise UserError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
 def layer_rates(optimizer: Optimizer) -> dict[str, float]:
-    """`optimizer.layer_rates` as factors by pattern."""
+    """Returns `optimizer.layer_rates` as factors by pattern."""
     field = "optimizer.layer_rates"
-    found = {
+    factors = {
         name: number(f"{name} in {field}", text) for name, text in assignments(field, optimizer.layer_rates).items()
     }
-    for name, value in found.items():
+    for name, value in factors.items():
         if value <= 0:
             raise UserError(f"{name} in {field} must be positive, got {value:g}: freeze layers with model.freeze")
-    return found
+    return factors
 
 
 def class_weights(text: str) -> dict[str, float]:
-    """`train.class_weight` as weights by class number or name; empty for `balanced`."""
+    """Returns `train.class_weight` as weights by class number or name; empty for `balanced`."""
     field = "train.class_weight"
     if text == "balanced":
         return {}
-    found = {name: number(f"{name} in {field}", value) for name, value in assignments(field, text).items()}
-    for name, value in found.items():
+    weights = {name: number(f"{name} in {field}", value) for name, value in assignments(field, text).items()}
+    for name, value in weights.items():
         if value < 0:
             raise UserError(f"{name} in {field} must not be negative, got {value:g}")
-    return found
+    return weights
 
 
-def schedule_options(optimizer: Optimizer) -> dict[str, Any]:
-    """`optimizer.schedule_options` as numbers `end` and `factor` and texts `boundaries` and `every`, where given.
+def schedule_options(optimizer: Optimizer) -> Options:
+    """Parses `optimizer.schedule_options` into numbers `end` and `factor` and texts `boundaries` and `every`.
 
     Raises:
       UserError: the schedule has no such option, or needs another one.
     """
     field = "optimizer.schedule_options"
-    found: dict[str, Any] = dict(assignments(field, optimizer.schedule_options))
+    given: dict[str, Any] = dict(assignments(field, optimizer.schedule_options))
     known = SCHEDULES[optimizer.schedule]
-    for name in found:
+    for name in given:
         if name not in known:
             raise UserError(
                 f"unknown {name!r} in {field}={optimizer.schedule_options!r}: "
                 f"{optimizer.schedule} knows {', '.join(known) or 'none'}"
             )
     for name in ("end", "factor"):
-        if name in found:
-            found[name] = number(f"{name} in {field}", found[name])
-            if not 0 <= found[name] < 1 or (found[name] == 0 and optimizer.schedule not in ("cosine", "linear")):
-                raise UserError(f"{name} in {field} must be a share of the rate below 1, got {found[name]:g}")
-    if optimizer.schedule == "step" and "boundaries" not in found:
+        if name in given:
+            given[name] = number(f"{name} in {field}", given[name])
+            if not 0 <= given[name] < 1 or (given[name] == 0 and optimizer.schedule not in ("cosine", "linear")):
+                raise UserError(f"{name} in {field} must be a share of the rate below 1, got {given[name]:g}")
+    if optimizer.schedule == "step" and "boundaries" not in given:
         raise UserError(f"optimizer.schedule=step needs {field}, such as 'boundaries=30% 60% 80%, factor=0.1'")
-    if ("factor" in found) != ("every" in found) and optimizer.schedule == "exponential":
+    if ("factor" in given) != ("every" in given) and optimizer.schedule == "exponential":
         raise UserError(f"{field}={optimizer.schedule_options!r} is half of it: write factor=0.94, every=2 epochs")
-    if "end" in found and "factor" in found:
+    if "end" in given and "factor" in given:
         raise UserError(f"{field}={optimizer.schedule_options!r} says it twice: give end, or factor and every")
-    return found
+    return given
 
 
 def files(name: str) -> tuple[str, str] | None:
-    """One of `FILES` and the path or pattern behind it, or None where `data.name` is something else."""
+    """Returns one of `FILES` and the path or pattern behind it, or None where `data.name` is something else."""
     kind, colon, path = name.partition(":")
     return (kind, path) if colon and kind in FILES else None
 
@@ -150,6 +153,6 @@ def is_reference(name: str) -> bool:
 
 
 def suggest(value: str, known: tuple[str, ...]) -> str:
-    """`: did you mean 'x'? Known: ...`, the way every unknown name ends."""
+    """Returns `: did you mean 'x'? Known: ...`, the way every message about an unknown name ends."""
     near = difflib.get_close_matches(value, known, n=1)
     return (f": did you mean {near[0]!r}? Known" if near else ": known") + f" are {', '.join(known)}"

@@ -9,6 +9,7 @@ from typing import Any
 
 from absl import flags
 
+from tfdist.config import Experiment
 from tfdist.errors import UserError
 
 STRATEGIES = ("auto", "default", "mirrored", "multi_worker", "tpu", "horovod")
@@ -86,12 +87,12 @@ class Environment:
     def _check_profile(self) -> None:
         if not self.profile:
             return
-        found = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", self.profile)
-        if not found or int(found[1]) > int(found[2]):
+        bounds = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", self.profile)
+        if not bounds or int(bounds[1]) > int(bounds[2]):
             raise UserError(
                 f"--profile={self.profile} is not understood: write the first and the last update, such as 20:30"
             )
-        count = int(found[2]) - int(found[1]) + 1
+        count = int(bounds[2]) - int(bounds[1]) + 1
         if count > MOST_PROFILED:
             raise UserError(
                 f"--profile={self.profile} is {count} updates, a trace that no browser opens: "
@@ -145,11 +146,11 @@ def define_flags() -> None:
 
 
 def from_flags(values: flags.FlagValues) -> Environment:
-    """The environment that parsed flags describe; a command need not have all of them."""
-    found: dict[str, Any] = {f.name: values[f.name].value for f in dataclasses.fields(Environment) if f.name in values}
-    return Environment(**found)
+    """Returns the environment that parsed flags describe; a command need not have all of them."""
+    given: dict[str, Any] = {f.name: values[f.name].value for f in dataclasses.fields(Environment) if f.name in values}
+    return Environment(**given)
 
 
-def workdir(experiment: Any, where: Any) -> str:
-    """The run folder of an experiment in an environment: `--workdir`, or one by the experiment's name."""
+def workdir(experiment: Experiment, where: Environment) -> str:
+    """Returns the run folder of an experiment: `--workdir`, or one by the experiment's name."""
     return os.path.expanduser(where.workdir) or os.path.join("runs", experiment.name)

@@ -55,7 +55,7 @@ class Plan:
     """Peak learning rate, scaled to the batch."""
 
     def describe(self) -> str:
-        """The plan in one line."""
+        """Returns the plan in one line."""
         micro = f", {self.accumulate} micro-batches" if self.accumulate > 1 else ""
         split = f" on {self.replicas} replicas" if self.replicas > 1 else ""
         scaled = f", learning rate {self.base_rate:g} scaled to {self.rate:g}" if self.rate != self.base_rate else ""
@@ -115,13 +115,17 @@ def _decay(experiment: Experiment, per_epoch: int, updates: int, warmup: int) ->
             texts = _DURATIONS.findall(given["boundaries"])
             if "".join(texts).replace(" ", "") != given["boundaries"].replace(" ", ""):
                 raise UserError(f"boundaries in {field}={given['boundaries']!r} are not understood: write 30% 60% 80%")
-            found = tuple(duration(f"boundaries in {field}", text, per_epoch, batch, updates) for text in texts)
-            if list(found) != sorted(set(found)) or not warmup <= found[0] <= found[-1] < updates or not found[0]:
+            boundaries = tuple(duration(f"boundaries in {field}", text, per_epoch, batch, updates) for text in texts)
+            if (
+                list(boundaries) != sorted(set(boundaries))
+                or not warmup <= boundaries[0] <= boundaries[-1] < updates
+                or not boundaries[0]
+            ):
                 raise UserError(
-                    f"boundaries in {field} are updates {', '.join(map(str, found))}: "
+                    f"boundaries in {field} are updates {', '.join(map(str, boundaries))}: "
                     f"they must ascend from the end of the warm-up ({warmup}) to before the end of the run ({updates})"
                 )
-            return Decay("step", boundaries=found, factor=given.get("factor", 0.1))
+            return Decay("step", boundaries=boundaries, factor=given.get("factor", 0.1))
         case "exponential" if "every" in given:
             every = duration(f"every in {field}", given["every"], per_epoch, batch, updates)
             if not every:
@@ -133,7 +137,7 @@ def _decay(experiment: Experiment, per_epoch: int, updates: int, warmup: int) ->
 
 
 def scaled_rate(experiment: Experiment) -> float:
-    """The learning rate for this batch size.
+    """Returns the learning rate for this batch size.
 
     `linear` as in Goyal et al., *Accurate, Large Minibatch SGD* (2017); `sqrt`
     as in Krizhevsky, *One weird trick* (2014), which keeps the variance.
@@ -144,7 +148,7 @@ def scaled_rate(experiment: Experiment) -> float:
 
 
 def duration(field: str, text: str, per_epoch: int, batch: int, updates: int) -> int:
-    """Updates in `text`: `10`, `10 steps`, `0.5 epochs`, `2000 examples` or `5%` of the run."""
+    """Returns the updates in `text`: `10`, `10 steps`, `0.5 epochs`, `2000 examples` or `5%` of the run."""
     match = _DURATION.match(text)
     if not match:
         raise UserError(f"{field}={text!r} is not a duration: write 100 steps, 2 epochs, 5000 examples or 5%")
@@ -156,7 +160,9 @@ def duration(field: str, text: str, per_epoch: int, batch: int, updates: int) ->
 def interval(
     field: str, text: str, per_epoch: int | None = 1, batch: int = 1, updates: float = math.inf
 ) -> tuple[float, float]:
-    """How often, in updates and in seconds, one of them infinite: `off`, a time (`60 seconds`), or a duration.
+    """Returns how often, in updates and in seconds, one of them infinite.
+
+    `text` is `off`, a time (`60 seconds`) or a duration.
 
     Args:
       per_epoch: updates of an epoch; None if unknown.
@@ -172,14 +178,14 @@ def interval(
         raise UserError(f"{field}={text!r} is not understood: write 100 steps, 1 epoch, 60 seconds, 5 minutes or off")
     if unit == "epoch" and per_epoch is None:
         raise UserError(f"{field}={text!r} with data of unknown length: write it in steps or seconds")
-    found = duration(field, text, per_epoch or 1, batch, 0)
-    if found < 1 and float(known[1]) == 0:
+    every = duration(field, text, per_epoch or 1, batch, 0)
+    if every < 1 and float(known[1]) == 0:
         raise UserError(f"{field}={text!r} is no interval: write off for none")
-    return max(1, found), math.inf
+    return max(1, every), math.inf
 
 
 def profiled(text: str, plan: Plan) -> tuple[int, int]:
-    """The first and last update of `--profile`, counted from 1; (0, 0) for none."""
+    """Returns the first and last update of `--profile`, counted from 1; (0, 0) for none."""
     if not text:
         return 0, 0
     first, last = map(int, text.split(":"))
@@ -189,7 +195,7 @@ def profiled(text: str, plan: Plan) -> tuple[int, int]:
 
 
 def better(text: str, field: str = "checkpoint.best") -> tuple[str, int]:
-    """`checkpoint.best` or `train.monitor` as a metric's name, and +1 where more is better or -1 where less is."""
+    """Parses `checkpoint.best` or `train.monitor`: a metric's name, and +1 where more is better or -1 where less is."""
     mode, _, name = text.strip().rpartition(" ")
     if mode not in ("", "min", "max"):
         raise UserError(f"{field}={text!r} is not understood: write a metric, or min or max and a metric")

@@ -7,13 +7,15 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 from tfdist.errors import UserError
 
+Result = TypeVar("Result")
 
-def resolve(field: str, reference: str) -> Callable[..., Any]:
-    """The function that `package.module:function` names; the working folder counts as a place to look.
+
+def resolve(field: str, reference: str) -> Callable:
+    """Returns the function that `package.module:function` names; the working folder counts as a place to look.
 
     Raises:
       UserError: no such module or function.
@@ -31,7 +33,7 @@ def resolve(field: str, reference: str) -> Callable[..., Any]:
     return function
 
 
-def call(field: str, function: Callable[..., Any], arguments: dict, *positional: Any) -> Any:
+def call(field: str, function: Callable[..., Result], arguments: dict, *positional: object) -> Result:
     """Calls `function`, turning arguments that it does not take into one line that names `field`."""
     try:
         inspect.signature(function).bind(*positional, **arguments)

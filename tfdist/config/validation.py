@@ -1,4 +1,4 @@
-"""What of an experiment can be known to be wrong without TensorFlow."""
+"""Finds what can be known to be wrong in an experiment without TensorFlow."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from tfdist.config import (
     REDUCE_DTYPES,
     RESIZES,
     SCHEDULES,
+    Data,
     Experiment,
     Model,
+    Optimizer,
     augment_syntax,
     field_syntax,
 )
@@ -39,7 +41,7 @@ OF_FIELDS = {
 """Arguments of an optimizer that are fields of their own; in its options one of both would be ignored."""
 
 
-def validate(experiment: Any) -> Experiment:
+def validate(experiment: object) -> Experiment:
     """Checks an experiment.
 
     Raises:
@@ -50,84 +52,115 @@ def validate(experiment: Any) -> Experiment:
             f"get_config() of --config must return a tfdist.config.Experiment, got {type(experiment).__name__}: "
             "see configs/digits.py"
         )
-    e = experiment
-    _types(e)
-    _model(e.model)
-    _among("optimizer.name", e.optimizer.name, OPTIMIZERS)
-    _among("optimizer.schedule", e.optimizer.schedule, tuple(SCHEDULES), reference=False)
-    field_syntax.schedule_options(e.optimizer)
-    _among("optimizer.reduce_dtype", e.optimizer.reduce_dtype, REDUCE_DTYPES, reference=False)
-    _among("optimizer.scale_learning_rate", e.optimizer.scale_learning_rate, LR_SCALINGS, reference=False)
-    if (e.optimizer.scale_learning_rate == "none") != (e.optimizer.base_batch == 0):
+    _types(experiment)
+    _model(experiment.model)
+    _choices_of_optimizer(experiment.optimizer)
+    _choices_of_training(experiment)
+    _data(experiment.data)
+    _options(experiment)
+    if not re.fullmatch(r"[\w.-]+", experiment.name):
+        raise UserError(f"name={experiment.name!r} becomes a folder: use letters, digits, '_', '-' and '.'")
+    _counts(experiment)
+    _ranges(experiment)
+    return experiment
+
+
+def _choices_of_optimizer(optimizer: Optimizer) -> None:
+    _among("optimizer.name", optimizer.name, OPTIMIZERS)
+    _among("optimizer.schedule", optimizer.schedule, tuple(SCHEDULES), reference=False)
+    field_syntax.schedule_options(optimizer)
+    _among("optimizer.reduce_dtype", optimizer.reduce_dtype, REDUCE_DTYPES, reference=False)
+    _among("optimizer.scale_learning_rate", optimizer.scale_learning_rate, LR_SCALINGS, reference=False)
+    if (optimizer.scale_learning_rate == "none") != (optimizer.base_batch == 0):
         raise UserError(
-            f"optimizer.scale_learning_rate={e.optimizer.scale_learning_rate} and "
-            f"optimizer.base_batch={e.optimizer.base_batch} do not go together: "
+            f"optimizer.scale_learning_rate={optimizer.scale_learning_rate} and "
+            f"optimizer.base_batch={optimizer.base_batch} do not go together: "
             "give the batch that the learning rate is for, or neither"
         )
-    _among("train.precision", e.train.precision, PRECISIONS, reference=False)
-    _among("train.on_nonfinite", e.train.on_nonfinite, ON_NONFINITE, reference=False)
-    if e.train.on_nonfinite == "rollback" and e.checkpoint.every == "off":
+
+
+def _choices_of_training(experiment: Experiment) -> None:
+    train = experiment.train
+    _among("train.precision", train.precision, PRECISIONS, reference=False)
+    _among("train.on_nonfinite", train.on_nonfinite, ON_NONFINITE, reference=False)
+    if train.on_nonfinite == "rollback" and experiment.checkpoint.every == "off":
         raise UserError(
             "train.on_nonfinite=rollback goes back to a checkpoint: it cannot be used with checkpoint.every=off"
         )
-    _among("data.cache", e.data.cache, CACHES, reference=False)
-    _among("data.resize", e.data.resize, RESIZES, reference=False)
-    _among("data.broken", e.data.broken, ON_BROKEN, reference=False)
-    field_syntax.image_size(e.data.image_size)
-    augment_syntax.steps(e.data.augment, "data.augment")
-    field_syntax.options("data.options", e.data.options)
-    field_syntax.options("model.options", e.model.options)
-    for name in field_syntax.options("optimizer.options", e.optimizer.options):
+
+
+def _data(data: Data) -> None:
+    _among("data.cache", data.cache, CACHES, reference=False)
+    _among("data.resize", data.resize, RESIZES, reference=False)
+    _among("data.broken", data.broken, ON_BROKEN, reference=False)
+    field_syntax.image_size(data.image_size)
+    augment_syntax.steps(data.augment, "data.augment")
+
+
+def _options(experiment: Experiment) -> None:
+    field_syntax.options("data.options", experiment.data.options)
+    field_syntax.options("model.options", experiment.model.options)
+    for name in field_syntax.options("optimizer.options", experiment.optimizer.options):
         if name in OF_FIELDS:
             raise UserError(f"optimizer.options: {name} is set by {OF_FIELDS[name]}: give it there")
-    if not re.fullmatch(r"[\w.-]+", e.name):
-        raise UserError(f"name={e.name!r} becomes a folder: use letters, digits, '_', '-' and '.'")
+
+
+def _counts(experiment: Experiment) -> None:
+    """Checks the numbers that must be at least 1, or at least 0."""
+    train, optimizer = experiment.train, experiment.optimizer
     for field, value in (
-        ("eval.batch_size", e.eval.batch_size),
-        ("train.accumulate", e.train.accumulate),
-        ("train.max_rollbacks", e.train.max_rollbacks),
-        ("checkpoint.keep", e.checkpoint.keep),
+        ("eval.batch_size", experiment.eval.batch_size),
+        ("train.accumulate", train.accumulate),
+        ("train.max_rollbacks", train.max_rollbacks),
+        ("checkpoint.keep", experiment.checkpoint.keep),
     ):
         if value < 1:
             raise UserError(f"{field} must be at least 1, got {value}")
     for field, number in (
-        ("train.epochs", e.train.epochs),
-        ("train.steps", e.train.steps),
-        ("train.steps_per_call", e.train.steps_per_call),
-        ("train.patience", e.train.patience),
-        ("train.batch_size", e.train.batch_size),
-        ("optimizer.weight_decay", e.optimizer.weight_decay),
-        ("optimizer.clip_norm", e.optimizer.clip_norm),
-        ("optimizer.base_batch", e.optimizer.base_batch),
+        ("train.epochs", train.epochs),
+        ("train.steps", train.steps),
+        ("train.steps_per_call", train.steps_per_call),
+        ("train.patience", train.patience),
+        ("train.batch_size", train.batch_size),
+        ("optimizer.weight_decay", optimizer.weight_decay),
+        ("optimizer.clip_norm", optimizer.clip_norm),
+        ("optimizer.base_batch", optimizer.base_batch),
     ):
         if number < 0:
             raise UserError(f"{field} must not be negative, got {number}")
-    if bool(e.train.epochs) == bool(e.train.steps):
+    if bool(train.epochs) == bool(train.steps):
         raise UserError(
-            f"give either train.epochs or train.steps and 0 for the other, got {e.train.epochs} and {e.train.steps}"
+            f"give either train.epochs or train.steps and 0 for the other, got {train.epochs} and {train.steps}"
         )
-    if e.optimizer.learning_rate <= 0:
-        raise UserError(f"optimizer.learning_rate must be positive, got {e.optimizer.learning_rate}")
-    field_syntax.layer_rates(e.optimizer)
-    if not 0 < e.optimizer.layer_decay <= 1:
-        raise UserError(f"optimizer.layer_decay must be in (0, 1], got {e.optimizer.layer_decay}")
-    if e.optimizer.decay_exclude and not e.optimizer.weight_decay:
-        raise UserError(
-            f"optimizer.decay_exclude={e.optimizer.decay_exclude!r} has nothing to exclude from: set weight_decay"
-        )
-    if not 0 <= e.optimizer.ema_momentum < 1:
-        raise UserError(f"optimizer.ema_momentum must be in [0, 1), got {e.optimizer.ema_momentum}")
-    if not 0 <= e.train.label_smoothing < 1:
-        raise UserError(f"train.label_smoothing must be in [0, 1), got {e.train.label_smoothing}")
-    field_syntax.class_weights(e.train.class_weight)
-    if not 0 <= e.seed < 2**31:
-        raise UserError(f"seed must be between 0 and {2**31 - 1}, got {e.seed}")
-    return e
 
 
-def _types(group: Any, above: str = "") -> None:
-    """A config file or a call may give any type; the command line has brought each into that of its field."""
-    for field in dataclasses.fields(group):
+def _ranges(experiment: Experiment) -> None:
+    """Checks the numbers that have a range of their own."""
+    train, optimizer = experiment.train, experiment.optimizer
+    if optimizer.learning_rate <= 0:
+        raise UserError(f"optimizer.learning_rate must be positive, got {optimizer.learning_rate}")
+    field_syntax.layer_rates(optimizer)
+    if not 0 < optimizer.layer_decay <= 1:
+        raise UserError(f"optimizer.layer_decay must be in (0, 1], got {optimizer.layer_decay}")
+    if optimizer.decay_exclude and not optimizer.weight_decay:
+        raise UserError(
+            f"optimizer.decay_exclude={optimizer.decay_exclude!r} has nothing to exclude from: set weight_decay"
+        )
+    if not 0 <= optimizer.ema_momentum < 1:
+        raise UserError(f"optimizer.ema_momentum must be in [0, 1), got {optimizer.ema_momentum}")
+    if not 0 <= train.label_smoothing < 1:
+        raise UserError(f"train.label_smoothing must be in [0, 1), got {train.label_smoothing}")
+    field_syntax.class_weights(train.class_weight)
+    if not 0 <= experiment.seed < 2**31:
+        raise UserError(f"seed must be between 0 and {2**31 - 1}, got {experiment.seed}")
+
+
+def _types(group: object, above: str = "") -> None:
+    """Checks that each field of a dataclass has its type.
+
+    A config file or a call may give any type; the command line has brought each into that of its field.
+    """
+    for field in dataclasses.fields(group):  # type: ignore[arg-type]
         kind: Any = field.type
         name, value = above + field.name, getattr(group, field.name)
         if dataclasses.is_dataclass(value) and isinstance(value, kind):

@@ -9,7 +9,6 @@ left out of every sum.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import keras
 import numpy as np
@@ -23,8 +22,9 @@ class Layout:
     batch: int
     """Examples of a full global batch."""
     replicas: int
-    """Over all workers."""
+    """Copies of the model over all workers."""
     accumulate: int
+    """Micro-batches of an update."""
     first: int = 0
     """This worker's first replica among all."""
     local: int = 0
@@ -32,31 +32,31 @@ class Layout:
 
     @property
     def micro(self) -> int:
-        """Rows of one micro-batch of one replica."""
+        """Returns the rows of one micro-batch of one replica."""
         return -(-self.batch // (self.replicas * self.accumulate))
 
     @property
     def share(self) -> int:
-        """Rows of one replica."""
+        """Returns the rows of one replica."""
         return self.micro * self.accumulate
 
     @property
     def rows(self) -> int:
-        """Rows of a global batch, filler included."""
+        """Returns the rows of a global batch, filler included."""
         return self.share * self.replicas
 
     @property
     def here(self) -> int:
-        """Replicas of this worker."""
+        """Returns the number of this worker's replicas."""
         return self.local or self.replicas
 
     @property
     def own_rows(self) -> int:
-        """Rows of a global batch that belong to this worker."""
+        """Returns how many rows of a global batch belong to this worker."""
         return self.share * self.here
 
-    def own(self, rows: Any) -> Any:
-        """This worker's part of the last axis of `rows` [..., layout.rows].
+    def own(self, rows: np.ndarray) -> np.ndarray:
+        """Returns this worker's part of the last axis of `rows` [..., layout.rows]: [..., layout.own_rows].
 
         Micro-batch by micro-batch over all replicas, so that the same examples
         are together in one whatever their number: synchronized BatchNorm looks
@@ -69,8 +69,8 @@ class Layout:
         return np.reshape(part, [*np.shape(rows)[:-1], self.own_rows])
 
 
-def fetch(feed: tuple, i: Any, layout: Layout) -> tuple:
-    """Global batch `i` of a feed, as (is there one, function that takes it).
+def fetch(feed: tuple, i: tf.Tensor, layout: Layout) -> tuple:
+    """Returns whether a feed has global batch `i`, and a function that takes it.
 
     A feed is (table, rows [n, layout.own_rows], counts [n]) for a data set in
     memory, or (iterator,) over global batches, in which `i` is always the next.
@@ -94,14 +94,17 @@ def fetch(feed: tuple, i: Any, layout: Layout) -> tuple:
 
 
 def own_rows(batch: tuple, layout: Layout) -> tuple:
-    """(this worker's rows of a global batch, filler included; examples of the whole batch), inside a data set."""
+    """Takes this worker's rows of a global batch, filler included, inside a data set.
+
+    Returns them and the number of examples of the whole batch.
+    """
     count = tf.shape(keras.tree.flatten(batch)[0])[0]
     with tf.control_dependencies(_fits(count, layout)):
         rows = tf.constant(layout.own(np.arange(layout.rows, dtype=np.int32))) % count
     return keras.tree.map_structure(lambda t: tf.gather(t, rows), batch), count
 
 
-def _fits(count: Any, layout: Layout) -> list:
+def _fits(count: tf.Tensor, layout: Layout) -> list:
     fits = tf.debugging.assert_less_equal(
         count, layout.batch, f"a batch of the data set is larger than the first one ({layout.batch} examples)"
     )
@@ -109,12 +112,12 @@ def _fits(count: Any, layout: Layout) -> list:
 
 
 def unpack(data: tuple) -> tuple:
-    """(x, y, weight) of a tuple of one to three entries; missing ones are None."""
+    """Returns (x, y, weight) of a tuple of one to three entries; missing ones are None."""
     padded = (*data, None, None)
     return padded[0], padded[1], padded[2]
 
 
-def with_shape(tensor: Any, shape: list) -> Any:
+def with_shape(tensor: tf.Tensor, shape: list) -> tf.Tensor:
     """Restores a static shape that slicing by a tensor loses."""
     tensor.set_shape(shape)
     return tensor

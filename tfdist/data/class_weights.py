@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import tensorflow as tf
 
 from tfdist.config import field_syntax
-from tfdist.data.datasets.registry import Loaded
+from tfdist.config.messages import logger
+from tfdist.data.loaded import Loaded
 from tfdist.data.record_feed import in_order
 from tfdist.data.sources import Arrays, Records, Source
 from tfdist.errors import UserError
 
 
 def of(text: str, data: Loaded) -> dict[int, float] | None:
-    """The weight of each class, for `fit`; None for no weights.
+    """Returns the weight of each class, for `fit`; None for no weights.
 
     Args:
       text: `balanced`, or weights by class number or name: `0=3.0, 2=0.2`.
-      data: as loaded; its targets are class numbers [n] or [n, 1].
+      data: its targets are class numbers [n] or [n, 1].
 
     Raises:
       UserError: an unknown class, or data that has no classes.
@@ -32,32 +30,35 @@ def of(text: str, data: Loaded) -> dict[int, float] | None:
         raise UserError(f"train.class_weight={text!r} is for data with one class per example: leave it out")
     if text == "balanced":
         return balanced(_counts(data.train, classes))
-    found = {}
+    weights = {}
     for name, value in field_syntax.class_weights(text).items():
         number = names.index(name) if name in names else int(name) if name.isdecimal() else -1
         if not 0 <= number < classes:
             known = names or tuple(map(str, range(classes)))
             raise UserError(f"unknown class {name!r} in train.class_weight{field_syntax.suggest(name, known)}")
-        found[number] = value
-    return found
+        weights[number] = value
+    return weights
 
 
-def told(text: str, data: Loaded, say: Callable[[str], None]) -> dict[int, float] | None:
-    """As `of`, and shows them to a person."""
-    found = of(text, data)
-    if found:
-        say(f"class weights: {describe(found, data.spec.names)}")
-    return found
+def told(text: str, data: Loaded) -> dict[int, float] | None:
+    """Returns what `of` returns, and shows it to a person."""
+    weights = of(text, data)
+    if weights:
+        logger.info(f"class weights: {describe(weights, data.spec.names)}")
+    return weights
 
 
 def balanced(counts: np.ndarray) -> dict[int, float]:
-    """All classes weigh the same together: n / (classes x examples of the class), as scikit-learn's `balanced`."""
+    """Returns n / (classes x examples of the class), so that all classes weigh the same together.
+
+    It is what scikit-learn calls `balanced`.
+    """
     there = np.flatnonzero(counts)
     return {int(c): float(counts.sum() / (len(there) * counts[c])) for c in there}
 
 
 def describe(weights: dict[int, float], names: tuple[str, ...]) -> str:
-    """In a line, the heaviest and lightest of many."""
+    """Returns the weights in a line: where there are many, the heaviest and the lightest."""
     label = lambda c: names[c] if c < len(names) else str(c)
     shown = sorted(weights, key=lambda c: -weights[c]) if len(weights) > 10 else list(weights)
     words = [f"{label(c)} {weights[c]:.3g}" for c in shown]
@@ -66,7 +67,7 @@ def describe(weights: dict[int, float], names: tuple[str, ...]) -> str:
 
 def _one_class_each(source: Source) -> bool:
     if isinstance(source, Records):
-        columns: Any = in_order(source, 1).element_spec
+        columns = in_order(source, 1).element_spec
     else:
         columns = source.columns if isinstance(source, Arrays) else source.dataset.element_spec
     if len(columns) < 2 or tf.nest.is_nested(columns[1]) or not tf.as_dtype(columns[1].dtype).is_integer:
@@ -75,7 +76,7 @@ def _one_class_each(source: Source) -> bool:
 
 
 def _counts(source: Source, classes: int) -> np.ndarray:
-    """Examples of each class; of a data set that is not in memory, by reading it once."""
+    """Counts the examples of each class; a data set that is not in memory is read once for it."""
     if isinstance(source, Arrays):
         return np.bincount(np.reshape(source.columns[1], [-1]), minlength=classes)
     if isinstance(source, Records):

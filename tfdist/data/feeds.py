@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-from typing import Any
 
 import keras
 import numpy as np
@@ -16,11 +15,15 @@ import tensorflow as tf
 
 from tfdist.data.batch_layout import Layout, own_rows
 from tfdist.data.sources import Arrays, Batches, order
+from tfdist.data.structures import Structure
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Call:
-    """The next global batches for one call of a compiled function: its arguments."""
+class FeedCall:
+    """The arguments of one call of a compiled function: the next global batches.
+
+    The call reads the batches `first` to `last - 1` of `feed`, of which `batch_layout.fetch` takes one.
+    """
 
     feed: tuple
     first: int
@@ -48,29 +51,25 @@ class ArrayFeed:
         self._full = self._size // layout.batch if layout.rows == layout.batch else 0
         self._ahead: dict[int, concurrent.futures.Future] = {}
         self._executor = concurrent.futures.ThreadPoolExecutor(1)
-        self._rows: tuple[int, Any] = (-1, None)
+        self._rows: tuple[int, tuple] = (-1, ())
         counts = np.full(self.batches, layout.batch, np.int32)
         counts[-1] = self._size - (self.batches - 1) * layout.batch
         self._counts = counts
 
-    def next(self, update: int, limit: int) -> Call:
-        """At most `limit` batches from `update` on, none beyond its epoch."""
+    def next(self, update: int, limit: int) -> FeedCall:
+        """Returns at most `limit` batches from `update` on, none beyond its epoch."""
         epoch, first = divmod(update, self.batches)
         last = min(first + limit, self.batches)
         full = first < self._full
         if full:
             last = min(last, self._full)
-        return Call((self._table, *self._of_epoch(epoch)), first, last, full)
-
-    def example(self) -> tuple:
-        """The first row, as a batch of one."""
-        return keras.tree.map_structure(lambda t: t[:1], self._table)
+        return FeedCall((self._table, *self._of_epoch(epoch)), first, last, full)
 
     def restart(self) -> None:
-        """Nothing to do: the position is a function of the update."""
+        """Does nothing: the position is a function of the update."""
 
     def resume(self, update: int, epoch: int, begun: int) -> None:
-        """Nothing to do either."""
+        """Does nothing: the position is a function of the update."""
 
     def _of_epoch(self, epoch: int) -> tuple:
         if self._seed is None:
@@ -86,7 +85,7 @@ class ArrayFeed:
         return self._rows[1]
 
     def _layout_rows(self, epoch: int) -> np.ndarray:
-        """[batches, layout.own_rows] row numbers; filler repeats the examples of its own batch."""
+        """Returns [batches, layout.own_rows] row numbers; filler repeats the examples of its own batch."""
         layout = self._layout
         rows = np.arange(self._size, dtype=np.int32) if self._seed is None else order(self._seed, epoch, self._size)
         tail = rows[(self.batches - 1) * layout.batch :]
@@ -103,7 +102,7 @@ class BatchFeed:
 
     Args:
       source: global batches.
-      layout: of the size of the first batch.
+      layout: its batch has the size of the first one.
       once: read the data set from its beginning at every `restart`.
     """
 
@@ -116,13 +115,13 @@ class BatchFeed:
             self._stored = self._stored.repeat()
         self._endless = not once and self.batches is not None
         self._dataset = self._decoded(self._stored)
-        self._iterator: Any = None
+        self._iterator: tf.data.Iterator | None = None
 
-    def _decoded(self, stored: Any) -> Any:
+    def _decoded(self, stored: tf.data.Dataset) -> tf.data.Dataset:
         layout, decode = self._layout, self._source.decode
         if layout.local:
 
-            def own(*batch: Any) -> tuple:
+            def own(*batch: Structure) -> tuple:
                 rows, count = own_rows(batch, layout)
                 return decode(*rows) if decode else rows, count
 
@@ -131,11 +130,11 @@ class BatchFeed:
             stored = stored.map(decode, tf.data.AUTOTUNE)
         return stored.prefetch(tf.data.AUTOTUNE)
 
-    def next(self, update: int, limit: int) -> Call:
+    def next(self, update: int, limit: int) -> FeedCall:
         del update  # an iterator knows its position
         if self._iterator is None:
             self._iterator = iter(self._dataset)
-        return Call((self._iterator,), 0, limit, False)
+        return FeedCall((self._iterator,), 0, limit, False)
 
     def resume(self, update: int, epoch: int, begun: int) -> None:
         """Goes to a batch by skipping, before anything is decoded.

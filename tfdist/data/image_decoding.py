@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
-
-from tfdist.data.augmentation import ops
 
 OTHER = 0
 """Way of decoding: any image, by its first bytes. The other ways are JPEGs in 1/1, 1/2, 1/4 or 1/8 of their size."""
@@ -16,7 +13,7 @@ RATIOS = (8, 4, 2, 1)
 
 
 def ways(kinds: Sequence[str], sizes: np.ndarray, size: tuple[int, int] | None, policy: str) -> np.ndarray:
-    """How each file is decoded, int32 [n].
+    """Chooses how each file is decoded, int32 [n].
 
     A JPEG is shrunk while it is decoded, to no less than it is needed: a photo of 4000x3000 for 224x224 takes a tenth
     of the time so, and it is averaged over what is left out.
@@ -24,25 +21,28 @@ def ways(kinds: Sequence[str], sizes: np.ndarray, size: tuple[int, int] | None, 
     Args:
       kinds: `jpeg` or something else.
       sizes: [n, 2], heights and widths; 0 if not known.
-      size: that images are made, or None.
-      policy: of `ops.resize`.
+      size: height and width that images are made, or None.
+      policy: how, see `ops.resize`.
     """
-    found = np.where(np.array(kinds) == "jpeg", 1, OTHER).astype(np.int32)
+    chosen = np.where(np.array(kinds) == "jpeg", 1, OTHER).astype(np.int32)
     if size is None:
-        return found
+        return chosen
     factors = sizes / np.array(size)
     factor = factors.max(1) if policy == "pad" else factors.min(1)
     for ratio in reversed(RATIOS):
-        found = np.where((found > 0) & (factor >= ratio), ratio, found)
-    return found.astype(np.int32)
+        chosen = np.where((chosen > 0) & (factor >= ratio), ratio, chosen)
+    return chosen.astype(np.int32)
 
 
-def shrinking(size: tuple[int, int], policy: str) -> Callable[[Any], Any]:
-    """contents -> uint8 [h, w, 3], decoded in the way of `ways` for this size; for files that nobody has looked at."""
+def shrinking(size: tuple[int, int], policy: str) -> Callable[[tf.Tensor], tf.Tensor]:
+    """Returns a function (contents) -> uint8 [h, w, 3], for files that nobody has looked at.
+
+    It decodes in the way that `ways` would choose for this size.
+    """
     decode = decoder((OTHER, *RATIOS))
     combine = tf.reduce_any if policy == "pad" else tf.reduce_all
 
-    def way(contents: Any) -> Any:
+    def way(contents: tf.Tensor) -> tf.Tensor:
         shape = tf.io.extract_jpeg_shape(contents)[:2]
         enough = [combine(shape >= ratio * np.array(size, np.int32)) for ratio in RATIOS]
         return tf.reduce_min([tf.where(e, i, len(RATIOS)) for i, e in enumerate(enough, 1)])
@@ -52,11 +52,11 @@ def shrinking(size: tuple[int, int], policy: str) -> Callable[[Any], Any]:
     )
 
 
-def decoder(used: Sequence[int]) -> Callable[[Any, Any], Any]:
-    """(contents, which of the `used` ways) -> uint8 [h, w, 3]."""
+def decoder(used: Sequence[int]) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
+    """Returns a function (contents, which of the `used` ways) -> uint8 [h, w, 3]."""
     branches = [_one_way(way) for way in used]
 
-    def decode(contents: Any, which: Any) -> Any:
+    def decode(contents: tf.Tensor, which: tf.Tensor) -> tf.Tensor:
         if len(branches) == 1:
             return branches[0](contents)
         image = tf.switch_case(which, [lambda b=branch: b(contents) for branch in branches])
@@ -65,13 +65,8 @@ def decoder(used: Sequence[int]) -> Callable[[Any, Any], Any]:
     return decode
 
 
-def _one_way(way: int) -> Callable[[Any], Any]:
+def _one_way(way: int) -> Callable[[tf.Tensor], tf.Tensor]:
     if way == OTHER:
         whole = lambda contents: tf.io.decode_image(contents, 3, expand_animations=False)
         return lambda contents: tf.ensure_shape(whole(contents), [None, None, 3])
     return lambda contents: tf.io.decode_jpeg(contents, 3, ratio=way)
-
-
-def sized(image: Any, size: tuple[int, int] | None, policy: str) -> Any:
-    """The image as `data.image_size` and `data.resize` say."""
-    return image if size is None else ops.resize(image, size, policy)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tfdist.data.batch_layout import Layout
-from tfdist.data.feeds import Call
+from tfdist.data.feeds import FeedCall
 from tfdist.data.sources import Arrays, Records, Source, order
-from tfdist.errors import UserError
+from tfdist.data.structures import Structure
+from tfdist.errors import UserError, one_line
 
 AHEAD = 2
 """Batches that lie ready. Not AUTOTUNE, which may take half of the machine's memory."""
@@ -29,7 +29,7 @@ class RecordFeed:
       source: examples by number.
       layout: batch size, replicas and micro-batches.
       shuffle: seed of the order, or None for the order of the source.
-      seed: of what is random in an example, a new draw each epoch; None for the same one each time.
+      seed: decides what is random in an example, a new draw each epoch; None for the same one each time.
     """
 
     def __init__(self, source: Records, layout: Layout, shuffle: int | None = None, seed: int | None = None):
@@ -47,14 +47,14 @@ class RecordFeed:
         self._positions = own
         self._order: tuple[int, np.ndarray] | None = None
         self._lock = threading.Lock()
-        self._iterator: Any = None
+        self._iterator: tf.data.Iterator | None = None
         self._at = -1
         """The update whose batch the iterator gives next."""
         self._called = 0, 0
         """The updates of the last call."""
 
-    def next(self, update: int, limit: int) -> Call:
-        """At most `limit` batches from `update` on, none beyond its epoch."""
+    def next(self, update: int, limit: int) -> FeedCall:
+        """Returns at most `limit` batches from `update` on, none beyond its epoch."""
         number = update % self.batches
         full = number < self._full
         last = min(number + limit, self._full if full else self.batches)
@@ -66,10 +66,10 @@ class RecordFeed:
         self._called = update, update + last - number
         if self._shuffle is None and self._seed is None:
             self._at %= self.batches
-        return Call((self._iterator,), number, last, full)
+        return FeedCall((self._iterator,), number, last, full)
 
     def broken(self) -> str:
-        """After an error in the pipeline: the first example of the last call that cannot be decoded, and why."""
+        """Names, after an error in the pipeline, the first example of the last call that cannot be decoded, and why."""
         first, last = self._called
         for row in np.concatenate([self._rows(np.int64(update))[0] for update in range(first, last)]):
             try:
@@ -80,13 +80,13 @@ class RecordFeed:
         return ""
 
     def restart(self) -> None:
-        """Nothing to do: the position is a function of the update."""
+        """Does nothing: the position is a function of the update."""
 
     def resume(self, update: int, epoch: int, begun: int) -> None:
-        """Nothing to do either."""
+        """Does nothing: the position is a function of the update."""
 
     def dataset(self, update: int) -> tf.data.Dataset:
-        """Batches from that of `update` on, without end.
+        """Returns the batches from that of `update` on, without end.
 
         Each is what `batch_layout.fetch` wants: columns of a global batch, or with several workers this one's rows
         of it, filler included, and the number of examples in the whole.
@@ -105,7 +105,7 @@ class RecordFeed:
         _check(examples.element_spec[0])
         examples = examples.batch(width, drop_remainder=True)
 
-        def finished(update: Any, batch: tuple) -> tuple:
+        def finished(update: tf.Tensor, batch: tuple) -> tuple:
             columns, seeds = batch
             if source.mix:
                 columns = self._mixed(columns, seeds)
@@ -123,8 +123,8 @@ class RecordFeed:
         options.autotune.enabled = False
         return ready.with_options(options)
 
-    def _numbered(self, update: Any) -> tuple:
-        """(rows int64 [width], seeds int32 [width, 2]) of this worker in the global batch of `update`."""
+    def _numbered(self, update: tf.Tensor) -> tuple:
+        """Returns rows int64 [width] and seeds int32 [width, 2] of this worker in the global batch of `update`."""
         rows, seeds = tf.numpy_function(self._rows, [update], [tf.int64, tf.int32])
         width = len(self._positions)
         return tf.ensure_shape(rows, [width]), tf.ensure_shape(seeds, [width, 2])
@@ -144,10 +144,10 @@ class RecordFeed:
                 self._order = epoch, order(self._shuffle or 0, epoch, self._source.size)
             return self._order[1]
 
-    def _mixed(self, columns: tuple, seeds: Any) -> tuple:
-        """The rows of this worker, each mixed with the one that follows it."""
+    def _mixed(self, columns: tuple, seeds: tf.Tensor) -> tuple:
+        """Mixes each row of this worker with the one that follows it."""
 
-        def part(tensor: Any, which: slice) -> Any:
+        def part(tensor: tf.Tensor, which: slice) -> tf.Tensor:
             shape = tensor.shape[1:]
             blocks = tf.reshape(tensor, [self._blocks, -1, *shape])[:, which]
             return tf.reshape(blocks, [self._layout.own_rows, *shape])
@@ -159,7 +159,7 @@ class RecordFeed:
 
 
 def example_seeds(seed: int, epoch: int, rows: np.ndarray) -> np.ndarray:
-    """int32 [n, 2] of the rows [n] in an epoch.
+    """Returns the seeds, int32 [n, 2], of the rows [n] in an epoch.
 
     Each is the 64 bits of SplitMix64 (Steele, Lea and Flood, *Fast splittable pseudorandom number generators*, 2014),
     chained over seed, epoch and row.
@@ -174,20 +174,20 @@ def example_seeds(seed: int, epoch: int, rows: np.ndarray) -> np.ndarray:
 
 
 def in_order(source: Records, batch: int) -> tf.data.Dataset:
-    """All examples once, as plain batches in the order of the source; nothing random changes from time to time."""
+    """Returns all examples once, as plain batches in the order of the source; what is random is always the same."""
     feed = RecordFeed(source, Layout(batch, 1, 1))
     return feed.dataset(0).take(feed.batches).apply(tf.data.experimental.assert_cardinality(feed.batches))
 
 
 def first_row(source: Records) -> tuple:
-    """The first example, as a batch of one."""
+    """Returns the first example, as a batch of one."""
     return next(iter(in_order(source, 1)))
 
 
 def reason(error: tf.errors.OpError) -> str:
-    """What TensorFlow says is wrong, without where in its graph."""
+    """Returns what TensorFlow says is wrong, without where in its graph."""
     text = str(error.message).split("}} ")[-1].split(" [Op:")[0]
-    return " ".join(text.split())[:80].rstrip(".")
+    return one_line(text, 80).rstrip(".")
 
 
 def is_weighted(source: Source) -> bool:
@@ -197,11 +197,11 @@ def is_weighted(source: Source) -> bool:
     return isinstance(source, Arrays) and len(source.columns) == 3
 
 
-def _columns(decoded: Any) -> tuple:
+def _columns(decoded: Structure) -> tuple:
     return decoded if isinstance(decoded, tuple) else (decoded,)
 
 
-def _check(specs: Any) -> None:
+def _check(specs: Structure) -> None:
     for spec in keras.tree.flatten(specs):
         if not isinstance(spec, tf.TensorSpec) or not spec.shape.is_fully_defined():
             raise UserError(

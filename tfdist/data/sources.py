@@ -1,7 +1,14 @@
 """Data sets as global batches: the same batches for every strategy, each example once per epoch.
 
-A source is what somebody hands in; a feed (feeds.py, record_feed.py) is how
-the compiled step reads it.
+An example takes this way from a data set to an update:
+
+1. A source, defined here, holds what somebody hands in: arrays in memory, a `tf.data.Dataset` of global batches, or
+   examples that are read by number. It knows nothing of replicas, of workers, or of when it is read.
+2. A layout (batch_layout.py) says which rows of a global batch each worker, replica and micro-batch takes, and where
+   filler stands when the batch does not divide evenly.
+3. A feed (feeds.py, record_feed.py) joins the two. Asked for the batches from update u on, it puts the examples into
+   the order of that epoch, which seed and epoch alone decide, picks the rows that the layout gives to this worker, and
+   hands over what the compiled step reads them from.
 """
 
 from __future__ import annotations
@@ -9,13 +16,13 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tfdist.data.batch_layout import unpack
+from tfdist.data.structures import Structure
 from tfdist.errors import UserError
 
 _LOOKED_AT = 2**16
@@ -59,7 +66,7 @@ class Batches:
         nothing to decode.
     """
 
-    dataset: Any
+    dataset: tf.data.Dataset
     decode: Callable[..., tuple] | None = None
 
     def __post_init__(self):
@@ -72,13 +79,13 @@ class Batches:
                 raise UserError("the data set has scalar elements: batch it (dataset.batch(64))")
 
     @property
-    def decoded(self) -> Any:
-        """The data set of whole batches to train on."""
+    def decoded(self) -> tf.data.Dataset:
+        """Returns the data set of whole batches to train on."""
         return self.dataset.map(self.decode, tf.data.AUTOTUNE) if self.decode else self.dataset
 
     @property
     def batches(self) -> int | None:
-        """Batches per epoch, or None if the data set does not know."""
+        """Returns the batches per epoch, None if the data set does not know, 0 if it has no end."""
         count = int(self.dataset.cardinality())
         if count == 0:
             raise UserError("the data set is empty: give it at least one batch")
@@ -105,9 +112,9 @@ class Records:
     """
 
     size: int
-    read: Callable[[Any], Any]
-    decode: Callable[[Any, Any], tuple]
-    mix: Callable[[tuple, tuple, Any], tuple] | None = None
+    read: Callable[[tf.Tensor], Structure]
+    decode: Callable[[Structure, tf.Tensor], tuple]
+    mix: Callable[[tuple, tuple, tf.Tensor], tuple] | None = None
     name: Callable[[int], str] = "example {}".format
     labels: np.ndarray | None = None
 
@@ -119,8 +126,8 @@ class Records:
 Source = Arrays | Batches | Records
 
 
-def as_source(data: Any, y: Any = None, weight: Any = None) -> Source:
-    """What `fit`, `evaluate` and `predict` accept, as a source.
+def as_source(data: Source | Structure, y: Structure = None, weight: Structure = None) -> Source:
+    """Returns what `fit`, `evaluate` and `predict` accept, as a source.
 
     Args:
       data: a source, a `tf.data.Dataset` of global batches, arrays or a
@@ -147,7 +154,7 @@ def as_source(data: Any, y: Any = None, weight: Any = None) -> Source:
     return Arrays(keras.tree.map_structure(_array, columns))
 
 
-def _array(value: Any) -> Any:
+def _array(value: object) -> np.ndarray:
     try:
         array = value.numpy() if isinstance(value, tf.Tensor) else np.asarray(value)
     except ValueError as error:
@@ -189,7 +196,7 @@ def weigh_classes(source: Source, weights: Mapping[int, float]) -> Source:
     if isinstance(source, Records):  # before examples are mixed, each with the weight of its own class
         decode = source.decode
 
-        def weighed(stored: Any, seed: Any) -> tuple:
+        def weighed(stored: Structure, seed: tf.Tensor) -> tuple:
             x, *rest = decode(stored, seed)
             _, y, weight = add(x, *(tf.expand_dims(t, 0) for t in rest))
             return x, y[0], weight[0]
@@ -200,7 +207,7 @@ def weigh_classes(source: Source, weights: Mapping[int, float]) -> Source:
 
 
 def one_hot(source: Source, classes: int) -> Source:
-    """Class numbers [n] as rows [n, classes] of 0 and 1: uint8, or float32 where examples are mixed."""
+    """Returns class numbers [n] as rows [n, classes] of 0 and 1: uint8, or float32 where examples are mixed."""
     mixes = isinstance(source, Records) and source.mix is not None
     dtype = tf.float32 if mixes else tf.uint8
 
@@ -216,19 +223,22 @@ def one_hot(source: Source, classes: int) -> Source:
 
 
 def order(seed: int, epoch: int, size: int) -> np.ndarray:
-    """The order of one epoch: a permutation of `size` by a counter-based generator (Philox)."""
+    """Returns the order of one epoch: a permutation of `size` by a counter-based generator (Philox), int32."""
     key = np.array([seed, epoch], np.uint64)
     return np.random.Generator(np.random.Philox(key=key)).permutation(size).astype(np.int32)
 
 
 def first_batch(source: Batches) -> tuple:
-    """The first global batch. A data set that shuffles anew each time it is read is one order further then."""
+    """Returns the first global batch.
+
+    A data set that shuffles anew each time it is read is one order further then.
+    """
     for batch in source.decoded.take(1):
         return batch
     raise UserError("the data set is empty: give it at least one batch")
 
 
-def check_labels(y: Any, classes: int, what: str) -> None:
+def check_labels(y: np.ndarray, classes: int, what: str) -> None:
     """Raises UserError when an integer target is not in [0, classes).
 
     A GPU would train on NaN instead of failing.
@@ -245,27 +255,30 @@ def check_labels(y: Any, classes: int, what: str) -> None:
         )
 
 
-def facts(source: Source) -> dict[str, Any]:
-    """What the data of all workers must have in common, as JSON; not floats, which machines may round differently."""
+def facts(source: Source) -> dict[str, object]:
+    """Returns what the data of all workers must have in common, as JSON.
+
+    There are no floats in it, which machines may round differently.
+    """
     if isinstance(source, Batches):
         return {"kind": "batches", "batches": source.batches, "elements": str(source.dataset.element_spec)}
     # By number or in memory is the same data; that depends on how much memory there is.
-    found: dict[str, Any] = {"kind": "examples", "examples": source.size}
+    common: dict[str, object] = {"kind": "examples", "examples": source.size}
     if isinstance(source, Records):
-        return found if source.labels is None else found | {"checksum of labels": _checksum(source.labels)}
+        return common if source.labels is None else common | {"checksum of labels": _checksum(source.labels)}
     elements = keras.tree.map_structure(lambda a: f"{a.shape[1:]} {a.dtype}", source.columns)
     targets = [y for y in keras.tree.flatten(targets_of(source)) if isinstance(y, np.ndarray) and y.dtype.kind in "iub"]
-    return found | {"elements": str(elements), "checksum of targets": _checksum(*targets)}
+    return common | {"elements": str(elements), "checksum of targets": _checksum(*targets)}
 
 
 def _checksum(*columns: np.ndarray) -> int:
-    found = 0
+    checksum = 0
     for column in columns:
         some = column[:: max(1, len(column) // _LOOKED_AT)]
-        found = zlib.crc32(some.astype("<i8").tobytes(), found)
-    return found
+        checksum = zlib.crc32(some.astype("<i8").tobytes(), checksum)
+    return checksum
 
 
-def targets_of(source: Source) -> Any:
-    """Targets in memory, or None where there are none."""
+def targets_of(source: Source) -> Structure:
+    """Returns the targets in memory, or None where there are none."""
     return unpack(source.columns)[1] if isinstance(source, Arrays) else None

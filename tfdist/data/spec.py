@@ -13,8 +13,9 @@ class Column:
     kind: str
     """`number`, standardised to (value - mean) / std, or `category`, the place of its text in `vocabulary` plus one."""
     mean: float = 0.0
-    """Of the values present; a missing one becomes the mean, which is 0 when standardised."""
+    """Mean of the values present. A missing one becomes the mean, which is 0 when standardised."""
     std: float = 1.0
+    """Their standard deviation."""
     vocabulary: tuple[str, ...] = ()
     """Texts of a category, sorted; `""` among them where values are missing. Number 0 is for any other text."""
 
@@ -31,8 +32,8 @@ class Spec:
     maximum: float
     """Largest input value, for scaling to [0, 1]."""
     names: tuple[str, ...] = ()
-    """Of the classes, where the data set has names for them."""
+    """Names of the classes, where the data set has some."""
     columns: tuple[Column, ...] = ()
-    """Of a table: its inputs, in the order of x["numbers"] and of x["categories"]."""
+    """Inputs of a table, in the order of x["numbers"] and of x["categories"]."""
     target: Column | None = None
-    """Of a table: what is predicted. One of kind `number` is not standardised: mean and std are for the model."""
+    """What is predicted of a table. One of kind `number` is not standardised: mean and std are for the model."""

@@ -9,7 +9,7 @@ import pathlib
 import types
 import typing
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 from tfdist.data.spec import Spec
 from tfdist.errors import UserError
@@ -17,12 +17,15 @@ from tfdist.errors import UserError
 NAME = "data.json"
 FORMAT = 1
 
+Json: TypeAlias = Any
+"""What JSON can hold: None, truth values, numbers, texts, and lists and dicts of them."""
+
 
 def write(write_text: Callable[[str, str], None], spec: Spec) -> None:
     """Writes the description, durably.
 
     Args:
-      write_text: of the run folder: a file's name and its content.
+      write_text: writes into the run folder, given a file's name and its content.
 
     Raises:
       TrainingError: the disk is full, say.
@@ -33,7 +36,7 @@ def write(write_text: Callable[[str, str], None], spec: Spec) -> None:
 
 
 def read(path: pathlib.Path) -> Spec | None:
-    """What `write` has written into a run folder; None where there is none, as in folders of earlier versions.
+    """Reads what `write` has written into a run folder; None where there is none, as in folders of earlier versions.
 
     Raises:
       UserError: the file is there and cannot be used.
@@ -52,17 +55,17 @@ def read(path: pathlib.Path) -> Spec | None:
         ) from None
 
 
-def plain(spec: Spec) -> Any:
-    """A description as JSON can hold it."""
+def plain(spec: Spec) -> Json:
+    """Returns a description as JSON can hold it."""
     return _plain(dataclasses.asdict(spec))
 
 
-def made(content: Any) -> Spec:
-    """What `plain` was given."""
+def made(content: Json) -> Spec:
+    """Returns what `plain` was given."""
     return _made(Spec, content)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Json:
     if isinstance(value, dict):
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -70,8 +73,8 @@ def _plain(value: Any) -> Any:
     return {"base64": base64.b64encode(value).decode()} if isinstance(value, bytes) else value
 
 
-def _made(kind: Any, value: Any) -> Any:
-    """A value of a type from what JSON kept of it: tuples and dataclasses again."""
+def _made(kind: Any, value: Json) -> Any:
+    """Makes a value of a type from what JSON kept of it: tuples and dataclasses again."""
     if isinstance(value, dict) and value.keys() == {"base64"}:
         return base64.b64decode(value["base64"])
     if dataclasses.is_dataclass(kind):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -14,14 +14,23 @@ _BOUND = r"(-?\d+(?:\.\d+)?%|-?\d+)?"
 _PART = re.compile(rf"^\s*([^\[\]+\s]+)\s*(?:\[\s*{_BOUND}\s*:\s*{_BOUND}\s*\])?\s*$")
 
 
+NAMES = ("train", "training", "val", "valid", "validation", "dev", "test", "testing", "eval")
+"""Words by which folders and files are known to be splits."""
+
+
+def named(texts: Iterable[str]) -> set[str]:
+    """Returns the names of the splits that these texts are slices of."""
+    return {part.split("[")[0].strip() for text in texts for part in text.split("+")}
+
+
 def select(text: str, sizes: Mapping[str, int], field: str, what: str) -> list[tuple[str, np.ndarray]]:
-    """The examples that a split consists of.
+    """Returns the examples that a split consists of.
 
     Args:
       text: a split, a slice of one, or several of them joined by `+`.
       sizes: examples of each split that there is.
-      field: of the experiment, for messages.
-      what: is split, for messages.
+      field: the experiment's, for messages.
+      what: name of the data set, for messages.
 
     Returns:
       Of each part, the name of its split and the numbers of its examples there, int64 and ascending. Percents are
@@ -32,12 +41,12 @@ def select(text: str, sizes: Mapping[str, int], field: str, what: str) -> list[t
     """
     parts = []
     for part in text.split("+"):
-        found = _PART.match(part)
-        if not found:
+        written = _PART.match(part)
+        if not written:
             raise UserError(
                 f"{field}={text!r} is not understood: write train, train[:90%], train[100:], train[:-50] or train+test"
             )
-        name, first, last = found.groups()
+        name, first, last = written.groups()
         if name not in sizes:
             slices = f", and slices such as {min(sizes)}[:90%]" if sizes else ""
             raise UserError(
@@ -56,13 +65,13 @@ def _bound(text: str, size: int, whole: str, field: str, what: str) -> int:
     share = text.endswith("%")
     number = float(text[:-1]) * size / 100 if share else int(text)
     # Half up, not to even: what two slices share as a bound must be one number.
-    found = int(np.floor(number + 0.5))
+    bound = int(np.floor(number + 0.5))
     if text.startswith("-"):
-        found += size
-    if not 0 <= found <= size:
+        bound += size
+    if not 0 <= bound <= size:
         there = "100 %" if share else f"{size:,} examples"
         raise UserError(f"{field}={whole!r} goes beyond the {there} of {what}: choose other bounds")
-    return found
+    return bound
 
 
 def _names(sizes: Mapping[str, int]) -> tuple[str, ...]:

@@ -73,7 +73,7 @@ def _from_run(asked: trained_model.ModelRequest, experiment: config.Experiment) 
     recorded = spec_file.read(asked.path)
     loaded = None
     try:
-        loaded = registry.load(experiment, False, logger.info)
+        loaded = registry.load(experiment, False)
         spec = recorded or loaded.spec
         compatibility.check_data(experiment, loaded.spec, spec)
     except UserError as error:

@@ -11,7 +11,7 @@ from tfdist.errors import UserError
 if TYPE_CHECKING:
     import keras
 
-    from tfdist.data.datasets.registry import Loaded
+    from tfdist.data.loaded import Loaded
     from tfdist.data.spec import Spec
 
 

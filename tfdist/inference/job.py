@@ -23,7 +23,7 @@ from tfdist.inference.trained_model import ModelRequest
 if TYPE_CHECKING:
     import keras
 
-    from tfdist.data.datasets.registry import Loaded
+    from tfdist.data.loaded import Loaded
     from tfdist.data.spec import Column, Spec
     from tfdist.distributed.distribution import Distribution
 
@@ -161,7 +161,7 @@ def _ready(
     if trained_for and trained_for.columns and other_data:
         data = new_rows(experiment, trained_for, asked, rows_alone)
     else:
-        data = distribution.peers.once(lambda: registry.load(experiment, say=logger.info))
+        data = distribution.peers.once(lambda: registry.load(experiment))
     if trained_for:
         compatibility.check_data(experiment, data.spec, trained_for)
         data = dataclasses.replace(data, spec=trained_for)
@@ -226,7 +226,7 @@ def new_rows(experiment: config.Experiment, spec: Spec, asked: ModelRequest, row
     else:
         skip = experiment.data.broken == "skip"
         target = cast("Column", spec.target)  # a table without one could not have been trained on
-        rows = Arrays(table_inference.read_rows(path, spec.columns, target, options, skip, logger.info))
+        rows = Arrays(table_inference.read_rows(path, spec.columns, target, options, skip))
     return registry.Loaded(rows, rows, rows.size, spec)
 
 

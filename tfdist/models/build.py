@@ -11,7 +11,7 @@ from keras.src.utils import naming
 
 from tfdist import config
 from tfdist.config import field_syntax, user_functions
-from tfdist.data.datasets.registry import Loaded
+from tfdist.data.loaded import Loaded
 from tfdist.data.record_feed import is_weighted
 from tfdist.data.sources import Arrays, Records, Source, one_hot, targets_of
 from tfdist.data.spec import Spec

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from typing import Any
 
 import numpy as np
 
@@ -21,10 +20,10 @@ class Example:
     label: int
     prediction: int
     probability: float
-    """Which the model gives its prediction."""
+    """Probability that the model gives its prediction."""
     loss: float
     """Cross-entropy in nats: minus the logarithm of the probability of the label."""
-    pixels: Any = None
+    pixels: np.ndarray | None = None
     """The input [height, width, channels] where that is an image."""
     png: bytes = b""
     """The same as a picture to show."""
@@ -40,33 +39,33 @@ class Findings:
     predictions: np.ndarray
     """[examples] the class with the highest score."""
     worst: tuple[Example, ...]
-    """Those with the highest loss, from the highest on."""
+    """Examples with the highest loss, from the highest on."""
     left_out: int = 0
     """Examples that do not count: a score that is not finite, or a label that is no class."""
     partial: bool = False
     """There were more examples than were looked at."""
     names: tuple[str, ...] = ()
-    """Of the classes, where they have names."""
+    """Names of the classes, where they have some."""
 
     @property
     def accuracy(self) -> float:
-        """Share of the predictions that are right; 0 when nothing counts."""
+        """Returns the share of the predictions that are right; 0 when nothing counts."""
         return float((self.labels == self.predictions).mean()) if len(self.labels) else 0.0
 
     def confusion(self) -> np.ndarray:
-        """[classes, classes] how many examples of one class (row) were taken for another (column)."""
+        """Counts how many examples of one class (row) were taken for another (column): [classes, classes]."""
         both = self.labels.astype(np.int64) * self.classes + self.predictions
         return np.bincount(both, minlength=self.classes**2).reshape(self.classes, self.classes)
 
     def mistakes(self, most: int) -> list[tuple[int, int, int]]:
-        """The most frequent mistakes as (label, prediction, count)."""
+        """Returns the most frequent mistakes as (label, prediction, count)."""
         wrong = self.labels != self.predictions
         pairs, counts = np.unique(np.stack([self.labels, self.predictions])[:, wrong], axis=1, return_counts=True)
         order = np.argsort(-counts, kind="stable")[:most]
         return [(int(pairs[0, i]), int(pairs[1, i]), int(counts[i])) for i in order]
 
     def name(self, number: int) -> str:
-        """What to call a class."""
+        """Returns what to call a class."""
         return self.names[number] if number < len(self.names) else str(number)
 
 
@@ -86,7 +85,7 @@ class Tally:
         self._worst: list[tuple[float, int, Example]] = []
         self._rows = self._left_out = 0
 
-    def add(self, labels: np.ndarray, scores: np.ndarray, images: Any = None) -> None:
+    def add(self, labels: np.ndarray, scores: np.ndarray, images: np.ndarray | None = None) -> None:
         """Takes in the next examples.
 
         Args:
@@ -119,7 +118,7 @@ class Tally:
         self._left_out += len(count) - len(rows)
 
     def findings(self, partial: bool = False, names: tuple[str, ...] = ()) -> Findings:
-        """What was found in all of them."""
+        """Returns what all the examples together show."""
         return Findings(
             classes=self._classes,
             labels=np.concatenate([np.zeros(0, np.int64), *self._labels]),
@@ -132,7 +131,7 @@ class Tally:
 
 
 def log_probabilities(scores: np.ndarray, from_logits: bool) -> np.ndarray:
-    """[n, classes] logarithms of the probabilities that scores stand for."""
+    """Returns [n, classes] logarithms of the probabilities that scores stand for."""
     if not from_logits:
         scores = np.log(np.clip(scores, 1e-300, None))  # not of 0, which is minus infinity
     scores = scores - scores.max(1, keepdims=True) if len(scores) else scores

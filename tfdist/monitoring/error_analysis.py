@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.config.messages import logger
 from tfdist.data import sources
 from tfdist.data.record_feed import in_order
 from tfdist.data.spec import Spec
+from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.engine import evaluation
 from tfdist.errors import UserError
@@ -33,17 +34,15 @@ def of_run(
     spec: Spec,
     distribution: Distribution,
     batch_size: int | None = None,
-    say: Callable[[str], None] = lambda line: None,
     limit: int = LIMIT,
 ) -> confusion.Findings | None:
-    """What a classifier gets wrong on its evaluation data. Every worker must call this.
+    """Finds what a classifier gets wrong on its evaluation data. Every worker must call this.
 
     No run fails for it, except where one worker of several cannot predict and the others would wait for it.
 
     Args:
       source: inputs and targets: class numbers, or one-hot rows.
       batch_size: global batch of arrays.
-      say: shows a line to a person.
       limit: examples to look at.
 
     Returns:
@@ -52,7 +51,7 @@ def of_run(
     """
     if spec.classes is None or spec.classes < 2 or not _scores(model, spec.classes):
         return None
-    lost = lambda error: say(f"WARNING: no look at the mistakes: {type(error).__name__}: {error}")
+    lost = lambda error: logger.info(f"WARNING: no look at the mistakes: {type(error).__name__}: {error}")
     first, partial, usable = source, False, False
     try:
         first, partial = _first(source, min(limit, max(1, SCORES // spec.classes)))
@@ -73,14 +72,14 @@ def of_run(
         return None
     try:
         with distribution.peers.during("saving"):  # no stall, though nothing is heard for long
-            found = _found(first, scores, spec, _from_logits(model, scores))
+            findings = _findings(first, scores, spec, _from_logits(model, scores))
     except Exception as error:
         lost(error)
         return None
-    return found and dataclasses.replace(found, partial=partial)
+    return findings and dataclasses.replace(findings, partial=partial)
 
 
-def _found(source: sources.Source, scores: Any, spec: Spec, from_logits: bool) -> confusion.Findings | None:
+def _findings(source: sources.Source, scores: np.ndarray, spec: Spec, from_logits: bool) -> confusion.Findings | None:
     """Sets the scores beside the targets, and makes pictures of the worst examples."""
     if scores.shape[1:] != (spec.classes,):
         return None
@@ -92,13 +91,16 @@ def _found(source: sources.Source, scores: Any, spec: Spec, from_logits: bool) -
             return None
         tally.add(labels, scores[row : row + len(labels)], x if _images(x) else None)
         row += len(labels)
-    found = tally.findings(names=spec.names)
-    pictures = (e if e.pixels is None else dataclasses.replace(e, png=png(e.pixels, spec)) for e in found.worst)
-    return dataclasses.replace(found, worst=tuple(pictures))
+    findings = tally.findings(names=spec.names)
+    pictures = (e if e.pixels is None else dataclasses.replace(e, png=png(e.pixels, spec)) for e in findings.worst)
+    return dataclasses.replace(findings, worst=tuple(pictures))
 
 
 def png(pixels: np.ndarray, spec: Spec) -> bytes:
-    """An input as a small picture: whole numbers as they are scaled for the models, others from lowest to highest."""
+    """Draws an input as a small picture, PNG.
+
+    Whole numbers are scaled as for the models, others from the lowest to the highest.
+    """
     image = np.nan_to_num(pixels.astype(np.float64))
     whole = np.issubdtype(np.dtype(spec.dtype), np.integer)
     low, high = (0.0, spec.maximum) if whole else (image.min(), image.max())
@@ -120,7 +122,7 @@ def _scores(model: keras.Model, classes: int) -> bool:
 
 
 def _first(source: sources.Source, limit: int) -> tuple[sources.Source, bool]:
-    """The first examples, and whether there may be more."""
+    """Returns the first examples, and whether there may be more."""
     if isinstance(source, sources.Arrays):
         cut = keras.tree.map_structure(lambda a: a[:limit], source.columns)
         return sources.Arrays(cut), source.size > limit
@@ -131,8 +133,8 @@ def _first(source: sources.Source, limit: int) -> tuple[sources.Source, bool]:
     return sources.Batches(source.dataset.take(wanted), source.decode), not 0 < (source.batches or 0) <= wanted
 
 
-def _pieces(source: sources.Source) -> Iterator[tuple[Any, Any]]:
-    """(x, y), a few examples at a time."""
+def _pieces(source: sources.Source) -> Iterator[tuple[Structure, Structure]]:
+    """Yields (x, y), a few examples at a time."""
     if isinstance(source, sources.Arrays):
         for i in range(0, source.size, _PIECE):
             x, y, *_ = keras.tree.map_structure(lambda a, i=i: a[i : i + _PIECE], source.columns)
@@ -143,8 +145,8 @@ def _pieces(source: sources.Source) -> Iterator[tuple[Any, Any]]:
             yield keras.tree.map_structure(np.asarray, x), keras.tree.map_structure(np.asarray, y)
 
 
-def _labels(y: Any, classes: int) -> np.ndarray | None:
-    """[n] class numbers, or None where targets are something else, such as sequences."""
+def _labels(y: Structure, classes: int) -> np.ndarray | None:
+    """Returns [n] class numbers, or None where targets are something else, such as sequences."""
     if not isinstance(y, np.ndarray):
         return None
     if y.shape[1:] == (classes,) and ((y == 0) | (y == 1)).all() and (y.sum(1) == 1).all():
@@ -154,11 +156,11 @@ def _labels(y: Any, classes: int) -> np.ndarray | None:
     return None
 
 
-def _images(x: Any) -> bool:
+def _images(x: Structure) -> bool:
     return isinstance(x, np.ndarray) and x.ndim == 4 and x.shape[-1] in (1, 3) and min(x.shape[1:3]) > 1
 
 
-def _from_logits(model: keras.Model, scores: Any) -> bool:
-    """As the loss says; where it does not, scores that are no probabilities are logits."""
+def _from_logits(model: keras.Model, scores: np.ndarray) -> bool:
+    """Whether scores are logits, which the loss says; where it does not, scores that are no probabilities are."""
     known = getattr(getattr(model, "loss", None), "from_logits", None)
     return not confusion.look_like_probabilities(scores) if known is None else bool(known)

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from tfdist.data.record_feed import in_order
 from tfdist.data.sources import Arrays, Records, Source
+from tfdist.data.structures import Structure
 
 PEAKS = {
     # name in nvidia-smi: (float16/bfloat16, float32) dense FLOP/s; TensorFlow multiplies float32 as TF32 from A100 on
@@ -35,11 +36,11 @@ PEAKS = {
 
 
 def peak(device: str, precision: str) -> float | None:
-    """FLOP/s that a GPU of this name can do at most, or None if it is not known.
+    """Returns the FLOP/s that a GPU of this name can do at most, or None if it is not known.
 
     Args:
-      device: as nvidia-smi names it, such as `NVIDIA A100-SXM4-80GB`.
-      precision: of `train.precision`.
+      device: the name that nvidia-smi gives it, such as `NVIDIA A100-SXM4-80GB`.
+      precision: `train.precision`.
     """
     words = device.replace("-", " ")
     for name, (half, single) in PEAKS.items():
@@ -52,11 +53,11 @@ class Work:
     """What a run computes, and what its devices could.
 
     Args:
-      model: of the run.
+      model: the one that is trained.
       source: what it is trained on.
       gpus: names of this worker's, none for a CPU.
       workers: all with as many GPUs of the same kind.
-      precision: of `train.precision`.
+      precision: `train.precision`.
     """
 
     def __init__(self, model: keras.Model, source: Source, gpus: list[str], workers: int, precision: str):
@@ -81,7 +82,7 @@ class Work:
         self.per_example = per_example(self._model, columns[0])
 
     def measures(self, examples_per_second: float | None) -> dict[str, Any]:
-        """`flops_per_example`, `flops_per_second` and `flops_share` of the peak."""
+        """Returns `flops_per_example`, `flops_per_second` and `flops_share` of the peak."""
         per = self.per_example
         rate = per * examples_per_second if per and examples_per_second else None
         share = rate / self.peak if rate and self.peak else None
@@ -89,41 +90,41 @@ class Work:
 
 
 def words(rate: float, share: float | None) -> str:
-    """`3.1 TFLOP/s, 42 % of the devices' peak`."""
+    """Returns a speed as a person reads it: `3.1 TFLOP/s, 42 % of the devices' peak`."""
     power = min(4, max(0, math.floor(math.log10(rate) / 3)))
     of = "" if share is None else f", {100 * share:.0f} % of the devices' peak"
     return f"{rate / 1000**power:.3g} {('', 'k', 'M', 'G', 'T')[power]}FLOP/s{of}"
 
 
-def per_example(model: keras.Model, columns: Any) -> int | None:
-    """Model FLOPs of one example, forward and backward.
+def per_example(model: keras.Model, inputs: Structure) -> int | None:
+    """Returns the model FLOPs of one example, forward and backward.
 
     Args:
       model: built.
-      columns: the input's structure of arrays or tensors, [examples, ...].
+      inputs: a structure of arrays or tensors, [examples, ...].
 
     Returns:
       None for a model whose work the graph of one forward pass does not show, such as one with a loop.
     """
-    specs = keras.tree.map_structure(lambda c: tf.TensorSpec((1, *c.shape[1:]), c.dtype), columns)
+    specs = keras.tree.map_structure(lambda c: tf.TensorSpec((1, *c.shape[1:]), c.dtype), inputs)
     try:
         graph = tf.function(lambda x: model(x, training=False), autograph=False).get_concrete_function(specs).graph
-        found = _of_graph(graph)
+        forward = _of_graph(graph)
     except Exception:  # any model is allowed to be one that cannot be traced like this
         return None
-    return None if found is None else 3 * found
+    return None if forward is None else 3 * forward
 
 
 _OPAQUE = ("While", "StatelessWhile", "If", "StatelessIf", "CudnnRNN", "CudnnRNNV3", "XlaCallModule")
 
 
-def _of_graph(graph: Any) -> int | None:
-    found = [_of(op) for op in graph.get_operations()]
-    return None if None in found else sum(f for f in found if f)
+def _of_graph(graph: tf.Graph) -> int | None:
+    counts = [_of(op) for op in graph.get_operations()]
+    return None if None in counts else sum(f for f in counts if f)
 
 
-def _of(op: Any) -> int | None:
-    """FLOPs of one operation; None if it hides others."""
+def _of(op: tf.Operation) -> int | None:
+    """Returns the FLOPs of one operation; None if it hides others."""
     kind = op.type
     if kind in _OPAQUE:
         return None
@@ -147,7 +148,7 @@ def _of(op: Any) -> int | None:
 
 
 def _einsum(equation: str, shapes: list[tuple]) -> int:
-    """2 x the product over all indices, for a product of two."""
+    """Returns 2 x the product over all indices, for a product of two."""
     if len(shapes) != 2:
         return 0
     sizes: dict[str, int] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -26,13 +25,12 @@ class Watching:
     """The watchers of one run on one worker.
 
     Args:
-      where: which of them are wanted.
-      folder: of the run.
+      where: tells which of them are wanted.
+      folder: the run's.
       recorder: its callbacks come before theirs.
-      plan: of the run.
+      plan: the run's.
       is_chief: the others only keep step with it.
       work: what the run computes.
-      say: shows a line to a person.
     """
 
     def __init__(
@@ -43,10 +41,9 @@ class Watching:
         plan: Plan,
         is_chief: bool,
         work: Work,
-        say: Callable[[str], None],
     ):
         self._where, self._folder, self._recorder, self._plan = where, folder, recorder, plan
-        self._is_chief, self._work, self._say = is_chief, work, say
+        self._is_chief, self._work = is_chief, work
         self.callbacks: list[keras.callbacks.Callback] = []
 
     def start(self, experiment: config.Experiment, gpus: list[int], profiled: tuple[int, int]) -> None:
@@ -56,18 +53,18 @@ class Watching:
           gpus: numbers of this worker's GPUs, as the driver counts.
           profiled: first and last update of the profile, (0, 0) for none.
         """
-        where, folder, recorder, say = self._where, self._folder, self._recorder, self._say
+        where, folder, recorder = self._where, self._folder, self._recorder
         if self._is_chief:
             usage = Usage(tuple(gpus))
-            board = Board(folder.path / "tensorboard", say) if where.tensorboard else None
+            board = Board(folder.path / "tensorboard") if where.tensorboard else None
             self.callbacks += progress.create(where.progress, self._plan, usage.latest)
             fields = config.flat(experiment)
-            self.callbacks.append(Timeline(folder, recorder, usage, self._work, fields, board, advice(experiment), say))
+            self.callbacks.append(Timeline(folder, recorder, usage, self._work, fields, board, advice(experiment)))
         if profiled[1]:
-            self.callbacks.append(Profiler(*profiled, recorder, folder.path, self._is_chief, say))
+            self.callbacks.append(Profiler(*profiled, recorder, folder.path, self._is_chief))
 
     def totals(self, examples_per_second: float | None) -> dict[str, Any]:
-        """What `result.json` holds of memory and FLOPs."""
+        """Returns what `result.json` holds of memory and FLOPs."""
         gpus = tf.config.list_logical_devices("GPU")
         peaks = [tf.config.experimental.get_memory_info(gpu.name)["peak"] for gpu in gpus]
         return {
@@ -83,7 +80,7 @@ class Watching:
 
 
 def advice(experiment: config.Experiment) -> str:
-    """What to do when training waits for this experiment's data."""
+    """Says what to do when training waits for this experiment's data."""
     if field_syntax.is_reference(experiment.data.name) and not field_syntax.files(experiment.data.name):
         return f"make the pipeline of {experiment.data.name} parallel (num_parallel_calls), or return arrays"
     if experiment.data.cache != "memory":

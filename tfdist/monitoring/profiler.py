@@ -5,14 +5,17 @@ from __future__ import annotations
 import collections
 import pathlib
 import re
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import keras
 import tensorflow as tf
 
+from tfdist.config.messages import logger
 from tfdist.engine.timing import Call, Spent
 from tfdist.monitoring.recorder import Recorder
+
+if TYPE_CHECKING:
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 SHOWN = 10
 """Operations in the text."""
@@ -26,19 +29,16 @@ class Profiler(keras.callbacks.Callback):
 
     Args:
       recorder: knows the updates; its callbacks come before these.
-      folder: of the run.
-      traces: whether this worker's is.
-      say: shows a line to a person.
+      folder: the run's.
+      traces: whether this worker is the one that is traced.
     """
 
     takes_many_updates = True
 
-    def __init__(
-        self, first: int, last: int, recorder: Recorder, folder: pathlib.Path, traces: bool, say: Callable[[str], None]
-    ):
+    def __init__(self, first: int, last: int, recorder: Recorder, folder: pathlib.Path, traces: bool):
         super().__init__()
         self._first, self._last, self._recorder = first, last, recorder
-        self._folder, self._traces, self._say = folder, traces, say
+        self._folder, self._traces = folder, traces
         self._spent = Spent()
         self._updates = 0
         self._running = self._over = False
@@ -54,7 +54,7 @@ class Profiler(keras.callbacks.Callback):
             return
         if done >= self._last:
             self._over = True
-            self._say(f"WARNING: no profile: training went on from update {done}, behind --profile={self._range}")
+            logger.info(f"WARNING: no profile: training went on from update {done}, behind --profile={self._range}")
         elif done >= self._first - 1 and not self._running:
             self._running = True
             # Python's own calls are no part of the trace: each would cost more than what it calls.
@@ -87,12 +87,12 @@ class Profiler(keras.callbacks.Callback):
         last = min(self._last, self._recorder.updates)
         text = summary(traces[-1].read_bytes(), self._updates, self._spent)
         (self._folder / FILE).write_text(f"updates {self._first} to {last} of {self._folder}\n{text}")
-        self._say(f"profile of updates {self._first} to {last}: {self._folder / FILE}")
-        self._say(f"its trace: tensorboard --logdir={self._folder / 'tensorboard'} (pip install xprof)")
+        logger.info(f"profile of updates {self._first} to {last}: {self._folder / FILE}")
+        logger.info(f"its trace: tensorboard --logdir={self._folder / 'tensorboard'} (pip install xprof)")
 
 
 def summary(trace: bytes, updates: int, spent: Spent) -> str:
-    """The split of the time, and the operations that cost most.
+    """Writes down the split of the time, and the operations that cost most.
 
     Args:
       trace: an XSpace, as TensorFlow's profiler writes it.
@@ -123,7 +123,7 @@ _ENTRIES = (("input", "input"), ("compute", "compute"), ("all_reduce", "all-redu
 
 
 def operations(trace: bytes) -> tuple[collections.Counter, collections.Counter, float]:
-    """Seconds and executions by operation, and the seconds of those that communicate.
+    """Adds up seconds and executions by operation, and the seconds of those that communicate.
 
     Those of the GPUs, where there are any; else those of the CPU.
     """
@@ -151,8 +151,8 @@ def operations(trace: bytes) -> tuple[collections.Counter, collections.Counter, 
 _WRAPPINGS = re.compile(r"(while|body|cond|then|else)(/_\d+)?/|replica_\d+/")
 
 
-def _operation(plane: Any, event: Any) -> str:
-    """`layer/name (Type)` of an event that is an operation of TensorFlow, or nothing."""
+def _operation(plane: xplane_pb2.XPlane, event: xplane_pb2.XEvent) -> str:
+    """Returns `layer/name (Type)` of an event that is an operation of TensorFlow, or nothing."""
     name = plane.event_metadata[event.metadata_id].name
     for stat in event.stats:  # a kernel of a GPU says which operation it belongs to
         if plane.stat_metadata[stat.metadata_id].name == "tf_op":

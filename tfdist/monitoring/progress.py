@@ -7,8 +7,7 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import keras
 from rich import progress as rich_progress
@@ -17,6 +16,7 @@ from rich.table import Column
 
 from tfdist.config.schedule import Plan
 from tfdist.engine.timing import Call, Spent
+from tfdist.monitoring.system_usage import Sample
 
 PLAIN_EVERY_S = 30.0
 """Seconds between plain lines within an epoch."""
@@ -25,9 +25,9 @@ INPUT_SHOWN = 0.05
 
 
 def create(
-    kind: str, plan: Plan, usage: Callable[[], dict[str, Any]] = lambda: {"gpus": []}
+    kind: str, plan: Plan, usage: Callable[[], Sample] = lambda: Sample(cpu=0.0, memory=0, gpus=[])
 ) -> list[keras.callbacks.Callback]:
-    """Callbacks for `--progress`; none for `none`.
+    """Makes the callbacks for `--progress`; none for `none`.
 
     Args:
       usage: what of the machine is in use, as `Usage.latest` tells it.
@@ -41,8 +41,8 @@ def create(
     return [Plain(plan, usage)]
 
 
-def numbers(logs: dict[str, Any] | None) -> str:
-    """Metrics in one short line, the loss first, each with its value on validation data."""
+def numbers(logs: Mapping[str, object] | None) -> str:
+    """Writes metrics in one short line, the loss first, each with its value on validation data."""
     values = {k: v for k, v in (logs or {}).items() if isinstance(v, (int, float))}
     names = sorted(values, key=lambda k: (k != "loss", k))
     return "  ".join(
@@ -58,7 +58,7 @@ def _number(value: float) -> str:
 
 
 def rate(per_second: float) -> str:
-    """Examples per second, in at most 9 characters."""
+    """Writes examples per second, in at most 9 characters."""
     for size, unit in ((1e7, "M"), (1e5, "k")):
         if per_second >= size:
             return f"{per_second / (1e6 if unit == 'M' else 1e3):,.0f}{unit} ex/s"
@@ -66,7 +66,7 @@ def rate(per_second: float) -> str:
 
 
 def fold(line: str) -> str:
-    """A line as the terminal is wide, on several lines if it must be; anywhere else as it is."""
+    """Breaks a line as the terminal is wide; anywhere else it stays as it is."""
     if not sys.stdout.isatty():
         return line
     width = max(40, shutil.get_terminal_size().columns)
@@ -76,7 +76,7 @@ def fold(line: str) -> str:
 class _Display(keras.callbacks.Callback):
     takes_many_updates = True
 
-    def __init__(self, plan: Plan, usage: Callable[[], dict[str, Any]]):
+    def __init__(self, plan: Plan, usage: Callable[[], Sample]):
         super().__init__()
         self._plan, self._usage = plan, usage
         self._width = len(str(plan.epochs))
@@ -84,7 +84,7 @@ class _Display(keras.callbacks.Callback):
         self._spent = Spent()
 
     def _speed(self) -> str:
-        """Of this epoch, and what holds it up."""
+        """Writes the speed of this epoch, and what holds it up."""
         seconds, updates = self._last - self._start, self._updates - self._before
         if seconds <= 0 or updates <= 0:
             return ""
@@ -93,11 +93,11 @@ class _Display(keras.callbacks.Callback):
         return rate(examples / seconds) + (f"  input {100 * waits:.0f}%" if waits >= INPUT_SHOWN else "")
 
     def _gpus(self) -> str:
-        """Load and memory of the GPUs together."""
-        found = self._usage()["gpus"]
-        loads = [g["load"] for g in found if g["load"] is not None]
-        used = [g["memory_used"] for g in found if g["memory_used"] is not None]
-        total = [g["memory_total"] for g in found if g["memory_total"] is not None]
+        """Writes load and memory of the GPUs together."""
+        gpus = self._usage()["gpus"]
+        loads = [g["load"] for g in gpus if g["load"] is not None]
+        used = [g["memory_used"] for g in gpus if g["memory_used"] is not None]
+        total = [g["memory_total"] for g in gpus if g["memory_total"] is not None]
         load = f"gpu {100 * sum(loads) / len(loads):.0f}%" if loads else ""
         return f"{load} {sum(used) / 1024:.0f}/{sum(total) / 1024:.0f}G".strip() if used and total else load
 
@@ -130,7 +130,7 @@ class _Display(keras.callbacks.Callback):
 
     @property
     def _done(self) -> int:
-        """Updates of the whole run."""
+        """Returns the updates of the whole run."""
         return self._now * self._plan.updates_per_epoch + self._updates
 
 
@@ -156,7 +156,7 @@ class Plain(_Display):
 
 
 def clock(seconds: float) -> str:
-    """`3:07` or `1:03:07`."""
+    """Writes seconds as `3:07` or `1:03:07`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
@@ -165,7 +165,7 @@ def clock(seconds: float) -> str:
 class Bar(_Display):
     """One bar over the whole run, and a line for each epoch above it."""
 
-    def __init__(self, plan: Plan, usage: Callable[[], dict[str, Any]]):
+    def __init__(self, plan: Plan, usage: Callable[[], Sample]):
         super().__init__(plan, usage)
         self._console = Console(highlight=False, soft_wrap=True)
         self._bar = rich_progress.Progress(

@@ -36,13 +36,13 @@ class Result:
     examples_seen: int
     seconds: float
     seconds_to_first_update: float | None
-    """From the start of the process."""
+    """Seconds from the start of the process to the end of the first update."""
     examples_per_second: float | None
     """Steady state: compilation and validation excluded."""
     history: dict[str, list]
     evaluation: dict[str, float]
     weights_sha256: str
-    """Over the weights in order, as little-endian float32 bytes."""
+    """Digest of the weights in order, as little-endian float32 bytes."""
     weights_norm: float
     """Sum of squares in float64."""
     resumed_from: int | None
@@ -57,14 +57,14 @@ class Result:
     time: dict[str, float | None]
     """Seconds of this worker in steady state by `input`, `compute`, `all_reduce` and `python` (see `timing.Spent`)."""
     peak_memory_bytes: int
-    """Of the chief, in the machine's memory."""
+    """Most bytes that the chief has held in the machine's memory."""
     peak_device_memory_bytes: int | None
-    """Of its fullest GPU."""
+    """Most bytes that its fullest GPU has held."""
     flops_per_example: int | None
     """Model FLOPs, forward and backward (see `flops`)."""
     flops_per_second: float | None
     flops_share: float | None
-    """Of what the devices can do at most, where that is known."""
+    """Share of what the devices can do at most, where that is known."""
 
 
 class Recorder(keras.callbacks.Callback):
@@ -87,7 +87,7 @@ class Recorder(keras.callbacks.Callback):
         self.rollbacks: list[dict] = []
         self.accumulate = plan.accumulate
         self.spent = Spent()
-        """In steady state."""
+        """Where the time went in steady state."""
         self._of_epoch = Spent()
         self._norm: float | None = None
         self._rates: list[tuple[int, float]] = []
@@ -179,7 +179,7 @@ class Recorder(keras.callbacks.Callback):
 
     @property
     def examples_per_second(self) -> float | None:
-        """Over all epochs but the first, in which things are compiled, unless it is the only one."""
+        """Returns the mean over all epochs but the first, which compiles, unless it is the only one."""
         rates = self._rates[1:] or self._rates
         seconds = sum(s for _, s in rates)
         return sum(n for n, _ in rates) / seconds if seconds > 0 else None
@@ -190,12 +190,12 @@ class Recorder(keras.callbacks.Callback):
 
 
 def learning_rate(model: keras.Model) -> float:
-    """Of the next update."""
+    """Returns the learning rate of the next update."""
     return float(keras_internals.inner_optimizer(model.optimizer).learning_rate)
 
 
 def fingerprint(model: keras.Model) -> tuple[str, float]:
-    """`weights_sha256` and `weights_norm` of a model."""
+    """Returns `weights_sha256` and `weights_norm` of a model."""
     digest, norm = hashlib.sha256(), 0.0
     for weight in model.get_weights():
         array = np.asarray(weight)

@@ -6,16 +6,19 @@ import dataclasses
 import os
 import platform
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tfdist.distributed.distribution import Distribution
 
+if TYPE_CHECKING:
+    from tfdist.distributed.connect import Site
 
-def environment(distribution: Distribution, site: Any) -> dict[str, Any]:
-    """The strategy and why, the devices, the hosts and the versions.
+
+def environment(distribution: Distribution, site: Site) -> dict[str, object]:
+    """Returns the strategy and why, the devices, the hosts and the versions.
 
     Args:
-      site: a `connect.Site`.
+      site: what was found where it ran.
     """
     return {
         "strategy": distribution.name,
@@ -36,11 +39,11 @@ def environment(distribution: Distribution, site: Any) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of what decides about the numbers."""
-    found = {"python": platform.python_version()}
+    """Returns the versions of Python and of what decides about the numbers."""
+    by_name = {"python": platform.python_version()}
     for name in ("tfdist", "tensorflow", "keras", "tensorflow-datasets", "numpy"):
         try:
-            found[name] = metadata.version(name)
+            by_name[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = "unknown"
-    return found
+            by_name[name] = "unknown"
+    return by_name

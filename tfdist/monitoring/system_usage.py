@@ -6,7 +6,7 @@ import math
 import resource
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TypedDict
 
 import psutil
 
@@ -16,8 +16,31 @@ EVERY_S = 5.0
 """Seconds between two looks; nvidia-smi alone takes a tenth of one."""
 
 
+class GpuSample(TypedDict):
+    """What one GPU does at a moment; None for what its driver does not tell."""
+
+    number: int
+    """Its number in the driver."""
+    load: float | None
+    """Share of the time in which it is busy, in [0, 1]."""
+    memory_used: float | None
+    """MiB."""
+    memory_total: float | None
+    """MiB."""
+
+
+class Sample(TypedDict):
+    """What a process takes of its machine at a moment."""
+
+    cpu: float
+    """Cores that are busy with it."""
+    memory: int
+    """Bytes."""
+    gpus: list[GpuSample]
+
+
 def peak_memory() -> int:
-    """The most bytes that this process has held in the machine's memory."""
+    """Returns the most bytes that this process has held in the machine's memory."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -32,7 +55,7 @@ class Usage:
     def __init__(self, numbers: tuple[int, ...], survey: Callable[[], gpus.Survey] = gpus.survey):
         self._numbers, self._survey = numbers, survey
         self._process = psutil.Process()
-        self._latest: dict[str, Any] = {"cpu": 0.0, "memory": 0, "gpus": []}
+        self._latest: Sample = {"cpu": 0.0, "memory": 0, "gpus": []}
         self._over = threading.Event()
         self._process.cpu_percent()  # the next one is over the time since this one
         self._thread = threading.Thread(target=self._watch, name="tfdist usage", daemon=True)
@@ -42,11 +65,11 @@ class Usage:
         if self._numbers:
             self._thread.start()
 
-    def latest(self) -> dict[str, Any]:
-        """`cpu` (cores busy), `memory` (bytes) and `gpus` (a list of number, load in [0, 1], memory in MiB)."""
+    def latest(self) -> Sample:
+        """Returns the newest sample."""
         if not self._numbers:
             self._look()  # two files of /proc
-        return dict(self._latest)
+        return self._latest.copy()
 
     def stop(self) -> None:
         self._over.set()
@@ -56,7 +79,7 @@ class Usage:
             self._look()
 
     def _look(self) -> None:
-        found = self._survey().gpus if self._numbers else ()
+        gpus_there = self._survey().gpus if self._numbers else ()
         self._latest = {
             "cpu": self._process.cpu_percent() / 100,
             "memory": self._process.memory_info().rss,
@@ -67,7 +90,7 @@ class Usage:
                     "memory_used": _known(g.memory_used),
                     "memory_total": _known(g.memory_total),
                 }
-                for g in found
+                for g in gpus_there
                 if g.number in self._numbers
             ],
         }

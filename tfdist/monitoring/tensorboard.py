@@ -5,7 +5,13 @@ from __future__ import annotations
 import pathlib
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
+
+from tfdist.config.messages import logger
+
+if TYPE_CHECKING:
+    from tensorboard.compat.proto import event_pb2
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 FLUSH_S = 10
 
@@ -13,14 +19,15 @@ FLUSH_S = 10
 class Board:
     """Writes `tensorboard/train` and `tensorboard/validation`, in threads of their own.
 
+    A disk that is full stops this and nothing else.
+
     Args:
-      folder: of the run.
-      say: shows a line to a person; a disk that is full stops this and nothing else.
+      folder: where both are written.
     """
 
-    def __init__(self, folder: pathlib.Path, say: Callable[[str], None]):
-        self._folder, self._say = folder, say
-        self._writers: dict[str, Any] = {}
+    def __init__(self, folder: pathlib.Path):
+        self._folder = folder
+        self._writers: dict[str, EventFileWriter] = {}
         self._broken = False
 
     def begin(self, update: int, experiment: Mapping[str, str]) -> None:
@@ -35,7 +42,7 @@ class Board:
             self._add(run, event_pb2.Event(wall_time=time.time(), step=update + 1, session_log=start))
         self._add("train", event_pb2.Event(wall_time=time.time(), step=update, summary=text))
 
-    def scalars(self, run: str, update: int, values: Mapping[str, Any]) -> None:
+    def scalars(self, run: str, update: int, values: Mapping[str, object]) -> None:
         """Adds the numbers among `values`.
 
         Args:
@@ -56,7 +63,7 @@ class Board:
             self._try(writer.close)
         self._writers.clear()
 
-    def _add(self, run: str, event: Any) -> None:
+    def _add(self, run: str, event: event_pb2.Event) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         if self._broken:
@@ -66,10 +73,10 @@ class Board:
         if not self._broken:
             self._try(lambda: self._writers[run].add_event(event))
 
-    def _try(self, action: Callable[[], Any]) -> None:
+    def _try(self, action: Callable[[], object]) -> None:
         try:
             action()
         except Exception as error:  # of the disk, by way of TensorBoard's thread
             if not self._broken:
-                self._say(f"WARNING: {self._folder} cannot be written ({error}): training goes on without it")
+                logger.info(f"WARNING: {self._folder} cannot be written ({error}): training goes on without it")
             self._broken = True

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import keras
 
 from tfdist.checkpoints.run_folder import RunFolder
+from tfdist.config.messages import logger
 from tfdist.engine.timing import INPUT_LIMIT, Call, Spent
 from tfdist.monitoring.flops import Work
 from tfdist.monitoring.recorder import TIMELINE, Recorder, learning_rate
-from tfdist.monitoring.system_usage import Usage
+from tfdist.monitoring.system_usage import Sample, Usage
 from tfdist.monitoring.tensorboard import Board
 
 EVERY_S = 0.5
@@ -29,12 +29,11 @@ class Timeline(keras.callbacks.Callback):
     Args:
       folder: where `timeline.jsonl` goes.
       recorder: knows the updates and the time; its callbacks come before these.
-      usage: of the machine.
+      usage: samples the machine.
       work: what the run computes.
       experiment: fields by name, for TensorBoard.
       board: TensorBoard's files, or None.
       advice: what to do about an input that is too slow.
-      say: shows a line to a person.
     """
 
     takes_many_updates = True
@@ -48,11 +47,10 @@ class Timeline(keras.callbacks.Callback):
         experiment: Mapping[str, str],
         board: Board | None,
         advice: str,
-        say: Callable[[str], None],
     ):
         super().__init__()
         self._folder, self._recorder, self._usage, self._board = folder, recorder, usage, board
-        self._work, self._experiment, self._advice, self._say = work, experiment, advice, say
+        self._work, self._experiment, self._advice = work, experiment, advice
         self._window, self._all = Spent(), Spent()
         self._examples = 0
         self._norm: float | None = None
@@ -116,7 +114,7 @@ class Timeline(keras.callbacks.Callback):
         if self._board:
             self._board.begin(self._recorder.updates, self._experiment)
 
-    def _sample(self, now: float, logs: Mapping[str, Any]) -> None:
+    def _sample(self, now: float, logs: Mapping[str, object]) -> None:
         self._open()
         measures = {name: v for name, v in logs.items() if isinstance(v, (int, float)) and not name.startswith("val_")}
         spent = self._window
@@ -132,9 +130,9 @@ class Timeline(keras.callbacks.Callback):
         }
         usage = self._usage.latest()
         line = {"updates": self._recorder.updates, "seconds": round(now - self._recorder.begun, 3)}
-        self._folder.append(TIMELINE, line | measures | rest | usage)
+        self._folder.append(TIMELINE, {**line, **measures, **rest, **usage})
         if self._board:
-            self._board.scalars("train", self._recorder.updates, measures | _shown(rest, usage))
+            self._board.scalars("train", self._recorder.updates, {**measures, **_shown(rest, usage)})
         self._last, self._window, self._examples = now, Spent(), 0
         self._judge()
 
@@ -142,7 +140,7 @@ class Timeline(keras.callbacks.Callback):
         share = self._all.share("input") or 0.0
         if share > INPUT_LIMIT and self._all.seconds > JUDGED_S and not self._warned:
             self._warned = True
-            self._say(f"WARNING: {100 * share:.0f} % of the time goes into waiting for input: {self._advice}")
+            logger.info(f"WARNING: {100 * share:.0f} % of the time goes into waiting for input: {self._advice}")
 
     def _mark(self, what: str) -> None:
         line = {
@@ -153,13 +151,13 @@ class Timeline(keras.callbacks.Callback):
         self._folder.append(TIMELINE, line)
 
 
-def _shown(rest: Mapping[str, Any], usage: Mapping[str, Any]) -> dict[str, Any]:
-    """Names under which TensorBoard groups them."""
-    found = {"learning_rate": rest["learning_rate"], "gradient_norm": rest["gradient_norm"]}
-    found |= {f"speed/{name}": rest[name] for name in ("examples_per_second", "flops_per_second")}
-    found |= {f"share/{name}": rest[name] for name in ("input", "all_reduce", "python")}
-    found |= {"device/cores": usage["cpu"], "device/memory_bytes": usage["memory"]}
+def _shown(rest: Mapping[str, float | None], usage: Sample) -> dict[str, float | None]:
+    """Gives the measures the names under which TensorBoard groups them."""
+    scalars: dict[str, float | None] = {"learning_rate": rest["learning_rate"], "gradient_norm": rest["gradient_norm"]}
+    scalars |= {f"speed/{name}": rest[name] for name in ("examples_per_second", "flops_per_second")}
+    scalars |= {f"share/{name}": rest[name] for name in ("input", "all_reduce", "python")}
+    scalars |= {"device/cores": usage["cpu"], "device/memory_bytes": usage["memory"]}
     for gpu in usage["gpus"]:
-        found[f"device/gpu_{gpu['number']}_load"] = gpu["load"]
-        found[f"device/gpu_{gpu['number']}_memory_MiB"] = gpu["memory_used"]
-    return found
+        scalars[f"device/gpu_{gpu['number']}_load"] = gpu["load"]
+        scalars[f"device/gpu_{gpu['number']}_memory_MiB"] = gpu["memory_used"]
+    return scalars

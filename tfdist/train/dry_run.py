@@ -12,7 +12,7 @@ from tfdist import config
 from tfdist.config import field_syntax
 from tfdist.config.schedule import Plan
 from tfdist.data.batch_layout import Layout
-from tfdist.data.datasets.registry import Loaded
+from tfdist.data.loaded import Loaded
 from tfdist.distributed.gpus import DriverGPU
 from tfdist.errors import UserError
 from tfdist.models import keras_internals, layerwise_rates

@@ -14,6 +14,7 @@ from tfdist.config.messages import logger
 from tfdist.config.runtime_options import Environment
 from tfdist.data import class_weights
 from tfdist.data.datasets import registry
+from tfdist.data.loaded import Loaded
 from tfdist.distributed.connect import Site
 from tfdist.distributed.distribution import Distribution
 from tfdist.engine import preconditions
@@ -30,7 +31,7 @@ class Preparation:
     """As it will run: with the batch that was looked for, and the micro-batches that an earlier attempt needed."""
     learnt_accumulate: int
     """Micro-batches that an earlier attempt has found to be needed; 0 if none did."""
-    data: registry.Loaded
+    data: Loaded
     schedule: schedule_lib.Plan
     class_weights: dict[int, float] | None
     model: keras.Model
@@ -67,11 +68,11 @@ def prepare(
     experiment = batch_size_search.agreed(experiment, proposal, distribution)
     experiment, learnt = _with_learnt_accumulate(experiment, environment, site, folder, distribution)
     models.set_precision(experiment.train.precision)
-    data = distribution.peers.once(lambda: registry.load(experiment, not environment.dry_run, logger.info))
+    data = distribution.peers.once(lambda: registry.load(experiment, not environment.dry_run))
     distribution.peers.check_same(registry.facts(data), "the data set")
     schedule = schedule_lib.make(experiment, data.examples, distribution.replicas)
     logger.info(f"{experiment.name}: {schedule.describe()}")
-    weights_of_classes = class_weights.told(experiment.train.class_weight, data, logger.info)
+    weights_of_classes = class_weights.told(experiment.train.class_weight, data)
     with distribution.scope():
         model = models.build(experiment, data.spec, logger.info)
         optimizer = optimizers.build(experiment, schedule)

@@ -17,36 +17,25 @@ from tfdist.monitoring.recorder import Result
 from tfdist.monitoring.report import page
 
 
-def write(folder: RunFolder, result: Result, mistakes: Findings | None) -> None:
+def write(folder: RunFolder, result: Result, mistakes: Findings | None, silent: bool = False) -> None:
     """Writes the report, and last of all `result.json`.
 
     Args:
       mistakes: what a classifier gets wrong, for the report.
+      silent: whether to keep from a person what is wrong with the report.
 
     Raises:
       TrainingError: the disk has no room even for the result alone.
     """
     content = dataclasses.asdict(result)
-    page.write(folder, content, mistakes, logger.info)
+    problem = page.write(folder, content, mistakes)
+    if problem and not silent:
+        logger.info(problem)
     try:
         folder.write("result.json", content)
     except TrainingError:  # the report may have taken the last of the disk, and this matters more
         folder.remove(page.NAME)
         folder.write("result.json", content)
-
-
-def write_in_silence(folder: RunFolder, result: Result) -> None:
-    """Writes the report and the result of a run that has failed, and says nothing.
-
-    A thread calls this when another worker is lost, while the main thread may be stuck with the lock of the logger or
-    of the stream: to say anything would mean to wait for it for ever.
-    """
-    was_disabled = logger.disabled
-    logger.disabled = True
-    try:
-        write(folder, result, None)
-    finally:
-        logger.disabled = was_disabled
 
 
 def check_same_weights(peers: Peers, weights_sha256: str) -> None:

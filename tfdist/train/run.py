@@ -122,14 +122,14 @@ class Run:
             self._schedule,
             distribution.is_chief,
             work,
-            logger.info,
         )
         self._monitors.start(self._experiment, [g.number for g in gpus], self._prepared.profiled)
 
     def _write_failure(self, reason: str) -> None:
         """Leaves the result of a run that another worker or an error has ended."""
         oom_note.heed(self._folder, reason)
-        results.write_in_silence(self._folder, self._result("failed", reason))
+        # In silence: a thread may call this, while the main thread holds the lock of the logger or of the stream.
+        results.write(self._folder, self._result("failed", reason), None, silent=True)
 
     def _fit(self, signals: Signals) -> None:
         experiment, schedule = self._experiment, self._schedule
@@ -184,9 +184,7 @@ class Run:
         mistakes = None
         if status == "completed":  # a run that is pre-empted has no time for it
             batch = self._experiment.eval.batch_size
-            mistakes = error_analysis.of_run(
-                self._model, self._data.eval, self._data.spec, distribution, batch, logger.info
-            )
+            mistakes = error_analysis.of_run(self._model, self._data.eval, self._data.spec, distribution, batch)
         results.write(folder, result, mistakes)
         logger.info(results.summary(result, folder.path))
         if status == "preempted" and self._checkpoints.saved:

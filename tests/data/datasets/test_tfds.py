@@ -14,7 +14,7 @@ from tfdist import config
 from tfdist.config import validation
 from tfdist.data import record_feed
 from tfdist.data import spec as spec_lib
-from tfdist.data.datasets import registry
+from tfdist.data.datasets import registry, tfds_preparation
 from tfdist.data.datasets import tfds as tfds_lib
 from tfdist.data.sources import Arrays, Batches, Records
 
@@ -190,7 +190,7 @@ def no_network(*arguments):
 )
 def test_what_cannot_be_downloaded(data, message, tmp_path, monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", no_network)
-    monkeypatch.setattr(tfds_lib.urllib.request, "getproxies", dict)
+    monkeypatch.setattr(tfds_preparation.urllib.request, "getproxies", dict)
     with pytest.raises(tfdist.UserError, match=message) as error:
         registry.load(experiment(tmp_path, **data))
     assert "\n" not in str(error.value)
@@ -200,7 +200,7 @@ def test_a_download_that_fails(tmp_path, monkeypatch):
     def fails(self, **kwargs):
         raise RuntimeError("the line\nis cut")
 
-    monkeypatch.setattr(tfds_lib, "_unreachable", lambda builder: "")
+    monkeypatch.setattr(tfds_preparation, "_unreachable", lambda builder: "")
     monkeypatch.setattr(tfds.core.DatasetBuilder, "download_and_prepare", fails)
     with pytest.raises(
         tfdist.UserError, match=r"'cifar10' cannot be prepared in .*: the line is cut: run `tfds build cifar10`"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -12,7 +11,7 @@ _POINTS = 2049
 
 
 def mixer(alphas: dict[str, float]) -> Callable[..., tuple]:
-    """A function that mixes a batch.
+    """Returns a function that mixes a batch.
 
     Args:
       alphas: `mixup`, `cutmix` or both, with the parameters of Beta(alpha, alpha)
@@ -27,7 +26,7 @@ def mixer(alphas: dict[str, float]) -> Callable[..., tuple]:
     quantiles = {name: _quantiles(alpha) for name, alpha in alphas.items()}
 
     @tf.autograph.experimental.do_not_convert
-    def mix(columns: tuple, partners: tuple, seeds: Any) -> tuple:
+    def mix(columns: tuple, partners: tuple, seeds: tf.Tensor) -> tuple:
         drawn = tf.unstack(draws(seeds, 4), axis=1)
         cuts = tf.fill(tf.shape(drawn[3]), "cutmix" in alphas)
         if len(alphas) == 2:
@@ -45,16 +44,16 @@ def mixer(alphas: dict[str, float]) -> Callable[..., tuple]:
     return mix
 
 
-def blended(x: Any, partner: Any, share: Any) -> Any:
-    """`share` of each image and the rest of its partner (Zhang et al., "mixup", 2017)."""
+def blended(x: tf.Tensor, partner: tf.Tensor, share: tf.Tensor) -> tf.Tensor:
+    """Returns `share` of each image and the rest of its partner (Zhang et al., "mixup", 2017)."""
     part = tf.reshape(share, [-1] + [1] * (x.shape.rank - 1))
     ours, theirs = tf.cast(x, tf.float32), tf.cast(partner, tf.float32)
     values = theirs + part * (ours - theirs)
     return tf.cast(values if x.dtype.is_floating else tf.round(values), x.dtype)
 
 
-def pasted(x: Any, partner: Any, share: Any, down: Any, right: Any) -> tuple:
-    """A rectangle of each partner in its image (Yun et al., "CutMix", 2019).
+def pasted(x: tf.Tensor, partner: tf.Tensor, share: tf.Tensor, down: tf.Tensor, right: tf.Tensor) -> tuple:
+    """Puts a rectangle of each partner into its image (Yun et al., "CutMix", 2019).
 
     Args:
       share: [n], of the area that is to stay: the rectangle has the image's proportions.
@@ -78,8 +77,8 @@ def pasted(x: Any, partner: Any, share: Any, down: Any, right: Any) -> tuple:
     return tf.where(inside[..., None], partner, x), stayed
 
 
-def weighed(columns: tuple, partners: tuple, share: Any) -> tuple:
-    """Targets [n, classes], or targets and weights [n], mixed by `share` [n]."""
+def weighed(columns: tuple, partners: tuple, share: tf.Tensor) -> tuple:
+    """Mixes targets [n, classes], or targets and weights [n], by `share` [n]."""
     if len(columns) == 1:
         part = tf.cast(share, columns[0].dtype)[:, None]
         return (part * columns[0] + (1 - part) * partners[0],)
@@ -92,8 +91,8 @@ def weighed(columns: tuple, partners: tuple, share: Any) -> tuple:
     return of_ours * y + (1 - of_ours) * other, total
 
 
-def draws(seeds: Any, count: int) -> Any:
-    """`count` numbers in [0, 1) for each of `seeds` int32 [n, 2], float32 [n, count].
+def draws(seeds: tf.Tensor, count: int) -> tf.Tensor:
+    """Returns `count` numbers in [0, 1) for each of `seeds` int32 [n, 2]: float32 [n, count].
 
     TensorFlow's stateless functions take one seed for a whole batch, and here
     each row has its own. So: a hash of 32 bits ("lowbias32", Wellons 2018) of
@@ -106,18 +105,18 @@ def draws(seeds: Any, count: int) -> Any:
     return tf.cast(_right(bits, 8), tf.float32) * 2.0**-24
 
 
-def _hash(value: Any) -> Any:
+def _hash(value: tf.Tensor) -> tf.Tensor:
     value = (value ^ _right(value, 16)) * tf.constant(0x7FEB352D, tf.uint32)
     value = (value ^ _right(value, 15)) * tf.constant(0x846CA68B, tf.uint32)
     return value ^ _right(value, 16)
 
 
-def _right(value: Any, bits: int) -> Any:
+def _right(value: tf.Tensor, bits: int) -> tf.Tensor:
     return tf.bitwise.right_shift(value, tf.constant(bits, tf.uint32))
 
 
 def _quantiles(alpha: float) -> np.ndarray:
-    """[_POINTS] quantiles of Beta(alpha, alpha), evenly spaced in probability; float32."""
+    """Returns [_POINTS] quantiles of Beta(alpha, alpha), evenly spaced in probability; float32."""
     with tf.init_scope(), tf.device("CPU:0"):
         wanted = tf.constant(np.linspace(0, 1, _POINTS))
         low, high = tf.zeros_like(wanted), tf.ones_like(wanted)
@@ -128,8 +127,8 @@ def _quantiles(alpha: float) -> np.ndarray:
         return low.numpy().astype(np.float32)
 
 
-def _interpolated(table: np.ndarray, place: Any) -> Any:
-    """Values of `table` at `place` [n] in [0, 1) of its length."""
+def _interpolated(table: np.ndarray, place: tf.Tensor) -> tf.Tensor:
+    """Returns values of `table` at `place` [n] in [0, 1) of its length."""
     exact = place * (len(table) - 1)
     below = tf.cast(exact, tf.int32)
     rest = exact - tf.cast(below, exact.dtype)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -20,8 +19,6 @@ from tfdist.data.augmentation.color import jitter, seed_of, stored, uniform
 from tfdist.data.augmentation.mixup import mixer
 from tfdist.data.augmentation.randaugment import randaugment
 from tfdist.errors import UserError
-
-POLICIES = ("crop", "stretch", "pad")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,13 +31,16 @@ class Recipe:
       maximum: largest value of an image.
     """
 
-    steps: tuple[augment_syntax.Step, ...]
-    mixing: tuple[augment_syntax.Step, ...]
+    steps: tuple[augment_syntax.AugmentStep, ...]
+    mixing: tuple[augment_syntax.AugmentStep, ...]
     maximum: float = 255.0
 
     @property
     def smallest(self) -> float | None:
-        """What `resized_crop` was given, or None: then it is `crop_window` that says what to decode of an image."""
+        """Returns what `resized_crop` was given, or None.
+
+        Where it is given, `crop_window` says what to decode of an image.
+        """
         return self.steps[0].arguments[0] if self.steps and self.steps[0].name == "resized_crop" else None
 
     @property
@@ -71,8 +71,8 @@ class Recipe:
             )
 
     @tf.autograph.experimental.do_not_convert
-    def example(self, image: Any, seed: Any, size: tuple[int, int] | None = None) -> Any:
-        """One augmented image.
+    def example(self, image: tf.Tensor, seed: tf.Tensor, size: tuple[int, int] | None = None) -> tf.Tensor:
+        """Returns one augmented image.
 
         Args:
           size: height and width that `resized_crop` makes; None for those of the
@@ -100,21 +100,21 @@ class Recipe:
 
 
 def parse(text: str, maximum: float = 255.0, field: str = "data.augment") -> Recipe:
-    """The recipe that `text` describes, such as `flip, crop(4), mixup(0.2)`; empty for none.
+    """Returns the recipe that `text` describes, such as `flip, crop(4), mixup(0.2)`; empty for none.
 
     Raises:
       UserError: naming `field`, when it is not understood.
     """
-    found = augment_syntax.steps(text, field)
+    steps = augment_syntax.steps(text, field)
     return Recipe(
-        tuple(s for s in found if s.name not in augment_syntax.MIXING),
-        tuple(s for s in found if s.name in augment_syntax.MIXING),
+        tuple(s for s in steps if s.name not in augment_syntax.MIXING),
+        tuple(s for s in steps if s.name in augment_syntax.MIXING),
         maximum,
     )
 
 
-def resize(image: Any, size: tuple[int, int], policy: str = "crop") -> Any:
-    """The image [size[0], size[1], c], bilinear, smoothed where it shrinks to half or less; nothing is random.
+def resize(image: tf.Tensor, size: tuple[int, int], policy: str = "crop") -> tf.Tensor:
+    """Makes an image [size[0], size[1], c], bilinear, smoothed where it shrinks to half or less; nothing is random.
 
     Args:
       policy: `crop` keeps the middle in the new proportions, `stretch` all of it
@@ -143,7 +143,7 @@ def resize(image: Any, size: tuple[int, int], policy: str = "crop") -> Any:
     return tf.ensure_shape(_resized(image, size), [height, width, channels])
 
 
-def _resized(image: Any, size: Any) -> Any:
+def _resized(image: tf.Tensor, size: tuple[int, int] | tf.Tensor) -> tf.Tensor:
     # Below one half, plain bilinear would leave pixels out; above it, smoothing takes twice as long as decoding.
     plain, smoothed = (lambda a=antialias: tf.image.resize(image, size, antialias=a) for antialias in (False, True))
     if isinstance(size, tuple) and image.shape[:2].is_fully_defined():  # a branch in the graph takes a tenth of it all
@@ -154,23 +154,23 @@ def _resized(image: Any, size: Any) -> Any:
     return tf.cast(values if image.dtype.is_floating else values + 0.5, image.dtype)
 
 
-def flip(image: Any, seed: Any) -> Any:
-    """Left and right exchanged, for half of the seeds."""
+def flip(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
+    """Exchanges left and right, for half of the seeds."""
     return _mirrored(image, seed, 1)
 
 
-def vertical_flip(image: Any, seed: Any) -> Any:
-    """Top and bottom exchanged, for half of the seeds."""
+def vertical_flip(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
+    """Exchanges top and bottom, for half of the seeds."""
     return _mirrored(image, seed, 0)
 
 
-def _mirrored(image: Any, seed: Any, axis: int) -> Any:
+def _mirrored(image: tf.Tensor, seed: tf.Tensor, axis: int) -> tf.Tensor:
     mirrored = lambda: tf.reverse(image, [axis])
     return tf.cond(uniform(seed, 1)[0] < 0.5, mirrored, lambda: image)
 
 
-def crop(image: Any, seed: Any, padding: int) -> Any:
-    """A part as large as the image, at a random place of it with `padding` pixels of 0 around."""
+def crop(image: tf.Tensor, seed: tf.Tensor, padding: int) -> tf.Tensor:
+    """Cuts out a part as large as the image, at a random place of it with `padding` pixels of 0 around."""
     padded = tf.pad(image, [[padding, padding], [padding, padding], [0, 0]])
     places = tf.cast(uniform(seed, 2, 0.0, 2.0 * padding + 1), tf.int32)
     # The product may round up to the bound itself.
@@ -178,8 +178,8 @@ def crop(image: Any, seed: Any, padding: int) -> Any:
     return tf.ensure_shape(tf.slice(padded, begin, tf.shape(image)), image.shape)
 
 
-def crop_window(shape: Any, seed: Any, smallest: float) -> Any:
-    """Where `resized_crop` cuts: int32 [4], top, left, height and width.
+def crop_window(shape: tf.Tensor, seed: tf.Tensor, smallest: float) -> tf.Tensor:
+    """Returns where `resized_crop` cuts: int32 [4], top, left, height and width.
 
     For who decodes only this part of a JPEG.
 
@@ -199,8 +199,8 @@ def crop_window(shape: Any, seed: Any, smallest: float) -> Any:
     return tf.concat([begin[:2], size[:2]], 0)
 
 
-def resized_crop(image: Any, seed: Any, size: tuple[int, int], smallest: float) -> Any:
-    """A random part, of `smallest` to 1 of the area and 3:4 to 4:3, made [size[0], size[1], c].
+def resized_crop(image: tf.Tensor, seed: tf.Tensor, size: tuple[int, int], smallest: float) -> tf.Tensor:
+    """Makes a random part, of `smallest` to 1 of the area and 3:4 to 4:3, [size[0], size[1], c].
 
     The crop of Inception (Szegedy et al., "Going Deeper with Convolutions", 2015).
     """
@@ -209,8 +209,11 @@ def resized_crop(image: Any, seed: Any, size: tuple[int, int], smallest: float) 
     return tf.ensure_shape(_resized(part, size), [*size, image.shape[-1]])
 
 
-def color(image: Any, seed: Any, strength: float, maximum: float = 255.0) -> Any:
-    """Brightness, contrast and saturation by factors of 1 - strength to 1 + strength, hue by up to strength / 4 turns.
+def color(image: tf.Tensor, seed: tf.Tensor, strength: float, maximum: float = 255.0) -> tf.Tensor:
+    """Changes the colours of an image at random.
+
+    Brightness, contrast and saturation get factors of 1 - strength to 1 + strength, and the hue is turned by up to
+    strength / 4 turns.
 
     The proportions are those of SimCLR (Chen et al., 2020); see `color.jitter`.
     """
@@ -218,8 +221,8 @@ def color(image: Any, seed: Any, strength: float, maximum: float = 255.0) -> Any
     return jitter(image, drawn[:3] + 1.0, drawn[3] * (math.pi / 2), maximum)
 
 
-def erase(image: Any, seed: Any, probability: float, maximum: float = 255.0) -> Any:
-    """Random values in a random rectangle, of 2 % to a third of the area, for this share of the seeds.
+def erase(image: tf.Tensor, seed: tf.Tensor, probability: float, maximum: float = 255.0) -> tf.Tensor:
+    """Puts random values into a random rectangle, of 2 % to a third of the area, for this share of the seeds.
 
     "Random Erasing Data Augmentation", Zhong et al., 2017. A rectangle longer
     than the image is cut to it.

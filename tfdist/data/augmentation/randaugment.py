@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -16,8 +15,8 @@ OPERATIONS = (
 )  # fmt: skip
 
 
-def randaugment(image: Any, seed: Any, layers: int, magnitude: float, maximum: float = 255.0) -> Any:
-    """`layers` of the paper's 14 operations, each drawn anew and as likely as any other.
+def randaugment(image: tf.Tensor, seed: tf.Tensor, layers: int, magnitude: float, maximum: float = 255.0) -> tf.Tensor:
+    """Applies `layers` of the paper's 14 operations, each drawn anew and as likely as any other.
 
     Args:
       magnitude: 0 to 10. 10 is a rotation by 30 degrees, a shear of 0.3, a shift
@@ -33,8 +32,8 @@ def randaugment(image: Any, seed: Any, layers: int, magnitude: float, maximum: f
     return image
 
 
-def apply(image: Any, number: Any, signed: Any, level: float, maximum: float) -> Any:
-    """Operation `number` of `OPERATIONS` with strength `level` in [0, 1], `signed` being plus or minus that."""
+def apply(image: tf.Tensor, number: tf.Tensor, signed: tf.Tensor, level: float, maximum: float) -> tf.Tensor:
+    """Applies operation `number` of `OPERATIONS` with strength `level` in [0, 1], `signed` being plus or minus that."""
     factors = tf.where(tf.range(6, 9) == number, 1.0 + 0.9 * signed, 1.0)
     # Operations that share their code share a branch: a branch costs time to build and optimise, taken or not.
     branches = [
@@ -51,8 +50,8 @@ def apply(image: Any, number: Any, signed: Any, level: float, maximum: float) ->
     return tf.ensure_shape(tf.switch_case(branch, branches), image.shape)
 
 
-def _moved(image: Any, number: Any, signed: Any) -> Any:
-    """Shear, shift or rotation around the middle; what comes from outside is 0."""
+def _moved(image: tf.Tensor, number: tf.Tensor, signed: tf.Tensor) -> tf.Tensor:
+    """Shears, shifts or rotates around the middle; what comes from outside is 0."""
     amounts = tf.where(tf.range(1, 6) == number, signed, 0.0) * [0.3, 0.3, 0.45, 0.45, math.pi / 6]
     shear_x, shear_y, shift_x, shift_y, angle = tf.unstack(amounts)
     height, width = tf.unstack(tf.cast(tf.shape(image)[:2], tf.float32))
@@ -72,16 +71,16 @@ def _moved(image: Any, number: Any, signed: Any) -> Any:
     )[0]
 
 
-def autocontrast(image: Any, maximum: float) -> Any:
-    """Each channel stretched to the whole range, as `PIL.ImageOps.autocontrast` does, but rounded."""
+def autocontrast(image: tf.Tensor, maximum: float) -> tf.Tensor:
+    """Stretches each channel to the whole range, as `PIL.ImageOps.autocontrast` does, but rounded."""
     values = tf.cast(image, tf.float32)
     low, high = tf.reduce_min(values, [0, 1]), tf.reduce_max(values, [0, 1])
     scale = tf.where(high > low, maximum / tf.maximum(high - low, 1e-6), 1.0)
     return stored(values * scale - tf.where(high > low, low * scale, 0.0), image, maximum)
 
 
-def equalize(image: Any, maximum: float) -> Any:
-    """Each channel with a flat histogram of 256 levels, as `PIL.ImageOps.equalize` does."""
+def equalize(image: tf.Tensor, maximum: float) -> tf.Tensor:
+    """Gives each channel a flat histogram of 256 levels, as `PIL.ImageOps.equalize` does."""
     channels = image.shape[-1]
     levels = tf.cast(tf.cast(image, tf.float32) * (255 / maximum), tf.int32)
     columns = tf.transpose(tf.reshape(levels, [-1, channels]))
@@ -92,25 +91,28 @@ def equalize(image: Any, maximum: float) -> Any:
     below = tf.cumsum(counts, axis=1, exclusive=True)
     table = tf.minimum((step // 2 + below) // tf.maximum(step, 1), 255)
     table = tf.where(step == 0, tf.range(256), table)
-    found = tf.reshape(tf.gather(table, columns, axis=1, batch_dims=1), [channels, -1])
-    found = tf.reshape(tf.transpose(found), tf.shape(image))
-    return stored(tf.cast(found, tf.float32) * (maximum / 255), image, maximum)
+    equalized = tf.reshape(tf.gather(table, columns, axis=1, batch_dims=1), [channels, -1])
+    equalized = tf.reshape(tf.transpose(equalized), tf.shape(image))
+    return stored(tf.cast(equalized, tf.float32) * (maximum / 255), image, maximum)
 
 
-def solarize(image: Any, threshold: float, maximum: float) -> Any:
-    """Values from `threshold` on inverted."""
+def solarize(image: tf.Tensor, threshold: float, maximum: float) -> tf.Tensor:
+    """Inverts the values from `threshold` on."""
     values = tf.cast(image, tf.float32)
     return stored(tf.where(values < threshold, values, maximum - values), image, maximum)
 
 
-def posterize(image: Any, bits: int, maximum: float) -> Any:
-    """The upper `bits` of 8."""
+def posterize(image: tf.Tensor, bits: int, maximum: float) -> tf.Tensor:
+    """Keeps the upper `bits` of 8."""
     size = maximum / 255 * 2 ** (8 - bits)
     return stored(tf.floor(tf.cast(image, tf.float32) / size) * size, image, maximum)
 
 
-def sharpen(image: Any, factor: Any, maximum: float) -> Any:
-    """0 is PIL's smoothed image, 1 the image, more than 1 the opposite of smoothing; the border stays."""
+def sharpen(image: tf.Tensor, factor: tf.Tensor | float, maximum: float) -> tf.Tensor:
+    """Sharpens by a factor: 0 gives PIL's smoothed image, 1 the image, more the opposite of smoothing.
+
+    The border stays as it is.
+    """
     if any(side is not None and side < 3 for side in image.shape[:2]):
         return image  # all of it is border
     values = tf.cast(image, tf.float32)

@@ -11,11 +11,14 @@ import itertools
 import math
 import zlib
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, TextIO
 
 import numpy as np
 
 from tfdist.errors import UserError
+
+if TYPE_CHECKING:
+    import _csv
 
 MISSING = frozenset(("", "na", "n/a", "nan", "null", "none", "?"))
 """What stands for a missing number, in any case. Of a category only an empty text is missing."""
@@ -37,24 +40,25 @@ class Table:
     """Rows of files with one header, in their order."""
 
     numbers: dict[str, np.ndarray]
-    """By column: float64 [rows], NaN where missing."""
+    """Columns of numbers by name: float64 [rows], NaN where missing."""
     categories: dict[str, np.ndarray]
-    """By column: int32 [rows], places in `texts`."""
+    """Columns of categories by name: int32 [rows], places in `texts`."""
     texts: dict[str, list[str]]
-    """By column of `categories`: the texts that occur, stripped."""
+    """The texts that occur in each column of `categories`, stripped."""
     size: int
+    """Rows."""
     skipped: list[str]
     """Bad rows that were left out: where, and what is wrong."""
 
     def taken(self, rows: np.ndarray) -> Table:
-        """These rows, in this order."""
+        """Returns a table of these rows, in this order."""
         numbers = {name: values[rows] for name, values in self.numbers.items()}
         categories = {name: values[rows] for name, values in self.categories.items()}
         size = len(next(iter((*numbers.values(), *categories.values()))))
         return dataclasses.replace(self, numbers=numbers, categories=categories, size=size)
 
     def places(self, name: str, vocabulary: tuple[str, ...], first: int) -> np.ndarray:
-        """Each row's place in the vocabulary, plus `first`; one less than `first` where it is not there."""
+        """Returns each row's place in the vocabulary, plus `first`; one less than `first` where it is not there."""
         places = {text: i + first for i, text in enumerate(vocabulary)}
         of_text = np.array([places.get(text, first - 1) for text in self.texts[name]], np.int64)
         return of_text[self.categories[name]]
@@ -65,7 +69,7 @@ class _ManyTexts(Exception):  # noqa: N818  a reason to begin anew and no error
 
 
 def joined(tables: list[Table]) -> Table:
-    """The rows of one after those of the other."""
+    """Returns a table of all rows, those of one table after those of the other."""
     numbers = {name: np.concatenate([t.numbers[name] for t in tables]) for name in tables[0].numbers}
     texts = {name: sorted({text for t in tables for text in t.texts[name]}) for name in tables[0].texts}
     categories = {
@@ -77,7 +81,7 @@ def joined(tables: list[Table]) -> Table:
 
 
 def header(path: str, delimiter: str = ",") -> list[str]:
-    """The column names of a file.
+    """Returns the column names of a file.
 
     Raises:
       UserError: no header, or a name that is given twice.
@@ -117,14 +121,16 @@ def read(
         while True:
             try:
                 return _Reader(columns, kinds, delimiter, skip).read(paths)
-            except _ManyTexts as found:
-                kinds[str(found)] = "category"
+            except _ManyTexts as column:
+                kinds[str(column)] = "category"
     finally:
         if collecting:
             gc.enable()
 
 
 class _Reader:
+    """One pass over files of a table, which adds up its columns chunk by chunk."""
+
     def __init__(self, columns: list[str], kinds: dict[str, str], delimiter: str, skip: bool | None):
         self._columns, self._given, self._delimiter, self._skip = columns, kinds, delimiter, skip
         self._kinds = dict(kinds)
@@ -159,7 +165,7 @@ class _Reader:
             self._bad,
         )
 
-    def _read_file(self, path: str, reader: Any, names: list[str]) -> None:
+    def _read_file(self, path: str, reader: _csv.Reader, names: list[str]) -> None:
         where = [names.index(name) for name in self._columns]
         while True:
             line = reader.line_num
@@ -184,7 +190,7 @@ class _Reader:
                 self._add(path, {name: values[i] for name, i in zip(self._columns, where)}, lines)
 
     def _add(self, path: str, values: dict[str, tuple[str, ...]], lines: Sequence[int]) -> None:
-        """Appends a chunk of rows, those left out that have no number where there should be one."""
+        """Adds a chunk of rows; those are left out that have no number where there should be one."""
         bad: dict[int, str] = {}
         chunk = {}
         for name, column in values.items():
@@ -216,12 +222,12 @@ class _Reader:
 
 
 def described(bad: list[str]) -> str:
-    """The first of these rows, and how many there are."""
+    """Names the first of these rows, and how many more there are."""
     more = f", and {len(bad) - _NAMED:,} more bad rows" if len(bad) > _NAMED else ""
     return "; ".join(bad[:_NAMED]) + more
 
 
-def _open(path: str) -> Any:
+def _open(path: str) -> TextIO:
     try:
         if path.endswith(".gz"):
             return io.TextIOWrapper(gzip.open(path), encoding="utf-8-sig", newline="")
@@ -230,7 +236,7 @@ def _open(path: str) -> Any:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def _taken(path: str, reader: Any, count: int, default: list) -> list[list[str]]:
+def _taken(path: str, reader: _csv.Reader, count: int, default: list) -> list[list[str]]:
     try:
         return list(itertools.islice(reader, count)) or default
     except (csv.Error, UnicodeDecodeError, EOFError, OSError, zlib.error) as error:
@@ -238,7 +244,7 @@ def _taken(path: str, reader: Any, count: int, default: list) -> list[list[str]]
 
 
 def _lines(rows: list[list[str]], before: int, last: int) -> Sequence[int]:
-    """The line on which each row begins; a quoted field may have several."""
+    """Returns the line on which each row begins; a quoted field may have several."""
     if last - before == len(rows):
         return range(before + 1, last + 1)
     lengths = [1 + sum(value.count("\n") for value in row) for row in rows]
@@ -252,7 +258,7 @@ def _kind(column: tuple[str, ...]) -> str:
 
 
 def _numbers(column: tuple[str, ...]) -> tuple[np.ndarray, list[int]]:
-    """Values, NaN where there is no number, and the places of what is neither a number nor missing."""
+    """Returns the values, NaN where there is no number, and the places of what is neither a number nor missing."""
     wrong = []
     try:
         values = np.fromiter(map(float, column), np.float64, len(column))

@@ -57,7 +57,9 @@ class Digits(tfds.core.GeneratorBasedBuilder):
 
 
 def some(split: str = "train", first: int = 0, last: int = 9, each: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Only the digits from `first` to `last`, as classes from 0 on, so that what some have taught can help others.
+    """Returns only the digits from `first` to `last`, as classes from 0 on.
+
+    So a model that some digits have taught can be shown to help with others.
 
     Args:
       split: `train` or `test`.
@@ -77,12 +79,12 @@ def some(split: str = "train", first: int = 0, last: int = 9, each: int = 0) -> 
     rows = rows[:TRAIN] if split == "train" else rows[TRAIN:]
     wanted = [np.flatnonzero(rows[:, 64] == digit) for digit in range(first, last + 1)]
     if each and split == "train":
-        wanted = [found[:each] for found in wanted]
+        wanted = [places[:each] for places in wanted]
     rows = rows[np.sort(np.concatenate(wanted))]
     return rows[:, :64].reshape(-1, 8, 8, 1).astype(np.uint8), rows[:, 64] - first
 
 
 def _rows() -> np.ndarray:
-    """[1797, 65] whole numbers: the pixels of an image, and its label."""
+    """Reads [1797, 65] whole numbers: the pixels of an image, and its label."""
     packed = resources.files(__package__).joinpath("digits.csv.gz").read_bytes()
     return np.loadtxt(io.StringIO(gzip.decompress(packed).decode()), delimiter=",", dtype=np.int64)

@@ -6,12 +6,11 @@ import concurrent.futures
 import dataclasses
 import os
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tfdist.config.messages import logger
 from tfdist.data import image_decoding, splits
 from tfdist.data.datasets import image_scan
 from tfdist.data.record_feed import reason
@@ -41,7 +40,6 @@ def load(
     size: tuple[int, int] | None = None,
     policy: str = "crop",
     whole: bool = False,
-    say: Callable[[str], None] = print,
 ) -> Folder:
     """Finds the images and looks at each file once, by its first and last bytes; those in doubt are decoded.
 
@@ -52,52 +50,63 @@ def load(
       root: the folder, see `image_scan.listing`.
       broken: `refuse`, or `skip` the files that are no images.
       size: height and width that the images will be made, or None. JPEGs are decoded no larger than it takes.
-      policy: of `ops.resize`.
+      policy: how images are made that size, see `ops.resize`.
       whole: the training images are needed in their full size.
-      say: shows a line to a person.
 
     Raises:
       UserError: no such folder or split, no images, or broken ones that are not to be skipped.
     """
     root = os.path.expanduser(root)
     what = f"data.name='image_folder:{root}'"
-    names, found = image_scan.listing(root, what)
-    sizes = {name: len(split.paths) for name, split in found.items()}
-    chosen = [
+    names, listed = image_scan.listing(root, what)
+    sizes = {name: len(split.paths) for name, split in listed.items()}
+    train, evaluation = (
         [(part, row) for part, rows in splits.select(text, sizes, field, root) for row in rows.tolist()]
         for field, text in (("data.train_split", train_split), ("data.eval_split", eval_split))
-    ]
-    needed = sorted({file for rows in chosen for file in rows})
-    paths = [found[part].path(row) for part, row in needed]
+    )
+    needed = sorted({*train, *evaluation})
+    paths = [listed[part].path(row) for part, row in needed]
     looks = _certain(paths, image_scan.look_at(paths))
-    bad = sorted((i for i, look in enumerate(looks) if look.problem), key=paths.__getitem__)
-    if bad:
-        named = ", ".join(f"{os.path.relpath(paths[i], root)} {looks[i].problem}" for i in bad[:_NAMED])
-        count = f"{len(bad):,} of {len(paths):,} files {'are no images' if len(bad) > 1 else 'is no image'}"
-        more = ", ..." if len(bad) > _NAMED else ""
-        if broken == "refuse":
-            raise UserError(f"{what}: {count}: {named}{more}: remove them, or set data.broken=skip")
-        say(f"WARNING: {count} and skipped: {named}{more}")
+    _tell_broken(paths, looks, root, what, broken == "skip")
     by_file = dict(zip(needed, looks))
     shapes = {look.size for look in looks if not look.problem}
     every = shapes.pop() if len(shapes) == 1 else None
-    made = []
-    for field, rows, shrink in (("train", chosen[0], size is not None and not whole), ("eval", chosen[1], True)):
+
+    def records(field: str, rows: list[tuple[str, int]], shrink: bool) -> Records:
         good = [file for file in rows if not by_file[file].problem]
         if not good:
-            raise UserError(f"{what}: all {len(rows):,} files of data.{field}_split are broken: give it images")
+            raise UserError(f"{what}: all {len(rows):,} files of {field} are broken: give it images")
         kept = [by_file[file] for file in good]
         ways = image_decoding.ways(
-            [k.kind for k in kept], np.array([k.size for k in kept]), size if shrink else None, policy
+            [look.kind for look in kept], np.array([look.size for look in kept]), size if shrink else None, policy
         )
-        labels = np.array([found[part].labels[row] for part, row in good], np.int32)
-        files = [found[part].path(row) for part, row in good]
-        made.append(_records(files, labels, ways, every if max(ways) < 2 else None, broken == "skip"))
-    return Folder(made[0], made[1], names, every)
+        labels = np.array([listed[part].labels[row] for part, row in good], np.int32)
+        files = [listed[part].path(row) for part, row in good]
+        return _records(files, labels, ways, every if max(ways) < 2 else None, broken == "skip")
+
+    return Folder(
+        records("data.train_split", train, shrink=size is not None and not whole),
+        records("data.eval_split", evaluation, shrink=True),
+        names,
+        every,
+    )
+
+
+def _tell_broken(paths: list[str], looks: list[image_scan.Look], root: str, what: str, skip: bool) -> None:
+    """Names the files that are no images: in a line if they are skipped, else in an error."""
+    bad = sorted((i for i, look in enumerate(looks) if look.problem), key=paths.__getitem__)
+    if not bad:
+        return
+    named = ", ".join(f"{os.path.relpath(paths[i], root)} {looks[i].problem}" for i in bad[:_NAMED])
+    count = f"{len(bad):,} of {len(paths):,} files {'are no images' if len(bad) > 1 else 'is no image'}"
+    more = ", ..." if len(bad) > _NAMED else ""
+    if not skip:
+        raise UserError(f"{what}: {count}: {named}{more}: remove them, or set data.broken=skip")
+    logger.info(f"WARNING: {count} and skipped: {named}{more}")
 
 
 def _certain(paths: list[str], looks: list[image_scan.Look]) -> list[image_scan.Look]:
-    """Decodes what is in doubt."""
+    """Decodes the files that are in doubt, and returns the looks at all of them."""
     doubtful = [i for i, look in enumerate(looks) if look.doubtful]
 
     def decoded(i: int) -> image_scan.Look:
@@ -117,28 +126,34 @@ def _certain(paths: list[str], looks: list[image_scan.Look]) -> list[image_scan.
 def _records(
     files: list[str], labels: np.ndarray, ways: np.ndarray, size: tuple[int, int] | None, skip: bool
 ) -> Records:
-    """Args: size: of all images, as they are decoded, if they have one."""
+    """Makes a source of images.
+
+    Args:
+      ways: how each file is decoded, see `image_decoding.ways`.
+      size: the one that all images have once they are decoded, or None.
+      skip: an image that cannot be decoded after all counts with weight 0.
+    """
     used, which = np.unique(ways, return_inverse=True)
     with tf.device("CPU:0"):
         table = (tf.constant(files), tf.constant(labels), tf.constant(which.astype(np.int32)))
     pixels = image_decoding.decoder(used.tolist())
 
-    def read(rows: Any) -> tuple:
+    def read(rows: tf.Tensor) -> tuple:
         return tuple(tf.gather(column, rows) for column in table)
 
-    def decode(stored: tuple, seed: Any) -> tuple:
+    def decode(stored: tuple, seed: tf.Tensor) -> tuple:
         del seed
         path, label, which = stored
         image = pixels(tf.io.read_file(path), which)
         return image if size is None else tf.ensure_shape(image, [*size, 3]), label
 
-    def decode_or_skip(stored: tuple, seed: Any) -> tuple:
-        """A data set of one example is what catches an error inside a pipeline."""
+    def decode_or_skip(stored: tuple, seed: tf.Tensor) -> tuple:
+        """Decodes by way of a data set of one example, which is what catches an error inside a pipeline."""
         one = tf.data.Dataset.from_tensors(stored)
         good = one.map(lambda *stored: (*decode(stored, seed), 1.0)).ignore_errors()
         return good.concatenate(one.map(nothing)).take(1).get_single_element()
 
-    def nothing(path: Any, label: Any, which: Any) -> tuple:
+    def nothing(path: tf.Tensor, label: tf.Tensor, which: tf.Tensor) -> tuple:
         del which
         line = tf.strings.join(["tfdist: WARNING: ", path, " cannot be decoded and is skipped"])
         said = tf.print(line, output_stream=sys.stdout)

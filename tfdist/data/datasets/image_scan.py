@@ -9,10 +9,8 @@ import os
 import struct
 from collections.abc import Iterator
 
+from tfdist.data.splits import NAMES
 from tfdist.errors import UserError
-
-SPLITS = ("train", "training", "val", "valid", "validation", "dev", "test", "testing", "eval")
-"""Folders at the top that are splits and not classes."""
 
 _HEAD, _TAIL = 512, 16
 _THREADS = 16
@@ -51,10 +49,11 @@ class Look:
 
 
 def listing(root: str, what: str) -> tuple[tuple[str, ...], dict[str, Split]]:
-    """The classes, sorted, and the files of each split.
+    """Finds the classes, sorted, and the files of each split.
 
-    A folder is a class, and what is in folders below it belongs to that class. Folders at the top named as in `SPLITS`
-    are splits of such folders; without any, all of it is one split, `train`. Names that begin with a dot are left out.
+    A folder is a class, and what is in folders below it belongs to that class. Folders at the top with one of
+    `splits.NAMES` are splits of such folders; without any, all of it is one split, `train`. Names that begin with a
+    dot are left out.
 
     Args:
       what: the data set, for messages.
@@ -65,15 +64,15 @@ def listing(root: str, what: str) -> tuple[tuple[str, ...], dict[str, Split]]:
     if not os.path.isdir(root):
         raise UserError(f"{what}: there is no such folder: give the path of one that has a folder for each class")
     tops = _folders(root)
-    if any(name.lower() in SPLITS and _folders(os.path.join(root, name)) for name in tops):
+    if any(name.lower() in NAMES and _folders(os.path.join(root, name)) for name in tops):
         folders = {name: os.path.join(root, name) for name in tops if _folders(os.path.join(root, name))}
     else:
         folders = {"train": root}
-    found = {
+    by_split = {
         split: {name: sorted(_files(os.path.join(folder, name), name)) for name in _folders(folder)}
         for split, folder in folders.items()
     }
-    names = tuple(sorted({name for classes in found.values() for name, files in classes.items() if files}))
+    names = tuple(sorted({name for classes in by_split.values() for name, files in classes.items() if files}))
     if not names:
         raise UserError(f"{what}: there are no images: put those of each class into a folder of its own in it")
     if len(names) == 1:
@@ -82,7 +81,7 @@ def listing(root: str, what: str) -> tuple[tuple[str, ...], dict[str, Split]]:
         )
     number = {name: i for i, name in enumerate(names)}
     splits = {}
-    for split, classes in found.items():
+    for split, classes in by_split.items():
         files = [(path, number[name]) for name, paths in classes.items() for path in paths]
         for path, _ in files:
             if not path.isascii() and path != os.fsencode(path).decode(errors="replace"):
@@ -102,7 +101,7 @@ def _folders(path: str) -> list[str]:
 
 
 def _files(folder: str, below: str, above: tuple = ()) -> Iterator[str]:
-    """Paths of all files in `folder` and below, as from `below` on; follows links, but not in a circle."""
+    """Finds all files in `folder` and below, as paths from `below` on; it follows links, but not in a circle."""
     status = os.stat(folder)
     if (status.st_dev, status.st_ino) in above:
         return
@@ -121,7 +120,7 @@ def _files(folder: str, below: str, above: tuple = ()) -> Iterator[str]:
 
 
 def look_at(paths: list[str]) -> list[Look]:
-    """What there is at each path, by its first and last bytes."""
+    """Tells what there is at each path, by its first and last bytes."""
     pieces = [paths[i : i + _PIECE] for i in range(0, len(paths), _PIECE)]
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
         return [look for piece in pool.map(lambda piece: [_look(path) for path in piece], pieces) for look in piece]
@@ -171,7 +170,7 @@ def _judged(file: int, head: bytes, tail: bytes, length: int) -> Look:
 
 
 def _jpeg_size(file: int, head: bytes) -> tuple[int, int]:
-    """Height and width in the frame header, to which the lengths of the segments before it lead; (0, 0) if none."""
+    """Reads height and width in the frame header, which the segments before it lead to; (0, 0) if there is none."""
     at = 2
     for _ in range(100):
         here = head[at : at + 9] if at + 9 <= len(head) else os.pread(file, 9, at)

@@ -23,7 +23,7 @@ MODULES = _NAMES.split()
 
 
 def load(length: int = 64, examples: int = 4096, packed: bool = False) -> dict:
-    """Sequences of bytes, each with the byte that follows every byte.
+    """Makes sequences of bytes, each with the byte that follows every byte.
 
     Args:
       length: bytes per sequence.
@@ -59,26 +59,26 @@ def _packed(paths: list[pathlib.Path], length: int, limit: int) -> tuple:
 
 
 def _path(root: pathlib.Path, module: str) -> pathlib.Path:
-    """Some modules became packages in later versions of Python."""
+    """Finds the file of a module; some became packages in later versions of Python."""
     path = root / f"{module}.py"
     return path if path.is_file() else root / module / "__init__.py"
 
 
 def _sequences(texts: list[bytes], length: int, limit: int) -> tuple:
-    """The first `limit` sequences, taken from all texts in turn."""
+    """Returns the first `limit` sequences, taken from all texts in turn, as x, y and weight."""
     streams = [_cut(text, length) for text in texts]
-    found: list[bytes] = []
-    while len(found) < limit and streams:
+    pieces: list[bytes] = []
+    while len(pieces) < limit and streams:
         for stream in list(streams):
             piece = next(stream, None)
             if piece is None:
                 streams.remove(stream)
-            elif len(found) < limit:
-                found.append(piece)
-    x = np.zeros((len(found), length), np.int32)
+            elif len(pieces) < limit:
+                pieces.append(piece)
+    x = np.zeros((len(pieces), length), np.int32)
     y = np.zeros_like(x)
     weight = np.zeros(x.shape, np.float32)
-    for row, piece in enumerate(found):
+    for row, piece in enumerate(pieces):
         codes = np.frombuffer(piece, np.uint8)
         n = len(codes) - 1
         x[row, :n], y[row, :n] = codes[:-1], codes[1:]
@@ -87,7 +87,7 @@ def _sequences(texts: list[bytes], length: int, limit: int) -> tuple:
 
 
 def _cut(text: bytes, length: int):
-    """Pieces of at least 2 and at most `length` + 1 bytes that begin and, where they can, end with a line."""
+    """Cuts pieces of 2 to `length` + 1 bytes, which begin and, where they can, end with a line."""
     piece = b""
     for line in text.splitlines(keepends=True):
         if len(piece) > 1 and len(piece) + len(line) > length + 1:

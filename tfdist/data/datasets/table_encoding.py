@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
+from tfdist.config.messages import logger
 from tfdist.data.datasets.csv_reader import Table
 from tfdist.data.spec import Column
 from tfdist.errors import UserError
 
 
 def encode(table: Table, columns: tuple[Column, ...]) -> dict[str, np.ndarray]:
-    """Rows of a table as a model's inputs, by the statistics in `columns`."""
+    """Returns the rows of a table as a model's inputs, by the statistics in `columns`."""
     numbers = [
         np.nan_to_num((table.numbers[c.name] - c.mean) / c.std, nan=0.0).astype(np.float32)
         for c in columns
@@ -24,7 +23,7 @@ def encode(table: Table, columns: tuple[Column, ...]) -> dict[str, np.ndarray]:
 
 
 def encode_target(table: Table, target: Column, classes: int | None) -> np.ndarray:
-    """float32 [n], or int32 [n] where they are classes.
+    """Returns the targets: float32 [n], or int32 [n] where they are classes.
 
     Raises:
       UserError: a class that no training row has.
@@ -48,13 +47,12 @@ def encode_target(table: Table, target: Column, classes: int | None) -> np.ndarr
     return places.astype(np.int32)
 
 
-def leave_out_without(table: Table, name: str, what: str, skip: bool, say: Callable[[str], None]) -> Table:
-    """`table` without the rows that have no target `name`.
+def leave_out_without(table: Table, name: str, what: str, skip: bool) -> Table:
+    """Returns `table` without the rows that have no target `name`.
 
     Args:
       what: names the table to a person.
       skip: leave them out with a line that says so; otherwise they are an error.
-      say: shows a line to a person.
     """
     if name in table.numbers:
         missing = np.isnan(table.numbers[name])
@@ -67,7 +65,7 @@ def leave_out_without(table: Table, name: str, what: str, skip: bool, say: Calla
             f"{int(missing.sum()):,} rows in {what} have no target {name!r}: "
             "fill it in, or leave such rows out with data.broken=skip"
         )
-    say(f"WARNING: left out: {int(missing.sum()):,} rows in {what} that have no target {name!r}")
+    logger.info(f"WARNING: left out: {int(missing.sum()):,} rows in {what} that have no target {name!r}")
     return table.taken(np.flatnonzero(~missing))
 
 

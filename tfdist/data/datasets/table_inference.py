@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
+from tfdist.config.field_syntax import Options
+from tfdist.config.messages import logger
 from tfdist.data.datasets import csv_reader, table_encoding
 from tfdist.data.datasets.tables import delimiter_of
 from tfdist.data.spec import Column
 from tfdist.errors import UserError
 
 
-def read_inputs(path: str, columns: tuple[Column, ...], options: dict[str, Any]) -> dict[str, np.ndarray]:
-    """New rows as a model's inputs, in the order of the file: what is predicted on.
+def read_inputs(path: str, columns: tuple[Column, ...], options: Options) -> dict[str, np.ndarray]:
+    """Reads new rows as a model's inputs, in the order of the file, to predict on them.
 
     Args:
-      options: see `tables.Options`; only the delimiter matters here.
+      options: see `tables.TableOptions`; only the delimiter matters here.
 
     Raises:
       UserError: columns that are missing, or bad rows.
@@ -31,16 +31,14 @@ def read_rows(
     path: str,
     columns: tuple[Column, ...],
     target: Column,
-    options: dict[str, Any],
+    options: Options,
     skip: bool = False,
-    say: Callable[[str], None] = print,
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Likewise, with targets: what is evaluated on.
+    """Reads new rows with their targets, to evaluate on them.
 
     Args:
-      options: that the model was trained with, see `tables.Options`.
+      options: those that the model was trained with, see `tables.TableOptions`.
       skip: leave bad rows out, with a line that says which.
-      say: shows a line to a person.
     """
     numbers = target.kind == "number"
     if not numbers and not options.get("classify"):  # few whole numbers were read as numbers, and "1.0" is a 1
@@ -48,15 +46,15 @@ def read_rows(
     kinds = {c.name: c.kind for c in columns} | {target.name: "number" if numbers else "category"}
     table = _read_known(path, kinds, options, skip)
     if table.skipped:
-        say(f"WARNING: left out: {csv_reader.described(table.skipped)}")
-    table = table_encoding.leave_out_without(table, target.name, path, skip, say)
+        logger.info(f"WARNING: left out: {csv_reader.described(table.skipped)}")
+    table = table_encoding.leave_out_without(table, target.name, path, skip)
     if not table.size:
         raise UserError(f"{path} has no rows with a target {target.name!r}: there is nothing to evaluate on")
     classes = len(target.vocabulary) if target.kind == "category" else None
     return table_encoding.encode(table, columns), table_encoding.encode_target(table, target, classes)
 
 
-def _read_known(path: str, kinds: dict[str, str], options: dict[str, Any], skip: bool | None) -> csv_reader.Table:
+def _read_known(path: str, kinds: dict[str, str], options: Options, skip: bool | None) -> csv_reader.Table:
     path, delimiter = os.path.expanduser(path), delimiter_of(options)
     names = csv_reader.header(path, delimiter)
     missing = [name for name in kinds if name not in names]

@@ -10,16 +10,16 @@ from __future__ import annotations
 import dataclasses
 import glob
 import os
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from tfdist.config import field_syntax
+from tfdist.config.messages import logger
 from tfdist.data.datasets import csv_reader, table_encoding
 from tfdist.data.sources import order
 from tfdist.data.spec import Column
-from tfdist.data.splits import select
+from tfdist.data.splits import named, select
 from tfdist.errors import UserError
 
 FEW = 20
@@ -30,7 +30,7 @@ TEXTS = 1000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Options:
+class TableOptions:
     """`data.options` of a table.
 
     Args:
@@ -55,21 +55,24 @@ class Options:
 
 
 def files(path: str) -> dict[str, list[str]]:
-    """Files by split: `train.csv` and `test.csv` of a folder; else all that the folder or pattern has, as `train`."""
+    """Finds the files of each split.
+
+    These are `train.csv` and `test.csv` of a folder; else all that the folder or pattern has are `train`.
+    """
     path = os.path.expanduser(path)
     if os.path.isdir(path):
-        found = sorted(f for end in ("csv", "csv.gz") for f in glob.glob(os.path.join(glob.escape(path), f"*.{end}")))
-        by_name = {os.path.basename(f).removesuffix(".gz").removesuffix(".csv"): [f] for f in found}
+        paths = sorted(f for end in ("csv", "csv.gz") for f in glob.glob(os.path.join(glob.escape(path), f"*.{end}")))
+        by_name = {os.path.basename(f).removesuffix(".gz").removesuffix(".csv"): [f] for f in paths}
         if "train" in by_name:
-            if len(by_name) < len(found):
-                twice = next(f for f in found if [f] not in by_name.values())
+            if len(by_name) < len(paths):
+                twice = next(f for f in paths if [f] not in by_name.values())
                 raise UserError(f"{twice} is there as .csv and as .csv.gz: remove one of them")
             return by_name
     else:
-        found = [path] if os.path.isfile(path) else sorted(f for f in glob.glob(path) if os.path.isfile(f))
-    if not found:
+        paths = [path] if os.path.isfile(path) else sorted(f for f in glob.glob(path) if os.path.isfile(f))
+    if not paths:
         raise UserError(f"data.name=csv:{path} has no files: give a CSV file, a folder of *.csv files, or a pattern")
-    return {"train": found}
+    return {"train": paths}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,18 +89,16 @@ class Prepared:
 
 def prepare(
     path: str,
-    options: dict[str, Any],
+    options: field_syntax.Options,
     splits: tuple[str, str],
     skip: bool = False,
-    say: Callable[[str], None] = print,
 ) -> Prepared:
     """Reads the tables of `csv:path`.
 
     Args:
-      options: see `Options`.
-      splits: of training and evaluation, such as `train[:80%]` and `train[80%:]`.
+      options: see `TableOptions`.
+      splits: those for training and evaluation, such as `train[:80%]` and `train[80%:]`.
       skip: leave bad rows out, with a line that says which.
-      say: shows a line to a person.
 
     Raises:
       UserError: no files, unknown columns or splits, bad rows, or targets that cannot be learned.
@@ -111,14 +112,14 @@ def prepare(
     if chosen.classify is not None:
         kinds[chosen.target] = "category" if chosen.classify else "number"
     parts: dict[str, csv_reader.Table] = {}
-    named = {part.split("[")[0].strip() for text in splits for part in text.split("+")}
+    wanted = named(splits)
     # The file to train on first: it decides what the columns of the others are.
     for name in sorted(by_split, key=lambda name: (name != "train", name)):
-        if name in named or name == "train":
+        if name in wanted or name == "train":
             table = csv_reader.read(by_split[name], [*inputs, chosen.target], kinds, chosen.delimiter, skip)
             if table.skipped:
-                say(f"WARNING: left out: {csv_reader.described(table.skipped)}")
-            table = table_encoding.leave_out_without(table, chosen.target, f"{name} of csv:{path}", skip, say)
+                logger.info(f"WARNING: left out: {csv_reader.described(table.skipped)}")
+            table = table_encoding.leave_out_without(table, chosen.target, f"{name} of csv:{path}", skip)
             kinds |= dict.fromkeys(table.numbers, "number") | dict.fromkeys(table.categories, "category")
             parts[name] = table
     sizes = {name: parts[name].size if name in parts else 0 for name in by_split}
@@ -133,9 +134,9 @@ def prepare(
     return Prepared(made[0], made[1], columns, target, classes, target.vocabulary if classes else ())
 
 
-def _options(given: dict[str, Any], names: list[str], path: str) -> Options:
+def _options(given: field_syntax.Options, names: list[str], path: str) -> TableOptions:
     columns = ", ".join(names)
-    known = [field.name for field in dataclasses.fields(Options)]
+    known = [field.name for field in dataclasses.fields(TableOptions)]
     for name in given:
         if name not in known:
             raise UserError(f"unknown {name!r} in data.options{field_syntax.suggest(name, tuple(known))}")
@@ -143,7 +144,7 @@ def _options(given: dict[str, Any], names: list[str], path: str) -> Options:
         raise UserError(f"csv:{path} needs data.options=target=NAME, the column to predict, one of: {columns}")
     lists = ("use", "leave_out", "categories")
     values: dict[str, Any] = {k: _listed(k, v) if k in lists else v for k, v in given.items()}
-    chosen = Options(**values)
+    chosen = TableOptions(**values)
     for field in ("target", "use", "leave_out", "categories"):
         value = getattr(chosen, field)
         for name in (value,) if field == "target" else value:
@@ -155,14 +156,14 @@ def _options(given: dict[str, Any], names: list[str], path: str) -> Options:
     return chosen
 
 
-def _listed(field: str, value: Any) -> tuple:
+def _listed(field: str, value: object) -> tuple:
     names = (value,) if isinstance(value, str) else value
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
         raise UserError(f"data.options: {field} must be a column name or a list of them, got {value!r}")
     return tuple(names)
 
 
-def _inputs(chosen: Options, names: list[str]) -> list[str]:
+def _inputs(chosen: TableOptions, names: list[str]) -> list[str]:
     inputs = [n for n in names if n not in (chosen.target, *chosen.leave_out) and (not chosen.use or n in chosen.use)]
     if "" in inputs and "" not in chosen.use:
         raise UserError(
@@ -177,15 +178,15 @@ def _inputs(chosen: Options, names: list[str]) -> list[str]:
 
 
 def _cut(wanted: list[tuple[str, np.ndarray]], parts: dict[str, csv_reader.Table], in_order: bool) -> csv_reader.Table:
-    found = []
+    pieces = []
     for name, rows in wanted:
         table = parts[name]
-        found.append(table.taken(rows if in_order else order(0, 0, table.size)[rows]))
-    return found[0] if len(found) == 1 else csv_reader.joined(found)
+        pieces.append(table.taken(rows if in_order else order(0, 0, table.size)[rows]))
+    return pieces[0] if len(pieces) == 1 else csv_reader.joined(pieces)
 
 
 def _described(table: csv_reader.Table, name: str) -> Column:
-    """What the training rows show of a column."""
+    """Describes a column by what the training rows show of it."""
     if name in table.numbers:
         values = table.numbers[name]
         present = values[~np.isnan(values)]
@@ -203,8 +204,8 @@ def _described(table: csv_reader.Table, name: str) -> Column:
     return Column(name, "category", vocabulary=tuple(sorted(table.texts[name][i] for i in occur)))
 
 
-def _target(table: csv_reader.Table, chosen: Options) -> tuple[Column, int | None]:
-    """The target as the training rows show it, and the number of classes if it is one."""
+def _target(table: csv_reader.Table, chosen: TableOptions) -> tuple[Column, int | None]:
+    """Describes the target by what the training rows show; returns the number of classes too, if it is one."""
     name = chosen.target
     if name in table.numbers:
         values = table.numbers[name]
@@ -216,7 +217,7 @@ def _target(table: csv_reader.Table, chosen: Options) -> tuple[Column, int | Non
     return Column(name, "category", vocabulary=tuple(sorted(occur, key=table_encoding.by_value))), len(occur)
 
 
-def delimiter_of(options: dict[str, Any]) -> str:
+def delimiter_of(options: field_syntax.Options) -> str:
     delimiter = options.get("delimiter", ",")
     if not isinstance(delimiter, str) or len(delimiter) != 1 or delimiter in '"\r\n':
         raise UserError(f"data.options: delimiter must be one character, and no quote, got {delimiter!r}")

@@ -6,7 +6,6 @@ import dataclasses
 import glob
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -38,9 +37,9 @@ class Packed:
         return max(0, (int(self.starts[-1]) - 1) // self.length)
 
     def read(self, rows: np.ndarray) -> np.ndarray:
-        """Windows by number: uint8 [n, length + 1]."""
-        found = np.zeros((len(rows), self.length + 1), np.uint8)
-        for window, row in zip(found, rows):
+        """Reads windows by number: uint8 [n, length + 1]."""
+        windows = np.zeros((len(rows), self.length + 1), np.uint8)
+        for window, row in zip(windows, rows):
             begin = int(row) * self.length
             number = int(np.searchsorted(self.starts, begin, "right")) - 1
             done = 0
@@ -49,7 +48,7 @@ class Packed:
                 window[done : done + len(piece)] = np.frombuffer(piece, np.uint8)
                 # The 0 behind the file is there already.
                 done, number = int(self.starts[number + 1]) - begin, number + 1
-        return found
+        return windows
 
     def _piece(self, number: int, offset: int, count: int) -> bytes:
         size = int(self.starts[number + 1] - self.starts[number]) - 1
@@ -69,14 +68,14 @@ def pack(paths: Sequence[str], length: int) -> Packed:
     return Packed(tuple(p for p, _ in kept), np.cumsum([0, *[size + 1 for _, size in kept]]), length)
 
 
-def pairs(windows: Any) -> tuple[Any, Any]:
-    """Tokens and the token after each, int32 [..., length], of windows uint8 [..., length + 1]."""
+def pairs(windows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns tokens and the token after each, int32 [..., length], of windows uint8 [..., length + 1]."""
     tokens = tf.cast(windows, tf.int32)
     return tokens[..., :-1], tokens[..., 1:]
 
 
 def files(path: str) -> dict[str, list[str]]:
-    """Files by split, sorted by path.
+    """Finds the files of each split, sorted by path.
 
     In a folder that has `train` as a folder or `train.txt`, each folder and each
     `.txt` is a split, and nothing else counts. Otherwise all files, of a folder with those in its folders
@@ -84,17 +83,17 @@ def files(path: str) -> dict[str, list[str]]:
     """
     path = os.path.expanduser(path)
     if not os.path.isdir(path):
-        found = {"train": sorted(f for f in glob.glob(path, recursive=True) if os.path.isfile(f))}
+        by_split = {"train": sorted(f for f in glob.glob(path, recursive=True) if os.path.isfile(f))}
     else:
         entries = sorted(os.path.join(path, name) for name in os.listdir(path) if not name.startswith("."))
         by_name: dict[str, list[str]] = {}
         for entry in entries:
             if os.path.isdir(entry) or entry.endswith(".txt"):  # a train.py is no split
                 by_name.setdefault(os.path.basename(entry).removesuffix(".txt"), []).extend(_below(entry))
-        found = by_name if "train" in by_name else {"train": [f for entry in entries for f in _below(entry)]}
-    if not any(found.values()):
+        by_split = by_name if "train" in by_name else {"train": [f for entry in entries for f in _below(entry)]}
+    if not any(by_split.values()):
         raise UserError(f"data.name=text:{path} has no files: give a text file, a folder, or a pattern such as *.txt")
-    return found
+    return by_split
 
 
 def _below(entry: str) -> list[str]:
@@ -107,10 +106,10 @@ def _below(entry: str) -> list[str]:
 
 
 def load(path: str, splits: dict[str, str], memory: float, length: int = LENGTH) -> list[Arrays | Records]:
-    """The sources of `text:path`.
+    """Returns the sources of `text:path`.
 
     Args:
-      splits: of the files' windows, by the field that asks for each.
+      splits: those for training and evaluation, by the field that asks for each.
       memory: bytes that a split may take in memory; a larger one is read from the files when it is needed.
       length: tokens of a window.
 
@@ -146,15 +145,15 @@ def _records(size: int, parts: list[tuple[Packed, np.ndarray]], length: int) -> 
     ends = np.cumsum([len(rows) for _, rows in parts])
 
     def read(numbers: np.ndarray) -> np.ndarray:
-        found = np.empty((len(numbers), length + 1), np.uint8)
+        tokens = np.empty((len(numbers), length + 1), np.uint8)
         part = np.searchsorted(ends, numbers, "right")
         for i, (packed, rows) in enumerate(parts):
             here = part == i
-            found[here] = packed.read(rows[numbers[here] - (ends[i] - len(rows))])
-        return found
+            tokens[here] = packed.read(rows[numbers[here] - (ends[i] - len(rows))])
+        return tokens
 
-    def windows(rows: Any) -> Any:
-        found = tf.numpy_function(read, [rows], tf.uint8)
-        return tf.ensure_shape(found, [None, length + 1])
+    def windows(rows: tf.Tensor) -> tf.Tensor:
+        tokens = tf.numpy_function(read, [rows], tf.uint8)
+        return tf.ensure_shape(tokens, [None, length + 1])
 
     return Records(size, windows, lambda window, seed: pairs(window), name="window {}".format)

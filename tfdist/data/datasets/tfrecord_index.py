@@ -10,16 +10,16 @@ import os
 import re
 import struct
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from tfdist.data.splits import NAMES
 from tfdist.errors import UserError
 
 _THREADS = 16
 _HEAD = struct.Struct("<QI")
 """Length of a record and the check of that length; another check of 4 bytes follows the record."""
-
-_SPLITS = {"train", "training", "val", "valid", "validation", "dev", "test", "testing", "eval"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,41 +37,43 @@ class Index:
     """Files that are cut off or damaged: where, and what is wrong. Records before that place are good."""
 
     def read(self, rows: np.ndarray) -> np.ndarray:
-        """The bytes of records by number, object [n]."""
-        found = np.empty(len(rows), object)
+        """Reads the bytes of records by number: object [n]."""
+        records = np.empty(len(rows), object)
         for i, row in enumerate(rows):
             path, length = self.paths[self.files[row]], int(self.lengths[row])
             file = os.open(path, os.O_RDONLY)
             try:
-                found[i] = os.pread(file, length, int(self.offsets[row]))
+                records[i] = os.pread(file, length, int(self.offsets[row]))
             finally:
                 os.close(file)
-            if len(found[i]) < length:
+            if len(records[i]) < length:
                 raise OSError(f"{path} has become shorter since the run began")
-        return found
+        return records
 
     def name(self, row: int) -> str:
-        """For messages."""
+        """Names a record in a message."""
         number = row - int(np.searchsorted(self.files, self.files[row]))
         return f"record {number} of {self.paths[self.files[row]]}"
 
 
 def files(path: str) -> dict[str, list[str]]:
-    """Files by split, sorted: by a word such as `train` or `test` in their names, else all as `train`.
+    """Finds the files of each split, sorted.
+
+    A word such as `train` or `test` in their names tells the split; without any, all are `train`.
 
     Args:
       path: a file, a pattern, or a folder, of which all files count but hidden ones.
     """
     path = os.path.expanduser(path)
     pattern = os.path.join(glob.escape(path), "*") if os.path.isdir(path) else path
-    found = sorted(f for f in glob.glob(pattern, recursive=True) if os.path.isfile(f))
-    if not found:
+    paths = sorted(f for f in glob.glob(pattern, recursive=True) if os.path.isfile(f))
+    if not paths:
         raise UserError(
             f"data.name=tfrecord:{path} has no files: give a file, a folder, or a pattern such as *.tfrecord"
         )
-    words = {f: _SPLITS & set(re.split(r"[^a-z]+", os.path.basename(f).lower())) for f in found}
+    words = {f: set(NAMES) & set(re.split(r"[^a-z]+", os.path.basename(f).lower())) for f in paths}
     if not any(w & {"train", "training"} for w in words.values()):
-        return {"train": found}
+        return {"train": paths}
     by_split: dict[str, list[str]] = {}
     for f, named in words.items():
         if len(named) != 1:
@@ -87,19 +89,29 @@ def index(paths: Sequence[str]) -> Index:
       UserError: a file that is compressed, or no TFRecord file at all.
     """
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-        found = list(pool.map(_scan, paths))
-    parts = [np.full(len(offsets), i, np.int32) for i, (offsets, _, _) in enumerate(found)]
+        scans = list(pool.map(_scan, paths))
+    parts = [np.full(len(scan.offsets), i, np.int32) for i, scan in enumerate(scans)]
     return Index(
         tuple(paths),
         np.concatenate(parts),
-        np.concatenate([offsets for offsets, _, _ in found]),
-        np.concatenate([lengths for _, lengths, _ in found]),
-        tuple(problem for _, _, problem in found if problem),
+        np.concatenate([scan.offsets for scan in scans]),
+        np.concatenate([scan.lengths for scan in scans]),
+        tuple(scan.problem for scan in scans if scan.problem),
     )
 
 
-def _scan(path: str) -> tuple[np.ndarray, np.ndarray, str]:
-    """Offsets, lengths, and what is wrong from some place on."""
+class _Scan(NamedTuple):
+    """What one file holds."""
+
+    offsets: np.ndarray
+    """int64 [records], where a record's bytes begin."""
+    lengths: np.ndarray
+    """int64 [records]."""
+    problem: str
+    """What is wrong from some place on, or nothing."""
+
+
+def _scan(path: str) -> _Scan:
     try:
         size = os.path.getsize(path)
         with open(path, "rb") as file:
@@ -107,7 +119,7 @@ def _scan(path: str) -> tuple[np.ndarray, np.ndarray, str]:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     if whole is None:
-        return np.zeros(0, np.int64), np.zeros(0, np.int64), f"{path} is empty"
+        return _Scan(np.zeros(0, np.int64), np.zeros(0, np.int64), f"{path} is empty")
     with whole:
         if whole[:2] == b"\x1f\x8b":
             raise UserError(
@@ -135,11 +147,11 @@ def _scan(path: str) -> tuple[np.ndarray, np.ndarray, str]:
         problem = f"{path} is damaged at byte {offsets[good] - _HEAD.size:,}, behind {good:,} good records"
     elif at != size:
         problem = f"{path} is cut off behind {good:,} records"
-    return np.array(offsets[:good], np.int64), np.array(lengths[:good], np.int64), problem
+    return _Scan(np.array(offsets[:good], np.int64), np.array(lengths[:good], np.int64), problem)
 
 
 def _table() -> np.ndarray:
-    """CRC-32C (Castagnoli, 1993) of each byte, reflected."""
+    """Returns the CRC-32C (Castagnoli, 1993) of each byte, reflected."""
     table = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         table = np.where(table & 1, (table >> 1) ^ np.uint32(0x82F63B78), table >> 1).astype(np.uint32)
@@ -150,7 +162,7 @@ _CRC = _table()
 
 
 def _masked_crc(lengths: np.ndarray) -> np.ndarray:
-    """The check that TFRecord has for each length [n] of 8 bytes."""
+    """Returns the check that TFRecord has for each length [n] of 8 bytes."""
     crc = np.full(len(lengths), 0xFFFFFFFF, np.uint32)
     for i in range(8):
         byte = (lengths >> np.uint64(8 * i)).astype(np.uint32)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdist.config.field_syntax import check_whole, suggest
+from tfdist.config.field_syntax import Options, check_whole, suggest
+from tfdist.config.messages import logger
 from tfdist.data.datasets import tfrecord_index
 from tfdist.data.sources import Records
-from tfdist.data.splits import select
-from tfdist.errors import UserError
+from tfdist.data.splits import named, select
+from tfdist.errors import UserError, one_line
 
 TYPES = ("jpeg", "png", "int64", "float32")
 _WRITTEN = re.compile(r"^(\w+)(?:\[([\d, ]+)\])?$")
@@ -34,19 +33,19 @@ class Feature:
         return self.kind in ("jpeg", "png")
 
     @property
-    def parser(self) -> Any:
+    def parser(self) -> tf.io.FixedLenFeature:
         dtype = tf.string if self.is_image else tf.int64 if self.kind == "int64" else tf.float32
         return tf.io.FixedLenFeature(self.shape, dtype)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Found:
+class TFRecordSplits:
     """Both splits, and what a model must know."""
 
     train: Records
     eval: Records
     shape: tuple[int, ...]
-    """Of an input; images have that of the first one."""
+    """Shape of an input; images have that of the first one."""
     dtype: str
     classes: int | None
 
@@ -54,21 +53,19 @@ class Found:
 def load(
     path: str,
     splits: dict[str, str],
-    options: dict[str, Any],
+    options: Options,
     skip: bool = False,
-    say: Callable[[str], None] = print,
     free: bool = False,
-) -> Found:
+) -> TFRecordSplits:
     """Finds the records of the files, and checks the first one.
 
     Args:
       path: a file, a pattern, or a folder, see `tfrecord_index.files`.
-      splits: of training and evaluation, by the field that asks for each.
+      splits: those for training and evaluation, by the field that asks for each.
       options: the features, in the order x, y, weight: `image=jpeg, label=int64`. Types are `jpeg`, `png`, `int64` and
         `float32`, the last two with a shape in quotes where they have one: `x='float32[28, 28, 1]'`. Besides
         `classes=10` where y is int64, and `channels=1` for images that are not to be RGB.
       skip: leave out what lies behind damage in a file instead of refusing it.
-      say: shows a line to a person.
       free: images are made one size later; otherwise all must have the size of the first.
 
     Raises:
@@ -76,20 +73,20 @@ def load(
     """
     features, classes, channels = _features(options)
     by_split = tfrecord_index.files(path)
-    named = {part.split("[")[0].strip() for text in splits.values() for part in text.split("+")}
-    found = {name: tfrecord_index.index(paths) for name, paths in by_split.items() if name in named}
-    bad = [problem for index in found.values() for problem in index.broken]
+    wanted = named(splits.values())
+    indexes = {name: tfrecord_index.index(paths) for name, paths in by_split.items() if name in wanted}
+    bad = [problem for index in indexes.values() for problem in index.broken]
     if bad:
         more = f", and {len(bad) - _NAMED} more files" if len(bad) > _NAMED else ""
         line = "; ".join(bad[:_NAMED]) + more
         if not skip:
             raise UserError(f"{line}: write them again, or leave out what is lost with data.broken=skip")
-        say(f"WARNING: {line}: left out")
-    sizes = {name: len(found[name].offsets) if name in found else 0 for name in by_split}
+        logger.info(f"WARNING: {line}: left out")
+    sizes = {name: len(indexes[name].offsets) if name in indexes else 0 for name in by_split}
     sources: list[Records] = []
     shape = features[0].shape
     for field, text in splits.items():
-        parts = [(found[name], rows) for name, rows in select(text, sizes, field, f"tfrecord:{path}")]
+        parts = [(indexes[name], rows) for name, rows in select(text, sizes, field, f"tfrecord:{path}")]
         if not sources:
             first = parts[0][0].read(parts[0][1][:1])[0]
             _check(first, features, parts[0][0].name(int(parts[0][1][0])))
@@ -97,10 +94,10 @@ def load(
                 shape = _image_shape(first, features[0], channels, parts[0][0].name(int(parts[0][1][0])))
         sources.append(_records(parts, features, classes, channels, None if free else shape))
     dtype = {"int64": "int32", "float32": "float32"}.get(features[0].kind, "uint8")
-    return Found(sources[0], sources[1], shape, dtype, classes)
+    return TFRecordSplits(sources[0], sources[1], shape, dtype, classes)
 
 
-def _features(options: dict[str, Any]) -> tuple[list[Feature], int | None, int]:
+def _features(options: Options) -> tuple[list[Feature], int | None, int]:
     numbers = {name: options[name] for name in ("classes", "channels") if name in options}
     for name, value in numbers.items():
         check_whole(f"data.options: {name}", value)
@@ -121,13 +118,13 @@ def _features(options: dict[str, Any]) -> tuple[list[Feature], int | None, int]:
     return features, classes, numbers.get("channels", 3)
 
 
-def _feature(name: str, text: Any) -> Feature:
-    found = _WRITTEN.match(text) if isinstance(text, str) else None
-    if not found:
+def _feature(name: str, text: object) -> Feature:
+    written = _WRITTEN.match(text) if isinstance(text, str) else None
+    if not written:
         raise UserError(
             f"data.options: {name}={text!r} is no type: write one of {', '.join(TYPES)}, or 'float32[8, 8, 1]'"
         )
-    kind, shape = found.groups()
+    kind, shape = written.groups()
     if kind == "string":
         raise UserError(f"data.options: {name}=string cannot be trained on: write jpeg or png, or leave it out")
     if kind not in TYPES:
@@ -166,12 +163,10 @@ def _image_shape(record: bytes, feature: Feature, channels: int, where: str) -> 
             stored = tf.io.parse_single_example(record, {feature.name: feature.parser})[feature.name]
             return tuple(_pixels(stored, feature, channels).shape)
     except tf.errors.OpError as error:
-        raise UserError(
-            f"{feature.name} of {where} cannot be decoded: {' '.join(error.message.split())[:200]}"
-        ) from None
+        raise UserError(f"{feature.name} of {where} cannot be decoded: {one_line(error.message, 200)}") from None
 
 
-def _pixels(stored: Any, feature: Feature, channels: int) -> Any:
+def _pixels(stored: tf.Tensor, feature: Feature, channels: int) -> tf.Tensor:
     decode = tf.io.decode_jpeg if feature.kind == "jpeg" else tf.io.decode_png
     return decode(stored, channels)
 
@@ -191,13 +186,13 @@ def _records(
         return index, int(rows[number - (ends[part] - len(rows))])
 
     def get(numbers: np.ndarray) -> np.ndarray:
-        found = np.empty(len(numbers), object)
+        records = np.empty(len(numbers), object)
         for i, number in enumerate(numbers.tolist()):
             index, row = place(number)
-            found[i] = index.read(np.array([row]))[0]
-        return found
+            records[i] = index.read(np.array([row]))[0]
+        return records
 
-    def decode(record: Any, seed: Any) -> tuple:
+    def decode(record: tf.Tensor, seed: tf.Tensor) -> tuple:
         del seed  # nothing in it is random
         values = tf.io.parse_single_example(record, {f.name: f.parser for f in features})
         x, y, *weight = (values[f.name] for f in features)
@@ -222,5 +217,7 @@ def _records(
         index, row = place(number)
         return index.name(row)
 
-    read: Callable[[Any], Any] = lambda rows: tf.ensure_shape(tf.numpy_function(get, [rows], tf.string), [None])
+    def read(numbers: tf.Tensor) -> tf.Tensor:
+        return tf.ensure_shape(tf.numpy_function(get, [numbers], tf.string), [None])
+
     return Records(int(ends[-1]), read, decode, name=name)

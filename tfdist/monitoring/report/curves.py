@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from tfdist.monitoring.report.html import Html, join, table, tag
 from tfdist.monitoring.report.line_chart import Line, Mark, plot, value
 from tfdist.monitoring.report.run_files import Record, mapping, number, sequence
 
 NO_METRICS = {"epoch", "updates", "seconds", "examples_per_second", "time", "learning_rate", "gradient_norm"}
-"""What else stands in a line about an epoch."""
+"""What stands in a line about an epoch and is no metric."""
 SHARES = ("input", "all_reduce", "python")
 ROWS = 200
 """Epochs in the table at most."""
@@ -19,7 +18,7 @@ _TIMES = ((3 * 3600, 3600, "hours"), (180, 60, "minutes"), (0, 1, "seconds"))
 
 
 def learning(record: Record) -> Html:
-    """Loss, metrics, learning rate and gradient norm over updates, and the epochs as a table."""
+    """Draws loss, metrics, learning rate and gradient norm over updates, with the epochs as a table."""
     epochs, samples = _latest(record.epochs), _latest(record.samples)
     names = dict.fromkeys(name for line in epochs for name in line if name not in NO_METRICS)
     if not epochs:
@@ -51,7 +50,7 @@ def learning(record: Record) -> Html:
 
 
 def speed(record: Record) -> Html:
-    """Throughput, shares of time and devices over time, with checkpoints and restarts."""
+    """Draws throughput, shares of time and devices over time, with checkpoints and restarts."""
     samples = [s for s in record.samples if number(s.get("seconds")) is not None]
     lines = samples or [e for e in record.epochs if number(e.get("seconds")) is not None]
     if not lines:
@@ -80,17 +79,17 @@ def speed(record: Record) -> Html:
 
 
 def title(name: str) -> str:
-    """A metric's name as a heading."""
+    """Returns a metric's name as a heading."""
     return (name[:1].upper() + name[1:]).replace("_", " ")
 
 
 def words(key: str) -> str:
-    """What a share of time was spent on."""
+    """Returns in words what a share of time was spent on."""
     return {"input": "waiting for input", "all_reduce": "all-reduce", "python": "Python", "compute": "computing"}[key]
 
 
 def _latest(lines: list[dict]) -> list[dict]:
-    """By updates; what a rollback has undone is left out."""
+    """Returns the lines by updates; what a rollback has undone is left out."""
     kept: list[dict] = []
     for line in reversed(lines):
         update = number(line.get("updates"))
@@ -119,8 +118,8 @@ def _bytes(lines: list[dict]) -> tuple[float, str]:
     return _BYTES[0] if most >= _BYTES[0][0] else _BYTES[1]
 
 
-def _gpus(samples: list[dict]) -> list[Any]:
-    """Their numbers."""
+def _gpus(samples: list[dict]) -> list:
+    """Returns the numbers of the GPUs in the samples."""
     return list(dict.fromkeys(g.get("number") for s in samples for g in _listed(s)))
 
 
@@ -128,8 +127,8 @@ def _listed(sample: dict) -> list[dict]:
     return [mapping(g) for g in sequence(sample.get("gpus"))]
 
 
-def _of_gpus(samples: list[dict], gpus: list, unit: float, of: Callable[[dict], Any], scale: float) -> list[Line]:
-    """A line per GPU, or where they are too many to tell apart, the lowest, the mean and the highest."""
+def _of_gpus(samples: list[dict], gpus: list, unit: float, of: Callable[[dict], object], scale: float) -> list[Line]:
+    """Returns a line per GPU, or where they are too many to tell apart, the lowest, the mean and the highest."""
     xs = [(number(s["seconds"]) or 0) / unit for s in samples]
     tables = [{g.get("number"): number(of(g)) for g in _listed(s)} for s in samples]
     rows = [[None if (y := row.get(gpu)) is None else y / scale for gpu in gpus] for row in tables]

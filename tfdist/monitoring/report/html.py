@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 from collections.abc import Collection
-from typing import Any
 
 _EMPTY = {"br", "circle", "col", "img", "line", "path", "polyline", "rect"}
 """Elements that are written without an end."""
@@ -16,8 +15,8 @@ class Html(str):
     __slots__ = ()
 
 
-def tag(name: str, *children: Any, **attributes: Any) -> Html:
-    """One element.
+def tag(name: str, *children: object, **attributes: object) -> Html:
+    """Returns one element.
 
     Args:
       children: markup as it is, other values as escaped text.
@@ -33,13 +32,13 @@ def tag(name: str, *children: Any, **attributes: Any) -> Html:
     return Html(f"<{name}{inner}>{join(*children)}</{name}>")
 
 
-def join(*parts: Any) -> Html:
-    """Parts one after the other, those that are not markup escaped."""
+def join(*parts: object) -> Html:
+    """Returns the parts one after the other, those that are not markup escaped."""
     return Html("".join(p if isinstance(p, Html) else html.escape(str(p)) for p in parts))
 
 
-def table(head: list, rows: list[list], numbers: Collection[int] = (), **attributes: Any) -> Html:
-    """A table in a box of its own, which scrolls where the page is narrow.
+def table(head: list, rows: list[list], numbers: Collection[int] = (), **attributes: object) -> Html:
+    """Returns a table in a box of its own, which scrolls where the page is narrow.
 
     Args:
       head: a cell per column.

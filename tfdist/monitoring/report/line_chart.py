@@ -17,7 +17,7 @@ from tfdist.monitoring.report.html import Html, join, tag
 POINTS = 500
 """A line is thinned to about so many."""
 HEIGHT = 190
-"""Of the plot, in pixels, without its labels."""
+"""Height of the plot in pixels, without its labels."""
 _TICKS = 200
 """Checkpoints that are marked at most."""
 
@@ -54,7 +54,7 @@ class Axis:
     log: bool = False
 
     def share(self, value: float) -> float:
-        """Where a value lies, from 0 to 1."""
+        """Returns where a value lies, from 0 to 1."""
         if self.log:
             return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
@@ -70,11 +70,11 @@ def plot(
     note: str = "",
     text: Callable[[float], str] | None = None,
 ) -> Html:
-    """A chart with title, legend, axes and read-out, or nothing when there is nothing to draw.
+    """Draws a chart with title, legend, axes and read-out, or nothing when there is nothing to draw.
 
     Args:
       across: what the horizontal axis counts.
-      unit: of the values.
+      unit: the one in which the values are.
       from_zero: the vertical axis begins at zero.
       note: a sentence below.
       text: writes the values in the legend; `short` if not given.
@@ -120,7 +120,7 @@ def plot(
 
 
 def linear(low: float, high: float, count: int, tight: bool = False) -> Axis:
-    """An axis with about `count` round labels; `tight` ends it with the values, else it ends with a label."""
+    """Makes an axis with about `count` round labels; `tight` ends it with the values, else it ends with a label."""
     if not high > low:
         pad = abs(low) * 0.1 or 1.0
         low, high = (low - pad, high + pad) if not tight else (low - 0.5, high + 0.5)
@@ -137,7 +137,7 @@ def linear(low: float, high: float, count: int, tight: bool = False) -> Axis:
 
 
 def vertical(ys: Sequence[float], from_zero: bool) -> Axis:
-    """Linear, or logarithmic where values of one sign reach over more than two powers of ten."""
+    """Makes a linear axis, or a logarithmic one where values of one sign reach over more than two powers of ten."""
     low, high = min(ys), max(ys)
     if not from_zero and low > 0 and high / low > 100:
         powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
@@ -147,7 +147,7 @@ def vertical(ys: Sequence[float], from_zero: bool) -> Axis:
 
 
 def thin(xs: Sequence[float], ys: Sequence[float | None], points: int = POINTS) -> list[tuple[float, float | None]]:
-    """The curve with fewer points, in which the lowest and the highest of every stretch are kept."""
+    """Thins a curve; the lowest and the highest point of every stretch are kept."""
     pairs = list(zip(xs, ys))
     if len(pairs) <= points:
         return pairs
@@ -162,7 +162,7 @@ def thin(xs: Sequence[float], ys: Sequence[float | None], points: int = POINTS) 
 
 
 def label(value: float) -> str:
-    """A value on an axis: `0.05`, `1,200`, `25k`, `1.5M`, `1e-6`."""
+    """Writes a value on an axis: `0.05`, `1,200`, `25k`, `1.5M`, `1e-6`."""
     size = abs(value)
     if size == 0:
         return "0"
@@ -175,7 +175,7 @@ def label(value: float) -> str:
 
 
 def label_all(ticks: Sequence[float]) -> list[str]:
-    """Labels with as many decimals each as the one that needs most."""
+    """Writes labels with as many decimals each as the one that needs most."""
     texts = [label(t) for t in ticks]
     if any(t[-1] in "kMGT" or "e" in t for t in texts):
         return texts
@@ -200,7 +200,7 @@ def _grid(wide: Axis, high: Axis, texts: list[str]) -> Html:
 
 
 def _curves(wide: Axis, high: Axis, thinned: list, marks: Sequence[Mark]) -> Html:
-    """What is stretched: the marks and, above them, the lines, the faint ones first."""
+    """Draws what is stretched: the marks and, above them, the lines, the faint ones first."""
     parts = []
     ticks = [m for m in marks if m.kind == "checkpoint"]
     rules = [m for m in marks if m.kind != "checkpoint"]
@@ -227,7 +227,7 @@ def _curves(wide: Axis, high: Axis, thinned: list, marks: Sequence[Mark]) -> Htm
 
 
 def _dots(wide: Axis, high: Axis, thinned: list) -> Html:
-    """The points themselves, where they are few or stand alone."""
+    """Draws the points themselves, where they are few or stand alone."""
     parts = []
     for line, pairs in thinned:
         here = [None, *(y for _, y in pairs), None]
@@ -271,7 +271,7 @@ def _ends(line: Line, text: Callable[[float], str]) -> str:
 
 
 def value(number: float) -> str:
-    """A metric, as precise as on the terminal: `0.9806`, `12.346`, `1.2e-07`."""
+    """Writes a metric, as precise as on the terminal: `0.9806`, `12.346`, `1.2e-07`."""
     size = abs(number)
     if size >= 1e7 or 0 < size < 1e-3:
         return f"{number:.4g}"
@@ -279,12 +279,12 @@ def value(number: float) -> str:
 
 
 def short(number: float) -> str:
-    """Any other measurement, with three digits or more: `0.00352`, `75.1`, `5,860`."""
+    """Writes any other measurement, with three digits or more: `0.00352`, `75.1`, `5,860`."""
     return f"{number:,.0f}" if 100 <= abs(number) < 1e7 else f"{number:.3g}"
 
 
 def _data(thinned: list) -> str:
-    """For the read-out, which a script shows."""
+    """Writes the curves as JSON for the read-out, which a script shows."""
     lines = [
         {"n": line.name, "c": line.colour, "x": [_rounded(x) for x, _ in pairs], "y": [_rounded(y) for _, y in pairs]}
         for line, pairs in thinned

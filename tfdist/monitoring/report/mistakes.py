@@ -16,41 +16,43 @@ AS_PICTURE = 100
 PAIRS = 10
 
 
-def section(found: Findings) -> Html:
-    """All of it."""
-    count = len(found.labels)
-    over = f"the first {count:,} examples" if found.partial else f"{count:,} examples"
-    right = int((found.labels == found.predictions).sum())
-    intro = f"{right:,} of {over} of the evaluation data are right ({100 * found.accuracy:.2f} %)."
+def section(findings: Findings) -> Html:
+    """Returns the whole part: how many are right, the matrix, the most frequent mistakes and the worst examples."""
+    count = len(findings.labels)
+    over = f"the first {count:,} examples" if findings.partial else f"{count:,} examples"
+    right = int((findings.labels == findings.predictions).sum())
+    intro = f"{right:,} of {over} of the evaluation data are right ({100 * findings.accuracy:.2f} %)."
     parts = [tag("p", intro, id="quality-count")]
-    if found.left_out:
+    if findings.left_out:
         why = "their scores are not finite, or their labels are no classes"
-        parts.append(tag("p", f"{found.left_out:,} examples are left out: {why}.", class_="warn"))
+        parts.append(tag("p", f"{findings.left_out:,} examples are left out: {why}.", class_="warn"))
     if count:
-        parts += [tag("div", _matrix(found), _mistakes(found), class_="beside"), _worst(found)]
+        parts += [tag("div", _matrix(findings), _mistakes(findings), class_="beside"), _worst(findings)]
     return join(*parts)
 
 
-def _matrix(found: Findings) -> Html:
-    if found.classes > AS_PICTURE:
-        return tag("p", f"{found.classes:,} classes are too many for a matrix; these are confused most:", class_="note")
-    counts = found.confusion()
-    if found.classes > WITH_NUMBERS:
-        return _picture(found, counts)
+def _matrix(findings: Findings) -> Html:
+    if findings.classes > AS_PICTURE:
+        return tag(
+            "p", f"{findings.classes:,} classes are too many for a matrix; these are confused most:", class_="note"
+        )
+    counts = findings.confusion()
+    if findings.classes > WITH_NUMBERS:
+        return _picture(findings, counts)
     totals, taken = counts.sum(1), counts.sum(0)
-    head = [tag("th", found.name(i), scope="col") for i in range(found.classes)]
+    head = [tag("th", findings.name(i), scope="col") for i in range(findings.classes)]
     rows = []
-    for i in range(found.classes):
-        cells = [_cell(found, counts, i, j) for j in range(found.classes)]
+    for i in range(findings.classes):
+        cells = [_cell(findings, counts, i, j) for j in range(findings.classes)]
         rows.append(
             tag(
                 "tr",
-                tag("th", found.name(i), scope="row"),
+                tag("th", findings.name(i), scope="row"),
                 *cells,
                 tag("td", _share(counts[i, i], totals[i]), class_="sum"),
             )
         )
-    precision = [tag("td", _share(counts[i, i], taken[i]), class_="sum") for i in range(found.classes)]
+    precision = [tag("td", _share(counts[i, i], taken[i]), class_="sum") for i in range(findings.classes)]
     matrix = tag(
         "div",
         tag(
@@ -58,7 +60,7 @@ def _matrix(found: Findings) -> Html:
             tag("thead", tag("tr", tag("th", "true ↓ as →"), *head, tag("th", "recall", scope="col"))),
             tag("tbody", *rows),
             tag("tfoot", tag("tr", tag("th", "precision", scope="row"), *precision, tag("td"))),
-            class_="confusion long" if any(len(found.name(i)) > 5 for i in range(found.classes)) else "confusion",
+            class_="confusion long" if any(len(findings.name(i)) > 5 for i in range(findings.classes)) else "confusion",
             id="confusion",
         ),
         class_="scroll",
@@ -67,11 +69,11 @@ def _matrix(found: Findings) -> Html:
     return tag("div", tag("p", "Rows are the true classes, columns the predictions.", class_="note"), matrix)
 
 
-def _cell(found: Findings, counts: np.ndarray, i: int, j: int) -> Html:
+def _cell(findings: Findings, counts: np.ndarray, i: int, j: int) -> Html:
     count = int(counts[i, j])
     if not count:
         return tag("td")
-    what = f"{count:,} of {int(counts[i].sum()):,}: {found.name(i)} taken for {found.name(j)}"
+    what = f"{count:,} of {int(counts[i].sum()):,}: {findings.name(i)} taken for {findings.name(j)}"
     return tag(
         "td",
         f"{count:,}",
@@ -82,7 +84,7 @@ def _cell(found: Findings, counts: np.ndarray, i: int, j: int) -> Html:
 
 
 def _strength(counts: np.ndarray, i: int, j: int) -> float:
-    """How strong a colour is, in percent: of its row on the diagonal, of the largest mistake elsewhere."""
+    """Returns how strong a colour is, in percent: of its row on the diagonal, of the largest mistake elsewhere."""
     if i == j:
         return 45 * counts[i, i] / counts[i].sum()
     largest = (counts - np.diag(np.diag(counts))).max()
@@ -93,11 +95,11 @@ def _share(part: int, whole: int) -> str:
     return f"{100 * part / whole:.0f} %" if whole else "-"
 
 
-def _picture(found: Findings, counts: np.ndarray) -> Html:
-    """The matrix as squares, for more classes than numbers can be read."""
+def _picture(findings: Findings, counts: np.ndarray) -> Html:
+    """Draws the matrix as squares, for more classes than numbers can be read."""
     squares = []
     for i, j in np.argwhere(counts):
-        what = f"{counts[i, j]:,}: {found.name(i)}" + ("" if i == j else f" taken for {found.name(j)}")
+        what = f"{counts[i, j]:,}: {findings.name(i)}" + ("" if i == j else f" taken for {findings.name(j)}")
         style = f"--v:{_strength(counts, i, j) * 1.6:.0f}%"
         kind = "hit" if i == j else "miss"
         squares.append(
@@ -110,28 +112,28 @@ def _picture(found: Findings, counts: np.ndarray) -> Html:
         tag(
             "svg",
             tag("title", "Confusion matrix"),
-            tag("desc", f"{found.classes} true classes from top to bottom, predictions from left to right"),
-            tag("rect", x=0, y=0, width=found.classes, height=found.classes, class_="ground"),
+            tag("desc", f"{findings.classes} true classes from top to bottom, predictions from left to right"),
+            tag("rect", x=0, y=0, width=findings.classes, height=findings.classes, class_="ground"),
             *squares,
-            viewBox=f"0 0 {found.classes} {found.classes}",
+            viewBox=f"0 0 {findings.classes} {findings.classes}",
             role="img",
         ),
-        tag("figcaption", f"{found.classes} true classes from top to bottom, predictions from left to right"),
+        tag("figcaption", f"{findings.classes} true classes from top to bottom, predictions from left to right"),
         class_="matrix",
         id="confusion",
     )
 
 
-def _mistakes(found: Findings) -> Html:
-    pairs = found.mistakes(PAIRS)
+def _mistakes(findings: Findings) -> Html:
+    pairs = findings.mistakes(PAIRS)
     if not pairs:
         return tag("p", "No mistake among them.", class_="note")
-    totals = np.bincount(found.labels, minlength=found.classes)
+    totals = np.bincount(findings.labels, minlength=findings.classes)
     rows = [
-        [found.name(label), found.name(taken), f"{count:,}", f"{100 * count / totals[label]:.1f} %"]
+        [findings.name(label), findings.name(taken), f"{count:,}", f"{100 * count / totals[label]:.1f} %"]
         for label, taken, count in pairs
     ]
-    more = len(found.mistakes(found.classes**2)) - len(pairs)
+    more = len(findings.mistakes(findings.classes**2)) - len(pairs)
     return tag(
         "div",
         tag("p", "Most frequent mistakes", class_="note"),
@@ -140,8 +142,8 @@ def _mistakes(found: Findings) -> Html:
     )
 
 
-def _worst(found: Findings) -> Html:
-    cards = [_card(found, example) for example in found.worst]
+def _worst(findings: Findings) -> Html:
+    cards = [_card(findings, example) for example in findings.worst]
     return join(
         tag("h3", "Worst examples"),
         tag(
@@ -153,9 +155,9 @@ def _worst(found: Findings) -> Html:
     )
 
 
-def _card(found: Findings, example: Example) -> Html:
+def _card(findings: Findings, example: Example) -> Html:
     wrong = example.label != example.prediction
-    shown = f"true {found.name(example.label)}, predicted {found.name(example.prediction)}"
+    shown = f"true {findings.name(example.label)}, predicted {findings.name(example.prediction)}"
     picture: Html | str = ""
     if example.png:
         source = "data:image/png;base64," + base64.b64encode(example.png).decode()
@@ -163,11 +165,11 @@ def _card(found: Findings, example: Example) -> Html:
     return tag(
         "li",
         picture,
-        tag("span", "true ", tag("b", found.name(example.label))),
+        tag("span", "true ", tag("b", findings.name(example.label))),
         tag(
             "span",
             "as ",
-            tag("b", found.name(example.prediction)),
+            tag("b", findings.name(example.prediction)),
             f" · {100 * example.probability:.0f}\u00a0%",
             class_="wrong" if wrong else None,
         ),

@@ -21,7 +21,7 @@ SMOOTHING = "config.train.label_smoothing"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Column:
+class RunColumn:
     """One figure of all runs."""
 
     name: str
@@ -31,7 +31,7 @@ class Column:
     text: Callable[[float], str]
 
     def cell(self, i: int, done: list[bool]) -> Html | str:
-        """The figure of run `i`, marked where it is the best of the runs that are done."""
+        """Returns the figure of run `i`, marked where it is the best of the runs that are done."""
         figure = self.figures[i]
         if figure is None:
             return "-"
@@ -43,7 +43,7 @@ class Column:
 
 
 def section(record: Record) -> Html:
-    """This run and the others on the same data."""
+    """Returns the table of this run and the others on the same data."""
     own = _fields(record)
     around = [(run, _fields(run)) for run in neighbours(record.path)]
     others = [(run, fields) for run, fields in around if all(fields.get(n) == own.get(n) for n in SAME_TASK)]
@@ -73,27 +73,27 @@ def section(record: Record) -> Html:
 
 
 def direction(metric: str) -> int:
-    """+1 where more of a metric is better, -1 where less is, 0 where its name does not tell."""
+    """Returns +1 where more of a metric is better, -1 where less is, 0 where its name does not tell."""
     if re.search(r"acc|auc|precision|recall|f1|iou|top_", metric):
         return 1
     return -1 if re.search(r"loss|error|entropy|perplexity|^m[as]e$|rmse", metric) else 0
 
 
 def _fields(run: Record) -> dict[str, str]:
-    """All fields; one that the run did not know had what is now the default."""
+    """Returns all fields; one that the run did not know had what is now the default."""
     return {**config.flat(config.Experiment()), **config.flat(run.experiment)}
 
 
-def _columns(shown: list[tuple[Record, dict[str, str]]]) -> list[Column]:
+def _columns(shown: list[tuple[Record, dict[str, str]]]) -> list[RunColumn]:
     evaluations = [mapping(run.result.get("evaluation")) for run, _ in shown]
     columns = []
     for name in dict.fromkeys(name for evaluation in evaluations for name in evaluation):
         better = direction(name)
         if better < 0 and len({fields.get(SMOOTHING) for _, fields in shown}) > 1:
             better = 0  # losses of smoothed and of plain targets are two scales
-        columns.append(Column(name, [number(e.get(name)) for e in evaluations], better, value))
+        columns.append(RunColumn(name, [number(e.get(name)) for e in evaluations], better, value))
     for key, name, better in (("examples_per_second", "examples/s", 1), ("seconds", "seconds", -1)):
-        columns.append(Column(name, [number(run.result.get(key)) for run, _ in shown], better, short))
+        columns.append(RunColumn(name, [number(run.result.get(key)) for run, _ in shown], better, short))
     return [c for c in columns if any(y is not None for y in c.figures)]
 
 

@@ -33,38 +33,42 @@ ADVICE = {
 }
 
 
-def write(folder: RunFolder, result: dict, found: Findings | None, say: Callable[[str], None]) -> None:
+def write(folder: RunFolder, result: dict, findings: Findings | None) -> str:
     """Writes the report of a run that has ended. It never makes a run fail.
 
     Args:
       folder: where all the rest has been written.
       result: what `result.json` is going to hold; that file is written last.
-      found: what a classifier gets wrong.
-      say: shows a line to a person.
+      findings: what a classifier gets wrong.
+
+    Returns:
+      A line about what went wrong, empty if nothing did. It is not said here: this is also called when a run has
+      failed and another thread may hold the lock of the stream.
     """
     if not folder.writes:
-        return
+        return ""
     try:
-        folder.write_text(NAME, render(folder.path, strict(result), found))
+        folder.write_text(NAME, render(folder.path, strict(result), findings))
     except TrainingError as error:
-        say(f"WARNING: no report: {error}")
+        return f"WARNING: no report: {error}"
     except Exception as error:
-        say(f"WARNING: no report: {type(error).__name__}: {error}")
+        return f"WARNING: no report: {type(error).__name__}: {error}"
+    return ""
 
 
-def render(path: pathlib.Path, result: dict | None = None, found: Findings | None = None) -> str:
-    """The page.
+def render(path: pathlib.Path, result: dict | None = None, findings: Findings | None = None) -> str:
+    """Returns the page.
 
     Args:
       path: a run folder, of which any file may be missing.
-      result: as for `write`; None to read `result.json`.
+      result: what `write` takes; None to read `result.json`.
     """
     record = run_files.read(path, result)
     sections = [
         ("time", "Where the time went", lambda: _time(record)),
         ("learning", "Learning", lambda: curves.learning(record)),
         ("speed", "Speed and devices", lambda: curves.speed(record)),
-        ("quality", "Mistakes", lambda: mistakes.section(found) if found else Html("")),
+        ("quality", "Mistakes", lambda: mistakes.section(findings) if findings else Html("")),
         ("runs", "Other runs", lambda: other_runs.section(record)),
         ("experiment", "Experiment", lambda: tables.experiment(record)),
         ("environment", "Environment", lambda: tables.environment(record)),
@@ -89,7 +93,7 @@ def render(path: pathlib.Path, result: dict | None = None, found: Findings | Non
 
 
 def _patient(make: Callable[[], Html]) -> Html:
-    """A part that stumbles over an odd file leaves the others alone."""
+    """Returns a part of the page, or in words why there is none; a part that fails leaves the others alone."""
     try:
         return make()
     except Exception as error:
@@ -143,7 +147,7 @@ def _happened(record: Record) -> list[str]:
 
 
 def _figures(record: Record) -> Html:
-    """The numbers that one looks for first."""
+    """Returns the numbers that one looks for first."""
     result = record.result
     tiles = [
         (curves.title(name), value(y), "")
@@ -186,7 +190,7 @@ def _figures(record: Record) -> Html:
 
 
 def _time(record: Record) -> Html:
-    """One bar of what the seconds of training went into, and what to do about it."""
+    """Draws one bar of what the seconds of training went into, and says what to do about it."""
     spent = mapping(record.result.get("time"))
     seconds = {part: y for part in PARTS if (y := number(spent.get(part))) is not None and y >= 0}
     total = sum(seconds.values())
@@ -228,7 +232,7 @@ def _time(record: Record) -> Html:
 
 
 def duration(seconds: float) -> str:
-    """`11.3 s`, `12 min 30 s`, `3 h 12 min`."""
+    """Writes seconds as `11.3 s`, `12 min 30 s` or `3 h 12 min`."""
     if seconds < 99.95:
         return f"{seconds:.1f} s" if seconds >= 0.95 else f"{seconds:.2f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -238,5 +242,5 @@ def duration(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes as `312 MiB` or `2.41 GiB`."""
+    """Writes bytes as `312 MiB` or `2.41 GiB`."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

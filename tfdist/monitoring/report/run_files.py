@@ -9,7 +9,6 @@ import json
 import math
 import os
 import pathlib
-from typing import Any
 
 LIMIT = 2000
 """Neighbours that are looked at: the parent of a run folder may hold anything."""
@@ -24,11 +23,11 @@ class Record:
     environment: dict
     result: dict
     lines: list[dict]
-    """Of `history.jsonl`."""
+    """Lines of `history.jsonl`."""
     samples: list[dict]
-    """Of `timeline.jsonl`, those that are measurements."""
+    """Lines of `timeline.jsonl` that are measurements."""
     marks: list[dict]
-    """Of `timeline.jsonl`, those that are events."""
+    """Lines of `timeline.jsonl` that are events."""
 
     @property
     def epochs(self) -> list[dict]:
@@ -40,7 +39,7 @@ class Record:
 
 
 def read(path: pathlib.Path, result: dict | None = None) -> Record:
-    """Everything in a run folder.
+    """Reads everything in a run folder.
 
     Args:
       result: what `result.json` is going to hold; None to read it.
@@ -58,38 +57,38 @@ def read(path: pathlib.Path, result: dict | None = None) -> Record:
 
 
 def neighbours(path: pathlib.Path) -> list[Record]:
-    """The other runs in the same parent folder that have a result, newest first; without their curves."""
+    """Finds the other runs in the same parent folder that have a result, newest first; without their curves."""
     path = path.absolute()
     try:
         with os.scandir(path.parent) as entries:
             others = [path.parent / e.name for e in itertools.islice(entries, LIMIT) if e.name != path.name]
     except OSError:
         return []
-    found: list[tuple[float, Record]] = []
+    runs: list[tuple[float, Record]] = []
     for other in others:
         result = _object(other / "result.json")
         experiment = _object(other / "experiment.json") if isinstance(result.get("status"), str) else {}
         if experiment:
             with contextlib.suppress(OSError):  # it may be moved meanwhile
                 changed = (other / "result.json").stat().st_mtime
-                found.append((changed, Record(other, experiment, {}, result, [], [], [])))
-    return [record for _, record in sorted(found, key=lambda pair: -pair[0])]
+                runs.append((changed, Record(other, experiment, {}, result, [], [], [])))
+    return [record for _, record in sorted(runs, key=lambda pair: -pair[0])]
 
 
-def number(value: Any) -> float | None:
-    """A finite number, or None for anything else."""
+def number(value: object) -> float | None:
+    """Returns a finite number, or None for anything else."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return float(value) if math.isfinite(value) else None
 
 
-def mapping(value: Any) -> dict:
-    """A dict, empty for anything else."""
+def mapping(value: object) -> dict:
+    """Returns a dict, empty for anything else."""
     return value if isinstance(value, dict) else {}
 
 
-def sequence(value: Any) -> list:
-    """A list, empty for anything else."""
+def sequence(value: object) -> list:
+    """Returns a list, empty for anything else."""
     return value if isinstance(value, list) else []
 
 
@@ -101,13 +100,13 @@ def _object(path: pathlib.Path) -> dict:
 
 
 def _lines(path: pathlib.Path) -> list[dict]:
-    """The lines that are whole; the last may have been cut off by a kill."""
+    """Reads the lines that are whole; the last may have been cut off by a kill."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return []
-    found = []
+    objects = []
     for line in text.splitlines():
         with contextlib.suppress(ValueError):
-            found.append(json.loads(line))
-    return [line for line in found if isinstance(line, dict)]
+            objects.append(json.loads(line))
+    return [line for line in objects if isinstance(line, dict)]

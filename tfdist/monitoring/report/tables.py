@@ -11,7 +11,7 @@ from tfdist.monitoring.report.run_files import Record, mapping, number, sequence
 
 
 def experiment(record: Record) -> Html:
-    """The fields that differ from the defaults, then all of them."""
+    """Returns the fields that differ from the defaults, then all of them."""
     if not record.experiment:
         return tag("p", "experiment.json cannot be read.", class_="note")
     fields, defaults = config.flat(record.experiment), config.flat(config.Experiment())
@@ -30,7 +30,7 @@ def experiment(record: Record) -> Html:
 
 
 def environment(record: Record) -> Html:
-    """Where it ran, and why under this strategy."""
+    """Returns where it ran, and why under this strategy."""
     e, result = record.environment, record.result
     if not e:
         return tag("p", "environment.json cannot be read.", class_="note")
@@ -72,6 +72,6 @@ def _gpu(gpu: dict) -> str:
     return f"{gpu.get('number', '?')}: {gpu.get('name', 'GPU')}" + (f" ({size / 1024:.0f} GiB)" if size else "")
 
 
-def _given(name: str, text: Any) -> bool:
+def _given(name: str, text: object) -> bool:
     """Whether a flag says something: the environment's own defaults do not."""
     return text != getattr(Environment(), name, None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import keras
 import numpy as np
@@ -13,16 +12,17 @@ from tfdist.data.augmentation import ops
 from tfdist.data.batch_layout import Layout
 from tfdist.data.record_feed import RecordFeed, in_order
 from tfdist.data.sources import Arrays, Batches, Records, Source, targets_of
+from tfdist.data.structures import Structure
 from tfdist.errors import UserError
 
 _PIECE = 256
 
 
 def sized(source: Records, size: tuple[int, int], policy: str) -> Records:
-    """The images of a source made `size`, as `ops.resize` does it."""
+    """Makes the images of a source `size`, as `ops.resize` does it."""
     decode = source.decode
 
-    def made(stored: Any, seed: Any) -> tuple:
+    def made(stored: Structure, seed: tf.Tensor) -> tuple:
         x, *rest = decode(stored, seed)
         return ops.resize(x, size, policy), *rest
 
@@ -30,13 +30,13 @@ def sized(source: Records, size: tuple[int, int], policy: str) -> Records:
 
 
 def resized(source: Source, size: tuple[int, int], policy: str) -> Arrays | Records:
-    """As `sized`, of any source; images in memory are made that size at once."""
+    """Makes the images of any source `size`; those in memory at once."""
     made = sized(_by_number(source, "data.image_size"), size, policy)
     return in_memory(made) if isinstance(source, Arrays) else made
 
 
 def augmented(source: Source, recipe: ops.Recipe, size: tuple[int, int]) -> Records:
-    """The images of a source changed at random, in another way each epoch.
+    """Changes the images of a source at random, in another way each epoch.
 
     Args:
       size: height and width that they have afterwards.
@@ -44,7 +44,7 @@ def augmented(source: Source, recipe: ops.Recipe, size: tuple[int, int]) -> Reco
     source = _by_number(source, "data.augment")
     decode = source.decode
 
-    def changed(stored: Any, seed: Any) -> tuple:
+    def changed(stored: Structure, seed: tf.Tensor) -> tuple:
         x, *rest = decode(stored, seed)
         x = recipe.example(x, seed, size)
         return tf.ensure_shape(x, [*size, x.shape[-1]]), *rest
@@ -53,7 +53,7 @@ def augmented(source: Source, recipe: ops.Recipe, size: tuple[int, int]) -> Reco
 
 
 def in_memory(source: Records) -> Arrays:
-    """All examples, decoded once."""
+    """Decodes all examples once, and keeps them."""
     spec = in_order(source, 1).element_spec
     columns = keras.tree.map_structure(
         lambda s: np.empty([source.size, *s.shape[1:]], s.dtype.as_numpy_dtype), tuple(spec)
@@ -67,14 +67,14 @@ def in_memory(source: Records) -> Arrays:
     except tf.errors.OpError:
         feed = RecordFeed(source, Layout(_PIECE, 1, 1))
         feed.next(row // _PIECE, 1)
-        if found := feed.broken():
-            raise UserError(f"{found}: remove it, or write it anew") from None
+        if broken := feed.broken():
+            raise UserError(f"{broken}: remove it, or write it anew") from None
         raise
     return Arrays(columns)
 
 
 def size_in_memory(source: Records) -> int:
-    """Bytes that `in_memory` takes."""
+    """Returns the bytes that `in_memory` takes."""
     specs = tf.nest.flatten(in_order(source, 1).element_spec)
     return source.size * sum(int(np.prod(s.shape[1:])) * s.dtype.size for s in specs)
 

@@ -1,0 +1,183 @@
+"""From `data.name` and `data.options` to two splits: one function for each format that a data set can have."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from tfdist import config
+from tfdist.config import field_syntax, user_functions
+from tfdist.config.field_syntax import Options
+from tfdist.data import image_sources
+from tfdist.data.augmentation import ops
+from tfdist.data.datasets.synthetic import synthetic
+from tfdist.data.loaded import Loaded, described
+from tfdist.data.sources import Arrays, Batches, Records, Source, as_source, check_labels
+from tfdist.data.spec import Spec
+from tfdist.errors import UserError
+
+MEMORY_SHARE = 0.25
+"""Share of the machine's memory that `data.cache=auto` lets a decoded split take."""
+
+
+def load(experiment: config.Experiment, prepare: bool) -> Loaded:
+    """Loads the data set that `data.name` names, as it is stored: images keep their sizes where they may.
+
+    Args:
+      prepare: False to refuse one that would have to be downloaded first.
+
+    Raises:
+      UserError: unknown name or split, no examples, or labels out of range.
+    """
+    data = experiment.data
+    options = field_syntax.options("data.options", data.options)
+    if data.name == "synthetic":
+        return _from_splits(experiment, user_functions.call("data.options", synthetic, options))
+    if data.name == "stdlib_text":
+        from tfdist.data.datasets import stdlib_text
+
+        return _from_splits(experiment, user_functions.call("data.options", stdlib_text.load, options))
+    match data.name.partition(":"):
+        case ["csv", ":", path]:
+            return _from_table(experiment, path, options)
+        case ["image_folder", ":", path]:
+            return _from_image_folder(experiment, path, options)
+        case ["text", ":", path]:
+            return _from_text(experiment, path, options)
+        case ["tfrecord", ":", path]:
+            return _from_tfrecords(experiment, path, options)
+    if field_syntax.is_reference(data.name):
+        return _from_function(experiment, user_functions.resolve("data.name", data.name), options)
+    if options:
+        raise UserError(f"data.options={data.options!r} is for functions, the TFDS data set {data.name!r} takes none")
+    return _from_tfds(experiment, prepare)
+
+
+def _from_splits(experiment: config.Experiment, splits: dict) -> Loaded:
+    """Chooses two of the splits that a function of tfdist has made."""
+
+    def split(field: str, name: str) -> Arrays:
+        if name not in splits:
+            raise UserError(f"unknown {field} {name!r}{field_syntax.suggest(name, tuple(splits))}")
+        return Arrays(splits[name])
+
+    return described(
+        split("data.train_split", experiment.data.train_split),
+        split("data.eval_split", experiment.data.eval_split),
+    )
+
+
+def _from_table(experiment: config.Experiment, path: str, options: Options) -> Loaded:
+    from tfdist.data.datasets import tables
+
+    data = experiment.data
+    made = tables.prepare(path, options, (data.train_split, data.eval_split), data.broken == "skip")
+    train, evaluation = Arrays(made.train), Arrays(made.eval)
+    spec = Spec((len(made.columns),), "float32", made.classes, 1.0, made.names, made.columns, made.target)
+    return Loaded(train, evaluation, train.size, spec)
+
+
+def _from_image_folder(experiment: config.Experiment, path: str, options: Options) -> Loaded:
+    from tfdist.data.datasets import image_folder
+
+    data = experiment.data
+    if options:
+        raise UserError(f"data.options={data.options!r} is for functions, image_folder takes none")
+    size = field_syntax.image_size(data.image_size)
+    from_whole = ops.parse(data.augment).smallest is not None
+    folder = image_folder.load(path, data.train_split, data.eval_split, data.broken, size, data.resize, from_whole)
+    shape = size or folder.size
+    if shape is None:
+        raise UserError("data.image_size is needed, since the images have different sizes: write one such as 224")
+
+    train = _held(folder.train, data, shape, from_whole)
+    spec = Spec((*shape, 3), "uint8", len(folder.names), 255.0, folder.names)
+    return Loaded(train, _held(folder.eval, data, shape), folder.train.size, spec)
+
+
+def _from_tfrecords(experiment: config.Experiment, path: str, options: Options) -> Loaded:
+    from tfdist.data.datasets import tfrecords
+
+    data = experiment.data
+    splits = {"data.train_split": data.train_split, "data.eval_split": data.eval_split}
+    size = field_syntax.image_size(data.image_size)
+    files = tfrecords.load(path, splits, options, data.broken == "skip", size is not None)
+    if files.dtype != "uint8":
+        size = None
+    shape = files.shape if size is None else (*size, files.shape[-1])
+    from_whole = size is not None and ops.parse(data.augment).smallest is not None
+    train = _held(files.train, data, size, from_whole)
+    spec = Spec(shape, files.dtype, files.classes, 255.0 if files.dtype == "uint8" else 1.0)
+    return Loaded(train, _held(files.eval, data, size), files.train.size, spec)
+
+
+def _held(source: Records, data: config.Data, size: tuple[int, int] | None, whole: bool = False) -> Source:
+    """Makes the images `size`, unless they are needed whole, and reads them into memory if they fit."""
+    if whole:
+        if data.cache == "memory":
+            raise UserError("data.cache=memory holds images of one size, and resized_crop needs them whole: use auto")
+        return source
+    made = source if size is None else image_sources.sized(source, size, data.resize)
+    return image_sources.in_memory(made) if _fits(image_sources.size_in_memory(made), data.cache) else made
+
+
+def _from_text(experiment: config.Experiment, path: str, options: Options) -> Loaded:
+    from tfdist.data.datasets import text
+
+    data = experiment.data
+    memory = {"memory": math.inf, "stream": 0.0, "auto": _memory()}[data.cache]
+    splits = {"data.train_split": data.train_split, "data.eval_split": data.eval_split}
+    train, evaluation = user_functions.call("data.options", text.load, options, path, splits, memory)
+    shape = (options.get("length", text.LENGTH),)
+    return Loaded(train, evaluation, train.size, Spec(shape, "int32", text.VOCABULARY, text.VOCABULARY - 1.0))
+
+
+def _from_function(experiment: config.Experiment, function: Callable, options: Options) -> Loaded:
+    """Calls `function(split=..., batch_size=..., **options)`, with what of the first two it names."""
+    data = experiment.data
+    named = inspect.signature(function).parameters
+    every = any(p.kind is p.VAR_KEYWORD for p in named.values())
+
+    def split(name: str, batch: int) -> Source:
+        offered = {"split": name, "batch_size": batch}
+        given = {k: v for k, v in offered.items() if k in named or every}
+        source = as_source(user_functions.call("data.options", function, {**given, **options}))
+        if isinstance(source, Batches):
+            spec = tf.nest.flatten(source.decoded.element_spec)[0].shape
+            if spec[0] not in (None, batch):
+                raise UserError(
+                    f"{data.name} returned batches of {spec[0]} examples for a batch size of {batch}: "
+                    "take the argument batch_size and batch by it"
+                )
+        return source
+
+    return described(
+        split(data.train_split, experiment.train.batch_size), split(data.eval_split, experiment.eval.batch_size)
+    )
+
+
+def _from_tfds(experiment: config.Experiment, prepare: bool) -> Loaded:
+    from tfdist.data.datasets import tfds  # not before it is needed: TFDS takes a second to import
+
+    splits = tfds.load(experiment, _memory(), prepare)
+    for source in (splits.train, splits.eval):
+        if isinstance(source, Arrays) and splits.classes is not None:
+            check_labels(source.columns[1], splits.classes, "the data set")
+    spec = Spec(splits.shape, splits.dtype, splits.classes, splits.maximum, splits.names)
+    return Loaded(splits.train, splits.eval, splits.examples, spec)
+
+
+def _fits(size: float, cache: str) -> bool:
+    """Whether a decoded split of `size` bytes is held in memory."""
+    if cache != "auto":
+        return cache == "memory"
+    return size < _memory()
+
+
+def _memory() -> float:
+    """Returns how many bytes a split may take in memory."""
+    return MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

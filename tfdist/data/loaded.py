@@ -1,0 +1,56 @@
+"""A data set that has been loaded: its two splits, and what a model must know of them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.data.record_feed import in_order
+from tfdist.data.sources import Batches, Records, Source, check_labels, targets_of
+from tfdist.data.spec import Spec
+from tfdist.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loaded:
+    """Both splits of a data set and their description."""
+
+    train: Source
+    eval: Source
+    examples: int
+    """Examples in the training split."""
+    spec: Spec
+
+
+def described(train: Source, evaluation: Source) -> Loaded:
+    """Describes two splits of which nothing is known but what they hold.
+
+    Raises:
+      UserError: a stream of batches, which does not tell its length, or labels
+        of the evaluation that no training example has.
+    """
+    if isinstance(train, Batches):
+        raise UserError(
+            "a data function must return arrays, or its number of examples stays unknown: "
+            "return NumPy arrays, or use the Python API (tfdist.fit) with a tf.data.Dataset"
+        )
+    classes, maximum = None, 1.0
+    if isinstance(train, Records):
+        first = tf.nest.flatten(in_order(train, 1).element_spec)[0]
+        shape, dtype, y = tuple(first.shape[1:]), np.dtype(first.dtype.as_numpy_dtype), train.labels
+        if dtype == np.uint8:
+            maximum = 255.0
+    else:
+        first, y = tf.nest.flatten(train.columns[0])[0], targets_of(train)
+        shape, dtype = np.shape(first)[1:], np.dtype(first.dtype)
+        if dtype.kind in "fui":
+            maximum = float(first.max()) or 1.0
+    if y is not None and not tf.nest.is_nested(y) and np.issubdtype(y.dtype, np.integer):
+        classes = int(y.max()) + 1
+        for source in (train, evaluation):
+            targets = source.labels if isinstance(source, Records) else targets_of(source)
+            if targets is not None and not tf.nest.is_nested(targets):
+                check_labels(targets, classes, "the data set")
+    return Loaded(train, evaluation, train.size, Spec(tuple(shape), dtype.name, classes, maximum))
