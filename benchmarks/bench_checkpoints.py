@@ -78,7 +78,7 @@ def rate(model, columns, batch, seconds, folder):
 
 def cost(name, rounds, seconds):
     model, columns, batch = digits() if name == "digits" else made(name)
-    found = []
+    rounds_measured = []
     with tempfile.TemporaryDirectory(dir=HERE / "out") as folder:
         rate(model, columns, batch, 2, None)
         for number in range(rounds):
@@ -90,8 +90,8 @@ def cost(name, rounds, seconds):
                     pauses = (kept.saved, kept.paused, kept.writing)
                     size = files.verify(files.found(way)[0])
                     shutil.rmtree(way)
-            found.append({"with": speeds[True], "without": speeds[False], "pauses": pauses, "bytes": size})
-    return found
+            rounds_measured.append({"with": speeds[True], "without": speeds[False], "pauses": pauses, "bytes": size})
+    return rounds_measured
 
 
 def resume(update, examples=10_000_000, batch=8):
@@ -148,8 +148,8 @@ def main():
             f"{paused / writing:.0%} (target 10%)",
             flush=True,
         )
-    found = report["resume"] = {str(u): [resume(u) for _ in range(options.rounds)] for u in (10, 1_000_000)}
-    early, late = (statistics.median(v) for v in found.values())
+    resumes = report["resume"] = {str(u): [resume(u) for _ in range(options.rounds)] for u in (10, 1_000_000)}
+    early, late = (statistics.median(v) for v in resumes.values())
     print(f"resume of 10 million examples after update 10: {early:.2f} s, after update 1,000,000: {late:.2f} s")
     (HERE / "out" / "bench_checkpoints.json").write_text(json.dumps(report, indent=2) + "\n")
 

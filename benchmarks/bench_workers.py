@@ -113,7 +113,7 @@ def measure(workload, rounds, names):
     Groups follow each other and do not wait side by side: Horovod's background threads poll, which takes a share of
     the cores even from a group that does nothing.
     """
-    found = []
+    rounds_measured = []
     for _ in range(rounds):
         speeds = {}
         for name in names:
@@ -126,8 +126,8 @@ def measure(workload, rounds, names):
                             speeds[f"{name} {way}"] = speed
             finally:
                 group.end()
-        found.append(speeds)
-    return found
+        rounds_measured.append(speeds)
+    return rounds_measured
 
 
 def first_update(rounds):
@@ -144,7 +144,7 @@ def first_update(rounds):
         lines = [line for p in running for line in p.communicate(timeout=120)[0].splitlines()]
         return max(float(line.split()[-1]) for line in lines if "first update at" in line) - begin
 
-    found = {"tfdist": [], "bare": []}
+    measured = {"tfdist": [], "bare": []}
     for number in range(rounds + 1):
         addresses = []
         for _ in range(2):
@@ -156,8 +156,8 @@ def first_update(rounds):
         took = {"tfdist": seconds([(launch, env)]), "bare": seconds(bare)}
         if number:  # the first round fills the disk cache
             for name in took:
-                found[name].append(took[name])
-    return found
+                measured[name].append(took[name])
+    return measured
 
 
 def main():
@@ -191,9 +191,9 @@ def main():
         plain = statistics.median(stream() for _ in range(5))
         report["bytes_per_second"] = {"wide": rate, "tcp": plain}
         print(f"wide: {rate / 1e6:,.0f} MB/s of gradients from each worker, a plain TCP stream {plain / 1e6:,.0f} MB/s")
-    found = report["first_update"] = first_update(options.rounds)
-    more = statistics.median(a - b for a, b in zip(found["tfdist"], found["bare"]))
-    median = {name: statistics.median(values) for name, values in found.items()}
+    seconds = report["first_update"] = first_update(options.rounds)
+    more = statistics.median(a - b for a, b in zip(seconds["tfdist"], seconds["bare"]))
+    median = {name: statistics.median(values) for name, values in seconds.items()}
     print(
         f"first update of two workers: launched {median['tfdist']:.2f} s, bare by hand {median['bare']:.2f} s, ", end=""
     )

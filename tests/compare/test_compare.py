@@ -338,7 +338,7 @@ def test_long_rows_fit_into_80_columns(capsys, tmp_path):
 
 # The runs as processes.
 
-CPU, GPUS = trial.Machine(4), trial.Machine(8, ("0", "2", "3"))
+CPU, GPUS = trial.Hardware(4), trial.Hardware(8, ("0", "2", "3"))
 
 
 def test_commands_on_a_cpu():
@@ -373,7 +373,7 @@ def test_commands_on_gpus():
     assert [t.unavailable for t in trials] == ["", "", "it needs 4 GPUs, found 3", "", "it needs 4 GPUs, found 3"]
     assert trials[1].shell().startswith("env CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=0,2 ")
     assert not any("--threads" in t.shell() or "--virtual_devices" in t.shell() for t in trials)
-    assert GPUS.default_replicas(1) == (2, 3) and trial.Machine(8, ("0",)).default_replicas(1) == (1,)
+    assert GPUS.default_replicas(1) == (2, 3) and trial.Hardware(8, ("0",)).default_replicas(1) == (1,)
 
 
 def test_gpus_are_those_of_the_driver(tmp_path, monkeypatch):
@@ -462,7 +462,7 @@ def test_nothing_is_compared_with_a_reference_that_does_not_run(outcome, error, 
     monkeypatch.setattr(trial, "run", lambda *_: outcome)
     wanted = runner.Settings(("mirrored",), (2,), 1, "auto", "none", 60.0, CPU)
     with pytest.raises(error[0], match=error[1]):
-        runner.Contest(wanted, config.Experiment(), lambda changed: [], run_folder.RunFolder(str(tmp_path))).run()
+        runner.Comparison(wanted, config.Experiment(), lambda changed: [], run_folder.RunFolder(str(tmp_path))).run()
     assert json.loads((tmp_path / "compare.json").read_text())["status"] == "failed"
 
 

@@ -233,16 +233,16 @@ def test_known_with_tensorflow(run, tmp_path, tfds_dir):
         """
 import json, sys
 from absl import flags
-from tfdist.config import command_line as command, runtime_options as environment
-from tfdist.train import __main__ as train
+from tfdist.config import command_line, runtime_options
 from tfdist.errors import UserError
-environment.define_flags()
+from tfdist.train import __main__ as train
+runtime_options.define_flags()
 for arguments in json.load(open("arguments.json")):
     flags.FLAGS.remove_flag_values([n for n in flags.FLAGS if n.partition(".")[0] == "config"])
     sys.argv = ["train", *arguments]
     try:
-        command.parse(sys.argv)
-        train.train_and_evaluate(flags.FLAGS.config, environment.from_flags(flags.FLAGS))
+        command_line.parse(sys.argv)
+        train.train_and_evaluate(flags.FLAGS.config, runtime_options.from_flags(flags.FLAGS))
         print("ERROR none")
     except UserError as error:
         print("ERROR", error)

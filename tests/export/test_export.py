@@ -15,7 +15,7 @@ from tfdist.data.spec import Column, Spec
 from tfdist.errors import TrainingError, UserError
 from tfdist.export import __main__ as export
 from tfdist.export import formats as formats_lib
-from tfdist.export import saved_model
+from tfdist.export import original, saved_model
 from tfdist.inference import trained_model
 from tfdist.models import build as models
 
@@ -200,7 +200,7 @@ def run_of(folder, precision="float32", **options):
     models.set_precision(precision)
     model = models.build(e, PICTURES)
     made_run(folder, e, model, PICTURES)
-    return trained_model.Wanted(str(folder), "", "", config.Experiment(), {}), model
+    return trained_model.ModelRequest(str(folder), "", "", config.Experiment(), {}), model
 
 
 def exported(asked, tmp_path, *formats):
@@ -228,7 +228,7 @@ def test_a_file_of_keras(tmp_path, monkeypatch):
     model = picture_model()
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     model.save(tmp_path / "m.keras")
-    asked = trained_model.Wanted("", str(tmp_path / "m.keras"), "", config.Experiment(), {})
+    asked = trained_model.ModelRequest("", str(tmp_path / "m.keras"), "", config.Experiment(), {})
     told = exported(asked, tmp_path, "saved_model")
     assert set(told["formats"]["saved_model"]["signatures"]["serving_default"]["outputs"]) == {
         "class_ids",
@@ -259,13 +259,13 @@ def test_a_table(tmp_path):
     keras.utils.set_random_seed(0)
     model = models.build(e, spec)
     made_run(tmp_path, e, model, spec)
-    told = exported(trained_model.Wanted(str(tmp_path), "", "", config.Experiment(), {}), tmp_path, "saved_model")
+    told = exported(trained_model.ModelRequest(str(tmp_path), "", "", config.Experiment(), {}), tmp_path, "saved_model")
     assert told["formats"]["saved_model"]["signatures"]["serving_default"]["inputs"] == {
         "age": ["float32", [None]],
         "sex": ["string", [None]],
     }
-    asked = trained_model.Wanted("", str(tmp_path / "model.keras"), "", config.Experiment(), {})
-    assert export._make(asked, config.Experiment()).examples["categories"].max() == 2
+    asked = trained_model.ModelRequest("", str(tmp_path / "model.keras"), "", config.Experiment(), {})
+    assert original.load(asked, config.Experiment()).examples["categories"].max() == 2
 
 
 class Own(keras.Model):
@@ -320,7 +320,7 @@ def test_an_operation_that_a_format_does_not_know(tmp_path):
     x = keras.layers.Flatten()(keras.layers.Rescaling(1 / 255)(inputs))
     model = keras.Model(inputs, keras.layers.Dense(3)(keras.ops.erfinv(x / 2)))
     model.save(tmp_path / "m.keras")
-    asked = trained_model.Wanted("", str(tmp_path / "m.keras"), "", config.Experiment(), {})
+    asked = trained_model.ModelRequest("", str(tmp_path / "m.keras"), "", config.Experiment(), {})
     with pytest.raises(TrainingError, match=r"onnx was written and cannot be used \(.*\): leave onnx out of --formats"):
         export.export(asked, ["onnx"], tmp_path / "out", False)
     with pytest.raises(
@@ -357,7 +357,9 @@ def test_an_earlier_export_is_replaced_as_a_whole(tmp_path, monkeypatch):
 def test_a_library_that_is_missing(tmp_path, monkeypatch):
     monkeypatch.setitem(formats_lib.NEEDED, "onnx", ("tf2onnx", "no_such_library"))
     with pytest.raises(UserError, match=r"--formats=onnx needs no_such_library: pip install 'tfdist\[export\]'"):
-        export.export(trained_model.Wanted("x", "", "", config.Experiment(), {}), ["onnx"], tmp_path / "out", False)
+        export.export(
+            trained_model.ModelRequest("x", "", "", config.Experiment(), {}), ["onnx"], tmp_path / "out", False
+        )
 
 
 def test_differences():

@@ -107,7 +107,7 @@ class Site:
     def run(self, *arguments, setup="", popen=False, **environ):
         code = f"""
 import sys
-from tfdist import horovod_build, horovod_source, horovod_workshop
+from tfdist.horovod_build import __main__ as horovod_build, source as horovod_source, workspace
 horovod_source.SHA256 = {self.digest!r}
 {setup}
 horovod_build.main()
@@ -399,7 +399,7 @@ def test_a_second_build_waits_for_the_first(site):
 
 
 def test_a_build_that_never_ends_is_given_up(site):
-    line = one_line(site().run(setup="horovod_workshop.LIMIT_S = 0"), 1)
+    line = one_line(site().run(setup="workspace.LIMIT_S = 0"), 1)
     assert "tfdist: failed: the build took more than 0 s: the log is " in line
 
 

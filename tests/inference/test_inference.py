@@ -29,7 +29,7 @@ from tfdist import config
 from tfdist.data import spec_file
 from tfdist.data.augmentation import ops
 from tfdist.errors import TrainingError, UserError
-from tfdist.inference import job, output_file, prediction_rows, trained_model
+from tfdist.inference import compatibility, job, output_file, prediction_rows, trained_model
 from tfdist.models import build as models
 
 pytest_plugins = ("support.finished_runs",)  # its fixtures
@@ -122,14 +122,14 @@ def test_json_lines_on_any_checkpoint(after, trained):
 
 
 def wanted(folder, checkpoint=""):
-    return trained_model.Wanted(str(folder), "", checkpoint, config.Experiment(), {})
+    return trained_model.ModelRequest(str(folder), "", checkpoint, config.Experiment(), {})
 
 
-def weights(folder, checkpoint="", said=None):
+def weights(folder, checkpoint=""):
     asked = wanted(folder, checkpoint)
-    experiment = trained_model.experiment(asked)
+    experiment = trained_model.read_experiment(asked)
     build = lambda: job.built(experiment, spec_file.read(folder))
-    return trained_model.weights(asked, experiment, build, (said if said is not None else []).append)
+    return trained_model.read_weights(asked, experiment, build)
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def test_checkpoints_hold_what_the_run_would_have_ended_with(copy):
 
 
 def test_weights_reach_every_replica(copy, connect):
-    experiment = trained_model.experiment(wanted(copy))
+    experiment = trained_model.read_experiment(wanted(copy))
     distribution = connect(3)
     with distribution.scope():
         model = job.built(experiment, spec_file.read(copy))
@@ -163,13 +163,13 @@ def test_weights_reach_every_replica(copy, connect):
             np.testing.assert_array_equal(replica.numpy(), array)
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_left_where_it_is(copy):
+def test_a_damaged_checkpoint_is_passed_over_and_left_where_it_is(copy, said):
     file = copy / "checkpoints" / "60" / "tensors.data-00000-of-00001"
     raw = bytearray(file.read_bytes())
     raw[len(raw) // 2] ^= 1
     file.write_bytes(raw)
-    said, before = [], files(copy)
-    assert weights(copy, "latest", said).source.name != "60"
+    before = files(copy)
+    assert weights(copy, "latest").source.name != "60"
     assert len(said) == 1 and "60 is not used: tensors.data-00000-of-00001 has changed" in said[0]
     assert files(copy) == before
     with pytest.raises(UserError, match="none of the checkpoints that --checkpoint=60 means is valid: choose another"):
@@ -238,10 +238,10 @@ def spec(**changes):
     ],
 )
 def test_data_that_the_model_was_not_trained_for(changes, message):
-    job.check_data(config.Experiment(), spec(), spec())
-    job.check_data(config.Experiment(), spec(names=(), classes=1), spec())
+    compatibility.check_data(config.Experiment(), spec(), spec())
+    compatibility.check_data(config.Experiment(), spec(names=(), classes=1), spec())
     with pytest.raises(UserError, match=re.escape(message)):
-        job.check_data(config.Experiment(), spec(**changes), spec())
+        compatibility.check_data(config.Experiment(), spec(**changes), spec())
 
 
 def test_a_table_with_other_statistics():
@@ -251,7 +251,7 @@ def test_a_table_with_other_statistics():
     with pytest.raises(
         UserError, match=r"other columns than the model was trained on, or other statistics of them \(age\)"
     ):
-        job.check_data(config.Experiment(), table(1.0), table(2.0))
+        compatibility.check_data(config.Experiment(), table(1.0), table(2.0))
 
 
 def test_new_rows_of_a_table(run, tmp_path, monkeypatch):
@@ -302,11 +302,10 @@ def test_a_file_of_keras_that_does_not_fit(connect, tmp_path):
     model.save(tmp_path / "m.keras")
     loaded = trained_model.load(tmp_path / "m.keras")
     with pytest.raises(UserError, match=re.escape("has inputs of shape [8, 8, 1], the model takes [4]")):
-        job.check_inputs(loaded, config.Experiment(), spec())
-    from tfdist.inference import evaluate
+        compatibility.check_inputs(loaded, config.Experiment(), spec())
 
     with pytest.raises(UserError, match="was saved without a loss and metrics: compile the model before it is saved"):
-        evaluate.for_own_loss(loaded, None, "m.keras")
+        compatibility.for_own_loss(loaded, None, "m.keras")
 
 
 @pytest.mark.parametrize(
@@ -324,13 +323,12 @@ def test_a_file_of_keras_that_does_not_fit(connect, tmp_path):
 def test_the_loss_of_a_file_says_what_targets_it_wants(loss, rows):
     from tfdist.data.loaded import Loaded
     from tfdist.data.sources import Arrays
-    from tfdist.inference import evaluate
 
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, activation="softmax")])
     model.compile("sgd", loss)
     y = np.array([0, 2], "int32")
     source = Arrays((np.zeros((2, 4), "float32"), y))
-    found = evaluate.for_own_loss(
+    found = compatibility.for_own_loss(
         model, Loaded(source, source, 2, spec(shape=(4,), classes=3)), "m.keras"
     ).eval.columns[1]
     np.testing.assert_array_equal(found, np.eye(3)[y] if rows else y)
@@ -470,9 +468,10 @@ def test_bad_flags_need_no_tensorflow(run, tmp_path):
         """
 import json, sys
 from absl import flags
-from tfdist import after, predicting, scoring, command
+from tfdist.config import command_line
 from tfdist.errors import UserError
-after.define_flags()
+from tfdist.inference import evaluate, job, predict
+job.define_flags()
 flags.DEFINE_string("output", "", "")
 flags.DEFINE_bool("overwrite", False, "")
 flags.DEFINE_bool("scores", False, "")
@@ -483,8 +482,8 @@ for arguments in json.load(open("arguments.json")):
         flags.FLAGS[name].unparse()
     sys.argv = ["evaluate", *arguments]
     try:
-        command.parse(sys.argv)
-        (predicting if "--predict" in arguments else scoring)._run(flags.FLAGS)
+        command_line.parse(sys.argv)
+        (predict if "--predict" in arguments else evaluate)._run(flags.FLAGS)
         print("ERROR none")
     except UserError as error:
         print("ERROR", error)
@@ -541,7 +540,7 @@ def test_the_functions_keep_their_names(run, tmp_path):
 import sys
 import tfdist
 import tfdist.evaluate, tfdist.predict
-from tfdist import evaluation
+from tfdist.engine import evaluation
 assert tfdist.evaluate is evaluation.evaluate and tfdist.predict is evaluation.predict
 import tfdist.predict as again
 from tfdist.evaluate import __name__ as name

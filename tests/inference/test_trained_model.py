@@ -15,7 +15,7 @@ from tfdist.data.spec import Column, Spec
 from tfdist.errors import TrainingError, UserError
 from tfdist.monitoring import monitors
 from tfdist.monitoring import recorder as recorder_lib
-from tfdist.train import run
+from tfdist.train import results
 
 pytest_plugins = ("support.nvidia_drivers",)  # its fixture
 
@@ -67,7 +67,7 @@ def test_a_driver_that_fails_is_a_warning(driver, run):
     assert line.endswith(": python -m tfdist.doctor says more")
 
 
-def test_the_result_takes_the_place_of_the_report_on_a_full_disk(tmp_path):
+def test_the_result_takes_the_place_of_the_report_on_a_full_disk(tmp_path, said):
     @dataclasses.dataclass
     class Done:
         status: str = "completed"
@@ -80,8 +80,7 @@ def test_the_result_takes_the_place_of_the_report_on_a_full_disk(tmp_path):
                 raise TrainingError("no space left on device")
             super().write_text(name, text)
 
-    said = []
-    run.record(Full(str(tmp_path)), Done(), None, said.append)
+    results.write(Full(str(tmp_path)), Done(), None)
     assert [p.name for p in tmp_path.iterdir()] == ["result.json"] and not said
     assert json.loads((tmp_path / "result.json").read_text()) == {"status": "completed"}
 

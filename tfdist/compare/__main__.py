@@ -29,8 +29,9 @@ from absl import flags
 from tfdist import config
 from tfdist.checkpoints import run_folder
 from tfdist.compare import runner, trial
-from tfdist.compare.runner import Contest
+from tfdist.compare.runner import Comparison
 from tfdist.config import command_line, field_syntax, runtime_options, validation
+from tfdist.config.messages import logger
 from tfdist.errors import UserError
 
 STRATEGIES = ("default", "mirrored", "multi_worker", "horovod", "tpu")
@@ -38,7 +39,7 @@ _OWN = ("strategies", "replicas", "workdir", "devices", "threads", "jit", "time_
 
 
 def settings(values: flags.FlagValues) -> runner.Settings:
-    """What the flags ask for.
+    """Returns what the flags ask for.
 
     Raises:
       UserError: a flag has a value that cannot be used.
@@ -56,24 +57,24 @@ def settings(values: flags.FlagValues) -> runner.Settings:
         raise UserError("--strategies names none: give some of " + ",".join(STRATEGIES))
     if not values.time_limit > 0:
         raise UserError(f"--time_limit must be a positive number of seconds, got {values.time_limit}")
-    where = runtime_options.Environment(devices=values.devices, threads=values.threads, jit=values.jit)
-    machine = trial.find_machine(where.devices, os.environ)
+    environment = runtime_options.Environment(devices=values.devices, threads=values.threads, jit=values.jit)
+    hardware = trial.find_hardware(environment.devices, os.environ)
     # One thread makes a CPU replica one core, so that two of them have twice as much to compute with.
-    threads = where.threads if where.threads or machine.gpus else 1
-    replicas = tuple(sorted({int(text) for text in values.replicas})) or machine.default_replicas(threads or 1)
+    threads = environment.threads if environment.threads or hardware.gpus else 1
+    replicas = tuple(sorted({int(text) for text in values.replicas})) or hardware.default_replicas(threads or 1)
     return runner.Settings(
         strategies=tuple(dict.fromkeys(values.strategies)),
         replicas=replicas,
         threads=threads,
-        jit=where.jit,
-        devices=where.devices,
+        jit=environment.jit,
+        devices=environment.devices,
         time_limit=values.time_limit,
-        machine=machine,
+        machine=hardware,
     )
 
 
 def train_flags(values: flags.FlagValues, jit: str, changed: dict[str, str]) -> list[str]:
-    """Flags of `tfdist.train` for the experiment that was given here, with some fields changed.
+    """Returns flags of `tfdist.train` for the experiment that was given here, with some fields changed.
 
     Raises:
       UserError: a field that is the same in all comparisons.
@@ -94,7 +95,7 @@ def train_flags(values: flags.FlagValues, jit: str, changed: dict[str, str]) -> 
 
 @contextlib.contextmanager
 def _own_folder(path: pathlib.Path) -> Iterator[run_folder.RunFolder]:
-    """The folder of this comparison alone; an earlier one is renamed.
+    """Holds the folder for this comparison alone; an earlier one is renamed.
 
     Raises:
       UserError: it holds something else, is in use, or cannot be written.
@@ -112,7 +113,7 @@ def _own_folder(path: pathlib.Path) -> Iterator[run_folder.RunFolder]:
             path.rename(moved)
             folder.release()
             (moved / run_folder.LOCK).unlink(missing_ok=True)
-            print(f"tfdist: the earlier comparison in {path} is now in {moved}", flush=True)
+            logger.info(f"the earlier comparison in {path} is now in {moved}")
             folder.create()
         yield folder
     finally:
@@ -128,7 +129,7 @@ def _run(argv: list[str]) -> int:
     given = functools.partial(train_flags, values, wanted.jit)
     path = pathlib.Path(os.path.expanduser(values.workdir) or os.path.join("runs", f"compare-{experiment.name}"))
     if values.dry_run:
-        print(Contest(wanted, experiment, given, run_folder.RunFolder(str(path))).commands())
+        print(Comparison(wanted, experiment, given, run_folder.RunFolder(str(path))).commands())
         return 0
 
     def end(number: int, frame: object) -> None:
@@ -139,7 +140,7 @@ def _run(argv: list[str]) -> int:
         signal.signal(number, end)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin without
     with _own_folder(path) as folder:
-        return Contest(wanted, experiment, given, folder).run()
+        return Comparison(wanted, experiment, given, folder).run()
 
 
 def main() -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tfdist.compare.results import Row
 from tfdist.config import atomic_file
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 COLOURS = {  # Okabe and Ito's, which people with any colour vision can tell apart
     "default": "#555555",
@@ -47,7 +50,8 @@ def draw(path: pathlib.Path, title: str, rows: Sequence[Row], caption: str) -> N
         pyplot.close(figure)
 
 
-def _throughput(axes: Any, rows: Sequence[Row]) -> None:
+def _throughput(axes: Axes, rows: Sequence[Row]) -> None:
+    """Draws a bar for each run."""
     most = max((row.examples_per_second or 0 for row in rows), default=0) or 1
     for i, row in enumerate(rows):
         rate = row.examples_per_second
@@ -69,7 +73,8 @@ def _throughput(axes: Any, rows: Sequence[Row]) -> None:
     axes.tick_params(axis="y", length=0)
 
 
-def _efficiency(axes: Any, rows: Sequence[Row]) -> None:
+def _efficiency(axes: Axes, rows: Sequence[Row]) -> None:
+    """Draws a line for each strategy, over the number of replicas."""
     known = [row for row in rows if row.efficiency is not None and row.weights != "different"]
     axes.axhline(1.0, color=_GREY, linewidth=1, linestyle=":")
     axes.annotate("all that can be had", (1, 1), (0, 3), ("axes fraction", "data"), "offset points",

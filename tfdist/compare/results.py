@@ -10,7 +10,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tfdist.compare.weight_distance import Difference
 
 PARTS = {"input": "input", "compute": "computing", "all_reduce": "the sum over replicas", "python": "Python"}
 """Parts of the time in `result.json`, in words."""
@@ -48,24 +51,24 @@ class Row:
     others_busy: float | None = None
     """Cores that other programs kept busy just before the run."""
     seconds: float | None = None
-    """Of the whole run, from the start of its processes to their end."""
+    """Seconds of the whole run, from the start of its processes to their end."""
     examples_per_second: float | None = None
     seconds_to_first_update: float | None = None
     peak_memory_bytes: int | None = None
-    """Of one process, the first."""
+    """Peak of one process, the first."""
     peak_device_memory_bytes: int | None = None
     steady_seconds: float | None = None
-    """Of training without what is compiled on the way, which the speed rests on."""
+    """Seconds of training without what is compiled on the way, which the speed rests on."""
     time: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
     """Shares of these seconds, by the names of `PARTS`."""
     flops_share: float | None = None
-    """Of what the devices can do at most, where that is known."""
+    """Share of what the devices can do at most, where that is known."""
     loss: tuple[float, ...] = ()
-    """By epoch."""
+    """One value per epoch."""
     evaluation: Mapping[str, float] = dataclasses.field(default_factory=dict)
     weights_sha256: str = ""
     oversubscribed: bool = False
-    """There are fewer cores than threads of all replicas."""
+    """Whether there are fewer cores than threads of all replicas."""
     speedup: float | None = None
     efficiency: float | None = None
     weights: str = ""
@@ -84,7 +87,7 @@ class Row:
 
 
 def measured(result: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a row, from the `result.json` and `environment.json` of its run."""
+    """Returns fields of a row, from the `result.json` and `environment.json` of its run."""
     spent = {name: seconds for name, seconds in (result.get("time") or {}).items() if name in PARTS}
     total = sum(seconds for seconds in spent.values() if seconds)
     return {
@@ -103,10 +106,10 @@ def measured(result: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[
 
 
 def rated(row: Row, reference: Row, cores: int | None) -> Row:
-    """A row with its speed against the reference.
+    """Returns a row with its speed against the reference.
 
     Args:
-      cores: of a machine whose replicas are CPUs, else None.
+      cores: number of cores where replicas are on the CPU, else None.
     """
     speedup = efficiency = None
     if row.examples_per_second and reference.examples_per_second:
@@ -124,11 +127,12 @@ def rated(row: Row, reference: Row, cores: int | None) -> Row:
     )
 
 
-def judged(row: Row, reference: Row, difference: Any, tolerance: float, natural: Iterable[str]) -> Row:
-    """A row with what a look at its weights says; `different` until a check has said more.
+def judged(row: Row, reference: Row, difference: Difference, tolerance: float, natural: Iterable[str]) -> Row:
+    """Returns a row with what a look at its weights says; `different` until a check has said more.
 
     Args:
-      difference: an `weight_distance.Difference`.
+      difference: how far its weights are from those of the reference.
+      tolerance: the distance up to which weights count as the same.
       natural: layers that depend on the number of replicas, in words.
     """
     row = dataclasses.replace(
@@ -153,8 +157,8 @@ def judged(row: Row, reference: Row, difference: Any, tolerance: float, natural:
     return dataclasses.replace(row, weights=verdict, why=why)
 
 
-def checked(row: Row, difference: Any, tolerance: float, updates: int) -> Row:
-    """A row whose weights differ, with what the check in float64 says of it."""
+def checked(row: Row, difference: Difference, tolerance: float, updates: int) -> Row:
+    """Returns a row whose weights differ, with what the check in float64 says of it."""
     row = dataclasses.replace(row, check_distance=_finite(difference.distance), check_variable=difference.variable)
     if difference.distance <= tolerance:
         why = f"in float64 the first {updates} updates agree to {difference.distance:.0e}: rounding, which has grown"
@@ -168,7 +172,7 @@ def _finite(value: float) -> float | None:
 
 
 def best(rows: Iterable[Row]) -> Row:
-    """The fastest of those that can be used, or a simpler one that is hardly slower."""
+    """Returns the fastest of those that can be used, or a simpler one that is hardly slower."""
     usable = [row for row in rows if row.weights in (*JUDGED, "nature") and row.examples_per_second]
     fastest = max(row.examples_per_second or 0 for row in usable)
     near = [row for row in usable if (row.examples_per_second or 0) >= (1 - CLOSE) * fastest]
@@ -176,7 +180,7 @@ def best(rows: Iterable[Row]) -> Row:
 
 
 def verdict(rows: list[Row], cores: int | None) -> list[str]:
-    """What to take from a comparison, in sentences; the first is about the weights."""
+    """Returns what to take from a comparison, in sentences; the first is about the weights."""
     reference, others = rows[0], rows[1:]
     done = [row for row in others if row.weights]
     lines = [_different(row) for row in done if row.weights == "different"]
@@ -202,7 +206,7 @@ def verdict(rows: list[Row], cores: int | None) -> list[str]:
 
 
 def doubts(rows: Iterable[Row]) -> list[str]:
-    """Why the speeds may be wrong, in one sentence or none."""
+    """Says why the speeds may be wrong, in one sentence or none."""
     rows = [row for row in rows if row.examples_per_second]
     reasons = []
     busy = max(row.others_busy or 0.0 for row in rows)
@@ -245,7 +249,7 @@ def _advice(chosen: Row, reference: Row, cores: int | None) -> list[str]:
 
 
 def limits(row: Row, cores: int | None) -> str:
-    """What keeps a run from being faster, in words; empty if nothing tells."""
+    """Says what keeps a run from being faster; empty if nothing tells."""
     if row.oversubscribed:
         return f"The cores limit it: {row.replicas} replicas of {row.threads} threads share {cores}."
     spent = {name: share for name, share in row.time.items() if share is not None}
@@ -263,7 +267,7 @@ def limits(row: Row, cores: int | None) -> str:
 
 
 def exit_code(rows: list[Row]) -> int:
-    """0 if all that ran end with the same; 1 if one does not, or has failed; 2 if there was nothing to compare."""
+    """Returns 0 if all that ran end with the same, 1 if one does not or failed, 2 if there was nothing to compare."""
     others = rows[1:]
     if any(row.weights == "different" or row.status == "failed" for row in others):
         return 1

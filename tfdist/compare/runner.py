@@ -18,6 +18,7 @@ from tfdist import config
 from tfdist.checkpoints import run_folder
 from tfdist.compare import results, trial
 from tfdist.compare.results import Row
+from tfdist.config.messages import logger
 from tfdist.errors import TrainingError, UserError
 
 RECORD = "compare.json"
@@ -34,42 +35,45 @@ class Settings:
     jit: str
     devices: str
     time_limit: float
-    machine: trial.Machine
+    machine: trial.Hardware
 
     def describe(self) -> str:
+        """Says in one line how all runs are made."""
         each = "TensorFlow's own number of threads" if self.threads is None else f"--threads={self.threads}"
         return f"On {self.machine.describe()}, with {each} for each replica and --jit={self.jit}; one run each."
 
 
-class Contest:
+class Comparison:
     """A comparison under way, and its record in `compare.json`.
 
     Args:
+      settings: how all runs are made.
+      experiment: what all runs train.
       train_flags: gives flags of `tfdist.train` for the experiment, with some of its fields changed.
       folder: where the results go; made by the caller.
     """
 
     def __init__(
         self,
-        wanted: Settings,
+        settings: Settings,
         experiment: config.Experiment,
         train_flags: Callable[[dict[str, str]], list[str]],
         folder: run_folder.RunFolder,
     ):
-        self._wanted, self._experiment, self._folder = wanted, experiment, folder
+        self._settings, self._experiment, self._folder = settings, experiment, folder
         self._train_flags = train_flags
         self._console = Console(highlight=False, emoji=False)
-        self._cores = None if wanted.machine.gpus else wanted.machine.cores
+        self._cores = None if settings.machine.gpus else settings.machine.cores
         self._rows: list[Row] = []
         self._trials = self._plan()
 
     def _plan(self) -> list[trial.Trial]:
-        w = self._wanted
+        s = self._settings
         given = self._train_flags({})
-        return trial.plan(w.strategies, w.replicas, w.machine, self._folder.path, given, w.threads)
+        return trial.plan(s.strategies, s.replicas, s.machine, self._folder.path, given, s.threads)
 
     def commands(self) -> str:
-        """What would be started, for `--dry_run`."""
+        """Returns what would be started, for `--dry_run`."""
         lines = []
         for t in self._trials:
             lines.append(f"# {t.name}{f' cannot run here: {t.unavailable}' if t.unavailable else ''}")
@@ -77,9 +81,9 @@ class Contest:
         return "\n".join(lines)
 
     def run(self) -> int:
-        """Runs everything and shows what came out; the exit code."""
+        """Runs everything and shows what came out; returns the exit code."""
         names = "; ".join(t.name for t in self._trials)
-        self._say(f"comparing {self._experiment.name} on {self._wanted.machine.describe()}: {names}")
+        logger.info(f"comparing {self._experiment.name} on {self._settings.machine.describe()}: {names}")
         try:
             for number, t in enumerate(self._trials, 1):
                 self._rows.append(self._measure(t, f"{number} of {len(self._trials)}"))
@@ -91,7 +95,7 @@ class Contest:
             self._save("failed" if isinstance(error, Exception) else "interrupted", [])
             if not isinstance(error, Exception):
                 done = ", ".join(row.name for row in self._rows if row.status == "completed")
-                self._say(f"stopped; finished: {done}" if done else "stopped; nothing was finished")
+                logger.info(f"stopped; finished: {done}" if done else "stopped; nothing was finished")
             raise
         lines = results.verdict(self._rows, self._cores)
         self._save("completed", lines)
@@ -108,9 +112,9 @@ class Contest:
     def _measure(self, t: trial.Trial, place: str) -> Row:
         row = Row(t.name, t.strategy, t.replicas, t.threads, t.shell(), str(t.folder), "unavailable", t.unavailable)
         if t.unavailable:
-            self._say(f"{t.name} ({place}) cannot run here: {t.unavailable}")
+            logger.info(f"{t.name} ({place}) cannot run here: {t.unavailable}")
             return row
-        self._say(f"{t.name} ({place}) ...")
+        logger.info(f"{t.name} ({place}) ...")
         busy = round(trial.others_busy(), 2)
         outcome = self._start(t)
         row = dataclasses.replace(
@@ -121,11 +125,11 @@ class Contest:
             others_busy=busy,
         )
         if outcome.status == "completed":
-            found = results.measured(_read(t.folder / "result.json"), _read(t.folder / "environment.json"))
-            row = dataclasses.replace(row, **found)
-            self._say(f"{t.name}: {row.examples_per_second or 0:,.0f} examples/s, {outcome.seconds:.0f} s in all")
+            figures = results.measured(_read(t.folder / "result.json"), _read(t.folder / "environment.json"))
+            row = dataclasses.replace(row, **figures)
+            logger.info(f"{t.name}: {row.examples_per_second or 0:,.0f} examples/s, {outcome.seconds:.0f} s in all")
         else:
-            self._say(f"{t.name}: {outcome.reason}")
+            logger.info(f"{t.name}: {outcome.reason}")
         return row
 
     def _start(self, t: trial.Trial) -> trial.Outcome:
@@ -134,7 +138,7 @@ class Contest:
             if self._console.is_terminal:
                 status = stack.enter_context(self._console.status(t.name, spinner="line", refresh_per_second=2))
                 tick = lambda seconds: status.update(f"{t.name}: {_epoch(t.folder)}{seconds:.0f} s")
-            return trial.run(t, self._wanted.time_limit, tick)
+            return trial.run(t, self._settings.time_limit, tick)
 
     def _compare_weights(self) -> None:
         from tfdist.compare import weight_distance
@@ -146,45 +150,47 @@ class Contest:
             if row.status != "completed":
                 continue
             try:
-                found = weight_distance.difference(pathlib.Path(reference.folder), pathlib.Path(row.folder))
+                difference = weight_distance.difference(pathlib.Path(reference.folder), pathlib.Path(row.folder))
             except ValueError as error:
                 self._rows[i] = dataclasses.replace(row, status="failed", reason=f"no weights to compare: {error}")
                 continue
             batch = e.train.batch_size // e.train.accumulate
             natural = weight_distance.reasons_to_differ(pathlib.Path(row.folder), batch, row.replicas)
-            row = results.judged(row, reference, found, tolerance, natural)
-            self._rows[i] = self._checked(i, row) if found.distance > tolerance and not natural else row
+            row = results.judged(row, reference, difference, tolerance, natural)
+            self._rows[i] = self._checked(i, row) if difference.distance > tolerance and not natural else row
 
     def _checked(self, i: int, row: Row) -> Row:
-        """Whether weights that differ come from a wrong sum, or from rounding that has grown."""
+        """Finds out whether weights that differ come from a wrong sum, or from rounding that has grown."""
         from tfdist.compare import weight_distance
 
         result = _read(pathlib.Path(self._rows[0].folder) / "result.json")
         fields = weight_distance.check_flags(result["updates"], result["epochs"])
-        w = self._wanted
+        hardware = self._settings.machine
         for t in (self._trials[0], self._trials[i]):
             given = self._train_flags(fields)
             again = trial.make(
-                t.strategy, t.replicas, w.machine, self._folder.path / "check", given, t.threads, name=t.name
+                t.strategy, t.replicas, hardware, self._folder.path / "check", given, t.threads, name=t.name
             )
             if (again.folder / "result.json").exists():  # the reference, for another row
                 continue
-            self._say(f"{row.name} differs: {t.name} once more, {fields['config.train.steps']} updates in float64 ...")
+            logger.info(
+                f"{row.name} differs: {t.name} once more, {fields['config.train.steps']} updates in float64 ..."
+            )
             outcome = self._start(again)
             if outcome.status != "completed":
                 return dataclasses.replace(row, why=f"{row.why}; the check in float64 failed: {outcome.reason}")
         try:
-            found = weight_distance.difference(
+            difference = weight_distance.difference(
                 self._folder.path / "check" / pathlib.Path(self._rows[0].folder).name, again.folder
             )
         except ValueError as error:
             return dataclasses.replace(row, why=f"{row.why}; no check in float64: {error}")
-        return results.checked(row, found, weight_distance.CHECK_TOLERANCE, int(fields["config.train.steps"]))
+        return results.checked(row, difference, weight_distance.CHECK_TOLERANCE, int(fields["config.train.steps"]))
 
     def _show(self, verdict: Sequence[str]) -> None:
         from tfdist.compare import plot, tables
 
-        about, title = self._wanted.describe(), f"{self._experiment.name} on {self._wanted.machine.describe()}"
+        about, title = self._settings.describe(), f"{self._experiment.name} on {self._settings.machine.describe()}"
         self._console.print()
         tables.show(self._console, self._rows, about, verdict)
         text = tables.markdown(title, self._rows, about, verdict)
@@ -195,13 +201,13 @@ class Contest:
             raise TrainingError(
                 f"{self._folder.path} cannot be written ({error.strerror}): free or repair that disk"
             ) from None
-        self._say(f"results are in {self._folder.path}{os.sep}: {RECORD}, compare.md, compare.png")
+        logger.info(f"results are in {self._folder.path}{os.sep}: {RECORD}, compare.md, compare.png")
 
     def _save(self, status: str, verdict: Sequence[str]) -> None:
         record = {
             "status": status,
             "experiment": config.flat(self._experiment),
-            "settings": dataclasses.asdict(self._wanted),
+            "settings": dataclasses.asdict(self._settings),
             "environment": {"host": platform.node(), "python": platform.python_version(), "argv": sys.argv[1:]},
             "rows": [dataclasses.asdict(row) for row in self._rows],
             "verdict": list(verdict),
@@ -210,16 +216,13 @@ class Contest:
             record["environment"] |= _read(pathlib.Path(self._rows[0].folder) / "result.json").get("versions", {})
         self._folder.write(RECORD, record)
 
-    def _say(self, line: str) -> None:
-        print(f"tfdist: {line}", flush=True)
-
 
 def _read(path: pathlib.Path) -> dict[str, Any]:
     return json.loads(path.read_bytes())
 
 
 def _epoch(folder: pathlib.Path) -> str:
-    """How far a run is, as `epoch 3, `; empty before the first."""
+    """Says how far a run is, as `epoch 3 done, `; empty before the end of the first."""
     with contextlib.suppress(OSError):
         lines = (folder / "history.jsonl").read_text(encoding="utf-8", errors="replace").count('{"epoch"')
         return f"epoch {lines} done, " if lines else ""

@@ -31,7 +31,7 @@ _LEFT = ("run", "weights", "most of it in", "evaluation")
 
 
 def agreement(rows: Iterable[Row]) -> list[list[str]]:
-    """Cells under `AGREEMENT`: of runs that cannot be here, the reason in place of all."""
+    """Returns cells under `AGREEMENT`; a run that was not completed has its status in place of the figures."""
     return [
         [row.name, WEIGHTS[row.weights], _number(row.distance, ".1e"), row.variable or NONE, _evaluation(row)]
         if row.status == "completed"
@@ -41,7 +41,7 @@ def agreement(rows: Iterable[Row]) -> list[list[str]]:
 
 
 def speed(rows: Iterable[Row]) -> list[list[str]]:
-    """Cells under `SPEED`, of the runs that were completed."""
+    """Returns cells under `SPEED` for the runs that were completed."""
     return [
         [
             row.name,
@@ -63,7 +63,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _evaluation(row: Row) -> str:
-    """The metric that people look at, and how far it is from the reference's."""
+    """Returns the metric that people look at, and how far it is from the reference's."""
     names = [name for name in row.evaluation if name != "loss"] or list(row.evaluation)
     if not names or row.evaluation[names[0]] is None:
         return NONE
@@ -74,7 +74,7 @@ def _evaluation(row: Row) -> str:
 
 
 def notes(rows: Sequence[Row], settings: str) -> list[str]:
-    """What one has to know to read the tables."""
+    """Returns what one has to know to read the tables."""
     lines = [f"{row.name}: {row.status}: {row.reason}" for row in rows if row.status != "completed"]
     lines += [settings, LEGEND]
     if any(row.oversubscribed and row.efficiency is not None for row in rows):
@@ -109,7 +109,7 @@ def _table(head: Sequence[str], cells: Sequence[Sequence[str]], weights: Sequenc
 
 
 def markdown(title: str, rows: Sequence[Row], settings: str, verdict: Sequence[str]) -> str:
-    """The same to paste into an issue."""
+    """Returns the same as Markdown, to paste into an issue."""
 
     def table(head: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
         align = [":--" if name in _LEFT else "--:" for name in head]

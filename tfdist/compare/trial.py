@@ -36,20 +36,25 @@ _RAISED = re.compile(r"^(?:\[[\d,]+\](?:<\w+>:)? ?)?((?:\w+\.)*\w*(?:Error|Excep
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Machine:
-    """What replicas can be placed on."""
+class Hardware:
+    """The cores and GPUs on which replicas can be placed."""
 
     cores: int
-    """That this process may use."""
+    """How many cores this process may use."""
     gpus: tuple[str, ...] = ()
     """Entries for CUDA_VISIBLE_DEVICES; none: the CPU is used."""
 
     def default_replicas(self, threads: int) -> tuple[int, ...]:
-        """2, 4, 8, ... and all; a CPU can always be split in two."""
+        """Returns 2, 4, 8, ... and all that there are; a CPU can always be split in two.
+
+        Args:
+          threads: number of threads per replica on a CPU.
+        """
         most = len(self.gpus) or max(2, self.cores // threads)
         return tuple(sorted({most, *(n for n in (2**i for i in range(1, 12)) if n <= most)}))
 
     def describe(self) -> str:
+        """Says in words what there is."""
         if self.gpus:
             return f"{len(self.gpus)} GPU{'s' * (len(self.gpus) > 1)}"
         return f"{self.cores} CPU core{'s' * (self.cores > 1)}"
@@ -72,7 +77,7 @@ class Trial:
     """Why it cannot run here, where that is known before."""
 
     def shell(self) -> str:
-        """The command as a line for a shell."""
+        """Returns the command as a line for a shell."""
         given = [f"{name}={shlex.quote(value)}" for name, value in self.environ.items()]
         return " ".join([*(["env", *given] if given else []), shlex.join(self.command)])
 
@@ -87,38 +92,38 @@ class Outcome:
     reason: str = ""
     """Why it failed, in one line; empty if it did not."""
     refused: bool = False
-    """It says itself that the input or the environment is wrong; horovodrun makes another code of that."""
+    """Whether it says itself that the input or the environment is wrong; horovodrun makes another code of that."""
 
     @property
     def status(self) -> str:
-        """`completed`; `unavailable`: it cannot run here; or `failed`."""
+        """One of `completed`, `unavailable` (it cannot run here) and `failed`."""
         return "completed" if self.code == 0 else "unavailable" if self.refused else "failed"
 
 
-def find_machine(devices: str, environ: Mapping[str, str]) -> Machine:
-    """Looks at cores and GPUs; `devices` is the flag of `tfdist.train`.
+def find_hardware(devices: str, environ: Mapping[str, str]) -> Hardware:
+    """Looks which cores and GPUs there are; `devices` is the flag of `tfdist.train`.
 
     Raises:
       UserError: a GPU that does not exist or is hidden.
     """
     cores = len(os.sched_getaffinity(0))
     if devices == "none":
-        return Machine(cores)
+        return Hardware(cores)
     selection = gpus.select(devices, gpus.survey(), environ)
     if selection.opaque:
-        return Machine(cores, tuple(e.strip() for e in environ["CUDA_VISIBLE_DEVICES"].split(",")))
-    return Machine(cores, tuple(str(gpu.number) for gpu in selection.gpus))
+        return Hardware(cores, tuple(e.strip() for e in environ["CUDA_VISIBLE_DEVICES"].split(",")))
+    return Hardware(cores, tuple(str(gpu.number) for gpu in selection.gpus))
 
 
 def plan(
     strategies: Sequence[str],
     replicas: Sequence[int],
-    machine: Machine,
+    machine: Hardware,
     folder: pathlib.Path,
     flags: Sequence[str],
     threads: int | None,
 ) -> list[Trial]:
-    """All runs of a comparison, the reference first: `default` on one device.
+    """Returns all runs of a comparison, the reference first, which is `default` on one device.
 
     On a CPU the whole of it under `default` is a row too, because that is what
     somebody would use instead; only so can the fastest be named.
@@ -148,13 +153,13 @@ def plan(
 def make(
     strategy: str,
     replicas: int,
-    machine: Machine,
+    machine: Hardware,
     folder: pathlib.Path,
     flags: Sequence[str],
     threads: int | None,
     name: str = "",
 ) -> Trial:
-    """One run as a command, its results below `folder`."""
+    """Returns one run as a command that leaves its results below `folder`."""
     name = name or (strategy if strategy == "tpu" else f"{strategy} {replicas}")
     own = folder / re.sub(r"\W+", "-", name)
     environ, unavailable = {}, ""
@@ -181,7 +186,7 @@ def make(
 
 
 def _horovodrun(unavailable: str) -> tuple[str, str]:
-    """Its path, and why Horovod cannot be used."""
+    """Returns the path of `horovodrun`, and why Horovod cannot be used; `unavailable` if nothing is wrong with it."""
     beside = shutil.which("horovodrun", path=os.path.dirname(sys.executable))
     runner = beside or shutil.which("horovodrun")
     problem = horovod_install.problem()
@@ -191,7 +196,7 @@ def _horovodrun(unavailable: str) -> tuple[str, str]:
 
 
 def others_busy() -> float:
-    """Cores that other programs keep busy now, while no run of ours is under way."""
+    """Returns how many cores other programs keep busy now, while no run of ours is under way."""
     return psutil.cpu_percent(_LOOK_S) / 100 * (psutil.cpu_count() or 1)
 
 
@@ -230,6 +235,7 @@ def run(trial: Trial, limit: float, tick: Callable[[float], None] = lambda secon
 
 
 def _wait(process: subprocess.Popen, start: float, limit: float, tick: Callable[[float], None]) -> int | None:
+    """Waits for the end of a process; returns its exit code, or None when its time is over."""
     while (passed := time.monotonic() - start) < limit:
         tick(passed)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -257,7 +263,10 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def _reason(log: pathlib.Path, code: int) -> tuple[str, bool]:
-    """What a failed run said, its own one line, else an exception, else whatever came last; and whether it refused."""
+    """Returns why a run failed, and whether it refused to run at all.
+
+    The reason is tfdist's own line in the log, else an exception, else whatever was said last.
+    """
     with open(log, "rb") as file:
         file.seek(max(0, log.stat().st_size - _READ))
         text = file.read().decode(errors="replace")

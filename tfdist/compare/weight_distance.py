@@ -14,7 +14,7 @@ import pathlib
 import re
 import zipfile
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -22,11 +22,11 @@ from tfdist.checkpoints import files
 from tfdist.distributed import tf_devices
 
 TOLERANCE = {"float32": 1e-5, "float64": 1e-11, "mixed_bfloat16": 1e-2, "mixed_float16": 1e-3}
-"""Of the distance after a whole run, by precision: ten times that of the tests' few updates, where there is room."""
+"""Largest distance after a whole run, by precision: ten times that of the tests' few updates, where there is room."""
 TOLERANCE_OF_SUMS = {"float32": 0.0, "bfloat16": 1e-2, "float16": 1e-3}
 """The least there is to allow when gradients travel in fewer bits."""
 CHECK_TOLERANCE = 1e-6
-"""Of the distance after the check, which is in float64: rounding is 1e-12 there, a wrong sum 1e-3 or more."""
+"""Largest distance after the check in float64: rounding is 1e-12 there, a wrong sum 1e-3 or more."""
 CHECK_UPDATES = 100
 _SEED = "seed_generator"
 _NAME = re.compile(r"(shared|replicas)/model/(\d+)/(.+)")
@@ -34,7 +34,7 @@ _NAME = re.compile(r"(shared|replicas)/model/(\d+)/(.+)")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Difference:
-    """Of a run's weights b from those of the reference, a."""
+    """How far a run's weights, b, are from those of the reference, a."""
 
     distance: float
     """|a - b| / |a|, with the Euclidean norm over all weights of the model: 0 where all bits are the same."""
@@ -48,13 +48,31 @@ class Difference:
     """Each variable's part of the distance: the squares add up to its square."""
 
 
+class _CheckpointReader(Protocol):
+    """What `tf.train.load_checkpoint` returns."""
+
+    def get_tensor(self, name: str) -> np.ndarray: ...
+
+    def get_variable_to_shape_map(self) -> dict[str, list[int]]: ...
+
+
+class _Worst(NamedTuple):
+    """The variable in which most of the distance is."""
+
+    name: str = ""
+    square: float = 0.0
+    """|a - b| squared; infinite where it is no number."""
+    largest: float = 0.0
+    scale: float = 0.0
+
+
 def tolerance(precision: str, reduce_dtype: str) -> float:
-    """The distance up to which two runs count as the same."""
+    """Returns the distance up to which two runs count as the same."""
     return max(TOLERANCE[precision], TOLERANCE_OF_SUMS[reduce_dtype])
 
 
 def check_flags(updates: int, epochs: int) -> dict[str, str]:
-    """Fields of an experiment that tell a wrong sum from rounding that has grown, whatever the model.
+    """Returns fields of an experiment that tell a wrong sum from rounding that has grown, whatever the model.
 
     Rounding grows with time, in some models to a few percent (see the README).
     In float64 it begins at 1e-16, and has not grown to anything after an epoch:
@@ -62,7 +80,8 @@ def check_flags(updates: int, epochs: int) -> dict[str, str]:
     but that the warm-up fits into these few updates.
 
     Args:
-      updates: of the whole run, in so many `epochs`.
+      updates: number of updates of the whole run.
+      epochs: number of its epochs.
     """
     # An epoch and one more update have met the last batch of an epoch, which may be an uneven one.
     few = min(updates, CHECK_UPDATES, -(-updates // max(1, epochs)) + 1)
@@ -87,7 +106,7 @@ def difference(reference: pathlib.Path, other: pathlib.Path) -> Difference:
     if sorted(names) != sorted(_names(theirs)):
         odd = sorted(set(names) ^ set(_names(theirs)))
         raise ValueError(f"the models are not the same: {odd[0] if odd else 'their variables'} is in one of them only")
-    squares, norm, most = {}, 0.0, ("", 0.0, 0.0, 0.0)
+    squares, norm, worst = {}, 0.0, _Worst()
     names = {place: name for place, name in names.items() if _SEED not in name}  # those differ on purpose
     shown = _shown(names)
     for place, name in names.items():
@@ -96,16 +115,17 @@ def difference(reference: pathlib.Path, other: pathlib.Path) -> Difference:
             raise ValueError(f"the models are not the same: {shown[place]} is {list(a.shape)} and {list(b.shape)}")
         norm += float(np.square(a).sum())
         squares[shown[place]] = square = float(np.square(a - b).sum())
-        if square > most[1] or math.isnan(square):
+        if square > worst.square or math.isnan(square):
             scale = float(np.abs(a).max(initial=0))
-            most = (shown[place], math.inf if math.isnan(square) else square, float(np.abs(a - b).max()), scale)
+            square = math.inf if math.isnan(square) else square
+            worst = _Worst(shown[place], square, float(np.abs(a - b).max()), scale)
     unit = math.sqrt(norm) or 1.0
     parts = {name: math.sqrt(square) / unit for name, square in squares.items()}
-    return Difference(math.sqrt(sum(squares.values())) / unit, most[0], most[2], most[3], parts)
+    return Difference(math.sqrt(sum(squares.values())) / unit, worst.name, worst.largest, worst.scale, parts)
 
 
 def reasons_to_differ(folder: pathlib.Path, batch: int, replicas: int) -> list[str]:
-    """What of a model's layers depends on the number of replicas, in words.
+    """Says which of a model's layers depend on the number of replicas.
 
     Args:
       batch: examples of one micro-batch over all replicas.
@@ -116,21 +136,21 @@ def reasons_to_differ(folder: pathlib.Path, batch: int, replicas: int) -> list[s
         names = list(_names(_reader(folder)).values())
     except ValueError:
         names = []
-    found = []
+    reasons = []
     random = [name.split("/")[-3] for name in names if _SEED in name and name.count("/") >= 2]
     if any(_SEED in name for name in names):
-        found.append(f"random layers ({', '.join(dict.fromkeys(random)) or 'dropout'}) draw for each replica")
+        reasons.append(f"random layers ({', '.join(dict.fromkeys(random)) or 'dropout'}) draw for each replica")
     if any(name.endswith("/moving_mean") for name in names):
         unsynchronized = [layer for layer in _batch_norms(folder) if not layer.get("synchronized")]
         if unsynchronized:
-            found.append(f"BatchNorm is not synchronized ({unsynchronized[0].get('name')})")
+            reasons.append(f"BatchNorm is not synchronized ({unsynchronized[0].get('name')})")
         elif batch % replicas:
-            found.append(f"a batch of {batch} does not divide by {replicas}, and BatchNorm sees what fills it up")
-    return found
+            reasons.append(f"a batch of {batch} does not divide by {replicas}, and BatchNorm sees what fills it up")
+    return reasons
 
 
-def _reader(folder: pathlib.Path) -> Any:
-    """Of the newest checkpoint in a run folder.
+def _reader(folder: pathlib.Path) -> _CheckpointReader:
+    """Returns a reader of the newest checkpoint in a run folder.
 
     Raises:
       ValueError: there is none, or it cannot be read.
@@ -148,20 +168,20 @@ def _reader(folder: pathlib.Path) -> Any:
     return tf.train.load_checkpoint(str(path / files.TENSORS))
 
 
-def _names(reader: Any) -> dict[str, str]:
-    """Name of each variable of the model, by its place in it, which is the same in all runs."""
-    found = [_NAME.fullmatch(name) for name in reader.get_variable_to_shape_map()]
-    return {f"{m[1]}/model/{m[2]}": m[3] for m in sorted(filter(None, found), key=lambda m: (m[1] != "shared", m[2]))}
+def _names(reader: _CheckpointReader) -> dict[str, str]:
+    """Returns the name of each variable of the model, by its place in it, which is the same in all runs."""
+    matches = filter(None, (_NAME.fullmatch(name) for name in reader.get_variable_to_shape_map()))
+    return {f"{m[1]}/model/{m[2]}": m[3] for m in sorted(matches, key=lambda m: (m[1] != "shared", m[2]))}
 
 
-def _values(reader: Any, place: str, name: str) -> np.ndarray:
-    """A variable in float64; of one that each replica has for itself the mean, as a saved model has it."""
+def _values(reader: _CheckpointReader, place: str, name: str) -> np.ndarray:
+    """Returns a variable in float64; the mean of one that each replica has for itself, as a saved model has it."""
     value = np.asarray(reader.get_tensor(f"{place}/{name}")).astype(np.float64)
     return value.mean(0) if place.startswith("replicas") else value
 
 
 def _shown(names: Mapping[str, str]) -> dict[str, str]:
-    """Names by place for a person: without the model's own, with which all begin, and no two alike."""
+    """Returns names by place for a person: without the model's own, with which all begin, and no two alike."""
     first = {name.partition("/")[0] for name in names.values()}
     shown: dict[str, str] = {}
     for place, name in names.items():
@@ -170,8 +190,8 @@ def _shown(names: Mapping[str, str]) -> dict[str, str]:
     return shown
 
 
-def _batch_norms(folder: pathlib.Path) -> Iterator[dict]:
-    """The settings of a model's BatchNormalization layers, as far as `model.keras` tells without the user's code."""
+def _batch_norms(folder: pathlib.Path) -> Iterator[dict[str, Any]]:
+    """Yields the settings of a model's BatchNormalization layers, which `model.keras` tells without the user's code."""
     try:
         with zipfile.ZipFile(folder / "model.keras") as archive:
             queue = [json.loads(archive.read("config.json"))]

@@ -26,40 +26,44 @@ from absl import flags
 
 from tfdist import config
 from tfdist.config import command_line, field_syntax, runtime_options
-from tfdist.data import spec as spec_lib
-from tfdist.engine import batching
+from tfdist.config.messages import logger
 from tfdist.errors import TrainingError, UserError
 from tfdist.export import formats as formats_lib
 from tfdist.inference import job, trained_model
 
-EXAMPLES = 8
-_CLASSIFYING = ("categoricalcrossentropy", "sparsecategoricalcrossentropy", "categoricalfocalcrossentropy")
 
-
-def export(asked: trained_model.Wanted, formats: list[str], output: pathlib.Path, overwrite: bool) -> None:
+def export(asked: trained_model.ModelRequest, formats: list[str], output: pathlib.Path, overwrite: bool) -> None:
     """Writes a model in these formats.
+
+    Args:
+      asked: which model.
+      formats: some of `formats.FORMATS`.
+      output: the folder to make.
+      overwrite: whether an earlier export there is replaced.
 
     Raises:
       UserError: the model or the output cannot be used, or a library is missing.
       TrainingError: a format cannot hold the model, or gives something else.
     """
     formats_lib.check_libraries(formats)
-    experiment = trained_model.experiment(asked)
+    experiment = trained_model.read_experiment(asked)
+    # TensorFlow is imported once it is known that there is something to do.
     from tfdist.distributed import connect
+    from tfdist.export.original import load
     from tfdist.monitoring import run_environment
 
     connect.create(connect.locate(runtime_options.Environment(strategy="default", devices="none")))
-    made = _make(asked, experiment)
+    original = load(asked, experiment)
     temporary = output.parent / f".{output.name}.{os.getpid()}"
     try:
         temporary.mkdir()
-        content: dict[str, Any] = {"model": made.source, "examples": made.examples_from, "formats": {}}
+        content: dict[str, Any] = {"model": original.source, "examples": original.examples_from, "formats": {}}
         for name in formats:
             path = temporary / formats_lib.FILES[name]
-            content["formats"][name] = told = formats_lib.write(made, name, path)
-            _say(f"{output / path.name}: {_described(told)}")
-        if made.spec.names:
-            content["classes"] = list(made.spec.names)
+            content["formats"][name] = description = formats_lib.write(original, name, path)
+            logger.info(f"{output / path.name}: {_in_words(description)}")
+        if original.spec.names:
+            content["classes"] = list(original.spec.names)
         content["versions"] = run_environment.versions()
         (temporary / "export.json").write_text(json.dumps(content, indent=2) + "\n")
         _put(temporary, output, overwrite)
@@ -69,109 +73,14 @@ def export(asked: trained_model.Wanted, formats: list[str], output: pathlib.Path
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _make(asked: trained_model.Wanted, experiment: config.Experiment) -> formats_lib.Made:
-    """Builds or loads the model and gives it its weights."""
-    import keras
-
-    from tfdist.checkpoints import training_state
-    from tfdist.data import spec_file
-    from tfdist.data.datasets import registry
-    from tfdist.models import build as models
-
-    if asked.model:
-        model = trained_model.load(asked.path)
-        if not model.inputs:
-            raise UserError(f"--model={asked.path} does not tell what it takes: give the --workdir of its run")
-        tensor = keras.tree.flatten(model.inputs)[0]
-        classes = model.output_shape[-1] if _classifies(model) else None
-        of_file = spec_lib.Spec(tuple(tensor.shape[1:]), tensor.dtype, classes, 255.0)
-        examples = _invented(model, of_file)
-        try:
-            model(examples, training=False)
-        except Exception as error:  # whatever a layer raises that takes some values alone
-            raise UserError(
-                f"--model={asked.path} cannot be checked on made examples ({trained_model.line(error)}): "
-                "give the --workdir of its run"
-            ) from error
-        return formats_lib.Made(model, experiment, of_file, str(asked.path), examples, "made", None)
-    spec: Any = spec_file.read(asked.path)
-    loaded: Any = None
-    try:
-        loaded = registry.load(experiment, False)
-        job.check_data(experiment, loaded.spec, spec or loaded.spec)
-    except UserError as error:
-        if spec is None:
-            raise
-        _say(f"checked on made examples, since the data cannot be had: {error}")
-        loaded = None
-    spec = spec or loaded.spec
-    models.set_precision(experiment.train.precision)
-    build = lambda: job.built(experiment, spec)
-    found = trained_model.weights(asked, experiment, build, _say)
-    model = build()
-    model.set_weights(found.arrays)
-    training_state.refresh(model)
-    examples, origin = _invented(model, spec), "made"
-    if loaded is not None:
-        examples, origin = _first(loaded.eval), f"{experiment.data.name}, {experiment.data.eval_split}"
-    return formats_lib.Made(model, experiment, spec, str(found.source), examples, origin, found.arrays)
-
-
-def _classifies(model: Any) -> bool:
-    return job.loss_name(model) in _CLASSIFYING and isinstance(model.output_shape, tuple)
-
-
-def _first(source: Any) -> Any:
-    """The first examples' inputs."""
-    import keras
-    import numpy as np
-
-    from tfdist.data import sources
-
-    if isinstance(source, sources.Arrays):
-        return keras.tree.map_structure(lambda a: np.asarray(a)[:EXAMPLES], source.columns[0])
-    batch = next(_batches(source))
-    return keras.tree.map_structure(lambda a: np.asarray(a)[:EXAMPLES], batch[0])
-
-
-def _batches(source: Any) -> Any:
-    from tfdist.distributed import connect
-
-    layout = batching.layout_of(source, EXAMPLES, connect.default(""), 1, least=False)
-    feed, _ = batching.read_once(source, layout)
-    yield from feed.next(0, 1).feed[0]
-
-
-def _invented(model: Any, spec: Any) -> Any:
-    """Inputs that are like none in particular."""
-    import keras
-    import numpy as np
-
-    draw = np.random.default_rng(0)
-    # Numbers that all embeddings know, of however many things.
-    known = [layer.input_dim for layer in model._flatten_layers() if isinstance(layer, keras.layers.Embedding)]
-    end = min([max(1, int(min(spec.maximum, 255))) + 1, *known])
-
-    def one(tensor: Any) -> Any:
-        shape = [EXAMPLES, *(side or 4 for side in tensor.shape[1:])]
-        kind = np.dtype(tensor.dtype.as_numpy_dtype)
-        if np.issubdtype(kind, np.integer):
-            return draw.integers(0, end, shape).astype(kind)
-        return draw.normal(size=shape).astype(kind)
-
-    from tfdist.export import saved_model
-
-    return keras.tree.map_structure(one, saved_model.inputs(model, spec))
-
-
-def _described(told: dict[str, Any]) -> str:
-    signatures = ", ".join(told["signatures"]) + ": " if "signatures" in told else ""
-    note = f"; {told['note']}" if "note" in told else ""
-    return f"{signatures}checked, largest difference {told['difference']:.1e}{note}"
+def _in_words(description: dict[str, Any]) -> str:
+    signatures = ", ".join(description["signatures"]) + ": " if "signatures" in description else ""
+    note = f"; {description['note']}" if "note" in description else ""
+    return f"{signatures}checked, largest difference {description['difference']:.1e}{note}"
 
 
 def _put(temporary: pathlib.Path, output: pathlib.Path, overwrite: bool) -> None:
-    """Gives the folder its name."""
+    """Gives the folder its name; an earlier export goes only when the new one is complete."""
     if output.exists() and overwrite:
         names = (output.with_name(f".{output.name}.{os.getpid()}.{i}") for i in itertools.count())
         before = next(name for name in names if not name.exists())
@@ -195,7 +104,7 @@ def _run(argv: list[str]) -> int:
         raise UserError("--formats names none: give some of " + ",".join(formats_lib.FORMATS))
     if not values.output:
         raise UserError("--output is missing: give the folder to write, such as --output=exported")
-    asked = trained_model.wanted(values.workdir, values.model, values.checkpoint, config.Experiment(), {}, False)
+    asked = trained_model.request(values.workdir, values.model, values.checkpoint, config.Experiment(), {}, False)
     output = pathlib.Path(values.output).expanduser()
     if output.exists() and not (values.overwrite and (output / "export.json").is_file()):
         hint = "choose another name" if values.overwrite else "give --overwrite, or choose another name"
@@ -215,17 +124,13 @@ def _run(argv: list[str]) -> int:
     return 0
 
 
-def _say(line: str) -> None:
-    print(f"tfdist: {line}", flush=True)
-
-
 def main() -> None:
     """Entry point of `python -m tfdist.export`."""
     job.define_model_flags()
     flags.DEFINE_string("output", "", "Folder to write.")
     flags.DEFINE_bool("overwrite", False, "Replace an earlier export that --output names.")
     flags.DEFINE_list("formats", [formats_lib.FORMATS[0]], f"What to write, of {', '.join(formats_lib.FORMATS)}.")
-    for name in job.OF_A_MODEL:  # absl's --help lists the flags of the main module, and these are defined elsewhere
+    for name in job.MODEL_FLAGS:  # absl's --help lists the flags of the main module, and these are defined elsewhere
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
     command_line.main(_run, command_line.parse_own, "interrupted, nothing was written")
 

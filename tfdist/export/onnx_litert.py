@@ -9,19 +9,23 @@ import pathlib
 import tempfile
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
 
+from tfdist.data.structures import Structure
 from tfdist.errors import TrainingError, one_line
 
+if TYPE_CHECKING:
+    import tf2onnx
 
-def onnx(model: keras.Model, inputs: Any, path: str) -> None:
+
+def onnx(model: keras.Model, inputs: Structure, path: str) -> None:
     """Writes ONNX.
 
     Args:
-      inputs: specs of what the model takes, in its structure.
+      inputs: `tf.TensorSpec`s of what the model takes, in its structure.
 
     Raises:
       TrainingError: it cannot be written.
@@ -39,8 +43,8 @@ def onnx(model: keras.Model, inputs: Any, path: str) -> None:
         )
 
 
-def _erfc(context: Any, node: Any, name: str, arguments: list) -> None:
-    """erfc(x) = 1 - erf(x); to be added to 1 or multiplied, it needs no more digits than that leaves."""
+def _erfc(context: tf2onnx.graph.Graph, node: tf2onnx.graph.Node, name: str, arguments: list) -> None:
+    """Replaces erfc(x) by 1 - erf(x); to be added to 1 or multiplied, it needs no more digits than that leaves."""
     import numpy as np
 
     del name, arguments
@@ -55,11 +59,11 @@ def _erfc(context: Any, node: Any, name: str, arguments: list) -> None:
     )
 
 
-def litert(model: keras.Model, inputs: Any, path: str) -> None:
-    """Writes LiteRT, of its own operations alone. Its outputs are called `output_0` and so on.
+def litert(model: keras.Model, inputs: Structure, path: str) -> None:
+    """Writes LiteRT with its own operations alone. The outputs are called `output_0` and so on.
 
     Args:
-      inputs: as for `onnx`.
+      inputs: the same as for `onnx`.
 
     Raises:
       TrainingError: it cannot be written.
@@ -73,7 +77,7 @@ def litert(model: keras.Model, inputs: Any, path: str) -> None:
 
     module.call = tf.function(call, input_signature=keras.tree.flatten(inputs))
     with _quiet("litert"), tempfile.TemporaryDirectory() as folder:
-        # By way of a SavedModel, which keeps the names. Keras' own exporter gives inputs names that it counts up.
+        # A SavedModel keeps the names on the way; Keras' own exporter gives inputs names that it counts up.
         tf.saved_model.save(module, folder, signatures=module.call.get_concrete_function())
         written = tf.lite.TFLiteConverter.from_saved_model(folder).convert()
     pathlib.Path(path).write_bytes(written)
@@ -81,7 +85,7 @@ def litert(model: keras.Model, inputs: Any, path: str) -> None:
 
 @contextlib.contextmanager
 def _quiet(name: str) -> Iterator[None]:
-    """Leaves out what converters tell on the way; what is wrong with the result, its check says."""
+    """Silences converters, which tell much on the way; the check says what is wrong with the result."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)

@@ -13,11 +13,12 @@ import tensorflow as tf
 from tfdist.data import image_decoding
 from tfdist.data.augmentation import ops
 from tfdist.data.spec import Column, Spec
+from tfdist.data.structures import Structure
 from tfdist.errors import UserError
 
 DEFAULT, ENCODED, TENSORS = "serving_default", "encoded", "tensors"
-"""Signatures: what TensorFlow Serving calls if not told otherwise; of JPEG or PNG bytes; of a table as the model takes
-it."""
+"""Signatures: what TensorFlow Serving calls if not told otherwise; one for JPEG or PNG bytes; one for the tensors that
+a table becomes."""
 _FINE = 1000
 """Standard deviations from 0 up to which float32 tells values apart, to a ten-thousandth of one."""
 
@@ -45,29 +46,29 @@ class Servable:
         """Whether inputs are pictures whose range of values is known."""
         return len(self.spec.shape) == 3 and self.spec.shape[-1] in (1, 3) and self.spec.dtype == "uint8"
 
-    def answers(self, x: Any) -> dict[str, Any]:
-        """Named outputs: of classes `class_ids`, `classes`, `probabilities` and `logits`; else what the model gives."""
+    def answers(self, x: Structure) -> dict[str, tf.Tensor]:
+        """Returns named outputs: `class_ids`, `classes`, `probabilities`, `logits`; without classes the model's own."""
         outputs = keras.tree.map_structure(_readable, self.model(x, training=False))
-        # By what it gives, and not by `output_shape`, which a class of one's own has not.
+        # Judged by what it gives, and not by `output_shape`, which a class of one's own has not.
         if self.spec.classes is None or not tf.is_tensor(outputs) or outputs.shape[1:] != [self.spec.classes]:
             return _named(outputs)
-        found = {"class_ids": tf.argmax(outputs, -1)}
-        found["probabilities"] = tf.nn.softmax(outputs) if self.from_logits else outputs
+        named = {"class_ids": tf.argmax(outputs, -1)}
+        named["probabilities"] = tf.nn.softmax(outputs) if self.from_logits else outputs
         if self.from_logits:
-            found["logits"] = outputs
+            named["logits"] = outputs
         if self.spec.names:
-            found["classes"] = tf.gather(tf.constant(self.spec.names), found["class_ids"])
-        return found
+            named["classes"] = tf.gather(tf.constant(self.spec.names), named["class_ids"])
+        return named
 
-    def decoded(self, encoded: Any) -> Any:
-        """Pictures as the data pipeline would have made them, from bytes [n]."""
+    def decoded(self, encoded: tf.Tensor) -> tf.Tensor:
+        """Decodes bytes [n] to pictures [n, height, width, channels], as the data pipeline would have made them."""
         height, width, channels = self.spec.shape
         if self.shrink:
             pixels = image_decoding.shrinking((height, width), self.resize)
         else:
             pixels = lambda text: tf.io.decode_image(text, channels=channels, expand_animations=False)
 
-        def one(text):
+        def one(text: tf.Tensor) -> tf.Tensor:
             image = pixels(text)
             image = ops.resize(tf.ensure_shape(image, [None, None, channels]), (height, width), self.resize)
             if self.spec.maximum == 255:
@@ -77,13 +78,17 @@ class Servable:
         return tf.map_fn(one, encoded, fn_output_signature=tf.TensorSpec(self.spec.shape, tf.uint8))
 
     def encode(self, images: np.ndarray) -> list[bytes]:
-        """PNGs that `decoded` turns into these images again."""
+        """Returns PNGs that `decoded` turns into these images [n, height, width, channels] again."""
         full = np.round(images * (255 / self.spec.maximum)).astype(np.uint8)
         return [tf.io.encode_png(image).numpy() for image in full]
 
 
-def inputs(model: keras.Model, spec: Spec) -> Any:
-    """Specs of the tensors that a model takes, [None, ...], in its structure; a single one is called `inputs`."""
+def inputs(model: keras.Model, spec: Spec) -> Structure:
+    """Returns `tf.TensorSpec`s [None, ...] of what a model takes, in its structure; a single one is called `inputs`.
+
+    Raises:
+      UserError: two inputs would have one name.
+    """
     if not getattr(model, "inputs", None):
         return tf.TensorSpec((None, *spec.shape), spec.dtype, name="inputs")
     structure = getattr(model, "_inputs_struct", model.inputs[0])  # Keras' own exporters look there, too
@@ -95,44 +100,47 @@ def inputs(model: keras.Model, spec: Spec) -> Any:
     return keras.tree.pack_sequence_as(structure, specs)
 
 
-def trials(servable: Servable, examples: Any) -> dict[str, dict[str, np.ndarray]]:
-    """Arguments for each signature of `save`, by name.
+def trials(servable: Servable, examples: Structure) -> dict[str, dict[str, np.ndarray]]:
+    """Returns arguments for each signature of `save`, by name.
 
     Args:
-      examples: inputs as the model takes them.
+      examples: inputs [n, ...] in the structure that the model takes.
     """
     flat = keras.tree.flatten(inputs(servable.model, servable.spec))
     plain = {spec.name: np.asarray(a) for spec, a in zip(flat, keras.tree.flatten(examples))}
     if servable.spec.columns:
-        draw = np.random.default_rng(0)
-        count = len(next(iter(plain.values())))
-        made = {}
-        for column in servable.spec.columns:
-            if column.kind == "number":
-                values = column.mean + column.std * draw.normal(size=count)
-                values[0] = np.nan  # a missing one
-                made[_name(column.name)] = values.astype(_type(column).as_numpy_dtype)
-            else:
-                texts = [text.encode() for text in (*column.vocabulary, "nothing like it")]
-                made[_name(column.name)] = np.array([texts[i] for i in draw.integers(0, len(texts), count)])
-        return {DEFAULT: made, TENSORS: plain}
-    found = {DEFAULT: plain}
+        return {DEFAULT: _cells(servable.spec, len(next(iter(plain.values())))), TENSORS: plain}
     if servable.takes_pictures:
-        found[ENCODED] = {"images": np.array(servable.encode(plain["inputs"]))}
-    return found
+        return {DEFAULT: plain, ENCODED: {"images": np.array(servable.encode(plain["inputs"]))}}
+    return {DEFAULT: plain}
 
 
-def signature(function: Any) -> dict[str, Any]:
-    """Names, types and shapes of what a function takes and gives, for people."""
+def _cells(spec: Spec, count: int) -> dict[str, np.ndarray]:
+    """Returns made cells [count] for each column of a table: a missing number and unknown texts are among them."""
+    draw = np.random.default_rng(0)
+    cells = {}
+    for column in spec.columns:
+        if column.kind == "number":
+            values = column.mean + column.std * draw.normal(size=count)
+            values[0] = np.nan  # a missing one
+            cells[_name(column.name)] = values.astype(_type(column).as_numpy_dtype)
+        else:
+            texts = [text.encode() for text in (*column.vocabulary, "nothing like it")]
+            cells[_name(column.name)] = np.array([texts[i] for i in draw.integers(0, len(texts), count)])
+    return cells
+
+
+def signature(function: tf.types.experimental.PolymorphicFunction) -> dict[str, Any]:
+    """Returns names, types and shapes of what a function takes and gives, for people."""
     concrete = function.get_concrete_function()
-    told = lambda spec: [spec.dtype.name, spec.shape.as_list() if spec.shape.rank is not None else None]
+    plain = lambda spec: [spec.dtype.name, spec.shape.as_list() if spec.shape.rank is not None else None]
     return {
-        "inputs": {spec.name: told(spec) for spec in function.input_signature},
-        "outputs": {name: told(spec) for name, spec in concrete.structured_outputs.items()},
+        "inputs": {spec.name: plain(spec) for spec in function.input_signature},
+        "outputs": {name: plain(spec) for name, spec in concrete.structured_outputs.items()},
     }
 
 
-def save(servable: Servable, path: str) -> dict[str, Any]:
+def save(servable: Servable, path: str) -> dict[str, tf.types.experimental.PolymorphicFunction]:
     """Writes the SavedModel.
 
     Returns:
@@ -143,7 +151,7 @@ def save(servable: Servable, path: str) -> dict[str, Any]:
     module.kept = [v.value for v in servable.model.variables]
     structure = inputs(servable.model, servable.spec)
     flat = keras.tree.flatten(structure)
-    functions: dict[str, Any] = {}
+    functions = {}
     if servable.spec.columns:
         lookups = {c.name: _lookup(c) for c in servable.spec.columns if c.kind == "category"}
         module.lookups = list(lookups.values())
@@ -165,15 +173,25 @@ def save(servable: Servable, path: str) -> dict[str, Any]:
     return functions
 
 
-def _of_columns(servable: Servable, lookups: dict[str, Any], structure: Any) -> Any:
-    """Of one tensor [n] for each column of a table, as it stands in the table."""
+def _of_columns(
+    servable: Servable, lookups: dict[str, tf.lookup.StaticHashTable], structure: Structure
+) -> tf.types.experimental.PolymorphicFunction:
+    """Returns the function that takes one tensor [n] for each column, with the cells as they stand in the table.
+
+    Args:
+      lookups: turn texts into numbers, by column.
+      structure: what the model takes.
+
+    Raises:
+      UserError: two columns would have one name.
+    """
     columns = servable.spec.columns
     names = [_name(column.name) for column in columns]
     if len(set(names)) < len(names):
         raise UserError(f"two columns have one name in a signature ({', '.join(names)}): rename one of them")
     types = [_type(column) for column in columns]
 
-    def call(*values):
+    def call(*values: tf.Tensor) -> dict[str, tf.Tensor]:
         numbers, categories = [], []
         for column, value in zip(columns, values):
             if column.kind == "number":
@@ -181,8 +199,8 @@ def _of_columns(servable: Servable, lookups: dict[str, Any], structure: Any) -> 
                 numbers.append(tf.where(tf.math.is_nan(value), tf.zeros_like(scaled), scaled))
             else:
                 categories.append(lookups[column.name].lookup(value))
-        made = {"numbers": numbers, "categories": categories}
-        stacked = {key: tf.stack(tensors, 1) for key, tensors in made.items() if tensors}
+        encoded = {"numbers": numbers, "categories": categories}
+        stacked = {key: tf.stack(tensors, 1) for key, tensors in encoded.items() if tensors}
         if not isinstance(structure, dict):
             return servable.answers(next(iter(stacked.values())))
         return servable.answers({key: tf.cast(stacked[key], structure[key].dtype) for key in structure})
@@ -192,26 +210,27 @@ def _of_columns(servable: Servable, lookups: dict[str, Any], structure: Any) -> 
     )
 
 
-def _type(column: Column) -> Any:
-    """What a client gives of a column; seconds since 1970, say, float32 would round to minutes."""
+def _type(column: Column) -> tf.DType:
+    """Returns the type in which a client gives a column; float32 would round seconds since 1970 to minutes."""
     if column.kind != "number":
         return tf.string
     return tf.float64 if abs(column.mean) > _FINE * column.std else tf.float32
 
 
-def _lookup(column: Column) -> Any:
-    """Text to its place in the vocabulary plus one; 0 for any other."""
+def _lookup(column: Column) -> tf.lookup.StaticHashTable:
+    """Returns a table from a text to its place in the vocabulary plus one; 0 for any other."""
     keys, places = tf.constant(column.vocabulary), tf.range(1, len(column.vocabulary) + 1)
     return tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(keys, places), 0)
 
 
-def _readable(tensor: Any) -> Any:
-    """In a type that clients know."""
+def _readable(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns a tensor in a type that clients know."""
     tensor = tf.convert_to_tensor(tensor)
     return tf.cast(tensor, tf.float32) if tensor.dtype in (tf.bfloat16, tf.float16) else tensor
 
 
-def _named(outputs: Any) -> dict[str, Any]:
+def _named(outputs: Structure) -> dict[str, tf.Tensor]:
+    """Returns the outputs of a model by names for its clients."""
     if isinstance(outputs, dict):
         return {_name(key): value for key, value in outputs.items()}
     if isinstance(outputs, (list, tuple)):
@@ -220,5 +239,5 @@ def _named(outputs: Any) -> dict[str, Any]:
 
 
 def _name(text: str) -> str:
-    """As an argument of a function can be called."""
+    """Returns a name that an argument of a function can have."""
     return re.sub(r"\W", "_", text)

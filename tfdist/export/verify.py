@@ -8,20 +8,24 @@ An array of TRIALS is named `<trial>/<signature>/in/<name>` or `.../out/<name>`.
 
 import json
 import sys
+from collections.abc import Callable
 
 import numpy as np
 
+Runner = Callable[[str, dict], dict]
+
 
 def main() -> None:
+    """Runs all trials, and prints the largest difference."""
     kind, path, trials = sys.argv[1:]
     sys.modules["tfdist"] = None  # type: ignore[assignment]  # whatever needs it shall fail here
     run = {"saved_model": saved_model, "onnx": onnx, "litert": litert}[kind](path)
-    found: dict = {}
+    arrays_of: dict = {}
     for name, array in np.load(trials).items():
         trial, signature, way, place = name.split("/", 3)
-        found.setdefault((trial, signature), {"in": {}, "out": {}})[way][place] = array
+        arrays_of.setdefault((trial, signature), {"in": {}, "out": {}})[way][place] = array
     worst = 0.0
-    for (_, signature), arrays in found.items():
+    for (_, signature), arrays in arrays_of.items():
         outputs = {name: np.asarray(array) for name, array in run(signature, arrays["in"]).items()}
         worst = max(
             worst,
@@ -33,12 +37,12 @@ def main() -> None:
 
 
 def of_all(outputs: dict, expected: dict) -> float:
-    """The largest difference of any output."""
+    """Returns the largest difference of any output."""
     return max(difference(outputs[name], array) for name, array in expected.items())
 
 
 def of_classes(outputs: dict, expected: dict) -> float:
-    """Likewise, of what `tfdist.export.saved_model` gives of classes.
+    """Returns the largest difference of the outputs that `tfdist.export.saved_model` gives for classes.
 
     Rounding may decide between two classes whose scores are as good as equal: another class counts as much as its
     probability is less. And what rounding changes of logits, it changes of probabilities.
@@ -52,8 +56,8 @@ def of_classes(outputs: dict, expected: dict) -> float:
     worst = float(np.nan_to_num(sure[rows, known] - sure[rows, ids]).max(initial=0.0))
     if "classes" in expected:
         names = dict(zip(known.tolist(), expected.pop("classes").tolist()))
-        found = outputs.pop("classes").tolist()
-        if any(names.get(i, name) != name for i, name in zip(ids.tolist(), found)):
+        names_given = outputs.pop("classes").tolist()
+        if any(names.get(i, name) != name for i, name in zip(ids.tolist(), names_given)):
             return float("inf")
     scale = max(1.0, float(np.abs(np.nan_to_num(expected.get("logits", sure))).max(initial=0.0)))
     gap = difference(outputs.pop("probabilities"), expected.pop("probabilities"))
@@ -61,7 +65,7 @@ def of_classes(outputs: dict, expected: dict) -> float:
 
 
 def difference(got: np.ndarray, expected: np.ndarray) -> float:
-    """Largest difference, relative to the largest value where that is above 1; infinite where there is none."""
+    """Returns the largest difference, relative to the largest value if above 1; infinite where they do not compare."""
     if got.shape != expected.shape:
         return float("inf")
     if expected.dtype.kind != "f":
@@ -74,12 +78,13 @@ def difference(got: np.ndarray, expected: np.ndarray) -> float:
     return float(gap.max(initial=0.0) / max(1.0, float(np.abs(np.nan_to_num(expected)).max(initial=0.0))))
 
 
-def saved_model(path: str):
+def saved_model(path: str) -> Runner:
+    """Loads a SavedModel; returns what runs a signature with inputs by name."""
     import tensorflow as tf
 
     loaded = tf.saved_model.load(path)
 
-    def run(signature, inputs):
+    def run(signature: str, inputs: dict) -> dict:
         function = loaded.signatures[signature]
         types = {name: spec.dtype for name, spec in function.structured_input_signature[1].items()}
         return {k: v.numpy() for k, v in function(**{k: tf.constant(v, types[k]) for k, v in inputs.items()}).items()}
@@ -87,18 +92,20 @@ def saved_model(path: str):
     return run
 
 
-def onnx(path: str):
+def onnx(path: str) -> Runner:
+    """Loads an ONNX file; returns what runs a signature with inputs by name."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
 
-    def run(signature, inputs):
+    def run(signature: str, inputs: dict) -> dict:
         return {str(i): o for i, o in enumerate(session.run(None, inputs))}
 
     return run
 
 
-def litert(path: str):
+def litert(path: str) -> Runner:
+    """Loads a LiteRT file; returns what runs a signature with inputs by name."""
     from ai_edge_litert.interpreter import Interpreter
 
     interpreter = Interpreter(path)
@@ -106,7 +113,7 @@ def litert(path: str):
     runner = interpreter.get_signature_runner(name)
     known = interpreter.get_signature_list()[name]
 
-    def run(signature, inputs):
+    def run(signature: str, inputs: dict) -> dict:
         outputs = runner(**{k: inputs[k] for k in known["inputs"]})
         return {name.removeprefix("output_"): output for name, output in outputs.items()}
 

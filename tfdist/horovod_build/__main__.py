@@ -28,12 +28,13 @@ from collections.abc import Iterator
 from absl import flags
 
 from tfdist.config import atomic_file, command_line
+from tfdist.config.messages import logger
 from tfdist.distributed import horovod_install
 from tfdist.distributed.horovod_install import VERSION, Build
 from tfdist.errors import TrainingError, UserError
 from tfdist.horovod_build import requirements
 from tfdist.horovod_build import source as source_lib
-from tfdist.horovod_build.workspace import LIMIT_S, Workshop
+from tfdist.horovod_build.workspace import LIMIT_S, Workspace
 
 
 def ensure(operations: tuple[str, ...], sdist: str = "") -> str:
@@ -64,13 +65,16 @@ def ensure(operations: tuple[str, ...], sdist: str = "") -> str:
         if there:
             return there
         with tempfile.TemporaryDirectory(prefix="tfdist-horovod-", ignore_cleanup_errors=True) as temporary:
-            workshop = Workshop(pathlib.Path(temporary), kept / "build.log", environment(operations, tools, temporary))
-            workshop.fetch_missing()
-            workshop.install(_kept_wheel(workshop, kept) or _build(workshop, wanted, kept, archive))
+            workspace = Workspace(
+                pathlib.Path(temporary), kept / "build.log", environment(operations, tools, temporary)
+            )
+            workspace.fetch_missing()
+            workspace.install(_kept_wheel(workspace, kept) or _build(workspace, wanted, kept, archive))
     return f"Horovod {VERSION} is built for {_describe(wanted)}"
 
 
 def _already(wanted: Build) -> str:
+    """Says what is installed already, if it serves; else nothing."""
     importlib.invalidate_caches()
     have = horovod_install.installed()
     return f"Horovod {VERSION} is already built for {_describe(have)}" if have and have.serves(wanted) else ""
@@ -80,29 +84,40 @@ def _describe(build: Build) -> str:
     return f"TensorFlow {build.tensorflow.version} ({', '.join(build.operations)})"
 
 
-def _kept_wheel(workshop: Workshop, kept: pathlib.Path) -> pathlib.Path | None:
+def _kept_wheel(workspace: Workspace, kept: pathlib.Path) -> pathlib.Path | None:
+    """Returns a wheel of an earlier build that loads; one that does not is deleted."""
     for wheel in kept.glob("*.whl"):
-        if workshop.loads(wheel):
-            _say(f"installing Horovod {VERSION} as built before: {wheel}")
+        if workspace.loads(wheel):
+            logger.info(f"installing Horovod {VERSION} as built before: {wheel}")
             return wheel
         wheel.unlink()
     return None
 
 
-def _build(workshop: Workshop, wanted: Build, kept: pathlib.Path, archive: pathlib.Path | None) -> pathlib.Path:
-    _say(f"building Horovod {VERSION} for {_describe(wanted)}: about 2 minutes on two cores, the log is {workshop.log}")
-    source = source_lib.unpack(archive or workshop.download(), workshop.folder / "source")
+def _build(workspace: Workspace, wanted: Build, kept: pathlib.Path, archive: pathlib.Path | None) -> pathlib.Path:
+    """Compiles Horovod; returns the path of the wheel in the cache folder.
+
+    Args:
+      archive: the source; pip fetches it if None.
+
+    Raises:
+      TrainingError: it does not compile or load.
+    """
+    logger.info(
+        f"building Horovod {VERSION} for {_describe(wanted)}: about 2 minutes on two cores, the log is {workspace.log}"
+    )
+    source = source_lib.unpack(archive or workspace.download(), workspace.folder / "source")
     source_lib.prepare(source, wanted)
-    wheel = workshop.compile(source)
-    if not workshop.loads(wheel):
-        raise TrainingError(f"Horovod is built and does not load: {workshop.last_line()}: the log is {workshop.log}")
+    wheel = workspace.compile(source)
+    if not workspace.loads(wheel):
+        raise TrainingError(f"Horovod is built and does not load: {workspace.last_line()}: the log is {workspace.log}")
     with atomic_file.replacing(kept / wheel.name) as part:
         shutil.copyfile(wheel, part)
     return kept / wheel.name
 
 
 def environment(operations: tuple[str, ...], tools: requirements.Tools, temporary: str) -> dict[str, str]:
-    """The variables of the build. What is built follows from the options alone, not from the caller's variables."""
+    """Returns the variables of the build. What is built follows from the options alone, not from the caller's."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith("HOROVOD_") or k in requirements.PLACES}
     for name in ("MFLAGS", "MAKELEVEL", "CCL_ROOT"):  # of a make that runs this; would add oneCCL
         environ.pop(name, None)
@@ -130,7 +145,7 @@ def environment(operations: tuple[str, ...], tools: requirements.Tools, temporar
 
 
 def _kept_folder(wanted: Build, tools: requirements.Tools) -> pathlib.Path:
-    """The cache folder for wheels like the wanted one; all that changes the binary is in its name."""
+    """Returns the cache folder for wheels like the wanted one; all that changes the binary is in its name."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     edits = [dataclasses.astuple(edit) for edit in source_lib.EDITS]
     text = json.dumps([dataclasses.asdict(wanted), tools.identity, source_lib.SHA256, edits])
@@ -148,7 +163,7 @@ def _kept_folder(wanted: Build, tools: requirements.Tools) -> pathlib.Path:
 
 @contextlib.contextmanager
 def _alone(folder: pathlib.Path) -> Iterator[None]:
-    """One build at a time in a cache folder. The kernel drops the lock of a process that dies."""
+    """Lets one build at a time work in a cache folder. The kernel drops the lock of a process that dies."""
     with (folder / "lock").open("w") as file:
         until, told = time.monotonic() + LIMIT_S, False
         while True:
@@ -162,13 +177,9 @@ def _alone(folder: pathlib.Path) -> Iterator[None]:
                     ) from None
             if not told:
                 told = True
-                _say("another build of Horovod is running: waiting for it")
+                logger.info("another build of Horovod is running: waiting for it")
             time.sleep(0.2)
         yield
-
-
-def _say(line: str) -> None:
-    print(f"tfdist: {line}", flush=True)
 
 
 def _run(argv: list[str]) -> int:
@@ -182,7 +193,7 @@ def _run(argv: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, end)
     options = (("MPI", flags.FLAGS.mpi), ("NCCL", flags.FLAGS.nccl))
-    _say(ensure(("Gloo", *(name for name, wanted in options if wanted)), flags.FLAGS.sdist))
+    logger.info(ensure(("Gloo", *(name for name, wanted in options if wanted)), flags.FLAGS.sdist))
     return 0
 
 

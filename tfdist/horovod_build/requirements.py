@@ -46,10 +46,10 @@ class Tools:
 
 
 def find(wanted: Build, environ: Mapping[str, str] = os.environ) -> Tools:
-    """Looks for all that the build needs.
+    """Returns the programs that the build needs.
 
     Raises:
-      UserError: things are missing; names all of them and how to get them.
+      UserError: some are missing; the message names all of them and how to get them.
     """
     # The cmake of the extra lies beside the interpreter, which need not be on PATH.
     path = os.pathsep.join([sysconfig.get_path("scripts"), environ.get("PATH", os.defpath)])
@@ -87,7 +87,7 @@ def find(wanted: Build, environ: Mapping[str, str] = os.environ) -> Tools:
 
 
 class _Needs:
-    """Collects what is missing, so that one line tells all."""
+    """What is missing, collected so that one line tells all."""
 
     def __init__(self, path: str):
         self._path = path
@@ -96,9 +96,17 @@ class _Needs:
         self._fixes: list[str] = []
 
     def program(self, *names: str) -> str:
+        """Returns the path of the first of these programs that is there; empty if there is none."""
         return next(filter(None, (shutil.which(name, path=self._path) for name in names)), "")
 
     def check(self, there: object, what: str, fix: str = "", apt: str = "") -> None:
+        """Notes what is missing unless it is there.
+
+        Args:
+          what: its name, for a person.
+          fix: a command or a hint that helps.
+          apt: packages of Debian that help.
+        """
         if there:
             return
         self._missing.append(what)
@@ -106,6 +114,7 @@ class _Needs:
         self._fixes += [fix] if fix else []
 
     def complain(self) -> None:
+        """Raises UserError where anything is missing."""
         if self._missing:
             apt = [f"apt-get install {' '.join(self._packages)}"] if self._packages else []
             fixes = "; ".join(dict.fromkeys([*apt, *self._fixes]))
@@ -113,7 +122,7 @@ class _Needs:
 
 
 def _output(command: list[str], path: str = "", text: str = "") -> str:
-    """What a program prints; empty if it cannot run or fails."""
+    """Returns what a program prints; empty if it cannot run or fails."""
     try:
         done = subprocess.run(
             [shutil.which(command[0], path=path or None) or command[0], *command[1:]],
@@ -130,6 +139,7 @@ def _output(command: list[str], path: str = "", text: str = "") -> str:
 
 
 def _compiles(compiler: str, path: str) -> bool:
+    """Says whether a compiler knows C++17 and has its library."""
     if not compiler:
         return False
     text = "#include <string_view>\n#if __cplusplus < 201703L\n#error\n#endif\nstd::string_view tfdist_says_yes;\n"
@@ -137,18 +147,18 @@ def _compiles(compiler: str, path: str) -> bool:
 
 
 def _cmake_version(program: str) -> tuple[int, ...]:
-    found = re.search(r"version (\d+)\.(\d+)", _output([program, "--version"]) if program else "")
-    return tuple(map(int, found.groups())) if found else ()
+    version = re.search(r"version (\d+)\.(\d+)", _output([program, "--version"]) if program else "")
+    return tuple(map(int, version.groups())) if version else ()
 
 
 def _managed(environ: Mapping[str, str]) -> bool:
-    """Whether pip refuses to install here (PEP 668)."""
+    """Says whether pip refuses to install here (PEP 668)."""
     marker = pathlib.Path(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED")
     return sys.prefix == sys.base_prefix and marker.exists() and "PIP_BREAK_SYSTEM_PACKAGES" not in environ
 
 
 def _processor() -> list[str]:
-    """Horovod is compiled for what this processor has of these, and stops others with an illegal instruction."""
+    """Returns the features that Horovod is compiled for: a processor without them stops at an illegal instruction."""
     try:
         words = set(pathlib.Path("/proc/cpuinfo").read_text(errors="replace").split())
     except OSError:
@@ -157,7 +167,7 @@ def _processor() -> list[str]:
 
 
 def _cuda(environ: Mapping[str, str], need: _Needs) -> str:
-    """The folder of the CUDA toolkit; empty if there is none."""
+    """Returns the folder of the CUDA toolkit; empty if there is none."""
     nvcc = need.program("nvcc")
     on_path = os.path.dirname(os.path.dirname(os.path.realpath(nvcc))) if nvcc else ""
     named = environ.get("HOROVOD_CUDA_HOME")
@@ -166,7 +176,7 @@ def _cuda(environ: Mapping[str, str], need: _Needs) -> str:
 
 
 def _nccl(environ: Mapping[str, str]) -> str:
-    """The version lines of NCCL's header; empty if there is none."""
+    """Returns the version lines of NCCL's header; empty if there is none."""
     home, include = environ.get("HOROVOD_NCCL_HOME"), environ.get("HOROVOD_NCCL_INCLUDE")
     places = (include, home and os.path.join(home, "include"), "/usr/include", "/usr/local/include")
     for place in (*places, "/usr/local/cuda/include"):

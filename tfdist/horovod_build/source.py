@@ -13,7 +13,7 @@ from tfdist.errors import TrainingError, UserError
 
 ARCHIVE = f"horovod-{horovod_install.VERSION}.tar.gz"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
-"""Of the archive that pip delivers."""
+"""Checksum of the archive that pip delivers."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ EDITS = (
 
 
 def check(path: pathlib.Path) -> None:
-    """Looks whether a file is the released archive.
+    """Makes sure that a file is the released archive.
 
     Raises:
       UserError: it is not, or cannot be read.

@@ -18,7 +18,7 @@ from tfdist.errors import TrainingError, UserError
 from tfdist.horovod_build import source as source_lib
 
 LIMIT_S = 3600.0
-"""For one program, such as the compilation. On one slow core that takes minutes, not an hour."""
+"""Seconds for one program, such as the compilation. On one slow core that takes minutes, not an hour."""
 
 _RUN_TIME = ("cloudpickle", "psutil", "pyyaml", "packaging")
 if sys.version_info >= (3, 12):
@@ -26,7 +26,7 @@ if sys.version_info >= (3, 12):
 _BUILD_TIME = dict.fromkeys(("setuptools", "wheel", *_RUN_TIME))
 
 
-class Workshop:
+class Workspace:
     """A temporary folder for one build; every program started in it writes to the log and ends with it."""
 
     def __init__(self, folder: pathlib.Path, log: pathlib.Path, environ: dict[str, str]):
@@ -63,14 +63,18 @@ class Workshop:
         return self.folder / source_lib.ARCHIVE
 
     def compile(self, source: pathlib.Path) -> pathlib.Path:
-        """Returns the path of the wheel."""
+        """Compiles the source; returns the path of the wheel.
+
+        Raises:
+          TrainingError: it does not compile.
+        """
         arguments = ("--use-pep517", "--no-build-isolation", "--no-deps", "--no-index", "--no-cache-dir")
         if self._pip("wheel", "--verbose", *arguments, "--wheel-dir", self.folder, source):
             raise TrainingError(f"Horovod does not compile: {first_error(self._text())}: the log is {self.log}")
         return next(self.folder.glob("horovod-*.whl"))
 
     def loads(self, wheel: pathlib.Path) -> bool:
-        """Whether Horovod from this wheel can be imported beside the installed TensorFlow, in a process of its own."""
+        """Tries in another process whether Horovod from this wheel can be imported beside the installed TensorFlow."""
         unpacked = self.folder / f"check-{wheel.parent.name}"
         try:
             with zipfile.ZipFile(wheel) as archive:
@@ -87,6 +91,7 @@ class Workshop:
             raise TrainingError(f"pip cannot install Horovod ({self._pip_error()}): the log is {self.log}")
 
     def last_line(self) -> str:
+        """Returns what was said last in the log."""
         return _shorten(["no message", *filter(str.strip, self._text().splitlines())][-1])
 
     def _pip(self, *arguments: object, borrow: bool = True) -> int:
@@ -95,6 +100,11 @@ class Workshop:
         return self._run([*pip, *map(str, arguments)], [self._packages] if borrow else [])
 
     def _run(self, arguments: list[str], path: list[pathlib.Path]) -> int:
+        """Runs a program to its end; returns its exit code.
+
+        Args:
+          path: folders for PYTHONPATH, before those of the caller.
+        """
         theirs = map(os.path.abspath, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
         with self.log.open("ab") as log:
             log.write(f"$ {' '.join(arguments)}\n".encode())
@@ -124,7 +134,7 @@ class Workshop:
 
 
 def first_error(log: str) -> str:
-    """The line of a build's log that says why it failed: the compiler's first error, not what follows from it."""
+    """Returns the line of a build's log that says why it failed: the compiler's first error, not what follows."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     for pattern in (r"\berror: (?!subprocess-exited)", r"CMake Error", r"^\w+(Error|Exception): ", r"^ERROR: "):
         for line, after in zip(lines, [*lines[1:], ""]):
@@ -151,6 +161,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _missing(names: Iterable[str]) -> list[str]:
+    """Returns those of the packages that are not installed."""
+
     def there(name: str) -> bool:
         with contextlib.suppress(metadata.PackageNotFoundError):
             return bool(metadata.version(name))

@@ -5,33 +5,31 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
-from typing import Any
 
 from absl import flags
 
-from tfdist.errors import UserError
-from tfdist.inference import job
-from tfdist.inference.output_file import STDOUT, OutputFile
+from tfdist.config.messages import logger
+from tfdist.inference import compatibility, job
+from tfdist.inference.output_file import OutputFile
 
 
 def _run(values: flags.FlagValues) -> int:
     output = values.output
-    say = job.to_stderr if output == STDOUT else job.to_stdout
 
     def work(ready: job.Ready, should_stop: Callable[[], str]) -> None:
         from tfdist.checkpoints import run_folder
         from tfdist.monitoring import recorder, run_environment
         from tfdist.monitoring.progress import numbers
 
-        found, examples = _evaluated(ready, should_stop)
+        metrics, examples = _evaluated(ready, should_stop)
         data, distribution = ready.experiment.data, ready.distribution
         if not distribution.is_chief:
             return
-        say(f"{ready.source} on {data.name}, {data.eval_split}, {examples} examples: {numbers(found)}")
+        logger.info(f"{ready.source} on {data.name}, {data.eval_split}, {examples} examples: {numbers(metrics)}")
         if not output:
             return
         content = {
-            "evaluation": found,
+            "evaluation": metrics,
             "examples": examples,
             "model": ready.source,
             "weights_sha256": recorder.fingerprint(ready.model)[0],
@@ -43,11 +41,11 @@ def _run(values: flags.FlagValues) -> int:
         with OutputFile(output, values.overwrite) as file:
             file.write(json.dumps(run_folder.strict(content), indent=2) + "\n")
 
-    return job.with_model(values, OutputFile(output, values.overwrite, writes=bool(output)), say, work)
+    return job.with_model(values, OutputFile(output, values.overwrite, writes=bool(output)), work)
 
 
-def _evaluated(ready: job.Ready, should_stop: Callable[[], str]) -> tuple[dict[str, Any], int]:
-    """Metrics by name, and over how many examples."""
+def _evaluated(ready: job.Ready, should_stop: Callable[[], str]) -> tuple[dict[str, float], int]:
+    """Returns the metrics by name, and over how many examples they are."""
     import keras
 
     from tfdist.engine import evaluation, preconditions
@@ -55,40 +53,13 @@ def _evaluated(ready: job.Ready, should_stop: Callable[[], str]) -> tuple[dict[s
 
     model, data, distribution = ready.model, ready.data, ready.distribution
     if ready.from_file:
-        data = for_own_loss(model, data, ready.source)
+        data = compatibility.for_own_loss(model, data, ready.source)
     else:
         with distribution.scope():  # with the loss of the training; nothing is going to be updated
             data = models.compiled(model, keras.optimizers.SGD(), ready.experiment, data)
     preconditions.model_fits(model, distribution, 1)
     measure = evaluation.Evaluation(model, data.eval, distribution, ready.experiment.eval.batch_size, None)
     return measure.run(None, should_stop), measure.examples
-
-
-def for_own_loss(model: Any, data: Any, source: str) -> Any:
-    """The data as the loss that a file brings with its model wants them.
-
-    Raises:
-      UserError: it brings none.
-    """
-    from tfdist.data.sources import one_hot, targets_of
-
-    if not model.compiled or model.loss is None:
-        raise UserError(
-            f"--model={source} was saved without a loss and metrics: compile the model before it is saved, "
-            "or give the --workdir of its run"
-        )
-    name = job.loss_name(model)
-    shape: Any = getattr(model, "output_shape", None)
-    # All of Keras' losses but the sparse ones compare rows with rows; some would do so with numbers, and mean nothing.
-    rows = bool(name) and "sparse" not in name and isinstance(shape, tuple) and len(shape) == 2 and shape[1] != 1
-    if rows and data.spec.classes is not None and getattr(targets_of(data.eval), "ndim", 1) == 1:
-        classes = shape[1]
-        if data.spec.classes > classes:
-            raise UserError(
-                f"the data has {data.spec.classes} classes, --model={source} knows {classes}: choose others"
-            )
-        data = dataclasses.replace(data, eval=one_hot(data.eval, classes))
-    return data
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import pathlib
 import sys
+from collections.abc import Iterator
 from typing import IO
 
 from tfdist.errors import TrainingError, UserError
@@ -18,7 +19,7 @@ class OutputFile:
 
     Args:
       name: a path, or `-` for standard output.
-      overwrite: another file may be there.
+      overwrite: whether another file may be there.
       writes: False on workers that write nothing.
     """
 
@@ -29,7 +30,7 @@ class OutputFile:
         self._file: IO[str] | None = None
 
     def check(self) -> None:
-        """What can be known before there is anything to write.
+        """Checks what can be known before there is anything to write.
 
         Raises:
           UserError: a file is there, or none can be made.
@@ -87,7 +88,8 @@ class OutputFile:
                 self._temporary.unlink()
 
     @contextlib.contextmanager
-    def _failing(self):
+    def _failing(self) -> Iterator[None]:
+        """Turns an error of the disk into one that names the flag."""
         try:
             yield
         except BrokenPipeError:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from absl import flags
 
+from tfdist.config.messages import logger
 from tfdist.errors import UserError
-from tfdist.inference import job, prediction_rows
+from tfdist.inference import compatibility, job, prediction_rows
 from tfdist.inference.output_file import STDOUT, OutputFile
+
+if TYPE_CHECKING:
+    from tfdist.data.sources import Source
 
 
 def _run(values: flags.FlagValues) -> int:
@@ -18,16 +22,15 @@ def _run(values: flags.FlagValues) -> int:
     if kind not in (prediction_rows.CSV, prediction_rows.JSON_LINES):
         what = f"--output={name} is of no kind that is known" if name else "--output is missing"
         raise UserError(f"{what}: give a name that ends in .csv or .jsonl, or - for standard output")
-    say = job.to_stderr if name == STDOUT else job.to_stdout
 
     def work(ready: job.Ready, should_stop: Callable[[], str]) -> None:
         data, chief = ready.experiment.data, ready.distribution.is_chief
         with OutputFile(name, values.overwrite, chief) as file:
             count = _write(ready, file, prediction_rows.Lines(kind), values.scores, should_stop)
         if chief and name != STDOUT:
-            say(f"{ready.source} on {data.name}, {data.eval_split}: {count} predictions in {name}")
+            logger.info(f"{ready.source} on {data.name}, {data.eval_split}: {count} predictions in {name}")
 
-    return job.with_model(values, OutputFile(name, values.overwrite), say, work, rows_alone=True)
+    return job.with_model(values, OutputFile(name, values.overwrite), work, rows_alone=True)
 
 
 def _write(
@@ -47,7 +50,11 @@ def _write(
         )
     batch = experiment.eval.batch_size if not isinstance(data.eval, sources.Batches) else None
     reader = prediction_rows.Reader(
-        data.spec.classes, data.spec.names, job.from_logits(ready.model, ready.from_file), scores, names_of(data.eval)
+        classes=data.spec.classes,
+        names=data.spec.names,
+        from_logits=compatibility.from_logits(ready.model, ready.from_file),
+        scores=scores,
+        example=names_of(data.eval),
     )
     count, settled = 0, False
     for outputs, targets in evaluation.predict_batches(ready.model, data.eval, ready.distribution, batch, should_stop):
@@ -60,8 +67,8 @@ def _write(
     return count
 
 
-def names_of(source: Any) -> Callable[[int], str] | None:
-    """What to call an example by its number: the path of an image, say; None where they have no names."""
+def names_of(source: Source) -> Callable[[int], str] | None:
+    """Returns what gives an example's name by its number, such as a path; None where they have no names."""
     from tfdist.data.sources import Records
 
     return source.name if isinstance(source, Records) else None

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from tfdist.checkpoints.run_folder import strict
+from tfdist.data.structures import Structure
 from tfdist.errors import UserError
 from tfdist.monitoring import confusion
 
@@ -20,14 +21,14 @@ CSV, JSON_LINES = ".csv", ".jsonl"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reader:
-    """Turns outputs into rows.
+    """Turns outputs of a model into rows.
 
     Args:
       classes: number of classes, or None where the outputs are no scores of classes.
-      names: of the classes, as far as they have names.
+      names: names of the classes, as far as they have some.
       from_logits: whether scores are logits; None to see by the first batch.
-      scores: give all scores of an example, too.
-      example: what to call an example by its number, where they have names, such as paths.
+      scores: whether to give all scores of an example, too.
+      example: returns the name of an example by its number, such as a path, where they have names.
     """
 
     classes: int | None
@@ -36,8 +37,8 @@ class Reader:
     scores: bool = False
     example: Callable[[int], str] | None = None
 
-    def settled(self, outputs: Any) -> Reader:
-        """For outputs such as these of the first batch.
+    def settled(self, outputs: Structure) -> Reader:
+        """Returns a reader for outputs such as these of the first batch.
 
         Raises:
           UserError: scores are asked for, and there are none.
@@ -51,12 +52,12 @@ class Reader:
             logits = not confusion.look_like_probabilities(outputs.reshape(-1, classes))
         return dataclasses.replace(self, classes=classes, from_logits=logits)
 
-    def rows(self, outputs: Any, targets: Any, first: int) -> Iterator[dict[str, Any]]:
-        """One row per example of a batch.
+    def rows(self, outputs: Structure, targets: Structure, first: int) -> Iterator[dict[str, Any]]:
+        """Yields one row per example of a batch.
 
         Args:
           outputs: arrays [n, ...], for classes of shape [n, classes] or, for sequences, [n, length, classes].
-          targets: likewise, or () for none.
+          targets: arrays [n, ...] likewise, or () for none.
           first: number of the first example.
         """
         columns = {**self._answers(outputs), **(_leaves("target", self._labels(targets)) if len(targets) else {})}
@@ -66,26 +67,27 @@ class Reader:
                 row["example"] = self.example(first + i)
             yield row | {name: values[i] for name, values in columns.items()}
 
-    def _answers(self, outputs: Any) -> dict[str, list]:
+    def _answers(self, outputs: Structure) -> dict[str, list]:
+        """Returns what a model says, as columns of one entry per example."""
         if self.classes is None:
             return _leaves("output", outputs)
         flat = np.asarray(outputs, np.float64).reshape(-1, self.classes)
-        good: Any = np.isfinite(flat).all(1)
-        best = np.where(good, flat.argmax(1), -1)
-        logs = confusion.log_probabilities(np.where(good[:, None], flat, 0), bool(self.from_logits))
-        sure = np.where(good, np.exp(logs.max(1)), np.nan).astype(np.float32)
+        finite = np.asarray(np.isfinite(flat).all(1))
+        best = np.where(finite, flat.argmax(1), -1)
+        logs = confusion.log_probabilities(np.where(finite[:, None], flat, 0), bool(self.from_logits))
+        sure = np.where(finite, np.exp(logs.max(1)), np.nan).astype(np.float32)
         shape = outputs.shape[:-1]
         # Scores that are not finite are of no class.
-        found = {"prediction": _each(best.reshape(shape), lambda k: None if k < 0 else k)}
+        columns = {"prediction": _each(best.reshape(shape), lambda k: None if k < 0 else k)}
         if self.names:
-            found["name"] = _each(best.reshape(shape), lambda k: self.names[k] if 0 <= k < len(self.names) else None)
-        found["probability"] = _plain(sure.reshape(shape))
+            columns["name"] = _each(best.reshape(shape), lambda k: self.names[k] if 0 <= k < len(self.names) else None)
+        columns["probability"] = _plain(sure.reshape(shape))
         if self.scores:
-            found["scores"] = _plain(outputs)
-        return found
+            columns["scores"] = _plain(outputs)
+        return columns
 
-    def _labels(self, targets: Any) -> Any:
-        """Class numbers, where targets are one-hot rows of them."""
+    def _labels(self, targets: Structure) -> Structure:
+        """Returns class numbers, where targets are one-hot rows of them."""
         one_hot = self.classes is not None and isinstance(targets, np.ndarray) and targets.shape[-1:] == (self.classes,)
         return targets.argmax(-1) if one_hot and targets.ndim > 1 else targets
 
@@ -98,7 +100,7 @@ class Lines:
         self._header: list[str] = []
 
     def text(self, rows: Iterator[dict[str, Any]]) -> str:
-        """The next lines, the header of a table before the first ones."""
+        """Returns the next lines, the header of a table before the first ones."""
         if self._kind == JSON_LINES:
             return "".join(json.dumps(strict(row)) + "\n" for row in rows)
         into = io.StringIO()
@@ -113,7 +115,7 @@ class Lines:
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    """A list as columns of its own: `scores_0`, `scores_1`."""
+    """Returns a row whose lists have become columns of their own: `scores_0`, `scores_1`."""
     flat: dict[str, Any] = {}
     for name, value in row.items():
         if not isinstance(value, list):
@@ -127,8 +129,8 @@ def _flat(row: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _leaves(name: str, structure: Any) -> dict[str, list]:
-    """Columns of a structure of arrays, named by their place in it."""
+def _leaves(name: str, structure: Structure) -> dict[str, list]:
+    """Returns the columns of a structure of arrays, named by their place in it."""
     if isinstance(structure, dict):
         pairs = [(f"{name}_{key}", inner) for key, inner in structure.items()]
     elif isinstance(structure, (list, tuple)):
@@ -139,7 +141,7 @@ def _leaves(name: str, structure: Any) -> dict[str, list]:
 
 
 def _plain(array: np.ndarray) -> list:
-    """Nested lists of Python numbers; a float with as many digits as its type holds, and no more."""
+    """Returns nested lists of Python numbers; a float has as many digits as its type holds, and no more."""
     array = np.asarray(array)
     if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
         return array.tolist()
@@ -150,11 +152,12 @@ def _plain(array: np.ndarray) -> list:
 
 
 def _each(numbers: np.ndarray, name: Callable[[int], Any]) -> list:
+    """Returns nested lists of what `name` says of each number."""
     return _shaped([name(int(k)) for k in numbers.reshape(-1)], numbers.shape)
 
 
 def _shaped(values: list, shape: tuple[int, ...]) -> list:
-    """A flat list as nested ones."""
+    """Returns the values of a flat list as nested ones."""
     for side in reversed(shape[1:]):
         values = [values[i : i + side] for i in range(0, len(values), side)] if side else [[]] * len(values)
     return values

@@ -13,14 +13,22 @@ import json
 import pathlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
+
+import numpy as np
 
 from tfdist import config
 from tfdist.checkpoints import files
 from tfdist.checkpoints.files import DamagedError
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.config import validation
+from tfdist.config.messages import logger
 from tfdist.errors import UserError, one_line
+
+if TYPE_CHECKING:
+    import keras
+
+T = TypeVar("T")
 
 MODEL = "model.keras"
 LATEST, BEST = "latest", "best"
@@ -29,7 +37,7 @@ CHANGEABLE = ("config.data.", "config.eval.batch_size")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Wanted:
+class ModelRequest:
     """Which model, as the flags say; nothing has been read yet.
 
     Args:
@@ -48,19 +56,27 @@ class Wanted:
 
     @property
     def path(self) -> pathlib.Path:
-        """Of the run folder or the file."""
+        """Path of the run folder or the file."""
         return pathlib.Path(self.workdir or self.model).expanduser()
 
 
-def wanted(
-    workdir: str, model: str, checkpoint: str, experiment: Any, given: Mapping[str, Any], file_given: bool
-) -> Wanted:
-    """Checks what can be known without looking.
+def request(
+    workdir: str,
+    model: str,
+    checkpoint: str,
+    experiment: config.Experiment,
+    given: Mapping[str, Any],
+    file_given: bool,
+) -> ModelRequest:
+    """Returns the request of these flags, and checks what can be known without looking at the disk.
 
     Args:
-      experiment: with what was given on the command line in it.
-      given: the fields that were.
-      file_given: an experiment's file was.
+      workdir: `--workdir`, or nothing.
+      model: `--model`, or nothing.
+      checkpoint: `--checkpoint`, or nothing.
+      experiment: that of the command line.
+      given: its fields that were given there, by name.
+      file_given: whether a file of an experiment was given.
 
     Raises:
       UserError: the flags do not go together.
@@ -80,66 +96,71 @@ def wanted(
                 f"--{name} changes nothing once a model is trained: leave it out "
                 f"(--config.data.* and --config.eval.batch_size can be set)"
             )
-    return Wanted(workdir, model, checkpoint, validation.validate(experiment), dict(given))
+    return ModelRequest(workdir, model, checkpoint, validation.validate(experiment), dict(given))
 
 
-def experiment(wanted: Wanted) -> config.Experiment:
-    """What the model was trained for, with the changes that were asked for.
+def read_experiment(asked: ModelRequest) -> config.Experiment:
+    """Reads what the model was trained for, and makes the changes that were asked for.
 
     Raises:
       UserError: there is no such run or file, or its experiment cannot be used.
     """
-    path = wanted.path
-    if wanted.model:
+    path = asked.path
+    if asked.model:
         if path.suffix != ".keras" or not path.is_file():
             why = "is a folder: give it as --workdir" if path.is_dir() else "is not a file that ends in .keras"
             raise UserError(f"--model={path} {why if path.exists() else 'does not exist'}")
-        return wanted.experiment
+        return asked.experiment
     fields = RunFolder(str(path), writes=False).earlier()
     if not isinstance(fields, dict):
         raise UserError(f"--workdir={path} holds no run (no experiment.json that can be read): check the path")
-    found = _made(config.Experiment, fields, str(path / "experiment.json"))
-    for name, value in wanted.changes.items():
-        owner: Any = found
+    experiment = _made(config.Experiment, fields, str(path / "experiment.json"))
+    for name, value in asked.changes.items():
+        owner: Any = experiment
         *groups, field = name.split(".")[1:]
         for group in groups:
             owner = getattr(owner, group)
         setattr(owner, field, value)
     # The files that its training began with may be gone by now.
-    found.model.weights = ""
-    if found.model.name.endswith(config.FILE) and (path / MODEL).is_file():
-        found.model.name = str(path / MODEL)
-    return validation.validate(found)
+    experiment.model.weights = ""
+    if experiment.model.name.endswith(config.FILE) and (path / MODEL).is_file():
+        experiment.model.name = str(path / MODEL)
+    return validation.validate(experiment)
 
 
-def other_data(wanted: Wanted) -> bool:
-    """Whether a data set is asked for that is not the one of the run."""
-    name = wanted.changes.get("config.data.name")
-    recorded = RunFolder(str(wanted.path), writes=False).earlier() or {}
-    return name is not None and (bool(wanted.model) or name != recorded.get("data", {}).get("name"))
+def other_data(asked: ModelRequest) -> bool:
+    """Says whether a data set is asked for that is not the one of the run."""
+    name = asked.changes.get("config.data.name")
+    recorded = RunFolder(str(asked.path), writes=False).earlier() or {}
+    return name is not None and (bool(asked.model) or name != recorded.get("data", {}).get("name"))
 
 
-def same(told: dict[str, Any]) -> config.Experiment:
-    """An experiment from its fields, `dataclasses.asdict`."""
-    return _made(config.Experiment, told, "the experiment")
+def experiment_from(fields: dict[str, Any]) -> config.Experiment:
+    """Returns the experiment whose `dataclasses.asdict` these fields are."""
+    return _made(config.Experiment, fields, "the experiment")
 
 
-def _made(kind: Any, fields: dict[str, Any], what: str) -> Any:
-    """A dataclass from its fields; those that are missing were not there yet and keep their defaults."""
+def _made(kind: type[T], fields: dict[str, Any], what: str) -> T:
+    """Returns a dataclass with these fields; those that are missing were not there yet and keep their defaults.
+
+    Args:
+      what: where the fields are from, for messages.
+    """
     made = kind()
     for name, value in fields.items():
         if not hasattr(made, name):
             raise UserError(f"{what} has a field {name!r}, which this tfdist does not know: use the version of the run")
         inner = getattr(made, name)
-        kind = dict if dataclasses.is_dataclass(inner) else str if isinstance(inner, str) else (int, float)
-        if not isinstance(value, kind):
+        expected = dict if dataclasses.is_dataclass(inner) else str if isinstance(inner, str) else (int, float)
+        possible = isinstance(value, expected)
+        if not possible:
             raise UserError(f"{what} has {name}={value!r}, which it cannot have been written with: copy it back")
         setattr(made, name, _made(type(inner), value, what) if dataclasses.is_dataclass(inner) else value)
     return made
 
 
-def load(path: pathlib.Path) -> Any:
-    """A model from a `.keras` file, of Keras' own layers and registered ones: safe mode runs no code out of it.
+def load(path: pathlib.Path) -> keras.Model:
+    """Loads a `.keras` file of Keras' own layers and registered ones: safe mode runs no code out of it.
 
     Raises:
       UserError: it cannot be read, or needs code that is not registered.
@@ -168,18 +189,22 @@ class Weights:
     """What to put into the model, on the chief."""
 
     source: pathlib.Path
-    arrays: list[Any]
+    arrays: list[np.ndarray]
     """In the order of `model.weights`."""
 
 
-def weights(
-    wanted: Wanted, experiment: config.Experiment, build: Callable[[], Any], say: Callable[[str], None]
-) -> Weights:
+class _Content(NamedTuple):
+    """What a checkpoint holds."""
+
+    state: dict[str, Any]
+    tensors: dict[str, np.ndarray]
+
+
+def read_weights(asked: ModelRequest, experiment: config.Experiment, build: Callable[[], keras.Model]) -> Weights:
     """Reads the weights of a run, and makes sure that they are the ones that it has written.
 
     Args:
       build: makes the model anew, with any weights.
-      say: shows a line to a person.
 
     Raises:
       UserError: there are none, they are damaged, or they are of another model.
@@ -189,29 +214,32 @@ def weights(
     # A model of its own, on the host: it leaves the strategy's variables alone, which are assigned on all workers.
     with tf.device("CPU:0"):
         plain = build()
-        if wanted.checkpoint:
-            return _of_checkpoint(wanted, experiment, plain, say)
-        return _of_file(wanted, plain)
+        if asked.checkpoint:
+            return _from_checkpoint(asked, experiment, plain)
+        return _from_file(asked, plain)
 
 
-def _of_file(wanted: Wanted, plain: Any) -> Weights:
+def _from_file(asked: ModelRequest, plain: keras.Model) -> Weights:
+    """Reads `model.keras`, with which the run has ended."""
     from tfdist.monitoring import recorder
 
-    path = wanted.path / MODEL
+    path = asked.path / MODEL
     if not path.is_file():
-        there = files.found(wanted.path / "checkpoints")
+        checkpoints = files.found(asked.path / "checkpoints")
         hint = (
-            "use its newest checkpoint with --checkpoint=latest" if there else "it has no checkpoint either: train it"
+            "use its newest checkpoint with --checkpoint=latest"
+            if checkpoints
+            else "it has no checkpoint either: train it"
         )
-        raise UserError(f"{wanted.path} has no {MODEL} yet: {hint}")
+        raise UserError(f"{asked.path} has no {MODEL} yet: {hint}")
     try:
-        result = json.loads((wanted.path / "result.json").read_bytes())
+        result = json.loads((asked.path / "result.json").read_bytes())
         expected = str(result["weights_sha256"])
     except (OSError, ValueError, KeyError, TypeError):
         expected = ""
     if not expected:
         raise UserError(
-            f"{wanted.path}{'/'}result.json does not tell the checksum of {MODEL}, so the run has not ended well: "
+            f"{asked.path}{'/'}result.json does not tell the checksum of {MODEL}, so the run has not ended well: "
             f"use --checkpoint=latest, or --model={path} for that file as it is"
         )
     try:
@@ -230,65 +258,73 @@ def _of_file(wanted: Wanted, plain: Any) -> Weights:
     return Weights(path, list(plain.get_weights()))
 
 
-def _of_checkpoint(wanted: Wanted, experiment: config.Experiment, plain: Any, say: Callable[[str], None]) -> Weights:
-    """The weights at a checkpoint, as the run would have ended with them there."""
+def _from_checkpoint(asked: ModelRequest, experiment: config.Experiment, plain: keras.Model) -> Weights:
+    """Reads the weights at a checkpoint, as the run would have ended with them there."""
     from tfdist.checkpoints import training_state
 
-    folder = wanted.path / "checkpoints"
+    folder = asked.path / "checkpoints"
     try:
         paths = files.found(folder)
     except OSError as error:
         raise UserError(f"{folder} cannot be read ({error.strerror}): correct its permissions") from None
     if not paths:
         raise UserError(f"there is no checkpoint in {folder}: leave out --checkpoint, or check --workdir")
-    if wanted.checkpoint not in (LATEST, BEST):
-        paths = [path for path in paths if files.update_of(path) == int(wanted.checkpoint)] or _no_such(
-            wanted.checkpoint, paths
-        )
-    if wanted.checkpoint == BEST:
-        paths = _best(paths, experiment, say)
+    if asked.checkpoint == BEST:
+        paths = _at(_best_update(paths, experiment), BEST, paths)
+    elif asked.checkpoint != LATEST:
+        paths = _at(int(asked.checkpoint), asked.checkpoint, paths)
     for path in paths:
-        found = _read(path, say)
-        if found is not None:
-            return Weights(path, training_state.weights(plain, found[1], experiment.optimizer.ema_momentum > 0))
-    raise UserError(f"none of the checkpoints that --checkpoint={wanted.checkpoint} means is valid: choose another")
+        content = _read(path)
+        if content is not None:
+            averaged = experiment.optimizer.ema_momentum > 0
+            return Weights(path, training_state.weights(plain, content.tensors, averaged))
+    raise UserError(f"none of the checkpoints that --checkpoint={asked.checkpoint} means is valid: choose another")
 
 
-def _best(paths: list, experiment: config.Experiment, say: Callable[[str], None]) -> list:
+def _best_update(paths: list[pathlib.Path], experiment: config.Experiment) -> int | None:
+    """Returns the update of the best checkpoint, as the newest valid one knows it."""
     if not experiment.checkpoint.best:
         raise UserError("--checkpoint=best, and the run has not looked for it (checkpoint.best): use latest")
-    newest = next((found for path in paths if (found := _read(path, say))), None)
-    update = newest[0]["best"]["update"] if newest else None
-    return [path for path in paths if files.update_of(path) == update] or _no_such(BEST, paths)
+    newest = next((content for path in paths if (content := _read(path))), None)
+    return newest.state["best"]["update"] if newest else None
 
 
-def _no_such(name: str, paths: list) -> Any:
-    there = ", ".join(str(files.update_of(path)) for path in reversed(paths))
-    raise UserError(f"--checkpoint={name} is not there: the updates that have one are {there}")
+def _at(update: int | None, name: str, paths: list[pathlib.Path]) -> list[pathlib.Path]:
+    """Returns the checkpoints of an update, which `--checkpoint` calls by this name.
+
+    Raises:
+      UserError: there is none.
+    """
+    return [path for path in paths if files.update_of(path) == update] or _no_such(name, paths)
 
 
-def _read(path: pathlib.Path, say: Callable[[str], None]) -> tuple[dict, dict] | None:
-    """State and tensors of a checkpoint, if every byte of it is right; a run that goes on may delete it meanwhile."""
+def _no_such(name: str, paths: list[pathlib.Path]) -> NoReturn:
+    updates = ", ".join(str(files.update_of(path)) for path in reversed(paths))
+    raise UserError(f"--checkpoint={name} is not there: the updates that have one are {updates}")
+
+
+def _read(path: pathlib.Path) -> _Content | None:
+    """Reads a checkpoint, if every byte of it is right; a run that goes on may delete it meanwhile."""
     import tensorflow as tf
 
     from tfdist.checkpoints import training_state
 
     try:
         files.verify(path)
-        return files.read_state(path), training_state.read(str(path / files.TENSORS))
+        return _Content(files.read_state(path), training_state.read(str(path / files.TENSORS)))
     except (DamagedError, tf.errors.OpError, IndexError, ValueError, OSError) as error:
-        say(f"WARNING: checkpoint {path} is not used: {line(error)}")
+        logger.info(f"WARNING: checkpoint {path} is not used: {line(error)}")
         return None
 
 
 @contextlib.contextmanager
 def _optimizer_left_out() -> Iterator[None]:
-    """Without Keras' warning that an optimizer is another one: nothing is going to be updated."""
+    """Keeps Keras from warning that an optimizer is another one: nothing is going to be updated."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Skipping variable loading for optimizer")
         yield
 
 
 def line(error: BaseException) -> str:
-    """What an error of another library says, in one line."""
+    """Returns what an error of another library says, in one line."""
     return one_line(error, 200) or type(error).__name__

@@ -7,21 +7,28 @@ is wrong; 143 stopped by a signal.
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING
 
 from absl import flags
 
 from tfdist import config
-from tfdist.config import command_line, runtime_options, validation
+from tfdist.config import command_line, messages, runtime_options, validation
 from tfdist.errors import UserError
 
+if TYPE_CHECKING:
+    from tfdist.checkpoints.run_folder import RunFolder
+    from tfdist.distributed.connect import Site
+    from tfdist.distributed.distribution import Distribution
+    from tfdist.monitoring.recorder import Result
+    from tfdist.train.batch_size_search import BatchProposal
 
-def train_and_evaluate(experiment: config.Experiment, where: runtime_options.Environment) -> Any:
+
+def train_and_evaluate(experiment: config.Experiment, environment: runtime_options.Environment) -> Result | None:
     """Runs an experiment from beginning to end.
 
     Args:
       experiment: what to train.
-      where: where to run and what to show.
+      environment: where to run and what to show.
 
     Returns:
       The `tfdist.monitoring.recorder.Result` that was also written to `result.json`; None after a dry run.
@@ -30,59 +37,81 @@ def train_and_evaluate(experiment: config.Experiment, where: runtime_options.Env
       UserError: experiment or environment cannot be used.
       TrainingError: training failed; the run folder says so too.
     """
+    # Imported here, so that --help answers at once.
     from tfdist.checkpoints import resume, run_folder
-    from tfdist.config import schedule
     from tfdist.distributed import connect
     from tfdist.engine import worker_session
-    from tfdist.train import batch_size_search, slurm_requeue
+    from tfdist.train import batch_size_search
 
-    validation.validate(experiment)
-    schedule.interval("checkpoint.every", experiment.checkpoint.every)
-    schedule.better(experiment.checkpoint.best)
-    schedule.better(experiment.train.monitor, "train.monitor")
-    if experiment.checkpoint.every == "off" and (where.resume == "require" or where.resume_changed):
-        raise UserError(
-            "checkpoint.every=off, and a resume is asked for: set it to a time, or leave out the --resume flag"
-        )
-    slurm_requeue.check(where.requeue, os.environ)
-    site = connect.locate(where)
-    if not batch_size_search.is_auto(experiment):
-        schedule.check_batch(experiment.train.batch_size, site.replicas, experiment.train.accumulate)
-    writes = site.cluster.is_chief and not where.dry_run
-    folder = run_folder.RunFolder(runtime_options.workdir(experiment, where), writes)
+    _check(experiment, environment)
+    site = connect.locate(environment)
+    _check_batch(experiment, site)
+    writes = site.cluster.is_chief and not environment.dry_run
+    folder = run_folder.RunFolder(runtime_options.workdir(experiment, environment), writes)
     folder.create()
     try:
-        before = batch_size_search.recorded(experiment, folder, where, site.cluster.attempt)
-        same = batch_size_search.with_batch(experiment, before) if before else experiment
-        resume.same_experiment(folder, same, where, site.cluster.attempt)
-        batch = batch_size_search.Found(before)
-        if batch_size_search.is_auto(same):
-            batch = batch_size_search.find(experiment, where, site)
+        recorded = batch_size_search.recorded(experiment, folder, environment, site.cluster.attempt)
+        known = batch_size_search.with_batch(experiment, recorded) if recorded else experiment
+        resume.same_experiment(folder, known, environment, site.cluster.attempt)
+        proposal = batch_size_search.BatchProposal(recorded)
+        if batch_size_search.is_auto(known):
+            proposal = batch_size_search.find(experiment, environment, site)
         distribution = connect.create(site, config.flat(experiment))
+        messages.chief_only(distribution.is_chief)
         return worker_session.in_touch(
-            distribution.peers, lambda: _run(experiment, where, site, folder, distribution, batch)
+            distribution.peers, lambda: _run(experiment, environment, site, folder, distribution, proposal)
         )
     finally:
         folder.release()
 
 
+def _check(experiment: config.Experiment, environment: runtime_options.Environment) -> None:
+    """Checks all that can be known before anything is looked for on this machine.
+
+    Raises:
+      UserError: a field or a flag cannot be used, or they contradict each other.
+    """
+    from tfdist.config import schedule
+    from tfdist.train import slurm_requeue
+
+    validation.validate(experiment)
+    schedule.interval("checkpoint.every", experiment.checkpoint.every)
+    schedule.better(experiment.checkpoint.best)
+    schedule.better(experiment.train.monitor, "train.monitor")
+    if experiment.checkpoint.every == "off" and (environment.resume == "require" or environment.resume_changed):
+        raise UserError(
+            "checkpoint.every=off, and a resume is asked for: set it to a time, or leave out the --resume flag"
+        )
+    slurm_requeue.check(environment.requeue, os.environ)
+
+
+def _check_batch(experiment: config.Experiment, site: Site) -> None:
+    """Checks that the global batch can be shared out, unless it is still to be looked for."""
+    from tfdist.config import schedule
+    from tfdist.train import batch_size_search
+
+    if not batch_size_search.is_auto(experiment):
+        schedule.check_batch(experiment.train.batch_size, site.replicas, experiment.train.accumulate)
+
+
 def _run(
     experiment: config.Experiment,
-    where: runtime_options.Environment,
-    site: Any,
-    folder: Any,
-    distribution: Any,
-    batch: Any,
-) -> Any:
-    """What every worker does once the strategy has been started."""
+    environment: runtime_options.Environment,
+    site: Site,
+    folder: RunFolder,
+    distribution: Distribution,
+    proposal: BatchProposal,
+) -> Result | None:
+    """Does what every worker does once the strategy has been started."""
+    from tfdist.train.preparation import prepare
     from tfdist.train.run import Run
 
-    run = Run(experiment, where, site, folder, distribution, batch, _say)
-    return run.rehearse() if where.dry_run else run.train()
-
-
-def _say(line: str) -> None:
-    print(f"tfdist: {line}", flush=True)
+    prepared = prepare(experiment, environment, site, folder, distribution, proposal)
+    run = Run(prepared, environment, site, folder, distribution)
+    if environment.dry_run:
+        run.rehearse()
+        return None
+    return run.train()
 
 
 def _main(argv: list[str]) -> int:

@@ -11,16 +11,22 @@ import json
 import os
 import resource
 import sys
-from typing import Any
+from typing import Any, Protocol
 
 from tfdist import config
 from tfdist.config import field_syntax
 from tfdist.errors import TrainingError, UserError, one_line
 
 ROWS = 32
-"""Examples that are read of data that is not in memory, to be repeated."""
+"""How many examples are read of data that is not in memory, to be repeated."""
 _MEMORY = "out of memory"
 _ADVICE = "give a number, and the run shows where"
+
+
+class SendAnswer(Protocol):
+    """A function that sends one line of JSON to the parent."""
+
+    def __call__(self, **fields: str | int | bool) -> None: ...
 
 
 def main() -> None:
@@ -29,8 +35,8 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what others print is no answer
 
-    def answer(**said: Any) -> None:
-        print(json.dumps(said), file=answers, flush=True)
+    def answer(**fields: str | int | bool) -> None:
+        print(json.dumps(fields), file=answers, flush=True)
 
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
         score.write("1000")  # the kernel shall end this process before any other
@@ -43,18 +49,19 @@ def main() -> None:
         answer(error=f"train.batch_size=auto: trying it ended with {type(error).__name__}: {why}: {_ADVICE}")
 
 
-def _try(work: dict, answer: Any) -> None:
+def _try(work: dict[str, Any], answer: SendAnswer) -> None:
+    """Makes updates with each size, and answers what comes of it."""
     experiment = _experiment(work["experiment"])
-    sizes = _Updates(experiment, work)
-    import tensorflow as tf  # which that has started, as the experiment wants it
+    trial = _Trial(experiment, work)
+    import tensorflow as tf  # after the trial has started it, as the experiment wants it
 
     base = _peak()
     for size in work["sizes"]:
-        last = size >= sizes.most
-        size = min(size, sizes.most)
+        last = size >= trial.most
+        size = min(size, trial.most)
         answer(trying=size)
         try:
-            sizes.update(size)
+            trial.update(size)
         except (TrainingError, MemoryError, tf.errors.ResourceExhaustedError) as error:
             if isinstance(error, TrainingError) and _MEMORY not in str(error):
                 raise
@@ -70,10 +77,10 @@ def _try(work: dict, answer: Any) -> None:
     answer(ended=True)
 
 
-class _Updates:
-    """The model and its data."""
+class _Trial:
+    """The real model with a few of its real examples."""
 
-    def __init__(self, experiment: config.Experiment, work: dict):
+    def __init__(self, experiment: config.Experiment, work: dict[str, Any]):
         import keras
         import numpy as np
 
@@ -100,7 +107,7 @@ class _Updates:
         source = data.train
         match source:
             case sources.Arrays():
-                columns: Any = source.columns
+                columns = source.columns
             case sources.Records():
                 columns = next(iter(in_order(source, min(ROWS, source.size))))
             case _:
@@ -109,7 +116,7 @@ class _Updates:
         self._experiment = experiment
 
     def update(self, size: int) -> None:
-        """Two updates of `size` examples: the second one has the optimizer's state and the first one's garbage."""
+        """Makes two updates of `size` examples: the second has the optimizer's state and the first one's garbage."""
         import keras
         import numpy as np
 
@@ -117,37 +124,37 @@ class _Updates:
         from tfdist.data import sources
 
         rows = np.arange(size)
-        wanted = self._experiment
+        experiment = self._experiment
         tfdist.fit(
             self._model,
             sources.Arrays(keras.tree.map_structure(lambda c: np.take(c, rows, 0, mode="wrap"), self._columns)),
             distribution=self._distribution,
             batch_size=size,
             epochs=2,
-            accumulate=wanted.train.accumulate,
+            accumulate=experiment.train.accumulate,
             steps_per_call=1,
             shuffle=False,
             callbacks=[keras.callbacks.TerminateOnNaN()],  # whose presence makes NaN no error
-            learning_rates=field_syntax.layer_rates(wanted.optimizer),
-            layer_decay=wanted.optimizer.layer_decay,
+            learning_rates=field_syntax.layer_rates(experiment.optimizer),
+            layer_decay=experiment.optimizer.layer_decay,
             verbose=0,
         )
 
 
-def _experiment(fields: dict) -> config.Experiment:
-    """What was sent, with a constant rate: schedules are in updates, whose number is not known yet."""
+def _experiment(fields: dict[str, Any]) -> config.Experiment:
+    """Returns the experiment that was sent, with a constant rate: schedules count updates, whose number is unknown."""
     groups = {f.name: f.default_factory for f in dataclasses.fields(config.Experiment) if callable(f.default_factory)}
-    made = {name: groups[name](**value) if name in groups else value for name, value in fields.items()}
-    found: config.Experiment = config.Experiment(**made)
+    values = {name: groups[name](**value) if name in groups else value for name, value in fields.items()}
+    experiment: config.Experiment = config.Experiment(**values)
     plain: dict[str, Any] = {"schedule": "constant", "schedule_options": "", "warmup": "0%", "learning_rate": 1e-9}
-    found.optimizer = dataclasses.replace(found.optimizer, scale_learning_rate="none", base_batch=0, **plain)
-    found.train.batch_size = max(32, found.train.accumulate)
-    found.train.epochs, found.train.steps, found.eval.every = 1, 0, "1 epoch"
-    return found
+    experiment.optimizer = dataclasses.replace(experiment.optimizer, scale_learning_rate="none", base_batch=0, **plain)
+    experiment.train.batch_size = max(32, experiment.train.accumulate)
+    experiment.train.epochs, experiment.train.steps, experiment.eval.every = 1, 0, "1 epoch"
+    return experiment
 
 
 def _peak() -> int:
-    """Bytes of memory that this process has had at most."""
+    """Returns the bytes of memory that this process has had at most."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

@@ -16,48 +16,58 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from tfdist import config
 from tfdist.checkpoints.run_folder import RunFolder
+from tfdist.config.messages import logger
 from tfdist.config.runtime_options import Environment
 from tfdist.distributed import env_vars
 from tfdist.distributed.child_process import end_with_the_parent
 from tfdist.errors import UserError
 
+if TYPE_CHECKING:
+    from tfdist.distributed.connect import Site
+    from tfdist.distributed.distribution import Distribution
+
 SHARE = 0.5
-"""Of the available memory of the machine, for a run on its CPU; other programs, checkpoints and the data need some."""
+"""Share of the machine's available memory for a run on its CPU; other programs, checkpoints and data need some."""
 LIMIT_S = 300.0
-"""For all attempts of a process alone; those of several must be done before the others give up waiting."""
+"""Seconds for all attempts of a process alone; those of several must be done before the others give up waiting."""
 FIRST = 16
-"""Examples of a micro-batch with which it begins."""
+"""Examples of a micro-batch with which the search begins."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Found:
-    """What one worker knows of the batch."""
+class BatchProposal:
+    """What one worker contributes to the choice of the batch."""
 
     recorded: int = 0
     """Global batch of the run that goes on, 0 for none."""
     share: int = 0
     """Examples per replica that fit here, 0 where another worker of this host has looked."""
     why: str = ""
+    """How the share was found, in words."""
 
 
 def is_auto(experiment: config.Experiment) -> bool:
+    """Says whether the batch is to be looked for."""
     return experiment.train.batch_size == 0
 
 
 def with_batch(experiment: config.Experiment, batch: int) -> config.Experiment:
-    """The experiment with this global batch."""
+    """Returns the experiment with this global batch."""
     return dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, batch_size=batch))
 
 
-def recorded(experiment: config.Experiment, folder: RunFolder, where: Environment, attempt: int) -> int:
-    """The batch that the earlier run in this folder has found: a run that goes on, or is made again, keeps it."""
-    if not is_auto(experiment) or (where.resume == "never" and attempt == 0) or not folder.holds_run:
+def recorded(experiment: config.Experiment, folder: RunFolder, environment: Environment, attempt: int) -> int:
+    """Returns the batch that the earlier run in this folder has found, 0 for none.
+
+    A run that goes on, or is made again, keeps it.
+    """
+    if not is_auto(experiment) or (environment.resume == "never" and attempt == 0) or not folder.holds_run:
         return 0
     try:
         return int((folder.earlier() or {})["train"]["batch_size"])
@@ -65,7 +75,7 @@ def recorded(experiment: config.Experiment, folder: RunFolder, where: Environmen
         return 0
 
 
-def find(experiment: config.Experiment, where: Environment, site: Any) -> Found:
+def find(experiment: config.Experiment, environment: Environment, site: Site) -> BatchProposal:
     """Looks how many examples per replica fit on this worker; before TensorFlow has been started here.
 
     Raises:
@@ -73,28 +83,44 @@ def find(experiment: config.Experiment, where: Environment, site: Any) -> Found:
     """
     cluster, on_cpu = site.cluster, not site.selection.gpus and not site.selection.opaque
     if on_cpu and cluster.local_rank > 0:  # they would measure each other
-        return Found()
-    available = psutil.virtual_memory().available
+        return BatchProposal()
+    budget = SHARE * psutil.virtual_memory().available / cluster.local_size if on_cpu else None
     work: dict[str, Any] = {
         "experiment": dataclasses.asdict(experiment),
         "devices": "none" if on_cpu else "all",
-        "threads": where.threads,
-        "jit": where.jit,
-        "prepare": not where.dry_run,
+        "threads": environment.threads,
+        "jit": environment.jit,
+        "prepare": not environment.dry_run,
         "world": site.replicas,
         "replicas": site.choice.replicas,
-        "budget": SHARE * available / cluster.local_size if on_cpu else None,
+        "budget": budget,
     }
     environ = env_vars.without(os.environ, env_vars.CLUSTER)
     if site.selection.visible is not None:
         environ["CUDA_VISIBLE_DEVICES"] = site.selection.visible.split(",")[0]
-    limit = LIMIT_S if cluster.size == 1 else 0.75 * where.start_timeout
+    limit = LIMIT_S if cluster.size == 1 else 0.75 * environment.start_timeout
     ends = time.monotonic() + limit
-    least = experiment.train.accumulate
 
     def attempt(sizes: Sequence[int]) -> _Answer:
         return _ask({**work, "sizes": list(sizes)}, environ, max(1.0, ends - time.monotonic()))
 
+    return _search(attempt, experiment.train.accumulate, limit, budget)
+
+
+def _search(
+    attempt: Callable[[Sequence[int]], _Answer], least: int, limit: float, budget: float | None
+) -> BatchProposal:
+    """Doubles the batch until it does not fit, and bisects once between the last two.
+
+    Args:
+      attempt: has a child try these sizes in their order.
+      least: the smallest batch, of which all others are multiples.
+      limit: seconds for all attempts.
+      budget: bytes that the replicas of this worker may take, None where their devices know.
+
+    Raises:
+      UserError: no batch fits.
+    """
     first = attempt([FIRST * least * 2**i for i in range(24)])
     fits, too_many, peak = first.fits, first.too_many, first.peak
     if not fits and too_many:  # smaller than the first
@@ -113,24 +139,27 @@ def find(experiment: config.Experiment, where: Environment, site: Any) -> Found:
         answer = attempt([middle])
         fits, too_many, peak = (middle, too_many, answer.peak) if answer.fits else (fits, middle, peak)
     bound = f"{too_many} do not" if too_many else first.error or "all there are" if first.ended else "time was up"
-    used = f" in {peak / 1e9:.1f} of {work['budget'] / 1e9:.1f} GB" if on_cpu else ""
-    return Found(share=fits, why=f"{fits} examples per replica fit{used}, {bound}")
+    used = f" in {peak / 1e9:.1f} of {budget / 1e9:.1f} GB" if budget is not None else ""
+    return BatchProposal(share=fits, why=f"{fits} examples per replica fit{used}, {bound}")
 
 
-def agreed(
-    experiment: config.Experiment, own: Found, distribution: Any, say: Callable[[str], None]
-) -> config.Experiment:
-    """The experiment with the batch that all workers take: what the chief's run folder says, or what fits on all."""
+def agreed(experiment: config.Experiment, own: BatchProposal, distribution: Distribution) -> config.Experiment:
+    """Returns the experiment with the batch that all workers take.
+
+    It is the one that the chief's run folder tells, or one that fits on all of them.
+    """
     if not is_auto(experiment):
         return experiment
-    told = distribution.peers.gather("the batch that fits", [own.recorded, own.share, own.why])
-    batch = told[0][0]
-    if batch:
-        say(f"train.batch_size={batch}, as the run before has found")
-        return with_batch(experiment, batch)
-    _, share, why = min((answer for answer in told if answer[1]), key=lambda answer: answer[1])
-    batch = share * distribution.replicas
-    say(f"train.batch_size={batch}: {why}")
+    proposals = [
+        BatchProposal(*fields)
+        for fields in distribution.peers.gather("the batch that fits", [own.recorded, own.share, own.why])
+    ]
+    if proposals[0].recorded:
+        logger.info(f"train.batch_size={proposals[0].recorded}, as the run before has found")
+        return with_batch(experiment, proposals[0].recorded)
+    smallest = min((proposal for proposal in proposals if proposal.share), key=lambda proposal: proposal.share)
+    batch = smallest.share * distribution.replicas
+    logger.info(f"train.batch_size={batch}: {smallest.why}")
     return with_batch(experiment, batch)
 
 
@@ -143,14 +172,14 @@ class _Answer:
     peak: int = 0
     """Bytes of all replicas of this worker with the batch that fits."""
     ended: bool = False
-    """It has come to the end of its sizes."""
+    """Whether it has come to the end of its sizes."""
     error: str = ""
     end: str = ""
-    """How it ended, where nothing of that explains it."""
+    """How its process ended, where nothing else explains it."""
 
 
 def _ask(work: dict, environ: dict[str, str], seconds: float) -> _Answer:
-    """Starts a child, and ends it in time with all that it has started."""
+    """Starts a child, and ends it in time with all that it has started; returns what it has found out."""
     child = subprocess.Popen(
         [sys.executable, "-m", "tfdist.train.batch_size_probe"],
         env=environ,
@@ -175,6 +204,7 @@ def _ask(work: dict, environ: dict[str, str], seconds: float) -> _Answer:
 
 
 def _understood(lines: Sequence[str], code: int, late: bool) -> _Answer:
+    """Reads the lines of a child that has ended with this exit code, or was ended because it was late."""
     answer, trying = _Answer(), 0
     for line in lines:
         with contextlib.suppress(ValueError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import keras
 import numpy as np
@@ -33,12 +32,12 @@ class Memory:
 
 
 def memory(model: keras.Model, replicas: int, gpus: tuple[DriverGPU, ...]) -> Memory:
-    """What a replica needs.
+    """Returns the bytes that a replica needs, and makes sure that its device has them.
 
     Args:
       model: built, with its optimizer.
-      replicas: of this worker.
-      gpus: of this worker; none for a CPU, whose memory they share.
+      replicas: number of replicas on this worker.
+      gpus: this worker's GPUs; none for a CPU, whose memory the replicas share.
 
     Raises:
       UserError: the devices do not have as much.
@@ -46,26 +45,27 @@ def memory(model: keras.Model, replicas: int, gpus: tuple[DriverGPU, ...]) -> Me
     optimizer = keras_internals.inner_optimizer(model.optimizer)
     if not optimizer.built:
         optimizer.build(model.trainable_variables)
-    found = Memory(_bytes(model.variables), _bytes(model.trainable_variables), _bytes(optimizer.variables))
-    there = {f"GPU {g.number} ({g.name})": g.memory_total * 2**20 for g in gpus if g.memory_total > 0}
+    needed = Memory(_bytes(model.variables), _bytes(model.trainable_variables), _bytes(optimizer.variables))
+    available = {f"GPU {g.number} ({g.name})": g.memory_total * 2**20 for g in gpus if g.memory_total > 0}
     if not gpus:
-        there = {"this machine": psutil.virtual_memory().total / replicas}
-    for name, size in there.items():
-        if found.total > size:
+        available = {"this machine": psutil.virtual_memory().total / replicas}
+    for name, size in available.items():
+        if needed.total > size:
             raise UserError(
-                f"a replica needs {_size(found.total)} for weights, gradients and optimizer, "
+                f"a replica needs {_size(needed.total)} for weights, gradients and optimizer, "
                 f"{name} has {_size(size)} for it: use a smaller model or fewer replicas"
             )
-    return found
+    return needed
 
 
 def lines(
     experiment: config.Experiment, plan: Plan, model: keras.Model, data: Loaded, needs: Memory, folder: str
 ) -> list[str]:
-    """The plan, for a terminal of 80 columns.
+    """Returns the plan as lines for a terminal of 80 columns.
 
     Args:
-      folder: what will be done with the run folder.
+      needs: bytes of one replica.
+      folder: what will be done with the run folder, in words.
     """
     layout = Layout(plan.global_batch, plan.replicas, plan.accumulate)
     tail = plan.examples % plan.global_batch
@@ -89,11 +89,11 @@ def lines(
         ("", f"optimizer {_size(needs.optimizer)}; activations come on top"),
         ("folder", folder),
     ]
-    own = layerwise_rates.factors(
+    factors = layerwise_rates.factors(
         model, field_syntax.layer_rates(experiment.optimizer), experiment.optimizer.layer_decay
     )
-    if own:
-        rows.insert(7, ("", layerwise_rates.describe(model, own)))
+    if factors:
+        rows.insert(7, ("", layerwise_rates.describe(model, factors)))
     if experiment.checkpoint.every == "off":
         rows[4] = ("checkpoints", "none")
     return [f"  {name:<12} {text}" for name, text in rows]
@@ -103,8 +103,8 @@ def _every(epochs: int) -> str:
     return "every epoch" if epochs == 1 else f"every {epochs} epochs"
 
 
-def _rates(rate: Any, plan: Plan) -> str:
-    """The learning rate along the run."""
+def _rates(rate: float | keras.Variable | keras.optimizers.schedules.LearningRateSchedule, plan: Plan) -> str:
+    """Describes the learning rate along the run."""
     if not isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
         return f"{float(rate):g} throughout"
     wanted = {1, plan.warmup + 1, max(1, plan.updates // 2), *(b + 1 for b in plan.decay.boundaries), plan.updates}
@@ -112,11 +112,13 @@ def _rates(rate: Any, plan: Plan) -> str:
     return "update " + ", ".join(f"{p:,}: {float(np.asarray(rate(p - 1))):.3g}" for p in points)
 
 
-def _bytes(variables: list) -> int:
+def _bytes(variables: list[keras.Variable]) -> int:
+    """Returns what variables take in memory."""
     return sum(int(np.prod(v.shape)) * np.dtype(_stored(v.dtype)).itemsize for v in variables)
 
 
 def _stored(dtype: str) -> str:
+    """Returns a type of NumPy that is as wide."""
     return "float16" if dtype == "bfloat16" else dtype
 
 

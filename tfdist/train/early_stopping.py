@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
 
 import keras
 
@@ -12,7 +12,7 @@ from tfdist.errors import UserError
 
 
 class Patience(Callback, keras.callbacks.EarlyStopping):
-    """Ends the training when a metric has stopped to improve, and puts the weights of its best evaluation back.
+    """Ends the training when a metric has stopped improving, and puts the weights of its best evaluation back.
 
     Args:
       monitor: metric such as `val_loss`; `min` or `max` before it says which is better where the name does not.
@@ -35,7 +35,7 @@ class Patience(Callback, keras.callbacks.EarlyStopping):
             raise self._unknown({prefix + k for k in known for prefix in ("", "val_")})
 
     def get_monitor_value(self, logs):
-        """None after an epoch without an evaluation."""
+        """Returns the metric, or None after an epoch without an evaluation."""
         logs = logs or {}
         if self.monitor.startswith("val_") and not any(name.startswith("val_") for name in logs):
             return None
@@ -45,7 +45,7 @@ class Patience(Callback, keras.callbacks.EarlyStopping):
 
     @property
     def reason(self) -> str:
-        """Why training has ended, or with which weights; nothing if it ended at its end with the last ones."""
+        """Says why training has ended, or with which weights; nothing if it came to its end with the last ones."""
         if self.best_weights is None:
             return ""
         best = f"the weights are those of epoch {self.best_epoch + 1}"
@@ -54,5 +54,5 @@ class Patience(Callback, keras.callbacks.EarlyStopping):
             return f"early stopping: {self.monitor} has not improved for {times}; {best}"
         return f"{best}, the best by {self.monitor}" if self.best_epoch != self.model.history.epoch[-1] else ""
 
-    def _unknown(self, known: Any) -> UserError:
+    def _unknown(self, known: Iterable[str]) -> UserError:
         return UserError(f"train.monitor={self.monitor} is not measured: choose one of {', '.join(sorted(known))}")

@@ -1,99 +1,68 @@
-"""A run on one worker, once its strategy has been started: from the data to the results in its folder."""
+"""A run on one worker, once everything is prepared: from the first update to the results in its folder."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import time
-from collections.abc import Callable
-from typing import Any
 
-from tfdist import config
-from tfdist.checkpoints import manager, oom_note, resume
+from tfdist.checkpoints import oom_note, resume
 from tfdist.checkpoints.run_folder import RunFolder
-from tfdist.config import field_syntax, messages
-from tfdist.config import schedule as schedule_lib
+from tfdist.config import field_syntax
+from tfdist.config.messages import logger
 from tfdist.config.runtime_options import Environment
-from tfdist.data import class_weights, spec_file
-from tfdist.data.datasets import registry
+from tfdist.data import spec_file
 from tfdist.distributed.connect import Site
 from tfdist.distributed.distribution import Distribution
-from tfdist.engine import evaluation, fit, preconditions
+from tfdist.engine import evaluation, fit
 from tfdist.engine.worker_session import Signals
 from tfdist.errors import Interrupted, PeerError, TrainingError
-from tfdist.models import build as models
 from tfdist.models import optimizers
 from tfdist.monitoring import error_analysis, flops, monitors, run_environment
 from tfdist.monitoring import recorder as recorder_lib
-from tfdist.monitoring.progress import numbers
-from tfdist.monitoring.report import page
-from tfdist.train import batch_size_search, dry_run, slurm_requeue
+from tfdist.train import dry_run, results, slurm_requeue
 from tfdist.train.early_stopping import Patience
+from tfdist.train.preparation import Preparation
 
 
 class Run:
-    """An experiment with its data, schedule, model and checkpoints, ready to train.
+    """A prepared experiment under way on one worker.
 
     Args:
-      experiment: what to train; its batch and micro-batches may still change here.
-      where: where to run and what to show.
+      prepared: the experiment with its data, schedule, model and checkpoints.
+      environment: where it runs and what to show.
       site: what was found there.
-      folder: of the run.
+      folder: the run folder.
       distribution: the strategy, started.
-      batch: what this worker knows of `train.batch_size=auto`.
-      say: shows a line to a person; only the chief does.
-
-    Raises:
-      UserError: experiment, data or model cannot be used.
     """
 
     def __init__(
         self,
-        experiment: config.Experiment,
-        where: Environment,
+        prepared: Preparation,
+        environment: Environment,
         site: Site,
         folder: RunFolder,
         distribution: Distribution,
-        batch: batch_size_search.Found,
-        say: Callable[[str], None],
     ):
-        self._where, self._site, self._folder, self._distribution = where, site, folder, distribution
-        messages.chief_only(distribution.is_chief)
-        self._say = say = say if distribution.is_chief else lambda line: None
-        say(f"strategy {distribution.name}, because {distribution.reason}: {_replicas(distribution)}")
-        if site.selection.gpus:
-            say(f"devices: {site.selection.describe()}")
-        if site.survey.problem:
-            say(f"WARNING: {site.survey.problem}: python -m tfdist.doctor says more")
-
-        experiment = batch_size_search.agreed(experiment, batch, distribution, say)
-        self._experiment, self._learnt = self._as_learnt(experiment)
-        experiment = self._experiment
-        models.set_precision(experiment.train.precision)
-        data = distribution.peers.once(lambda: registry.load(experiment, not where.dry_run))
-        distribution.peers.check_same(registry.facts(data), "the data set")
-        self._schedule = schedule_lib.make(experiment, data.examples, distribution.replicas)
-        say(f"{experiment.name}: {self._schedule.describe()}")
-        self._class_weights = class_weights.told(experiment.train.class_weight, data)
-        with distribution.scope():
-            self._model = models.build(experiment, data.spec, say)
-            optimizer = optimizers.build(experiment, self._schedule)
-            self._data = models.compiled(self._model, optimizer, experiment, data)
-            optimizers.exclude(self._model, experiment.optimizer)
-        self._checkpoints = self._wanted_checkpoints()
-        self._profiled = schedule_lib.profiled(where.profile, self._schedule)
-        self._goes_on = resume.goes_on(folder, where, site.cluster.attempt, self._checkpoints.off)
-
-        patience = experiment.train.patience
-        self._early = [Patience(experiment.train.monitor, patience)] if patience else []
+        self._prepared = prepared
+        self._environment, self._site, self._folder, self._distribution = environment, site, folder, distribution
+        self._experiment, self._schedule = prepared.experiment, prepared.schedule
+        self._model, self._data, self._checkpoints = prepared.model, prepared.data, prepared.checkpoints
+        patience = self._experiment.train.patience
+        self._early_stopping = [Patience(self._experiment.train.monitor, patience)] if patience else []
         self._evaluation: dict[str, float] = {}
+        self._weights_sha256, self._weights_norm = "", 0.0
 
     def rehearse(self) -> None:
-        """`--dry_run`: tells the plan, and what would be refused later."""
+        """Prints the plan for `--dry_run`.
+
+        Raises:
+          UserError: a replica does not fit on its device.
+        """
         with self._distribution.scope():
             memory = dry_run.memory(self._model, len(self._distribution.devices), self._site.selection.gpus)
         if self._distribution.is_chief:
-            intent = resume.intent(self._folder, self._goes_on)
+            intent = resume.intent(self._folder, self._prepared.resumes)
             lines = dry_run.lines(self._experiment, self._schedule, self._model, self._data, memory, intent)
             print("\n".join(lines), flush=True)
 
@@ -107,84 +76,60 @@ class Run:
           TrainingError: training failed.
         """
         self._begin_folder()
-        self._begin_watching()
+        self._begin_monitoring()
         peers = self._distribution.peers
-
-        def last_words(why: str) -> None:
-            # In silence: a thread calls this, while the main thread may hold the lock of the stream.
-            oom_note.heed(self._folder, why)
-            record(self._folder, self._result("failed", why), None, lambda line: None)
-
-        peers.last_words = last_words
-        self._weights = ("", 0.0)
+        peers.last_words = self._write_failure
         status, reason = "completed", ""
         try:
             with peers.seeing_signals(), Signals() as signals:
                 self._fit(signals)
                 self._evaluate(signals)
-                reason = "".join(callback.reason for callback in self._early)
+                reason = "".join(callback.reason for callback in self._early_stopping)
         except Interrupted as stopped:
             status, reason = "preempted", str(stopped)
             evaluation.settle(self._model, self._distribution)
         except PeerError:
             raise
         except TrainingError:
-            self._weights = recorder_lib.fingerprint(self._model)
+            self._take_fingerprint()
             raise
         finally:
-            self._watching.stop()
+            self._monitors.stop()
         return self._finish(status, reason)
 
-    def _as_learnt(self, experiment: config.Experiment) -> tuple[config.Experiment, int]:
-        """With as many micro-batches as the attempt before has found to be needed; 0 where none did."""
-        goes_on = resume.unfinished(self._folder, self._where, self._site.cluster.attempt)
-        mine = oom_note.noted(self._folder) if goes_on else 1
-        most = experiment.train.batch_size // self._distribution.replicas
-        noted = min(self._distribution.peers.gather("micro-batches of the run before", mine)[0], most)
-        if noted <= experiment.train.accumulate:
-            return experiment, 0
-        self._say(
-            f"train.accumulate={noted} instead of {experiment.train.accumulate}: the run before ran out of memory"
-        )
-        train = dataclasses.replace(experiment.train, accumulate=noted)
-        return dataclasses.replace(experiment, train=train), noted
-
-    def _wanted_checkpoints(self) -> manager.Checkpoints:
-        wanted = self._experiment.checkpoint
-        own = preconditions.own_step(self._model)
-        if own and wanted.every != "off":
-            self._say(f"no checkpoints: {type(self._model).__name__} has its own {own}, which Keras' fit runs")
-        return manager.Checkpoints(
-            self._folder.checkpoints,
-            every="off" if own else wanted.every,
-            keep=wanted.keep,
-            best=wanted.best,
-            asynchronous=wanted.asynchronous,
-            resume="auto" if self._site.cluster.attempt else self._where.resume,
-            changed=self._where.resume_changed,
-            experiment=config.flat(self._experiment),
-        )
-
     def _begin_folder(self) -> None:
+        """Writes what was asked for and where it runs; an earlier run that is not resumed is renamed."""
         folder = self._folder
-        moved = None if self._goes_on else folder.set_aside()
+        moved = None if self._prepared.resumes else folder.set_aside()
         if moved:
-            self._say(f"the earlier run in {folder.path} is now in {moved}")
-        if self._learnt:
-            oom_note.note(folder, self._learnt)
+            logger.info(f"the earlier run in {folder.path} is now in {moved}")
+        if self._prepared.learnt_accumulate:
+            oom_note.note(folder, self._prepared.learnt_accumulate)
         folder.write("experiment.json", dataclasses.asdict(self._experiment))
         spec_file.write(folder.write_text, self._data.spec)
         folder.write("environment.json", run_environment.environment(self._distribution, self._site))
 
-    def _begin_watching(self) -> None:
+    def _begin_monitoring(self) -> None:
+        """Starts what records the run, and what shows it to a person."""
         distribution, precision = self._distribution, self._experiment.train.precision
         self._recorder = recorder_lib.Recorder(self._folder, self._schedule)
         gpus = [] if distribution.devices[0].startswith("CPU") else list(self._site.selection.gpus)
         work = flops.Work(self._model, self._data.train, [g.name for g in gpus], distribution.workers, precision)
-        self._watching = monitors.Watching(
-            self._where, self._folder, self._recorder, self._schedule, distribution.is_chief, work
+        self._monitors = monitors.Watching(
+            self._environment,
+            self._folder,
+            self._recorder,
+            self._schedule,
+            distribution.is_chief,
+            work,
         )
-        self._watching.start(self._experiment, [g.number for g in gpus], self._profiled)
+        self._monitors.start(self._experiment, [g.number for g in gpus], self._prepared.profiled)
+
+    def _write_failure(self, reason: str) -> None:
+        """Leaves the result of a run that another worker or an error has ended."""
+        oom_note.heed(self._folder, reason)
+        # In silence: a thread may call this, while the main thread holds the lock of the logger or of the stream.
+        results.write(self._folder, self._result("failed", reason), None, silent=True)
 
     def _fit(self, signals: Signals) -> None:
         experiment, schedule = self._experiment, self._schedule
@@ -202,8 +147,8 @@ class Run:
             validation_data=self._data.eval,
             validation_freq=schedule.eval_every,
             validation_batch_size=experiment.eval.batch_size,
-            class_weight=self._class_weights,
-            callbacks=[self._recorder, *self._watching.callbacks, *self._early],
+            class_weight=self._prepared.class_weights,
+            callbacks=[self._recorder, *self._monitors.callbacks, *self._early_stopping],
             reduce_dtype=experiment.optimizer.reduce_dtype,
             checkpoints=None if self._checkpoints.off else self._checkpoints,
             on_nonfinite=experiment.train.on_nonfinite,
@@ -226,31 +171,33 @@ class Run:
         self._recorder.evaluated(self._evaluation)
 
     def _finish(self, status: str, reason: str) -> recorder_lib.Result:
-        """Saves the model, the report and the result, and tells of them."""
-        folder, distribution, say = self._folder, self._distribution, self._say
-        self._weights = recorder_lib.fingerprint(self._model)
+        """Saves the model, the report and the result, and tells a person of them."""
+        folder, distribution = self._folder, self._distribution
+        self._take_fingerprint()
         with distribution.peers.during("saving"), optimizers.portable(self._model):
             folder.save_model(self._model)
             self._checkpoints.finish()
-        _same_everywhere(distribution.peers, self._weights[0])
+        results.check_same_weights(distribution.peers, self._weights_sha256)
         if self._checkpoints.failure:
             raise TrainingError(self._checkpoints.failure)
-        done = self._result(status, reason)
-        found = None
-        if status == "completed":  # who is pre-empted has no time
-            found = error_analysis.of_run(
-                self._model, self._data.eval, self._data.spec, distribution, self._experiment.eval.batch_size
-            )
-        record(folder, done, found, say)
-        say(_summary(done, folder.path))
+        result = self._result(status, reason)
+        mistakes = None
+        if status == "completed":  # a run that is pre-empted has no time for it
+            batch = self._experiment.eval.batch_size
+            mistakes = error_analysis.of_run(self._model, self._data.eval, self._data.spec, distribution, batch)
+        results.write(folder, result, mistakes)
+        logger.info(results.summary(result, folder.path))
         if status == "preempted" and self._checkpoints.saved:
-            say("the same command goes on from there")
-        if status == "preempted" and self._where.requeue and distribution.is_chief:
-            say(slurm_requeue.again(os.environ))
-        return done
+            logger.info("the same command goes on from there")
+        if status == "preempted" and self._environment.requeue and distribution.is_chief:
+            logger.info(slurm_requeue.again(os.environ))
+        return result
+
+    def _take_fingerprint(self) -> None:
+        self._weights_sha256, self._weights_norm = recorder_lib.fingerprint(self._model)
 
     def _result(self, status: str, reason: str) -> recorder_lib.Result:
-        """As far as the run has come."""
+        """Returns the result as far as the run has come."""
         recorder, distribution = self._recorder, self._distribution
         return recorder_lib.Result(
             status=status,
@@ -267,52 +214,13 @@ class Run:
             examples_per_second=recorder.examples_per_second,
             history=recorder.history,
             evaluation=self._evaluation,
-            weights_sha256=self._weights[0],
-            weights_norm=self._weights[1],
+            weights_sha256=self._weights_sha256,
+            weights_norm=self._weights_norm,
             resumed_from=self._checkpoints.resumed_from,
             rollbacks=recorder.rollbacks,
             accumulate=recorder.accumulate,
             restarts=self._site.cluster.attempt,
             versions=run_environment.versions(),
             time=dataclasses.asdict(recorder.spent),
-            **self._watching.totals(recorder.examples_per_second),
+            **self._monitors.totals(recorder.examples_per_second),
         )
-
-
-def record(folder: RunFolder, done: recorder_lib.Result, found: Any, say: Callable[[str], None]) -> None:
-    """The report, and last of all the result."""
-    content = dataclasses.asdict(done)
-    if problem := page.write(folder, content, found):
-        say(problem)
-    try:
-        folder.write("result.json", content)
-    except TrainingError:  # the report may have taken the last of the disk, and this matters more
-        folder.remove(page.NAME)
-        folder.write("result.json", content)
-
-
-def _same_everywhere(peers: Any, weights_sha256: str) -> None:
-    """The last look: every worker has ended with the same weights."""
-    ends = peers.gather("the weights at the end", weights_sha256)
-    different = [f"{rank} ({peers.hosts[rank]})" for rank, sha256 in enumerate(ends) if sha256 != ends[0]]
-    if different:
-        raise TrainingError(
-            f"worker {', '.join(different)} has ended with other weights than worker 0: do not use them, "
-            "and look for a callback that changes weights on some workers only"
-        )
-
-
-def _replicas(distribution: Distribution) -> str:
-    count = distribution.replicas
-    xla = {"off": "", "on": ", compiled by XLA", "auto": ", compiled by XLA where it can"}[distribution.jit]
-    return f"{count} replica{'s' * (count > 1)} on {', '.join(distribution.devices)}{xla}"
-
-
-def _summary(result: recorder_lib.Result, path: Any) -> str:
-    done = f"{result.status}: {result.updates} updates in {result.seconds:.1f} s"
-    speed = f", {result.examples_per_second:,.0f} examples/s" if result.examples_per_second else ""
-    if result.flops_per_second:
-        speed += f", {flops.words(result.flops_per_second, result.flops_share)}"
-    why = f" ({result.reason})" if result.reason else ""
-    quality = f"\ntfdist: evaluation: {numbers(result.evaluation)}" if result.evaluation else ""
-    return f"{done}{speed}{why}{quality}\ntfdist: results are in {path}{os.sep}: report.html, result.json, model.keras"

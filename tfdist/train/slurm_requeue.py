@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from tfdist.errors import UserError
 
 LIMIT_S = 30.0
-"""For an answer of Slurm's controller: the job's time is nearly over."""
+"""Seconds to wait for an answer of Slurm's controller: the job's time is nearly over."""
 
 
 def check(wanted: bool, environ: Mapping[str, str]) -> None:
@@ -25,7 +25,7 @@ def check(wanted: bool, environ: Mapping[str, str]) -> None:
 
 
 def again(environ: Mapping[str, str]) -> str:
-    """Requeues this job; the line to show."""
+    """Requeues this job; returns the line to show a person."""
     job = environ["SLURM_JOB_ID"]
     try:
         done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=LIMIT_S)

@@ -1,0 +1,97 @@
+"""The model that is going to be exported: built from its run folder or loaded from a file, with examples for it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import keras
+import numpy as np
+
+from tfdist import config
+from tfdist.checkpoints import training_state
+from tfdist.config.messages import logger
+from tfdist.data import spec_file
+from tfdist.data.datasets import registry
+from tfdist.data.spec import Spec
+from tfdist.data.structures import Structure
+from tfdist.errors import UserError
+from tfdist.export import examples
+from tfdist.inference import compatibility, job, trained_model
+from tfdist.models import build as models
+
+_CLASSIFYING = ("categoricalcrossentropy", "sparsecategoricalcrossentropy", "categoricalfocalcrossentropy")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Original:
+    """A model, and examples on which what is exported must agree with it."""
+
+    model: keras.Model
+    experiment: config.Experiment
+    spec: Spec
+    source: str
+    """Where its weights are from."""
+    examples: Structure
+    """Inputs [examples.COUNT, ...]."""
+    examples_from: str
+    """The data set that they are from, or `made`."""
+    arrays: list[np.ndarray] | None
+    """Weights, where the model can be built again in another precision."""
+
+
+def load(asked: trained_model.ModelRequest, experiment: config.Experiment) -> Original:
+    """Builds or loads the model and gives it its weights.
+
+    Args:
+      experiment: what it was trained for, or what stands in for that where there is only a file.
+
+    Raises:
+      UserError: the model cannot be used.
+    """
+    return _from_file(asked, experiment) if asked.model else _from_run(asked, experiment)
+
+
+def _from_file(asked: trained_model.ModelRequest, experiment: config.Experiment) -> Original:
+    model = trained_model.load(asked.path)
+    if not model.inputs:
+        raise UserError(f"--model={asked.path} does not tell what it takes: give the --workdir of its run")
+    tensor = keras.tree.flatten(model.inputs)[0]
+    classes = model.output_shape[-1] if _classifies(model) else None
+    spec = Spec(tuple(tensor.shape[1:]), tensor.dtype, classes, 255.0)
+    inputs = examples.made(model, spec)
+    try:
+        model(inputs, training=False)
+    except Exception as error:  # whatever a layer raises that takes some values alone
+        raise UserError(
+            f"--model={asked.path} cannot be checked on made examples ({trained_model.line(error)}): "
+            "give the --workdir of its run"
+        ) from error
+    return Original(model, experiment, spec, str(asked.path), inputs, "made", None)
+
+
+def _from_run(asked: trained_model.ModelRequest, experiment: config.Experiment) -> Original:
+    recorded = spec_file.read(asked.path)
+    loaded = None
+    try:
+        loaded = registry.load(experiment, False)
+        spec = recorded or loaded.spec
+        compatibility.check_data(experiment, loaded.spec, spec)
+    except UserError as error:
+        if recorded is None:
+            raise
+        logger.info(f"checked on made examples, since the data cannot be had: {error}")
+        loaded, spec = None, recorded
+    models.set_precision(experiment.train.precision)
+    build = lambda: job.built(experiment, spec)
+    weights = trained_model.read_weights(asked, experiment, build)
+    model = build()
+    model.set_weights(weights.arrays)
+    training_state.refresh(model)
+    inputs, origin = examples.made(model, spec), "made"
+    if loaded is not None:
+        inputs, origin = examples.first(loaded.eval), f"{experiment.data.name}, {experiment.data.eval_split}"
+    return Original(model, experiment, spec, str(weights.source), inputs, origin, weights.arrays)
+
+
+def _classifies(model: keras.Model) -> bool:
+    return compatibility.loss_name(model) in _CLASSIFYING and isinstance(model.output_shape, tuple)

@@ -1,0 +1,118 @@
+"""Whether data are such as a trained model wants them, and what the model's own loss says of its outputs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from tfdist import config
+from tfdist.errors import UserError
+
+if TYPE_CHECKING:
+    import keras
+
+    from tfdist.data.loaded import Loaded
+    from tfdist.data.spec import Spec
+
+
+def check_data(experiment: config.Experiment, here: Spec, there: Spec) -> None:
+    """Refuses data that the model was not trained for.
+
+    Args:
+      here: description of the data.
+      there: what the model was trained for.
+
+    Raises:
+      UserError: inputs, classes or columns are others.
+    """
+    what = f"data.name={experiment.data.name!r}"
+    for name, mine, its in (("shape", list(here.shape), list(there.shape)), ("type", here.dtype, there.dtype)):
+        if mine != its:
+            raise UserError(f"{what} has inputs of {name} {mine}, the model was trained on {its}: choose such data")
+    if here.names and there.names and here.names != there.names:
+        odd = sorted(set(here.names) ^ set(there.names))
+        why = f"{odd[0]!r} is a class of only one of them" if odd else "they are in another order"
+        raise UserError(f"{what} has other classes than the model was trained on ({why}): choose data of those classes")
+    if there.classes is not None and (here.classes or 0) > there.classes:
+        raise UserError(
+            f"{what} has {here.classes} classes, the model was trained on {there.classes}: choose other data"
+        )
+    if here.columns != there.columns:
+        pairs = zip(here.columns, there.columns)
+        odd_one = next((mine.name for mine, its in pairs if mine != its), f"there are {len(here.columns)}")
+        raise UserError(
+            f"{what} has other columns than the model was trained on, or other statistics of them ({odd_one}): "
+            "choose data of the same table"
+        )
+
+
+def check_inputs(model: keras.Model, experiment: config.Experiment, spec: Spec) -> None:
+    """Refuses data of a shape that a model without a description does not take.
+
+    Raises:
+      UserError: the shapes do not go together.
+    """
+    takes = getattr(model, "input_shape", None)
+    if not isinstance(takes, tuple) or any(isinstance(side, (tuple, list)) for side in takes):
+        return
+    if len(takes[1:]) != len(spec.shape) or any(a not in (None, b) for a, b in zip(takes[1:], spec.shape)):
+        raise UserError(
+            f"data.name={experiment.data.name!r} has inputs of shape {list(spec.shape)}, the model takes "
+            f"{list(takes[1:])}: choose its data with --config, or --config.data.name"
+        )
+
+
+def for_own_loss(model: keras.Model, data: Loaded, source: str) -> Loaded:
+    """Returns the data as the loss that a file brings with its model wants them.
+
+    Args:
+      source: the file, for messages.
+
+    Raises:
+      UserError: it brings no loss, or the data have more classes than the model.
+    """
+    from tfdist.data.sources import one_hot, targets_of
+
+    if not model.compiled or model.loss is None:
+        raise UserError(
+            f"--model={source} was saved without a loss and metrics: compile the model before it is saved, "
+            "or give the --workdir of its run"
+        )
+    name = loss_name(model)
+    shape: object = getattr(model, "output_shape", None)
+    # All of Keras' losses but the sparse ones compare rows with rows; some would do so with numbers, and mean nothing.
+    if not name or "sparse" in name or not isinstance(shape, tuple) or len(shape) != 2 or shape[1] == 1:
+        return data
+    if data.spec.classes is not None and getattr(targets_of(data.eval), "ndim", 1) == 1:
+        classes = shape[1]
+        if data.spec.classes > classes:
+            raise UserError(
+                f"the data has {data.spec.classes} classes, --model={source} knows {classes}: choose others"
+            )
+        data = dataclasses.replace(data, eval=one_hot(data.eval, classes))
+    return data
+
+
+def from_logits(model: keras.Model, from_file: bool) -> bool | None:
+    """Says whether scores of classes are logits, by the model's own loss; without one tfdist's, which takes logits.
+
+    Returns:
+      None where nothing tells.
+    """
+    if not model.compiled:
+        return None if from_file else True
+    return getattr(model.loss, "from_logits", None)
+
+
+def loss_name(model: keras.Model) -> str:
+    """Returns the name of the one loss of Keras that a model brings, such as `categoricalcrossentropy`.
+
+    It is the same in whatever way the loss was given; empty where there are none or several, or it is the user's own.
+    """
+    import keras
+
+    if not model.compiled or model.loss is None or isinstance(model.loss, (dict, list, tuple)):
+        return ""
+    loss = keras.losses.get(model.loss)
+    loss = type(loss) if isinstance(loss, keras.losses.Loss) else loss
+    return loss.__name__.replace("_", "").lower() if loss.__module__.startswith("keras.") else ""

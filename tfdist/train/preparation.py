@@ -1,0 +1,138 @@
+"""What stands before the first update: the experiment as it will run, its data, schedule, model and checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import keras
+
+from tfdist import config
+from tfdist.checkpoints import manager, oom_note, resume
+from tfdist.checkpoints.run_folder import RunFolder
+from tfdist.config import schedule as schedule_lib
+from tfdist.config.messages import logger
+from tfdist.config.runtime_options import Environment
+from tfdist.data import class_weights
+from tfdist.data.datasets import registry
+from tfdist.data.loaded import Loaded
+from tfdist.distributed.connect import Site
+from tfdist.distributed.distribution import Distribution
+from tfdist.engine import preconditions
+from tfdist.models import build as models
+from tfdist.models import optimizers
+from tfdist.train import batch_size_search
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Preparation:
+    """Everything that a run needs on one worker, ready to train."""
+
+    experiment: config.Experiment
+    """As it will run: with the batch that was looked for, and the micro-batches that an earlier attempt needed."""
+    learnt_accumulate: int
+    """Micro-batches that an earlier attempt has found to be needed; 0 if none did."""
+    data: Loaded
+    schedule: schedule_lib.Plan
+    class_weights: dict[int, float] | None
+    model: keras.Model
+    """Compiled, under the scope of the strategy."""
+    checkpoints: manager.Checkpoints
+    profiled: tuple[int, int]
+    """First and last update of the profile, (0, 0) for none."""
+    resumes: bool
+    """Whether the run goes on from what an earlier one has left in its folder."""
+
+
+def prepare(
+    experiment: config.Experiment,
+    environment: Environment,
+    site: Site,
+    folder: RunFolder,
+    distribution: Distribution,
+    proposal: batch_size_search.BatchProposal,
+) -> Preparation:
+    """Loads the data and builds the model. Every worker calls this with the same experiment.
+
+    Args:
+      experiment: what to train; its batch and its micro-batches may still change here.
+      environment: where to run and what to show.
+      site: what was found there.
+      folder: the run folder.
+      distribution: the strategy, started.
+      proposal: what this worker knows of `train.batch_size=auto`.
+
+    Raises:
+      UserError: experiment, data or model cannot be used.
+    """
+    _announce(distribution, site)
+    experiment = batch_size_search.agreed(experiment, proposal, distribution)
+    experiment, learnt = _with_learnt_accumulate(experiment, environment, site, folder, distribution)
+    models.set_precision(experiment.train.precision)
+    data = distribution.peers.once(lambda: registry.load(experiment, not environment.dry_run))
+    distribution.peers.check_same(registry.facts(data), "the data set")
+    schedule = schedule_lib.make(experiment, data.examples, distribution.replicas)
+    logger.info(f"{experiment.name}: {schedule.describe()}")
+    weights_of_classes = class_weights.told(experiment.train.class_weight, data)
+    with distribution.scope():
+        model = models.build(experiment, data.spec, logger.info)
+        optimizer = optimizers.build(experiment, schedule)
+        data = models.compiled(model, optimizer, experiment, data)
+        optimizers.exclude(model, experiment.optimizer)
+    checkpoints = _checkpoints(experiment, environment, site, folder, model)
+    return Preparation(
+        experiment=experiment,
+        learnt_accumulate=learnt,
+        data=data,
+        schedule=schedule,
+        class_weights=weights_of_classes,
+        model=model,
+        checkpoints=checkpoints,
+        profiled=schedule_lib.profiled(environment.profile, schedule),
+        resumes=resume.goes_on(folder, environment, site.cluster.attempt, checkpoints.off),
+    )
+
+
+def _announce(distribution: Distribution, site: Site) -> None:
+    """Says which strategy runs on which devices, and what is wrong with the driver."""
+    count = distribution.replicas
+    xla = {"off": "", "on": ", compiled by XLA", "auto": ", compiled by XLA where it can"}[distribution.jit]
+    replicas = f"{count} replica{'s' * (count > 1)} on {', '.join(distribution.devices)}{xla}"
+    logger.info(f"strategy {distribution.name}, because {distribution.reason}: {replicas}")
+    if site.selection.gpus:
+        logger.info(f"devices: {site.selection.describe()}")
+    if site.survey.problem:
+        logger.info(f"WARNING: {site.survey.problem}: python -m tfdist.doctor says more")
+
+
+def _with_learnt_accumulate(
+    experiment: config.Experiment, environment: Environment, site: Site, folder: RunFolder, distribution: Distribution
+) -> tuple[config.Experiment, int]:
+    """Returns the experiment with as many micro-batches as an earlier attempt has needed, and how many; 0 if none."""
+    noted_here = oom_note.noted(folder) if resume.unfinished(folder, environment, site.cluster.attempt) else 1
+    most = experiment.train.batch_size // distribution.replicas
+    noted = min(distribution.peers.gather("micro-batches of the run before", noted_here)[0], most)
+    if noted <= experiment.train.accumulate:
+        return experiment, 0
+    logger.info(f"train.accumulate={noted} instead of {experiment.train.accumulate}: the run before ran out of memory")
+    train = dataclasses.replace(experiment.train, accumulate=noted)
+    return dataclasses.replace(experiment, train=train), noted
+
+
+def _checkpoints(
+    experiment: config.Experiment, environment: Environment, site: Site, folder: RunFolder, model: keras.Model
+) -> manager.Checkpoints:
+    """Returns the checkpoints that the experiment asks for; none for a model that Keras' own `fit` trains."""
+    asked = experiment.checkpoint
+    own_step = preconditions.own_step(model)
+    if own_step and asked.every != "off":
+        logger.info(f"no checkpoints: {type(model).__name__} has its own {own_step}, which Keras' fit runs")
+    return manager.Checkpoints(
+        folder.checkpoints,
+        every="off" if own_step else asked.every,
+        keep=asked.keep,
+        best=asked.best,
+        asynchronous=asked.asynchronous,
+        resume="auto" if site.cluster.attempt else environment.resume,
+        changed=environment.resume_changed,
+        experiment=config.flat(experiment),
+    )
