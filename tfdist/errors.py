@@ -18,3 +18,8 @@ class PeerError(TrainingError):
 
 class Interrupted(Exception):  # noqa: N818  an event and no error
     """Some worker was asked to stop, and all of them have, after the same update."""
+
+
+def one_line(message: object, longest: int | None = None) -> str:
+    """Returns an error, or another message that may span lines, as one line; cut after `longest` characters."""
+    return " ".join(str(message).split())[:longest]

@@ -10,6 +10,7 @@ from tfdist.checkpoints import files, training_state
 from tfdist.checkpoints.resume import LoadedCheckpoint
 from tfdist.config.messages import logger
 from tfdist.data.structures import Structure
+from tfdist.errors import one_line
 
 
 class CheckpointWriter:
@@ -59,7 +60,7 @@ class CheckpointWriter:
         try:
             path = files.write(self._folder, update, state, lambda prefix: training_state.write(prefix, tensors))
         except Exception as error:  # TensorFlow's differ by version, and a callback's state may be anything
-            why = " ".join(str(getattr(error, "message", None) or error).split())[:200]
+            why = one_line(getattr(error, "message", None) or error, 200)
             kept = f"the one of update {files.update_of(self.kept[-1])} is kept" if self.kept else "there is none"
             self.failure = f"the checkpoint after update {update} could not be written ({why})"
             logger.info(f"WARNING: {self.failure}: training goes on, {kept}; free or repair {self._folder}")

@@ -10,7 +10,7 @@ from tfdist.data.record_feed import RecordFeed
 from tfdist.distributed.peers import Peers
 from tfdist.engine.batching import Feed
 from tfdist.engine.step.step import NO_BATCH
-from tfdist.errors import TrainingError, UserError
+from tfdist.errors import TrainingError, UserError, one_line
 
 
 class EndOfData(Exception):  # noqa: N818  an event and no error
@@ -68,7 +68,7 @@ def explained(error: tf.errors.OpError, feed: Feed, update: int | None, peers: P
 
 
 def _out_of_memory(error: tf.errors.ResourceExhaustedError, update: int | None) -> TrainingError:
-    text = " ".join(str(error).split())
+    text = one_line(error)
     tensor = re.search(r"allocating tensor with shape\[[\d,]*\]", text)
     text = f"out of memory ({tensor[0] if tensor else text[:200]})"
     if update is None:
@@ -78,7 +78,7 @@ def _out_of_memory(error: tf.errors.ResourceExhaustedError, update: int | None) 
 
 def cause(error: tf.errors.OpError, peers: Peers) -> TrainingError:
     """Returns what an error of TensorFlow means: a lost worker, if the others know of one and it may be that."""
-    text = " ".join(str(error).split())
+    text = one_line(error)
     mine = isinstance(error, _OWN_FAULTS) and not re.search("[Cc]ollective|Horovod", text)
     if not mine and peers.verdict():
         return peers.error()
