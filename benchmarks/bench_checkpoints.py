@@ -43,7 +43,7 @@ def made(name):
     return workloads.compiled(work.model()), work.data(1), work.batch
 
 
-class Until(keras.callbacks.Callback):
+class Until(tfdist.Callback):
     """Counts updates from the end of the first call, which compiles, to the call that ends after some seconds."""
 
     takes_many_updates = True

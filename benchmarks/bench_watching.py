@@ -17,7 +17,6 @@ import tfdist
 
 DISTRIBUTION = tfdist.connect("default", threads=1)
 
-import keras  # noqa: E402  after the devices are made
 import workloads  # noqa: E402
 
 from tfdist.checkpoints.run_folder import RunFolder  # noqa: E402
@@ -36,7 +35,7 @@ WAYS = {
 }
 
 
-class Clock(keras.callbacks.Callback):
+class Clock(tfdist.Callback):
     """Seconds from the end of the first epoch, in which things are compiled, to the end of the last."""
 
     takes_many_updates = True

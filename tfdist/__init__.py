@@ -8,6 +8,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Callback": "tfdist.engine.callback",
     "Checkpoints": "tfdist.checkpoints.manager",
     "Distribution": "tfdist.distributed.distribution",
     "TrainingError": "tfdist.errors",
@@ -20,6 +21,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Callback",
     "Checkpoints",
     "Distribution",
     "TrainingError",

@@ -145,8 +145,7 @@ def test_another_accumulate_goes_on_within_rounding(connect, tmp_path):
 
 def test_taking_checkpoints_changes_nothing_and_keeps_the_newest_and_the_best(connect, tmp_path):
     whole = train(connect(2))
-    lines = []
-    checkpoints = kept(tmp_path, every="3 steps", keep=2, best="val_loss", say=lines.append)
+    checkpoints = kept(tmp_path, every="3 steps", keep=2, best="val_loss")
     done = train(connect(2), checkpoints=checkpoints)
     assert done[:2] == whole[:2]
     best = 5 * (1 + int(np.argmin(whole[1]["val_loss"])))
@@ -195,9 +194,9 @@ def two(connect, tmp_path_factory):
     return folder / "checkpoints"
 
 
-def choice(folder, say=lambda line: None, identity=None, **options):
-    given = {"identity": identity or {}, "experiment": {}, "changed": True, "say": say} | options
-    return resume.Choice(folder, **given)
+def choice(folder, identity=None, **options):
+    given = {"identity": identity or {}, "experiment": {}, "changed": True} | options
+    return resume.ResumeChoice(folder, **given)
 
 
 def copy(two, tmp_path):
@@ -234,16 +233,16 @@ def test_every_flipped_bit_and_every_truncation_is_noticed(two, tmp_path):
     files_lib.verify(folder / "20")
 
 
-def test_the_newest_valid_one_is_used_and_the_damaged_one_set_aside(two, tmp_path):
-    folder, lines = copy(two, tmp_path), []
+def test_the_newest_valid_one_is_used_and_the_damaged_one_set_aside(two, tmp_path, said):
+    folder = copy(two, tmp_path)
     data = folder / "20" / "tensors.data-00000-of-00001"
     data.write_bytes(data.read_bytes()[:-1])
     findings = checkpoints_lib.examine(folder)
     assert [(f.update, bool(f.problem), f.next) for f in findings] == [(20, True, False), (10, False, True)]
-    chosen = choice(folder, lines.append).newest()
+    chosen = choice(folder).newest()
     assert chosen.path.name == "10"
-    assert "20 is not used: tensors.data-00000-of-00001 has" in lines[0]
-    assert lines[1].endswith("is now unused-20")
+    assert "20 is not used: tensors.data-00000-of-00001 has" in said[0]
+    assert said[1].endswith("is now unused-20")
     assert [p.name for p in files_lib.found(folder)] == ["10"]
 
 
@@ -261,16 +260,16 @@ def test_none_where_one_is_required(tmp_path):
         choice(tmp_path).newest(required=True)
 
 
-def test_another_batch_is_refused_or_taken_between_epochs(connect, tmp_path):
+def test_another_batch_is_refused_or_taken_between_epochs(connect, tmp_path, said):
     assert train(connect(1), stop=15, checkpoints=kept(tmp_path, every="2 epochs")) is None  # in the third epoch of 4
     data = lambda: tf.data.Dataset.from_tensor_slices(training_cases.images(EXAMPLES)).batch(12)
     with pytest.raises(UserError, match=r"another experiment .global batch is 24 there and 12 here"):
         train(connect(1), data, checkpoints=kept(tmp_path, every="2 epochs"))
-    lines = []
-    options = dict(every="1 epoch", keep=9, changed=True, say=lines.append)
+    said.clear()
+    options = dict(every="1 epoch", keep=9, changed=True)
     checkpoints = kept(tmp_path, **options)
     assert train(connect(1), data, checkpoints=checkpoints)
-    assert any("is not used: it is from the middle of an epoch" in line for line in lines)
+    assert any("is not used: it is from the middle of an epoch" in line for line in said)
     assert checkpoints.resumed_from == 20  # two epochs of ten updates
     assert files_lib.update_of(files_lib.found(tmp_path / "checkpoints")[0]) == 40
 
@@ -329,14 +328,13 @@ def without_average(distribution):
         return training_cases.compiled(training_cases.dense(), keras.optimizers.SGD(0.1))
 
 
-def test_rollback_leaves_out_what_spoils_the_training(connect, tmp_path):
-    lines = []
+def test_rollback_leaves_out_what_spoils_the_training(connect, tmp_path, said):
     made = without_average(connect(2))
     options = dict(batch_size=BATCH, epochs=2, verbose=0, distribution=connect(2), steps_per_call=1)
-    checkpoints = kept(tmp_path, every="2 steps", say=lines.append)
+    checkpoints = kept(tmp_path, every="2 steps")
     tfdist.fit(made, *poisoned(), checkpoints=checkpoints, on_nonfinite="rollback", **options)
     assert all(np.isfinite(w).all() for w in made.get_weights())
-    back = [line for line in lines if "back to update" in line]
+    back = [line for line in said if "back to update" in line]
     assert len(back) == 2 and "(2 of 3 times)" in back[1]
     with pytest.raises(TrainingError, match="the loss is nan since update"):
         tfdist.fit(
@@ -355,9 +353,8 @@ def test_rollback_needs_checkpoints(connect):
 # -- a disk that fails ------------------------------------------------------
 
 
-def test_a_folder_that_cannot_be_written_does_not_stop_the_training(connect, tmp_path):
-    lines = []
-    checkpoints = kept(tmp_path, every="5 steps", say=lines.append)
+def test_a_folder_that_cannot_be_written_does_not_stop_the_training(connect, tmp_path, said):
+    checkpoints = kept(tmp_path, every="5 steps")
 
     def in_the_way(epoch, logs):
         if epoch == 2:
@@ -372,8 +369,8 @@ def test_a_folder_that_cannot_be_written_does_not_stop_the_training(connect, tmp
     ).history
     assert len(history["loss"]) == EPOCHS
     assert "the checkpoint after update 20 could not be written" in checkpoints.failure
-    assert lines[0].startswith("WARNING: the checkpoint after update 15 could not be written (")
-    assert "training goes on, the one of update 10 is kept; free or repair" in lines[0]
+    assert said[0].startswith("WARNING: the checkpoint after update 15 could not be written (")
+    assert "training goes on, the one of update 10 is kept; free or repair" in said[0]
     files_lib.verify(tmp_path / "elsewhere" / "10")
 
 

@@ -13,13 +13,16 @@ import pytest
 from conftest import REPOSITORY
 from support import processes
 
-from tfdist.distributed import stall_detection, wire
-from tfdist.distributed.stall_detection import State
+from tfdist.distributed import wire
+from tfdist.distributed.peers import stall_detection
+from tfdist.distributed.peers.stall_detection import State
 
 MEMBER = r'''
 """One worker: meets the others as the JSON in argv says, then does as it is told."""
-import ctypes, dataclasses, json, os, signal, sys, threading, time
-from tfdist import cluster, meeting, peers as peers_lib, stalls, wire
+import ctypes, dataclasses, json, logging, os, signal, sys, threading, time
+from tfdist.config import messages
+from tfdist.distributed import cluster, rendezvous, wire
+from tfdist.distributed.peers import activity, signals, stall_detection, watch, peers as peers_lib
 from tfdist.errors import TrainingError, UserError
 signal.alarm(30)  # nothing here may hang
 given = json.loads(sys.argv[1])
@@ -30,13 +33,17 @@ def stuck():
         ctypes.CDLL(None).pthread_mutex_lock(lock)
 def say(line):
     print("say:", line, flush=True)
+class Said(logging.Handler):
+    def emit(self, record):
+        say(record.getMessage())
+messages.aside.addHandler(Said())
 exec(given["before"])
 for name, value in given["constants"].items():
-    for module in (peers_lib, stalls, wire, meeting):
+    for module in (peers_lib, watch, activity, signals, stall_detection, wire, rendezvous):
         if hasattr(module, name):
             setattr(module, name, value)
 try:
-    peers = meeting.meet(cluster.Cluster("a test", **given["cluster"]), given["facts"], say, *given["timeouts"])
+    peers = rendezvous.meet(cluster.Cluster("a test", **given["cluster"]), given["facts"], *given["timeouts"])
     say("met")
     exec(given["then"])
 except UserError as error:
@@ -380,7 +387,7 @@ LOSSES = [  # what workers 0, 1 and 2 do, their exit codes, and what those with 
     ("finishes early", ["peers.doing('call', 5); stuck()", "peers.leave()", "peers.doing('call', 5); stuck()"], [1, 1, 1], r"lost worker 1 \(HOST\): it has finished while the others wait for it"),
     ("stuck in Python", ["peers.doing('call', 5); stuck()", "peers.doing('python', 5); time.sleep(99)", "peers.gather('x')"], [1, 1, 1], r"lost worker 1 \(HOST\): stuck in Python for \d+ s after update 5 \(--stall_timeout\)"),
     ("stuck together", ["peers.doing('call', 7); stuck()"] * 3, [1, 1, 1], r"tfdist: failed: no worker has finished a call for \d+ s since update 7 \(--stall_timeout\)"),
-    ("a message without its parts", ["stuck()", "peers._tell({'beat': 'call'}); stuck()", "stuck()"], [1, 1, 1], r"the watch on the other workers has failed: KeyError|lost worker 0 \(HOST\): (its process ended|it stopped)"),
+    ("a message without its parts", ["stuck()", "peers._watch.transport.tell({'beat': 'call'}); stuck()", "stuck()"], [1, 1, 1], r"the watch on the other workers has failed: KeyError|lost worker 0 \(HOST\): (its process ended|it stopped)"),
     ("threads that wait for ever", ["peers.gather('x')", "os.kill(os.getpid(), 9)", "threading.Thread(target=stuck).start(); peers.gather('x')"], [1, -9, 1], r"failed: lost worker 1 \(HOST\): its process ended"),
 ]  # fmt: skip
 
@@ -406,7 +413,7 @@ def test_last_words_are_written_before_the_end(member, master, tmp_path):
 @pytest.mark.parametrize("silent", [0, 1])
 def test_a_silent_worker(member, master, silent):
     constants = {"SILENT_S": 1.0}
-    then = "peers._start_timeout = 0; peers.doing('python'); peers.gather('a'); print('beating', flush=True); stuck()"
+    then = "peers._watch.start_timeout = 0; peers.doing('python'); peers.gather('a'); print('beating', flush=True); stuck()"
     started = [member(r, then, size=3, master=master, constants=constants) for r in range(3)]
     for one in started:
         one.until("beating")

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import queue
 import socket
 import struct
@@ -11,8 +12,10 @@ import time
 import pytest
 from support.doctor_findings import one
 
-from tfdist.distributed import cluster, peers, rendezvous, wire
+from tfdist.config import messages
+from tfdist.distributed import cluster, rendezvous, wire
 from tfdist.distributed.cluster import Cluster
+from tfdist.distributed.peers import peers
 from tfdist.doctor import network, peer_query
 
 VERSIONS = {"python": "3.11.7", "tfdist": "0.1.0", "tensorflow": "2.21.0", "keras": "3.15.1", "horovod": "0.28.1"}
@@ -29,13 +32,17 @@ def port():
 def doctor():
     """Doctors of other hosts, which happen to be this one; and what they say."""
     made, said = [], queue.Queue()
+    handler = logging.Handler()
+    handler.emit = lambda record: said.put(record.getMessage())
+    messages.aside.addHandler(handler)
 
     def start(versions=VERSIONS, secret=""):
-        made.append(peer_query.Hotline(HERE, 0, versions, secret, said.put))
+        made.append(peer_query.PeerListener(HERE, 0, versions, secret))
         return made[-1].port
 
     start.said = lambda: said.get(timeout=30)
     yield start
+    messages.aside.removeHandler(handler)
     for line in made:
         line.close()
 
@@ -127,7 +134,7 @@ def test_closed_and_unknown(port, monkeypatch):
 def test_a_doctor_that_starts_later(port):
     """The same command runs on all hosts, and one is always first."""
     made = []
-    later = threading.Timer(0.3, lambda: made.append(peer_query.Hotline(HERE, port, VERSIONS, "", lambda line: None)))
+    later = threading.Timer(0.3, lambda: made.append(peer_query.PeerListener(HERE, port, VERSIONS, "")))
     later.start()
     one(ask(port, patience=30.0), "ok", "with the same versions")
     later.join()
@@ -193,7 +200,7 @@ def test_a_meeting_of_workers_is_not_disturbed(port, monkeypatch):
     met = {}
 
     def work(rank):
-        met[rank] = rendezvous.meet(Cluster("test", rank, 2, master=f"{HERE}:{port}"), {}, lambda line: None, 60)
+        met[rank] = rendezvous.meet(Cluster("test", rank, 2, master=f"{HERE}:{port}"), {}, 60)
 
     threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in (0, 1)]
     threads[0].start()

@@ -1,5 +1,7 @@
 """tfdist.fit, evaluate and predict do what Keras users expect of them."""
 
+import dataclasses
+import inspect
 import json
 
 import keras
@@ -9,9 +11,12 @@ import tensorflow as tf
 from support import training_cases
 
 import tfdist
+from tfdist.checkpoints import files
 from tfdist.engine import preconditions
 from tfdist.engine import steps_per_call as steps_per_call_lib
+from tfdist.engine.fit_options import FitOptions
 from tfdist.engine.step import optimizer_update
+from tfdist.errors import Interrupted
 
 L = keras.layers
 
@@ -164,10 +169,135 @@ def test_the_update_with_the_first_bad_loss_is_named(connect):
         (keras.callbacks.LambdaCallback(on_epoch_end=print), False),
         (keras.callbacks.LambdaCallback(on_train_batch_end=print), True),
         (Spy(), True),
+        (tfdist.Callback(), False),
+        (type("Looks", (tfdist.Callback,), {"on_train_batch_end": print})(), True),
+        (type("Content", (tfdist.Callback,), {"on_train_batch_end": print, "takes_many_updates": True})(), False),
     ],
 )
 def test_only_callbacks_that_look_at_batches_cost_calls(callback, looks):
     assert steps_per_call_lib.looks_at_batches(callback) is looks
+
+
+class Hooked(tfdist.Callback):
+    """Notes what it is told, and wants calls of three updates at most."""
+
+    takes_many_updates = True
+    wants_gradient_norm = True
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.told = [], []
+
+    def limit_call(self, update):
+        return 3
+
+    def on_call(self, call):
+        self.calls.append(call)
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.told.append(batch)
+
+    def on_checkpoint(self, update):
+        self.told.append(f"checkpoint {update}")
+
+    def on_rollback(self, update, skipped):
+        self.told.append(f"rollback {update} {skipped}")
+
+
+def test_hooks_of_a_callback_are_called(connect, tmp_path):
+    hooked = Hooked()
+    checkpoints = tfdist.Checkpoints(tmp_path, every="4 steps")
+    fit(small(connect(2)), connect(2), epochs=1, callbacks=[hooked], checkpoints=checkpoints, steps_per_call=100)
+    assert [call.updates for call in hooked.calls] == [3, 1, 2]
+    assert [call.examples for call in hooked.calls] == [24, 8, 16]
+    assert all(call.gradient_norm > 0 for call in hooked.calls)
+    assert hooked.told == [2, 3, "checkpoint 4", 5, "checkpoint 6"]
+
+
+def test_a_rollback_is_told_to_callbacks(connect, tmp_path):
+    x, y = training_cases.images(48)
+    x[8 * 3 + 1] = np.inf
+    hooked = Hooked()
+    tfdist.fit(
+        small(connect(1)), x, y, batch_size=8, shuffle=False, verbose=0, callbacks=[hooked], steps_per_call=1,
+        checkpoints=tfdist.Checkpoints(tmp_path, every="2 steps"), on_nonfinite="rollback",
+    )  # fmt: skip
+    assert "rollback 2 [2, 3]" in hooked.told
+
+
+def test_hooks_are_those_of_the_base_class(connect):
+    """A method of the same name on a plain Keras callback is its own affair."""
+
+    class Plain(keras.callbacks.Callback):
+        takes_many_updates = True
+        calls = 0
+
+        def on_call(self, call):
+            self.calls += 1
+
+    plain = Plain()
+    fit(small(connect(1)), connect(1), callbacks=[plain])
+    assert plain.calls == 0
+    small(connect(1)).fit(*training_cases.images(8), callbacks=[Hooked()], verbose=0)  # and Keras' own fit takes ours
+
+
+def stopped_after(calls):
+    left = iter([""] * calls)
+    return lambda: next(left, "asked to")
+
+
+def test_a_callback_keeps_its_state_over_a_resume(connect, tmp_path):
+    """With methods of its own, as attributes, as what is known of its Keras class, and without the base class."""
+
+    class Own(tfdist.Callback):
+        seen = 0
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.seen += 1
+
+        def get_state(self):
+            return {"seen": self.seen}
+
+    class Stopping(tfdist.Callback, keras.callbacks.EarlyStopping):
+        pass
+
+    class Plain(keras.callbacks.Callback):
+        seen = 0
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.seen += 1
+
+        def get_state(self):
+            return {"so far": self.seen}
+
+        def set_state(self, state):
+            self.seen = state["so far"]
+
+    made = lambda: [Own(), Stopping("loss", min_delta=10, patience=9), Plain(), tfdist.Callback()]
+    first, second = made(), made()
+    options = dict(steps_per_call=1)
+    with pytest.raises(Interrupted):
+        checkpoints = tfdist.Checkpoints(tmp_path, every="1000 steps")
+        fit(
+            small(connect(1)), connect(1), callbacks=first, checkpoints=checkpoints, should_stop=stopped_after(9), **options
+        )  # fmt: skip
+    done = first[0].seen
+    assert 6 < done < 18
+    kept = files.read_state(files.found(tmp_path)[0])["callbacks"]
+    assert kept["Own.0"] == {"seen": done} and kept["Plain.0"] == {"so far": done}
+    assert kept["Stopping.0"]["best_epoch"] == 0 and "Callback.0" not in kept
+    fit(small(connect(1)), connect(1), callbacks=second, checkpoints=tfdist.Checkpoints(tmp_path), **options)
+    assert second[0].seen == second[2].seen == 18
+    assert second[1].wait == 2 and second[1].best_epoch == 0
+
+
+def test_options_have_the_defaults_of_fit():
+    given = inspect.signature(tfdist.fit).parameters
+    for field in dataclasses.fields(FitOptions):
+        if field.name != "distribution":
+            assert field.default == given[field.name].default, field.name
+    apart = {"model", "dataset", "y", "sample_weight", "class_weight"}
+    assert set(given) - apart == {field.name for field in dataclasses.fields(FitOptions)}
 
 
 def test_a_callback_that_stops_in_mid_epoch(connect):

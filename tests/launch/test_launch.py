@@ -251,7 +251,7 @@ def test_rank_0_inherits_a_socket_that_listens(launch, tmp_path):  # noqa: F811
     (tmp_path / "meet.py").write_text(
         """
 import os, socket
-from tfdist import wire
+from tfdist.distributed import wire
 at = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 if os.environ["RANK"] == "0":
     listener = socket.socket(fileno=int(os.environ["TFDIST_MEETING_FD"]))
@@ -553,7 +553,7 @@ def test_a_full_disk_ends_the_log_and_not_the_run(capfd, tmp_path):
         0, [sys.executable, "-c", "print('line')"], dict(os.environ), log=pathlib.Path("/dev/full")
     )
     with Events() as events:
-        crew = worker_process.Crew([start], events, Screen())
+        crew = worker_process.WorkerGroup([start], events, Screen())
         exits = []
         while crew.alive:
             events.wait(min(1.0, crew.timeout()))

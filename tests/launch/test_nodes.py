@@ -47,7 +47,7 @@ def test_the_socket_of_rank_0_can_be_reached_from_the_other_node(node, tmp_path)
     (tmp_path / "meet.py").write_text(
         """
 import os, socket
-from tfdist import wire
+from tfdist.distributed import wire
 if os.environ["RANK"] == "0":
     listener = socket.socket(fileno=int(os.environ["TFDIST_MEETING_FD"]))
     print(wire.accept(listener.accept()[0], os.environ["TFDIST_SECRET"]).receive(30))
@@ -380,12 +380,12 @@ def impatient(monkeypatch):
 def plan(node, port, **changes):
     values = dict(command=("false",), nproc=1, nnodes=3, node=node, addr="127.0.0.1", port=port, max_restarts=0)
     values |= dict(start_timeout=0.3, shares=({},), agreed={}) | changes
-    return node_agent.Plan(**values)
+    return node_agent.RoundPlan(**values)
 
 
 def test_node_0_says_again_who_is_missing(impatient, capfd):
     with Events() as events, pytest.raises(UserError, match="nodes 1, 2 of 3 have not come"):
-        coordinator.Leader(plan(0, free_port()), events, Screen()).run()
+        coordinator.Coordinator(plan(0, free_port()), events, Screen()).run()
     out, _ = capfd.readouterr()
     assert out.count("tfdist: waiting for nodes 1, 2 of 3 at 127.0.0.1:") > 2
 

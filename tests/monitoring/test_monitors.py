@@ -33,7 +33,7 @@ from tfdist.train import dry_run
 L = keras.layers
 
 
-class Calls(keras.callbacks.Callback):
+class Calls(tfdist.Callback):
     takes_many_updates = True
     wants_gradient_norm = True
 
@@ -106,7 +106,7 @@ def test_a_slow_gradient_is_no_wait_for_input(connect):
 def test_a_slow_epoch_end_is_no_time_between_calls(connect):
     """Validation and what callbacks do between epochs are not part of the training's speed."""
 
-    class Idle(keras.callbacks.Callback):
+    class Idle(tfdist.Callback):
         takes_many_updates = True
 
         def on_epoch_end(self, epoch, logs=None):
@@ -333,7 +333,7 @@ def test_numbers_that_stay_short():
 def test_a_profile(tmp_path, connect, said):
     """The trace has just the updates that were asked for, and the text the operations of the model."""
 
-    class Count(keras.callbacks.Callback):
+    class Count(tfdist.Callback):
         takes_many_updates = True
         updates = 0
 

@@ -29,7 +29,7 @@ def model(distribution, most, after=0):
         )
 
 
-class Watch(keras.callbacks.Callback):
+class Watch(tfdist.Callback):
     takes_many_updates = True
 
     def __init__(self):
@@ -41,18 +41,18 @@ class Watch(keras.callbacks.Callback):
 
 
 def train(distribution, made, tmp_path=None, data=None, **options):
-    """(model, history, accumulate that was come to, lines said)."""
-    watch, lines = Watch(), []
+    """(model, history, accumulate that was come to)."""
+    watch = Watch()
     checkpoints = None
     if tmp_path:
-        checkpoints = tfdist.Checkpoints(tmp_path / "checkpoints", every="2 steps", say=lines.append)
+        checkpoints = tfdist.Checkpoints(tmp_path / "checkpoints", every="2 steps")
     options = dict(batch_size=BATCH, epochs=3, steps_per_call=2, verbose=0, distribution=distribution) | options
     data = training_cases.images(61) if data is None else data
     history = tfdist.fit(
         made, *data, callbacks=[watch, keras.callbacks.ReduceLROnPlateau("loss", patience=1)],
         validation_data=training_cases.images(31), checkpoints=checkpoints, **options,
     )  # fmt: skip
-    return made, history.history, watch.accumulate, lines
+    return made, history.history, watch.accumulate
 
 
 def trainable(model):
@@ -68,16 +68,16 @@ def trainable(model):
         (5, 3, 4),
     ],
 )
-def test_it_goes_on_with_smaller_micro_batches_and_the_same_result(after, replicas, most, connect, tmp_path):
+def test_it_goes_on_with_smaller_micro_batches_and_the_same_result(after, replicas, most, connect, tmp_path, said):
     """At the first update, for which there is no checkpoint yet, and in the middle of the second epoch."""
     distribution = connect(replicas)
-    expected, history, _, _ = train(distribution, model(distribution, 10**6), accumulate=BATCH // (most * replicas))
-    made, found, accumulate, lines = train(distribution, model(distribution, most, after), tmp_path)
+    expected, history, _ = train(distribution, model(distribution, 10**6), accumulate=BATCH // (most * replicas))
+    made, found, accumulate = train(distribution, model(distribution, most, after), tmp_path)
     assert accumulate == ([2, 4] if replicas == 1 else [2])
     assert training_cases.distance(trainable(made), trainable(expected)) < 1e-6
     for name, values in history.items():
         assert found[name] == pytest.approx(values, rel=1e-5), name
-    warnings = [line for line in lines if line.startswith("WARNING")]
+    warnings = [line for line in said if line.startswith("WARNING")]
     assert len(warnings) == len(accumulate)
     micro, start = BATCH // replicas, 0 if after == 0 else 4
     assert warnings[0].startswith("WARNING: out of memory (") and warnings[0].endswith(
@@ -201,7 +201,7 @@ def test_the_launcher_starts_it_again_by_itself(run, tmp_path, by_hand):
 def test_notes_that_say_nothing(tmp_path):
     from tfdist.checkpoints.run_folder import RunFolder
 
-    folder = RunFolder(str(tmp_path), True, print)
+    folder = RunFolder(str(tmp_path), True)
     assert oom_note.noted(folder) == 1
     for text in ("", "{", "[]", '{"accumulate": "many"}', '{"accumulate": -3}'):
         (tmp_path / oom_note.NAME).write_text(text)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import keras
 import numpy as np
 
+from tfdist.data.structures import Structure
+
+State: TypeAlias = dict[str, Any]
+"""What a callback remembers, by name, as JSON can hold it."""
 _KNOWN: dict[type, tuple[str, ...]] = {
     keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "stopped_epoch"),
     keras.callbacks.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
@@ -15,33 +19,45 @@ _KNOWN: dict[type, tuple[str, ...]] = {
 _ARRAYS = {keras.callbacks.EarlyStopping: "best_weights"}
 
 
-def capture(callbacks: Any) -> dict[str, dict]:
-    """By name: what JSON can hold. A callback of one's own takes part with `get_state()` and `set_state(state)`."""
-    found = {}
+@runtime_checkable
+class Stateful(Protocol):
+    """A callback that keeps its state itself; `tfdist.Callback` is one, and any other with these methods."""
+
+    def get_state(self) -> State | None:
+        """Returns what JSON can hold; None for nothing of its own."""
+
+    def set_state(self, state: State) -> None:
+        """Takes it back."""
+
+
+def capture(callbacks: keras.callbacks.CallbackList) -> dict[str, State]:
+    """Returns by name what the callbacks remember, as far as JSON can hold it."""
+    states = {}
     for name, callback in _named(callbacks):
-        if hasattr(callback, "get_state"):
-            found[name] = callback.get_state()
+        own = callback.get_state() if isinstance(callback, Stateful) else None
+        if own is not None:
+            states[name] = own
             continue
         for kind, fields in _KNOWN.items():
             if isinstance(callback, kind):
-                found[name] = {f: _plain(getattr(callback, f, None)) for f in fields}
-    return found
+                states[name] = {f: _plain(getattr(callback, f, None)) for f in fields}
+    return states
 
 
-def restore(callbacks: Any, states: dict[str, dict]) -> None:
+def restore(callbacks: keras.callbacks.CallbackList, states: dict[str, State]) -> None:
     """Gives callbacks their state back; after `on_train_begin`, in which they forget it."""
     for name, callback in _named(callbacks):
         if name not in states:
             continue
-        if hasattr(callback, "set_state"):
+        if isinstance(callback, Stateful):
             callback.set_state(states[name])
         else:
             for field, value in states[name].items():
                 setattr(callback, field, value)
 
 
-def arrays(callbacks: Any) -> dict[str, np.ndarray]:
-    """The best weights of EarlyStopping."""
+def arrays(callbacks: keras.callbacks.CallbackList) -> dict[str, np.ndarray]:
+    """Returns the best weights of EarlyStopping, by the callback's name and their number."""
     return {
         f"{name}/{i:04d}": np.asarray(array)
         for name, callback in _named(callbacks)
@@ -51,17 +67,17 @@ def arrays(callbacks: Any) -> dict[str, np.ndarray]:
     }
 
 
-def set_arrays(callbacks: Any, found: dict[str, np.ndarray]) -> None:
+def set_arrays(callbacks: keras.callbacks.CallbackList, stored: dict[str, np.ndarray]) -> None:
     """Puts back what `arrays` gave."""
     for name, callback in _named(callbacks):
-        mine = [found[key] for key in sorted(found) if key.rpartition("/")[0] == name]
+        mine = [stored[key] for key in sorted(stored) if key.rpartition("/")[0] == name]
         for kind, field in _ARRAYS.items():
             if mine and isinstance(callback, kind):
                 setattr(callback, field, mine)
 
 
-def _named(callbacks: Any) -> list[tuple[str, Any]]:
-    """Callbacks by class and number: a new process has them in the same order."""
+def _named(callbacks: keras.callbacks.CallbackList) -> list[tuple[str, keras.callbacks.Callback]]:
+    """Names callbacks by class and number: a new process has them in the same order."""
     seen: dict[str, int] = {}
     named = []
     for callback in callbacks.callbacks:
@@ -71,5 +87,6 @@ def _named(callbacks: Any) -> list[tuple[str, Any]]:
     return named
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Structure) -> Any:
+    """Returns a number of NumPy as one of Python, and anything else as it is."""
     return value.item() if isinstance(value, (np.generic, np.ndarray)) and np.ndim(value) == 0 else value

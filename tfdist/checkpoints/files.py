@@ -17,7 +17,8 @@ import pathlib
 import re
 import shutil
 from collections.abc import Callable
-from typing import Any
+
+from tfdist.config import atomic_file
 
 FORMAT = 1
 TENSORS = "tensors"
@@ -34,7 +35,7 @@ class DamagedError(Exception):
 
 
 def found(folder: pathlib.Path) -> list[pathlib.Path]:
-    """All checkpoints in a folder, valid or not, the newest first.
+    """Lists all checkpoints in a folder, valid or not, the newest first.
 
     Raises:
       OSError: the folder is there and cannot be read.
@@ -47,7 +48,7 @@ def found(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def update_of(path: pathlib.Path) -> int:
-    """The update after which a checkpoint was taken."""
+    """Returns the update after which a checkpoint was taken."""
     return _age(path)[0]
 
 
@@ -83,7 +84,7 @@ def verify(path: pathlib.Path) -> int:
 
 
 def read_state(path: pathlib.Path) -> dict:
-    """What `write` was given as `state`; verify the checkpoint first.
+    """Returns what `write` was given as `state`; verify the checkpoint first.
 
     Raises:
       DamagedError: it cannot be read.
@@ -119,7 +120,7 @@ def _manifest_bytes(files: dict, experiment: str, number: int = FORMAT) -> bytes
     return (json.dumps(content | {"sha256": digest}, sort_keys=True, indent=1) + "\n").encode()
 
 
-def write(folder: pathlib.Path, update: int, state: dict, tensors: Callable[[str], Any]) -> pathlib.Path:
+def write(folder: pathlib.Path, update: int, state: dict, tensors: Callable[[str], object]) -> pathlib.Path:
     """Writes one checkpoint, durably.
 
     Args:
@@ -132,7 +133,7 @@ def write(folder: pathlib.Path, update: int, state: dict, tensors: Callable[[str
       The checkpoint.
 
     Raises:
-      OSError: the disk is full, say; what was there before is as it was.
+      OSError: it cannot be written, because the disk is full for example; what was there before is as it was.
     """
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f".{update}.{os.getpid()}"
@@ -145,19 +146,17 @@ def write(folder: pathlib.Path, update: int, state: dict, tensors: Callable[[str
         files = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in written}
         (temporary / MANIFEST).write_bytes(_manifest_bytes(files, _hash(state.get("experiment"))))
         for path in [*written, temporary / MANIFEST, temporary]:
-            sync(path)
+            atomic_file.sync(path)
         # One that is there already stays until it is pruned: replacing it would leave a moment with none.
         same = [path for path in found(folder) if update_of(path) == update]
         final = folder / (f"{update}.{_age(same[0])[1] + 1}" if same else str(update))
         temporary.rename(final)
-        sync(folder)
+        atomic_file.sync(folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    pointer = folder / f".{LATEST}"
-    pointer.write_text(final.name + "\n")
-    sync(pointer)
-    os.replace(pointer, folder / LATEST)
+    with atomic_file.replacing(folder / LATEST, folder / f".{LATEST}") as pointer:
+        pointer.write_text(final.name + "\n")
     return final
 
 
@@ -185,16 +184,7 @@ def set_aside(path: pathlib.Path) -> pathlib.Path:
     return moved
 
 
-def sync(path: pathlib.Path) -> None:
-    """Brings a file, or the entries of a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _hash(fields: Any) -> str:
+def _hash(fields: object) -> str:
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 

@@ -12,24 +12,24 @@ _ADVICE = re.compile(r"out of memory.* train\.accumulate=(\d+) ")
 
 
 def advice(accumulate: int) -> str:
-    """The end of a message, which `heed` understands on whichever worker it arrives."""
+    """Returns the end of a message, which `heed` understands on whichever worker it arrives."""
     return f"train.accumulate={accumulate} needs less of it and changes nothing else"
 
 
 def note(folder: RunFolder, accumulate: int) -> None:
-    """Keeps it for the next attempt."""
+    """Keeps the number of micro-batches for the next attempt."""
     folder.write(NAME, {"accumulate": accumulate})
 
 
 def heed(folder: RunFolder, message: str) -> None:
-    """Notes what a message of an error advises, of this worker or another one."""
-    found = _ADVICE.search(message)
-    if found:
-        note(folder, int(found[1]))
+    """Notes what the message of an error advises, whether this worker has failed or another one."""
+    advised = _ADVICE.search(message)
+    if advised:
+        note(folder, int(advised[1]))
 
 
 def noted(folder: RunFolder) -> int:
-    """What the attempt before has noted; 1 if nothing."""
+    """Returns what the attempt before has noted; 1 if nothing."""
     try:
         return max(1, int(json.loads((folder.path / NAME).read_bytes())["accumulate"]))
     except (OSError, ValueError, KeyError, TypeError):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from tfdist.checkpoints import files
 from tfdist.checkpoints.files import DamagedError
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.config import Experiment, flat
+from tfdist.config.messages import logger
 from tfdist.config.runtime_options import Environment
 from tfdist.errors import UserError
 
@@ -35,21 +36,23 @@ class Position:
     epoch: int = 0
     """The running epoch, from 0."""
     begun: int = 0
-    """Updates of it."""
+    """How many updates of that epoch are made."""
     measured: bool = False
     """All its updates are made, and the replicas' statistics averaged."""
     stopped: bool = False
     """A callback has ended the training."""
     logs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Loss and metrics of the running epoch so far, by name."""
     sums: list[float] = dataclasses.field(default_factory=list)
-    """Of the running epoch; see `step_calls.Totals`."""
+    """Losses times examples in the running epoch; see `results.Totals`."""
     examples: float = 0.0
+    """How many examples of the running epoch have been seen."""
     skipped: list[int] = dataclasses.field(default_factory=list)
     """Updates that are left out, since the loss was not finite there."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Chosen:
+class LoadedCheckpoint:
     """A checkpoint that has been read."""
 
     path: pathlib.Path
@@ -57,7 +60,7 @@ class Chosen:
     tensors: dict[str, Any]
 
 
-class Choice:
+class ResumeChoice:
     """Reads the checkpoints of a folder, the newest first.
 
     Args:
@@ -65,22 +68,16 @@ class Choice:
       identity: batch, length and seed of an epoch.
       experiment: its fields by name.
       changed: accept another identity or experiment where an epoch has ended.
-      say: shows a line to a person.
     """
 
     def __init__(
-        self,
-        folder: pathlib.Path,
-        identity: Mapping[str, Any],
-        experiment: Mapping[str, str],
-        changed: bool,
-        say: Callable[[str], None],
+        self, folder: pathlib.Path, identity: Mapping[str, int | None], experiment: Mapping[str, str], changed: bool
     ):
         self._folder, self._identity, self._experiment = folder, dict(identity), experiment
-        self._changed, self._say = changed, say
+        self._changed = changed
 
-    def newest(self, required: bool = False) -> Chosen | None:
-        """The one to resume from; None if there is none at all.
+    def newest(self, required: bool = False) -> LoadedCheckpoint | None:
+        """Returns the one to resume from; None if there is none at all.
 
         Raises:
           UserError: there are some and none can be used, or there is none and one is required.
@@ -96,7 +93,7 @@ class Choice:
             if chosen is None or not self._agrees(chosen):
                 continue
             for newer in paths[:number]:  # or they would be the newest once more
-                self._say(f"{newer} is now {files.set_aside(newer).name}")
+                logger.info(f"{newer} is now {files.set_aside(newer).name}")
             return chosen
         if valid:
             raise UserError(
@@ -111,19 +108,19 @@ class Choice:
             raise UserError(f"--resume=require, and there is no checkpoint in {self._folder}: check --workdir")
         return None
 
-    def load(self, path: pathlib.Path) -> Chosen | None:
-        """A checkpoint, if every byte of it is right."""
+    def load(self, path: pathlib.Path) -> LoadedCheckpoint | None:
+        """Reads a checkpoint; returns None if any byte of it is not as it was written, and says so."""
         from tfdist.checkpoints import training_state
 
         try:
             files.verify(path)
             content = files.read_state(path)
-            return Chosen(path, content, training_state.read(str(path / files.TENSORS)))
+            return LoadedCheckpoint(path, content, training_state.read(str(path / files.TENSORS)))
         except DamagedError as error:
-            self._say(f"WARNING: checkpoint {path} is not used: {error}")
+            logger.info(f"WARNING: checkpoint {path} is not used: {error}")
             return None
 
-    def _agrees(self, chosen: Chosen) -> bool:
+    def _agrees(self, chosen: LoadedCheckpoint) -> bool:
         odd = differences(self._experiment, chosen.state["experiment"])
         before = chosen.state["run"]
         odd += [
@@ -136,14 +133,16 @@ class Choice:
         if not self._changed:
             raise UserError(refusal(str(chosen.path), odd))
         if chosen.state["position"]["begun"]:
-            self._say(f"checkpoint {chosen.path} is not used: it is from the middle of an epoch, and {'; '.join(odd)}")
+            logger.info(
+                f"checkpoint {chosen.path} is not used: it is from the middle of an epoch, and {'; '.join(odd)}"
+            )
             return False
-        self._say(f"resuming though {'; '.join(odd)}")
+        logger.info(f"resuming though {'; '.join(odd)}")
         return True
 
 
 def differences(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
-    """The fields that differ, in words, less the harmless ones."""
+    """Returns the fields that differ, in words, without the harmless ones."""
     names = [name for name in {**here, **there} if not name.startswith(HARMLESS)]
     return [
         f"{name} is {there.get(name, 'missing')} there and {here.get(name, 'missing')} here"
@@ -153,7 +152,7 @@ def differences(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
 
 
 def refusal(what: str, odd: list[str]) -> str:
-    """The line for a run folder or checkpoint of another experiment."""
+    """Returns the line for a run folder or checkpoint of another experiment."""
     return (
         f"{what} is of another experiment ({'; '.join(odd[:5])}{'; ...' if len(odd) > 5 else ''}): "
         "choose another --workdir or --config.name, or --resume=never, which sets the earlier run aside, "
@@ -172,17 +171,17 @@ def same_experiment(folder: RunFolder, experiment: Experiment, where: Environmen
 
 
 def _begins_anew(where: Environment, attempt: int) -> bool:
-    """A run that the launcher starts again goes on, whatever was asked for at first."""
+    """Tells whether the run begins anew; one that the launcher starts again goes on, whatever was asked for."""
     return where.resume == "never" and attempt == 0
 
 
 def unfinished(folder: RunFolder, where: Environment, attempt: int) -> bool:
-    """Whether the folder's run has not come to its end, and is not to begin anew."""
+    """Tells whether the folder's run has not come to its end, and is not to begin anew."""
     return attempt > 0 or not (_begins_anew(where, attempt) or folder.completed)
 
 
 def goes_on(folder: RunFolder, where: Environment, attempt: int, no_checkpoints: bool) -> bool:
-    """Whether this run continues the one in the folder, instead of setting it aside."""
+    """Tells whether this run continues the one in the folder, instead of setting it aside."""
     if attempt > 0:
         return True
     if _begins_anew(where, attempt) or no_checkpoints:
@@ -196,7 +195,7 @@ def goes_on(folder: RunFolder, where: Environment, attempt: int, no_checkpoints:
 
 
 def intent(folder: RunFolder, goes_on: bool) -> str:
-    """What will be done with the run folder, for a person."""
+    """Returns what will be done with the run folder, in words for a person."""
     if not goes_on:
         return f"{folder.path}, the run in it set aside" if folder.holds_run else str(folder.path)
     newest = files.found(folder.checkpoints)

@@ -10,11 +10,16 @@ import os
 import pathlib
 import platform
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tfdist.config import atomic_file
+from tfdist.config.messages import logger
 from tfdist.errors import TrainingError, UserError
+
+if TYPE_CHECKING:
+    import keras
 
 LOCK = ".lock"
 LOGS = "logs"
@@ -26,14 +31,13 @@ class RunFolder:
 
     Args:
       path: the folder.
-      writes: False for workers other than the chief, which leave nothing behind.
-      say: shows a line to a person.
+      writes: False for workers other than the chief, which leave nothing behind and say nothing.
     """
 
-    def __init__(self, path: str, writes: bool = True, say: Callable[[str], None] = lambda line: None):
+    def __init__(self, path: str, writes: bool = True):
         self.path = pathlib.Path(path)
         self.checkpoints = self.path / "checkpoints"
-        self._writes, self._say = writes, say
+        self._writes = writes
         self._lock: int | None = None
         self._waiting: list[str] = []
 
@@ -80,7 +84,7 @@ class RunFolder:
         except OSError as error:
             if isinstance(error, FileNotFoundError):
                 raise UserError(f"--workdir={self.path} is being deleted by somebody: choose another folder") from None
-            self._say(f"WARNING: {self.path} cannot be locked ({error.strerror}): start no second run there")
+            logger.info(f"WARNING: {self.path} cannot be locked ({error.strerror}): start no second run there")
 
     def release(self) -> None:
         """Lets others have the folder."""
@@ -92,7 +96,7 @@ class RunFolder:
             self._lock = None
 
     def earlier(self) -> dict[str, Any] | None:
-        """The experiment of the run that this folder holds, if it holds one."""
+        """Returns the experiment of the run that this folder holds; None if it holds none."""
         try:
             return json.loads((self.path / "experiment.json").read_bytes())
         except (OSError, ValueError):
@@ -100,12 +104,12 @@ class RunFolder:
 
     @property
     def holds_run(self) -> bool:
-        """Whether an earlier run has left anything that was measured or learnt."""
+        """Tells whether an earlier run has left anything that was measured or learnt."""
         return any((self.path / name).exists() for name in ("result.json", "history.jsonl", "checkpoints"))
 
     @property
     def completed(self) -> bool:
-        """Whether the earlier run came to its end."""
+        """Tells whether the earlier run came to its end."""
         try:
             return json.loads((self.path / "result.json").read_bytes())["status"] == "completed"
         except (OSError, ValueError, KeyError, TypeError):
@@ -134,14 +138,14 @@ class RunFolder:
 
     @property
     def writes(self) -> bool:
-        """False on workers that leave nothing behind, which need not make what would be written."""
+        """Tells whether this worker writes anything: one that does not can spare itself the making of it."""
         return self._writes
 
     def write(self, name: str, content: dict) -> None:
         """Writes one JSON file, durably.
 
         Raises:
-          TrainingError: the disk is full, say.
+          TrainingError: the file cannot be written, because the disk is full for example.
         """
         self.write_text(name, json.dumps(strict(content), indent=2) + "\n")
 
@@ -149,19 +153,12 @@ class RunFolder:
         """Writes one file, durably.
 
         Raises:
-          TrainingError: the disk is full, say.
+          TrainingError: the file cannot be written, because the disk is full for example.
         """
         if not self._writes:
             return
-        with self._writing(name):
-            temporary = self.path / f".{name}.{os.getpid()}"
-            try:
-                temporary.write_bytes(text.encode(errors="replace"))
-                _sync(temporary)
-                os.replace(temporary, self.path / name)
-            finally:
-                with contextlib.suppress(OSError):
-                    temporary.unlink()
+        with self._writing(name), atomic_file.replacing(self.path / name) as temporary:
+            temporary.write_bytes(text.encode(errors="replace"))
 
     def append(self, name: str, line: dict) -> None:
         """Adds one line of JSON to a file; what cannot be written now is written with a later one."""
@@ -176,7 +173,7 @@ class RunFolder:
             self._waiting.clear()
         except OSError as error:
             if not failed:
-                self._say(f"WARNING: {self.path / name} cannot be written ({error.strerror}): training goes on")
+                logger.info(f"WARNING: {self.path / name} cannot be written ({error.strerror}): training goes on")
 
     def cut(self, name: str, keep: Callable[[dict], bool]) -> None:
         """Drops lines from a file of JSON lines, and one that was not written to its end."""
@@ -187,34 +184,26 @@ class RunFolder:
             with contextlib.suppress(ValueError):
                 if keep(json.loads(line)):
                     kept.append(line + "\n")
-        with self._writing(name):
-            temporary = self.path / f".{name}.{os.getpid()}"
+        with self._writing(name), atomic_file.replacing(self.path / name) as temporary:
             temporary.write_text("".join(kept), encoding="utf-8")
-            _sync(temporary)
-            os.replace(temporary, self.path / name)
 
     def remove(self, name: str) -> None:
         """Deletes a file, if it is there."""
         if self.writes:
             (self.path / name).unlink(missing_ok=True)
 
-    def save_model(self, model: Any) -> None:
+    def save_model(self, model: keras.Model) -> None:
         """Writes `model.keras`, under another name first: Keras writes in place, and a kill would leave half.
 
         Raises:
-          TrainingError: the disk is full, say.
+          TrainingError: the file cannot be written, because the disk is full for example.
         """
         if not self._writes:
             return
         with self._writing("model.keras"):
-            temporary = self.path / f".model-{os.getpid()}.keras"
-            try:
+            path, temporary = self.path / "model.keras", self.path / f".model-{os.getpid()}.keras"  # as Keras wants it
+            with atomic_file.replacing(path, temporary):
                 model.save(temporary)
-                _sync(temporary)
-                os.replace(temporary, self.path / "model.keras")
-            finally:
-                with contextlib.suppress(OSError):
-                    temporary.unlink()
 
     @contextlib.contextmanager
     def _writing(self, name: str) -> Iterator[None]:
@@ -228,13 +217,8 @@ class RunFolder:
             ) from None
 
 
-def _sync(path: pathlib.Path) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-
-
-def strict(value: Any) -> Any:
-    """JSON has no NaN or Infinity; readers other than Python's refuse them."""
+def strict(value: object) -> Any:
+    """Makes of a value what every reader of JSON takes: there is no NaN or Infinity in it, and there are no arrays."""
     if isinstance(value, dict):
         return {str(k): strict(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):

@@ -9,13 +9,14 @@ averaged, sums added up, and random streams begin anew from the first replica's.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tfdist.checkpoints import callback_state
+from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
 from tfdist.models import freezing
@@ -26,12 +27,14 @@ SHARED, OWN, CALLBACKS = "shared", "replicas", "callbacks"
 """First part of the tensors' names: kept once, [replicas, ...], and of callbacks."""
 
 
-def capture(model: keras.Model, distribution: Distribution, callbacks: Any) -> dict[str, Any]:
-    """The state by name, without a copy where TensorFlow makes one by itself before the next change.
+def capture(
+    model: keras.Model, distribution: Distribution, callbacks: keras.callbacks.CallbackList
+) -> dict[str, Structure]:
+    """Returns the state by name, tensors and arrays, without a copy where TensorFlow makes one before the next change.
 
     To be called on all workers; only the chief's result is whole.
     """
-    own = {name: np.stack([_read(copy).numpy() for copy in _copies(v)]) for name, v in _own(model)}
+    own = {name: np.stack([_read(copy).numpy() for copy in copies(v)]) for name, v in _own(model)}
     if distribution.workers > 1:
         places = slice(distribution.first, distribution.first + len(distribution.devices))
         rows = []
@@ -43,14 +46,14 @@ def capture(model: keras.Model, distribution: Distribution, callbacks: Any) -> d
     if not distribution.is_chief:
         return {}
     on_gpu = distribution.devices[0].startswith("GPU")  # there a copy on write would need twice the memory
-    shared = {name: _read(_copies(v)[0]) for name, v in _shared(model)}
+    shared = {name: _read(copies(v)[0]) for name, v in _shared(model)}
     if on_gpu:
         shared = {name: value.numpy() for name, value in shared.items()}
     of_callbacks = {f"{CALLBACKS}/{name}": array for name, array in callback_state.arrays(callbacks).items()}
     return {**shared, **own, **of_callbacks}
 
 
-def write(prefix: str, tensors: dict[str, Any]) -> None:
+def write(prefix: str, tensors: dict[str, Structure]) -> None:
     """Writes what `capture` gave; from any thread."""
     with tf.device("CPU:0"):
         values = [tf.convert_to_tensor(t) for t in tensors.values()]
@@ -60,12 +63,17 @@ def write(prefix: str, tensors: dict[str, Any]) -> None:
 
 
 def read(prefix: str) -> dict[str, np.ndarray]:
-    """What `write` has written."""
+    """Reads what `write` has written."""
     reader = tf.train.load_checkpoint(prefix)
     return {name: np.asarray(reader.get_tensor(name)) for name in reader.get_variable_to_shape_map()}
 
 
-def restore(model: keras.Model, distribution: Distribution, callbacks: Any, tensors: dict[str, np.ndarray]) -> None:
+def restore(
+    model: keras.Model,
+    distribution: Distribution,
+    callbacks: keras.callbacks.CallbackList,
+    tensors: dict[str, np.ndarray],
+) -> None:
     """Puts a state back; to be called on all workers, with the tensors on the chief.
 
     Raises:
@@ -80,17 +88,17 @@ def restore(model: keras.Model, distribution: Distribution, callbacks: Any, tens
         values = together(distribution, values)
     by_place = dict(zip((_place(name) for name, _, _ in kinds), values))
     for name, variable in _shared(model):
-        for copy in _copies(variable):
+        for copy in copies(variable):
             copy.assign(by_place[_place(name)])
     for name, variable in _own(model):
-        _assign_own(name, _copies(variable), by_place[_place(name)], distribution)
+        _assign_own(name, copies(variable), by_place[_place(name)], distribution)
     refresh(model)
-    found = {n.removeprefix(f"{CALLBACKS}/"): v for n, v in by_place.items() if n.startswith(f"{CALLBACKS}/")}
-    callback_state.set_arrays(callbacks, found)
+    arrays = {n.removeprefix(f"{CALLBACKS}/"): v for n, v in by_place.items() if n.startswith(f"{CALLBACKS}/")}
+    callback_state.set_arrays(callbacks, arrays)
 
 
 def weights(model: keras.Model, tensors: dict[str, np.ndarray], averaged: bool) -> list[np.ndarray]:
-    """The weights that a state holds, as the training would have ended with them.
+    """Returns the weights that a state holds, as the training would have ended with them.
 
     Args:
       model: like the one that the state was taken of, under no strategy.
@@ -108,27 +116,27 @@ def weights(model: keras.Model, tensors: dict[str, np.ndarray], averaged: bool) 
     kept = {name: t for name, t in tensors.items() if name.split("/")[1] == "model"}
     _fits(wanted, [[name, str(t.dtype), list(t.shape)] for name, t in sorted(kept.items())])
     by_place = {_place(name): t for name, t in kept.items()}
-    found = {}
+    values = {}
     for name, variable in wanted.items():
         value = by_place[_place(name)]
         if name.startswith(f"{OWN}/"):
             mean = value.dtype.kind == "f" or value.dtype.name == "bfloat16"
             value = value.astype(np.float64).mean(0).astype(value.dtype) if mean else value[0]
-        found[id(variable)] = value
+        values[id(variable)] = value
     if averaged:
         of_optimizer = [n for n in sorted(tensors) if n.startswith(f"{SHARED}/optimizer/") and n.endswith("_average")]
         for variable, name in zip(model.trainable_variables, of_optimizer, strict=True):
-            found[id(variable)] = tensors[name]
-    return [found[id(v)] for v in model.weights]
+            values[id(variable)] = tensors[name]
+    return [values[id(v)] for v in model.weights]
 
 
 def assign(model: keras.Model, distribution: Distribution, arrays: list[np.ndarray]) -> None:
     """Gives a model the chief's weights; to be called on all workers, with the arrays on the chief."""
     if distribution.workers > 1:
-        empty = [np.zeros(v.shape, _copies(v)[0].dtype.as_numpy_dtype) for v in model.weights]
+        empty = [np.zeros(v.shape, copies(v)[0].dtype.as_numpy_dtype) for v in model.weights]
         arrays = together(distribution, arrays if distribution.is_chief else empty)
     for variable, value in zip(model.weights, arrays, strict=True):
-        for copy in _copies(variable):
+        for copy in copies(variable):
             copy.assign(value)
     refresh(model)
 
@@ -144,17 +152,17 @@ def separate_streams(model: keras.Model, distribution: Distribution) -> None:
     """Gives the random layers of each replica a stream of their own; replica 0 keeps Keras' own."""
     if distribution.replicas == 1:
         return
-    seeds = [_copies(v) for v in model.non_trainable_variables if _is_seed(v)]
-    states = [_read(copies[0]).numpy().tolist() for copies in seeds]
+    seeds = [copies(v) for v in model.non_trainable_variables if _is_seed(v)]
+    states = [_read(of_one[0]).numpy().tolist() for of_one in seeds]
     chief = distribution.peers.gather("the seeds of random layers", states)[0]
-    for copies, state in zip(seeds, chief):
-        for replica, copy in enumerate(copies, distribution.first):
+    for of_one, state in zip(seeds, chief):
+        for replica, copy in enumerate(of_one, distribution.first):
             offset = np.array([replica * 0x9E3779B1 % 2**32, 0], np.uint64)
             copy.assign(((np.array(state, np.uint64) + offset) % 2**32).astype(copy.dtype.as_numpy_dtype))
 
 
 def together(distribution: Distribution, arrays: list[np.ndarray]) -> list[np.ndarray]:
-    """The arrays of whichever worker has other than zeros, on all workers, bit for bit.
+    """Returns the arrays of whichever worker has other than zeros, on all workers, bit for bit.
 
     Bits are added as integers, which is exact for every type, minus zero and NaN included.
     """
@@ -171,11 +179,12 @@ def together(distribution: Distribution, arrays: list[np.ndarray]) -> list[np.nd
     return results
 
 
-_sums: dict[int, Any] = {}
+_sums: dict[int, Callable[[tf.Tensor], tf.Tensor]] = {}
+"""The compiled sums, by the id of the strategy."""
 
 
-def _sum(distribution: Distribution, words: Any) -> Any:
-    """int64 [n] over all workers, of each its first replica's."""
+def _sum(distribution: Distribution, words: tf.Tensor) -> tf.Tensor:
+    """Sums int64 [n] over all workers, taking of each its first replica's."""
     key = id(distribution.strategy)
     if key not in _sums:
 
@@ -191,59 +200,75 @@ def _sum(distribution: Distribution, words: Any) -> Any:
     return _sums[key](words)
 
 
-def _shared(model: keras.Model) -> list[tuple[str, Any]]:
+def _shared(model: keras.Model) -> list[tuple[str, keras.Variable]]:
     optimizer = [] if model.optimizer is None else model.optimizer.variables
     return _named(SHARED, {"model": _parts(model)[0], "optimizer": optimizer})
 
 
-def _own(model: keras.Model) -> list[tuple[str, Any]]:
+def _own(model: keras.Model) -> list[tuple[str, keras.Variable]]:
     return _named(OWN, {"model": _parts(model)[1], "metrics": model.metrics_variables})
 
 
 def _parts(model: keras.Model) -> tuple[list, list]:
-    """The model's variables that are the same on every replica, and those that are not."""
+    """Returns the model's variables that are the same on every replica, and those that are not."""
     fixed = freezing.fixed(model)
     known = {id(v) for v in fixed}
     return [*model.trainable_variables, *fixed], [v for v in model.non_trainable_variables if id(v) not in known]
 
 
-def _named(kind: str, parts: dict[str, list]) -> list[tuple[str, Any]]:
+def _named(kind: str, parts: dict[str, list]) -> list[tuple[str, keras.Variable]]:
     return [(f"{kind}/{p}/{i:04d}/{v.path}", v) for p, variables in parts.items() for i, v in enumerate(variables)]
 
 
-def _copies(variable: Any) -> tuple:
-    """This worker's copies of a Keras variable, in order of replicas."""
+def copies(variable: keras.Variable) -> tuple[tf.Variable, ...]:
+    """Returns this worker's copies of a Keras variable, in order of replicas."""
     return tuple(getattr(variable.value, "values", (variable.value,)))
 
 
-def _read(copy: Any) -> Any:
+def _read(copy: tf.Variable) -> tf.Tensor:
     return tf.raw_ops.ReadVariableOp(resource=copy.handle, dtype=copy.dtype)
 
 
-def _is_seed(variable: Any) -> bool:
+def _is_seed(variable: keras.Variable) -> bool:
     return "seed_generator" in variable.path
 
 
-def _assign_own(name: str, copies: tuple, rows: np.ndarray, distribution: Distribution) -> None:
+def _assign_own(name: str, variables: Sequence[tf.Variable], rows: np.ndarray, distribution: Distribution) -> None:
+    """Gives each of this worker's copies of a variable its value.
+
+    Args:
+      name: of the variable, as in the checkpoint.
+      variables: this worker's copies, in order of replicas.
+      rows: [replicas, ...], the replicas being those of the world that the checkpoint was taken in.
+    """
     if len(rows) == distribution.replicas:
-        given = list(rows[distribution.first : distribution.first + len(copies)])
+        given = list(rows[distribution.first : distribution.first + len(variables)])
     elif name.startswith(f"{OWN}/metrics/"):
         total = rows.sum(0, dtype=np.float64 if rows.dtype.kind == "f" else None).astype(rows.dtype)
         given = [total if replica == 0 else np.zeros_like(total) for replica in _replicas(distribution)]
     elif rows.dtype.kind == "f" or rows.dtype.name == "bfloat16":
-        given = [rows.astype(np.float64).mean(0).astype(rows.dtype)] * len(copies)
+        given = [rows.astype(np.float64).mean(0).astype(rows.dtype)] * len(variables)
     else:
-        given = [rows[0]] * len(copies)
-    for copy, value in zip(copies, given):
+        given = [rows[0]] * len(variables)
+    for copy, value in zip(variables, given):
         copy.assign(value)
 
 
 def _replicas(distribution: Distribution) -> range:
-    """Numbers of this worker's replicas."""
+    """Returns the numbers of this worker's replicas."""
     return range(distribution.first, distribution.first + len(distribution.devices))
 
 
-def _fits(wanted: dict[str, Any], kinds: list) -> None:
+def _fits(wanted: dict[str, keras.Variable], kinds: list[list]) -> None:
+    """Checks that each variable is in the checkpoint, and each of the checkpoint's in the model.
+
+    Args:
+      wanted: the model's and the optimizer's variables by name.
+      kinds: name, dtype and shape of each tensor of the checkpoint.
+
+    Raises:
+      UserError: naming the first variable that does not fit.
+    """
     have = {name: (dtype, shape) for name, dtype, shape in kinds if not name.startswith(f"{CALLBACKS}/")}
     ours = {_place(name): name for name in wanted}
     theirs = {_place(name): name for name in have}
@@ -255,13 +280,13 @@ def _fits(wanted: dict[str, Any], kinds: list) -> None:
     for place, name in ours.items():
         variable, (dtype, shape) = wanted[name], have[theirs[place]]
         shape = shape[1:] if name.startswith(f"{OWN}/") else shape
-        if list(variable.shape) != shape or _copies(variable)[0].dtype.name != dtype:
+        if list(variable.shape) != shape or copies(variable)[0].dtype.name != dtype:
             raise UserError(
                 f"the checkpoint is of another model ({name} is {dtype}{shape} there and "
-                f"{_copies(variable)[0].dtype.name}{list(variable.shape)} here): build the same model, or start anew"
+                f"{copies(variable)[0].dtype.name}{list(variable.shape)} here): build the same model, or start anew"
             )
 
 
 def _place(name: str) -> str:
-    """Kind and number: Keras counts names up within a process, so the same model may have others."""
+    """Returns kind and number: Keras counts names up within a process, so the same model may have others."""
     return "/".join(name.split("/")[:3])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tfdist.compare.results import Row
+from tfdist.config import atomic_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,12 +43,10 @@ def draw(path: pathlib.Path, title: str, rows: Sequence[Row], caption: str) -> N
     _efficiency(right, rows)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        figure.savefig(temporary, format="png")
-        os.replace(temporary, path)
+        with atomic_file.replacing(path) as temporary:
+            figure.savefig(temporary, format="png")
     finally:
-        temporary.unlink(missing_ok=True)
         pyplot.close(figure)
 
 

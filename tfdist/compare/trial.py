@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import psutil
 
-from tfdist.distributed import gpus, horovod_install
+from tfdist.distributed import env_vars, gpus, horovod_install
 from tfdist.distributed.child_process import GRACE_S, end_with_the_parent
 from tfdist.errors import UserError
 
@@ -29,11 +29,6 @@ TICK_S = 0.5
 _LOOK_S = 0.3
 """How long to look at what other programs do."""
 LOG = "output.log"
-_OTHERS = (
-    *("TF_CONFIG", "TORCHELASTIC_", "HOROVOD_", "TFDIST_MEETING_FD", "SLURM_", "PMI_", "OMPI_COMM_WORLD_", "MLP_"),
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_"),
-)
-"""Beginnings of variables by which a run would take itself for a part of the cluster around the comparison."""
 _READ = 1 << 20
 """Bytes at the end of a log in which the reason for a failure is looked for."""
 _SAID = re.compile(r"tfdist: (error|failed): (.+)")
@@ -220,7 +215,7 @@ def run(trial: Trial, limit: float, tick: Callable[[float], None] = lambda secon
         try:
             process = subprocess.Popen(
                 trial.command,
-                env={k: v for k, v in os.environ.items() if not k.startswith(_OTHERS)} | dict(trial.environ),
+                env=env_vars.without(os.environ, env_vars.CLUSTER) | dict(trial.environ),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

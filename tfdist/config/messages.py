@@ -9,13 +9,19 @@ import logging
 import sys
 
 logger = logging.getLogger("tfdist")
+aside = logging.getLogger("tfdist.aside")
+"""What any process says on standard error, beside what it prints: for whom it waits, whom it has answered."""
 
 
 class _Handler(logging.Handler):
-    """Prints a record as `tfdist: line`, at once, to whatever standard output is at that moment."""
+    """Prints a record as `tfdist: line`, at once, to whatever `sys.stdout` or `sys.stderr` is at that moment."""
+
+    def __init__(self, stream: str):
+        super().__init__()
+        self._stream = stream
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(f"tfdist: {record.getMessage()}", file=sys.stdout, flush=True)
+        print(f"tfdist: {record.getMessage()}", file=getattr(sys, self._stream), flush=True)
 
 
 def chief_only(is_chief: bool) -> None:
@@ -23,9 +29,11 @@ def chief_only(is_chief: bool) -> None:
     _handler.setLevel(logging.NOTSET if is_chief else logging.CRITICAL + 1)
 
 
-_handler = _Handler()
+_handler = _Handler("stdout")
 if not logger.handlers:
     logger.addHandler(_handler)
     logger.setLevel(logging.INFO)
     # The root logger may be absl's, which would write the line a second time to standard error.
     logger.propagate = False
+    _handler.addFilter(lambda record: record.name != aside.name)
+    aside.addHandler(_Handler("stderr"))

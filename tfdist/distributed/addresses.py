@@ -11,7 +11,7 @@ from tfdist.errors import UserError
 
 
 def join(host: str, port: int) -> str:
-    """`host:port`, with an IPv6 address in brackets.
+    """Returns `host:port`, with an IPv6 address in brackets.
 
     Raises:
       UserError: no host name or IP address, or a port outside 1 to 65535.
@@ -21,7 +21,7 @@ def join(host: str, port: int) -> str:
 
 
 def split(address: str, name: str = "address") -> tuple[str, int]:
-    """Host (IPv6 without brackets) and port of `host:port`.
+    """Returns host (IPv6 without brackets) and port of `host:port`.
 
     Args:
       name: what an error shall call the address.
@@ -36,7 +36,7 @@ def split(address: str, name: str = "address") -> tuple[str, int]:
 
 
 def expand(hosts: str, name: str = "host list") -> tuple[str, ...]:
-    """The hosts of a Slurm host list such as `n[1-3,07],gpu[01-02]x`, in its order.
+    """Returns the hosts of a Slurm host list such as `n[1-3,07],gpu[01-02]x`, in its order.
 
     Args:
       name: what an error shall call the list.
@@ -44,32 +44,33 @@ def expand(hosts: str, name: str = "host list") -> tuple[str, ...]:
     Raises:
       UserError: it cannot be read.
     """
-    found: list[str] = []
+    names: list[str] = []
     for item in re.split(r",(?![^\[]*\])", hosts):  # at the commas outside brackets
         texts_and_ranges = re.split(r"\[([^\[\]]*)\]", item)
         choices: list[Sequence[str]] = [(part,) for part in texts_and_ranges]
         choices[1::2] = [_numbers(part) for part in texts_and_ranges[1::2]]
-        names = ["".join(parts) for parts in itertools.product(*choices)]
-        if not names or not all(is_host(host) for host in names):
+        expanded = ["".join(parts) for parts in itertools.product(*choices)]
+        if not expanded or not all(is_host(host) for host in expanded):
             raise UserError(f"{name}={hosts} is not a host list such as n[1-3,07]: correct it, or set MASTER_ADDR")
-        found += names
-    return tuple(found)
+        names += expanded
+    return tuple(names)
 
 
 def _numbers(ranges: str) -> list[str]:
-    """`1-3,07` as 1, 2, 3, 07; empty if it is not of this form."""
-    found: list[str] = []
+    """Reads `1-3,07` as 1, 2, 3, 07; empty if it is not of this form."""
+    numbers: list[str] = []
     for part in ranges.split(","):
         match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part, re.ASCII)
         first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
         if int(first) > int(last):
             return []
         # Slurm pads to the width of the first number: 08, 09, 10, but 8, 9, 10.
-        found += [f"{n:0{len(first)}d}" for n in range(int(first), int(last) + 1)]
-    return found
+        numbers += [f"{n:0{len(first)}d}" for n in range(int(first), int(last) + 1)]
+    return numbers
 
 
 def checked_host(text: str, name: str) -> str:
+    """Returns a host without brackets; raises UserError, in which it is called `name`, if it cannot be one."""
     bare = text[1:-1] if text.startswith("[") and text.endswith("]") and ":" in text else text
     if not is_host(bare):
         raise UserError(f"{name}={text} is not a host name or IP address: correct it")
@@ -77,6 +78,7 @@ def checked_host(text: str, name: str) -> str:
 
 
 def is_host(text: str) -> bool:
+    """Returns whether a text may be a host name or an IP address."""
     if ":" not in text:
         # Python's resolver raises no OSError at a part that is empty or too long.
         return len(text) <= 253 and bool(
@@ -90,6 +92,7 @@ def is_host(text: str) -> bool:
 
 
 def checked_port(text: str, name: str) -> int:
+    """Returns a port; raises UserError, in which it is called `name`, if it cannot be one."""
     if not re.fullmatch(r"\d{1,5}", text, re.ASCII) or not 1 <= int(text) <= 65535:
         raise UserError(f"{name}={text} is not a port: use a number from 1 to 65535")
     return int(text)

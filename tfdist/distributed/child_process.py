@@ -14,7 +14,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_the_parent() -> Callable[[], None] | None:
-    """What a child does before its program: ask Linux for SIGKILL when this process dies, however it dies."""
+    """Returns what a child does before its program: ask Linux for SIGKILL when this process dies, however it dies."""
     if not sys.platform.startswith("linux"):
         return None
     parent, prctl = os.getpid(), ctypes.CDLL(None).prctl

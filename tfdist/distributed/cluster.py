@@ -59,6 +59,7 @@ class Cluster:
 
     @property
     def is_chief(self) -> bool:
+        """Whether this worker decides for all."""
         return self.rank == 0
 
 
@@ -78,7 +79,7 @@ class PlatformNode(NamedTuple):
 
 
 def find(environ: Mapping[str, str]) -> Cluster:
-    """The cluster that the environment describes; `ALONE` if nothing says that there are others.
+    """Finds the cluster that the environment describes; `ALONE` if nothing says that there are others.
 
     Raises:
       UserError: a variable is missing or makes no sense, or two sources disagree.
@@ -89,7 +90,7 @@ def find(environ: Mapping[str, str]) -> Cluster:
 
 
 def platform_node(environ: Mapping[str, str]) -> PlatformNode | None:
-    """The node that the MLP_* variables describe, or None without them.
+    """Finds the node that the MLP_* variables describe, or None without them.
 
     Raises:
       UserError: they are incomplete or make no sense.
@@ -106,7 +107,7 @@ def platform_node(environ: Mapping[str, str]) -> PlatformNode | None:
 
 
 def _launched(environ: Mapping[str, str]) -> Cluster | None:
-    """What the launcher that started this process says."""
+    """Reads what the launcher that started this process says."""
     mark = next((n for n in ("TFDIST_ATTEMPT", "TORCHELASTIC_RUN_ID") if n in environ), None)
     if mark is None:
         return None
@@ -124,7 +125,7 @@ def _launched(environ: Mapping[str, str]) -> Cluster | None:
 
 
 def _agreed(environ: Mapping[str, str]) -> Cluster:
-    """What all sources agree on that are not launchers; those that know more come first."""
+    """Finds what all sources agree on that are not launchers; those that know more come first."""
     by_config = _tf_config(environ)
     sparse = by_config is not None and not by_config.addresses  # WORLD_SIZE then only completes TF_CONFIG
     by_hand = None if sparse and "RANK" not in environ else _torchrun(environ)
@@ -134,15 +135,15 @@ def _agreed(environ: Mapping[str, str]) -> Cluster:
     if slurm and slurm.local_size == 1 and (open_mpi or (pmi and _place(pmi) != _place(slurm))):
         slurm = None
     horovodrun = _counted(environ, HOROVODRUN) if _has(environ, HOROVODRUN) else None
-    found = [c for c in (by_config, by_hand, horovodrun, open_mpi, slurm, pmi) if c]
+    sources = [c for c in (by_config, by_hand, horovodrun, open_mpi, slurm, pmi) if c]
     # A node's number is no worker's number where something starts workers on the nodes.
-    if all(c.source in (TF_CONFIG, TORCHRUN) and c.local_size == 1 for c in found):
-        found += filter(None, [_platform(environ)])
+    if all(c.source in (TF_CONFIG, TORCHRUN) and c.local_size == 1 for c in sources):
+        sources += filter(None, [_platform(environ)])
     # `srun -n1`, `mpirun -np 1` and a single node say where something was started, not that it is alone.
-    found = [c for c in found if c.size > 1 or c.source not in (OPEN_MPI, SLURM, PMI, PLATFORM)] or found
-    if not found:
+    sources = [c for c in sources if c.size > 1 or c.source not in (OPEN_MPI, SLURM, PMI, PLATFORM)] or sources
+    if not sources:
         return ALONE
-    chosen, *others = found
+    chosen, *others = sources
     for other in others:
         if _place(other) != _place(chosen):
             raise UserError(
@@ -151,7 +152,7 @@ def _agreed(environ: Mapping[str, str]) -> Cluster:
                 f"unset {_UNSET[chosen.source]}, or unset {_UNSET[other.source]}"
             )
     if chosen is by_hand and not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} & environ.keys():
-        knows = max(found, key=lambda c: c.local_size)
+        knows = max(sources, key=lambda c: c.local_size)
         chosen = dataclasses.replace(chosen, local_rank=knows.local_rank, local_size=knows.local_size)
     return chosen
 
@@ -161,7 +162,7 @@ def _place(cluster: Cluster) -> tuple[int, int]:
 
 
 def _torchrun(environ: Mapping[str, str]) -> Cluster | None:
-    """torchrun's variables as a person or a script sets them."""
+    """Reads torchrun's variables as a person or a script sets them."""
     if not _has(environ, TORCHRUN):
         return None
     cluster = _counted(environ, TORCHRUN)
@@ -176,7 +177,7 @@ def _torchrun(environ: Mapping[str, str]) -> Cluster | None:
 
 
 def _mpi(environ: Mapping[str, str], source: str) -> Cluster | None:
-    """A rank of mpirun: Open MPI, or MPICH and Intel MPI (PMI)."""
+    """Reads the rank of mpirun: Open MPI, or MPICH and Intel MPI (PMI)."""
     if not _has(environ, source):
         return None
     cluster = _counted(environ, source)
@@ -188,7 +189,7 @@ def _mpi(environ: Mapping[str, str], source: str) -> Cluster | None:
 
 
 def _slurm(environ: Mapping[str, str]) -> Cluster | None:
-    """A task of srun. A batch script has most of these variables too, but no step."""
+    """Reads the task of srun. A batch script has most of these variables too, but no step."""
     step = environ.get("SLURM_STEP_ID", "")
     if not re.fullmatch(r"\d{1,10}", step, re.ASCII) or int(step) >= _SPECIAL_STEPS:
         return None
@@ -226,18 +227,18 @@ def _slurm(environ: Mapping[str, str]) -> Cluster | None:
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """`2(x3),1` as [2, 2, 2, 1]; empty if it is not of this form."""
-    found: list[int] = []
+    """Reads `2(x3),1` as [2, 2, 2, 1]; empty if it is not of this form."""
+    counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part, re.ASCII)
         if not match:
             return []
-        found += [int(match[1])] * int(match[2] or 1)
-    return found
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
 
 
 def _platform(environ: Mapping[str, str]) -> Cluster | None:
-    """A process that the platform starts: one worker on each node."""
+    """Reads the place of a process that the platform starts: one worker on each node."""
     node = platform_node(environ)
     if node is None:
         return None
@@ -245,8 +246,8 @@ def _platform(environ: Mapping[str, str]) -> Cluster | None:
 
 
 def _tf_config(environ: Mapping[str, str]) -> Cluster | None:
-    said = tf_config.read(environ)
-    return None if said is None else Cluster(TF_CONFIG, *said)
+    member = tf_config.read(environ)
+    return None if member is None else Cluster(TF_CONFIG, *member)
 
 
 def _has(environ: Mapping[str, str], source: str) -> bool:
@@ -254,7 +255,7 @@ def _has(environ: Mapping[str, str], source: str) -> bool:
 
 
 def _counted(environ: Mapping[str, str], source: str) -> Cluster:
-    """Rank and size in the world and on this host, as the source's four variables count them."""
+    """Reads rank and size in the world and on this host, as the source's four variables count them."""
     rank_name, size_name, local_rank_name, local_size_name = _COUNTS[source]
     rank, size = env_vars.pair(environ, rank_name, size_name)
     if local_size_name in environ:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import tensorflow as tf
 
@@ -12,7 +11,9 @@ BUCKET_BYTES = 1 << 20
 they start while the backward pass still computes, and are not copied into a bucket (benchmarks/README.md)."""
 
 
-def bucketed(tensors: list, reduce: Callable[[list], list], bucket_bytes: int = BUCKET_BYTES) -> list:
+def bucketed(
+    tensors: list[tf.Tensor], reduce: Callable[[list[tf.Tensor]], list[tf.Tensor]], bucket_bytes: int = BUCKET_BYTES
+) -> list[tf.Tensor]:
     """Sums tensors through `reduce`, the small ones of each dtype in buckets.
 
     Args:
@@ -23,8 +24,9 @@ def bucketed(tensors: list, reduce: Callable[[list], list], bucket_bytes: int = 
     Returns:
       The sums, in the order of `tensors`.
     """
-    alone, buckets = [], []
-    open_buckets: dict[Any, list] = {}
+    alone: list[int] = []
+    buckets: list[list[int]] = []
+    open_buckets: dict[tf.DType, list[int]] = {}
     # The backward pass makes the last layers' gradients first: their transfer must not queue behind the first layers'.
     for i in reversed(range(len(tensors))):
         size = _bytes(tensors[i])
@@ -54,8 +56,8 @@ def bucketed(tensors: list, reduce: Callable[[list], list], bucket_bytes: int = 
     return result
 
 
-def _each_dtype(tensors: list, reduce: Callable[[list], list]) -> list:
-    """`reduce` takes tensors of one type at a time: Horovod groups no others, TensorFlow would pack them into one."""
+def _each_dtype(tensors: list[tf.Tensor], reduce: Callable[[list[tf.Tensor]], list[tf.Tensor]]) -> list[tf.Tensor]:
+    """Gives `reduce` tensors of one type at a time: Horovod groups no others, TensorFlow would pack them into one."""
     sums = list(tensors)
     for dtype in dict.fromkeys(t.dtype for t in tensors):
         own = [i for i, t in enumerate(tensors) if t.dtype == dtype]
@@ -64,19 +66,20 @@ def _each_dtype(tensors: list, reduce: Callable[[list], list]) -> list:
     return sums
 
 
-def _bytes(tensor: Any) -> int | None:
+def _bytes(tensor: tf.Tensor) -> int | None:
+    """Returns the bytes of a tensor; None if its shape is not known."""
     elements = tensor.shape.num_elements()
     return None if elements is None else elements * tensor.dtype.size
 
 
-def shrunk(gradients: list, dtype: str) -> list:
-    """Floating-point gradients as they travel; those of a smaller type stay as they are."""
+def shrunk(gradients: list[tf.Tensor], dtype: str) -> list[tf.Tensor]:
+    """Casts floating-point gradients to the type in which they travel; those of a smaller type stay as they are."""
     small = tf.dtypes.as_dtype(dtype)
     return [tf.cast(g, small) if g.dtype.size > small.size else g for g in gradients]
 
 
-def sum_in_order(tensors: list) -> Any:
-    """The sum of tensors of one shape and type, always added up from first to last.
+def sum_in_order(tensors: list[tf.Tensor]) -> tf.Tensor:
+    """Adds up tensors of one shape and type, always from first to last.
 
     `tf.add_n` begins with whichever tensor's memory it may reuse, so which
     comes first depends on who else still reads them at that moment: three

@@ -5,9 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 from tfdist.distributed.peers import Peers
+
+if TYPE_CHECKING:
+    import keras
+    import tensorflow as tf
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,7 +29,7 @@ class Distribution:
     """Name as in `--strategy`: `default`, `mirrored`, `multi_worker` or `horovod`."""
     reason: str
     """Why this strategy, in words for a person."""
-    strategy: Any
+    strategy: tf.distribute.Strategy
     """The `tf.distribute.Strategy` under whose scope variables are created."""
     replicas: int
     """Copies of the model over all workers."""
@@ -32,35 +37,36 @@ class Distribution:
     """TensorFlow names of this worker's devices, one per replica, e.g. `CPU:1`."""
     jit: str
     """Whether XLA compiles forward and backward pass: `on`, `off`, or `auto` for where the model allows it."""
-    run: Callable[..., Any]
+    run: Callable[[Callable[..., Any], tuple[Any, ...]], Any]
     """`run(fn, args)`: calls `fn(*args)` once per local replica, returns per-replica values."""
-    local: Callable[[Any], tuple]
+    local: Callable[[Any], tuple[Any, ...]]
     """This worker's values of a per-replica value, in order of replicas."""
-    replica_id: Callable[[], Any]
+    replica_id: Callable[[], int | tf.Tensor]
     """Index of the current replica among all, an int or an int32 scalar."""
-    all_sum: Callable[[list], list]
+    all_sum: Callable[[list[tf.Tensor]], list[tf.Tensor]]
     """Sums each dense tensor of a list over all replicas."""
-    average: Callable[[list], None]
+    average: Callable[[list[keras.Variable]], None]
     """Sets each floating-point variable to its mean over all replicas."""
-    broadcast: Callable[[list], None] = lambda variables: None
+    broadcast: Callable[[list[keras.Variable]], None] = lambda variables: None
     """Gives each variable the chief's value, where creating it under `scope` did not."""
-    totals: Callable[[list], contextlib.AbstractContextManager] = lambda variables: contextlib.nullcontext()
+    totals: Callable[[list[keras.Variable]], AbstractContextManager[None]] = lambda variables: contextlib.nullcontext()
     """Context in which metric variables read as their sums over all replicas."""
     peers: Peers = dataclasses.field(default_factory=Peers)
     """The workers, in touch with each other."""
 
     @property
     def workers(self) -> int:
-        """Processes."""
+        """Number of processes."""
         return self.peers.size
 
     @property
     def rank(self) -> int:
-        """This process among the workers, 0 for the chief."""
+        """Index of this process among the workers, 0 for the chief."""
         return self.peers.rank
 
     @property
     def is_chief(self) -> bool:
+        """Whether this process is the chief, which writes the files of the run."""
         return self.rank == 0
 
     @property
@@ -68,6 +74,6 @@ class Distribution:
         """Index of this worker's first replica among all."""
         return self.rank * len(self.devices)
 
-    def scope(self) -> contextlib.AbstractContextManager:
-        """Context in which model, optimizer and metrics must be created."""
+    def scope(self) -> AbstractContextManager[object]:
+        """Returns the context in which model, optimizer and metrics must be created."""
         return self.strategy.scope()

@@ -71,7 +71,7 @@ def survey(timeout: float = TIMEOUT_S) -> Survey:
 
 
 def parse_line(line: str) -> DriverGPU | None:
-    """One line of nvidia-smi's CSV, or None if it does not describe a GPU."""
+    """Reads one line of nvidia-smi's CSV; returns None if it does not describe a GPU."""
     fields = [f.strip() for f in line.split(",")]
     if len(fields) != len(_QUERY.split(",")) or not fields[0].isdigit():
         return None
@@ -87,7 +87,7 @@ def _number(text: str) -> float:
 
 
 def least_used(gpus: tuple[DriverGPU, ...], count: int) -> tuple[DriverGPU, ...]:
-    """The `count` least used GPUs, by memory and then load, in order of their numbers.
+    """Returns the `count` least used GPUs, by memory and then load, in order of their numbers.
 
     GPUtil's `getAvailability` says which are fit for use; those whose state the
     driver does not tell come last instead of never.
@@ -131,16 +131,16 @@ class Selection:
     """CUDA_VISIBLE_DEVICES names MIG slices, which nvidia-smi's list of GPUs cannot number."""
 
     def describe(self) -> str:
-        """The map from the driver's numbers to TensorFlow's, for people bitten by renumbering."""
+        """Returns the map from the driver's numbers to TensorFlow's, for people bitten by renumbering."""
         return ", ".join(f"driver {g.number} ({g.name}) -> GPU:{i}" for i, g in enumerate(self.gpus))
 
 
-def select(devices: str, found: Survey, environ: Mapping[str, str]) -> Selection:
+def select(devices: str, listed: Survey, environ: Mapping[str, str]) -> Selection:
     """Applies `--devices` to what the driver lists, within an inherited CUDA_VISIBLE_DEVICES.
 
     Args:
       devices: the flag's value: `all`, `none`, `0,3` or `idle:2`.
-      found: what `survey` returned.
+      listed: what `survey` returned.
       environ: the process environment.
 
     Raises:
@@ -149,7 +149,7 @@ def select(devices: str, found: Survey, environ: Mapping[str, str]) -> Selection
     if devices == "none":
         return Selection((), "-1")
     inherited = environ.get("CUDA_VISIBLE_DEVICES")
-    usable = _inherited(found.gpus, inherited, environ.get("CUDA_DEVICE_ORDER"))
+    usable = _inherited(listed.gpus, inherited, environ.get("CUDA_DEVICE_ORDER"))
     if usable is None:
         if devices != "all":
             raise UserError(
@@ -160,28 +160,28 @@ def select(devices: str, found: Survey, environ: Mapping[str, str]) -> Selection
     if devices == "all":
         chosen = usable
     elif devices.startswith("idle:"):
-        if found.problem and not usable:
-            raise UserError(f"--devices={devices} needs the driver's list of GPUs: {found.problem}")
+        if listed.problem and not usable:
+            raise UserError(f"--devices={devices} needs the driver's list of GPUs: {listed.problem}")
         chosen = least_used(usable, int(devices.removeprefix("idle:")))
     else:
-        chosen = tuple(_by_number(int(n), found, usable, inherited) for n in devices.split(","))
-    if not found.gpus:
+        chosen = tuple(_by_number(int(n), listed, usable, inherited) for n in devices.split(","))
+    if not listed.gpus:
         return Selection((), None)
     return Selection(chosen, ",".join(str(g.number) for g in chosen) or "-1")
 
 
-def _by_number(number: int, found: Survey, usable: tuple[DriverGPU, ...], inherited: str | None) -> DriverGPU:
+def _by_number(number: int, listed: Survey, usable: tuple[DriverGPU, ...], inherited: str | None) -> DriverGPU:
     for gpu in usable:
         if gpu.number == number:
             return gpu
-    if any(g.number == number for g in found.gpus):
+    if any(g.number == number for g in listed.gpus):
         raise UserError(f"device {number} is hidden by CUDA_VISIBLE_DEVICES={inherited}: unset it, or choose another")
-    known = ", ".join(str(g.number) for g in found.gpus) or f"none{f' ({found.problem})' if found.problem else ''}"
+    known = ", ".join(str(g.number) for g in listed.gpus) or f"none{f' ({listed.problem})' if listed.problem else ''}"
     raise UserError(f"there is no device {number}: the driver lists {known}")
 
 
 def _inherited(gpus: tuple[DriverGPU, ...], visible: str | None, order: str | None) -> tuple[DriverGPU, ...] | None:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves, in its order; None if it cannot be mapped.
+    """Returns the GPUs that CUDA_VISIBLE_DEVICES leaves, in its order; None if it cannot be mapped.
 
     CUDA ends the list at the first entry that it does not know.
     """
@@ -208,7 +208,7 @@ def _inherited(gpus: tuple[DriverGPU, ...], visible: str | None, order: str | No
 
 
 def share(selection: Selection, local_rank: int, local_size: int) -> Selection:
-    """The part of a host's GPUs that belongs to one of its workers.
+    """Returns the part of a host's GPUs that belongs to one of its workers.
 
     Where there are fewer GPUs than workers, whoever started them has already
     given each its own (srun --gpus-per-task does), and `selection` is returned.

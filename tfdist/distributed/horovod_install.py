@@ -40,31 +40,31 @@ class Build:
     horovod: str = VERSION
 
     def serves(self, wanted: Build) -> bool:
-        """Whether this build does all that `wanted` does; more operations do no harm."""
+        """Returns whether this build does all that `wanted` does; more operations do no harm."""
         same = dataclasses.replace(self, operations=wanted.operations) == wanted
         return same and set(wanted.operations) <= set(self.operations)
 
 
 def tensorflow() -> TensorFlow:
-    """The TensorFlow that this interpreter would import, from pip's records alone."""
+    """Returns the TensorFlow that this interpreter would import, from pip's records alone."""
     for name in _TENSORFLOW_NAMES:
         try:
-            found = metadata.distribution(name)
+            package = metadata.distribution(name)
         except metadata.PackageNotFoundError:
             continue
-        lines = (found.read_text("RECORD") or "").splitlines()
+        lines = (package.read_text("RECORD") or "").splitlines()
         libraries = "\n".join(sorted(line for line in lines if line.startswith("tensorflow/libtensorflow")))
-        return TensorFlow(found.version, hashlib.sha256(libraries.encode()).hexdigest()[:16] if libraries else "")
+        return TensorFlow(package.version, hashlib.sha256(libraries.encode()).hexdigest()[:16] if libraries else "")
     return TensorFlow()
 
 
 def python() -> str:
-    """What tells the extension modules of this Python from others, such as `.cpython-311-x86_64-linux-gnu.so`."""
+    """Returns the suffix of extension modules for this Python, such as `.cpython-311-x86_64-linux-gnu.so`."""
     return str(sysconfig.get_config_var("EXT_SUFFIX"))
 
 
 def installed() -> Build | None:
-    """The build that is installed here; None if there is none, or not one of `tfdist.horovod_build`."""
+    """Returns the build that is installed here; None if there is none, or not one of `tfdist.horovod_build`."""
     folder = _folder()
     if folder is None or not _library(folder).is_file():
         return None
@@ -81,7 +81,7 @@ def installed() -> Build | None:
 
 
 def problem() -> str:
-    """Why Horovod cannot be used with the installed TensorFlow, and the command that fixes it; "" if nothing is wrong.
+    """Returns why Horovod cannot be used with the installed TensorFlow, and the fix; "" if nothing is wrong.
 
     A Horovod that was installed by other means is taken as it is, unless its own
     record names another TensorFlow.
@@ -114,12 +114,12 @@ def _library(folder: pathlib.Path) -> pathlib.Path:
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _plain(version: str) -> str:
-    """A version as pip and TensorFlow itself both write it: 2.21.0-rc1 is 2.21.0rc1, 2.21.0+nv is 2.21.0."""
+    """Returns a version as pip and TensorFlow itself both write it: 2.21.0-rc1 is 2.21.0rc1, 2.21.0+nv is 2.21.0."""
     return version.partition("+")[0].replace("-", "")

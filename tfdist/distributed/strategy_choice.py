@@ -8,13 +8,13 @@ import importlib.util
 from collections.abc import Mapping
 
 from tfdist.config.runtime_options import Environment
-from tfdist.distributed.cluster import Cluster
+from tfdist.distributed.cluster import HOROVODRUN, Cluster
 from tfdist.distributed.gpus import Selection
 from tfdist.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Choice:
+class StrategyChoice:
     """A strategy by name, and the reason in words for a person."""
 
     name: str
@@ -23,7 +23,9 @@ class Choice:
     """Replicas in this process, as far as known without TensorFlow."""
 
 
-def choose(environment: Environment, selection: Selection, cluster: Cluster, environ: Mapping[str, str]) -> Choice:
+def choose(
+    environment: Environment, selection: Selection, cluster: Cluster, environ: Mapping[str, str]
+) -> StrategyChoice:
     """Applies the rules of `--strategy=auto`, or checks an explicit choice.
 
     Args:
@@ -49,7 +51,7 @@ def choose(environment: Environment, selection: Selection, cluster: Cluster, env
             f"--strategy={name} trains in one process and there are {cluster.size} workers ({cluster.source}): "
             "use --strategy=multi_worker, or start one process"
         )
-    if name == "multi_worker" and cluster.source == "horovodrun":
+    if name == "multi_worker" and cluster.source == HOROVODRUN:
         raise UserError(
             "--strategy=multi_worker under horovodrun has no addresses: use --strategy=horovod, "
             "or python -m tfdist.launch"
@@ -64,13 +66,13 @@ def choose(environment: Environment, selection: Selection, cluster: Cluster, env
             f"--strategy=mirrored needs at least 2 devices, found 1 ({'1 GPU' if selection.gpus else 'the CPU'}): "
             "use --virtual_devices=2 to split the CPU, or --strategy=default"
         )
-    return Choice(name, reason, devices if name in ("mirrored", "multi_worker") else 1)
+    return StrategyChoice(name, reason, devices if name in ("mirrored", "multi_worker") else 1)
 
 
 def _automatic(
     devices: int, what: str, environment: Environment, cluster: Cluster, environ: Mapping[str, str]
 ) -> tuple[str, str]:
-    if cluster.source == "horovodrun":
+    if cluster.source == HOROVODRUN:
         return "horovod", "started by horovodrun (HOROVOD_RANK is set)"
     if cluster.size > 1:
         return "multi_worker", f"there are {cluster.size} workers ({cluster.source})"
@@ -85,7 +87,7 @@ def _automatic(
 
 
 def tpu_hint(environ: Mapping[str, str]) -> str:
-    """What suggests a TPU, or an empty string; a wrong guess is costly, so the signs are strict."""
+    """Returns what suggests a TPU, or an empty string; a wrong guess is costly, so the signs are strict."""
     for name in ("TPU_NAME", "TPU_CONFIG", "KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS"):
         if environ.get(name):
             return name

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tfdist.distributed import env_vars
 from tfdist.distributed.addresses import join, split
-from tfdist.errors import UserError
+from tfdist.errors import UserError, one_line
 
 
-class Said(NamedTuple):
-    """The fields of `cluster.Cluster`, as far as TF_CONFIG knows them."""
+class Membership(NamedTuple):
+    """A worker's place by TF_CONFIG: the fields of `cluster.Cluster`, in their order, as far as it knows them."""
 
     rank: int
     size: int
@@ -23,8 +23,15 @@ class Said(NamedTuple):
     addresses: tuple[str, ...] = ()
 
 
-def read(environ: Mapping[str, str]) -> Said | None:
-    """TF_CONFIG: the ranks go to the chief first and then to the workers, as in TensorFlow."""
+def read(environ: Mapping[str, str]) -> Membership | None:
+    """Reads TF_CONFIG, where the chief has rank 0 and the workers follow, as in TensorFlow.
+
+    Returns:
+      None if it is not set, or names no cluster.
+
+    Raises:
+      UserError: it makes no sense.
+    """
     if "TF_CONFIG" not in environ:
         return None
     try:
@@ -57,11 +64,7 @@ def read(environ: Mapping[str, str]) -> Said | None:
             f"TF_CONFIG's task is {kind} {index}, its cluster lists {len(jobs.get(kind, []))} of that type: "
             "correct the index, which counts from 0"
         )
-    named = {
-        f"{job} {i}": " ".join(str(task).split())
-        for job in ("chief", "worker")
-        for i, task in enumerate(jobs.get(job, []))
-    }
+    named = {f"{job} {i}": one_line(task) for job in ("chief", "worker") for i, task in enumerate(jobs.get(job, []))}
     places = [split(address, f"TF_CONFIG's {name}") for name, address in named.items()]
     for host, port in places:
         if sum((host.lower(), port) == (h.lower(), p) for h, p in places) > 1:
@@ -70,11 +73,11 @@ def read(environ: Mapping[str, str]) -> Said | None:
     hosts = [host for host, _ in places]
     addresses = tuple(join(*place) for place in places)
     local_rank, local_size = hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
-    return Said(rank, len(places), local_rank, local_size, addresses[0], addresses)
+    return Membership(rank, len(places), local_rank, local_size, addresses[0], addresses)
 
 
-def _task(config: dict) -> tuple[str, int]:
-    """Type and index of TF_CONFIG's task."""
+def _task(config: dict[str, Any]) -> tuple[str, int]:
+    """Returns type and index of TF_CONFIG's task."""
     task = config.get("task")
     kind, index = (task.get("type"), task.get("index")) if isinstance(task, dict) else (None, None)
     if kind == "evaluator":
@@ -90,13 +93,13 @@ def _task(config: dict) -> tuple[str, int]:
 
 
 def _whole(tasks: dict[str, str]) -> list[str] | None:
-    """The addresses of a map from index to address, if it leaves none out. A map of one may be one of many."""
+    """Returns the addresses of a map from index to address, if it leaves none out. A map of one may be one of many."""
     indices = [str(i) for i in range(len(tasks))]
     return [tasks[i] for i in indices] if len(tasks) > 1 and tasks.keys() == set(indices) else None
 
 
-def _dynamic(environ: Mapping[str, str], kind: str, index: int) -> Said:
-    """A worker of a TFJob with enableDynamicWorker, whose TF_CONFIG names this worker and nobody else.
+def _dynamic(environ: Mapping[str, str], kind: str, index: int) -> Membership:
+    """Finds the place of a worker of a TFJob with enableDynamicWorker, whose TF_CONFIG names nobody else.
 
     The pod template, which is the same for all workers, can tell the rest.
     """
@@ -113,4 +116,4 @@ def _dynamic(environ: Mapping[str, str], kind: str, index: int) -> Said:
     env_vars.need(environ, "MASTER_ADDR", "MASTER_PORT", beside="WORLD_SIZE")
     name = "index in TF_CONFIG"
     rank, size = env_vars.pair({**environ, name: str(index)}, name, "WORLD_SIZE")
-    return Said(rank, size, master=env_vars.master(environ))
+    return Membership(rank, size, master=env_vars.master(environ))

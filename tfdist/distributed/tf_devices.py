@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
-from typing import IO
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 from tfdist.config.runtime_options import Environment
 from tfdist.distributed import gpus, strategy_choice
 from tfdist.errors import UserError
 
+if TYPE_CHECKING:
+    import tensorflow as tf
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Devices:
-    """The devices that replicas may use, by TensorFlow name (`GPU:0`, `CPU:1`), and where they come from."""
+    """The devices that replicas may use, by TensorFlow name (`GPU:0`, `CPU:1`)."""
 
     names: tuple[str, ...]
-    survey: gpus.Survey
-    selection: gpus.Selection
 
     @property
     def kind(self) -> str:
+        """`GPU` or `CPU`."""
         return self.names[0].partition(":")[0]
 
 
@@ -51,27 +55,30 @@ def prepare(environment: Environment, survey: gpus.Survey, selection: gpus.Selec
         _threads(tf, threads, threads * (virtual or 1))
     if seen and not virtual and environment.devices != "none":
         for device in seen:
-            _configure(
-                lambda device=device: tf.config.experimental.set_memory_growth(device, True), "GPU memory growth"
-            )
-        return Devices(tuple(f"GPU:{i}" for i in range(len(seen))), survey, selection)
+            _configure(functools.partial(tf.config.experimental.set_memory_growth, device, True), "GPU memory growth")
+        return Devices(tuple(f"GPU:{i}" for i in range(len(seen))))
     if virtual and virtual > 1:
         _split_cpu(tf, virtual)
-    return Devices(tuple(f"CPU:{i}" for i in range(virtual or 1)), survey, selection)
+    return Devices(tuple(f"CPU:{i}" for i in range(virtual or 1)))
 
 
-def start() -> tuple:
-    """Imports TensorFlow and lists its GPUs.
+class Started(NamedTuple):
+    """TensorFlow, imported."""
 
-    Returns:
-      (tensorflow, physical GPUs, what it printed, for the message about GPUs that it does not see).
-    """
+    tf: ModuleType
+    gpus: list[tf.config.PhysicalDevice]
+    printed: str
+    """What it printed meanwhile, which tells why it does not see a GPU."""
+
+
+def start() -> Started:
+    """Imports TensorFlow and lists its GPUs."""
     with stderr_kept() as kept:
         import tensorflow as tf
 
         seen = tf.config.list_physical_devices("GPU")
         kept.seek(0)
-        return tf, seen, kept.read().decode(errors="replace")
+        return Started(tf, seen, kept.read().decode(errors="replace"))
 
 
 @contextlib.contextmanager
@@ -93,7 +100,7 @@ def stderr_kept() -> Iterator[IO[bytes]]:
             os.close(before)
 
 
-def _threads(tf, intra: int, inter: int) -> None:
+def _threads(tf: ModuleType, intra: int, inter: int) -> None:
     config = tf.config.threading
     if (config.get_intra_op_parallelism_threads(), config.get_inter_op_parallelism_threads()) == (intra, inter):
         return
@@ -101,7 +108,7 @@ def _threads(tf, intra: int, inter: int) -> None:
     _configure(lambda: config.set_inter_op_parallelism_threads(inter), f"--threads={intra}")
 
 
-def _split_cpu(tf, count: int) -> None:
+def _split_cpu(tf: ModuleType, count: int) -> None:
     """Makes at least `count` logical CPUs; TensorFlow allows it once, before its first op."""
     cpu = tf.config.list_physical_devices("CPU")[0]
     have = tf.config.get_logical_device_configuration(cpu) or [None]
@@ -111,7 +118,8 @@ def _split_cpu(tf, count: int) -> None:
     _configure(lambda: tf.config.set_logical_device_configuration(cpu, split), f"--virtual_devices={count}")
 
 
-def _configure(action, what: str) -> None:
+def _configure(action: Callable[[], object], what: str) -> None:
+    """Changes a setting of TensorFlow; raises UserError when it has started."""
     try:
         action()
     except RuntimeError:

@@ -11,12 +11,17 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import os
 import secrets
 import select
 import socket
 import threading
 import time
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
+Message: TypeAlias = dict[str, Any]
+"""What one process says to another: a JSON object."""
 VERSION = 1
 HANDSHAKE_S = 5.0
 """Time for the first words of a connection: a port scanner must not hold up a meeting."""
@@ -33,7 +38,7 @@ class SilenceError(WireError):
 
 
 class Connection:
-    """One peer. `send` may be called from any thread, `receive` from one at a time."""
+    """A connection to one peer. `send` may be called from any thread, `receive` from one at a time."""
 
     def __init__(self, sock: socket.socket):
         self._socket = sock
@@ -43,6 +48,7 @@ class Connection:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def fileno(self) -> int:
+        """Returns the number of the socket, for `select`."""
         return self._socket.fileno()
 
     @property
@@ -50,13 +56,12 @@ class Connection:
         """Address of this side, of the interface that leads to the peer."""
         return self._socket.getsockname()[0]
 
-    @property
-    def remote_host(self) -> str:
-        """Address of the other side."""
-        return self._socket.getpeername()[0]
+    def send(self, message: Message) -> None:
+        """Sends a message.
 
-    def send(self, message: dict) -> None:
-        """Raises WireError when the peer has gone."""
+        Raises:
+          WireError: the peer has gone.
+        """
         data = json.dumps(message).encode() + b"\n"
         try:
             with self._sending:
@@ -64,8 +69,24 @@ class Connection:
         except OSError as error:
             raise WireError(f"connection lost ({error})") from None
 
-    def receive(self, timeout: float | None = None) -> dict:
-        """The next message.
+    def tell(self, message: Message) -> None:
+        """Sends a message to a peer that may have gone."""
+        with contextlib.suppress(WireError):
+            self.send(message)
+
+    def is_open(self) -> bool:
+        """Returns whether the other side is still there, without taking in what it has said."""
+        try:
+            with socket.socket(fileno=os.dup(self.fileno())) as sock:
+                sock.setblocking(False)
+                return sock.recv(1, socket.MSG_PEEK) != b""
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def receive(self, timeout: float | None = None) -> Message:
+        """Waits for the next message.
 
         Args:
           timeout: seconds to wait for it; None waits for ever.
@@ -83,7 +104,7 @@ class Connection:
         return self.take()
 
     def pending(self) -> bool:
-        """Whether a whole message has been read."""
+        """Returns whether a whole message has been read."""
         return b"\n" in self._buffer
 
     def fill(self) -> None:
@@ -100,8 +121,8 @@ class Connection:
         if len(self._buffer) > LONGEST:
             raise WireError("a message without an end")
 
-    def take(self) -> dict:
-        """The first of the pending messages."""
+    def take(self) -> Message:
+        """Returns the first of the pending messages."""
         line, _, rest = bytes(self._buffer).partition(b"\n")
         self._buffer[:] = rest
         try:
@@ -113,12 +134,13 @@ class Connection:
         return message
 
     def close(self) -> None:
+        """Closes the connection."""
         with contextlib.suppress(OSError):
             self._socket.close()
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket on one address of this machine, not on all of them.
+    """Opens a listening socket on one address of this machine, not on all of them.
 
     Raises:
       OSError: the address is not of this machine, or the port is taken.
@@ -133,6 +155,53 @@ def listen(host: str, port: int) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+class Acceptor:
+    """Accepts connections in the background, each greeted in a thread of its own: no slow stranger keeps others out.
+
+    Args:
+      listener: a listening socket.
+      greet: called with the socket of whoever has connected, and the address at its other end.
+      at_once: greetings at the same time; None for any number.
+      turns_away: whether those who come while so many are greeted are hung up on; else they wait.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        greet: Callable[[socket.socket, str], None],
+        at_once: int | None = None,
+        turns_away: bool = False,
+    ):
+        self._listener, self._greet = listener, greet
+        self._free = threading.Semaphore(at_once) if at_once else None
+        self._turns_away = turns_away
+        threading.Thread(target=self._accept, name="acceptor", daemon=True).start()
+
+    def close(self) -> None:
+        """Frees the port at once: the thread that waits in `accept` would hold it until somebody came."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, address = self._listener.accept()
+            except OSError:
+                return  # closed
+            if self._free and not self._free.acquire(blocking=not self._turns_away):
+                sock.close()
+                continue
+            threading.Thread(target=self._serve, args=(sock, address[0]), daemon=True).start()
+
+    def _serve(self, sock: socket.socket, host: str) -> None:
+        try:
+            self._greet(sock, host)
+        finally:
+            if self._free:
+                self._free.release()
 
 
 def connect(host: str, port: int, secret: str = "", timeout: float = HANDSHAKE_S) -> Connection:
@@ -186,6 +255,6 @@ def _proof(secret: str, role: str, challenge: str, nonce: str) -> str:
     return hmac.new(secret.encode(), f"{role} {challenge} {nonce}".encode(), "sha256").hexdigest()
 
 
-def _check(message: dict, expected: str) -> None:
+def _check(message: Message, expected: str) -> None:
     if not hmac.compare_digest(str(message.get("proof", "")), expected):
         raise WireError("it does not know the secret of this run")

@@ -11,25 +11,26 @@ are wrong; 130 interrupted.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import json
 import os
 import pathlib
 import resource
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from absl import flags
 
 from tfdist import config
 from tfdist.config import command_line, runtime_options, validation
+from tfdist.config.messages import aside
 from tfdist.distributed import addresses, gpus, strategy_choice
+from tfdist.distributed.cluster import Cluster
 from tfdist.doctor import (
     checkpoints,
     dataset,
@@ -56,7 +57,7 @@ _OF_TRAIN = ("strategy", "devices", "virtual_devices")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Options:
+class DoctorOptions:
     """What to examine."""
 
     experiment: config.Experiment
@@ -64,48 +65,93 @@ class Options:
     workdir: str = ""
     """A run folder, which need not exist; empty for the machine in general."""
     peers: tuple[str, ...] = ()
+    """`host:port` of doctors on other hosts, to ask."""
     listen: tuple[str, int] | None = None
+    """Host and port at which to answer doctors of other hosts."""
     master_port: int | None = None
+    """Where a launcher is to meet, if somebody says so."""
     time_limit: float = TIME_LIMIT_S
 
+    @property
+    def folder(self) -> pathlib.Path:
+        """The run folder, or the one that the experiment would get."""
+        return pathlib.Path(self.workdir or os.path.join("runs", self.experiment.name))
 
-def examine(options: Options, environ: Mapping[str, str]) -> display.Report:
+
+class _Begun(NamedTuple):
+    """What several checks need, and takes its time: it is under way while they wait for it."""
+
+    survey: Future[gpus.Survey]
+    answer: Future[tensorflow_probe.Answer]
+    place: Future[workers.Place]
+    findings: Future[list[checkpoints.Finding]]
+
+
+def examine(options: DoctorOptions, environ: Mapping[str, str]) -> display.Report:
     """Makes all checks at once; waits for none beyond the time limit."""
     limit = options.time_limit
     seconds = max(limit - _LEFT_S, limit / 2)
     until = time.monotonic() + seconds
-    folder = pathlib.Path(options.workdir or os.path.join("runs", options.experiment.name))
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     here, versions = machine.look(machine.groups()), packages.versions()
-    secret = environ.get("TFDIST_SECRET", "")
+    begun = _begin(options, environ, seconds)
+    checks = run(_tasks(options, environ, here, versions, begun), until)
+    survey, answer = _value(begun.survey), _value(begun.answer)
+    return display.Report(
+        workdir=options.workdir,
+        versions=versions,
+        machine=here,
+        tpu=strategy_choice.tpu_hint(environ),
+        survey=survey,
+        answer=answer,
+        names=tensorflow_probe.names(answer, survey, environ) if survey and answer else {},
+        place=_value(begun.place),
+        checks=checks,
+        findings=_value(begun.findings),
+    )
 
+
+def _begin(options: DoctorOptions, environ: Mapping[str, str], seconds: float) -> _Begun:
+    """Begins what several checks need; `seconds` are there for all of it."""
     survey = _later(lambda: gpus.survey(min(DRIVER_S, 0.6 * seconds)))
-    answer = _later(lambda: tensorflow_probe.ask(environ, 0.9 * seconds))
-    place = _later(lambda: workers.find(options.where, survey.result(), environ, several=bool(options.peers)))
-    findings = _later(lambda: checkpoints.examine(folder / "checkpoints") if options.workdir else [])
+    return _Begun(
+        survey=survey,
+        answer=_later(lambda: tensorflow_probe.ask(environ, 0.9 * seconds)),
+        place=_later(lambda: workers.find(options.where, survey.result(), environ, several=bool(options.peers))),
+        findings=_later(lambda: checkpoints.examine(options.folder / "checkpoints") if options.workdir else []),
+    )
+
+
+def _tasks(
+    options: DoctorOptions,
+    environ: Mapping[str, str],
+    here: machine.MachineFacts,
+    versions: dict[str, str],
+    begun: _Begun,
+) -> list[Task]:
+    """Returns all checks, to be made at once."""
+    folder, place = options.folder, begun.place
     newest = checkpoints.newest_size(folder / "checkpoints") if options.workdir else 0
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    secret = environ.get("TFDIST_SECRET", "")
+    patience = _START_S if options.listen else 0.0
 
     def needs_horovod() -> bool:
         choice = place.result().choice
         return choice is not None and choice.name == "horovod"
 
-    def ports() -> list[Check]:
-        answering = options.listen[1] if options.listen else None
-        around = place.result().cluster
-        found = network.own_ports(around, options.master_port)
-        needed = bool(options.master_port) or around.size > 1
-        return [check for host, port in found if port != answering for check in network.port_here(host, port, needed)]
+    def seen() -> list[Check]:
+        return tensorflow_probe.tensorflow(begun.answer.result(), begun.survey.result(), environ)
 
-    more_time = "read all of them with --time_limit=600"
-    patience = _START_S if options.listen else 0.0
     tasks = [
-        Task("driver", lambda: tensorflow_probe.driver(survey.result()), "nvidia-smi hangs in the driver: reboot"),
-        Task("tensorflow", lambda: tensorflow_probe.tensorflow(answer.result(), survey.result(), environ)),
+        Task(
+            "driver", lambda: tensorflow_probe.driver(begun.survey.result()), "nvidia-smi hangs in the driver: reboot"
+        ),
+        Task("tensorflow", seen),
         Task("packages", packages.conflicts),
         Task("keras", lambda: packages.backend(environ)),
         Task("horovod", lambda: packages.horovod(needs_horovod())),
         Task("workers", lambda: place.result().checks),
-        Task("ports", ports),
+        Task("ports", lambda: _ports(options, place.result().cluster)),
         *(Task(f"peer {p}", partial(network.peer, p, versions, secret, patience)) for p in options.peers),
         Task("cores", lambda: machine.cores(here)),
         Task("memory", lambda: machine.memory(here)),
@@ -116,28 +162,22 @@ def examine(options: Options, environ: Mapping[str, str]) -> display.Report:
         Task("data set", lambda: dataset.check(options.experiment.data, environ)),
     ]
     if options.workdir:
-        tasks.append(
-            Task("checkpoints", lambda: checkpoints.checks(folder / "checkpoints", findings.result()), more_time)
-        )
-    checks = run(tasks, until)
-    found, said = _value(survey), _value(answer)
-    return display.Report(
-        workdir=options.workdir,
-        versions=versions,
-        machine=here,
-        tpu=strategy_choice.tpu_hint(environ),
-        survey=found,
-        answer=said,
-        names=tensorflow_probe.names(said, found, environ) if found and said else {},
-        place=_value(place),
-        checks=checks,
-        findings=_value(findings),
-    )
+        verified = lambda: checkpoints.checks(folder / "checkpoints", begun.findings.result())
+        tasks.append(Task("checkpoints", verified, "read all of them with --time_limit=600"))
+    return tasks
 
 
-def _later(work: Callable[[], T]) -> concurrent.futures.Future[T]:
+def _ports(options: DoctorOptions, around: Cluster) -> list[Check]:
+    """Checks the ports that a run would open here, but for the one at which this doctor answers others."""
+    answering = options.listen[1] if options.listen else None
+    needed = bool(options.master_port) or around.size > 1
+    own = network.own_ports(around, options.master_port)
+    return [check for host, port in own if port != answering for check in network.port_here(host, port, needed)]
+
+
+def _later(work: Callable[[], T]) -> Future[T]:
     """Begins something that several checks need. Not in a pool, whose threads would be waited for at exit."""
-    future: concurrent.futures.Future[T] = concurrent.futures.Future()
+    future: Future[T] = Future()
 
     def do() -> None:
         try:
@@ -149,11 +189,17 @@ def _later(work: Callable[[], T]) -> concurrent.futures.Future[T]:
     return future
 
 
-def _value(future: concurrent.futures.Future[T]) -> T | None:
+def _value(future: Future[T]) -> T | None:
+    """Returns what has come in time; None for what has not, or has failed."""
     return future.result() if future.done() and not future.exception() else None
 
 
-def _options() -> Options:
+def _options() -> DoctorOptions:
+    """Reads the flags.
+
+    Raises:
+      UserError: one makes no sense.
+    """
     values: Any = flags.FLAGS
     if values["listen_seconds"].present and not values.listen:
         raise UserError(f"--listen_seconds={values.listen_seconds:g} without --listen: give the port to answer at")
@@ -170,7 +216,7 @@ def _options() -> Options:
         listen = (network.ALL, port) if alone else addresses.split(values.listen, "--listen")
     if values.master_port is not None:
         addresses.checked_port(str(values.master_port), "--master_port")
-    return Options(
+    return DoctorOptions(
         experiment=validation.validate(values.config),
         where=runtime_options.from_flags(values),
         workdir=os.path.expanduser(values.workdir),
@@ -203,13 +249,15 @@ def _run(argv: list[str]) -> int:
     with contextlib.ExitStack() as stack:
         if options.listen:
             try:
-                line = peer_query.Hotline(*options.listen, packages.versions(), environ.get("TFDIST_SECRET", ""), _say)
+                listener = peer_query.PeerListener(
+                    *options.listen, packages.versions(), environ.get("TFDIST_SECRET", "")
+                )
             except OSError as error:
                 reason = (error.strerror or str(error)).lower()
                 raise UserError(
                     f"--listen={flags.FLAGS.listen} cannot be used ({reason}): choose a free port on this machine"
                 ) from None
-            stack.callback(line.close)
+            stack.callback(listener.close)
         report = examine(options, environ)
         _show(report, environ)
         if options.listen:
@@ -220,13 +268,9 @@ def _run(argv: list[str]) -> int:
 def _wait(until: float) -> None:
     """Gives the doctors of other hosts time to ask."""
     left = max(0.0, until - time.monotonic())
-    _say(f"answering other doctors at {flags.FLAGS.listen} for {left:.0f} s more; Ctrl-C ends it")
+    aside.info(f"answering other doctors at {flags.FLAGS.listen} for {left:.0f} s more; Ctrl-C ends it")
     with contextlib.suppress(KeyboardInterrupt):
         time.sleep(left)
-
-
-def _say(line: str) -> None:
-    print(f"tfdist: {line}", file=sys.stderr, flush=True)
 
 
 def _define_flags() -> None:
@@ -245,7 +289,7 @@ def _define_flags() -> None:
 
 
 def main() -> None:
-    """Entry point of `python -m tfdist.doctor`."""
+    """Runs `python -m tfdist.doctor`."""
     _define_flags()
     command_line.main(_run, command_line.parse, "interrupted, nothing was changed")
 

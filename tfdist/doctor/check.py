@@ -35,25 +35,28 @@ class Check:
 
 
 def ok(name: str, finding: str) -> Check:
+    """Makes a finding with which nothing is wrong."""
     return Check(name, OK, finding)
 
 
 def warn(name: str, finding: str, fix: str) -> Check:
+    """Makes a finding that may cost time or trouble."""
     return Check(name, WARN, finding, fix)
 
 
 def fail(name: str, finding: str, fix: str) -> Check:
+    """Makes a finding with which a run would fail."""
     return Check(name, FAIL, finding, fix)
 
 
 def refused(name: str, error: UserError) -> Check:
-    """What a run would refuse, with the second half of its message, which says what to change, as the fix."""
+    """Makes a finding of what a run would refuse; the half of its message that says what to change is the fix."""
     match = _FIX.fullmatch(str(error))
     return fail(name, match[1], match[2]) if match else fail(name, str(error), "see python -m tfdist.train --help")
 
 
 def worst(checks: Iterable[Check]) -> str:
-    """The worst status of all; `ok` of none."""
+    """Returns the worst status of all; `ok` without any."""
     return max((c.status for c in checks), key=(OK, WARN, FAIL).index, default=OK)
 
 
@@ -78,13 +81,13 @@ def run(tasks: list[Task], until: float) -> list[Check]:
 
     def do(number: int, task: Task) -> None:
         try:
-            found = task.work()
+            checks = task.work()
         except UserError as error:
-            found = [refused(task.name, error)]
+            checks = [refused(task.name, error)]
         except Exception as error:  # one check that breaks must not hide the others
             what = f"this check itself failed ({type(error).__name__}: {error})"
-            found = [warn(task.name, what, "tell the authors of tfdist, with the block for bug reports")]
-        done.put((number, found))
+            checks = [warn(task.name, what, "tell the authors of tfdist, with the block for bug reports")]
+        done.put((number, checks))
 
     for number, task in enumerate(tasks):
         # Not a pool: it would wait at exit for a thread that hangs in a system call.
@@ -92,10 +95,10 @@ def run(tasks: list[Task], until: float) -> list[Check]:
     results: dict[int, list[Check]] = {}
     while len(results) < len(tasks):
         try:
-            number, found = done.get(timeout=max(0.0, until - time.monotonic()))
+            number, checks = done.get(timeout=max(0.0, until - time.monotonic()))
         except queue.Empty:
             break
-        results[number] = found
+        results[number] = checks
     given = until - begun
     late = {n: [warn(t.name, f"no answer within {given:.0f} s", t.fix)] for n, t in enumerate(tasks)}
     return [check for number in range(len(tasks)) for check in (late | results)[number]]

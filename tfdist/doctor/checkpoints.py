@@ -59,7 +59,7 @@ def examine(folder: pathlib.Path) -> list[Finding]:
 
 
 def checks(folder: pathlib.Path, findings: list[Finding]) -> list[Check]:
-    """A line for each."""
+    """Makes a finding of each checkpoint."""
     valid = sum(not f.problem for f in findings)
     fix = "a resume leaves it out" if valid else "none is left: copy one back, or start over with --resume=never"
     return [_check(f, fix) for f in findings] or [ok("checkpoints", f"there are none in {folder}")]
@@ -73,7 +73,7 @@ def _check(f: Finding, fix: str) -> Check:
 
 
 def newest_size(folder: pathlib.Path) -> int:
-    """Bytes of the newest checkpoint, valid or not; 0 without one."""
+    """Returns the bytes of the newest checkpoint, valid or not; 0 without one."""
     try:
         return next((sum(f.stat().st_size for f in p.iterdir()) for p in files.found(folder)), 0)
     except OSError:  # `examine` says so

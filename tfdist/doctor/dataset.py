@@ -37,27 +37,27 @@ def check(data: config.Data, environ: Mapping[str, str]) -> list[Check]:
     base = data.data_dir or environ.get("TFDS_DATA_DIR") or os.path.join("~", "tensorflow_datasets")
     name, _, version = data.name.partition(":")
     folder = pathlib.Path(os.path.expanduser(base), name)
-    found = _newest(folder, version)
-    if found is None:
+    prepared = _newest(folder, version)
+    if prepared is None:
         return _unprepared(data.name, folder)
-    return _whole(data, found)
+    return _whole(data, prepared)
 
 
 def _files(kind: str, pattern: str) -> list[Check]:
-    """Only that they are there: a run looks into them."""
+    """Checks only that the files are there: a run looks into them."""
     path = os.path.expanduser(pattern)
     if kind == "image_folder":
         if not os.path.isdir(path):
             return [fail(NAME, f"there is no folder {path}", "give data.name the path of a folder of images")]
         return [ok(NAME, f"images in {path}, which only a run looks at")]
-    found = glob.glob(path, recursive=True)
-    if not found:
+    paths = glob.glob(path, recursive=True)
+    if not paths:
         return [fail(NAME, f"there is no file {path}", "correct the path in data.name")]
-    return [ok(NAME, f"{len(found):,} {kind} file{'s' * (len(found) > 1)}: {path}")]
+    return [ok(NAME, f"{len(paths):,} {kind} file{'s' * (len(paths) > 1)}: {path}")]
 
 
 def _function(reference: str) -> list[Check]:
-    """Not called, and not even imported: it may do anything."""
+    """Checks that Python would find a function, which is not even imported: it may do anything."""
     package = reference.partition(":")[0].partition(".")[0]
     if package in sys.modules or importlib.machinery.PathFinder.find_spec(package, [os.getcwd(), *sys.path]):
         return [ok(NAME, f"made by {reference}, which only a run calls")]
@@ -66,7 +66,7 @@ def _function(reference: str) -> list[Check]:
 
 
 def _newest(folder: pathlib.Path, version: str) -> pathlib.Path | None:
-    """The prepared version that TFDS would take; it renames a folder to its version when all is written."""
+    """Returns the prepared version that TFDS would take; it renames a folder to its version when all is written."""
     try:
         # The configuration of a data set that has several is a folder between name and version.
         candidates = [p for pattern in ("*", "*/*") for p in folder.glob(pattern) if _VERSION.match(p.name)]
@@ -110,7 +110,7 @@ def _whole(data: config.Data, folder: pathlib.Path) -> list[Check]:
 
 
 def _missing(folder: pathlib.Path, info: dict[str, Any], split: dict[str, Any]) -> list[str]:
-    """What is wrong with the files of a split, if anything."""
+    """Returns what is wrong with the files of a split, if anything."""
     kind, lengths = info.get("fileFormat", "tfrecord"), [int(n) for n in split.get("shardLengths", ())]
     template = split.get("filepathTemplate") or "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"
     total = 0

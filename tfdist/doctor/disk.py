@@ -20,13 +20,13 @@ PROBE_S = 1.5
 
 
 def nearest(folder: pathlib.Path) -> pathlib.Path:
-    """The folder itself, or the nearest one above it that exists."""
+    """Returns the folder itself, or the nearest one above it that exists."""
     folder = pathlib.Path(os.path.abspath(folder))
     return next(p for p in (folder, *folder.parents) if os.path.lexists(p))
 
 
 def room(folder: pathlib.Path, checkpoint: int = 0, keep: int = 1, least: int = LEAST) -> list[Check]:
-    """Whether there is room for a run in a folder that need not exist yet.
+    """Checks whether there is room for a run in a folder that need not exist yet.
 
     Args:
       checkpoint: bytes of the newest checkpoint that is there.
@@ -40,7 +40,7 @@ def room(folder: pathlib.Path, checkpoint: int = 0, keep: int = 1, least: int = 
     except OSError as error:
         return [fail("disk", f"{there} cannot be looked at ({error.strerror})", "choose another --workdir")]
     free = usage.f_bavail * usage.f_frsize
-    found = f"{size(free)} free at {there}"
+    free_space = f"{size(free)} free at {there}"
     if usage.f_flag & os.ST_RDONLY:
         return [fail("disk", f"{there} is mounted read-only", "choose another --workdir, or mount it for writing")]
     if not os.access(there, os.W_OK | os.X_OK):
@@ -51,13 +51,13 @@ def room(folder: pathlib.Path, checkpoint: int = 0, keep: int = 1, least: int = 
         return [fail("disk", f"no file can be made at {there}: its inodes are used up", "delete files there")]
     need = checkpoint * (keep + 1)  # the next one is written before the oldest goes
     if free < least or free < checkpoint:
-        return [fail("disk", f"only {found}", "free some, or choose another --workdir")]
+        return [fail("disk", f"only {free_space}", "free some, or choose another --workdir")]
     if free < need:
-        what = f"{found}, and {keep} checkpoints like the newest take {size(need)} with the one being written"
+        what = f"{free_space}, and {keep} checkpoints like the newest take {size(need)} with the one being written"
         return [warn("disk", what, "free some, or lower checkpoint.keep")]
     if free < ENOUGH:
-        return [warn("disk", f"only {found}", "free some, or choose another --workdir")]
-    return [ok("disk", found)]
+        return [warn("disk", f"only {free_space}", "free some, or choose another --workdir")]
+    return [ok("disk", free_space)]
 
 
 def speed(folder: pathlib.Path, slow: float = SLOW) -> list[Check]:
@@ -69,15 +69,15 @@ def speed(folder: pathlib.Path, slow: float = SLOW) -> list[Check]:
         fix = "free or repair that disk, or choose another --workdir"
         return [fail("write speed", f"nothing can be written in {there} ({error.strerror or error})", fix)]
     rate = written / seconds
-    found = f"{size(rate)}/s at {there}"
+    pace = f"{size(rate)}/s at {there}"
     if rate < slow:
         fix = "put --workdir on a local disk, or save less often (checkpoint.every)"
-        return [warn("write speed", f"only {found}; checkpoints will be slow", fix)]
-    return [ok("write speed", found)]
+        return [warn("write speed", f"only {pace}; checkpoints will be slow", fix)]
+    return [ok("write speed", pace)]
 
 
 def _write(folder: pathlib.Path) -> tuple[int, float]:
-    """Bytes written and seconds taken."""
+    """Writes a file, and returns bytes written and seconds taken."""
     block = os.urandom(_MB)  # some file systems compress
     written, begun = 0, time.perf_counter()
     with tempfile.TemporaryFile(dir=folder, prefix=".tfdist-doctor-") as file:
@@ -90,7 +90,7 @@ def _write(folder: pathlib.Path) -> tuple[int, float]:
 
 
 def size(count: float) -> str:
-    """Bytes for a person."""
+    """Returns a number of bytes as a person reads it."""
     if count >= 1e9:
         return f"{count / 1e9:,.1f} GB"
     return f"{count / 1e6:,.1f} MB" if count >= 1e5 else f"{count / 1e3:,.1f} kB"

@@ -14,7 +14,7 @@ from typing import Any
 from tfdist.distributed import gpus
 from tfdist.doctor.check import FAIL, OK, WARN, Check, worst
 from tfdist.doctor.checkpoints import Finding
-from tfdist.doctor.machine import Machine
+from tfdist.doctor.machine import MachineFacts
 from tfdist.doctor.tensorflow_probe import Answer
 from tfdist.doctor.workers import Place
 
@@ -30,7 +30,7 @@ class Report:
     workdir: str
     """The run folder that was examined; empty if none was named."""
     versions: Mapping[str, str]
-    machine: Machine
+    machine: MachineFacts
     tpu: str
     """What suggests a TPU; empty if nothing does."""
     survey: gpus.Survey | None
@@ -44,18 +44,18 @@ class Report:
 
 
 def lines(report: Report, width: int) -> list[tuple[str, str]]:
-    """Colour (or "") and text of each line, none longer than `width`; 0 leaves them as long as they are."""
-    found = [("", line) for text in _devices(report) for line in _wrapped(text, width, 2)]
-    found += [("", ""), *(("", line) for text in _strategy(report) for line in _wrapped(text, width, 4)), ("", "")]
+    """Returns colour (or "") and text of each line, none longer than `width`; 0 leaves them as long as they are."""
+    shown = [("", line) for text in _devices(report) for line in _wrapped(text, width, 2)]
+    shown += [("", ""), *(("", line) for text in _strategy(report) for line in _wrapped(text, width, 4)), ("", "")]
     for check in report.checks:
         text = f"{check.status:<{_HANG}}{check.name}: {check.finding}"
         first, *rest = _wrapped(text, width, _HANG)
-        found += [(COLOURS[check.status], first), *(("", line) for line in rest)]
+        shown += [(COLOURS[check.status], first), *(("", line) for line in rest)]
         if check.fix:
-            found += [("", line) for line in _wrapped(f"{'':{_HANG}}fix: {check.fix}", width, _HANG + 5)]
+            shown += [("", line) for line in _wrapped(f"{'':{_HANG}}fix: {check.fix}", width, _HANG + 5)]
     counts = {status: sum(c.status == status for c in report.checks) for status in (OK, WARN, FAIL)}
     summary = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-    return [*found, ("", ""), ("", f"{len(report.checks)} checks: {summary}")]
+    return [*shown, ("", ""), ("", f"{len(report.checks)} checks: {summary}")]
 
 
 def _wrapped(text: str, width: int, hang: int) -> list[str]:
@@ -70,14 +70,14 @@ def _devices(report: Report) -> list[str]:
     m = report.machine
     cores = f"{m.cores} core{'s' * (m.cores > 1)}" + (f" (limited to {m.quota:g})" if m.quota else "")
     memory = f"{m.memory_free / 2**30:.1f} of {m.memory_total / 2**30:.1f} GiB memory free"
-    found = [f"host {m.host}: {m.system}, {cores}, {memory}"]
+    shown = [f"host {m.host}: {m.system}, {cores}, {memory}"]
     if report.survey is None:
-        found.append("GPUs: nvidia-smi does not answer")
+        shown.append("GPUs: nvidia-smi does not answer")
     else:
         none = "unknown, see what fails below" if report.survey.problem else "none that a driver lists"
-        found += [_gpu(g, report) for g in report.survey.gpus] or [f"GPUs: {none}"]
-    found.append(f"TPU: {report.tpu} says that there is one" if report.tpu else "TPU: nothing says that there is one")
-    return found
+        shown += [_gpu(g, report) for g in report.survey.gpus] or [f"GPUs: {none}"]
+    shown.append(f"TPU: {report.tpu} says that there is one" if report.tpu else "TPU: nothing says that there is one")
+    return shown
 
 
 def _gpu(gpu: gpus.DriverGPU, report: Report) -> str:
@@ -100,20 +100,20 @@ def _strategy(report: Report) -> list[str]:
 
 
 def bug_report(report: Report, environ: Mapping[str, str]) -> list[str]:
-    """A block to paste: nothing in it names the user, the home folder or the secret of a run."""
+    """Returns the lines of a block to paste: nothing in it names the user, the home folder or the secret of a run."""
     names = ", ".join(f"{name} {version}" for name, version in report.versions.items())
-    found = [names, *_devices(report)[1:], *_strategy(report)[:1]]
-    found[1:1] = [_devices(report)[0].replace(f"host {report.machine.host}: ", "")]
+    block = [names, *_devices(report)[1:], *_strategy(report)[:1]]
+    block[1:1] = [_devices(report)[0].replace(f"host {report.machine.host}: ", "")]
     if report.survey and report.survey.gpus and report.answer and report.answer.said:
-        found.append(f"TensorFlow said: {'; '.join(report.answer.said)}")
+        block.append(f"TensorFlow said: {'; '.join(report.answer.said)}")
     for check in report.checks:
         if check.status != OK:
-            found.append(f"{check.status:<{_HANG}}{check.name}: {check.finding}")
-    return [redacted(line, environ) for line in found]
+            block.append(f"{check.status:<{_HANG}}{check.name}: {check.finding}")
+    return [redacted(line, environ) for line in block]
 
 
 def redacted(text: str, environ: Mapping[str, str]) -> str:
-    """Without what tells who somebody is."""
+    """Returns a text without what tells who somebody is."""
     secret, home = environ.get("TFDIST_SECRET", ""), os.path.expanduser("~").rstrip("/")
     if secret:
         text = text.replace(secret, "<secret>")
@@ -127,7 +127,7 @@ def redacted(text: str, environ: Mapping[str, str]) -> str:
 
 
 def as_json(report: Report, environ: Mapping[str, str]) -> dict[str, Any]:
-    """The same for programs; NaN is null."""
+    """Returns what was found as programs read it; NaN is null."""
     place, survey = report.place, report.survey or gpus.Survey(problem="no answer")
     return {
         "status": worst(report.checks),

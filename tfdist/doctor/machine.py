@@ -21,7 +21,7 @@ LEAST_SHM = 512 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Machine:
+class MachineFacts:
     """What this process may use of the machine."""
 
     host: str
@@ -46,7 +46,7 @@ def groups(root: pathlib.Path = CGROUP, own: pathlib.Path = pathlib.Path("/proc/
     return [folder, *(p for p in folder.parents if root in (p, *p.parents))]
 
 
-def look(limits: list[pathlib.Path]) -> Machine:
+def look(limits: list[pathlib.Path]) -> MachineFacts:
     """Looks at this machine.
 
     Args:
@@ -60,7 +60,7 @@ def look(limits: list[pathlib.Path]) -> Machine:
             total, free = min(total, int(limit)), min(free, int(max(0.0, limit - (used or 0.0))))
         share = _quota(folder / "cpu.max")
         quota = share if quota is None or (share is not None and share < quota) else quota
-    return Machine(
+    return MachineFacts(
         host=platform.node(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         cores=len(os.sched_getaffinity(0)),
@@ -70,8 +70,8 @@ def look(limits: list[pathlib.Path]) -> Machine:
     )
 
 
-def cores(machine: Machine) -> list[Check]:
-    """TensorFlow starts a thread per core that it sees, and takes no notice of the limit of a container or a job."""
+def cores(machine: MachineFacts) -> list[Check]:
+    """Checks for a limit of a container or job, of which TensorFlow takes no notice: it starts a thread per core."""
     count = f"{machine.cores} core{'s' * (machine.cores > 1)}"
     if machine.quota is None or machine.quota >= machine.cores:
         return [ok("cores", f"{count} for this process")]
@@ -79,45 +79,45 @@ def cores(machine: Machine) -> list[Check]:
     return [warn("cores", share, f"train with --threads={max(1, int(machine.quota))}")]
 
 
-def memory(machine: Machine, least: float = LEAST_MEMORY) -> list[Check]:
-    """Whether there is room for TensorFlow, which takes half a gigabyte before it has done anything."""
-    found = f"{machine.memory_free / _GIB:.1f} of {machine.memory_total / _GIB:.1f} GiB free"
+def memory(machine: MachineFacts, least: float = LEAST_MEMORY) -> list[Check]:
+    """Checks whether there is room for TensorFlow, which takes half a gigabyte before it has done anything."""
+    room = f"{machine.memory_free / _GIB:.1f} of {machine.memory_total / _GIB:.1f} GiB free"
     if machine.memory_free < least:
-        return [warn("memory", found, "end other programs, or train with data.cache=stream and smaller batches")]
-    return [ok("memory", found)]
+        return [warn("memory", room, "end other programs, or train with data.cache=stream and smaller batches")]
+    return [ok("memory", room)]
 
 
 def shared_memory(folder: pathlib.Path = SHM, least: float = LEAST_SHM) -> list[Check]:
-    """NCCL exchanges gradients between the GPUs of a machine through /dev/shm."""
+    """Checks /dev/shm, through which NCCL exchanges gradients between the GPUs of a machine."""
     fix = "docker run --shm-size=2g, or in Kubernetes an emptyDir with medium: Memory at /dev/shm"
     try:
         usage = shutil.disk_usage(folder)
     except OSError as error:
         return [warn("shared memory", f"{folder} cannot be used ({error.strerror}); NCCL needs it", fix)]
-    found = f"{usage.free / _GIB:.2f} of {usage.total / _GIB:.2f} GiB free in {folder}"
+    room = f"{usage.free / _GIB:.2f} of {usage.total / _GIB:.2f} GiB free in {folder}"
     if usage.free < least:
-        return [warn("shared memory", f"{found}; NCCL between several GPUs needs more", fix)]
-    return [ok("shared memory", found)]
+        return [warn("shared memory", f"{room}; NCCL between several GPUs needs more", fix)]
+    return [ok("shared memory", room)]
 
 
 def open_files(soft: int, hard: int, workers: int) -> list[Check]:
-    """The limit of file descriptors: shards of the data set, one connection to each worker, and those of TensorFlow.
+    """Checks the limit of file descriptors: shards, a connection to each worker, and TensorFlow's own need some.
 
     Args:
       soft: what holds now, as `resource.getrlimit` says; -1 for no limit.
       hard: to what a user may raise it.
     """
     unlimited = soft == -1
-    found = "any number of open files" if unlimited else f"{soft:,} open files"
+    limit = "any number of open files" if unlimited else f"{soft:,} open files"
     need = 256 if workers == 1 else 1024
     to = "ulimit -n 65536" if hard == -1 or hard >= 65536 else f"ulimit -n {hard}"
     if hard != -1 and hard < need:
         to = "ask for a higher limit (LimitNOFILE of a service, docker run --ulimit nofile=65536)"
     if not unlimited and soft < 128:
-        return [fail("open files", f"only {found}, which TensorFlow alone needs", to)]
+        return [fail("open files", f"only {limit}, which TensorFlow alone needs", to)]
     if not unlimited and soft < need:
-        return [warn("open files", f"only {found}; data sets of many files and many workers need more", to)]
-    return [ok("open files", found)]
+        return [warn("open files", f"only {limit}; data sets of many files and many workers need more", to)]
+    return [ok("open files", limit)]
 
 
 def _number(path: pathlib.Path) -> float | None:

@@ -23,7 +23,7 @@ _LISTENS = "start there: python -m tfdist.doctor --listen={port}"
 
 
 def own_ports(workers: cluster.Cluster, master_port: int | None) -> list[tuple[str, int]]:
-    """Addresses that a run with these workers would open here before TensorFlow starts.
+    """Returns the addresses that a run with these workers would open here before TensorFlow starts.
 
     Args:
       master_port: where a launcher is to meet, if somebody says so.
@@ -41,7 +41,7 @@ def own_ports(workers: cluster.Cluster, master_port: int | None) -> list[tuple[s
 
 
 def port_here(host: str, port: int, needed: bool = True) -> list[Check]:
-    """Whether a port of this host is free to listen on.
+    """Checks whether a port of this host is free to listen on.
 
     Args:
       needed: a run as it is described would open it, and not only one that somebody may start some day.
@@ -69,9 +69,9 @@ def port_here(host: str, port: int, needed: bool = True) -> list[Check]:
 
 def _holder(port: int) -> str:
     with contextlib.suppress(psutil.Error, OSError):  # of other users' processes only root is told
-        for found in psutil.net_connections("tcp"):
-            if found.status == psutil.CONN_LISTEN and found.laddr.port == port and found.pid:
-                return f" by process {found.pid} ({psutil.Process(found.pid).name()})"
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+                return f" by process {connection.pid} ({psutil.Process(connection.pid).name()})"
     return ""
 
 
@@ -123,13 +123,13 @@ def _unreachable(name: str, problem: str, port: int) -> Check:
 
 
 def _compared(name: str, there: peer_query.Peer, versions: dict[str, str]) -> list[Check]:
-    """What a doctor answered, against this host."""
-    found = []
+    """Compares what a doctor has answered with this host."""
+    checks = []
     delay = f"{2e3 * there.clock_error:.1f} ms there and back"
     if abs(there.clock_ahead) > CLOCKS_APART_S + there.clock_error:
         way = "ahead of" if there.clock_ahead > 0 else "behind"
         what = f"the clock of {there.host} is {abs(there.clock_ahead):,.1f} s {way} ours"
-        found.append(warn(name, what, "keep both in time: chronyd or systemd-timesyncd (timedatectl set-ntp true)"))
+        checks.append(warn(name, what, "keep both in time: chronyd or systemd-timesyncd (timedatectl set-ntp true)"))
     apart = [
         package
         for package in ("python", "tfdist", "tensorflow", "keras", "horovod")
@@ -139,5 +139,5 @@ def _compared(name: str, there: peer_query.Peer, versions: dict[str, str]) -> li
         each = [f"{p} {there.versions.get(p, 'none')} there and {versions.get(p, 'none')} here" for p in apart]
         what = f"{there.host} has other versions: {'; '.join(each)}"
         fix = "install the same on all hosts: workers refuse each other otherwise"
-        found.append(warn(name, what, fix) if apart == ["horovod"] else fail(name, what, fix))
-    return found or [ok(name, f"{there.host} answers, {delay}, with the same versions and time")]
+        checks.append(warn(name, what, fix) if apart == ["horovod"] else fail(name, what, fix))
+    return checks or [ok(name, f"{there.host} answers, {delay}, with the same versions and time")]

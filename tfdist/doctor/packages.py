@@ -25,26 +25,26 @@ KERAS = ("keras", "keras-nightly")
 
 
 def versions() -> dict[str, str]:
-    """What a bug report has to name, as far as installed."""
-    found = {"python": platform.python_version(), "tfdist": __version__}
-    found |= {name: version for name in SHOWN if (version := _version(name))}
-    if "tensorflow" not in found:
+    """Returns the versions that a bug report has to name, as far as installed."""
+    installed = {"python": platform.python_version(), "tfdist": __version__}
+    installed |= {name: version for name in SHOWN if (version := _version(name))}
+    if "tensorflow" not in installed:
         others = {name: version for name in WHEELS if (version := _version(name))}
-        found |= others
-    return found
+        installed |= others
+    return installed
 
 
 def conflicts() -> list[Check]:
-    """Packages that install the same folder, and versions outside of what tfdist was made for."""
-    found = [c for names, folder in ((WHEELS, "tensorflow"), (KERAS, "keras")) for c in _same_folder(names, folder)]
+    """Looks for packages that install the same folder, and versions outside of what tfdist was made for."""
+    checks = [c for names, folder in ((WHEELS, "tensorflow"), (KERAS, "keras")) for c in _same_folder(names, folder)]
     try:
         listed = [Requirement(text) for text in metadata.requires("tfdist") or ()]
     except metadata.PackageNotFoundError:
         fix = "pip install -e . in tfdist's folder"
-        return [*found, warn("packages", "tfdist is not installed by pip, so nobody knows what it needs", fix)]
+        return [*checks, warn("packages", "tfdist is not installed by pip, so nobody knows what it needs", fix)]
     needs = [need for need in listed if not need.marker or need.marker.evaluate({"extra": ""})]
-    found += [check for need in needs for check in _unfit(need)]
-    return found or [ok("packages", f"all {len(needs)} that tfdist needs fit, and none is there twice")]
+    checks += [check for need in needs for check in _unfit(need)]
+    return checks or [ok("packages", f"all {len(needs)} that tfdist needs fit, and none is there twice")]
 
 
 def _same_folder(names: tuple[str, ...], folder: str) -> list[Check]:
@@ -69,7 +69,7 @@ def _unfit(need: Requirement) -> list[Check]:
 
 
 def backend(environ: Mapping[str, str]) -> list[Check]:
-    """Whether Keras will run on TensorFlow: a variable or a file in the home folder can send it elsewhere."""
+    """Checks whether Keras will run on TensorFlow: a variable or a file in the home folder can send it elsewhere."""
     chosen, by = environ.get("KERAS_BACKEND", ""), "KERAS_BACKEND"
     fix = "unset KERAS_BACKEND"
     if not chosen:
@@ -89,7 +89,7 @@ def backend(environ: Mapping[str, str]) -> list[Check]:
 
 
 def horovod(needed: bool) -> list[Check]:
-    """Whether the installed Horovod was built for the installed TensorFlow.
+    """Checks whether the installed Horovod was built for the installed TensorFlow.
 
     Args:
       needed: this run would use it.

@@ -10,10 +10,9 @@ import contextlib
 import dataclasses
 import platform
 import socket
-import threading
 import time
-from collections.abc import Callable
 
+from tfdist.config.messages import aside
 from tfdist.distributed import wire
 
 QUESTION = {"doctor": "how are you"}
@@ -39,49 +38,34 @@ class NoDoctorError(Exception):
     """It speaks tfdist's protocol and is no doctor: what it said."""
 
 
-class Hotline:
+class PeerListener:
     """Answers other doctors from the time it is made until `close`.
 
     Args:
       host: address of this machine to listen at, or 0.0.0.0 for all.
-      say: shows a line to a person.
 
     Raises:
       OSError: the address is not of this machine, or the port is taken.
     """
 
-    def __init__(self, host: str, port: int, versions: dict[str, str], secret: str, say: Callable[[str], None]):
-        self._listener = wire.listen(host, port)
-        self.port = self._listener.getsockname()[1]
-        self._versions, self._secret, self._say = versions, secret, say
-        self._free = threading.Semaphore(_MOST_AT_ONCE)
-        threading.Thread(target=self._admit, daemon=True).start()
-
-    def _admit(self) -> None:
-        while True:
-            try:
-                sock, address = self._listener.accept()
-            except OSError:
-                return
-            if not self._free.acquire(blocking=False):
-                sock.close()
-                continue
-            threading.Thread(target=self._answer, args=(sock, address[0]), daemon=True).start()
+    def __init__(self, host: str, port: int, versions: dict[str, str], secret: str):
+        listener = wire.listen(host, port)
+        self.port = listener.getsockname()[1]
+        self._versions, self._secret = versions, secret
+        self._acceptor = wire.Acceptor(listener, self._answer, _MOST_AT_ONCE, turns_away=True)
 
     def _answer(self, sock: socket.socket, who: str) -> None:
         try:
             connection = wire.accept(sock, self._secret)
             with contextlib.closing(connection):
                 if self._talk(connection):
-                    self._say(f"answered {who}")
+                    aside.info(f"answered {who}")
         except (wire.WireError, OSError) as error:
             sock.close()
-            self._say(f"{who} was not answered: {error}")
-        finally:
-            self._free.release()
+            aside.info(f"{who} was not answered: {error}")
 
     def _talk(self, connection: wire.Connection) -> int:
-        """Answers one caller until he hangs up; the number of his questions."""
+        """Answers one caller until he hangs up, and returns the number of his questions."""
         end, asked = time.monotonic() + _LONGEST_CALL_S, 0
         with contextlib.suppress(wire.WireError):
             while time.monotonic() < end and connection.receive(wire.HANDSHAKE_S) == QUESTION:
@@ -91,9 +75,8 @@ class Hotline:
         return asked
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # `accept` would go on waiting
-        self._listener.close()
+        """Answers nobody any more."""
+        self._acceptor.close()
 
 
 def ask(host: str, port: int, secret: str, timeout: float) -> Peer:
@@ -120,7 +103,8 @@ def ask(host: str, port: int, secret: str, timeout: float) -> Peer:
         connection.close()
 
 
-def _read(answer: dict, before: float, after: float) -> Peer:
+def _read(answer: wire.Message, before: float, after: float) -> Peer:
+    """Reads what a doctor has answered, to a question that was sent at `before` and answered at `after`."""
     said = answer.get("doctor")
     try:
         versions = {str(k)[:40]: str(v)[:40] for k, v in said["versions"].items()}  # type: ignore[index]

@@ -74,31 +74,31 @@ def ask(environ: Mapping[str, str], timeout: float) -> Answer:
     if child.returncode < 0:
         return Answer(problem=f"TensorFlow ended with {signal.Signals(-child.returncode).name}")
     try:
-        found = json.loads(out.splitlines()[-1])
-        return Answer(**{**found, "gpus": tuple(found["gpus"]), "said": tuple(found["said"])})
+        answer = json.loads(out.splitlines()[-1])
+        return Answer(**{**answer, "gpus": tuple(answer["gpus"]), "said": tuple(answer["said"])})
     except (IndexError, ValueError, TypeError, KeyError):
         return Answer(problem=f"TensorFlow cannot be imported ({(err.strip().splitlines() or ['no message'])[-1]})")
 
 
 def driver(survey: gpus.Survey) -> list[Check]:
-    """What nvidia-smi says."""
+    """Checks what nvidia-smi says."""
     again = "let nvidia-smi work again (modprobe nvidia, nvidia-smi -r, or a reboot), or train with --devices=none"
     if not survey.gpus and survey.problem:
         return [fail("driver", survey.problem, again)]
     if not survey.gpus:
         return [ok("driver", "no NVIDIA GPU here (nvidia-smi is missing or lists none)")]
     unknown = [str(g.number) for g in survey.gpus if math.isnan(g.load) or not g.memory_total > 0]
-    found = f"{len(survey.gpus)} GPU{'s' * (len(survey.gpus) > 1)}, driver {survey.gpus[0].driver}"
+    listed = f"{len(survey.gpus)} GPU{'s' * (len(survey.gpus) > 1)}, driver {survey.gpus[0].driver}"
     if survey.problem:
-        return [warn("driver", f"{found}; {survey.problem}", again)]
+        return [warn("driver", f"{listed}; {survey.problem}", again)]
     if unknown:
-        what = f"{found}; it does not tell load or memory of GPU {', '.join(unknown)}"
+        what = f"{listed}; it does not tell load or memory of GPU {', '.join(unknown)}"
         return [warn("driver", what, "choose GPUs by number: --devices=idle:N takes these last")]
-    return [ok("driver", found)]
+    return [ok("driver", listed)]
 
 
 def tensorflow(answer: Answer, survey: gpus.Survey, environ: Mapping[str, str]) -> list[Check]:
-    """Whether TensorFlow starts, and sees the GPUs that it should."""
+    """Checks whether TensorFlow starts, and sees the GPUs that it should."""
     if answer.problem:
         return [_no_answer(answer.problem)]
     what = f"TensorFlow {answer.version} with Keras {answer.keras}"
@@ -132,7 +132,7 @@ def _no_answer(problem: str) -> Check:
 
 
 def _why(answer: Answer) -> tuple[str, str]:
-    """Why TensorFlow sees too few GPUs, and what to do, from what it printed."""
+    """Returns why TensorFlow sees too few GPUs, and what to do, from what it printed."""
     said = " ".join(answer.said)
     if not answer.cuda:
         return "this wheel was built without CUDA", f"pip uninstall -y tensorflow-cpu tensorflow, then {CUDA}"
@@ -151,7 +151,7 @@ def _why(answer: Answer) -> tuple[str, str]:
 
 
 def names(answer: Answer, survey: gpus.Survey, environ: Mapping[str, str]) -> dict[int, str]:
-    """TensorFlow's name of a GPU by the driver's number, for those that it sees."""
+    """Returns TensorFlow's name of a GPU by the driver's number, for those that it sees."""
     try:
         usable = gpus.select("all", survey, environ).gpus
     except UserError:
@@ -162,11 +162,11 @@ def names(answer: Answer, survey: gpus.Survey, environ: Mapping[str, str]) -> di
 
 
 def _look() -> dict[str, Any]:
-    tf, seen, said = tf_devices.start()
+    tf, seen, printed = tf_devices.start()
     import keras
 
     lines = dict.fromkeys(
-        line.partition("] ")[2] or line for line in said.splitlines() if any(s in line for s in _SIGNS)
+        line.partition("] ")[2] or line for line in printed.splitlines() if any(s in line for s in _SIGNS)
     )
     shown = []
     for gpu in seen:

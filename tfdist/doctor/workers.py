@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from tfdist.config.runtime_options import STRATEGIES, Environment
 from tfdist.distributed import cluster, gpus, strategy_choice
 from tfdist.distributed.cluster import ALONE, Cluster
-from tfdist.distributed.strategy_choice import Choice
+from tfdist.distributed.strategy_choice import StrategyChoice
 from tfdist.doctor.check import Check, ok, refused, warn
 from tfdist.errors import UserError
 
@@ -20,7 +20,7 @@ class Place:
 
     cluster: Cluster
     selection: gpus.Selection
-    choice: Choice | None
+    choice: StrategyChoice | None
     """None where a run would be refused."""
     others: Mapping[str, str]
     """The strategies that are not chosen, each with the reason."""
@@ -68,18 +68,18 @@ def find(environment: Environment, survey: gpus.Survey, environ: Mapping[str, st
 
 
 def _tf_config(environ: Mapping[str, str]) -> list[Check]:
-    """TF_CONFIG by itself: what it says, or what is wrong with it."""
+    """Checks TF_CONFIG by itself."""
     if not environ.get("TF_CONFIG", "").strip():
         return []
     alone = {k: v for k, v in environ.items() if k in ("TF_CONFIG", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     try:
-        found = cluster.find(alone)
+        described = cluster.find(alone)
     except UserError as error:
         return [refused("TF_CONFIG", error)]
-    if found == ALONE:
+    if described == ALONE:
         return [warn("TF_CONFIG", "it names no workers, so it says nothing", "unset TF_CONFIG")]
-    everybody = ", ".join(found.addresses)
-    return [ok("TF_CONFIG", _describe(found) + (f"; in order of rank: {everybody}" if everybody else ""))]
+    everybody = ", ".join(described.addresses)
+    return [ok("TF_CONFIG", _describe(described) + (f"; in order of rank: {everybody}" if everybody else ""))]
 
 
 def _describe(workers: Cluster) -> str:
@@ -95,25 +95,25 @@ def _describe(workers: Cluster) -> str:
 
 
 def _surroundings(workers: Cluster, environ: Mapping[str, str]) -> list[Check]:
-    """What stands around this process and is easily taken for a start of workers."""
-    found = []
+    """Looks for what stands around this process and is easily taken for a start of workers."""
+    checks = []
     nodes = environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or ""
     tasks = environ.get("SLURM_NTASKS", "")
     several = any(re.fullmatch(r"\d{1,6}", n, re.ASCII) and int(n) > 1 for n in (nodes, tasks))
     if environ.get("SLURM_JOB_ID") and several and workers.size == 1:
         size = f"{nodes or '?'} nodes and {tasks or '?'} tasks"
         what = f"Slurm job {environ['SLURM_JOB_ID']} has {size}, and this process is none of them but the batch script"
-        found.append(warn("surroundings", what, "start it with srun: srun python -m tfdist.train"))
+        checks.append(warn("surroundings", what, "start it with srun: srun python -m tfdist.train"))
     if environ.get("COLAB_TPU_ADDR"):
         what = "Colab offers a TPU (COLAB_TPU_ADDR), which TensorFlow does not learn from that variable"
-        found.append(warn("surroundings", what, "choose a GPU or CPU runtime: tfdist does not train on TPUs yet"))
+        checks.append(warn("surroundings", what, "choose a GPU or CPU runtime: tfdist does not train on TPUs yet"))
     elif environ.get("COLAB_RELEASE_TAG"):
-        found.append(ok("surroundings", "Colab: files vanish with the runtime, keep --workdir on a drive"))
+        checks.append(ok("surroundings", "Colab: files vanish with the runtime, keep --workdir on a drive"))
     if environ.get("KUBERNETES_SERVICE_HOST"):
         pod = environ.get("HOSTNAME", "")
         told = "" if workers.source else "; nothing tells of other workers (a TFJob of one replica sets no TF_CONFIG)"
-        found.append(ok("surroundings", f"Kubernetes{f', pod {pod}' if pod else ''}{told}"))
-    return found
+        checks.append(ok("surroundings", f"Kubernetes{f', pod {pod}' if pod else ''}{told}"))
+    return checks
 
 
 def _open_ports() -> Check:
@@ -126,31 +126,31 @@ def _open_ports() -> Check:
 
 
 def _others(
-    chosen: Choice | None,
+    chosen: StrategyChoice | None,
     environment: Environment,
     selection: gpus.Selection,
     workers: Cluster,
     environ: Mapping[str, str],
 ) -> dict[str, str]:
-    """Why each other strategy is not chosen."""
-    found = {}
+    """Returns, by name, why each other strategy is not chosen."""
+    reasons = {}
     for name in STRATEGIES:
         if name in (environment.strategy, chosen and chosen.name):
             continue
         try:
             wanted = dataclasses.replace(environment, strategy=name)
-            found[name] = _possible(
+            reasons[name] = _possible(
                 name, strategy_choice.choose(wanted, selection, workers, environ), chosen, environment
             )
         except UserError as error:
-            found[name] = str(error)
+            reasons[name] = str(error)
         if name == "tpu" and not strategy_choice.tpu_hint(environ):
-            found[name] = "nothing says that there is a TPU"
-    return found
+            reasons[name] = "nothing says that there is a TPU"
+    return reasons
 
 
-def _possible(name: str, instead: Choice, chosen: Choice | None, environment: Environment) -> str:
-    """Why a strategy that would run is not chosen."""
+def _possible(name: str, instead: StrategyChoice, chosen: StrategyChoice | None, environment: Environment) -> str:
+    """Returns why a strategy that would run is not chosen."""
     if name == "auto":
         return f"it would pick {instead.name}, because {instead.reason}"
     if environment.strategy != "auto" and chosen:

@@ -18,21 +18,24 @@ from tfdist.errors import UserError
 def layout_of(
     source: sources.Source, batch: int | None, distribution: Distribution, accumulate: int, least: bool = True
 ) -> Layout:
-    """How the global batches of `source` are laid out, which all workers must have alike.
+    """Returns how the global batches of `source` are laid out, which all workers must have alike.
 
     Args:
+      source: the examples; a data set brings its own batch size.
+      batch: global batch, 32 if not given.
+      accumulate: micro-batches per update.
       least: insist on an example per replica and micro-batch; measuring does without.
 
     Raises:
       UserError: a batch that does not fit, or another worker has other data.
     """
     if isinstance(source, sources.Batches):
-        found = int(tf.nest.flatten(source.decoded.element_spec)[0].shape[0] or 0)
-        found = found or len(keras.tree.flatten(sources.first_batch(source))[0])
+        own = int(tf.nest.flatten(source.decoded.element_spec)[0].shape[0] or 0)
+        own = own or len(keras.tree.flatten(sources.first_batch(source))[0])
         # A data set of a single, smaller batch is all of it; one of unknown length may be.
-        if batch not in (None, found) and not (found < batch and source.batches in (1, None)):
-            raise UserError(f"batch_size={batch} does not fit a data set of batches of {found}: leave it out")
-        batch = found
+        if batch not in (None, own) and not (own < batch and source.batches in (1, None)):
+            raise UserError(f"batch_size={batch} does not fit a data set of batches of {own}: leave it out")
+        batch = own
     batch = 32 if batch is None else batch
     if batch < 1:
         raise UserError(f"batch_size must be at least 1, got {batch}")
@@ -50,7 +53,7 @@ Feed = ArrayFeed | BatchFeed | RecordFeed
 
 
 def read_epochs(source: sources.Source, layout: Layout, shuffle: bool, seed: int) -> Feed:
-    """A feed that reads `source` again and again, in a new order each time if it is to `shuffle`."""
+    """Returns a feed that reads `source` again and again, in a new order each time if it is to `shuffle`."""
     if not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**31:
         raise UserError(f"seed must be a whole number between 0 and {2**31 - 1}, got {seed!r}")
     order = seed if shuffle else None
@@ -63,7 +66,7 @@ def read_epochs(source: sources.Source, layout: Layout, shuffle: bool, seed: int
 
 
 def read_once(source: sources.Source, layout: Layout) -> tuple[Feed, int | None]:
-    """A feed that reads `source` in its own order, and its number of batches if known."""
+    """Returns a feed that reads `source` in its own order, and its number of batches if known."""
     if isinstance(source, sources.Batches):
         return BatchFeed(source, layout, once=True), source.batches or None
     feed = ArrayFeed(source, layout) if isinstance(source, sources.Arrays) else RecordFeed(source, layout)

@@ -5,16 +5,32 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import NamedTuple
 
 from tfdist.checkpoints import oom_note
-from tfdist.checkpoints.manager import Checkpoints, Run
+from tfdist.checkpoints.manager import Checkpoints
 from tfdist.checkpoints.resume import Position
+from tfdist.checkpoints.training_run import TrainingRun
+from tfdist.config.messages import logger
 from tfdist.data.batch_layout import Layout
-from tfdist.engine.step_calls import OutOfMemory
+from tfdist.data.structures import Structure
+from tfdist.engine import callback
+from tfdist.engine.call_errors import OutOfMemory
 from tfdist.errors import TrainingError
 
-Key = tuple[int, int, int, bool]
+
+class _Place(NamedTuple):
+    """A place in a training, to tell whether a checkpoint was taken just there."""
+
+    update: int
+    epoch: int
+    begun: int
+    measured: bool
+
+    @classmethod
+    def of(cls, position: Position) -> _Place:
+        """Returns where a position is."""
+        return cls(position.update, position.epoch, position.begun, position.measured)
 
 
 class Keeper:
@@ -25,15 +41,16 @@ class Keeper:
       run: what they are taken of.
     """
 
-    def __init__(self, checkpoints: Checkpoints | None, run: Run):
+    def __init__(self, checkpoints: Checkpoints | None, run: TrainingRun):
         self._checkpoints = None if checkpoints is None or checkpoints.off else checkpoints
         self._run = run
-        self._saved: Key | None = None
+        self._saved: _Place | None = None
         """Where the last one was taken."""
         self._back = 0
+        """How often the training has gone back."""
 
     def begin(self, position: Position, rollback: bool) -> Position:
-        """Where the training begins, or goes on.
+        """Returns where the training begins, or goes on.
 
         Args:
           rollback: whether `back` may be needed, and so something to go back to.
@@ -42,7 +59,7 @@ class Keeper:
             return position
         resumed = self._checkpoints.begin(self._run)
         if resumed is not None:
-            self._saved = _key(resumed)
+            self._saved = _Place.of(resumed)
             return resumed
         if self._run.distribution.workers == 1:
             self._checkpoints.hold(self._run, position)
@@ -51,16 +68,16 @@ class Keeper:
         return position
 
     def limit(self, now: Position) -> float:
-        """How many updates there may be before the next checkpoint, or the next one to skip."""
+        """Returns how many updates there may be before the next checkpoint, or the next one to skip."""
         skip = min((u for u in now.skipped if u >= now.update), default=math.inf) - now.update
         return min(skip, math.inf if self._checkpoints is None else self._checkpoints.limit(now.update))
 
     def late(self) -> bool:
-        """Whether it is time for a checkpoint, by this worker's clock."""
+        """Tells whether it is time for a checkpoint, by this worker's clock."""
         return self._checkpoints is not None and self._checkpoints.late()
 
     def after_call(self, now: Position, late: bool) -> None:
-        """In the middle of an epoch.
+        """Takes a checkpoint in the middle of an epoch, if one is due.
 
         Args:
           late: what the chief's clock says.
@@ -68,8 +85,8 @@ class Keeper:
         if self._checkpoints is not None and (late or self._checkpoints.due(now.update)):
             self._save(now)
 
-    def after_epoch(self, now: Position, logs: Mapping[str, Any], late: bool) -> None:
-        """Between two epochs."""
+    def after_epoch(self, now: Position, logs: Mapping[str, Structure], late: bool) -> None:
+        """Takes a checkpoint between two epochs, if one is due or the epoch was the best."""
         if self._checkpoints is None:
             return
         best = self._checkpoints.improved(logs, now.update)
@@ -77,13 +94,13 @@ class Keeper:
             self._save(now)
 
     def end(self, now: Position) -> None:
-        """When training ends or is interrupted: what is there must be on the disk."""
+        """Takes the last checkpoint when training ends or is interrupted, and waits until it is on the disk."""
         if self._checkpoints is None:
             return
         self._checkpoints.wait()
         gather = self._run.distribution.peers.gather
         failed = gather("the last checkpoint", bool(self._checkpoints.failure))[0]
-        if failed or _key(now) != self._saved:
+        if failed or _Place.of(now) != self._saved:
             with self._run.distribution.peers.during("saving"):
                 self._save(now, wait=True)
 
@@ -95,30 +112,37 @@ class Keeper:
         Args:
           error: to raise when this was tried `most` times.
           update: the first with a loss that is not finite.
+          position: where the training was.
+          most: how often it may go back.
         """
         if self._checkpoints is None or self._back == most:
             raise error
         self._back += 1
         bad = sorted({*position.skipped, max(0, update - 1), update})
-        found = self._checkpoints.back(self._run, max(0, update - 1))
-        found.skipped = bad
+        good = self._checkpoints.back(self._run, max(0, update - 1))
+        good.skipped = bad
         self._saved = None
         self._run.model.stop_training = False
-        self._checkpoints.say(
-            f"WARNING: {error}; back to update {found.update}, and without updates "
-            f"{', '.join(str(u + 1) for u in bad)} from there ({self._back} of {most} times)"
-        )
-        self._tell("on_rollback", found.update, bad)
-        return found
+        if self._run.distribution.is_chief:
+            logger.info(
+                f"WARNING: {error}; back to update {good.update}, and without updates "
+                f"{', '.join(str(u + 1) for u in bad)} from there ({self._back} of {most} times)"
+            )
+        for hooked in callback.with_hooks(self._run.callbacks):
+            hooked.on_rollback(good.update, bad)
+        return good
 
     def smaller(self, error: OutOfMemory, layout: Layout, ordered: bool) -> tuple[Layout, Position]:
-        """After an update for which there was not the memory: smaller micro-batches, and the last good checkpoint.
+        """Makes the micro-batches smaller after an update for which there was not the memory, and goes back.
 
         Args:
           error: to raise where that cannot be: there are no checkpoints; or other workers, whose collectives are
             broken now; or the data's order depends on how often it has been begun.
           layout: of the update.
           ordered: the data has an order to go back in.
+
+        Returns:
+          The layout to go on with, and the place of the last good checkpoint.
         """
         accumulate = min(2 * layout.accumulate, layout.batch // layout.replicas)
         text = f"{error}, at {layout.micro} example{'s' * (layout.micro > 1)} at a time"
@@ -129,25 +153,17 @@ class Keeper:
         smaller = dataclasses.replace(layout, accumulate=accumulate)
         position = self._checkpoints.again(self._run)
         self._saved = None
-        self._checkpoints.say(
+        logger.info(
             f"WARNING: {text}: from update {position.update} on again, at {smaller.micro} "
             f"(train.accumulate={accumulate}), with the same result"
         )
-        self._tell("on_accumulate", accumulate)
+        for hooked in callback.with_hooks(self._run.callbacks):
+            hooked.on_accumulate(accumulate)
         return smaller, position
 
     def _save(self, now: Position, wait: bool = False) -> None:
         assert self._checkpoints is not None
         self._checkpoints.save(self._run, now, wait)
-        self._saved = _key(now)
-        self._tell("on_checkpoint", now.update)
-
-    def _tell(self, hook: str, *arguments: Any) -> None:
-        """Keras knows no such hooks; callbacks of one's own may have them."""
-        for callback in self._run.callbacks.callbacks:
-            if hasattr(callback, hook):
-                getattr(callback, hook)(*arguments)
-
-
-def _key(position: Position) -> Key:
-    return position.update, position.epoch, position.begun, position.measured
+        self._saved = _Place.of(now)
+        for hooked in callback.with_hooks(self._run.callbacks):
+            hooked.on_checkpoint(now.update)

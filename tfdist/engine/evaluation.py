@@ -1,20 +1,23 @@
-"""evaluate and predict."""
+"""The public `evaluate` and `predict`, and what else only looks at a model."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tfdist.data import sources
+from tfdist.data.structures import Structure
 from tfdist.distributed import connect
 from tfdist.distributed.distribution import Distribution
-from tfdist.engine import batching, preconditions, step_calls
+from tfdist.engine import agreement, batching, preconditions, step_calls
+from tfdist.engine.call_errors import EndOfData
 from tfdist.engine.step import ema
+from tfdist.engine.step.results import CallResult, Totals
 from tfdist.engine.steps_per_call import Pace
 from tfdist.errors import UserError
 from tfdist.models import freezing, keras_internals
@@ -25,17 +28,17 @@ PREDICT_ROWS = 4096
 
 def evaluate(
     model: keras.Model,
-    dataset: Any,
-    y: Any = None,
+    dataset: Structure | tf.data.Dataset | sources.Source,
+    y: Structure = None,
     *,
     distribution: Distribution | None = None,
     batch_size: int | None = None,
-    sample_weight: Any = None,
+    sample_weight: Structure = None,
     steps: int | None = None,
-    callbacks: Any = None,
-    should_stop: Callable[[], str] = step_calls.never,
+    callbacks: Sequence[keras.callbacks.Callback] | None = None,
+    should_stop: Callable[[], str] = agreement.never,
 ) -> dict[str, float]:
-    """Loss and metrics over a data set, every example once.
+    """Measures loss and metrics over a data set, every example once.
 
     Args:
       dataset, y, sample_weight: as for `fit`.
@@ -46,6 +49,11 @@ def evaluate(
 
     Returns:
       Values by the names that Keras gives them.
+
+    Raises:
+      UserError: the model, data or arguments do not fit together.
+      TrainingError: a worker is lost, or a call has failed.
+      Interrupted: `should_stop` gave a reason.
     """
     distribution = distribution or connect.default("no distribution given")
     source = sources.as_source(dataset, y, sample_weight)
@@ -57,12 +65,12 @@ def evaluate(
 
 def predict(
     model: keras.Model,
-    dataset: Any,
+    dataset: Structure | tf.data.Dataset | sources.Source,
     *,
     distribution: Distribution | None = None,
     batch_size: int | None = None,
-) -> Any:
-    """The model's outputs, one row per example, in the order of the input.
+) -> Structure:
+    """Returns the model's outputs, one row per example, in the order of the input.
 
     Args:
       dataset: arrays (a tuple's first entry is the input), or a `tf.data.Dataset` of batches.
@@ -70,10 +78,14 @@ def predict(
 
     Returns:
       NumPy arrays of shape [examples, ...] in the structure of the outputs.
+
+    Raises:
+      UserError: the model, data or arguments do not fit together.
+      TrainingError: a worker is lost, or a call has failed.
     """
     distribution = distribution or connect.default("no distribution given")
     pieces, rows = [], 0
-    whole: list = []
+    whole: list[Structure] = []
     for outputs, count in _pieces(model, sources.as_source(dataset), distribution, batch_size, "predict", None):
         pieces.append(outputs)
         rows += count
@@ -85,14 +97,19 @@ def predict(
     return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *whole)
 
 
-def answers(
+def predict_batches(
     model: keras.Model,
     source: sources.Source,
     distribution: Distribution,
     batch_size: int | None = None,
-    should_stop: Callable[[], str] = step_calls.never,
-) -> Iterator[tuple[Any, Any]]:
-    """As `predict`, batch by batch and beside the targets, in memory that does not grow. Every worker must read on.
+    should_stop: Callable[[], str] = agreement.never,
+) -> Iterator[tuple[Structure, Structure]]:
+    """Predicts batch by batch, beside the targets, in memory that does not grow. Every worker must read on.
+
+    Args:
+      source: read in its own order.
+      batch_size: global batch of arrays; 32 if not given.
+      should_stop: as for `fit`.
 
     Yields:
       (outputs, targets) of a global batch, NumPy arrays [n, ...]; targets are () where there are none.
@@ -105,6 +122,14 @@ def answers(
         yield keras.tree.map_structure(np.asarray, outputs), keras.tree.map_structure(np.asarray, targets)
 
 
+class _Piece(NamedTuple):
+    """What a call that predicts gives of a global batch, without the filler."""
+
+    outputs: Structure
+    """Tensors [rows, ...], or (outputs, targets) of them."""
+    rows: int
+
+
 def _pieces(
     model: keras.Model,
     source: sources.Source,
@@ -112,8 +137,13 @@ def _pieces(
     batch_size: int | None,
     kind: str,
     should_stop: Callable[[], str] | None,
-) -> Iterator[tuple[Any, int]]:
-    """What a compiled function of `Step` gives for each global batch, less the filler, and how many rows that is."""
+) -> Iterator[_Piece]:
+    """Yields what a compiled function of `Step` gives for each global batch.
+
+    Args:
+      kind: of the function, see `Step.compiled`.
+      should_stop: asked after each batch, if given.
+    """
     preconditions.scope(model, distribution)
     average_statistics(model, distribution)
     layout = batching.layout_of(source, batch_size, distribution, 1, least=False)
@@ -122,19 +152,19 @@ def _pieces(
     call = step.compiled(kind, layout)
     i = 0
     while batches is None or i < batches:
-        now = feed.next(i, 1)
+        part = feed.next(i, 1)
         try:
-            outputs, count = step_calls.run(step, call, (now.feed, tf.constant(now.first)), feed)
-        except step_calls.EndOfData:
+            outputs, examples = step_calls.run(step, call, (part.feed, tf.constant(part.first)), feed)
+        except EndOfData:
             return
-        count, i = int(count), i + 1
-        yield keras.tree.map_structure(lambda o, n=count: o[:n], outputs), count
+        rows, i = int(examples), i + 1
+        yield _Piece(keras.tree.map_structure(lambda o, n=rows: o[:n], outputs), rows)
         if should_stop:
-            step_calls.agree(step, f"batch {i} of the predictions", 0.0, should_stop)
+            agreement.agree(step, f"batch {i} of the predictions", 0.0, should_stop)
 
 
 def same_order(source: sources.Source) -> bool:
-    """Whether a second look finds the same; a data set may shuffle each time that it is read."""
+    """Tells whether a second look finds the same; a data set may shuffle each time that it is read."""
     if not isinstance(source, sources.Batches):
         return True
     one, two = (keras.tree.flatten(sources.first_batch(source)) for _ in range(2))
@@ -157,7 +187,18 @@ def settle(model: keras.Model, distribution: Distribution) -> None:
 
 
 class Evaluation:
-    """Evaluates one source, again and again."""
+    """The measuring of one source, again and again.
+
+    Args:
+      model: compiled, and created in the distribution's scope.
+      source: the examples.
+      distribution: under which the model was created.
+      batch: global batch of arrays or records; 32 if not given.
+      steps: measure this many batches only.
+
+    Raises:
+      UserError: they do not fit together.
+    """
 
     def __init__(
         self,
@@ -179,32 +220,38 @@ class Evaluation:
         self.examples = 0
         """That the last run has measured."""
 
-    def run(self, callbacks: Any, should_stop: Callable[[], str] = step_calls.never) -> dict[str, float]:
-        """Loss and metrics by name."""
+    def run(
+        self, callbacks: keras.callbacks.CallbackList | None, should_stop: Callable[[], str] = agreement.never
+    ) -> dict[str, float]:
+        """Returns loss and metrics by name.
+
+        Args:
+          callbacks: their `on_test_*` methods are called.
+          should_stop: returns a reason to stop the run, or nothing.
+        """
         step = self._step
-        self._step.reset()
+        step.reset()
         self._feed.restart()
-        totals = step_calls.Totals(self._step.part_names)
+        totals = Totals(step.part_names)
         callbacks = callbacks or keras.callbacks.CallbackList()
         callbacks.on_test_begin()
         done, logs = 0, {}
         while self._batches is None or done < self._batches:
             want = self._pace.updates if self._batches is None else min(self._pace.updates, self._batches - done)
-            now = self._feed.next(done, want)
+            part = self._feed.next(done, want)
             callbacks.on_test_batch_begin(done)
             start = time.perf_counter()
-            result = step_calls.run(
-                step, self._call, (now.feed, tf.constant(now.first), tf.constant(now.last)), self._feed
-            )
-            fresh = int(result[3])
+            arguments = (part.feed, tf.constant(part.first), tf.constant(part.last))
+            result = CallResult(*step_calls.run(step, self._call, arguments, self._feed))
+            fresh = int(result.done)
             if not fresh:
                 break
             seconds = time.perf_counter() - start
             logs, done = totals.add(result), done + fresh
             callbacks.on_test_batch_end(done - 1, logs)
-            seconds, _ = step_calls.agree(step, f"batch {done} of an evaluation", seconds, should_stop)
-            self._pace.took(seconds, fresh, now.full)
-            if fresh < now.last - now.first:
+            agreed = agreement.agree(step, f"batch {done} of an evaluation", seconds, should_stop)
+            self._pace.took(agreed.seconds, fresh, part.full)
+            if fresh < part.last - part.first:
                 break
         if not done:
             raise UserError("the data set to evaluate is empty: give it at least one batch")
@@ -213,5 +260,5 @@ class Evaluation:
         return logs
 
 
-def _joined(pieces: list) -> Any:
+def _joined(pieces: list[Structure]) -> Structure:
     return keras.tree.map_structure(lambda *parts: np.concatenate([p.numpy() for p in parts]), *pieces)

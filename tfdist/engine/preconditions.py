@@ -12,6 +12,7 @@ from tfdist.errors import UserError
 
 
 def scope(model: keras.Model, distribution: Distribution) -> None:
+    """Refuses a model that was created under another strategy."""
     if model.distribute_strategy is not distribution.strategy:
         raise UserError(
             f"the model was created under {type(model.distribute_strategy).__name__} and is used with the "
@@ -20,6 +21,7 @@ def scope(model: keras.Model, distribution: Distribution) -> None:
 
 
 def model_fits(model: keras.Model, distribution: Distribution, accumulate: int) -> None:
+    """Refuses a model that is not compiled, or that computes what cannot be summed over replicas and micro-batches."""
     scope(model, distribution)
     if not model.compiled:
         raise UserError("the model is not compiled: call model.compile(optimizer, loss) first")
@@ -43,13 +45,14 @@ def model_fits(model: keras.Model, distribution: Distribution, accumulate: int) 
 
 
 def activity_is_a_mean() -> bool:
-    """Whether Keras divides an activity regularizer's value by the batch size; it did not before its PR 22021."""
+    """Tells whether Keras divides an activity regularizer's value by the batch size; it did not before its PR 22021."""
     layer = keras.layers.Activation("linear", activity_regularizer=keras.regularizers.L1(1.0), dtype="float32")
     layer(keras.ops.ones((2, 1)))
     return float(layer.losses[0]) == 1.0
 
 
 def reduce_dtype(name: str, distribution: Distribution) -> None:
+    """Refuses a type in which gradients cannot travel."""
     if name not in config.REDUCE_DTYPES:
         raise UserError(f"unknown reduce_dtype {name!r}{field_syntax.suggest(name, config.REDUCE_DTYPES)}")
     if name == "bfloat16" and distribution.name == "horovod":
@@ -57,6 +60,7 @@ def reduce_dtype(name: str, distribution: Distribution) -> None:
 
 
 def on_nonfinite(choice: str, checkpoints: bool) -> None:
+    """Refuses an unknown choice, and a rollback without `checkpoints`."""
     if choice not in config.ON_NONFINITE:
         raise UserError(f"unknown on_nonfinite {choice!r}{field_syntax.suggest(choice, config.ON_NONFINITE)}")
     if choice == "rollback" and not checkpoints:
@@ -64,12 +68,12 @@ def on_nonfinite(choice: str, checkpoints: bool) -> None:
 
 
 def synchronizes(model: keras.Model) -> bool:
-    """Whether a layer exchanges statistics between replicas in its forward pass."""
+    """Tells whether a layer exchanges statistics between replicas in its forward pass."""
     return any(getattr(layer, "synchronized", False) for layer in model._flatten_layers())
 
 
 def use_xla(model: keras.Model, distribution: Distribution) -> bool:
-    """What `--jit` comes to for this model.
+    """Tells whether XLA compiles this model's step, after all that `--jit` says.
 
     Raises:
       UserError: it is on, and a layer reduces over replicas within what would be compiled.
@@ -88,7 +92,7 @@ def use_xla(model: keras.Model, distribution: Distribution) -> bool:
 
 
 def own_step(model: keras.Model) -> str:
-    """Name of the first method by which the model replaces Keras' step, or an empty string."""
+    """Returns the name of the first method by which the model replaces Keras' step, or an empty string."""
     for name in ("train_step", "compute_loss", "compute_metrics", "test_step"):
         if getattr(type(model), name) is not getattr(keras.Model, name):
             return name
@@ -96,7 +100,7 @@ def own_step(model: keras.Model) -> str:
 
 
 def targets(model: keras.Model, output_shape: tuple, source: sources.Source) -> None:
-    """Labels of sparse cross-entropy must be classes of the output: on a GPU they would turn into NaN."""
+    """Refuses labels of sparse cross-entropy that are no classes of the output: on a GPU they would turn into NaN."""
     y = sources.targets_of(source)
     loss = model._compile_loss
     if y is None or loss is None or keras.tree.is_nested(y) or len(loss._flat_losses) != 1:

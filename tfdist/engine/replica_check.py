@@ -8,7 +8,7 @@ further update would be wrong without a word.
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from collections.abc import Callable
 
 import keras
 import tensorflow as tf
@@ -22,20 +22,24 @@ EVERY = 1000
 
 
 class Guard:
-    """Compares the weights, trained and frozen, over replicas and workers."""
+    """The comparison of the weights, trained and frozen, over replicas and workers.
+
+    Args:
+      every: updates between two looks.
+    """
 
     def __init__(self, model: keras.Model, distribution: Distribution, every: int = EVERY):
         self._variables = [*model.trainable_variables, *freezing.fixed(model)]
         self._distribution = distribution
         self._every = every
         self._next = 0
-        self._sums: Any = None
+        self._sums: Callable[[], tuple[tf.Tensor, ...]] | None = None
 
     def look(self, updates: int) -> None:
         """Compares when it is due: at the first call, and every so many updates.
 
         Raises:
-          TrainingError: naming the first variable that differs, and where.
+          TrainingError: the weights differ; it names the first variable that does, and where.
         """
         if self._distribution.replicas == 1 or updates < self._next:
             return
@@ -63,12 +67,12 @@ class Guard:
         name = f"worker {worker} ({distribution.peers.hosts[worker]}){on}" if distribution.workers > 1 else on.strip()
         return name
 
-    def _checksums(self) -> tuple:
-        """Two numbers per variable, [variables, 2], of each replica of this worker."""
+    def _checksums(self) -> tuple[tf.Tensor, ...]:
+        """Returns two numbers per variable, int64 [variables, 2], of each replica of this worker."""
         if self._sums is None:
             variables = self._variables
 
-            def one() -> Any:
+            def one() -> tf.Tensor:
                 return tf.stack([_checksum(tf.convert_to_tensor(v.value)) for v in variables])
 
             distribution = self._distribution
@@ -76,8 +80,8 @@ class Guard:
         return self._sums()
 
 
-def _checksum(weight: Any) -> Any:
-    """Sum of the bits, and sum of the bits times odd numbers, which a swap changes too; both modulo 2^64."""
+def _checksum(weight: tf.Tensor) -> tf.Tensor:
+    """Returns the sum of the bits, and of the bits times odd numbers, which a swap changes too; both modulo 2^64."""
     bits = tf.bitcast(weight, {2: tf.int16, 4: tf.int32, 8: tf.int64}[weight.dtype.size])
     bits = tf.cast(tf.reshape(bits, [-1]), tf.int64)
     odd = 2 * tf.range(tf.size(bits, tf.int64), dtype=tf.int64) + 1

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import keras
 
+from tfdist.engine.callback import Callback
 from tfdist.errors import UserError
 
 CALL_S = 0.2
@@ -14,7 +13,11 @@ _BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_tr
 
 
 class Pace:
-    """How many updates a call makes."""
+    """How many updates a call makes: as many as last about `CALL_S`.
+
+    Args:
+      fixed: that many in any case, or None.
+    """
 
     def __init__(self, fixed: int | None):
         self._fixed = fixed
@@ -22,7 +25,13 @@ class Pace:
         self.updates = fixed or 1
 
     def took(self, seconds: float, updates: int, full: bool) -> None:
-        """Learns from a call; the first of each kind teaches nothing, since it was compiled in it."""
+        """Learns from a call; the first of each kind teaches nothing, since it was compiled in it.
+
+        Args:
+          seconds: how long the call took, the same on all workers.
+          updates: how many it made.
+          full: whether its batches were known to be full, which is another compiled function.
+        """
         if self._fixed:
             return
         if full not in self._compiled:
@@ -32,8 +41,8 @@ class Pace:
         self.updates = max(1, min(int(CALL_S * updates / seconds), 10 * updates, 1 << 20))
 
 
-def choose(model: keras.Model, callbacks: Any, steps_per_call: int | str) -> Pace:
-    """The pace that `steps_per_call`, the compiled model and the callbacks allow."""
+def choose(model: keras.Model, callbacks: keras.callbacks.CallbackList, steps_per_call: int | str) -> Pace:
+    """Returns the pace that `steps_per_call`, the compiled model and the callbacks allow."""
     if steps_per_call == "auto":
         if model.steps_per_execution > 1:
             return Pace(model.steps_per_execution)
@@ -43,8 +52,8 @@ def choose(model: keras.Model, callbacks: Any, steps_per_call: int | str) -> Pac
     return Pace(steps_per_call)
 
 
-def looks_at_batches(callback: Any) -> bool:
-    """Whether a callback wants every single update."""
+def looks_at_batches(callback: keras.callbacks.Callback) -> bool:
+    """Tells whether a callback wants every single update."""
     own = keras.callbacks
     match callback:
         case own.ModelCheckpoint():
@@ -53,7 +62,7 @@ def looks_at_batches(callback: Any) -> bool:
             return callback.update_freq != "epoch" or bool(callback._should_trace)
         case own.ProgbarLogger() | own.TerminateOnNaN():
             return False
-    if getattr(callback, "takes_many_updates", False):
+    if isinstance(callback, Callback) and callback.takes_many_updates:
         return False
     return any(
         getattr(getattr(callback, hook), "__func__", None) is not getattr(keras.callbacks.Callback, hook)

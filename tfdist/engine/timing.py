@@ -25,6 +25,7 @@ class Spent:
 
     @property
     def seconds(self) -> float:
+        """Returns the seconds of all entries together."""
         return self.input + self.compute + (self.all_reduce or 0.0) + self.python
 
     def __add__(self, other: Spent) -> Spent:
@@ -37,22 +38,23 @@ class Spent:
         )
 
     def share(self, name: str) -> float | None:
-        """Share of the time in the entry `name`, in [0, 1]; None if it is not known."""
+        """Returns the share of the time in the entry `name`, in [0, 1]; None if it is not known."""
         value = getattr(self, name)
         return None if value is None else value / self.seconds if self.seconds else 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """One call of the compiled training function, for callbacks that have `on_call(call)`."""
+    """One call of the compiled training function, as `tfdist.Callback.on_call` is told of it."""
 
     updates: int
-    """How many it made."""
+    """How many updates it made."""
     examples: int
+    """How many examples these had, over all replicas."""
     spent: Spent
-    """Of this worker, since the last call of this epoch or its beginning."""
+    """This worker's time since the last call of this epoch or its beginning."""
     steady: bool
     """Nothing was compiled in it."""
     gradient_norm: float | None
-    """Of its last update, before clipping and without regularisers; None unless a callback has
+    """The norm in its last update, before clipping and without regularisers; None unless a callback has
     `wants_gradient_norm = True`."""

@@ -5,18 +5,22 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from tfdist.errors import TrainingError, UserError
+
+if TYPE_CHECKING:
+    from tfdist.distributed.peers import Peers
 
 T = TypeVar("T")
 
 
-def in_touch(peers: Any, work: Callable[[], T]) -> T:
+def in_touch(peers: Peers, work: Callable[[], T]) -> T:
     """Does the work, and lets the other workers know when it fails here.
 
     Args:
       peers: of the distribution.
+      work: what to do.
 
     Raises:
       UserError, TrainingError: what ended the work, in one line.
@@ -35,19 +39,19 @@ def in_touch(peers: Any, work: Callable[[], T]) -> T:
         raise failure from error
 
 
-def _failure(error: BaseException, peers: Any) -> BaseException:
-    """What ends the work: an error that TensorFlow raises outside of a call may come from a lost worker."""
+def _failure(error: BaseException, peers: Peers) -> BaseException:
+    """Returns what ends the work: an error of TensorFlow outside of a call may come from a lost worker."""
     import tensorflow as tf
 
-    from tfdist.engine import step_calls
+    from tfdist.engine import call_errors
 
     if isinstance(error, SystemExit):
         return TrainingError(f"something in the run called sys.exit({error.code!r}): let the training end by itself")
-    return step_calls.cause(error, peers) if isinstance(error, tf.errors.OpError) else error
+    return call_errors.cause(error, peers) if isinstance(error, tf.errors.OpError) else error
 
 
 class Signals:
-    """Remembers SIGINT, SIGTERM and SIGUSR1 until the current call is finished; a second SIGINT stops at once."""
+    """A context in which SIGINT, SIGTERM and SIGUSR1 wait for the end of the current call; a second SIGINT does not."""
 
     def __init__(self):
         self.received = ""
@@ -63,7 +67,7 @@ class Signals:
             signal.signal(number, handler)
 
     def reason(self) -> str:
-        """Why the run shall stop, or nothing."""
+        """Returns why the run shall stop, or nothing."""
         return f"stopped by {self.received} after the update in progress" if self.received else ""
 
     def _receive(self, number: int, frame: object) -> None:

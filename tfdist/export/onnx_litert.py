@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.data.structures import Structure
-from tfdist.errors import TrainingError
+from tfdist.errors import TrainingError, one_line
 
 if TYPE_CHECKING:
     import tf2onnx
@@ -95,7 +95,7 @@ def _quiet(name: str) -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     except Exception as error:  # each converter has its own
-        line = " ".join(str(error).split())[:300] or type(error).__name__
+        line = one_line(error, 300) or type(error).__name__
         raise TrainingError(f"the model cannot be written as {name} ({line}): leave {name} out of --formats") from error
     finally:
         os.dup2(kept, 2)

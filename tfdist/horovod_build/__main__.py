@@ -27,7 +27,7 @@ from collections.abc import Iterator
 
 from absl import flags
 
-from tfdist.config import command_line
+from tfdist.config import atomic_file, command_line
 from tfdist.config.messages import logger
 from tfdist.distributed import horovod_install
 from tfdist.distributed.horovod_install import VERSION, Build
@@ -111,9 +111,8 @@ def _build(workspace: Workspace, wanted: Build, kept: pathlib.Path, archive: pat
     wheel = workspace.compile(source)
     if not workspace.loads(wheel):
         raise TrainingError(f"Horovod is built and does not load: {workspace.last_line()}: the log is {workspace.log}")
-    part = kept / f"{wheel.name}.part"
-    shutil.copyfile(wheel, part)
-    os.replace(part, kept / wheel.name)  # a wheel is there whole or not at all
+    with atomic_file.replacing(kept / wheel.name) as part:
+        shutil.copyfile(wheel, part)
     return kept / wheel.name
 
 

@@ -57,7 +57,7 @@ def _write(
         example=names_of(data.eval),
     )
     count, settled = 0, False
-    for outputs, targets in evaluation.answers(ready.model, data.eval, ready.distribution, batch, should_stop):
+    for outputs, targets in evaluation.predict_batches(ready.model, data.eval, ready.distribution, batch, should_stop):
         if not settled:
             reader, settled = reader.settled(outputs), True
         rows = reader.rows(outputs, targets, count)

@@ -23,7 +23,7 @@ from tfdist.checkpoints.files import DamagedError
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.config import validation
 from tfdist.config.messages import logger
-from tfdist.errors import UserError
+from tfdist.errors import UserError, one_line
 
 if TYPE_CHECKING:
     import keras
@@ -327,4 +327,4 @@ def _optimizer_left_out() -> Iterator[None]:
 
 def line(error: BaseException) -> str:
     """Returns what an error of another library says, in one line."""
-    return " ".join(str(error).split())[:200] or type(error).__name__
+    return one_line(error, 200) or type(error).__name__

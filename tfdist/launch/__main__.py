@@ -15,7 +15,7 @@ import secrets
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from tfdist import __version__
 from tfdist.config import field_syntax, validation
@@ -28,6 +28,39 @@ PORT = 29500
 """Where launchers meet unless told otherwise; torchrun's."""
 _OWN = ("devices", "workdir", "threads", "progress", "start_timeout", "stall_timeout")
 """Environment flags that may differ between nodes."""
+
+
+class _Nodes(NamedTuple):
+    """The machines of a launch, and where they meet."""
+
+    nnodes: int
+    node: int
+    """Which of them this is."""
+    addr: str
+    """Address of node 0."""
+    port: int
+    """Port there; 0 for any free one."""
+    nproc: str
+    """Workers here unless told otherwise, as `--nproc_per_node` has it."""
+
+
+class _TrainFlags(NamedTuple):
+    """What the flags of `tfdist.train` ask for."""
+
+    experiment: dict[str, Any]
+    """Fields of the experiment, by dotted name."""
+    where: dict[str, Any]
+    """Fields of the environment."""
+    workdir: str
+    """The run folder."""
+
+
+class _Shares(NamedTuple):
+    """The workers of this machine."""
+
+    nproc: int
+    variables: tuple[Mapping[str, str], ...]
+    """Those by which each worker gets its part of the GPUs."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -61,7 +94,7 @@ def _parser() -> _Parser:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The launcher's flags, and what stands after `--`.
+    """Parses the launcher's flags, and returns them with what stands after `--`.
 
     Raises:
       UserError: a flag is not known.
@@ -93,13 +126,13 @@ def _underscored(argument: str) -> str:
     return name[:2] + name[2:].replace("-", "_") + equals + value if name.startswith("--") else argument
 
 
-def make_plan(options: argparse.Namespace, rest: Sequence[str], environ: Mapping[str, str]) -> node_agent.Plan:
+def make_plan(options: argparse.Namespace, rest: Sequence[str], environ: Mapping[str, str]) -> node_agent.RoundPlan:
     """Checks everything that can be known before a worker starts.
 
     Raises:
       UserError: something is wrong.
     """
-    nnodes, node, addr, port, default_nproc = _place(options, environ)
+    nodes = _nodes(options, environ)
     max_restarts = _whole("--max_restarts", options.max_restarts, 0)
     start_timeout = _seconds("--start_timeout", options.start_timeout)
     agreed: dict[str, Any] = {"the version of tfdist": __version__, "--max_restarts": max_restarts}
@@ -110,12 +143,13 @@ def make_plan(options: argparse.Namespace, rest: Sequence[str], environ: Mapping
         agreed["the command"] = shlex.join(rest)
     else:
         command = (sys.executable, "-m", "tfdist.train", *rest)
-        experiment, where, workdir = _train_flags(rest)
-        agreed |= {f"--{name}": value for name, value in experiment.items()}
+        train = _train_flags(rest)
+        where, workdir = train.where, train.workdir
+        agreed |= {f"--{name}": value for name, value in train.experiment.items()}
         agreed |= {f"--{name}": value for name, value in where.items() if name not in _OWN}
         devices = "none" if where["virtual_devices"] else where["devices"]
-    nproc, shares = _divide(options.nproc_per_node or default_nproc, devices, environ)
-    if not own_program and (nproc > 1 or nnodes > 1) and where["strategy"] not in ("auto", "multi_worker"):
+    nproc, shares = _divide(options.nproc_per_node or nodes.nproc, devices, environ)
+    if not own_program and (nproc > 1 or nodes.nnodes > 1) and where["strategy"] not in ("auto", "multi_worker"):
         instead = "start it with horovodrun" if where["strategy"] == "horovod" else "start python -m tfdist.train"
         raise UserError(
             f"--strategy={where['strategy']} is not for workers of tfdist.launch: {instead}, "
@@ -123,13 +157,13 @@ def make_plan(options: argparse.Namespace, rest: Sequence[str], environ: Mapping
         )
     if any(shares) and devices != "all" and not own_program:
         command += ("--devices=all",)  # of those that the launcher has picked by the flag
-    return node_agent.Plan(
+    return node_agent.RoundPlan(
         command=command,
         nproc=nproc,
-        nnodes=nnodes,
-        node=node,
-        addr=addr,
-        port=port,
+        nnodes=nodes.nnodes,
+        node=nodes.node,
+        addr=nodes.addr,
+        port=nodes.port,
         max_restarts=max_restarts,
         start_timeout=start_timeout,
         shares=shares,
@@ -140,8 +174,8 @@ def make_plan(options: argparse.Namespace, rest: Sequence[str], environ: Mapping
     )
 
 
-def _place(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[int, int, str, int, str]:
-    """Number of nodes, which this is, address and port of node 0, and the default number of workers here."""
+def _nodes(options: argparse.Namespace, environ: Mapping[str, str]) -> _Nodes:
+    """Finds the machines by the flags, else by what a training platform says."""
     platform = cluster.platform_node(environ)
     if platform and options.nnodes not in (None, str(platform.nnodes)):
         platform = None  # somebody arranges the nodes by hand
@@ -158,7 +192,7 @@ def _place(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[int
         raise UserError(
             "--master_port=0 means any free port, which other nodes cannot know: give the same on all nodes"
         )
-    return nnodes, node, addr or "127.0.0.1", port, str(default.gpus or 1)
+    return _Nodes(nnodes, node, addr or "127.0.0.1", port, str(default.gpus or 1))
 
 
 def _program(rest: Sequence[str]) -> tuple[str, ...]:
@@ -169,8 +203,8 @@ def _program(rest: Sequence[str]) -> tuple[str, ...]:
     return (sys.executable, *rest)
 
 
-def _train_flags(rest: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], str]:
-    """Experiment and environment of the train flags, by field, and the run folder; a typo shows once and here."""
+def _train_flags(rest: Sequence[str]) -> _TrainFlags:
+    """Parses the flags of `tfdist.train`, so that a typo shows once and here."""
     import dataclasses
 
     from absl import flags
@@ -185,11 +219,11 @@ def _train_flags(rest: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], s
     finally:
         sys.argv = before
     experiment, where = validation.validate(flags.FLAGS.config), runtime_options.from_flags(flags.FLAGS)
-    return config.flat(experiment), dataclasses.asdict(where), runtime_options.workdir(experiment, where)
+    return _TrainFlags(config.flat(experiment), dataclasses.asdict(where), runtime_options.workdir(experiment, where))
 
 
-def _divide(nproc: str, devices: str, environ: Mapping[str, str]) -> tuple[int, tuple[Mapping[str, str], ...]]:
-    """Number of workers here, and the variables by which each gets its part of the GPUs."""
+def _divide(nproc: str, devices: str, environ: Mapping[str, str]) -> _Shares:
+    """Divides the GPUs of this machine among its workers."""
     names: Sequence[str] = ()
     order: dict[str, str] = {}
     if devices != "none" and nproc != "1":
@@ -203,7 +237,7 @@ def _divide(nproc: str, devices: str, environ: Mapping[str, str]) -> tuple[int, 
             print(f"tfdist: {survey.problem}", file=sys.stderr)
     count = max(1, len(names)) if nproc == "auto" else _whole("--nproc_per_node", nproc, 1)
     if count == 1 or not names:
-        return count, ({},) * count
+        return _Shares(count, ({},) * count)
     each = len(names) // count
     if each * count != len(names):
         raise UserError(
@@ -212,7 +246,7 @@ def _divide(nproc: str, devices: str, environ: Mapping[str, str]) -> tuple[int, 
             "or use the CPU with --devices=none"
         )
     parts = [",".join(names[i * each : (i + 1) * each]) for i in range(count)]
-    return count, tuple({**order, "CUDA_VISIBLE_DEVICES": part} for part in parts)
+    return _Shares(count, tuple({**order, "CUDA_VISIBLE_DEVICES": part} for part in parts))
 
 
 def _whole(name: str, value: str | int, least: int, most: float = math.inf) -> int:
@@ -234,8 +268,8 @@ def _seconds(name: str, text: str) -> float:
     return value
 
 
-def dry_run(plan: node_agent.Plan, environ: Mapping[str, str]) -> str:
-    """Each worker of this node as a line for a shell, under a comment."""
+def dry_run(plan: node_agent.RoundPlan, environ: Mapping[str, str]) -> str:
+    """Returns each worker of this node as a line for a shell, under a comment."""
     port, secret = plan.port, plan.secret
     if plan.nnodes == 1:
         with node_links.listen(plan.addr, plan.port) as listener:
@@ -247,11 +281,11 @@ def dry_run(plan: node_agent.Plan, environ: Mapping[str, str]) -> str:
     kept = node_agent.inherited(environ)
     lines = []
     for local_rank in range(plan.nproc):
-        found = node_agent.variables(plan, this, local_rank)
-        unset = [f"-u {name}" for name in sorted(environ) if name not in kept and name not in found]
-        given = [f"{name}={shlex.quote(value)}" for name, value in found.items() if value]
+        given = node_agent.variables(plan, this, local_rank)
+        unset = [f"-u {name}" for name in sorted(environ) if name not in kept and name not in given]
+        assigned = [f"{name}={shlex.quote(value)}" for name, value in given.items() if value]
         lines.append(f"# rank {first + local_rank} of {world}{assumed}")
-        lines.append(" ".join(["env", *unset, *given, shlex.join(plan.command)]))
+        lines.append(" ".join(["env", *unset, *assigned, shlex.join(plan.command)]))
     return "\n".join(lines)
 
 
@@ -264,11 +298,11 @@ def _run(argv: Sequence[str]) -> int:
     with Events() as events:
         if plan.node:
             return node_agent.follow(plan, events, Screen())
-        return coordinator.Leader(plan, events, Screen()).run()
+        return coordinator.Coordinator(plan, events, Screen()).run()
 
 
 def main() -> None:
-    """Entry point of `python -m tfdist.launch`."""
+    """Runs `python -m tfdist.launch`."""
     try:
         sys.exit(_run(sys.argv[1:]))
     except UserError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import time
-from typing import Any
+from typing import NamedTuple
 
 from tfdist.distributed import wire
 from tfdist.errors import UserError
@@ -17,14 +17,21 @@ FAREWELL_S = 3.0
 """For the other launchers to hear the last word."""
 
 
+class _NodeNews(NamedTuple):
+    """What has happened on a node, as `Verdict.hear` takes it."""
+
+    node: int
+    news: wire.Message
+
+
 class _Stopped(Exception):  # noqa: N818  an event and no error
     """A signal came while no worker was running."""
 
 
-class Leader:
+class Coordinator:
     """All of a launch, from beginning to end."""
 
-    def __init__(self, plan: node_agent.Plan, events: Events, screen: Screen):
+    def __init__(self, plan: node_agent.RoundPlan, events: Events, screen: Screen):
         """Listens for the other nodes where there are some.
 
         Raises:
@@ -34,12 +41,12 @@ class Leader:
         self._node = node_agent.Node(plan, events, screen)
         self._hello = node_agent.hello(plan)
         self._links: dict[int, node_links.Link] = {}
-        self._news: list[tuple[int, dict]] = []
-        self._beats = node_links.Beats()
-        self._door = node_links.Door(plan.addr, plan.port, plan.secret, events) if plan.nnodes > 1 else None
+        self._news: list[_NodeNews] = []
+        self._beats = node_links.Heartbeats()
+        self._listener = node_links.NodeListener(plan.addr, plan.port, plan.secret, events) if plan.nnodes > 1 else None
 
     def run(self) -> int:
-        """Round after round.
+        """Runs round after round.
 
         Returns:
           The exit code.
@@ -74,25 +81,25 @@ class Leader:
         """Waits until every node is here; `first` if none has ever been."""
         plan, begun = self._plan, time.monotonic()
         deadline, next_line = begun + plan.start_timeout, begun
-        while self._door and len(self._links) < plan.nnodes - 1:
+        while self._listener and len(self._links) < plan.nnodes - 1:
             now = time.monotonic()
             absent = [n for n in range(1, plan.nnodes) if n not in self._links]
             who = f"node{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} of {plan.nnodes}"
             if now >= deadline:
                 raise UserError(
                     f"{who} {'have' if len(absent) > 1 else 'has'} not come within {plan.start_timeout:g} s to "
-                    f"{self._door.address}: start python -m tfdist.launch --nnodes={plan.nnodes} "
+                    f"{self._listener.address}: start python -m tfdist.launch --nnodes={plan.nnodes} "
                     f"--node_rank={absent[0]} --master_addr={plan.addr} --master_port={plan.port} ... there, "
                     "or raise --start_timeout"
                 )
             if now >= next_line:
                 next_line += node_links.PATIENCE_S
                 left = f"{deadline - now:.0f} s left"
-                self._tell({"order": "say", "line": f"waiting for {who} at {self._door.address}, {left}"})
+                self._tell({"order": "say", "line": f"waiting for {who} at {self._listener.address}, {left}"})
             for _, news in self._pump(min(deadline, next_line), gathering=first):
                 self._idle(news)
 
-    def _idle(self, news: dict) -> None:
+    def _idle(self, news: wire.Message) -> None:
         """Sees to what happens while no worker runs."""
         if news["event"] == "signal":
             raise _Stopped(news["name"])
@@ -128,26 +135,27 @@ class Leader:
     def _drop(self, link: node_links.Link) -> None:
         del self._links[link.hello.node]
         self._beats.set(tuple(self._links.values()))
-        self._news.append((link.hello.node, {"event": "lost", "line": f"{link} is lost: {link.lost}"}))
+        self._news.append(_NodeNews(link.hello.node, {"event": "lost", "line": f"{link} is lost: {link.lost}"}))
 
-    def _pump(self, until: float, gathering: bool = False) -> list[tuple[int, dict]]:
-        """Waits until something happens, or `until`: what it was, with the node."""
+    def _pump(self, until: float, gathering: bool = False) -> list[_NodeNews]:
+        """Waits until something happens, or `until`; returns what it was, with the node."""
         timeout = min(until - time.monotonic(), self._node.timeout(), node_links.BEAT_S)
         self._events.wait(timeout)
-        self._news += [(0, news) for news in self._node.news()]
+        self._news += [_NodeNews(0, news) for news in self._node.news()]
         for link in list(self._links.values()):
-            self._news += [(link.hello.node, news) for news in link.take()]
+            self._news += [_NodeNews(link.hello.node, news) for news in link.take()]
             if link.lost:
                 self._drop(link)
-        if self._door:
-            for line in self._door.strangers():
+        if self._listener:
+            for line in self._listener.strangers():
                 self._screen.say(line, error=True)
-            for connection, theirs in self._door.arrivals():
+            for connection, theirs in self._listener.arrivals():
                 self._admit(connection, theirs, gathering)
         news, self._news = self._news, []
         return news
 
-    def _tell(self, order: dict) -> None:
+    def _tell(self, order: wire.Message) -> None:
+        """Gives an order to all nodes."""
         for link in self._links.values():
             link.send(order)
         self._node.obey(order)
@@ -161,13 +169,13 @@ class Leader:
         while any(not link.lost for link in self._links.values()) and time.monotonic() < end:
             self._events.wait(0.1)
         self._beats.close()
-        if self._door:
-            self._door.close()
+        if self._listener:
+            self._listener.close()
 
     # -- rounds --------------------------------------------------------------
 
     def _round(self, attempt: int) -> Verdict:
-        """One start of all workers, to their end."""
+        """Starts all workers once, and sees to them until their end."""
         self._start(attempt)
         verdict = Verdict(self._plan.nnodes)
         while verdict.busy:
@@ -182,14 +190,14 @@ class Leader:
     def _start(self, attempt: int) -> None:
         plan = self._plan
         # One machine: the port is for the workers. Several: the launchers have it, and each round meets elsewhere.
-        listener = node_links.listen(plan.addr, 0 if self._door else plan.port)
+        listener = node_links.listen(plan.addr, 0 if self._listener else plan.port)
         secret = secrets.token_hex(16)
         counts = [plan.nproc, *(self._links[n].hello.nproc for n in sorted(self._links))]
         world, port = sum(counts), listener.getsockname()[1]
         self._node.listener = listener
         for node in range(len(counts)):
             this = node_agent.Round(attempt, world, sum(counts[:node]), port, secret)
-            order: dict[str, Any] = {"order": "round", "round": dataclasses.asdict(this)}
+            order: wire.Message = {"order": "round", "round": dataclasses.asdict(this)}
             if node:
                 self._links[node].send(order)
             else:

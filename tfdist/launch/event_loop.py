@@ -68,11 +68,12 @@ class Events:
         finally:
             self._interruptible = False
 
-    def watch(self, fd: int, ready: Callable[[], Any]) -> None:
+    def watch(self, fd: int, ready: Callable[[], object]) -> None:
         """Calls `ready` from `wait` whenever `fd` can be read."""
         self._selector.register(fd, selectors.EVENT_READ, ready)
 
     def forget(self, fd: int) -> None:
+        """Watches `fd` no longer."""
         self._selector.unregister(fd)
 
     def wake(self) -> None:
@@ -90,10 +91,11 @@ class Screen:
     """The launcher's own standard output and error. A reader that goes away stops neither it nor the workers."""
 
     def say(self, line: str, error: bool = False) -> None:
-        """A line of the launcher itself."""
+        """Writes a line of the launcher itself."""
         self.write(f"tfdist: {line}\n".encode(), sys.stderr if error else sys.stdout)
 
     def write(self, data: bytes, stream: IO[str]) -> None:
+        """Writes bytes to standard output or error."""
         try:
             stream.flush()
             _write_all(stream.fileno(), data)

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import signal
 
+from tfdist.distributed.wire import Message
 from tfdist.launch import node_agent
 from tfdist.launch.worker_process import Exit
 
@@ -44,16 +45,17 @@ class Verdict:
         self._stubborn: list[str] = []
         self._signalled: set[int] = set()
         self._decide_at = self._kill_at = self._give_up_at = math.inf
-        self._orders: list[dict] = []
+        self._orders: list[Message] = []
 
     @property
     def deadline(self) -> float:
-        """When `orders` has something to say of its own."""
+        """Time at which `orders` has something to say of its own."""
         decide_at = math.inf if self._stopping else self._decide_at  # others may be saving
         return min(decide_at, self._kill_at, self._give_up_at)
 
     @property
     def code(self) -> int:
+        """Exit code of the launcher."""
         if self._forced == 130:
             return 130
         if self.cause:
@@ -62,9 +64,11 @@ class Verdict:
 
     @property
     def may_restart(self) -> bool:
+        """Whether another round might go better."""
         return self.code not in FINAL and not (self._stopping or self._preempted or self._stuck)
 
-    def hear(self, node: int, news: dict, now: float) -> None:
+    def hear(self, node: int, news: Message, now: float) -> None:
+        """Takes in what has happened on a node."""
         event = news["event"]
         if event == "ended":
             self.busy.discard(node)
@@ -78,7 +82,8 @@ class Verdict:
         elif event == "signal":
             self._signal(node, news["name"], now)
 
-    def orders(self, now: float) -> list[dict]:
+    def orders(self, now: float) -> list[Message]:
+        """Returns what is to be done now."""
         if now >= self._decide_at and not self._stopping and self.cause:
             self._end(self.cause, now)
         if now >= self._kill_at:
@@ -91,8 +96,8 @@ class Verdict:
         orders, self._orders = self._orders, []
         return orders
 
-    def summary(self) -> list[dict]:
-        """What remains to be said when the round is over."""
+    def summary(self) -> list[Message]:
+        """Returns what remains to be said when the round is over."""
         if self.cause and not self._ending:
             self._end(self.cause, math.inf)
         if self._stubborn:

@@ -16,19 +16,18 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from tfdist.distributed import env_vars, wire
 from tfdist.errors import UserError
 from tfdist.launch import node_links
 from tfdist.launch.event_loop import Events, Screen, Signalled
-from tfdist.launch.worker_process import Crew, Start
+from tfdist.launch.worker_process import Start, WorkerGroup
 
 END_S = 30.0
 """After so long, a worker that cannot even be killed is left to the system."""
-REMOVED = ("TF_CONFIG", "TORCHELASTIC_RUN_ID", "HOROVOD_", "TFDIST_MEETING_FD")
-"""Beginnings of variables that would tell a worker of another cluster."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Plan:
+class RoundPlan:
     """What the command line asks for, checked."""
 
     command: tuple[str, ...]
@@ -38,9 +37,9 @@ class Plan:
     nnodes: int
     node: int
     addr: str
-    """Of node 0."""
+    """Address of node 0."""
     port: int
-    """There: of its launcher where there are several nodes, else of rank 0; 0 for a free one."""
+    """Port of node 0's launcher where there are several nodes, else of rank 0; 0 for a free one."""
     max_restarts: int
     start_timeout: float
     shares: tuple[Mapping[str, str], ...]
@@ -52,7 +51,7 @@ class Plan:
     log_dir: str = ""
     """Where each rank's lines are kept; empty for nowhere."""
     secret: str = ""
-    """By which the launchers know each other."""
+    """Words by which the launchers know each other."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,13 +68,13 @@ class Round:
     secret: str
 
 
-def variables(plan: Plan, this: Round, local_rank: int, fd: int | None = None) -> dict[str, str]:
-    """What the launcher sets in the environment of one worker.
+def variables(plan: RoundPlan, this: Round, local_rank: int, fd: int | None = None) -> dict[str, str]:
+    """Returns what the launcher sets in the environment of one worker.
 
     Args:
       fd: number of the inherited socket at which rank 0 meets the others.
     """
-    found = {
+    values: dict[str, object] = {
         "RANK": this.first + local_rank,
         "WORLD_SIZE": this.world,
         "LOCAL_RANK": local_rank,
@@ -88,26 +87,27 @@ def variables(plan: Plan, this: Round, local_rank: int, fd: int | None = None) -
         "PYTHONUNBUFFERED": 1,  # the last words of a worker that is killed would be in its buffer
     }
     if fd is not None:
-        found["TFDIST_MEETING_FD"] = fd
-    return {name: str(value) for name, value in found.items()} | dict(plan.shares[local_rank])
+        values["TFDIST_MEETING_FD"] = fd
+    return {name: str(value) for name, value in values.items()} | dict(plan.shares[local_rank])
 
 
 def inherited(environ: Mapping[str, str]) -> dict[str, str]:
-    """The launcher's environment without what speaks of another cluster."""
-    return {name: value for name, value in environ.items() if not name.startswith(REMOVED)}
+    """Returns the launcher's environment without what speaks of another cluster."""
+    return env_vars.without(environ, env_vars.OTHER_LAUNCHERS)
 
 
 class Node:
     """The workers of this machine, as orders from node 0 want them."""
 
-    def __init__(self, plan: Plan, events: Events, screen: Screen):
+    def __init__(self, plan: RoundPlan, events: Events, screen: Screen):
         self.listener: socket.socket | None = None
         """On node 0: the socket that rank 0 of the next round inherits."""
         self._plan, self._events, self._screen = plan, events, screen
-        self._crew: Crew | None = None
-        self._news: list[dict] = []
+        self._workers: WorkerGroup | None = None
+        self._news: list[wire.Message] = []
 
-    def obey(self, order: dict) -> None:
+    def obey(self, order: wire.Message) -> None:
+        """Does what node 0 has ordered."""
         kind = order["order"]
         if kind == "round":
             self._start(Round(**order["round"]))
@@ -115,28 +115,29 @@ class Node:
             self._screen.say(order["line"], error=order.get("error", False))
         elif kind == "end":
             self._blame(order["text"], order["lines"])
-        if self._crew is not None and kind in ("stop", "end", "kill"):
-            {"stop": self._crew.stop, "end": self._crew.end, "kill": self._crew.kill}[kind]()
+        if self._workers is not None and kind in ("stop", "end", "kill"):
+            {"stop": self._workers.stop, "end": self._workers.end, "kill": self._workers.kill}[kind]()
 
     def timeout(self) -> float:
-        return self._crew.timeout() if self._crew else math.inf
+        """Returns the seconds until there is something to do by itself."""
+        return self._workers.timeout() if self._workers else math.inf
 
-    def news(self) -> list[dict]:
-        """What has happened here since the last call."""
+    def news(self) -> list[wire.Message]:
+        """Returns what has happened here since the last call."""
         news, self._news = self._news, []
         news += [{"event": "signal", "name": name} for name in self._events.signals]
         self._events.signals.clear()
-        if self._crew is not None:
-            news += [{"event": "exit", "exit": dataclasses.asdict(e)} for e in self._crew.poll()]
-            if not self._crew.alive:
-                self._crew = None
+        if self._workers is not None:
+            news += [{"event": "exit", "exit": dataclasses.asdict(e)} for e in self._workers.poll()]
+            if not self._workers.alive:
+                self._workers = None
                 news.append({"event": "ended"})
         return news
 
     @property
     def alive(self) -> tuple[int, ...]:
         """Ranks that run here."""
-        return self._crew.alive if self._crew else ()
+        return self._workers.alive if self._workers else ()
 
     def _start(self, this: Round) -> None:
         plan, listener = self._plan, self.listener
@@ -157,7 +158,7 @@ class Node:
                 environ = inherited(os.environ) | variables(plan, this, local_rank, fd)
                 log = log_dir / f"rank-{rank}.log" if log_dir else None
                 starts.append(Start(rank, plan.command, environ, () if fd is None else (fd,), log, title))
-            self._crew = Crew(starts, self._events, self._screen)
+            self._workers = WorkerGroup(starts, self._events, self._screen)
         except OSError as error:
             what = f"{error.strerror}{f': {error.filename}' if error.filename else ''}"
             line = f"node {plan.node} ({socket.gethostname()}) cannot start its workers: {what}"
@@ -173,17 +174,18 @@ class Node:
             self._screen.say(f"  {line}", error=True)
 
 
-def hello(plan: Plan) -> node_links.Hello:
+def hello(plan: RoundPlan) -> node_links.Hello:
+    """Returns what this launcher says of itself to the others."""
     return node_links.Hello(plan.node, plan.nnodes, plan.nproc, socket.gethostname(), plan.agreed)
 
 
 def code_of(name: str) -> int:
-    """Exit code after a signal that came while no worker was running."""
+    """Returns the exit code after a signal that came while no worker was running."""
     return 130 if name == "SIGINT" else 143
 
 
-def follow(plan: Plan, events: Events, screen: Screen) -> int:
-    """The launcher of another node than 0.
+def follow(plan: RoundPlan, events: Events, screen: Screen) -> int:
+    """Runs the launcher of another node than 0.
 
     Returns:
       The exit code.
@@ -191,12 +193,12 @@ def follow(plan: Plan, events: Events, screen: Screen) -> int:
     Raises:
       UserError: node 0 cannot be reached or refuses this node.
     """
-    node, beats = Node(plan, events, screen), node_links.Beats()
+    node, beats = Node(plan, events, screen), node_links.Heartbeats()
     try:
         for attempt in range(plan.max_restarts + 1):
             try:
                 link = node_links.join(
-                    plan.addr, plan.port, plan.secret, hello(plan), plan.start_timeout, events, screen.say
+                    plan.addr, plan.port, plan.secret, hello(plan), plan.start_timeout, events, screen
                 )
             except UserError as error:
                 if attempt == 0:
@@ -218,7 +220,7 @@ def follow(plan: Plan, events: Events, screen: Screen) -> int:
 
 
 def _serve(node: Node, link: node_links.Link, events: Events, screen: Screen) -> int | None:
-    """Obeys node 0 to the end: the exit code, or None when node 0 was lost."""
+    """Obeys node 0 to the end; returns the exit code, or None when node 0 was lost."""
     while not link.lost:
         events.wait(min(node_links.BEAT_S, node.timeout()))
         for news in node.news():

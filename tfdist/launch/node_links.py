@@ -13,13 +13,13 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from tfdist import __version__
 from tfdist.distributed import wire
 from tfdist.errors import UserError
-from tfdist.launch.event_loop import Events
+from tfdist.launch.event_loop import Events, Screen
 
 BEAT_S = 2.0
 """Seconds between two beats of a launcher."""
@@ -31,6 +31,8 @@ PATIENCE_S = 15.0
 """Seconds between two lines about who is missing."""
 RETRY_S = 0.5
 """Seconds between two tries to reach node 0."""
+T = TypeVar("T")
+
 _SPOKEN_TO = 3
 """Handshakes that end early in a row: by then it is no accident."""
 _GREETERS = 32
@@ -49,8 +51,8 @@ class Hello:
     """What must be the same on all nodes, by the name that a message shall give it."""
 
     @classmethod
-    def read(cls, message: Mapping[str, Any]) -> Hello | None:
-        """The hello in a message, or None."""
+    def read(cls, message: wire.Message) -> Hello | None:
+        """Returns the hello in a message, or None."""
         hello = message.get("hello")
         if not isinstance(hello, dict) or set(hello) != {f.name for f in dataclasses.fields(cls)}:
             return None
@@ -59,7 +61,7 @@ class Hello:
         return cls(**hello) if whole and isinstance(hello["agreed"], dict) else None
 
     def problem(self, mine: Hello) -> str:
-        """Why this launcher does not fit to `mine`, node 0, in a line; or an empty string."""
+        """Returns why this launcher does not fit to `mine`, node 0, in a line; or an empty string."""
         who = f"node {self.node} ({self.host})"
         if self.nnodes != mine.nnodes:
             return (
@@ -78,7 +80,7 @@ class Hello:
         return ""
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = str(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -92,20 +94,19 @@ class Link:
         self.lost = ""
         """Why there is no more to come, once that is so."""
         self._connection, self._events = connection, events
-        self._messages: list[dict] = []
+        self._messages: list[wire.Message] = []
         events.watch(connection.fileno(), self._read)
         self._take_in()  # what came with the hello
 
     def __str__(self) -> str:
         return f"node {self.hello.node} ({self.hello.host})"
 
-    def send(self, message: dict) -> None:
-        """Says it, if the other side is still there; `take` tells when it is not."""
-        with contextlib.suppress(wire.WireError):
-            self._connection.send(message)
+    def send(self, message: wire.Message) -> None:
+        """Sends a message, if the other side is still there; `take` tells when it is not."""
+        self._connection.tell(message)
 
-    def take(self) -> list[dict]:
-        """What has come since the last call, beats left out. To be called after `Events.wait`, which reads."""
+    def take(self) -> list[wire.Message]:
+        """Returns what has come since the last call, beats left out; to be called after `Events.wait`, which reads."""
         silence = time.monotonic() - self.heard
         if not self.lost and silence > SILENT_S:
             self.lose(f"silent for {silence:.0f} s")
@@ -139,7 +140,7 @@ class Link:
         self._connection.close()
 
 
-class Beats:
+class Heartbeats:
     """Tells the other launchers that this one lives, also while it writes to a slow terminal."""
 
     def __init__(self):
@@ -148,12 +149,13 @@ class Beats:
         self._thread = threading.Thread(target=self._run, name="beats", daemon=True)
 
     def set(self, links: tuple[Link, ...]) -> None:
-        """The links to beat on from now on."""
+        """Names the links to beat on from now on."""
         self._links = links
         if links and not self._thread.is_alive():
             self._thread.start()
 
     def close(self) -> None:
+        """Ends the beats."""
         self._ended.set()
 
     def _run(self) -> None:
@@ -163,7 +165,7 @@ class Beats:
                     link.send({"beat": 1})
 
 
-class Door:
+class NodeListener:
     """Where node 0 hears the other launchers come. Handshakes have threads, so that no stranger holds up a run."""
 
     def __init__(self, host: str, port: int, secret: str, events: Events):
@@ -176,35 +178,24 @@ class Door:
         self._come: queue.SimpleQueue[tuple[wire.Connection, Hello]] = queue.SimpleQueue()
         self._strangers: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._known: set[str] = set()
-        self._greeters = threading.BoundedSemaphore(_GREETERS)
-        self._listener = listen(host, port)
+        listener = listen(host, port)
         # A name may mean the loopback address on the machine itself; the line about who is missing shows it.
-        self.address = "{}:{}".format(*self._listener.getsockname()[:2])
-        threading.Thread(target=self._listen, name="door", daemon=True).start()
+        self.address = "{}:{}".format(*listener.getsockname()[:2])
+        self._acceptor = wire.Acceptor(listener, self._greet, _GREETERS)
 
     def arrivals(self) -> list[tuple[wire.Connection, Hello]]:
-        """The launchers that have come since the last call."""
+        """Returns the launchers that have come since the last call."""
         return _all(self._come)
 
     def strangers(self) -> list[str]:
-        """Why others were turned away, a line for each host and reason, once."""
+        """Returns why others were turned away, a line for each host and reason, once."""
         lines = [line for line in dict.fromkeys(_all(self._strangers)) if line not in self._known]
         self._known.update(lines)
         return lines
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-
-    def _listen(self) -> None:
-        while True:
-            try:
-                sock, address = self._listener.accept()
-            except OSError:
-                return  # closed
-            self._greeters.acquire()
-            threading.Thread(target=self._greet, args=(sock, address[0]), daemon=True).start()
+        """Lets nobody in any more."""
+        self._acceptor.close()
 
     def _greet(self, sock: socket.socket, host: str) -> None:
         try:
@@ -219,27 +210,26 @@ class Door:
         except (wire.WireError, OSError) as error:
             self._strangers.put(f"turned away a connection from {host}: {error}")
         finally:
-            self._greeters.release()
             self._events.wake()
 
 
-def _all(line: queue.SimpleQueue) -> list:
-    found = []
+def _all(waiting: queue.SimpleQueue[T]) -> list[T]:
+    """Empties a queue."""
+    items = []
     with contextlib.suppress(queue.Empty):
         while True:
-            found.append(line.get_nowait())
-    return found
+            items.append(waiting.get_nowait())
+    return items
 
 
 def refuse(connection: wire.Connection, why: str) -> None:
     """Tells a launcher why it cannot take part."""
-    with contextlib.suppress(wire.WireError):
-        connection.send({"refused": why})
+    connection.tell({"refused": why})
     connection.close()
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """`wire.listen` for the address in --master_addr.
+    """Listens at the address in --master_addr.
 
     Raises:
       UserError: it is no address of this machine, or the port is taken.
@@ -259,14 +249,11 @@ def listen(host: str, port: int) -> socket.socket:
         ) from None
 
 
-def join(
-    host: str, port: int, secret: str, hello: Hello, timeout: float, events: Events, say: Callable[[str], None]
-) -> Link:
+def join(host: str, port: int, secret: str, hello: Hello, timeout: float, events: Events, screen: Screen) -> Link:
     """Goes to node 0, which may start later.
 
     Args:
       timeout: seconds to wait for it.
-      say: shows a line to a person.
 
     Raises:
       UserError: it cannot be reached within `timeout`, or refuses this node.
@@ -296,7 +283,7 @@ def join(
                 )
             if now >= next_line:
                 next_line += PATIENCE_S
-                say(f"waiting for {node0} ({why}), {begun + timeout - now:.0f} s left")
+                screen.say(f"waiting for {node0} ({why}), {begun + timeout - now:.0f} s left")
             time.sleep(min(RETRY_S, timeout))
 
 

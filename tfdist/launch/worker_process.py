@@ -73,6 +73,7 @@ class Exit:
         return 128 - self.code if self.code < 0 else self.code
 
     def describe(self) -> str:
+        """Returns who ended, and how, for a person."""
         who = f"rank {self.rank} (on {self.host}, process {self.pid})"
         if self.code >= 0:
             return f"{who} ended with exit code {self.code}"
@@ -131,16 +132,16 @@ class Worker:
             (os.killpg if group else os.kill)(self.pid, number)
 
     def dead(self) -> bool:
-        """Looks whether the process has ended; it is not reaped yet."""
-        found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if found is None:
+        """Returns whether the process has ended; it is not reaped yet."""
+        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
             return False
         self.died = time.monotonic()
-        self.code = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        self.code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
         return True
 
     def settle(self) -> bool:
-        """Whether all of a dead worker is over: its output is complete and its process group gone."""
+        """Returns whether all of a dead worker is over: its output is complete and its process group gone."""
         if self._open and time.monotonic() < self.died + DRAIN_S:
             return False
         self.signal(signal.SIGKILL, group=True)
@@ -155,13 +156,14 @@ class Worker:
         return True
 
     def exit(self) -> Exit:
+        """Returns how a settled worker ended."""
         lost = self.code > 0 and any(sign in line for sign in LOST for line in self._errors)
         # What was printed before may be written after: it must not push the traceback out.
         lines = self._errors if self._traceback else self._tail
         return Exit(self.rank, self.pid, socket.gethostname(), self.code, lost, tuple(lines))
 
     def _read(self, pipe: IO[bytes]) -> bool:
-        """Takes in what can be read now; False if that was nothing."""
+        """Takes in what can be read now; returns False if that was nothing."""
         try:
             data = os.read(pipe.fileno(), 1 << 16)
         except BlockingIOError:
@@ -216,7 +218,7 @@ class Worker:
             self._log = None
 
 
-class Crew:
+class WorkerGroup:
     """The workers of one round on this node."""
 
     def __init__(self, starts: Sequence[Start], events: Events, screen: Screen):
@@ -255,6 +257,7 @@ class Crew:
         self._kill_at = min(self._kill_at, time.monotonic() + GRACE_S)
 
     def kill(self) -> None:
+        """Ends the workers and all that they started, by force."""
         for worker in self._running:
             worker.signal(signal.SIGKILL, group=True)
 
@@ -264,7 +267,7 @@ class Crew:
         return min(settled, self._kill_at) - time.monotonic()
 
     def poll(self) -> list[Exit]:
-        """The workers that have ended since the last call, in the order of their deaths."""
+        """Returns the workers that have ended since the last call, in the order of their deaths."""
         if time.monotonic() >= self._kill_at:
             self._kill_at = math.inf
             self.kill()

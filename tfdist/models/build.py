@@ -15,7 +15,7 @@ from tfdist.data.loaded import Loaded
 from tfdist.data.record_feed import is_weighted
 from tfdist.data.sources import Arrays, Records, Source, one_hot, targets_of
 from tfdist.data.spec import Spec
-from tfdist.errors import UserError
+from tfdist.errors import UserError, one_line
 from tfdist.models import freezing, pretrained
 from tfdist.models.zoo import keras_applications, layers, small, tables, text, vision
 
@@ -184,7 +184,7 @@ def _loaded(path: str, precision: str, spec: Spec) -> keras.Model:
     try:
         model = keras.saving.load_model(path, compile=False, safe_mode=True)
     except Exception as error:  # whatever the layers in it raise
-        why = " ".join(str(error).split())[:200]
+        why = one_line(error, 200)
         raise UserError(
             f"model.name={path!r} cannot be loaded ({why}): give a file that Keras has saved, without code of its own"
         ) from error

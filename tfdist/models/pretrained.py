@@ -14,7 +14,7 @@ import h5py
 import keras
 import numpy as np
 
-from tfdist.errors import UserError
+from tfdist.errors import UserError, one_line
 
 SHOWN = 4
 """Layers in a message."""
@@ -50,7 +50,7 @@ def take(model: keras.Model, path: str) -> str:
     try:
         given = read(path)
     except (OSError, KeyError, ValueError, RuntimeError, zipfile.BadZipFile) as error:
-        why = " ".join(str(error).split())[:150]
+        why = one_line(error, 150)
         raise UserError(f"model.weights={path!r} cannot be read ({why}): give a file that Keras has saved") from error
     with tempfile.TemporaryDirectory(prefix="tfdist-") as folder:
         # Keras writes and reads the model's own variables, so that both sides go by the same names.

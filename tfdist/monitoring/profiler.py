@@ -7,10 +7,10 @@ import pathlib
 import re
 from typing import TYPE_CHECKING
 
-import keras
 import tensorflow as tf
 
 from tfdist.config.messages import logger
+from tfdist.engine.callback import Callback
 from tfdist.engine.timing import Call, Spent
 from tfdist.monitoring.recorder import Recorder
 
@@ -22,7 +22,7 @@ SHOWN = 10
 FILE = "profile.txt"
 
 
-class Profiler(keras.callbacks.Callback):
+class Profiler(Callback):
     """Traces the updates `first` to `last`, counted from 1.
 
     To be given to all workers, so that their calls stay equally long; the chief's is traced.

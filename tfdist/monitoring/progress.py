@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Column
 
 from tfdist.config.schedule import Plan
+from tfdist.engine.callback import Callback
 from tfdist.engine.timing import Call, Spent
 from tfdist.monitoring.system_usage import Sample
 
@@ -73,7 +74,7 @@ def fold(line: str) -> str:
     return textwrap.fill(line, width, subsequent_indent="    ", drop_whitespace=True) if len(line) > width else line
 
 
-class _Display(keras.callbacks.Callback):
+class _Display(Callback):
     takes_many_updates = True
 
     def __init__(self, plan: Plan, usage: Callable[[], Sample]):

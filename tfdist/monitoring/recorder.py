@@ -13,6 +13,7 @@ import psutil
 from tfdist.checkpoints import oom_note
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.config.schedule import Plan
+from tfdist.engine.callback import Callback
 from tfdist.engine.timing import Call, Spent
 from tfdist.models import keras_internals
 
@@ -67,7 +68,7 @@ class Result:
     """Share of what the devices can do at most, where that is known."""
 
 
-class Recorder(keras.callbacks.Callback):
+class Recorder(Callback):
     """Measures a run and writes `history.jsonl`."""
 
     takes_many_updates = True

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-import keras
-
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.config.messages import logger
+from tfdist.engine.callback import Callback
 from tfdist.engine.timing import INPUT_LIMIT, Call, Spent
 from tfdist.monitoring.flops import Work
 from tfdist.monitoring.recorder import TIMELINE, Recorder, learning_rate
@@ -23,7 +22,7 @@ JUDGED_S = 3.0
 """Seconds of training before anything is said of it."""
 
 
-class Timeline(keras.callbacks.Callback):
+class Timeline(Callback):
     """Samples a run; on the chief only.
 
     Args:

@@ -13,7 +13,6 @@ from absl import flags
 
 from tfdist import config
 from tfdist.config import command_line, messages, runtime_options, validation
-from tfdist.config.messages import logger
 from tfdist.errors import UserError
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ def train_and_evaluate(experiment: config.Experiment, environment: runtime_optio
     site = connect.locate(environment)
     _check_batch(experiment, site)
     writes = site.cluster.is_chief and not environment.dry_run
-    folder = run_folder.RunFolder(runtime_options.workdir(experiment, environment), writes, logger.info)
+    folder = run_folder.RunFolder(runtime_options.workdir(experiment, environment), writes)
     folder.create()
     try:
         recorded = batch_size_search.recorded(experiment, folder, environment, site.cluster.attempt)

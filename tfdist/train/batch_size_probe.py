@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from tfdist import config
 from tfdist.config import field_syntax
-from tfdist.errors import TrainingError, UserError
+from tfdist.errors import TrainingError, UserError, one_line
 
 ROWS = 32
 """How many examples are read of data that is not in memory, to be repeated."""
@@ -45,7 +45,7 @@ def main() -> None:
     except (UserError, TrainingError) as error:
         answer(error=str(error))
     except Exception as error:  # of the user's code, say: another batch would not help
-        why = " ".join(str(error).split())[:200]
+        why = one_line(error, 200)
         answer(error=f"train.batch_size=auto: trying it ended with {type(error).__name__}: {why}: {_ADVICE}")
 
 

@@ -24,6 +24,7 @@ from tfdist import config
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import Environment
+from tfdist.distributed import env_vars
 from tfdist.distributed.child_process import end_with_the_parent
 from tfdist.errors import UserError
 
@@ -37,11 +38,6 @@ LIMIT_S = 300.0
 """Seconds for all attempts of a process alone; those of several must be done before the others give up waiting."""
 FIRST = 16
 """Examples of a micro-batch with which the search begins."""
-_OTHERS = (
-    *("TF_CONFIG", "TORCHELASTIC_", "HOROVOD_", "TFDIST_", "SLURM_", "PMI", "OMPI_", "MLP_", "MASTER_"),
-    *("LOCAL_", "RANK", "WORLD_SIZE", "GROUP_RANK"),
-)
-"""Beginnings of variables by which the child would take itself for one of the workers."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,7 +95,7 @@ def find(experiment: config.Experiment, environment: Environment, site: Site) ->
         "replicas": site.choice.replicas,
         "budget": budget,
     }
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(_OTHERS)}
+    environ = env_vars.without(os.environ, env_vars.CLUSTER)
     if site.selection.visible is not None:
         environ["CUDA_VISIBLE_DEVICES"] = site.selection.visible.split(",")[0]
     limit = LIMIT_S if cluster.size == 1 else 0.75 * environment.start_timeout

@@ -7,10 +7,11 @@ from collections.abc import Iterable
 import keras
 
 from tfdist.config import schedule
+from tfdist.engine.callback import Callback
 from tfdist.errors import UserError
 
 
-class Patience(keras.callbacks.EarlyStopping):
+class Patience(Callback, keras.callbacks.EarlyStopping):
     """Ends the training when a metric has stopped improving, and puts the weights of its best evaluation back.
 
     Args:

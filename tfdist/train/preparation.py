@@ -135,5 +135,4 @@ def _checkpoints(
         resume="auto" if site.cluster.attempt else environment.resume,
         changed=environment.resume_changed,
         experiment=config.flat(experiment),
-        say=logger.info,
     )

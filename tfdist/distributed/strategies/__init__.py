@@ -1,1 +1,1 @@
-"""One module per `tf.distribute` strategy or library that spans processes; each builds a `Distribution`."""
+"""Builders of `Distribution`: `local` for a process alone, `multi_worker` and `horovod` for several processes."""

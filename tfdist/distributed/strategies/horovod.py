@@ -12,17 +12,22 @@ import os
 import secrets
 import socket
 from collections.abc import Iterator
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from tfdist.distributed import horovod_install, wire
 from tfdist.distributed.addresses import join
-from tfdist.distributed.cluster import Cluster
+from tfdist.distributed.cluster import HOROVODRUN, Cluster
 from tfdist.distributed.distribution import Distribution
 from tfdist.distributed.peers import Peers
-from tfdist.errors import UserError
+from tfdist.errors import UserError, one_line
+
+if TYPE_CHECKING:
+    import keras
+    import tensorflow as tf
 
 
-def start() -> Any:
+def start() -> ModuleType:
     """Starts Horovod in this process and returns its module.
 
     Raises:
@@ -36,16 +41,15 @@ def start() -> Any:
 
         hvd.init()
     except Exception as error:  # an ImportError, an OSError of a library, or a RuntimeError of its rendezvous
-        line = " ".join(str(error).split())[:200]
         raise UserError(
-            f"Horovod does not start ({line}): start with horovodrun or mpirun, or rebuild it with "
+            f"Horovod does not start ({one_line(error, 200)}): start with horovodrun or mpirun, or rebuild it with "
             "python -m tfdist.horovod_build"
         ) from error
     return hvd
 
 
-def cluster(hvd: Any) -> Cluster:
-    """The workers as Horovod has found them, and where they meet for their heartbeats, agreed on through it."""
+def cluster(hvd: ModuleType) -> Cluster:
+    """Returns the workers as Horovod has found them, and where they meet for their heartbeats, agreed on through it."""
     import numpy as np
 
     listener, text = None, ""
@@ -58,7 +62,7 @@ def cluster(hvd: Any) -> Cluster:
         line = hvd.broadcast(line, 0, name="tfdist.distributed.rendezvous").numpy()
     master, secret = line.tobytes().rstrip(b"\0").decode().split()
     return Cluster(
-        "horovodrun",
+        HOROVODRUN,
         rank=hvd.rank(),
         size=hvd.size(),
         local_rank=hvd.local_rank(),
@@ -69,8 +73,8 @@ def cluster(hvd: Any) -> Cluster:
     )
 
 
-def _own_host(hvd: Any) -> str:
-    """An address of this machine that the other workers reach: of the interface that leads to horovodrun."""
+def _own_host(hvd: ModuleType) -> str:
+    """Returns an address at which the other workers reach this machine: of the interface that leads to horovodrun."""
     if hvd.local_size() == hvd.size():
         return "127.0.0.1"
     driver = (
@@ -81,53 +85,20 @@ def _own_host(hvd: Any) -> str:
         return probe.getsockname()[0]
 
 
-def create(hvd: Any, name: str, reason: str, peers: Peers, jit: str) -> Distribution:
-    """One replica in this process, and Horovod between the processes.
+def create(hvd: ModuleType, name: str, reason: str, peers: Peers, jit: str) -> Distribution:
+    """Builds the strategy of one replica in this process, and Horovod between the processes.
 
     Args:
-      hvd: of `start`.
-      name: this worker's device.
+      hvd: what `start` returns.
+      name: TensorFlow's name of this worker's device.
+      reason: why this strategy, in words for a person.
+      peers: the workers, which have met.
+      jit: see `Distribution.jit`.
     """
     import tensorflow as tf
 
-    from tfdist.distributed import collectives
-
-    def reduce(tensors: list) -> list:
-        return hvd.grouped_allreduce(tensors, op=hvd.Sum) if tensors else []
-
-    def all_sum(tensors: list) -> list:
-        if hvd.size() == 1:
-            return tensors
-        # It knows no bfloat16; a sum in float32 is at least as good.
-        known = [tf.cast(t, tf.float32) if t.dtype == tf.bfloat16 else t for t in tensors]
-        return [tf.cast(s, t.dtype) for s, t in zip(collectives.bucketed(known, reduce), tensors)]
-
-    def average(variables: list) -> None:
-        for variable, total in zip(variables, all_sum([tf.convert_to_tensor(v.value) for v in variables])):
-            variable.assign(total / hvd.size())
-
-    def broadcast(variables: list) -> None:
-        if hvd.size() > 1:
-            hvd.broadcast_variables([v.value for v in variables], root_rank=0)
-
-    @contextlib.contextmanager
-    def totals(variables: list) -> Iterator[None]:
-        values = [tf.identity(v.value) for v in variables]
-        for variable, total in zip(variables, all_sum(values)):
-            variable.assign(total)
-        yield
-        for variable, value in zip(variables, values):
-            variable.assign(value)
-
-    def all_reduce(reduce_op: Any, value: Any, options: Any = None) -> Any:
-        del options
-        op = hvd.Average if getattr(reduce_op, "value", reduce_op).upper() == "MEAN" else hvd.Sum
-        return tf.nest.map_structure(lambda t: hvd.allreduce(t, op=op), value)
-
-    # Layers reduce through the replica context, as synchronized BatchNorm does; here it would reduce over one replica.
-    context = tf.distribute.get_replica_context()
-    context.all_reduce = all_reduce
-
+    _reduce_in_layers(hvd)
+    collectives = _Collectives(hvd)
     return Distribution(
         name="horovod",
         reason=reason,
@@ -138,9 +109,74 @@ def create(hvd: Any, name: str, reason: str, peers: Peers, jit: str) -> Distribu
         run=lambda fn, args: fn(*args),
         local=lambda value: (value,),
         replica_id=hvd.rank,
-        all_sum=all_sum,
-        average=average,
-        broadcast=broadcast,
-        totals=totals,
+        all_sum=collectives.all_sum,
+        average=collectives.average,
+        broadcast=collectives.broadcast,
+        totals=collectives.totals,
         peers=peers,
     )
+
+
+class _Collectives:
+    """The operations of a `Distribution` in which Horovod talks to the other processes."""
+
+    def __init__(self, hvd: ModuleType):
+        self._hvd = hvd
+
+    def all_sum(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Sums each tensor over all processes."""
+        import tensorflow as tf
+
+        from tfdist.distributed.collectives import bucketed
+
+        hvd = self._hvd
+        if hvd.size() == 1:
+            return tensors
+
+        def reduce(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+            return hvd.grouped_allreduce(tensors, op=hvd.Sum) if tensors else []
+
+        # It knows no bfloat16; a sum in float32 is at least as good.
+        known = [tf.cast(t, tf.float32) if t.dtype == tf.bfloat16 else t for t in tensors]
+        return [tf.cast(s, t.dtype) for s, t in zip(bucketed(known, reduce), tensors)]
+
+    def average(self, variables: list[keras.Variable]) -> None:
+        """Sets each variable to its mean over all processes."""
+        import tensorflow as tf
+
+        totals = self.all_sum([tf.convert_to_tensor(v.value) for v in variables])
+        for variable, total in zip(variables, totals):
+            variable.assign(total / self._hvd.size())
+
+    def broadcast(self, variables: list[keras.Variable]) -> None:
+        """Gives each variable the chief's value."""
+        if self._hvd.size() > 1:
+            self._hvd.broadcast_variables([v.value for v in variables], root_rank=0)
+
+    @contextlib.contextmanager
+    def totals(self, variables: list[keras.Variable]) -> Iterator[None]:
+        """Lets variables read as their sums over all processes, for a while."""
+        import tensorflow as tf
+
+        own = [tf.identity(v.value) for v in variables]
+        for variable, total in zip(variables, self.all_sum(own)):
+            variable.assign(total)
+        yield
+        for variable, value in zip(variables, own):
+            variable.assign(value)
+
+
+def _reduce_in_layers(hvd: ModuleType) -> None:
+    """Lets layers reduce over the processes.
+
+    They do so through the replica context, as synchronized BatchNorm does,
+    which here would reduce over one replica.
+    """
+    import tensorflow as tf
+
+    def all_reduce(reduce_op: tf.distribute.ReduceOp | str, value: Any, options: object = None) -> Any:
+        del options
+        op = hvd.Average if getattr(reduce_op, "value", reduce_op).upper() == "MEAN" else hvd.Sum
+        return tf.nest.map_structure(lambda t: hvd.allreduce(t, op=op), value)
+
+    tf.distribute.get_replica_context().all_reduce = all_reduce

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import signal
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from tfdist.distributed.distribution import Distribution
 from tfdist.distributed.peers import Peers
-from tfdist.errors import UserError
+from tfdist.errors import UserError, one_line
+
+if TYPE_CHECKING:
+    import keras
+    import tensorflow as tf
 
 HEARTBEAT_S = 10
 """TensorFlow's own heartbeats; `Peers` is faster and can say who."""
@@ -27,8 +32,10 @@ def create(
     """Starts the strategy; must come before any TensorFlow operation.
 
     Args:
-      names: this worker's devices; each worker has as many.
+      names: TensorFlow's names of this worker's devices; each worker has as many.
+      reason: why this strategy, in words for a person.
       peers: the workers, which have met.
+      jit: see `Distribution.jit`.
       communication: `auto`, `ring` (gRPC) or `nccl`.
       bucket_bytes: see `collectives.bucketed`; None for its default.
 
@@ -39,17 +46,16 @@ def create(
 
     from tfdist.distributed import collectives
 
-    kind = names[0].partition(":")[0]
-    if communication == "auto":
-        communication = "nccl" if kind == "GPU" else "ring"
-    implementation = getattr(tf.distribute.experimental.CommunicationImplementation, communication.upper())
-    options = tf.distribute.experimental.CommunicationOptions(implementation=implementation)
+    communication, options = _communication(names, communication)
     strategy = _start(names, peers, options)
     bucket = collectives.BUCKET_BYTES if bucket_bytes is None else bucket_bytes
     replicas = len(names) * peers.size
 
-    def context() -> Any:
+    def context() -> tf.distribute.ReplicaContext:
         return tf.distribute.get_replica_context()
+
+    def all_sum(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        return collectives.bucketed(tensors, reduce, bucket)
 
     if communication == "ring" and len(names) == 1:
         reduce = _Ring(replicas).reduce
@@ -57,23 +63,6 @@ def create(
         # TensorFlow's own layer keeps an order per device. Without it NCCL deadlocks, and so do several CPUs of one
         # process, whose collectives a tf.function would run one after the other.
         reduce = lambda tensors: context().all_reduce(tf.distribute.ReduceOp.SUM, tensors, options)
-
-    def all_sum(tensors: list) -> list:
-        return collectives.bucketed(tensors, reduce, bucket)
-
-    averages: dict[tuple, Any] = {}
-
-    def average(variables: list) -> None:
-        def mean() -> None:
-            for variable, total in zip(variables, all_sum([tf.convert_to_tensor(v.value) for v in variables])):
-                variable.assign(total / replicas)
-
-        if variables:
-            key = tuple(id(v) for v in variables)
-            if key not in averages:
-                averages[key] = tf.function(lambda: strategy.run(mean), autograph=False)
-            averages[key]()
-
     return Distribution(
         name="multi_worker",
         reason=reason,
@@ -85,9 +74,47 @@ def create(
         local=strategy.experimental_local_results,
         replica_id=lambda: context().replica_id_in_sync_group,
         all_sum=all_sum,
-        average=average,
+        average=_Average(strategy, all_sum, replicas).assign,
         peers=peers,
     )
+
+
+def _communication(names: tuple[str, ...], asked: str) -> tuple[str, tf.distribute.experimental.CommunicationOptions]:
+    """Returns `ring` or `nccl`, also for `auto`, and the same as TensorFlow takes it."""
+    import tensorflow as tf
+
+    communication = asked
+    if asked == "auto":
+        communication = "nccl" if names[0].startswith("GPU") else "ring"
+    implementation = getattr(tf.distribute.experimental.CommunicationImplementation, communication.upper())
+    return communication, tf.distribute.experimental.CommunicationOptions(implementation=implementation)
+
+
+class _Average:
+    """Sets variables to their mean over all replicas, by one compiled function for each list of variables."""
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        all_sum: Callable[[list[tf.Tensor]], list[tf.Tensor]],
+        replicas: int,
+    ):
+        self._strategy, self._all_sum, self._replicas = strategy, all_sum, replicas
+        self._compiled: dict[tuple[int, ...], Callable[[], None]] = {}
+
+    def assign(self, variables: list[keras.Variable]) -> None:
+        """Sets each variable to its mean."""
+        import tensorflow as tf
+
+        def mean() -> None:
+            for variable, total in zip(variables, self._all_sum([tf.convert_to_tensor(v.value) for v in variables])):
+                variable.assign(total / self._replicas)
+
+        if variables:
+            key = tuple(id(v) for v in variables)
+            if key not in self._compiled:
+                self._compiled[key] = tf.function(lambda: self._strategy.run(mean), autograph=False)
+            self._compiled[key]()
 
 
 class _Ring:
@@ -101,7 +128,8 @@ class _Ring:
         # Keys pair up the same collective of all workers, which trace the same functions in the same order.
         self._used = 0
 
-    def reduce(self, tensors: list) -> list:
+    def reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Sums each tensor over all replicas."""
         import tensorflow as tf
 
         if self._replicas == 1:
@@ -124,30 +152,20 @@ class _Ring:
         return sums
 
 
-def _start(names: tuple[str, ...], peers: Peers, options: Any) -> Any:
+def _start(
+    names: tuple[str, ...], peers: Peers, options: tf.distribute.experimental.CommunicationOptions
+) -> tf.distribute.MultiWorkerMirroredStrategy:
+    """Starts TensorFlow's servers on all workers together.
+
+    Raises:
+      UserError: TensorFlow had started before, or cannot start its server.
+      PeerError: another worker was lost meanwhile.
+    """
     import tensorflow as tf
     from tensorflow.python.distribute import collective_all_reduce_strategy as home
-    from tensorflow.python.distribute import multi_worker_util
-    from tensorflow.python.eager import context
 
-    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
+    resolver = _resolver(peers)
     if peers.size > 1:
-        spec = tf.train.ClusterSpec({"worker": list(peers.addresses)})
-        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
-            spec, task_type="worker", task_id=peers.rank, rpc_layer="grpc"
-        )
-        # The strategy takes what is there already; its own setting waits an hour for a worker that dies in this moment.
-        context.context().configure_coordination_service(
-            service_type="standalone",
-            service_leader=multi_worker_util.coordination_leader(spec.as_cluster_def()),
-            cluster_register_timeout_in_ms=1000 * REGISTER_S,
-            heartbeat_timeout_in_ms=1000 * HEARTBEAT_S,
-            coordinated_jobs=[home.coordination_config_pb2.CoordinatedJob(name="worker", num_tasks=peers.size)],
-        )
-        service = context.context().coordination_service
-        if "cluster_register_with_barrier" in service.DESCRIPTOR.fields_by_name:  # TensorFlow 2.18 has none
-            # Without this the time limit is not for the last worker to register: that one waits an hour all the same.
-            service.cluster_register_with_barrier = True
         # The wait holds Python's lock: nothing ends it earlier. So it begins when all are there, TensorFlow imported.
         peers.gather("the start of TensorFlow's servers")
     extended = home.CollectiveAllReduceExtended
@@ -171,13 +189,40 @@ def _start(names: tuple[str, ...], peers: Peers, options: Any) -> Any:
             ) from None
         if peers.verdict():
             raise peers.error() from error
-        line = " ".join(str(error).split())[:200]
         at = peers.addresses[peers.rank] if peers.addresses else "this machine"
         raise UserError(
-            f"TensorFlow cannot start its server at {at} ({line}): free that port, and look at the other workers"
+            f"TensorFlow cannot start its server at {at} ({one_line(error, 200)}): free that port, "
+            "and look at the other workers"
         ) from error
     finally:
         extended._initialize_local_devices = theirs
+
+
+def _resolver(peers: Peers) -> tf.distribute.cluster_resolver.ClusterResolver:
+    """Tells TensorFlow who the workers are, and how long to wait for them."""
+    import tensorflow as tf
+    from tensorflow.python.distribute import collective_all_reduce_strategy as home
+    from tensorflow.python.distribute import multi_worker_util
+    from tensorflow.python.eager import context
+
+    if peers.size == 1:
+        return tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
+    spec = tf.train.ClusterSpec({"worker": list(peers.addresses)})
+    # The strategy takes what is there already; its own setting waits an hour for a worker that dies in this moment.
+    context.context().configure_coordination_service(
+        service_type="standalone",
+        service_leader=multi_worker_util.coordination_leader(spec.as_cluster_def()),
+        cluster_register_timeout_in_ms=1000 * REGISTER_S,
+        heartbeat_timeout_in_ms=1000 * HEARTBEAT_S,
+        coordinated_jobs=[home.coordination_config_pb2.CoordinatedJob(name="worker", num_tasks=peers.size)],
+    )
+    service = context.context().coordination_service
+    if "cluster_register_with_barrier" in service.DESCRIPTOR.fields_by_name:  # TensorFlow 2.18 has none
+        # Without this the time limit is not for the last worker to register: that one waits an hour all the same.
+        service.cluster_register_with_barrier = True
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(
+        spec, task_type="worker", task_id=peers.rank, rpc_layer="grpc"
+    )
 
 
 def _give_back_sigterm() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.errors import UserError
+from tfdist.errors import UserError, one_line
 
 MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
@@ -112,7 +112,7 @@ class Objective:
         try:
             compiled(y, y_pred, weight)
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"targets do not fit the model's outputs: {' '.join(str(error).split())}") from error
+            raise UserError(f"targets do not fit the model's outputs: {one_line(error)}") from error
         finally:
             compiled._flat_losses, compiled._metrics = entries, metrics
         return found
@@ -122,7 +122,7 @@ class Objective:
         try:
             compiled(y, y_pred, None)  # Keras builds on its first call only
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"loss does not fit the model's outputs: {' '.join(str(error).split())}") from error
+            raise UserError(f"loss does not fit the model's outputs: {one_line(error)}") from error
         for entry in compiled._flat_losses:
             _check(entry.loss)
 

@@ -17,7 +17,7 @@ from tfdist.engine import preconditions
 from tfdist.engine.step import fused_batch_norm, graph_clock, metrics, optimizer_update, trace_patches
 from tfdist.engine.step.loss import Objective
 from tfdist.engine.step.partial_sums import Payload, goals
-from tfdist.errors import UserError
+from tfdist.errors import UserError, one_line
 from tfdist.models import keras_internals
 
 NO_BATCH = "no batch left"
@@ -401,7 +401,7 @@ class Step:
                 try:
                     model._compile_metrics.build(y, y_pred)
                 except ValueError as error:
-                    raise UserError(f"metrics do not fit the outputs: {' '.join(str(error).split())}") from error
+                    raise UserError(f"metrics do not fit the outputs: {one_line(error)}") from error
             optimizer = model.optimizer
             if optimizer is not None and not optimizer.built:
                 optimizer.build(model.trainable_variables)

@@ -11,7 +11,7 @@ import numpy as np
 
 from tfdist.config import user_functions
 from tfdist.data.spec import Spec
-from tfdist.errors import UserError
+from tfdist.errors import UserError, one_line
 from tfdist.models.zoo import layers
 
 OWN = ("weights", "input_tensor", "input_shape", "classes", "classifier_activation", "include_top", "pooling")
@@ -71,7 +71,7 @@ def build(name: str, options: dict[str, Any], spec: Spec) -> keras.Model:
                 f"model.name={name!r} needs images of at least {smallest[1]}x{smallest[1]}, the data has "
                 f"{high}x{wide}: set data.image_size={smallest[1]} or more"
             ) from None
-        raise UserError(f"model.options do not fit {name}: {' '.join(str(error).split())[:200]}") from error
+        raise UserError(f"model.options do not fit {name}: {one_line(error, 200)}") from error
     _head_in_full(model)
     return keras.Model(image, model.outputs[0], name=model.name)  # of one input, and not of a list of one
 

@@ -23,10 +23,17 @@ class State(NamedTuple):
     """When it began, by this process' monotonic clock."""
 
 
-def find(
-    states: Mapping[int, State], ended: Collection[int], now: float, stall_timeout: float
-) -> tuple[int | None, str] | None:
-    """Why the run stands still.
+class Stall(NamedTuple):
+    """Why the run stands still."""
+
+    rank: int | None
+    """The worker to blame; None if it cannot be told."""
+    why: str
+    """What is wrong with it, or with all."""
+
+
+def find(states: Mapping[int, State], ended: Collection[int], now: float, stall_timeout: float) -> Stall | None:
+    """Judges whether the run stands still, and who is to blame.
 
     Args:
       states: of all workers by rank.
@@ -34,21 +41,22 @@ def find(
       stall_timeout: seconds without movement that are allowed.
 
     Returns:
-      The worker to blame, None if it cannot be told, and what is wrong with it;
-      or None while all is well.
+      None while all is well.
     """
     others = {rank: state for rank, state in states.items() if rank not in ended}
     if ended:
         # They may wait for ever for a worker that is busy with something of its own, but a call needs all of them.
         if others and all(s.phase == "call" and now - s.since > AHEAD_S for s in others.values()):
-            return min(ended), "it has finished while the others wait for it: every worker must make the same updates"
+            return Stall(
+                min(ended), "it has finished while the others wait for it: every worker must make the same updates"
+            )
         return None
     if any(now - s.since <= stall_timeout * (EXEMPT_FACTOR if s.phase in EXEMPT else 1) for s in others.values()):
         return None
     for rank, (phase, update, since) in others.items():
         if phase not in ("call", "waiting"):
             what = "stuck in Python" if phase == "python" else phase
-            return rank, f"{what} for {now - since:.0f} s after update {update} (--stall_timeout)"
+            return Stall(rank, f"{what} for {now - since:.0f} s after update {update} (--stall_timeout)")
     update = min(s.update for s in others.values())
     waited = min(now - s.since for s in others.values())
-    return None, f"no worker has finished a call for {waited:.0f} s since update {update} (--stall_timeout)"
+    return Stall(None, f"no worker has finished a call for {waited:.0f} s since update {update} (--stall_timeout)")

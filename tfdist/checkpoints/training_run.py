@@ -1,0 +1,120 @@
+"""The running training as a checkpoint sees it: what is taken of it, and how it is put back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.checkpoints import callback_state, resume, training_state
+from tfdist.checkpoints.resume import LoadedCheckpoint, Position
+from tfdist.data.structures import Structure
+from tfdist.distributed.distribution import Distribution
+from tfdist.models import keras_internals
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TrainingRun:
+    """What a checkpoint is taken of and put back into."""
+
+    model: keras.Model
+    distribution: Distribution
+    callbacks: keras.callbacks.CallbackList
+    global_batch: int
+    updates_per_epoch: int | None
+    seed: int
+    examples: int | None = None
+    """How many examples the data has, where that is known: with one more, each would come at another place."""
+
+    def identity(self) -> dict[str, int | None]:
+        """Returns what must be the same for the order of the examples to be the same."""
+        known: dict[str, int | None] = {} if self.examples is None else {"number of examples": self.examples}
+        return {
+            "global batch": self.global_batch,
+            "updates per epoch": self.updates_per_epoch,
+            "seed of the order": self.seed,
+            **known,
+        }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BestEpoch:
+    """The best epoch so far, by the metric of `checkpoint.best`."""
+
+    value: float | None = None
+    update: int | None = None
+    """Updates made when it had ended."""
+
+
+def state_of(run: TrainingRun, position: Position, experiment: Mapping[str, str], best: BestEpoch) -> dict[str, Any]:
+    """Returns what `state.json` holds: all that training has changed and that is no tensor."""
+    return {
+        "position": dataclasses.asdict(position) | {"logs": {k: _plain(v) for k, v in position.logs.items()}},
+        "run": run.identity(),
+        "replicas": run.distribution.replicas,
+        "strategy": run.distribution.name,
+        "experiment": dict(experiment),
+        "callbacks": callback_state.capture(run.callbacks),
+        "history": {k: [_plain(v) for v in values] for k, values in run.model.history.history.items()},
+        "epochs": list(run.model.history.epoch),
+        "best": dataclasses.asdict(best),
+    }
+
+
+def put_back(
+    run: TrainingRun, checkpoint: LoadedCheckpoint | None, experiment: Mapping[str, str]
+) -> tuple[Position, BestEpoch] | None:
+    """Puts a checkpoint back into the run; to be called on all workers, with the checkpoint on the chief.
+
+    Args:
+      checkpoint: None if there is none to go back to.
+      experiment: fields of the experiment here. Where they differ from those of the checkpoint, the learning rate
+        stays that of the optimizer here.
+
+    Returns:
+      Where the run goes on, and its best epoch; None without a checkpoint.
+
+    Raises:
+      UserError: the checkpoint is of another model.
+    """
+    model = run.model
+    mine = checkpoint.state if checkpoint else None
+    state = run.distribution.peers.gather("the checkpoint to resume from", mine)[0]
+    if state is None:
+        return None
+    optimizer = keras_internals.inner_optimizer(model.optimizer)
+    rate = optimizer._learning_rate if isinstance(optimizer._learning_rate, keras.Variable) else None
+    rate_here = 0.0 if rate is None else float(rate.numpy())
+    training_state.restore(model, run.distribution, run.callbacks, checkpoint.tensors if checkpoint else {})
+    if state["replicas"] != run.distribution.replicas:
+        training_state.separate_streams(model, run.distribution)
+    callback_state.restore(run.callbacks, state["callbacks"])
+    model.history.history = {name: [_value(v) for v in values] for name, values in state["history"].items()}
+    model.history.epoch = list(state["epochs"])
+    position = Position(**state["position"])
+    position.logs = {name: _value(v) for name, v in position.logs.items()}
+    if any(state["run"].get(name, value) != value for name, value in run.identity().items()):
+        position.update = position.epoch * (run.updates_per_epoch or 0)
+        _assign(optimizer.iterations, position.update)
+    if rate is not None and resume.differences(experiment, state["experiment"]):
+        _assign(rate, rate_here)
+    return position, BestEpoch(**state["best"])
+
+
+def _assign(variable: keras.Variable, value: float) -> None:
+    for copy in training_state.copies(variable):
+        copy.assign(tf.cast(value, copy.dtype))
+
+
+def _plain(value: Structure) -> Any:
+    """Returns a measure as JSON can hold it; metrics by class are arrays."""
+    return {"array": np.asarray(value).tolist()} if np.ndim(value) else float(value)
+
+
+def _value(stored: float | dict) -> float | np.ndarray:
+    """Returns a measure as `_plain` was given it."""
+    return np.asarray(stored["array"]) if isinstance(stored, dict) else stored

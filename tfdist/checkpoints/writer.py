@@ -1,0 +1,77 @@
+"""The thread that writes checkpoints, and which of them stay on the disk."""
+
+from __future__ import annotations
+
+import pathlib
+import threading
+import time
+
+from tfdist.checkpoints import files, training_state
+from tfdist.checkpoints.resume import LoadedCheckpoint
+from tfdist.config.messages import logger
+from tfdist.data.structures import Structure
+from tfdist.errors import one_line
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of one run, one at a time, beside the training; on the chief only.
+
+    Args:
+      folder: where they are.
+      keep: how many of the newest stay, besides the best.
+    """
+
+    def __init__(self, folder: pathlib.Path, keep: int):
+        self._folder, self._keep = folder, keep
+        self._thread: threading.Thread | None = None
+        self.kept: list[pathlib.Path] = []
+        """Those of this run that are on the disk, the oldest first."""
+        self.in_memory: LoadedCheckpoint | None = None
+        """Where the run began, until there is a checkpoint on the disk."""
+        self.failure = ""
+        """Why the last one could not be written, or nothing."""
+        self.saved = 0
+        """How many have been written."""
+        self.seconds = 0.0
+        """How long taking and writing them took in all."""
+
+    def start(self, update: int, state: dict, tensors: dict[str, Structure], best: int | None) -> None:
+        """Begins to write a checkpoint; `wait` for the one before must come first.
+
+        Args:
+          update: updates made so far.
+          state: what `state.json` will hold.
+          tensors: of `training_state.capture`.
+          best: the update whose checkpoint stays though newer ones come, or None.
+        """
+        arguments = (update, state, tensors, best)
+        self._thread = threading.Thread(target=self._write, args=arguments, name="tfdist checkpoint")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Returns when the one that is being written is on the disk, or has failed."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _write(self, update: int, state: dict, tensors: dict[str, Structure], best: int | None) -> None:
+        start = time.perf_counter()
+        missing = not self._folder.parent.exists()
+        try:
+            path = files.write(self._folder, update, state, lambda prefix: training_state.write(prefix, tensors))
+        except Exception as error:  # TensorFlow's differ by version, and a callback's state may be anything
+            why = one_line(getattr(error, "message", None) or error, 200)
+            kept = f"the one of update {files.update_of(self.kept[-1])} is kept" if self.kept else "there is none"
+            self.failure = f"the checkpoint after update {update} could not be written ({why})"
+            logger.info(f"WARNING: {self.failure}: training goes on, {kept}; free or repair {self._folder}")
+            return
+        finally:
+            self.seconds += time.perf_counter() - start
+        if missing and self.saved:
+            logger.info(f"WARNING: {self._folder.parent} had gone and was made anew")
+        self.failure, self.saved, self.in_memory = "", self.saved + 1, None
+        self.kept.append(path)
+        newest = self.kept[-self._keep :]
+        best_ones = [kept for kept in self.kept if files.update_of(kept) == best]
+        self.kept = [kept for kept in self.kept if kept in newest or kept in best_ones[-1:]]
+        files.prune(self._folder, set(self.kept))

@@ -1,0 +1,227 @@
+"""The other workers of a run, as the main thread of one of them sees them. No TensorFlow.
+
+Every worker has a connection to the chief. Over it go heartbeats, what each
+worker is doing, small values that all must agree on, and the end of the run.
+TensorFlow's own collectives notice a dead peer after ten seconds or never, and
+cannot say which: this can.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from tfdist.distributed.peers import signals, stall_detection, votes
+from tfdist.distributed.peers.activity import SILENT_S
+from tfdist.distributed.peers.watch import BEAT_S, END, Watch
+from tfdist.distributed.wire import Connection
+from tfdist.errors import PeerError, UserError, one_line
+
+FAREWELL_S = 20.0
+"""How long the chief waits at the end for the others' processes to be gone."""
+
+T = TypeVar("T")
+
+
+class Peers:
+    """This worker's view of the others.
+
+    Args:
+      rank: this worker's, 0 for the chief.
+      hosts: host name of each worker, by rank.
+      addresses: `host:port` of each worker for TensorFlow, by rank.
+      connections: on the chief one to every other worker by rank, on the others
+        one to rank 0; none when there is one worker.
+      held: sockets that reserve ports until TensorFlow takes them.
+      start_timeout: seconds for what comes before training, compilation apart.
+      stall_timeout: seconds without an update before a worker counts as stuck.
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        hosts: tuple[str, ...] = ("",),
+        addresses: tuple[str, ...] = (),
+        connections: Mapping[int, Connection] | None = None,
+        held: tuple[socket.socket, ...] = (),
+        start_timeout: float = 120.0,
+        stall_timeout: float = 600.0,
+    ):
+        self.rank, self.size = rank, len(hosts)
+        self.hosts, self.addresses = hosts, addresses
+        self.last_words: Callable[[str], None] = lambda message: None
+        """Called with `failure` when the process is ended from beside the main thread."""
+        self._watch = Watch(
+            rank, hosts, connections or {}, start_timeout, stall_timeout, lambda failure: self.last_words(failure)
+        )
+        self._alone = not connections
+        self._held = held
+        self._gathers = 0
+        if not self._alone:
+            self._watch.start()
+            atexit.register(self._at_exit)
+
+    @property
+    def failure(self) -> str:
+        """Why the run cannot go on, once a worker is lost; else ""."""
+        return self._watch.failure
+
+    def release_ports(self) -> None:
+        """Gives up the reserved ports, for TensorFlow to bind them in the next moment."""
+        for sock in self._held:
+            sock.close()
+
+    def doing(self, phase: str, update: int | None = None) -> None:
+        """Notes what this worker is about to do, for the watch on stalled workers.
+
+        Args:
+          phase: see `stall_detection.State`.
+          update: updates made so far; as before if not given.
+        """
+        self._watch.activity.begin(phase, update)
+        if phase in stall_detection.EXEMPT:  # said at once: the next beat may have to wait for Python's lock
+            self._watch.transport.tell({"beat": phase, "update": self._watch.activity.own.update, "for": 0.0})
+
+    @contextlib.contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Notes that this worker is in another phase meanwhile."""
+        before = self._watch.activity.own.phase
+        self.doing(phase)
+        try:
+            yield
+        finally:
+            self.doing(before)
+
+    @contextlib.contextmanager
+    def seeing_signals(self) -> Iterator[None]:
+        """Sees signals even while the main thread, which handles them, waits in C++ for a lost worker."""
+        if self._alone:
+            yield
+            return
+        try:
+            with self._watch.transport.seeing_signals():
+                yield
+        finally:
+            self._watch.signals.clear()
+
+    def gather(self, label: str, value: object = None) -> list[Any]:
+        """Waits until all workers have called this with the same label.
+
+        Args:
+          label: what this is about, for the message when workers are at different points.
+          value: this worker's; anything that JSON can hold.
+
+        Returns:
+          Every worker's value, in order of rank.
+
+        Raises:
+          PeerError: a worker was lost meanwhile.
+        """
+        if self._alone:
+            return [value]
+        number, self._gathers = self._gathers, self._gathers + 1
+        self._watch.give(number, label, value)
+        with self.during("waiting"):
+            values = self._watch.wait_for_values(number)
+        if values is None:
+            raise self.error()
+        return values
+
+    def check_same(self, facts: Mapping[str, object], label: str) -> None:
+        """Compares what all workers must have alike: else their calls would not match, or examples be left out.
+
+        Args:
+          facts: what this worker has; anything that JSON can hold.
+          label: as for `gather`.
+
+        Raises:
+          UserError: on all workers, when one has other facts.
+        """
+        if self.size == 1:
+            return
+        problem = votes.difference(self.gather(label, facts), self.hosts)
+        if problem:
+            raise UserError(problem)
+
+    def once(self, work: Callable[[], T]) -> T:
+        """Runs `work` first on the chief, then on one worker of each host, then on the others, and returns its result.
+
+        It is for work that leaves something on a disk, which may or may not be shared.
+        """
+        if self.size == 1:
+            return work()
+        own_turn = votes.turn(self.rank, self.hosts)
+        for now in range(votes.TURNS):
+            if now == own_turn:
+                result = work()
+            self.gather("the data set's preparation")
+        return result
+
+    def verdict(self) -> str:
+        """Returns what the peers know about the cause of an error in a collective, once they can know; else ""."""
+        if not self._alone:
+            self._watch.wait_for_failure(SILENT_S + 3 * BEAT_S)
+        return self.failure
+
+    def error(self) -> PeerError:
+        """Returns `failure` as an error to raise; from now on the main thread sees to the end of the process."""
+        self._watch.acknowledged.set()
+        return PeerError(self.failure)
+
+    def fail(self, message: str, code: int = 1) -> None:
+        """Tells the others that this worker stops with an error, for them to stop as well.
+
+        Args:
+          message: what went wrong, in a line.
+          code: exit code of this process.
+        """
+        self._watch.acknowledged.set()
+        if self._watch.code not in signals.BY_SIGNAL:
+            self._watch.code = code
+        if not self._alone:
+            self._watch.stop(message)
+
+    def leave(self) -> None:
+        """Ends the run together: a worker that went first would take the others' collectives with it.
+
+        The chief goes last, since it serves the others to their end.
+        """
+        if self._alone or self._watch.finished:
+            return
+        try:
+            self.gather(END)
+        except PeerError:
+            self._watch.say_last_line()
+            return
+        self._watch.finished = True
+        if self.rank == 0:
+            self._watch.wait_for_departures(FAREWELL_S)
+
+    def _at_exit(self) -> None:
+        """Ends a program that did not call `leave` together with the others, or at once after an error."""
+        error = getattr(sys, "last_value", None)
+        if error is not None and not self._watch.finished:
+            # A collective fails where it is noticed, not where the cause is.
+            if (
+                type(error).__module__.startswith("tensorflow")
+                and not self._watch.acknowledged.is_set()
+                and self.verdict()
+            ):
+                self._watch.say_last_line()
+            self.fail(f"{type(error).__name__}: {one_line(error, 400)}")
+        if not self.failure:
+            self.leave()
+        elif not self._watch.acknowledged.is_set():
+            self._watch.acknowledged.set()
+            self._watch.say_last_line()
+        if not self.failure or self._watch.finished:
+            return
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(self._watch.code)  # TensorFlow would wait for the lost worker

@@ -1,0 +1,232 @@
+"""The thread of a worker that listens to the others, and ends the process when one is lost. No TensorFlow."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tfdist.distributed.peers import signals, stall_detection, votes
+from tfdist.distributed.peers.activity import Activity
+from tfdist.distributed.peers.signals import GRACE_S
+from tfdist.distributed.peers.stall_detection import State
+from tfdist.distributed.peers.transport import Transport
+from tfdist.distributed.wire import Connection, Message, WireError
+
+BEAT_S = 1.0
+"""Seconds between heartbeats."""
+EXIT_S = 15.0
+"""Time for a program to end after its main thread has, when a worker is lost: a thread of it may wait for that one."""
+END = "the end of the run"
+"""The gather with which workers leave."""
+
+
+class Watch:
+    """What this worker knows of the others, and the thread that keeps it up to date.
+
+    Args:
+      rank: this worker's.
+      hosts: host name of each worker, by rank.
+      connections: to other workers, by rank; none for a worker alone, which needs no thread.
+      start_timeout: as in `Peers`.
+      stall_timeout: as in `Peers`.
+      last_words: called with `failure` when the process is ended from beside the main thread.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        hosts: tuple[str, ...],
+        connections: Mapping[int, Connection],
+        start_timeout: float,
+        stall_timeout: float,
+        last_words: Callable[[str], None],
+    ):
+        self.failure = ""
+        """Why the run cannot go on, once a worker is lost."""
+        self.acknowledged = threading.Event()
+        """Set when the main thread sees to the failure itself."""
+        self.code = 1
+        """Exit code of the process after a failure."""
+        self.finished = False
+        """Whether all workers have reached the end of the run."""
+        self.transport = Transport(connections)
+        self.activity = Activity(self.transport.ranks)
+        self.signals: list[signals.Seen] = []
+        self.start_timeout, self._stall_timeout = start_timeout, stall_timeout
+        self._rank, self._hosts, self._last_words = rank, hosts, last_words
+        self._votes = votes.Votes(hosts)
+        self._gathered: dict[int, list[Any]] = {}
+        self._changed = threading.Condition()
+
+    def start(self) -> None:
+        """Starts the thread."""
+        threading.Thread(target=self._serve, name="tfdist peers", daemon=True).start()
+
+    # -- for the main thread ------------------------------------------------
+
+    def give(self, number: int, label: str, value: object) -> None:
+        """Gives this worker's value to a `Peers.gather`, to be collected by the chief."""
+        if self._rank == 0:
+            self.collect(0, number, label, value)
+        else:
+            self.transport.tell({"gather": number, "label": label, "value": value})
+
+    def wait_for_values(self, number: int) -> list[Any] | None:
+        """Waits for all values of a `Peers.gather`; None when the run fails before they are there."""
+        with self._changed:
+            self._changed.wait_for(lambda: number in self._gathered or self.failure)
+            return self._gathered.pop(number, None)
+
+    def wait_for_failure(self, seconds: float) -> None:
+        """Waits until something is known to have failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure, seconds)
+
+    def wait_for_departures(self, seconds: float) -> None:
+        """Waits until the processes of all others are gone."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self.transport.gone) == len(self.transport.ranks), seconds)
+
+    def stop(self, message: str) -> None:
+        """Ends the run by a failure of this worker, and tells the others."""
+        with self._changed:
+            if self.failure or self.finished:
+                return
+            self.failure = message
+        self.transport.tell({"failed": message})
+
+    def say_last_line(self) -> None:
+        """Says the failure on standard error, and whatever `last_words` does with it."""
+        # Not by print: the main thread may hold the lock of its stream.
+        with contextlib.suppress(OSError):
+            os.write(2, f"tfdist: failed: {self.failure}\n".encode())
+        with contextlib.suppress(Exception):
+            self._last_words(self.failure)
+
+    # -- the thread ---------------------------------------------------------
+
+    def _serve(self) -> None:
+        try:
+            with self.transport.waiting():
+                self._attend()
+        except Exception as error:  # without this thread nobody would ever be missed
+            self._fail(f"the watch on the other workers has failed: {type(error).__name__}: {error}")
+        self._end()
+
+    def _attend(self) -> None:
+        """Talks with the others until one is lost."""
+        beaten = last = time.monotonic()
+        while not self.failure:
+            arrivals = self.transport.wait(BEAT_S / 2)
+            now = time.monotonic()
+            if now - last > 3 * BEAT_S:  # this process itself was stopped, or its lock was held
+                self.activity.pardon(now)
+            last = now
+            self.signals += [signals.Seen(number, now) for number in arrivals.signals]
+            for rank in arrivals.ranks:
+                self._read(rank)
+            if now - beaten >= BEAT_S:
+                beaten = now
+                phase, update, since = self.activity.own
+                self.transport.tell({"beat": phase, "update": update, "for": now - since})
+            self._look(now)
+
+    def _read(self, rank: int) -> None:
+        """Takes in what worker `rank` says, or that it has gone."""
+        try:
+            for message in self.transport.read(rank):
+                self._hear(rank, message)
+        except WireError:
+            with self._changed:
+                self.transport.forget(rank)
+                self._changed.notify_all()
+            if not self.finished:
+                self._lose(rank, "its process ended")
+
+    def _hear(self, rank: int, message: Message) -> None:
+        now = time.monotonic()
+        self.activity.hear(rank, now)
+        if "beat" in message:
+            self.activity.others[rank] = State(message["beat"], message["update"], now - message["for"])
+        elif "gather" in message:
+            self.collect(rank, message["gather"], message["label"], message["value"])
+        elif "gathered" in message:
+            with self._changed:
+                self._gathered[message["gathered"]] = message["values"]
+                self._changed.notify_all()
+        elif "failed" in message:
+            self._lose(rank, f"it stopped: {message['failed']}")
+        elif "lost" in message:
+            self._fail(message["lost"])
+
+    def collect(self, rank: int, number: int, label: str, value: object) -> None:
+        """Takes in, on the chief, one worker's part of a `Peers.gather`."""
+        with self._changed:
+            try:
+                values = self._votes.cast(rank, number, label, value)
+            except votes.MismatchError as error:
+                self._fail(str(error))
+                return
+            if values is None:
+                return
+            self._gathered[number] = values
+            self._changed.notify_all()
+        self.transport.tell({"gathered": number, "values": values})
+
+    def _look(self, now: float) -> None:
+        """Looks for workers that are silent, stuck, or gone ahead."""
+        silence = self.activity.silence(self.transport.gone, self.start_timeout, now)
+        if silence:
+            self._lose(silence.rank, f"silent for {silence.seconds:.0f} s")
+            return
+        self._heed(now)
+        if self._rank == 0:
+            ended = self._votes.waiting_at(END)
+            states = {0: self.activity.own, **self.activity.others}
+            stall = stall_detection.find(states, ended, now, self._stall_timeout)
+            if stall is None:
+                return
+            if stall.rank is None:
+                self._fail(stall.why)
+            else:
+                self._lose(stall.rank, stall.why)
+
+    def _heed(self, now: float) -> None:
+        """Stops this worker after a signal that its main thread, waiting in C++ for another worker, does not see."""
+        if self.failure:
+            return
+        activity = self.activity
+        stop = signals.overdue(tuple(self.signals), activity.own, activity.others.values(), activity.longest_call, now)
+        if stop is None:
+            return
+        self.code = stop.code
+        self.transport.tell({"failed": stop.why})
+        with self._changed:
+            self.failure = self.failure or stop.why
+            self._changed.notify_all()
+
+    def _lose(self, rank: int, why: str) -> None:
+        self._fail(f"lost worker {rank} ({self._hosts[rank]}): {why}")
+
+    def _fail(self, message: str) -> None:
+        if self.failure or self.finished:
+            return
+        if self._rank == 0:
+            self.transport.tell({"lost": message})  # first: from the next line on the main thread may end the process
+        with self._changed:
+            self.failure = self.failure or message
+            self._changed.notify_all()
+
+    def _end(self) -> None:
+        """Ends the process unless the main thread does: it may wait for a lost peer in C++ for ever."""
+        if not self.acknowledged.wait(0.0 if self.code != 1 else GRACE_S):
+            self.say_last_line()
+            os._exit(self.code)
+        # The program may go on after the error, but other threads of it must not keep it from its end.
+        threading.main_thread().join()
+        time.sleep(EXIT_S)
+        os._exit(self.code)

@@ -1,0 +1,86 @@
+"""The strategies of a process alone: one replica on one device, or one on each of its devices."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tfdist.distributed.distribution import Distribution
+from tfdist.errors import UserError
+
+if TYPE_CHECKING:
+    import keras
+
+
+def default(reason: str, device: str = "CPU:0", jit: str = "off") -> Distribution:
+    """Builds the strategy of one replica on one device, whose collectives return their input.
+
+    Args:
+      reason: why this strategy, in words for a person.
+      device: TensorFlow's name of the device.
+      jit: see `Distribution.jit`.
+    """
+    import tensorflow as tf
+
+    return Distribution(
+        name="default",
+        reason=reason,
+        strategy=tf.distribute.get_strategy(),
+        replicas=1,
+        devices=(device,),
+        jit=jit,
+        run=lambda fn, args: fn(*args),
+        local=lambda value: (value,),
+        replica_id=lambda: 0,
+        all_sum=lambda tensors: tensors,
+        average=lambda variables: None,
+    )
+
+
+def mirrored(names: tuple[str, ...], reason: str, jit: str = "off") -> Distribution:
+    """Builds the strategy of one replica per device of this process (`tf.distribute.MirroredStrategy`).
+
+    Args:
+      names: TensorFlow's names of the devices.
+      reason: why this strategy, in words for a person.
+      jit: see `Distribution.jit`.
+
+    Raises:
+      UserError: fewer than two devices.
+    """
+    import tensorflow as tf
+
+    from tfdist.distributed.collectives import sum_in_order
+
+    if len(names) < 2:
+        raise UserError(
+            f"--strategy=mirrored needs at least 2 devices, found {len(names)} ({', '.join(names)}): "
+            "use --virtual_devices=2 to split the CPU, or --strategy=default"
+        )
+    # Between CPUs of one process TensorFlow would choose its ring collective, which costs 0.7 to 0.4 of
+    # the speed; adding up in one place needs no copies there. GPUs keep the default, NCCL.
+    reduction = tf.distribute.ReductionToOneDevice(accumulation_fn=sum_in_order) if names[0].startswith("CPU") else None
+    strategy = tf.distribute.MirroredStrategy([f"/{name}" for name in names], cross_device_ops=reduction)
+
+    def all_sum(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, tensors)
+
+    def average(variables: list[keras.Variable]) -> None:
+        for variable in variables:
+            copies = getattr(variable.value, "values", (variable.value,))
+            mean = sum_in_order([tf.identity(copy) for copy in copies]) / len(copies)
+            for copy in copies:
+                copy.assign(mean)
+
+    return Distribution(
+        name="mirrored",
+        reason=reason,
+        strategy=strategy,
+        replicas=len(names),
+        devices=names,
+        jit=jit,
+        run=lambda fn, args: strategy.run(fn, args=args),
+        local=strategy.experimental_local_results,
+        replica_id=lambda: tf.distribute.get_replica_context().replica_id_in_sync_group,
+        all_sum=all_sum,
+        average=average,
+    )
