@@ -207,7 +207,8 @@ def new_rows(experiment: config.Experiment, spec: Spec, asked: ModelRequest, row
     Raises:
       UserError: it is no table, or lacks columns.
     """
-    from tfdist.data.datasets import registry, table_inference
+    from tfdist.data import loaded
+    from tfdist.data.datasets import table_inference
     from tfdist.data.sources import Arrays
 
     kind, _, path = experiment.data.name.partition(":")
@@ -227,7 +228,7 @@ def new_rows(experiment: config.Experiment, spec: Spec, asked: ModelRequest, row
         skip = experiment.data.broken == "skip"
         target = cast("Column", spec.target)  # a table without one could not have been trained on
         rows = Arrays(table_inference.read_rows(path, spec.columns, target, options, skip))
-    return registry.Loaded(rows, rows, rows.size, spec)
+    return loaded.Loaded(rows, rows, rows.size, spec)
 
 
 def built(experiment: config.Experiment, spec: Spec) -> keras.Model:
