@@ -480,7 +480,7 @@ def test_the_report_of_a_real_run(browser, trained):
 
 def by_hand(folder):
     """The confusion of the saved model on the packaged file, counted one by one."""
-    packed = (REPOSITORY / "tfdist/datasets/digits.csv.gz").read_bytes()
+    packed = (REPOSITORY / "tfdist/data/datasets/digits.csv.gz").read_bytes()
     rows = [[int(v) for v in line.split(",")] for line in gzip.decompress(packed).decode().split()][1437:]
     model = keras.saving.load_model(folder / "model.keras")
     scores = model.predict_on_batch(np.array([row[:64] for row in rows], "uint8").reshape(-1, 8, 8, 1))
@@ -503,7 +503,7 @@ def busy(tmp_path_factory):
         put(folder / f"other-run-with-a-long-name-{i}", "result.json", RESULT)
     here = full(folder / "run", reason="a-long-word-" * 30)
     (here / "report.html").write_text(
-        page_lib.render(here, found=findings(20, 2000, tuple(f"a class called {i}" for i in range(20))))
+        page_lib.render(here, findings=findings(20, 2000, tuple(f"a class called {i}" for i in range(20))))
     )
     return here / "report.html"
 
@@ -573,7 +573,7 @@ def test_it_works_without_a_script_and_on_paper(browser, busy):
 def test_markup_in_names_does_nothing(browser, tmp_path):
     test_nothing_in_a_file_becomes_markup(tmp_path)
     path = pathlib.Path(tmp_path / "run" / "report.html")
-    path.write_text(page_lib.render(path.parent, found=findings(10, names=(NASTY,) * 10)))
+    path.write_text(page_lib.render(path.parent, findings=findings(10, names=(NASTY,) * 10)))
     with shown(browser, path, PHONE) as page:
         assert page.title().startswith(NASTY[:20]) and NASTY[:20] in page.locator("h1").inner_text()
         assert page.evaluate("document.documentElement.scrollWidth") == 390
