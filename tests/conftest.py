@@ -67,14 +67,17 @@ def tfds_dir(tmp_path_factory):
 
 @pytest.fixture
 def run(tmp_path, tfds_dir):
-    """Runs `python -m <arguments>` in an empty folder; returns the finished process."""
+    """Runs `python -m <arguments>` in an empty folder; returns the finished process.
 
-    def start(*arguments, path="", popen=False, **environ):
+    `real` asks for a fresh interpreter, as in `processes`.
+    """
+
+    def start(*arguments, path="", popen=False, real=False, **environ):
         env = {k: v for k, v in os.environ.items() if k not in ("CUDA_VISIBLE_DEVICES", "TF_CONFIG")}
         env |= {"TFDS_DATA_DIR": str(tfds_dir), "PYTHONPATH": os.pathsep.join(filter(None, [path, str(REPOSITORY)]))}
         env |= environ
         command = [sys.executable, "-m", *map(str, arguments)]
-        kwargs = dict(cwd=tmp_path, env=env, text=True, stdout=processes.PIPE, stderr=processes.PIPE)
+        kwargs = dict(cwd=tmp_path, env=env, text=True, stdout=processes.PIPE, stderr=processes.PIPE, real=real)
         return processes.Popen(command, **kwargs) if popen else processes.run(command, **kwargs, timeout=300)
 
     return start

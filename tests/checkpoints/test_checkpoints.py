@@ -13,6 +13,7 @@ from support import training_cases
 import tfdist
 from tfdist.checkpoints import files as files_lib
 from tfdist.checkpoints import resume
+from tfdist.config import atomic_file
 from tfdist.data.sources import Records
 from tfdist.doctor import checkpoints as checkpoints_lib
 from tfdist.errors import Interrupted, TrainingError, UserError
@@ -372,6 +373,17 @@ def test_a_folder_that_cannot_be_written_does_not_stop_the_training(connect, tmp
     assert said[0].startswith("WARNING: the checkpoint after update 15 could not be written (")
     assert "training goes on, the one of update 10 is kept; free or repair" in said[0]
     files_lib.verify(tmp_path / "elsewhere" / "10")
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "file"
+    with atomic_file.replacing(path) as temporary:
+        temporary.write_text("one")
+        assert not path.exists()
+    with pytest.raises(ValueError), atomic_file.replacing(path) as temporary:
+        temporary.write_text("half of ano")
+        raise ValueError
+    assert path.read_text() == "one" and list(tmp_path.iterdir()) == [path]
 
 
 def test_doctor_says_what_a_resume_would_use(two):

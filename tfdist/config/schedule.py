@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from typing import NamedTuple
 
 from tfdist.config import Experiment
 from tfdist.config.field_syntax import schedule_options
@@ -13,6 +14,21 @@ from tfdist.errors import UserError
 _TIME = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(s|seconds?|min|minutes?|h|hours?)\s*$")
 _DURATION = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(%|steps?|updates?|epochs?|examples?)?\s*$")
 _DURATIONS = re.compile(r"\d+(?:\.\d+)?\s*(?:%|[a-z]+)?")
+
+
+class Interval(NamedTuple):
+    """How often something is done; at least one of the two is infinite."""
+
+    updates: float
+    seconds: float
+
+
+class Aim(NamedTuple):
+    """A metric, and which way it is better."""
+
+    metric: str
+    better: int
+    """+1 where more is better, -1 where less is."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -157,21 +173,17 @@ def duration(field: str, text: str, per_epoch: int, batch: int, updates: int) ->
     return round(number * scale)
 
 
-def interval(
-    field: str, text: str, per_epoch: int | None = 1, batch: int = 1, updates: float = math.inf
-) -> tuple[float, float]:
-    """Returns how often, in updates and in seconds, one of them infinite.
-
-    `text` is `off`, a time (`60 seconds`) or a duration.
+def interval(field: str, text: str, per_epoch: int | None = 1, batch: int = 1, updates: float = math.inf) -> Interval:
+    """Returns how often `text` asks for: `off`, a time (`60 seconds`) or a duration.
 
     Args:
       per_epoch: updates of an epoch; None if unknown.
     """
     if text == "off":
-        return math.inf, math.inf
+        return Interval(math.inf, math.inf)
     time = _TIME.match(text)
     if time:
-        return math.inf, float(time[1]) * {"s": 1, "m": 60, "h": 3600}[time[2][0]]
+        return Interval(math.inf, float(time[1]) * {"s": 1, "m": 60, "h": 3600}[time[2][0]])
     known = _DURATION.match(text)
     unit = (known[2] or "steps").rstrip("s") if known else ""
     if not known or unit == "%":
@@ -181,7 +193,7 @@ def interval(
     every = duration(field, text, per_epoch or 1, batch, 0)
     if every < 1 and float(known[1]) == 0:
         raise UserError(f"{field}={text!r} is no interval: write off for none")
-    return max(1, every), math.inf
+    return Interval(max(1, every), math.inf)
 
 
 def profiled(text: str, plan: Plan) -> tuple[int, int]:
@@ -194,10 +206,10 @@ def profiled(text: str, plan: Plan) -> tuple[int, int]:
     return first, last
 
 
-def better(text: str, field: str = "checkpoint.best") -> tuple[str, int]:
-    """Parses `checkpoint.best` or `train.monitor`: a metric's name, and +1 where more is better or -1 where less is."""
+def better(text: str, field: str = "checkpoint.best") -> Aim:
+    """Parses `checkpoint.best` or `train.monitor`, whose `min` or `max` may be left to the metric's name."""
     mode, _, name = text.strip().rpartition(" ")
     if mode not in ("", "min", "max"):
         raise UserError(f"{field}={text!r} is not understood: write a metric, or min or max and a metric")
     grows = mode == "max" or (not mode and re.search("acc|auc|precision|recall|f1|iou|top_", name) is not None)
-    return name, 1 if grows else -1
+    return Aim(name, 1 if grows else -1)

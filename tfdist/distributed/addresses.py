@@ -6,6 +6,7 @@ import ipaddress
 import itertools
 import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from tfdist.errors import UserError
 
@@ -20,8 +21,16 @@ def join(host: str, port: int) -> str:
     return f"[{host}]:{checked_port(str(port), 'port')}" if ":" in host else f"{host}:{checked_port(str(port), 'port')}"
 
 
-def split(address: str, name: str = "address") -> tuple[str, int]:
-    """Returns host (IPv6 without brackets) and port of `host:port`.
+class Address(NamedTuple):
+    """Where somebody listens."""
+
+    host: str
+    """Host name or IP address, IPv6 without brackets."""
+    port: int
+
+
+def split(address: str, name: str = "address") -> Address:
+    """Reads `host:port`.
 
     Args:
       name: what an error shall call the address.
@@ -32,7 +41,7 @@ def split(address: str, name: str = "address") -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not host or (":" in host) != (host.startswith("[") and host.endswith("]")):
         raise UserError(f"{name}={address} is not host:port, such as node1:29500 or [fd00::1]:29500: correct it")
-    return checked_host(host, f"{name}={address}: host"), checked_port(port, f"{name}={address}: port")
+    return Address(checked_host(host, f"{name}={address}: host"), checked_port(port, f"{name}={address}: port"))
 
 
 def expand(hosts: str, name: str = "host list") -> tuple[str, ...]:

@@ -20,13 +20,25 @@ from tfdist.errors import UserError
 LAUNCH, TORCHRUN, TF_CONFIG, HOROVODRUN = "tfdist.launch", "torchrun's variables", "TF_CONFIG", "horovodrun"
 OPEN_MPI, SLURM, PMI, PLATFORM = "Open MPI", "Slurm", "PMI", "MLP_WORKER_NUM"
 
-_COUNTS = {  # rank and size in the world, rank and size on this host
-    TORCHRUN: ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    HOROVODRUN: ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
-    OPEN_MPI: tuple(f"OMPI_COMM_WORLD_{n}" for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
-    PMI: ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+
+class _Counts(NamedTuple):
+    """The variables in which a launcher counts its workers."""
+
+    rank: str
+    size: str
+    local_rank: str
+    """Rank on this host."""
+    local_size: str
+    """Workers on this host."""
+
+
+_COUNTS = {
+    TORCHRUN: _Counts("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    HOROVODRUN: _Counts(*(f"HOROVOD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
+    OPEN_MPI: _Counts(*(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
+    PMI: _Counts("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
-_UNSET = {source: f"{names[0]} and {names[1]}" for source, names in _COUNTS.items()}
+_UNSET = {source: f"{names.rank} and {names.size}" for source, names in _COUNTS.items()}
 _UNSET |= {TF_CONFIG: "TF_CONFIG", SLURM: "SLURM_STEP_ID", PLATFORM: "MLP_WORKER_NUM"}
 
 _PORTS = range(15000, 31000)  # below Linux' ephemeral ports: an outgoing connection cannot have taken one
@@ -251,18 +263,18 @@ def _tf_config(environ: Mapping[str, str]) -> Cluster | None:
 
 
 def _has(environ: Mapping[str, str], source: str) -> bool:
-    return not environ.keys().isdisjoint(_COUNTS[source][:2])
+    return not environ.keys().isdisjoint((_COUNTS[source].rank, _COUNTS[source].size))
 
 
 def _counted(environ: Mapping[str, str], source: str) -> Cluster:
     """Reads rank and size in the world and on this host, as the source's four variables count them."""
-    rank_name, size_name, local_rank_name, local_size_name = _COUNTS[source]
-    rank, size = env_vars.pair(environ, rank_name, size_name)
-    if local_size_name in environ:
-        local_rank, local_size = env_vars.pair(environ, local_rank_name, local_size_name)
+    names = _COUNTS[source]
+    rank, size = env_vars.pair(environ, names.rank, names.size)
+    if names.local_size in environ:
+        local_rank, local_size = env_vars.pair(environ, names.local_rank, names.local_size)
         if local_size > size:
-            raise UserError(f"{local_size_name}={local_size} is more than {size_name}={size}: correct one of them")
+            raise UserError(f"{names.local_size}={local_size} is more than {names.size}={size}: correct one of them")
     else:
-        local_rank, _ = env_vars.pair({local_rank_name: "0", **environ}, local_rank_name, size_name)
+        local_rank, _ = env_vars.pair({names.local_rank: "0", **environ}, names.local_rank, names.size)
         local_size = local_rank + 1  # at least
     return Cluster(source, rank, size, local_rank, local_size)

@@ -66,7 +66,7 @@ class DoctorOptions:
     """A run folder, which need not exist; empty for the machine in general."""
     peers: tuple[str, ...] = ()
     """`host:port` of doctors on other hosts, to ask."""
-    listen: tuple[str, int] | None = None
+    listen: addresses.Address | None = None
     """Host and port at which to answer doctors of other hosts."""
     master_port: int | None = None
     """Where a launcher is to meet, if somebody says so."""
@@ -169,7 +169,7 @@ def _tasks(
 
 def _ports(options: DoctorOptions, around: Cluster) -> list[Check]:
     """Checks the ports that a run would open here, but for the one at which this doctor answers others."""
-    answering = options.listen[1] if options.listen else None
+    answering = options.listen.port if options.listen else None
     needed = bool(options.master_port) or around.size > 1
     own = network.own_ports(around, options.master_port)
     return [check for host, port in own if port != answering for check in network.port_here(host, port, needed)]
@@ -213,7 +213,7 @@ def _options() -> DoctorOptions:
     if values.listen:
         alone = values.listen.isdigit()
         port = addresses.checked_port(values.listen, "--listen") if alone else 0
-        listen = (network.ALL, port) if alone else addresses.split(values.listen, "--listen")
+        listen = addresses.Address(network.ALL, port) if alone else addresses.split(values.listen, "--listen")
     if values.master_port is not None:
         addresses.checked_port(str(values.master_port), "--master_port")
     return DoctorOptions(

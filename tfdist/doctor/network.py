@@ -10,7 +10,7 @@ import time
 import psutil
 
 from tfdist.distributed import cluster, wire
-from tfdist.distributed.addresses import join, split
+from tfdist.distributed.addresses import Address, join, split
 from tfdist.doctor import peer_query
 from tfdist.doctor.check import Check, fail, ok, warn
 
@@ -22,22 +22,22 @@ TIMEOUT_S = 3.0
 _LISTENS = "start there: python -m tfdist.doctor --listen={port}"
 
 
-def own_ports(workers: cluster.Cluster, master_port: int | None) -> list[tuple[str, int]]:
+def own_ports(workers: cluster.Cluster, master_port: int | None) -> list[Address]:
     """Returns the addresses that a run with these workers would open here before TensorFlow starts.
 
     Args:
       master_port: where a launcher is to meet, if somebody says so.
     """
     if master_port:
-        return [(ALL, master_port)]
+        return [Address(ALL, master_port)]
     if workers.addresses:  # TensorFlow then takes the same port, on all interfaces
         host, port = split(workers.addresses[workers.rank])
-        return [(host, port), (ALL, port)]
+        return [Address(host, port), Address(ALL, port)]
     if workers.source in (cluster.LAUNCH, cluster.TORCHRUN, cluster.HOROVODRUN):
         return []  # the launcher holds it already
     if workers.size > 1:
         return [split(workers.master)] if workers.master and workers.rank == 0 else []
-    return [(ALL, PORT)]
+    return [Address(ALL, PORT)]
 
 
 def port_here(host: str, port: int, needed: bool = True) -> list[Check]:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from tfdist import __version__
 from tfdist.config import field_syntax, validation
+from tfdist.config.messages import aside
 from tfdist.distributed import cluster, gpus
 from tfdist.errors import UserError
 from tfdist.launch import coordinator, node_agent, node_links
@@ -234,7 +235,7 @@ def _divide(nproc: str, devices: str, environ: Mapping[str, str]) -> _Shares:
         else:
             names, order = [str(g.number) for g in selection.gpus], {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         if survey.problem:
-            print(f"tfdist: {survey.problem}", file=sys.stderr)
+            aside.info(survey.problem)
     count = max(1, len(names)) if nproc == "auto" else _whole("--nproc_per_node", nproc, 1)
     if count == 1 or not names:
         return _Shares(count, ({},) * count)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,6 +28,14 @@ class Example:
     """The input [height, width, channels] where that is an image."""
     png: bytes = b""
     """The same as a picture to show."""
+
+
+class Mistake(NamedTuple):
+    """How often one class is taken for another."""
+
+    label: int
+    prediction: int
+    times: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,12 +66,12 @@ class Findings:
         both = self.labels.astype(np.int64) * self.classes + self.predictions
         return np.bincount(both, minlength=self.classes**2).reshape(self.classes, self.classes)
 
-    def mistakes(self, most: int) -> list[tuple[int, int, int]]:
-        """Returns the most frequent mistakes as (label, prediction, count)."""
+    def mistakes(self, most: int) -> list[Mistake]:
+        """Returns the most frequent mistakes, the most frequent first."""
         wrong = self.labels != self.predictions
         pairs, counts = np.unique(np.stack([self.labels, self.predictions])[:, wrong], axis=1, return_counts=True)
         order = np.argsort(-counts, kind="stable")[:most]
-        return [(int(pairs[0, i]), int(pairs[1, i]), int(counts[i])) for i in order]
+        return [Mistake(int(pairs[0, i]), int(pairs[1, i]), int(counts[i])) for i in order]
 
     def name(self, number: int) -> str:
         """Returns what to call a class."""

@@ -57,7 +57,7 @@ def load(experiment: config.Experiment, memory: float, prepare: bool = True) -> 
         a size, or data that would have to be downloaded and cannot be.
     """
     data = experiment.data
-    reader = _Reader(experiment, prepared(data, memory, prepare), memory)
+    reader = _SplitReader(experiment, prepared(data, memory, prepare), memory)
     info, target = reader.info, reader.info.features[reader.keys[1]]
     return TfdsSplits(
         reader.split("data.train_split", data.train_split, experiment.train.batch_size),
@@ -72,7 +72,7 @@ def load(experiment: config.Experiment, memory: float, prepare: bool = True) -> 
     )
 
 
-class _Reader:
+class _SplitReader:
     """Reads the splits of one prepared data set.
 
     Raises:

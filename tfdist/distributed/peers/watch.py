@@ -71,7 +71,7 @@ class Watch:
     def give(self, number: int, label: str, value: object) -> None:
         """Gives this worker's value to a `Peers.gather`, to be collected by the chief."""
         if self._rank == 0:
-            self.collect(0, number, label, value)
+            self._collect(0, number, label, value)
         else:
             self.transport.tell({"gather": number, "label": label, "value": value})
 
@@ -153,7 +153,7 @@ class Watch:
         if "beat" in message:
             self.activity.others[rank] = State(message["beat"], message["update"], now - message["for"])
         elif "gather" in message:
-            self.collect(rank, message["gather"], message["label"], message["value"])
+            self._collect(rank, message["gather"], message["label"], message["value"])
         elif "gathered" in message:
             with self._changed:
                 self._gathered[message["gathered"]] = message["values"]
@@ -163,7 +163,7 @@ class Watch:
         elif "lost" in message:
             self._fail(message["lost"])
 
-    def collect(self, rank: int, number: int, label: str, value: object) -> None:
+    def _collect(self, rank: int, number: int, label: str, value: object) -> None:
         """Takes in, on the chief, one worker's part of a `Peers.gather`."""
         with self._changed:
             try:

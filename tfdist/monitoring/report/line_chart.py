@@ -86,7 +86,7 @@ def plot(
     ys = [y for line in lines for y in line.ys if y is not None]
     wide = linear(min(0.0, *xs), max(xs), 5, tight=True)
     high = vertical(ys, from_zero)
-    thinned = [(line, thin(line.xs, line.ys)) for line in lines]
+    thinned = [_thinned(line) for line in lines]
     unit = ", ".join(filter(None, (unit, "log scale" if high.log else "")))
     texts = label_all(high.ticks)
     described = "; ".join(f"{line.name}: {_ends(line, text or short)}" for line in lines)
@@ -199,7 +199,12 @@ def _grid(wide: Axis, high: Axis, texts: list[str]) -> Html:
     return join(*parts)
 
 
-def _curves(wide: Axis, high: Axis, thinned: list, marks: Sequence[Mark]) -> Html:
+def _thinned(line: Line) -> Line:
+    xs, ys = zip(*thin(line.xs, line.ys))
+    return dataclasses.replace(line, xs=xs, ys=ys)
+
+
+def _curves(wide: Axis, high: Axis, lines: Sequence[Line], marks: Sequence[Mark]) -> Html:
     """Draws what is stretched: the marks and, above them, the lines, the faint ones first."""
     parts = []
     ticks = [m for m in marks if m.kind == "checkpoint"]
@@ -208,11 +213,13 @@ def _curves(wide: Axis, high: Axis, thinned: list, marks: Sequence[Mark]) -> Htm
         x = _place(wide.share(mark.x))
         top = 955 if mark.kind == "checkpoint" else 0
         parts.append(tag("line", x1=x, x2=x, y1=top, y2=1000, class_=f"mark {_kind(mark)}"))
-    for line, pairs in sorted(thinned, key=lambda pair: not pair[0].faint):
-        for there, group in itertools.groupby(pairs, lambda pair: pair[1] is not None):
+    for line in sorted(lines, key=lambda line: not line.faint):
+        for there, group in itertools.groupby(zip(line.xs, line.ys), lambda point: point[1] is not None):
             run = list(group)
             if there and len(run) > 1:
-                points = " ".join(f"{_place(wide.share(x))},{_place(1 - high.share(y))}" for x, y in run)
+                points = " ".join(
+                    f"{_place(wide.share(x))},{_place(1 - high.share(y))}" for x, y in run if y is not None
+                )
                 parts.append(tag("polyline", points=points, class_=f"line c{line.colour}{' faint' * line.faint}"))
     return tag(
         "svg",
@@ -226,13 +233,13 @@ def _curves(wide: Axis, high: Axis, thinned: list, marks: Sequence[Mark]) -> Htm
     )
 
 
-def _dots(wide: Axis, high: Axis, thinned: list) -> Html:
+def _dots(wide: Axis, high: Axis, lines: Sequence[Line]) -> Html:
     """Draws the points themselves, where they are few or stand alone."""
     parts = []
-    for line, pairs in thinned:
-        here = [None, *(y for _, y in pairs), None]
-        few = len(pairs) <= 40 and not line.faint
-        for i, (x, y) in enumerate(pairs):
+    for line in lines:
+        here = [None, *line.ys, None]
+        few = len(line.xs) <= 40 and not line.faint
+        for i, (x, y) in enumerate(zip(line.xs, line.ys)):
             if y is not None and (few or (here[i] is None and here[i + 2] is None)):
                 x_at, y_at = f"{100 * wide.share(x):.2f}%", f"{100 * (1 - high.share(y)):.2f}%"
                 parts.append(tag("circle", cx=x_at, cy=y_at, r=2.2, class_=f"dot c{line.colour}"))
@@ -283,13 +290,13 @@ def short(number: float) -> str:
     return f"{number:,.0f}" if 100 <= abs(number) < 1e7 else f"{number:.3g}"
 
 
-def _data(thinned: list) -> str:
+def _data(lines: Sequence[Line]) -> str:
     """Writes the curves as JSON for the read-out, which a script shows."""
-    lines = [
-        {"n": line.name, "c": line.colour, "x": [_rounded(x) for x, _ in pairs], "y": [_rounded(y) for _, y in pairs]}
-        for line, pairs in thinned
+    curves = [
+        {"n": line.name, "c": line.colour, "x": [_rounded(x) for x in line.xs], "y": [_rounded(y) for y in line.ys]}
+        for line in lines
     ]
-    return json.dumps(lines, separators=(",", ":"))
+    return json.dumps(curves, separators=(",", ":"))
 
 
 def _rounded(value: float | None) -> float | int | None:

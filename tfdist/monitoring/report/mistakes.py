@@ -130,8 +130,13 @@ def _mistakes(findings: Findings) -> Html:
         return tag("p", "No mistake among them.", class_="note")
     totals = np.bincount(findings.labels, minlength=findings.classes)
     rows = [
-        [findings.name(label), findings.name(taken), f"{count:,}", f"{100 * count / totals[label]:.1f} %"]
-        for label, taken, count in pairs
+        [
+            findings.name(pair.label),
+            findings.name(pair.prediction),
+            f"{pair.times:,}",
+            f"{100 * pair.times / totals[pair.label]:.1f} %",
+        ]
+        for pair in pairs
     ]
     more = len(findings.mistakes(findings.classes**2)) - len(pairs)
     return tag(
