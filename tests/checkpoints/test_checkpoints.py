@@ -87,8 +87,17 @@ def by_number():
     return Records(EXAMPLES, lambda rows: tuple(tf.gather(column, rows) for column in stored), noisy)
 
 
-@pytest.mark.parametrize("data", [None, shuffled, of_unknown_length, by_number])
-@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize(
+    "data, replicas",
+    # Each kind of data and each number of replicas; the other pairs in test-all.
+    [
+        *[(None, 3), (shuffled, 1), (of_unknown_length, 3), (by_number, 1)],
+        *(
+            pytest.param(data, replicas, marks=pytest.mark.whole)
+            for data, replicas in [(None, 1), (shuffled, 3), (of_unknown_length, 1), (by_number, 3)]
+        ),
+    ],
+)
 def test_stopped_anywhere_and_resumed_ends_with_the_same_bits(replicas, data, connect, tmp_path):
     distribution = connect(replicas)
     whole = train(distribution, data)

@@ -101,9 +101,9 @@ def kills(way, count, seed, start, tmp_path, whole):
 
 
 @pytest.mark.parametrize(
-    # One process and several tell most of it; two replicas of one process resume in test_checkpoint.py as well.
+    # Several processes tell most of it; one process is killed below, two replicas resume in test_checkpoints.py.
     "way",
-    [pytest.param(way, marks=[pytest.mark.faults] * (way in ("mirrored", "horovod"))) for way in WAYS],
+    [pytest.param(way, marks=[pytest.mark.faults] * (way != "multi_worker")) for way in WAYS],
 )
 def test_killed_at_random_moments(way, start, tmp_path, whole):
     assert kills(way, 2, 1, start, tmp_path, whole) == 2
