@@ -389,14 +389,15 @@ def test_asked_to_stop(crew, to):
 
 
 SLEEPS = """
-from tfdist import history, train
-real = history.Recorder.on_epoch_end
+from tfdist.monitoring import recorder
+from tfdist.train import __main__ as train
+real = recorder.Recorder.on_epoch_end
 def slow(self, epoch, logs=None):
     real(self, epoch, logs)
     if rank and epoch == 2:
         print("asleep", flush=True)
         time.sleep(1000)
-history.Recorder.on_epoch_end = slow
+recorder.Recorder.on_epoch_end = slow
 sys.argv += FLAGS
 train.main()
 """

@@ -474,7 +474,7 @@ def test_problem(version, files, problem, name, site):
             if content is not None:
                 text = json.dumps(content).replace("null", json.dumps(build))
                 file.write_text(text if file.suffix == ".json" else content)
-    code = "from tfdist import horovod_state; print(horovod_state.problem())"
+    code = "from tfdist.distributed import horovod_install; print(horovod_install.problem())"
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run([one.python, "-c", code], cwd=one.folder, env=env, capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == (f"{problem}\n", "")

@@ -525,7 +525,10 @@ def test_help(name, run, tmp_path):
 
 def test_whoever_reads_has_had_enough():
     """One line, and nothing at exit."""
-    code = "from tfdist import after, command; command.main(lambda _: after.to_stdout('x'), command.parse_own)"
+    code = (
+        "from tfdist.config import command_line as c; from tfdist.inference import job; "
+        "c.main(lambda _: job.to_stdout('x'), c.parse_own)"
+    )
     reading, writing = os.pipe()
     os.close(reading)
     done = processes.run([sys.executable, "-c", code], stdout=writing, stderr=processes.PIPE, text=True)
