@@ -1,5 +1,6 @@
 """Eight logical CPUs for the whole session; TensorFlow allows to split the CPU once per process."""
 
+import logging
 import os
 import pathlib
 import signal
@@ -44,6 +45,18 @@ def plain_precision():
     yield
     keras.config.set_floatx("float32")
     keras.config.set_dtype_policy("float32")
+
+
+@pytest.fixture
+def said():
+    """Collects the lines that tfdist says to a person, as they are said."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("tfdist")
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)
 
 
 @pytest.fixture(scope="session")

@@ -7,10 +7,12 @@ from typing import Any
 import keras
 import numpy as np
 
+from tfdist.models import keras_internals
+
 _KNOWN: dict[type, tuple[str, ...]] = {
     keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "stopped_epoch"),
     keras.callbacks.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
-    keras.callbacks.ModelCheckpoint: ("best", "epochs_since_last_save", "_batches_seen_since_last_saving"),
+    keras.callbacks.ModelCheckpoint: ("best", "epochs_since_last_save", keras_internals.BATCHES_SEEN),
 }
 _ARRAYS = {keras.callbacks.EarlyStopping: "best_weights"}
 

@@ -140,7 +140,8 @@ class Checkpoints:
         if told is None:
             return None
         optimizer = keras_internals.inner_optimizer(model.optimizer)
-        rate = optimizer._learning_rate if isinstance(optimizer._learning_rate, keras.Variable) else None
+        rate = keras_internals.rate_setting(optimizer)
+        rate = rate if isinstance(rate, keras.Variable) else None
         rate_here = None if rate is None else float(rate.numpy())
         training_state.restore(model, run.distribution, run.callbacks, chosen.tensors if chosen else {})
         if told["replicas"] != run.distribution.replicas:

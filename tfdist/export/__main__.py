@@ -147,9 +147,13 @@ def _invented(model: Any, spec: Any) -> Any:
     import keras
     import numpy as np
 
+    from tfdist.models import keras_internals
+
     draw = np.random.default_rng(0)
     # Numbers that all embeddings know, of however many things.
-    known = [layer.input_dim for layer in model._flatten_layers() if isinstance(layer, keras.layers.Embedding)]
+    known = [
+        layer.input_dim for layer in keras_internals.flat_layers(model) if isinstance(layer, keras.layers.Embedding)
+    ]
     end = min([max(1, int(min(spec.maximum, 255))) + 1, *known])
 
     def one(tensor: Any) -> Any:

@@ -57,6 +57,7 @@ def write(made: Made, name: str, path: pathlib.Path) -> dict[str, Any]:
     import tensorflow as tf
 
     from tfdist.export import onnx_litert, saved_model
+    from tfdist.models import keras_internals
 
     model, note = (made.model, "") if name == "saved_model" else _in_float32(made, name)
     inputs = saved_model.inputs(model, made.spec)
@@ -77,7 +78,7 @@ def write(made: Made, name: str, path: pathlib.Path) -> dict[str, Any]:
             found = function.python_function(*(tf.constant(given[s.name], s.dtype) for s in function.input_signature))
             trials |= _named(f"{number}/{signature}", given, {k: v.numpy() for k, v in found.items()})
         told = {"signatures": {key: saved_model.signature(function) for key, function in functions.items()}}
-        half = any(layer.compute_dtype in ("float16", "bfloat16") for layer in model._flatten_layers())
+        half = any(layer.compute_dtype in ("float16", "bfloat16") for layer in keras_internals.flat_layers(model))
     else:
         flat, half = keras.tree.flatten(inputs), False
         given = {spec.name: np.asarray(a) for spec, a in zip(flat, keras.tree.flatten(made.examples))}
@@ -102,8 +103,9 @@ def _in_float32(made: Made, name: str) -> tuple[Any, str]:
     """The model in float32, which is what ONNX and LiteRT runtimes compute in on any device."""
     from tfdist.checkpoints import training_state
     from tfdist.models import build as models
+    from tfdist.models import keras_internals
 
-    plain = all(layer.compute_dtype in (None, "float32") for layer in made.model._flatten_layers())
+    plain = all(layer.compute_dtype in (None, "float32") for layer in keras_internals.flat_layers(made.model))
     if plain and all(v.dtype != "float64" for v in made.model.weights):
         return made.model, ""
     if made.arrays is None:

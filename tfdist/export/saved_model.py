@@ -14,6 +14,7 @@ from tfdist.data import image_decoding
 from tfdist.data.augmentation import ops
 from tfdist.data.spec import Column, Spec
 from tfdist.errors import UserError
+from tfdist.models import keras_internals
 
 DEFAULT, ENCODED, TENSORS = "serving_default", "encoded", "tensors"
 """Signatures: what TensorFlow Serving calls if not told otherwise; of JPEG or PNG bytes; of a table as the model takes
@@ -86,7 +87,7 @@ def inputs(model: keras.Model, spec: Spec) -> Any:
     """Specs of the tensors that a model takes, [None, ...], in its structure; a single one is called `inputs`."""
     if not getattr(model, "inputs", None):
         return tf.TensorSpec((None, *spec.shape), spec.dtype, name="inputs")
-    structure = getattr(model, "_inputs_struct", model.inputs[0])  # Keras' own exporters look there, too
+    structure = keras_internals.input_structure(model)
     flat = keras.tree.flatten(structure)
     names = ["inputs"] if len(flat) == 1 else [_name(t.name) for t in flat]
     if len(set(names)) < len(names):

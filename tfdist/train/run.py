@@ -75,7 +75,7 @@ class Run:
         say(f"{experiment.name}: {self._schedule.describe()}")
         self._class_weights = class_weights.told(experiment.train.class_weight, data, say)
         with distribution.scope():
-            self._model = models.build(experiment, data.spec, say)
+            self._model = models.build(experiment, data.spec, quiet=not distribution.is_chief)
             optimizer = optimizers.build(experiment, self._schedule)
             self._data = models.compiled(self._model, optimizer, experiment, data)
             optimizers.exclude(self._model, experiment.optimizer)
