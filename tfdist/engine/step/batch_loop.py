@@ -31,6 +31,19 @@ class LoopState(NamedTuple):
     ended: tf.Tensor
     """When the last batch was done, in seconds since 1970."""
 
+    @classmethod
+    def start(cls, first: tf.Tensor, losses: int) -> LoopState:
+        """Returns the state before the batch with the number `first`, for this number of loss values."""
+        return cls(
+            i=first,
+            sums=tf.zeros([losses], tf.float64),
+            examples=tf.zeros([], tf.float64),
+            nonfinite=tf.constant(-1),
+            more=tf.constant(True),
+            measures=tf.zeros([3], tf.float64),
+            ended=graph_clock.now(),
+        )
+
 
 class StepOutput(NamedTuple):
     """What one replica gives for one global batch. It travels as one vector, since one is what a replica can return."""
@@ -96,19 +109,10 @@ def batch_loop(replica: Replica, layout: Layout, losses: int, one: Callable) -> 
                 return work()
             return tf.cond(more, work, lambda: state._replace(more=more))
 
-        start = LoopState(
-            i=first,
-            sums=tf.zeros([losses], tf.float64),
-            examples=tf.zeros([], tf.float64),
-            nonfinite=tf.constant(-1),
-            more=tf.constant(True),
-            measures=tf.zeros([3], tf.float64),
-            ended=graph_clock.now(),
-        )
         end = tf.while_loop(
             lambda *entries: tf.logical_and(LoopState(*entries).i < last, LoopState(*entries).more),
             body,
-            start,
+            LoopState.start(first, losses),
             # Two rounds at a time would have a collective in flight twice under one name.
             parallel_iterations=1 if distribution.workers > 1 else 10,
         )
