@@ -1,7 +1,11 @@
 """Keras' private parts that tfdist leans on. A failure here says which of them moved, and why it matters."""
 
+import ast
 import contextlib
 import gc
+import pathlib
+import re
+import weakref
 
 import keras
 import numpy as np
@@ -11,7 +15,50 @@ from support import training_cases
 from tensorflow.python.framework.func_graph import FuncGraph
 
 import tfdist
+from tfdist.data import sources
+from tfdist.engine import step_calls
 from tfdist.engine.step import optimizer_update
+from tfdist.models import keras_internals
+
+PACKAGE = pathlib.Path(tfdist.__file__).parent
+INTERNALS = PACKAGE / "models" / "keras_internals.py"
+PRIVATE_OF_OTHERS = {
+    "_exit",  # os
+    "_get_function",  # TensorFlow's graph, in monitoring/flops.py
+    "_initialize_local_devices",  # TensorFlow's strategy, in distributed/strategies/multi_worker.py
+}
+
+
+def private_names(path):
+    """Private names of other objects than the module's own, with their lines: attributes, and their names as texts."""
+    found = {}
+    for node in ast.walk(ast.parse(path.read_text())):
+        name = None
+        if isinstance(node, ast.Attribute):
+            own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            name = None if own else node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            name = node.value
+        if name and re.fullmatch("_[a-z]\\w*", name) and name not in ("_replace", "_asdict"):  # public, of named tuples
+            found.setdefault(name, node.lineno)
+    return found
+
+
+def test_private_names_of_keras_are_used_in_one_file_only():
+    """So that one file shows what a new Keras may break."""
+    of_keras = private_names(INTERNALS)
+    assert "_compile_loss" in of_keras and "_batches_seen_since_last_saving" in of_keras
+    for path in PACKAGE.rglob("*.py"):
+        if path == INTERNALS:
+            continue
+        tree = ast.parse(path.read_text())
+        attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        for name, line in private_names(path).items():
+            where = f"{path.relative_to(PACKAGE)}:{line}: {name}"
+            assert name not in of_keras, f"{where} belongs into models/keras_internals.py"
+            assert name not in attributes or name in PRIVATE_OF_OTHERS, f"{where} is private: of which object?"
+        modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+        assert not any(module.startswith("keras.src") for module in modules), path
 
 
 def test_optimizers_reduce_through_the_method_that_is_replaced(connect):
@@ -55,47 +102,176 @@ def test_owned_leaves_the_optimizer_as_it_was():
     assert vars(optimizer) == before
 
 
-def test_the_loss_of_a_compiled_model_is_a_list_of_losses_by_path():
+def test_a_rate_of_ones_own_for_each_variable():
+    """Else `learning_rates` would do nothing for optimizers that are not fused."""
+    variables = [keras.Variable(1.0), keras.Variable(1.0)]
+    optimizer = keras.optimizers.Lion(0.1, weight_decay=0.5)
+    optimizer.build(variables)
+    second = keras_internals.variable_key(optimizer, variables[1])
+    factor = lambda v: 2.0 if keras_internals.variable_key(optimizer, v) == second else 1.0
+    with keras_internals.scaled_rates(optimizer, factor):
+        optimizer.apply([tf.constant(1.0)] * 2, variables)
+    # Decay to 1 - rate x 0.5, then a step of the rate.
+    assert [float(v.numpy()) for v in variables] == pytest.approx([0.95 - 0.1, 0.9 - 0.2])
+    assert not {"update_step", "_apply_weight_decay", "_get_current_learning_rate"} & set(vars(optimizer))
+
+
+def test_what_an_optimizer_knows_a_variable_by(connect):
+    """Updates see a replica's copy: else all factors on the learning rate would be 1."""
+    distribution = connect(2)
+    with distribution.scope():
+        variable, other = keras.Variable(1.0), keras.Variable(1.0)
+        optimizer = keras.optimizers.SGD()
+    key = keras_internals.variable_key(optimizer, variable)
+    assert all(keras_internals.variable_key(optimizer, copy) == key for copy in variable.value.values)
+    assert keras_internals.variable_key(optimizer, other) != key
+
+
+def compiled_with_two_outputs():
     model = training_cases.compile_two_outputs()
     x, y = training_cases.two_outputs_data(4)
     model.evaluate(x, y, verbose=0)
-    entries = model._compile_loss._flat_losses
+    return model, x, y
+
+
+def test_the_losses_of_a_compiled_model():
+    """Else no loss could be taken apart into sums."""
+    model, _, _ = compiled_with_two_outputs()
+    entries = keras_internals.loss_entries(keras_internals.compiled_loss(model))
     assert [e.name for e in entries] == ["kind", "size"]
     assert [e.loss_weights for e in entries] == [0.7, 2.0]
     assert all(isinstance(e.loss, keras.losses.Loss) for e in entries)
-    assert entries[0]._replace(loss=None).path == ("kind",)
-    assert [m.name for m in model._compile_loss._metrics] == ["kind_loss", "size_loss"]
+    assert [m.name for m in keras_internals.loss_metrics(model)] == ["loss", "kind_loss", "size_loss"]
+    assert keras_internals.compiled_loss(training_cases.dense()) is None
+
+
+def test_keras_matches_targets_outputs_and_losses():
+    """Else a loss would be given the targets of another; and nothing of the recording may stay."""
+    model, x, y = compiled_with_two_outputs()
+    compiled, outputs = keras_internals.compiled_loss(model), model(x)
+    losses = lambda: [entry.loss for entry in keras_internals.loss_entries(compiled)]
+    before = losses()
+    matched = keras_internals.matched_losses(compiled, y, outputs, None)
+    assert [m.entry.name for m in matched] == ["kind", "size"]
+    for one, name in zip(matched, ("kind", "size")):
+        np.testing.assert_array_equal(one.y_true, y[name])
+        np.testing.assert_array_equal(one.y_pred, outputs[name])
+        assert one.sample_weight is None
+    assert losses() == before
+    assert [m.name for m in compiled.metrics] == ["kind_loss", "size_loss"]
 
 
 def test_metrics_of_a_compiled_model():
-    model = training_cases.compile_two_outputs()
-    x, y = training_cases.two_outputs_data(4)
-    model.evaluate(x, y, verbose=0)
-    compiled = model._compile_metrics
-    assert [[m.name for m in group.metrics] for group in compiled._flat_metrics] == [["accuracy"], ["mae"]]
-    assert len(compiled._flatten_y(y)) == 2
-    metric = compiled._flat_metrics[0].metrics[0]
+    """Else metrics would be updated in many small operations, by filler too."""
+    model, _, y = compiled_with_two_outputs()
+    compiled = keras_internals.compiled_metrics(model)
+    unweighted, weighted = keras_internals.metrics_by_output(compiled)
+    assert [[m.name for m in group.metrics] for group in unweighted] == [["accuracy"], ["mae"]]
+    assert len(weighted) == 2
+    assert len(keras_internals.by_output(compiled, y)) == 2
+    metric = unweighted[0].metrics[0]
     assert type(metric).update_state is keras.metrics.MeanMetricWrapper.update_state
-    assert metric._fn is keras.metrics.sparse_categorical_accuracy
+    assert keras_internals.averaged_function(metric) == (keras.metrics.sparse_categorical_accuracy, {})
     assert {metric.total.path, metric.count.path} == {v.path for v in metric.variables}
 
 
 @pytest.mark.parametrize("make", [lambda: keras.optimizers.Adam(), lambda: keras.optimizers.AdamW(weight_decay=0.1)])
 def test_slots_of_fused_optimizers(make):
+    """Else the fused update would write its moments somewhere else than into what is saved."""
     optimizer, variable = make(), keras.Variable([1.0, 2.0])
     optimizer.build([variable])
-    slots = [*optimizer._momentums, *optimizer._velocities]
-    assert len(slots) == 2
-    assert {id(s) for s in slots} <= {id(v) for v in optimizer.variables}
-    assert optimizer.weight_decay is None or optimizer._use_weight_decay(variable)
+    slots = keras_internals.adam_slots(optimizer, 0)
+    assert {id(s) for s in slots} <= {id(v) for v in optimizer.variables} and slots[0] is not slots[1]
+    assert optimizer.weight_decay is None or keras_internals.decays(optimizer, variable)
 
 
-def test_the_rest_of_what_is_borrowed():
-    model = training_cases.dense()
-    assert isinstance(model._call_has_training_arg, bool)
-    assert [type(layer).__name__ for layer in model._flatten_layers()][-1] == "Dense"
+def test_what_does_not_decay():
+    optimizer, variable = keras.optimizers.AdamW(weight_decay=0.1), keras.Variable([1.0])
+    optimizer.exclude_from_weight_decay([variable])
+    optimizer.build([variable])
+    assert not keras_internals.decays(optimizer, variable)
+
+
+def test_averages_of_the_weights():
+    """Else `use_ema` would average nothing."""
+    optimizer, variable = keras.optimizers.SGD(use_ema=True), keras.Variable([1.0, 2.0])
+    optimizer.build([variable])
+    (average,) = keras_internals.weight_averages(optimizer)
+    assert average.shape == variable.shape and any(v is average for v in optimizer.variables)
+
+
+def test_the_setting_of_the_learning_rate():
+    """A resumed run keeps it, and a file that loads without tfdist has another schedule."""
+    rate = keras_internals.rate_setting(keras.optimizers.SGD(0.5))
+    assert isinstance(rate, keras.Variable) and float(rate.numpy()) == 0.5
+    schedule = keras.optimizers.schedules.CosineDecay(0.5, 10)
+    optimizer = keras.optimizers.SGD(schedule)
+    assert keras_internals.rate_setting(optimizer) is schedule
+    optimizer.learning_rate = other = keras.optimizers.schedules.CosineDecay(0.1, 10)
+    assert keras_internals.rate_setting(optimizer) is other
+    assert keras_internals.inner_optimizer(keras.optimizers.LossScaleOptimizer(optimizer)) is optimizer
+
+
+def test_layers_within_layers():
+    """Else freezing, layer rates and precision checks would leave some out."""
+    inner = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, name="inside")], name="inner")
+    model = keras.Sequential([keras.Input((3,)), inner, keras.layers.BatchNormalization(name="norm")])
+    assert {"inner", "inside", "norm"} <= {layer.name for layer in keras_internals.flat_layers(model)}
+    assert model in keras_internals.flat_layers(model)
+    direct = keras_internals.flat_layers(model, include_self=False, recursive=False)
+    assert "inside" not in {layer.name for layer in direct} and model not in direct
+    norm = model.get_layer("norm")
+    norm.trainable = False
+    assert len(keras_internals.own_trainable_variables(norm)) == 2 and not norm.trainable_variables
+    assert len(keras_internals.own_variables(norm)) == 4
+    assert keras_internals.own_variables(inner) == []
+
+
+def test_whether_a_model_takes_training():
+    """Else dropout would stay off, or a model without the argument fail."""
+
+    class Plain(keras.Model):
+        def call(self, x):
+            return x
+
+    assert keras_internals.takes_training(training_cases.dense()) is True
+    assert keras_internals.takes_training(Plain()) is False
+
+
+def test_masks_travel_with_outputs():
+    """Else padding would count in the loss."""
     x = keras.layers.Embedding(5, 2, mask_zero=True)(np.array([[1, 0]]))
-    assert x._keras_mask.numpy().tolist() == [[True, False]]
+    assert keras_internals.mask_of(x).numpy().tolist() == [[True, False]]
+    y = tf.zeros((1, 2, 3))
+    assert keras_internals.mask_of(y) is None
+    keras_internals.set_mask(y, tf.constant([[False, True]]))
+    assert keras_internals.mask_of(keras.layers.Activation("tanh")(y)).numpy().tolist() == [[False, True]]
+
+
+def test_which_layer_an_output_comes_from():
+    """Else a model that ends with softmax would be trained on logits without a word."""
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2), keras.layers.Softmax()])
+    assert keras_internals.producing_layer(model.outputs[0]) is model.layers[-1]
+
+
+def test_inputs_as_a_model_takes_them():
+    """Else an exported model would take a list where its user gives a dict."""
+    inputs = {name: keras.Input((1,), name=name) for name in ("b", "a")}
+    model = keras.Model(inputs, keras.layers.Add()(list(inputs.values())))
+    structure = keras_internals.input_structure(model)
+    assert {name: tensor.name for name, tensor in structure.items()} == {"a": "a", "b": "b"}
+    assert keras_internals.input_structure(training_cases.dense()) is not None
+
+
+def test_what_callbacks_keep_to_themselves(tmp_path):
+    """A resumed ModelCheckpoint counts on, and a TensorBoard that profiles sees every update."""
+    assert vars(keras.callbacks.ModelCheckpoint(tmp_path / "a.keras"))[keras_internals.BATCHES_SEEN] == 0
+    assert not keras_internals.profiles_batches(keras.callbacks.TensorBoard(tmp_path, profile_batch=0))
+    assert keras_internals.profiles_batches(keras.callbacks.TensorBoard(tmp_path, profile_batch=(2, 3)))
+
+
+def test_seeds_of_random_layers_have_a_name():
+    """By it, each replica's random layers get a stream of their own."""
     random = keras.Sequential([keras.Input((3,)), keras.layers.Dropout(0.5)])
     assert [v.path.split("/")[-1] for v in random.non_trainable_variables] == ["seed_generator_state"]
 
@@ -154,14 +330,33 @@ def test_an_all_reduce_in_a_forward_pass_is_traced_without_a_search(connect, mon
 
 def test_nothing_keeps_the_graphs_of_a_fit(connect):
     """TensorFlow enters the gradients of all-reduces into a registry for good, with the graph around them."""
-    graphs = lambda: (gc.collect(), sum(isinstance(o, FuncGraph) for o in gc.get_objects()))[1]
+
+    def graphs():
+        for _ in range(2):  # a step is let go once its model has been collected
+            gc.collect()
+        return sum(isinstance(o, FuncGraph) for o in gc.get_objects())
+
     before = graphs()
     case = next(c for c in training_cases.CASES if c.name == "batch norm, synchronized")
     model = training_cases.build(case, connect(2), case.precision)
     tfdist.fit(model, case.data(48), distribution=connect(2), batch_size=24, epochs=1, verbose=0)
     assert graphs() > before
+    there = weakref.ref(model)
     del model
     assert graphs() == before
+    assert there() is None
+
+
+def test_the_step_of_a_model_is_kept_beside_it(connect):
+    """Another call uses it again, and nothing is hung on the model, where Keras' tracking would find it."""
+    model, distribution = training_cases.compiled(training_cases.dense()), connect(1)
+    before = set(vars(model))
+    source = sources.as_source(*training_cases.images(24))
+    step = step_calls.step_of(model, distribution, source)
+    assert step_calls.step_of(model, distribution, source) is step
+    assert {name for name in vars(model) if "tfdist" in name} == set() and before <= set(vars(model))
+    model.compile("sgd", "mse")
+    assert step_calls.step_of(model, distribution, source) is not step
 
 
 def test_layers_are_named_alike_whenever_a_model_is_built():

@@ -23,11 +23,9 @@ IMAGES = zoo_cases.images(16, 3)
 
 
 def built(name="resnet_cifar", options="depth=8, width=4", spec=IMAGES, **model):
-    """The model and what was said about it."""
-    lines = []
     wanted = config.Model(name=str(name), options=options, **{k: str(v) for k, v in model.items()})
-    experiment = config.Experiment(seed=len(lines), model=wanted)
-    return models.build(validation.validate(experiment), spec, lines.append), lines
+    experiment = config.Experiment(seed=0, model=wanted)
+    return models.build(validation.validate(experiment), spec)
 
 
 def shaken(model, seed=1):
@@ -49,14 +47,14 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("ending", FORMATS)
-def test_weights_by_name_but_for_the_head(ending, tmp_path):
+def test_weights_by_name_but_for_the_head(ending, tmp_path, said):
     """From 5 classes to 3: everything but the head, in each format that Keras writes or has written."""
     path = str(tmp_path / f"there{ending}")
-    there = shaken(built()[0])
+    there = shaken(built())
     FORMATS[ending](there, path)
-    here, lines = built(spec=Spec(IMAGES.shape, "uint8", 3, 255.0), weights=path)
-    assert lines == [f"weights: 35 of 37 tensors are those of {path}; not those of head"]
-    fresh = by_path(built(spec=Spec(IMAGES.shape, "uint8", 3, 255.0))[0])
+    here = built(spec=Spec(IMAGES.shape, "uint8", 3, 255.0), weights=path)
+    assert said == [f"weights: 35 of 37 tensors are those of {path}; not those of head"]
+    fresh = by_path(built(spec=Spec(IMAGES.shape, "uint8", 3, 255.0)))
     for name, value in by_path(here).items():
         np.testing.assert_array_equal(value, fresh[name] if "head" in name else by_path(there)[name], err_msg=name)
 
@@ -138,12 +136,12 @@ def test_a_normalization_computes_with_what_it_was_given(connect):
 
 def test_a_run_goes_on_from_a_file(tmp_path, connect):
     """Also with several replicas, and with a model that was frozen when it was saved."""
-    there, _ = built(freeze="!head")
+    there = built(freeze="!head")
     path = tmp_path / "model.keras"
     shaken(there).save(path)
     with connect(2).scope():
-        here, _ = built(path, "")
-    assert len(here.trainable_variables) == len(built()[0].trainable_variables)
+        here = built(path, "")
+    assert len(here.trainable_variables) == len(built().trainable_variables)
     x = zoo_cases.data(zoo_cases.OWN["alexnet, small images"])[0][:8]
     np.testing.assert_allclose(tfdist.predict(here, x, distribution=connect(2)), there(x), rtol=1e-5, atol=1e-5)
 
@@ -162,7 +160,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("spec, message", REFUSED, ids=["classes", "shape", "type"])
 def test_a_file_for_other_data(spec, message, tmp_path):
-    built()[0].save(tmp_path / "a.keras")
+    built().save(tmp_path / "a.keras")
     with pytest.raises(UserError, match=message):
         built(tmp_path / "a.keras", "", spec)
 
@@ -171,7 +169,7 @@ def test_a_file_keeps_its_precision(tmp_path):
     for precision, other in (("float32", "mixed_bfloat16"), ("mixed_bfloat16", "float32"), ("float64", "float32")):
         models.set_precision(precision)
         path = tmp_path / f"{precision}.keras"
-        built()[0].save(path)
+        built().save(path)
         experiment = config.Experiment(model=config.Model(name=str(path)))
         experiment.train.precision = precision
         assert models.build(experiment, IMAGES)
@@ -210,7 +208,7 @@ def ends(spec, activation=None, units=5, inner=False):
 )
 def test_what_is_no_logits(options, message):
     """tfdist's own loss would train probabilities worse, without a word."""
-    model, _ = built("test_transfer:ends", options)
+    model = built("test_transfer:ends", options)
     x, y = zoo_cases.data(zoo_cases.OWN["alexnet, small images"])
     data = Loaded(Arrays((x, y)), Arrays((x, y)), len(x), IMAGES)
     experiment = config.Experiment(model=config.Model(name="test_transfer:ends"))
@@ -224,7 +222,7 @@ def test_what_is_no_logits(options, message):
 
 def test_data_of_another_form():
     """Seven outputs and a batch of seven numbers would be compared each with each."""
-    model, _ = built("test_transfer:ends", "units=7")
+    model = built("test_transfer:ends", "units=7")
     experiment = config.Experiment(model=config.Model(name="mine"))
     experiment.train.label_smoothing = 0.0
     x, numbers = np.zeros((14, *IMAGES.shape), "uint8"), np.zeros(14, "float32")
@@ -261,10 +259,10 @@ def test_files_that_cannot_be_loaded(tmp_path):
         ("!head, !stem_conv", {"head", "stem_conv"}),
     ],
 )
-def test_freeze(text, trained):
-    model, lines = built(freeze=text)
+def test_freeze(text, trained, said):
+    model = built(freeze=text)
     assert {v.path.split("/")[0] for v in model.trainable_variables} == trained
-    assert lines[0].startswith(f"frozen: {15 - len(trained)} of 15 layers with weights; ")
+    assert said[0].startswith(f"frozen: {15 - len(trained)} of 15 layers with weights; ")
 
 
 def test_freeze_what_is_inside_of_other_layers():
@@ -294,7 +292,7 @@ def test_freeze_refused(text, message):
 def trained(distribution, epochs=1, **fit):
     """A frozen start and a trained end, with BatchNorm on both sides."""
     with distribution.scope():
-        model, _ = built(freeze="stem*, block1_*")
+        model = built(freeze="stem*, block1_*")
         shaken(model)
         model.compile(keras.optimizers.Adam(1e-2), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     before = by_path(model)
@@ -320,7 +318,7 @@ def test_what_is_frozen_keeps_every_bit(replicas, connect, reference):
 
 
 def test_a_frozen_batch_norm_predicts():
-    model = shaken(built(freeze="stem*, block1_*")[0])
+    model = shaken(built(freeze="stem*, block1_*"))
     x = zoo_cases.data(zoo_cases.OWN["resnet_cifar"])[0][:8]
     start = keras.Model(model.inputs, model.get_layer("block1_1_relu").output)
     np.testing.assert_array_equal(start(x, training=True), start(x, training=False))
@@ -351,7 +349,7 @@ def lazy(spec):
 def test_the_command(run, tmp_path):
     """A run that goes on from a file, and one that trains a new head on two replicas."""
     short = ["--config.model.name=mlp", "--config.train.epochs=1", "--config.optimizer.warmup=0%", "--notensorboard"]
-    digits = shaken(built("mlp", "", Spec((8, 8, 1), "uint8", 10, 16.0))[0])
+    digits = shaken(built("mlp", "", Spec((8, 8, 1), "uint8", 10, 16.0)))
     digits.save(tmp_path / "one.keras")
     first = digits.get_weights()
 

@@ -113,10 +113,10 @@ def one(case):
     return keras.tree.map_structure(lambda a: a[:2], zoo_cases.data(case)[0])
 
 
-def built(name, spec, options="", train="float32", say=lambda line: None, **model):
+def built(name, spec, options="", train="float32", **model):
     models.set_precision(train)
     experiment = config.Experiment(model=config.Model(name=name, options=options, **model))
-    return models.build(validation.validate(experiment), spec, say)
+    return models.build(validation.validate(experiment), spec)
 
 
 def test_stochastic_depth_leaves_out_whole_branches_of_single_examples():

@@ -8,13 +8,14 @@ import keras
 import numpy as np
 
 from tfdist.data.structures import Structure
+from tfdist.models import keras_internals
 
 State: TypeAlias = dict[str, Any]
 """What a callback remembers, by name, as JSON can hold it."""
 _KNOWN: dict[type, tuple[str, ...]] = {
     keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "stopped_epoch"),
     keras.callbacks.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
-    keras.callbacks.ModelCheckpoint: ("best", "epochs_since_last_save", "_batches_seen_since_last_saving"),
+    keras.callbacks.ModelCheckpoint: ("best", "epochs_since_last_save", keras_internals.BATCHES_SEEN),
 }
 _ARRAYS = {keras.callbacks.EarlyStopping: "best_weights"}
 

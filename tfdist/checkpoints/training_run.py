@@ -87,7 +87,8 @@ def put_back(
     if state is None:
         return None
     optimizer = keras_internals.inner_optimizer(model.optimizer)
-    rate = optimizer._learning_rate if isinstance(optimizer._learning_rate, keras.Variable) else None
+    setting = keras_internals.rate_setting(optimizer)
+    rate = setting if isinstance(setting, keras.Variable) else None
     rate_here = 0.0 if rate is None else float(rate.numpy())
     training_state.restore(model, run.distribution, run.callbacks, checkpoint.tensors if checkpoint else {})
     if state["replicas"] != run.distribution.replicas:

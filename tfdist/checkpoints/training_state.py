@@ -19,7 +19,7 @@ from tfdist.checkpoints import callback_state
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
-from tfdist.models import freezing
+from tfdist.models import freezing, keras_internals
 
 WORDS = 1 << 22
 """64-bit words that travel to the other workers at a time."""
@@ -143,7 +143,7 @@ def assign(model: keras.Model, distribution: Distribution, arrays: list[np.ndarr
 
 def refresh(model: keras.Model) -> None:
     """Lets layers see weights that were assigned: Keras' Normalization computes with constants that it made of them."""
-    for layer in model._flatten_layers():
+    for layer in keras_internals.flat_layers(model):
         if isinstance(layer, keras.layers.Normalization):
             layer.finalize_state()
 

@@ -9,6 +9,7 @@ from tfdist.config import field_syntax
 from tfdist.data import sources
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
+from tfdist.models import keras_internals
 
 
 def scope(model: keras.Model, distribution: Distribution) -> None:
@@ -36,7 +37,7 @@ def model_fits(model: keras.Model, distribution: Distribution, accumulate: int) 
             f"{type(model).__name__} has its own {own}, whose sums over replicas and micro-batches tfdist cannot know: "
             "use the default strategy without accumulation, or put the loss into compile() or add_loss()"
         )
-    regularized = [layer.name for layer in model._flatten_layers() if layer.activity_regularizer is not None]
+    regularized = [layer.name for layer in keras_internals.flat_layers(model) if layer.activity_regularizer is not None]
     if regularized and distribution.replicas * accumulate > 1 and not activity_is_a_mean():
         raise UserError(
             f"layer {regularized[0]} has an activity_regularizer, which Keras {keras.__version__} sums up over a "
@@ -68,8 +69,8 @@ def on_nonfinite(choice: str, checkpoints: bool) -> None:
 
 
 def synchronizes(model: keras.Model) -> bool:
-    """Tells whether a layer exchanges statistics between replicas in its forward pass."""
-    return any(getattr(layer, "synchronized", False) for layer in model._flatten_layers())
+    """Whether a layer exchanges statistics between replicas in its forward pass."""
+    return any(getattr(layer, "synchronized", False) for layer in keras_internals.flat_layers(model))
 
 
 def use_xla(model: keras.Model, distribution: Distribution) -> bool:
@@ -82,7 +83,7 @@ def use_xla(model: keras.Model, distribution: Distribution) -> bool:
         return False
     refused = distribution.replicas > 1 and synchronizes(model)
     if distribution.jit == "auto":
-        return not refused and all(getattr(layer, "supports_jit", True) for layer in model._flatten_layers())
+        return not refused and all(getattr(layer, "supports_jit", True) for layer in keras_internals.flat_layers(model))
     if refused:
         raise UserError(
             "--jit=on cannot compile synchronized BatchNorm over several replicas: use --jit=off, "
@@ -102,10 +103,11 @@ def own_step(model: keras.Model) -> str:
 def targets(model: keras.Model, output_shape: tuple, source: sources.Source) -> None:
     """Refuses labels of sparse cross-entropy that are no classes of the output: on a GPU they would turn into NaN."""
     y = sources.targets_of(source)
-    loss = model._compile_loss
-    if y is None or loss is None or keras.tree.is_nested(y) or len(loss._flat_losses) != 1:
+    compiled = keras_internals.compiled_loss(model)
+    losses = [] if compiled is None else keras_internals.loss_entries(compiled)
+    if y is None or keras.tree.is_nested(y) or len(losses) != 1:
         return
-    only = loss._flat_losses[0].loss
+    only = losses[0].loss
     if isinstance(only, keras.losses.SparseCategoricalCrossentropy) or only.name == "sparse_categorical_crossentropy":
         classes = output_shape[-1]
         ignored = getattr(only, "ignore_class", None)

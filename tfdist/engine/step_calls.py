@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import keras
@@ -13,6 +14,10 @@ from tfdist.distributed.distribution import Distribution
 from tfdist.engine import call_errors
 from tfdist.engine.batching import Feed
 from tfdist.engine.step.step import Step
+from tfdist.models import keras_internals
+
+_STEPS: weakref.WeakKeyDictionary[keras.Model, tuple[tuple, Step]] = weakref.WeakKeyDictionary()
+"""The last step of each model with the key it was made for. A step does not keep its model alive (`Step.model`)."""
 
 
 def step_of(model: keras.Model, distribution: Distribution, source: sources.Source, outputs_only: bool = False) -> Step:
@@ -25,10 +30,12 @@ def step_of(model: keras.Model, distribution: Distribution, source: sources.Sour
     key = (
         id(distribution.strategy),
         distribution.jit,
-        *(id(getattr(model, name, None)) for name in ("_compile_loss", "_compile_metrics", "optimizer")),
+        id(keras_internals.compiled_loss(model)),
+        id(keras_internals.compiled_metrics(model)),
+        id(getattr(model, "optimizer", None)),
         *(id(v) for v in model.trainable_variables),
     )
-    known, kept = getattr(model, "_tfdist_step", (None, None))
+    known, kept = _STEPS.get(model, (None, None))
     if kept is not None and known == key:
         return kept
     step = Step(model, distribution)
@@ -42,10 +49,10 @@ def step_of(model: keras.Model, distribution: Distribution, source: sources.Sour
     step.build(row, outputs_only)
     optimizer = [] if outputs_only or model.optimizer is None else model.optimizer.variables
     distribution.broadcast([*model.variables, *optimizer])
-    # Building may have created the weights. Past Keras' tracking, which would take it for part of the model.
+    # Building may have created the weights.
     if not outputs_only:
         key = (*key[:5], *(id(v) for v in model.trainable_variables))
-        object.__setattr__(model, "_tfdist_step", (key, step))
+        _STEPS[model] = (key, step)
     return step
 
 

@@ -6,6 +6,7 @@ import keras
 
 from tfdist.engine.callback import Callback
 from tfdist.errors import UserError
+from tfdist.models import keras_internals
 
 CALL_S = 0.2
 """How long a call of the compiled function should last: Python's share is small, progress stays lively."""
@@ -59,7 +60,7 @@ def looks_at_batches(callback: keras.callbacks.Callback) -> bool:
         case own.ModelCheckpoint():
             return callback.save_freq != "epoch"
         case own.TensorBoard():
-            return callback.update_freq != "epoch" or bool(callback._should_trace)
+            return callback.update_freq != "epoch" or keras_internals.profiles_batches(callback)
         case own.ProgbarLogger() | own.TerminateOnNaN():
             return False
     if isinstance(callback, Callback) and callback.takes_many_updates:

@@ -12,6 +12,7 @@ from tfdist.data.structures import Structure
 from tfdist.distributed import connect
 from tfdist.engine import batching
 from tfdist.export import saved_model
+from tfdist.models import keras_internals
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -37,7 +38,9 @@ def made(model: keras.Model, spec: Spec) -> Structure:
     """Returns inputs that are like none in particular, arrays [COUNT, ...] in the model's structure."""
     draw = np.random.default_rng(0)
     # Numbers that all embeddings know, of however many things.
-    known = [layer.input_dim for layer in model._flatten_layers() if isinstance(layer, keras.layers.Embedding)]
+    known = [
+        layer.input_dim for layer in keras_internals.flat_layers(model) if isinstance(layer, keras.layers.Embedding)
+    ]
     end = min([max(1, int(min(spec.maximum, 255))) + 1, *known])
 
     def one(tensor: tf.TensorSpec) -> np.ndarray:

@@ -83,6 +83,7 @@ def _write_saved_model(original: Original, path: pathlib.Path) -> _Written:
     import tensorflow as tf
 
     from tfdist.export import saved_model
+    from tfdist.models import keras_internals
 
     model = original.model
     logits = compatibility.from_logits(model, original.arrays is None)
@@ -100,7 +101,7 @@ def _write_saved_model(original: Original, path: pathlib.Path) -> _Written:
         outputs = function.python_function(*(tf.constant(given[s.name], s.dtype) for s in function.input_signature))
         trials |= _named(f"{number}/{signature}", given, {k: v.numpy() for k, v in outputs.items()})
     signatures = {key: saved_model.signature(function) for key, function in functions.items()}
-    half = any(layer.compute_dtype in ("float16", "bfloat16") for layer in model._flatten_layers())
+    half = any(layer.compute_dtype in ("float16", "bfloat16") for layer in keras_internals.flat_layers(model))
     return _Written({"signatures": signatures}, trials, half)
 
 
@@ -132,8 +133,9 @@ def _in_float32(original: Original, name: str) -> tuple[keras.Model, str]:
     """Returns the model in float32, which ONNX and LiteRT compute in on any device, and a note where it was not."""
     from tfdist.checkpoints import training_state
     from tfdist.models import build as models
+    from tfdist.models import keras_internals
 
-    plain = all(layer.compute_dtype in (None, "float32") for layer in original.model._flatten_layers())
+    plain = all(layer.compute_dtype in (None, "float32") for layer in keras_internals.flat_layers(original.model))
     if plain and all(v.dtype != "float64" for v in original.model.weights):
         return original.model, ""
     if original.arrays is None:

@@ -15,6 +15,7 @@ from tfdist.data.augmentation import ops
 from tfdist.data.spec import Column, Spec
 from tfdist.data.structures import Structure
 from tfdist.errors import UserError
+from tfdist.models import keras_internals
 
 DEFAULT, ENCODED, TENSORS = "serving_default", "encoded", "tensors"
 """Signatures: what TensorFlow Serving calls if not told otherwise; one for JPEG or PNG bytes; one for the tensors that
@@ -91,7 +92,7 @@ def inputs(model: keras.Model, spec: Spec) -> Structure:
     """
     if not getattr(model, "inputs", None):
         return tf.TensorSpec((None, *spec.shape), spec.dtype, name="inputs")
-    structure = getattr(model, "_inputs_struct", model.inputs[0])  # Keras' own exporters look there, too
+    structure = keras_internals.input_structure(model)
     flat = keras.tree.flatten(structure)
     names = ["inputs"] if len(flat) == 1 else [_name(t.name) for t in flat]
     if len(set(names)) < len(names):

@@ -237,7 +237,7 @@ def built(experiment: config.Experiment, spec: Spec) -> keras.Model:
 
     from tfdist.models import build as models
 
-    model = models.build(experiment, spec)
+    model = models.build(experiment, spec, quiet=True)
     if not model.built:  # a class of one's own makes its variables when it is first called
         model(tf.zeros((1, *spec.shape), spec.dtype))
     return model

@@ -7,33 +7,33 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-from keras.src.utils import naming
 
 from tfdist import config
 from tfdist.config import field_syntax, user_functions
+from tfdist.config.messages import logger
 from tfdist.data.loaded import Loaded
 from tfdist.data.record_feed import is_weighted
 from tfdist.data.sources import Arrays, Records, Source, one_hot, targets_of
 from tfdist.data.spec import Spec
 from tfdist.errors import UserError, one_line
-from tfdist.models import freezing, pretrained
+from tfdist.models import freezing, keras_internals, pretrained
 from tfdist.models.zoo import keras_applications, layers, small, tables, text, vision
 
 
 def set_precision(precision: str) -> None:
-    """`train.precision` for the models that are made from now on."""
+    """Sets `train.precision` for the models that are made from now on."""
     keras.config.set_floatx("float64" if precision == "float64" else "float32")
     keras.config.set_dtype_policy(precision)
 
 
-def build(experiment: config.Experiment, spec: Spec, say: Callable[[str], None] = lambda line: None) -> keras.Model:
+def build(experiment: config.Experiment, spec: Spec, quiet: bool = False) -> keras.Model:
     """Builds `model.name` for this data; call it inside the strategy's scope, on all workers.
 
     The model's initial weights depend on the experiment's seed alone, and on
     the file of `model.weights`, which every worker reads.
 
     Args:
-      say: shows a line to a person.
+      quiet: nothing is said of the weights that were taken and the layers that were frozen.
 
     Raises:
       UserError: options that the model does not take, data it cannot use, a file that does not fit.
@@ -41,14 +41,14 @@ def build(experiment: config.Experiment, spec: Spec, say: Callable[[str], None] 
     wanted = experiment.model
     keras.utils.set_random_seed(experiment.seed)
     # Layers are named alike whatever this process has built before: patterns, files and checkpoints go by names.
-    naming.reset_uids()
+    keras_internals.reset_layer_names()
     if wanted.name.endswith(config.FILE):
         model = _loaded(wanted.name, experiment.train.precision, spec)
     else:
         model = _made(wanted.name, field_syntax.options("model.options", wanted.options), spec)
     if not isinstance(model, keras.Model):
         raise UserError(f"model.name={wanted.name!r} must return a keras.Model, got {type(model).__name__}")
-    for layer in model._flatten_layers():
+    for layer in keras_internals.flat_layers(model):
         if isinstance(layer, keras.layers.BatchNormalization):
             layer.synchronized = wanted.sync_batch_norm  # read when the layer is called
     if (wanted.weights or wanted.freeze) and not model.built:
@@ -57,15 +57,21 @@ def build(experiment: config.Experiment, spec: Spec, say: Callable[[str], None] 
             "function"
         )
     if wanted.weights:
-        say(pretrained.take(model, wanted.weights))
+        line = pretrained.take(model, wanted.weights)
+        if not quiet:
+            logger.info(line)
         if wanted.name in config.APPLICATIONS:
             keras_applications.correct(model)
     if wanted.freeze:
-        say(freezing.freeze(model, wanted.freeze))
+        line = freezing.freeze(model, wanted.freeze)
+        if not quiet:
+            logger.info(line)
     return model
 
 
-def compiled(model: keras.Model, optimizer: Any, experiment: config.Experiment, data: Loaded) -> Loaded:
+def compiled(
+    model: keras.Model, optimizer: keras.optimizers.Optimizer, experiment: config.Experiment, data: Loaded
+) -> Loaded:
     """Gives the model its optimizer, and a loss that fits the data unless it brought one.
 
     Returns:
@@ -99,7 +105,7 @@ def compiled(model: keras.Model, optimizer: Any, experiment: config.Experiment, 
     _check_outputs(experiment.model.name, model, data.spec.classes)
     weighted = is_weighted(data.train)
     reduction = "mean_with_sample_weight" if weighted else "sum_over_batch_size"
-    loss: Any
+    loss: keras.Loss
     if smoothing or mixes:
         loss = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=smoothing, reduction=reduction)
         train, evaluation = one_hot(data.train, data.spec.classes), one_hot(data.eval, data.spec.classes)
@@ -111,7 +117,7 @@ def compiled(model: keras.Model, optimizer: Any, experiment: config.Experiment, 
     return data
 
 
-def _made(name: str, options: dict[str, Any], spec: Spec) -> Any:
+def _made(name: str, options: dict[str, Any], spec: Spec) -> keras.Model:
     function: Callable[..., keras.Model]
     if name in config.APPLICATIONS:
         return keras_applications.build(name, options, spec)
@@ -167,7 +173,7 @@ def _check_outputs(name: str, model: keras.Model, classes: int) -> None:
         return
     last: Any = model
     while isinstance(last, keras.Model) and getattr(last, "outputs", None):  # a class of one's own does not tell
-        last = last.outputs[0]._keras_history.operation
+        last = keras_internals.producing_layer(last.outputs[0])
     activation = getattr(last, "activation", None)
     if type(last).__name__ == "Softmax" or activation in (keras.activations.softmax, keras.activations.sigmoid):
         raise UserError(
@@ -194,12 +200,15 @@ def _loaded(path: str, precision: str, spec: Spec) -> keras.Model:
     advice = f"choose a model by name and start with these weights: model.weights={path}"
     inputs = keras.tree.flatten(model.inputs)
     # Half precision leaves its last layer in float32.
-    policies = {layer.dtype_policy.name for layer in model._flatten_layers() if layer._trainable_variables}
-    there = ", ".join(sorted(policies - {"float32"})) or "float32"
-    if policies and there != precision:
+    layers_with_weights = [
+        layer for layer in keras_internals.flat_layers(model) if keras_internals.own_trainable_variables(layer)
+    ]
+    policies = {layer.dtype_policy.name for layer in layers_with_weights}
+    own_precision = ", ".join(sorted(policies - {"float32"})) or "float32"
+    if policies and own_precision != precision:
         raise UserError(
-            f"model.name={path!r} computes in {there}, which its layers keep, and train.precision={precision}: "
-            f"set that to {there}, or {advice}"
+            f"model.name={path!r} computes in {own_precision}, which its layers keep, and train.precision={precision}: "
+            f"set that to {own_precision}, or {advice}"
         )
     if len(inputs) == 1:
         shape, dtype = tuple(inputs[0].shape[1:]), keras.backend.standardize_dtype(inputs[0].dtype)

@@ -5,14 +5,23 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections.abc import Iterator
-from typing import Any
+from typing import NamedTuple
 
 import keras
 
 from tfdist.errors import UserError
+from tfdist.models import keras_internals
 
 SHOWN = 8
 """Names of layers in a message."""
+
+
+class _Named(NamedTuple):
+    """A layer that owns weights."""
+
+    layer: keras.Layer
+    names: tuple[str, ...]
+    """Its own name and those of the layers around it, from the inside out."""
 
 
 def freeze(model: keras.Model, text: str) -> str:
@@ -35,14 +44,16 @@ def freeze(model: keras.Model, text: str) -> str:
         if not any(_matches(names, pattern.removeprefix("!")) for _, names in layers):
             raise UserError(f"model.freeze: {pattern!r} matches no layer with weights{_near(pattern, layers)}")
     wanted = [p for p in patterns if not p.startswith("!")] or ["*"]
-    left = [p[1:] for p in patterns if p.startswith("!")]
+    excepted = [p[1:] for p in patterns if p.startswith("!")]
     frozen = 0
     for layer, names in layers:
-        if any(_matches(names, p) for p in wanted) and not any(_matches(names, p) for p in left):
+        if any(_matches(names, p) for p in wanted) and not any(_matches(names, p) for p in excepted):
             layer.trainable = False
             frozen += 1
     if not model.trainable_variables:
-        raise UserError(f"model.freeze={text!r} leaves nothing to train: leave layers out, such as !{layers[-1][1][0]}")
+        raise UserError(
+            f"model.freeze={text!r} leaves nothing to train: leave layers out, such as !{layers[-1].names[0]}"
+        )
     if not frozen:
         raise UserError(f"model.freeze={text!r} freezes nothing: take out fewer layers")
     trained = sum(_size(v) for v in model.trainable_variables)
@@ -52,29 +63,28 @@ def freeze(model: keras.Model, text: str) -> str:
 
 def thaw(model: keras.Model) -> None:
     """Lets all layers train; `model.trainable = True` leaves out the inside of one that a file has frozen."""
-    for layer in model._flatten_layers():
+    for layer in keras_internals.flat_layers(model):
         layer.trainable = True
 
 
-def fixed(model: keras.Model) -> list:
-    """The variables that training does not change: weights of frozen layers, and what a frozen BatchNorm has gathered.
+def fixed(model: keras.Model) -> list[keras.Variable]:
+    """Returns the variables that training does not change: weights of frozen layers, statistics of a frozen BatchNorm.
 
     They are the same on every replica. What else a frozen layer has of state is not known to stay.
     """
-    found: dict[int, Any] = {}
-    for layer in model._flatten_layers():
+    frozen: set[int] = set()
+    for layer in keras_internals.flat_layers(model):
         if not layer.trainable:
             whole = isinstance(layer, keras.layers.BatchNormalization)
-            found |= {id(v): v for v in (layer.weights if whole else layer._trainable_variables)}
-    return [v for v in model.non_trainable_variables if id(v) in found]
+            frozen |= {id(v) for v in (layer.weights if whole else keras_internals.own_trainable_variables(layer))}
+    return [v for v in model.non_trainable_variables if id(v) in frozen]
 
 
-def _with_weights(layer: Any, names: tuple[str, ...]) -> Iterator[tuple[Any, tuple[str, ...]]]:
-    """Layers that own weights, each with its name and those of the layers around it, from the inside out."""
-    for inner in layer._flatten_layers(include_self=False, recursive=False):
+def _with_weights(layer: keras.Layer, names: tuple[str, ...]) -> Iterator[_Named]:
+    for inner in keras_internals.flat_layers(layer, include_self=False, recursive=False):
         around = (inner.name, *names)
-        if inner._trainable_variables or inner._non_trainable_variables:
-            yield inner, around
+        if keras_internals.own_variables(inner):
+            yield _Named(inner, around)
         yield from _with_weights(inner, around)
 
 
@@ -82,7 +92,7 @@ def _matches(names: tuple[str, ...], pattern: str) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for name in names)
 
 
-def _near(pattern: str, layers: list) -> str:
+def _near(pattern: str, layers: list[_Named]) -> str:
     """How the message of an unknown name ends; a network has too many layers to list them all."""
     names = list(dict.fromkeys(names[-1] for _, names in layers))
     inner = [name for _, around in layers for name in around]
@@ -91,7 +101,7 @@ def _near(pattern: str, layers: list) -> str:
     return f"{f': did you mean {near[0]!r}? Layers' if near else ': layers'} are {known}"
 
 
-def _size(variable: Any) -> int:
+def _size(variable: keras.Variable) -> int:
     size = 1
     for side in variable.shape:
         size *= side

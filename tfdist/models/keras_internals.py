@@ -1,10 +1,270 @@
-"""Private names of Keras that tfdist uses, each with the reason why nothing public does."""
+"""All private names of Keras that tfdist uses, and of TensorFlow where it meets Keras, each behind a small function.
+
+Each docstring gives the reason why nothing public does. tests/test_keras_hooks.py has a test for each, which says when
+a new version has moved one and what that would break, and a test that these names are used nowhere else.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import keras
+import tensorflow as tf
+from keras.src.utils import naming
+from tensorflow.python.distribute.distribute_lib import ReplicaContextBase
+from tensorflow.python.framework import ops
+from tensorflow.python.ops import custom_gradient
+
+from tfdist.data.structures import Structure
+
+if TYPE_CHECKING:
+    from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics
+
+BATCHES_SEEN = "_batches_seen_since_last_saving"
+"""ModelCheckpoint counts in this attribute the batches since its last file, and nothing public tells the number."""
 
 
-def inner_optimizer(optimizer: Any) -> Any:
-    """The optimizer itself, out of a `LossScaleOptimizer` if it is wrapped in one."""
+# -- layers and models --------------------------------------------------------
+
+
+def flat_layers(layer: keras.Layer, include_self: bool = True, recursive: bool = True) -> list[keras.Layer]:
+    """Returns the layers within a layer or model; `model.layers` leaves out those inside of layers."""
+    return list(layer._flatten_layers(include_self, recursive))
+
+
+def own_trainable_variables(layer: keras.Layer) -> list[keras.Variable]:
+    """Returns the weights that a layer has itself and trains unless it is frozen.
+
+    `layer.trainable_variables` also has those of layers inside it, and none at all of a frozen layer.
+    """
+    return list(layer._trainable_variables)
+
+
+def own_variables(layer: keras.Layer) -> list[keras.Variable]:
+    """Returns the weights that a layer has itself; `layer.weights` also has those of the layers inside it."""
+    return [*layer._trainable_variables, *layer._non_trainable_variables]
+
+
+def takes_training(model: keras.Model) -> bool:
+    """Returns whether the model's `call` has an argument `training`; Keras has read the signature, wrappers and all."""
+    return bool(model._call_has_training_arg)
+
+
+def input_structure(model: keras.Model) -> Structure:
+    """Returns the inputs nested as the model takes them, where Keras' own exporters look; `model.inputs` is flat."""
+    return getattr(model, "_inputs_struct", model.inputs[0])
+
+
+def producing_layer(tensor: keras.KerasTensor) -> Any:
+    """Returns the layer or operation that a symbolic tensor comes from; in public, only layers know their outputs."""
+    return tensor._keras_history.operation
+
+
+def reset_layer_names() -> None:
+    """Lets Keras number layers from the start; the public `clear_session` would also delete the state of others."""
+    naming.reset_uids()
+
+
+def mask_of(tensor: tf.Tensor) -> tf.Tensor | None:
+    """Returns the mask that a layer has attached to its output, or None; Keras hands it on as an attribute only."""
+    return getattr(tensor, "_keras_mask", None)
+
+
+def set_mask(tensor: tf.Tensor, mask: tf.Tensor) -> None:
+    """Attaches a mask to a tensor that tfdist has sliced or brought out of XLA, which loses it."""
+    tensor._keras_mask = mask
+
+
+# -- compiled losses and metrics ----------------------------------------------
+
+
+class MatchedLoss(NamedTuple):
+    """One loss of a compiled model with what Keras would call it with."""
+
+    entry: Any
+    """Keras' record: `loss`, `loss_weights`, `name`."""
+    y_true: Structure
+    y_pred: Structure
+    sample_weight: tf.Tensor | None
+
+
+def compiled_loss(model: keras.Model) -> CompileLoss | None:
+    """Returns Keras' CompileLoss, or None; `model.loss` is only what the user has given, in any mixture of forms."""
+    return model._compile_loss
+
+
+def loss_entries(compiled: CompileLoss) -> list[Any]:
+    """Returns the single losses of a built CompileLoss; in public there is only their weighted sum."""
+    return list(compiled._flat_losses or [])
+
+
+def matched_losses(
+    compiled: CompileLoss, y: Structure, y_pred: Structure, sample_weight: Structure
+) -> list[MatchedLoss]:
+    """Returns which targets and outputs belong to which loss, matched by Keras itself.
+
+    Keras accepts targets, outputs and losses in many mixtures of lists and dicts. Rather than repeat its rules, a
+    built CompileLoss is called here with each loss replaced by a recorder.
+    """
+    entries, metrics = list(compiled._flat_losses), compiled._metrics
+    matched: list[MatchedLoss] = []
+
+    def recorder(entry: Any) -> Callable:
+        def record(y_true: Structure, prediction: Structure, sample_weight: tf.Tensor | None = None) -> tf.Tensor:
+            matched.append(MatchedLoss(entry, y_true, prediction, sample_weight))
+            return tf.zeros(())
+
+        return record
+
+    compiled._flat_losses = [entry._replace(loss=recorder(entry)) for entry in entries]
+    compiled._metrics = [None] * len(entries)
+    try:
+        compiled(y, y_pred, sample_weight)
+    finally:
+        compiled._flat_losses, compiled._metrics = entries, metrics
+    return matched
+
+
+def loss_metrics(model: keras.Model) -> list[keras.Metric]:
+    """Returns the metrics in which Keras itself averages the losses; `model.metrics` does not tell them from others."""
+    compiled = model._compile_loss
+    return [model._loss_tracker] + (compiled.metrics if compiled else [])
+
+
+def compiled_metrics(model: keras.Model) -> CompileMetrics | None:
+    """Returns Keras' CompileMetrics, or None; `model.metrics` does not tell which output a metric is for."""
+    return model._compile_metrics
+
+
+def metrics_by_output(compiled: CompileMetrics) -> tuple[list[Any], list[Any]]:
+    """Returns the groups of metrics of each output, unweighted and weighted; None where an output has none.
+
+    In public there is only `update_state` for all, which takes no slices of weights and many small operations.
+    """
+    return compiled._flat_metrics, compiled._flat_weighted_metrics
+
+
+def by_output(compiled: CompileMetrics, structure: Structure) -> list[Structure]:
+    """Returns targets, outputs or weights as a list in the order of `metrics_by_output`, by Keras' own rules."""
+    return compiled._flatten_y(structure)
+
+
+def averaged_function(metric: keras.metrics.MeanMetricWrapper) -> tuple[Callable, dict[str, Any]]:
+    """Returns the function that the metric averages, and its options; `get_config` gives them serialised."""
+    return metric._fn, metric._fn_kwargs
+
+
+# -- optimizers ---------------------------------------------------------------
+
+
+def inner_optimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """Returns the optimizer itself, out of a `LossScaleOptimizer` if it is wrapped in one; this name is public."""
     return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def rate_setting(
+    optimizer: keras.optimizers.Optimizer,
+) -> keras.Variable | keras.optimizers.schedules.LearningRateSchedule | None:
+    """Returns a variable or the schedule of the learning rate; `optimizer.learning_rate` is a schedule's value now."""
+    return getattr(optimizer, "_learning_rate", None)
+
+
+def weight_averages(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """Returns the moving averages of the weights, one each; in public they can only replace the weights for good."""
+    return optimizer._model_variables_moving_average
+
+
+def adam_slots(optimizer: keras.optimizers.Adam, index: int) -> tuple[keras.Variable, keras.Variable]:
+    """Returns the first and second moment of variable `index`, which `optimizer.variables` has without a name."""
+    return optimizer._momentums[index], optimizer._velocities[index]
+
+
+def decays(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> bool:
+    """Returns whether weight decay is for this variable; what `exclude_from_weight_decay` was told is private."""
+    return optimizer._use_weight_decay(variable)
+
+
+def variable_key(optimizer: keras.optimizers.Optimizer, variable: keras.Variable | tf.Variable) -> str:
+    """Returns what the optimizer knows a variable by: the same for a Keras variable, its tf.Variable and its copies."""
+    return optimizer._var_key(variable)
+
+
+@contextlib.contextmanager
+def without_reduction(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
+    """Keeps an optimizer, within it, from summing gradients over replicas; Keras has an option for that no longer."""
+    optimizer._all_reduce_sum_gradients = lambda grads_and_vars: grads_and_vars
+    try:
+        yield
+    finally:
+        del optimizer._all_reduce_sum_gradients
+
+
+@contextlib.contextmanager
+def scaled_rates(
+    optimizer: keras.optimizers.Optimizer, factor: Callable[[keras.Variable | tf.Variable], float]
+) -> Iterator[None]:
+    """Lets an optimizer, within it, multiply its learning rate by `factor` of each variable; Keras has one rate.
+
+    Weight decay and the optimizers that look the rate up for themselves go through private methods.
+    """
+    step, decay, rate = optimizer.update_step, optimizer._apply_weight_decay, optimizer._get_current_learning_rate
+    # Replicas are traced in threads that meet in each update of a variable, so they are at the same one.
+    now = [1.0]
+
+    def scaled_step(gradient: tf.Tensor, variable: tf.Variable, rate: tf.Tensor) -> None:
+        own = factor(variable)
+        step(gradient, variable, rate if own == 1 else rate * own)
+
+    def scaled_decay(variables: list[keras.Variable]) -> None:
+        for variable in variables:
+            now[0] = factor(variable)
+            decay([variable])
+        now[0] = 1.0
+
+    optimizer.update_step, optimizer._apply_weight_decay = scaled_step, scaled_decay
+    optimizer._get_current_learning_rate = lambda: rate() if now[0] == 1 else rate() * now[0]
+    try:
+        yield
+    finally:
+        del optimizer.update_step, optimizer._apply_weight_decay, optimizer._get_current_learning_rate
+
+
+# -- callbacks ----------------------------------------------------------------
+
+
+def profiles_batches(callback: keras.callbacks.TensorBoard) -> bool:
+    """Returns whether the callback profiles; what it has read from `profile_batch` is kept privately."""
+    return bool(callback._should_trace)
+
+
+# -- TensorFlow's bookkeeping of gradients ------------------------------------
+
+
+@contextlib.contextmanager
+def gradient_bookkeeping(
+    search: Callable[[Callable], Callable], entry: Callable[[Callable], Callable]
+) -> Iterator[None]:
+    """Replaces, within it, two functions of `tf.custom_gradient`, which has no option for either.
+
+    Args:
+      search: makes of TensorFlow's search for the variables that a function has read another one.
+      entry: makes of what names a gradient's entry in TensorFlow's registry another one.
+    """
+    theirs = custom_gradient._get_dependent_variables, custom_gradient.generate_name
+    custom_gradient._get_dependent_variables, custom_gradient.generate_name = search(theirs[0]), entry(theirs[1])
+    try:
+        yield
+    finally:
+        custom_gradient._get_dependent_variables, custom_gradient.generate_name = theirs
+
+
+def replica_context() -> type[tf.distribute.ReplicaContext]:
+    """Returns the class with TensorFlow's `all_reduce`; the public `ReplicaContext` only inherits it."""
+    return ReplicaContextBase
+
+
+def forget_gradient(name: str) -> None:
+    """Takes a gradient out of TensorFlow's registry, which in public only grows, and keeps the graphs of all."""
+    ops.gradient_registry._registry.pop(name, None)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import keras
 
 from tfdist.errors import UserError
+from tfdist.models import keras_internals
 
 _BLOCK = re.compile(r"^.*(?:block|layer)_?\d+[a-z]?(?=_)")
 _SHOWN = 12
@@ -18,8 +19,21 @@ _SMALLEST = 1e-6
 """Share of the learning rate below which a layer does not move in float32."""
 
 
+class _Owned(NamedTuple):
+    """A trainable variable and where it is."""
+
+    variable: keras.Variable
+    chain: tuple[str, ...]
+    """Names of the layers that it is in, from the outermost on; none for one of the model itself."""
+
+    @property
+    def nearest(self) -> str:
+        """The name to show a person."""
+        return self.chain[-1] if self.chain else self.variable.name
+
+
 def factors(model: keras.Model, rates: Mapping[str, float], decay: float = 1.0) -> tuple[float, ...]:
-    """Factor on the learning rate of each trainable variable, and so on its decoupled weight decay.
+    """Computes the factor on the learning rate of each trainable variable, and so on its decoupled weight decay.
 
     Args:
       model: built.
@@ -40,75 +54,83 @@ def factors(model: keras.Model, rates: Mapping[str, float], decay: float = 1.0) 
         if not 0 < value < float("inf"):
             raise UserError(f"the learning rate of {name!r} is multiplied by {value:g}: give a positive number")
     variables = model.trainable_variables
-    found = _by_depth(model, variables, decay)
-    depths = {depth for depth, _ in found}
+    by_depth = _by_depth(model, variables, decay)
+    depths = set(by_depth)
     if min(depths, default=1.0) < _SMALLEST:
         raise UserError(
             f"a decay of {decay:g} over {len(depths)} layers and blocks leaves the lowest {min(depths):.1g} of the "
             f"learning rate, and so nothing: choose it nearer to 1, such as {1e-3 ** (1 / len(depths)):.3g}"
         )
+    by_name = [1.0] * len(variables)
     for pattern, factor in rates.items():
         for i in matching(model, pattern, "learning rates"):
-            found[i] = (found[i][0], factor)
-    both = [depth * factor for depth, factor in found]
+            by_name[i] = factor
+    both = [depth * factor for depth, factor in zip(by_depth, by_name)]
     return () if all(f == 1 for f in both) else tuple(both)
 
 
 def matching(model: keras.Model, pattern: str, what: str) -> list[int]:
-    """Which of the model's trainable variables a pattern is for.
+    """Returns the numbers of the trainable variables that a pattern is for.
+
+    Args:
+      what: the patterns are for, in words for a message.
 
     Raises:
-      UserError: none.
+      UserError: it is for none.
     """
-    names = [_names(chain, variable) for variable, chain in _owned(model)]
-    found = [i for i, known in enumerate(names) if any(fnmatch.fnmatchcase(name, pattern) for name in known)]
-    if not found:
-        layers = list(dict.fromkeys((chain or (variable.name,))[-1] for variable, chain in _owned(model)))
+    names = [_names(owned) for owned in _owned(model)]
+    matched = [i for i, known in enumerate(names) if any(fnmatch.fnmatchcase(name, pattern) for name in known)]
+    if not matched:
+        layers = list(dict.fromkeys(owned.nearest for owned in _owned(model)))
         more = f" and {len(layers) - _SHOWN} more" if len(layers) > _SHOWN else ""
         raise UserError(
             f"{what}: {pattern!r} matches nothing that is trained: there are {', '.join(layers[:_SHOWN])}{more}"
         )
-    return found
+    return matched
 
 
-def describe(model: keras.Model, found: Sequence[float]) -> str:
-    """The extremes of `factors`: `x0.1 (conv2d) to x10 (dense)`."""
-    layers = [(chain or (variable.name,))[-1] for variable, chain in _owned(model)]
-    low, high = min(found), max(found)
-    return f"x{low:.3g} ({layers[found.index(low)]}) to x{high:.3g} ({layers[found.index(high)]})"
+def describe(model: keras.Model, factors: Sequence[float]) -> str:
+    """Returns the extremes of `factors`: `x0.1 (conv2d) to x10 (dense)`."""
+    layers = [owned.nearest for owned in _owned(model)]
+    low, high = min(factors), max(factors)
+    return f"x{low:.3g} ({layers[factors.index(low)]}) to x{high:.3g} ({layers[factors.index(high)]})"
 
 
-def _owned(model: keras.Model) -> list[tuple[Any, tuple[str, ...]]]:
-    """Each trainable variable with the names of the layers that it is in, from the outermost on."""
+def _owned(model: keras.Model) -> list[_Owned]:
+    """The trainable variables, in their order."""
     chains: dict[int, tuple[str, ...]] = {}
 
-    def walk(layer: Any, chain: tuple[str, ...]) -> None:
+    def walk(layer: keras.Layer, chain: tuple[str, ...]) -> None:
         for inner in _parts(layer):
             for variable in inner.variables:
                 chains[id(variable)] = (*chain, inner.name)
             walk(inner, (*chain, inner.name))
 
     walk(model, ())
-    return [(variable, chains.get(id(variable), ())) for variable in model.trainable_variables]
+    return [_Owned(variable, chains.get(id(variable), ())) for variable in model.trainable_variables]
 
 
-def _names(chain: tuple[str, ...], variable: Any) -> set[str]:
+def _names(owned: _Owned) -> set[str]:
+    """What a pattern for a variable may match."""
+    variable, chain = owned
     paths = {"/".join(chain[:i]) for i in range(1, len(chain) + 1)}
     return {*chain, *paths, "/".join((*chain, variable.name)), variable.name, variable.path}
 
 
-def _parts(layer: Any) -> list[Any]:
-    return layer.layers if isinstance(layer, keras.Model) else layer._flatten_layers(False, False)
+def _parts(layer: keras.Layer) -> list[keras.Layer]:
+    if isinstance(layer, keras.Model):
+        return layer.layers
+    return keras_internals.flat_layers(layer, include_self=False, recursive=False)
 
 
-def _by_depth(model: keras.Model, variables: list, decay: float) -> list[tuple[float, float]]:
-    """(factor by depth, 1) of each variable."""
+def _by_depth(model: keras.Model, variables: list[keras.Variable], decay: float) -> list[float]:
+    """The factor of each variable by its distance from the output."""
     if decay == 1:
-        return [(1.0, 1.0)] * len(variables)
+        return [1.0] * len(variables)
     units: dict[str, set[int]] = {"": set()}
     """Variables by layer or block, from the input to the output; the first is the lowest."""
 
-    def walk(part: Any, path: str) -> None:
+    def walk(part: keras.Model, path: str) -> None:
         for layer in part.layers:
             block = _BLOCK.match(layer.name)
             unit = f"{path}/{block[0] if block else layer.name}"
@@ -123,4 +145,4 @@ def _by_depth(model: keras.Model, variables: list, decay: float) -> list[tuple[f
     units[""].update(id(v) for v in variables if id(v) not in placed)
     order = [ids for ids in units.values() if ids]
     depth = {i: len(order) - 1 - place for place, ids in enumerate(order) for i in ids}
-    return [(decay ** depth[id(v)], 1.0) for v in variables]
+    return [decay ** depth[id(v)] for v in variables]

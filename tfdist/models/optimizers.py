@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import keras
+import tensorflow as tf
+from keras.optimizers.schedules import LearningRateSchedule
 
 from tfdist import config
 from tfdist.config import field_syntax, user_functions
@@ -17,7 +19,7 @@ from tfdist.models import keras_internals, layerwise_rates
 _CLASSES = {name.lower(): name for name in dir(keras.optimizers) if name[0].isupper()}
 
 
-def build(experiment: config.Experiment, plan: Plan) -> Any:
+def build(experiment: config.Experiment, plan: Plan) -> keras.optimizers.Optimizer:
     """Builds the Keras optimizer; call it inside the strategy's scope.
 
     Raises:
@@ -55,21 +57,21 @@ def exclude(model: keras.Model, wanted: config.Optimizer) -> None:
       UserError: a pattern matches nothing.
     """
     patterns = [pattern.strip() for pattern in wanted.decay_exclude.split(",") if pattern.strip()]
-    found = {i for pattern in patterns for i in layerwise_rates.matching(model, pattern, "optimizer.decay_exclude")}
-    if found:
+    matched = {i for pattern in patterns for i in layerwise_rates.matching(model, pattern, "optimizer.decay_exclude")}
+    if matched:
         keras_internals.inner_optimizer(model.optimizer).exclude_from_weight_decay(
-            [model.trainable_variables[i] for i in sorted(found)]
+            [model.trainable_variables[i] for i in sorted(matched)]
         )
 
 
-def rate(experiment: config.Experiment, plan: Plan) -> Any:
-    """The learning rate, a number or a Keras schedule over updates."""
+def rate(experiment: config.Experiment, plan: Plan) -> float | LearningRateSchedule:
+    """Returns the learning rate, a number or a schedule over updates."""
     decay, warmup, peak = plan.decay, plan.warmup, plan.rate
     if decay.kind == "constant" and not warmup:
         return peak
     # Up from zero; a rate scaled up for a large batch starts at what the small one had (Goyal et al., 2017).
     start = plan.base_rate if peak > plan.base_rate else 0.0
-    after: Any
+    after: LearningRateSchedule
     match decay.kind:
         case "constant" | "cosine":
             # A cosine that ends where it begins (alpha=1) is a constant.
@@ -102,42 +104,44 @@ def rate(experiment: config.Experiment, plan: Plan) -> Any:
     return WarmUp(after, start, peak, warmup) if warmup else after
 
 
-class WarmUp(keras.optimizers.schedules.LearningRateSchedule):
+class WarmUp(LearningRateSchedule):
     """A line up to the peak, then a schedule of Keras, for those that have no warm-up of their own.
 
     Args:
       after: gives the rate from update `updates` on.
       start: rate of the first update.
       peak: rate that the line comes to.
-      updates: of the warm-up.
+      updates: that the warm-up lasts.
     """
 
-    def __init__(self, after: Any, start: float, peak: float, updates: int):
+    def __init__(self, after: LearningRateSchedule, start: float, peak: float, updates: int):
         self.after, self._start, self._peak, self._updates = after, start, peak, updates
 
-    def __call__(self, step: Any) -> Any:
+    def __call__(self, step: keras.Variable | tf.Tensor | int) -> tf.Tensor:
+        """Returns the rate of update `step`, counted from 0."""
         after = self.after(step)
         done = keras.ops.cast(step, after.dtype)
         line = self._start + (self._peak - self._start) * (done / self._updates)
         return keras.ops.where(done < self._updates, line, after)
 
-    def get_config(self) -> dict:
+    def get_config(self) -> dict[str, Any]:
+        """Refuses, as a file with this schedule would need tfdist to load."""
         raise NotImplementedError("save the model within optimizers.portable(model), which plain Keras can load")
 
 
 @contextlib.contextmanager
 def portable(model: keras.Model) -> Iterator[None]:
-    """Within it the model can be saved as a file that loads without tfdist.
+    """Lets the model, within it, be saved as a file that loads without tfdist.
 
     Its schedule is then Keras' own part of a `WarmUp`: the same from the end of the warm-up on.
     """
-    optimizer: Any = keras_internals.inner_optimizer(model.optimizer)
-    schedule = getattr(optimizer, "_learning_rate", None)
+    optimizer = keras_internals.inner_optimizer(model.optimizer)
+    schedule = keras_internals.rate_setting(optimizer)
     if not isinstance(schedule, WarmUp):
         yield
         return
-    optimizer._learning_rate = schedule.after
+    optimizer.learning_rate = schedule.after
     try:
         yield
     finally:
-        optimizer._learning_rate = schedule
+        optimizer.learning_rate = schedule

@@ -8,7 +8,6 @@ import tempfile
 import zipfile
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
 
 import h5py
 import keras
@@ -17,7 +16,7 @@ import numpy as np
 from tfdist.errors import UserError, one_line
 
 SHOWN = 4
-"""Layers in a message."""
+"""How many layers a message names."""
 _SPLIT = re.compile(r"(?<=.)(?=[A-Z][a-z])|(?<=[a-z])(?=[A-Z])")
 _CLASSES = {_SPLIT.sub("_", name).lower() for name in (*dir(keras.layers), "Functional", "Sequential")}
 NUMBERED = _CLASSES | {f"{way}_{name}" for way in ("forward", "backward") for name in _CLASSES}
@@ -79,7 +78,11 @@ def take(model: keras.Model, path: str) -> str:
 
 
 def read(path: str) -> dict[Key, np.ndarray]:
-    """The weights in a file."""
+    """Returns the weights in a file.
+
+    Raises:
+      OSError, KeyError, ValueError, RuntimeError, zipfile.BadZipFile: it is none that Keras has saved.
+    """
     if path.endswith(".keras"):
         with zipfile.ZipFile(path) as archive:
             stored = io.BytesIO(archive.read("model.weights.h5"))
@@ -91,28 +94,28 @@ def read(path: str) -> dict[Key, np.ndarray]:
         return {key: root[place][()] for key, place in places.items()}
 
 
-def _places(file: Any) -> dict[Key, str]:
+def _places(file: h5py.Group) -> dict[Key, str]:
     """Where the tensors of a file of Keras 3 are: `<layer>/vars/<number>`, with the layer's name as an attribute."""
-    found: dict[str, str] = {}  # place of a tensor -> names
+    layer_of: dict[str, str] = {}  # place of a tensor -> place of its layer
     labels: dict[str, str] = {}  # place of a layer -> its name
 
-    def visit(place: str, item: Any) -> None:
+    def visit(place: str, item: h5py.Group | h5py.Dataset) -> None:
         layer, _, last = place.rpartition("/")
         if last == "vars" or place == "vars":
             labels[layer] = _stable(item.attrs.get("name", ""), layer.rpartition("/")[2])
         elif isinstance(item, h5py.Dataset) and not OF_TRAINING & {_base(part) for part in place.split("/")}:
-            found[place] = layer.rpartition("/")[0]
+            layer_of[place] = layer.rpartition("/")[0]
 
     file.visititems(visit)
     chains = []
-    for place in sorted(found, key=_natural):
-        parts = found[place].split("/") if found[place] else []
+    for place in sorted(layer_of, key=_natural):
+        parts = layer_of[place].split("/") if layer_of[place] else []
         around = ["/".join(parts[: i + 1]) for i in range(len(parts))]
         chains.append((tuple(labels[a] for a in around if labels.get(a)), place.rpartition("/")[2], place))
     return _keys(chains)
 
 
-def _older_places(root: Any) -> dict[Key, str]:
+def _older_places(root: h5py.Group) -> dict[Key, str]:
     """The same for the format of Keras 2, which lists layers and weights in attributes."""
     chains = []
     for layer in map(_text, root.attrs["layer_names"]):
@@ -133,7 +136,7 @@ def _keys(chains: Iterable[tuple[tuple[str, ...], str, str]]) -> dict[Key, str]:
       chains: (names of the layers, number of the variable, its place).
     """
     counted: dict[tuple, list[str]] = {}
-    found = {}
+    places = {}
     for names, number, place in chains:
         key: tuple[str, ...] = ()
         for name in names:
@@ -145,8 +148,8 @@ def _keys(chains: Iterable[tuple[tuple[str, ...], str, str]]) -> dict[Key, str]:
                 name = f"{base} {alike.index(name) + 1}"
             key = (*key, name)
         key = (*key, number)
-        found[key] = place
-    return found
+        places[key] = place
+    return places
 
 
 def _stable(name: str, segment: str) -> str:
@@ -158,7 +161,7 @@ def _base(name: str) -> str:
     return re.sub(r"_\d+$", "", name)
 
 
-def _natural(place: str) -> list:
+def _natural(place: str) -> list[list[tuple[int, str]]]:
     """Sorts `dense_10` behind `dense_9`."""
     pieces = [re.split(r"(\d+)", part) for part in place.split("/")]
     return [[(int(p), "") if p.isdigit() else (0, p) for p in part] for part in pieces]
@@ -171,5 +174,5 @@ def _layers(keys: Iterable[Key]) -> str:
     return (", ".join(names[:SHOWN]) or "no layers") + more
 
 
-def _text(value: Any) -> str:
+def _text(value: bytes | str) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)

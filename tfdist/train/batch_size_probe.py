@@ -100,7 +100,7 @@ class _Trial:
         self.most = max(1, data.examples // work["world"])
         """Examples per replica that there are."""
         with self._distribution.scope():
-            self._model = models.build(experiment, data.spec)
+            self._model = models.build(experiment, data.spec, quiet=True)
             optimizer = optimizers.build(experiment, schedule.make(experiment, data.examples, 1))
             data = models.compiled(self._model, optimizer, experiment, data)
             optimizers.exclude(self._model, experiment.optimizer)

@@ -80,7 +80,7 @@ def lines(
         ("updates", f"{plan.updates:,} in {plan.epochs:,} epochs, evaluated {_every(plan.eval_every)}"),
         ("checkpoints", f"every {experiment.checkpoint.every}, {experiment.checkpoint.keep} kept"),
         ("optimizer", f"{experiment.optimizer.name}, {experiment.optimizer.schedule}"),
-        ("rate", _rates(keras_internals.inner_optimizer(model.optimizer)._learning_rate, plan)),
+        ("rate", _rates(keras_internals.rate_setting(keras_internals.inner_optimizer(model.optimizer)), plan)),
         ("model", f"{experiment.model.name}, {model.count_params():,} parameters, {experiment.train.precision}"),
         (
             "memory",

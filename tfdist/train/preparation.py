@@ -74,7 +74,7 @@ def prepare(
     logger.info(f"{experiment.name}: {schedule.describe()}")
     weights_of_classes = class_weights.told(experiment.train.class_weight, data)
     with distribution.scope():
-        model = models.build(experiment, data.spec, logger.info)
+        model = models.build(experiment, data.spec)
         optimizer = optimizers.build(experiment, schedule)
         data = models.compiled(model, optimizer, experiment, data)
         optimizers.exclude(model, experiment.optimizer)

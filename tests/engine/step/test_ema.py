@@ -11,6 +11,7 @@ import tfdist
 from tfdist.checkpoints import files
 from tfdist.engine.step import ema
 from tfdist.errors import Interrupted
+from tfdist.models import keras_internals
 from tfdist.monitoring.recorder import fingerprint
 
 EPOCHS = 4
@@ -76,7 +77,7 @@ def test_they_are_exchanged_bit_for_bit_on_every_replica(replicas, connect):
     made, _ = train(distribution, 1, measure_average=False)
     optimizer, rng = made.optimizer, np.random.default_rng(0)
     copies = [c for v in made.trainable_variables for c in ema._copies(v)]
-    others = [c for v in optimizer._model_variables_moving_average for c in ema._copies(v)]
+    others = [c for v in keras_internals.weight_averages(optimizer) for c in ema._copies(v)]
     for copy in [*copies, *others]:  # each replica another, with what arithmetic would not bring back
         copy.assign(rng.normal(size=copy.shape) * 10.0 ** rng.integers(-30, 30, copy.shape))
     before = [c.numpy() for c in copies], [c.numpy() for c in others]

@@ -1,1 +1,6 @@
-"""The mathematics of one update: losses as sums and counts, the sum over replicas, the optimizer, the metrics."""
+"""The mathematics of one update: losses as sums and counts, the sum over replicas, the optimizer, the metrics.
+
+In a reader's order: `step` (which compiled functions there are), `training_call` and beside it `evaluation_call` and
+`prediction_call`, `batch_loop` (from batch to batch), `replica` (forward and backward pass), `loss`, `partial_sums`
+(what replicas add up), `optimizer_update`. When an update happens is in `tfdist.engine.fit`.
+"""

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
+import keras
 import tensorflow as tf
 
+from tfdist.models import keras_internals
 
-def add(optimizer: Any, variables: list, before: Any, updated: Any) -> None:
+
+def add(
+    optimizer: keras.optimizers.Optimizer,
+    variables: list[keras.Variable],
+    before: tf.Tensor,
+    updated: tf.Tensor | None,
+) -> None:
     """Adds an update's weights to their average, as Keras' `use_ema`; in a replica, within `optimizer_update.owned`.
 
     Args:
-      before: `iterations` before this update.
+      before: `iterations` before this update, an integer scalar.
       updated: bool scalar, False where the update was skipped, or None.
     """
-    if not optimizer.tfdist_ema:
-        return
-    for variable, average in zip(variables, optimizer._model_variables_moving_average):
+    averages = keras_internals.weight_averages(optimizer)
+    for variable, average in zip(variables, averages):
         momentum = tf.where(
             tf.equal(before, 0), tf.zeros((), average.dtype), tf.cast(optimizer.ema_momentum, average.dtype)
         )
@@ -28,27 +34,27 @@ def add(optimizer: Any, variables: list, before: Any, updated: Any) -> None:
         due = tf.equal((before + 1) % optimizer.ema_overwrite_frequency, 0)
         if updated is not None:
             due = tf.logical_and(due, updated)
-        for variable, average in zip(variables, optimizer._model_variables_moving_average):
+        for variable, average in zip(variables, averages):
             variable.assign(tf.where(due, average, variable))
 
 
-def finalize(optimizer: Any, variables: list) -> None:
+def finalize(optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]) -> None:
     """Ends a training with the averaged weights, as Keras' `fit` does; in cross-replica context."""
-    if _there(optimizer):
-        for variable, average in zip(variables, optimizer._model_variables_moving_average):
+    if _has_average(optimizer):
+        for variable, average in zip(variables, keras_internals.weight_averages(optimizer)):
             variable.assign(tf.convert_to_tensor(average.value))
 
 
 @contextlib.contextmanager
-def instead(optimizer: Any, variables: list) -> Iterator[None]:
-    """Within it the model has the averaged weights, and after it its own again, bit for bit, on every replica.
+def instead(optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]) -> Iterator[None]:
+    """Gives the model the averaged weights within it, and after it its own again, bit for bit, on every replica.
 
     Keras' callback SwapEMAWeights exchanges them by adding and subtracting, which rounds.
 
     Args:
       optimizer: built for `variables`; without `use_ema` nothing happens.
     """
-    if not _there(optimizer):
+    if not _has_average(optimizer):
         yield
         return
     _exchange(optimizer, variables)
@@ -58,24 +64,24 @@ def instead(optimizer: Any, variables: list) -> Iterator[None]:
         _exchange(optimizer, variables)
 
 
-def _there(optimizer: Any) -> bool:
-    """Whether there is an average: before the first update, and as long as loss scaling skips them, it is zeros."""
+def _has_average(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Before the first update, and as long as loss scaling skips them, the average is zeros."""
     return bool(getattr(optimizer, "use_ema", False)) and int(optimizer.iterations.numpy()) > 0
 
 
-def _exchange(optimizer: Any, variables: list) -> None:
-    """The weights wait in the averages' place meanwhile, so no memory is needed."""
-    for variable, average in zip(variables, optimizer._model_variables_moving_average):
+def _exchange(optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]) -> None:
+    """Puts weights and averages in each other's place, one at a time, so that hardly any memory is needed."""
+    for variable, average in zip(variables, keras_internals.weight_averages(optimizer)):
         for one, other in zip(_copies(variable), _copies(average)):
             kept = _read(one)
             one.assign(_read(other))
             other.assign(kept)
 
 
-def _copies(variable: Any) -> tuple:
+def _copies(variable: keras.Variable) -> tuple[tf.Variable, ...]:
     """This worker's copies of a Keras variable."""
     return tuple(getattr(variable.value, "values", (variable.value,)))
 
 
-def _read(copy: Any) -> Any:
+def _read(copy: tf.Variable) -> tf.Tensor:
     return tf.raw_ops.ReadVariableOp(resource=copy.handle, dtype=copy.dtype)

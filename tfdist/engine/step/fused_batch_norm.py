@@ -7,26 +7,27 @@ percent of its whole time on a CPU (benchmarks/README.md). The result is the sam
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import keras
 import tensorflow as tf
 
+from tfdist.models import keras_internals
+
 SMALLEST_EPSILON = 1.001e-5
-"""cuDNN takes none below."""
+"""cuDNN takes no smaller one."""
 
 
 @contextlib.contextmanager
 def normalization(model: keras.Model | None) -> Iterator[None]:
-    """While `model` is traced, its BatchNormalization layers use the fused op where it computes the same.
+    """Lets BatchNormalization layers use the fused op while `model` is traced, where it computes the same.
+
+    Replicas are traced in threads: this surrounds them all.
 
     Args:
       model: the model, or None to change nothing.
-
-    Replicas are traced in threads: this surrounds them all.
     """
-    layers = [layer for layer in (model._flatten_layers() if model else ()) if _fits(layer)]
+    layers = [layer for layer in (keras_internals.flat_layers(model) if model else ()) if _fits(layer)]
     for layer in layers:
         layer.call = _call(layer)
     try:
@@ -36,7 +37,7 @@ def normalization(model: keras.Model | None) -> Iterator[None]:
             del layer.call
 
 
-def _fits(layer: Any) -> bool:
+def _fits(layer: keras.Layer) -> bool:
     """Exact class only: a subclass may compute something else. Images with channels last only."""
     return (
         type(layer) is keras.layers.BatchNormalization
@@ -50,10 +51,10 @@ def _fits(layer: Any) -> bool:
     )
 
 
-def _call(layer: Any) -> Any:
+def _call(layer: keras.layers.BatchNormalization) -> Callable[..., tf.Tensor]:
     composed = layer.call
 
-    def call(inputs, training=None, mask=None):
+    def call(inputs: tf.Tensor, training: bool | None = None, mask: tf.Tensor | None = None) -> tf.Tensor:
         if not training or not layer.trainable or mask is not None or inputs.dtype != tf.float32:
             return composed(inputs, training=training, mask=mask)
         channels = inputs.shape[-1]

@@ -5,78 +5,71 @@ A clock in a graph is an operation that runs when what it depends on is there.
 
 from __future__ import annotations
 
-from typing import Any
-
 import tensorflow as tf
 
 
-def now(*after: Any) -> Any:
-    """Seconds since 1970 as float64, once the tensors `after` are there, and the operations have run."""
+def now(*after: tf.Tensor | tf.Operation) -> tf.Tensor:
+    """Returns seconds since 1970 as float64, read once the tensors `after` are there, and the operations have run."""
     with tf.control_dependencies(list(after)):
         return tf.timestamp()
 
 
 def count() -> int:
-    """Operations in the graph that is being traced."""
+    """Returns how many operations the graph has that is being traced."""
     return len(tf.compat.v1.get_default_graph().get_operations())
 
 
-def changes(since: int) -> list:
-    """The operations traced since `count` that change something: a loss is there long before they have run."""
+def changes(since: int) -> list[tf.Operation]:
+    """Returns the operations traced since `count` that change something: a loss is there long before they have run."""
     operations = tf.compat.v1.get_default_graph().get_operations()[since:]
     return [op for op in operations if op.op_def.is_stateful and op.type != "ReadVariableOp"]
 
 
 def can_wait(feed: tuple) -> bool:
-    """Whether there is anything to wait for: of a data set in memory only its order, and that comes from Python."""
+    """Returns whether a feed can let an update wait; a data set in memory cannot, whose order comes from Python."""
     return len(feed) == 1
 
 
-def wait(ended: Any, more: Any) -> Any:
-    """Seconds from the end of the last update until there was a next batch; none if it was there before."""
+def wait(ended: tf.Tensor, more: tf.Tensor) -> tf.Tensor:
+    """Returns seconds from the end of the last update until there was a next batch; 0 if it was there before."""
     return tf.maximum(now(more) - ended, 0.0)
 
 
-def after(time: Any, tensor: Any) -> Any:
-    """`tensor`, once the clock has been read. Else a busy executor may read it any time later."""
+def after(time: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
+    """Returns `tensor` once the clock has been read. Else a busy executor may read it any time later."""
     with tf.control_dependencies([time]):
         return tf.identity(tensor)
 
 
-def norm(gradients: list, scale: Any, wanted: Any) -> Any:
-    """Norm over all gradients, before any clipping and without regularisers; 0 where it is not wanted.
+def norm(gradients: list[tf.Tensor | None], scale: tf.Tensor | None, wanted: tf.Tensor) -> tf.Tensor:
+    """Returns the norm over all gradients, float64, before any clipping and without regularisers; 0 if not wanted.
 
     Args:
       scale: loss scale that is still in the gradients, or None.
-      wanted: bool scalar; the others are not paid for.
+      wanted: bool scalar; where it is False, nothing is computed.
     """
 
-    def take() -> Any:
+    def take() -> tf.Tensor:
         squares = [tf.cast(tf.nn.l2_loss(g), tf.float64) for g in gradients if g is not None]
-        found = tf.sqrt(2.0 * tf.add_n(squares)) if squares else tf.zeros([], tf.float64)
-        return found if scale is None else found / tf.cast(scale, tf.float64)
+        total = tf.sqrt(2.0 * tf.add_n(squares)) if squares else tf.zeros([], tf.float64)
+        return total if scale is None else total / tf.cast(scale, tf.float64)
 
     return tf.cond(wanted, take, lambda: tf.zeros([], tf.float64))
 
 
-def beside(losses: Any, seconds: Any, norm: Any) -> Any:
-    """`losses` [n], and behind them [2] what was watched, if anything was."""
-    if seconds is None and norm is None:
-        return losses
-    none = tf.zeros([], tf.float64)
-    watched = tf.stack([none if seconds is None else seconds, none if norm is None else norm])
-    return tf.concat([tf.cast(losses, tf.float64), watched], 0)
-
-
-def add(watched: Any, waited: Any, seen: Any) -> Any:
-    """`watched` [3] (see `Step._loop`) after one more update.
+def add(measures: tf.Tensor, waited: tf.Tensor | None, seen: tf.Tensor) -> tf.Tensor:
+    """Adds an update's measures up.
 
     Args:
-      waited: for input, or None if that is not known.
-      seen: what stood behind the losses, [2] or [0].
+      measures: those of the call so far, as in `CallResult`.
+      waited: seconds for input, or None if that is not known.
+      seen: those of the update, as in `StepOutput`.
+
+    Returns:
+      The sums of the seconds, and the last norm, float64 [3].
     """
     if waited is None and seen.shape[0] == 0:
-        return watched
+        return measures
     none = tf.zeros([1], tf.float64)
     times = tf.concat([none if waited is None else waited[None], seen[:1] if seen.shape[0] else none], 0)
-    return tf.concat([watched[:2] + times, seen[1:] if seen.shape[0] else none], 0)
+    return tf.concat([measures[:2] + times, seen[1:] if seen.shape[0] else none], 0)

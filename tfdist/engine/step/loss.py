@@ -8,12 +8,17 @@ adds up over micro-batches and replicas and the denominator that belongs to it.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import weakref
+from collections.abc import Callable
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
 
+from tfdist.data.structures import Structure
 from tfdist.errors import UserError, one_line
+from tfdist.models import keras_internals
+from tfdist.models.keras_internals import MatchedLoss
 
 MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
@@ -23,30 +28,48 @@ class Part:
     """One loss of one output, for a slice of the global batch.
 
     `numerator / denominator`, each summed over the slices, is the loss of the
-    whole global batch. `denominator` is None where the host knew it beforehand
-    and the numerator has been divided already.
+    whole global batch.
     """
 
     name: str
-    weight: Any
-    numerator: Any
-    denominator: Any
+    """Of the output; empty for what `add_loss` has collected."""
+    weight: float | tf.Tensor
+    """Of this loss in the total."""
+    numerator: tf.Tensor
+    """A scalar."""
+    denominator: tf.Tensor | None
+    """A scalar; None where the host knew it beforehand and the numerator has been divided already."""
+
+
+class _Quotient(NamedTuple):
+    """The two scalars of a `Part`."""
+
+    numerator: tf.Tensor
+    denominator: tf.Tensor | None
 
 
 class Objective:
     """The loss of a compiled model, for slices of global batches."""
 
     def __init__(self, model: keras.Model, jit: bool = False):
-        self._model = model
+        self._model: Callable[[], keras.Model] = weakref.ref(model)  # see Step.model
         self._jit = jit
         self.regularized = [v for v in model.trainable_variables if v.regularizer is not None]
+        """The variables with a regulariser."""
 
-    def names(self, y: Any, y_pred: Any) -> list[str]:
-        """Names under which Keras logs the single losses; empty for fewer than two."""
-        names = [f"{entry.name}_loss" for entry, *_ in self._pairs(y, y_pred, None)]
+    def names(self, y: Structure, y_pred: Structure) -> list[str]:
+        """Returns the names under which Keras logs the single losses; none for fewer than two."""
+        names = [f"{matched.entry.name}_loss" for matched in self._matched(y, y_pred, None)]
         return names if len(names) > 1 else []
 
-    def parts(self, y: Any, y_pred: Any, weight: Any, real: Any, count: Any) -> list[Part]:
+    def parts(
+        self,
+        y: Structure,
+        y_pred: Structure,
+        weight: Structure | None,
+        real: tf.Tensor | None,
+        count: tf.Tensor | int,
+    ) -> list[Part]:
         """Takes the losses of one slice apart.
 
         Args:
@@ -60,86 +83,63 @@ class Objective:
         Returns:
           One `Part` per loss and one per `add_loss` value, which counts as a
           mean over examples, as Keras' own activity regularizers are.
+
+        Raises:
+          UserError: losses that cannot be taken apart, or that do not fit targets and outputs.
         """
         parts = []
-        for entry, y_true, prediction, sample_weight in self._pairs(y, y_pred, weight):
-            numerator, denominator = self._sums(entry.loss, y_true, prediction, sample_weight, real, count)
+        for matched in self._matched(y, y_pred, weight):
+            entry = matched.entry
+            numerator, denominator = self._quotient(matched, real, count)
             scale = 1.0 if entry.loss_weights is None else entry.loss_weights
             parts.append(Part(entry.name, scale, numerator, denominator))
         share = None
-        for value in self._added():
+        for value in self._collected():
             if share is None:
                 here = tf.shape(keras.tree.flatten(y_pred)[0])[0] if real is None else real
                 share = tf.cast(here, value.dtype) / tf.cast(count, value.dtype)
             parts.append(Part("", 1.0, value * tf.cast(share, value.dtype), None))
         return parts
 
-    def regularization(self) -> list[Any]:
-        """Penalty of each variable in `regularized`, the same on every replica."""
+    def regularization(self) -> list[tf.Tensor]:
+        """Returns the penalty of each variable in `regularized`, a scalar that is the same on every replica."""
         return [variable.regularizer(variable) for variable in self.regularized]
 
-    def _added(self) -> list[Any]:
-        # Keras appends one loss per regularized weight after what add_loss collected.
-        losses = self._model.losses
+    def _collected(self) -> list[tf.Tensor]:
+        """What `add_loss` has collected: Keras appends one loss per regularised weight after it."""
+        losses = self._model().losses
         return [tf.convert_to_tensor(v) for v in losses[: len(losses) - len(self.regularized)]]
 
-    def _pairs(self, y: Any, y_pred: Any, weight: Any) -> list[tuple]:
-        """(entry, y_true, y_pred, sample_weight) per loss, matched by Keras itself.
-
-        Keras accepts targets, outputs and losses in many mixtures of lists and
-        dicts. Rather than repeat its rules, its CompileLoss runs with every
-        loss replaced by a recorder (private `_flat_losses`, `_metrics`;
-        tests/models/test_keras_internals.py notices when they change).
-        """
-        compiled = self._model._compile_loss
+    def _matched(self, y: Structure, y_pred: Structure, weight: Structure | None) -> list[MatchedLoss]:
+        compiled = keras_internals.compiled_loss(self._model())
         if compiled is None:
             return []
         if not compiled.built:
-            self._build(compiled, y, y_pred)
-        entries = list(compiled._flat_losses)
-        found: list[tuple] = []
-
-        def recorder(entry):
-            def record(y_true, prediction, sample_weight=None):
-                found.append((entry, y_true, prediction, sample_weight))
-                return tf.zeros(())
-
-            return record
-
-        metrics = compiled._metrics
-        compiled._flat_losses = [entry._replace(loss=recorder(entry)) for entry in entries]
-        compiled._metrics = [None] * len(entries)
+            try:
+                compiled(y, y_pred, None)  # Keras builds on its first call only
+            except (ValueError, KeyError, TypeError) as error:
+                raise UserError(f"loss does not fit the model's outputs: {one_line(error)}") from error
+            for entry in keras_internals.loss_entries(compiled):
+                _check(entry.loss)
         try:
-            compiled(y, y_pred, weight)
+            return keras_internals.matched_losses(compiled, y, y_pred, weight)
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"targets do not fit the model's outputs: {one_line(error)}") from error
-        finally:
-            compiled._flat_losses, compiled._metrics = entries, metrics
-        return found
 
-    @staticmethod
-    def _build(compiled: Any, y: Any, y_pred: Any) -> None:
-        try:
-            compiled(y, y_pred, None)  # Keras builds on its first call only
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"loss does not fit the model's outputs: {one_line(error)}") from error
-        for entry in compiled._flat_losses:
-            _check(entry.loss)
-
-    def _sums(self, loss: Any, y_true: Any, y_pred: Any, weight: Any, real: Any, count: Any) -> tuple:
-        """Numerator and denominator of `loss`, following keras.losses.Loss.__call__
-        and reduce_weighted_values (Keras 3), with filler rows left out."""
-        mask = getattr(y_pred, "_keras_mask", None)
+    def _quotient(self, matched: MatchedLoss, real: tf.Tensor | None, count: tf.Tensor | int) -> _Quotient:
+        """Follows keras.losses.Loss.__call__ and reduce_weighted_values (Keras 3), with filler rows left out."""
+        loss, weight = matched.entry.loss, matched.sample_weight
+        mask = keras_internals.mask_of(matched.y_pred)
         to_tensor = lambda t: keras.ops.convert_to_tensor(t, dtype=loss.dtype)
-        y_pred = keras.tree.map_structure(to_tensor, y_pred)
-        y_true = keras.tree.map_structure(to_tensor, y_true)
+        y_pred = keras.tree.map_structure(to_tensor, matched.y_pred)
+        y_true = keras.tree.map_structure(to_tensor, matched.y_true)
         values = loss.call(y_true, y_pred)
-        out_mask = getattr(values, "_keras_mask", None)
+        out_mask = keras_internals.mask_of(values)
         if out_mask is not None:
             mask = out_mask if mask is None else mask & out_mask
         values = tf.cast(values, loss.dtype)
         if values.shape.rank == 0:
-            return self._of_scalar(loss, y_true, y_pred, weight, real, count)
+            return self._of_scalar(MatchedLoss(matched.entry, y_true, y_pred, weight), real, count)
 
         is_real = None if real is None else tf.range(tf.shape(values)[0]) < real
         scaled = values
@@ -154,20 +154,21 @@ class Objective:
         numerator = _sum_real(scaled, is_real)
 
         if loss.reduction == "sum":
-            return numerator, None
+            return _Quotient(numerator, None)
         if loss.reduction == "mean_with_sample_weight" and (weight is not None or mask is not None):
             counted = mask if weight is None else weight if mask is None else weight * mask
-            return numerator, _sum_real(counted, is_real)
+            return _Quotient(numerator, _sum_real(counted, is_real))
         if mask is not None:
-            return numerator, _sum_real(mask, is_real) * _elements(scaled) / _elements(mask)
-        return numerator / (tf.cast(count, values.dtype) * _elements(scaled)), None
+            return _Quotient(numerator, _sum_real(mask, is_real) * _elements(scaled) / _elements(mask))
+        return _Quotient(numerator / (tf.cast(count, values.dtype) * _elements(scaled)), None)
 
-    def _of_scalar(self, loss: Any, y_true: Any, y_pred: Any, weight: Any, real: Any, count: Any) -> tuple:
-        """A user's loss that returns one number for a batch counts as a mean over examples.
+    def _of_scalar(self, matched: MatchedLoss, real: tf.Tensor | None, count: tf.Tensor | int) -> _Quotient:
+        """Takes a user's loss that returns one number for a batch as a mean over examples.
 
         It is called again on the real rows alone, so that filler has no part in
         it; on a replica without any, on one row that then weighs nothing.
         """
+        loss, y_true, y_pred = matched.entry.loss, matched.y_true, matched.y_pred
         if self._jit:
             raise UserError(
                 f"loss {loss.name!r} returns one number per batch, which --jit=on cannot slice: "
@@ -178,17 +179,17 @@ class Objective:
         rows = tf.maximum(real, 1)
         y_true, y_pred = keras.tree.map_structure(lambda t: t[:rows], (y_true, y_pred))
         value = tf.cast(loss.call(y_true, y_pred), loss.dtype)
-        if weight is not None:
+        if matched.sample_weight is not None:
             raise UserError(
                 f"loss {loss.name!r} returns one number per batch and cannot be combined with "
                 "sample weights: return one value per example"
             )
         if loss.reduction == "sum":
-            return tf.where(real > 0, value, tf.zeros_like(value)), None
-        return value * tf.cast(real, value.dtype) / tf.cast(count, value.dtype), None
+            return _Quotient(tf.where(real > 0, value, tf.zeros_like(value)), None)
+        return _Quotient(value * tf.cast(real, value.dtype) / tf.cast(count, value.dtype), None)
 
 
-def _check(loss: Any) -> None:
+def _check(loss: keras.Loss) -> None:
     if loss.reduction in (None, "none"):
         raise UserError(
             f"loss {loss.name!r} has reduction={loss.reduction!r}, which leaves nothing to minimise: "
@@ -201,7 +202,7 @@ def _check(loss: Any) -> None:
         )
 
 
-def _elements(values: Any) -> Any:
+def _elements(values: tf.Tensor) -> tf.Tensor:
     """Loss values per example (product of all dimensions but the first)."""
     inner = values.shape[1:]
     if inner.is_fully_defined():
@@ -209,7 +210,7 @@ def _elements(values: Any) -> Any:
     return tf.cast(tf.reduce_prod(tf.shape(values)[1:]), values.dtype)
 
 
-def _sum_real(values: Any, is_real: Any) -> Any:
+def _sum_real(values: tf.Tensor, is_real: tf.Tensor | None) -> tf.Tensor:
     """Sum over the rows that are examples."""
     if is_real is not None:
         column = tf.reshape(is_real, [-1] + [1] * (values.shape.rank - 1))
@@ -218,7 +219,7 @@ def _sum_real(values: Any, is_real: Any) -> Any:
     return tf.reduce_sum(values)
 
 
-def _same_rank(values: Any, weight: Any) -> tuple:
+def _same_rank(values: tf.Tensor, weight: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Keras' squeeze_or_expand_to_same_rank: ranks that differ by one meet at a last axis of 1."""
     if values.shape.rank == weight.shape.rank + 1 and weight.shape.rank == 1:
         if values.shape[-1] == 1:

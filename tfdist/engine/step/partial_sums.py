@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from tfdist.distributed.collectives import sum_in_order
 from tfdist.engine.step.loss import Part
+
+
+class _LossValue(NamedTuple):
+    """A loss of the whole global batch."""
+
+    part: Part
+    value: tf.Tensor
+    factor: tf.Tensor | None
+    """One over the part's denominator, for its gradients; None where that was known beforehand."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -22,11 +31,16 @@ class Payload:
 
     layout: list[list[bool]]
     parts: list[Part]
-    grads: list[Any]
-    sums: Any
+    grads: list[tf.Tensor]
+    sums: tf.Tensor
 
     @classmethod
-    def of(cls, groups: list[list], parts: list[Part]) -> Payload:
+    def of(cls, groups: list[list[tf.Tensor | None]], parts: list[Part]) -> Payload:
+        """Packs what a backward pass gives.
+
+        Args:
+          groups: one gradient or None per trainable variable, for each of `goals`; none where nothing trains.
+        """
         own = [p for p in parts if p.denominator is not None]
         scalars = [p.numerator for p in parts] + [p.denominator for p in own]
         dtype = scalars[0].dtype if scalars else tf.float32
@@ -43,17 +57,20 @@ class Payload:
             sums=sums,
         )
 
-    def tensors(self) -> list:
+    def tensors(self) -> list[tf.Tensor]:
+        """Returns what is to be added up, in an order that is the same everywhere."""
         return [*self.grads, self.sums]
 
-    def with_tensors(self, tensors: list) -> Payload:
+    def with_tensors(self, tensors: list[tf.Tensor]) -> Payload:
+        """Returns the same with other `tensors`."""
         return dataclasses.replace(self, grads=list(tensors[:-1]), sums=tensors[-1])
 
-    def plus(self, tensors: list) -> Payload:
+    def plus(self, tensors: list[tf.Tensor]) -> Payload:
+        """Returns the same with `tensors` of another micro-batch added."""
         return self.with_tensors([a + b for a, b in zip(self.tensors(), tensors)])
 
-    def _values(self) -> list[tuple[Part, Any, Any]]:
-        """(part, its loss value, factor for its gradients) after the sum."""
+    def _values(self) -> list[_LossValue]:
+        """The losses, after the sum."""
         own = iter(range(len(self.parts), len(self.parts) + sum(p.denominator is not None for p in self.parts)))
         values = []
         for i, part in enumerate(self.parts):
@@ -62,26 +79,30 @@ class Payload:
             if part.denominator is not None:
                 factor = tf.math.divide_no_nan(tf.ones_like(value), self.sums[next(own)])
                 value = value * factor
-            values.append((part, value, factor))
+            values.append(_LossValue(part, value, factor))
         return values
 
-    def gradients(self) -> list:
-        """One gradient or None per variable, after the sum."""
-        factors = [f * tf.cast(p.weight, f.dtype) for p, _, f in self._values() if f is not None]
+    def gradients(self) -> list[tf.Tensor | None]:
+        """Returns one gradient or None per trainable variable, after the sum."""
+        factors = [f * tf.cast(part.weight, f.dtype) for part, _, f in self._values() if f is not None]
         if len(self.layout) > len(factors):
             factors = [None, *factors]
-        found = iter(self.grads)
-        totals: list = [None] * (len(self.layout[0]) if self.layout else 0)
+        remaining = iter(self.grads)
+        totals: list[tf.Tensor | None] = [None] * (len(self.layout[0]) if self.layout else 0)
         for present, factor in zip(self.layout, factors):
             for i, is_there in enumerate(present):
                 if is_there:
-                    grad = next(found)
+                    grad = next(remaining)
                     grad = grad if factor is None else grad * tf.cast(factor, grad.dtype)
                     totals[i] = grad if totals[i] is None else totals[i] + grad
         return totals
 
-    def losses(self, penalties: list) -> Any:
-        """[1 + outputs]: the total loss, then the single losses if there are several."""
+    def losses(self, penalties: list[tf.Tensor]) -> tf.Tensor:
+        """Returns the total loss, then the single losses if there are several, [1 + outputs], after the sum.
+
+        Args:
+          penalties: of the regularisers, scalars.
+        """
         values = self._values()
         weighted = [value * tf.cast(part.weight, value.dtype) for part, value, _ in values]
         weighted += [tf.cast(p, self.sums.dtype) for p in penalties]
@@ -90,8 +111,8 @@ class Payload:
         return tf.stack([total, *(single if len(single) > 1 else [])])
 
 
-def goals(parts: list[Part]) -> list:
-    """Scalars to differentiate: one for all known denominators, one per own denominator."""
+def goals(parts: list[Part]) -> list[tf.Tensor]:
+    """Returns the scalars to differentiate: one for all known denominators, one per own denominator."""
     known = [p.numerator * tf.cast(p.weight, p.numerator.dtype) for p in parts if p.denominator is None]
     own = [p.numerator for p in parts if p.denominator is not None]
     if not known:

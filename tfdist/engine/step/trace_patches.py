@@ -10,27 +10,24 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from tensorflow.python.distribute.distribute_lib import ReplicaContextBase
-from tensorflow.python.framework import ops
-from tensorflow.python.ops import custom_gradient
+import tensorflow as tf
+
+from tfdist.models import keras_internals
 
 _inside = threading.local()  # replicas are traced in threads that take turns within an all-reduce
 
 
 @contextlib.contextmanager
 def quick() -> Iterator[None]:
-    """While a step is traced with its gradients, all-reduces look for no variables; afterwards nothing keeps them.
-
-    It goes through private names (tests/models/test_keras_internals.py notices when that changes).
-    """
-    all_reduce = ReplicaContextBase.all_reduce
-    search, new_name = custom_gradient._get_dependent_variables, custom_gradient.generate_name
+    """Lets all-reduces look for no variables while a step is traced; afterwards nothing keeps their gradients."""
+    context = keras_internals.replica_context()
+    all_reduce = context.all_reduce
     entered: list[str] = []
 
-    def reduce(self: Any, *arguments: Any, **options: Any) -> Any:
+    def reduce(self: tf.distribute.ReplicaContext, *arguments: Any, **options: Any) -> Any:
         before = getattr(_inside, "reduce", False)
         _inside.reduce = True
         try:
@@ -38,21 +35,23 @@ def quick() -> Iterator[None]:
         finally:
             _inside.reduce = before
 
-    def found(input_ops: Any, output_ops: Any) -> list:
-        return [] if getattr(_inside, "reduce", False) else search(input_ops, output_ops)
+    def search(theirs: Callable) -> Callable:
+        return lambda input_ops, output_ops: [] if getattr(_inside, "reduce", False) else theirs(input_ops, output_ops)
 
-    def noted() -> str:
-        name = new_name()
-        if getattr(_inside, "reduce", False):
-            entered.append(name)
+    def entry(theirs: Callable) -> Callable:
+        def name() -> str:
+            new = theirs()
+            if getattr(_inside, "reduce", False):
+                entered.append(new)
+            return new
+
         return name
 
-    ReplicaContextBase.all_reduce = reduce
-    custom_gradient._get_dependent_variables, custom_gradient.generate_name = found, noted
+    context.all_reduce = reduce
     try:
-        yield
+        with keras_internals.gradient_bookkeeping(search, entry):
+            yield
     finally:
-        ReplicaContextBase.all_reduce = all_reduce
-        custom_gradient._get_dependent_variables, custom_gradient.generate_name = search, new_name
+        context.all_reduce = all_reduce
         for name in entered:
-            ops.gradient_registry._registry.pop(name, None)
+            keras_internals.forget_gradient(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -28,7 +29,7 @@ BLUE_MEAN = (103.939, 116.779, 123.68)
 
 
 def build(name: str, options: dict[str, Any], spec: Spec) -> keras.Model:
-    """The model of that name for this data. Returns logits.
+    """Builds the model of that name for this data; its outputs are logits [n, classes].
 
     Images of one channel become grey ones of three. Values are brought to what
     the family expects inside the model, so that the weights that Keras offers
@@ -84,19 +85,19 @@ def correct(model: keras.Model) -> None:
     """
     for layer in model.layers:
         if isinstance(layer, keras.layers.Normalization) and layer.input_mean is None:
-            found = np.array(layer.adapt_variance)
-            if found.shape == (3,) and np.allclose(found, STD, atol=1e-5):
-                layer.adapt_variance.assign(found**2)
+            given = np.array(layer.adapt_variance)
+            if given.shape == (3,) and np.allclose(given, STD, atol=1e-5):
+                layer.adapt_variance.assign(given**2)
                 layer.finalize_state()
 
 
-def pixels(image: Any, spec: Spec, family: str) -> Any:
-    """`image` as `keras.applications.<family>.preprocess_input` would give it to the model, [n, h, w, 3]."""
+def pixels(image: keras.KerasTensor, spec: Spec, family: str) -> keras.KerasTensor:
+    """Returns `image` as `keras.applications.<family>.preprocess_input` would give it to the model, [n, h, w, 3]."""
     if spec.shape[-1] == 1:
         image = keras.layers.Concatenate(name="grey")([image] * 3)
     factor = layers.PIXEL * layers.unit(spec)
-    scale: Any = factor
-    offset: Any = 0.0
+    scale: float | list[float] = factor
+    offset: float | list[float] = 0.0
     if family in BLUE_FIRST:
         image = keras.ops.flip(image, axis=-1)
         scale, offset = [factor] * 3, [-m for m in BLUE_MEAN]
@@ -107,7 +108,7 @@ def pixels(image: Any, spec: Spec, family: str) -> Any:
     return keras.layers.Rescaling(scale, offset, name="pixels")(image)
 
 
-def _family(function: Any) -> str:
+def _family(function: Callable[..., keras.Model]) -> str:
     """Its module within keras.applications."""
     return inspect.unwrap(function).__module__.rpartition(".")[2]
 
@@ -115,7 +116,7 @@ def _family(function: Any) -> str:
 def _head_in_full(model: keras.Model) -> None:
     """Lets the layers from the last one with weights on work in full precision.
 
-    Of a layer that is there already, since the families end in different ones
+    Their type is changed after they have been made, since the families end in different layers
     (Dense; Conv2D, Reshape and Activation) and none takes a type for them.
     """
     precision = layers.full_precision()

@@ -18,8 +18,8 @@ PIXEL = 255.0
 def check_options(function: Callable[..., Any], options: dict[str, Any]) -> None:
     """Refuses values that an architecture cannot be built with; Keras would show pages, or build something else.
 
-    By the annotations of its arguments: numbers that are floats are probabilities, whole numbers count something, from
-    1 on, or from 0 on where that is the default or the argument is a `depth`.
+    The annotations of its arguments say what is right: floats are probabilities, whole numbers count something, from 1
+    on, or from 0 on where that is the default or the argument is a `depth`.
 
     Raises:
       UserError: naming the option.
@@ -46,24 +46,28 @@ def check_options(function: Callable[..., Any], options: dict[str, Any]) -> None
             raise UserError(f"model.options: {name} of {function.__name__} must be {wanted}, got {value!r}")
 
 
-def _is_number(value: Any, kind: Any) -> bool:
+def _is_number(value: object, kind: type | tuple[type, ...]) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def unit(spec: Spec) -> float:
-    """What brings inputs to [0, 1]: of whole numbers, and of pixels that are floats; other floats are taken as such."""
+    """Returns the factor that brings whole numbers, and pixels that are floats, to [0, 1]; 1 for other floats."""
     whole = spec.dtype.startswith(("int", "uint"))
     return 1.0 / spec.maximum if whole or spec.maximum == PIXEL else 1.0
 
 
-def scaled(spec: Spec, centred: bool = False) -> Any:
-    """Inputs to [0, 1], or to [-1, 1] if `centred`; see `unit`."""
+def scaled(spec: Spec, centred: bool = False) -> keras.Layer:
+    """Makes a layer that brings inputs to [0, 1], or to [-1, 1] if `centred`; see `unit`."""
     factor = unit(spec)
     return keras.layers.Rescaling(2.0 * factor, offset=-1.0) if centred else keras.layers.Rescaling(factor)
 
 
-def logits(spec: Spec) -> Any:
-    """The last layer, `head`."""
+def logits(spec: Spec) -> keras.Layer:
+    """Makes the last layer of a classifier, `head`.
+
+    Raises:
+      UserError: the targets are no classes.
+    """
     if spec.classes is None:
         raise UserError(
             "this model classifies, and the targets are not whole numbers: use model.name=package.module:function"
@@ -71,17 +75,17 @@ def logits(spec: Spec) -> Any:
     return output(spec.classes)
 
 
-def output(units: int) -> Any:
-    """A linear layer `head` of full precision: in half precision the loss would lose most of its digits."""
+def output(units: int) -> keras.Layer:
+    """Makes a linear layer `head` of full precision: in half precision the loss would lose most of its digits."""
     return keras.layers.Dense(units, dtype=full_precision(), name="head")
 
 
 def full_precision() -> str | None:
-    """Type of layers that must not be in half precision; None for the usual one."""
+    """Returns the type of layers that must not be in half precision; None for the usual one."""
     return None if keras.config.floatx() == "float64" else "float32"
 
 
-def stochastic_depth(x: Any, rate: float, name: str) -> Any:
+def stochastic_depth(x: keras.KerasTensor, rate: float, name: str) -> keras.KerasTensor:
     """Leaves out `x` [n, ...], a branch beside a shortcut, for each example with probability `rate` while training.
 
     "Deep Networks with Stochastic Depth" (Huang et al., 2016), per example and
@@ -95,18 +99,21 @@ def stochastic_depth(x: Any, rate: float, name: str) -> Any:
 
 
 def depth_rates(last: float, blocks: int) -> list[float]:
-    """Rates of `blocks` blocks that grow linearly to `last` (Huang et al., 2016, equation 4)."""
+    """Returns rates of `blocks` blocks that grow linearly to `last` (Huang et al., 2016, equation 4)."""
     return [last * (block + 1) / blocks for block in range(blocks)]
 
 
-def attention(heads: int, width: int, dropout: float, initializer: Any, name: str) -> Any:
-    """Attention without biases: that of the keys has no effect, and Adam would move it by rounding alone."""
+def attention(
+    heads: int, width: int, dropout: float, initializer: keras.Initializer | str, name: str
+) -> keras.layers.MultiHeadAttention:
+    """Makes attention without biases: that of the keys has no effect, and Adam would move it by rounding alone."""
     return keras.layers.MultiHeadAttention(
         heads, width // heads, dropout=dropout, use_bias=False, kernel_initializer=initializer, name=name
     )
 
 
 def divides(width: int, heads: int) -> None:
+    """Refuses a width that the heads cannot share."""
     if width % heads:
         raise UserError(f"model.options: width={width} is not a multiple of heads={heads}")
 
@@ -125,6 +132,7 @@ def needs_image(name: str, spec: Spec, smallest: int = 1) -> None:
 
 
 def needs_sequence(name: str, spec: Spec) -> None:
+    """Refuses what is no sequence of whole numbers."""
     if len(spec.shape) != 1:
         raise UserError(f"model.name={name!r} needs sequences, the data has shape {list(spec.shape)}")
     if not spec.dtype.startswith(("int", "uint")):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import keras
 
 from tfdist.data.spec import Spec
@@ -19,7 +17,7 @@ def cnn(spec: Spec, channels: tuple[int, ...] = (64, 128), units: int = 128) -> 
     pooling they stay within 1e-6, so that strategies can be compared to the end.
     """
     layers_lib.needs_image("cnn", spec, smallest=2)
-    layers: list[Any] = [layers_lib.scaled(spec)]
+    layers: list[keras.Layer] = [layers_lib.scaled(spec)]
     for width in channels:
         layers += [*_convolution(width), keras.layers.Activation("gelu")]
     layers += [keras.layers.AveragePooling2D(2), keras.layers.Flatten(), keras.layers.Dense(units, activation="gelu")]
@@ -30,7 +28,7 @@ def mlp(spec: Spec, units: int = 32, depth: int = 1, dropout: float = 0.0) -> ke
     """Flatten and `depth` hidden layers of `units`. Returns logits."""
     if spec.columns:
         raise UserError("model.name='mlp' takes one kind of input, and a table has columns: use model.name=table_mlp")
-    layers: list[Any] = [layers_lib.scaled(spec), keras.layers.Flatten()]
+    layers: list[keras.Layer] = [layers_lib.scaled(spec), keras.layers.Flatten()]
     for _ in range(depth):
         layers += [keras.layers.Dense(units, activation="relu")]
         layers += [keras.layers.Dropout(dropout)] if dropout else []
@@ -40,7 +38,7 @@ def mlp(spec: Spec, units: int = 32, depth: int = 1, dropout: float = 0.0) -> ke
 def conv_bn(spec: Spec, channels: tuple[int, ...] = (32, 64, 128)) -> keras.Model:
     """Blocks of two convolutions with BatchNorm and ReLU, then pooling. Returns logits."""
     layers_lib.needs_image("conv_bn", spec, smallest=2 ** len(channels))
-    layers: list[Any] = [layers_lib.scaled(spec)]
+    layers: list[keras.Layer] = [layers_lib.scaled(spec)]
     for width in channels:
         for _ in range(2):
             layers += [*_convolution(width), keras.layers.ReLU()]
@@ -48,7 +46,7 @@ def conv_bn(spec: Spec, channels: tuple[int, ...] = (32, 64, 128)) -> keras.Mode
     return keras.Sequential([_input(spec), *layers, keras.layers.GlobalAveragePooling2D(), layers_lib.logits(spec)])
 
 
-def _convolution(width: int) -> list[Any]:
+def _convolution(width: int) -> list[keras.Layer]:
     return [
         keras.layers.Conv2D(width, 3, padding="same", use_bias=False),
         # Keras' momentum of 0.99 lags a hundred updates behind, a tenth of a short run.
@@ -56,5 +54,5 @@ def _convolution(width: int) -> list[Any]:
     ]
 
 
-def _input(spec: Spec) -> Any:
+def _input(spec: Spec) -> keras.KerasTensor:
     return keras.Input(spec.shape, dtype=spec.dtype)

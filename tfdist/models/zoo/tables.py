@@ -30,10 +30,10 @@ def table_mlp(
         raise UserError("model.name='table_mlp' needs the columns of a table: use data.name=csv:/path")
     if outputs != 1 and spec.classes is not None:
         raise UserError(f"model.options: outputs={outputs} is for numbers to predict, and the targets are classes")
-    inputs, found = {}, []
+    inputs, pieces = {}, []
     if numbers:
         inputs["numbers"] = keras.Input((len(numbers),), dtype="float32", name="numbers")
-        found.append(inputs["numbers"])
+        pieces.append(inputs["numbers"])
     if categories:
         inputs["categories"] = keras.Input((len(categories),), dtype="int32", name="categories")
     for place, column in enumerate(categories):
@@ -41,8 +41,8 @@ def table_mlp(
         length = embedding or min(50, (texts + 1) // 2)
         # By number: a column may have any name, a layer may not.
         vectors = keras.layers.Embedding(texts, length, name=f"category{place + 1}")
-        found.append(vectors(inputs["categories"][:, place]))
-    x = keras.layers.Concatenate(name="row")(found) if len(found) > 1 else found[0]
+        pieces.append(vectors(inputs["categories"][:, place]))
+    x = keras.layers.Concatenate(name="row")(pieces) if len(pieces) > 1 else pieces[0]
     for number in range(1, depth + 1):
         x = keras.layers.Dense(units, "gelu", kernel_initializer="he_normal", name=f"dense{number}")(x)
         x = keras.layers.Dropout(dropout, name=f"dropout{number}")(x) if dropout else x

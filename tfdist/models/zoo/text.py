@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import keras
 
 from tfdist.data.spec import Spec
@@ -53,8 +51,8 @@ def gpt(
     and must weigh nothing in the loss.
 
     Args:
-      width: of a token's vector; a multiple of `heads`.
-      dropout: of the embeddings, the attention and each branch.
+      width: length of a token's vector; a multiple of `heads`.
+      dropout: rate after the embeddings, in the attention and after each branch.
       tied: the head has the weights of the embedding (Press and Wolf, 2017); otherwise its own.
       vocabulary: tokens; 0 for the 256 bytes, or as many as the data has if that is more.
 
@@ -101,13 +99,13 @@ def gpt(
 
 
 def _tokens(spec: Spec) -> int:
-    """As many as the data needs, inputs and targets."""
+    """How many tokens the data needs, in inputs and targets."""
     return max(int(spec.maximum) + 1, spec.classes or 0)
 
 
-def _normalized(x: Any, name: str) -> Any:
+def _normalized(x: keras.KerasTensor, name: str) -> keras.KerasTensor:
     return keras.layers.LayerNormalization(epsilon=1e-5, name=name)(x)
 
 
-def _dropped(x: Any, rate: float, name: str) -> Any:
+def _dropped(x: keras.KerasTensor, rate: float, name: str) -> keras.KerasTensor:
     return keras.layers.Dropout(rate, name=name)(x) if rate else x

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import keras
 
 from tfdist.data.spec import Spec
@@ -23,8 +21,8 @@ def alexnet(spec: Spec, width: int = 64, units: int = 4096, dropout: float = 0.5
 
     Args:
       width: channels of the first convolution, 64 as published; the others grow with it.
-      units: of the two hidden layers.
-      dropout: of what they read.
+      units: width of the two hidden layers.
+      dropout: rate of what they read.
 
     Returns:
       A model with logits.
@@ -104,8 +102,8 @@ def vit(
 
     Args:
       patch: pixels per side of a patch; divides both sides of the image.
-      width: of a patch's vector; a multiple of `heads`.
-      dropout: of the patches, the attention and each branch.
+      width: length of a patch's vector; a multiple of `heads`.
+      dropout: rate after the patches, in the attention and after each branch.
       stochastic_depth: probability of leaving out the last block's branches; those before it less.
 
     Returns:
@@ -139,7 +137,7 @@ def vit(
     return keras.Model(image, layers.logits(spec)(x))
 
 
-def _convolution(x: Any, channels: int, stride: int, name: str) -> Any:
+def _convolution(x: keras.KerasTensor, channels: int, stride: int, name: str) -> keras.KerasTensor:
     x = keras.layers.Conv2D(
         channels, 3, stride, "same", use_bias=False, kernel_initializer="he_normal", name=f"{name}_conv"
     )(x)
@@ -147,7 +145,7 @@ def _convolution(x: Any, channels: int, stride: int, name: str) -> Any:
     return keras.layers.BatchNormalization(momentum=0.9, epsilon=1e-5, name=f"{name}_bn")(x)
 
 
-def _residual(x: Any, channels: int, stride: int, rate: float, name: str) -> Any:
+def _residual(x: keras.KerasTensor, channels: int, stride: int, rate: float, name: str) -> keras.KerasTensor:
     y = _convolution(x, channels, stride, f"{name}_1")
     y = keras.layers.ReLU(name=f"{name}_1_relu")(y)
     y = layers.stochastic_depth(_convolution(y, channels, 1, f"{name}_2"), rate, f"{name}_drop")
@@ -159,7 +157,9 @@ def _residual(x: Any, channels: int, stride: int, rate: float, name: str) -> Any
     return keras.layers.ReLU(name=f"{name}_relu")(keras.layers.Add(name=f"{name}_add")([x, y]))
 
 
-def _added(x: Any, y: Any, dropout: float, rate: float, name: str, number: int) -> Any:
+def _added(
+    x: keras.KerasTensor, y: keras.KerasTensor, dropout: float, rate: float, name: str, number: int
+) -> keras.KerasTensor:
     y = keras.layers.Dropout(dropout, name=f"{name}_dropout{number}")(y) if dropout else y
     y = layers.stochastic_depth(y, rate, f"{name}_drop{number}")
     return keras.layers.Add(name=f"{name}_add{number}")([x, y])

@@ -1,0 +1,128 @@
+"""The loop over global batches within a call: what is added up from batch to batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from tfdist.data.batch_layout import Layout, fetch
+from tfdist.engine.step import graph_clock, metrics
+from tfdist.engine.step.replica import Replica
+from tfdist.engine.step.results import CallResult
+
+
+class LoopState(NamedTuple):
+    """What the loop hands from one global batch to the next."""
+
+    i: tf.Tensor
+    """Number of the next batch, an int32 scalar."""
+    sums: tf.Tensor
+    """As in `CallResult`."""
+    examples: tf.Tensor
+    """As in `CallResult`."""
+    nonfinite: tf.Tensor
+    """As in `CallResult`."""
+    more: tf.Tensor
+    """Whether there may be another batch, a bool scalar."""
+    measures: tf.Tensor
+    """As in `CallResult`."""
+    ended: tf.Tensor
+    """When the last batch was done, in seconds since 1970."""
+
+    @classmethod
+    def start(cls, first: tf.Tensor, losses: int) -> LoopState:
+        """Returns the state before the batch with the number `first`, for this number of loss values."""
+        return cls(
+            i=first,
+            sums=tf.zeros([losses], tf.float64),
+            examples=tf.zeros([], tf.float64),
+            nonfinite=tf.constant(-1),
+            more=tf.constant(True),
+            measures=tf.zeros([3], tf.float64),
+            ended=graph_clock.now(),
+        )
+
+
+class StepOutput(NamedTuple):
+    """What one replica gives for one global batch. It travels as one vector, since one is what a replica can return."""
+
+    losses: tf.Tensor
+    """[1 + outputs], the same on every replica."""
+    measures: tf.Tensor
+    """Seconds that the all-reduce took here and the norm of the gradient, float64 [2]; [0] where neither was taken."""
+
+    @staticmethod
+    def packed(losses: tf.Tensor, seconds: tf.Tensor | None, norm: tf.Tensor | None) -> tf.Tensor:
+        """Returns the losses [n], and behind them [2] the measures if there is one of them."""
+        if seconds is None and norm is None:
+            return losses
+        none = tf.zeros([], tf.float64)
+        measures = tf.stack([none if seconds is None else seconds, none if norm is None else norm])
+        return tf.concat([tf.cast(losses, tf.float64), measures], 0)
+
+    @classmethod
+    def unpacked(cls, values: tf.Tensor, losses: int) -> StepOutput:
+        """Takes apart what `packed` has put together with this number of losses."""
+        return cls(values[:losses], values[losses:])
+
+
+def batch_loop(replica: Replica, layout: Layout, losses: int, one: Callable) -> Callable[..., CallResult]:
+    """Makes a function of a feed and two batch numbers, to be compiled, that goes over these global batches.
+
+    Args:
+      losses: how many values `one` gives before its measures.
+      one: `one((table, rows), count, is_last)` does the work of one replica for one global batch, and returns a
+        `StepOutput.packed`.
+
+    Returns:
+      `call(feed, first, last)`.
+    """
+    distribution = replica.distribution
+
+    def call(feed: tuple, first: tf.Tensor, last: tf.Tensor) -> CallResult:
+        def body(*entries: tf.Tensor) -> LoopState:
+            state = LoopState(*entries)
+            more, take = fetch(feed, state.i, layout)
+            waited = graph_clock.wait(state.ended, more) if replica.timed and graph_clock.can_wait(feed) else None
+
+            def work() -> LoopState:
+                before = graph_clock.count()
+                table, rows, count = take()
+                is_last = tf.equal(state.i + 1, last)
+                values = distribution.local(distribution.run(one, ((table, rows), count, is_last)))[0]
+                output = StepOutput.unpacked(values, losses)
+                weight = tf.cast(count, tf.float64)
+                finite = tf.math.is_finite(output.losses[0])
+                return LoopState(
+                    i=state.i + 1,
+                    sums=state.sums + tf.cast(output.losses, tf.float64) * weight,
+                    examples=state.examples + weight,
+                    nonfinite=tf.where(tf.logical_or(finite, state.nonfinite >= 0), state.nonfinite, state.i),
+                    more=tf.constant(True),
+                    measures=graph_clock.add(state.measures, waited, output.measures),
+                    ended=state.ended if waited is None else graph_clock.now(finite, *graph_clock.changes(before)),
+                )
+
+            if more is True:
+                return work()
+            return tf.cond(more, work, lambda: state._replace(more=more))
+
+        end = tf.while_loop(
+            lambda *entries: tf.logical_and(LoopState(*entries).i < last, LoopState(*entries).more),
+            body,
+            LoopState.start(first, losses),
+            # Two rounds at a time would have a collective in flight twice under one name.
+            parallel_iterations=1 if distribution.workers > 1 else 10,
+        )
+        return CallResult(
+            sums=end.sums,
+            examples=end.examples,
+            nonfinite=end.nonfinite,
+            done=end.i - first,
+            metrics=metrics.results(replica.model, distribution),
+            measures=end.measures,
+        )
+
+    return call

@@ -1,0 +1,31 @@
+"""The compiled function that measures: losses and metrics of global batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from tfdist.data.batch_layout import Layout
+from tfdist.engine.step import metrics
+from tfdist.engine.step.batch_loop import batch_loop
+from tfdist.engine.step.replica import Replica
+from tfdist.engine.step.results import CallResult
+
+
+def evaluation_call(replica: Replica, layout: Layout, losses: int) -> Callable[..., CallResult]:
+    """Makes `call(feed, first, last)`, which measures these global batches and changes nothing but metrics.
+
+    Args:
+      losses: loss values of a batch, the total included.
+    """
+
+    def one(batch: tuple, count: tf.Tensor, is_last: tf.Tensor) -> tf.Tensor:
+        data = replica.take(layout, *batch)
+        real = replica.real_rows(layout, count)
+        payload, outputs = replica.passes(data, real, count, False)
+        metrics.update(replica.model, data, outputs, real)
+        payload = payload.with_tensors(replica.distribution.all_sum(payload.tensors()))
+        return payload.losses(replica.objective.regularization())
+
+    return tf.function(batch_loop(replica, layout, losses, one), autograph=False, reduce_retracing=True)

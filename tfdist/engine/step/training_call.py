@@ -1,0 +1,174 @@
+"""The compiled function that trains: one update for each global batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfdist.data.batch_layout import Layout, with_shape
+from tfdist.data.structures import Structure
+from tfdist.distributed import collectives
+from tfdist.distributed.collectives import sum_in_order
+from tfdist.engine import preconditions
+from tfdist.engine.step import fused_batch_norm, graph_clock, metrics, optimizer_update, trace_patches
+from tfdist.engine.step.batch_loop import StepOutput, batch_loop
+from tfdist.engine.step.optimizer_update import Gradients, OwnedOptimizer
+from tfdist.engine.step.partial_sums import Payload
+from tfdist.engine.step.replica import Replica
+from tfdist.engine.step.results import CallResult
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TrainingOptions:
+    """What sets one compiled training function apart from another."""
+
+    full: bool = False
+    """The global batches are known to be full and to divide evenly, which saves small models the handling of filler."""
+    reduce_dtype: str = "float32"
+    """Type in which gradients travel between replicas."""
+    norm: bool = False
+    """Whether the norm of the last update's gradient is taken."""
+    factors: tuple[float, ...] = ()
+    """On the learning rate of each trainable variable, as `layerwise_rates` gives them; none for 1."""
+
+
+def training_call(replica: Replica, layout: Layout, losses: int, options: TrainingOptions) -> Callable[..., CallResult]:
+    """Makes `call(feed, first, last)`, which makes an update of each of these global batches.
+
+    Args:
+      losses: loss values of an update, the total included.
+
+    Raises:
+      UserError: settings of the optimizer that tfdist replaces.
+    """
+    optimizer_update.check(replica.model.optimizer)
+
+    def call(feed: tuple, first: tf.Tensor, last: tf.Tensor) -> CallResult:
+        model = replica.model
+        with (
+            optimizer_update.owned(model.optimizer, model.trainable_variables, options.factors) as optimizer,
+            trace_patches.quick(),
+            fused_batch_norm.normalization(None if replica.jit else model),  # XLA fuses by itself
+        ):
+            return batch_loop(replica, layout, losses, _Update(replica, layout, options, optimizer))(feed, first, last)
+
+    return tf.function(call, autograph=False, reduce_retracing=True)
+
+
+class _Regularization(NamedTuple):
+    """The regularisers' part in an update: the same on every replica, so added after the sum and counted once."""
+
+    penalties: list[tf.Tensor]
+    """One scalar per regularised variable."""
+    added: Callable[[Gradients], Gradients]
+    """Adds the gradient of the penalties to one gradient or None per trainable variable."""
+
+
+class _Update:
+    """One update on one replica."""
+
+    def __init__(self, replica: Replica, layout: Layout, options: TrainingOptions, optimizer: OwnedOptimizer):
+        self._replica = replica
+        self._distribution = replica.distribution
+        self._layout = layout
+        self._options = options
+        self._optimizer = optimizer
+
+    def __call__(self, batch: tuple, count: tf.Tensor, is_last: tf.Tensor) -> tf.Tensor:
+        """Makes the update.
+
+        Args:
+          batch: (table, rows) as for `Replica.take`.
+          count: examples in the global batch, an int32 scalar.
+          is_last: whether it is the last update of the call, a bool scalar.
+
+        Returns:
+          A packed `StepOutput`.
+        """
+        replica, layout, model = self._replica, self._layout, self._replica.model
+        examples = layout.batch if self._options.full else count
+        data = replica.take(layout, *batch)
+        scale = self._optimizer.loss_scale()
+        if layout.accumulate == 1:
+            real = replica.real_rows(layout, examples)
+            payload, outputs = replica.passes(data, real, examples, True, scale)
+            metrics.update(model, data, outputs, replica.real_rows(layout, examples))
+        else:
+            payload = self._accumulated(data, examples, scale)
+        begun = None
+        if replica.timed and self._distribution.replicas > 1:
+            begun = graph_clock.now(*payload.tensors())
+            payload.sums = graph_clock.after(begun, payload.sums)
+        payload = payload.with_tensors(self._summed(payload))
+        seconds = None if begun is None else graph_clock.now(*payload.tensors()) - begun
+        regularization = self._regularization()
+        gradients = payload.gradients()
+        norm = graph_clock.norm(gradients, scale, is_last) if self._options.norm else None
+        self._optimizer.apply(gradients, model.trainable_variables, regularization.added)
+        return StepOutput.packed(payload.losses(regularization.penalties), seconds, norm)
+
+    def _summed(self, payload: Payload) -> list[tf.Tensor]:
+        """`payload.tensors()` over all replicas; gradients may travel in a smaller type, sums do not."""
+        dtype = self._options.reduce_dtype
+        if dtype == "float32" or self._distribution.replicas == 1:
+            return self._distribution.all_sum(payload.tensors())
+        small = collectives.shrunk(payload.grads, dtype)
+        *totals, sums = self._distribution.all_sum([*small, payload.sums])
+        return [*(tf.cast(total, g.dtype) for total, g in zip(totals, payload.grads)), sums]
+
+    def _accumulated(self, data: Structure, examples: tf.Tensor | int, scale: tf.Tensor | None) -> Payload:
+        """Adds up the payloads of all micro-batches of this replica."""
+        replica, layout = self._replica, self._layout
+        slices = keras.tree.map_structure(
+            lambda t: tf.reshape(t, tf.concat([[layout.accumulate, layout.micro], tf.shape(t)[1:]], 0)), data
+        )
+
+        def micro(i: tf.Tensor | int) -> Payload:
+            part = keras.tree.map_structure(
+                lambda t, whole: with_shape(t[i], [layout.micro, *whole.shape[1:]]), slices, data
+            )
+            real = replica.real_rows(layout, examples, i)
+            payload, outputs = replica.passes(part, real, examples, True, scale)
+            metrics.update(replica.model, part, outputs, real)
+            return payload
+
+        payload = micro(0)
+        if self._unrolled():
+            for i in range(1, layout.accumulate):
+                payload = payload.plus(micro(i).tensors())
+            return payload
+
+        def body(i: tf.Tensor, tensors: list[tf.Tensor]) -> tuple[tf.Tensor, list[tf.Tensor]]:
+            return i + 1, payload.with_tensors(tensors).plus(micro(i).tensors()).tensors()
+
+        _, tensors = tf.while_loop(lambda i, _: i < layout.accumulate, body, (tf.constant(1), payload.tensors()))
+        return payload.with_tensors(tensors)
+
+    def _unrolled(self) -> bool:
+        """Synchronized BatchNorm reduces inside the forward pass, which a replica's while loop cannot."""
+        return self._distribution.replicas > 1 and preconditions.synchronizes(self._replica.model)
+
+    def _regularization(self) -> _Regularization:
+        objective, variables = self._replica.objective, self._replica.model.trainable_variables
+        if not objective.regularized:
+            return _Regularization([], lambda gradients: gradients)
+        targets = [v.value for v in objective.regularized]
+        with tf.GradientTape() as tape:
+            penalties = objective.regularization()
+            total = sum_in_order([tf.cast(p, penalties[0].dtype) for p in penalties])
+        by_variable = dict(zip([id(v) for v in objective.regularized], tape.gradient(total, targets)))
+
+        def added(gradients: Gradients) -> Gradients:
+            sums = []
+            for variable, gradient in zip(variables, gradients):
+                extra = by_variable.get(id(variable))
+                if gradient is not None and extra is not None:
+                    extra = gradient + tf.cast(extra, gradient.dtype)
+                sums.append(gradient if extra is None else extra)
+            return sums
+
+        return _Regularization(penalties, added)
