@@ -18,7 +18,7 @@ class Agreed(NamedTuple):
     """Whether the chief finds it time for a checkpoint."""
 
 
-class _Vote(NamedTuple):
+class _StopVote(NamedTuple):
     """What one worker has to tell the others."""
 
     seconds: float
@@ -40,8 +40,8 @@ def agree(step: Step, label: str, seconds: float, should_stop: Callable[[], str]
       Interrupted: some worker has a reason to stop.
     """
     peers = step.distribution.peers
-    mine = _Vote(seconds, should_stop(), bool(getattr(step.model, "stop_training", False)), save)
-    votes = [_Vote(*vote) for vote in peers.gather(label, list(mine))]
+    mine = _StopVote(seconds, should_stop(), bool(getattr(step.model, "stop_training", False)), save)
+    votes = [_StopVote(*vote) for vote in peers.gather(label, list(mine))]
     for rank, vote in enumerate(votes):
         if vote.reason:
             raise Interrupted(vote.reason + (f" (worker {rank})" if peers.size > 1 else ""))
