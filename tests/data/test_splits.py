@@ -18,9 +18,22 @@ def rows(text):
 
 @pytest.mark.parametrize(
     "text",
-    ["train", "test", "train[:90%]", "train[90%:]", "train[10%:20%]", "train[100:]", "train[:-50]", "train[-50:]",
-     "train[5:6]", "test[:50%]", "train[:-10%]", "train+test", "train[:3]+test[5:]+train[7:]"],
-)  # fmt: skip
+    [
+        "train",
+        "test",
+        "train[:90%]",
+        "train[90%:]",
+        "train[10%:20%]",
+        "train[100:]",
+        "train[:-50]",
+        "train[-50:]",
+        "train[5:6]",
+        "test[:50%]",
+        "train[:-10%]",
+        "train+test",
+        "train[:3]+test[5:]+train[7:]",
+    ],
+)
 def test_as_tfds_means_it(text):
     infos = {
         name: tfds.core.SplitInfo(name=name, shard_lengths=[size], num_bytes=0, filename_template=template(name))
@@ -35,9 +48,12 @@ def test_as_tfds_means_it(text):
 
 def template(name):
     return tfds.core.ShardedFileTemplate(
-        data_dir="/nowhere", template="{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}", dataset_name="d", split=name,
+        data_dir="/nowhere",
+        template="{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}",
+        dataset_name="d",
+        split=name,
         filetype_suffix="tfrecord",
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("size", range(1, 60))
@@ -57,7 +73,10 @@ def test_two_slices_with_a_common_bound_share_no_example_and_leave_none_out(size
     [
         (
             "trian",
-            "data.train_split='trian': the data has no split 'trian': did you mean 'train'? Known are test, train, and slices such as test[:90%]",
+            (
+                "data.train_split='trian': the data has no split 'trian': did you mean 'train'? Known are test, "
+                "train, and slices such as test[:90%]"
+            ),
         ),
         ("train[:90", "data.train_split='train[:90' is not understood: write train, train[:90%], train[100:]"),
         ("train[::2]", "is not understood"),

@@ -65,8 +65,14 @@ class Member:
         fds = [given["cluster"][name] for name in ("meeting_fd",) if name in given["cluster"]]
         self.process = processes.Popen(
             [sys.executable, str(folder / "member.py"), json.dumps(given)],
-            env=environ, cwd=folder, text=True, pass_fds=fds, stdout=processes.PIPE, stderr=processes.STDOUT, real=True,
-        )  # fmt: skip
+            env=environ,
+            cwd=folder,
+            text=True,
+            pass_fds=fds,
+            stdout=processes.PIPE,
+            stderr=processes.STDOUT,
+            real=True,
+        )
         self.lines = []
 
     def until(self, text):
@@ -94,9 +100,13 @@ def member(tmp_path):
         rank, then="peers.leave()", size=2, before="", constants=None, facts=None, start=20, stall=600, **cluster
     ):
         given = {
-            "cluster": {"rank": rank, "size": size, **cluster}, "facts": facts or {}, "timeouts": [start, stall],
-            "then": then, "before": before, "constants": {**QUICK, **(constants or {})},
-        }  # fmt: skip
+            "cluster": {"rank": rank, "size": size, **cluster},
+            "facts": facts or {},
+            "timeouts": [start, stall],
+            "then": then,
+            "before": before,
+            "constants": {**QUICK, **(constants or {})},
+        }
         started.append(Member(tmp_path, given))
         return started[-1]
 
@@ -146,11 +156,20 @@ def test_meets_on_the_socket_that_the_launcher_opened(member, master, port):
 
 
 ONE_IS_WRONG = [  # what each of two or three workers is given, and what all of them say
-    ([dict(facts={"x": "1"}), dict(facts={"x": "2"})], r"worker 1 \(HOST, process \d+\) differs from worker 0 in x: 2 and 1: start all"),
+    (
+        [dict(facts={"x": "1"}), dict(facts={"x": "2"})],
+        r"worker 1 \(HOST, process \d+\) differs from worker 0 in x: 2 and 1: start all",
+    ),
     ([dict(facts={"x": "1"}), dict()], r"worker 1 \(HOST, process \d+\) differs from worker 0 in x: missing and 1"),
-    ([dict(size=2), dict(size=3)], r"worker 1 \(HOST, process \d+\) differs from worker 0 in the number of workers: 3 and 2"),
-    ([dict(size=3), dict(size=3, rank=1), dict(size=3, rank=1)], r"worker 1 is there twice \(HOST, process \d+ and HOST, process \d+\): give each"),
-]  # fmt: skip
+    (
+        [dict(size=2), dict(size=3)],
+        r"worker 1 \(HOST, process \d+\) differs from worker 0 in the number of workers: 3 and 2",
+    ),
+    (
+        [dict(size=3), dict(size=3, rank=1), dict(size=3, rank=1)],
+        r"worker 1 is there twice \(HOST, process \d+ and HOST, process \d+\): give each",
+    ),
+]
 
 
 @pytest.mark.parametrize("workers, message", ONE_IS_WRONG, ids=lambda v: v[:40] if isinstance(v, str) else "")
@@ -376,20 +395,88 @@ def test_what_leaves_files_is_done_first_by_the_chief(member, master, tmp_path):
 
 ANY = (0, 1)  # who leaves may be gone before the others find out
 LOSSES = [  # what workers 0, 1 and 2 do, their exit codes, and what those with code 1 say
-    ("killed in C", ["stuck()", "os.kill(os.getpid(), 9)", "stuck()"], [1, -9, 1], r"tfdist: failed: lost worker 1 \(HOST\): its process ended"),
-    ("killed in gather", ["peers.gather('x')", "os.kill(os.getpid(), 9)", "peers.gather('x')"], [1, -9, 1], r"say: failed: lost worker 1 \(HOST\): its process ended"),
-    ("chief killed", ["os.kill(os.getpid(), 9)", "stuck()", "peers.gather('x')"], [-9, 1, 1], r"failed: lost worker 0 \(HOST\): its process ended"),
-    ("raises", ["stuck()", "raise RuntimeError('of \\n two lines')", "peers.gather('x')"], [1, 1, 1], r"(lost worker 1 \(HOST\): it stopped: RuntimeError: of two lines|Traceback)"),
-    ("fails", ["peers.gather('x')", "peers.fail('bad labels', 2)", "stuck()"], [1, 2, 1], r"lost worker 1 \(HOST\): it stopped: bad labels"),
-    ("chief fails", ["peers.fail('bad labels', 2)", "peers.gather('x')", "stuck()"], [2, 1, 1], r"lost worker 0 \(HOST\): it stopped: bad labels"),
-    ("other calls", ["peers.gather('x')", "peers.gather('y')", "peers.gather('x')"], [1, 1, 1], r"failed: worker \d \(HOST\) is at '[xy]' while worker \d \(HOST\) is at '[xy]': every worker must make the same calls"),
-    ("exits in the middle", ["peers.gather('x')", "sys.exit(0)", "peers.gather('x')"], [1, ANY, 1], r"failed: worker \d \(HOST\) is at .* every worker must make the same calls"),
-    ("finishes early", ["peers.doing('call', 5); stuck()", "peers.leave()", "peers.doing('call', 5); stuck()"], [1, 1, 1], r"lost worker 1 \(HOST\): it has finished while the others wait for it"),
-    ("stuck in Python", ["peers.doing('call', 5); stuck()", "peers.doing('python', 5); time.sleep(99)", "peers.gather('x')"], [1, 1, 1], r"lost worker 1 \(HOST\): stuck in Python for \d+ s after update 5 \(--stall_timeout\)"),
-    ("stuck together", ["peers.doing('call', 7); stuck()"] * 3, [1, 1, 1], r"tfdist: failed: no worker has finished a call for \d+ s since update 7 \(--stall_timeout\)"),
-    ("a message without its parts", ["stuck()", "peers._watch.transport.tell({'beat': 'call'}); stuck()", "stuck()"], [1, 1, 1], r"the watch on the other workers has failed: KeyError|lost worker 0 \(HOST\): (its process ended|it stopped)"),
-    ("threads that wait for ever", ["peers.gather('x')", "os.kill(os.getpid(), 9)", "threading.Thread(target=stuck).start(); peers.gather('x')"], [1, -9, 1], r"failed: lost worker 1 \(HOST\): its process ended"),
-]  # fmt: skip
+    (
+        "killed in C",
+        ["stuck()", "os.kill(os.getpid(), 9)", "stuck()"],
+        [1, -9, 1],
+        r"tfdist: failed: lost worker 1 \(HOST\): its process ended",
+    ),
+    (
+        "killed in gather",
+        ["peers.gather('x')", "os.kill(os.getpid(), 9)", "peers.gather('x')"],
+        [1, -9, 1],
+        r"say: failed: lost worker 1 \(HOST\): its process ended",
+    ),
+    (
+        "chief killed",
+        ["os.kill(os.getpid(), 9)", "stuck()", "peers.gather('x')"],
+        [-9, 1, 1],
+        r"failed: lost worker 0 \(HOST\): its process ended",
+    ),
+    (
+        "raises",
+        ["stuck()", "raise RuntimeError('of \\n two lines')", "peers.gather('x')"],
+        [1, 1, 1],
+        r"(lost worker 1 \(HOST\): it stopped: RuntimeError: of two lines|Traceback)",
+    ),
+    (
+        "fails",
+        ["peers.gather('x')", "peers.fail('bad labels', 2)", "stuck()"],
+        [1, 2, 1],
+        r"lost worker 1 \(HOST\): it stopped: bad labels",
+    ),
+    (
+        "chief fails",
+        ["peers.fail('bad labels', 2)", "peers.gather('x')", "stuck()"],
+        [2, 1, 1],
+        r"lost worker 0 \(HOST\): it stopped: bad labels",
+    ),
+    (
+        "other calls",
+        ["peers.gather('x')", "peers.gather('y')", "peers.gather('x')"],
+        [1, 1, 1],
+        (
+            r"failed: worker \d \(HOST\) is at '[xy]' while worker \d \(HOST\) is at '[xy]': every worker must make "
+            r"the same calls"
+        ),
+    ),
+    (
+        "exits in the middle",
+        ["peers.gather('x')", "sys.exit(0)", "peers.gather('x')"],
+        [1, ANY, 1],
+        r"failed: worker \d \(HOST\) is at .* every worker must make the same calls",
+    ),
+    (
+        "finishes early",
+        ["peers.doing('call', 5); stuck()", "peers.leave()", "peers.doing('call', 5); stuck()"],
+        [1, 1, 1],
+        r"lost worker 1 \(HOST\): it has finished while the others wait for it",
+    ),
+    (
+        "stuck in Python",
+        ["peers.doing('call', 5); stuck()", "peers.doing('python', 5); time.sleep(99)", "peers.gather('x')"],
+        [1, 1, 1],
+        r"lost worker 1 \(HOST\): stuck in Python for \d+ s after update 5 \(--stall_timeout\)",
+    ),
+    (
+        "stuck together",
+        ["peers.doing('call', 7); stuck()"] * 3,
+        [1, 1, 1],
+        r"tfdist: failed: no worker has finished a call for \d+ s since update 7 \(--stall_timeout\)",
+    ),
+    (
+        "a message without its parts",
+        ["stuck()", "peers._watch.transport.tell({'beat': 'call'}); stuck()", "stuck()"],
+        [1, 1, 1],
+        r"the watch on the other workers has failed: KeyError|lost worker 0 \(HOST\): (its process ended|it stopped)",
+    ),
+    (
+        "threads that wait for ever",
+        ["peers.gather('x')", "os.kill(os.getpid(), 9)", "threading.Thread(target=stuck).start(); peers.gather('x')"],
+        [1, -9, 1],
+        r"failed: lost worker 1 \(HOST\): its process ended",
+    ),
+]
 
 
 @pytest.mark.parametrize("work, codes, message", [c[1:] for c in LOSSES], ids=[c[0] for c in LOSSES])
@@ -413,7 +500,10 @@ def test_last_words_are_written_before_the_end(member, master, tmp_path):
 @pytest.mark.parametrize("silent", [0, 1])
 def test_a_silent_worker(member, master, silent):
     constants = {"SILENT_S": 1.0}
-    then = "peers._watch.start_timeout = 0; peers.doing('python'); peers.gather('a'); print('beating', flush=True); stuck()"
+    then = (
+        "peers._watch.start_timeout = 0; peers.doing('python'); peers.gather('a'); print('beating', flush=True); "
+        "stuck()"
+    )
     started = [member(r, then, size=3, master=master, constants=constants) for r in range(3)]
     for one in started:
         one.until("beating")
@@ -427,14 +517,19 @@ def test_a_silent_worker(member, master, silent):
     assert (code, "lost worker" in text) == (1, True)
 
 
-SIGNALS = [([signal.SIGTERM], 143, "SIGTERM"), ([signal.SIGINT], 143, "SIGINT"), ([signal.SIGINT, signal.SIGINT], 130, "SIGINT")]  # fmt: skip
+SIGNALS = [
+    ([signal.SIGTERM], 143, "SIGTERM"),
+    ([signal.SIGINT], 143, "SIGINT"),
+    ([signal.SIGINT, signal.SIGINT], 130, "SIGINT"),
+]
 
 
 @pytest.mark.parametrize("numbers, expected, name", SIGNALS)
 def test_a_signal_that_the_main_thread_cannot_see(member, master, numbers, expected, name):
     wait = (
         "for s in (signal.SIGTERM, signal.SIGINT): signal.signal(s, lambda *_: None)\n"
-        "with peers.seeing_signals():\n  peers.doing('call', 3); peers.gather('x'); peers.doing('call', 3); say('in C'); stuck()"
+        "with peers.seeing_signals():\n  peers.doing('call', 3); peers.gather('x'); peers.doing('call', 3); "
+        "say('in C'); stuck()"
     )
     constants = {"SIGNAL_S": 99 if expected == 130 else 0.5}
     started = [member(r, wait, master=master, constants=constants) for r in (0, 1)]
@@ -460,17 +555,29 @@ STALLS = [  # at 100 s, with 10 s allowed
     (states(r0=("call", 11), r1=("python", 9)), (), None),
     (states(r0=("call", 9), r1=("python", 11)), (), None),
     (states(r0=("call", 11), r1=("python", 11)), (), (1, "stuck in Python for 11 s after update 4 (--stall_timeout)")),
-    (states(r0=("python", 11), r1=("waiting", 11)), (), (0, "stuck in Python for 11 s after update 4 (--stall_timeout)")),
-    (states(r0=("call", 11), r1=("waiting", 11)), (), (None, "no worker has finished a call for 11 s since update 4 (--stall_timeout)")),
+    (
+        states(r0=("python", 11), r1=("waiting", 11)),
+        (),
+        (0, "stuck in Python for 11 s after update 4 (--stall_timeout)"),
+    ),
+    (
+        states(r0=("call", 11), r1=("waiting", 11)),
+        (),
+        (None, "no worker has finished a call for 11 s since update 4 (--stall_timeout)"),
+    ),
     (states(r0=("call", 50), r1=("compiling", 50)), (), None),
     (states(r0=("call", 50), r1=("saving", 50)), (), None),
     (states(r0=("starting", 50), r1=("waiting", 50)), (), None),
     (states(r0=("waiting", 61), r1=("compiling", 61)), (), (1, "compiling for 61 s after update 4 (--stall_timeout)")),
-    (states(r0=("call", 11), r1=("waiting", 50)), (1,), (1, "it has finished while the others wait for it: every worker must make the same updates")),
+    (
+        states(r0=("call", 11), r1=("waiting", 50)),
+        (1,),
+        (1, "it has finished while the others wait for it: every worker must make the same updates"),
+    ),
     (states(r0=("call", 9), r1=("waiting", 50)), (1,), None),
     (states(r0=("python", 50), r1=("waiting", 50)), (1,), None),
     (states(r0=("call", 50), r1=("waiting", 50), r2=("python", 50)), (1,), None),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("found, ended, expected", STALLS)

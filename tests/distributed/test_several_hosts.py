@@ -127,7 +127,10 @@ def test_slurm_two_nodes(slurm, hosts, start, tmp_path, reference):
     assert_agrees([program], "multi_worker", "Slurm", tmp_path, reference)
 
 
-DETECT = "import os, dataclasses, json, tfdist.distributed.cluster as c; print(json.dumps(dataclasses.asdict(c.find(os.environ))))"
+DETECT = (
+    "import os, dataclasses, json, tfdist.distributed.cluster as c; "
+    "print(json.dumps(dataclasses.asdict(c.find(os.environ))))"
+)
 TASKS = [
     # options of srun; rank, size, local rank and local size of each task
     ("-N1 -n2", [(0, 2, 0, 2), (1, 2, 1, 2)]),

@@ -239,11 +239,19 @@ real = m.version
 m.version = lambda name: "3.99.0" if name == "keras" else real(name)
 """
 DIFFERENT = {
-    "duplicate index": (lambda c: [c.place(0, 3), c.place(1, 3), c.place(1, 3)], [[], [], []], "worker 1 is there twice"),
+    "duplicate index": (
+        lambda c: [c.place(0, 3), c.place(1, 3), c.place(1, 3)],
+        [[], [], []],
+        "worker 1 is there twice",
+    ),
     "world sizes": (lambda c: [c.place(0, 2), c.place(1, 3)], [[], []], "in the number of workers: 3 and 2"),
     "experiments": (lambda c: [c.place(0), c.place(1)], [[], ["--config.seed=7"]], "in config.seed: 7 and 0"),
-    "versions": (lambda c: [c.place(0), c.place(1) | {"PYTHONPATH": f"{c.folder}/shim:{c.environ['PYTHONPATH']}"}], [[], []], "in the version of keras: 3.99.0 and"),
-}  # fmt: skip
+    "versions": (
+        lambda c: [c.place(0), c.place(1) | {"PYTHONPATH": f"{c.folder}/shim:{c.environ['PYTHONPATH']}"}],
+        [[], []],
+        "in the version of keras: 3.99.0 and",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
@@ -363,9 +371,14 @@ def test_one_finishes_early(crew, how):
 @pytest.mark.parametrize("when", ["before", "later"])
 def test_weights_that_differ(crew, when):
     change = "def change(model):\n  rank and model.layers[1].kernel.assign(model.layers[1].kernel + 1)\n"
-    use = "fit(d, change=change)" if when == "before" else (
-        "found = []\nfit(d, {'on_epoch_begin': lambda e, logs: change(found[0]) if e == 3 else None}, change=found.append)"
-    )  # fmt: skip
+    use = (
+        "fit(d, change=change)"
+        if when == "before"
+        else (
+            "found = []\nfit(d, {'on_epoch_begin': lambda e, logs: change(found[0]) if e == 3 else None}, "
+            "change=found.append)"
+        )
+    )
     workers = crew.pair(change + use)
     assert crew.ends() == [1, 1]
     for worker in workers:

@@ -70,13 +70,16 @@ BAD_INPUT = [
     (["--peers=h1:1,h2:http"], "--peers=h2:http: port=http is not a port: use a number from 1 to 65535"),
     (["--listen=70000"], "--listen=70000 is not a port: use a number from 1 to 65535"),
     (["--listen=h1:"], "--listen=h1:: port= is not a port"),
-    (["--listen=192.0.2.1:29500"], "--listen=192.0.2.1:29500 cannot be used (cannot assign requested address): choose a free port"),
+    (
+        ["--listen=192.0.2.1:29500"],
+        "--listen=192.0.2.1:29500 cannot be used (cannot assign requested address): choose a free port",
+    ),
     (["--listen_seconds=5"], "--listen_seconds=5 without --listen: give the port to answer at"),
     (["--listen=29500", "--listen_seconds=-1"], "--listen_seconds must be a positive number of seconds, got -1"),
     (["--time_limit=0"], "--time_limit must be a positive number of seconds, got 0"),
     (["--time_limit=nan"], "--time_limit must be a positive number of seconds, got nan"),
     (["--master_port=65536"], "--master_port=65536 is not a port: use a number from 1 to 65535"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("arguments, message", BAD_INPUT, ids=lambda v: " ".join(v) if isinstance(v, list) else "")
@@ -119,8 +122,11 @@ def test_gpus_that_tensorflow_does_not_see(run, driver, tmp_path, no_tensorflow)
     report = json.loads(done.stdout)
     assert (report["status"], report["strategy"]["name"]) == ("fail", "mirrored")
     assert [(g["number"], g["load"], g["memory_used"], g["tensorflow"]) for g in report["gpus"]] == [
-        (0, None, 12000, None), (1, 0, 10, None), (2, 0.5, 8000, None), (3, 0.05, 10, None),
-    ]  # fmt: skip
+        (0, None, 12000, None),
+        (1, 0, 10, None),
+        (2, 0.5, 8000, None),
+        (3, 0.05, 10, None),
+    ]
     assert (
         found(done)["tensorflow"]["finding"] == "TensorFlow cannot be imported (ImportError: tensorflow was imported)"
     )

@@ -31,9 +31,13 @@ def test_the_limits_of_a_container(tmp_path):
     assert groups == [tmp_path / "cgroup/job/step", tmp_path / "cgroup/job", tmp_path / "cgroup"]
     step.mkdir(parents=True)
     for path, text in {
-        step / "memory.max": "max", step / "memory.current": "1000", step / "cpu.max": "50000 100000",
-        job / "memory.max": "1000000000", job / "memory.current": "600000000", job / "cpu.max": "150000 100000",
-    }.items():  # fmt: skip
+        step / "memory.max": "max",
+        step / "memory.current": "1000",
+        step / "cpu.max": "50000 100000",
+        job / "memory.max": "1000000000",
+        job / "memory.current": "600000000",
+        job / "cpu.max": "150000 100000",
+    }.items():
         path.write_text(text + "\n")
     here = machine.look(groups)
     assert (here.memory_total, here.memory_free, here.quota) == (1_000_000_000, 400_000_000, 0.5)
@@ -167,8 +171,11 @@ def test_a_prepared_data_set(digits):
     for data, environ in (
         (config.Data(data_dir=str(digits)), {}),
         (config.Data(), {"TFDS_DATA_DIR": str(digits)}),
-        (config.Data(name="digits:1.0.0", train_split="train[:50%]+test", eval_split="all"), {"TFDS_DATA_DIR": str(digits)}),
-    ):  # fmt: skip
+        (
+            config.Data(name="digits:1.0.0", train_split="train[:50%]+test", eval_split="all"),
+            {"TFDS_DATA_DIR": str(digits)},
+        ),
+    ):
         one(dataset.check(data, environ), "ok", "train 1,437, test 360 examples, 0.2 MB")
 
 

@@ -219,9 +219,17 @@ def test_a_rollback_is_told_to_callbacks(connect, tmp_path):
     x[8 * 3 + 1] = np.inf
     hooked = Hooked()
     tfdist.fit(
-        small(connect(1)), x, y, batch_size=8, shuffle=False, verbose=0, callbacks=[hooked], steps_per_call=1,
-        checkpoints=tfdist.Checkpoints(tmp_path, every="2 steps"), on_nonfinite="rollback",
-    )  # fmt: skip
+        small(connect(1)),
+        x,
+        y,
+        batch_size=8,
+        shuffle=False,
+        verbose=0,
+        callbacks=[hooked],
+        steps_per_call=1,
+        checkpoints=tfdist.Checkpoints(tmp_path, every="2 steps"),
+        on_nonfinite="rollback",
+    )
     assert "rollback 2 [2, 3]" in hooked.told
 
 
@@ -279,8 +287,13 @@ def test_a_callback_keeps_its_state_over_a_resume(connect, tmp_path):
     with pytest.raises(Interrupted):
         checkpoints = tfdist.Checkpoints(tmp_path, every="1000 steps")
         fit(
-            small(connect(1)), connect(1), callbacks=first, checkpoints=checkpoints, should_stop=stopped_after(9), **options
-        )  # fmt: skip
+            small(connect(1)),
+            connect(1),
+            callbacks=first,
+            checkpoints=checkpoints,
+            should_stop=stopped_after(9),
+            **options,
+        )
     done = first[0].seen
     assert 6 < done < 18
     kept = files.read_state(files.found(tmp_path)[0])["callbacks"]
@@ -560,10 +573,14 @@ def test_metrics_of_every_kind_are_exact(connect):
         keras.utils.set_random_seed(0)
         with distribution.scope():
             metrics = [
-                keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="precision"), keras.metrics.R2Score(name="r2"),
-                keras.metrics.RootMeanSquaredError(name="rmse"), keras.metrics.F1Score(threshold=0.5, name="f1"),
-                keras.metrics.MeanAbsoluteError(name="mae"), keras.metrics.BinaryAccuracy(name="accuracy"),
-            ]  # fmt: skip
+                keras.metrics.AUC(name="auc"),
+                keras.metrics.Precision(name="precision"),
+                keras.metrics.R2Score(name="r2"),
+                keras.metrics.RootMeanSquaredError(name="rmse"),
+                keras.metrics.F1Score(threshold=0.5, name="f1"),
+                keras.metrics.MeanAbsoluteError(name="mae"),
+                keras.metrics.BinaryAccuracy(name="accuracy"),
+            ]
             model = keras.Sequential([keras.Input((16,)), L.Dense(1, "sigmoid")])
             model.compile("sgd", "bce", metrics=metrics)
         values[replicas] = tfdist.evaluate(model, x, y, distribution=distribution, batch_size=8)

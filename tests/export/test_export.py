@@ -39,7 +39,8 @@ import tensorflow as tf
 loaded = tf.saved_model.load("out/saved_model")
 for name, answer in loaded.signatures["serving_default"](inputs=tf.constant(images)).items():
     found[name] = answer.numpy().astype("S") if answer.dtype == tf.string else answer.numpy()
-pictures = tf.map_fn(lambda i: tf.io.encode_png(tf.cast(tf.round(tf.cast(i, tf.float32) * 255 / 16), tf.uint8)), images, fn_output_signature=tf.string)
+png = lambda i: tf.io.encode_png(tf.cast(tf.round(tf.cast(i, tf.float32) * 255 / 16), tf.uint8))
+pictures = tf.map_fn(png, images, fn_output_signature=tf.string)
 found["encoded"] = loaded.signatures["encoded"](images=pictures)["logits"].numpy()
 np.savez("found.npz", **found)
 """
@@ -52,8 +53,10 @@ def test_every_format_gives_what_the_model_gives(after, trained):
     done = after("tfdist.export", "--workdir=run", "--output=out", "--formats=saved_model,onnx,litert")
     assert done.returncode == 0, done.stderr
     assert [line.partition(": ")[2].partition(":")[0] for line in done.stdout.splitlines()[-3:]] == [
-        "out/saved_model", "out/model.onnx", "out/model.tflite",
-    ]  # fmt: skip
+        "out/saved_model",
+        "out/model.onnx",
+        "out/model.tflite",
+    ]
     told = json.loads((trained / "out" / "export.json").read_text())
     assert told["examples"] == "digits, test" and told["classes"] == [str(k) for k in range(10)]
     assert all(kind["difference"] <= kind["tolerance"] for kind in told["formats"].values())

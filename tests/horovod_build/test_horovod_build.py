@@ -43,9 +43,11 @@ class Build(build_ext):
         library = os.path.join(folder, "mpi_lib" + sysconfig.get_config_var("EXT_SUFFIX"))
         with open(os.path.join(folder, "environment.json"), "w") as file:
             json.dump(dict(os.environ), file)
-        subprocess.check_call([*shlex.split(os.environ["CXX"]), "-shared", "-fPIC", "-o", library, "horovod/tensorflow/mpi_ops.cc"])
+        compiler = shlex.split(os.environ["CXX"])
+        subprocess.check_call([*compiler, "-shared", "-fPIC", "-o", library, "horovod/tensorflow/mpi_ops.cc"])
 
-setup(name="horovod", version="0.28.1", packages=find_packages(), ext_modules=[Extension("horovod.tensorflow.mpi_lib", [])],
+setup(name="horovod", version="0.28.1", packages=find_packages(),
+      ext_modules=[Extension("horovod.tensorflow.mpi_lib", [])],
       cmdclass={"build_ext": Build}, install_requires=["cloudpickle"],
       entry_points={"console_scripts": ["horovodrun = horovod:main"]})
 """
@@ -55,10 +57,17 @@ SOURCE = {
     "setup.py": SETUP,
     "setup.cfg": "[egg_info]\ntag_build = \n",
     "horovod/__init__.py": "",
-    "horovod/tensorflow/__init__.py": "import cloudpickle, ctypes, pathlib\nctypes.CDLL(str(next(pathlib.Path(__file__).parent.glob('mpi_lib*'))))\n",
+    "horovod/tensorflow/__init__.py": """\
+import cloudpickle, ctypes, pathlib
+ctypes.CDLL(str(next(pathlib.Path(__file__).parent.glob('mpi_lib*'))))
+""",
     "horovod/tensorflow/mpi_ops.cc": MPI_OPS,
-    "horovod/tensorflow/CMakeLists.txt": 'a\nlist(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")\nb\n',
-}  # fmt: skip
+    "horovod/tensorflow/CMakeLists.txt": """\
+a
+list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")
+b
+""",
+}
 
 
 def tar(path, files):
@@ -292,7 +301,11 @@ def test_packages_that_pip_cannot_fetch(site):
 ALL = "a C++17 compiler, a C compiler, make, cmake 3.13 or newer"
 MISSING = [
     ([], {"PATH": "/nonexistent"}, f"without {ALL}: apt-get install g++ gcc make; pip install 'tfdist[horovod]'"),
-    (["--mpi"], {"PATH": "/nonexistent"}, f"without {ALL}, MPI (mpicxx, mpirun): apt-get install g++ gcc make openmpi-bin libopenmpi-dev; pip"),
+    (
+        ["--mpi"],
+        {"PATH": "/nonexistent"},
+        f"without {ALL}, MPI (mpicxx, mpirun): apt-get install g++ gcc make openmpi-bin libopenmpi-dev; pip",
+    ),
     (["--nccl"], {"HOROVOD_CUDA_HOME": "/nonexistent"}, "the CUDA toolkit (nvcc)"),
     (["--nccl"], {"HOROVOD_CUDA_HOME": "/nonexistent"}, "set HOROVOD_CUDA_HOME to its folder"),
     ([], {"CXX": "false"}, "without a C++17 compiler: apt-get install g++"),
@@ -301,7 +314,7 @@ MISSING = [
     ([], {"XDG_CACHE_HOME": "/dev/null"}, "cannot be written (Not a directory): set XDG_CACHE_HOME to another folder"),
     (["--mpy"], {}, "Unknown command line flag 'mpy'. Did you mean: mpi ?"),
     (["mpi"], {}, "unexpected argument 'mpi': flags are written --name=value"),
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
@@ -419,16 +432,25 @@ def test_the_edits(tmp_path):
     "log, line",
     [
         ("a.cc: In function\n  a.cc:3:1: error: no x\nb.cc:1: error: no y\n", "a.cc:3:1: error: no x"),
-        ("CMake Error at CMakeLists.txt:3 (find_package):\n  No MPI\n\nerror: subprocess-exited-with-error\n", "CMake Error at CMakeLists.txt:3 (find_package): No MPI"),
-        ("CMake Error at C:1 (message):\n  x\n    c.c:1:1: fatal error: no.h: No such file\n", "c.c:1:1: fatal error: no.h: No such file"),
-        ("c++: fatal error: Killed signal terminated program cc1plus\nmake: *** [x] Error 1\n", "c++: fatal error: Killed signal terminated program cc1plus"),
+        (
+            "CMake Error at CMakeLists.txt:3 (find_package):\n  No MPI\n\nerror: subprocess-exited-with-error\n",
+            "CMake Error at CMakeLists.txt:3 (find_package): No MPI",
+        ),
+        (
+            "CMake Error at C:1 (message):\n  x\n    c.c:1:1: fatal error: no.h: No such file\n",
+            "c.c:1:1: fatal error: no.h: No such file",
+        ),
+        (
+            "c++: fatal error: Killed signal terminated program cc1plus\nmake: *** [x] Error 1\n",
+            "c++: fatal error: Killed signal terminated program cc1plus",
+        ),
         ("Traceback:\n  x\nRuntimeError: CMake failed\nERROR: Failed building wheel\n", "RuntimeError: CMake failed"),
         ("$ python error: \nERROR: Failed building wheel\n", "ERROR: Failed building wheel"),
         ("\nwhatever\n\n", "whatever"),
         ("", "no message"),
         ("a.cc:1: error: " + 400 * "x", "a.cc:1: error: " + 285 * "x" + "..."),
     ],
-)  # fmt: skip
+)
 def test_the_first_error_of_a_log(log, line):
     assert workspace.first_error(log) == line
 
@@ -450,11 +472,23 @@ PROBLEMS = [
     ("2.21.0+nv25.2", {"metadata.json": {"tensorflow": "2.21.0"}}, ""),
     ("", {}, "TensorFlow is not installed: run pip install tensorflow"),
     ("2.21.0", None, f"Horovod is not installed{FIX}"),
-    ("2.21.0", {f"tensorflow/mpi_lib{SUFFIX}": None}, f"Horovod is installed without its part for TensorFlow (tensorflow/mpi_lib{SUFFIX}){FIX}"),
+    (
+        "2.21.0",
+        {f"tensorflow/mpi_lib{SUFFIX}": None},
+        f"Horovod is installed without its part for TensorFlow (tensorflow/mpi_lib{SUFFIX}){FIX}",
+    ),
     ("2.20.0", {"tfdist_build.json": STAMP}, f"Horovod was built for TensorFlow 2.21.0 and 2.20.0 is installed{FIX}"),
-    ("2.21.0", {"metadata.json": {"tensorflow": "2.20.0"}}, f"Horovod was built for TensorFlow 2.20.0 and 2.21.0 is installed{FIX}"),
-    ("2.21.0", {"tfdist_build.json": {**STAMP, "tensorflow": {"version": "2.21.0", "build": "old"}}}, f"Horovod was built for another TensorFlow 2.21.0 than the one that is installed{FIX}"),
-]  # fmt: skip
+    (
+        "2.21.0",
+        {"metadata.json": {"tensorflow": "2.20.0"}},
+        f"Horovod was built for TensorFlow 2.20.0 and 2.21.0 is installed{FIX}",
+    ),
+    (
+        "2.21.0",
+        {"tfdist_build.json": {**STAMP, "tensorflow": {"version": "2.21.0", "build": "old"}}},
+        f"Horovod was built for another TensorFlow 2.21.0 than the one that is installed{FIX}",
+    ),
+]
 
 
 @pytest.mark.parametrize("name", ["tensorflow", "tensorflow-cpu"])

@@ -172,7 +172,7 @@ os.write(1, b"\\xff no text\\r\\n" + 200000 * b"y" + b" end without newline")
 
 @pytest.mark.parametrize("blocking", [True, False])
 def test_nothing_of_a_write_is_lost(blocking):
-    """Neither with PYTHONUNBUFFERED, where signals cut writes short, nor on a terminal that somebody made non-blocking."""
+    """Neither with PYTHONUNBUFFERED, where signals cut writes short, nor on a non-blocking terminal."""
     readable, writable = os.pipe()
     os.set_blocking(writable, blocking)
     data = b"".join(b"%07d\n" % i for i in range(100_000))
@@ -306,10 +306,13 @@ BAD_INPUT = [
     (["--", "--config.train.epoch=3"], "unknown config field --config.train.epoch: did you mean 'epochs'?"),
     (["--", "--config.train.batch_size=-1"], "train.batch_size must not be negative, got -1"),
     (["--", "--devices=7"], "there is no device 7", ["--nproc_per_node=2"]),
-    (["--", "--strategy=mirrored"], "--strategy=mirrored is not for workers of tfdist.launch: start python -m tfdist.train",
-     ["--nproc_per_node=2"]),
+    (
+        ["--", "--strategy=mirrored"],
+        "--strategy=mirrored is not for workers of tfdist.launch: start python -m tfdist.train",
+        ["--nproc_per_node=2"],
+    ),
     (["--", "--strategy=horovod"], "start it with horovodrun, or use --strategy=multi_worker", ["--nproc_per_node=2"]),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("case", BAD_INPUT, ids=lambda case: " ".join(case[0]))
@@ -462,10 +465,17 @@ def test_dry_run_of_one_node_of_several(launch):  # noqa: F811
     lines = dry(launch, *flags, TFDIST_SECRET="s3")
     for local_rank, (environ, command) in enumerate(lines):
         assert environ == {
-            "RANK": str(4 + local_rank), "WORLD_SIZE": "6", "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": "2",
-            "GROUP_RANK": "2", "MASTER_ADDR": "n0", "MASTER_PORT": "29500", "TFDIST_ATTEMPT": "0",
-            "TFDIST_SECRET": "s3", "PYTHONUNBUFFERED": "1",
-        }  # fmt: skip
+            "RANK": str(4 + local_rank),
+            "WORLD_SIZE": "6",
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": "2",
+            "GROUP_RANK": "2",
+            "MASTER_ADDR": "n0",
+            "MASTER_PORT": "29500",
+            "TFDIST_ATTEMPT": "0",
+            "TFDIST_SECRET": "s3",
+            "PYTHONUNBUFFERED": "1",
+        }
         assert command == [sys.executable, "-m", "mine", "a b"]
     assert len(lines) == 2
 
@@ -518,11 +528,21 @@ ENDED = 0, {"event": "ended"}
         ([(0, signalled()), (3, exited(0, 143)), (3, exited(1, 143))], ["say", "stop"], 143, False),
         ([(0, signalled("SIGTERM")), (3, exited(0, -15)), (3, exited(1, 143))], ["say", "stop"], 143, False),
         ([(0, signalled()), (3, exited(0, 0)), (3, exited(1, 0))], ["say", "stop"], 0, False),
-        ([(0, signalled()), (3, exited(0, 1)), (4, exited(1, 143))], ["say", "stop", "end"], 1, False),  # others may save
+        (
+            [(0, signalled()), (3, exited(0, 1)), (4, exited(1, 143))],
+            ["say", "stop", "end"],
+            1,
+            False,
+        ),  # others may save
         ([(0, signalled()), (29, ENDED)], ["say", "stop"], 0, False),
         ([(0, signalled()), (31, exited(0, -9))], ["say", "stop", "kill", "say"], 137, False),
         ([(0, signalled()), (1, signalled()), (1, exited(0, -9))], ["say", "stop", "kill", "say"], 130, False),
-        ([(0, signalled()), (1, signalled(node=1)), (2, exited(0, 143))], ["say", "stop"], 143, False),  # srun tells all
+        (
+            [(0, signalled()), (1, signalled(node=1)), (2, exited(0, 143))],
+            ["say", "stop"],
+            143,
+            False,
+        ),  # srun tells all
         ([(0, signalled()), (1, signalled("SIGTERM")), (2, exited(0, 143))], ["say", "stop"], 143, False),
         ([(0, exited(0, 143)), (29, exited(1, 143))], [], 143, False),  # one was asked, all stop
         ([(0, exited(0, 143)), (31, exited(1, -9))], ["kill", "say"], 137, False),
@@ -530,7 +550,7 @@ ENDED = 0, {"event": "ended"}
         ([(0, exited(1, -9)), (1, signalled())], ["end", "say"], 137, False),
         ([(0, exited(1, -9)), (31, signalled())], ["end", "say", "say"], 137, False),  # not even SIGKILL helps
     ],
-)  # fmt: skip
+)
 def test_whom_to_blame_and_what_to_do(story, orders, code, restart):
     """The decisions alone, by a clock that the test sets."""
     verdict = Verdict(2)

@@ -178,7 +178,8 @@ def test_a_node_that_never_comes(node):
     assert zero.end() == 2
     assert zero.err == [
         f"tfdist: error: node 1 of 2 has not come within 1 s to 127.0.0.1:{node.port}: start python -m tfdist.launch "
-        f"--nnodes=2 --node_rank=1 --master_addr=127.0.0.1 --master_port={node.port} ... there, or raise --start_timeout"
+        f"--nnodes=2 --node_rank=1 --master_addr=127.0.0.1 --master_port={node.port} ... there, or raise "
+        f"--start_timeout"
     ]
 
 
@@ -400,9 +401,15 @@ def test_the_others_say_again_that_they_wait_for_node_0(impatient, monkeypatch, 
 
 @pytest.mark.parametrize(
     "message",
-    [{}, {"hello": 1}, {"hello": {"node": 1}}, {"hello": dict(node="1", nnodes=2, nproc=1, host="h", agreed={})},
-     {"hello": dict(node=1, nnodes=2, nproc=0, host="h", agreed={})}, {"hello": dict(node=1, nnodes=2, nproc=1, host="h", agreed=[])}],
-)  # fmt: skip
+    [
+        {},
+        {"hello": 1},
+        {"hello": {"node": 1}},
+        {"hello": dict(node="1", nnodes=2, nproc=1, host="h", agreed={})},
+        {"hello": dict(node=1, nnodes=2, nproc=0, host="h", agreed={})},
+        {"hello": dict(node=1, nnodes=2, nproc=1, host="h", agreed=[])},
+    ],
+)
 def test_what_is_no_hello(message):
     assert node_links.Hello.read(json.loads(json.dumps(message))) is None
 

@@ -94,11 +94,15 @@ MAKE = {
     "SGD": lambda rate: keras.optimizers.SGD(rate, momentum=0.9, nesterov=True, weight_decay=0.1),
     "Adam": lambda rate: keras.optimizers.Adam(rate),
     "AdamW": lambda rate: keras.optimizers.AdamW(rate, weight_decay=0.1),
-    "AdamW, scheduled": lambda rate: keras.optimizers.AdamW(keras.optimizers.schedules.CosineDecay(rate, 12), weight_decay=0.1),
+    "AdamW, scheduled": lambda rate: keras.optimizers.AdamW(
+        keras.optimizers.schedules.CosineDecay(rate, 12), weight_decay=0.1
+    ),
     "Lion": lambda rate: keras.optimizers.Lion(rate, weight_decay=0.1),
-    **({"Muon": lambda rate: keras.optimizers.Muon(rate, weight_decay=0.1, adam_weight_decay=0.05)} if HAS_MUON else {}),
+    **(
+        {"Muon": lambda rate: keras.optimizers.Muon(rate, weight_decay=0.1, adam_weight_decay=0.05)} if HAS_MUON else {}
+    ),
     "Nadam": lambda rate: keras.optimizers.Nadam(rate, weight_decay=0.1, use_ema=True, ema_momentum=0.8),
-}  # fmt: skip
+}
 
 
 def model_of(connect, optimizer, replicas=1):

@@ -1,4 +1,4 @@
-"""What a run tells of itself while it goes on: where the time goes, the gradient's norm, FLOPs, display, TensorBoard."""
+"""What a run tells of itself as it goes: where the time goes, the gradient's norm, FLOPs, display, TensorBoard."""
 
 import contextlib
 import glob
@@ -114,9 +114,14 @@ def test_a_slow_epoch_end_is_no_time_between_calls(connect):
 
     calls = Calls()
     tfdist.fit(
-        small(connect(1)), data(64), distribution=connect(1), epochs=4, callbacks=[calls, Idle()],
-        validation_data=data(64), verbose=0,
-    )  # fmt: skip
+        small(connect(1)),
+        data(64),
+        distribution=connect(1),
+        epochs=4,
+        callbacks=[calls, Idle()],
+        validation_data=data(64),
+        verbose=0,
+    )
     assert calls.steady.python < 0.5
 
 
@@ -152,7 +157,7 @@ def attention():
         # projections of query, key, value and output; scores and their sum, each 2 heads x 6 x 6 x 4
         (attention, 4 * 2 * 6 * 8 * 8 + 2 * 2 * 2 * 6 * 6 * 4),
     ],
-)  # fmt: skip
+)
 def test_model_flops(model, forward):
     """Against the textbook: a product of [a, b] and [b, c] is 2abc, a convolution one per output and filter weight."""
     built = model()
@@ -325,8 +330,11 @@ def test_a_log_file_gets_whole_lines(capsys):
 
 def test_numbers_that_stay_short():
     assert [progress.rate(n) for n in (0.4, 99_999, 914_123, 98_765_432)] == [
-        "0 ex/s", "99,999 ex/s", "914k ex/s", "99M ex/s",
-    ]  # fmt: skip
+        "0 ex/s",
+        "99,999 ex/s",
+        "914k ex/s",
+        "99M ex/s",
+    ]
     assert [progress.clock(s) for s in (7, 187, 3787)] == ["0:07", "3:07", "1:03:07"]
 
 
@@ -344,9 +352,14 @@ def test_a_profile(tmp_path, connect, said):
     profiler = profiler_lib.Profiler(21, 30, count, tmp_path, True)
     distribution = connect(2)
     tfdist.fit(
-        small(distribution), data(960), distribution=distribution, batch_size=16, epochs=1,
-        callbacks=[count, profiler], verbose=0,
-    )  # fmt: skip
+        small(distribution),
+        data(960),
+        distribution=distribution,
+        batch_size=16,
+        epochs=1,
+        callbacks=[count, profiler],
+        verbose=0,
+    )
     text = (tmp_path / "profile.txt").read_text()
     assert text.startswith(f"updates 21 to 30 of {tmp_path}\n") and "input " in text and "all-reduce " in text
     rows = re.findall(r"^ *([\d.]+) +([\d.]+) % +(\d+)  (.+) \((\w+)\)$", text, re.MULTILINE)

@@ -45,13 +45,31 @@ def experiment(**fields):
 
 
 RESULT = {
-    "status": "completed", "reason": "", "strategy": "mirrored", "replicas": 2, "workers": 1, "global_batch": 48,
-    "updates": 120, "epochs": 4, "examples_seen": 5748, "seconds": 61.5, "seconds_to_first_update": 4.2,
-    "examples_per_second": 1234.5, "history": {}, "evaluation": {"loss": 0.1234, "accuracy": 0.98}, "rollbacks": [],
-    "resumed_from": None, "restarts": 0, "weights_sha256": "ab" * 32, "versions": {"tfdist": "0.1.0"},
+    "status": "completed",
+    "reason": "",
+    "strategy": "mirrored",
+    "replicas": 2,
+    "workers": 1,
+    "global_batch": 48,
+    "updates": 120,
+    "epochs": 4,
+    "examples_seen": 5748,
+    "seconds": 61.5,
+    "seconds_to_first_update": 4.2,
+    "examples_per_second": 1234.5,
+    "history": {},
+    "evaluation": {"loss": 0.1234, "accuracy": 0.98},
+    "rollbacks": [],
+    "resumed_from": None,
+    "restarts": 0,
+    "weights_sha256": "ab" * 32,
+    "versions": {"tfdist": "0.1.0"},
     "time": {"input": 21.0, "compute": 33.0, "all_reduce": 4.0, "python": 2.0},
-    "peak_memory_bytes": 812345678, "peak_device_memory_bytes": None, "flops_per_second": 3.1e12, "flops_share": 0.314,
-}  # fmt: skip
+    "peak_memory_bytes": 812345678,
+    "peak_device_memory_bytes": None,
+    "flops_per_second": 3.1e12,
+    "flops_share": 0.314,
+}
 
 
 def full(folder, samples=3000, **result):
@@ -64,23 +82,44 @@ def full(folder, samples=3000, **result):
     )
     put(folder, "result.json", RESULT | result)
     epochs = [
-        {"epoch": i, "updates": 30 * i, "seconds": 15.0 * i, "examples_per_second": 1200.0 + i, "loss": 2.0 / i,
-         "val_loss": 2.5 / i, "accuracy": 1 - 0.5 / i, "learning_rate": 0.01 / i, "gradient_norm": 1.0 / i}
+        {
+            "epoch": i,
+            "updates": 30 * i,
+            "seconds": 15.0 * i,
+            "examples_per_second": 1200.0 + i,
+            "loss": 2.0 / i,
+            "val_loss": 2.5 / i,
+            "accuracy": 1 - 0.5 / i,
+            "learning_rate": 0.01 / i,
+            "gradient_norm": 1.0 / i,
+        }
         for i in range(1, 5)
-    ]  # fmt: skip
+    ]
     put(folder, "history.jsonl", [*epochs, {"evaluation": RESULT["evaluation"], "updates": 120}])
     put(
         folder,
         "timeline.jsonl",
         [
-            {"updates": i * 120 / samples, "seconds": i * 60 / samples, "loss": 2 + math.sin(i), "learning_rate": 0.01,
-             "gradient_norm": 1.5, "examples_per_second": 1200.0, "input": 0.35, "all_reduce": None, "python": 0.03,
-             "cpu": 6.5, "memory": 700_000_000,
-             "gpus": [{"number": g, "load": 0.5 + g / 10, "memory_used": 9000, "memory_total": 81920} for g in (0, 3)]}
+            {
+                "updates": i * 120 / samples,
+                "seconds": i * 60 / samples,
+                "loss": 2 + math.sin(i),
+                "learning_rate": 0.01,
+                "gradient_norm": 1.5,
+                "examples_per_second": 1200.0,
+                "input": 0.35,
+                "all_reduce": None,
+                "python": 0.03,
+                "cpu": 6.5,
+                "memory": 700_000_000,
+                "gpus": [
+                    {"number": g, "load": 0.5 + g / 10, "memory_used": 9000, "memory_total": 81920} for g in (0, 3)
+                ],
+            }
             for i in range(samples)
         ]
         + [{"updates": 60, "seconds": 30.0, "mark": mark} for mark in ("checkpoint", "resumed", "rollback")],
-    )  # fmt: skip
+    )
     return folder
 
 
@@ -113,11 +152,24 @@ def test_all_sections_and_the_key_figures(tmp_path):
     for title in ("Loss", "Accuracy", "Learning rate", "Gradient norm", "Throughput", "GPU load", "GPU memory", "CPU"):
         assert f"<b>{title}</b>" in page
     for said in (
-        "digits completed", "120 updates of 48 examples on 2 replicas · 4 of 30 epochs", "because 2 GPUs here", "Loss 0.1234",
-        "Accuracy 0.9800", "Time 61.5 s", "Examples/s 1,234 steady state", "Replicas 2 on 1 worker",
-        "Peak memory 775 MiB", "31.4 % of the peak (MFU)", "waiting for input 35.0 %", "35 % waiting for input",
-        "data.cache=memory", "optimizer.learning_rate 0.01 0.05", "of the first 400 examples", "resumed", "rollback",
-    ):  # fmt: skip
+        "digits completed",
+        "120 updates of 48 examples on 2 replicas · 4 of 30 epochs",
+        "because 2 GPUs here",
+        "Loss 0.1234",
+        "Accuracy 0.9800",
+        "Time 61.5 s",
+        "Examples/s 1,234 steady state",
+        "Replicas 2 on 1 worker",
+        "Peak memory 775 MiB",
+        "31.4 % of the peak (MFU)",
+        "waiting for input 35.0 %",
+        "35 % waiting for input",
+        "data.cache=memory",
+        "optimizer.learning_rate 0.01 0.05",
+        "of the first 400 examples",
+        "resumed",
+        "rollback",
+    ):
         assert said in text, said
 
 
@@ -137,9 +189,12 @@ def test_advice_on_the_time(time, said, tmp_path):
 
 def test_what_happened_to_a_run(tmp_path):
     result = RESULT | {
-        "status": "failed", "reason": "lost worker 1 (h2): its process ended", "resumed_from": 1440, "restarts": 2,
+        "status": "failed",
+        "reason": "lost worker 1 (h2): its process ended",
+        "resumed_from": 1440,
+        "restarts": 2,
         "rollbacks": [{"to": 600, "skipped": [610, 611]}],
-    }  # fmt: skip
+    }
     text = text_of(render(full(tmp_path, samples=3), result))
     for said in ("failed", "lost worker 1 (h2)", "Resumed from update 1,440.", "launcher 2 times", "left out 610, 611"):
         assert said in text
@@ -152,19 +207,43 @@ def test_what_happened_to_a_run(tmp_path):
 FILES = ("experiment.json", "environment.json", "result.json", "history.jsonl", "timeline.jsonl")
 ODD = {
     "nothing at all": lambda f: [(f / name).unlink() for name in FILES],
-    "no timeline and no time": lambda f: [(f / FILES[4]).unlink(), put(f, FILES[2], {k: v for k, v in RESULT.items() if k != "time"})],
-    "only NaN": lambda f: put(f, FILES[3], [{"epoch": 1, "updates": 30, "seconds": 1.0, "loss": None, "val_loss": None}]),
-    "a single epoch": lambda f: [put(f, FILES[3], [{"epoch": 1, "updates": 1, "seconds": 0.0, "loss": 0.0}]), (f / FILES[4]).unlink()],
+    "no timeline and no time": lambda f: [
+        (f / FILES[4]).unlink(),
+        put(f, FILES[2], {k: v for k, v in RESULT.items() if k != "time"}),
+    ],
+    "only NaN": lambda f: put(
+        f, FILES[3], [{"epoch": 1, "updates": 30, "seconds": 1.0, "loss": None, "val_loss": None}]
+    ),
+    "a single epoch": lambda f: [
+        put(f, FILES[3], [{"epoch": 1, "updates": 1, "seconds": 0.0, "loss": 0.0}]),
+        (f / FILES[4]).unlink(),
+    ],
     "broken JSON": lambda f: [(f / name).write_bytes(b'{"a": \xff\n[1\n"x"\n') for name in FILES],
     "other types": lambda f: [put(f, name, [[1], 2, None]) for name in FILES],
     "strange values": lambda f: [
         put(f, FILES[2], dict.fromkeys(RESULT, "text")),
         put(f, FILES[3], [{"epoch": 1, "updates": 3}, {"epoch": 2, "loss": "x"}, {"rollback": {}}, {"epoch": "x"}]),
-        put(f, FILES[4], [{"mark": 7}, {"mark": "new"}, {"seconds": 1, "gpus": 3}, {"seconds": "x", "gpus": [1, {}]}, {"updates": 9}]),
+        put(
+            f,
+            FILES[4],
+            [
+                {"mark": 7},
+                {"mark": "new"},
+                {"seconds": 1, "gpus": 3},
+                {"seconds": "x", "gpus": [1, {}]},
+                {"updates": 9},
+            ],
+        ),
     ],
-    "nested strangely": lambda f: [put(f, FILES[2], {k: [{"x": None}] for k in RESULT}), put(f, FILES[1], {"hosts": 3, "gpus": [4], "flags": 1})],
-    "failed before the first epoch": lambda f: [(f / FILES[3]).unlink(), put(f, FILES[2], RESULT | {"status": "failed", "evaluation": {}, "examples_per_second": None})],
-}  # fmt: skip
+    "nested strangely": lambda f: [
+        put(f, FILES[2], {k: [{"x": None}] for k in RESULT}),
+        put(f, FILES[1], {"hosts": 3, "gpus": [4], "flags": 1}),
+    ],
+    "failed before the first epoch": lambda f: [
+        (f / FILES[3]).unlink(),
+        put(f, FILES[2], RESULT | {"status": "failed", "evaluation": {}, "examples_per_second": None}),
+    ],
+}
 
 
 @pytest.mark.parametrize("case", ODD)

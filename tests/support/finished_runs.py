@@ -11,9 +11,15 @@ from conftest import REPOSITORY
 from support import processes
 
 TRAIN = [
-    "--config.model.options=channels=(4,), units=8", "--config.train.epochs=2", "--config.optimizer.warmup=0%", "--config.optimizer.ema_momentum=0.9",
-    "--config.checkpoint.every=20 steps", "--config.checkpoint.keep=2", "--config.checkpoint.best=val_accuracy", "--notensorboard",
-]  # fmt: skip
+    "--config.model.options=channels=(4,), units=8",
+    "--config.train.epochs=2",
+    "--config.optimizer.warmup=0%",
+    "--config.optimizer.ema_momentum=0.9",
+    "--config.checkpoint.every=20 steps",
+    "--config.checkpoint.keep=2",
+    "--config.checkpoint.best=val_accuracy",
+    "--notensorboard",
+]
 
 
 def command(*arguments, folder, tfds_dir, starter=(sys.executable, "-m"), path="", **environ):

@@ -1,4 +1,4 @@
-"""An interpreter that has loaded TensorFlow and Keras, and forks itself instead of starting others that load them again.
+"""An interpreter that has loaded TensorFlow and Keras, and forks itself so that no other needs to load them.
 
 It has run no op and has no device and no thread of TensorFlow's, so a child can do all that a fresh interpreter can:
 split the CPU, choose threads, connect. tfdist is not loaded: each child takes its own from its path.
@@ -232,9 +232,13 @@ def _set_streams(environ):
         raw = buffer if fd and direct else buffer.raw
         raw.name = f"<{name}>"
         stream = io.TextIOWrapper(
-            buffer, codecs.lookup(encoding).name if encoding else before.encoding, errors if errors and fd < 2 else before.errors, newline="\n",
-            line_buffering=not direct and (raw.isatty() or fd == 2), write_through=direct,
-        )  # fmt: skip
+            buffer,
+            codecs.lookup(encoding).name if encoding else before.encoding,
+            errors if errors and fd < 2 else before.errors,
+            newline="\n",
+            line_buffering=not direct and (raw.isatty() or fd == 2),
+            write_through=direct,
+        )
         if encoding and not errors and fd < 2:
             stream.reconfigure(errors="strict")
         stream.mode = "w" if fd else "r"

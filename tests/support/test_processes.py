@@ -26,11 +26,13 @@ fail()
 """
 SEEN = """\
 import os, signal, sys
-print(sys.path, sys.argv, sys.orig_argv, sys.executable, os.getcwd(), sorted(globals()), __name__, __doc__, __spec__ and __spec__.name)
+print(sys.path, sys.argv, sys.orig_argv, sys.executable, os.getcwd(), sorted(globals()))
+print(__name__, __doc__, __spec__ and __spec__.name)
 print(os.getppid(), os.getpgid(0) == os.getpgid(os.getppid()), os.getsid(0) == os.getpid())
 print(sorted(os.listdir("/proc/self/fd")), [os.get_inheritable(n) for n in range(3)])
 for s in (sys.stdin, sys.stdout, sys.stderr):
-    print(s.name, s.mode, s.encoding, s.errors, s.line_buffering, s.write_through, s.fileno(), s is getattr(sys, f"__{s.name[1:-1]}__"))
+    print(s.name, s.mode, s.encoding, s.errors, s.line_buffering, s.write_through, s.fileno())
+    print(s is getattr(sys, f"__{s.name[1:-1]}__"))
 print([signal.getsignal(n) for n in sorted(signal.valid_signals())], signal.pthread_sigmask(signal.SIG_BLOCK, []))
 print(open("/proc/self/cmdline").read().rstrip(chr(0)).split(chr(0)))
 given = [line for line in open("/proc/self/environ").read().split(chr(0)) if line]
@@ -214,14 +216,18 @@ sys.path.insert(0, sys.argv[1])
 from support import processes
 process = processes.Popen([sys.executable, "-c", "import signal; signal.pause()"])
 assert process.forked
-print(os.getpid(), process.pid, *(p for p in map(int, filter(str.isdigit, os.listdir("/proc"))) if parent(p) == os.getpid()), flush=True)
+mine = [p for p in map(int, filter(str.isdigit, os.listdir("/proc"))) if parent(p) == os.getpid()]
+print(os.getpid(), process.pid, *mine, flush=True)
 import signal; signal.pause()
 """
 
 
 def test_nothing_outlives_the_process_that_has_asked(tmp_path):
     """Not even SIGKILL leaves the server or its children behind."""
-    parent = "def parent(p):\n    try: return int(open(f'/proc/{p}/stat').read().rpartition(')')[2].split()[1])\n    except OSError: return 0\n"
+    parent = (
+        "def parent(p):\n    try: return int(open(f'/proc/{p}/stat').read().rpartition(')')[2].split()[1])\n    "
+        "except OSError: return 0\n"
+    )
     (tmp_path / "owner.py").write_text(parent + OWNER)
     words = [sys.executable, str(tmp_path / "owner.py"), str(pathlib.Path(__file__).parent)]
     owner = processes.Popen(words, stdout=processes.PIPE, text=True, real=True)
@@ -236,7 +242,8 @@ def test_nothing_outlives_the_process_that_has_asked(tmp_path):
 def test_a_launcher_gets_a_server_of_its_own(tmp_path):
     """Its workers are its children: it sees how they end, and they end with it."""
     (tmp_path / "worker.py").write_text(
-        "import os, signal, sys\nprint('parent', os.getppid(), 'keras' in sys.modules, os.getsid(0) == os.getpid(), flush=True)\n"
+        "import os, signal, sys\nprint('parent', os.getppid(), 'keras' in sys.modules, os.getsid(0) == "
+        "os.getpid(), flush=True)\n"
         "signal.pause() if os.environ['RANK'] == '0' else os.kill(os.getpid(), signal.SIGSEGV)\n"
     )
     words = [sys.executable, "-m", "tfdist.launch", "--nproc_per_node=2", "--", "worker.py"]

@@ -190,39 +190,99 @@ CASES = [
     Case("accumulate", lambda: compiled(dense()), examples=61, accumulate=3),
     Case("accumulate and clip", lambda: compiled(dense(), O.SGD(0.5, global_clipnorm=0.1)), examples=61, accumulate=3),
     Case("sample weights", lambda: compiled(dense(), weighted_metrics=["accuracy"]), weighted, 61),
-    Case("mean by sample weight", lambda: compiled(dense(), loss=sparse(reduction="mean_with_sample_weight")), weighted, 61),
+    Case(
+        "mean by sample weight",
+        lambda: compiled(dense(), loss=sparse(reduction="mean_with_sample_weight")),
+        weighted,
+        61,
+    ),
     Case("sum", lambda: compiled(dense(), O.SGD(1e-3), sparse(reduction="sum")), examples=61),
     Case("class weights", lambda: compiled(dense()), examples=61, fit={"class_weight": {0: 3.0, 2: 0.2}}),
     # The loss falls, so the first evaluation stays the best.
-    Case("stopped early", lambda: compiled(dense()), examples=61, fit={"class_weight": {0: 3.0, 2: 0.2}, "validation_data": images(31), "callbacks": [Patience("max val_loss", 1)]}, keras=False),
+    Case(
+        "stopped early",
+        lambda: compiled(dense()),
+        examples=61,
+        fit={
+            "class_weight": {0: 3.0, 2: 0.2},
+            "validation_data": images(31),
+            "callbacks": [Patience("max val_loss", 1)],
+        },
+        keras=False,
+    ),
     Case("masked sequences", lambda: tagger(), sequences, 61),
     Case("masked, accumulated", lambda: tagger(), sequences, 61, accumulate=3),
     Case("token weights", lambda: tagger(sparse(reduction="mean_with_sample_weight")), token_weighted, 61),
     Case("two outputs", compile_two_outputs, two_outputs_data, 61),
-    Case("masked and plain", masked_and_plain, lambda n: (sequences(n)[0], [sequences(n)[1], rng().normal(size=(n, 1))]), 61),
+    Case(
+        "masked and plain",
+        masked_and_plain,
+        lambda n: (sequences(n)[0], [sequences(n)[1], rng().normal(size=(n, 1))]),
+        61,
+    ),
     Case("l2 regulariser", lambda: compiled(dense(kernel_regularizer=keras.regularizers.L2(0.01))), examples=61),
     Case("l2, accumulated", lambda: compiled(dense(kernel_regularizer="l2")), examples=61, accumulate=3),
     Case("activity regulariser", lambda: compiled(dense(activity_regularizer="l2")), examples=72),
     Case("AdamW", lambda: compiled(dense(), O.AdamW(1e-2, weight_decay=0.1)), examples=61),
     Case("weights averaged", lambda: compiled(dense(), O.Adam(1e-2, use_ema=True, ema_momentum=0.8)), examples=61),
-    Case("average measured, accumulated, clipped", lambda: compiled(dense(), O.Adam(1e-2, use_ema=True, ema_momentum=0.8, global_clipnorm=0.05)), examples=61, accumulate=3, fit={"measure_average": True, "validation_data": images(31)}, keras=False),
-    Case("averages written over", lambda: compiled(dense(), O.Adam(1e-2, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=4)), examples=61),
+    Case(
+        "average measured, accumulated, clipped",
+        lambda: compiled(dense(), O.Adam(1e-2, use_ema=True, ema_momentum=0.8, global_clipnorm=0.05)),
+        examples=61,
+        accumulate=3,
+        fit={"measure_average": True, "validation_data": images(31)},
+        keras=False,
+    ),
+    Case(
+        "averages written over",
+        lambda: compiled(dense(), O.Adam(1e-2, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=4)),
+        examples=61,
+    ),
     Case("Nadam", lambda: compiled(dense(), O.Nadam(1e-2, use_ema=True, ema_momentum=0.8)), examples=61),
-    Case("RMSprop with a schedule", lambda: compiled(dense(), O.RMSprop(O.schedules.CosineDecay(1e-2, 9))), examples=61),
-    Case("rates by layer", lambda: compiled(dense(), O.AdamW(1e-2, weight_decay=0.1)), examples=61, fit=BY_LAYER, keras=False),
-    Case("rates by layer, Nadam, clipped", lambda: compiled(dense(), O.Nadam(1e-2, weight_decay=0.1, global_clipnorm=0.05)), examples=61, accumulate=2, fit=BY_LAYER, keras=False),
-    Case("rates by layer, float16", lambda: compiled(dense(), O.SGD(0.05, weight_decay=0.1)), examples=61, precision="mixed_float16", double=False, fit=BY_LAYER, keras=False),
+    Case(
+        "RMSprop with a schedule", lambda: compiled(dense(), O.RMSprop(O.schedules.CosineDecay(1e-2, 9))), examples=61
+    ),
+    Case(
+        "rates by layer",
+        lambda: compiled(dense(), O.AdamW(1e-2, weight_decay=0.1)),
+        examples=61,
+        fit=BY_LAYER,
+        keras=False,
+    ),
+    Case(
+        "rates by layer, Nadam, clipped",
+        lambda: compiled(dense(), O.Nadam(1e-2, weight_decay=0.1, global_clipnorm=0.05)),
+        examples=61,
+        accumulate=2,
+        fit=BY_LAYER,
+        keras=False,
+    ),
+    Case(
+        "rates by layer, float16",
+        lambda: compiled(dense(), O.SGD(0.05, weight_decay=0.1)),
+        examples=61,
+        precision="mixed_float16",
+        double=False,
+        fit=BY_LAYER,
+        keras=False,
+    ),
     Case("constraint", lambda: compiled(dense(kernel_constraint=keras.constraints.MaxNorm(0.5))), examples=61),
     Case("subclassed", lambda: compiled(Subclassed()), examples=61),
     Case("batch norm, synchronized", lambda: compiled(batch_norm())),
     # The micro-batches must divide evenly, or filler has a part in their statistics.
     Case("batch norm, accumulated", lambda: compiled(batch_norm()), examples=96, batch=48, accumulate=2, keras=False),
-    Case("function as loss", lambda: compiled(dense(), loss=lambda y, p: keras.ops.mean((p - keras.ops.one_hot(y, 5)) ** 2)), examples=61),
+    Case(
+        "function as loss",
+        lambda: compiled(dense(), loss=lambda y, p: keras.ops.mean((p - keras.ops.one_hot(y, 5)) ** 2)),
+        examples=61,
+    ),
     Case("records, mixed", lambda: compiled(dense(), loss="mse"), pictures, 61, keras=False),
-    Case("records, mixed and accumulated", lambda: compiled(dense(), loss="mse"), pictures, 61, accumulate=3, keras=False),
+    Case(
+        "records, mixed and accumulated", lambda: compiled(dense(), loss="mse"), pictures, 61, accumulate=3, keras=False
+    ),
     Case("bfloat16", lambda: compiled(dense(), O.SGD(0.05)), examples=61, precision="mixed_bfloat16", double=False),
     Case("float16", lambda: compiled(dense(), O.SGD(0.05)), examples=61, precision="mixed_float16", double=False),
-]  # fmt: skip
+]
 
 
 EPOCHS = 3
@@ -250,9 +310,15 @@ def outcome(case, distribution, precision, **fit):
     model = build(case, distribution, precision)
     given = case.data(case.examples)
     history = tfdist.fit(
-        model, given, distribution=distribution, batch_size=case.batch, epochs=EPOCHS, verbose=0,
-        accumulate=case.accumulate, **{**case.fit, **fit},
-    )  # fmt: skip
+        model,
+        given,
+        distribution=distribution,
+        batch_size=case.batch,
+        epochs=EPOCHS,
+        verbose=0,
+        accumulate=case.accumulate,
+        **{**case.fit, **fit},
+    )
     evaluation = tfdist.evaluate(model, given, distribution=distribution, batch_size=case.batch)
     inputs = given[0] if isinstance(given, tuple) else given
     outputs = keras.tree.flatten(tfdist.predict(model, inputs, distribution=distribution, batch_size=case.batch))

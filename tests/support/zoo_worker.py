@@ -1,4 +1,6 @@
-"""One worker that trains models of the zoo: `python zoo_worker.py FOLDER [PRECISION/]NAME...`, results in FOLDER/<rank>.pickle.
+"""One worker that trains models of the zoo: `python zoo_worker.py FOLDER [PRECISION/]NAME...`.
+
+The results go to FOLDER/<rank>.pickle.
 
 The options of `tfdist.connect` come in CONNECT, as JSON.
 """

@@ -112,10 +112,17 @@ def test_what_a_child_says(lines, code, late, expected):
 
 
 FLAGS = [
-    "--config.data.name=synthetic", f"--config.data.options={OPTIONS}", "--config.model.name=memory_hungry_model:model", "--threads=1",
-    "--config.model.options=most=100", "--config.train.epochs=2", "--config.optimizer.warmup=0%", "--notensorboard",
-    "--workdir=out", "--config.train.batch_size=auto",
-]  # fmt: skip
+    "--config.data.name=synthetic",
+    f"--config.data.options={OPTIONS}",
+    "--config.model.name=memory_hungry_model:model",
+    "--threads=1",
+    "--config.model.options=most=100",
+    "--config.train.epochs=2",
+    "--config.optimizer.warmup=0%",
+    "--notensorboard",
+    "--workdir=out",
+    "--config.train.batch_size=auto",
+]
 
 
 def numbers(tmp_path):

@@ -57,7 +57,8 @@ def test_it_ends_where_keras_ends(monitor, direction, replicas, connect):
     assert len(history.epoch) == len(kept.epoch) < EPOCHS
     assert training_cases.distance(training_cases.weights(ours), training_cases.weights(theirs)) < 1e-6
     assert stopping.reason == (
-        f"early stopping: {name} has not improved for 2 evaluations; the weights are those of epoch {early.best_epoch + 1}"
+        f"early stopping: {name} has not improved for 2 evaluations; the weights are those of epoch "
+        f"{early.best_epoch + 1}"
     )
 
 

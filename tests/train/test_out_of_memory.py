@@ -49,9 +49,13 @@ def train(distribution, made, tmp_path=None, data=None, **options):
     options = dict(batch_size=BATCH, epochs=3, steps_per_call=2, verbose=0, distribution=distribution) | options
     data = training_cases.images(61) if data is None else data
     history = tfdist.fit(
-        made, *data, callbacks=[watch, keras.callbacks.ReduceLROnPlateau("loss", patience=1)],
-        validation_data=training_cases.images(31), checkpoints=checkpoints, **options,
-    )  # fmt: skip
+        made,
+        *data,
+        callbacks=[watch, keras.callbacks.ReduceLROnPlateau("loss", patience=1)],
+        validation_data=training_cases.images(31),
+        checkpoints=checkpoints,
+        **options,
+    )
     return made, history.history, watch.accumulate
 
 
@@ -81,7 +85,10 @@ def test_it_goes_on_with_smaller_micro_batches_and_the_same_result(after, replic
     assert len(warnings) == len(accumulate)
     micro, start = BATCH // replicas, 0 if after == 0 else 4
     assert warnings[0].startswith("WARNING: out of memory (") and warnings[0].endswith(
-        f", at {micro} examples at a time: from update {start} on again, at {micro // 2} (train.accumulate=2), with the same result"
+        (
+            f", at {micro} examples at a time: from update {start} on again, at {micro // 2} (train.accumulate=2), "
+            f"with the same result"
+        )
     )
 
 
@@ -100,12 +107,20 @@ def test_a_failed_update_leaves_nothing_behind(connect, tmp_path):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(), r"out of memory \(.*allocating tensor.*, at 24 examples at a time: train.accumulate=2 needs less of it"),
-        (dict(accumulate=24, most=0), r"at 1 example at a time, the fewest there can be: use a smaller model or more m"),
-        (dict(batch_size=None, data=(tf.data.Dataset.from_tensor_slices(training_cases.images(61)).batch(BATCH),)),
-         r"at 24 examples at a time: train.accumulate=2 needs less of it and changes nothing else"),
+        (
+            dict(),
+            r"out of memory \(.*allocating tensor.*, at 24 examples at a time: train.accumulate=2 needs less of it",
+        ),
+        (
+            dict(accumulate=24, most=0),
+            r"at 1 example at a time, the fewest there can be: use a smaller model or more m",
+        ),
+        (
+            dict(batch_size=None, data=(tf.data.Dataset.from_tensor_slices(training_cases.images(61)).batch(BATCH),)),
+            r"at 24 examples at a time: train.accumulate=2 needs less of it and changes nothing else",
+        ),
     ],
-)  # fmt: skip
+)
 def test_where_it_cannot_go_on_it_says_what_helps(options, message, connect, tmp_path, request):
     made = model(connect(1), options.pop("most", 6))
     folder = None if not options else tmp_path
@@ -128,10 +143,16 @@ def test_measuring_that_runs_out_of_memory(connect):
 
 
 FLAGS = [
-    "--config.model.name=memory_hungry_model:model", "--config.train.epochs=2", "--config.data.name=synthetic", "--notensorboard",
-    "--config.data.options=examples=160, shape=(4, 4, 1), classes=5", "--config.train.batch_size=32", "--workdir=out",
-    "--config.optimizer.warmup=0%", "--config.train.steps_per_call=1",
-]  # fmt: skip
+    "--config.model.name=memory_hungry_model:model",
+    "--config.train.epochs=2",
+    "--config.data.name=synthetic",
+    "--notensorboard",
+    "--config.data.options=examples=160, shape=(4, 4, 1), classes=5",
+    "--config.train.batch_size=32",
+    "--workdir=out",
+    "--config.optimizer.warmup=0%",
+    "--config.train.steps_per_call=1",
+]
 
 
 def result(tmp_path):

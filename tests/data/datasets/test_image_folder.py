@@ -86,10 +86,24 @@ def test_folders_for_splits_and_slices(tmp_path):
     assert [found.names[label] for label in labels] == [p.parts[1] for p in paths]
 
 
-FORMATS = [("JPEG", "RGB"), ("JPEG", "L"), ("JPEG", "CMYK"), ("PNG", "RGB"), ("PNG", "L"), ("PNG", "RGBA"), ("PNG", "P"),
-           ("PNG", "LA"), ("PNG", "1"), ("PNG", "I;16"), ("GIF", "RGB"), ("BMP", "RGB"), ("BMP", "L"), ("BMP", "RGBA"),
-           # TensorFlow 2.18 decodes no WebP.
-           *([("WEBP", "RGB"), ("WEBP", "RGBA")] if hasattr(tf.io, "decode_webp") else [])]  # fmt: skip
+FORMATS = [
+    ("JPEG", "RGB"),
+    ("JPEG", "L"),
+    ("JPEG", "CMYK"),
+    ("PNG", "RGB"),
+    ("PNG", "L"),
+    ("PNG", "RGBA"),
+    ("PNG", "P"),
+    ("PNG", "LA"),
+    ("PNG", "1"),
+    ("PNG", "I;16"),
+    ("GIF", "RGB"),
+    ("BMP", "RGB"),
+    ("BMP", "L"),
+    ("BMP", "RGBA"),
+    # TensorFlow 2.18 decodes no WebP.
+    *([("WEBP", "RGB"), ("WEBP", "RGBA")] if hasattr(tf.io, "decode_webp") else []),
+]
 
 
 def test_formats_become_rgb_as_pil_has_it(tmp_path):
@@ -275,9 +289,11 @@ def test_a_file_that_breaks_during_the_training(tmp_path, connect, run):
         with distribution.scope():
             model = keras.Sequential([keras.Input((8, 8, 3)), keras.layers.Flatten(), keras.layers.Dense(3)])
             model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-        for use in (lambda d, m, **o: tfdist.fit(m, loaded.train, distribution=d, batch_size=4, verbose=0),
-                    lambda d, m, **o: tfdist.evaluate(m, loaded.train, distribution=d, batch_size=4),
-                    lambda d, m, **o: tfdist.predict(m, loaded.train, distribution=d, batch_size=4)):  # fmt: skip
+        for use in (
+            lambda d, m, **o: tfdist.fit(m, loaded.train, distribution=d, batch_size=4, verbose=0),
+            lambda d, m, **o: tfdist.evaluate(m, loaded.train, distribution=d, batch_size=4),
+            lambda d, m, **o: tfdist.predict(m, loaded.train, distribution=d, batch_size=4),
+        ):
             with pytest.raises(UserError, match=f"^{victim} cannot be decoded: .*or set data.broken=skip$"):
                 use(distribution, model)
     victim.write_bytes(whole)
@@ -303,10 +319,16 @@ def test_the_command(tmp_path, run):
     folder(tmp_path / "pictures", each=10)
     (tmp_path / "pictures" / "cat" / "empty.jpg").write_bytes(b"")
     flags = [
-        f"--config.data.name=image_folder:{tmp_path / 'pictures'}", "--config.data.train_split=train[:80%]",
-        "--config.data.eval_split=train[80%:]", "--config.data.image_size=8", "--config.train.batch_size=8",
-        "--config.train.epochs=2", "--config.optimizer.warmup=0%", "--config.model.name=mlp", "--workdir=out",
-    ]  # fmt: skip
+        f"--config.data.name=image_folder:{tmp_path / 'pictures'}",
+        "--config.data.train_split=train[:80%]",
+        "--config.data.eval_split=train[80%:]",
+        "--config.data.image_size=8",
+        "--config.train.batch_size=8",
+        "--config.train.epochs=2",
+        "--config.optimizer.warmup=0%",
+        "--config.model.name=mlp",
+        "--workdir=out",
+    ]
     refused = run("tfdist.train", *flags)
     assert refused.returncode == 2
     assert refused.stderr.count("\n") == 1 and "1 of 31 files is no image: cat/empty.jpg is empty" in refused.stderr
@@ -321,17 +343,29 @@ def test_the_command(tmp_path, run):
 @pytest.mark.parametrize(
     "make, fields, message",
     [
-        (lambda p: None, dict(name="image_folder:/no/such/folder"), "data.name='image_folder:/no/such/folder': there is no such folder"),
+        (
+            lambda p: None,
+            dict(name="image_folder:/no/such/folder"),
+            "data.name='image_folder:/no/such/folder': there is no such folder",
+        ),
         (lambda p: None, {}, "there are no images: put those of each class into a folder of its own"),
         (lambda p: (p / "cat").mkdir(), {}, "there are no images"),
         (lambda p: folder(p, ("cat",)), {}, "there is only one class, 'cat'"),
-        (folder, dict(eval_split="test"), "data.eval_split='test': .* has no split 'test': known are train, and slices such as train"),
+        (
+            folder,
+            dict(eval_split="test"),
+            "data.eval_split='test': .* has no split 'test': known are train, and slices such as train",
+        ),
         (folder, dict(train_split="train[:0%]"), "selects none of the 21 examples"),
-        (lambda p: save(folder(p) / "cat" / "caf\udce9.png", picture(1)), {}, r"name of cat/caf\\xe9.png is not written in UTF-8: rename"),
+        (
+            lambda p: save(folder(p) / "cat" / "caf\udce9.png", picture(1)),
+            {},
+            r"name of cat/caf\\xe9.png is not written in UTF-8: rename",
+        ),
         (lambda p: os.mkfifo(folder(p) / "cat" / "pipe"), {}, "1 of 22 files is no image: cat/pipe cannot be read"),
         (folder, dict(options="a=1"), "data.options='a=1' is for functions, image_folder takes none"),
     ],
-)  # fmt: skip
+)
 def test_unusable_folders(make, fields, message, tmp_path):
     make(tmp_path)
     with pytest.raises(UserError, match=message):

@@ -232,7 +232,10 @@ def test_a_column_that_turns_out_to_be_texts_late(tmp_path, monkeypatch):
         (
             "a,b\n" + "".join(f"n{i},1\n" for i in range(1200)),
             {"target": "b"},
-            r"column 'a' has 1,200 different texts in 1,200 training rows, more than a category has: leave it out with data.options=leave_out=\['a'\]",
+            (
+                r"column 'a' has 1,200 different texts in 1,200 training rows, more than a category has: leave it out "
+                r"with data.options=leave_out=\['a'\]"
+            ),
         ),
     ],
 )
