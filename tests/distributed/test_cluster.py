@@ -112,10 +112,8 @@ FOUND = [
     (
         "launch, rank 0",
         env(
-            (
-                "RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=::1 MASTER_PORT=1 TFDIST_ATTEMPT=0 "
-                "TFDIST_MEETING_FD=7"
-            )
+            "RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=::1 MASTER_PORT=1 TFDIST_ATTEMPT=0 "
+            "TFDIST_MEETING_FD=7"
         ),
         Cluster("tfdist.launch", 0, 1, 0, 1, "[::1]:1", meeting_fd=7),
     ),

@@ -23,7 +23,7 @@ SHORT = [("", 2), ("float64", 3), ("", 3), ("float64", 2)]
 
 
 def rows():
-    """Yields each case in each precision on 2, 3, 4 and 8 replicas: one row of it for `make test`, all for `test-all`."""
+    """Yields each case in each precision on 2, 3, 4 and 8 replicas: one row for `make test`, all for `test-all`."""
     for turn, case in enumerate(training_cases.CASES):
         own, (precision, replicas) = case.precision, SHORT[turn % len(SHORT)]
         short = {((case.double and precision) or own, replicas)}

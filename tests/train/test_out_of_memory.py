@@ -85,10 +85,8 @@ def test_it_goes_on_with_smaller_micro_batches_and_the_same_result(after, replic
     assert len(warnings) == len(accumulate)
     micro, start = BATCH // replicas, 0 if after == 0 else 4
     assert warnings[0].startswith("WARNING: out of memory (") and warnings[0].endswith(
-        (
-            f", at {micro} examples at a time: from update {start} on again, at {micro // 2} (train.accumulate=2), "
-            f"with the same result"
-        )
+        f", at {micro} examples at a time: from update {start} on again, at {micro // 2} (train.accumulate=2), "
+        f"with the same result"
     )
 
 
