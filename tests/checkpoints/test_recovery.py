@@ -109,6 +109,7 @@ def test_killed_at_random_moments(way, start, tmp_path, whole):
     assert kills(way, 2, 1, start, tmp_path, whole) == 2
 
 
+@pytest.mark.faults
 def test_killed_before_the_first_checkpoint(start, tmp_path, whole):
     """It begins anew, and history.jsonl has each epoch once: by hand, and when the launcher starts it again."""
     rare = "--config.checkpoint.every=1000 steps"
@@ -173,6 +174,7 @@ def stop(program, number=signal.SIGTERM):
     program.family()[0].send_signal(number)
 
 
+@pytest.mark.faults
 def test_moved_from_world_to_world_in_mid_epoch(start, tmp_path, whole):
     """The tail of 45 examples is uneven everywhere; no dropout, whose streams depend on the world."""
     plain = [f for f in FLAGS if "dropout" not in f]
