@@ -10,7 +10,7 @@ import importlib.resources
 
 from tfdist.config import Data, Experiment, Model, Optimizer, Train
 
-CARS = importlib.resources.files("tfdist.datasets") / "auto_mpg.csv"
+CARS = importlib.resources.files("tfdist.data.datasets") / "auto_mpg.csv"
 
 
 def get_config() -> Experiment:
