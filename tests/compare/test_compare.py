@@ -449,15 +449,15 @@ def test_gpus_are_those_of_the_driver(tmp_path, monkeypatch):
     fake.write_text("#!/bin/sh\ncat <<'END'\n" + "\n".join(lines) + "\nEND\n")
     fake.chmod(fake.stat().st_mode | stat.S_IEXEC)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert trial.find_machine("1,3", {}).gpus == ("1", "3")
-    assert trial.find_machine("idle:2", {}).gpus == ("0", "1")
-    assert trial.find_machine("all", {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}).gpus == ("MIG-a", "MIG-b")
-    assert trial.find_machine("none", {}).gpus == ()
+    assert trial.find_hardware("1,3", {}).gpus == ("1", "3")
+    assert trial.find_hardware("idle:2", {}).gpus == ("0", "1")
+    assert trial.find_hardware("all", {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}).gpus == ("MIG-a", "MIG-b")
+    assert trial.find_hardware("none", {}).gpus == ()
 
 
 def test_no_horovod_is_a_reason(monkeypatch):
-    find = trial.horovod_state.importlib.util.find_spec
-    monkeypatch.setattr(trial.horovod_state.importlib.util, "find_spec", lambda n: None if n == "horovod" else find(n))
+    find = trial.horovod_install.importlib.util.find_spec
+    monkeypatch.setattr(trial.horovod_install.importlib.util, "find_spec", lambda n: None if n == "horovod" else find(n))
     made = trial.make("horovod", 2, CPU, pathlib.Path("w"), [], 1)
     assert made.unavailable == "Horovod is not installed: run python -m tfdist.horovod_build"
 

@@ -181,7 +181,7 @@ def test_bad_rows_are_named_by_their_line(tmp_path, capfd):
         tables.prepare(str(path), options, ALL)
     assert str(error.value) == f"{expected}: correct the file, or leave such rows out with data.broken=skip"
     got = tables.prepare(str(path), options, ALL, skip=True)
-    assert capfd.readouterr().out == f"WARNING: left out: {expected}\n"
+    assert capfd.readouterr().out == f"tfdist: WARNING: left out: {expected}\n"
     np.testing.assert_allclose(got.train[1], [1, 4, 7, *[8] * 60])
     everything = csv_reader.read([str(path)], ["size", "n"], {}, skip=True)
     assert [row.split(" line ")[1].split(" has ")[0] for row in everything.skipped] == ["4", "8", "5", "9", "10"]
