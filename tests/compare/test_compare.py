@@ -456,8 +456,9 @@ def test_gpus_are_those_of_the_driver(tmp_path, monkeypatch):
 
 
 def test_no_horovod_is_a_reason(monkeypatch):
-    find = trial.horovod_install.importlib.util.find_spec
-    monkeypatch.setattr(trial.horovod_install.importlib.util, "find_spec", lambda n: None if n == "horovod" else find(n))
+    util = trial.horovod_install.importlib.util
+    find = util.find_spec
+    monkeypatch.setattr(util, "find_spec", lambda n: None if n == "horovod" else find(n))
     made = trial.make("horovod", 2, CPU, pathlib.Path("w"), [], 1)
     assert made.unavailable == "Horovod is not installed: run python -m tfdist.horovod_build"
 

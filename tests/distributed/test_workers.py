@@ -23,6 +23,7 @@ NAMES = [
     "records, mixed",
     "records, mixed and accumulated",
     "stopped early",
+    "loss of loss objects",
     "bfloat16",
     "float16",
 ]

@@ -238,6 +238,17 @@ def test_whether_a_model_takes_training():
     assert keras_internals.takes_training(Plain()) is False
 
 
+def test_losses_that_users_call_keep_their_value(connect):
+    """Else a loss function that calls a loss object would count once per replica too little."""
+    distribution = connect(2)
+    loss = keras.losses.MeanSquaredError()
+    values = lambda: distribution.local(distribution.run(lambda: loss([[1.0]], [[3.0]]), ()))
+    assert [float(v) for v in values()] == [2.0, 2.0], "Keras no longer divides: unscaled_losses can go"
+    with keras_internals.unscaled_losses():
+        assert [float(v) for v in values()] == [4.0, 4.0]
+    assert [float(v) for v in values()] == [2.0, 2.0]
+
+
 def test_masks_travel_with_outputs():
     """Else padding would count in the loss."""
     x = keras.layers.Embedding(5, 2, mask_zero=True)(np.array([[1, 0]]))

@@ -122,6 +122,33 @@ def batch_norm():
     )
 
 
+def of_loss_objects(y, outputs):
+    """A loss that calls losses of Keras, which divide by the number of replicas for Keras' own fit."""
+    return sparse()(y, outputs) + 0.3 * keras.losses.MeanSquaredError()(keras.ops.one_hot(y, 5), outputs)
+
+
+class Endpoint(L.Layer):
+    """The last layer of the official endpoint example: it takes the targets as inputs, and adds the loss itself."""
+
+    def call(self, inputs):
+        targets, logits = inputs
+        self.add_loss(sparse()(targets, logits))
+        return logits
+
+
+def endpoint():
+    image, targets = keras.Input((4, 4, 1), name="image"), keras.Input((), dtype="int32", name="targets")
+    logits = L.Dense(5)(L.Dense(12, activation="tanh")(L.Flatten()(image)))
+    model = keras.Model({"image": image, "targets": targets}, Endpoint()([targets, logits]))
+    model.compile(keras.optimizers.Adam(1e-2))
+    return model
+
+
+def labelled(n):
+    x, y = images(n)
+    return ({"image": x, "targets": y.astype("int32")},)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)  # hashable by identity, for caches
 class Case:
     """One row: `model()` is called in scope and returns a compiled model."""
@@ -271,6 +298,9 @@ CASES = [
     Case("batch norm, synchronized", lambda: compiled(batch_norm())),
     # The micro-batches must divide evenly, or filler has a part in their statistics.
     Case("batch norm, accumulated", lambda: compiled(batch_norm()), examples=96, batch=48, accumulate=2, keras=False),
+    Case("loss of loss objects", lambda: compiled(dense(), loss=of_loss_objects), examples=61),
+    # Filler has a part in what layers add, so the batches must divide evenly.
+    Case("add_loss of a loss object", endpoint, labelled, double=False, keras=False),
     Case(
         "function as loss",
         lambda: compiled(dense(), loss=lambda y, p: keras.ops.mean((p - keras.ops.one_hot(y, 5)) ** 2)),

@@ -1,7 +1,7 @@
 """All private names of Keras that tfdist uses, and of TensorFlow where it meets Keras, each behind a small function.
 
-Each docstring gives the reason why nothing public does. tests/test_keras_hooks.py has a test for each, which says when
-a new version has moved one and what that would break, and a test that these names are used nowhere else.
+Each docstring gives the reason why nothing public does. tests/models/test_keras_internals.py has a test for each, which
+says when a new version has moved one and what that would break, and a test that these names are used nowhere else.
 """
 
 from __future__ import annotations
@@ -125,6 +125,23 @@ def matched_losses(
     finally:
         compiled._flat_losses, compiled._metrics = entries, metrics
     return matched
+
+
+@contextlib.contextmanager
+def unscaled_losses() -> Iterator[None]:
+    """Lets the Keras losses that users call in a loss function or beside `add_loss` return their own value.
+
+    Keras divides it by the strategy's number of replicas, since its `fit` adds the replicas' gradients up. tfdist
+    weighs each replica by its rows, and the loss would be divided twice. Nothing public turns the division off.
+    """
+    from keras.src.losses import loss
+
+    scale = loss.scale_loss_for_distribution
+    loss.scale_loss_for_distribution = lambda value: value
+    try:
+        yield
+    finally:
+        loss.scale_loss_for_distribution = scale
 
 
 def loss_metrics(model: keras.Model) -> list[keras.Metric]:

@@ -11,6 +11,7 @@ from tfdist.engine.step import metrics
 from tfdist.engine.step.batch_loop import batch_loop
 from tfdist.engine.step.replica import Replica
 from tfdist.engine.step.results import CallResult
+from tfdist.models import keras_internals
 
 
 def evaluation_call(replica: Replica, layout: Layout, losses: int) -> Callable[..., CallResult]:
@@ -28,4 +29,10 @@ def evaluation_call(replica: Replica, layout: Layout, losses: int) -> Callable[.
         payload = payload.with_tensors(replica.distribution.all_sum(payload.tensors()))
         return payload.losses(replica.objective.regularization())
 
-    return tf.function(batch_loop(replica, layout, losses, one), autograph=False, reduce_retracing=True)
+    measured = batch_loop(replica, layout, losses, one)
+
+    def call(feed: tuple, first: tf.Tensor, last: tf.Tensor) -> CallResult:
+        with keras_internals.unscaled_losses():
+            return measured(feed, first, last)
+
+    return tf.function(call, autograph=False, reduce_retracing=True)

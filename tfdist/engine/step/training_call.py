@@ -20,6 +20,7 @@ from tfdist.engine.step.optimizer_update import Gradients, OwnedOptimizer
 from tfdist.engine.step.partial_sums import Payload
 from tfdist.engine.step.replica import Replica
 from tfdist.engine.step.results import CallResult
+from tfdist.models import keras_internals
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ def training_call(replica: Replica, layout: Layout, losses: int, options: Traini
         with (
             optimizer_update.owned(model.optimizer, model.trainable_variables, options.factors) as optimizer,
             trace_patches.quick(),
+            keras_internals.unscaled_losses(),
             fused_batch_norm.normalization(None if replica.jit else model),  # XLA fuses by itself
         ):
             return batch_loop(replica, layout, losses, _Update(replica, layout, options, optimizer))(feed, first, last)
