@@ -1,8 +1,9 @@
 # Everything runs in .venv, which `make` builds on first use. PYTHON chooses the interpreter (3.10 to 3.13).
 PYTHON ?= python3
+OLDEST_PYTHON ?= python3.10
 BIN := .venv/bin
 
-.PHONY: train test test-all faults horovod lint bench bench-workers bench-checkpoints bench-watching bench-input clean
+.PHONY: train test test-all test-oldest faults horovod lint bench bench-workers bench-checkpoints bench-watching bench-input clean
 
 train: .venv/ready
 	$(BIN)/python -m tfdist.train
@@ -14,6 +15,11 @@ test: .venv/ready horovod
 # Every cell of every table, and `faults`.
 test-all: .venv/ready horovod
 	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder -m ''
+
+# The oldest supported versions run what notices soonest that something has moved.
+test-oldest: .venv-oldest/ready
+	.venv-oldest/bin/python -m pytest tests/models/test_keras_internals.py tests/engine/test_keras_interface.py \
+	  tests/train/test_train_command.py tests/checkpoints/test_old_runs.py
 
 # The long ones: processes that are killed, stopped and cut off in mid-run.
 faults: .venv/ready horovod
@@ -49,5 +55,11 @@ bench-workers: .venv/ready horovod
 	$(BIN)/python -m pip install --quiet --editable '.[test,horovod]'
 	touch $@
 
+.venv-oldest/ready: setup.cfg pyproject.toml
+	$(OLDEST_PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet --upgrade pip
+	.venv-oldest/bin/python -m pip install --quiet 'tensorflow==2.18.*' 'keras==3.12.*' --editable '.[test]'
+	touch $@
+
 clean:
-	rm -rf .venv build dist *.egg-info runs
+	rm -rf .venv .venv-oldest build dist *.egg-info runs
