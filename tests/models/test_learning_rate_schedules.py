@@ -43,6 +43,14 @@ def rates(wanted, updates):
     return [float(np.asarray(schedule(u) if callable(schedule) else schedule)) for u in updates]
 
 
+def test_the_default_warmup_of_a_short_run_is_a_tenth_of_it(said):
+    short, long = config.Experiment(), config.Experiment()
+    short.train.epochs, long.train.epochs = 2, 3
+    assert schedule_lib.make(short, 1437, 1).warmup == 6
+    assert said == ["the warm-up is 6 of 60 updates: optimizer.warmup='2 epochs' would leave none"]
+    assert schedule_lib.make(long, 1437, 1).warmup == 60 and len(said) == 1
+
+
 @pytest.mark.parametrize("kind, options", AFTER)
 def test_against_the_formula(kind, options):
     share = AFTER[kind, options]

@@ -7,8 +7,9 @@ import math
 import re
 from typing import NamedTuple
 
-from tfdist.config import Experiment
+from tfdist.config import Experiment, Optimizer
 from tfdist.config.field_syntax import schedule_options
+from tfdist.config.messages import logger
 from tfdist.errors import UserError
 
 _TIME = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(s|seconds?|min|minutes?|h|hours?)\s*$")
@@ -104,7 +105,7 @@ def make(experiment: Experiment, examples: int, replicas: int) -> Plan:
     every = duration("eval.every", experiment.eval.every, per_epoch, train.batch_size, updates)
     if every % per_epoch:
         raise UserError(f"eval.every={experiment.eval.every!r} is not a whole number of epochs of {per_epoch} updates")
-    warmup = duration("optimizer.warmup", experiment.optimizer.warmup, per_epoch, train.batch_size, updates)
+    warmup = _warmup(experiment, per_epoch, updates)
     return Plan(
         examples=examples,
         global_batch=train.batch_size,
@@ -119,6 +120,16 @@ def make(experiment: Experiment, examples: int, replicas: int) -> Plan:
         base_rate=experiment.optimizer.learning_rate,
         rate=scaled_rate(experiment),
     )
+
+
+def _warmup(experiment: Experiment, per_epoch: int, updates: int) -> int:
+    """Returns the updates of the warm-up; that of a run too short for the default one is a tenth of the run."""
+    asked = experiment.optimizer.warmup
+    warmup = duration("optimizer.warmup", asked, per_epoch, experiment.train.batch_size, updates)
+    if warmup >= updates and asked == Optimizer().warmup:
+        warmup = updates // 10
+        logger.info(f"the warm-up is {warmup} of {updates} updates: optimizer.warmup={asked!r} would leave none")
+    return warmup
 
 
 def _decay(experiment: Experiment, per_epoch: int, updates: int, warmup: int) -> Decay:
