@@ -37,11 +37,15 @@ WORLDS = {
 }
 
 
+SHORT = ("multi_worker 2", "horovod 2")
+"""Worlds of `make test`; three processes, and two devices in each, take minutes to trace on two cores."""
+
+
 def cells():
-    """(world, case) of the whole table; `make test` has a third of the cases in each world, and each case in two."""
+    """Yields (world, case) of the whole table; `make test` has every third case in two worlds of two processes."""
     for i, world in enumerate(WORLDS):
         for k, name in enumerate(NAMES):
-            marks = [] if (i + k) % 3 == 0 else [pytest.mark.whole]
+            marks = [] if world in SHORT and (i + k) % 3 == 0 else [pytest.mark.whole]
             yield pytest.param(world, name, marks=marks, id=f"{world.replace(' ', '-')}-{name}")
 
 
@@ -80,7 +84,9 @@ def test_every_worker_ends_with_the_same(name, world):
             np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("world", WORLDS, indirect=True)
+@pytest.mark.parametrize(
+    "world", [pytest.param(w, marks=[pytest.mark.whole] * (w not in SHORT)) for w in WORLDS], indirect=True
+)
 @pytest.mark.parametrize("dtype, tolerance", [("float16", 1e-3), ("bfloat16", 1e-2)])
 def test_gradients_that_travel_in_half_the_bytes(dtype, tolerance, world, request, reference):
     found = world[0]["shrunk"][dtype]

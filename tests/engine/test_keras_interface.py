@@ -1,5 +1,6 @@
 """tfdist.fit, evaluate and predict do what Keras users expect of them."""
 
+import contextlib
 import dataclasses
 import inspect
 import json
@@ -631,3 +632,49 @@ def test_layers_frozen_after_a_fit_stay_as_they_are(connect):
     before = model.layers[1].get_weights()
     fit(model, connect(2))
     np.testing.assert_array_equal(before[0], model.layers[1].get_weights()[0])
+
+
+def test_backup_and_restore_goes_on_where_it_does_in_keras(tmp_path):
+    """Keras' callback tells only `fit` at which epoch; else finished epochs would be trained again."""
+
+    class Failure(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 2:
+                raise RuntimeError("power cut")
+
+    def twice(fit, folder):
+        for more in ([Failure()], []):
+            keras.utils.set_random_seed(3)
+            model = training_cases.compiled(training_cases.dense())
+            callbacks = [keras.callbacks.BackupAndRestore(folder), *more]
+            with pytest.raises(RuntimeError) if more else contextlib.nullcontext():
+                history = fit(model, callbacks)
+        return training_cases.weights(model), history
+
+    x, y = training_cases.images(61)
+    options = dict(batch_size=24, epochs=4, shuffle=False, verbose=0)
+    theirs, expected = twice(lambda m, c: m.fit(x, y, callbacks=c, **options), tmp_path / "keras")
+    ours, history = twice(lambda m, c: tfdist.fit(m, x, y, callbacks=c, **options), tmp_path / "tfdist")
+    assert training_cases.distance(ours, theirs) < 1e-6
+    assert history.epoch == expected.epoch == [2, 3]
+
+
+def test_arrays_of_another_float_are_cast_as_keras_does():
+    """float64, NumPy's own type, would not multiply with a model's float32 constants."""
+
+    class Scaled(keras.layers.Layer):
+        def call(self, inputs):
+            return inputs * tf.constant([1.0, 2.0, 3.0])
+
+    def trained(fit):
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential([keras.Input((3,)), Scaled(autocast=False), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        fit(model)
+        return training_cases.weights(model)
+
+    x = np.random.default_rng(0).normal(size=(32, 3))
+    y = x.sum(1, keepdims=True).astype("float16")
+    options = dict(batch_size=8, shuffle=False, verbose=0)
+    ours = trained(lambda model: tfdist.fit(model, x, y, **options))
+    assert training_cases.distance(ours, trained(lambda model: model.fit(x, y, **options))) < 1e-6

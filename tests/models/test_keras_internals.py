@@ -249,6 +249,28 @@ def test_losses_that_users_call_keep_their_value(connect):
     assert [float(v) for v in values()] == [2.0, 2.0]
 
 
+@pytest.mark.parametrize("name", ["F1Score", "FBetaScore", "R2Score", "AUC"])
+def test_metrics_that_create_their_variables_late(name):
+    """Else they would not be reset, and checkpoints be those of another model."""
+    metric = getattr(keras.metrics, name)(**({"multi_label": True} if name == "AUC" else {}))
+    y, outputs = tf.constant([[0.0, 1.0]]), tf.constant([[0.2, 0.9]])
+    keras_internals.create_late_variables(metric, y, outputs)
+    created = [id(v) for v in metric.variables]
+    metric.update_state(y, outputs)
+    assert created and [id(v) for v in metric.variables] == created
+
+
+def test_the_epoch_that_a_backup_goes_back_to(tmp_path):
+    model = training_cases.compiled(training_cases.dense())
+    x, y = training_cases.images(8)
+    callback = keras.callbacks.BackupAndRestore(tmp_path, delete_checkpoint=False)
+    model.fit(x, y, epochs=3, verbose=0, callbacks=[callback])
+    callback.set_model(model)
+    callback.on_train_begin()
+    assert keras_internals.restored_epoch(model) == 3
+    assert keras_internals.restored_epoch(model) == 0
+
+
 def test_masks_travel_with_outputs():
     """Else padding would count in the loss."""
     x = keras.layers.Embedding(5, 2, mask_zero=True)(np.array([[1, 0]]))

@@ -122,6 +122,20 @@ def batch_norm():
     )
 
 
+def late_metrics():
+    """Metrics that create their variables at their first update."""
+    return [
+        keras.metrics.F1Score(average="macro", name="f1"),
+        keras.metrics.R2Score(name="r2"),
+        keras.metrics.AUC(multi_label=True, from_logits=True, name="areas"),
+    ]
+
+
+def one_hot(n):
+    x, y = images(n)
+    return x, np.eye(5, dtype="float64")[y]
+
+
 def of_loss_objects(y, outputs):
     """A loss that calls losses of Keras, which divide by the number of replicas for Keras' own fit."""
     return sparse()(y, outputs) + 0.3 * keras.losses.MeanSquaredError()(keras.ops.one_hot(y, 5), outputs)
@@ -298,6 +312,8 @@ CASES = [
     Case("batch norm, synchronized", lambda: compiled(batch_norm())),
     # The micro-batches must divide evenly, or filler has a part in their statistics.
     Case("batch norm, accumulated", lambda: compiled(batch_norm()), examples=96, batch=48, accumulate=2, keras=False),
+    Case("loss scale factor", lambda: compiled(dense(), O.Adagrad(0.05, loss_scale_factor=100.0)), examples=61),
+    Case("metrics built late", lambda: compiled(dense(), loss="mse", metrics=late_metrics()), one_hot, 61),
     Case("loss of loss objects", lambda: compiled(dense(), loss=of_loss_objects), examples=61),
     # Filler has a part in what layers add, so the batches must divide evenly.
     Case("add_loss of a loss object", endpoint, labelled, double=False, keras=False),

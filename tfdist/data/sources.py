@@ -165,7 +165,9 @@ def _array(value: object) -> np.ndarray:
             f"cannot train on {type(value).__name__}{' of Python objects' * isinstance(value, np.ndarray) * objects}: "
             "give NumPy arrays, a tf.data.Dataset of batches, or a source of tfdist"
         )
-    return array
+    floats = keras.config.floatx()
+    # As Keras does: else float64, NumPy's own type, would meet float32 in whatever a model computes by itself.
+    return array.astype(floats) if array.dtype.kind == "f" and array.dtype != floats else array
 
 
 def weigh_classes(source: Source, weights: Mapping[int, float]) -> Source:

@@ -81,7 +81,11 @@ class FitLoop:
     def run(self) -> keras.callbacks.History:
         """Trains from the beginning, or from where a checkpoint is, to the end."""
         self._model.stop_training = False
+        keras_internals.restored_epoch(self._model)  # that of an earlier training
         self._callbacks.on_train_begin()
+        epoch = keras_internals.restored_epoch(self._model)
+        if epoch:
+            self._position = Position(update=epoch * (self._per_epoch or 0), epoch=epoch)
         self._updates = self._update_loop()
         self._position = self._keeper.begin(self._position, rollback=self._options.on_nonfinite == "rollback")
         while self._goes_on():

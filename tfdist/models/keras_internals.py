@@ -168,6 +168,25 @@ def by_output(compiled: CompileMetrics, structure: Structure) -> list[Structure]
     return compiled._flatten_y(structure)
 
 
+def create_late_variables(metric: keras.Metric, y_true: tf.Tensor, y_pred: tf.Tensor) -> None:
+    """Creates the variables of a metric of Keras that makes them at its first update, once it knows the shapes.
+
+    Nothing public does. Made during the first update, they would be missing where metrics are reset and in checkpoints.
+    """
+    late = isinstance(metric, (keras.metrics.AUC, keras.metrics.FBetaScore, keras.metrics.R2Score))
+    if late and not metric._built:
+        metric._build(*([] if isinstance(metric, keras.metrics.AUC) else [y_true.shape]), y_pred.shape)
+
+
+def restored_epoch(model: keras.Model) -> int:
+    """Returns the epoch that `keras.callbacks.BackupAndRestore` has gone back to, and forgets it; 0 for none.
+
+    The callback leaves it in this attribute for Keras' `fit`, and nowhere else.
+    """
+    epoch, model._initial_epoch = model._initial_epoch, None
+    return epoch or 0
+
+
 def averaged_function(metric: keras.metrics.MeanMetricWrapper) -> tuple[Callable, dict[str, Any]]:
     """Returns the function that the metric averages, and its options; `get_config` gives them serialised."""
     return metric._fn, metric._fn_kwargs

@@ -31,7 +31,7 @@ def update(model: keras.Model, data: tuple[Structure, ...], y_pred: Structure, r
         weight = None if weight is None else _rows(weight, real)
     outputs = keras_internals.by_output(compiled, y_pred)
     targets = keras_internals.by_output(compiled, y)
-    weights = [None] * len(targets)
+    weights: list[Structure] = [None] * len(targets)
     if weight is not None:
         weights = keras_internals.by_output(compiled, weight)
         if len(weights) < len(targets):
@@ -41,6 +41,28 @@ def update(model: keras.Model, data: tuple[Structure, ...], y_pred: Structure, r
         _update_group(group, y_true, prediction, None)
     for group, y_true, prediction, sample_weight in zip(weighted, targets, outputs, weights):
         _update_group(group, y_true, prediction, sample_weight)
+
+
+def create_variables(model: keras.Model, y: Structure, y_pred: Structure) -> None:
+    """Creates the variables of the compiled metrics, also of those that would create them at their first update.
+
+    Args:
+      y: targets of at least one row.
+      y_pred: the outputs for these rows.
+
+    Raises:
+      ValueError: they do not fit the metrics.
+    """
+    compiled = keras_internals.compiled_metrics(model)
+    if compiled is None:
+        return
+    if not compiled.built:
+        compiled.build(y, y_pred)
+    outputs, targets = keras_internals.by_output(compiled, y_pred), keras_internals.by_output(compiled, y)
+    for groups in keras_internals.metrics_by_output(compiled):
+        for group, y_true, prediction in zip(groups, targets, outputs):
+            for metric in group.metrics if group else []:
+                keras_internals.create_late_variables(metric, y_true, prediction)
 
 
 def _update_group(group: Any, y_true: Structure, y_pred: Structure, weight: tf.Tensor | None) -> None:

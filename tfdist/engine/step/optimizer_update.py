@@ -124,6 +124,9 @@ class OwnedOptimizer:
             grads = [_added(g, None if e is None else e * tf.cast(scale, e.dtype)) for g, e in zip(grads, extra)]
         else:
             grads = regularized(grads)
+            factor = self._base.loss_scale_factor
+            if factor is not None:  # the optimizer divides by it, and nobody has multiplied the loss
+                grads = [None if g is None else g * tf.cast(factor, g.dtype) for g in grads]
         pairs = [(g, v) for g, v in zip(grads, variables) if g is not None]
         before = tf.identity(self._base.iterations.value)
         self._optimizer.apply([g for g, _ in pairs], [v for _, v in pairs])

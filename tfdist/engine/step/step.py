@@ -11,13 +11,13 @@ from tfdist.data.batch_layout import Layout, unpack
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.engine import preconditions
+from tfdist.engine.step import metrics
 from tfdist.engine.step.evaluation_call import evaluation_call
 from tfdist.engine.step.prediction_call import NO_BATCH as NO_BATCH  # those who run the functions look for it
 from tfdist.engine.step.prediction_call import prediction_call
 from tfdist.engine.step.replica import Replica
 from tfdist.engine.step.training_call import TrainingOptions, training_call
 from tfdist.errors import UserError, one_line
-from tfdist.models import keras_internals
 
 
 class Step:
@@ -38,6 +38,7 @@ class Step:
         self._replica = Replica(model, distribution, preconditions.use_xla(model, distribution))
         self._compiled: dict[tuple, Callable] = {}
         self._reset: Callable | None = None
+        self._reset_variables: tuple[int, ...] = ()
 
     @property
     def model(self) -> keras.Model:
@@ -80,9 +81,11 @@ class Step:
         return self._compiled[key]
 
     def reset(self) -> None:
-        """Resets all metrics."""
-        if self._reset is None:
+        """Resets all metrics; anew for each set of variables, since a metric may create its own at its first update."""
+        variables = tuple(id(v) for metric in self.model.metrics for v in metric.variables)
+        if self._reset is None or variables != self._reset_variables:
             self._reset = tf.function(lambda: [m.reset_state() for m in self.model.metrics] and None, autograph=False)
+            self._reset_variables = variables
         with self.distribution.peers.during("call"):  # it may sum over workers what it resets
             self._reset()
 
@@ -104,12 +107,10 @@ class Step:
             if outputs_only:
                 return
             self.part_names = self._replica.objective.names(y, outputs)
-            compiled = keras_internals.compiled_metrics(model)
-            if compiled is not None and not compiled.built:
-                try:
-                    compiled.build(y, outputs)
-                except ValueError as error:
-                    raise UserError(f"metrics do not fit the outputs: {one_line(error)}") from error
+            try:
+                metrics.create_variables(model, y, outputs)
+            except ValueError as error:
+                raise UserError(f"metrics do not fit the outputs: {one_line(error)}") from error
             optimizer = model.optimizer
             if optimizer is not None and not optimizer.built:
                 optimizer.build(model.trainable_variables)
