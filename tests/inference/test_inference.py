@@ -574,8 +574,8 @@ def test_help(name, run, tmp_path):
 def test_whoever_reads_has_had_enough():
     """One line, and nothing at exit."""
     code = (
-        "from tfdist.config import command_line as c; from tfdist.inference import job; "
-        "c.main(lambda _: job.to_stdout('x'), c.parse_own)"
+        "from tfdist.config import command_line as c, messages; "
+        "c.main(lambda _: messages.logger.info('x'), c.parse_own)"
     )
     reading, writing = os.pipe()
     os.close(reading)
