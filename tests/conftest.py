@@ -17,6 +17,8 @@ REPOSITORY = pathlib.Path(__file__).parent.parent
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A shell starts what it puts into the background so, and programs under test would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, and programs under test would inherit that, too
 
 
 # Here and not in a fixture: test modules make tensors while they are collected.
