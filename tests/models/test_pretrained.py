@@ -211,10 +211,10 @@ def ends(spec, activation=None, units=5, inner=False):
 )
 def test_what_is_no_logits(options, message):
     """tfdist's own loss would train probabilities worse, without a word."""
-    model = built("test_transfer:ends", options)
+    model = built("test_pretrained:ends", options)
     x, y = zoo_cases.data(zoo_cases.OWN["alexnet, small images"])
     data = Loaded(Arrays((x, y)), Arrays((x, y)), len(x), IMAGES)
-    experiment = config.Experiment(model=config.Model(name="test_transfer:ends"))
+    experiment = config.Experiment(model=config.Model(name="test_pretrained:ends"))
     experiment.train.label_smoothing = 0.0
     if not message:
         models.compiled(model, keras.optimizers.SGD(), experiment, data)
@@ -225,7 +225,7 @@ def test_what_is_no_logits(options, message):
 
 def test_data_of_another_form():
     """Seven outputs and a batch of seven numbers would be compared each with each."""
-    model = built("test_transfer:ends", "units=7")
+    model = built("test_pretrained:ends", "units=7")
     experiment = config.Experiment(model=config.Model(name="mine"))
     experiment.train.label_smoothing = 0.0
     x, numbers = np.zeros((14, *IMAGES.shape), "uint8"), np.zeros(14, "float32")
@@ -347,8 +347,8 @@ def test_a_frozen_run_resumes(connect, tmp_path):
 
 
 def test_layers_that_are_not_there_yet():
-    with pytest.raises(UserError, match="need a model whose layers are there already: build test_transfer:lazy in its"):
-        built("test_transfer:lazy", "", freeze="dense")
+    with pytest.raises(UserError, match="need a model whose layers are there already: build test_pretrained:lazy in its"):
+        built("test_pretrained:lazy", "", freeze="dense")
 
 
 def lazy(spec):
