@@ -229,7 +229,7 @@ def test_nothing_outlives_the_process_that_has_asked(tmp_path):
         "except OSError: return 0\n"
     )
     (tmp_path / "owner.py").write_text(parent + OWNER)
-    words = [sys.executable, str(tmp_path / "owner.py"), str(pathlib.Path(__file__).parent)]
+    words = [sys.executable, str(tmp_path / "owner.py"), str(pathlib.Path(__file__).parents[1])]
     owner = processes.Popen(words, stdout=processes.PIPE, text=True, real=True)
     family = [psutil.Process(int(word)) for word in owner.stdout.readline().split()]
     assert len({process.pid for process in family}) == 3  # with the server
