@@ -57,7 +57,9 @@ def digits(tfds_dir, split="test"):
     return registry.load(e)
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    "world", [pytest.param(w, marks=[pytest.mark.whole] * (w in ("mirrored", "horovod"))) for w in WORLDS]
+)
 def test_every_strategy_finds_what_the_run_ended_with(world, after, trained, tfds_dir):
     """Evaluation and predictions, beside Keras' own on the saved model; and the run is as it was."""
     starter, flags = WORLDS[world]

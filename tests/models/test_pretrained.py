@@ -347,7 +347,9 @@ def test_a_frozen_run_resumes(connect, tmp_path):
 
 
 def test_layers_that_are_not_there_yet():
-    with pytest.raises(UserError, match="need a model whose layers are there already: build test_pretrained:lazy in its"):
+    with pytest.raises(
+        UserError, match="need a model whose layers are there already: build test_pretrained:lazy in its"
+    ):
         built("test_pretrained:lazy", "", freeze="dense")
 
 
