@@ -678,3 +678,34 @@ def test_arrays_of_another_float_are_cast_as_keras_does():
     options = dict(batch_size=8, shuffle=False, verbose=0)
     ours = trained(lambda model: tfdist.fit(model, x, y, **options))
     assert training_cases.distance(ours, trained(lambda model: model.fit(x, y, **options))) < 1e-6
+
+
+def test_a_late_metric_that_hands_on_other_shapes():
+    """F1 of class numbers, as people write it."""
+
+    class SparseF1(keras.metrics.F1Score):
+        def update_state(self, y, outputs, sample_weight=None):
+            super().update_state(keras.ops.one_hot(y, 5), outputs, sample_weight)
+
+    def trained(fit):
+        keras.utils.set_random_seed(3)
+        model = training_cases.compiled(training_cases.dense(), metrics=[SparseF1(average="macro", name="f1")])
+        return fit(model).history["f1"]
+
+    x, y = training_cases.images(61)
+    options = dict(batch_size=24, epochs=3, shuffle=False, verbose=0)
+    ours = trained(lambda model: tfdist.fit(model, x, y, **options))
+    np.testing.assert_allclose(ours, trained(lambda model: model.fit(x, y, **options)), rtol=1e-5)
+
+
+def test_a_level_that_is_set_before_tfdist_is_loaded_stays(run, tmp_path):
+    (tmp_path / "quiet.py").write_text(
+        "import logging, tfdist\n"
+        "logging.getLogger('tfdist').setLevel('WARNING')\n"
+        "logging.getLogger('tfdist').addHandler(logging.NullHandler())\n"
+        "tfdist.connect\n"
+        "from tfdist.config.messages import aside, logger\n"
+        "logger.info('no'), logger.warning('yes'), aside.warning('beside')\n"
+    )
+    done = run("quiet", real=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "tfdist: yes\n", "tfdist: beside\n")

@@ -13,6 +13,7 @@ from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.config import Experiment, flat
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import Environment
+from tfdist.config.user_functions import as_now
 from tfdist.errors import UserError
 
 HARMLESS = (
@@ -143,6 +144,7 @@ class ResumeChoice:
 
 def differences(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
     """Returns the fields that differ, in words, without the harmless ones."""
+    there = {name: as_now(text) for name, text in there.items()}
     names = [name for name in {**here, **there} if not name.startswith(HARMLESS)]
     return [
         f"{name} is {there.get(name, 'missing')} there and {here.get(name, 'missing')} here"

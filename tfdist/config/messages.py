@@ -30,10 +30,10 @@ def chief_only(is_chief: bool) -> None:
 
 
 _handler = _Handler("stdout")
-if not logger.handlers:
-    logger.addHandler(_handler)
+_handler.addFilter(lambda record: record.name != aside.name)
+logger.addHandler(_handler)
+aside.addHandler(_Handler("stderr"))
+if logger.level == logging.NOTSET:  # else the user has chosen one before tfdist was loaded
     logger.setLevel(logging.INFO)
-    # The root logger may be absl's, which would write the line a second time to standard error.
-    logger.propagate = False
-    _handler.addFilter(lambda record: record.name != aside.name)
-    aside.addHandler(_Handler("stderr"))
+# The root logger may be absl's, which would write the line a second time to standard error.
+logger.propagate = False

@@ -14,13 +14,19 @@ from tfdist.errors import UserError
 Result = TypeVar("Result")
 
 
+def as_now(reference: str) -> str:
+    """Returns a data set of tfdist, a module or a file, where it is now; run folders of 0.1.0 have the old place."""
+    moved = reference.replace("tfdist.datasets.", "tfdist.data.datasets.")
+    return moved.replace("/tfdist/datasets/", "/tfdist/data/datasets/")
+
+
 def resolve(field: str, reference: str) -> Callable:
     """Returns the function that `package.module:function` names; the working folder counts as a place to look.
 
     Raises:
       UserError: no such module or function.
     """
-    module_name, _, name = reference.partition(":")
+    module_name, _, name = as_now(reference).partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # `python -m` does so by itself, a console script does not
     try:

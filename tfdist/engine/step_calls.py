@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
@@ -16,8 +17,20 @@ from tfdist.engine.batching import Feed
 from tfdist.engine.step.step import Step
 from tfdist.models import keras_internals
 
-_STEPS: weakref.WeakKeyDictionary[keras.Model, tuple[tuple, Step]] = weakref.WeakKeyDictionary()
-"""The last step of each model with the key it was made for. A step does not keep its model alive (`Step.model`)."""
+
+class _Kept(NamedTuple):
+    """The last step of a model."""
+
+    key: tuple[int | str, ...]
+    """What it was made for, as ids."""
+    owners: tuple
+    """What these ids belong to; held, or another object could take an id and be mistaken for its owner."""
+    step: Step
+    """It does not keep its model alive (see `Step.model`)."""
+
+
+_STEPS: dict[int, _Kept] = {}
+"""By the id of the model, until it is gone; by the model itself those without a hash could have none."""
 
 
 def step_of(model: keras.Model, distribution: Distribution, source: sources.Source, outputs_only: bool = False) -> Step:
@@ -27,17 +40,10 @@ def step_of(model: keras.Model, distribution: Distribution, source: sources.Sour
       source: its first example tells the shapes.
       outputs_only: the model need not be compiled, nor the source have targets.
     """
-    key = (
-        id(distribution.strategy),
-        distribution.jit,
-        id(keras_internals.compiled_loss(model)),
-        id(keras_internals.compiled_metrics(model)),
-        id(getattr(model, "optimizer", None)),
-        *(id(v) for v in model.trainable_variables),
-    )
-    known, kept = _STEPS.get(model, (None, None))
-    if kept is not None and known == key:
-        return kept
+    key = _key(model, distribution)
+    kept = _STEPS.get(id(model))
+    if kept is not None and kept.key == key:
+        return kept.step
     step = Step(model, distribution)
     match source:
         case sources.Arrays():
@@ -51,9 +57,20 @@ def step_of(model: keras.Model, distribution: Distribution, source: sources.Sour
     distribution.broadcast([*model.variables, *optimizer])
     # Building may have created the weights.
     if not outputs_only:
-        key = (*key[:5], *(id(v) for v in model.trainable_variables))
-        _STEPS[model] = (key, step)
+        if kept is None:
+            weakref.finalize(model, _STEPS.pop, id(model), None).atexit = False
+        _STEPS[id(model)] = _Kept(_key(model, distribution), _owners(model, distribution), step)
     return step
+
+
+def _owners(model: keras.Model, distribution: Distribution) -> tuple:
+    """Returns the objects that a step is made for; none of them refers to the model."""
+    compiled = keras_internals.compiled_loss(model), keras_internals.compiled_metrics(model)
+    return (distribution.strategy, *compiled, getattr(model, "optimizer", None), *model.trainable_variables)
+
+
+def _key(model: keras.Model, distribution: Distribution) -> tuple[int | str, ...]:
+    return (distribution.jit, *(id(owner) for owner in _owners(model, distribution)))
 
 
 def run(step: Step, call: Callable[..., tuple], arguments: tuple, feed: Feed, update: int | None = None) -> tuple:

@@ -21,7 +21,7 @@ from tfdist import config
 from tfdist.checkpoints import files
 from tfdist.checkpoints.files import DamagedError
 from tfdist.checkpoints.run_folder import RunFolder
-from tfdist.config import validation
+from tfdist.config import user_functions, validation
 from tfdist.config.messages import logger
 from tfdist.errors import UserError, one_line
 
@@ -115,6 +115,7 @@ def read_experiment(asked: ModelRequest) -> config.Experiment:
     if not isinstance(fields, dict):
         raise UserError(f"--workdir={path} holds no run (no experiment.json that can be read): check the path")
     experiment = _made(config.Experiment, fields, str(path / "experiment.json"))
+    experiment.data.name = user_functions.as_now(experiment.data.name)
     for name, value in asked.changes.items():
         owner: Any = experiment
         *groups, field = name.split(".")[1:]

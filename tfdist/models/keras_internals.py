@@ -7,6 +7,7 @@ says when a new version has moved one and what that would break, and a test that
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,6 +23,7 @@ from tfdist.data.structures import Structure
 if TYPE_CHECKING:
     from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics
 
+_UNSCALED = threading.RLock()
 BATCHES_SEEN = "_batches_seen_since_last_saving"
 """ModelCheckpoint counts in this attribute the batches since its last file, and nothing public tells the number."""
 
@@ -136,12 +138,13 @@ def unscaled_losses() -> Iterator[None]:
     """
     from keras.src.losses import loss
 
-    scale = loss.scale_loss_for_distribution
-    loss.scale_loss_for_distribution = lambda value: value
-    try:
-        yield
-    finally:
-        loss.scale_loss_for_distribution = scale
+    with _UNSCALED:  # two threads that trace at once would put the wrong one back
+        scale = loss.scale_loss_for_distribution
+        loss.scale_loss_for_distribution = lambda value: value
+        try:
+            yield
+        finally:
+            loss.scale_loss_for_distribution = scale
 
 
 def loss_metrics(model: keras.Model) -> list[keras.Metric]:
@@ -173,8 +176,9 @@ def create_late_variables(metric: keras.Metric, y_true: tf.Tensor, y_pred: tf.Te
 
     Nothing public does. Made during the first update, they would be missing where metrics are reset and in checkpoints.
     """
-    late = isinstance(metric, (keras.metrics.AUC, keras.metrics.FBetaScore, keras.metrics.R2Score))
-    if late and not metric._built:
+    kinds = (keras.metrics.AUC, keras.metrics.FBetaScore, keras.metrics.R2Score)
+    # A subclass with an `update_state` of its own may hand on other shapes than it is given.
+    if any(type(metric).update_state is kind.update_state for kind in kinds) and not metric._built:
         metric._build(*([] if isinstance(metric, keras.metrics.AUC) else [y_true.shape]), y_pred.shape)
 
 

@@ -59,7 +59,7 @@ def cluster(hvd: ModuleType) -> Cluster:
     line = np.zeros(256, np.uint8)
     line[: len(text)] = np.frombuffer(text.encode(), np.uint8)
     if hvd.size() > 1:
-        line = hvd.broadcast(line, 0, name="tfdist.distributed.rendezvous").numpy()
+        line = hvd.broadcast(line, 0, name="tfdist.rendezvous").numpy()
     master, secret = line.tobytes().rstrip(b"\0").decode().split()
     return Cluster(
         HOROVODRUN,
