@@ -32,7 +32,7 @@ def start(strategy, workers, options, folder, script, names):
         for number, (words, environ) in enumerate(launches):
             with open(folder / f"{number}.log", "wb") as log:
                 running.append(processes.Popen(words, env=environ, stdout=log, stderr=log))
-        codes = [process.wait(540) for process in running]
+        codes = [process.wait(1800) for process in running]
     finally:
         for process in running:
             process.kill()
