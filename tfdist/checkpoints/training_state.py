@@ -19,7 +19,7 @@ from tfdist.checkpoints import callback_state
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
-from tfdist.models import freezing, keras_internals
+from tfdist.models import freezing, keras_internals, whole_metrics
 
 WORDS = 1 << 22
 """64-bit words that travel to the other workers at a time."""
@@ -90,8 +90,12 @@ def restore(
     for name, variable in _shared(model):
         for copy in copies(variable):
             copy.assign(by_place[_place(name)])
+    whole = {id(v) for metric in whole_metrics.of(model) for v in metric.variables}
     for name, variable in _own(model):
-        _assign_own(name, copies(variable), by_place[_place(name)], distribution)
+        rows = by_place[_place(name)]
+        if id(variable) in whole and len(rows) != distribution.replicas:
+            rows = np.repeat(rows[:1], distribution.replicas, 0)  # each replica had the state of all examples
+        _assign_own(name, copies(variable), rows, distribution)
     refresh(model)
     arrays = {n.removeprefix(f"{CALLBACKS}/"): v for n, v in by_place.items() if n.startswith(f"{CALLBACKS}/")}
     callback_state.set_arrays(callbacks, arrays)
@@ -152,7 +156,7 @@ def separate_streams(model: keras.Model, distribution: Distribution) -> None:
     """Gives the random layers of each replica a stream of their own; replica 0 keeps Keras' own."""
     if distribution.replicas == 1:
         return
-    seeds = [copies(v) for v in model.non_trainable_variables if _is_seed(v)]
+    seeds = [copies(v) for v in model.non_trainable_variables if keras_internals.is_seed(v)]
     states = [_read(of_one[0]).numpy().tolist() for of_one in seeds]
     chief = distribution.peers.gather("the seeds of random layers", states)[0]
     for of_one, state in zip(seeds, chief):
@@ -227,10 +231,6 @@ def copies(variable: keras.Variable) -> tuple[tf.Variable, ...]:
 
 def _read(copy: tf.Variable) -> tf.Tensor:
     return tf.raw_ops.ReadVariableOp(resource=copy.handle, dtype=copy.dtype)
-
-
-def _is_seed(variable: keras.Variable) -> bool:
-    return "seed_generator" in variable.path
 
 
 def _assign_own(name: str, variables: Sequence[tf.Variable], rows: np.ndarray, distribution: Distribution) -> None:

@@ -48,7 +48,7 @@ class ArrayFeed:
         with tf.device("CPU:0"):  # a data set may be larger than a GPU's memory
             self._table = keras.tree.map_structure(tf.convert_to_tensor, source.columns)
         self.batches = -(-self._size // layout.batch)
-        self._full = self._size // layout.batch if layout.rows == layout.batch else 0
+        self._full = self._size // layout.batch if layout.even else 0
         self._ahead: dict[int, concurrent.futures.Future] = {}
         self._executor = concurrent.futures.ThreadPoolExecutor(1)
         self._rows: tuple[int, tuple] = (-1, ())
@@ -85,16 +85,11 @@ class ArrayFeed:
         return self._rows[1]
 
     def _layout_rows(self, epoch: int) -> np.ndarray:
-        """Returns [batches, layout.own_rows] row numbers; filler repeats the examples of its own batch."""
-        layout = self._layout
+        """Returns [batches, layout.batch] row numbers of the whole global batches; -1 behind the last."""
+        batch = self._layout.batch
         rows = np.arange(self._size, dtype=np.int32) if self._seed is None else order(self._seed, epoch, self._size)
-        tail = rows[(self.batches - 1) * layout.batch :]
-        whole = rows[: (self.batches - 1) * layout.batch].reshape(-1, layout.batch)
-        return layout.own(np.concatenate([_fill(whole, layout.rows), _fill(tail[None], layout.rows)]))
-
-
-def _fill(rows: np.ndarray, width: int) -> np.ndarray:
-    return rows[:, np.arange(width) % rows.shape[1]]
+        missing = self.batches * batch - self._size
+        return np.pad(rows, (0, missing), constant_values=-1).reshape(-1, batch)
 
 
 class BatchFeed:
@@ -114,6 +109,8 @@ class BatchFeed:
             # A new iterator per epoch would start with empty buffers; one that repeats goes on reading.
             self._stored = self._stored.repeat()
         self._endless = not once and self.batches is not None
+        sizes = {spec.shape[0] for spec in tf.nest.flatten(source.decoded.element_spec)}
+        self._full = layout.even and sizes == {layout.batch}
         self._dataset = self._decoded(self._stored)
         self._iterator: tf.data.Iterator | None = None
 
@@ -134,7 +131,7 @@ class BatchFeed:
         del update  # an iterator knows its position
         if self._iterator is None:
             self._iterator = iter(self._dataset)
-        return FeedCall((self._iterator,), 0, limit, False)
+        return FeedCall((self._iterator,), 0, limit, self._full)
 
     def resume(self, update: int, epoch: int, begun: int) -> None:
         """Goes to a batch by skipping, before anything is decoded.

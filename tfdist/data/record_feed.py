@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -37,14 +38,10 @@ class RecordFeed:
         self._shuffle, self._seed = shuffle, seed
         self.batches = -(-source.size // layout.batch)
         self._tail = source.size - (self.batches - 1) * layout.batch
-        self._full = source.size // layout.batch if layout.rows == layout.batch else 0
-        own = layout.own(np.arange(layout.rows))
-        # Rows of this worker that follow each other in the global batch: one block, or one per micro-batch.
-        self._blocks = layout.accumulate if layout.local else 1
-        if source.mix:  # behind each block the partner of its last row
-            blocks = own.reshape(self._blocks, -1)
-            own = np.concatenate([blocks, blocks[:, -1:] + 1], 1).reshape(-1)
-        self._positions = own
+        self._full = source.size // layout.batch if layout.even else 0
+        self._by_count = {count: _Decoded.of(layout, count, bool(source.mix)) for count in (layout.batch, self._tail)}
+        self._width = max(len(decoded.positions) for decoded in self._by_count.values())
+        """Examples that are decoded for each batch."""
         self._order: tuple[int, np.ndarray] | None = None
         self._lock = threading.Lock()
         self._iterator: tf.data.Iterator | None = None
@@ -89,9 +86,9 @@ class RecordFeed:
         """Returns the batches from that of `update` on, without end.
 
         Each is what `batch_layout.fetch` wants: columns of a global batch, or with several workers this one's rows
-        of it, filler included, and the number of examples in the whole.
+        of it, at least one, and the number of examples in the whole.
         """
-        source, layout, width = self._source, self._layout, len(self._positions)
+        source, layout, width = self._source, self._layout, self._width
         # As few threads as run the model's operations, where those were counted.
         counted = tf.config.threading.get_inter_op_parallelism_threads()
         threads = max(2, counted or 2 * len(os.sched_getaffinity(0)))
@@ -106,14 +103,18 @@ class RecordFeed:
         examples = examples.batch(width, drop_remainder=True)
 
         def finished(update: tf.Tensor, batch: tuple) -> tuple:
-            columns, seeds = batch
-            if source.mix:
-                columns = self._mixed(columns, seeds)
             last = tf.equal(update % self.batches, self.batches - 1)
             count = tf.where(last, self._tail, layout.batch)
-            if layout.local:
-                return columns, count
-            return keras.tree.map_structure(lambda t: t[:count], columns)
+            own = [self._by_count[c].own for c in (self._tail, layout.batch)]
+            if source.mix:
+                columns, seeds = batch
+                columns = self._mixed(
+                    columns, seeds, tf.cond(last, *(lambda rows=rows: tf.constant(rows) for rows in own))
+                )
+            else:  # they come first, and are not copied
+                rows = tf.where(last, *map(len, own))
+                columns = keras.tree.map_structure(lambda t: t[:rows], batch[0])
+            return (columns, count) if layout.local else columns
 
         ready = tf.data.Dataset.zip(updates, examples).map(finished).prefetch(AHEAD)
         options = tf.data.Options()
@@ -126,13 +127,14 @@ class RecordFeed:
     def _numbered(self, update: tf.Tensor) -> tuple:
         """Returns rows int64 [width] and seeds int32 [width, 2] of this worker in the global batch of `update`."""
         rows, seeds = tf.numpy_function(self._rows, [update], [tf.int64, tf.int32])
-        width = len(self._positions)
+        width = self._width
         return tf.ensure_shape(rows, [width]), tf.ensure_shape(seeds, [width, 2])
 
     def _rows(self, update: np.int64) -> tuple[np.ndarray, np.ndarray]:
         epoch, number = divmod(int(update), self.batches)
         count = self._tail if number == self.batches - 1 else self._layout.batch
-        rows = number * self._layout.batch + self._positions % count
+        positions = self._by_count[count].positions
+        rows = number * self._layout.batch + np.pad(positions, (0, self._width - len(positions)))
         if self._shuffle is not None:
             rows = self._order_of(epoch)[rows]
         rows = rows.astype(np.int64)
@@ -144,18 +146,31 @@ class RecordFeed:
                 self._order = epoch, order(self._shuffle or 0, epoch, self._source.size)
             return self._order[1]
 
-    def _mixed(self, columns: tuple, seeds: tf.Tensor) -> tuple:
-        """Mixes each row of this worker with the one that follows it."""
-
-        def part(tensor: tf.Tensor, which: slice) -> tf.Tensor:
-            shape = tensor.shape[1:]
-            blocks = tf.reshape(tensor, [self._blocks, -1, *shape])[:, which]
-            return tf.reshape(blocks, [self._layout.own_rows, *shape])
-
-        rows, partners = slice(None, -1), slice(1, None)
-        own, others = (keras.tree.map_structure(lambda t, w=w: part(t, w), columns) for w in (rows, partners))
+    def _mixed(self, columns: tuple, seeds: tf.Tensor, own: tf.Tensor) -> tuple:
+        """Mixes each row of this worker with the one that follows it; `own` says where these rows are."""
+        rows, partners = (keras.tree.map_structure(lambda t, at=at: tf.gather(t, at), columns) for at in (own, own + 1))
         # Other seeds than those of `decode`, so that nothing drawn here goes with what was drawn there.
-        return self._source.mix(own, others, tf.bitwise.invert(part(seeds, rows)))  # type: ignore[misc]
+        return self._source.mix(rows, partners, tf.bitwise.invert(tf.gather(seeds, own)))  # type: ignore[misc]
+
+
+class _Decoded(NamedTuple):
+    """What is decoded for a global batch with so many examples."""
+
+    positions: np.ndarray
+    """Where the decoded examples are in the global batch, int64 [n], at least one."""
+    own: np.ndarray
+    """Which of them are rows of this worker and not partners, int32 [m], at least one."""
+
+    @classmethod
+    def of(cls, layout: Layout, count: int, mix: bool) -> _Decoded:
+        """Returns this worker's rows; to mix, behind each run of rows the partner of its last."""
+        blocks = [block for block in layout.own_positions(count) if len(block)] or [np.zeros(1, np.int64)]
+        parts, own, at = [], [], 0
+        for block in blocks:
+            own.append(np.arange(at, at + len(block), dtype=np.int32))
+            parts.append(np.append(block, (block[-1] + 1) % count) if mix else block)
+            at += len(parts[-1])
+        return cls(np.concatenate(parts), np.concatenate(own))
 
 
 def example_seeds(seed: int, epoch: int, rows: np.ndarray) -> np.ndarray:
@@ -179,9 +194,9 @@ def in_order(source: Records, batch: int) -> tf.data.Dataset:
     return feed.dataset(0).take(feed.batches).apply(tf.data.experimental.assert_cardinality(feed.batches))
 
 
-def first_row(source: Records) -> tuple:
-    """Returns the first example, as a batch of one."""
-    return next(iter(in_order(source, 1)))
+def first_rows(source: Records, number: int) -> tuple:
+    """Returns the first examples, as a batch."""
+    return next(iter(in_order(source, number)))
 
 
 def reason(error: tf.errors.OpError) -> str:

@@ -10,10 +10,11 @@ import keras
 import tensorflow as tf
 
 from tfdist.data import sources
-from tfdist.data.record_feed import first_row
+from tfdist.data.record_feed import first_rows
 from tfdist.distributed.distribution import Distribution
 from tfdist.engine import call_errors
 from tfdist.engine.batching import Feed
+from tfdist.engine.step import loss_kinds
 from tfdist.engine.step.step import Step
 from tfdist.models import keras_internals
 
@@ -37,7 +38,7 @@ def step_of(model: keras.Model, distribution: Distribution, source: sources.Sour
     """Returns the compiled functions of this model; kept with it until it is compiled anew or its weights change.
 
     Args:
-      source: its first example tells the shapes.
+      source: its first examples tell the shapes, and on them losses and metrics are tried.
       outputs_only: the model need not be compiled, nor the source have targets.
     """
     key = _key(model, distribution)
@@ -47,12 +48,12 @@ def step_of(model: keras.Model, distribution: Distribution, source: sources.Sour
     step = Step(model, distribution)
     match source:
         case sources.Arrays():
-            row = keras.tree.map_structure(lambda a: tf.convert_to_tensor(a[:1]), source.columns)
+            rows = keras.tree.map_structure(lambda a: tf.convert_to_tensor(a[: loss_kinds.ROWS]), source.columns)
         case sources.Records():
-            row = first_row(source)
+            rows = first_rows(source, min(loss_kinds.ROWS, source.size))
         case _:
-            row = sources.first_batch(source)
-    step.build(row, outputs_only)
+            rows = sources.first_batch(source)
+    step.build(rows, outputs_only)
     optimizer = [] if outputs_only or model.optimizer is None else model.optimizer.variables
     distribution.broadcast([*model.variables, *optimizer])
     # Building may have created the weights.

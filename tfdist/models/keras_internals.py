@@ -54,6 +54,12 @@ def takes_training(model: keras.Model) -> bool:
     return bool(model._call_has_training_arg)
 
 
+def fixed_batch(model: keras.Model) -> int | None:
+    """Returns the batch size that a model was made for, or None; a model that is no graph of layers has no inputs."""
+    inputs = getattr(model, "_inputs", None) or []
+    return inputs[0].shape[0] if inputs else None
+
+
 def input_structure(model: keras.Model) -> Structure:
     """Returns the inputs nested as the model takes them, where Keras' own exporters look; `model.inputs` is flat."""
     return getattr(model, "_inputs_struct", model.inputs[0])
@@ -62,6 +68,45 @@ def input_structure(model: keras.Model) -> Structure:
 def producing_layer(tensor: keras.KerasTensor) -> Any:
     """Returns the layer or operation that a symbolic tensor comes from; in public, only layers know their outputs."""
     return tensor._keras_history.operation
+
+
+def is_seed(variable: keras.Variable) -> bool:
+    """Returns whether a variable is the state of a random generator, which only its path tells."""
+    return "seed_generator" in variable.path
+
+
+@contextlib.contextmanager
+def added_losses(model: keras.Model, make: Callable[[], Any]) -> Iterator[None]:
+    """Replaces, within it, the list in which each layer collects its `add_loss`; nothing public says where to.
+
+    Args:
+      make: makes an empty one, with `extend`, `clear` and slices.
+    """
+    layers = flat_layers(model)
+    theirs = [layer._losses for layer in layers]
+    for layer in layers:
+        vars(layer)["_losses"] = make()
+    try:
+        yield
+    finally:
+        for layer, losses in zip(layers, theirs):
+            losses.clear()
+            vars(layer)["_losses"] = losses
+
+
+@contextlib.contextmanager
+def batch_moments(moments: dict[keras.layers.BatchNormalization, Callable]) -> Iterator[None]:
+    """Replaces, within it, what computes mean and variance of (inputs, mask) in each of these layers.
+
+    Keras has no option for how they are summed over replicas.
+    """
+    for layer, function in moments.items():
+        vars(layer)["_moments"] = function
+    try:
+        yield
+    finally:
+        for layer in moments:
+            del vars(layer)["_moments"]
 
 
 def reset_layer_names() -> None:
@@ -180,6 +225,21 @@ def create_late_variables(metric: keras.Metric, y_true: tf.Tensor, y_pred: tf.Te
     # A subclass with an `update_state` of its own may hand on other shapes than it is given.
     if any(type(metric).update_state is kind.update_state for kind in kinds) and not metric._built:
         metric._build(*([] if isinstance(metric, keras.metrics.AUC) else [y_true.shape]), y_pred.shape)
+
+
+@contextlib.contextmanager
+def known_results(metrics: list[keras.Metric], results: list[Any]) -> Iterator[None]:
+    """Lets metrics, within it, return results that are already there.
+
+    Keras names the results of compiled metrics by the outputs, and only while it asks them all.
+    """
+    for metric, result in zip(metrics, results):
+        vars(metric)["result"] = lambda result=result: result
+    try:
+        yield
+    finally:
+        for metric in metrics:
+            del vars(metric)["result"]
 
 
 def restored_epoch(model: keras.Model) -> int:

@@ -73,8 +73,8 @@ def batch_loop(replica: Replica, layout: Layout, losses: int, one: Callable) -> 
 
     Args:
       losses: how many values `one` gives before its measures.
-      one: `one((table, rows), count, is_last)` does the work of one replica for one global batch, and returns a
-        `StepOutput.packed`.
+      one: `one(batch, is_last)` does the work of one replica for one global batch, a `batch_layout.Batch`, and returns
+        a `StepOutput.packed`.
 
     Returns:
       `call(feed, first, last)`.
@@ -89,11 +89,11 @@ def batch_loop(replica: Replica, layout: Layout, losses: int, one: Callable) -> 
 
             def work() -> LoopState:
                 before = graph_clock.count()
-                table, rows, count = take()
+                batch = take()
                 is_last = tf.equal(state.i + 1, last)
-                values = distribution.local(distribution.run(one, ((table, rows), count, is_last)))[0]
+                values = distribution.local(distribution.run(one, (batch, is_last)))[0]
                 output = StepOutput.unpacked(values, losses)
-                weight = tf.cast(count, tf.float64)
+                weight = tf.cast(batch.count, tf.float64)
                 finite = tf.math.is_finite(output.losses[0])
                 return LoopState(
                     i=state.i + 1,

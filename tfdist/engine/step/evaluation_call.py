@@ -6,12 +6,11 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from tfdist.data.batch_layout import Layout
+from tfdist.data.batch_layout import Batch, Layout
 from tfdist.engine.step import metrics
 from tfdist.engine.step.batch_loop import batch_loop
 from tfdist.engine.step.replica import Replica
 from tfdist.engine.step.results import CallResult
-from tfdist.models import keras_internals
 
 
 def evaluation_call(replica: Replica, layout: Layout, losses: int) -> Callable[..., CallResult]:
@@ -21,18 +20,18 @@ def evaluation_call(replica: Replica, layout: Layout, losses: int) -> Callable[.
       losses: loss values of a batch, the total included.
     """
 
-    def one(batch: tuple, count: tf.Tensor, is_last: tf.Tensor) -> tf.Tensor:
-        data = replica.take(layout, *batch)
-        real = replica.real_rows(layout, count)
-        payload, outputs = replica.passes(data, real, count, False)
-        metrics.update(replica.model, data, outputs, real)
+    def one(batch: Batch, is_last: tf.Tensor) -> tf.Tensor:
+        del is_last
+        rows = replica.take(layout, batch, batch.count)
+        payload, outputs = replica.passes(rows, batch.count, False)
+        metrics.update(replica.model, replica.distribution, rows, outputs)
         payload = payload.with_tensors(replica.distribution.all_sum(payload.tensors()))
         return payload.losses(replica.objective.regularization())
 
     measured = batch_loop(replica, layout, losses, one)
 
     def call(feed: tuple, first: tf.Tensor, last: tf.Tensor) -> CallResult:
-        with keras_internals.unscaled_losses():
+        with replica.tracing():
             return measured(feed, first, last)
 
     return tf.function(call, autograph=False, reduce_retracing=True)

@@ -15,7 +15,11 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
+from tfdist.data.batch_layout import Rows
 from tfdist.data.structures import Structure
+from tfdist.distributed.distribution import Distribution
+from tfdist.engine.step import gathering, loss_kinds
+from tfdist.engine.step.loss_kinds import Kind
 from tfdist.errors import UserError, one_line
 from tfdist.models import keras_internals
 from tfdist.models.keras_internals import MatchedLoss
@@ -51,9 +55,11 @@ class _Quotient(NamedTuple):
 class Objective:
     """The loss of a compiled model, for slices of global batches."""
 
-    def __init__(self, model: keras.Model, jit: bool = False):
+    def __init__(self, model: keras.Model, distribution: Distribution, jit: bool = False):
         self._model: Callable[[], keras.Model] = weakref.ref(model)  # see Step.model
+        self._distribution = distribution
         self._jit = jit
+        self._kinds: list[Kind] = []
         self.regularized = [v for v in model.trainable_variables if v.regularizer is not None]
         """The variables with a regulariser."""
 
@@ -62,13 +68,37 @@ class Objective:
         names = [f"{matched.entry.name}_loss" for matched in self._matched(y, y_pred, None)]
         return names if len(names) > 1 else []
 
+    def look(self, y: Structure, y_pred: Structure) -> None:
+        """Finds out which losses look across the batch, by trying them; not within a traced function.
+
+        Args:
+          y: targets of `loss_kinds.ROWS` rows.
+          y_pred: outputs for as many.
+        """
+        self._kinds = [loss_kinds.look(matched) for matched in self._matched(y, y_pred, None)]
+
+    def check(self, accumulate: int) -> None:
+        """Refuses losses that cannot be computed from so many micro-batches, or within what XLA compiles.
+
+        Raises:
+          UserError: naming the loss.
+        """
+        compiled = keras_internals.compiled_loss(self._model())
+        entries = [] if compiled is None else keras_internals.loss_entries(compiled)
+        for entry, kind in zip(entries, self._kinds):
+            if accumulate > 1 and kind is Kind.ACROSS:
+                raise UserError(
+                    f"loss {entry.loss.name!r} looks across the batch, which accumulate={accumulate} takes apart: "
+                    "use a smaller batch, or a loss with a value per example"
+                )
+            if self._jit and self._distribution.replicas > 1 and kind is not Kind.ROWS:
+                raise UserError(
+                    f"loss {entry.loss.name!r} looks across the batch, which --jit=on cannot exchange between "
+                    "replicas: use --jit=off, or a loss with a value per example"
+                )
+
     def parts(
-        self,
-        y: Structure,
-        y_pred: Structure,
-        weight: Structure | None,
-        real: tf.Tensor | None,
-        count: tf.Tensor | int,
+        self, y: Structure, y_pred: Structure, weight: Structure | None, rows: Rows, count: tf.Tensor | int
     ) -> list[Part]:
         """Takes the losses of one slice apart.
 
@@ -76,8 +106,7 @@ class Objective:
           y: targets, structure of tensors of shape [slice, ...].
           y_pred: model outputs, with Keras masks attached where there are any.
           weight: sample weights (structure or tensor) or None.
-          real: int32 scalar, the first `real` rows are examples, the rest filler;
-            None when all are examples.
+          rows: which part of the global batch the slice is.
           count: examples in the whole global batch, int32 scalar or int.
 
         Returns:
@@ -88,17 +117,18 @@ class Objective:
           UserError: losses that cannot be taken apart, or that do not fit targets and outputs.
         """
         parts = []
-        for matched in self._matched(y, y_pred, weight):
+        for i, matched in enumerate(self._matched(y, y_pred, weight)):
             entry = matched.entry
-            numerator, denominator = self._quotient(matched, real, count)
+            kind = self._kinds[i] if self._kinds else Kind.ROWS
+            # Also of what seems to be a mean: on other rows it may not be one, as where masked ones are left out of it.
+            if kind is Kind.ACROSS or (kind is Kind.MEAN and rows.micro_batches == 1):
+                numerator, denominator = self._of_all_rows(matched, rows)
+            else:
+                numerator, denominator = self._quotient(matched, rows, count)
             scale = 1.0 if entry.loss_weights is None else entry.loss_weights
             parts.append(Part(entry.name, scale, numerator, denominator))
-        share = None
         for value in self._collected():
-            if share is None:
-                here = tf.shape(keras.tree.flatten(y_pred)[0])[0] if real is None else real
-                share = tf.cast(here, value.dtype) / tf.cast(count, value.dtype)
-            parts.append(Part("", 1.0, value * tf.cast(share, value.dtype), None))
+            parts.append(Part("", 1.0, _counted(value, rows) * _share(rows, count, value.dtype), None))
         return parts
 
     def regularization(self) -> list[tf.Tensor]:
@@ -108,7 +138,8 @@ class Objective:
     def _collected(self) -> list[tf.Tensor]:
         """What `add_loss` has collected: Keras appends one loss per regularised weight after it."""
         losses = self._model().losses
-        return [tf.convert_to_tensor(v) for v in losses[: len(losses) - len(self.regularized)]]
+        added = [tf.convert_to_tensor(v) for v in losses[: len(losses) - len(self.regularized)]]
+        return [tf.reduce_sum(v if v.dtype.is_floating else tf.cast(v, keras.config.floatx())) for v in added]
 
     def _matched(self, y: Structure, y_pred: Structure, weight: Structure | None) -> list[MatchedLoss]:
         compiled = keras_internals.compiled_loss(self._model())
@@ -126,22 +157,23 @@ class Objective:
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"targets do not fit the model's outputs: {one_line(error)}") from error
 
-    def _quotient(self, matched: MatchedLoss, real: tf.Tensor | None, count: tf.Tensor | int) -> _Quotient:
-        """Follows keras.losses.Loss.__call__ and reduce_weighted_values (Keras 3), with filler rows left out."""
+    def _quotient(self, matched: MatchedLoss, rows: Rows, count: tf.Tensor | int) -> _Quotient:
+        """Follows keras.losses.Loss.__call__ and reduce_weighted_values (Keras 3) for the rows of a slice."""
         loss, weight = matched.entry.loss, matched.sample_weight
+        if type(loss).__call__ is not keras.losses.Loss.__call__:
+            return self._of_all_rows(matched, rows)
         mask = keras_internals.mask_of(matched.y_pred)
-        to_tensor = lambda t: keras.ops.convert_to_tensor(t, dtype=loss.dtype)
-        y_pred = keras.tree.map_structure(to_tensor, matched.y_pred)
-        y_true = keras.tree.map_structure(to_tensor, matched.y_true)
+        y_true, y_pred = loss_kinds.arguments(matched)
         values = loss.call(y_true, y_pred)
         out_mask = keras_internals.mask_of(values)
         if out_mask is not None:
             mask = out_mask if mask is None else mask & out_mask
         values = tf.cast(values, loss.dtype)
         if values.shape.rank == 0:
-            return self._of_scalar(MatchedLoss(matched.entry, y_true, y_pred, weight), real, count)
+            if rows.micro_batches * self._distribution.replicas == 1:
+                return self._of_all_rows(matched, rows)
+            return self._of_scalar(loss, values, weight, rows, count)
 
-        is_real = None if real is None else tf.range(tf.shape(values)[0]) < real
         scaled = values
         if weight is not None:
             weight = tf.cast(weight, values.dtype)
@@ -151,42 +183,46 @@ class Objective:
             mask = tf.cast(mask, values.dtype)
             scaled, mask = _same_rank(scaled, mask)
             scaled = scaled * mask
-        numerator = _sum_real(scaled, is_real)
+        total = lambda tensor: _counted(tf.reduce_sum(tensor), rows)
+        numerator = total(scaled)
 
         if loss.reduction == "sum":
             return _Quotient(numerator, None)
         if loss.reduction == "mean_with_sample_weight" and (weight is not None or mask is not None):
             counted = mask if weight is None else weight if mask is None else weight * mask
-            return _Quotient(numerator, _sum_real(counted, is_real))
+            return _Quotient(numerator, total(counted))
         if mask is not None:
-            return _Quotient(numerator, _sum_real(mask, is_real) * _elements(scaled) / _elements(mask))
+            return _Quotient(numerator, total(mask) * _elements(scaled) / _elements(mask))
         return _Quotient(numerator / (tf.cast(count, values.dtype) * _elements(scaled)), None)
 
-    def _of_scalar(self, matched: MatchedLoss, real: tf.Tensor | None, count: tf.Tensor | int) -> _Quotient:
-        """Takes a user's loss that returns one number for a batch as a mean over examples.
-
-        It is called again on the real rows alone, so that filler has no part in
-        it; on a replica without any, on one row that then weighs nothing.
-        """
-        loss, y_true, y_pred = matched.entry.loss, matched.y_true, matched.y_pred
-        if self._jit:
-            raise UserError(
-                f"loss {loss.name!r} returns one number per batch, which --jit=on cannot slice: "
-                "return one value per example, or use --jit=off"
-            )
-        if real is None:
-            real = tf.shape(keras.tree.flatten(y_pred)[0])[0]
-        rows = tf.maximum(real, 1)
-        y_true, y_pred = keras.tree.map_structure(lambda t: t[:rows], (y_true, y_pred))
-        value = tf.cast(loss.call(y_true, y_pred), loss.dtype)
-        if matched.sample_weight is not None:
+    def _of_scalar(
+        self, loss: keras.Loss, value: tf.Tensor, weight: tf.Tensor | None, rows: Rows, count: tf.Tensor | int
+    ) -> _Quotient:
+        """Takes a user's loss that returns one number for a micro-batch as a mean over examples."""
+        if weight is not None:
             raise UserError(
                 f"loss {loss.name!r} returns one number per batch and cannot be combined with "
                 "sample weights: return one value per example"
             )
         if loss.reduction == "sum":
-            return _Quotient(tf.where(real > 0, value, tf.zeros_like(value)), None)
-        return _Quotient(value * tf.cast(real, value.dtype) / tf.cast(count, value.dtype), None)
+            return _Quotient(_counted(value, rows), None)
+        return _Quotient(_counted(value, rows) * _share(rows, count, value.dtype), None)
+
+    def _of_all_rows(self, matched: MatchedLoss, rows: Rows) -> _Quotient:
+        """Computes a loss that looks across the batch on the rows of all replicas, as Keras does on one device.
+
+        Every replica has the same value, which counts once; its gradient flows through each replica's own rows.
+        """
+        entry, *values = matched
+        weighted = values[2] is not None
+        y_true, y_pred, *weight = gathering.gathered(
+            self._distribution, tuple(values if weighted else values[:2]), rows
+        )
+        value = entry.loss(y_true, y_pred, *weight)
+        if self._distribution.replicas == 1:
+            return _Quotient(value, None)
+        once = tf.equal(self._distribution.replica_id(), 0)
+        return _Quotient(value - tf.stop_gradient(tf.where(once, tf.zeros_like(value), value)), None)
 
 
 def _check(loss: keras.Loss) -> None:
@@ -194,11 +230,6 @@ def _check(loss: keras.Loss) -> None:
         raise UserError(
             f"loss {loss.name!r} has reduction={loss.reduction!r}, which leaves nothing to minimise: "
             f"use 'sum' or one of {', '.join(MEANS)}"
-        )
-    if type(loss).__call__ is not keras.losses.Loss.__call__:
-        raise UserError(
-            f"loss {loss.name!r} overrides __call__, so its sum over replicas cannot be known: "
-            "override call() and return one value per example"
         )
 
 
@@ -210,13 +241,15 @@ def _elements(values: tf.Tensor) -> tf.Tensor:
     return tf.cast(tf.reduce_prod(tf.shape(values)[1:]), values.dtype)
 
 
-def _sum_real(values: tf.Tensor, is_real: tf.Tensor | None) -> tf.Tensor:
-    """Sum over the rows that are examples."""
-    if is_real is not None:
-        column = tf.reshape(is_real, [-1] + [1] * (values.shape.rank - 1))
-        # where() and not a product: an inf in a filler row times 0 would be NaN.
-        values = tf.where(column, values, tf.zeros_like(values))
-    return tf.reduce_sum(values)
+def _counted(total: tf.Tensor, rows: Rows) -> tf.Tensor:
+    """Returns a sum over rows, 0 where there are none."""
+    # where() and not a product: an inf of a row that does not count times 0 would be NaN.
+    return total if rows.present is None else tf.where(rows.present, total, tf.zeros_like(total))
+
+
+def _share(rows: Rows, count: tf.Tensor | int, dtype: tf.DType) -> tf.Tensor:
+    """Returns the part of the global batch that a slice is."""
+    return tf.cast(rows.number, dtype) / tf.cast(count, dtype)
 
 
 def _same_rank(values: tf.Tensor, weight: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

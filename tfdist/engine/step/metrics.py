@@ -3,32 +3,71 @@ and their results."""
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from tfdist.data.batch_layout import unpack
+from tfdist.data.batch_layout import Rows, unpack
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
-from tfdist.models import keras_internals
+from tfdist.engine.step import gathering, loss_kinds
+from tfdist.errors import UserError
+from tfdist.models import keras_internals, whole_metrics
+
+if TYPE_CHECKING:
+    from keras.src.trainers.compile_utils import CompileMetrics
 
 
-def update(model: keras.Model, data: tuple[Structure, ...], y_pred: Structure, real: tf.Tensor | None) -> None:
-    """Updates the compiled metrics as Keras does, by the real rows alone; in replica context.
+def update(model: keras.Model, distribution: Distribution, rows: Rows, y_pred: Structure) -> None:
+    """Updates the compiled metrics as Keras does; in replica context.
 
     Args:
       model: built, its metrics too; without any nothing happens.
-      data: (x, y, weight).
-      real: how many rows are examples and not filler, an int32 scalar; None for all.
+      distribution: of the replica.
+      rows: (x, y, weight) of this replica.
+      y_pred: the outputs for them.
     """
     compiled = keras_internals.compiled_metrics(model)
     if compiled is None:
         return
-    _, y, weight = unpack(data)
-    if real is not None:
-        y, y_pred = _rows(y, real), _rows(y_pred, real)
-        weight = None if weight is None else _rows(weight, real)
+    _, y, weight = unpack(rows.data)
+    pairs = _pairs(compiled, y, y_pred, weight)
+    for pair in pairs:
+        if any(whole_metrics.is_whole(metric) for metric in pair.metrics):
+            given = (pair.y_true, pair.y_pred) + (() if pair.weight is None else (pair.weight,))
+            every, prediction, *weights = gathering.gathered(distribution, given, rows)
+            for metric in pair.metrics:
+                if whole_metrics.is_whole(metric):
+                    metric.update_state(every, prediction, sample_weight=weights[0] if weights else None)
+
+    def add_up() -> tf.Tensor:
+        for pair in pairs:
+            for metric in pair.metrics:
+                if not whole_metrics.is_whole(metric):
+                    _update(metric, pair)
+        return tf.constant(0)
+
+    if rows.present is None:
+        add_up()
+    else:  # of no rows, a metric may make NaN, or count a batch
+        tf.cond(rows.present, add_up, lambda: tf.constant(0))
+
+
+class _Pair(NamedTuple):
+    """What Keras would update some metrics with."""
+
+    metrics: Sequence[keras.Metric]
+    y_true: Structure
+    y_pred: Structure
+    weight: tf.Tensor | None
+
+
+def _pairs(compiled: CompileMetrics, y: Structure, y_pred: Structure, weight: Structure | None) -> list[_Pair]:
+    """Returns the metrics of each output with their arguments, by Keras' own rules."""
     outputs = keras_internals.by_output(compiled, y_pred)
     targets = keras_internals.by_output(compiled, y)
     weights: list[Structure] = [None] * len(targets)
@@ -37,10 +76,59 @@ def update(model: keras.Model, data: tuple[Structure, ...], y_pred: Structure, r
         if len(weights) < len(targets):
             weights = [weights[0]] * len(targets)
     unweighted, weighted = keras_internals.metrics_by_output(compiled)
-    for group, y_true, prediction in zip(unweighted, targets, outputs):
-        _update_group(group, y_true, prediction, None)
-    for group, y_true, prediction, sample_weight in zip(weighted, targets, outputs, weights):
-        _update_group(group, y_true, prediction, sample_weight)
+    pairs = [_Pair(group.metrics, t, o, None) for group, t, o in zip(unweighted, targets, outputs) if group]
+    return pairs + [_Pair(g.metrics, t, o, w) for g, t, o, w in zip(weighted, targets, outputs, weights) if g]
+
+
+def look(model: keras.Model, y: Structure, y_pred: Structure) -> None:
+    """Finds out which compiled metrics must see a whole batch, by trying them; not within a traced function.
+
+    Args:
+      model: built, its metrics too.
+      y: targets of `loss_kinds.ROWS` rows.
+      y_pred: outputs for as many.
+    """
+    compiled = keras_internals.compiled_metrics(model)
+    for pair in _pairs(compiled, y, y_pred, None) if compiled else []:
+        for metric in pair.metrics:
+            predictions = loss_kinds.variants(pair.y_pred)
+            if not all(_adds_up(metric, pair.y_true, prediction) for prediction in predictions):
+                whole_metrics.remember(metric)
+
+
+def check(model: keras.Model, accumulate: int) -> None:
+    """Refuses metrics that must see a whole batch where that is taken apart into so many micro-batches.
+
+    Raises:
+      UserError: naming the metric.
+    """
+    for metric in whole_metrics.of(model) if accumulate > 1 else []:
+        raise UserError(
+            f"metric {metric.name!r} does not add up over parts of a batch, which accumulate={accumulate} takes apart: "
+            "use a smaller batch, or leave the metric out"
+        )
+
+
+def _adds_up(metric: keras.Metric, y_true: Structure, y_pred: Structure) -> bool:
+    """Whether the state for a batch is the sum of the states for its parts."""
+
+    def state(before: list, rows: slice) -> list[np.ndarray]:
+        part = keras.tree.map_structure(lambda t: t[rows], (y_true, y_pred))
+        return metric.stateless_update_state(before, *part)
+
+    first, second = slice(0, 3), slice(3, None)
+    try:
+        empty = metric.stateless_reset_state()
+        whole, one, other = state(empty, slice(None)), state(empty, first), state(empty, second)
+        after = state(one, second)
+    except (ValueError, TypeError, IndexError, tf.errors.OpError):
+        return False  # it wants more rows, or cannot say
+    for values in zip(empty, whole, one, other, after):
+        e, w, a, b, c = (np.asarray(tf.cast(tf.convert_to_tensor(v), tf.float64)) for v in values)
+        rounding = 1e-4 * max(1.0, np.abs(w).max(initial=0)) if w.size else 0
+        if not (np.allclose(w - e, a + b - 2 * e, 1e-4, rounding) and np.allclose(w, c, 1e-4, rounding)):
+            return False
+    return True
 
 
 def create_variables(model: keras.Model, y: Structure, y_pred: Structure) -> None:
@@ -65,12 +153,11 @@ def create_variables(model: keras.Model, y: Structure, y_pred: Structure) -> Non
                 keras_internals.create_late_variables(metric, y_true, prediction)
 
 
-def _update_group(group: Any, y_true: Structure, y_pred: Structure, weight: tf.Tensor | None) -> None:
-    for metric in group.metrics if group else []:
-        if weight is None and keras_internals.mask_of(y_pred) is None and _is_mean(metric):
-            _add_to_mean(metric, y_true, y_pred)
-        else:
-            metric.update_state(y_true, y_pred, sample_weight=weight)
+def _update(metric: keras.Metric, pair: _Pair) -> None:
+    if pair.weight is None and keras_internals.mask_of(pair.y_pred) is None and _is_mean(metric):
+        _add_to_mean(metric, pair.y_true, pair.y_pred)
+    else:
+        metric.update_state(pair.y_true, pair.y_pred, sample_weight=pair.weight)
 
 
 def _is_mean(metric: keras.Metric) -> bool:
@@ -102,20 +189,39 @@ def results(model: keras.Model, distribution: Distribution) -> dict[str, tf.Tens
     """Returns the results of all metrics but the loss values, summed over replicas, under Keras' names."""
     of_losses = {id(metric) for metric in keras_internals.loss_metrics(model)}
     own = [metric for metric in model.metrics if id(metric) not in of_losses]
+    whole = whole_metrics.of(model)
+    kept = {id(v) for metric in whole for v in metric.variables}
     by_name: dict[str, Any] = {}
-    with distribution.totals([v for metric in own for v in metric.variables]):
+    with (
+        _known_results(whole, distribution),
+        distribution.totals([v for metric in own for v in metric.variables if id(v) not in kept]),
+    ):
         for metric in own:
             result = metric.result()
             by_name.update(result if isinstance(result, dict) else {metric.name: result})
         return {name: tf.convert_to_tensor(value) for name, value in by_name.items()}
 
 
-def _rows(values: Structure, real: tf.Tensor) -> Structure:
-    def one(t: tf.Tensor) -> tf.Tensor:
-        part = t[:real]
-        mask = keras_internals.mask_of(t)
-        if mask is not None:
-            keras_internals.set_mask(part, mask[:real])
-        return part
+@contextlib.contextmanager
+def _known_results(metrics: list[keras.Metric], distribution: Distribution) -> Iterator[None]:
+    """Lets metrics that must see a whole batch return, within it, what each replica has of all examples."""
+    if not metrics:
+        yield
+        return
+    of_replicas = distribution.run(lambda: [metric.result() for metric in metrics], ())
+    results = [keras.tree.map_structure(lambda v: distribution.local(v)[0], value) for value in of_replicas]
+    with keras_internals.known_results(metrics, results):
+        yield
 
-    return keras.tree.map_structure(one, values)
+
+def reset(model: keras.Model, distribution: Distribution) -> None:
+    """Resets all metrics; in cross-replica context.
+
+    Those that must see a whole batch are reset by each replica: else TensorFlow would give each a part of the first
+    value, so that the sum is right.
+    """
+    for metric in model.metrics:
+        metric.reset_state()
+    whole = whole_metrics.of(model)
+    if whole:
+        distribution.run(lambda: [metric.reset_state() for metric in whole] and None, ())

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from tfdist.data.batch_layout import Layout, unpack
+from tfdist.data.batch_layout import Batch, Layout, Rows, rows_of, unpack
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
+from tfdist.engine.step import layer_state, synchronized_batch_norm
+from tfdist.engine.step.layer_state import LayerState
 from tfdist.engine.step.loss import Objective
 from tfdist.engine.step.partial_sums import Payload, goals
 from tfdist.errors import UserError
@@ -39,39 +41,44 @@ class Replica:
         # A GPU works behind the back of the host, whose clock then tells nothing.
         self.timed = distribution.devices[0].startswith("CPU")
         """Whether the compiled functions can tell what they wait for."""
-        self.objective = Objective(model, jit=jit)
+        self.objective = Objective(model, distribution, jit=jit)
+        self._state = LayerState(model, distribution.replicas)
 
     @property
     def model(self) -> keras.Model:
         """The model, which the caller keeps alive."""
         return self._model()
 
-    def take(self, layout: Layout, table: Structure, rows: tf.Tensor) -> Structure:
-        """Returns this replica's rows of a global batch, tensors [layout.share, ...].
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Puts right, while a step is traced, what Keras does for a replica that is not all there is.
+
+        Replicas are traced in threads: this surrounds them all.
+        """
+        with (
+            keras_internals.unscaled_losses(),
+            layer_state.separate_losses(self.model),
+            synchronized_batch_norm.exact(self.model, self.distribution.replicas),
+        ):
+            yield
+
+    def take(self, layout: Layout, batch: Batch, count: tf.Tensor | int, micro: tf.Tensor | int = 0) -> Rows:
+        """Returns this replica's rows of a micro-batch.
 
         Args:
-          table: examples, tensors [n, ...].
-          rows: of this worker's replicas in `table`, int32 [layout.own_rows].
+          batch: the global batch, or this worker's part of it.
+          count: examples in the global batch; an int says that it is full and divides evenly.
+          micro: number of the micro-batch.
         """
-        if layout.here > 1:  # see Layout.own for the order
-            by_replica = tf.reshape(rows, [layout.accumulate, layout.here, layout.micro])
-            rows = tf.reshape(by_replica[:, self.distribution.replica_id() - layout.first], [layout.share])
+        replica = self.distribution.replica_id() if layout.replicas > 1 else 0
+        share, in_own = layout.shared(count, micro, replica), layout.in_own(count, micro, replica)
         # The table stays with the host: on a GPU, each batch would first bring the whole data set there.
         on_gpu = self.distribution.devices[0].startswith("GPU")
         with tf.device("CPU:0") if on_gpu else contextlib.nullcontext():
-            return keras.tree.map_structure(lambda t: tf.gather(t, rows), table)
-
-    def real_rows(self, layout: Layout, count: tf.Tensor | int, micro: tf.Tensor | int = 0) -> tf.Tensor | None:
-        """Returns how many rows of a micro-batch are examples and not filler, an int32 scalar; None for all.
-
-        Args:
-          count: examples in the global batch; an int says that it is full.
-          micro: number of the micro-batch.
-        """
-        if isinstance(count, int):
-            return None
-        before = (micro * layout.replicas + self.distribution.replica_id()) * layout.micro
-        return tf.clip_by_value(count - before, 0, layout.micro)
+            data = rows_of(batch, share, in_own)
+        whole = layout.micro_batch(count, micro).rows
+        certain = layout.replicas * layout.accumulate == 1 or isinstance(count, int)
+        return Rows(data, share.rows, whole, layout.accumulate, None if certain else share.rows > 0)
 
     def forward(self, x: Structure, training: bool) -> Structure:
         """Calls the model."""
@@ -79,19 +86,11 @@ class Replica:
             return self.model(x, training=training)
         return self.model(x)
 
-    def passes(
-        self,
-        data: tuple[Structure, ...],
-        real: tf.Tensor | None,
-        count: tf.Tensor | int,
-        training: bool,
-        scale: tf.Tensor | None = None,
-    ) -> PassResult:
+    def passes(self, rows: Rows, count: tf.Tensor | int, training: bool, scale: tf.Tensor | None = None) -> PassResult:
         """Runs forward, and for training backward, over one micro-batch; by XLA when asked for.
 
         Args:
-          data: (x, y, weight), tensors [layout.micro, ...].
-          real: as `real_rows` gives it.
+          rows: (x, y, weight) of this replica.
           count: examples in the global batch.
           scale: factor on what is differentiated, of a `LossScaleOptimizer`; None for 1.
 
@@ -99,37 +98,31 @@ class Replica:
           UserError: there is nothing to train.
         """
         if not self.jit:
-            return self._passes(data, real, count, training, scale)
+            return self._passes(rows, count, training, scale)
         # The Python structure of the result is kept outside the graph.
         kept: dict[str, Any] = {}
 
-        def flat(data, real, count, scale):
-            payload, outputs = self._passes(data, real, count, training, scale)
+        def flat(rows, count, scale):
+            payload, outputs = self._passes(rows, count, training, scale)
             leaves = keras.tree.flatten(outputs)
             masks = [keras_internals.mask_of(leaf) for leaf in leaves]
             kept.update(payload=payload, outputs=outputs, masked=[mask is not None for mask in masks])
             return payload.tensors(), leaves, [mask for mask in masks if mask is not None]
 
-        tensors, leaves, masks = tf.function(flat, autograph=False, jit_compile=True)(data, real, count, scale)
+        tensors, leaves, masks = tf.function(flat, autograph=False, jit_compile=True)(rows, count, scale)
         remaining = iter(masks)
         for leaf, masked in zip(leaves, kept["masked"]):
             if masked:
                 keras_internals.set_mask(leaf, next(remaining))
         return PassResult(kept["payload"].with_tensors(tensors), keras.tree.pack_sequence_as(kept["outputs"], leaves))
 
-    def _passes(
-        self,
-        data: tuple[Structure, ...],
-        real: tf.Tensor | None,
-        count: tf.Tensor | int,
-        training: bool,
-        scale: tf.Tensor | None,
-    ) -> PassResult:
-        x, y, weight = unpack(data)
+    def _passes(self, rows: Rows, count: tf.Tensor | int, training: bool, scale: tf.Tensor | None) -> PassResult:
+        x, y, weight = unpack(rows.data)
         targets = [v.value for v in self.model.trainable_variables]
         with tf.GradientTape(persistent=True) as tape:
-            outputs = self.forward(x, training)
-            parts = self.objective.parts(y, outputs, weight, real, count)
+            with self._state.of_real_rows(rows.present):
+                outputs = self.forward(x, training)
+            parts = self.objective.parts(y, outputs, weight, rows, count)
             if not parts and training and not self.objective.regularized:
                 raise UserError("the model has no loss: give compile() a loss, or call add_loss() in a layer")
             scalars = goals(parts)

@@ -11,13 +11,14 @@ from tfdist.data.batch_layout import Layout, unpack
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.engine import preconditions
-from tfdist.engine.step import metrics
+from tfdist.engine.step import loss_kinds, metrics
 from tfdist.engine.step.evaluation_call import evaluation_call
 from tfdist.engine.step.prediction_call import NO_BATCH as NO_BATCH  # those who run the functions look for it
 from tfdist.engine.step.prediction_call import prediction_call
 from tfdist.engine.step.replica import Replica
 from tfdist.engine.step.training_call import TrainingOptions, training_call
 from tfdist.errors import UserError, one_line
+from tfdist.models import keras_internals
 
 
 class Step:
@@ -37,6 +38,8 @@ class Step:
         """Ids of the functions that have been called, and so compiled."""
         self._replica = Replica(model, distribution, preconditions.use_xla(model, distribution))
         self._compiled: dict[tuple, Callable] = {}
+        self._sample: tuple[Structure, Structure] | None = None
+        """Targets and outputs of a few rows, until losses and metrics have been tried on them."""
         self._reset: Callable | None = None
         self._reset_variables: tuple[int, ...] = ()
 
@@ -68,6 +71,8 @@ class Step:
         options = TrainingOptions(full, reduce_dtype, norm, factors)
         key = (kind, layout, options)
         if key not in self._compiled:
+            if not kind.startswith("predict"):
+                self._check(layout)
             losses = 1 + len(self.part_names)
             match kind:
                 case "train":
@@ -80,11 +85,23 @@ class Step:
                     self._compiled[key] = prediction_call(self._replica, layout, beside_targets=True)
         return self._compiled[key]
 
+    def _check(self, layout: Layout) -> None:
+        """Refuses losses and metrics that cannot be computed from the parts in which a batch is laid out."""
+        if layout.replicas * layout.accumulate == 1:
+            return
+        if self._sample is not None:
+            y, y_pred = self._sample
+            self._sample = None
+            self._replica.objective.look(y, y_pred)
+            metrics.look(self.model, y, y_pred)
+        self._replica.objective.check(layout.accumulate)
+        metrics.check(self.model, layout.accumulate)
+
     def reset(self) -> None:
         """Resets all metrics; anew for each set of variables, since a metric may create its own at its first update."""
         variables = tuple(id(v) for metric in self.model.metrics for v in metric.variables)
         if self._reset is None or variables != self._reset_variables:
-            self._reset = tf.function(lambda: [m.reset_state() for m in self.model.metrics] and None, autograph=False)
+            self._reset = tf.function(lambda: metrics.reset(self.model, self.distribution), autograph=False)
             self._reset_variables = variables
         with self.distribution.peers.during("call"):  # it may sum over workers what it resets
             self._reset()
@@ -93,14 +110,14 @@ class Step:
         """Creates what Keras creates lazily (weights, metric and optimizer variables), under the scope.
 
         Args:
-          data: (x, y, weight) with at least one row.
+          data: (x, y, weight) of at least one row; losses and metrics are tried on `loss_kinds.ROWS`, if there are.
           outputs_only: the model need not be compiled, nor `data` have targets.
 
         Raises:
           UserError: targets, losses or metrics that do not fit the outputs.
         """
-        x, y, _ = unpack(keras.tree.map_structure(lambda t: t[:1], data))
         model = self.model
+        x, y, _ = unpack(_rows(data, keras_internals.fixed_batch(model) or 1))
         with self.distribution.scope():
             outputs = self._replica.forward(x, training=False)
             self.output_shape = tuple(keras.tree.flatten(outputs)[0].shape)
@@ -116,3 +133,12 @@ class Step:
                 optimizer.build(model.trainable_variables)
         # Anew: which variables have a regulariser is known only now.
         self._replica = Replica(model, self.distribution, self._replica.jit)
+        if y is not None:
+            self._sample = _rows(unpack(data)[1], loss_kinds.ROWS), _rows(_rows(outputs, 1), loss_kinds.ROWS)
+        if self.distribution.replicas > 1 and self._sample is not None:
+            self._check(Layout(loss_kinds.ROWS, self.distribution.replicas, 1))  # before a checkpoint is restored
+
+
+def _rows(values: Structure, number: int) -> Structure:
+    """Returns so many rows of tensors, again and again the first ones where there are fewer."""
+    return keras.tree.map_structure(lambda t: tf.gather(t, tf.range(number) % tf.shape(t)[0]), values)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
-import keras
 import tensorflow as tf
 
-from tfdist.data.batch_layout import Layout, with_shape
-from tfdist.data.structures import Structure
+from tfdist.data.batch_layout import Batch, Layout
 from tfdist.distributed import collectives
 from tfdist.distributed.collectives import sum_in_order
 from tfdist.engine import preconditions
@@ -20,7 +19,6 @@ from tfdist.engine.step.optimizer_update import Gradients, OwnedOptimizer
 from tfdist.engine.step.partial_sums import Payload
 from tfdist.engine.step.replica import Replica
 from tfdist.engine.step.results import CallResult
-from tfdist.models import keras_internals
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,7 +51,7 @@ def training_call(replica: Replica, layout: Layout, losses: int, options: Traini
         with (
             optimizer_update.owned(model.optimizer, model.trainable_variables, options.factors) as optimizer,
             trace_patches.quick(),
-            keras_internals.unscaled_losses(),
+            replica.tracing(),
             fused_batch_norm.normalization(None if replica.jit else model),  # XLA fuses by itself
         ):
             return batch_loop(replica, layout, losses, _Update(replica, layout, options, optimizer))(feed, first, last)
@@ -80,27 +78,23 @@ class _Update:
         self._options = options
         self._optimizer = optimizer
 
-    def __call__(self, batch: tuple, count: tf.Tensor, is_last: tf.Tensor) -> tf.Tensor:
+    def __call__(self, batch: Batch, is_last: tf.Tensor) -> tf.Tensor:
         """Makes the update.
 
         Args:
-          batch: (table, rows) as for `Replica.take`.
-          count: examples in the global batch, an int32 scalar.
+          batch: the global batch.
           is_last: whether it is the last update of the call, a bool scalar.
 
         Returns:
           A packed `StepOutput`.
         """
         replica, layout, model = self._replica, self._layout, self._replica.model
-        examples = layout.batch if self._options.full else count
-        data = replica.take(layout, *batch)
+        examples = layout.batch if self._options.full else batch.count
         scale = self._optimizer.loss_scale()
         if layout.accumulate == 1:
-            real = replica.real_rows(layout, examples)
-            payload, outputs = replica.passes(data, real, examples, True, scale)
-            metrics.update(model, data, outputs, replica.real_rows(layout, examples))
+            payload = self._of_micro_batch(batch, examples, scale, 0)
         else:
-            payload = self._accumulated(data, examples, scale)
+            payload = self._accumulated(batch, examples, scale)
         begun = None
         if replica.timed and self._distribution.replicas > 1:
             begun = graph_clock.now(*payload.tensors())
@@ -122,32 +116,29 @@ class _Update:
         *totals, sums = self._distribution.all_sum([*small, payload.sums])
         return [*(tf.cast(total, g.dtype) for total, g in zip(totals, payload.grads)), sums]
 
-    def _accumulated(self, data: Structure, examples: tf.Tensor | int, scale: tf.Tensor | None) -> Payload:
+    def _of_micro_batch(
+        self, batch: Batch, examples: tf.Tensor | int, scale: tf.Tensor | None, micro: tf.Tensor | int
+    ) -> Payload:
+        """Runs forward and backward over this replica's rows of a micro-batch, and updates the metrics."""
+        replica = self._replica
+        rows = replica.take(self._layout, batch, examples, micro)
+        payload, outputs = replica.passes(rows, examples, True, scale)
+        metrics.update(replica.model, self._distribution, rows, outputs)
+        return payload
+
+    def _accumulated(self, batch: Batch, examples: tf.Tensor | int, scale: tf.Tensor | None) -> Payload:
         """Adds up the payloads of all micro-batches of this replica."""
-        replica, layout = self._replica, self._layout
-        slices = keras.tree.map_structure(
-            lambda t: tf.reshape(t, tf.concat([[layout.accumulate, layout.micro], tf.shape(t)[1:]], 0)), data
-        )
-
-        def micro(i: tf.Tensor | int) -> Payload:
-            part = keras.tree.map_structure(
-                lambda t, whole: with_shape(t[i], [layout.micro, *whole.shape[1:]]), slices, data
-            )
-            real = replica.real_rows(layout, examples, i)
-            payload, outputs = replica.passes(part, real, examples, True, scale)
-            metrics.update(replica.model, part, outputs, real)
-            return payload
-
+        micro = functools.partial(self._of_micro_batch, batch, examples, scale)
         payload = micro(0)
         if self._unrolled():
-            for i in range(1, layout.accumulate):
+            for i in range(1, self._layout.accumulate):
                 payload = payload.plus(micro(i).tensors())
             return payload
 
         def body(i: tf.Tensor, tensors: list[tf.Tensor]) -> tuple[tf.Tensor, list[tf.Tensor]]:
             return i + 1, payload.with_tensors(tensors).plus(micro(i).tensors()).tensors()
 
-        _, tensors = tf.while_loop(lambda i, _: i < layout.accumulate, body, (tf.constant(1), payload.tensors()))
+        _, tensors = tf.while_loop(lambda i, _: i < self._layout.accumulate, body, (tf.constant(1), payload.tensors()))
         return payload.with_tensors(tensors)
 
     def _unrolled(self) -> bool:

@@ -1,0 +1,114 @@
+"""What layers change and collect in a forward pass, kept apart where several replicas are traced on the same layers."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+
+import keras
+import tensorflow as tf
+
+from tfdist.models import freezing, keras_internals
+
+_tracing = threading.local()  # replicas are traced in threads
+
+
+def present() -> tf.Tensor | None:
+    """Returns whether the replica that is being traced has a row at all, a bool scalar; None for certainly."""
+    return getattr(_tracing, "present", None)
+
+
+class LayerState:
+    """The variables that the layers of a model change in a forward pass.
+
+    Args:
+      model: built.
+      replicas: of the model, over all workers.
+    """
+
+    def __init__(self, model: keras.Model, replicas: int):
+        self._model: Callable[[], keras.Model] = weakref.ref(model)  # see Step.model
+        self._replicas = replicas
+
+    @contextlib.contextmanager
+    def of_real_rows(self, present: tf.Tensor | None) -> Iterator[None]:
+        """Undoes, after it, what a forward pass over a row that is not this replica's has changed in the layers.
+
+        Args:
+          present: whether the replica has a row of its own, a bool scalar; None for certainly.
+        """
+        if present is None:
+            yield
+            return
+        variables = self._changed()
+        before = [tf.identity(v.value) for v in variables]
+        _tracing.present = present
+        try:
+            yield
+        finally:
+            _tracing.present = None
+        for variable, value in zip(variables, before):
+            after = tf.where(present, tf.convert_to_tensor(variable.value), value)
+            # Not the variable's own assign, which would meet the other replicas: each writes its copy.
+            tf.raw_ops.AssignVariableOp(resource=variable.value.handle, value=after)
+
+    def _changed(self) -> list[keras.Variable]:
+        """Statistics of layers and what their own metrics have summed up.
+
+        Not those of synchronized BatchNorm, which has seen no filler, and whose statistics are those of all replicas;
+        nor the state of random generators, which every replica moves on alike.
+        """
+        model = self._model()
+        compiled = keras_internals.compiled_metrics(model)
+        others = [*keras_internals.loss_metrics(model), *([compiled] if compiled else [])]
+        kept = {id(v) for metric in others for v in metric.variables} | {id(v) for v in freezing.fixed(model)}
+        for layer in keras_internals.flat_layers(model):
+            if self._replicas > 1 and getattr(layer, "synchronized", False):
+                kept.update(id(v) for v in keras_internals.own_variables(layer))
+        variables = {id(v): v for v in [*model.non_trainable_variables, *model.metrics_variables]}
+        return [v for key, v in variables.items() if key not in kept and not keras_internals.is_seed(v)]
+
+
+class _OfThread(threading.local):
+    """A list of which each thread has its own."""
+
+    def __init__(self) -> None:
+        self.items: list[tf.Tensor] = []
+
+
+class _Losses:
+    """Stands for the list in which a layer collects what it is given by `add_loss`."""
+
+    def __init__(self) -> None:
+        self._own = _OfThread()
+
+    def extend(self, losses: list[tf.Tensor]) -> None:
+        self._own.items.extend(losses)
+
+    def append(self, loss: tf.Tensor) -> None:
+        self._own.items.append(loss)
+
+    def clear(self) -> None:
+        self._own.items.clear()
+
+    def __getitem__(self, index: int | slice) -> tf.Tensor | list[tf.Tensor]:
+        return self._own.items[index]
+
+    def __iter__(self) -> Iterator[tf.Tensor]:
+        return iter(self._own.items)
+
+    def __len__(self) -> int:
+        return len(self._own.items)
+
+
+@contextlib.contextmanager
+def separate_losses(model: keras.Model) -> Iterator[None]:
+    """Gives each replica lists of its own for what layers add by `add_loss`, while a step is traced.
+
+    Replicas are traced in threads on the same layers. In an all-reduce within the forward pass, as synchronized
+    BatchNorm has, one waits for the next, which would clear the lists of all.
+    """
+    with keras_internals.added_losses(model, _Losses):
+        yield
