@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import tfdist
 from tfdist.data import loaded, sources
-from tfdist.data.batch_layout import Layout, fetch
+from tfdist.data.batch_layout import Layout, fetch, rows_of
 from tfdist.data.feeds import ArrayFeed, BatchFeed
 from tfdist.distributed.peers import Peers
 from tfdist.engine import batching
@@ -104,7 +104,7 @@ def test_batches_do_not_depend_on_the_number_of_replicas(replicas, accumulate):
         assert counts[row] == same[row] == (24, 24, 13)[row]
         real = int(counts[row])
         assert (rows[row][:real].numpy() == more[row][:real].numpy()).all()
-        assert set(more[row].numpy()) == set(rows[row][:real].numpy()), "filler must repeat real examples of the batch"
+        assert (rows[row][:real].numpy() >= 0).all() and (rows[row][real:].numpy() == -1).all()
 
 
 def test_a_run_continues_anywhere_from_its_update_number():
@@ -195,12 +195,14 @@ def test_unusable_data(given, message):
 
 
 def test_a_later_batch_that_is_larger_than_the_first(connect):
+    """As in Keras, every batch is an update, whatever its size."""
     dataset = tf.data.Dataset.range(10).map(lambda i: (tf.reshape(i, [1]), 0.0))
     dataset = dataset.take(2).batch(2).concatenate(dataset.skip(2).batch(4))
-    with pytest.raises(
-        tfdist.UserError, match=r"larger than the first one \(2 examples\): make the first batch the largest"
-    ):
-        tfdist.fit(counting(connect(1), 10), dataset, verbose=0)
+    for replicas in (1, 3):
+        model = counting(connect(replicas), 10)
+        tfdist.fit(model, dataset, distribution=connect(replicas), verbose=0)
+        assert int(model.optimizer.iterations.numpy()) == 3
+        assert tfdist.predict(model, dataset.map(lambda x, y: x), distribution=connect(replicas)).shape == (10, 1)
 
 
 def test_a_batch_size_beside_a_dataset(connect):
@@ -242,31 +244,48 @@ def test_workers_divide_every_global_batch(kind, examples, accumulate):
         for feed, layout in workers:
             now = feed.next(number, 1)
             _, take = fetch(now.feed, now.first, layout)
-            (table,), rows, count = take()
-            assert rows.shape == (layout.own_rows,)
-            own = tf.gather(table, rows).numpy().reshape(accumulate, layout.here, layout.micro)
-            batch.append(own)
-            counts.add(int(count))
-        (count,) = counts
-        whole = np.concatenate(batch, 1).reshape(-1)
-        assert sorted(whole[:count]) == sorted(set(whole)), "filler repeats examples of the batch, behind them"
-        seen += whole[:count].tolist()
+            whole = take()
+            batch.append(taken(whole, layout))
+            counts.add(int(whole.count))
+        assert len(counts) == 1
+        for micro in range(accumulate):
+            sizes = [len(rows) for own in batch for rows in own[micro]]
+            assert max(sizes) - min(sizes) <= 1, "the rows are shared as evenly as can be"
+            seen += [row for own in batch for rows in own[micro] for row in rows]
     assert sorted(seen) == x.tolist()
+    if kind != "shuffled":
+        assert seen == x.tolist(), "and in their order"
+
+
+def taken(batch, layout):
+    """The rows of each micro-batch and replica of this worker."""
+
+    def rows(micro, replica):
+        share = layout.shared(batch.count, micro, replica)
+        data = rows_of(batch, share, layout.in_own(batch.count, micro, replica))[0].numpy()
+        assert len(data) == max(int(share.rows), 1), "there is always a row to compute on"
+        return data[: int(share.rows)].tolist()
+
+    own = range(layout.first, layout.first + layout.here)
+    return [[rows(micro, replica) for replica in own] for micro in range(layout.accumulate)]
 
 
 def test_a_worker_decodes_its_own_rows_only():
     decoded = []
 
     def decode(x):
-        decoded.append(x.shape[0])
-        return (x * 10,)
+        return (
+            tf.ensure_shape(
+                tf.numpy_function(lambda rows: decoded.append(len(rows)) or rows * 10, [x], x.dtype), [None]
+            ),
+        )
 
     source = sources.Batches(tf.data.Dataset.from_tensor_slices((np.arange(48),)).batch(24), decode)
     decoded.clear()
     for feed, layout in feeds(source):
         now = feed.next(0, 1)
-        (table,), rows, _ = fetch(now.feed, now.first, layout)[1]()
-        np.testing.assert_array_equal(tf.gather(table, rows), 10 * np.arange(layout.first * 4, layout.first * 4 + 8))
+        batch = fetch(now.feed, now.first, layout)[1]()
+        np.testing.assert_array_equal(batch.table[0], 10 * np.arange(layout.first * 4, layout.first * 4 + 8))
     assert decoded == [8, 8, 8]
 
 

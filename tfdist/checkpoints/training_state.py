@@ -19,7 +19,7 @@ from tfdist.checkpoints import callback_state
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
-from tfdist.models import freezing, keras_internals, whole_metrics
+from tfdist.models import freezing, keras_internals, own_steps, whole_metrics
 
 WORDS = 1 << 22
 """64-bit words that travel to the other workers at a time."""
@@ -205,8 +205,10 @@ def _sum(distribution: Distribution, words: tf.Tensor) -> tf.Tensor:
 
 
 def _shared(model: keras.Model) -> list[tuple[str, keras.Variable]]:
-    optimizer = [] if model.optimizer is None else model.optimizer.variables
-    return _named(SHARED, {"model": _parts(model)[0], "optimizer": optimizer})
+    parts = {"model": _parts(model)[0], "optimizer": []}
+    for number, optimizer in enumerate(own_steps.optimizers(model)):
+        parts[f"optimizer{number + 1}" if number else "optimizer"] = optimizer.variables
+    return _named(SHARED, parts)
 
 
 def _own(model: keras.Model) -> list[tuple[str, keras.Variable]]:

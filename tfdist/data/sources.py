@@ -4,8 +4,7 @@ An example takes this way from a data set to an update:
 
 1. A source, defined here, holds what somebody hands in: arrays in memory, a `tf.data.Dataset` of global batches, or
    examples that are read by number. It knows nothing of replicas, of workers, or of when it is read.
-2. A layout (batch_layout.py) says which rows of a global batch each worker, replica and micro-batch takes, and where
-   filler stands when the batch does not divide evenly.
+2. A layout (batch_layout.py) says which rows of a global batch each worker, replica and micro-batch takes.
 3. A feed (feeds.py, record_feed.py) joins the two. Asked for the batches from update u on, it puts the examples into
    the order of that epoch, which seed and epoch alone decide, picks the rows that the layout gives to this worker, and
    hands over what the compiled step reads them from.
@@ -68,9 +67,12 @@ class Batches:
 
     dataset: tf.data.Dataset
     decode: Callable[..., tuple] | None = None
+    bare: bool = dataclasses.field(default=False, init=False)
+    """Whether its elements are inputs alone, and not a tuple."""
 
     def __post_init__(self):
         if not isinstance(self.dataset.element_spec, tuple):
+            object.__setattr__(self, "bare", True)
             object.__setattr__(self, "dataset", self.dataset.map(lambda x: (x,)))
         for spec in keras.tree.flatten(self.decoded.element_spec):
             if not isinstance(spec, tf.TensorSpec):
@@ -168,6 +170,13 @@ def _array(value: object) -> np.ndarray:
     floats = keras.config.floatx()
     # As Keras does: else float64, NumPy's own type, would meet float32 in whatever a model computes by itself.
     return array.astype(floats) if array.dtype.kind == "f" and array.dtype != floats else array
+
+
+def is_bare(source: Source) -> bool:
+    """Returns whether Keras' `fit` would hand the inputs to a `train_step` as they are, and not as a tuple of one."""
+    if isinstance(source, Batches):
+        return source.bare
+    return not isinstance(source, Arrays) or not isinstance(source.columns[0], tuple | list)
 
 
 def weigh_classes(source: Source, weights: Mapping[int, float]) -> Source:

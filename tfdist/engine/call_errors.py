@@ -100,5 +100,4 @@ _COMPLAINTS = (
         r"Received a label value of .*? outside the valid range of \[.*?\)",
         ": correct the labels or the model's last layer",
     ),
-    (r"a batch of the data set is larger than the first one \(.*?\)", ": make the first batch the largest"),
 )

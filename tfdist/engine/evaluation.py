@@ -17,7 +17,7 @@ from tfdist.distributed.distribution import Distribution
 from tfdist.engine import agreement, batching, preconditions, step_calls
 from tfdist.engine.call_errors import EndOfData
 from tfdist.engine.step import ema
-from tfdist.engine.step.results import CallResult, Totals
+from tfdist.engine.step.results import CallResult
 from tfdist.engine.steps_per_call import Pace
 from tfdist.errors import UserError
 from tfdist.models import freezing, keras_internals
@@ -232,10 +232,10 @@ class Evaluation:
         step = self._step
         step.reset()
         self._feed.restart()
-        totals = Totals(step.part_names)
+        totals = step.totals("test")
         callbacks = callbacks or keras.callbacks.CallbackList()
         callbacks.on_test_begin()
-        done, logs = 0, {}
+        done, logs = 0, dict[str, float]()
         while self._batches is None or done < self._batches:
             want = self._pace.updates if self._batches is None else min(self._pace.updates, self._batches - done)
             part = self._feed.next(done, want)

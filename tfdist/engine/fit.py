@@ -12,7 +12,7 @@ from tfdist.data import sources
 from tfdist.data.structures import Structure
 from tfdist.distributed import connect
 from tfdist.distributed.distribution import Distribution
-from tfdist.engine import agreement, custom_train_step, preconditions
+from tfdist.engine import agreement, preconditions
 from tfdist.engine.fit_loop import FitLoop
 from tfdist.engine.fit_options import FitOptions
 
@@ -126,6 +126,5 @@ def fit(
     if class_weight:
         source = sources.weigh_classes(source, class_weight)
     preconditions.model_fits(model, options.distribution, accumulate)
-    if preconditions.own_step(model):
-        return custom_train_step.fit(model, source, options)
+    preconditions.own_train_step(model, options.given(preconditions.OF_OUR_STEP))
     return FitLoop(model, source, options).run()

@@ -22,7 +22,7 @@ from tfdist.engine.checkpointing import Keeper
 from tfdist.engine.fit_options import FitOptions
 from tfdist.engine.replica_check import Guard
 from tfdist.engine.step import ema
-from tfdist.engine.step.results import CallResult, Totals
+from tfdist.engine.step.results import CallResult, LastLogs, Totals
 from tfdist.engine.step.step import Step
 from tfdist.engine.steps_per_call import Pace
 from tfdist.engine.timing import Call, Spent
@@ -50,6 +50,7 @@ class FitLoop:
         if options.steps_per_epoch is None and self._feed.batches == 0:
             raise UserError("the data set never ends: give steps_per_epoch")
         self._step = step_calls.step_of(model, distribution, source)
+        self._step.prepare_training()
         preconditions.targets(model, self._step.output_shape, source)
         self._validation = self._prepared_validation()
         self._factors = layerwise_rates.factors(model, options.learning_rates or {}, options.layer_decay)
@@ -134,6 +135,8 @@ class FitLoop:
           TrainingError: that is not wanted, or cannot be.
         """
         if isinstance(error, OutOfMemory):
+            if self._step.own_step("train"):
+                raise error  # its updates cannot be made of smaller micro-batches
             ordered = not isinstance(self._source, sources.Batches)
             self._layout, self._position = self._keeper.smaller(error, self._layout, ordered)
             self._feed = self._read()
@@ -244,7 +247,7 @@ class UpdateLoop:
         if now.measured or now.begun >= limit:
             return  # stopped between the last update of an epoch and its end
         self._open(now)
-        totals = Totals(self._step.part_names, now.sums, now.examples)
+        totals = self._step.totals("train", now.sums, now.examples)
         self._ended = time.perf_counter()
         more = True
         while more and now.begun < limit and not self._model.stop_training:
@@ -270,7 +273,7 @@ class UpdateLoop:
         now.update, now.begun = now.update + 1, now.begun + 1
         self._feed.resume(now.update, now.epoch, now.begun)
 
-    def _call(self, now: Position, totals: Totals, limit: float) -> bool:
+    def _call(self, now: Position, totals: Totals | LastLogs, limit: float) -> bool:
         """Makes the updates of one call; returns whether the data of this epoch may have more."""
         limits = (limit - now.begun, self._keeper.limit(now), *(c.limit_call(now.update) for c in self._hooked))
         want = int(min(self._pace.updates, *limits))
@@ -303,7 +306,7 @@ class UpdateLoop:
             self._keeper.after_call(now, agreed.save)
         return True
 
-    def _advance(self, now: Position, totals: Totals, result: CallResult, first: int) -> None:
+    def _advance(self, now: Position, totals: Totals | LastLogs, result: CallResult, first: int) -> None:
         """Moves `now` on by what a call has done.
 
         Args:
@@ -319,7 +322,7 @@ class UpdateLoop:
         self._read = now.update
         self._step.distribution.peers.doing("python", now.update)
         if bad >= 0 and not self._forgives_nan:
-            raise NotFinite(now.logs["loss"], now.update - done + bad - first, now.epoch)
+            raise NotFinite(now.logs.get("loss", math.nan), now.update - done + bad - first, now.epoch)
 
     def _told(self, result: CallResult, seconds: float, waited: float, python: float, steady: bool) -> Call:
         """Returns what callbacks are told of a call.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import keras
 
 from tfdist import config
@@ -9,7 +11,10 @@ from tfdist.config import field_syntax
 from tfdist.data import sources
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
-from tfdist.models import keras_internals
+from tfdist.models import keras_internals, own_steps
+
+OF_OUR_STEP = ("accumulate", "reduce_dtype", "learning_rates", "layer_decay")
+"""Options that a step of the model's own knows nothing of."""
 
 
 def scope(model: keras.Model, distribution: Distribution) -> None:
@@ -30,12 +35,6 @@ def model_fits(model: keras.Model, distribution: Distribution, accumulate: int) 
         raise UserError(
             "the model was compiled with run_eagerly=True, tfdist compiles its steps: "
             "use tf.config.run_functions_eagerly(True) to debug"
-        )
-    own = own_step(model)
-    if own and (distribution.replicas > 1 or accumulate > 1):
-        raise UserError(
-            f"{type(model).__name__} has its own {own}, whose sums over replicas and micro-batches tfdist cannot know: "
-            "use the default strategy without accumulation, or put the loss into compile() or add_loss()"
         )
     regularized = [layer.name for layer in keras_internals.flat_layers(model) if layer.activity_regularizer is not None]
     if regularized and distribution.replicas * accumulate > 1 and not activity_is_a_mean():
@@ -60,6 +59,17 @@ def reduce_dtype(name: str, distribution: Distribution) -> None:
         raise UserError("reduce_dtype='bfloat16' cannot be used with Horovod, which does not sum it: use float16")
 
 
+def own_train_step(model: keras.Model, asked: Sequence[str]) -> None:
+    """Refuses, of a model with a step of its own, options that only tfdist's own step knows.
+
+    Args:
+      asked: those of `OF_OUR_STEP` that are not what they are by default.
+    """
+    own = own_steps.replaced(model, own_steps.TRAINING)
+    if own and asked:
+        raise UserError(f"{asked[0]} cannot be used with a model that has its own {own}: leave it out")
+
+
 def on_nonfinite(choice: str, checkpoints: bool) -> None:
     """Refuses an unknown choice, and a rollback without `checkpoints`."""
     if choice not in config.ON_NONFINITE:
@@ -81,7 +91,10 @@ def use_xla(model: keras.Model, distribution: Distribution) -> bool:
     """
     if distribution.jit == "off":
         return False
-    refused = distribution.replicas > 1 and synchronizes(model)
+    own = own_steps.replaced(model, (*own_steps.TRAINING, *own_steps.EVALUATION))
+    if own and distribution.jit == "on":
+        raise UserError(f"--jit=on cannot compile {type(model).__name__}, which has its own {own}: use --jit=off")
+    refused = bool(own) or (distribution.replicas > 1 and synchronizes(model))
     if distribution.jit == "auto":
         return not refused and all(getattr(layer, "supports_jit", True) for layer in keras_internals.flat_layers(model))
     if refused:
@@ -92,16 +105,10 @@ def use_xla(model: keras.Model, distribution: Distribution) -> bool:
     return True
 
 
-def own_step(model: keras.Model) -> str:
-    """Returns the name of the first method by which the model replaces Keras' step, or an empty string."""
-    for name in ("train_step", "compute_loss", "compute_metrics", "test_step"):
-        if getattr(type(model), name) is not getattr(keras.Model, name):
-            return name
-    return ""
-
-
 def targets(model: keras.Model, output_shape: tuple, source: sources.Source) -> None:
     """Refuses labels of sparse cross-entropy that are no classes of the output: on a GPU they would turn into NaN."""
+    if own_steps.replaced(model, (*own_steps.TRAINING, *own_steps.EVALUATION)):
+        return  # only its author knows what the targets mean
     y = sources.targets_of(source)
     compiled = keras_internals.compiled_loss(model)
     losses = [] if compiled is None else keras_internals.loss_entries(compiled)

@@ -16,7 +16,7 @@ from tfdist.engine import call_errors
 from tfdist.engine.batching import Feed
 from tfdist.engine.step import loss_kinds
 from tfdist.engine.step.step import Step
-from tfdist.models import keras_internals
+from tfdist.models import keras_internals, own_steps
 
 
 class _Kept(NamedTuple):
@@ -44,6 +44,7 @@ def step_of(model: keras.Model, distribution: Distribution, source: sources.Sour
     key = _key(model, distribution)
     kept = _STEPS.get(id(model))
     if kept is not None and kept.key == key:
+        kept.step.data_is(sources.is_bare(source))
         return kept.step
     step = Step(model, distribution)
     match source:
@@ -53,8 +54,8 @@ def step_of(model: keras.Model, distribution: Distribution, source: sources.Sour
             rows = first_rows(source, min(loss_kinds.ROWS, source.size))
         case _:
             rows = sources.first_batch(source)
-    step.build(rows, outputs_only)
-    optimizer = [] if outputs_only or model.optimizer is None else model.optimizer.variables
+    step.build(rows, sources.is_bare(source), outputs_only)
+    optimizer = [] if outputs_only else [v for o in own_steps.optimizers(model) for v in o.variables]
     distribution.broadcast([*model.variables, *optimizer])
     # Building may have created the weights.
     if not outputs_only:

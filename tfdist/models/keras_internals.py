@@ -184,12 +184,12 @@ def unscaled_losses() -> Iterator[None]:
     from keras.src.losses import loss
 
     with _UNSCALED:  # two threads that trace at once would put the wrong one back
-        scale = loss.scale_loss_for_distribution
-        loss.scale_loss_for_distribution = lambda value: value
+        theirs = loss.scale_loss_for_distribution, loss.unscale_loss_for_distribution
+        loss.scale_loss_for_distribution = loss.unscale_loss_for_distribution = lambda value: value
         try:
             yield
         finally:
-            loss.scale_loss_for_distribution = scale
+            loss.scale_loss_for_distribution, loss.unscale_loss_for_distribution = theirs
 
 
 def loss_metrics(model: keras.Model) -> list[keras.Metric]:
@@ -240,6 +240,49 @@ def known_results(metrics: list[keras.Metric], results: list[Any]) -> Iterator[N
     finally:
         for metric in metrics:
             del vars(metric)["result"]
+
+
+@contextlib.contextmanager
+def watched_results(metrics: list[keras.Metric], note: Callable[[keras.Metric, Any], None]) -> Iterator[None]:
+    """Calls `note(metric, result)`, within it, for each result that a metric returns.
+
+    A step's logs do not say which of them are results of metrics.
+    """
+
+    def watched(metric: keras.Metric) -> Callable:
+        theirs = metric.result
+
+        def result() -> Any:
+            value = theirs()
+            note(metric, value)
+            return value
+
+        return result
+
+    for metric in metrics:
+        vars(metric)["result"] = watched(metric)
+    try:
+        yield
+    finally:
+        for metric in metrics:
+            del vars(metric)["result"]
+
+
+@contextlib.contextmanager
+def mean_updates(update: Callable) -> Iterator[None]:
+    """Replaces, within it, what updates `keras.metrics.Mean`, by class: a step's means need not be the model's metrics.
+
+    Args:
+      update: called with (theirs, metric, values, weights or None); `theirs` takes the last three.
+    """
+    kind = keras.metrics.Mean
+    with _UNSCALED:
+        theirs = kind.__dict__["update_state"]
+        kind.update_state = lambda self, values, sample_weight=None: update(theirs, self, values, sample_weight)
+        try:
+            yield
+        finally:
+            kind.update_state = theirs
 
 
 def restored_epoch(model: keras.Model) -> int:
@@ -329,6 +372,38 @@ def scaled_rates(
         yield
     finally:
         del optimizer.update_step, optimizer._apply_weight_decay, optimizer._get_current_learning_rate
+
+
+@contextlib.contextmanager
+def optimizer_updates(update: Callable) -> Iterator[None]:
+    """Replaces, within it, what optimizers do when a `train_step` of the user's gives them gradients.
+
+    By class: an optimizer may be anybody's, and an attribute of its own would stay with it if it is copied.
+
+    Args:
+      update: called with (theirs, optimizer, gradients, variables or None); `theirs` takes the last three.
+    """
+    from keras.src.optimizers.base_optimizer import BaseOptimizer
+
+    kinds = BaseOptimizer, keras.optimizers.LossScaleOptimizer
+    with _UNSCALED:
+        theirs = [kind.__dict__["apply"] for kind in kinds]
+
+        def apply(own: Callable) -> Callable:
+            return lambda self, grads, trainable_variables=None: update(own, self, grads, trainable_variables)
+
+        for kind, own in zip(kinds, theirs):
+            kind.apply = apply(own)
+        try:
+            yield
+        finally:
+            for kind, own in zip(kinds, theirs):
+                kind.apply = own
+
+
+def optimized_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """Returns the weights that an optimizer was built for; in public it tells only its own variables."""
+    return optimizer._trainable_variables
 
 
 # -- callbacks ----------------------------------------------------------------

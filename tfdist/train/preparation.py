@@ -17,7 +17,6 @@ from tfdist.data.datasets import registry
 from tfdist.data.loaded import Loaded
 from tfdist.distributed.connect import Site
 from tfdist.distributed.distribution import Distribution
-from tfdist.engine import preconditions
 from tfdist.models import build as models
 from tfdist.models import optimizers
 from tfdist.train import batch_size_search
@@ -121,14 +120,11 @@ def _with_learnt_accumulate(
 def _checkpoints(
     experiment: config.Experiment, environment: Environment, site: Site, folder: RunFolder, model: keras.Model
 ) -> manager.Checkpoints:
-    """Returns the checkpoints that the experiment asks for; none for a model that Keras' own `fit` trains."""
+    """Returns the checkpoints that the experiment asks for."""
     asked = experiment.checkpoint
-    own_step = preconditions.own_step(model)
-    if own_step and asked.every != "off":
-        logger.info(f"no checkpoints: {type(model).__name__} has its own {own_step}, which Keras' fit runs")
     return manager.Checkpoints(
         folder.checkpoints,
-        every="off" if own_step else asked.every,
+        every=asked.every,
         keep=asked.keep,
         best=asked.best,
         asynchronous=asked.asynchronous,

@@ -32,17 +32,22 @@ class LoopState(NamedTuple):
     """When the last batch was done, in seconds since 1970."""
 
     @classmethod
-    def start(cls, first: tf.Tensor, losses: int) -> LoopState:
-        """Returns the state before the batch with the number `first`, for this number of loss values."""
+    def start(cls, first: tf.Tensor, losses: int | None) -> LoopState:
+        """Returns the state before the batch with the number `first`, for this number of loss values; None for any."""
         return cls(
             i=first,
-            sums=tf.zeros([losses], tf.float64),
+            sums=tf.zeros([losses or 0], tf.float64),
             examples=tf.zeros([], tf.float64),
             nonfinite=tf.constant(-1),
             more=tf.constant(True),
             measures=tf.zeros([3], tf.float64),
             ended=graph_clock.now(),
         )
+
+    def shapes(self, any_losses: bool) -> LoopState:
+        """Returns the shapes that the tensors keep; of the sums none, where the number of losses is not known yet."""
+        shapes = LoopState(*(tensor.shape for tensor in self))
+        return shapes._replace(sums=tf.TensorShape([None])) if any_losses else shapes
 
 
 class StepOutput(NamedTuple):
@@ -63,16 +68,17 @@ class StepOutput(NamedTuple):
         return tf.concat([tf.cast(losses, tf.float64), measures], 0)
 
     @classmethod
-    def unpacked(cls, values: tf.Tensor, losses: int) -> StepOutput:
-        """Takes apart what `packed` has put together with this number of losses."""
-        return cls(values[:losses], values[losses:])
+    def unpacked(cls, values: tf.Tensor, losses: int | None) -> StepOutput:
+        """Takes apart what `packed` has put together with this number of losses; None for no measures."""
+        return cls(values, values[:0]) if losses is None else cls(values[:losses], values[losses:])
 
 
-def batch_loop(replica: Replica, layout: Layout, losses: int, one: Callable) -> Callable[..., CallResult]:
+def batch_loop(replica: Replica, layout: Layout, losses: int | None, one: Callable) -> Callable[..., CallResult]:
     """Makes a function of a feed and two batch numbers, to be compiled, that goes over these global batches.
 
     Args:
-      losses: how many values `one` gives before its measures.
+      losses: how many values `one` gives before its measures. None for values of which the last batch's are kept, and
+        none are added up.
       one: `one(batch, is_last)` does the work of one replica for one global batch, a `batch_layout.Batch`, and returns
         a `StepOutput.packed`.
 
@@ -97,7 +103,7 @@ def batch_loop(replica: Replica, layout: Layout, losses: int, one: Callable) -> 
                 finite = tf.math.is_finite(output.losses[0])
                 return LoopState(
                     i=state.i + 1,
-                    sums=state.sums + tf.cast(output.losses, tf.float64) * weight,
+                    sums=output.losses if losses is None else state.sums + tf.cast(output.losses, tf.float64) * weight,
                     examples=state.examples + weight,
                     nonfinite=tf.where(tf.logical_or(finite, state.nonfinite >= 0), state.nonfinite, state.i),
                     more=tf.constant(True),
@@ -109,10 +115,12 @@ def batch_loop(replica: Replica, layout: Layout, losses: int, one: Callable) -> 
                 return work()
             return tf.cond(more, work, lambda: state._replace(more=more))
 
+        start = LoopState.start(first, losses)
         end = tf.while_loop(
             lambda *entries: tf.logical_and(LoopState(*entries).i < last, LoopState(*entries).more),
             body,
-            LoopState.start(first, losses),
+            start,
+            shape_invariants=start.shapes(any_losses=losses is None),
             # Two rounds at a time would have a collective in flight twice under one name.
             parallel_iterations=1 if distribution.workers > 1 else 10,
         )
@@ -121,7 +129,7 @@ def batch_loop(replica: Replica, layout: Layout, losses: int, one: Callable) -> 
             examples=end.examples,
             nonfinite=end.nonfinite,
             done=end.i - first,
-            metrics=metrics.results(replica.model, distribution),
+            metrics=metrics.results(replica.model, distribution, losses is None),
             measures=end.measures,
         )
 

@@ -33,16 +33,17 @@ class LayerState:
         self._replicas = replicas
 
     @contextlib.contextmanager
-    def of_real_rows(self, present: tf.Tensor | None) -> Iterator[None]:
+    def of_real_rows(self, present: tf.Tensor | None, compiled_metrics: bool = False) -> Iterator[None]:
         """Undoes, after it, what a forward pass over a row that is not this replica's has changed in the layers.
 
         Args:
           present: whether the replica has a row of its own, a bool scalar; None for certainly.
+          compiled_metrics: undoes what has changed in these, too.
         """
         if present is None:
             yield
             return
-        variables = self._changed()
+        variables = self._changed(compiled_metrics)
         before = [tf.identity(v.value) for v in variables]
         _tracing.present = present
         try:
@@ -54,15 +55,15 @@ class LayerState:
             # Not the variable's own assign, which would meet the other replicas: each writes its copy.
             tf.raw_ops.AssignVariableOp(resource=variable.value.handle, value=after)
 
-    def _changed(self) -> list[keras.Variable]:
-        """Statistics of layers and what their own metrics have summed up.
+    def _changed(self, compiled_metrics: bool) -> list[keras.Variable]:
+        """Statistics of layers and what metrics have summed up, compiled ones only if asked for.
 
         Not those of synchronized BatchNorm, which has seen no filler, and whose statistics are those of all replicas;
         nor the state of random generators, which every replica moves on alike.
         """
         model = self._model()
         compiled = keras_internals.compiled_metrics(model)
-        others = [*keras_internals.loss_metrics(model), *([compiled] if compiled else [])]
+        others = [] if compiled_metrics else [*keras_internals.loss_metrics(model), *([compiled] if compiled else [])]
         kept = {id(v) for metric in others for v in metric.variables} | {id(v) for v in freezing.fixed(model)}
         for layer in keras_internals.flat_layers(model):
             if self._replicas > 1 and getattr(layer, "synchronized", False):

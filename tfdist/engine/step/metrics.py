@@ -109,6 +109,19 @@ def check(model: keras.Model, accumulate: int) -> None:
         )
 
 
+def check_summed(model: keras.Model, own: str) -> None:
+    """Refuses metrics that must see a whole batch in a model with a step of its own, which shows them parts.
+
+    Raises:
+      UserError: naming the metric.
+    """
+    for metric in whole_metrics.of(model):
+        raise UserError(
+            f"metric {metric.name!r} does not add up over parts of a batch, and {own} of {type(model).__name__} shows "
+            "it those of the replicas: use --strategy=default, or leave the metric out"
+        )
+
+
 def _adds_up(metric: keras.Metric, y_true: Structure, y_pred: Structure) -> bool:
     """Whether the state for a batch is the sum of the states for its parts."""
 
@@ -185,9 +198,13 @@ def _add_to_mean(metric: keras.metrics.MeanMetricWrapper, y_true: tf.Tensor, y_p
     metric.count.value.assign_add(tf.cast(rows, metric.count.dtype), read_value=False)
 
 
-def results(model: keras.Model, distribution: Distribution) -> dict[str, tf.Tensor]:
-    """Returns the results of all metrics but the loss values, summed over replicas, under Keras' names."""
-    of_losses = {id(metric) for metric in keras_internals.loss_metrics(model)}
+def results(model: keras.Model, distribution: Distribution, losses: bool = False) -> dict[str, tf.Tensor]:
+    """Returns the results of all metrics, summed over replicas, under Keras' names.
+
+    Args:
+      losses: also of those in which Keras averages the losses; without a step of the model's own nothing updates them.
+    """
+    of_losses = set() if losses else {id(metric) for metric in keras_internals.loss_metrics(model)}
     own = [metric for metric in model.metrics if id(metric) not in of_losses]
     whole = whole_metrics.of(model)
     kept = {id(v) for metric in whole for v in metric.variables}

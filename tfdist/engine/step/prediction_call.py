@@ -32,8 +32,8 @@ def prediction_call(replica: Replica, layout: Layout, beside_targets: bool = Fal
 
     def one(batch: Batch) -> Structure:
         rows = replica.take(layout, batch, batch.count)
-        x, y, _ = unpack(rows.data)
-        outputs = replica.forward(x, training=False)
+        _, y, _ = unpack(rows.data)
+        outputs = replica.predict(rows.data)
         if beside_targets:
             outputs = (outputs, () if y is None else y)
         if layout.local:  # every replica then has them all

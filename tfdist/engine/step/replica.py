@@ -18,7 +18,7 @@ from tfdist.engine.step.layer_state import LayerState
 from tfdist.engine.step.loss import Objective
 from tfdist.engine.step.partial_sums import Payload, goals
 from tfdist.errors import UserError
-from tfdist.models import keras_internals
+from tfdist.models import keras_internals, own_steps
 
 
 class PassResult(NamedTuple):
@@ -42,7 +42,9 @@ class Replica:
         self.timed = distribution.devices[0].startswith("CPU")
         """Whether the compiled functions can tell what they wait for."""
         self.objective = Objective(model, distribution, jit=jit)
-        self._state = LayerState(model, distribution.replicas)
+        self.state = LayerState(model, distribution.replicas)
+        self.bare = False
+        """Whether Keras would hand inputs alone to a step as they are, and not as a tuple of one."""
 
     @property
     def model(self) -> keras.Model:
@@ -86,6 +88,16 @@ class Replica:
             return self.model(x, training=training)
         return self.model(x)
 
+    def as_keras_gives(self, data: tuple[Structure, ...]) -> Structure:
+        """Returns a batch in the form in which Keras' `fit` hands it to a model's own step."""
+        return data[0] if self.bare and len(data) == 1 else data
+
+    def predict(self, data: tuple[Structure, ...]) -> Structure:
+        """Returns the outputs for a batch, by the model's own `predict_step` if it has one."""
+        if own_steps.replaced(self.model, own_steps.PREDICTION):
+            return self.model.predict_step(self.as_keras_gives(data))
+        return self.forward(data[0], training=False)
+
     def passes(self, rows: Rows, count: tf.Tensor | int, training: bool, scale: tf.Tensor | None = None) -> PassResult:
         """Runs forward, and for training backward, over one micro-batch; by XLA when asked for.
 
@@ -120,7 +132,7 @@ class Replica:
         x, y, weight = unpack(rows.data)
         targets = [v.value for v in self.model.trainable_variables]
         with tf.GradientTape(persistent=True) as tape:
-            with self._state.of_real_rows(rows.present):
+            with self.state.of_real_rows(rows.present):
                 outputs = self.forward(x, training)
             parts = self.objective.parts(y, outputs, weight, rows, count)
             if not parts and training and not self.objective.regularized:

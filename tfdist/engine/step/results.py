@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -26,6 +26,16 @@ class CallResult(NamedTuple):
     """This worker's seconds of waiting for input and for the all-reduce, and the last gradient's norm, float64 [3]."""
 
 
+class LogNames:
+    """What the logs of a model's own step are, known when it has been traced."""
+
+    def __init__(self) -> None:
+        self.plain: list[str] = []
+        """Names of the values that the step itself has computed, in the order of `CallResult.sums[1:]`."""
+        self.of_metrics: dict[str, str | list[str]] = {}
+        """The names under which it logs results of metrics, and what `CallResult.metrics` calls these."""
+
+
 class Totals:
     """Adds the sums of calls up to the logs of an epoch, in float64.
 
@@ -46,7 +56,38 @@ class Totals:
         self.examples += float(result.examples)
         losses = self.sums / max(self.examples, 1.0)
         logs = dict(zip(self._names, losses.tolist()))
-        for name, tensor in result.metrics.items():
-            value = tensor.numpy()
-            logs[name] = float(value) if value.ndim == 0 else value
+        logs.update({name: _as_python(tensor) for name, tensor in result.metrics.items()})
         return logs
+
+
+class LastLogs:
+    """Takes the logs that a model's own step has given for the last batch, in place of `Totals`.
+
+    Args:
+      names: of the logs.
+      examples: how many there were before, in an interrupted epoch.
+    """
+
+    def __init__(self, names: LogNames, examples: float = 0.0):
+        self._names = names
+        self.sums = np.zeros(0)
+        self.examples = examples
+
+    def add(self, result: CallResult) -> dict[str, Any]:
+        """Takes a call, and returns the logs by name; as in Keras the metrics' results where the names are the same."""
+        self.sums = result.sums.numpy()
+        self.examples += float(result.examples)
+        values = {name: _as_python(tensor) for name, tensor in result.metrics.items()}
+        plain = dict(zip(self._names.plain, self.sums[1:].tolist()))
+        if {*plain, *self._names.of_metrics} == set(values):
+            return values
+        of_metrics = {
+            name: values[known] if isinstance(known, str) else {key: values[key] for key in known}
+            for name, known in self._names.of_metrics.items()
+        }
+        return {**plain, **of_metrics}
+
+
+def _as_python(tensor: tf.Tensor) -> float | np.ndarray:
+    value = tensor.numpy()
+    return float(value) if value.ndim == 0 else value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import keras
 import tensorflow as tf
@@ -11,14 +11,15 @@ from tfdist.data.batch_layout import Layout, unpack
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.engine import preconditions
-from tfdist.engine.step import loss_kinds, metrics
+from tfdist.engine.step import loss_kinds, metrics, own_step_call
 from tfdist.engine.step.evaluation_call import evaluation_call
 from tfdist.engine.step.prediction_call import NO_BATCH as NO_BATCH  # those who run the functions look for it
 from tfdist.engine.step.prediction_call import prediction_call
 from tfdist.engine.step.replica import Replica
+from tfdist.engine.step.results import LastLogs, LogNames, Totals
 from tfdist.engine.step.training_call import TrainingOptions, training_call
 from tfdist.errors import UserError, one_line
-from tfdist.models import keras_internals
+from tfdist.models import keras_internals, own_steps
 
 
 class Step:
@@ -40,6 +41,9 @@ class Step:
         self._compiled: dict[tuple, Callable] = {}
         self._sample: tuple[Structure, Structure] | None = None
         """Targets and outputs of a few rows, until losses and metrics have been tried on them."""
+        self._rows: tuple[Structure, ...] | None = None
+        """A few rows of the data, until a step of the model's own has been prepared with them."""
+        self._log_names: dict[str, LogNames] = {}
         self._reset: Callable | None = None
         self._reset_variables: tuple[int, ...] = ()
 
@@ -69,12 +73,15 @@ class Step:
           full, reduce_dtype, norm, factors: see `TrainingOptions`.
         """
         options = TrainingOptions(full, reduce_dtype, norm, factors)
-        key = (kind, layout, options)
+        key = (kind, layout, options, self._replica.bare)
         if key not in self._compiled:
             if not kind.startswith("predict"):
-                self._check(layout)
+                self._check(layout, kind)
             losses = 1 + len(self.part_names)
             match kind:
+                case "train" | "test" if self.own_step(kind):
+                    names = self._log_names.setdefault(kind, LogNames())
+                    self._compiled[key] = own_step_call.own_step_call(self._replica, layout, f"{kind}_step", names)
                 case "train":
                     self._compiled[key] = training_call(self._replica, layout, losses, options)
                 case "test":
@@ -85,8 +92,40 @@ class Step:
                     self._compiled[key] = prediction_call(self._replica, layout, beside_targets=True)
         return self._compiled[key]
 
-    def _check(self, layout: Layout) -> None:
+    def data_is(self, bare: bool) -> None:
+        """Says in which form a step of the model's own wants its data, see `Replica.bare`."""
+        self._replica.bare = bare
+
+    def own_step(self, kind: str) -> str:
+        """Returns the method by which the model replaces Keras' step of a kind, `train` or `test`; empty for none."""
+        return own_steps.replaced(self.model, own_steps.TRAINING if kind == "train" else own_steps.EVALUATION)
+
+    def totals(self, kind: str, sums: Sequence[float] = (), examples: float = 0.0) -> Totals | LastLogs:
+        """Returns what turns the results of calls into logs.
+
+        Args:
+          kind: `train` or `test`.
+          sums, examples: what an interrupted epoch has come to.
+        """
+        if self.own_step(kind):
+            return LastLogs(self._log_names.setdefault(kind, LogNames()), examples)
+        return Totals(self.part_names, sums, examples)
+
+    def prepare_training(self) -> None:
+        """Creates what only an update of the model's own creates: the variables of its optimizers."""
+        if self.own_step("train") and self._rows is not None:
+            with self.distribution.peers.during("call"):
+                own_step_call.prepare(self._replica, self._rows)
+            self._rows = None
+
+    def _check(self, layout: Layout, kind: str) -> None:
         """Refuses losses and metrics that cannot be computed from the parts in which a batch is laid out."""
+        own = self.own_step(kind)
+        if own and layout.accumulate > 1:
+            raise UserError(
+                f"{type(self.model).__name__} has its own {own}, whose sums over micro-batches tfdist cannot know: "
+                f"leave out accumulate={layout.accumulate}"
+            )
         if layout.replicas * layout.accumulate == 1:
             return
         if self._sample is not None:
@@ -94,6 +133,9 @@ class Step:
             self._sample = None
             self._replica.objective.look(y, y_pred)
             metrics.look(self.model, y, y_pred)
+        if own:
+            metrics.check_summed(self.model, own)
+            return
         self._replica.objective.check(layout.accumulate)
         metrics.check(self.model, layout.accumulate)
 
@@ -106,11 +148,12 @@ class Step:
         with self.distribution.peers.during("call"):  # it may sum over workers what it resets
             self._reset()
 
-    def build(self, data: tuple[Structure, ...], outputs_only: bool = False) -> None:
+    def build(self, data: tuple[Structure, ...], bare: bool, outputs_only: bool = False) -> None:
         """Creates what Keras creates lazily (weights, metric and optimizer variables), under the scope.
 
         Args:
           data: (x, y, weight) of at least one row; losses and metrics are tried on `loss_kinds.ROWS`, if there are.
+          bare: see `Replica.bare`.
           outputs_only: the model need not be compiled, nor `data` have targets.
 
         Raises:
@@ -119,24 +162,47 @@ class Step:
         model = self.model
         x, y, _ = unpack(_rows(data, keras_internals.fixed_batch(model) or 1))
         with self.distribution.scope():
-            outputs = self._replica.forward(x, training=False)
-            self.output_shape = tuple(keras.tree.flatten(outputs)[0].shape)
+            outputs = self._outputs(x)
             if outputs_only:
+                self._replica.bare = bare
                 return
-            self.part_names = self._replica.objective.names(y, outputs)
-            try:
-                metrics.create_variables(model, y, outputs)
-            except ValueError as error:
-                raise UserError(f"metrics do not fit the outputs: {one_line(error)}") from error
-            optimizer = model.optimizer
-            if optimizer is not None and not optimizer.built:
-                optimizer.build(model.trainable_variables)
+            if outputs is not None:
+                self._create(y, outputs)
         # Anew: which variables have a regulariser is known only now.
         self._replica = Replica(model, self.distribution, self._replica.jit)
-        if y is not None:
-            self._sample = _rows(unpack(data)[1], loss_kinds.ROWS), _rows(_rows(outputs, 1), loss_kinds.ROWS)
+        self._replica.bare = bare
+        self._rows = _rows(data, loss_kinds.ROWS)
+        if y is not None and outputs is not None:
+            self._sample = unpack(self._rows)[1], _rows(_rows(outputs, 1), loss_kinds.ROWS)
+        if not self.own_step("train"):
+            self._rows = None
         if self.distribution.replicas > 1 and self._sample is not None:
-            self._check(Layout(loss_kinds.ROWS, self.distribution.replicas, 1))  # before a checkpoint is restored
+            self._check(Layout(loss_kinds.ROWS, self.distribution.replicas, 1), "test")  # before a state is restored
+
+    def _outputs(self, x: Structure) -> Structure:
+        """Returns the model's outputs; None of a model that is only trained, by a step of its own."""
+        try:
+            outputs = self._replica.forward(x, training=False)
+        except NotImplementedError:
+            if not self.own_step("train"):
+                raise
+            return None
+        self.output_shape = tuple(keras.tree.flatten(outputs)[0].shape)
+        return outputs
+
+    def _create(self, y: Structure, outputs: Structure) -> None:
+        """Creates the variables of metrics and optimizer for these targets and outputs of a row."""
+        model = self.model
+        own = self.own_step("train")
+        try:
+            if not own:
+                self.part_names = self._replica.objective.names(y, outputs)
+            metrics.create_variables(model, y, outputs)
+        except ValueError as error:
+            raise UserError(f"metrics do not fit the outputs: {one_line(error)}") from error
+        optimizer = model.optimizer
+        if optimizer is not None and not optimizer.built and not own:
+            optimizer.build(model.trainable_variables)
 
 
 def _rows(values: Structure, number: int) -> Structure:

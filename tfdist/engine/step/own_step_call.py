@@ -1,0 +1,226 @@
+"""The compiled functions of models with a step of their own: `train_step`, `test_step`, `compute_loss` and the like.
+
+The model's own step runs on each replica's rows. What it gives to an optimizer, logs, or adds to a mean as one number
+is taken as a mean over its examples: it is weighed by the replica's share of the global batch, and summed over the
+replicas, gradients before they are clipped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfdist.data.batch_layout import Batch, Layout, Rows
+from tfdist.data.structures import Structure
+from tfdist.engine.step import ema
+from tfdist.engine.step.batch_loop import StepOutput, batch_loop
+from tfdist.engine.step.replica import Replica
+from tfdist.engine.step.results import CallResult, LogNames
+from tfdist.errors import UserError
+from tfdist.models import keras_internals, own_steps
+from tfdist.models.keras_internals import inner_optimizer
+
+_tracing = threading.local()  # replicas are traced in threads
+
+
+class _Part(NamedTuple):
+    """What a replica is of a global batch, while its step is traced."""
+
+    replica: Replica
+    share: tf.Tensor
+    """Its part of the examples, a float32 scalar."""
+    rows: Rows
+    inside: list[keras.optimizers.Optimizer]
+    """The optimizer that is applying a sum."""
+    results: dict[int, tuple[Any, str | list[str]]]
+    """What metrics have returned, by its id, and what `metrics.results` calls it."""
+
+    def weighed(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Returns a mean over this replica's examples as its part of the mean over all."""
+        part = tensor * tf.cast(self.share, tensor.dtype)
+        return part if self.rows.present is None else tf.where(self.rows.present, part, tf.zeros_like(part))
+
+
+def own_step_call(replica: Replica, layout: Layout, method: str, names: LogNames) -> Callable[..., CallResult]:
+    """Makes `call(feed, first, last)`, which runs the model's own step on each of these global batches.
+
+    Args:
+      method: `train_step` or `test_step`.
+      names: is filled in when the function is traced.
+
+    Returns:
+      The function. In its results, `sums` are the values of the last batch, the first of which is finite only if all
+      are, and `metrics` the results of all metrics.
+    """
+
+    def one(batch: Batch, is_last: tf.Tensor) -> tf.Tensor:
+        del is_last
+        rows = replica.take(layout, batch, batch.count)
+        logs = run_step(replica, method, rows, batch.count, names)
+        return StepOutput.packed(logs, None, None)
+
+    looped = batch_loop(replica, layout, None, one)
+
+    def call(feed: tuple, first: tf.Tensor, last: tf.Tensor) -> CallResult:
+        with replica.tracing(), _over_replicas(replica.model):
+            return looped(feed, first, last)
+
+    return tf.function(call, autograph=False, reduce_retracing=True)
+
+
+def run_step(replica: Replica, method: str, rows: Rows, count: tf.Tensor | int, names: LogNames) -> tf.Tensor:
+    """Runs the model's own step on one replica's rows; in replica context, while it is traced.
+
+    Returns:
+      One number that is finite if all logs are, then the logs that are not results of metrics, float64 [1 + logs].
+
+    Raises:
+      UserError: what the step returns cannot be combined over replicas.
+    """
+    model = replica.model
+    share = tf.cast(rows.number, tf.float32) / tf.cast(count, tf.float32)
+    part = _tracing.part = _Part(replica, share, rows, [], {})
+    try:
+        with replica.state.of_real_rows(rows.present, compiled_metrics=True):
+            logs = getattr(model, method)(replica.as_keras_gives(rows.data))
+        return _combined(part, method, logs, names)
+    finally:
+        _tracing.part = None
+
+
+def prepare(replica: Replica, data: tuple[Structure, ...]) -> None:
+    """Lets the optimizers create their variables: which ones each updates is known only while the step is traced.
+
+    Args:
+      data: a few rows.
+
+    Raises:
+      UserError: the step uses an optimizer that is not the model's.
+    """
+    distribution = replica.distribution
+
+    def one() -> tf.Tensor:
+        number = int(keras.tree.flatten(data)[0].shape[0])
+        rows = Rows(data, number, number * distribution.replicas, 1, None)
+        return run_step(replica, "train_step", rows, number * distribution.replicas, LogNames())
+
+    _tracing.building = True
+    try:
+        with replica.tracing(), _over_replicas(replica.model):
+            tf.function(
+                lambda: distribution.local(distribution.run(one, ()))[0], autograph=False
+            ).get_concrete_function()
+    finally:
+        _tracing.building = False
+
+
+def _combined(part: _Part, method: str, logs: Any, names: LogNames) -> tf.Tensor:
+    if not isinstance(logs, dict):
+        raise UserError(
+            f"{method} of {type(part.replica.model).__name__} must return a dict, got {type(logs).__name__}"
+        )
+    plain: dict[str, tf.Tensor] = {}
+    names.of_metrics = {}
+    finite = []
+    for name, value in logs.items():
+        _, known = part.results.get(id(value), (None, None))
+        for leaf in keras.tree.flatten(value):
+            finite.append(tf.reduce_sum(tf.cast(tf.convert_to_tensor(leaf), tf.float64)))
+        if known is not None:
+            names.of_metrics[name] = known
+            continue
+        tensor = tf.convert_to_tensor(value)
+        if tensor.shape.rank != 0:
+            raise UserError(f"{method} logs {name!r} of shape {tensor.shape}: log one number, or a metric's result")
+        plain[name] = tf.cast(tensor, tf.float64)
+    names.plain = list(plain)
+    guard = tf.add_n([part.weighed(v) for v in finite]) if finite else tf.zeros([], tf.float64)
+    values = tf.stack([guard, *(part.weighed(value) for value in plain.values())])
+    return part.replica.distribution.all_sum([values])[0]
+
+
+@contextlib.contextmanager
+def _over_replicas(model: keras.Model) -> Iterator[None]:
+    """Lets optimizers, while a step is traced, update with the sum over all replicas, and means count a batch once."""
+    known = own_steps.optimizers(model)
+    averaging = {id(inner_optimizer(o)): inner_optimizer(o).use_ema for o in known}
+
+    def update(theirs: Callable, optimizer: keras.optimizers.Optimizer, grads: Any, variables: Any = None) -> None:
+        part: _Part | None = getattr(_tracing, "part", None)
+        if part is None or part.inside:
+            return theirs(optimizer, grads, variables)
+        if not any(optimizer is o for o in known):
+            raise UserError(
+                f"train_step uses an optimizer ({optimizer.name!r}) that is no attribute of the model, and would be "
+                "missing from its checkpoints: set it in compile()"
+            )
+        grads, variables = list(grads), None if variables is None else list(variables)
+        if getattr(_tracing, "building", False) or not optimizer.built:
+            _build(optimizer, variables, averaging[id(inner_optimizer(optimizer))])
+            return None
+        dense = [None if g is None else part.weighed(tf.convert_to_tensor(g)) for g in grads]
+        present = [i for i, g in enumerate(dense) if g is not None]
+        for i, total in zip(present, part.replica.distribution.all_sum([dense[i] for i in present])):
+            dense[i] = total
+        base = inner_optimizer(optimizer)
+        before = tf.identity(base.iterations.value)
+        part.inside.append(optimizer)
+        theirs(optimizer, dense, variables)
+        part.inside.clear()
+        if averaging[id(base)]:
+            updated = tf.not_equal(before, tf.identity(base.iterations.value))
+            ema.add(base, keras_internals.optimized_variables(base), before, updated)
+        return None
+
+    def mean(theirs: Callable, metric: keras.metrics.Mean, values: Any, sample_weight: Any = None) -> None:
+        part: _Part | None = getattr(_tracing, "part", None)
+        if part is not None and part.replica.distribution.replicas > 1 and sample_weight is None:
+            values = tf.convert_to_tensor(values)
+            if values.shape.rank == 0:  # the batch's mean: with all replicas' parts, it counts once
+                sample_weight = part.share
+        theirs(metric, values, sample_weight)
+
+    with contextlib.ExitStack() as changes:
+        for optimizer in known:
+            base = inner_optimizer(optimizer)
+            changes.enter_context(keras_internals.without_reduction(base))
+            changes.callback(setattr, base, "use_ema", base.use_ema)
+            base.use_ema = False
+        changes.enter_context(keras_internals.optimizer_updates(update))
+        changes.enter_context(keras_internals.mean_updates(mean))
+        changes.enter_context(keras_internals.watched_results(model.metrics, _note))
+        yield
+
+
+def _note(metric: keras.Metric, result: Any) -> None:
+    """Notes that a value is the result of a metric, which is not a mean over a replica's examples."""
+    part: _Part | None = getattr(_tracing, "part", None)
+    if part is None:
+        return
+    if isinstance(result, dict):
+        part.results[id(result)] = result, list(result)
+        part.results.update({id(value): (value, name) for name, value in result.items()})
+    else:
+        part.results[id(result)] = result, metric.name
+
+
+def _build(optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable] | None, averages: bool) -> None:
+    """Creates an optimizer's variables, once for all replicas; with averages of the weights if it has them."""
+    base = inner_optimizer(optimizer)
+
+    def once(strategy: tf.distribute.Strategy) -> None:
+        if optimizer.built:
+            return
+        now, base.use_ema = base.use_ema, averages
+        try:
+            with tf.init_scope(), strategy.scope():
+                optimizer.build(variables)
+        finally:
+            base.use_ema = now
+
+    tf.distribute.get_replica_context().merge_call(once)
