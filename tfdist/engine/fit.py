@@ -47,6 +47,7 @@ def fit(
     measure_average: bool = False,
     learning_rates: Mapping[str, float] | None = None,
     layer_decay: float = 1.0,
+    check_agreement: str = "auto",
     should_stop: Callable[[], str] = agreement.never,
 ) -> keras.callbacks.History:
     """Trains a compiled model as `model.fit` does, with the same result under every strategy.
@@ -84,6 +85,8 @@ def fit(
       learning_rates: factors on the optimizer's learning rate and weight decay, by pattern for names of layers:
         `{"head*": 10.0}`.
       layer_decay: factor on both from each layer to the one below it; see `layerwise_rates.factors`.
+      check_agreement: with several replicas, compute a few rows on one replica and on all before the first update, and
+        stop if losses, metrics or gradient differ: `on`, `off`, or `auto` to leave out models that have passed before.
       should_stop: asked after every call; a reason, on any worker, ends the
         training on all of them after the same update.
 
@@ -120,6 +123,7 @@ def fit(
         measure_average=measure_average,
         learning_rates=learning_rates,
         layer_decay=layer_decay,
+        check_agreement=check_agreement,
         should_stop=should_stop,
     )
     source = sources.as_source(dataset, y, sample_weight)

@@ -16,7 +16,16 @@ from tfdist.checkpoints import training_state
 from tfdist.checkpoints.resume import Position
 from tfdist.checkpoints.training_run import TrainingRun
 from tfdist.data import sources
-from tfdist.engine import agreement, batching, callback, evaluation, preconditions, step_calls, steps_per_call
+from tfdist.engine import (
+    agreement,
+    batching,
+    callback,
+    evaluation,
+    preconditions,
+    step_calls,
+    steps_per_call,
+    strategy_check,
+)
 from tfdist.engine.call_errors import NotFinite, OutOfMemory
 from tfdist.engine.checkpointing import Keeper
 from tfdist.engine.fit_options import FitOptions
@@ -60,6 +69,7 @@ class FitLoop:
             options.callbacks, model=model, verbose=options.verbose, epochs=options.epochs, steps=self._per_epoch
         )
         preconditions.reduce_dtype(options.reduce_dtype, distribution)
+        preconditions.among("check_agreement", options.check_agreement, strategy_check.CHOICES)
         preconditions.on_nonfinite(options.on_nonfinite, options.checkpoints is not None)
         self._pace = steps_per_call.choose(model, self._callbacks, options.steps_per_call)
         first = options.initial_epoch
@@ -89,6 +99,8 @@ class FitLoop:
             self._position = Position(update=epoch * (self._per_epoch or 0), epoch=epoch)
         self._updates = self._update_loop()
         self._position = self._keeper.begin(self._position, rollback=self._options.on_nonfinite == "rollback")
+        if not self._position.update:
+            strategy_check.check(self._step, self._options.check_agreement)
         while self._goes_on():
             try:
                 self.run_epoch()

@@ -42,6 +42,7 @@ class FitOptions:
     measure_average: bool = False
     learning_rates: Mapping[str, float] | None = None
     layer_decay: float = 1.0
+    check_agreement: str = "auto"
     should_stop: Callable[[], str] = agreement.never
 
     def given(self, names: Sequence[str]) -> list[str]:

@@ -70,6 +70,12 @@ def own_train_step(model: keras.Model, asked: Sequence[str]) -> None:
         raise UserError(f"{asked[0]} cannot be used with a model that has its own {own}: leave it out")
 
 
+def among(name: str, choice: str, choices: tuple[str, ...]) -> None:
+    """Refuses an unknown choice for the option `name`."""
+    if choice not in choices:
+        raise UserError(f"unknown {name} {choice!r}{field_syntax.suggest(choice, choices)}")
+
+
 def on_nonfinite(choice: str, checkpoints: bool) -> None:
     """Refuses an unknown choice, and a rollback without `checkpoints`."""
     if choice not in config.ON_NONFINITE:

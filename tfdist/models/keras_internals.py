@@ -94,6 +94,29 @@ def added_losses(model: keras.Model, make: Callable[[], Any]) -> Iterator[None]:
             vars(layer)["_losses"] = losses
 
 
+def adding_losses(model: keras.Model) -> list[str]:
+    """Returns the names of the layers that have added losses in the last call; in public there is only one list."""
+    return [layer.name for layer in flat_layers(model) if len(layer._losses)]
+
+
+def is_random(layer: keras.Layer) -> bool:
+    """Returns whether a layer draws random numbers in training alone; only its attributes and signature tell."""
+    seeded = any(isinstance(value, keras.random.SeedGenerator) for value in vars(layer).values())
+    return seeded and bool(layer._call_has_training_arg)
+
+
+@contextlib.contextmanager
+def calls(layers: list[keras.Layer], change: Callable[[Callable], Callable]) -> Iterator[None]:
+    """Replaces, within it, the `call` of layers by what `change` makes of it; as attributes, past Keras' tracker."""
+    for layer in layers:
+        vars(layer)["call"] = change(layer.call)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del vars(layer)["call"]
+
+
 @contextlib.contextmanager
 def batch_moments(moments: dict[keras.layers.BatchNormalization, Callable]) -> Iterator[None]:
     """Replaces, within it, what computes mean and variance of (inputs, mask) in each of these layers.
@@ -190,6 +213,12 @@ def unscaled_losses() -> Iterator[None]:
             yield
         finally:
             loss.scale_loss_for_distribution, loss.unscale_loss_for_distribution = theirs
+
+
+def compiled_with(model: keras.Model) -> list[Any]:
+    """Returns losses, weights and metrics as `compile` was given them; in public only what they serialise to."""
+    given = model._compile_config.config
+    return [given[name] for name in ("loss", "loss_weights", "metrics", "weighted_metrics")]
 
 
 def loss_metrics(model: keras.Model) -> list[keras.Metric]:

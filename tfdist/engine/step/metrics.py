@@ -204,19 +204,27 @@ def results(model: keras.Model, distribution: Distribution, losses: bool = False
     Args:
       losses: also of those in which Keras averages the losses; without a step of the model's own nothing updates them.
     """
-    of_losses = set() if losses else {id(metric) for metric in keras_internals.loss_metrics(model)}
-    own = [metric for metric in model.metrics if id(metric) not in of_losses]
     whole = whole_metrics.of(model)
-    kept = {id(v) for metric in whole for v in metric.variables}
+    others = {id(v) for metric in whole for v in metric.variables}
+    others |= set() if losses else {id(v) for m in keras_internals.loss_metrics(model) for v in m.variables}
+    summed = [v for metric in model.metrics for v in metric.variables if id(v) not in others]
+    with _known_results(whole, distribution), distribution.totals(summed):
+        return of_replica(model, losses)
+
+
+def of_replica(model: keras.Model, losses: bool = False) -> dict[str, tf.Tensor]:
+    """Returns the results of all metrics as they are; in replica context, of what this replica has updated.
+
+    Args:
+      losses: as for `results`.
+    """
+    of_losses = set() if losses else {id(metric) for metric in keras_internals.loss_metrics(model)}
     by_name: dict[str, Any] = {}
-    with (
-        _known_results(whole, distribution),
-        distribution.totals([v for metric in own for v in metric.variables if id(v) not in kept]),
-    ):
-        for metric in own:
+    for metric in model.metrics:
+        if id(metric) not in of_losses:
             result = metric.result()
             by_name.update(result if isinstance(result, dict) else {metric.name: result})
-        return {name: tf.convert_to_tensor(value) for name, value in by_name.items()}
+    return {name: tf.convert_to_tensor(value) for name, value in by_name.items()}
 
 
 @contextlib.contextmanager

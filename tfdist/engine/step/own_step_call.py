@@ -37,6 +37,8 @@ class _Part(NamedTuple):
     rows: Rows
     inside: list[keras.optimizers.Optimizer]
     """The optimizer that is applying a sum."""
+    gradients: list[tf.Tensor]
+    """Sums over all replicas that were not applied."""
     results: dict[int, tuple[Any, str | list[str]]]
     """What metrics have returned, by its id, and what `metrics.results` calls it."""
 
@@ -67,7 +69,7 @@ def own_step_call(replica: Replica, layout: Layout, method: str, names: LogNames
     looped = batch_loop(replica, layout, None, one)
 
     def call(feed: tuple, first: tf.Tensor, last: tf.Tensor) -> CallResult:
-        with replica.tracing(), _over_replicas(replica.model):
+        with replica.tracing(), _over_replicas(replica.model, _apply):
             return looped(feed, first, last)
 
     return tf.function(call, autograph=False, reduce_retracing=True)
@@ -84,13 +86,13 @@ def run_step(replica: Replica, method: str, rows: Rows, count: tf.Tensor | int, 
     """
     model = replica.model
     share = tf.cast(rows.number, tf.float32) / tf.cast(count, tf.float32)
-    part = _tracing.part = _Part(replica, share, rows, [], {})
+    part = _tracing.part = _Part(replica, share, rows, [], [], {})
     try:
         with replica.state.of_real_rows(rows.present, compiled_metrics=True):
             logs = getattr(model, method)(replica.as_keras_gives(rows.data))
         return _combined(part, method, logs, names)
     finally:
-        _tracing.part = None
+        _tracing.part, _tracing.last = None, part
 
 
 def prepare(replica: Replica, data: tuple[Structure, ...]) -> None:
@@ -109,14 +111,25 @@ def prepare(replica: Replica, data: tuple[Structure, ...]) -> None:
         rows = Rows(data, number, number * distribution.replicas, 1, None)
         return run_step(replica, "train_step", rows, number * distribution.replicas, LogNames())
 
-    _tracing.building = True
-    try:
-        with replica.tracing(), _over_replicas(replica.model):
-            tf.function(
-                lambda: distribution.local(distribution.run(one, ()))[0], autograph=False
-            ).get_concrete_function()
-    finally:
-        _tracing.building = False
+    with replica.tracing(), _over_replicas(replica.model, _build):
+        traced = tf.function(lambda: distribution.local(distribution.run(one, ()))[0], autograph=False)
+        traced.get_concrete_function()
+
+
+@contextlib.contextmanager
+def recording(model: keras.Model, wanted: bool) -> Iterator[None]:
+    """Keeps the gradients that the model's own step gives to optimizers, instead of applying them; see `recorded`.
+
+    Args:
+      wanted: whether the model has a step of its own.
+    """
+    with _over_replicas(model, _keep) if wanted else contextlib.nullcontext():
+        yield
+
+
+def recorded() -> list[tf.Tensor]:
+    """Returns the sums of the gradients of the last step that was run in this replica within `recording`."""
+    return _tracing.last.gradients
 
 
 def _combined(part: _Part, method: str, logs: Any, names: LogNames) -> tf.Tensor:
@@ -145,37 +158,28 @@ def _combined(part: _Part, method: str, logs: Any, names: LogNames) -> tf.Tensor
 
 
 @contextlib.contextmanager
-def _over_replicas(model: keras.Model) -> Iterator[None]:
-    """Lets optimizers, while a step is traced, update with the sum over all replicas, and means count a batch once."""
+def _over_replicas(model: keras.Model, handle: Callable) -> Iterator[None]:
+    """Lets the step's optimizers see all replicas, while it is traced, and its means count a batch once.
+
+    Args:
+      handle: `handle(update)` does something with an `_Update` that an optimizer is asked for.
+    """
     known = own_steps.optimizers(model)
     averaging = {id(inner_optimizer(o)): inner_optimizer(o).use_ema for o in known}
 
     def update(theirs: Callable, optimizer: keras.optimizers.Optimizer, grads: Any, variables: Any = None) -> None:
         part: _Part | None = getattr(_tracing, "part", None)
         if part is None or part.inside:
-            return theirs(optimizer, grads, variables)
+            theirs(optimizer, grads, variables)
+            return
         if not any(optimizer is o for o in known):
             raise UserError(
                 f"train_step uses an optimizer ({optimizer.name!r}) that is no attribute of the model, and would be "
                 "missing from its checkpoints: set it in compile()"
             )
-        grads, variables = list(grads), None if variables is None else list(variables)
-        if getattr(_tracing, "building", False) or not optimizer.built:
-            _build(optimizer, variables, averaging[id(inner_optimizer(optimizer))])
-            return None
-        dense = [None if g is None else part.weighed(tf.convert_to_tensor(g)) for g in grads]
-        present = [i for i, g in enumerate(dense) if g is not None]
-        for i, total in zip(present, part.replica.distribution.all_sum([dense[i] for i in present])):
-            dense[i] = total
-        base = inner_optimizer(optimizer)
-        before = tf.identity(base.iterations.value)
-        part.inside.append(optimizer)
-        theirs(optimizer, dense, variables)
-        part.inside.clear()
-        if averaging[id(base)]:
-            updated = tf.not_equal(before, tf.identity(base.iterations.value))
-            ema.add(base, keras_internals.optimized_variables(base), before, updated)
-        return None
+        variables = None if variables is None else list(variables)
+        averages = averaging[id(inner_optimizer(optimizer))]
+        handle(_Update(part, theirs, optimizer, list(grads), variables, averages))
 
     def mean(theirs: Callable, metric: keras.metrics.Mean, values: Any, sample_weight: Any = None) -> None:
         part: _Part | None = getattr(_tracing, "part", None)
@@ -209,18 +213,57 @@ def _note(metric: keras.Metric, result: Any) -> None:
         part.results[id(result)] = result, metric.name
 
 
-def _build(optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable] | None, averages: bool) -> None:
-    """Creates an optimizer's variables, once for all replicas; with averages of the weights if it has them."""
-    base = inner_optimizer(optimizer)
+class _Update(NamedTuple):
+    """An update that a step asks an optimizer for."""
+
+    part: _Part
+    theirs: Callable
+    """What Keras does, given the next three."""
+    optimizer: keras.optimizers.Optimizer
+    gradients: list[tf.Tensor | None]
+    variables: list[keras.Variable] | None
+    averages: bool
+    """Whether the optimizer keeps averages of the weights."""
+
+    def summed(self) -> list[tf.Tensor | None]:
+        """Returns the gradients of the global batch."""
+        dense = [None if g is None else self.part.weighed(tf.convert_to_tensor(g)) for g in self.gradients]
+        sums = iter(self.part.replica.distribution.all_sum([g for g in dense if g is not None]))
+        return [None if g is None else next(sums) for g in dense]
+
+
+def _apply(update: _Update) -> None:
+    """Updates with the sum over all replicas."""
+    base = inner_optimizer(update.optimizer)
+    _build(update)
+    before = tf.identity(base.iterations.value)
+    gradients = update.summed()
+    update.part.inside.append(update.optimizer)
+    update.theirs(update.optimizer, gradients, update.variables)
+    update.part.inside.clear()
+    if update.averages:
+        updated = tf.not_equal(before, tf.identity(base.iterations.value))
+        ema.add(base, keras_internals.optimized_variables(base), before, updated)
+
+
+def _keep(update: _Update) -> None:
+    """Keeps the sum over all replicas."""
+    update.part.gradients.extend(g for g in update.summed() if g is not None)
+
+
+def _build(update: _Update) -> None:
+    """Creates the optimizer's variables, once for all replicas; with averages of the weights if it has them."""
+    optimizer, base = update.optimizer, inner_optimizer(update.optimizer)
 
     def once(strategy: tf.distribute.Strategy) -> None:
         if optimizer.built:
             return
-        now, base.use_ema = base.use_ema, averages
+        now, base.use_ema = base.use_ema, update.averages
         try:
             with tf.init_scope(), strategy.scope():
-                optimizer.build(variables)
+                optimizer.build(update.variables)
         finally:
             base.use_ema = now
 
-    tf.distribute.get_replica_context().merge_call(once)
+    if not optimizer.built:
+        tf.distribute.get_replica_context().merge_call(once)

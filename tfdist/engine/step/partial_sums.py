@@ -97,6 +97,14 @@ class Payload:
                     totals[i] = grad if totals[i] is None else totals[i] + grad
         return totals
 
+    def by_part(self) -> dict[str, tf.Tensor]:
+        """Returns each loss after the sum, and the sum of what `add_loss` was given, by what a message calls them."""
+        values: dict[str, tf.Tensor] = {}
+        for part, value, _ in self._values():
+            name = f"loss {part.name!r}" if part.name else "add_loss"
+            values[name] = values[name] + value if name in values else value
+        return values
+
     def losses(self, penalties: list[tf.Tensor]) -> tf.Tensor:
         """Returns the total loss, then the single losses if there are several, [1 + outputs], after the sum.
 

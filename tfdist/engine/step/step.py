@@ -41,8 +41,8 @@ class Step:
         self._compiled: dict[tuple, Callable] = {}
         self._sample: tuple[Structure, Structure] | None = None
         """Targets and outputs of a few rows, until losses and metrics have been tried on them."""
-        self._rows: tuple[Structure, ...] | None = None
-        """A few rows of the data, until a step of the model's own has been prepared with them."""
+        self.sample_rows: tuple[Structure, ...] | None = None
+        """A few rows of the data, until the model has been checked with them."""
         self._log_names: dict[str, LogNames] = {}
         self._reset: Callable | None = None
         self._reset_variables: tuple[int, ...] = ()
@@ -51,6 +51,11 @@ class Step:
     def model(self) -> keras.Model:
         """The model, which the caller keeps alive: a step that did would itself be kept by `step_calls`, for good."""
         return self._replica.model
+
+    @property
+    def replica(self) -> Replica:
+        """What a replica does in the compiled functions."""
+        return self._replica
 
     @property
     def timed(self) -> bool:
@@ -113,10 +118,9 @@ class Step:
 
     def prepare_training(self) -> None:
         """Creates what only an update of the model's own creates: the variables of its optimizers."""
-        if self.own_step("train") and self._rows is not None:
+        if self.own_step("train") and self.sample_rows is not None:
             with self.distribution.peers.during("call"):
-                own_step_call.prepare(self._replica, self._rows)
-            self._rows = None
+                own_step_call.prepare(self._replica, self.sample_rows)
 
     def _check(self, layout: Layout, kind: str) -> None:
         """Refuses losses and metrics that cannot be computed from the parts in which a batch is laid out."""
@@ -171,11 +175,9 @@ class Step:
         # Anew: which variables have a regulariser is known only now.
         self._replica = Replica(model, self.distribution, self._replica.jit)
         self._replica.bare = bare
-        self._rows = _rows(data, loss_kinds.ROWS)
+        self.sample_rows = _rows(data, loss_kinds.ROWS)
         if y is not None and outputs is not None:
-            self._sample = unpack(self._rows)[1], _rows(_rows(outputs, 1), loss_kinds.ROWS)
-        if not self.own_step("train"):
-            self._rows = None
+            self._sample = unpack(self.sample_rows)[1], _rows(_rows(outputs, 1), loss_kinds.ROWS)
         if self.distribution.replicas > 1 and self._sample is not None:
             self._check(Layout(loss_kinds.ROWS, self.distribution.replicas, 1), "test")  # before a state is restored
 

@@ -1,0 +1,85 @@
+"""Which models have passed `strategy_check`, kept in the user's cache, so that only a new one pays for it."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import os
+import pathlib
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.data.structures import Structure
+from tfdist.distributed.distribution import Distribution
+from tfdist.models import keras_internals, own_steps
+
+
+def fingerprint(model: keras.Model, distribution: Distribution, rows: Structure) -> str:
+    """Returns a digest of all that decides whether replicas agree on a model: its code, its settings and the versions.
+
+    Returns:
+      Hexadecimal digits; an empty string if some of the code cannot be read, and the model is to be checked each time.
+    """
+    import tfdist
+
+    if own_steps.replaced(model, own_steps.TRAINING):
+        return ""  # what its step uses may be anything
+    parts: list[str] = [tf.__version__, keras.__version__, tfdist.__version__, distribution.name]
+    parts += [str(distribution.replicas), distribution.jit]
+    parts += [f"{tuple(t.shape[1:])} {t.dtype}" for t in keras.tree.flatten(rows)]
+    try:
+        for layer in keras_internals.flat_layers(model):
+            parts += _described(layer)
+        parts += [f"{v.path} {v.shape} {v.dtype} {v.trainable}" for v in model.variables]
+        for optimizer in own_steps.optimizers(model):
+            parts += _described(optimizer)
+        for used in keras_internals.compiled_with(model):
+            parts += _described(used)
+    except (OSError, TypeError, ValueError, NotImplementedError):
+        return ""
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def is_known(mark: str) -> bool:
+    """Returns whether a model with this fingerprint has passed."""
+    return (_folder() / mark).exists()
+
+
+def remember(mark: str) -> None:
+    """Notes that a model with this fingerprint has passed; where the cache cannot be written, it is checked again."""
+    try:
+        _folder().mkdir(parents=True, exist_ok=True)
+        (_folder() / mark).touch()
+    except OSError:
+        return
+
+
+def _folder() -> pathlib.Path:
+    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(base, "tfdist", "checked")
+
+
+def _described(thing: Any) -> list[str]:
+    """Returns the settings of an object of Keras', and the code of what is the user's own.
+
+    Raises:
+      OSError, TypeError: there is no source to read.
+    """
+    if isinstance(thing, str | int | float | bool | None):
+        return [repr(thing)]
+    if isinstance(thing, dict):
+        return [part for key, value in thing.items() for part in (repr(key), *_described(value))]
+    if isinstance(thing, list | tuple):
+        return [part for value in thing for part in _described(value)]
+    if inspect.isfunction(thing):
+        closed = [cell.cell_contents for cell in thing.__closure__ or ()]
+        return [inspect.getsource(thing), *(part for value in closed for part in _described(value))]
+    kind = thing if isinstance(thing, type) else type(thing)
+    parts = [f"{kind.__module__}.{kind.__qualname__}"]
+    if not kind.__module__.startswith(("keras.", "tfdist.")):
+        parts.append(inspect.getsource(kind))
+    if not isinstance(thing, type) and hasattr(thing, "get_config"):
+        parts.append(repr(thing.get_config()))
+    return parts

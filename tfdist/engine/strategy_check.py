@@ -1,0 +1,243 @@
+"""A proof on the user's own model, before its first update: one replica alone and all of them compute the same.
+
+The first few rows of the data, a number that does not divide evenly, go forward and backward through one replica that
+has them all, and through all replicas that share them. Losses, metrics and the gradient must agree to rounding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.config.messages import logger
+from tfdist.data.batch_layout import Batch, Layout
+from tfdist.data.structures import Structure
+from tfdist.distributed.distribution import Distribution
+from tfdist.engine import passed_checks
+from tfdist.engine.step import metrics, own_step_call
+from tfdist.engine.step.replica import Replica
+from tfdist.engine.step.results import LogNames
+from tfdist.engine.step.step import Step
+from tfdist.errors import UserError
+from tfdist.models import keras_internals
+
+CHOICES = ("auto", "on", "off")
+ROUNDING = 1e-5
+"""Relative difference that is rounding in any model; deep ones have more, which is measured."""
+LOOSEST = 1e-3
+"""Where rounding alone makes more than this, nothing can be told."""
+
+
+class Computed(NamedTuple):
+    """What some rows give."""
+
+    values: dict[str, np.ndarray]
+    """Losses, logs and metrics, by what they are called in a message."""
+    gradient: list[np.ndarray]
+    """One array per weight that has one."""
+
+    def distance(self, other: Computed) -> dict[str, float]:
+        """Returns relative differences by name; of the gradient the norm over all weights.
+
+        By weight it would raise false alarms: biases that change nothing are pure rounding.
+        """
+        distances = {name: _relative([value], [other.values[name]]) for name, value in self.values.items()}
+        if self.gradient:
+            distances["the gradient"] = _relative(self.gradient, other.gradient)
+        return distances
+
+
+def check(step: Step, choice: str) -> None:
+    """Stops a training that would not be what it is on one replica; once for a step, and before its first update.
+
+    Args:
+      step: of the compiled model, prepared for training.
+      choice: `on`, `off`, or `auto` to leave out models that have passed before.
+
+    Raises:
+      UserError: the replicas disagree; it names the part of the model.
+    """
+    rows, step.sample_rows = step.sample_rows, None
+    distribution = step.distribution
+    if choice == "off" or distribution.replicas == 1 or rows is None:
+        return
+    mark = passed_checks.fingerprint(step.model, distribution, rows) if choice == "auto" else ""
+    known = bool(mark) and passed_checks.is_known(mark)
+    if all(distribution.peers.gather("whether the model has been checked", known)):
+        return
+    start = time.perf_counter()
+    with distribution.peers.during("compiling"):
+        checked = _Check(step, rows)
+        alone, turned, shared = checked.alone(), checked.alone(backwards=True), checked.shared()
+    seconds = time.perf_counter() - start
+    noise, distances = alone.distance(turned), alone.distance(shared)
+    if not np.isfinite(list(noise.values())).all() or max(noise.values()) * 20 > LOOSEST:
+        logger.info(
+            f"not checked whether 1 and {distribution.replicas} replicas agree: the model draws random numbers of its "
+            f"own, or rounding alone changes {max(noise, key=noise.__getitem__)} by {max(noise.values()):.0e}"
+        )
+        return
+    wrong = [name for name, distance in distances.items() if not distance <= max(ROUNDING, 20 * max(noise.values()))]
+    if wrong:
+        raise UserError(_complaint(step, wrong, distances, checked.adding))
+    if mark:
+        passed_checks.remember(mark)
+    told = {"loss": max((d for n, d in distances.items() if n != "the gradient"), default=0.0)}
+    told["gradient"] = distances.get("the gradient", 0.0)
+    numbers = ", ".join(f"{name} {value:.0e}" for name, value in told.items())
+    logger.info(f"checked: 1 and {distribution.replicas} replicas agree on this model, {numbers} ({seconds:.1f} s)")
+
+
+class _Check:
+    """The functions that compute the same rows in two ways."""
+
+    def __init__(self, step: Step, rows: tuple[Structure, ...]):
+        self._step, self._rows = step, rows
+        self._distribution = step.distribution
+        least = int(keras.tree.flatten(rows)[0].shape[0])
+        self._count = least - (least % self._distribution.replicas == 0)
+        self.adding: list[str] = []
+        """The layers that call `add_loss`."""
+        self._compiled: dict[bool, Callable] = {}
+
+    def alone(self, backwards: bool = False) -> Computed:
+        """Computes all rows on every replica, as if it were the only one; backwards in the opposite order."""
+        return self._run(True, backwards)
+
+    def shared(self) -> Computed:
+        """Computes the rows on the replicas that share them."""
+        return self._run(False, False)
+
+    def _run(self, alone: bool, backwards: bool) -> Computed:
+        if alone not in self._compiled:
+            self._compiled[alone] = tf.function(self._traced(alone), autograph=False)
+        order = tf.range(self._count)[::-1] if backwards else tf.range(self._count)
+        with _unchanged(self._step.model):
+            self._step.reset()
+            values, gradient = self._compiled[alone](order)
+        return Computed(
+            {name: np.asarray(value, np.float64) for name, value in values.items()},
+            [np.asarray(g, np.float64) for g in gradient],
+        )
+
+    def _traced(self, alone: bool) -> Callable:
+        model, distribution = self._step.model, self._distribution
+        own = self._step.own_step("train")
+        replica = self._step.replica
+        if alone:
+            replica = Replica(model, _single(distribution), jit=False)
+            replica.bare = self._step.replica.bare
+        layout = Layout(self._count, replica.distribution.replicas, 1)
+
+        def one(order: tf.Tensor) -> tuple[dict[str, tf.Tensor], list[tf.Tensor]]:
+            batch = Batch(self._rows, order, tf.size(order))
+            values, gradient = (self._own if own else self._compiled_pass)(replica, layout, batch)
+            if alone:
+                values.update(_named(metrics.of_replica(model, bool(own))))
+            return values, gradient
+
+        def call(order: tf.Tensor) -> tuple[dict[str, tf.Tensor], list[tf.Tensor]]:
+            with replica.tracing(), own_step_call.recording(model, bool(own)), _still(model):
+                values, gradient = distribution.run(one, (order,))
+            first = lambda value: distribution.local(value)[0]
+            values, gradient = {n: first(v) for n, v in values.items()}, [first(g) for g in gradient]
+            if not alone:
+                values.update(_named(metrics.results(model, distribution, bool(own))))
+            return values, gradient
+
+        return call
+
+    def _compiled_pass(self, replica: Replica, layout: Layout, batch: Batch) -> tuple[dict, list[tf.Tensor]]:
+        model = self._step.model
+        rows = replica.take(layout, batch, batch.count)
+        payload, outputs = replica.passes(rows, batch.count, True)
+        self.adding = keras_internals.adding_losses(model)
+        metrics.update(model, replica.distribution, rows, outputs)
+        payload = payload.with_tensors(replica.distribution.all_sum(payload.tensors()))
+        values = payload.by_part()
+        return values, [g for g in payload.gradients() if g is not None]
+
+    def _own(self, replica: Replica, layout: Layout, batch: Batch) -> tuple[dict, list[tf.Tensor]]:
+        rows, names = replica.take(layout, batch, batch.count), LogNames()
+        logs = own_step_call.run_step(replica, "train_step", rows, batch.count, names)
+        values = {f"log {name!r}": logs[1 + i] for i, name in enumerate(names.plain)}
+        return values, own_step_call.recorded()
+
+
+def _named(results: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+    return {f"metric {name!r}": value for name, value in results.items()}
+
+
+def _single(distribution: Distribution) -> Distribution:
+    """Returns the same, with which a replica believes itself to be the only one."""
+    return dataclasses.replace(
+        distribution,
+        replicas=1,
+        devices=distribution.devices[:1],
+        all_sum=lambda tensors: tensors,
+        replica_id=lambda: 0,
+    )
+
+
+def _relative(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
+    if any(a.shape != b.shape for a, b in zip(ours, theirs, strict=True)):
+        return np.inf
+    same = all(np.array_equal(a, b, equal_nan=True) for a, b in zip(ours, theirs))
+    if same:
+        return 0.0
+    size = np.sqrt(sum(np.square(a).sum() for a in ours))
+    return float(np.sqrt(sum(np.square(a - b).sum() for a, b in zip(ours, theirs))) / max(size, 1e-6))
+
+
+def _complaint(step: Step, wrong: list[str], distances: dict[str, float], adding: list[str]) -> str:
+    model, replicas = step.model, step.distribution.replicas
+    how = f"1 and {replicas} replicas disagree on this model: {wrong[0]} differs by {distances[wrong[0]]:.0e}"
+    otherwise = "or accept it with --check_agreement=off"
+    own = step.own_step("train")
+    alone = [layer.name for layer in keras_internals.flat_layers(model) if _normalizes_alone(layer)]
+    if alone and not wrong[0].startswith("metric"):
+        return (
+            f"{how}, since layer {alone[0]!r} normalizes with the rows of its own replica: make it "
+            f"BatchNormalization(synchronized=True), {otherwise}"
+        )
+    if own:
+        return (
+            f"{how}: what {own} of {type(model).__name__} computes is no mean over examples; make it one, {otherwise}"
+        )
+    if wrong[0] == "add_loss":
+        return f"{how}, which layer {', '.join(adding)} gives: make it a mean over the examples, {otherwise}"
+    if wrong[0].startswith("metric"):
+        return f"{how}: leave it out, {otherwise}"
+    return f"{how}: use a loss with a value per example, {otherwise}"
+
+
+def _normalizes_alone(layer: keras.Layer) -> bool:
+    return isinstance(layer, keras.layers.BatchNormalization) and not layer.synchronized and layer.trainable
+
+
+@contextlib.contextmanager
+def _unchanged(model: keras.Model) -> Iterator[None]:
+    """Gives statistics, random generators and metrics back, after it, what they had, on every replica."""
+    variables = {id(v): v for v in [*model.non_trainable_variables, *model.metrics_variables]}
+    copies = [copy for v in variables.values() for copy in getattr(v.value, "values", (v.value,))]
+    before = [copy.numpy() for copy in copies]
+    try:
+        yield
+    finally:
+        for copy, value in zip(copies, before):
+            copy.assign(value)
+
+
+@contextlib.contextmanager
+def _still(model: keras.Model) -> Iterator[None]:
+    """Lets random layers, within it, pass on what they get: a mask has the shape of a replica's rows."""
+    layers = [layer for layer in keras_internals.flat_layers(model) if keras_internals.is_random(layer)]
+    with keras_internals.calls(layers, lambda theirs: lambda *a, **k: theirs(*a, **{**k, "training": False})):
+        yield
