@@ -8,6 +8,7 @@ import keras
 
 from tfdist.data import sources
 from tfdist.data.batch_layout import Layout, unpack
+from tfdist.data.python_batches import SequenceReader
 from tfdist.data.record_feed import RecordFeed, in_order
 from tfdist.engine import preconditions
 from tfdist.engine.fit_options import FitOptions
@@ -51,7 +52,8 @@ def fit(model: keras.Model, source: sources.Source, options: FitOptions) -> kera
         **_validation(options),
     }
     if isinstance(source, sources.Batches):
-        return model.fit(source.decoded, **given)
+        shuffle = options.shuffle and isinstance(source.reader, SequenceReader)
+        return model.fit(_origin(source), shuffle=shuffle, **given)
     if isinstance(source, sources.Records):
         layout = Layout(options.batch_size or 32, 1, 1)
         feed = RecordFeed(source, layout, options.seed if options.shuffle else None, options.seed)
@@ -59,6 +61,15 @@ def fit(model: keras.Model, source: sources.Source, options: FitOptions) -> kera
         return model.fit(feed.dataset(given["initial_epoch"] * given["steps_per_epoch"]), **given)
     x, y, weight = unpack(source.columns)
     return model.fit(x, y, sample_weight=weight, batch_size=options.batch_size, shuffle=options.shuffle, **given)
+
+
+def _origin(source: sources.Batches) -> Any:
+    """Returns a data set as Keras takes it: where Python makes the batches, what makes them."""
+    if source.reader.origin is None:
+        return source.decoded
+    if source.decode:
+        raise UserError("class_weight cannot be used here with a model that has its own step: yield sample weights")
+    return source.reader.origin
 
 
 def _validation(options: FitOptions) -> dict[str, Any]:
