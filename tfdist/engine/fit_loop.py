@@ -15,6 +15,7 @@ import tensorflow as tf
 from tfdist.checkpoints import training_state
 from tfdist.checkpoints.resume import Position
 from tfdist.checkpoints.training_run import TrainingRun
+from tfdist.config.messages import logger
 from tfdist.data import sources
 from tfdist.engine import agreement, batching, callback, evaluation, preconditions, step_calls, steps_per_call
 from tfdist.engine.call_errors import NotFinite, OutOfMemory
@@ -261,6 +262,8 @@ class UpdateLoop:
                 self._skip(now)
             else:
                 more = self._call(now, totals, limit)
+        if now.begun < limit < math.inf and not more:
+            logger.info(f"WARNING: the data ended after {now.begun} updates of epoch {now.epoch + 1}, not {limit}")
         if not now.begun:
             raise UserError(
                 f"the data set ended before the first update of epoch {now.epoch + 1}: give it a batch at least"
