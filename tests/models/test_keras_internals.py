@@ -271,6 +271,14 @@ def test_the_epoch_that_a_backup_goes_back_to(tmp_path):
     assert keras_internals.restored_epoch(model) == 0
 
 
+def test_the_order_of_metrics():
+    """Else `evaluate(return_dict=False)` would give other numbers than Keras' own in each place."""
+    with_metric = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
+    with_metric.compile("sgd", "mse", metrics=["mae", "accuracy"])
+    assert keras_internals.metrics_in_order(with_metric, {"accuracy": 3, "loss": 1, "mae": 2}) == [1, 2, 3]
+    assert keras_internals.metrics_in_order(with_metric, {"loss": 1}) == 1
+
+
 def test_masks_travel_with_outputs():
     """Else padding would count in the loss."""
     x = keras.layers.Embedding(5, 2, mask_zero=True)(np.array([[1, 0]]))
