@@ -65,13 +65,13 @@ def batch_size_of(source: sources.Source, batch: int | None, steps: int | None) 
 Feed = ArrayFeed | BatchFeed | RecordFeed
 
 
-def read_epochs(source: sources.Source, layout: Layout, shuffle: bool, seed: int, across: bool) -> Feed:
+def read_epochs(source: sources.Source, layout: Layout, shuffle: bool, seed: int, across: bool = False) -> Feed:
     """Returns a feed that reads `source` again and again, in a new order each time if it is to `shuffle`.
 
     Args:
       across: epochs have a length of their own, and go on in a data set where the one before has ended.
     """
-    if not isinstance(shuffle, bool):
+    if not isinstance(shuffle, (bool, np.bool_)):
         raise UserError(f"shuffle must be True or False, got {shuffle!r}: shuffle within batches yourself")
     if not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**31:
         raise UserError(f"seed must be a whole number between 0 and {2**31 - 1}, got {seed!r}")
