@@ -338,7 +338,7 @@ def test_shuffle_changes_the_order_of_the_batches_of_a_sequence(connect):
 def interrupt(updates, model, data, **options):
     """Ends a training after so many updates."""
     done = []
-    callback = keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_: done.append(1))
+    callback = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs=None: done.append(1))
     with pytest.raises(Interrupted):
         tfdist.fit(model, data, callbacks=[callback], should_stop=lambda: "enough" * (len(done) == updates), **options)
 
