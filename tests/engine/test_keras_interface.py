@@ -310,7 +310,7 @@ def test_options_have_the_defaults_of_fit():
     for field in dataclasses.fields(FitOptions):
         if field.name != "distribution":
             assert field.default == given[field.name].default, field.name
-    apart = {"model", "dataset", "y", "sample_weight", "class_weight"}
+    apart = {"model", "x", "dataset", "y", "sample_weight", "class_weight", "validation_split"}
     assert set(given) - apart == {field.name for field in dataclasses.fields(FitOptions)}
 
 

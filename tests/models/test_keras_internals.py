@@ -271,6 +271,16 @@ def test_the_epoch_that_a_backup_goes_back_to(tmp_path):
     assert keras_internals.restored_epoch(model) == 0
 
 
+def test_the_order_of_metrics():
+    """Else `evaluate(return_dict=False)` would give other numbers than Keras' own in each place."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
+    model.compile("sgd", "mse", metrics=["mae", "accuracy"])
+    values = model.evaluate(np.ones((2, 2)), np.ones((2, 2)), verbose=0)
+    logs = model.evaluate(np.ones((2, 2)), np.ones((2, 2)), verbose=0, return_dict=True)
+    assert keras_internals.metrics_in_order(model, dict(sorted(logs.items()))) == values
+    assert keras_internals.metrics_in_order(model, {"loss": 1.0}) == 1.0
+
+
 def test_masks_travel_with_outputs():
     """Else padding would count in the loss."""
     x = keras.layers.Embedding(5, 2, mask_zero=True)(np.array([[1, 0]]))

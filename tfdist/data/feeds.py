@@ -93,22 +93,23 @@ class ArrayFeed:
 
 
 class BatchFeed:
-    """Reads global batches from a `tf.data.Dataset`, which lives across epochs where its length is known.
+    """Reads global batches from a `tf.data.Dataset`, which lives across epochs where their length is known.
 
     Args:
       source: global batches.
       layout: its batch has the size of the first one.
       once: read the data set from its beginning at every `restart`.
+      across: epochs have a length of their own, and go on where the one before has ended.
     """
 
-    def __init__(self, source: Batches, layout: Layout, once: bool = False):
+    def __init__(self, source: Batches, layout: Layout, once: bool = False, across: bool = False):
         self.batches = source.batches
         self._source, self._layout = source, layout
         self._stored = source.dataset
-        if self.batches and not once:
+        if (self.batches or (across and self.batches is None)) and not once:
             # A new iterator per epoch would start with empty buffers; one that repeats goes on reading.
             self._stored = self._stored.repeat()
-        self._endless = not once and self.batches is not None
+        self._endless = not once and (across or self.batches is not None)
         sizes = {spec.shape[0] for spec in tf.nest.flatten(source.decoded.element_spec)}
         self._full = layout.even and sizes == {layout.batch}
         self._dataset = self._decoded(self._stored)

@@ -36,6 +36,8 @@ def described(train: Source, evaluation: Source) -> Loaded:
             "a data function must return arrays, or its number of examples stays unknown: "
             "return NumPy arrays, or use the Python API (tfdist.fit) with a tf.data.Dataset"
         )
+    if isinstance(evaluation, Batches) and evaluation.reader.once:
+        raise UserError("a data function returned a generator, which can be read once: return a keras.utils.PyDataset")
     classes, maximum = None, 1.0
     if isinstance(train, Records):
         first = tf.nest.flatten(in_order(train, 1).element_spec)[0]

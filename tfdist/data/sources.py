@@ -2,8 +2,9 @@
 
 An example takes this way from a data set to an update:
 
-1. A source, defined here, holds what somebody hands in: arrays in memory, a `tf.data.Dataset` of global batches, or
-   examples that are read by number. It knows nothing of replicas, of workers, or of when it is read.
+1. A source, defined here, holds what somebody hands in: arrays in memory, a `tf.data.Dataset` of global batches (also
+   of those that Python makes, see python_batches.py), or examples that are read by number. It knows nothing of
+   replicas, of workers, or of when it is read.
 2. A layout (batch_layout.py) says which rows of a global batch each worker, replica and micro-batch takes.
 3. A feed (feeds.py, record_feed.py) joins the two. Asked for the batches from update u on, it puts the examples into
    the order of that epoch, which seed and epoch alone decide, picks the rows that the layout gives to this worker, and
@@ -13,13 +14,16 @@ An example takes this way from a data set to an update:
 from __future__ import annotations
 
 import dataclasses
+import math
 import zlib
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.data import python_batches
 from tfdist.data.batch_layout import unpack
 from tfdist.data.structures import Structure
 from tfdist.errors import UserError
@@ -63,10 +67,12 @@ class Batches:
       decode: turns a batch as it is stored into one to train on, such as JPEGs
         into images. A worker decodes its own rows only; None if there is
         nothing to decode.
+      reader: what else there is to know of it, where Python makes the batches.
     """
 
     dataset: tf.data.Dataset
     decode: Callable[..., tuple] | None = None
+    reader: python_batches.Reader = python_batches.TENSORFLOWS
     bare: bool = dataclasses.field(default=False, init=False)
     """Whether its elements are inputs alone, and not a tuple."""
 
@@ -88,7 +94,7 @@ class Batches:
     @property
     def batches(self) -> int | None:
         """Returns the batches per epoch, None if the data set does not know, 0 if it has no end."""
-        count = int(self.dataset.cardinality())
+        count = self.reader.cardinality(self.dataset)
         if count == 0:
             raise UserError("the data set is empty: give it at least one batch")
         if count == tf.data.INFINITE_CARDINALITY:
@@ -128,7 +134,7 @@ class Records:
 Source = Arrays | Batches | Records
 
 
-def as_source(data: Source | Structure, y: Structure = None, weight: Structure = None) -> Source:
+def as_source(data: Any, y: Structure = None, weight: Structure = None) -> Source:
     """Returns what `fit`, `evaluate` and `predict` accept, as a source.
 
     Args:
@@ -140,34 +146,28 @@ def as_source(data: Source | Structure, y: Structure = None, weight: Structure =
     Raises:
       UserError: lengths that differ, no examples, or an unknown type.
     """
-    if isinstance(data, (Arrays, Batches, Records, tf.data.Dataset)):
+    source = _batched(data)
+    if source is not None:
         if y is not None or weight is not None:
             raise UserError(f"targets and weights belong into the data set itself when it is a {type(data).__name__}")
-        return Batches(data) if isinstance(data, tf.data.Dataset) else data
-    columns = (
-        data if isinstance(data, tuple) and y is None and weight is None and 1 <= len(data) <= 3 else (data, y, weight)
-    )
-    while columns and columns[-1] is None:
-        columns = columns[:-1]
-    if not columns:
-        raise UserError("there is no data, but None: give NumPy arrays, a tf.data.Dataset of batches, or a source")
-    if len(columns) == 3 and columns[1] is None:
-        raise UserError("sample weights without targets have nothing to weigh: give y as well")
-    return Arrays(keras.tree.map_structure(_array, columns))
+        return source
+    whole = isinstance(data, tuple) and y is None and weight is None and 1 <= len(data) <= 3
+    columns = python_batches.without_missing(data if whole else (data, y, weight))
+    return Arrays(keras.tree.map_structure(_column, columns))
 
 
-def _array(value: object) -> np.ndarray:
-    try:
-        array = value.numpy() if isinstance(value, tf.Tensor) else np.asarray(value)
-    except ValueError as error:
-        raise UserError(f"data must be rectangular arrays: {error}") from error
-    objects = array.dtype == object and not (array.size and isinstance(array.flat[0], (str, bytes)))
-    if objects or array.ndim == 0:
-        raise UserError(
-            f"cannot train on {type(value).__name__}{' of Python objects' * isinstance(value, np.ndarray) * objects}: "
-            "give NumPy arrays, a tf.data.Dataset of batches, or a source of tfdist"
-        )
-    floats = keras.config.floatx()
+def _batched(data: object) -> Source | None:
+    """Returns `data` as a source if it holds its targets itself, else None."""
+    if isinstance(data, (Arrays, Batches, Records)):
+        return data
+    if isinstance(data, tf.data.Dataset):
+        return Batches(data)
+    reader = python_batches.reader(data)
+    return None if reader is None else Batches(reader.dataset(), reader=reader)
+
+
+def _column(value: object) -> np.ndarray:
+    array, floats = python_batches.array(value), keras.config.floatx()
     # As Keras does: else float64, NumPy's own type, would meet float32 in whatever a model computes by itself.
     return array.astype(floats) if array.dtype.kind == "f" and array.dtype != floats else array
 
@@ -177,6 +177,27 @@ def is_bare(source: Source) -> bool:
     if isinstance(source, Batches):
         return source.bare
     return not isinstance(source, Arrays) or not isinstance(source.columns[0], tuple | list)
+
+
+def reader(source: Source) -> python_batches.Reader:
+    """Returns who is told of epochs and knows what cannot be done with `source`."""
+    return source.reader if isinstance(source, Batches) else python_batches.TENSORFLOWS
+
+
+def split(source: Source, fraction: float) -> tuple[Arrays, Arrays]:
+    """Returns the first examples of arrays and the last ones, which are `fraction` of them, as Keras divides them."""
+    if not isinstance(source, Arrays):
+        raise UserError(
+            "validation_split takes the last examples of arrays, and the data is none: give validation_data instead"
+        )
+    first = math.floor(source.size * (1.0 - fraction)) if 0 < fraction < 1 else 0
+    if not 0 < first < source.size:
+        raise UserError(
+            f"validation_split={fraction} leaves nothing of {source.size} examples on one side: use another part of 1"
+        )
+    parts = (slice(first), slice(first, None))
+    one, two = (Arrays(keras.tree.map_structure(lambda a, p=p: a[p], source.columns)) for p in parts)
+    return one, two
 
 
 def weigh_classes(source: Source, weights: Mapping[int, float]) -> Source:
@@ -203,7 +224,7 @@ def weigh_classes(source: Source, weights: Mapping[int, float]) -> Source:
         return x, y, factor if weight is None else factor * tf.cast(weight, factor.dtype)
 
     if isinstance(source, Batches):
-        return Batches(source.decoded.map(add))
+        return _then(source, add)
     if isinstance(source, Records):  # before examples are mixed, each with the weight of its own class
         decode = source.decode
 
@@ -226,11 +247,17 @@ def one_hot(source: Source, classes: int) -> Source:
         return (x, tf.one_hot(y, classes, on_value=1, off_value=0, dtype=dtype), *weight)
 
     if isinstance(source, Batches):
-        return dataclasses.replace(source, dataset=source.dataset.map(rows))
+        return _then(source, rows)
     if isinstance(source, Records):  # before examples are mixed, and so one by one
         decode = source.decode
         return dataclasses.replace(source, decode=lambda stored, seed: rows(*decode(stored, seed)))
     return Arrays(tuple(c.numpy() if isinstance(c, tf.Tensor) else c for c in rows(*source.columns)))
+
+
+def _then(source: Batches, function: Callable[..., tuple]) -> Batches:
+    """Returns a source whose batches go through `function` after they have been decoded."""
+    decode = source.decode
+    return dataclasses.replace(source, decode=function if decode is None else lambda *b: function(*decode(*b)))
 
 
 def order(seed: int, epoch: int, size: int) -> np.ndarray:
@@ -244,6 +271,9 @@ def first_batch(source: Batches) -> tuple:
 
     A data set that shuffles anew each time it is read is one order further then.
     """
+    if source.reader.first is not None:
+        first = keras.tree.map_structure(tf.convert_to_tensor, source.reader.first)
+        return source.decode(*first) if source.decode else first
     for batch in source.decoded.take(1):
         return batch
     raise UserError("the data set is empty: give it at least one batch")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -10,7 +12,9 @@ from tfdist.config import schedule
 from tfdist.data import sources
 from tfdist.data.batch_layout import Layout
 from tfdist.data.feeds import ArrayFeed, BatchFeed
+from tfdist.data.python_batches import SequenceReader
 from tfdist.data.record_feed import RecordFeed
+from tfdist.data.sequence_feed import SequenceFeed
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
 
@@ -45,15 +49,30 @@ def layout_of(
         schedule.check_batch(batch, distribution.replicas, accumulate, "batch_size")
     if distribution.workers == 1:
         return Layout(batch, distribution.replicas, accumulate)
+    if sources.reader(source).alone:
+        raise UserError(sources.reader(source).alone)
     distribution.peers.check_same({**sources.facts(source), "batch": batch}, "the data")
     return Layout(batch, distribution.replicas, accumulate, distribution.first, len(distribution.devices))
+
+
+def batch_size_of(source: sources.Source, batch: int | None, steps: int | None) -> int | None:
+    """Returns the batch size; not given, arrays are divided into `steps` batches, as Keras does."""
+    if batch is None and steps and isinstance(source, sources.Arrays):
+        return -(-source.size // steps)
+    return batch
 
 
 Feed = ArrayFeed | BatchFeed | RecordFeed
 
 
-def read_epochs(source: sources.Source, layout: Layout, shuffle: bool, seed: int) -> Feed:
-    """Returns a feed that reads `source` again and again, in a new order each time if it is to `shuffle`."""
+def read_epochs(source: sources.Source, layout: Layout, shuffle: bool, seed: int, across: bool = False) -> Feed:
+    """Returns a feed that reads `source` again and again, in a new order each time if it is to `shuffle`.
+
+    Args:
+      across: epochs have a length of their own, and go on in a data set where the one before has ended.
+    """
+    if not isinstance(shuffle, (bool, np.bool_)):
+        raise UserError(f"shuffle must be True or False, got {shuffle!r}: shuffle within batches yourself")
     if not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**31:
         raise UserError(f"seed must be a whole number between 0 and {2**31 - 1}, got {seed!r}")
     order = seed if shuffle else None
@@ -62,12 +81,15 @@ def read_epochs(source: sources.Source, layout: Layout, shuffle: bool, seed: int
             return ArrayFeed(source, layout, order)
         case sources.Records():
             return RecordFeed(source, layout, order, seed)
-    return BatchFeed(source, layout)
+    if isinstance(source.reader, SequenceReader):
+        return SequenceFeed(source, layout, order)
+    return BatchFeed(source, layout, across=across)
 
 
 def read_once(source: sources.Source, layout: Layout) -> tuple[Feed, int | None]:
     """Returns a feed that reads `source` in its own order, and its number of batches if known."""
     if isinstance(source, sources.Batches):
-        return BatchFeed(source, layout, once=True), source.batches or None
+        kind = SequenceFeed if isinstance(source.reader, SequenceReader) else functools.partial(BatchFeed, once=True)
+        return kind(source, layout), source.batches or None
     feed = ArrayFeed(source, layout) if isinstance(source, sources.Arrays) else RecordFeed(source, layout)
     return feed, feed.batches

@@ -81,16 +81,24 @@ def as_list(
     *,
     model: keras.Model,
     verbose: int | str,
-    epochs: int,
+    epochs: int = 1,
     steps: int | None,
+    history: bool = True,
 ) -> keras.callbacks.CallbackList:
-    """Returns the callbacks as Keras' fit would call them; a list that is one already stays as it is.
+    """Returns the callbacks as Keras would call them; a list that is one already stays as it is.
 
     Args:
-      steps: updates of an epoch, if known.
+      steps: batches of an epoch, if known.
+      history: with the `History` that `fit` returns.
     """
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return callbacks
     return keras.callbacks.CallbackList(
-        callbacks, add_history=True, add_progbar=verbose != 0, model=model, verbose=verbose, epochs=epochs, steps=steps
+        callbacks,
+        add_history=history,
+        add_progbar=verbose != 0,
+        model=model,
+        verbose=verbose,
+        epochs=epochs,
+        steps=steps,
     )

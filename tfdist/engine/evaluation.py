@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tfdist.data import sources
+from tfdist.data.batch_layout import Layout
 from tfdist.data.structures import Structure
 from tfdist.distributed import connect
 from tfdist.distributed.distribution import Distribution
-from tfdist.engine import agreement, batching, preconditions, step_calls
+from tfdist.engine import agreement, arguments, batching, callback, preconditions, step_calls
+from tfdist.engine.arguments import Callbacks, Data
 from tfdist.engine.call_errors import EndOfData
 from tfdist.engine.step import ema
 from tfdist.engine.step.results import CallResult
@@ -28,27 +30,32 @@ PREDICT_ROWS = 4096
 
 def evaluate(
     model: keras.Model,
-    dataset: Structure | tf.data.Dataset | sources.Source,
+    x: Data = None,
     y: Structure = None,
-    *,
-    distribution: Distribution | None = None,
     batch_size: int | None = None,
+    verbose: int | str = "auto",
     sample_weight: Structure = None,
     steps: int | None = None,
-    callbacks: Sequence[keras.callbacks.Callback] | None = None,
+    callbacks: Callbacks = None,
+    return_dict: bool = True,
+    *,
+    dataset: Data = None,
+    distribution: Distribution | None = None,
     should_stop: Callable[[], str] = agreement.never,
-) -> dict[str, float]:
+) -> Any:
     """Measures loss and metrics over a data set, every example once.
 
     Args:
-      dataset, y, sample_weight: as for `fit`.
+      x, y, sample_weight, dataset: as for `fit`.
       batch_size: global batch of arrays; 32 if not given.
+      verbose: 0 for no progress bar.
       steps: evaluate this many batches only.
       callbacks: Keras callbacks; their `on_test_*` methods are called.
+      return_dict: unlike in Keras, True if not given.
       should_stop: as for `fit`.
 
     Returns:
-      Values by the names that Keras gives them.
+      Values by the names that Keras gives them; without `return_dict` a list of them in Keras' order, or the only one.
 
     Raises:
       UserError: the model, data or arguments do not fit together.
@@ -56,25 +63,37 @@ def evaluate(
       Interrupted: `should_stop` gave a reason.
     """
     distribution = distribution or connect.default("no distribution given")
-    source = sources.as_source(dataset, y, sample_weight)
+    source = sources.as_source(arguments.renamed(x, dataset), y, sample_weight)
     preconditions.model_fits(model, distribution, 1)
     average_statistics(model, distribution)
-    called = keras.callbacks.CallbackList(callbacks, model=model) if callbacks else None
-    return Evaluation(model, source, distribution, batch_size, steps).run(called, should_stop)
+    batch_size = batching.batch_size_of(source, batch_size, steps)
+    measured = Evaluation(model, source, distribution, batch_size, steps)
+    called = callback.as_list(callbacks, model=model, verbose=verbose, steps=measured.batches, history=False)
+    logs = measured.run(called, should_stop)
+    return logs if return_dict else keras_internals.metrics_in_order(model, logs)
 
 
 def predict(
     model: keras.Model,
-    dataset: Structure | tf.data.Dataset | sources.Source,
-    *,
-    distribution: Distribution | None = None,
+    x: Data = None,
     batch_size: int | None = None,
+    verbose: int | str = "auto",
+    steps: int | None = None,
+    callbacks: Callbacks = None,
+    *,
+    dataset: Data = None,
+    distribution: Distribution | None = None,
 ) -> Structure:
     """Returns the model's outputs, one row per example, in the order of the input.
 
     Args:
-      dataset: arrays (a tuple's first entry is the input), or a `tf.data.Dataset` of batches.
+      x: as for `fit`; of a tuple of arrays, as of a data set's, the first entry is the input, unless the model has
+        several inputs: then the tuple is them, as in Keras.
       batch_size: global batch of arrays; 32 if not given.
+      verbose: 0 for no progress bar.
+      steps: predict from this many batches only.
+      callbacks: Keras callbacks; their `on_predict_*` methods are called.
+      dataset: the name that `x` had before.
 
     Returns:
       NumPy arrays of shape [examples, ...] in the structure of the outputs.
@@ -84,9 +103,12 @@ def predict(
       TrainingError: a worker is lost, or a call has failed.
     """
     distribution = distribution or connect.default("no distribution given")
+    source = arguments.inputs(model, arguments.renamed(x, dataset))
+    batch_size = batching.batch_size_of(source, batch_size, steps)
+    made = _pieces(model, source, distribution, batch_size, "predict", None, steps, (callbacks, verbose))
     pieces, rows = [], 0
     whole: list[Structure] = []
-    for outputs, count in _pieces(model, sources.as_source(dataset), distribution, batch_size, "predict", None):
+    for outputs, count in made:
         pieces.append(outputs)
         rows += count
         if rows >= PREDICT_ROWS:
@@ -137,30 +159,61 @@ def _pieces(
     batch_size: int | None,
     kind: str,
     should_stop: Callable[[], str] | None,
+    steps: int | None = None,
+    told: tuple[Callbacks, int | str] = (None, 0),
 ) -> Iterator[_Piece]:
     """Yields what a compiled function of `Step` gives for each global batch.
 
     Args:
       kind: of the function, see `Step.compiled`.
       should_stop: asked after each batch, if given.
+      steps: end after this many batches.
+      told: callbacks, and `verbose` of Keras.
     """
     preconditions.scope(model, distribution)
     average_statistics(model, distribution)
     layout = batching.layout_of(source, batch_size, distribution, 1, least=False)
-    feed, batches = batching.read_once(source, layout)
+    feed, batches = _read_once(source, layout, steps, "predict from")
     step = step_calls.step_of(model, distribution, source, outputs_only=True)
     call = step.compiled(kind, layout)
+    callbacks = callback.as_list(told[0], model=model, verbose=told[1], steps=batches, history=False)
+    sources.reader(source).begin()
+    callbacks.on_predict_begin()
     i = 0
     while batches is None or i < batches:
         part = feed.next(i, 1)
+        callbacks.on_predict_batch_begin(i)
         try:
             outputs, examples = step_calls.run(step, call, (part.feed, tf.constant(part.first)), feed)
         except EndOfData:
-            return
-        rows, i = int(examples), i + 1
-        yield _Piece(keras.tree.map_structure(lambda o, n=rows: o[:n], outputs), rows)
+            break
+        piece = _Piece(keras.tree.map_structure(lambda o, n=int(examples): o[:n], outputs), int(examples))
+        callbacks.on_predict_batch_end(i, {"outputs": piece.outputs})
+        i += 1
+        yield piece
         if should_stop:
             agreement.agree(step, f"batch {i} of the predictions", 0.0, should_stop)
+    if not i:
+        raise UserError("the data set to predict from is empty: give it at least one batch")
+    callbacks.on_predict_end()
+    sources.reader(source).end()
+
+
+def _read_once(
+    source: sources.Source, layout: Layout, steps: int | None, what: str
+) -> tuple[batching.Feed, int | None]:
+    """Returns a feed that reads `source` in its own order, and how many batches to read, if known.
+
+    Raises:
+      UserError: the data has no end, or `steps` is none.
+    """
+    if steps is not None and steps < 1:
+        raise UserError(f"steps must be at least 1, got {steps}")
+    feed, batches = batching.read_once(source, layout)
+    batches = steps if batches is None else min(batches, steps or batches)
+    if batches is None and isinstance(source, sources.Batches) and source.batches == 0:
+        raise UserError(f"the data set to {what} never ends: give the number of steps")
+    return feed, batches
 
 
 def same_order(source: sources.Source) -> bool:
@@ -209,10 +262,8 @@ class Evaluation:
         steps: int | None,
     ):
         layout = batching.layout_of(source, batch, distribution, 1, least=False)
-        self._feed, batches = batching.read_once(source, layout)
-        self._batches = steps if batches is None else min(batches, steps or batches)
-        if self._batches is None and isinstance(source, sources.Batches) and source.batches == 0:
-            raise UserError("the data set to evaluate never ends: give the number of steps")
+        self._feed, self.batches = _read_once(source, layout, steps, "evaluate")
+        self._reader = sources.reader(source)
         self._step = step_calls.step_of(model, distribution, source)
         preconditions.targets(model, self._step.output_shape, source)
         self._call = self._step.compiled("test", layout)
@@ -234,10 +285,12 @@ class Evaluation:
         self._feed.restart()
         totals = step.totals("test")
         callbacks = callbacks or keras.callbacks.CallbackList()
+        self._reader.end()  # Keras does, before an evaluation and not before a prediction
+        self._reader.begin()
         callbacks.on_test_begin()
         done, logs = 0, dict[str, float]()
-        while self._batches is None or done < self._batches:
-            want = self._pace.updates if self._batches is None else min(self._pace.updates, self._batches - done)
+        while self.batches is None or done < self.batches:
+            want = self._pace.updates if self.batches is None else min(self._pace.updates, self.batches - done)
             part = self._feed.next(done, want)
             callbacks.on_test_batch_begin(done)
             start = time.perf_counter()
@@ -255,6 +308,7 @@ class Evaluation:
                 break
         if not done:
             raise UserError("the data set to evaluate is empty: give it at least one batch")
+        self._reader.end()
         self.examples = round(totals.examples)
         callbacks.on_test_end(logs)
         return logs

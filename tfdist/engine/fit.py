@@ -2,42 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 
 import keras
-import tensorflow as tf
 
 from tfdist.checkpoints.manager import Checkpoints
 from tfdist.data import sources
 from tfdist.data.structures import Structure
 from tfdist.distributed import connect
 from tfdist.distributed.distribution import Distribution
-from tfdist.engine import agreement, preconditions
+from tfdist.engine import agreement, arguments, fit_options, preconditions
+from tfdist.engine.arguments import Callbacks, Data
 from tfdist.engine.fit_loop import FitLoop
 from tfdist.engine.fit_options import FitOptions
+from tfdist.errors import UserError
 
 
 def fit(
     model: keras.Model,
-    dataset: Structure | tf.data.Dataset | sources.Source,
+    x: Data = None,
     y: Structure = None,
-    *,
-    distribution: Distribution | None = None,
     batch_size: int | None = None,
     epochs: int = 1,
-    steps: int | None = None,
-    callbacks: Sequence[keras.callbacks.Callback] | keras.callbacks.CallbackList | None = None,
     verbose: int | str = "auto",
-    validation_data: Structure | tf.data.Dataset | sources.Source = None,
-    validation_freq: int | Collection[int] = 1,
-    validation_batch_size: int | None = None,
-    validation_steps: int | None = None,
-    sample_weight: Structure = None,
-    class_weight: Mapping[int, float] | None = None,
+    callbacks: Callbacks = None,
+    validation_split: float = 0.0,
+    validation_data: Data = None,
     shuffle: bool = True,
-    seed: int = 0,
+    class_weight: Mapping[int, float] | None = None,
+    sample_weight: Structure = None,
     initial_epoch: int = 0,
     steps_per_epoch: int | None = None,
+    validation_steps: int | None = None,
+    validation_batch_size: int | None = None,
+    validation_freq: int | Collection[int] = 1,
+    *,
+    dataset: Data = None,
+    distribution: Distribution | None = None,
+    steps: int | None = None,
+    seed: int = 0,
     accumulate: int = 1,
     steps_per_call: int | str = "auto",
     reduce_dtype: str = "float32",
@@ -52,23 +55,29 @@ def fit(
 ) -> keras.callbacks.History:
     """Trains a compiled model as `model.fit` does, with the same result under every strategy.
 
-    Whether XLA compiles is the distribution's choice (`jit`), not that of `compile`.
+    The arguments before the asterisk are those of Keras, in its order; those after it are tfdist's own. Whether XLA
+    compiles is the distribution's choice (`jit`), not that of `compile`.
 
     Args:
       model: a compiled Keras model, created in `distribution.scope()`.
-      dataset: arrays, a tuple (x, y[, weight]), a `tf.data.Dataset` of global
-        batches, or a source of `tfdist.data.sources`.
-      y: targets, when `dataset` is arrays.
-      distribution: of `tfdist.connect`; without it, one device.
+      x: arrays or frames, a tuple (x, y[, weight]), a `tf.data.Dataset` of global batches, a `keras.utils.PyDataset`,
+        a generator, a loader of Grain or torch, or a source of `tfdist.data.sources`.
+      y: targets, when `x` is arrays.
       batch_size: global batch of arrays or records, over all replicas and
         micro-batches; 32 if not given. A data set brings its own.
       epochs: number of the last epoch, as in Keras.
-      steps: stop after this many updates, even within an epoch.
-      validation_freq: epochs between validations, or a list of epochs.
-      validation_batch_size: as `batch_size`, and the same if not given.
+      validation_split: part of the examples, the last ones before any shuffling, to validate with.
+      validation_data: as `x`, with its targets in it.
+      shuffle: a new order each epoch of arrays, or of the batches of a `PyDataset`, depending on seed and epoch.
       class_weight: weight of the examples of each class.
-      shuffle: a new order of arrays each epoch, depending on seed and epoch.
-      steps_per_epoch: updates that count as an epoch; needed for endless data.
+      sample_weight: weights of the examples, when `x` is arrays.
+      steps_per_epoch: updates that count as an epoch; needed for endless data, and for a generator and several epochs.
+      validation_batch_size: as `batch_size`, and the same if not given.
+      validation_freq: epochs between validations, or a list of epochs.
+      dataset: the name that `x` had before.
+      distribution: of `tfdist.connect`; without it, one device.
+      steps: stop after this many updates, even within an epoch.
+      seed: decides the order of the examples, together with the epoch.
       accumulate: micro-batches per update; less memory, the same result.
       steps_per_call: updates per call of the compiled function, `auto` to
         choose by time. A callback that looks at batches makes it 1.
@@ -99,6 +108,12 @@ def fit(
         replicas have come apart.
       Interrupted: `should_stop` gave a reason.
     """
+    x = arguments.renamed(x, dataset)
+    source = sources.as_source(x, y, sample_weight)
+    if validation_split:
+        if validation_data is not None:
+            raise UserError("validation_split and validation_data both say what to validate with: give one of them")
+        source, validation_data = sources.split(source, validation_split)
     options = FitOptions(
         distribution=distribution or connect.default("no distribution given"),
         batch_size=batch_size,
@@ -106,7 +121,7 @@ def fit(
         steps=steps,
         callbacks=callbacks,
         verbose=verbose,
-        validation_data=validation_data,
+        validation_data=tuple(validation_data) if isinstance(validation_data, list) else validation_data,
         validation_freq=validation_freq,
         validation_batch_size=validation_batch_size,
         validation_steps=validation_steps,
@@ -126,7 +141,8 @@ def fit(
         check_agreement=check_agreement,
         should_stop=should_stop,
     )
-    source = sources.as_source(dataset, y, sample_weight)
+    fit_options.check_validation(options)
+    fit_options.check_reading(source, options)
     if class_weight:
         source = sources.weigh_classes(source, class_weight)
     preconditions.model_fits(model, options.distribution, accumulate)

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -15,6 +15,7 @@ import tensorflow as tf
 from tfdist.checkpoints import training_state
 from tfdist.checkpoints.resume import Position
 from tfdist.checkpoints.training_run import TrainingRun
+from tfdist.config.messages import logger
 from tfdist.data import sources
 from tfdist.engine import (
     agreement,
@@ -28,7 +29,7 @@ from tfdist.engine import (
 )
 from tfdist.engine.call_errors import NotFinite, OutOfMemory
 from tfdist.engine.checkpointing import Keeper
-from tfdist.engine.fit_options import FitOptions
+from tfdist.engine.fit_options import FitOptions, is_due
 from tfdist.engine.replica_check import Guard
 from tfdist.engine.step import ema
 from tfdist.engine.step.results import CallResult, LastLogs, Totals
@@ -54,7 +55,9 @@ class FitLoop:
     def __init__(self, model: keras.Model, source: sources.Source, options: FitOptions):
         distribution = options.distribution
         self._model, self._source, self._options = model, source, options
-        self._layout = batching.layout_of(source, options.batch_size, distribution, options.accumulate)
+        self._reader = sources.reader(source)
+        batch = batching.batch_size_of(source, options.batch_size, options.steps_per_epoch)
+        self._layout = batching.layout_of(source, batch, distribution, options.accumulate)
         self._feed = self._read()
         if options.steps_per_epoch is None and self._feed.batches == 0:
             raise UserError("the data set never ends: give steps_per_epoch")
@@ -98,7 +101,9 @@ class FitLoop:
         if epoch:
             self._position = Position(update=epoch * (self._per_epoch or 0), epoch=epoch)
         self._updates = self._update_loop()
-        self._position = self._keeper.begin(self._position, rollback=self._options.on_nonfinite == "rollback")
+        began = self._position
+        self._position = self._keeper.begin(began, rollback=self._options.on_nonfinite == "rollback")
+        self._reader.catch_up(self._position.epoch - began.epoch, self._position.update - began.update)
         if not self._position.update:
             strategy_check.check(self._step, self._options.check_agreement)
         while self._goes_on():
@@ -118,7 +123,10 @@ class FitLoop:
         """Makes the updates of an epoch, or those that are left of it, and what follows them."""
         position, epoch = self._position, self._position.epoch
         self._callbacks.on_epoch_begin(epoch)
+        self._reader.begin()
         self._updates.run(position, min(self._per_epoch or math.inf, self._last - position.update + position.begun))
+        if not self._model.stop_training:  # as Keras, which leaves an epoch there
+            self._reader.end()
         if not position.measured:
             evaluation.average_statistics(self._model, self._options.distribution)
             position.measured = True
@@ -136,7 +144,7 @@ class FitLoop:
 
     def validate(self, epoch: int) -> None:
         """Adds the loss and the metrics of the validation data to the logs, if it is time for that."""
-        if self._validation and _is_due(self._options.validation_freq, epoch):
+        if self._validation and is_due(self._options.validation_freq, epoch):
             values = self._validation.run(self._callbacks, self._options.should_stop)
             self._logs.update({f"val_{name}": value for name, value in values.items()})
 
@@ -164,15 +172,17 @@ class FitLoop:
         return position.epoch < self._options.epochs and not position.stopped and more
 
     def _read(self) -> batching.Feed:
-        return batching.read_epochs(self._source, self._layout, self._options.shuffle, self._options.seed)
+        options = self._options
+        across = options.steps_per_epoch is not None
+        return batching.read_epochs(self._source, self._layout, options.shuffle, options.seed, across)
 
     def _prepared_validation(self) -> evaluation.Evaluation | None:
         options = self._options
         if options.validation_data is None:
             return None
         source, batch = sources.as_source(options.validation_data), options.validation_batch_size
-        if batch is None and not isinstance(source, sources.Batches):
-            batch = self._layout.batch
+        if not isinstance(source, sources.Batches):
+            batch = batching.batch_size_of(source, batch or options.batch_size, options.validation_steps)
         return evaluation.Evaluation(self._model, source, options.distribution, batch, options.validation_steps)
 
     def _update_loop(self) -> UpdateLoop:
@@ -267,6 +277,8 @@ class UpdateLoop:
                 self._skip(now)
             else:
                 more = self._call(now, totals, limit)
+        if now.begun < limit < math.inf and not more:
+            logger.info(f"WARNING: the data ended after {now.begun} updates of epoch {now.epoch + 1}, not {limit}")
         if not now.begun:
             raise UserError(
                 f"the data set ended before the first update of epoch {now.epoch + 1}: give it a batch at least"
@@ -349,9 +361,3 @@ class UpdateLoop:
         known = self._step.timed or self._step.distribution.replicas == 1
         spent = Spent(waited + for_input, seconds - for_input - for_sums, for_sums if known else None, python)
         return Call(int(result.done), int(result.examples), spent, steady, norm if self._norm else None)
-
-
-def _is_due(frequency: int | Collection[int], epoch: int) -> bool:
-    if isinstance(frequency, int):
-        return (epoch + 1) % frequency == 0
-    return epoch + 1 in frequency

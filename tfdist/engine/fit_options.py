@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Callable, Collection, Mapping, Sequence
-
-import keras
-import tensorflow as tf
 
 from tfdist.checkpoints.manager import Checkpoints
 from tfdist.data import sources
-from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.engine import agreement
+from tfdist.engine.arguments import Callbacks, Data
+from tfdist.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,9 +22,9 @@ class FitOptions:
     batch_size: int | None = None
     epochs: int = 1
     steps: int | None = None
-    callbacks: Sequence[keras.callbacks.Callback] | keras.callbacks.CallbackList | None = None
+    callbacks: Callbacks = None
     verbose: int | str = "auto"
-    validation_data: Structure | tf.data.Dataset | sources.Source = None
+    validation_data: Data = None
     validation_freq: int | Collection[int] = 1
     validation_batch_size: int | None = None
     validation_steps: int | None = None
@@ -49,3 +48,33 @@ class FitOptions:
         """Returns those of the options in `names` that are not what they are by default."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         return [name for name in names if getattr(self, name) != defaults[name]]
+
+
+def check_validation(options: FitOptions) -> None:
+    """Refuses what says how to validate, where there is nothing to validate with."""
+    idle = options.given(("validation_steps", "validation_batch_size", "validation_freq"))
+    if options.validation_data is None and idle:
+        raise UserError(f"{idle[0]} says how to validate, without data: give validation_data or validation_split")
+
+
+def check_reading(source: sources.Source, options: FitOptions) -> None:
+    """Refuses a generator where it would have to be read again."""
+    first, epochs = options.initial_epoch, options.epochs
+    advice = "or a keras.utils.PyDataset, which has an index"
+    if sources.reader(source).once:
+        if epochs - first > 1 and options.steps_per_epoch is None:
+            raise UserError(
+                f"a generator can be read once, and there are {epochs - first} epochs: give steps_per_epoch, {advice}"
+            )
+        if options.on_nonfinite == "rollback":
+            raise UserError(f"on_nonfinite='rollback' goes back, and a generator cannot: give arrays {advice}")
+    times = sum(is_due(options.validation_freq, epoch) for epoch in range(first, epochs))
+    if isinstance(options.validation_data, types.GeneratorType) and times > 1:
+        raise UserError(f"a generator can be read once, and {times} epochs validate with it: give arrays, {advice}")
+
+
+def is_due(frequency: int | Collection[int], epoch: int) -> bool:
+    """Tells whether an epoch, counted from 0, ends with a validation."""
+    if isinstance(frequency, int):
+        return (epoch + 1) % frequency == 0
+    return epoch + 1 in frequency

@@ -323,6 +323,14 @@ def restored_epoch(model: keras.Model) -> int:
     return epoch or 0
 
 
+def metrics_in_order(model: keras.Model, logs: dict[str, Any]) -> list[float] | float:
+    """Returns the values of `logs` as Keras' `evaluate` does with return_dict=False: a list, or its only entry.
+
+    Nothing public tells the order: `model.metrics_names` has one name for all compiled metrics.
+    """
+    return model._flatten_metrics_in_order(logs)
+
+
 def averaged_function(metric: keras.metrics.MeanMetricWrapper) -> tuple[Callable, dict[str, Any]]:
     """Returns the function that the metric averages, and its options; `get_config` gives them serialised."""
     return metric._fn, metric._fn_kwargs

@@ -62,7 +62,7 @@ def of_run(
         return None
     try:
         batch = None if isinstance(first, sources.Batches) else batch_size
-        scores = evaluation.predict(model, first, distribution=distribution, batch_size=batch)
+        scores = evaluation.predict(model, first, distribution=distribution, batch_size=batch, verbose=0)
     except Exception as error:
         if distribution.workers > 1 and not isinstance(error, UserError):
             raise

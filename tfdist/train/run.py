@@ -166,6 +166,7 @@ class Run:
             self._data.eval,
             distribution=self._distribution,
             batch_size=self._experiment.eval.batch_size,
+            verbose=0,
             should_stop=signals.reason,
         )
         self._recorder.evaluated(self._evaluation)

@@ -1,0 +1,34 @@
+"""What `fit`, `evaluate` and `predict` take, as Keras' own do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import keras
+
+from tfdist.data import sources
+from tfdist.errors import UserError
+
+Data: TypeAlias = Any
+"""Arrays, a tuple of them, a `tf.data.Dataset`, what `python_batches` reads, or a source of `tfdist.data.sources`."""
+Callbacks: TypeAlias = Sequence[keras.callbacks.Callback] | keras.callbacks.CallbackList | None
+
+
+def renamed(x: Data, dataset: Data) -> Data:
+    """Returns the data, which was called `dataset` before it was called `x`, as Keras calls it."""
+    if x is not None and dataset is not None:
+        raise UserError("dataset is the former name of x: give one of them")
+    return dataset if x is None else x
+
+
+def inputs(model: keras.Model, x: Data) -> sources.Source:
+    """Returns what `predict` predicts from.
+
+    A tuple of arrays is the inputs of a model, as in Keras; but of one with a single input, which Keras would refuse,
+    it is (x, y[, weight]), as `fit` takes it.
+    """
+    if not isinstance(x, tuple):
+        return sources.as_source(x)
+    known = getattr(model, "inputs", None)
+    return sources.as_source(x if known is not None and len(known) == 1 else (x,))
