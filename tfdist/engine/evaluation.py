@@ -14,7 +14,7 @@ from tfdist.data import sources
 from tfdist.data.structures import Structure
 from tfdist.distributed import connect
 from tfdist.distributed.distribution import Distribution
-from tfdist.engine import agreement, batching, preconditions, step_calls
+from tfdist.engine import agreement, batching, callback_list, preconditions, step_calls
 from tfdist.engine.call_errors import EndOfData
 from tfdist.engine.step import ema
 from tfdist.engine.step.results import CallResult, Totals
@@ -44,7 +44,7 @@ def evaluate(
       dataset, y, sample_weight: as for `fit`.
       batch_size: global batch of arrays; 32 if not given.
       steps: evaluate this many batches only.
-      callbacks: Keras callbacks; their `on_test_*` methods are called.
+      callbacks: Keras callbacks; their `on_test_*` methods are called, as in `fit` on the chief alone or everywhere.
       should_stop: as for `fit`.
 
     Returns:
@@ -59,8 +59,9 @@ def evaluate(
     source = sources.as_source(dataset, y, sample_weight)
     preconditions.model_fits(model, distribution, 1)
     average_statistics(model, distribution)
-    called = keras.callbacks.CallbackList(callbacks, model=model) if callbacks else None
-    return Evaluation(model, source, distribution, batch_size, steps).run(called, should_stop)
+    called = callback_list.for_evaluation(callbacks, model, distribution)
+    with keras_internals.variables_as_numbers(), callback_list.apart(called, distribution):
+        return Evaluation(model, source, distribution, batch_size, steps).run(called, should_stop)
 
 
 def predict(
@@ -159,8 +160,9 @@ def _pieces(
             return
         rows, i = int(examples), i + 1
         yield _Piece(keras.tree.map_structure(lambda o, n=rows: o[:n], outputs), rows)
-        if should_stop:
-            agreement.agree(step, f"batch {i} of the predictions", 0.0, should_stop)
+        read = batching.digest(feed, 1)
+        if should_stop or read:
+            agreement.agree(step, f"batch {i} of the predictions", 0.0, should_stop or agreement.never, read=read)
 
 
 def same_order(source: sources.Source) -> bool:
@@ -249,7 +251,8 @@ class Evaluation:
             seconds = time.perf_counter() - start
             logs, done = totals.add(result), done + fresh
             callbacks.on_test_batch_end(done - 1, logs)
-            agreed = agreement.agree(step, f"batch {done} of an evaluation", seconds, should_stop)
+            read = batching.digest(self._feed, fresh)
+            agreed = agreement.agree(step, f"batch {done} of an evaluation", seconds, should_stop, read=read)
             self._pace.took(agreed.seconds, fresh, part.full)
             if fresh < part.last - part.first:
                 break

@@ -16,7 +16,8 @@ from tfdist.checkpoints import training_state
 from tfdist.checkpoints.resume import Position
 from tfdist.checkpoints.training_run import TrainingRun
 from tfdist.data import sources
-from tfdist.engine import agreement, batching, callback, evaluation, preconditions, step_calls, steps_per_call
+from tfdist.engine import agreement, batching, callback, callback_list, evaluation, preconditions, step_calls
+from tfdist.engine import steps_per_call as pace_lib
 from tfdist.engine.call_errors import NotFinite, OutOfMemory
 from tfdist.engine.checkpointing import Keeper
 from tfdist.engine.fit_options import FitOptions
@@ -55,12 +56,10 @@ class FitLoop:
         self._factors = layerwise_rates.factors(model, options.learning_rates or {}, options.layer_decay)
         training_state.separate_streams(model, distribution)
         self._per_epoch = options.steps_per_epoch or self._feed.batches or None
-        self._callbacks = callback.as_list(
-            options.callbacks, model=model, verbose=options.verbose, epochs=options.epochs, steps=self._per_epoch
-        )
+        self._callbacks = callback_list.for_fit(options, model, self._per_epoch)
         preconditions.reduce_dtype(options.reduce_dtype, distribution)
         preconditions.on_nonfinite(options.on_nonfinite, options.checkpoints is not None)
-        self._pace = steps_per_call.choose(model, self._callbacks, options.steps_per_call)
+        self._pace = pace_lib.choose(model, self._callbacks, options.steps_per_call)
         first = options.initial_epoch
         self._position = Position(update=first * (self._per_epoch or 0), epoch=first)
         self._last = math.inf if options.steps is None else self._position.update + options.steps
@@ -80,10 +79,14 @@ class FitLoop:
 
     def run(self) -> keras.callbacks.History:
         """Trains from the beginning, or from where a checkpoint is, to the end."""
+        with keras_internals.variables_as_numbers(), callback_list.apart(self._callbacks, self._options.distribution):
+            return self._run()
+
+    def _run(self) -> keras.callbacks.History:
         self._model.stop_training = False
         keras_internals.restored_epoch(self._model)  # that of an earlier training
         self._callbacks.on_train_begin()
-        epoch = keras_internals.restored_epoch(self._model)
+        epoch = callback_list.restored_epoch(self._model, self._callbacks, self._options.distribution)
         if epoch:
             self._position = Position(update=epoch * (self._per_epoch or 0), epoch=epoch)
         self._updates = self._update_loop()
@@ -221,6 +224,7 @@ class UpdateLoop:
         self._guard = Guard(step.model, step.distribution)
         self._hooked = callback.with_hooks(callbacks)
         self._norm = any(c.wants_gradient_norm for c in self._hooked)
+        self._averages = callback_list.average_first(callbacks, pace_lib.looks_at_batches)
         # Loss scaling skips such updates, and Keras' own callback ends the training in its own way.
         self._forgives_nan = hasattr(step.model.optimizer, "inner_optimizer") or any(
             isinstance(c, keras.callbacks.TerminateOnNaN) for c in callbacks.callbacks
@@ -293,9 +297,11 @@ class UpdateLoop:
         self._advance(now, totals, result, part.first)
         for hooked in self._hooked:
             hooked.on_call(told)
+        if self._averages:  # a callback may save the model
+            evaluation.average_statistics(self._model, self._step.distribution)
         self._callbacks.on_train_batch_end(now.begun - 1, now.logs)
-        label = f"update {now.update}"
-        agreed = agreement.agree(self._step, label, seconds, self._should_stop, self._keeper.late())
+        label, read = f"update {now.update}", batching.digest(self._feed, done)
+        agreed = agreement.agree(self._step, label, seconds, self._should_stop, self._keeper.late(), read)
         self._pace.took(agreed.seconds, done, part.full)
         if done < part.last - part.first:
             return False
