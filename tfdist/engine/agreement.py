@@ -50,8 +50,8 @@ def agree(
     for rank, vote in enumerate(votes):
         if vote.read != votes[0].read:
             raise UserError(
-                f"worker {rank} ({peers.hosts[rank]}) has read other batches than worker 0 up to {label}: a shuffle() "
-                "without a seed has another order on each worker, so give it one, as in shuffle(1000, seed=0)"
+                f"worker {rank} ({peers.hosts[rank]}) has read other batches than worker 0 up to {label}: give "
+                "shuffle() a seed, as in shuffle(1000, seed=0), and set a global seed, if any, alike on all workers"
             )
     for rank, vote in enumerate(votes):
         if vote.reason:
