@@ -152,11 +152,8 @@ def test_a_file_within_an_epoch_has_averaged_statistics(connect, tmp_path):
         model = keras.Sequential([keras.Input((4, 4, 1)), L.Flatten(), L.BatchNormalization(), L.Dense(5)])
         training_cases.compiled(model)
     seen = []
-    look = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda batch, logs: seen.append(
-            [c.numpy() for c in model.layers[1].moving_mean.value.values]
-        )
-    )
+    means = lambda: [copy.numpy() for copy in model.layers[1].moving_mean.value.values]
+    look = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(means()))
     file = tmp_path / "update.keras"
     fit(model, distribution, epochs=1, callbacks=[look, keras.callbacks.ModelCheckpoint(file, save_freq=6)])
     assert len(seen) == 6

@@ -155,7 +155,7 @@ def test_what_cannot_be_used_is_refused_in_one_line(train, message):
 def test_a_model_that_compiles_itself_has_its_own():
     model = model_of()
     model.compile(loss="mse")
-    with pytest.raises(UserError, match="train.metrics='mae', and model.name='mine' compiles the model itself"):
+    with pytest.raises(UserError, match=r"train.metrics='mae', and model.name='mine' compiles the model itself"):
         models.compiled(model, keras.optimizers.SGD(), experiment(metrics="mae"), loaded())
 
 
