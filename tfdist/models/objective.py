@@ -19,7 +19,7 @@ from tfdist.models import keras_internals
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Objective:
+class LossAndMetrics:
     """Loss and metrics, as Keras' compile takes them."""
 
     loss: Any
@@ -36,7 +36,7 @@ class Objective:
         return {"loss": self.loss, "weighted_metrics" if self.weighted else "metrics": self.metrics}
 
 
-def of(experiment: config.Experiment, model: keras.Model, data: Loaded) -> Objective:
+def of(experiment: config.Experiment, model: keras.Model, data: Loaded) -> LossAndMetrics:
     """Returns what `train.loss` and `train.metrics` ask for, and for what they leave open, what fits the data.
 
     Raises:
@@ -45,7 +45,7 @@ def of(experiment: config.Experiment, model: keras.Model, data: Loaded) -> Objec
     asked, metrics = training_objects.loss(experiment.train), training_objects.metrics(experiment.train)
     if data.spec.classes is None:
         loss = _loss(asked, model, {}) if asked else "mse"
-        return Objective(loss, _metrics(metrics, model) or ["mae"], False, False, bool(asked and not asked.kind))
+        return LossAndMetrics(loss, _metrics(metrics, model) or ["mae"], False, False, bool(asked and not asked.kind))
     smoothing = experiment.train.label_smoothing
     mixes = isinstance(data.train, Records) and data.train.mix is not None
     weighted = is_weighted(data.train)
@@ -66,7 +66,7 @@ def of(experiment: config.Experiment, model: keras.Model, data: Loaded) -> Objec
     for metric in metrics:
         _check_targets(metric, _takes_rows(metric, model), rows)
     made = _metrics(metrics, model) or ["accuracy"]
-    return Objective(_loss(asked, model, fitting), made, rows, weighted, not asked.kind)
+    return LossAndMetrics(_loss(asked, model, fitting), made, rows, weighted, not asked.kind)
 
 
 def callbacks(experiment: config.Experiment) -> list[keras.callbacks.Callback]:
