@@ -21,7 +21,7 @@ from tfdist.models import objective
 L = keras.layers
 X = np.random.default_rng(5).normal(size=(40, 6)).astype("float32")
 Y = (np.arange(40) % 4).astype("int32")
-SPEC = Spec((6,), "float32", 4)
+SPEC = Spec((6,), "float32", 4, 1.0)
 HERE = "test_objective"  # as pytest imports it, so functions of this file can be named
 
 

@@ -129,8 +129,8 @@ def batches(seed, augment=False):
     return data.map(lambda x, y: (x + tf.random.normal(tf.shape(x)), y)) if augment else data
 
 
-def shuffled(distribution, folder):
-    """What comes of data sets with and without a seed."""
+def shuffled(distribution, folder, names=None):
+    """What comes of data sets with and without a seed; of those in `names`, or all."""
     found = {}
     for name, call in {
         "fit": lambda model: tfdist.fit(model, batches(None), distribution=distribution, epochs=2, verbose=0),
@@ -142,6 +142,8 @@ def shuffled(distribution, folder):
         ),
         "augmented": lambda model: tfdist.fit(model, batches(7, True), distribution=distribution, epochs=2, verbose=0),
     }.items():
+        if names and name not in names:
+            continue
         model = plain(distribution)
         tf.random.set_seed(None)  # else what has no seed of its own would be the same everywhere
         try:
