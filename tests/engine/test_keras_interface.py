@@ -101,6 +101,66 @@ def test_learning_rates_follow_their_callbacks(connect):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+class Numbers(keras.callbacks.Callback):
+    """Reads and sets variables in the ways that people do."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_epoch_end(self, epoch, logs=None):
+        optimizer, kernel = self.model.optimizer, self.model.trainable_variables[0]
+        self.seen += [float(optimizer.learning_rate), int(optimizer.iterations), float(optimizer.learning_rate.value)]
+        self.seen += [round(float(keras.ops.convert_to_tensor(optimizer.learning_rate)), 3), np.asarray(kernel).shape]
+        self.seen += [np.asarray(kernel, "float64").dtype, np.array(optimizer.learning_rate, copy=True).shape]
+        if epoch == 0:
+            optimizer.learning_rate = 0.25
+        else:
+            optimizer.learning_rate.assign(float(optimizer.learning_rate) / 2)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_variables_are_numbers_as_in_keras(replicas, connect):
+    ours, theirs = Numbers(), Numbers()
+    model = small(connect(replicas), optimizer=keras.optimizers.SGD(1.0))
+    fit(model, connect(replicas), callbacks=[ours], shuffle=False)
+    one = small(connect(1), optimizer=keras.optimizers.SGD(1.0))
+    x, y = training_cases.images(48)
+    one.fit(x, y, batch_size=8, epochs=3, shuffle=False, callbacks=[theirs], verbose=0)
+    assert ours.seen == theirs.seen
+    for a, b in zip(model.get_weights(), one.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+class OnChief(tfdist.Callback):
+    chief_only = True
+
+    def limit_call(self, update):
+        return 3
+
+
+def test_a_callback_for_the_chief_alone_cannot_limit_calls(connect):
+    with pytest.raises(tfdist.UserError, match="OnChief has chief_only=True and its own limit_call, which must be the"):
+        fit(small(connect(1)), connect(1), callbacks=[OnChief()])
+
+
+def test_a_file_within_an_epoch_has_averaged_statistics(connect, tmp_path):
+    """BatchNorm that is not synchronized has other statistics on each replica until they are averaged."""
+    distribution = connect(2)
+    keras.utils.set_random_seed(0)
+    with distribution.scope():
+        model = keras.Sequential([keras.Input((4, 4, 1)), L.Flatten(), L.BatchNormalization(), L.Dense(5)])
+        training_cases.compiled(model)
+    seen = []
+    means = lambda: [copy.numpy() for copy in model.layers[1].moving_mean.value.values]
+    look = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(means()))
+    file = tmp_path / "update.keras"
+    fit(model, distribution, epochs=1, callbacks=[look, keras.callbacks.ModelCheckpoint(file, save_freq=6)])
+    assert len(seen) == 6
+    np.testing.assert_array_equal(seen[-1][0], seen[-1][1])
+    np.testing.assert_array_equal(keras.saving.load_model(file).layers[1].moving_mean.numpy(), seen[-1][0])
+
+
 def test_reduce_on_plateau(connect):
     model = small(connect(2), optimizer=keras.optimizers.SGD(0.0))
     fit(model, connect(2), callbacks=[keras.callbacks.ReduceLROnPlateau("loss", patience=1, factor=0.5)])

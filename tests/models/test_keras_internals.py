@@ -313,6 +313,18 @@ def test_what_callbacks_keep_to_themselves(tmp_path):
     assert keras_internals.profiles_batches(keras.callbacks.TensorBoard(tmp_path, profile_batch=(2, 3)))
 
 
+def test_variables_of_a_strategy_as_numbers(connect):
+    """If TensorFlow's class gets these methods itself, `variables_as_numbers` can go."""
+    with connect(2).scope():
+        variable = keras.Variable(1.5)
+    with pytest.raises(TypeError):
+        float(variable)
+    with keras_internals.variables_as_numbers(), keras_internals.variables_as_numbers():
+        assert (float(variable), int(variable), float(variable.value)) == (1.5, 1, 1.5)
+    with pytest.raises(TypeError):
+        int(variable)
+
+
 def test_seeds_of_random_layers_have_a_name():
     """By it, each replica's random layers get a stream of their own."""
     random = keras.Sequential([keras.Input((3,)), keras.layers.Dropout(0.5)])

@@ -201,3 +201,51 @@ def test_importing_tfdist_imports_no_tensorflow(run, tmp_path):
 def test_no_path_of_a_machine_in_the_package():
     for path in pathlib.Path(tfdist.__file__).parent.rglob("*.py"):
         assert str(REPOSITORY) not in path.read_text()
+
+
+OWN_CODE = """
+import keras
+import tensorflow as tf
+
+def focal(y, outputs):
+    right = tf.gather(tf.nn.log_softmax(outputs), tf.cast(y, tf.int32), batch_dims=1)
+    return -(1 - tf.exp(right)) * right
+
+class Notes(keras.callbacks.Callback):
+    chief_only = True
+
+    def on_epoch_end(self, epoch, logs=None):
+        with open("notes.txt", "a") as file:
+            file.write(f"{epoch} {sorted(logs)} {float(self.model.optimizer.learning_rate):.3f}\\n")
+"""
+
+
+def test_loss_metrics_and_callbacks_of_ones_own(run, tmp_path):
+    """They train on two replicas as on one, are shown by a dry run and the report, and measure the run afterwards."""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "code.py").write_text(OWN_CODE)
+    metrics = "accuracy, SparseTopKCategoricalAccuracy(k=3, name=top)"
+    asked = ["--config.train.loss=own.code:focal", f"--config.train.metrics={metrics}"]
+    asked += ["--config.train.callbacks=own.code:Notes, EarlyStopping(patience=3)"]
+    asked += ["--config.train.label_smoothing=0", *FAST]
+    done = run("tfdist.train", *asked, "--dry_run")
+    assert done.returncode == 0, done.stderr
+    assert "  loss         own.code:focal\n" in done.stdout and f"  metrics      {metrics}\n" in done.stdout
+    results = []
+    for name, flags in (("one", []), ("two", ["--virtual_devices=2"])):
+        done = run("tfdist.train", *asked, f"--workdir={name}", *flags)
+        assert done.returncode == 0, done.stderr
+        results.append(result(tmp_path / name))
+    one, two = results
+    assert one["evaluation"].keys() == {"loss", "accuracy", "top"}
+    assert two["evaluation"] == pytest.approx(one["evaluation"], rel=1e-4)
+    assert two["weights_norm"] == pytest.approx(one["weights_norm"], rel=1e-5)
+    notes = (tmp_path / "notes.txt").read_text().splitlines()
+    assert len(notes) == 6 and notes[0].startswith(
+        "0 ['accuracy', 'loss', 'top', 'val_accuracy', 'val_loss', 'val_top']"
+    )
+    assert "own.code:focal" in (tmp_path / "two" / "report.html").read_text()
+    done = run("tfdist.evaluate", "--workdir=two", "--output=measured.json")
+    assert done.returncode == 0, done.stderr
+    measured = json.loads((tmp_path / "measured.json").read_text())["evaluation"]
+    assert measured == pytest.approx(two["evaluation"], rel=1e-5)

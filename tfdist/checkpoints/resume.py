@@ -143,8 +143,13 @@ class ResumeChoice:
 
 
 def differences(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
-    """Returns the fields that differ, in words, without the harmless ones."""
-    there = {name: as_now(text) for name, text in there.items()}
+    """Returns the fields that differ, in words, without the harmless ones.
+
+    A field that was not there yet, or is not any more, had its default.
+    """
+    defaults = flat(Experiment())
+    here = {**defaults, **here} if here else here
+    there = {**defaults, **{name: as_now(text) for name, text in there.items()}} if there else there
     names = [name for name in {**here, **there} if not name.startswith(HARMLESS)]
     return [
         f"{name} is {there.get(name, 'missing')} there and {here.get(name, 'missing')} here"

@@ -145,6 +145,23 @@ def assign(model: keras.Model, distribution: Distribution, arrays: list[np.ndarr
     refresh(model)
 
 
+def share(model: keras.Model, distribution: Distribution) -> None:
+    """Gives all replicas of all workers what the chief's first one has: weights, statistics, seeds and optimizer.
+
+    The random layers of the replicas have other seeds than each other again. To be called on all workers.
+    """
+    optimizer = [] if model.optimizer is None else model.optimizer.variables
+    variables = [*model.trainable_variables, *model.non_trainable_variables, *optimizer]
+    values = [_read(copies(v)[0]).numpy() for v in variables]
+    if distribution.workers > 1:
+        values = together(distribution, values if distribution.is_chief else [np.zeros_like(v) for v in values])
+    for variable, value in zip(variables, values):
+        for copy in copies(variable):
+            copy.assign(value)
+    refresh(model)
+    separate_streams(model, distribution)
+
+
 def refresh(model: keras.Model) -> None:
     """Lets layers see weights that were assigned: Keras' Normalization computes with constants that it made of them."""
     for layer in keras_internals.flat_layers(model):

@@ -147,6 +147,15 @@ class Train:
     """Micro-batches per update and replica: less memory, same result."""
     precision: str = "float32"
     """`float32`, `float64`, `mixed_bfloat16` or `mixed_float16`."""
+    loss: str = ""
+    """Empty for what fits the data; a loss of Keras such as `categorical_focal_crossentropy(gamma=3.0)`, or
+    `package.module:function`, as compile takes it (see docs/recipes.md)."""
+    metrics: str = ""
+    """Empty for what fits the data; metrics of Keras such as `accuracy, TopKCategoricalAccuracy(k=3)`, or
+    `package.module:function`."""
+    callbacks: str = ""
+    """More callbacks: of Keras, such as `EarlyStopping(patience=3)`, or `package.module:function`, called as
+    `function()` for one or a list."""
     label_smoothing: float = 0.1
     """Share of each target spread over all classes."""
     class_weight: str = ""

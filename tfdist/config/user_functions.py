@@ -20,8 +20,11 @@ def as_now(reference: str) -> str:
     return moved.replace("/tfdist/datasets/", "/tfdist/data/datasets/")
 
 
-def resolve(field: str, reference: str) -> Callable:
+def resolve(field: str, reference: str, called: bool = True) -> Callable:
     """Returns the function that `package.module:function` names; the working folder counts as a place to look.
+
+    Args:
+      called: insist on what can be called.
 
     Raises:
       UserError: no such module or function.
@@ -34,7 +37,7 @@ def resolve(field: str, reference: str) -> Callable:
     except ImportError as error:
         raise UserError(f"{field}={reference!r} cannot be imported: {error}") from error
     function = getattr(module, name, None)
-    if not callable(function):
+    if function is None or (called and not callable(function)):
         raise UserError(f"{field}={reference!r}: module {module_name} has no function {name!r}")
     return function
 

@@ -27,6 +27,7 @@ from tfdist.config import (
     Optimizer,
     augment_syntax,
     field_syntax,
+    training_objects,
 )
 from tfdist.errors import UserError
 
@@ -87,6 +88,9 @@ def _choices_of_training(experiment: Experiment) -> None:
         raise UserError(
             "train.on_nonfinite=rollback goes back to a checkpoint: it cannot be used with checkpoint.every=off"
         )
+    training_objects.loss(train)
+    training_objects.metrics(train)
+    training_objects.callbacks(train)
 
 
 def _data(data: Data) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.data.batch_layout import Layout, own_rows
+from tfdist.data.batch_order import BatchOrder
 from tfdist.data.sources import Arrays, Batches, order
 from tfdist.data.structures import Structure
 
@@ -112,6 +113,7 @@ class BatchFeed:
         self._endless = not once and (across or self.batches is not None)
         sizes = {spec.shape[0] for spec in tf.nest.flatten(source.decoded.element_spec)}
         self._full = layout.even and sizes == {layout.batch}
+        self._order = BatchOrder()
         self._dataset = self._decoded(self._stored)
         self._iterator: tf.data.Iterator | None = None
 
@@ -123,7 +125,7 @@ class BatchFeed:
                 rows, count = own_rows(batch, layout)
                 return decode(*rows) if decode else rows, count
 
-            stored = stored.map(own, tf.data.AUTOTUNE)
+            stored = self._order.watched(stored).map(own, tf.data.AUTOTUNE)
         elif decode:
             stored = stored.map(decode, tf.data.AUTOTUNE)
         return stored.prefetch(tf.data.AUTOTUNE)
@@ -131,8 +133,16 @@ class BatchFeed:
     def next(self, update: int, limit: int) -> FeedCall:
         del update  # an iterator knows its position
         if self._iterator is None:
+            self._order.begin()
             self._iterator = iter(self._dataset)
         return FeedCall((self._iterator,), 0, limit, self._full)
+
+    def digest(self, batches: int) -> str:
+        """Returns a checksum of all batches that were read so far, `batches` more than before; the same on all workers.
+
+        It is "" where there is no other worker.
+        """
+        return self._order.digest(batches) if self._layout.local else ""
 
     def resume(self, update: int, epoch: int, begun: int) -> None:
         """Goes to a batch by skipping, before anything is decoded.
@@ -143,6 +153,8 @@ class BatchFeed:
         if not self._endless:
             for _ in range(epoch):
                 iter(self._stored)
+        self._iterator = None  # what it reads ahead is forgotten with it
+        self._order.begin()
         self._iterator = iter(self._decoded(self._stored.skip(update if self._endless else begun)))
 
     def restart(self) -> None:

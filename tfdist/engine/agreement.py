@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from tfdist.engine.step.step import Step
-from tfdist.errors import Interrupted
+from tfdist.errors import Interrupted, UserError
 
 
 class Agreed(NamedTuple):
@@ -25,9 +25,12 @@ class _StopVote(NamedTuple):
     reason: str
     stop_training: bool
     save: bool
+    read: str
 
 
-def agree(step: Step, label: str, seconds: float, should_stop: Callable[[], str], save: bool = False) -> Agreed:
+def agree(
+    step: Step, label: str, seconds: float, should_stop: Callable[[], str], save: bool = False, read: str = ""
+) -> Agreed:
     """Exchanges what the workers see, and gives all models the same `stop_training`.
 
     Args:
@@ -35,13 +38,21 @@ def agree(step: Step, label: str, seconds: float, should_stop: Callable[[], str]
       seconds: how long the call took here.
       should_stop: returns a reason to stop the run, or nothing.
       save: whether this worker finds it time for a checkpoint.
+      read: checksum of the batches that this worker has read.
 
     Raises:
+      UserError: another worker has read other batches.
       Interrupted: some worker has a reason to stop.
     """
     peers = step.distribution.peers
-    mine = _StopVote(seconds, should_stop(), bool(getattr(step.model, "stop_training", False)), save)
+    mine = _StopVote(seconds, should_stop(), bool(getattr(step.model, "stop_training", False)), save, read)
     votes = [_StopVote(*vote) for vote in peers.gather(label, list(mine))]
+    for rank, vote in enumerate(votes):
+        if vote.read != votes[0].read:
+            raise UserError(
+                f"worker {rank} ({peers.hosts[rank]}) has read other batches than worker 0 up to {label}: give "
+                "shuffle() a seed, as in shuffle(1000, seed=0), and set a global seed, if any, alike on all workers"
+            )
     for rank, vote in enumerate(votes):
         if vote.reason:
             raise Interrupted(vote.reason + (f" (worker {rank})" if peers.size > 1 else ""))

@@ -86,6 +86,14 @@ def read_epochs(source: sources.Source, layout: Layout, shuffle: bool, seed: int
     return BatchFeed(source, layout, across=across)
 
 
+def digest(feed: Feed, batches: int) -> str:
+    """Returns a checksum of what a feed has read so far, `batches` more than before, which all workers must have alike.
+
+    It is "" where the order is a function of seed and epoch, and so the same in any case.
+    """
+    return feed.digest(batches) if isinstance(feed, BatchFeed) else ""
+
+
 def read_once(source: sources.Source, layout: Layout) -> tuple[Feed, int | None]:
     """Returns a feed that reads `source` in its own order, and its number of batches if known."""
     if isinstance(source, sources.Batches):

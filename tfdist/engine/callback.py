@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import keras
 
@@ -14,9 +13,14 @@ from tfdist.engine.timing import Call
 class Callback(keras.callbacks.Callback):
     """A Keras callback with further hooks, which `tfdist.fit` calls; Keras' own `fit` ignores them.
 
-    Each does nothing until a subclass overrides it. They are called on every worker; what a callback does there must
-    not differ between workers where it changes the model.
+    Each does nothing until a subclass overrides it. They are called on every worker, or with `chief_only` on the chief;
+    what a callback does must not differ between workers where it changes the model.
     """
+
+    chief_only: bool | None = None
+    """With True, the callback is called on worker 0 alone, which is for those that write: files, a terminal, a server.
+    It may save the model, but not change it, nor call what needs the other workers, such as `tfdist.evaluate`. Any
+    callback may have this attribute; without it, or with None, it is True for those of Keras that write."""
 
     takes_many_updates: bool = False
     """A call of the compiled function makes many updates, unless a callback overrides `on_train_batch_begin` or
@@ -74,31 +78,3 @@ class Callback(keras.callbacks.Callback):
 def with_hooks(callbacks: keras.callbacks.CallbackList) -> list[Callback]:
     """Returns those of the callbacks that have these hooks, in their order."""
     return [callback for callback in callbacks.callbacks if isinstance(callback, Callback)]
-
-
-def as_list(
-    callbacks: Sequence[keras.callbacks.Callback] | keras.callbacks.CallbackList | None,
-    *,
-    model: keras.Model,
-    verbose: int | str,
-    epochs: int = 1,
-    steps: int | None,
-    history: bool = True,
-) -> keras.callbacks.CallbackList:
-    """Returns the callbacks as Keras would call them; a list that is one already stays as it is.
-
-    Args:
-      steps: batches of an epoch, if known.
-      history: with the `History` that `fit` returns.
-    """
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        return callbacks
-    return keras.callbacks.CallbackList(
-        callbacks,
-        add_history=history,
-        add_progbar=verbose != 0,
-        model=model,
-        verbose=verbose,
-        epochs=epochs,
-        steps=steps,
-    )

@@ -15,7 +15,7 @@ from tfdist.data.batch_layout import Layout
 from tfdist.data.structures import Structure
 from tfdist.distributed import connect
 from tfdist.distributed.distribution import Distribution
-from tfdist.engine import agreement, arguments, batching, callback, preconditions, step_calls
+from tfdist.engine import agreement, arguments, batching, callback_list, preconditions, step_calls
 from tfdist.engine.arguments import Callbacks, Data
 from tfdist.engine.call_errors import EndOfData
 from tfdist.engine.step import ema
@@ -50,7 +50,7 @@ def evaluate(
       batch_size: global batch of arrays; 32 if not given.
       verbose: 0 for no progress bar.
       steps: evaluate this many batches only.
-      callbacks: Keras callbacks; their `on_test_*` methods are called.
+      callbacks: Keras callbacks; their `on_test_*` methods are called, as in `fit` on the chief alone or everywhere.
       return_dict: unlike in Keras, True if not given.
       should_stop: as for `fit`.
 
@@ -68,8 +68,9 @@ def evaluate(
     average_statistics(model, distribution)
     batch_size = batching.batch_size_of(source, batch_size, steps)
     measured = Evaluation(model, source, distribution, batch_size, steps)
-    called = callback.as_list(callbacks, model=model, verbose=verbose, steps=measured.batches, history=False)
-    logs = measured.run(called, should_stop)
+    called = callback_list.for_measuring(callbacks, model, distribution, verbose, measured.batches)
+    with keras_internals.variables_as_numbers(), callback_list.apart(called, distribution):
+        logs = measured.run(called, should_stop)
     return logs if return_dict else keras_internals.metrics_in_order(model, logs)
 
 
@@ -176,7 +177,7 @@ def _pieces(
     feed, batches = _read_once(source, layout, steps, "predict from")
     step = step_calls.step_of(model, distribution, source, outputs_only=True)
     call = step.compiled(kind, layout)
-    callbacks = callback.as_list(told[0], model=model, verbose=told[1], steps=batches, history=False)
+    callbacks = callback_list.for_measuring(told[0], model, distribution, told[1], batches)
     sources.reader(source).begin()
     callbacks.on_predict_begin()
     i = 0
@@ -191,8 +192,9 @@ def _pieces(
         callbacks.on_predict_batch_end(i, {"outputs": piece.outputs})
         i += 1
         yield piece
-        if should_stop:
-            agreement.agree(step, f"batch {i} of the predictions", 0.0, should_stop)
+        read = batching.digest(feed, 1)
+        if should_stop or read:
+            agreement.agree(step, f"batch {i} of the predictions", 0.0, should_stop or agreement.never, read=read)
     if not i:
         raise UserError("the data set to predict from is empty: give it at least one batch")
     callbacks.on_predict_end()
@@ -302,7 +304,8 @@ class Evaluation:
             seconds = time.perf_counter() - start
             logs, done = totals.add(result), done + fresh
             callbacks.on_test_batch_end(done - 1, logs)
-            agreed = agreement.agree(step, f"batch {done} of an evaluation", seconds, should_stop)
+            read = batching.digest(self._feed, fresh)
+            agreed = agreement.agree(step, f"batch {done} of an evaluation", seconds, should_stop, read=read)
             self._pace.took(agreed.seconds, fresh, part.full)
             if fresh < part.last - part.first:
                 break

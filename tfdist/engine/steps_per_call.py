@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keras
 
+from tfdist.engine import callback_list
 from tfdist.engine.callback import Callback
 from tfdist.errors import UserError
 from tfdist.models import keras_internals
@@ -56,6 +57,7 @@ def choose(model: keras.Model, callbacks: keras.callbacks.CallbackList, steps_pe
 def looks_at_batches(callback: keras.callbacks.Callback) -> bool:
     """Tells whether a callback wants every single update."""
     own = keras.callbacks
+    callback = callback_list.original(callback)
     match callback:
         case own.ModelCheckpoint():
             return callback.save_freq != "epoch"

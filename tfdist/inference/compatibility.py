@@ -100,7 +100,9 @@ def from_logits(model: keras.Model, from_file: bool) -> bool | None:
       None where nothing tells.
     """
     if not model.compiled:
-        return None if from_file else True
+        from tfdist.models import objective
+
+        return None if from_file else not objective.ends_with_probabilities(model)
     return getattr(model.loss, "from_logits", None)
 
 

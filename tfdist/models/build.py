@@ -12,11 +12,10 @@ from tfdist import config
 from tfdist.config import field_syntax, user_functions
 from tfdist.config.messages import logger
 from tfdist.data.loaded import Loaded
-from tfdist.data.record_feed import is_weighted
 from tfdist.data.sources import Arrays, Records, Source, one_hot, targets_of
 from tfdist.data.spec import Spec
 from tfdist.errors import UserError, one_line
-from tfdist.models import freezing, keras_internals, pretrained
+from tfdist.models import freezing, keras_internals, objective, pretrained
 from tfdist.models.zoo import keras_applications, layers, small, tables, text, vision
 
 
@@ -72,7 +71,7 @@ def build(experiment: config.Experiment, spec: Spec, quiet: bool = False) -> ker
 def compiled(
     model: keras.Model, optimizer: keras.optimizers.Optimizer, experiment: config.Experiment, data: Loaded
 ) -> Loaded:
-    """Gives the model its optimizer, and a loss that fits the data unless it brought one.
+    """Gives the model its optimizer, and the loss and metrics of the experiment unless it brought its own.
 
     Returns:
       The data, its targets in the form that the loss wants.
@@ -82,38 +81,41 @@ def compiled(
         outputs that are no logits.
     """
     _check_inputs(experiment.model.name, model, data.train)
-    smoothing = experiment.train.label_smoothing
-    mixes = isinstance(data.train, Records) and data.train.mix is not None
+    train = experiment.train
+    if model.compiled:
+        for field, value in (("train.loss", train.loss), ("train.metrics", train.metrics)):
+            if value:
+                raise UserError(
+                    f"{field}={value!r}, and model.name={experiment.model.name!r} compiles the model itself: "
+                    "leave out one of them"
+                )
     if model.compiled or data.spec.classes is None:
-        if mixes:
+        if isinstance(data.train, Records) and data.train.mix is not None:
             raise UserError(
                 f"data.augment={experiment.data.augment!r} mixes classes, which is for classification "
                 "with tfdist's own loss: leave out mixup and cutmix"
             )
-        if smoothing:
+        if train.label_smoothing:
             raise UserError(
-                f"train.label_smoothing={smoothing} is for classification with tfdist's own loss: set it to 0"
+                f"train.label_smoothing={train.label_smoothing} is for classification with tfdist's own loss: "
+                "set it to 0"
             )
-        if not model.compiled:
-            _check_targets(experiment.model.name, model, data.train)
-            model.compile(optimizer=optimizer, loss="mse", metrics=["mae"])
-        elif model.dtype_policy.name == "mixed_float16":
+    if model.compiled:
+        if model.dtype_policy.name == "mixed_float16":
             model.optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
         else:
             model.optimizer = optimizer
         return data
-    _check_outputs(experiment.model.name, model, data.spec.classes)
-    weighted = is_weighted(data.train)
-    reduction = "mean_with_sample_weight" if weighted else "sum_over_batch_size"
-    loss: keras.Loss
-    if smoothing or mixes:
-        loss = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=smoothing, reduction=reduction)
-        train, evaluation = one_hot(data.train, data.spec.classes), one_hot(data.eval, data.spec.classes)
-        data = dataclasses.replace(data, train=train, eval=evaluation)
+    goal = objective.of(experiment, model, data)
+    if data.spec.classes is None:
+        if not goal.own:
+            _check_targets(experiment.model.name, model, data.train)
     else:
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
-    metrics = {"weighted_metrics" if weighted else "metrics": ["accuracy"]}
-    model.compile(optimizer=optimizer, loss=loss, **metrics)
+        _check_outputs(experiment.model.name, model, data.spec.classes, train.loss)
+    model.compile(optimizer=optimizer, **goal.arguments())
+    if goal.one_hot:
+        classes = data.spec.classes or 0
+        data = dataclasses.replace(data, train=one_hot(data.train, classes), eval=one_hot(data.eval, classes))
     return data
 
 
@@ -166,22 +168,24 @@ def _check_targets(name: str, model: keras.Model, train: Source) -> None:
         )
 
 
-def _check_outputs(name: str, model: keras.Model, classes: int) -> None:
-    """Refuses what tfdist's own loss cannot train: it takes logits, and would train probabilities without a word."""
+def _check_outputs(name: str, model: keras.Model, classes: int, loss: str) -> None:
+    """Refuses what the loss cannot train: tfdist's own takes logits, and would train probabilities without a word.
+
+    Args:
+      loss: that was asked for; empty for tfdist's own.
+    """
     outputs = keras.tree.flatten(getattr(model, "outputs", None) or [])
     if len(outputs) != 1:  # none: a class of one's own, which has not been called yet
         return
-    last: Any = model
-    while isinstance(last, keras.Model) and getattr(last, "outputs", None):  # a class of one's own does not tell
-        last = keras_internals.producing_layer(last.outputs[0])
-    activation = getattr(last, "activation", None)
-    if type(last).__name__ == "Softmax" or activation in (keras.activations.softmax, keras.activations.sigmoid):
+    activation = objective.ends_with_probabilities(model)
+    if activation and not loss:
         raise UserError(
-            f"model.name={name!r} ends with {getattr(activation, '__name__', 'softmax')}, and tfdist's own loss takes "
-            "logits: leave that activation out, or let a function compile the model with a loss of its own"
+            f"model.name={name!r} ends with {activation}, and tfdist's own loss takes logits: leave that activation "
+            "out, or set train.loss"
         )
     units = outputs[0].shape[-1]
-    if units is not None and units < classes:
+    alone = bool(loss) and (units, classes) == (1, 2)  # one score, for the second class
+    if units is not None and units < classes and not alone:
         raise UserError(f"model.name={name!r} has {units} outputs, the data {classes} classes: give it as many")
 
 

@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 from keras.src.utils import naming
 from tensorflow.python.distribute.distribute_lib import ReplicaContextBase
+from tensorflow.python.distribute.values import DistributedVariable
 from tensorflow.python.framework import ops
 from tensorflow.python.ops import custom_gradient
 
@@ -449,6 +450,28 @@ def optimized_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Var
 def profiles_batches(callback: keras.callbacks.TensorBoard) -> bool:
     """Returns whether the callback profiles; what it has read from `profile_batch` is kept privately."""
     return bool(callback._should_trace)
+
+
+@contextlib.contextmanager
+def variables_as_numbers() -> Iterator[None]:
+    """Lets `float(optimizer.learning_rate)` and `int(optimizer.iterations)` work, within it, under every strategy.
+
+    Keras hands both to TensorFlow's variable, and that of a strategy has neither method, though the plain one has. So a
+    callback that works on one device would end the training on two. Nothing public is between the two: the methods are
+    added to TensorFlow's class.
+    """
+
+    def number(kind: type) -> Callable[[tf.Variable], Any]:
+        return lambda variable: kind(variable.numpy())
+
+    added = [kind for kind in (float, int) if f"__{kind.__name__}__" not in vars(DistributedVariable)]
+    for kind in added:
+        setattr(DistributedVariable, f"__{kind.__name__}__", number(kind))
+    try:
+        yield
+    finally:
+        for kind in added:
+            delattr(DistributedVariable, f"__{kind.__name__}__")
 
 
 # -- TensorFlow's bookkeeping of gradients ------------------------------------

@@ -69,6 +69,7 @@ def lines(
     """
     layout = Layout(plan.global_batch, plan.replicas, plan.accumulate)
     tail = plan.examples % plan.global_batch
+    asked = {name: getattr(experiment.train, name) for name in ("loss", "metrics", "callbacks")}
     micro = f" in {plan.accumulate} micro-batches of {layout.micro}" if plan.accumulate > 1 else ""
     rows = [
         ("data", f"{experiment.data.name}, {plan.examples:,} examples, {list(data.spec.shape)} {data.spec.dtype}"),
@@ -87,6 +88,7 @@ def lines(
             f"{_size(needs.total)} per replica: weights {_size(needs.weights)}, gradients {_size(needs.gradients)},",
         ),
         ("", f"optimizer {_size(needs.optimizer)}; activations come on top"),
+        *((name, text) for name, text in asked.items() if text),
         ("folder", folder),
     ]
     factors = layerwise_rates.factors(

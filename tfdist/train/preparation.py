@@ -18,7 +18,7 @@ from tfdist.data.loaded import Loaded
 from tfdist.distributed.connect import Site
 from tfdist.distributed.distribution import Distribution
 from tfdist.models import build as models
-from tfdist.models import optimizers
+from tfdist.models import objective, optimizers
 from tfdist.train import batch_size_search
 
 
@@ -34,6 +34,8 @@ class Preparation:
     schedule: schedule_lib.Plan
     class_weights: dict[int, float] | None
     model: keras.Model
+    callbacks: list[keras.callbacks.Callback]
+    """Those of `train.callbacks`."""
     """Compiled, under the scope of the strategy."""
     checkpoints: manager.Checkpoints
     profiled: tuple[int, int]
@@ -85,6 +87,7 @@ def prepare(
         schedule=schedule,
         class_weights=weights_of_classes,
         model=model,
+        callbacks=objective.callbacks(experiment),
         checkpoints=checkpoints,
         profiled=schedule_lib.profiled(environment.profile, schedule),
         resumes=resume.goes_on(folder, environment, site.cluster.attempt, checkpoints.off),

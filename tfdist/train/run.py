@@ -148,7 +148,7 @@ class Run:
             validation_freq=schedule.eval_every,
             validation_batch_size=experiment.eval.batch_size,
             class_weight=self._prepared.class_weights,
-            callbacks=[self._recorder, *self._monitors.callbacks, *self._early_stopping],
+            callbacks=[self._recorder, *self._monitors.callbacks, *self._early_stopping, *self._prepared.callbacks],
             reduce_dtype=experiment.optimizer.reduce_dtype,
             checkpoints=None if self._checkpoints.off else self._checkpoints,
             on_nonfinite=experiment.train.on_nonfinite,

@@ -62,6 +62,8 @@ class Peers:
         self._alone = not connections
         self._held = held
         self._gathers = 0
+        self._apart = ""
+        """What this worker does without the others, in words; "" while it does nothing of that kind."""
         if not self._alone:
             self._watch.start()
             atexit.register(self._at_exit)
@@ -82,7 +84,12 @@ class Peers:
         Args:
           phase: see `stall_detection.State`.
           update: updates made so far; as before if not given.
+
+        Raises:
+          UserError: all workers have a part in that phase, and this one is `apart`.
         """
+        if phase in stall_detection.TOGETHER:
+            self._needs_others()
         self._watch.activity.begin(phase, update)
         if phase in stall_detection.EXEMPT:  # said at once: the next beat may have to wait for Python's lock
             self._watch.transport.tell({"beat": phase, "update": self._watch.activity.own.update, "for": 0.0})
@@ -96,6 +103,24 @@ class Peers:
             yield
         finally:
             self.doing(before)
+
+    @contextlib.contextmanager
+    def apart(self, what: str) -> Iterator[None]:
+        """Notes that this worker does something without the others meanwhile, which may take as long as saving does.
+
+        Args:
+          what: it is, for the message to who then calls something that needs all workers, which would wait for ever.
+        """
+        with self.during("saving"):
+            self._apart, before = what, self._apart
+            try:
+                yield
+            finally:
+                self._apart = before
+
+    def _needs_others(self) -> None:
+        if self._apart:
+            raise UserError(f"{self._apart}, and calls what needs all workers: leave that out, or set chief_only=False")
 
     @contextlib.contextmanager
     def seeing_signals(self) -> Iterator[None]:
@@ -121,9 +146,11 @@ class Peers:
 
         Raises:
           PeerError: a worker was lost meanwhile.
+          UserError: this worker is `apart`.
         """
         if self._alone:
             return [value]
+        self._needs_others()
         number, self._gathers = self._gathers, self._gathers + 1
         self._watch.give(number, label, value)
         with self.during("waiting"):

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 EXEMPT = ("starting", "compiling", "saving")
 """Phases that may take long, and in which a worker may hold Python's lock; the stall timeout is longer for them."""
+TOGETHER = ("compiling", "call", "waiting")
+"""Phases in which a worker needs the others."""
 EXEMPT_FACTOR = 6
 AHEAD_S = 10.0
 """A call of the others that has not ended so long after a worker has finished will not end."""

@@ -1,0 +1,90 @@
+"""The checksums by which workers notice that they have read other batches."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist.data import batch_order
+from tfdist.data.batch_layout import Layout
+from tfdist.data.feeds import BatchFeed
+from tfdist.data.sources import Batches
+
+X = np.random.default_rng(1).normal(size=(12, 3)).astype("float32")
+COLUMNS = {
+    "class numbers": np.arange(12) % 5,
+    "one-hot rows": np.eye(5, dtype="uint8")[np.arange(12) % 5],
+    "fractions": X[:, 0],
+    "double": X.astype("float64"),
+    "half": X.astype("float16"),
+    "truth values": np.arange(12) % 3 == 0,
+    "texts": np.array([f"label {i}" for i in range(12)]),
+    "large numbers": np.arange(12).astype("uint64") + 2**63,
+    "complex numbers": X[:, 0] + 1j * X[:, 1],
+}
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_another_order_has_another_checksum(name):
+    y = COLUMNS[name]
+    other = np.roll(y, 1, 0)
+    one, two, again = (int(batch_order.checksum((X, tf.constant(v)))) for v in (y, other, y))
+    assert one == again != two
+
+
+def test_what_counts():
+    y, weight = tf.constant(np.arange(12)), tf.constant(X[:, 0])
+    base = batch_order.checksum((X, y))
+    assert batch_order.checksum((X + 1, y)) == base, "inputs may be changed at random"
+    assert batch_order.checksum((X, y, weight)) != batch_order.checksum((X, y, weight[::-1]))
+    assert batch_order.checksum((tf.constant(X),)) != batch_order.checksum((tf.constant(X[::-1]),))
+    assert batch_order.checksum(({"a": X, "b": tf.constant(X[:, :0])},)) != base
+    short = batch_order.checksum((X[:8], y[:8]))
+    assert short != base
+
+
+def feed_of(dataset, **layout):
+    return BatchFeed(Batches(dataset), Layout(4, 2, 1, **layout))
+
+
+def read(feed, update, count):
+    """Reads batches as a call does; returns the digest, and the targets of this worker's rows."""
+    iterator = feed.next(update, count).feed[0]
+    rows = [next(iterator)[0][1].numpy().tolist() for _ in range(count)]
+    return feed.digest(count), rows
+
+
+def data(seed):
+    return tf.data.Dataset.from_tensor_slices((X, np.arange(12))).shuffle(12, seed=seed).batch(4)
+
+
+def test_workers_that_read_the_same_have_the_same_digest():
+    chief, other = feed_of(data(3), first=0, local=1), feed_of(data(3), first=1, local=1)
+    for count in (1, 2, 3, 1):
+        (one, rows), (two, others) = read(chief, 0, count), read(other, 0, count)
+        assert one == two != ""
+        assert rows != others, "each has its own rows of them"
+
+
+def test_it_goes_on_after_a_resume_and_a_restart():
+    chief, other = feed_of(data(3), first=0, local=1), feed_of(data(3), first=1, local=1)
+    endless = [feed_of(data(3).filter(lambda x, y: True), first=rank, local=1) for rank in range(2)]
+    for one, two in ((chief, other), endless):
+        assert read(one, 0, 2)[0] == read(two, 0, 2)[0]
+        for feed in (one, two):
+            feed.resume(5, 1, 2)
+        assert read(one, 5, 1)[0] == read(two, 5, 1)[0]
+        for feed in (one, two):
+            feed.restart()
+        assert read(one, 6, 1)[0] == read(two, 6, 1)[0]
+
+
+def test_other_batches_have_another_digest():
+    tf.random.set_seed(None)
+    found = {read(feed_of(data(None), first=0, local=1), 0, 3)[0] for _ in range(4)}
+    assert len(found) > 1
+
+
+def test_a_lone_worker_looks_at_nothing():
+    feed = feed_of(data(3))
+    next(feed.next(0, 1).feed[0])
+    assert feed.digest(1) == ""

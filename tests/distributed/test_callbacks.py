@@ -1,0 +1,99 @@
+"""Callbacks and data sets on several workers: who writes, what a backup restores, and in which order examples come."""
+
+import pickle
+
+import keras
+import numpy as np
+import pytest
+from support import callback_worker, training_cases, worlds
+
+
+@pytest.fixture(scope="module", params=["multi_worker", pytest.param("horovod", marks=pytest.mark.whole)])
+def world(request, tmp_path_factory):
+    """The folder of two workers, and what each has found, by scene."""
+    folder = tmp_path_factory.mktemp("world")
+    worlds.start(request.param, 2, {}, folder, "callback_worker.py", [])
+    return folder, [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(2)]
+
+
+def scene(world, name):
+    return [worker[name] for worker in world[1]]
+
+
+def test_callbacks_that_write_are_called_on_the_chief_alone(world):
+    chief, other = scene(world, "writers")
+    expected = {"log.csv", *(f"{n}.keras" for n in range(1, 5)), "update 2.keras", "update 4.keras"}
+    assert expected <= set(chief["files"]) and any("events" in name for name in chief["files"])
+    assert other["files"] == []
+    assert [epoch for epoch, _ in chief["writer"]] == [0, 1, 2, 3] and other["writer"] == []
+    assert "Epoch 1/9" in chief["said"] and other["said"] == ""
+    assert chief["left"] == [], "a callback of the user is not as it was"
+    saved = keras.saving.load_model(world[0] / "rank 0" / "4.keras")
+    for a, b in zip(saved.get_weights(), chief["weights"], strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_callbacks_that_change_the_training_are_called_everywhere(world):
+    chief, other = scene(world, "writers")
+    assert chief["epochs"] == other["epochs"] == [0, 1, 2, 3], "EarlyStopping with a patience of 3"
+    assert chief["rates"] == other["rates"] == pytest.approx([0.1, 0.1, 0.05, 0.025])
+    for a, b in zip(chief["weights"], other["weights"], strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_file_within_an_epoch_has_the_mean_of_all_statistics(world):
+    chief, other = scene(world, "writers")
+    for a, b in zip(chief["statistics"], other["statistics"], strict=True):
+        np.testing.assert_array_equal(a, b)
+    saved = keras.saving.load_model(world[0] / "rank 0" / "update 4.keras")
+    np.testing.assert_array_equal(saved.layers[2].moving_mean.numpy(), chief["statistics"][-1])
+
+
+def test_what_the_chief_cannot_do_alone_is_refused(world, request):
+    chief, _ = scene(world, "writers")
+    texts = [
+        "Writer.on_epoch_end runs on the chief, and calls what needs all workers: leave that out, or set "
+        "chief_only=False",
+        "Writer.on_epoch_end runs on the chief, and reads what is summed over the workers, such as a metric: take it "
+        "from the logs, or set chief_only=False",
+    ]
+    if "horovod" in request.node.name:  # a read is no collective there
+        texts = texts[:1]
+    assert chief["refused"] == texts * 4
+
+
+def test_a_backup_of_the_chief_is_restored_on_all_workers(world, tmp_path):
+    chief, other = scene(world, "backup")
+    assert chief["epochs"] == other["epochs"] == [2, 3]
+    assert chief["weights"].tobytes() == other["weights"].tobytes()
+    assert not (world[0] / "backup 1").exists()
+    # The judge is Keras on one device.
+    x, y = training_cases.images(42)
+    for seed, epochs in ((3, 2), (9, 4)):
+        keras.utils.set_random_seed(seed)
+        model = training_cases.compiled(training_cases.dense(), keras.optimizers.SGD(0.1, momentum=0.9))
+        keep = keras.callbacks.BackupAndRestore(tmp_path / "backup", delete_checkpoint=False)
+        model.fit(x, y, epochs=epochs, callbacks=[keep], **callback_worker.BACKUP)
+    assert chief["iterations"] == other["iterations"] == int(model.optimizer.iterations)
+    assert training_cases.distance(chief["weights"], training_cases.weights(model)) < 1e-6
+
+
+@pytest.mark.parametrize("name, where", [("fit", "update 1"), ("evaluate", "batch 1"), ("predict", "batch 1")])
+def test_a_shuffle_without_a_seed_is_refused(world, name, where):
+    chief, other = (worker[name] for worker in scene(world, "shuffled"))
+    assert chief == other
+    assert "worker 1" in chief and f"has read other batches than worker 0 up to {where}" in chief
+    assert chief.endswith("if any, alike on all workers")
+
+
+@pytest.mark.parametrize("name", ["seeded", "of unknown length"])
+def test_a_shuffle_with_a_seed_is_that_of_one_device(world, name, connect):
+    chief, other = (worker[name] for worker in scene(world, "shuffled"))
+    assert chief.tobytes() == other.tobytes()
+    one = callback_worker.shuffled(connect(1), None, [name])[name]
+    assert training_cases.distance(chief, one) < 1e-6
+
+
+def test_other_random_changes_of_the_inputs_are_nobodys_error(world):
+    chief, other = (worker["augmented"] for worker in scene(world, "shuffled"))
+    assert chief.tobytes() == other.tobytes()

@@ -1,0 +1,162 @@
+"""One worker that trains with callbacks and data sets: `python callback_worker.py FOLDER`; see `SCENES` for what.
+
+What comes out goes to FOLDER/<rank>.pickle. The options of `tfdist.connect` come in CONNECT, as JSON. Each worker is
+given paths of its own, so that it shows which of them has written.
+"""
+
+import contextlib
+import io
+import json
+import os
+import pathlib
+import pickle
+import sys
+
+import tfdist
+
+if __name__ == "__main__":
+    DISTRIBUTION = tfdist.connect(**json.loads(os.environ["CONNECT"]))
+
+import keras
+import tensorflow as tf
+
+from support import training_cases
+
+L = keras.layers
+
+
+def model_of(distribution, seed=3, **norm):
+    keras.utils.set_random_seed(seed)
+    with distribution.scope():
+        model = keras.Sequential([keras.Input((4, 4, 1)), L.Flatten(), L.Dense(6), L.BatchNormalization(**norm)])
+        model.add(L.Dense(5))
+        return training_cases.compiled(model, keras.optimizers.SGD(0.1, momentum=0.9))
+
+
+def plain(distribution, seed=3):
+    keras.utils.set_random_seed(seed)
+    with distribution.scope():
+        return training_cases.compiled(training_cases.dense(), keras.optimizers.SGD(0.1, momentum=0.9))
+
+
+class Writer(keras.callbacks.Callback):
+    """Writes, and tries what the chief cannot do alone."""
+
+    chief_only = True
+
+    def __init__(self, distribution):
+        super().__init__()
+        self.distribution, self.called, self.refused = distribution, [], []
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.called.append((epoch, sorted(logs)))
+        x, y = training_cases.images(24)
+        for attempt in (
+            lambda: tfdist.evaluate(self.model, x, y, distribution=self.distribution),
+            lambda: self.model.metrics[0].result(),
+        ):
+            try:
+                attempt()
+            except tfdist.UserError as error:
+                self.refused.append(str(error))
+
+
+class Everywhere(keras.callbacks.Callback):
+    """Notes what it sees on its worker."""
+
+    def __init__(self):
+        super().__init__()
+        self.rates, self.statistics = [], []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.statistics.append(self.model.layers[2].moving_mean.numpy())
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.rates.append(float(self.model.optimizer.learning_rate))
+
+
+def writers(distribution, folder):
+    model, own = model_of(distribution), folder / f"rank {distribution.rank}"
+    writer, everywhere = Writer(distribution), Everywhere()
+    callbacks = [
+        everywhere,
+        keras.callbacks.ReduceLROnPlateau("loss", patience=1, factor=0.5, min_delta=100),
+        keras.callbacks.EarlyStopping("loss", patience=3, min_delta=100),
+        keras.callbacks.ModelCheckpoint(own / "{epoch}.keras"),
+        keras.callbacks.ModelCheckpoint(own / "update {batch}.keras", save_freq=2),
+        keras.callbacks.CSVLogger(own / "log.csv"),
+        keras.callbacks.TensorBoard(own / "tb"),
+        writer,
+    ]
+    if distribution.is_chief:
+        own.mkdir()
+    x, y = training_cases.images(48)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        history = tfdist.fit(
+            model, x, y, distribution=distribution, batch_size=12, epochs=9, verbose=1, callbacks=callbacks
+        )
+    return {
+        "files": sorted(str(p.relative_to(own)) for p in own.rglob("*") if p.is_file()),
+        "epochs": history.epoch,
+        "rates": everywhere.rates,
+        "statistics": everywhere.statistics,
+        "writer": writer.called,
+        "refused": writer.refused,
+        "left": [name for name in vars(writer) if name.startswith("on_")],
+        "said": said.getvalue(),
+        "weights": model.get_weights(),
+    }
+
+
+BACKUP = {"batch_size": 12, "shuffle": False, "verbose": 0}
+
+
+def backup(distribution, folder):
+    """A training of two epochs, and another, of a model with other weights, that goes on after them."""
+    x, y = training_cases.images(42)
+    where = folder / f"backup {distribution.rank}"
+    for seed, epochs in ((3, 2), (9, 4)):
+        model = plain(distribution, seed)
+        keep = keras.callbacks.BackupAndRestore(where, delete_checkpoint=False)
+        history = tfdist.fit(model, x, y, distribution=distribution, epochs=epochs, callbacks=[keep], **BACKUP)
+    iterations = int(model.optimizer.iterations.numpy())
+    return {"epochs": history.epoch, "weights": training_cases.weights(model), "iterations": iterations}
+
+
+def batches(seed, augment=False):
+    data = tf.data.Dataset.from_tensor_slices(training_cases.images(42)).shuffle(42, seed=seed).batch(12)
+    return data.map(lambda x, y: (x + tf.random.normal(tf.shape(x)), y)) if augment else data
+
+
+def shuffled(distribution, folder, names=None):
+    """What comes of data sets with and without a seed; of those in `names`, or all."""
+    found = {}
+    for name, call in {
+        "fit": lambda model: tfdist.fit(model, batches(None), distribution=distribution, epochs=2, verbose=0),
+        "evaluate": lambda model: tfdist.evaluate(model, batches(None), distribution=distribution),
+        "predict": lambda model: tfdist.predict(model, batches(None), distribution=distribution),
+        "seeded": lambda model: tfdist.fit(model, batches(7), distribution=distribution, epochs=3, verbose=0),
+        "of unknown length": lambda model: tfdist.fit(
+            model, batches(7).filter(lambda x, y: True), distribution=distribution, epochs=3, verbose=0
+        ),
+        "augmented": lambda model: tfdist.fit(model, batches(7, True), distribution=distribution, epochs=2, verbose=0),
+    }.items():
+        if names and name not in names:
+            continue
+        model = plain(distribution)
+        tf.random.set_seed(None)  # else what has no seed of its own would be the same everywhere
+        try:
+            call(model)
+            found[name] = training_cases.weights(model)
+        except tfdist.UserError as error:
+            found[name] = str(error)
+    return found
+
+
+SCENES = {"writers": writers, "backup": backup, "shuffled": shuffled}
+
+if __name__ == "__main__":
+    target = pathlib.Path(sys.argv[1])
+    results = {name: scene(DISTRIBUTION, target) for name, scene in SCENES.items()}
+    (target / f"{DISTRIBUTION.rank}.pickle").write_bytes(pickle.dumps(results))

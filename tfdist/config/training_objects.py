@@ -1,0 +1,134 @@
+"""Losses, metrics and callbacks as they are written in an experiment: names of Keras, or functions. No TensorFlow.
+
+`EarlyStopping(patience=3), my.callbacks:make` names a class of Keras with arguments, and a function of one's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from tfdist.config import Train, field_syntax
+from tfdist.errors import UserError
+
+LOSSES = (
+    "BinaryCrossentropy", "BinaryFocalCrossentropy", "CategoricalCrossentropy", "CategoricalFocalCrossentropy",
+    "CategoricalHinge", "CosineSimilarity", "Dice", "Hinge", "Huber", "KLDivergence", "LogCosh", "MeanAbsoluteError",
+    "MeanAbsolutePercentageError", "MeanSquaredError", "MeanSquaredLogarithmicError", "Poisson",
+    "SparseCategoricalCrossentropy", "SquaredHinge", "Tversky",
+)  # fmt: skip
+METRICS = (
+    "AUC", "BinaryAccuracy", "BinaryCrossentropy", "BinaryIoU", "CategoricalAccuracy", "CategoricalCrossentropy",
+    "CategoricalHinge", "CosineSimilarity", "F1Score", "FBetaScore", "FalseNegatives", "FalsePositives", "Hinge",
+    "KLDivergence", "LogCoshError", "MeanAbsoluteError", "MeanAbsolutePercentageError", "MeanSquaredError",
+    "MeanSquaredLogarithmicError", "OneHotMeanIoU", "Poisson", "Precision", "PrecisionAtRecall", "R2Score", "Recall",
+    "RecallAtPrecision", "RootMeanSquaredError", "SensitivityAtSpecificity", "SparseCategoricalAccuracy",
+    "SparseCategoricalCrossentropy", "SparseTopKCategoricalAccuracy", "SpecificityAtSensitivity", "SquaredHinge",
+    "TopKCategoricalAccuracy", "TrueNegatives", "TruePositives",
+)  # fmt: skip
+CALLBACKS = (
+    "BackupAndRestore", "CSVLogger", "EarlyStopping", "ModelCheckpoint", "ReduceLROnPlateau", "RemoteMonitor",
+    "SwapEMAWeights", "TensorBoard", "TerminateOnNaN",
+)  # fmt: skip
+"""Classes of Keras that texts can be the arguments of, listed here so that a misspelt name needs no Keras."""
+ACCURACY = ("accuracy", "acc")
+"""Keras chooses what these mean by the shapes of targets and outputs."""
+_SHORT = {
+    "mse": "MeanSquaredError",
+    "mae": "MeanAbsoluteError",
+    "mape": "MeanAbsolutePercentageError",
+    "msle": "MeanSquaredLogarithmicError",
+    "bce": "BinaryCrossentropy",
+    "kld": "KLDivergence",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Asked:
+    """One loss, metric or callback."""
+
+    field: str
+    """Where it was asked for, such as `train.loss`."""
+    name: str
+    """As it was written, without its arguments."""
+    kind: str
+    """The class of Keras, `accuracy`, or "" for `package.module:function`."""
+    options: field_syntax.Options
+    called: bool
+    """Whether arguments were written, if only ()."""
+
+
+def loss(train: Train) -> Asked | None:
+    """Returns what `train.loss` asks for, None for the loss that fits the data.
+
+    Raises:
+      UserError: it is not understood, no name of Keras, or more than one.
+    """
+    asked = _all("train.loss", train.loss, LOSSES, ())
+    if len(asked) > 1:
+        raise UserError(f"train.loss={train.loss!r} names {len(asked)} losses: give one, or a function that adds them")
+    return asked[0] if asked else None
+
+
+def metrics(train: Train) -> list[Asked]:
+    """Returns what `train.metrics` asks for; none for those that fit the data."""
+    return _all("train.metrics", train.metrics, METRICS, ACCURACY)
+
+
+def callbacks(train: Train) -> list[Asked]:
+    """Returns what `train.callbacks` asks for."""
+    return _all("train.callbacks", train.callbacks, CALLBACKS, ())
+
+
+def _all(field: str, text: str, classes: tuple[str, ...], more: tuple[str, ...]) -> list[Asked]:
+    by_name = {name: name for name in (*classes, *more)}
+    if field != "train.callbacks":  # losses and metrics have names in lower case, too, and some short ones
+        by_name |= {_lower(name): name for name in classes}
+        by_name |= {short: name for short, name in _SHORT.items() if name in classes}
+    found = []
+    for part in _parts(field, text):
+        match = re.fullmatch(r"([\w.:]+)\s*(?:\((.*)\))?", part, re.DOTALL)
+        if not match:
+            raise UserError(f"{field}={text!r} is not understood: write names as in {_EXAMPLES[field]}")
+        name, arguments = match[1], match[2]
+        if name not in by_name and not field_syntax.is_reference(name):
+            known = tuple(by_name) if field == "train.callbacks" else (*more, *map(_lower, classes))
+            raise UserError(f"unknown {field} {name!r}{field_syntax.suggest(name, known)}, or package.module:function")
+        options = field_syntax.options(f"the arguments of {name} in {field}", arguments or "")
+        found.append(Asked(field, name, by_name.get(name, ""), options, arguments is not None))
+    names = [one.name for one in found if one.field == "train.metrics"]
+    for name in names:
+        if names.count(name) > 1 and not all(one.options for one in found if one.name == name):
+            raise UserError(f"{field}={text!r} gives {name} {names.count(name)} times: give it once")
+    return found
+
+
+_EXAMPLES = {
+    "train.loss": "categorical_focal_crossentropy(gamma=3.0) or package.module:function",
+    "train.metrics": "accuracy, TopKCategoricalAccuracy(k=3), package.module:function",
+    "train.callbacks": "EarlyStopping(patience=3), package.module:function",
+}
+
+
+def _parts(field: str, text: str) -> list[str]:
+    """Splits at commas that are not within brackets or quotes."""
+    parts, depth, quote = [""], 0, ""
+    for letter in text:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "\"'":
+            quote = letter
+        else:
+            depth += (letter in "([") - (letter in ")]")
+        if letter == "," and not depth and not quote:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    if depth or quote or (text.strip() and not all(part.strip() for part in parts)):
+        raise UserError(f"{field}={text!r} is not understood: write names as in {_EXAMPLES[field]}")
+    return [part.strip() for part in parts if part.strip()]
+
+
+def _lower(name: str) -> str:
+    """Returns the name in lower case that Keras gives a class."""
+    return re.sub("([a-z])([A-Z])", r"\1_\2", re.sub("(.)([A-Z][a-z]+)", r"\1_\2", name)).lower()

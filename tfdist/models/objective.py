@@ -1,0 +1,195 @@
+"""What a model is trained for and measured by: its loss and metrics, those that fit the data or those asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+import keras
+
+from tfdist import config
+from tfdist.config import training_objects, user_functions
+from tfdist.config.training_objects import Asked
+from tfdist.data.loaded import Loaded
+from tfdist.data.record_feed import is_weighted
+from tfdist.data.sources import Records
+from tfdist.errors import UserError
+from tfdist.models import keras_internals
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LossAndMetrics:
+    """Loss and metrics, as Keras' compile takes them."""
+
+    loss: Any
+    metrics: list[Any]
+    one_hot: bool
+    """Whether they compare outputs with rows of 0 and 1 instead of class numbers."""
+    weighted: bool
+    """Whether metrics count the examples' own weights."""
+    own: bool
+    """Whether the loss is the user's own, of which nothing is known."""
+
+    def arguments(self) -> dict[str, Any]:
+        """Returns the arguments of `compile`."""
+        return {"loss": self.loss, "weighted_metrics" if self.weighted else "metrics": self.metrics}
+
+
+def of(experiment: config.Experiment, model: keras.Model, data: Loaded) -> LossAndMetrics:
+    """Returns what `train.loss` and `train.metrics` ask for, and for what they leave open, what fits the data.
+
+    Raises:
+      UserError: a name or function that cannot be used, or that does not fit the data or the other fields.
+    """
+    asked, metrics = training_objects.loss(experiment.train), training_objects.metrics(experiment.train)
+    if data.spec.classes is None:
+        loss = _loss(asked, model, {}) if asked else "mse"
+        return LossAndMetrics(loss, _metrics(metrics, model) or ["mae"], False, False, bool(asked and not asked.kind))
+    smoothing = experiment.train.label_smoothing
+    mixes = isinstance(data.train, Records) and data.train.mix is not None
+    weighted = is_weighted(data.train)
+    fitting: dict[str, Any] = {"reduction": "mean_with_sample_weight"} if weighted else {}
+    if asked is None:
+        rows = bool(smoothing) or mixes or any(_takes_rows(metric, model) for metric in metrics)
+        name = "CategoricalCrossentropy" if rows else "SparseCategoricalCrossentropy"
+        asked = Asked("train.loss", name, name, {}, False)
+    else:
+        rows = bool(_takes_rows(asked, model))
+    if mixes and not rows:
+        raise UserError(
+            f"data.augment={experiment.data.augment!r} mixes classes, and train.loss={asked.name} takes class numbers: "
+            "leave out mixup and cutmix, or use categorical_crossentropy"
+        )
+    if smoothing:
+        fitting["label_smoothing"] = _smoothing(asked, smoothing)
+    for metric in metrics:
+        _check_targets(metric, _takes_rows(metric, model), rows)
+    made = _metrics(metrics, model) or ["accuracy"]
+    return LossAndMetrics(_loss(asked, model, fitting), made, rows, weighted, not asked.kind)
+
+
+def callbacks(experiment: config.Experiment) -> list[keras.callbacks.Callback]:
+    """Returns what `train.callbacks` asks for, made anew.
+
+    Raises:
+      UserError: something there makes no callbacks.
+    """
+    made = []
+    for asked in training_objects.callbacks(experiment.train):
+        if asked.kind:
+            found = _of_keras(keras.callbacks, asked, {})
+        else:
+            function = user_functions.resolve(asked.field, asked.name, called=False)
+            single = isinstance(function, keras.callbacks.Callback)
+            found = function if single else user_functions.call(asked.field, function, asked.options)
+        for callback in found if isinstance(found, (list, tuple)) else [found]:
+            if not isinstance(callback, keras.callbacks.Callback):
+                raise UserError(f"{asked.field}: {asked.name} must return Keras callbacks, got {callback!r}")
+            made.append(callback)
+    return made
+
+
+def ends_with_probabilities(model: keras.Model) -> str:
+    """Returns the name of the softmax or sigmoid that a model's only output comes out of, else ""."""
+    outputs = keras.tree.flatten(getattr(model, "outputs", None) or [])
+    if len(outputs) != 1:  # none: a class of one's own, which has not been called yet
+        return ""
+    last: Any = model
+    while isinstance(last, keras.Model) and getattr(last, "outputs", None):  # a class of one's own does not tell
+        last = keras_internals.producing_layer(last.outputs[0])
+    activation = getattr(last, "activation", None)
+    if type(last).__name__ == "Softmax" or activation in (keras.activations.softmax, keras.activations.sigmoid):
+        return getattr(activation, "__name__", "softmax")
+    return ""
+
+
+def _takes_rows(asked: Asked, model: keras.Model) -> bool | None:
+    """Tells whether a loss or metric of Keras compares rows instead of class numbers; None for one that does either."""
+    if not asked.kind:
+        return None
+    if asked.kind in training_objects.ACCURACY:
+        return None
+    outputs = keras.tree.flatten(getattr(model, "outputs", None) or [])
+    single = len(outputs) == 1 and outputs[0].shape[-1] == 1
+    return not (asked.kind.startswith("Sparse") or single)
+
+
+def _check_targets(metric: Asked, takes_rows: bool | None, rows: bool) -> None:
+    """Refuses a metric that would compare outputs with targets of another form, and mean nothing."""
+    if takes_rows is None or takes_rows == rows:
+        return
+    if rows:
+        raise UserError(
+            f"train.metrics: {metric.name} takes class numbers, and the loss rows of 0 and 1: use one without sparse "
+            "in its name, or set train.label_smoothing=0 and leave out mixup, cutmix and a categorical train.loss"
+        )
+    raise UserError(
+        f"train.metrics: {metric.name} takes rows of 0 and 1, and the loss class numbers: use one with sparse in its "
+        "name, or a train.loss with categorical in its name"
+    )
+
+
+def _smoothing(asked: Asked, smoothing: float) -> float:
+    takes = asked.kind and "label_smoothing" in inspect.signature(getattr(keras.losses, asked.kind)).parameters
+    if not takes or "label_smoothing" in asked.options or asked.kind.startswith("Sparse"):
+        raise UserError(
+            f"train.label_smoothing={smoothing} does not go with train.loss={asked.name}"
+            f"{' and its own' * ('label_smoothing' in asked.options)}: set it to 0"
+        )
+    return smoothing
+
+
+def _loss(asked: Asked, model: keras.Model, fitting: dict[str, Any]) -> Any:
+    """Returns a loss.
+
+    Args:
+      fitting: arguments that Keras' own take besides.
+    """
+    return _of_keras(keras.losses, asked, _logits(asked, model, keras.losses) | fitting) if asked.kind else _own(asked)
+
+
+def _metrics(asked: list[Asked], model: keras.Model) -> list[Any]:
+    made: list[Any] = []
+    for metric in asked:
+        if metric.kind in training_objects.ACCURACY:
+            made.append(metric.kind)
+        elif metric.kind:
+            named = {} if metric.name == metric.kind else {"name": metric.name}  # as Keras calls them in its logs
+            made.append(_of_keras(keras.metrics, metric, _logits(metric, model, keras.metrics) | named))
+        else:
+            made.append(_own(metric))
+    return made
+
+
+def _logits(asked: Asked, model: keras.Model, module: Any) -> dict[str, Any]:
+    """Returns what outputs are: Keras takes them for probabilities, and would train logits as such without a word."""
+    kind = getattr(module, asked.kind, None)
+    if kind is None or "from_logits" not in inspect.signature(kind).parameters:
+        return {}
+    return {"from_logits": not ends_with_probabilities(model)}
+
+
+def _of_keras(module: Any, asked: Asked, fitting: dict[str, Any]) -> Any:
+    """Returns an object of Keras.
+
+    Args:
+      fitting: arguments that stand back behind those that were written.
+    """
+    kind = getattr(module, asked.kind, None)
+    if kind is None:
+        raise UserError(f"{asked.field}={asked.name} needs a newer Keras than {keras.__version__}: upgrade it")
+    try:
+        return user_functions.call(f"{asked.name} in {asked.field}", kind, {**fitting, **asked.options})
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{asked.field}: {asked.name} cannot be made: {error}") from error
+
+
+def _own(asked: Asked) -> Any:
+    """Returns a loss or metric of one's own: an object or a function as it is, a class or what has arguments called."""
+    found = user_functions.resolve(asked.field, asked.name)
+    if asked.called or inspect.isclass(found):
+        found = user_functions.call(asked.field, found, asked.options)
+    if not callable(found):
+        raise UserError(f"{asked.field}: {asked.name} must be what compile takes, got {found!r}")
+    return found
