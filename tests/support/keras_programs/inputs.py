@@ -126,7 +126,12 @@ PROGRAMS = [
     given("a column of weights", lambda n: (*classes(n), 0.5 + np.arange(n)[:, None] / n)),
     given("weights by token", tagged_weighed, lambda: tagger(weighted_metrics=["accuracy"])),
     given("class weights", classes, fit=lambda folder: BALANCED),
-    given("class weights beside weights", weighed(classes), fit=lambda folder: BALANCED),
+    given(
+        "class weights beside weights",
+        weighed(classes),
+        fit=lambda folder: BALANCED,
+        unlike_keras="it refuses both at a time; tfdist multiplies them",
+    ),
     given(
         "class weights of one-hot rows",
         class_per_row,

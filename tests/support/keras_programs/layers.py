@@ -175,7 +175,7 @@ def quantized(mode):
 
 def text(n):
     words = np.array(["a red cat", "a blue dog", "the cat", "red", "dog the blue"])
-    return words[rng().integers(0, 5, n)], classes(n)[1]
+    return tf.constant(words[rng().integers(0, 5, n)]), classes(n)[1]
 
 
 def reads_text():
@@ -195,7 +195,7 @@ def looks_up():
 
 def words_and_numbers(n):
     words = np.array(["red", "blue", "green"])[rng().integers(0, 3, (n, 1))]
-    return [words, normal(n, 1)], classes(n)[1]
+    return [tf.constant(words), normal(n, 1)], classes(n)[1]
 
 
 def hashes():

@@ -71,7 +71,7 @@ def one_number(y, p):
 
 def total(y, p):
     """A sum over the batch; twice the rows are twice the loss."""
-    return ops.sum(ops.square(p - y))
+    return 0.01 * ops.sum(ops.square(p - y))
 
 
 def of_loss_objects(y, p):
@@ -134,9 +134,9 @@ def of_two_heads_weighed(n):
     return *of_two_heads(n), weights
 
 
-def tagger(loss=None, **kwargs):
-    model = keras.Sequential([keras.Input((5,), dtype="int32"), L.Embedding(12, 4, mask_zero=True), L.Dense(5)])
-    return compiled(model, loss, **kwargs)
+def tagger(loss=None, activation=None, **kwargs):
+    layers = [keras.Input((5,), dtype="int32"), L.Embedding(12, 4, mask_zero=True), L.Dense(5, activation)]
+    return compiled(keras.Sequential(layers), loss, **kwargs)
 
 
 def tagged(n):
@@ -264,6 +264,7 @@ PROGRAMS = [
     Program("loss Tversky", lambda: segmenter(lambda: losses.Tversky(0.3, 0.7)), masks_of_pictures),
     loss("that ignores a class", lambda: sparse(ignore_class=-1), some_ignored),
     loss("by name", lambda: "kl_divergence", shares, "softmax"),
+    loss("crossentropy by name", lambda: "crossentropy", one_hot, "softmax"),
     loss("summed", lambda: losses.MeanSquaredError(reduction="sum"), numbers, tolerance=2e-6),
     loss("mean by weight", lambda: losses.Huber(reduction="mean_with_sample_weight"), weighed(numbers)),
     loss("summed with weights", lambda: losses.LogCosh(reduction="sum"), weighed(numbers)),
@@ -313,8 +314,7 @@ PROGRAMS = [
     Program("loss masked", tagger, tagged),
     Program("loss masked and summed", lambda: tagger(sparse(reduction="sum")), tagged),
     Program("loss masked with weights by token", tagger, tagged_weighed),
-    Program("loss masked with weights by example", tagger, weighed(tagged)),
-    Program("loss masked in a function", lambda: tagger(losses.sparse_categorical_crossentropy), tagged),
+    Program("loss masked in a function", lambda: tagger(losses.sparse_categorical_crossentropy, "softmax"), tagged),
     Program("loss added by a layer", lambda: adding(AddsMean()), classes),
     Program("loss added by a layer as a sum", lambda: adding(AddsSum()), classes),
     Program("loss added by a layer of weights", lambda: adding(AddsOfWeights()), classes),

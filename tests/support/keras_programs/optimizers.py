@@ -142,7 +142,6 @@ PROGRAMS = [
         "OrthogonalRegularizer",
         lambda: optimizers.SGD(0.1),
         lambda: dense(kernel_regularizer=keras.regularizers.OrthogonalRegularizer(0.05)),
-        precision="float64",
     ),
     trained("frozen layers", lambda: optimizers.AdamW(1e-2), frozen_below),
     trained("sparse gradients", lambda: optimizers.Adam(1e-2), embedded, of_tokens),
