@@ -1,0 +1,103 @@
+"""What people write with Keras ends the same under every strategy, and as with Keras' own fit on one device."""
+
+import inspect
+import pickle
+import re
+
+import keras
+import pytest
+from support import keras_programs, worlds
+from support.keras_programs import program as programs
+
+WORLDS = {"multi_worker 2": ("multi_worker", 2), "horovod 2": ("horovod", 2)}
+
+KNOWN: dict = {}
+
+
+def cells():
+    """Yields each program with each number of rows under each strategy; `make test` has one of these cells each."""
+    for turn, program in enumerate(keras_programs.PROGRAMS):
+        for which, rows in enumerate(program.rows):
+            for at, strategy in enumerate(programs.STRATEGIES):
+                if program.unlike_one and strategy != programs.ONE:
+                    continue
+                short = at == turn % len(programs.STRATEGIES) or program.unlike_one
+                marks = [] if short and which == turn // 5 % len(program.rows) else [pytest.mark.whole]
+                yield pytest.param(program, rows, strategy, id=f"{program}@{rows}-{strategy}", marks=marks)
+
+
+@pytest.fixture(scope="module")
+def reference(connect, tmp_path_factory):
+    """What a program ends with on one device: by Keras itself, where it is right."""
+    known = {}
+
+    def get(program, rows, strategy):
+        run = programs.by_tfdist if program.unlike_keras and strategy != programs.ONE else programs.by_keras
+        if (program, rows, run) not in known:
+            known[program, rows, run] = run(program, rows, connect(1), tmp_path_factory.mktemp("program"))
+        return known[program, rows, run]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def run(request, connect, tmp_path_factory):
+    """Runs a program under a strategy; the workers of a world run all that is asked of them at once."""
+    found = {}
+
+    def in_world(strategy):
+        asked = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+        names = [f"{p['program']}@{p['rows']}" for p in asked if p.get("strategy") == strategy and "program" in p]
+        folder = tmp_path_factory.mktemp("world")
+        worlds.start(*WORLDS[strategy], {}, folder, "program_worker.py", list(dict.fromkeys(names)))
+        return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(WORLDS[strategy][1])]
+
+    def get(program, rows, strategy):
+        if strategy in WORLDS:
+            if strategy not in found:
+                found[strategy] = in_world(strategy)
+            outcomes = [worker[f"{program}@{rows}"] for worker in found[strategy]]
+            for outcome in outcomes:
+                if isinstance(outcome, Exception):
+                    raise outcome
+            return outcomes
+        replicas = 1 if strategy == programs.ONE else int(strategy.split()[1])
+        return [programs.by_tfdist(program, rows, connect(replicas), tmp_path_factory.mktemp("program"))]
+
+    return get
+
+
+@pytest.mark.parametrize("program, rows, strategy", cells())
+def test_agrees_with_keras_on_one_device(program, rows, strategy, reference, run):
+    outcomes = run(program, rows, strategy)
+    refusal = program.refusal(strategy)
+    for got in outcomes:
+        if refusal:
+            assert isinstance(got, str) and refusal in got and "\n" not in got
+        elif strategy == programs.ONE and program.unlike_keras:
+            assert isinstance(got, programs.Outcome), got
+        else:
+            inexact = program.inexact if rows % program.batch else ()
+            programs.assert_agrees(got, reference(program, rows, strategy), program, inexact)
+
+
+@pytest.mark.parametrize("kind", ["losses", "metrics", "optimizers", "callbacks"])
+def test_every_class_of_keras_occurs(kind):
+    public = {n for n, c in vars(getattr(keras, kind)).items() if inspect.isclass(c) and n[0].isupper()}
+    text = inspect.getsource(getattr(keras_programs, kind))
+    missing = {n for n in public if not re.search(rf"\b{n}\b", text)}
+    assert missing <= OCCUR_ELSEWHERE[kind], missing - OCCUR_ELSEWHERE[kind]
+
+
+OCCUR_ELSEWHERE = {
+    "losses": set(),
+    "metrics": set(),
+    "optimizers": set(),
+    # The first two are made by fit itself; the others need a server, or a package that tfdist does not ask for.
+    "callbacks": {"History", "CallbackList", "ProgbarLogger", "RemoteMonitor", "OrbaxCheckpoint"},
+}
+
+
+def test_names_are_unique():
+    names = [program.name for program in keras_programs.PROGRAMS]
+    assert len(names) == len(set(names)) >= 120

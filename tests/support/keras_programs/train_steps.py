@@ -1,0 +1,342 @@
+"""Models with a train_step, test_step or predict_step of their own, as Keras' guides write them."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from support.keras_programs.program import L, Program, classes, compiled, features, normal, numbers, sparse
+
+ops, metrics = keras.ops, keras.metrics
+OWN_STEP = {"several": "has its own"}
+
+
+def small(units=5, activation=None, width=6):
+    return keras.Sequential([keras.Input((width,)), L.Dense(6, activation="tanh"), L.Dense(units, activation)])
+
+
+class Plain(keras.Model):
+    """The guide's first example: the loss of compile(), the step of one's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = small()
+
+    def call(self, x):
+        return self.net(x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = self.compute_loss(y=y, y_pred=y_pred)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss)
+            else:
+                metric.update_state(y, y_pred)
+        return {m.name: m.result() for m in self.metrics}
+
+
+class Weighted(Plain):
+    """The guide's second example: weights, and metrics that the model keeps itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.loss_tracker, self.error = metrics.Mean(name="loss"), metrics.MeanAbsoluteError(name="mae")
+
+    @property
+    def metrics(self):
+        return [self.loss_tracker, self.error]
+
+    def train_step(self, data):
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = keras.losses.mean_squared_error(y, y_pred)
+            loss = ops.mean(loss if weight is None else loss * weight)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        self.loss_tracker.update_state(loss)
+        self.error.update_state(y, y_pred, sample_weight=weight)
+        return {m.name: m.result() for m in self.metrics}
+
+    def test_step(self, data):
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+        y_pred = self(x, training=False)
+        self.loss_tracker.update_state(ops.mean(keras.losses.mean_squared_error(y, y_pred)))
+        self.error.update_state(y, y_pred, sample_weight=weight)
+        return {m.name: m.result() for m in self.metrics}
+
+
+def weighed_numbers(n):
+    return *numbers(n), np.linspace(0.2, 3.0, n).astype("float32")
+
+
+class OwnTestStep(keras.Model):
+    """Trains as Keras does, and measures in its own way."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = small()
+
+    def call(self, x):
+        return self.net(x)
+
+    def test_step(self, data):
+        x, y = data
+        y_pred = self(x, training=False)
+        self._loss_tracker.update_state(ops.mean(ops.abs(y - y_pred)), sample_weight=ops.shape(x)[0])
+        return self.get_metrics_result()
+
+
+class OwnPredictStep(OwnTestStep):
+    test_step = keras.Model.test_step
+
+    def predict_step(self, data):
+        x = data[0] if isinstance(data, tuple) else data
+        return 2.0 * self(x, training=False)
+
+
+class Clips(Plain):
+    """Clips gradients by hand."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        gradients, _ = tf.clip_by_global_norm(tape.gradient(loss, self.trainable_variables), 0.1)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        self._loss_tracker.update_state(loss, sample_weight=ops.shape(x)[0])
+        return {"loss": self._loss_tracker.result()}
+
+
+class GAN(keras.Model):
+    """Two optimizers. The noise comes with the data, so that it is the same under every strategy."""
+
+    def __init__(self):
+        super().__init__()
+        self.discriminator, self.generator = small(1), small(6, width=3)
+        self.d_loss, self.g_loss = metrics.Mean(name="d_loss"), metrics.Mean(name="g_loss")
+
+    @property
+    def metrics(self):
+        return [self.d_loss, self.g_loss]
+
+    def compile(self, d_optimizer, g_optimizer, loss_fn):
+        super().compile()
+        self.d_optimizer, self.g_optimizer, self.loss_fn = d_optimizer, g_optimizer, loss_fn
+
+    def call(self, x):
+        return self.generator(x["noise"])
+
+    def losses_of(self, x):
+        generated = self.generator(x["noise"])
+        logits = self.discriminator(ops.concatenate([generated, x["real"]], 0))
+        labels = ops.concatenate([ops.ones_like(logits[: ops.shape(generated)[0]]), 0 * x["real"][:, :1]], 0)
+        fooled = self.discriminator(generated)
+        return self.loss_fn(labels, logits), self.loss_fn(ops.zeros_like(fooled), fooled)
+
+    def train_step(self, data):
+        x = data[0] if isinstance(data, tuple) else data
+        with tf.GradientTape(persistent=True) as tape:
+            d_loss, g_loss = self.losses_of(x)
+        for loss, net, optimizer in (
+            (d_loss, self.discriminator, self.d_optimizer),
+            (g_loss, self.generator, self.g_optimizer),
+        ):
+            optimizer.apply(tape.gradient(loss, net.trainable_variables), net.trainable_variables)
+        self.d_loss.update_state(d_loss)
+        self.g_loss.update_state(g_loss)
+        return {"d_loss": self.d_loss.result(), "g_loss": self.g_loss.result()}
+
+    def test_step(self, data):
+        d_loss, g_loss = self.losses_of(data[0] if isinstance(data, tuple) else data)
+        self.d_loss.update_state(d_loss)
+        self.g_loss.update_state(g_loss)
+        return {"d_loss": self.d_loss.result(), "g_loss": self.g_loss.result()}
+
+
+def gan():
+    model = GAN()
+    model.compile(
+        keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.05), keras.losses.BinaryCrossentropy(from_logits=True)
+    )
+    return model
+
+
+def real_and_noise(n):
+    return ({"real": features(n), "noise": normal(n, 3, seed=9)},)
+
+
+class VAE(keras.Model):
+    """Keras' example. The noise of its sampling comes with the data."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = small(4), small(6, width=2)
+        self.trackers = [metrics.Mean(name=name) for name in ("loss", "reconstruction", "kl")]
+
+    @property
+    def metrics(self):
+        return self.trackers
+
+    def call(self, x):
+        return self.decoder(self.encoder(x["image"])[:, :2])
+
+    def measured(self, x):
+        mean, log_variance = ops.split(self.encoder(x["image"]), 2, -1)
+        decoded = self.decoder(mean + ops.exp(0.5 * log_variance) * x["noise"])
+        reconstruction = ops.mean(ops.sum(ops.square(decoded - x["image"]), -1))
+        kl = -0.5 * ops.mean(ops.sum(1 + log_variance - ops.square(mean) - ops.exp(log_variance), -1))
+        return reconstruction + kl, reconstruction, kl
+
+    def noted(self, values):
+        for tracker, value in zip(self.trackers, values):
+            tracker.update_state(value)
+        return {tracker.name: tracker.result() for tracker in self.trackers}
+
+    def train_step(self, data):
+        x = data[0] if isinstance(data, tuple) else data
+        with tf.GradientTape() as tape:
+            values = self.measured(x)
+        gradients = tape.gradient(values[0], self.trainable_weights)
+        self.optimizer.apply(gradients, self.trainable_weights)
+        return self.noted(values)
+
+    def test_step(self, data):
+        return self.noted(self.measured(data[0] if isinstance(data, tuple) else data))
+
+
+def vae():
+    model = VAE()
+    model.compile(keras.optimizers.SGD(0.02))
+    return model
+
+
+def image_and_noise(n):
+    return ({"image": features(n), "noise": normal(n, 2, seed=9)},)
+
+
+class Distiller(keras.Model):
+    """Keras' example: compute_loss of one's own, with a teacher."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher, self.student = small(), small()
+        self.teacher.trainable = False
+
+    def compile(self, optimizer, metrics, student_loss_fn, distillation_loss_fn):
+        super().compile(optimizer=optimizer, metrics=metrics)
+        self.student_loss_fn, self.distillation_loss_fn = student_loss_fn, distillation_loss_fn
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        teacher = self.teacher(x, training=False)
+        soft = self.distillation_loss_fn(ops.softmax(teacher / 3), ops.softmax(y_pred / 3)) * 9
+        return 0.3 * self.student_loss_fn(y, y_pred) + 0.7 * soft
+
+    def call(self, x):
+        return self.student(x)
+
+
+def distiller():
+    model = Distiller()
+    accuracy = keras.metrics.SparseCategoricalAccuracy()
+    model.compile(keras.optimizers.SGD(0.1), [accuracy], sparse(), keras.losses.KLDivergence())
+    return model
+
+
+class Contrastive(keras.Model):
+    """SimCLR: the others of the batch are the negatives."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.tracker = small(4), metrics.Mean(name="loss")
+
+    @property
+    def metrics(self):
+        return [self.tracker]
+
+    def call(self, x):
+        return self.net(x)
+
+    def contrast(self, x):
+        a, b = (ops.normalize(self.net(view), axis=-1) for view in (x, 1.1 * x + 0.1))
+        logits = ops.matmul(a, ops.transpose(b)) / 0.5
+        return keras.losses.sparse_categorical_crossentropy(ops.arange(ops.shape(x)[0]), logits, from_logits=True)
+
+    def train_step(self, data):
+        x = data[0] if isinstance(data, tuple) else data
+        with tf.GradientTape() as tape:
+            loss = ops.mean(self.contrast(x))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        self.tracker.update_state(loss)
+        return {"loss": self.tracker.result()}
+
+    def test_step(self, data):
+        self.tracker.update_state(ops.mean(self.contrast(data[0] if isinstance(data, tuple) else data)))
+        return {"loss": self.tracker.result()}
+
+
+def contrastive():
+    model = Contrastive()
+    model.compile(keras.optimizers.SGD(0.1))
+    return model
+
+
+class Siamese(keras.Model):
+    """Keras' example of triplets; add_loss does without a step of one's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = small(3)
+
+    def call(self, x):
+        anchor, near, far = (self.net(x[name]) for name in ("anchor", "near", "far"))
+        to_near, to_far = (ops.sum(ops.square(anchor - other), -1) for other in (near, far))
+        self.add_loss(ops.mean(ops.softplus(to_near - to_far + 0.5)))
+        return to_near, to_far
+
+
+def siamese():
+    model = Siamese()
+    model.compile(keras.optimizers.SGD(0.05))
+    return model
+
+
+def triplets(n):
+    return ({"anchor": features(n), "near": features(n) + 0.1 * normal(n, 6, seed=1), "far": normal(n, 6, seed=2)},)
+
+
+class WithoutOptimizerOfKeras(Plain):
+    """Updates its variables by hand."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = ops.mean(ops.square(y - self(x, training=True)))
+        for variable, gradient in zip(
+            self.trainable_variables, tape.gradient(loss, self.trainable_variables), strict=True
+        ):
+            variable.assign_sub(0.1 * gradient)
+        return {"loss": loss}
+
+
+def step(name, build, data, refused=OWN_STEP, **kwargs):
+    return Program(f"step {name}", build, data, refused=refused, **kwargs)
+
+
+PROGRAMS = [
+    step("plain", lambda: compiled(Plain(), "mse", metrics=[metrics.MeanAbsoluteError(name="mae")]), numbers),
+    step("with weights", lambda: compiled(Weighted(), "mse"), weighed_numbers),
+    step("for tests", lambda: compiled(OwnTestStep(), "mse"), numbers),
+    step("for predictions", lambda: compiled(OwnPredictStep(), "mse"), numbers),
+    step("that clips", lambda: compiled(Clips(), "mse"), numbers),
+    step("without an optimizer", lambda: compiled(WithoutOptimizerOfKeras(), "mse"), numbers),
+    step("GAN", gan, real_and_noise),
+    step("VAE", vae, image_and_noise),
+    step("distillation", distiller, classes),
+    step("contrastive", contrastive, lambda n: (features(n),)),
+    step("siamese by add_loss", siamese, triplets, refused={}),
+]
