@@ -11,7 +11,7 @@ from tfdist import config
 from tfdist.config import schedule as schedule_lib
 from tfdist.config import validation
 from tfdist.distributed import collectives
-from tfdist.engine import replica_check
+from tfdist.engine.checks import replica_check
 from tfdist.errors import TrainingError, UserError
 from tfdist.models import optimizers
 

@@ -13,8 +13,8 @@ from support import training_cases
 
 import tfdist
 from tfdist.checkpoints import files
-from tfdist.engine import preconditions
 from tfdist.engine import steps_per_call as steps_per_call_lib
+from tfdist.engine.checks import preconditions
 from tfdist.engine.fit_options import FitOptions
 from tfdist.engine.step import optimizer_update
 from tfdist.errors import Interrupted

@@ -363,6 +363,7 @@ def outcome(case, distribution, precision, **fit):
         epochs=EPOCHS,
         verbose=0,
         accumulate=case.accumulate,
+        check_agreement="off",  # it has tests of its own, and costs as much as the rest
         **{**case.fit, **fit},
     )
     evaluation = tfdist.evaluate(model, given, distribution=distribution, batch_size=case.batch)

@@ -14,11 +14,13 @@ from tfdist.errors import UserError
 
 STRATEGIES = ("auto", "default", "mirrored", "multi_worker", "tpu", "horovod")
 JIT = ("auto", "on", "off")
+CHECK_AGREEMENT = ("auto", "on", "off")
 PROGRESS = ("auto", "bar", "plain", "none")
 COMMUNICATION = ("auto", "ring", "nccl")
 RESUME = ("auto", "never", "require")
 OF_A_RUN = (
-    "workdir", "resume", "resume_changed", "requeue", "progress", "tensorboard", "profile", "dry_run",
+    "workdir", "resume", "resume_changed", "requeue", "check_agreement", "progress", "tensorboard", "profile",
+    "dry_run",
 )  # fmt: skip
 """Fields that mean something to `tfdist.train` only."""
 MOST_PROFILED = 100
@@ -38,6 +40,7 @@ class Environment:
     requeue: bool = False
     threads: int | None = None
     jit: str = "auto"
+    check_agreement: str = "auto"
     progress: str = "auto"
     tensorboard: bool = True
     profile: str = ""
@@ -49,7 +52,7 @@ class Environment:
 
     def __post_init__(self):
         choices = {"strategy": STRATEGIES, "jit": JIT, "progress": PROGRESS, "communication": COMMUNICATION}
-        choices["resume"] = RESUME
+        choices |= {"resume": RESUME, "check_agreement": CHECK_AGREEMENT}
         for field, known in choices.items():
             value = getattr(self, field)
             if value not in known:
@@ -124,6 +127,12 @@ def define_flags() -> None:
     flags.DEFINE_bool("requeue", d.requeue, "After a signal and the checkpoint, put this job back into Slurm's queue.")
     flags.DEFINE_integer("threads", d.threads, "Threads per device for TensorFlow; its own default if not given.")
     flags.DEFINE_enum("jit", d.jit, JIT, "Compile forward and backward pass with XLA; auto: on GPUs, not on the CPU.")
+    flags.DEFINE_enum(
+        "check_agreement",
+        d.check_agreement,
+        CHECK_AGREEMENT,
+        "Check before training that 1 and all replicas agree on the model; auto: unless it has passed before.",
+    )
     flags.DEFINE_enum(
         "progress", d.progress, PROGRESS, "Progress display; auto: a bar on a terminal, else plain lines."
     )

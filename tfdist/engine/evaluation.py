@@ -15,9 +15,10 @@ from tfdist.data.batch_layout import Layout
 from tfdist.data.structures import Structure
 from tfdist.distributed import connect
 from tfdist.distributed.distribution import Distribution
-from tfdist.engine import agreement, arguments, batching, callback_list, preconditions, step_calls
+from tfdist.engine import agreement, arguments, batching, callback_list, step_calls
 from tfdist.engine.arguments import Callbacks, Data
 from tfdist.engine.call_errors import EndOfData
+from tfdist.engine.checks import preconditions
 from tfdist.engine.step import ema
 from tfdist.engine.step.results import CallResult
 from tfdist.engine.steps_per_call import Pace

@@ -11,8 +11,9 @@ from tfdist.data import sources
 from tfdist.data.structures import Structure
 from tfdist.distributed import connect
 from tfdist.distributed.distribution import Distribution
-from tfdist.engine import agreement, arguments, fit_options, preconditions
+from tfdist.engine import agreement, arguments, fit_options
 from tfdist.engine.arguments import Callbacks, Data
+from tfdist.engine.checks import preconditions
 from tfdist.engine.fit_loop import FitLoop
 from tfdist.engine.fit_options import FitOptions
 from tfdist.errors import UserError

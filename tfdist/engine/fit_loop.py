@@ -13,18 +13,11 @@ from tfdist.checkpoints import training_state
 from tfdist.checkpoints.resume import Position
 from tfdist.checkpoints.training_run import TrainingRun
 from tfdist.data import sources
-from tfdist.engine import (
-    agreement,
-    batching,
-    callback_list,
-    evaluation,
-    preconditions,
-    step_calls,
-    strategy_check,
-)
+from tfdist.engine import agreement, batching, callback_list, evaluation, step_calls
 from tfdist.engine import steps_per_call as pace_lib
 from tfdist.engine.call_errors import NotFinite, OutOfMemory
 from tfdist.engine.checkpointing import Keeper
+from tfdist.engine.checks import preconditions, strategy_check
 from tfdist.engine.fit_options import FitOptions, is_due
 from tfdist.engine.step import ema
 from tfdist.engine.update_loop import UpdateLoop

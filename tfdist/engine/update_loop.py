@@ -10,11 +10,12 @@ import keras
 import tensorflow as tf
 
 from tfdist.checkpoints.resume import Position
+from tfdist.config.messages import logger
 from tfdist.engine import agreement, batching, callback, callback_list, evaluation, step_calls
 from tfdist.engine import steps_per_call as pace_lib
 from tfdist.engine.call_errors import NotFinite
 from tfdist.engine.checkpointing import Keeper
-from tfdist.engine.replica_check import Guard
+from tfdist.engine.checks.replica_check import Guard
 from tfdist.engine.step.results import CallResult, LastLogs, Totals
 from tfdist.engine.step.step import Step
 from tfdist.engine.steps_per_call import Pace

@@ -48,7 +48,8 @@ def _evaluated(ready: job.Ready, should_stop: Callable[[], str]) -> tuple[dict[s
     """Returns the metrics by name, and over how many examples they are."""
     import keras
 
-    from tfdist.engine import evaluation, preconditions
+    from tfdist.engine import evaluation
+    from tfdist.engine.checks import preconditions
     from tfdist.models import build as models
 
     model, data, distribution = ready.model, ready.data, ready.distribution

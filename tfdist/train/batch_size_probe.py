@@ -137,6 +137,7 @@ class _Trial:
             callbacks=[keras.callbacks.TerminateOnNaN()],  # whose presence makes NaN no error
             learning_rates=field_syntax.layer_rates(experiment.optimizer),
             layer_decay=experiment.optimizer.layer_decay,
+            check_agreement="off",
             verbose=0,
         )
 

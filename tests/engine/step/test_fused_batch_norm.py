@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist.engine.step import fused_batch_norm
+from tfdist.engine.tracing import fused_batch_norm
 
 L = keras.layers
 RENORM = "renorm" in inspect.signature(L.BatchNormalization).parameters

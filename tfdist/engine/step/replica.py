@@ -13,10 +13,10 @@ import tensorflow as tf
 from tfdist.data.batch_layout import Batch, Layout, Rows, rows_of, unpack
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
-from tfdist.engine.step import layer_state, synchronized_batch_norm
-from tfdist.engine.step.layer_state import LayerState
 from tfdist.engine.step.loss import Objective
 from tfdist.engine.step.partial_sums import Payload, goals
+from tfdist.engine.tracing import layer_state, synchronized_batch_norm
+from tfdist.engine.tracing.layer_state import LayerState
 from tfdist.errors import UserError
 from tfdist.models import keras_internals, own_steps
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfdist.data.batch_layout import Layout, unpack
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
-from tfdist.engine import preconditions
+from tfdist.engine.checks import preconditions
 from tfdist.engine.step import loss_kinds, metrics, own_step_call
 from tfdist.engine.step.evaluation_call import evaluation_call
 from tfdist.engine.step.prediction_call import NO_BATCH as NO_BATCH  # those who run the functions look for it

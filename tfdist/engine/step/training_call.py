@@ -12,13 +12,14 @@ import tensorflow as tf
 from tfdist.data.batch_layout import Batch, Layout
 from tfdist.distributed import collectives
 from tfdist.distributed.collectives import sum_in_order
-from tfdist.engine import preconditions
-from tfdist.engine.step import fused_batch_norm, graph_clock, metrics, optimizer_update, trace_patches
+from tfdist.engine.checks import preconditions
+from tfdist.engine.step import graph_clock, metrics, optimizer_update
 from tfdist.engine.step.batch_loop import StepOutput, batch_loop
 from tfdist.engine.step.optimizer_update import Gradients, OwnedOptimizer
 from tfdist.engine.step.partial_sums import Payload
 from tfdist.engine.step.replica import Replica
 from tfdist.engine.step.results import CallResult
+from tfdist.engine.tracing import fused_batch_norm, trace_patches
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import keras
 import tensorflow as tf
 
-from tfdist.engine.step import layer_state
+from tfdist.engine.tracing import layer_state
 from tfdist.models import keras_internals
 
 

@@ -20,7 +20,7 @@ from tfdist.config.messages import logger
 from tfdist.data.batch_layout import Batch, Layout
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
-from tfdist.engine import passed_checks
+from tfdist.engine.checks import passed_checks
 from tfdist.engine.step import metrics, own_step_call
 from tfdist.engine.step.replica import Replica
 from tfdist.engine.step.results import LogNames

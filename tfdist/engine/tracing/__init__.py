@@ -1,0 +1,1 @@
+"""What is put right in Keras and TensorFlow while a step is traced."""
