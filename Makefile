@@ -3,7 +3,7 @@ PYTHON ?= python3
 OLDEST_PYTHON ?= python3.10
 BIN := .venv/bin
 
-.PHONY: train test test-all test-oldest faults horovod lint bench bench-workers bench-checkpoints bench-watching bench-input clean
+.PHONY: train test test-all test-oldest faults horovod lint keras-tests bench bench-workers bench-checkpoints bench-watching bench-input clean
 
 train: .venv/ready
 	$(BIN)/python -m tfdist.train
@@ -24,6 +24,16 @@ test-oldest: .venv-oldest/ready
 # The long ones: processes that are killed, stopped and cut off in mid-run.
 faults: .venv/ready horovod
 	$(BIN)/python -m pytest -m faults
+
+# Keras' own tests of fit, evaluate, predict and callbacks: by Keras itself, and answered by tfdist on one device and on
+# two replicas. KERAS is a checkout of Keras of the installed version.
+KERAS_TESTS = $(addprefix $(KERAS)/keras/src/,trainers/trainer_test.py callbacks)
+keras-tests: .venv/ready
+	test -d "$(KERAS)/keras/src" || { echo "usage: make keras-tests KERAS=path/to/a/checkout/of/keras"; exit 2; }
+	for strategy in keras default mirrored; do \
+	  PYTHONPATH=tests:. $(BIN)/python -m pytest -q -c /dev/null -p no:cacheprovider --rootdir=$(KERAS) --import-mode=importlib \
+	    -p support.keras_own_tests --strategy=$$strategy $(KERAS_TESTS) || exit 1; \
+	done
 
 # Two minutes the first time, nothing afterwards.
 horovod: .venv/ready

@@ -79,41 +79,24 @@ class Answers:
 
     def __init__(self, distribution: tfdist.Distribution):
         self.distribution = distribution
-        self._busy = False
 
     def replace(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Puts tfdist behind the methods, for one test."""
         import keras
 
         trainer = next(c for c in keras.Model.__mro__ if "fit" in vars(c))
-        for name in ("fit", "evaluate", "predict"):
-            monkeypatch.setattr(trainer, name, self._method(getattr(self, f"_{name}"), getattr(trainer, name)))
+        for ours in (tfdist.fit, tfdist.evaluate, tfdist.predict):
+            monkeypatch.setattr(trainer, ours.__name__, self._method(ours))
 
-    def _method(self, ours: Callable, theirs: Callable) -> Callable:
-        @functools.wraps(theirs)
+    def _method(self, ours: Callable) -> Callable:
+        # Without being asked Keras returns a list or a number, and tfdist a dictionary.
+        like_keras = {"return_dict": False} if ours is tfdist.evaluate else {}
+
+        @functools.wraps(ours)
         def method(model, *args, **kwargs):
-            if self._busy:  # tfdist itself leaves some models to Keras
-                return theirs(model, *args, **kwargs)
-            self._busy = True
-            try:
-                return ours(model, *args, **kwargs)
-            finally:
-                self._busy = False
+            return ours(model, *args, distribution=self.distribution, **like_keras | kwargs)
 
         return method
-
-    def _fit(self, model, *args, **kwargs):
-        return tfdist.fit(model, *args, distribution=self.distribution, **kwargs)
-
-    def _predict(self, model, *args, **kwargs):
-        return tfdist.predict(model, *args, distribution=self.distribution, **kwargs)
-
-    def _evaluate(self, model, *args, return_dict=False, **kwargs):
-        """As Keras, which returns a list or a number unless it is asked for a dictionary."""
-        values = tfdist.evaluate(model, *args, distribution=self.distribution, **kwargs)
-        if return_dict:
-            return values
-        return list(values.values()) if len(values) > 1 else next(iter(values.values()))
 
 
 _ANSWERS = pytest.StashKey[Answers]()

@@ -69,10 +69,9 @@ def by_tfdist(program: Program, rows: int, distribution, folder: pathlib.Path) -
     given, options = _arguments(program, rows, folder)
     try:
         history = tfdist.fit(model, *given, distribution=distribution, **options)
-        measured, predicted = _measured(given), _predicted(given)
-        batch = {"batch_size": options["batch_size"]} if "batch_size" in options else {}
-        evaluation = tfdist.evaluate(model, *measured[0], distribution=distribution, **measured[1], **batch)
-        outputs = tfdist.predict(model, *predicted, distribution=distribution, **batch)
+        seen = {"verbose": 0, "distribution": distribution, **_batch(options)}
+        evaluation = tfdist.evaluate(model, *given, **seen)
+        outputs = tfdist.predict(model, given[0], **seen)
     except tfdist.UserError as error:
         return str(error)
     return _outcome(program, model, history, evaluation, outputs, folder)
@@ -88,10 +87,8 @@ def by_keras(program: Program, rows: int, distribution, folder: pathlib.Path) ->
         optimizer.apply = lambda grads, variables=None: apply([_dense(g) for g in grads], variables)
     given, options = _arguments(program, rows, folder)
     history = model.fit(*given, **options)
-    measured, predicted = _measured(given), _predicted(given)
-    batch = {"batch_size": options["batch_size"]} if "batch_size" in options else {}
-    evaluation = model.evaluate(*measured[0], **measured[1], **batch, return_dict=True, verbose=0)
-    outputs = model.predict(*predicted, **batch, verbose=0)
+    evaluation = model.evaluate(*given, **_batch(options), return_dict=True, verbose=0)
+    outputs = model.predict(given[0], **_batch(options), verbose=0)
     return _outcome(program, model, history, evaluation, outputs, folder)
 
 
@@ -122,12 +119,8 @@ def _arguments(program: Program, rows: int, folder: pathlib.Path) -> tuple[tuple
     return data, options | program.fit(folder)
 
 
-def _measured(given: tuple) -> tuple[tuple, dict]:
-    return given, {}
-
-
-def _predicted(given: tuple) -> tuple:
-    return given[:1]
+def _batch(options: dict) -> dict:
+    return {name: options[name] for name in ("batch_size",) if name in options}
 
 
 def _outcome(program, model, history, evaluation, outputs, folder) -> Outcome:
