@@ -469,8 +469,6 @@ def test_models_with_their_own_step_read_python_batches(kind, connect):
     mine, theirs = model(), model()
     history = tfdist.fit(mine, **give(), shuffle=False, verbose=0, **options)
     assert_same((mine, history), (theirs, theirs.fit(**give(), shuffle=False, verbose=0, **options)))
-    with pytest.raises(tfdist.UserError, match="class_weight cannot be used here with a model that has its own step"):
-        tfdist.fit(model(), **give(), class_weight={0: 2.0}, verbose=0, **options)
 
 
 def test_a_worker_among_others_is_not_forked():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import keras
+import tensorflow as tf
 
 from tfdist import config
 from tfdist.config import field_syntax
@@ -24,6 +25,24 @@ def scope(model: keras.Model, distribution: Distribution) -> None:
             f"the model was created under {type(model.distribute_strategy).__name__} and is used with the "
             f"distribution {distribution.name!r}: create it inside `with distribution.scope():`"
         )
+
+
+def created_in_scope(model: keras.Model, distribution: Distribution) -> None:
+    """Refuses optimizers and metrics whose variables all replicas would share, and add their parts to at once."""
+    if not isinstance(
+        distribution.strategy, tf.distribute.MirroredStrategy | tf.distribute.MultiWorkerMirroredStrategy
+    ):
+        return
+    metrics = [m for metric in model.metrics for m in getattr(metric, "metrics", [metric])]
+    for kind, owner in [
+        *(("optimizer", optimizer) for optimizer in own_steps.optimizers(model)),
+        *(("metric", metric) for metric in metrics),
+    ]:
+        if not all(isinstance(v.value, tf.distribute.DistributedValues) for v in owner.variables):
+            raise UserError(
+                f"{kind} {owner.name!r} was created outside of the distribution's scope: create it inside "
+                "`with distribution.scope():`, as the model"
+            )
 
 
 def model_fits(model: keras.Model, distribution: Distribution, accumulate: int) -> None:

@@ -43,6 +43,10 @@ class Computed(NamedTuple):
     gradient: list[np.ndarray]
     """One array per weight that has one."""
 
+    def is_finite(self) -> bool:
+        """Returns whether there is no NaN and no infinity in it."""
+        return all(np.isfinite(array).all() for array in (*self.values.values(), *self.gradient))
+
     def distance(self, other: Computed) -> dict[str, float]:
         """Returns relative differences by name; of the gradient the norm over all weights.
 
@@ -78,11 +82,8 @@ def check(step: Step, choice: str) -> None:
         alone, turned, shared = checked.alone(), checked.alone(backwards=True), checked.shared()
     seconds = time.perf_counter() - start
     noise, distances = alone.distance(turned), alone.distance(shared)
-    if not np.isfinite(list(noise.values())).all() or max(noise.values()) * 20 > LOOSEST:
-        logger.info(
-            f"not checked whether 1 and {distribution.replicas} replicas agree: the model draws random numbers of its "
-            f"own, or rounding alone changes {max(noise, key=noise.__getitem__)} by {max(noise.values()):.0e}"
-        )
+    if not alone.is_finite() or max(noise.values()) * 20 > LOOSEST:
+        logger.info(f"not checked whether 1 and {distribution.replicas} replicas agree: {_unclear(alone, noise)}")
         return
     wrong = [name for name, distance in distances.items() if not distance <= max(ROUNDING, 20 * max(noise.values()))]
     if wrong:
@@ -93,6 +94,14 @@ def check(step: Step, choice: str) -> None:
     told["gradient"] = distances.get("the gradient", 0.0)
     numbers = ", ".join(f"{name} {value:.0e}" for name, value in told.items())
     logger.info(f"checked: 1 and {distribution.replicas} replicas agree on this model, {numbers} ({seconds:.1f} s)")
+
+
+def _unclear(alone: Computed, noise: dict[str, float]) -> str:
+    """Returns why nothing can be told."""
+    if not alone.is_finite():
+        return "loss, metrics or gradient are not finite"
+    name = max(noise, key=noise.__getitem__)
+    return f"the model draws random numbers of its own, or rounding alone changes {name} by {noise[name]:.0e}"
 
 
 class _Check:

@@ -164,6 +164,8 @@ class Step:
           UserError: targets, losses or metrics that do not fit the outputs.
         """
         model = self.model
+        if not outputs_only:
+            preconditions.created_in_scope(model, self.distribution)
         x, y, _ = unpack(_rows(data, keras_internals.fixed_batch(model) or 1))
         with self.distribution.scope():
             outputs = self._outputs(x)
