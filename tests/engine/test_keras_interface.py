@@ -124,7 +124,8 @@ class Numbers(keras.callbacks.Callback):
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_variables_are_numbers_as_in_keras(replicas, connect):
     ours, theirs = Numbers(), Numbers()
-    model = small(connect(replicas), optimizer=keras.optimizers.SGD(1.0))
+    with connect(replicas).scope():  # else they are plain variables
+        model = small(connect(replicas), optimizer=keras.optimizers.SGD(1.0))
     fit(model, connect(replicas), callbacks=[ours], shuffle=False)
     one = small(connect(1), optimizer=keras.optimizers.SGD(1.0))
     x, y = training_cases.images(48)
