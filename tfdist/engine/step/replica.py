@@ -15,7 +15,7 @@ from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.engine.step.loss import Objective
 from tfdist.engine.step.partial_sums import Payload, goals
-from tfdist.engine.tracing import layer_state, synchronized_batch_norm
+from tfdist.engine.tracing import layer_state, synchronized_batch_norm, trace_patches
 from tfdist.engine.tracing.layer_state import LayerState
 from tfdist.errors import UserError
 from tfdist.models import keras_internals, own_steps
@@ -58,6 +58,7 @@ class Replica:
         Replicas are traced in threads: this surrounds them all.
         """
         with (
+            trace_patches.quick(),
             keras_internals.unscaled_losses(),
             layer_state.separate_losses(self.model),
             synchronized_batch_norm.exact(self.model, self.distribution.replicas),
