@@ -81,7 +81,8 @@ class Replica:
             data = rows_of(batch, share, in_own)
         whole = layout.micro_batch(count, micro).rows
         certain = layout.replicas * layout.accumulate == 1 or isinstance(count, int)
-        return Rows(data, share.rows, whole, layout.accumulate, None if certain else share.rows > 0)
+        most = layout.micro if layout.local else None
+        return Rows(data, share.rows, whole, layout.accumulate, most, None if certain else share.rows > 0)
 
     def forward(self, x: Structure, training: bool) -> Structure:
         """Calls the model."""
