@@ -697,7 +697,7 @@ def test_layers_frozen_after_a_fit_stay_as_they_are(connect):
     fit(model, connect(2))
     model.layers[1].trainable = False
     model.compile("sgd", training_cases.sparse())
-    with pytest.raises(tfdist.UserError, match="optimizer .* was created outside of the distribution's scope"):
+    with pytest.raises(tfdist.UserError, match=r"optimizer .* was created outside of the distribution's scope"):
         fit(model, connect(2))
     with connect(2).scope():
         model.compile("sgd", training_cases.sparse())
