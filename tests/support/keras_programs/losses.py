@@ -284,13 +284,7 @@ PROGRAMS = [
     loss("function across the batch", lambda: across_the_batch, numbers),
     loss("function with negatives of the batch", lambda: in_batch_negatives, numbers),
     loss("own class", lambda: Pinball(0.8, name="pinball"), weighed(numbers), precision="float64"),
-    loss(
-        "own __call__",
-        lambda: OwnCall(),
-        numbers,
-        unlike_keras="tfdist refuses it on one device, too",
-        refused={"default": "overrides __call__", "several": "overrides __call__"},
-    ),
+    loss("own __call__", lambda: OwnCall(), numbers),
     loss("a single logit", lambda: losses.BinaryCrossentropy(from_logits=True), weighed(binary), units=1),
     Program(
         "loss two outputs",
