@@ -124,7 +124,8 @@ class Numbers(keras.callbacks.Callback):
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_variables_are_numbers_as_in_keras(replicas, connect):
     ours, theirs = Numbers(), Numbers()
-    model = small(connect(replicas), optimizer=keras.optimizers.SGD(1.0))
+    with connect(replicas).scope():  # else they are plain variables
+        model = small(connect(replicas), optimizer=keras.optimizers.SGD(1.0))
     fit(model, connect(replicas), callbacks=[ours], shuffle=False)
     one = small(connect(1), optimizer=keras.optimizers.SGD(1.0))
     x, y = training_cases.images(48)
@@ -696,6 +697,10 @@ def test_layers_frozen_after_a_fit_stay_as_they_are(connect):
     fit(model, connect(2))
     model.layers[1].trainable = False
     model.compile("sgd", training_cases.sparse())
+    with pytest.raises(tfdist.UserError, match="optimizer .* was created outside of the distribution's scope"):
+        fit(model, connect(2))
+    with connect(2).scope():
+        model.compile("sgd", training_cases.sparse())
     before = model.layers[1].get_weights()
     fit(model, connect(2))
     np.testing.assert_array_equal(before[0], model.layers[1].get_weights()[0])

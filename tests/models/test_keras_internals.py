@@ -354,7 +354,7 @@ def test_an_all_reduce_in_a_forward_pass_is_traced_without_a_search(connect, mon
     """TensorFlow looks for variables through the whole graph, for each layer: minutes, for a deep network."""
     from tensorflow.python.ops import op_selector
 
-    from tfdist.engine.step import trace_patches
+    from tfdist.engine.tracing import trace_patches
 
     distribution = connect(2)
     walks = []

@@ -169,6 +169,8 @@ class Rows(NamedTuple):
     """How many rows all replicas have together."""
     micro_batches: int
     """Of the global batch."""
+    most: int | None
+    """The most rows that a replica ever has of one, where TensorFlow's collectives between workers want to know."""
     present: tf.Tensor | None
     """Whether there is a row, a bool scalar; None for certainly."""
 
@@ -207,6 +209,11 @@ def own_rows(batch: tuple, layout: Layout) -> tuple:
     Returns them and the number of examples of the whole batch.
     """
     count = tf.shape(keras.tree.flatten(batch)[0])[0]
+    fits = tf.debugging.assert_less_equal(
+        count, layout.batch, f"a batch of the data set is larger than the first one ({layout.batch} examples)"
+    )
+    with tf.control_dependencies([fits] if fits is not None else []):
+        count = tf.identity(count)
     shares = [layout.of_worker(count, micro) for micro in range(layout.accumulate)]
     rows = tf.concat([tf.range(share.start, share.start + share.rows) for share in shares], 0)
     rows = tf.cond(tf.size(rows) > 0, lambda: rows, lambda: tf.zeros([1], tf.int32))

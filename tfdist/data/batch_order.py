@@ -19,6 +19,8 @@ from tfdist.data.structures import Structure
 
 _ROWS, _ENTRIES = 64, 1024
 """Rows of a batch, and entries of each, that a checksum looks at, about."""
+_FACTOR = 0x1E3779B97F4A7C15
+"""Odd, with many bits set."""
 
 
 class BatchOrder:
@@ -63,17 +65,30 @@ def checksum(batch: tuple) -> tf.Tensor:
     """
     _, y, weight = unpack(batch)
     looked_at = keras.tree.flatten([part for part in (y, weight) if part is not None]) or keras.tree.flatten(batch)
-    count = tf.shape(looked_at[0], tf.int64)[0]
-    parts = [count]
-    for tensor in looked_at:
+    tensors = [tf.convert_to_tensor(part) for part in looked_at]
+    count = tf.shape(tensors[0], tf.int64)[0]
+    total = count
+    for tensor in tensors:
         if tensor.shape[1:].num_elements() == 0:
             continue
         table = tf.reshape(_bits(tensor), [count, -1])
         width = tf.shape(table, tf.int64)[1]
         some = table[:: tf.maximum(count // _ROWS, 1), :: tf.maximum(width // _ENTRIES, 1)]
-        odd = 2 * tf.range(tf.size(some, tf.int64), dtype=tf.int64) + 1
-        parts.append(tf.reduce_sum(tf.reshape(some, [-1]) * odd))
-    return tf.reduce_sum(tf.stack(parts) * tf.range(1, len(parts) + 1, dtype=tf.int64))
+        rows = tf.reduce_sum(some * _odd(tf.shape(some, tf.int64)[1]), 1)
+        total = _scattered(total) + tf.reduce_sum(_scattered(rows) * _odd(tf.shape(some, tf.int64)[0]))
+    return total
+
+
+def _odd(count: tf.Tensor) -> tf.Tensor:
+    return 2 * tf.range(count, dtype=tf.int64) + 1
+
+
+def _scattered(numbers: tf.Tensor) -> tf.Tensor:
+    """Returns a hash of each number: weighted by its place as it is, a row of 0 and 1 would count alike anywhere."""
+    for _ in range(2):
+        numbers = numbers * _FACTOR
+        numbers = tf.bitwise.bitwise_xor(numbers, tf.bitwise.right_shift(numbers, tf.constant(29, tf.int64)))
+    return numbers
 
 
 def _bits(tensor: tf.Tensor) -> Structure:

@@ -96,6 +96,7 @@ _OWN_FAULTS = (
 """Without a word of a collective in them, these have nothing to do with the other workers."""
 _IN_PIPELINE = re.compile("IteratorGetNext|OptionalGetValue")
 _COMPLAINTS = (
+    (r"a batch of the data set is larger than the first one \(.*?\)", ": make the first batch the largest"),
     (
         r"Received a label value of .*? outside the valid range of \[.*?\)",
         ": correct the labels or the model's last layer",

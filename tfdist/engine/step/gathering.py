@@ -48,7 +48,8 @@ class _Place:
     def __init__(self, distribution: Distribution, rows: Rows):
         replicas = distribution.replicas
         self._number, self._whole = rows.number, rows.whole
-        self._width = -(-rows.whole // replicas)
+        # Between workers a collective has one shape for good; TensorFlow ends with "Shape mismatch" otherwise.
+        self._width = rows.most or -(-rows.whole // replicas)
         self._places = replicas * self._width
         self._before = distribution.replica_id() * self._width
         at = tf.range(self._places)
@@ -57,6 +58,7 @@ class _Place:
         sizes = rows.whole // replicas + tf.cast(at // self._width < rows.whole % replicas, tf.int32)
         self._taken = at % self._width < sizes
         self._even = isinstance(rows.whole, int)
+        self._static = isinstance(self._width, int)
 
     def spread(self, value: tf.Tensor) -> tf.Tensor:
         """Returns the rows of this replica in their places, and zeros in the others."""
@@ -64,7 +66,7 @@ class _Place:
             value = tf.cast(value, tf.int32)
         after = self._places - self._before - self._number
         padded = tf.pad(value[: self._number], [[self._before, after], *[[0, 0]] * (value.shape.rank - 1)])
-        if self._even:
+        if self._static:
             padded.set_shape([self._places, *value.shape[1:]])
         return padded
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -17,9 +17,6 @@ from tfdist.distributed.distribution import Distribution
 from tfdist.engine.step import gathering, loss_kinds
 from tfdist.errors import UserError
 from tfdist.models import keras_internals, whole_metrics
-
-if TYPE_CHECKING:
-    from keras.src.trainers.compile_utils import CompileMetrics
 
 
 def update(model: keras.Model, distribution: Distribution, rows: Rows, y_pred: Structure) -> None:
@@ -66,7 +63,7 @@ class _Pair(NamedTuple):
     weight: tf.Tensor | None
 
 
-def _pairs(compiled: CompileMetrics, y: Structure, y_pred: Structure, weight: Structure | None) -> list[_Pair]:
+def _pairs(compiled: Any, y: Structure, y_pred: Structure, weight: Structure | None) -> list[_Pair]:
     """Returns the metrics of each output with their arguments, by Keras' own rules."""
     outputs = keras_internals.by_output(compiled, y_pred)
     targets = keras_internals.by_output(compiled, y)

@@ -108,7 +108,7 @@ def prepare(replica: Replica, data: tuple[Structure, ...]) -> None:
 
     def one() -> tf.Tensor:
         number = int(keras.tree.flatten(data)[0].shape[0])
-        rows = Rows(data, number, number * distribution.replicas, 1, None)
+        rows = Rows(data, number, number * distribution.replicas, 1, number, None)
         return run_step(replica, "train_step", rows, number * distribution.replicas, LogNames())
 
     with replica.tracing(), _over_replicas(replica.model, _build):

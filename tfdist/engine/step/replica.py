@@ -15,7 +15,7 @@ from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.engine.step.loss import Objective
 from tfdist.engine.step.partial_sums import Payload, goals
-from tfdist.engine.tracing import layer_state, synchronized_batch_norm
+from tfdist.engine.tracing import layer_state, synchronized_batch_norm, trace_patches
 from tfdist.engine.tracing.layer_state import LayerState
 from tfdist.errors import UserError
 from tfdist.models import keras_internals, own_steps
@@ -58,6 +58,7 @@ class Replica:
         Replicas are traced in threads: this surrounds them all.
         """
         with (
+            trace_patches.quick(),
             keras_internals.unscaled_losses(),
             layer_state.separate_losses(self.model),
             synchronized_batch_norm.exact(self.model, self.distribution.replicas),
@@ -80,7 +81,8 @@ class Replica:
             data = rows_of(batch, share, in_own)
         whole = layout.micro_batch(count, micro).rows
         certain = layout.replicas * layout.accumulate == 1 or isinstance(count, int)
-        return Rows(data, share.rows, whole, layout.accumulate, None if certain else share.rows > 0)
+        most = layout.micro if layout.local else None
+        return Rows(data, share.rows, whole, layout.accumulate, most, None if certain else share.rows > 0)
 
     def forward(self, x: Structure, training: bool) -> Structure:
         """Calls the model."""

@@ -19,7 +19,7 @@ from tfdist.engine.step.optimizer_update import Gradients, OwnedOptimizer
 from tfdist.engine.step.partial_sums import Payload
 from tfdist.engine.step.replica import Replica
 from tfdist.engine.step.results import CallResult
-from tfdist.engine.tracing import fused_batch_norm, trace_patches
+from tfdist.engine.tracing import fused_batch_norm
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,7 +51,6 @@ def training_call(replica: Replica, layout: Layout, losses: int, options: Traini
         model = replica.model
         with (
             optimizer_update.owned(model.optimizer, model.trainable_variables, options.factors) as optimizer,
-            trace_patches.quick(),
             replica.tracing(),
             fused_batch_norm.normalization(None if replica.jit else model),  # XLA fuses by itself
         ):
