@@ -11,7 +11,13 @@ from support.keras_programs import program as programs
 
 WORLDS = {"multi_worker 2": ("multi_worker", 2), "horovod 2": ("horovod", 2)}
 
-KNOWN: dict = {}
+ONLY_REGULARIZERS = "a loss of regularizers alone: no replica has a gradient to sum"
+FIXED_BATCH = "a model is first called with one row, which a fixed batch does not take"
+KNOWN = {
+    ("loss only of regularizers", "*"): ONLY_REGULARIZERS,
+    ("layer LSTM stateful", "*"): FIXED_BATCH,
+}
+"""What is wrong today, by program and strategy ("*" for all): each entry goes with its mending."""
 
 
 def cells():
@@ -26,9 +32,13 @@ def cells():
         for rows in program.rows:
             for strategy in strategies:
                 marks = [] if rest == 0 and (rows, strategy) == short else [pytest.mark.whole]
-                reason = known(program, rows, strategy)
+                reason = known(program, strategy)
                 marks += [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
                 yield pytest.param(program, rows, strategy, id=f"{program}@{rows}-{strategy}", marks=marks)
+
+
+def known(program, strategy):
+    return KNOWN.get((program.name, strategy)) or KNOWN.get((program.name, "*"))
 
 
 @pytest.fixture(scope="module")
