@@ -11,19 +11,34 @@ from support.keras_programs import program as programs
 
 WORLDS = {"multi_worker 2": ("multi_worker", 2), "horovod 2": ("horovod", 2)}
 
-KNOWN: dict = {}
+ONLY_REGULARIZERS = "a loss of regularizers alone: no replica has a gradient to sum"
+FIXED_BATCH = "a model is first called with one row, which a fixed batch does not take"
+KNOWN = {
+    ("loss only of regularizers", "*"): ONLY_REGULARIZERS,
+    ("layer LSTM stateful", "*"): FIXED_BATCH,
+}
+"""What is wrong today, by program and strategy ("*" for all): each entry goes with its mending."""
 
 
 def cells():
-    """Yields each program with each number of rows under each strategy; `make test` has one of these cells each."""
+    """Yields each program with each number of rows under each strategy.
+
+    `make test` has one cell of every fifth program, with the strategies in turn: all of them would take half an hour.
+    """
     for turn, program in enumerate(keras_programs.PROGRAMS):
-        for which, rows in enumerate(program.rows):
-            for at, strategy in enumerate(programs.STRATEGIES):
-                if program.unlike_one and strategy != programs.ONE:
-                    continue
-                short = at == turn % len(programs.STRATEGIES) or program.unlike_one
-                marks = [] if short and which == turn // 5 % len(program.rows) else [pytest.mark.whole]
+        strategies = [programs.ONE] if program.unlike_one else programs.STRATEGIES
+        group, rest = divmod(turn, 5)
+        short = (program.rows[group // 5 % len(program.rows)], strategies[group % len(strategies)])
+        for rows in program.rows:
+            for strategy in strategies:
+                marks = [] if rest == 0 and (rows, strategy) == short else [pytest.mark.whole]
+                reason = known(program, strategy)
+                marks += [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
                 yield pytest.param(program, rows, strategy, id=f"{program}@{rows}-{strategy}", marks=marks)
+
+
+def known(program, strategy):
+    return KNOWN.get((program.name, strategy)) or KNOWN.get((program.name, "*"))
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from support.keras_programs.program import (
 
 ops = keras.ops
 MASKS = "Keras draws one mask per replica"
-STATISTICS = "each replica normalizes with its own statistics"
+OF_A_REPLICA = {"several": "normalizes with the rows of its own replica"}
 
 
 def of_features(name, *make, **kwargs):
@@ -217,7 +217,7 @@ def rows_of_pixels(n):
 PROGRAMS = [
     of_features("activity_regularizer", lambda: L.Dense(6, activity_regularizer=keras.regularizers.L2(0.1))),
     of_features("ActivityRegularization", lambda: L.ActivityRegularization(l2=0.1)),
-    of_features("BatchNormalization", lambda: L.BatchNormalization(momentum=0.7), unlike_one=STATISTICS),
+    of_features("BatchNormalization", lambda: L.BatchNormalization(momentum=0.7), refused=OF_A_REPLICA),
     of_features("BatchNormalization synchronized", lambda: L.BatchNormalization(momentum=0.7, synchronized=True)),
     of_images("BatchNormalization of images", lambda: L.BatchNormalization(momentum=0.7, synchronized=True)),
     of_features("BatchNormalization frozen", frozen_batch_norm),

@@ -232,8 +232,6 @@ def without_loss(model):
     return model
 
 
-OWN_LOSS = {"several": "has its own compute_loss"}
-
 PROGRAMS = [
     loss("BinaryCrossentropy", lambda: losses.BinaryCrossentropy(from_logits=True, label_smoothing=0.1), several_hot),
     loss(
@@ -284,13 +282,7 @@ PROGRAMS = [
     loss("function across the batch", lambda: across_the_batch, numbers),
     loss("function with negatives of the batch", lambda: in_batch_negatives, numbers),
     loss("own class", lambda: Pinball(0.8, name="pinball"), weighed(numbers), precision="float64"),
-    loss(
-        "own __call__",
-        lambda: OwnCall(),
-        numbers,
-        unlike_keras="tfdist refuses it on one device, too",
-        refused={"default": "overrides __call__", "several": "overrides __call__"},
-    ),
+    loss("own __call__", lambda: OwnCall(), numbers),
     loss("a single logit", lambda: losses.BinaryCrossentropy(from_logits=True), weighed(binary), units=1),
     Program(
         "loss two outputs",
@@ -316,13 +308,18 @@ PROGRAMS = [
     Program("loss masked with weights by token", tagger, tagged_weighed),
     Program("loss masked in a function", lambda: tagger(losses.sparse_categorical_crossentropy, "softmax"), tagged),
     Program("loss added by a layer", lambda: adding(AddsMean()), classes),
-    Program("loss added by a layer as a sum", lambda: adding(AddsSum()), classes),
+    Program(
+        "loss added by a layer as a sum",
+        lambda: adding(AddsSum()),
+        classes,
+        refused={"several": "make it a mean over the examples"},
+    ),
     Program("loss added by a layer of weights", lambda: adding(AddsOfWeights()), classes),
     Program("loss added by a model", lambda: compiled(AddsInModel()), classes),
     Program("loss only added", lambda: without_loss(Autoencoder()), lambda n: (features(n),)),
     Program(
         "loss only of regularizers", lambda: without_loss(dense(kernel_regularizer="l2")), lambda n: (features(n),)
     ),
-    Program("loss own compute_loss", lambda: without_loss(OwnComputeLoss()), numbers, refused=OWN_LOSS),
-    Program("loss extended compute_loss", lambda: compiled(ExtendedComputeLoss(), "mse"), numbers, refused=OWN_LOSS),
+    Program("loss own compute_loss", lambda: without_loss(OwnComputeLoss()), numbers),
+    Program("loss extended compute_loss", lambda: compiled(ExtendedComputeLoss(), "mse"), numbers),
 ]

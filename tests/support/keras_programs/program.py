@@ -38,6 +38,8 @@ class Program:
     tolerance: float = 1e-6
     unlike_keras: str = ""
     """Why Keras' own fit on one device is not the judge."""
+    eagerly: str = ""
+    """Why Keras is run eagerly to be the judge."""
     inexact: tuple[str, ...] = ()
     """Values of the history and of evaluate that Keras gets wrong with a batch that is short."""
     unlike_one: str = ""
@@ -80,6 +82,7 @@ def by_tfdist(program: Program, rows: int, distribution, folder: pathlib.Path) -
 def by_keras(program: Program, rows: int, distribution, folder: pathlib.Path) -> Outcome:
     """Runs a program by Keras on one device."""
     model = _built(program, distribution)
+    model.run_eagerly = bool(program.eagerly)
     model.jit_compile = False  # as it is on a CPU by itself; XLA would round differently
     optimizer = model.optimizer
     if optimizer is not None:  # see test_keras_adam_mistakes_a_sparse_gradient_that_repeats_a_row

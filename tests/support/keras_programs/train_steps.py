@@ -7,7 +7,6 @@ import tensorflow as tf
 from support.keras_programs.program import L, Program, classes, compiled, features, normal, numbers, sparse
 
 ops, metrics = keras.ops, keras.metrics
-OWN_STEP = {"several": "has its own"}
 
 
 def small(units=5, activation=None, width=6):
@@ -323,8 +322,8 @@ class WithoutOptimizerOfKeras(Plain):
         return {"loss": loss}
 
 
-def step(name, build, data, refused=OWN_STEP, **kwargs):
-    return Program(f"step {name}", build, data, refused=refused, **kwargs)
+def step(name, build, data, **kwargs):
+    return Program(f"step {name}", build, data, **kwargs)
 
 
 PROGRAMS = [
@@ -338,5 +337,5 @@ PROGRAMS = [
     step("VAE", vae, image_and_noise),
     step("distillation", distiller, classes),
     step("contrastive", contrastive, lambda n: (features(n),)),
-    step("siamese by add_loss", siamese, triplets, refused={}),
+    step("siamese by add_loss", siamese, triplets),
 ]

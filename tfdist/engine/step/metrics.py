@@ -219,9 +219,16 @@ def of_replica(model: keras.Model, losses: bool = False) -> dict[str, tf.Tensor]
     by_name: dict[str, Any] = {}
     for metric in model.metrics:
         if id(metric) not in of_losses:
-            result = metric.result()
-            by_name.update(result if isinstance(result, dict) else {metric.name: result})
+            by_name.update(_flat({metric.name: metric.result()}))
     return {name: tf.convert_to_tensor(value) for name, value in by_name.items()}
+
+
+def _flat(results: dict[str, Any]) -> dict[str, Any]:
+    """Takes results apart that are dictionaries themselves, in Keras' order: a metric may return several numbers."""
+    flat = {}
+    for name, value in results.items():
+        flat.update(_flat(value) if isinstance(value, dict) else {name: value})
+    return flat
 
 
 @contextlib.contextmanager
