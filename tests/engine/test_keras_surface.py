@@ -11,12 +11,7 @@ from support.keras_programs import program as programs
 
 WORLDS = {"multi_worker 2": ("multi_worker", 2), "horovod 2": ("horovod", 2)}
 
-ONLY_REGULARIZERS = "a loss of regularizers alone: no replica has a gradient to sum"
-FIXED_BATCH = "a model is first called with one row, which a fixed batch does not take"
-KNOWN = {
-    ("loss only of regularizers", "*"): ONLY_REGULARIZERS,
-    ("layer LSTM stateful", "*"): FIXED_BATCH,
-}
+KNOWN: dict[tuple[str, str], str] = {}
 """What is wrong today, by program and strategy ("*" for all): each entry goes with its mending."""
 
 

@@ -147,7 +147,7 @@ def predict_batches(
 
 
 class _Piece(NamedTuple):
-    """What a call that predicts gives of a global batch, without the filler."""
+    """What a call that predicts gives of a global batch."""
 
     outputs: Structure
     """Tensors [rows, ...], or (outputs, targets) of them."""

@@ -57,7 +57,7 @@ def takes_training(model: keras.Model) -> bool:
 
 def fixed_batch(model: keras.Model) -> int | None:
     """Returns the batch size that a model was made for, or None; a model that is no graph of layers has no inputs."""
-    inputs = getattr(model, "_inputs", None) or []
+    inputs = keras.tree.flatten(getattr(model, "inputs", None) or [])
     return inputs[0].shape[0] if inputs else None
 
 

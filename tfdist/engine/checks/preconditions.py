@@ -55,6 +55,12 @@ def model_fits(model: keras.Model, distribution: Distribution, accumulate: int) 
             "the model was compiled with run_eagerly=True, tfdist compiles its steps: "
             "use tf.config.run_functions_eagerly(True) to debug"
         )
+    stateful = [layer.name for layer in keras_internals.flat_layers(model) if getattr(layer, "stateful", False)]
+    if stateful and distribution.replicas * accumulate > 1:
+        raise UserError(
+            f"layer {stateful[0]!r} is stateful: it carries each row of a batch on to the next, and replicas have rows "
+            "of their own; use --strategy=default without accumulation, or stateful=False"
+        )
     regularized = [layer.name for layer in keras_internals.flat_layers(model) if layer.activity_regularizer is not None]
     if regularized and distribution.replicas * accumulate > 1 and not activity_is_a_mean():
         raise UserError(

@@ -142,7 +142,8 @@ class Replica:
             scalars = goals(parts)
             if scale is not None:
                 scalars = [scalar * tf.cast(scale, scalar.dtype) for scalar in scalars]
-        groups = []
+        # Regularization alone is added after the sum.
+        groups: list[list[tf.Tensor | None]] = [] if scalars or not training else [[None] * len(targets)]
         if training:
             for scalar in scalars:
                 gradients = tape.gradient(scalar, targets)

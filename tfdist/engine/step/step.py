@@ -191,6 +191,9 @@ class Step:
             if not self.own_step("train"):
                 raise
             return None
+        for layer in keras_internals.flat_layers(self.model):
+            if getattr(layer, "stateful", False):
+                layer.reset_state()  # this call is none of the user's
         self.output_shape = tuple(keras.tree.flatten(outputs)[0].shape)
         return outputs
 
