@@ -12,7 +12,7 @@ import tfdist
 from tfdist.data import sources
 from tfdist.data.batch_layout import Layout, fetch
 from tfdist.data.feeds import ArrayFeed
-from tfdist.data.record_feed import RecordFeed, example_seeds, first_rows, in_order
+from tfdist.data.record_feed import RecordFeed, example_seeds, in_order
 from tfdist.engine import evaluation
 
 SIZE, BATCH = 61, 24
@@ -128,7 +128,7 @@ def test_measuring_again_and_again_sees_the_same():
     plain = list(in_order(numbers(), BATCH))
     assert [len(batch[0]) for batch in plain] == [24, 24, 13]
     np.testing.assert_array_equal(np.concatenate([b[0] for b in plain]), np.arange(SIZE))
-    assert first_rows(numbers(), 3)[0].shape == (3,)
+    assert next(iter(in_order(numbers(), 3)))[0].shape == (3,)
 
 
 def test_seeds_are_all_different_and_look_random():
@@ -218,6 +218,6 @@ def test_one_hot_targets_are_there_before_examples_are_mixed():
 )
 def test_unusable_records(source, message, connect):
     with pytest.raises(tfdist.UserError, match=message):
-        first_rows(source(), 1)
+        next(iter(in_order(source(), 1)))
     with pytest.raises(tfdist.UserError, match="targets and weights belong into the data set itself"):
         sources.as_source(numbers(), y=np.ones(SIZE))

@@ -363,8 +363,8 @@ def outcome(case, distribution, precision, **fit):
         epochs=EPOCHS,
         verbose=0,
         accumulate=case.accumulate,
-        check_agreement="off",  # it has tests of its own, and costs as much as the rest
-        **{**case.fit, **fit},
+        # The check has tests of its own, and costs as much as the rest.
+        **{"check_agreement": "off", **case.fit, **fit},
     )
     evaluation = tfdist.evaluate(model, given, distribution=distribution, batch_size=case.batch)
     inputs = given[0] if isinstance(given, tuple) else given

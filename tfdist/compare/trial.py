@@ -163,7 +163,8 @@ def make(
     name = name or (strategy if strategy == "tpu" else f"{strategy} {replicas}")
     own = folder / re.sub(r"\W+", "-", name)
     environ, unavailable = {}, ""
-    train = [f"--strategy={strategy}", *flags, f"--workdir={own}"]
+    # What differs is to be found here, and not refused before.
+    train = [f"--strategy={strategy}", "--check_agreement=off", *flags, f"--workdir={own}"]
     if threads is not None:
         train.append(f"--threads={threads}")
     if machine.gpus:

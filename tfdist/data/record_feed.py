@@ -194,11 +194,6 @@ def in_order(source: Records, batch: int) -> tf.data.Dataset:
     return feed.dataset(0).take(feed.batches).apply(tf.data.experimental.assert_cardinality(feed.batches))
 
 
-def first_rows(source: Records, number: int) -> tuple:
-    """Returns the first examples, as a batch."""
-    return next(iter(in_order(source, number)))
-
-
 def reason(error: tf.errors.OpError) -> str:
     """Returns what TensorFlow says is wrong, without where in its graph."""
     text = str(error.message).split("}} ")[-1].split(" [Op:")[0]

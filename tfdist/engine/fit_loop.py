@@ -91,6 +91,7 @@ class FitLoop:
         began = self._position
         self._position = self._keeper.begin(began, rollback=self._options.on_nonfinite == "rollback")
         self._reader.catch_up(self._position.epoch - began.epoch, self._position.update - began.update)
+        self._updates.guard.look(self._position.update)
         if not self._position.update:
             strategy_check.check(self._step, self._options.check_agreement)
         while self._goes_on():

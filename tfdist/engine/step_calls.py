@@ -10,7 +10,8 @@ import keras
 import tensorflow as tf
 
 from tfdist.data import sources
-from tfdist.data.record_feed import first_rows
+from tfdist.data.batch_layout import Layout
+from tfdist.data.record_feed import RecordFeed
 from tfdist.distributed.distribution import Distribution
 from tfdist.engine import call_errors
 from tfdist.engine.batching import Feed
@@ -51,7 +52,7 @@ def step_of(model: keras.Model, distribution: Distribution, source: sources.Sour
         case sources.Arrays():
             rows = keras.tree.map_structure(lambda a: tf.convert_to_tensor(a[: loss_kinds.ROWS]), source.columns)
         case sources.Records():
-            rows = first_rows(source, min(loss_kinds.ROWS, source.size))
+            rows = _first_rows(source, distribution)
         case _:
             rows = sources.first_batch(source)
     step.build(rows, sources.is_bare(source), outputs_only)
@@ -63,6 +64,20 @@ def step_of(model: keras.Model, distribution: Distribution, source: sources.Sour
             weakref.finalize(model, _STEPS.pop, id(model), None).atexit = False
         _STEPS[id(model)] = _Kept(_key(model, distribution), _owners(model, distribution), step)
     return step
+
+
+def _first_rows(source: sources.Records, distribution: Distribution) -> tuple:
+    """Returns the first examples, as a batch.
+
+    Raises:
+      UserError: one of them cannot be decoded.
+    """
+    feed = RecordFeed(source, Layout(min(loss_kinds.ROWS, source.size), 1, 1))
+    (iterator,) = feed.next(0, 1).feed
+    try:
+        return next(iterator)
+    except tf.errors.OpError as error:
+        raise call_errors.explained(error, feed, None, distribution.peers) from error
 
 
 def _owners(model: keras.Model, distribution: Distribution) -> tuple:

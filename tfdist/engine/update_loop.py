@@ -55,7 +55,7 @@ class UpdateLoop:
         self._pace = pace
         self._should_stop = should_stop
         self._keeper = keeper
-        self._guard = Guard(step.model, step.distribution)
+        self.guard = Guard(step.model, step.distribution)
         self._hooked = callback.with_hooks(callbacks)
         self._norm = any(c.wants_gradient_norm for c in self._hooked)
         self._averages = callback_list.average_first(callbacks, pace_lib.looks_at_batches)
@@ -118,7 +118,7 @@ class UpdateLoop:
         part = self._feed.next(now.update, want)
         waited = time.perf_counter() - asked
         call = self._compiled(full=part.full, norm=self._norm)
-        self._guard.look(now.update)
+        self.guard.look(now.update)
         self._callbacks.on_train_batch_begin(now.begun)
         steady = id(call) in self._step.warm
         start = time.perf_counter()

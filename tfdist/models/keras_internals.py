@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import keras
 import tensorflow as tf
 from keras.src.utils import naming
-from tensorflow.python.distribute.distribute_lib import ReplicaContextBase
+from tensorflow.python.distribute.distribute_lib import ReplicaContextBase, StrategyBase
 from tensorflow.python.distribute.values import DistributedVariable
 from tensorflow.python.framework import ops
 from tensorflow.python.ops import custom_gradient
@@ -164,6 +164,17 @@ class MatchedLoss(NamedTuple):
 def compiled_loss(model: keras.Model) -> CompileLoss | None:
     """Returns Keras' CompileLoss, or None; `model.loss` is only what the user has given, in any mixture of forms."""
     return model._compile_loss
+
+
+@contextlib.contextmanager
+def one_replica_in_sync() -> Iterator[None]:
+    """Lets strategies say, within it, that they have one replica: to Keras' losses, and to losses that ask for it."""
+    theirs = StrategyBase.num_replicas_in_sync
+    StrategyBase.num_replicas_in_sync = property(lambda strategy: 1)
+    try:
+        yield
+    finally:
+        StrategyBase.num_replicas_in_sync = theirs
 
 
 def loss_entries(compiled: CompileLoss) -> list[Any]:

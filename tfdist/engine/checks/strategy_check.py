@@ -153,7 +153,8 @@ class _Check:
             return values, gradient
 
         def call(order: tf.Tensor) -> tuple[dict[str, tf.Tensor], list[tf.Tensor]]:
-            with replica.tracing(), own_step_call.recording(model, bool(own)), _still(model):
+            single = keras_internals.one_replica_in_sync() if alone else contextlib.nullcontext()
+            with replica.tracing(), single, own_step_call.recording(model, bool(own)), _still(model):
                 values, gradient = distribution.run(one, (order,))
             first = lambda value: distribution.local(value)[0]
             values, gradient = {n: first(v) for n, v in values.items()}, [first(g) for g in gradient]

@@ -27,7 +27,7 @@ class TrainingOptions:
     """What sets one compiled training function apart from another."""
 
     full: bool = False
-    """The global batches are known to be full and to divide evenly, which saves small models the handling of unknown shapes."""
+    """The global batches are known to be full and to divide evenly: then all shapes are known."""
     reduce_dtype: str = "float32"
     """Type in which gradients travel between replicas."""
     norm: bool = False

@@ -58,7 +58,7 @@ class LayerState:
     def _changed(self, compiled_metrics: bool) -> list[keras.Variable]:
         """Statistics of layers and what metrics have summed up, compiled ones only if asked for.
 
-        Not those of synchronized BatchNorm, which has not counted such a row, and whose statistics are those of all replicas;
+        Not those of synchronized BatchNorm, which has not counted such a row and has the statistics of all replicas;
         nor the state of random generators, which every replica moves on alike.
         """
         model = self._model()

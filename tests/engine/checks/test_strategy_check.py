@@ -1,0 +1,160 @@
+"""The check before the first update: it lets pass what is right, and names what is not."""
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from support import training_cases
+
+import tfdist
+from tfdist.engine.tracing import layer_state, synchronized_batch_norm
+from tfdist.models import keras_internals
+
+L = keras.layers
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def data(n=24):
+    r = np.random.default_rng(0)
+    return r.normal(size=(n, 6)).astype("float32"), r.normal(size=(n, 1)).astype("float32")
+
+
+def trained(connect, *layers, replicas=2, model=keras.Model, loss="mse", choice="auto", metrics=()):
+    keras.utils.set_random_seed(0)
+    with connect(replicas).scope():
+        x = keras.Input((6,))
+        y = L.Dense(8, activation="tanh")(x)
+        for layer in layers:
+            y = layer()(y)
+        built = model(x, L.Dense(1)(y))
+        built.compile(keras.optimizers.SGD(0.01), loss, metrics=list(metrics))
+    options = dict(distribution=connect(replicas), batch_size=12, verbose=0, check_agreement=choice)
+    tfdist.fit(built, *data(), **options)
+    return built
+
+
+class SumOfSquares(L.Layer):
+    """Its loss is a sum over the batch, and each replica has a part of that."""
+
+    def call(self, x):
+        self.add_loss(0.01 * keras.ops.sum(keras.ops.square(x)))
+        return x
+
+
+class Noise(L.Layer):
+    def __init__(self):
+        super().__init__()
+        self.seeds = keras.random.SeedGenerator(1)
+
+    def call(self, x):
+        return x + keras.random.normal(keras.ops.shape(x), seed=self.seeds)
+
+
+class SumStep(keras.Model):
+    """A step whose gradient is a sum over the batch."""
+
+    def train_step(self, batch):
+        x, y = batch
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.square(y - self(x, training=True)))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+def mean_loss(y, outputs):
+    return keras.losses.MeanSquaredError()(y, outputs) + 0.1 * keras.ops.mean(keras.ops.abs(outputs))
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 8])
+def test_a_model_that_is_the_same_says_so_and_is_remembered(connect, capsys, replicas):
+    dropped = lambda: L.Dropout(0.5)
+    trained(connect, dropped, lambda: L.BatchNormalization(synchronized=True), replicas=replicas, metrics=["mae"])
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "checked" in line]
+    assert line.startswith(f"tfdist: checked: 1 and {replicas} replicas agree on this model, loss ")
+    trained(connect, dropped, lambda: L.BatchNormalization(synchronized=True), replicas=replicas, metrics=["mae"])
+    assert "checked" not in capsys.readouterr().out, "it has passed"
+    trained(connect, dropped, replicas=replicas)
+    assert "checked" in capsys.readouterr().out, "another model"
+    trained(connect, dropped, replicas=replicas, choice="off")
+    assert "checked" not in capsys.readouterr().out
+    trained(connect, dropped, replicas=replicas, choice="on")
+    assert "checked" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "layers, model, words",
+    [
+        ([L.BatchNormalization], keras.Model, r"layer 'batch_normalization.*' normalizes with the rows of its own"),
+        ([SumOfSquares], keras.Model, r"add_loss differs by .*, which layer sum_of_squares.* gives: make it a mean"),
+        ([], SumStep, r"what train_step of SumStep computes is no mean over examples"),
+    ],
+)
+def test_what_differs_is_named(connect, layers, model, words):
+    with pytest.raises(tfdist.UserError, match=f"^1 and 2 replicas disagree on this model: .*{words}"):
+        trained(connect, *layers, model=model)
+    trained(connect, *layers, model=model, choice="off")
+
+
+def test_nothing_of_a_check_stays_in_the_model(connect):
+    layers = [lambda: L.Dropout(0.3), lambda: L.BatchNormalization(synchronized=True)]
+    for a, b in zip(
+        trained(connect, *layers, choice="on").get_weights(),
+        trained(connect, *layers, choice="off").get_weights(),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_random_models_cannot_be_checked(connect, capsys):
+    trained(connect, Noise)
+    assert "not checked whether 1 and 2 replicas agree: the model draws random numbers" in capsys.readouterr().out
+
+
+@contextlib.contextmanager
+def nothing(*arguments):
+    yield
+
+
+@pytest.mark.parametrize(
+    "module, name, layers, loss",
+    [
+        (keras_internals, "unscaled_losses", [], mean_loss),
+        (layer_state, "separate_losses", [SumOfSquares, lambda: L.BatchNormalization(synchronized=True)], "mse"),
+        (synchronized_batch_norm, "exact", [lambda: L.BatchNormalization(synchronized=True)], "mse"),
+    ],
+)
+def test_what_was_wrong_before_is_caught(connect, monkeypatch, module, name, layers, loss):
+    """Each of these takes away what puts Keras right for several replicas."""
+    monkeypatch.setattr(module, name, nothing)
+    replicas = 8 if name == "exact" else 2  # one of eight has no row of the seven
+    with pytest.raises((tfdist.UserError, tfdist.TrainingError), match=r"disagree on this model|graph|scope"):
+        trained(connect, *layers, loss=loss, replicas=replicas, choice="on")
+
+
+def test_a_loss_that_divides_by_the_number_of_replicas_is_caught(connect):
+    """As TensorFlow's tutorials write them, for a gradient that is summed."""
+
+    def loss(y, outputs):
+        return keras.ops.square(y - outputs) / tf.distribute.get_strategy().num_replicas_in_sync
+
+    with pytest.raises(tfdist.UserError, match=r"loss 'dense.*' differs by 5e-01: use a loss with a value per example"):
+        trained(connect, loss=loss)
+
+
+def test_unknown_choice(connect):
+    with pytest.raises(tfdist.UserError, match="unknown check_agreement 'of': did you mean 'off'"):
+        trained(connect, choice="of")
+
+
+@pytest.mark.parametrize("name", ["loss of loss objects", "masked sequences", "batch norm, synchronized"])
+def test_cases_that_are_right_pass(connect, capsys, name):
+    """The table that compares strategies leaves the check out; here it sees some of it."""
+    case = next(c for c in training_cases.CASES if c.name == name)
+    training_cases.outcome(case, connect(3), case.precision, check_agreement="on")
+    assert "3 replicas agree on this model" in capsys.readouterr().out
