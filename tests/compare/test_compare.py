@@ -417,18 +417,19 @@ def test_commands_on_a_cpu():
         ("horovod 2", 1),
     ]
     by_name = {t.name: t.shell() for t in trials}
+    given = "--check_agreement=off --x=1"
     python, tail = f"{sys.executable} -m tfdist.", "--threads=1 --devices=none"
     assert by_name["default, 4 cores"] == (
-        f"{python}train --strategy=default --x=1 --workdir=w/default-4-cores --threads=4 --devices=none"
+        f"{python}train --strategy=default {given} --workdir=w/default-4-cores --threads=4 --devices=none"
     )
     assert by_name["mirrored 2"] == (
-        f"{python}train --strategy=mirrored --x=1 --workdir=w/mirrored-2 {tail} --virtual_devices=2"
+        f"{python}train --strategy=mirrored {given} --workdir=w/mirrored-2 {tail} --virtual_devices=2"
     )
     assert by_name["multi_worker 2"] == (
-        f"{python}launch --nproc_per_node=2 -- --strategy=multi_worker --x=1 --workdir=w/multi_worker-2 {tail}"
+        f"{python}launch --nproc_per_node=2 -- --strategy=multi_worker {given} --workdir=w/multi_worker-2 {tail}"
     )
     assert by_name["horovod 2"].endswith(
-        f"horovodrun -np 2 {python}train --strategy=horovod --x=1 --workdir=w/horovod-2 {tail}"
+        f"horovodrun -np 2 {python}train --strategy=horovod {given} --workdir=w/horovod-2 {tail}"
     )
     assert (CPU.default_replicas(1), CPU.default_replicas(2), CPU.default_replicas(4)) == ((2, 4), (2,), (2,))
 
