@@ -82,10 +82,14 @@ def check(step: Step, choice: str) -> None:
         alone, turned, shared = checked.alone(), checked.alone(backwards=True), checked.shared()
     seconds = time.perf_counter() - start
     noise, distances = alone.distance(turned), alone.distance(shared)
-    if not alone.is_finite() or max(noise.values()) * 20 > LOOSEST:
+    if not alone.is_finite() or 20 * max(noise.values(), default=0.0) > LOOSEST:
         logger.info(f"not checked whether 1 and {distribution.replicas} replicas agree: {_unclear(alone, noise)}")
         return
-    wrong = [name for name, distance in distances.items() if not distance <= max(ROUNDING, 20 * max(noise.values()))]
+    wrong = [
+        name
+        for name, distance in distances.items()
+        if not distance <= max(ROUNDING, 20 * max(noise.values(), default=0.0))
+    ]
     if wrong:
         raise UserError(_complaint(step, wrong, distances, checked.adding))
     if mark:

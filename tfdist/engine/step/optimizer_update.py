@@ -106,7 +106,7 @@ class OwnedOptimizer:
         Raises:
           UserError: there is not one gradient.
         """
-        if not any(g is not None for g in grads):
+        if not any(g is not None for g in (*grads, *regularized([None] * len(grads)))):
             raise UserError("no trainable variable has a gradient: the loss does not depend on the model's weights")
         if not is_fused(self._optimizer):
             self._apply_keras(grads, variables, regularized)
