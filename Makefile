@@ -30,10 +30,10 @@ faults: .venv/ready horovod
 KERAS_TESTS = $(addprefix $(KERAS)/keras/src/,trainers/trainer_test.py callbacks)
 keras-tests: .venv/ready
 	test -d "$(KERAS)/keras/src" || { echo "usage: make keras-tests KERAS=path/to/a/checkout/of/keras"; exit 2; }
-	for strategy in keras default mirrored; do \
+	status=0; for strategy in keras default mirrored; do \
 	  PYTHONPATH=tests:. $(BIN)/python -m pytest -q -c /dev/null -p no:cacheprovider --rootdir=$(KERAS) --import-mode=importlib \
-	    -p support.keras_own_tests --strategy=$$strategy $(KERAS_TESTS) || exit 1; \
-	done
+	    -p support.keras_own_tests --strategy=$$strategy $(KERAS_TESTS) || status=1; \
+	done; exit $$status
 
 # Two minutes the first time, nothing afterwards.
 horovod: .venv/ready
