@@ -150,8 +150,8 @@ def share(model: keras.Model, distribution: Distribution) -> None:
 
     The random layers of the replicas have other seeds than each other again. To be called on all workers.
     """
-    optimizer = [] if model.optimizer is None else model.optimizer.variables
-    variables = [*model.trainable_variables, *model.non_trainable_variables, *optimizer]
+    optimizers = [v for optimizer in own_steps.optimizers(model) for v in optimizer.variables]
+    variables = [*model.trainable_variables, *model.non_trainable_variables, *optimizers]
     values = [_read(copies(v)[0]).numpy() for v in variables]
     if distribution.workers > 1:
         values = together(distribution, values if distribution.is_chief else [np.zeros_like(v) for v in values])
@@ -237,6 +237,11 @@ def _parts(model: keras.Model) -> tuple[list, list]:
     fixed = freezing.fixed(model)
     known = {id(v) for v in fixed}
     return [*model.trainable_variables, *fixed], [v for v in model.non_trainable_variables if id(v) not in known]
+
+
+def gathered_variables(model: keras.Model) -> list[keras.Variable]:
+    """Returns what layers gather on each replica, less the state of random generators."""
+    return [v for v in _parts(model)[1] if not keras_internals.is_seed(v)]
 
 
 def _named(kind: str, parts: dict[str, list]) -> list[tuple[str, keras.Variable]]:

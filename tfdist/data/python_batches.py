@@ -36,8 +36,6 @@ class Reader:
     """Why several workers cannot read it, if so."""
     first: tuple | None = None
     """Its first batch as it is stored, if it has been looked at."""
-    origin: Any = None
-    """What Python reads, as Keras takes it; None if that is the data set itself."""
 
     def cardinality(self, dataset: tf.data.Dataset) -> int:
         """Returns the batches of a pass, or one of TensorFlow's two constants for what is no number."""
@@ -75,7 +73,7 @@ class PythonReader(Reader):
         looked_at = [columns(batch) for batch in head]
         if not looked_at:
             raise UserError("the data set is empty: give it at least one batch")
-        self.origin = origin
+        self.origin: Any = origin
         self.first = looked_at[0]
         self.alone = alone
         try:
@@ -105,7 +103,6 @@ class GeneratorReader(PythonReader):
         head = list(itertools.islice(generator, _LOOKED_AT))
         super().__init__(generator, head)
         self._rest = itertools.chain(head, generator)
-        self.origin = (batch for batch in self._rest)
 
     def catch_up(self, epochs: int, update: int) -> None:
         if update:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import keras
 
 from tfdist.checkpoints import training_state
 from tfdist.distributed.distribution import Distribution
+from tfdist.engine.arguments import Callbacks
 from tfdist.engine.callback import Callback
 from tfdist.engine.fit_options import FitOptions
 from tfdist.errors import UserError
@@ -27,8 +28,6 @@ _NAMES = (
 )
 WRITERS = tuple(getattr(keras.callbacks, name) for name in _NAMES if hasattr(keras.callbacks, name))
 """Keras' callbacks that write to a disk, a terminal or a server: several workers would write over each other."""
-Callbacks: TypeAlias = Sequence[keras.callbacks.Callback] | keras.callbacks.CallbackList | None
-"""What `fit` and `evaluate` take."""
 
 
 class Elsewhere(Callback):

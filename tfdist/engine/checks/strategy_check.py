@@ -16,6 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.checkpoints import training_state
 from tfdist.config.messages import logger
 from tfdist.data.batch_layout import Batch, Layout
 from tfdist.data.structures import Structure
@@ -26,9 +27,10 @@ from tfdist.engine.step.replica import Replica
 from tfdist.engine.step.results import LogNames
 from tfdist.engine.step.step import Step
 from tfdist.errors import UserError
-from tfdist.models import keras_internals
+from tfdist.models import freezing, keras_internals
 
 CHOICES = ("auto", "on", "off")
+_STATE = "the variable"
 ROUNDING = 1e-5
 """Relative difference that is rounding in any model; deep ones have more, which is measured."""
 LOOSEST = 1e-3
@@ -39,7 +41,7 @@ class Computed(NamedTuple):
     """What some rows give."""
 
     values: dict[str, np.ndarray]
-    """Losses, logs and metrics, by what they are called in a message."""
+    """Losses, logs, metrics, and what a layer keeps, by what they are called in a message."""
     gradient: list[np.ndarray]
     """One array per weight that has one."""
 
@@ -59,7 +61,7 @@ class Computed(NamedTuple):
 
 
 def check(step: Step, choice: str) -> None:
-    """Stops a training that would not be what it is on one replica; once for a step, and before its first update.
+    """Stops a training that would not be what it is on one replica, before its first update.
 
     Args:
       step: of the compiled model, prepared for training.
@@ -68,8 +70,7 @@ def check(step: Step, choice: str) -> None:
     Raises:
       UserError: the replicas disagree; it names the part of the model.
     """
-    rows, step.sample_rows = step.sample_rows, None
-    distribution = step.distribution
+    rows, distribution = step.sample_rows, step.distribution
     if choice == "off" or distribution.replicas == 1 or rows is None:
         return
     mark = passed_checks.fingerprint(step.model, distribution, rows) if choice == "auto" else ""
@@ -85,11 +86,8 @@ def check(step: Step, choice: str) -> None:
     if not alone.is_finite() or 20 * max(noise.values(), default=0.0) > LOOSEST:
         logger.info(f"not checked whether 1 and {distribution.replicas} replicas agree: {_unclear(alone, noise)}")
         return
-    wrong = [
-        name
-        for name, distance in distances.items()
-        if not distance <= max(ROUNDING, 20 * max(noise.values(), default=0.0))
-    ]
+    limit = max(ROUNDING, 20 * max(noise.values(), default=0.0))
+    wrong = [name for name, distance in distances.items() if not distance <= limit]
     if wrong:
         raise UserError(_complaint(step, wrong, distances, checked.adding))
     if mark:
@@ -132,7 +130,7 @@ class _Check:
         if alone not in self._compiled:
             self._compiled[alone] = tf.function(self._traced(alone), autograph=False)
         order = tf.range(self._count)[::-1] if backwards else tf.range(self._count)
-        with _unchanged(self._step.model):
+        with _unchanged(self._step):
             self._step.reset()
             values, gradient = self._compiled[alone](order)
         return Computed(
@@ -154,6 +152,7 @@ class _Check:
             values, gradient = (self._own if own else self._compiled_pass)(replica, layout, batch)
             if alone:
                 values.update(_named(metrics.of_replica(model, bool(own))))
+            values.update(self._kept(replica))
             return values, gradient
 
         def call(order: tf.Tensor) -> tuple[dict[str, tf.Tensor], list[tf.Tensor]]:
@@ -177,6 +176,23 @@ class _Check:
         payload = payload.with_tensors(replica.distribution.all_sum(payload.tensors()))
         values = payload.by_part()
         return values, [g for g in payload.gradients() if g is not None]
+
+    def _kept(self, replica: Replica) -> dict[str, tf.Tensor]:
+        """Returns what the pass has made of the variables that no optimizer writes.
+
+        Statistics are averaged over the replicas before anybody looks at them, so a layer that counts its examples, or
+        sums them up, has another state than on one replica. A weight that a step of the user's own assigns has the
+        gradient of one replica's rows.
+        """
+        model = self._step.model
+        alike = [*freezing.fixed(model), *model.trainable_variables] if self._step.own_step("train") else []
+        gathered = training_state.gathered_variables(model)
+        means = [tf.cast(tf.convert_to_tensor(v.value), tf.float64) for v in gathered]
+        if means:  # TensorFlow cannot reduce nothing
+            means = replica.distribution.all_sum(means)
+        kept = {v.path: total / replica.distribution.replicas for v, total in zip(gathered, means)}
+        kept.update({v.path: tf.convert_to_tensor(v.value) for v in alike})
+        return {f"{_STATE} {path!r}": value for path, value in kept.items()}
 
     def _own(self, replica: Replica, layout: Layout, batch: Batch) -> tuple[dict, list[tf.Tensor]]:
         rows, names = replica.take(layout, batch, batch.count), LogNames()
@@ -212,15 +228,18 @@ def _relative(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
 
 def _complaint(step: Step, wrong: list[str], distances: dict[str, float], adding: list[str]) -> str:
     model, replicas = step.model, step.distribution.replicas
+    wrong = sorted(wrong, key=lambda name: not name.startswith(_STATE))  # a loss may differ since a layer's state does
     how = f"1 and {replicas} replicas disagree on this model: {wrong[0]} differs by {distances[wrong[0]]:.0e}"
     otherwise = "or accept it with --check_agreement=off"
     own = step.own_step("train")
     alone = [layer.name for layer in keras_internals.flat_layers(model) if _normalizes_alone(layer)]
-    if alone and not wrong[0].startswith("metric"):
+    if alone and any(not name.startswith("metric") for name in wrong):
         return (
             f"{how}, since layer {alone[0]!r} normalizes with the rows of its own replica: make it "
             f"BatchNormalization(synchronized=True), {otherwise}"
         )
+    if wrong[0].startswith(_STATE):
+        return f"{how} after an update: add it up over the replicas (tf.distribute.get_replica_context()), {otherwise}"
     if own:
         return (
             f"{how}: what {own} of {type(model).__name__} computes is no mean over examples; make it one, {otherwise}"
@@ -237,9 +256,11 @@ def _normalizes_alone(layer: keras.Layer) -> bool:
 
 
 @contextlib.contextmanager
-def _unchanged(model: keras.Model) -> Iterator[None]:
-    """Gives statistics, random generators and metrics back, after it, what they had, on every replica."""
-    variables = {id(v): v for v in [*model.non_trainable_variables, *model.metrics_variables]}
+def _unchanged(step: Step) -> Iterator[None]:
+    """Gives all that a step may write back, after it, what it had, on every replica; optimizers do nothing in it."""
+    model = step.model
+    written = model.variables if step.own_step("train") else model.non_trainable_variables
+    variables = {id(v): v for v in [*written, *model.metrics_variables]}
     copies = [copy for v in variables.values() for copy in getattr(v.value, "values", (v.value,))]
     before = [copy.numpy() for copy in copies]
     try:
@@ -253,5 +274,6 @@ def _unchanged(model: keras.Model) -> Iterator[None]:
 def _still(model: keras.Model) -> Iterator[None]:
     """Lets random layers, within it, pass on what they get: a mask has the shape of a replica's rows."""
     layers = [layer for layer in keras_internals.flat_layers(model) if keras_internals.is_random(layer)]
-    with keras_internals.calls(layers, lambda theirs: lambda *a, **k: theirs(*a, **{**k, "training": False})):
+    passing = lambda theirs: lambda *a, **k: theirs(*a, **{**k, "training": False})
+    with keras_internals.calls({layer: passing(layer.call) for layer in layers}):
         yield

@@ -4,7 +4,7 @@ and their results."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -239,8 +239,12 @@ def _known_results(metrics: list[keras.Metric], distribution: Distribution) -> I
         return
     of_replicas = distribution.run(lambda: [metric.result() for metric in metrics], ())
     results = [keras.tree.map_structure(lambda v: distribution.local(v)[0], value) for value in of_replicas]
-    with keras_internals.known_results(metrics, results):
+    with keras_internals.results({m: _returning(value) for m, value in zip(metrics, results)}):
         yield
+
+
+def _returning(value: Any) -> Callable[[], Any]:
+    return lambda: value
 
 
 def reset(model: keras.Model, distribution: Distribution) -> None:

@@ -56,8 +56,8 @@ def own_step_call(replica: Replica, layout: Layout, method: str, names: LogNames
       names: is filled in when the function is traced.
 
     Returns:
-      The function. In its results, `sums` are the values of the last batch, the first of which is finite only if all
-      are, and `metrics` the results of all metrics.
+      The function. In its results, `sums` are the values of the last batch, the first of which is finite only if the
+      loss is, and `metrics` the results of all metrics.
     """
 
     def one(batch: Batch, is_last: tf.Tensor) -> tf.Tensor:
@@ -79,7 +79,7 @@ def run_step(replica: Replica, method: str, rows: Rows, count: tf.Tensor | int, 
     """Runs the model's own step on one replica's rows; in replica context, while it is traced.
 
     Returns:
-      One number that is finite if all logs are, then the logs that are not results of metrics, float64 [1 + logs].
+      One number that is finite if the loss is, then the logs that are not results of metrics, float64 [1 + logs].
 
     Raises:
       UserError: what the step returns cannot be combined over replicas.
@@ -139,11 +139,11 @@ def _combined(part: _Part, method: str, logs: Any, names: LogNames) -> tf.Tensor
         )
     plain: dict[str, tf.Tensor] = {}
     names.of_metrics = {}
-    finite = []
+    # As of compiled models, the loss alone must be finite; under another name every log may be it.
+    guarded = keras.tree.flatten(logs.get("loss", logs))
+    finite = [tf.reduce_sum(tf.cast(tf.convert_to_tensor(leaf), tf.float64)) for leaf in guarded]
     for name, value in logs.items():
         _, known = part.results.get(id(value), (None, None))
-        for leaf in keras.tree.flatten(value):
-            finite.append(tf.reduce_sum(tf.cast(tf.convert_to_tensor(leaf), tf.float64)))
         if known is not None:
             names.of_metrics[name] = known
             continue
@@ -197,12 +197,23 @@ def _over_replicas(model: keras.Model, handle: Callable) -> Iterator[None]:
             base.use_ema = False
         changes.enter_context(keras_internals.optimizer_updates(update))
         changes.enter_context(keras_internals.mean_updates(mean))
-        changes.enter_context(keras_internals.watched_results(model.metrics, _note))
+        changes.enter_context(keras_internals.results({metric: _noted(metric) for metric in model.metrics}))
         yield
 
 
+def _noted(metric: keras.Metric) -> Callable[[], Any]:
+    """Returns the `result` of a metric, which notes what it returns: that is no mean over a replica's examples."""
+    theirs = metric.result
+
+    def result() -> Any:
+        value = theirs()
+        _note(metric, value)
+        return value
+
+    return result
+
+
 def _note(metric: keras.Metric, result: Any) -> None:
-    """Notes that a value is the result of a metric, which is not a mean over a replica's examples."""
     part: _Part | None = getattr(_tracing, "part", None)
     if part is None:
         return

@@ -28,13 +28,8 @@ def normalization(model: keras.Model | None) -> Iterator[None]:
       model: the model, or None to change nothing.
     """
     layers = [layer for layer in (keras_internals.flat_layers(model) if model else ()) if _fits(layer)]
-    for layer in layers:
-        layer.call = _call(layer)
-    try:
+    with keras_internals.calls({layer: _call(layer) for layer in layers}):
         yield
-    finally:
-        for layer in layers:
-            del layer.call
 
 
 def _fits(layer: keras.Layer) -> bool:

@@ -1,0 +1,77 @@
+"""Private names of TensorFlow where it meets Keras: strategies, and its bookkeeping of gradients."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.distribute.distribute_lib import ReplicaContextBase, StrategyBase
+from tensorflow.python.distribute.values import DistributedVariable
+from tensorflow.python.framework import ops
+from tensorflow.python.ops import custom_gradient
+
+from tfdist.models.keras_internals.replacing import PATCHED
+
+
+@contextlib.contextmanager
+def one_replica_in_sync() -> Iterator[None]:
+    """Lets strategies say, within it, that they have one replica: to Keras' losses, and to losses that ask for it."""
+    with PATCHED:
+        theirs = StrategyBase.num_replicas_in_sync
+        StrategyBase.num_replicas_in_sync = property(lambda strategy: 1)
+        try:
+            yield
+        finally:
+            StrategyBase.num_replicas_in_sync = theirs
+
+
+@contextlib.contextmanager
+def variables_as_numbers() -> Iterator[None]:
+    """Lets `float(optimizer.learning_rate)` and `int(optimizer.iterations)` work, within it, under every strategy.
+
+    Keras hands both to TensorFlow's variable, and that of a strategy has neither method, though the plain one has. So a
+    callback that works on one device would end the training on two. Nothing public is between the two: the methods are
+    added to TensorFlow's class.
+    """
+
+    def number(kind: type) -> Callable[[tf.Variable], Any]:
+        return lambda variable: kind(variable.numpy())
+
+    added = [kind for kind in (float, int) if f"__{kind.__name__}__" not in vars(DistributedVariable)]
+    for kind in added:
+        setattr(DistributedVariable, f"__{kind.__name__}__", number(kind))
+    try:
+        yield
+    finally:
+        for kind in added:
+            delattr(DistributedVariable, f"__{kind.__name__}__")
+
+
+@contextlib.contextmanager
+def gradient_bookkeeping(
+    search: Callable[[Callable], Callable], entry: Callable[[Callable], Callable]
+) -> Iterator[None]:
+    """Replaces, within it, two functions of `tf.custom_gradient`, which has no option for either.
+
+    Args:
+      search: makes of TensorFlow's search for the variables that a function has read another one.
+      entry: makes of what names a gradient's entry in TensorFlow's registry another one.
+    """
+    theirs = custom_gradient._get_dependent_variables, custom_gradient.generate_name
+    custom_gradient._get_dependent_variables, custom_gradient.generate_name = search(theirs[0]), entry(theirs[1])
+    try:
+        yield
+    finally:
+        custom_gradient._get_dependent_variables, custom_gradient.generate_name = theirs
+
+
+def replica_context() -> type[tf.distribute.ReplicaContext]:
+    """Returns the class with TensorFlow's `all_reduce`; the public `ReplicaContext` only inherits it."""
+    return ReplicaContextBase
+
+
+def forget_gradient(name: str) -> None:
+    """Takes a gradient out of TensorFlow's registry, which in public only grows, and keeps the graphs of all."""
+    ops.gradient_registry._registry.pop(name, None)
