@@ -7,11 +7,13 @@ import signal
 import sys
 
 import pytest
-from support import processes
+from support import covering, processes
 
 import tfdist
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+# Else each of some hundred processes compiles the package again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 REPOSITORY = pathlib.Path(__file__).parent.parent
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -23,6 +25,11 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
 
 # Here and not in a fixture: test modules make tensors while they are collected.
 EIGHT = tfdist.connect("mirrored", virtual_devices=8, threads=1)
+
+
+@pytest.hookimpl(tryfirst=True)  # before cells are left out by their marks
+def pytest_collection_modifyitems(items):
+    covering.mark_the_rest(items)
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,8 @@ import signal
 
 import numpy as np
 import pytest
+from conftest import REPOSITORY
+from support import many_commands
 
 BAD_INPUT = [
     (
@@ -205,6 +207,11 @@ BAD_INPUT = [
 
 @pytest.fixture
 def files(tmp_path):
+    """A folder that, first on PYTHONPATH, forbids to import TensorFlow; beside it what the arguments name."""
+    return written(tmp_path)
+
+
+def written(tmp_path):
     (tmp_path / "syntax.py").write_text("def get_config(:\n")
     (tmp_path / "raises.py").write_text("def get_config():\n    return 1 / 0\n")
     (tmp_path / "empty.py").write_text("\n")
@@ -226,10 +233,18 @@ def one_line(done, code=2):
     return lines[0]
 
 
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory):
+    """How the command ends with each list of arguments; on no machine is there a driver on this PATH."""
+    folder = tmp_path_factory.mktemp("bad")
+    path = os.pathsep.join([str(written(folder)), str(REPOSITORY)])
+    done = many_commands.run("tfdist.train", [a for a, _ in BAD_INPUT], folder, {"PATH": "/usr/bin:/bin"}, path)
+    return {tuple(end.args): end for end in done}
+
+
 @pytest.mark.parametrize("arguments, message", BAD_INPUT, ids=lambda v: " ".join(v) if isinstance(v, list) else "")
-def test_known_without_tensorflow(arguments, message, run, files, monkeypatch):
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")  # no driver, whatever the machine
-    assert message in one_line(run("tfdist.train", *arguments, path=str(files)))
+def test_known_without_tensorflow(arguments, message, ends):
+    assert message in one_line(ends[tuple(arguments)])
 
 
 @pytest.mark.parametrize(

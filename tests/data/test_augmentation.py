@@ -90,6 +90,7 @@ def test_normalised_images_have_no_colours():
 EVERYTHING = "resized_crop(0.3), flip, vertical_flip, crop(2), color(0.4), randaugment(2, 9), erase(0.9)"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype, maximum", [("uint8", 255), ("uint8", 16), ("float32", 1), ("float32", 255)])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_type_range_and_shape_stay_and_the_seed_alone_decides(dtype, maximum, channels):

@@ -148,7 +148,9 @@ def splitmix(state):
     return z ^ z >> 31
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize(
+    "replicas", [pytest.param(1, marks=pytest.mark.whole), 2, pytest.param(3, marks=pytest.mark.whole)]
+)
 def test_training_is_that_of_arrays(replicas, connect):
     x = np.random.default_rng(0).normal(size=(SIZE, 4)).astype("float32")
     y = np.random.default_rng(1).integers(0, 3, SIZE)

@@ -35,6 +35,7 @@ def times_seen(model):
     return (100.0 - model.get_weights()[0][:, 0]).tolist()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("replicas", [1, 3, 8])
 @pytest.mark.parametrize("examples", [1, BATCH - 1, BATCH, BATCH + 1, 3 * BATCH - 1])
 def test_each_example_once_per_epoch(examples, replicas, connect):
@@ -45,6 +46,7 @@ def test_each_example_once_per_epoch(examples, replicas, connect):
     assert times_seen(model) == [2.0] * examples
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("examples", [1, BATCH - 1, BATCH, BATCH + 1, 3 * BATCH - 1])
@@ -63,6 +65,7 @@ def test_each_example_of_a_dataset_once_per_epoch(examples, known, replicas, con
     assert times_seen(model) == [2.0] * examples
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("replicas", [1, 3, 8])
 @pytest.mark.parametrize("examples", [1, BATCH - 1, BATCH, BATCH + 1, 3 * BATCH - 1])
 @pytest.mark.parametrize("as_dataset", [False, True, "of unknown length"])
@@ -120,13 +123,13 @@ def test_a_run_continues_anywhere_from_its_update_number():
 def test_runs_with_one_seed_are_the_same_to_the_bit(connect):
     def weights(seed):
         keras.utils.set_random_seed(0)
-        with connect(2).scope():
+        with connect(1).scope():
             model = keras.Sequential(
                 [keras.Input((4,)), keras.layers.Dense(8, "tanh"), keras.layers.Dropout(0.3), keras.layers.Dense(1)]
             )
             model.compile("adam", "mse")
         x = np.random.default_rng(0).normal(size=(50, 4))
-        tfdist.fit(model, x, x[:, :1], distribution=connect(2), batch_size=16, epochs=3, seed=seed, verbose=0)
+        tfdist.fit(model, x, x[:, :1], distribution=connect(1), batch_size=16, epochs=3, seed=seed, verbose=0)
         return np.concatenate([w.ravel() for w in model.get_weights()])
 
     assert weights(1).tobytes() == weights(1).tobytes()
@@ -227,6 +230,7 @@ def feeds(source, accumulate=1, replicas=6, local=2, **kwargs):
     return [(kind(source, layout, **kwargs), layout) for layout in layouts]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("examples", [24, 24 + 7, 2 * 24 + 23])
 @pytest.mark.parametrize("kind", ["arrays", "shuffled", "batches"])

@@ -50,17 +50,22 @@ def cells():
 
 
 @pytest.fixture(scope="module")
-def world(request, tmp_path_factory):
-    """What the workers of a world end with, for the cases that are asked of it."""
-    strategy, workers, options = WORLDS[request.param]
+def workers_of(request, tmp_path_factory):
+    """What the workers of a world end with, for all cases that are asked of it: each world is started once."""
     asked = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    names = dict.fromkeys(p["name"] for p in asked if p.get("world") == request.param and p.get("name") in NAMES)
-    folder = tmp_path_factory.mktemp("world")
-    worlds.start(strategy, workers, options, folder, "case_worker.py", list(names))
-    results = [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(workers)]
-    assert {r["workers"] for r in results} == {workers}
-    assert {r["replicas"] for r in results} == {workers * options.get("virtual_devices", 1)}
-    return results
+
+    @functools.cache
+    def of(world):
+        strategy, workers, options = WORLDS[world]
+        names = dict.fromkeys(p["name"] for p in asked if p.get("world") == world and p.get("name") in NAMES)
+        folder = tmp_path_factory.mktemp("world")
+        worlds.start(strategy, workers, options, folder, "case_worker.py", list(names))
+        results = [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(workers)]
+        assert {r["workers"] for r in results} == {workers}
+        assert {r["replicas"] for r in results} == {workers * options.get("virtual_devices", 1)}
+        return results
+
+    return of
 
 
 @pytest.fixture(scope="module")
@@ -68,34 +73,35 @@ def reference(connect):
     return functools.cache(lambda case: training_cases.outcome(case, connect(1), case.precision))
 
 
-@pytest.mark.parametrize("world, name", cells(), indirect=["world"])
-def test_agrees_with_one_device(name, world, reference):
+@pytest.mark.parametrize("world, name", cells())
+def test_agrees_with_one_device(name, world, workers_of, reference):
     case = next(c for c in training_cases.CASES if c.name == name)
-    training_cases.assert_agrees(world[0]["found"][name], reference(case), training_cases.TOLERANCE[case.precision])
+    found = workers_of(world)[0]["found"][name]
+    training_cases.assert_agrees(found, reference(case), training_cases.TOLERANCE[case.precision])
 
 
-@pytest.mark.parametrize("world, name", cells(), indirect=["world"])
-def test_every_worker_ends_with_the_same(name, world):
-    weights, history, evaluation, outputs = world[0]["found"][name]
-    for other in (worker["found"][name] for worker in world[1:]):
+@pytest.mark.parametrize("world, name", cells())
+def test_every_worker_ends_with_the_same(name, world, workers_of):
+    chief, *others = (worker["found"][name] for worker in workers_of(world))
+    weights, history, evaluation, outputs = chief
+    for other in others:
         assert other[0].tobytes() == weights.tobytes()
         assert other[1] == history and other[2] == evaluation
         for a, b in zip(other[3], outputs, strict=True):
             np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize(
-    "world", [pytest.param(w, marks=[pytest.mark.whole] * (w not in SHORT)) for w in WORLDS], indirect=True
-)
+@pytest.mark.parametrize("world", [pytest.param(w, marks=[pytest.mark.whole] * (w not in SHORT)) for w in WORLDS])
 @pytest.mark.parametrize("dtype, tolerance", [("float16", 1e-3), ("bfloat16", 1e-2)])
-def test_gradients_that_travel_in_half_the_bytes(dtype, tolerance, world, request, reference):
-    found = world[0]["shrunk"][dtype]
-    if dtype == "bfloat16" and "horovod" in request.node.name:
+def test_gradients_that_travel_in_half_the_bytes(dtype, tolerance, world, workers_of, reference):
+    workers = workers_of(world)
+    found = workers[0]["shrunk"][dtype]
+    if dtype == "bfloat16" and world.startswith("horovod"):
         assert found == "reduce_dtype='bfloat16' cannot be used with Horovod, which does not sum it: use float16"
         return
     plain = reference(next(c for c in training_cases.CASES if c.name == "uneven tail"))
     distance = training_cases.distance(found[0], plain[0])
     assert distance < tolerance
-    if world[0]["replicas"] > 1:
+    if workers[0]["replicas"] > 1:
         assert distance > 1e-6, "nothing was rounded"
-    assert {worker["shrunk"][dtype][0].tobytes() for worker in world} == {found[0].tobytes()}
+    assert {worker["shrunk"][dtype][0].tobytes() for worker in workers} == {found[0].tobytes()}

@@ -17,7 +17,8 @@ import uuid
 
 import psutil
 import pytest
-from support import network_hosts, processes
+from conftest import REPOSITORY
+from support import many_commands, network_hosts, processes
 from support.nvidia_drivers import FOUR, printing
 
 from tfdist.checkpoints import files
@@ -82,9 +83,17 @@ BAD_INPUT = [
 ]
 
 
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory):
+    """How the command ends with each list of arguments."""
+    folder = tmp_path_factory.mktemp("bad")
+    done = many_commands.run("tfdist.doctor", [a for a, _ in BAD_INPUT], folder, {}, str(REPOSITORY))
+    return {tuple(end.args): end for end in done}
+
+
 @pytest.mark.parametrize("arguments, message", BAD_INPUT, ids=lambda v: " ".join(v) if isinstance(v, list) else "")
-def test_wrong_flags(arguments, message, run):
-    done = run("tfdist.doctor", *arguments)
+def test_wrong_flags(arguments, message, ends):
+    done = ends[tuple(arguments)]
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"tfdist: error: {message}") and done.stderr.count("\n") == 1, done.stderr
 

@@ -57,19 +57,25 @@ def cells():
 
 
 @pytest.fixture(scope="module")
-def world(request, tmp_path_factory):
-    """What two workers end with, for the models that are asked of them."""
-    folder = tmp_path_factory.mktemp("world")
+def workers_of(request, tmp_path_factory):
+    """What two workers end with, for all models that are asked of them: each strategy is started once."""
     asked = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    names = dict.fromkeys(p["name"] for p in asked if p.get("world") == request.param and p.get("name") in IN_WORLDS)
-    worlds.start(request.param, 2, {}, folder, "zoo_worker.py", list(names))
-    return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(2)]
+
+    @functools.cache
+    def of(world):
+        folder = tmp_path_factory.mktemp("world")
+        names = dict.fromkeys(p["name"] for p in asked if p.get("world") == world and p.get("name") in IN_WORLDS)
+        worlds.start(world, 2, {}, folder, "zoo_worker.py", list(names))
+        return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(2)]
+
+    return of
 
 
-@pytest.mark.parametrize("world, name", cells(), indirect=["world"])
-def test_two_workers_agree_with_one_device(name, world, reference):
-    assert world[0][name][0].tobytes() == world[1][name][0].tobytes()
-    assert_agrees(world[0][name], reference(zoo_cases.OWN[name]))
+@pytest.mark.parametrize("world, name", cells())
+def test_two_workers_agree_with_one_device(name, world, workers_of, reference):
+    chief, other = workers_of(world)
+    assert chief[name][0].tobytes() == other[name][0].tobytes()
+    assert_agrees(chief[name], reference(zoo_cases.OWN[name]))
 
 
 PLAIN = """

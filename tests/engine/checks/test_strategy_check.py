@@ -47,6 +47,18 @@ class SumOfSquares(L.Layer):
         return x
 
 
+class CountsRows(L.Layer):
+    """Each replica counts its own."""
+
+    def build(self, shape):
+        self.seen = self.add_weight(shape=(), initializer="zeros", trainable=False, name="seen")
+
+    def call(self, x, training=False):
+        if training:
+            self.seen.assign_add(keras.ops.cast(keras.ops.shape(x)[0], "float32"))
+        return x
+
+
 class Noise(L.Layer):
     def __init__(self):
         super().__init__()
@@ -64,6 +76,18 @@ class SumStep(keras.Model):
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(tf.square(y - self(x, training=True)))
         self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+class UpdatesByHand(keras.Model):
+    """No optimizer sees the gradient, so nobody adds it up."""
+
+    def train_step(self, batch):
+        x, y = batch
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(y - self(x, training=True)))
+        for variable, gradient in zip(self.trainable_variables, tape.gradient(loss, self.trainable_variables)):
+            variable.assign_sub(0.1 * gradient)
         return {"loss": loss}
 
 
@@ -93,6 +117,8 @@ def test_a_model_that_is_the_same_says_so_and_is_remembered(connect, capsys, rep
         ([L.BatchNormalization], keras.Model, r"layer 'batch_normalization.*' normalizes with the rows of its own"),
         ([SumOfSquares], keras.Model, r"add_loss differs by .*, which layer sum_of_squares.* gives: make it a mean"),
         ([], SumStep, r"what train_step of SumStep computes is no mean over examples"),
+        ([CountsRows], keras.Model, r"the variable 'counts_rows.*/seen' differs by .* after an update: add it up over"),
+        ([], UpdatesByHand, r"the variable 'dense.*' differs by .* after an update: add it up over the replicas"),
     ],
 )
 def test_what_differs_is_named(connect, layers, model, words):

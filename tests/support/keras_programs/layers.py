@@ -20,6 +20,7 @@ from support.keras_programs.program import (
 
 ops = keras.ops
 MASKS = "Keras draws one mask per replica"
+UNSUMMED = {"several": "after an update: add it up over the replicas"}
 OF_A_REPLICA = {"several": "normalizes with the rows of its own replica"}
 
 
@@ -278,9 +279,9 @@ PROGRAMS = [
     Program("layer of a nested model", nested, classes),
     Program("layer used twice", lambda: compiled(SharedTwice()), classes),
     Program("layer made in build", lambda: compiled(BuiltInCall()), classes),
-    of_features("that counts examples", CountsExamples),
+    of_features("that counts examples", CountsExamples, refused=UNSUMMED),
     of_features("that counts calls", CountsCalls),
-    of_features("with a running maximum", RunningMaximum),
+    of_features("with a running maximum", RunningMaximum, refused=UNSUMMED),
     of_features("that looks across the batch", CentersTheBatch),
     Program("layer TextVectorization", reads_text, text),
     Program("layer StringLookup and Discretization", looks_up, words_and_numbers),
