@@ -81,7 +81,7 @@ def by_mpirun(start, hosts, *flags):
 
 WAYS = [
     # how, strategy, what stands in the reason for it
-    pytest.param(by_hand, "multi_worker", "--strategy", id="by-hand"),
+    pytest.param(by_hand, "multi_worker", "--strategy", id="by-hand", marks=pytest.mark.whole),
     pytest.param(by_launch, "multi_worker", "tfdist.launch", id="launch"),
     pytest.param(by_horovodrun, "horovod", "horovodrun", id="horovodrun"),
     pytest.param(by_mpirun, "multi_worker", "Open MPI", id="mpirun", marks=pytest.mark.faults),
@@ -121,6 +121,7 @@ def test_an_unplugged_host(way, hosts, start):
     assert not left
 
 
+@pytest.mark.whole
 def test_slurm_two_nodes(slurm, hosts, start, tmp_path, reference):
     srun = ["srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
     program = start(*hosts.on("h1"), *srun, *train("--workdir=run"), SLURM_CONF=str(slurm))
@@ -150,6 +151,7 @@ def test_slurm_tasks(slurm, hosts, start):
         assert len({c["master"] for c in found}) == 1
 
 
+@pytest.mark.whole
 def test_mpirun(start, tmp_path, reference):
     network_hosts.needs("openmpi-bin", "mpirun")
     program = start("mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", *train("--workdir=run"))

@@ -43,6 +43,7 @@ def train(distribution, stopping, made=None, **options):
     return made, history
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize(
     "monitor, direction", [("val_loss", "min"), ("val_accuracy", "max"), ("min val_accuracy", "min")]

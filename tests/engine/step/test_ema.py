@@ -35,7 +35,7 @@ def train(distribution, epochs=EPOCHS, made=None, **options):
     return made, tfdist.fit(made, *training_cases.images(109), check_agreement="off", **data, **options).history
 
 
-@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("replicas", [1, pytest.param(3, marks=pytest.mark.whole)])
 def test_each_epoch_measures_what_a_training_that_ends_there_would(replicas, connect):
     distribution = connect(replicas)
     made, history = train(distribution)
@@ -98,15 +98,15 @@ def test_stopped_within_a_validation_and_resumed(connect, tmp_path):
             self.left -= 1
             return "asked to" if self.left < 0 else ""
 
-    whole = train(connect(2))
-    for calls in range(3, 30):
+    whole = train(connect(1))
+    for calls in range(6, 30, 3):
         checkpoints = tfdist.Checkpoints(tmp_path / "checkpoints", every="1000 steps", best="val_loss")
         try:
-            done = train(connect(2), should_stop=Stop(calls), checkpoints=checkpoints)
+            done = train(connect(1), should_stop=Stop(calls), checkpoints=checkpoints)
             break
         except Interrupted:
             pass
-    assert calls > 5
+    assert calls > 6
     assert (fingerprint(done[0]), done[1]) == (fingerprint(whole[0]), whole[1])
     best = 5 * (1 + int(np.argmin(whole[1]["val_loss"])))
     assert best in [files.update_of(p) for p in files.found(tmp_path / "checkpoints")]
