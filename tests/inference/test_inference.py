@@ -403,43 +403,45 @@ def rows(reader, outputs, targets=(), kind=".jsonl"):
 def test_outputs_that_are_no_classes():
     outputs = np.array([[1.5], [np.nan]], "float32")
     assert (
-        rows(prediction_rows.Reader(None), outputs, np.array([1, 2]), ".csv")
+        rows(prediction_rows.OutputReader(None), outputs, np.array([1, 2]), ".csv")
         == "number,output,target\n5,1.5,1\n6,nan,2\n"
     )
     several = {"kind": np.float32([[0.1, 2]]), "size": np.array([7])}
     assert (
-        rows(prediction_rows.Reader(None), several, kind=".csv")
+        rows(prediction_rows.OutputReader(None), several, kind=".csv")
         == "number,output_kind_0,output_kind_1,output_size\n5,0.1,2.0,7\n"
     )
-    assert json.loads(rows(prediction_rows.Reader(None), outputs[1:])) == {"number": 5, "output": [None]}
+    assert json.loads(rows(prediction_rows.OutputReader(None), outputs[1:])) == {"number": 5, "output": [None]}
 
 
 def test_scores_of_classes():
     """Probabilities as they are, logits through softmax; a score that is not finite is of no class; one-hot targets."""
-    reader = prediction_rows.Reader(2, ("cat", "dog"), example="{}.png".format)
+    reader = prediction_rows.OutputReader(2, ("cat", "dog"), example="{}.png".format)
     scores = np.array([[0.25, 0.75], [np.nan, 0.0]], "float32")
     text = rows(reader, scores, np.eye(2)[[0, 1]], ".csv")
     assert text == "number,example,prediction,name,probability,target\n5,5.png,1,dog,0.75,0\n6,6.png,,,nan,1\n"
     logits = np.log([[1.0, 3.0]]) + 7
-    assert json.loads(rows(prediction_rows.Reader(2, from_logits=True), logits))["probability"] == pytest.approx(0.75)
+    assert json.loads(rows(prediction_rows.OutputReader(2, from_logits=True), logits))["probability"] == pytest.approx(
+        0.75
+    )
 
 
 def test_tokens():
     logits = np.zeros((1, 3, 4), "float32")
     logits[0, [0, 1, 2], [3, 1, 2]] = 50
-    row = json.loads(rows(prediction_rows.Reader(4, from_logits=True), logits, np.array([[3, 1, 0]])))
+    row = json.loads(rows(prediction_rows.OutputReader(4, from_logits=True), logits, np.array([[3, 1, 0]])))
     assert row == {"number": 5, "prediction": [3, 1, 2], "probability": [1.0, 1.0, 1.0], "target": [3, 1, 0]}
     with pytest.raises(
         UserError, match=r"'output' is a table for each example, and a line of CSV holds none: write a .jsonl"
     ):
-        rows(prediction_rows.Reader(None), logits, kind=".csv")
+        rows(prediction_rows.OutputReader(None), logits, kind=".csv")
     with pytest.raises(UserError, match="--scores is for the scores of classes, and this model gives none"):
-        rows(prediction_rows.Reader(None, scores=True), logits)
+        rows(prediction_rows.OutputReader(None, scores=True), logits)
 
 
 def test_a_float_is_read_back_as_it_was():
     values = np.random.default_rng(0).normal(size=1000).astype("float32")
-    lines = rows(prediction_rows.Reader(None), values).splitlines()
+    lines = rows(prediction_rows.OutputReader(None), values).splitlines()
     np.testing.assert_array_equal(np.float32([json.loads(line)["output"] for line in lines]), values)
 
 

@@ -161,7 +161,9 @@ def test_a_name_that_this_keras_lacks(monkeypatch):
         built("VGG16")
 
 
-@pytest.mark.parametrize("name", ["MobileNetV3Small", "MobileNet", "ResNet50"])
+@pytest.mark.parametrize(
+    "name", ["MobileNet", *(pytest.param(n, marks=pytest.mark.whole) for n in ("MobileNetV3Small", "ResNet50"))]
+)
 def test_logits_have_full_precision(name):
     """Their last layers are of different kinds: Conv2D and Flatten, Conv2D and Reshape, Dense."""
     for precision, wanted in (("mixed_bfloat16", "float32"), ("float64", "float64")):
@@ -224,9 +226,8 @@ def assert_agrees(name, got, expected):
     assert np.linalg.norm(got[0] - expected[0]) < (1e-9 if float64 else 1e-3) * expected[2]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n == "MobileNet" else pytest.mark.faults) for n in REPRESENTATIVES]
-)
+@pytest.mark.faults
+@pytest.mark.parametrize("name", REPRESENTATIVES)
 def test_mirrored_agrees_with_one_device(name, reference, connect):
     assert_agrees(name, outcome(name, connect(2)), reference(name))
 

@@ -127,7 +127,10 @@ def by_hand(model, make):
     return groups
 
 
-@pytest.mark.parametrize("name, replicas", [*((name, 1) for name in MAKE), ("AdamW, scheduled", 3), ("Nadam", 3)])
+@pytest.mark.parametrize(
+    "name, replicas",
+    [*((name, 1) for name in MAKE), ("AdamW, scheduled", 3), pytest.param("Nadam", 3, marks=pytest.mark.whole)],
+)
 def test_against_an_optimizer_per_layer(name, replicas, connect):
     import tensorflow as tf
 

@@ -94,7 +94,11 @@ print(int(model.optimizer.iterations), float(model.optimizer.learning_rate), *np
 
 
 @pytest.mark.parametrize(
-    "kind, options", [("linear", ""), ("step", "boundaries=30% 3 epochs 100"), ("exponential", "")]
+    "kind, options",
+    [
+        ("step", "boundaries=30% 3 epochs 100"),
+        *(pytest.param(kind, "", marks=pytest.mark.whole) for kind in ("linear", "exponential")),
+    ],
 )
 def test_a_run_tells_the_rates_and_its_model_loads_without_tfdist(kind, options, run, tmp_path):
     flags = [

@@ -70,6 +70,7 @@ def one_hot(y):
 C = keras.losses
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "train, loss, metrics, rows",
     [

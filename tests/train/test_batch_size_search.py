@@ -58,6 +58,7 @@ def test_smaller_than_the_first(find):
     assert find(most=5).share == 4
 
 
+@pytest.mark.faults
 def test_killed_by_the_kernel_is_too_much(find):
     assert find(most=40, kind="Fatal").share == 32  # 32 do, 64 and 48 do not
 

@@ -49,7 +49,7 @@ def _write(
             "belong to an example: do not shuffle data.eval_split"
         )
     batch = experiment.eval.batch_size if not isinstance(data.eval, sources.Batches) else None
-    reader = prediction_rows.Reader(
+    reader = prediction_rows.OutputReader(
         classes=data.spec.classes,
         names=data.spec.names,
         from_logits=compatibility.from_logits(ready.model, ready.from_file),

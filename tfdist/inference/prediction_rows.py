@@ -20,7 +20,7 @@ CSV, JSON_LINES = ".csv", ".jsonl"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Reader:
+class OutputReader:
     """Turns outputs of a model into rows.
 
     Args:
@@ -37,7 +37,7 @@ class Reader:
     scores: bool = False
     example: Callable[[int], str] | None = None
 
-    def settled(self, outputs: Structure) -> Reader:
+    def settled(self, outputs: Structure) -> OutputReader:
         """Returns a reader for outputs such as these of the first batch.
 
         Raises:
@@ -52,7 +52,7 @@ class Reader:
             logits = not confusion.look_like_probabilities(outputs.reshape(-1, classes))
         return dataclasses.replace(self, classes=classes, from_logits=logits)
 
-    def rows(self, outputs: Structure, targets: Structure, first: int) -> Iterator[dict[str, Any]]:
+    def rows(self, outputs: Structure, targets: Structure, first: int) -> Iterator[dict[str, object]]:
         """Yields one row per example of a batch.
 
         Args:
@@ -62,7 +62,7 @@ class Reader:
         """
         columns = {**self._answers(outputs), **(_leaves("target", self._labels(targets)) if len(targets) else {})}
         for i in range(len(next(iter(columns.values())))):
-            row: dict[str, Any] = {"number": first + i}
+            row: dict[str, object] = {"number": first + i}
             if self.example:
                 row["example"] = self.example(first + i)
             yield row | {name: values[i] for name, values in columns.items()}
@@ -99,7 +99,7 @@ class Lines:
         self._kind = kind
         self._header: list[str] = []
 
-    def text(self, rows: Iterator[dict[str, Any]]) -> str:
+    def text(self, rows: Iterator[dict[str, object]]) -> str:
         """Returns the next lines, the header of a table before the first ones."""
         if self._kind == JSON_LINES:
             return "".join(json.dumps(strict(row)) + "\n" for row in rows)
@@ -114,9 +114,9 @@ class Lines:
         return into.getvalue()
 
 
-def _flat(row: dict[str, Any]) -> dict[str, Any]:
+def _flat(row: dict[str, object]) -> dict[str, object]:
     """Returns a row whose lists have become columns of their own: `scores_0`, `scores_1`."""
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
     for name, value in row.items():
         if not isinstance(value, list):
             flat[name] = value

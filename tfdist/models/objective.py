@@ -31,7 +31,7 @@ class LossAndMetrics:
     own: bool
     """Whether the loss is the user's own, of which nothing is known."""
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, object]:
         """Returns the arguments of `compile`."""
         return {"loss": self.loss, "weighted_metrics" if self.weighted else "metrics": self.metrics}
 
@@ -49,7 +49,7 @@ def of(experiment: config.Experiment, model: keras.Model, data: Loaded) -> LossA
     smoothing = experiment.train.label_smoothing
     mixes = isinstance(data.train, Records) and data.train.mix is not None
     weighted = is_weighted(data.train)
-    fitting: dict[str, Any] = {"reduction": "mean_with_sample_weight"} if weighted else {}
+    fitting: dict[str, object] = {"reduction": "mean_with_sample_weight"} if weighted else {}
     if asked is None:
         rows = bool(smoothing) or mixes or any(_takes_rows(metric, model) for metric in metrics)
         name = "CategoricalCrossentropy" if rows else "SparseCategoricalCrossentropy"
@@ -140,7 +140,7 @@ def _smoothing(asked: Asked, smoothing: float) -> float:
     return smoothing
 
 
-def _loss(asked: Asked, model: keras.Model, fitting: dict[str, Any]) -> Any:
+def _loss(asked: Asked, model: keras.Model, fitting: dict[str, object]) -> Any:
     """Returns a loss.
 
     Args:
@@ -162,7 +162,7 @@ def _metrics(asked: list[Asked], model: keras.Model) -> list[Any]:
     return made
 
 
-def _logits(asked: Asked, model: keras.Model, module: Any) -> dict[str, Any]:
+def _logits(asked: Asked, model: keras.Model, module: Any) -> dict[str, object]:
     """Returns what outputs are: Keras takes them for probabilities, and would train logits as such without a word."""
     kind = getattr(module, asked.kind, None)
     if kind is None or "from_logits" not in inspect.signature(kind).parameters:
@@ -170,7 +170,7 @@ def _logits(asked: Asked, model: keras.Model, module: Any) -> dict[str, Any]:
     return {"from_logits": not ends_with_probabilities(model)}
 
 
-def _of_keras(module: Any, asked: Asked, fitting: dict[str, Any]) -> Any:
+def _of_keras(module: Any, asked: Asked, fitting: dict[str, object]) -> Any:
     """Returns an object of Keras.
 
     Args:

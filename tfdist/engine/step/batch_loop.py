@@ -97,8 +97,7 @@ def batch_loop(replica: Replica, layout: Layout, losses: int | None, one: Callab
                 before = graph_clock.count()
                 batch = take()
                 is_last = tf.equal(state.i + 1, last)
-                values = distribution.local(distribution.run(one, (batch, is_last)))[0]
-                output = StepOutput.unpacked(values, losses)
+                output = StepOutput.unpacked(distribution.local(distribution.run(one, (batch, is_last)))[0], losses)
                 weight = tf.cast(batch.count, tf.float64)
                 finite = tf.math.is_finite(output.losses[0])
                 return LoopState(

@@ -31,7 +31,7 @@ def gathered(distribution: Distribution, values: Structure, rows: Rows) -> Struc
     leaves = keras.tree.flatten(values)
     masks = [keras_internals.mask_of(leaf) for leaf in leaves]
     own = [*leaves, *(mask for mask in masks if mask is not None)]
-    place = _Place(distribution, rows)
+    place = _RowsOfReplica(distribution, rows)
     spread = [place.spread(value) for value in own]
     totals = distribution.all_sum([tf.stop_gradient(value) for value in spread])
     whole = iter([place.whole(mine, total, value) for mine, total, value in zip(spread, totals, own)])
@@ -42,7 +42,7 @@ def gathered(distribution: Distribution, values: Structure, rows: Rows) -> Struc
     return keras.tree.pack_sequence_as(values, results)
 
 
-class _Place:
+class _RowsOfReplica:
     """Where the rows of a replica are among places for the rows of all, of which each has as many as the first."""
 
     def __init__(self, distribution: Distribution, rows: Rows):

@@ -216,14 +216,14 @@ def of_replica(model: keras.Model, losses: bool = False) -> dict[str, tf.Tensor]
       losses: as for `results`.
     """
     of_losses = set() if losses else {id(metric) for metric in keras_internals.loss_metrics(model)}
-    by_name: dict[str, Any] = {}
+    by_name: dict[str, object] = {}
     for metric in model.metrics:
         if id(metric) not in of_losses:
             by_name.update(_flat({metric.name: metric.result()}))
     return {name: tf.convert_to_tensor(value) for name, value in by_name.items()}
 
 
-def _flat(results: dict[str, Any]) -> dict[str, Any]:
+def _flat(results: dict[str, object]) -> dict[str, object]:
     """Takes results apart that are dictionaries themselves, in Keras' order: a metric may return several numbers."""
     flat = {}
     for name, value in results.items():

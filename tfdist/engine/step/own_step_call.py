@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
@@ -39,7 +39,7 @@ class _Part(NamedTuple):
     """The optimizer that is applying a sum."""
     gradients: list[tf.Tensor]
     """Sums over all replicas that were not applied."""
-    results: dict[int, tuple[Any, str | list[str]]]
+    results: dict[int, tuple[Structure, str | list[str]]]
     """What metrics have returned, by its id, and what `metrics.results` calls it."""
 
     def weighed(self, tensor: tf.Tensor) -> tf.Tensor:
@@ -132,7 +132,7 @@ def recorded() -> list[tf.Tensor]:
     return _tracing.last.gradients
 
 
-def _combined(part: _Part, method: str, logs: Any, names: LogNames) -> tf.Tensor:
+def _combined(part: _Part, method: str, logs: object, names: LogNames) -> tf.Tensor:
     if not isinstance(logs, dict):
         raise UserError(
             f"{method} of {type(part.replica.model).__name__} must return a dict, got {type(logs).__name__}"
@@ -162,12 +162,14 @@ def _over_replicas(model: keras.Model, handle: Callable) -> Iterator[None]:
     """Lets the step's optimizers see all replicas, while it is traced, and its means count a batch once.
 
     Args:
-      handle: `handle(update)` does something with an `_Update` that an optimizer is asked for.
+      handle: `handle(update)` does something with an `_AskedUpdate` that an optimizer is asked for.
     """
     known = own_steps.optimizers(model)
     averaging = {id(inner_optimizer(o)): inner_optimizer(o).use_ema for o in known}
 
-    def update(theirs: Callable, optimizer: keras.optimizers.Optimizer, grads: Any, variables: Any = None) -> None:
+    def update(
+        theirs: Callable, optimizer: keras.optimizers.Optimizer, grads: Structure, variables: Structure = None
+    ) -> None:
         part: _Part | None = getattr(_tracing, "part", None)
         if part is None or part.inside:
             theirs(optimizer, grads, variables)
@@ -179,9 +181,9 @@ def _over_replicas(model: keras.Model, handle: Callable) -> Iterator[None]:
             )
         variables = None if variables is None else list(variables)
         averages = averaging[id(inner_optimizer(optimizer))]
-        handle(_Update(part, theirs, optimizer, list(grads), variables, averages))
+        handle(_AskedUpdate(part, theirs, optimizer, list(grads), variables, averages))
 
-    def mean(theirs: Callable, metric: keras.metrics.Mean, values: Any, sample_weight: Any = None) -> None:
+    def mean(theirs: Callable, metric: keras.metrics.Mean, values: Structure, sample_weight: Structure = None) -> None:
         part: _Part | None = getattr(_tracing, "part", None)
         if part is not None and part.replica.distribution.replicas > 1 and sample_weight is None:
             values = tf.convert_to_tensor(values)
@@ -201,11 +203,11 @@ def _over_replicas(model: keras.Model, handle: Callable) -> Iterator[None]:
         yield
 
 
-def _noted(metric: keras.Metric) -> Callable[[], Any]:
+def _noted(metric: keras.Metric) -> Callable[[], Structure]:
     """Returns the `result` of a metric, which notes what it returns: that is no mean over a replica's examples."""
     theirs = metric.result
 
-    def result() -> Any:
+    def result() -> Structure:
         value = theirs()
         _note(metric, value)
         return value
@@ -213,7 +215,7 @@ def _noted(metric: keras.Metric) -> Callable[[], Any]:
     return result
 
 
-def _note(metric: keras.Metric, result: Any) -> None:
+def _note(metric: keras.Metric, result: Structure) -> None:
     part: _Part | None = getattr(_tracing, "part", None)
     if part is None:
         return
@@ -224,7 +226,7 @@ def _note(metric: keras.Metric, result: Any) -> None:
         part.results[id(result)] = result, metric.name
 
 
-class _Update(NamedTuple):
+class _AskedUpdate(NamedTuple):
     """An update that a step asks an optimizer for."""
 
     part: _Part
@@ -243,7 +245,7 @@ class _Update(NamedTuple):
         return [None if g is None else next(sums) for g in dense]
 
 
-def _apply(update: _Update) -> None:
+def _apply(update: _AskedUpdate) -> None:
     """Updates with the sum over all replicas."""
     base = inner_optimizer(update.optimizer)
     _build(update)
@@ -257,12 +259,12 @@ def _apply(update: _Update) -> None:
         ema.add(base, keras_internals.optimized_variables(base), before, updated)
 
 
-def _keep(update: _Update) -> None:
+def _keep(update: _AskedUpdate) -> None:
     """Keeps the sum over all replicas."""
     update.part.gradients.extend(g for g in update.summed() if g is not None)
 
 
-def _build(update: _Update) -> None:
+def _build(update: _AskedUpdate) -> None:
     """Creates the optimizer's variables, once for all replicas; with averages of the weights if it has them."""
     optimizer, base = update.optimizer, inner_optimizer(update.optimizer)
 
