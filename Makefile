@@ -8,13 +8,13 @@ BIN := .venv/bin
 train: .venv/ready
 	$(BIN)/python -m tfdist.train
 
-# Two files of tests at a time; those of a file stay together, since they share what is slow to set up.
+# Three files of tests at a time, since some wait more than they compute; those of a file stay together, since they share what is slow to set up.
 test: .venv/ready horovod
-	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder
 
 # Every cell of every table, and `faults`.
 test-all: .venv/ready horovod
-	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder -m ''
+	$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder -m ''
 
 # The oldest supported versions run what notices soonest that something has moved.
 test-oldest: .venv-oldest/ready

@@ -211,7 +211,7 @@ def exported(asked, tmp_path, *formats):
     return json.loads((tmp_path / "out" / "export.json").read_text())
 
 
-@pytest.mark.parametrize("precision", ["mixed_bfloat16", "float64"])
+@pytest.mark.parametrize("precision", ["mixed_bfloat16", pytest.param("float64", marks=pytest.mark.whole)])
 def test_other_precisions(precision, tmp_path, capsys):
     """SavedModel as it was trained; ONNX in float32, built anew with the same weights."""
     asked, model = run_of(tmp_path, precision)
@@ -253,6 +253,7 @@ def test_a_file_of_keras(tmp_path, monkeypatch):
     assert {p.name for p in tmp_path.iterdir()} == {"m.keras", "out", "half"}
 
 
+@pytest.mark.whole
 def test_a_table(tmp_path):
     """As the command writes it, with texts to look up; and from the file alone, on numbers that its embedding knows."""
     columns = (Column("age", "number", 40.0, 10.0), Column("sex", "category", vocabulary=("f", "m")))

@@ -225,6 +225,7 @@ def test_from_the_source_to_a_second_environment(site):
     assert not (three.packages / "horovod").exists()
 
 
+@pytest.mark.whole
 def test_other_options_build_again_and_fewer_do_not(site, tmp_path):
     one = site()
     archive = one.release()

@@ -686,6 +686,7 @@ def test_an_image_folder_tells_the_files(run, tmp_path):
         assert float(row["probability"]) == pytest.approx(1 / (1 + np.exp(-abs(logits[0] - logits[1]))), abs=1e-3)
 
 
+@pytest.mark.whole
 def test_a_run_is_measured_without_the_file_that_it_began_with(after, trained, tmp_path):
     """`model.weights`, and a file as `model.name`, with their layers that did not train."""
     begun = tmp_path / "begun.keras"

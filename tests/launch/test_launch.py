@@ -610,6 +610,7 @@ def test_ctrl_c_while_training_saves(launch, tmp_path, tfds_dir):  # noqa: F811
     assert result["status"] == "preempted" and (tmp_path / "out" / "model.keras").exists()
 
 
+@pytest.mark.whole
 def test_a_worker_killed_while_training_starts_all_again(launch, tmp_path, tfds_dir):  # noqa: F811
     flags = ["--config.train.epochs=100000", "--workdir=out"]
     launcher = launch("--max_restarts=1", *TWO, *FAST, *flags, TFDS_DATA_DIR=str(tfds_dir))

@@ -417,6 +417,7 @@ def test_what_is_no_hello(message):
 TWO_WORKERS = ["--config.model.name=mlp", "--config.optimizer.warmup=0%", "--config.train.epochs=1"]
 
 
+@pytest.mark.whole
 def test_training_on_two_nodes(node, tmp_path, tfds_dir):
     environ = {"TFDS_DATA_DIR": str(tfds_dir)}
     started = [node(rank, *TWO_WORKERS, f"--workdir=out{rank}", **environ) for rank in (0, 1)]
