@@ -63,7 +63,7 @@ class Spy(keras.callbacks.Callback):
         self.seen.append("end")
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [2, pytest.param(1, marks=pytest.mark.whole)])
 def test_callbacks_are_called_as_by_keras(replicas, connect):
     distribution, x, y = connect(replicas), *training_cases.images(20)
     ours, theirs = Spy(), Spy()
@@ -121,7 +121,7 @@ class Numbers(keras.callbacks.Callback):
             optimizer.learning_rate.assign(float(optimizer.learning_rate) / 2)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [2, pytest.param(1, marks=pytest.mark.whole)])
 def test_variables_are_numbers_as_in_keras(replicas, connect):
     ours, theirs = Numbers(), Numbers()
     with connect(replicas).scope():  # else they are plain variables
@@ -410,7 +410,7 @@ def test_initial_epoch_continues_the_order(connect):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("steps_per_call", [1, 2, 100])
+@pytest.mark.parametrize("steps_per_call", [2, *(pytest.param(n, marks=pytest.mark.whole) for n in (1, 100))])
 def test_updates_per_call_change_nothing(steps_per_call, connect):
     a, b = small(connect(2)), small(connect(2))
     fit(a, connect(2), n=45)

@@ -130,7 +130,7 @@ def test_verbose_and_callbacks_of_evaluate_and_predict(connect, capsys):
 # -- arguments --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [2, pytest.param(1, marks=pytest.mark.whole)])
 def test_validation_split_takes_the_last_examples_before_shuffling(replicas, connect):
     options = dict(batch_size=BATCH, epochs=2, shuffle=False, validation_split=0.3)
     mine = trained(tfdist.fit, connect, replicas, x={"a": X}["a"], y=Y, sample_weight=W, **options)
@@ -257,6 +257,7 @@ DATA = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("kind", DATA)
 def test_each_kind_of_data_as_in_keras(kind, replicas, connect):
@@ -343,7 +344,7 @@ def interrupt(updates, model, data, **options):
         tfdist.fit(model, data, callbacks=[callback], should_stop=lambda: "enough" * (len(done) == updates), **options)
 
 
-@pytest.mark.parametrize("steps", [1, 4, 6, 9])
+@pytest.mark.parametrize("steps", [4, 6, *(pytest.param(n, marks=pytest.mark.whole) for n in (1, 9))])
 def test_a_sequence_goes_on_at_the_very_batch(steps, connect, tmp_path):
     """And what `on_epoch_end` changes is as if nothing had happened."""
     options = dict(distribution=connect(1), epochs=3, verbose=0, steps_per_call=1)
@@ -434,7 +435,7 @@ def test_batches_of_variable_length_and_class_weights(connect):
     assert_same((mine, tfdist.fit(mine, batches(), class_weight=weights, verbose=0)), (judge, expected))
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [2, pytest.param(1, marks=pytest.mark.whole)])
 def test_predict_takes_nested_inputs_as_keras(replicas, connect):
     with connect(replicas).scope():
         a, b = keras.Input((3,), name="a"), keras.Input((1,), name="b")
