@@ -26,7 +26,7 @@ def test_callbacks_that_write_are_called_on_the_chief_alone(world):
     assert expected <= set(chief["files"]) and any("events" in name for name in chief["files"])
     assert other["files"] == []
     assert [epoch for epoch, _ in chief["writer"]] == [0, 1, 2, 3] and other["writer"] == []
-    assert "Epoch 1/9" in chief["said"] and other["said"] == ""
+    assert "Epoch 1/9" in chief["said"] and "Epoch 4: early stopping" in chief["said"] and other["said"] == ""
     assert chief["left"] == [], "a callback of the user is not as it was"
     saved = keras.saving.load_model(world[0] / "rank 0" / "4.keras")
     for a, b in zip(saved.get_weights(), chief["weights"], strict=True):

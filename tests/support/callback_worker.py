@@ -84,7 +84,7 @@ def writers(distribution, folder):
     callbacks = [
         everywhere,
         keras.callbacks.ReduceLROnPlateau("loss", patience=1, factor=0.5, min_delta=100),
-        keras.callbacks.EarlyStopping("loss", patience=3, min_delta=100),
+        keras.callbacks.EarlyStopping("loss", patience=3, min_delta=100, verbose=1),
         keras.callbacks.ModelCheckpoint(own / "{epoch}.keras"),
         keras.callbacks.ModelCheckpoint(own / "update {batch}.keras", save_freq=2),
         keras.callbacks.CSVLogger(own / "log.csv"),

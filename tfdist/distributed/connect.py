@@ -67,11 +67,21 @@ def create(site: Site, facts: Mapping[str, str] | None = None) -> Distribution:
     met_before = workers if name == "multi_worker" else cluster.ALONE
     peers = rendezvous.meet(met_before, facts, where.start_timeout, where.stall_timeout)
     try:
-        return _start(site, facts, peers)
+        distribution = _start(site, facts, peers)
     except Exception as error:
         # The others would wait for this worker in a constructor that nothing interrupts.
         peers.fail(str(error), 2 if isinstance(error, UserError) else 1)
         raise
+    if not distribution.is_chief:
+        _silence_keras()
+    return distribution
+
+
+def _silence_keras() -> None:
+    """Sends what callbacks of Keras print to the log: every worker would print it, and the chief does."""
+    import keras
+
+    keras.utils.disable_interactive_logging()
 
 
 def _start(site: Site, facts: Mapping[str, str], peers: Peers) -> Distribution:
