@@ -18,7 +18,10 @@ import tfdist
 from tfdist.config import Experiment
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/README.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")),
+    *sorted(ROOT.glob("docs/*.md")),
+]
 COMMANDS = ("train", "launch", "doctor", "compare", "evaluate", "predict", "export", "horovod_build")
 FOREIGN = {"signal": "sbatch, timeout", "logdir": "tensorboard", "dist": "pytest"}
 """Flags of other programs that the pages show."""

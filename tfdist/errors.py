@@ -23,3 +23,13 @@ class Interrupted(Exception):  # noqa: N818  an event and no error
 def one_line(message: object, longest: int | None = None) -> str:
     """Returns an error, or another message that may span lines, as one line; cut after `longest` characters."""
     return " ".join(str(message).split())[:longest]
+
+
+def printable(message: object, longest: int = 300) -> str:
+    """Returns what another process has sent as one line that is safe on a terminal.
+
+    Control characters, and those that turn the direction of writing, become escapes as Python writes them.
+    """
+    text = str(message).expandtabs(4)
+    cut = text if len(text) <= longest else text[: max(0, longest - 3)] + "..."
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)

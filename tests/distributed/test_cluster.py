@@ -7,7 +7,8 @@ import sys
 import pytest
 from support import processes
 
-from tfdist.distributed import addresses, cluster
+from tfdist.config.runtime_options import Environment
+from tfdist.distributed import addresses, cluster, connect
 from tfdist.distributed.cluster import ALONE, Cluster
 from tfdist.errors import UserError
 
@@ -143,6 +144,11 @@ FOUND = [
         env(f"{TORCHRUN} TORCHELASTIC_USE_AGENT_STORE=True"),
         Cluster("torchrun's variables", 1, 4, 1, 2, "node1:29501"),
     ),
+    (
+        "torchrun on one host",
+        env(TORCHRUN) | env("LOCAL_WORLD_SIZE=4"),
+        Cluster("torchrun's variables", 1, 4, 1, 4, "127.0.0.1:29501"),
+    ),
     ("torchrun of old", env(TORCHRUN), Cluster("torchrun's variables", 1, 4, 1, 2, "node1:29501")),
     (
         "torchrun, free port",
@@ -248,6 +254,11 @@ FOUND = [
         {k: v for k, v in env(SRUN).items() if "NODELIST" not in k},
         Cluster("Slurm", 1, 3, 1, 2, ""),
     ),
+    (
+        "srun on one node",
+        env(SRUN) | env("SLURM_STEP_TASKS_PER_NODE=3 SLURM_STEP_NODELIST=n1 SLURM_NODEID=0"),
+        Cluster("Slurm", 1, 3, 1, 3, "127.0.0.1:15061"),
+    ),
     ("srun -n1", env(SRUN_1), Cluster("Slurm", 0, 1, 0, 1, "n1:15549")),
     ("batch script", env(SBATCH), ALONE),
     ("salloc", env(SALLOC), ALONE),
@@ -316,6 +327,45 @@ FOUND = [
 @pytest.mark.parametrize("environ, expected", [case[1:] for case in FOUND], ids=[case[0] for case in FOUND])
 def test_find(environ, expected):
     assert cluster.find(environ) == expected
+
+
+IN_A_NETWORK = [
+    Cluster("torchrun's variables", 1, 4, master="node1:29500"),
+    Cluster("Slurm", 0, 2, master="10.0.0.5:29500"),
+    Cluster("TF_CONFIG", 0, 2, master="127.0.0.1:1", addresses=("127.0.0.1:1", "10.0.0.5:1")),
+]
+ON_ONE_MACHINE = [
+    ALONE,
+    Cluster("PMI", 1, 2),
+    Cluster("torchrun's variables", 1, 4, master="localhost:29500"),
+    Cluster("torchrun's variables", 1, 4, master="[::1]:29500"),
+    Cluster("TF_CONFIG", 0, 2, master="127.0.0.1:1", addresses=("127.0.0.1:1", "127.0.0.2:1")),
+]
+
+
+@pytest.mark.parametrize("workers", IN_A_NETWORK)
+def test_workers_in_a_network_need_a_secret(workers):
+    with pytest.raises(UserError, match=r"without a secret.*: set TFDIST_SECRET .*, or give --insecure in a network"):
+        cluster.check_secret(workers)
+    cluster.check_secret(workers, insecure=True)
+    cluster.check_secret(dataclasses.replace(workers, secret="hush"))
+
+
+@pytest.mark.parametrize("workers", ON_ONE_MACHINE)
+def test_workers_on_one_machine_need_no_secret(workers):
+    cluster.check_secret(workers)
+
+
+def test_a_run_in_a_network_without_a_secret_is_refused_at_once(monkeypatch):
+    for name, value in env("RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.5 MASTER_PORT=29500").items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=r"2 workers meet at 10\.0\.0\.5:29500 without a secret"):
+        connect.locate(Environment(devices="none"))
+    connect.locate(Environment(devices="none", insecure=True))
+
+
+def test_the_secret_is_in_no_description_of_a_cluster():
+    assert "hush" not in repr(Cluster("Slurm", 0, 2, secret="hush"))
 
 
 def changed(text, **more):

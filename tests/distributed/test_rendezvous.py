@@ -468,7 +468,22 @@ LOSSES = [  # what workers 0, 1 and 2 do, their exit codes, and what those with 
         "a message without its parts",
         ["stuck()", "peers._watch.transport.tell({'beat': 'call'}); stuck()", "stuck()"],
         [1, 1, 1],
-        r"the watch on the other workers has failed: KeyError|lost worker 0 \(HOST\): (its process ended|it stopped)",
+        r"lost worker 1 \(HOST\): it sent what no process of tfdist sends|lost worker 0 \(HOST\): its process ended",
+    ),
+    (
+        "a watch that breaks",
+        ["peers._watch._look = None; stuck()", "stuck()", "stuck()"],
+        [1, 1, 1],
+        r"the watch on the other workers has failed: TypeError|lost worker 0 \(HOST\): (its process ended|it stopped)",
+    ),
+    (
+        "killed while others keep back what is printed",
+        [
+            "os.kill(os.getpid(), 9)",
+            *["pass\nfrom tfdist.distributed import standard_error\nwith standard_error.kept():\n  stuck()"] * 2,
+        ],
+        [-9, 1, 1],
+        r"tfdist: failed: lost worker 0 \(HOST\): its process ended",
     ),
     (
         "threads that wait for ever",
@@ -642,7 +657,7 @@ def test_the_server_must_know_the_secret_too():
 def _echo(listener):
     """Answers as somebody who has seen a handshake but knows no secret."""
     sock = listener.accept()[0]
-    sock.sendall(b'{"tfdist": 1, "nonce": "00"}\n')
+    sock.sendall(json.dumps({"tfdist": 1, "nonce": "0" * 32}).encode() + b"\n")
     proof = json.loads(sock.recv(1000))["proof"]
     sock.sendall(json.dumps({"proof": proof}).encode() + b"\n")
 
@@ -652,18 +667,44 @@ BROKEN = [
     (b"", "no answer within 0 s"),
     (b"garbage", "it does not speak tfdist's protocol"),
     (b"{not json}\n", "it does not speak tfdist's protocol"),
-    (b'{"long": "' + b"x" * 2000, "a message without an end"),
+    (b'{"long": "' + b"x" * 5000, "a message that is too long"),
+    (b'{"long": "' + b"x" * 5000 + b'"}\n', "a message that is too long"),
+    (b'{"a": ' + b"[" * 2000 + b"]" * 2000 + b"}\n", "a message that is nested too deeply"),
+    (b'{"a": ' + b"[" * 2000 + b"\n", "a message that is nested too deeply"),
 ]
 
 
 @pytest.mark.parametrize("words, problem", BROKEN, ids=lambda v: v[:20])
-def test_what_is_not_a_message(words, problem, monkeypatch):
-    monkeypatch.setattr(wire, "LONGEST", 1000)
+def test_what_is_not_a_message(words, problem):
     near, far = pair()
     with near, far:
         near.sendall(words)
         with pytest.raises(wire.WireError, match=problem):
             wire.Connection(far).receive(0.2)
+
+
+def test_brackets_in_texts_are_no_nesting():
+    client, server = shake("s", "s")
+    message = {"text": '\\"' + "[{" * 5000, "flat": [[i] for i in range(500)]}
+    client.send(message)
+    assert server.receive(5) == message
+
+
+UNFIT = [  # answers to the challenge that Python's own functions do not take, or take for something else
+    {"nonce": "0" * 32, "proof": "\u00e9" * 64},
+    {"nonce": "\ud800", "proof": "0" * 64},
+    {"nonce": ["0"] * 32, "proof": {}},
+    {"nonce": "0" * 32},
+]
+
+
+@pytest.mark.parametrize("answer", UNFIT, ids=range(len(UNFIT)))
+def test_an_unfit_answer_to_the_challenge(answer):
+    near, far = pair()
+    with near, far:
+        near.sendall(json.dumps(answer).encode() + b"\n")
+        with pytest.raises(wire.WireError, match="does not speak tfdist's protocol"):
+            wire.accept(far, "s")
 
 
 def test_nobody_there(port):

@@ -339,6 +339,8 @@ def test_tf_config_is_explained():
     text = "this is worker 1 of 3 by TF_CONFIG; they meet at a:1; in order of rank: a:1, b:2, c:3"
     one(of(found.checks, "TF_CONFIG"), "ok", text)
     one(of(found.checks, "open ports"), "warn", "listens on all interfaces without authentication", "private network")
+    one(of(found.checks, "secret"), "fail", "3 workers meet at a:1 without a secret", "set TFDIST_SECRET to the same")
+    assert not of(place({"TF_CONFIG": json.dumps(TF_CONFIG)}, insecure=True).checks, "secret")
     assert found.choice.name == "multi_worker" and "there are 3 workers (TF_CONFIG)" in found.others["default"]
 
 
@@ -405,7 +407,11 @@ def test_surroundings(environ, status, text):
 def test_workers_of_slurm_and_of_horovodrun():
     step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NTASKS": "2"}
     found = place({**step, "SLURM_TASKS_PER_NODE": "2", "SLURM_JOB_NODELIST": "n1"})
-    one(of(found.checks, "workers"), "ok", "this is worker 1 of 2 by Slurm, 2 of 2 on this host; they meet at n1:")
+    one(
+        of(found.checks, "workers"),
+        "ok",
+        "this is worker 1 of 2 by Slurm, 2 of 2 on this host; they meet at 127.0.0.1:",
+    )
     assert not of(found.checks, "surroundings")
     found = place({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"})
     assert found.choice.name == "horovod" and "under horovodrun has no addresses" in found.others["multi_worker"]

@@ -1,7 +1,6 @@
 """The doctor's checks of ports and of other hosts, against real sockets."""
 
 import contextlib
-import json
 import logging
 import queue
 import socket
@@ -245,19 +244,6 @@ def test_strangers_do_not_keep_others_from_being_answered(doctor, monkeypatch):
     connection.send({"read": "/etc/passwd"})
     with pytest.raises(wire.WireError, match="connection"):
         connection.receive(30)
-
-
-def test_no_more_than_so_many_at_once(doctor, monkeypatch):
-    monkeypatch.setattr(peer_query, "_MOST_AT_ONCE", 1)
-    port = doctor()
-    with socket.create_connection((HERE, port)) as first:
-        assert json.loads(first.recv(1000))["tfdist"] == wire.VERSION  # it has the only place
-        with socket.create_connection((HERE, port)) as second:
-            second.settimeout(30)
-            assert second.recv(1000) == b""
-    end = time.monotonic() + 30
-    while (checks := ask(port))[0].status != "ok":  # the first one has gone, which it notices soon
-        assert "another program answers" in checks[0].finding and time.monotonic() < end
 
 
 # -- own ports ------------------------------------------------------------------

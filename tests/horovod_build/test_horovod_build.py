@@ -98,6 +98,7 @@ class Site:
         self.links.mkdir(parents=True, exist_ok=True)
         self.digest = source_lib.SHA256
         self.folder = folder
+        self.pinned = shared / "packages.txt"
 
     def tensorflow(self, version, build="aaa", name="tensorflow"):
         (self.packages / "tensorflow").mkdir(exist_ok=True)
@@ -115,9 +116,10 @@ class Site:
 
     def run(self, *arguments, setup="", popen=False, **environ):
         code = f"""
-import sys
+import pathlib, sys
 from tfdist.horovod_build import __main__ as horovod_build, source as horovod_source, workspace
 horovod_source.SHA256 = {self.digest!r}
+workspace.PINNED = pathlib.Path({str(self.pinned)!r})
 {setup}
 horovod_build.main()
 """
@@ -148,6 +150,8 @@ def site(tmp_path, tmp_path_factory):
                 "cloudpickle-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
             )
             wheel.writestr("cloudpickle-1.0.dist-info/RECORD", "")
+        digest = hashlib.sha256((made.links / "cloudpickle-1.0-py3-none-any.whl").read_bytes()).hexdigest()
+        made.pinned.write_text(f"cloudpickle==1.0 --hash=sha256:{digest}\nwheel==0 --hash=sha256:{'0' * 64}\n")
         return made
 
     return make
@@ -289,6 +293,24 @@ def test_another_source_than_the_released_one(site):
     assert "setup.py" not in log_of(line).read_text()  # nothing of it was run
     line = one_line(one.run("--sdist=nowhere.tar.gz"), 2)
     assert "nowhere.tar.gz cannot be read (No such file or directory): give the path of horovod-0.28.1.tar.gz" in line
+
+
+def test_another_package_than_the_pinned_one(site):
+    """It has the name and the version, and is not installed."""
+    one = site()
+    one.release()
+    one.pinned.write_text(f"cloudpickle==1.0 \\\n    --hash=sha256:{'0' * 64}\n")
+    line = one_line(one.run(), 2)
+    assert "what pip fetches as cloudpickle are not the files that were released: look at pip config list" in line
+    assert not one.have("cloudpickle") and not one.have("horovod")
+
+
+def test_every_package_is_pinned():
+    lines = workspace.PINNED.read_text().replace("\\\n", " ").splitlines()
+    pinned = {line.partition("==")[0]: line.split()[1:] for line in lines if not line.startswith("#")}
+    assert pinned.keys() == {"setuptools", *workspace._BUILD_TIME}
+    for hashes in pinned.values():
+        assert hashes and all(re.fullmatch("--hash=sha256:[0-9a-f]{64}", each) for each in hashes)
 
 
 def test_packages_that_pip_cannot_fetch(site):

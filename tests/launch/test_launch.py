@@ -3,6 +3,7 @@
 import concurrent.futures
 import io
 import json
+import math
 import os
 import pathlib
 import re
@@ -17,6 +18,8 @@ import pytest
 from support.launchers import TIMEOUT_S, launch, marked, pipes  # noqa: F401  launch is a fixture
 
 from tfdist.distributed import wire
+from tfdist.errors import UserError
+from tfdist.launch import __main__ as launch_main
 from tfdist.launch import worker_process
 from tfdist.launch.event_loop import Events, Screen
 from tfdist.launch.failure_policy import Verdict
@@ -82,10 +85,10 @@ def test_who_only_lost_another_is_not_the_root_cause(launch, tmp_path):  # noqa:
     launcher = launch(*ACT, f"0={complains}", "1=last:f;kill:SIGKILL")
     assert launcher.end() == 137
     assert "root cause: rank 1 " in launcher.until("root cause")
-    # unless there is nothing better
+    # also if that one is silent, and has not ended
     launcher = launch(*ACT, "0=err:tfdist: failed: lost worker 1 (h): silent for 10 s;exit:1", "1=hold")
     assert launcher.end() == 1
-    assert "root cause: rank 0 " in launcher.until("root cause")
+    assert "root cause: rank 1 (h): silent for 10 s, as rank 0 has noticed" in launcher.until("root cause")
 
 
 def test_workers_that_ignore_sigterm_and_what_they_started_are_killed(launch, tmp_path):  # noqa: F811
@@ -443,7 +446,8 @@ def test_dry_run_starts_nothing_and_can_be_pasted(launch, tmp_path):  # noqa: F8
         "--nproc-per-node", "2", "--dry-run", "--", "actor.py", "*=env:RANK+TF_CONFIG+WORLD_SIZE", TF_CONFIG="{}"
     )
     assert launcher.end() == 0
-    assert [line for line in launcher.out if line.startswith("#")] == ["# rank 0 of 2", "# rank 1 of 2"]
+    comments = [line for line in launcher.out if line.startswith("#")]
+    assert comments == [f"# rank {rank} of 2; TFDIST_SECRET is not shown" for rank in range(2)]
     for rank, line in enumerate(launcher.out[1::2]):
         done = subprocess.run(line, shell=True, cwd=tmp_path, capture_output=True, text=True, env={"TF_CONFIG": "{}"})
         assert done.stdout == f"RANK={rank} TF_CONFIG=None WORLD_SIZE=2\n", done.stderr
@@ -462,7 +466,7 @@ def test_dry_run_of_one_node_of_several(launch):  # noqa: F811
         "mine",
         "a b",
     ]
-    lines = dry(launch, *flags, TFDIST_SECRET="s3")
+    lines = dry(launch, *flags, TFDIST_SECRET="s3")  # which the workers inherit, and nobody reads over a shoulder
     for local_rank, (environ, command) in enumerate(lines):
         assert environ == {
             "RANK": str(4 + local_rank),
@@ -473,7 +477,6 @@ def test_dry_run_of_one_node_of_several(launch):  # noqa: F811
             "MASTER_ADDR": "n0",
             "MASTER_PORT": "29500",
             "TFDIST_ATTEMPT": "0",
-            "TFDIST_SECRET": "s3",
             "PYTHONUNBUFFERED": "1",
         }
         assert command == [sys.executable, "-m", "mine", "a b"]
@@ -494,12 +497,85 @@ PLATFORM = dict(
     ],
 )
 def test_platform_variables_are_defaults(flags, expected, launch):  # noqa: F811
-    environ, _ = dry(launch, *flags, "--dry_run", "--", "actor.py", **PLATFORM)[0]
+    environ, _ = dry(launch, *flags, "--dry_run", "--", "actor.py", **PLATFORM, TFDIST_SECRET="hush")[0]
     assert {name: environ[name] for name in expected} == expected
 
 
-def exited(rank, code, lost=False):
-    return 0, {"event": "exit", "exit": dict(rank=rank, pid=1, host="h", code=code, lost=lost, lines=[])}
+ONE_MACHINE = ["--nnodes=1", "--", "actor.py"]
+TWO_MACHINES = ["--nnodes=2", "--master_addr=10.0.0.5", "--", "actor.py"]
+LOOPBACK = ["--nnodes=2", "--master_addr=127.0.0.1", "--", "actor.py"]
+
+
+@pytest.fixture
+def planned(tmp_path, monkeypatch):
+    """Makes the plan of a launch, without starting anything."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "actor.py").write_text("")
+    return lambda *arguments, **environ: launch_main.make_plan(*launch_main.parse(arguments), environ)
+
+
+@pytest.mark.parametrize(
+    "arguments, environ, secret",
+    [
+        (ONE_MACHINE, {}, ""),  # the launcher makes one for each start
+        (LOOPBACK, {}, ""),
+        (TWO_MACHINES, dict(TFDIST_SECRET="hush"), "hush"),
+        (["--insecure", *TWO_MACHINES], {}, ""),
+    ],
+)
+def test_who_needs_no_secret_or_has_one(arguments, environ, secret, planned):
+    plan = planned(*arguments, **environ)
+    assert plan.secret == secret
+    assert "hush" not in repr(plan)
+
+
+@pytest.mark.parametrize(
+    "arguments, environ, message",
+    [
+        (TWO_MACHINES, {}, "--nnodes=2 needs TFDIST_SECRET in the environment, since whoever reaches 10.0.0.5 could"),
+        (["--insecure", *TWO_MACHINES], dict(TFDIST_SECRET="hush"), "because TFDIST_SECRET is set: leave it out"),
+        (["--insecure", *ONE_MACHINE], {}, "because with one machine the launcher makes a secret by itself: leave"),
+        (["--nproc_per_node=2", "--", "--insecure"], {}, "--insecure after -- would change nothing, since workers"),
+    ],
+)
+def test_who_needs_a_secret(arguments, environ, message, planned):
+    with pytest.raises(UserError, match=re.escape(message)):
+        planned(*arguments, **environ)
+
+
+def test_the_secret_is_in_no_line_of_a_dry_run(planned):
+    printed = launch_main.dry_run(planned(*TWO_MACHINES, TFDIST_SECRET="hush"), {"TFDIST_SECRET": "hush"})
+    assert "hush" not in printed and "-u TFDIST_SECRET" not in printed and "TFDIST_SECRET is not shown" in printed
+
+
+def exited(rank, code, lost=False, culprit=-1, complaint=""):
+    told = dict(rank=rank, pid=1, host="h", code=code, lost=lost, lines=["x"], culprit=culprit, complaint=complaint)
+    return 0, {"event": "exit", "exit": told}
+
+
+SILENT = dict(lost=True, culprit=1, complaint="(h): silent for 10 s")
+ENDED_TOO = dict(lost=True, culprit=0, complaint="(h): its process ended")
+
+
+@pytest.mark.parametrize(
+    "story, text, lines",
+    [
+        # a stopped worker is alive: the others end because of it, one after the other or because of each other
+        ([exited(2, 1, **SILENT), exited(0, 1, **SILENT)], "rank 1 (h): silent for 10 s, as rank 2 has noticed", 0),
+        ([exited(2, 1, **ENDED_TOO), exited(0, 1, **SILENT)], "rank 1 (h): silent for 10 s, as rank 0 has noticed", 0),
+        ([exited(0, 1, **SILENT)], "rank 1 (h): silent for 10 s, as rank 0 has noticed", 0),
+        ([exited(0, 1, **SILENT), exited(1, -9)], "rank 1 (on h, process 1) was killed by SIGKILL", 1),
+        ([exited(0, 1, **SILENT), exited(1, 1, **ENDED_TOO)], "rank 1 (h): silent for 10 s, as rank 0 has noticed", 0),
+        ([exited(0, 1, lost=True)], "rank 0 (on h, process 1) ended with exit code 1", 1),  # it names nobody
+    ],
+)
+def test_the_silent_one_is_the_cause(story, text, lines):
+    verdict = Verdict(1)
+    for news in story:
+        verdict.hear(*news, 0.0)
+    [order] = verdict.orders(verdict.deadline if verdict.deadline < math.inf else 0.0)
+    assert order["order"] == "end" and order["text"].startswith(text) and len(order["lines"]) == lines
+    assert verdict.code == (137 if story[-1][1]["exit"]["code"] == -9 else 1) and verdict.may_restart
 
 
 def signalled(name="SIGINT", node=0):

@@ -236,6 +236,8 @@ class Checkpoints:
     def finish(self) -> None:
         """Waits for the last one, and says what they have cost."""
         self.wait()
+        if len(self._writer.unwritten) > 1:
+            logger.info(f"WARNING: the last {len(self._writer.unwritten)} checkpoints could not be written")
         if self.saved:
             logger.info(
                 f"{self.saved} checkpoint{'s' * (self.saved > 1)} in {self.folder}: training waited "

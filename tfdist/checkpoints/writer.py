@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 import threading
 import time
 
@@ -10,7 +11,7 @@ from tfdist.checkpoints import files, training_state
 from tfdist.checkpoints.resume import LoadedCheckpoint
 from tfdist.config.messages import logger
 from tfdist.data.structures import Structure
-from tfdist.errors import one_line
+from tfdist.errors import one_line, printable
 
 
 class CheckpointWriter:
@@ -30,6 +31,10 @@ class CheckpointWriter:
         """Where the run began, until there is a checkpoint on the disk."""
         self.failure = ""
         """Why the last one could not be written, or nothing."""
+        self.unwritten: set[int] = set()
+        """Updates whose checkpoints could not be written, since the last one that was."""
+        self._told = ""
+        """The reason that a warning has given for it."""
         self.saved = 0
         """How many have been written."""
         self.seconds = 0.0
@@ -60,18 +65,37 @@ class CheckpointWriter:
         try:
             path = files.write(self._folder, update, state, lambda prefix: training_state.write(prefix, tensors))
         except Exception as error:  # TensorFlow's differ by version, and a callback's state may be anything
-            why = one_line(getattr(error, "message", None) or error, 200)
-            kept = f"the one of update {files.update_of(self.kept[-1])} is kept" if self.kept else "there is none"
-            self.failure = f"the checkpoint after update {update} could not be written ({why})"
-            logger.info(f"WARNING: {self.failure}: training goes on, {kept}; free or repair {self._folder}")
+            self._fail(update, _reason(error, self._folder))
             return
         finally:
             self.seconds += time.perf_counter() - start
         if missing and self.saved:
             logger.info(f"WARNING: {self._folder.parent} had gone and was made anew")
+        if len(self.unwritten) > 1:
+            logger.info(f"checkpoints are written again; {len(self.unwritten)} before update {update} were not")
+        self.unwritten, self._told = set(), ""
         self.failure, self.saved, self.in_memory = "", self.saved + 1, None
         self.kept.append(path)
         newest = self.kept[-self._keep :]
         best_ones = [kept for kept in self.kept if files.update_of(kept) == best]
         self.kept = [kept for kept in self.kept if kept in newest or kept in best_ones[-1:]]
         files.prune(self._folder, set(self.kept))
+
+    def _fail(self, update: int, why: str) -> None:
+        """Notes that a checkpoint could not be written, and says so once for each reason."""
+        kept = f"the one of update {files.update_of(self.kept[-1])} is kept" if self.kept else "there is none"
+        self.failure = f"the checkpoint after update {update} could not be written ({why})"
+        self.unwritten.add(update)
+        if why != self._told:
+            self._told = why
+            logger.info(f"WARNING: {self.failure}: training goes on, {kept}; free or repair {self._folder}")
+
+
+def _reason(error: Exception, folder: pathlib.Path) -> str:
+    """Returns why a file could not be written, without the names that TensorFlow gives to its nodes and files."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror.lower()
+    text = one_line(getattr(error, "message", None) or error)
+    text = re.sub(r"\{\{.*?\}\}|\[Op:.*", "", text)  # {{function_node ...}} and [Op:SaveV2] name: ...
+    text = re.sub(re.escape(str(folder)) + r"\S*", "", text)  # each checkpoint has another path
+    return printable(text.strip(" ;:,") or type(error).__name__, 120)

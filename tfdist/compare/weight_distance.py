@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from tfdist.checkpoints import files
-from tfdist.distributed import tf_devices
+from tfdist.distributed import standard_error
 
 TOLERANCE = {"float32": 1e-5, "float64": 1e-11, "mixed_bfloat16": 1e-2, "mixed_float16": 1e-3}
 """Largest distance after a whole run, by precision: ten times that of the tests' few updates, where there is room."""
@@ -162,7 +162,7 @@ def _reader(folder: pathlib.Path) -> _CheckpointReader:
         raise ValueError(f"{folder} has no checkpoint") from None
     except (OSError, files.DamagedError) as error:
         raise ValueError(f"the checkpoint in {folder} cannot be read: {error}") from None
-    with tf_devices.stderr_kept():
+    with standard_error.kept():
         import tensorflow as tf
 
     return tf.train.load_checkpoint(str(path / files.TENSORS))

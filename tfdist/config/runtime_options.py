@@ -47,6 +47,7 @@ class Environment:
     dry_run: bool = False
     communication: str = "auto"
     bucket_bytes: int | None = None
+    insecure: bool = False
     start_timeout: float = 120.0
     stall_timeout: float = 600.0
 
@@ -150,6 +151,7 @@ def define_flags() -> None:
         d.bucket_bytes,
         "Smaller tensors share a message of about this size between workers; 0: none do.",
     )
+    flags.DEFINE_bool("insecure", d.insecure, "Let workers meet in a network without TFDIST_SECRET: it must be yours.")
     flags.DEFINE_float("start_timeout", d.start_timeout, "Seconds that workers wait for each other at the start.")
     flags.DEFINE_float("stall_timeout", d.stall_timeout, "Seconds without an update before a worker counts as stuck.")
 

@@ -100,6 +100,16 @@ def is_host(text: str) -> bool:
     return True
 
 
+def is_loopback(host: str) -> bool:
+    """Returns whether a host name or IP address, without brackets, is that of the machine itself for itself only."""
+    if host.lower().rstrip(".") in ("localhost", "ip6-localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def checked_port(text: str, name: str) -> int:
     """Returns a port; raises UserError, in which it is called `name`, if it cannot be one."""
     if not re.fullmatch(r"\d{1,5}", text, re.ASCII) or not 1 <= int(text) <= 65535:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from tfdist.distributed import env_vars, tf_config
-from tfdist.distributed.addresses import expand, join, split
+from tfdist.distributed.addresses import expand, is_loopback, join, split
 from tfdist.errors import UserError
 
 LAUNCH, TORCHRUN, TF_CONFIG, HOROVODRUN = "tfdist.launch", "torchrun's variables", "TF_CONFIG", "horovodrun"
@@ -62,7 +62,7 @@ class Cluster:
     """`host:port` at which the workers meet, where rank 0 listens; empty if nothing tells."""
     addresses: tuple[str, ...] = ()
     """`host:port` of every worker in rank order; empty unless the source lists them (TF_CONFIG)."""
-    secret: str = ""
+    secret: str = dataclasses.field(default="", repr=False)
     """Shared by the workers of a job, so that they know each other; empty if there is none."""
     attempt: int = 0
     """How often the launcher has started the workers again."""
@@ -76,6 +76,7 @@ class Cluster:
 
 
 ALONE = Cluster("")
+HOW_TO_SHARE = "set TFDIST_SECRET to the same long random text on all machines (openssl rand -hex 16 makes one)"
 
 
 class PlatformNode(NamedTuple):
@@ -99,6 +100,25 @@ def find(environ: Mapping[str, str]) -> Cluster:
     environ = env_vars.filled(environ)
     cluster = _launched(environ) or _agreed(environ)
     return dataclasses.replace(cluster, secret=environ.get("TFDIST_SECRET", "")) if cluster.source else ALONE
+
+
+def check_secret(workers: Cluster, insecure: bool = False) -> None:
+    """Makes sure that workers which meet in a network know each other by a secret.
+
+    Args:
+      insecure: they need not, as somebody has said who knows the network.
+
+    Raises:
+      UserError: there is no secret, and whoever reaches the port could take part.
+    """
+    places = [place for place in (workers.master, *workers.addresses) if place]
+    if workers.size == 1 or workers.secret or insecure or all(is_loopback(split(place).host) for place in places):
+        return
+    raise UserError(
+        f"{workers.size} workers meet at {workers.master} without a secret, where whoever reaches that port could take "
+        f"part: {HOW_TO_SHARE}, or give --insecure in a network that only you can reach; on one machine let them meet "
+        "at 127.0.0.1"
+    )
 
 
 def platform_node(environ: Mapping[str, str]) -> PlatformNode | None:
@@ -133,6 +153,8 @@ def _launched(environ: Mapping[str, str]) -> Cluster | None:
         return cluster  # torchrun's agent only chose a free port
     # The agent's own store listens at MASTER_PORT for as long as the workers live.
     host, port = split(cluster.master)
+    if cluster.local_size == cluster.size > 1 and "LOCAL_WORLD_SIZE" in environ:
+        host = "127.0.0.1"  # the agent names its host, though nobody has to come from elsewhere
     return dataclasses.replace(cluster, master=join(host, port + 1 if port < 65535 else port - 1))
 
 
@@ -231,7 +253,7 @@ def _slurm(environ: Mapping[str, str]) -> Cluster | None:
             raise UserError(
                 "SLURM_DISTRIBUTION=arbitrary does not tell on which host rank 0 runs: set MASTER_ADDR to that host"
             )
-        host = expand(environ[nodes], nodes)[0]
+        host = expand(environ[nodes], nodes)[0] if len(per_node) > 1 or size == 1 else "127.0.0.1"
     # Neighbouring jobs, steps and restarts get different ports: one may still hold its own when the next begins.
     restarts = env_vars.number(environ, "SLURM_RESTART_COUNT") if "SLURM_RESTART_COUNT" in environ else 0
     port = _PORTS[(61 * env_vars.number(environ, "SLURM_JOB_ID") + 7 * int(step) + restarts) % len(_PORTS)]

@@ -48,6 +48,8 @@ def locate(environment: Environment) -> Site:
     if workers.source != cluster.LAUNCH:  # which has divided them
         selection = gpus.share(selection, workers.local_rank, workers.local_size)
     choice = strategy_choice.choose(environment, selection, workers, os.environ)
+    if choice.name == "multi_worker":  # those of Horovod get a secret from it
+        cluster.check_secret(workers, environment.insecure)
     return Site(environment, survey, selection, workers, choice)
 
 

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 
-from tfdist.errors import UserError
+from tfdist.errors import UserError, one_line, printable
 
 TIMEOUT_S = 10.0
 _QUERY = "index,uuid,utilization.gpu,memory.total,memory.used,memory.free,driver_version,name"
@@ -58,7 +58,7 @@ def survey(timeout: float = TIMEOUT_S) -> Survey:
         return Survey(problem=f"nvidia-smi cannot be started: {error}")
     output = (done.stdout.strip() or done.stderr.strip()).splitlines()
     if done.returncode:
-        return Survey(problem=f"nvidia-smi failed with code {done.returncode}: {' '.join(output) or 'no message'}")
+        return Survey(problem=f"nvidia-smi failed with code {done.returncode}: {_short(output) or 'no message'}")
     gpus, bad = [], []
     for line in filter(None, map(str.strip, output)):
         gpu = parse_line(line)
@@ -66,8 +66,13 @@ def survey(timeout: float = TIMEOUT_S) -> Survey:
             gpus.append(gpu)
         elif "no devices were found" not in line.lower():
             bad.append(line)
-    problem = f"nvidia-smi said what is not a GPU: {'; '.join(bad)}" if bad else ""
+    problem = f"nvidia-smi said what is not a GPU: {_short(bad)}" if bad else ""
     return Survey(tuple(sorted(gpus, key=lambda g: g.number)), problem)
+
+
+def _short(lines: list[str]) -> str:
+    """Returns what a driver has said at the length of a message, whatever it has said."""
+    return printable(one_line("; ".join(lines)), 160)
 
 
 def parse_line(line: str) -> DriverGPU | None:

@@ -7,7 +7,6 @@ the chief's address, and go on only when all are there, agree, and can be reache
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import queue
@@ -18,11 +17,13 @@ from collections.abc import Mapping
 from typing import NamedTuple, NoReturn
 
 from tfdist.config.messages import aside
-from tfdist.distributed import wire
+from tfdist.distributed import introduction, wire
+from tfdist.distributed.acceptor import Acceptor
 from tfdist.distributed.addresses import join, split
 from tfdist.distributed.cluster import Cluster
+from tfdist.distributed.introduction import Introduction
 from tfdist.distributed.peers import Peers
-from tfdist.errors import UserError
+from tfdist.errors import UserError, printable
 
 PATIENCE_S = 5.0
 """Seconds before the first line about who is missing; the next ones follow at three times this."""
@@ -30,36 +31,11 @@ LOOK_S = 0.5
 """Seconds between looks whether those who have come are still there."""
 
 
-class _Introduction(NamedTuple):
-    """What a worker says of itself when it comes."""
-
-    rank: int
-    facts: dict[str, str]
-    """What must be the same everywhere, by name."""
-    address: str
-    """`host:port` for TensorFlow; empty where the list of workers tells."""
-    host: str
-    pid: int
-
-    @classmethod
-    def read(cls, message: wire.Message) -> _Introduction | None:
-        """Returns the introduction in a message; None if it is something else."""
-        kinds = {"rank": int, "facts": dict, "address": str, "host": str, "pid": int}
-        if not all(isinstance(message.get(name), kind) for name, kind in kinds.items()):
-            return None
-        return cls(**{name: message[name] for name in kinds})
-
-    @property
-    def process(self) -> str:
-        """Which process this is, for a person."""
-        return f"{self.host}, process {self.pid}"
-
-
 class _Guest(NamedTuple):
     """A worker that has come to the chief."""
 
     connection: wire.Connection
-    who: _Introduction
+    who: Introduction
 
 
 def meet(
@@ -107,7 +83,7 @@ class _Meeting:
 
     def __init__(self, cluster: Cluster, facts: dict[str, str], times: _Times):
         self._cluster, self._times = cluster, times
-        self._me = _Introduction(cluster.rank, facts, "", platform.node(), os.getpid())
+        self._me = Introduction(cluster.rank, facts, "", platform.node(), os.getpid())
         self._next_line = time.monotonic() + PATIENCE_S
 
     def _name(self, rank: int) -> str:
@@ -139,7 +115,7 @@ class _Chief(_Meeting):
         else:
             listener = _listen(cluster.master, 0)
         here = listener.getsockname()[0]
-        acceptor = wire.Acceptor(listener, self._greet)
+        acceptor = Acceptor(listener, cluster.secret, self._greet)
         while len(self._present) < cluster.size - 1:
             self._wait_for_one()
             self._forget_the_gone()
@@ -162,14 +138,13 @@ class _Chief(_Meeting):
         connections = {rank: guest.connection for rank, guest in present.items()}
         return Peers(0, hosts, tuple(addresses), connections, tuple(held), times.start_timeout, times.stall_timeout)
 
-    def _greet(self, sock: socket.socket, host: str) -> None:
-        """Shakes hands with somebody who has connected, and lets in who is a worker."""
+    def _greet(self, connection: wire.Connection, host: str) -> None:
+        """Lets in who is a worker."""
         del host
         try:
-            connection = wire.accept(sock, self._cluster.secret)
-            who = _Introduction.read(connection.receive(wire.HANDSHAKE_S))
+            who = Introduction.read(connection.receive(wire.HANDSHAKE_S))
         except wire.WireError:
-            sock.close()
+            connection.close()
             return
         if who:
             self._arrivals.put(_Guest(connection, who))
@@ -204,13 +179,14 @@ class _Chief(_Meeting):
                 del self._present[rank]
                 aside.info(f"worker {rank} ({guest.who.process}) has gone before all had met: look at its output")
 
-    def _problem(self, who: _Introduction) -> str:
+    def _problem(self, who: Introduction) -> str:
         """Returns what is wrong with a worker that has come, in a line; "" if nothing is."""
         for name, mine in self._me.facts.items():
             theirs = who.facts.get(name, "missing")
             if theirs != mine:
                 return (
-                    f"worker {who.rank} ({who.process}) differs from worker 0 in {name}: {theirs} and {mine}: "
+                    f"worker {who.rank} ({who.process}) differs from worker 0 in {name}: "
+                    f"{printable(theirs, 1000)} and {mine}: "
                     "start all workers with the same cluster, experiment and versions"
                 )
         before = self._present.get(who.rank)
@@ -267,7 +243,8 @@ class _Worker(_Meeting):
         cluster, times = self._cluster, self._times
         held = []
         if cluster.addresses:
-            acceptor = wire.Acceptor(_listen(cluster.addresses[cluster.rank], cluster.rank), self._answer)
+            listener = _listen(cluster.addresses[cluster.rank], cluster.rank)
+            acceptor = Acceptor(listener, cluster.secret, self._answer)
         connection = self._reach()
         address = cluster.addresses[cluster.rank] if cluster.addresses else ""
         if not address:
@@ -277,7 +254,8 @@ class _Worker(_Meeting):
         try:
             connection.send(self._me._replace(address=address)._asdict())
             # The chief mostly gives up first and says why; but it may have started later, or hang.
-            answer = connection.receive(max(1.0, times.deadline - time.monotonic()) + 2 * wire.HANDSHAKE_S)
+            limit = max(1.0, times.deadline - time.monotonic()) + 2 * wire.HANDSHAKE_S
+            answer = introduction.answer_to(cluster.size)(connection.receive(limit))
         except wire.SilenceError:
             raise UserError(
                 f"{chief} is there, but not all {cluster.size} workers have come within {times.start_timeout:.0f} s: "
@@ -285,8 +263,8 @@ class _Worker(_Meeting):
             ) from None
         except wire.WireError as error:
             raise UserError(f"{chief} ended before all workers had met ({error}): look at its output") from None
-        if "welcome" not in answer:
-            raise UserError(str(answer.get("refused", f"{chief} gave no reason")))
+        if "refused" in answer:
+            raise UserError(answer["refused"])
         if cluster.addresses:
             acceptor.close()
         welcome = answer["welcome"]
@@ -319,11 +297,10 @@ class _Worker(_Meeting):
             self._say_for_whom(chief, now, why)
             time.sleep(0.1)
 
-    def _answer(self, sock: socket.socket, host: str) -> None:
+    def _answer(self, connection: wire.Connection, host: str) -> None:
         """Says who is here to the chief's call back."""
         del host
-        with contextlib.suppress(wire.WireError):
-            wire.accept(sock, self._cluster.secret).send({"rank": self._cluster.rank})
+        connection.tell({"rank": self._cluster.rank})
 
 
 def _listen(address: str, rank: int) -> socket.socket:

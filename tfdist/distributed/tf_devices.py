@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import os
-import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
-from typing import IO, TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tfdist.config.runtime_options import Environment
-from tfdist.distributed import gpus, strategy_choice
+from tfdist.distributed import gpus, standard_error, strategy_choice
 from tfdist.errors import UserError
 
 if TYPE_CHECKING:
@@ -73,31 +70,12 @@ class Started(NamedTuple):
 
 def start() -> Started:
     """Imports TensorFlow and lists its GPUs."""
-    with stderr_kept() as kept:
+    with standard_error.kept() as kept:
         import tensorflow as tf
 
         seen = tf.config.list_physical_devices("GPU")
         kept.seek(0)
         return Started(tf, seen, kept.read().decode(errors="replace"))
-
-
-@contextlib.contextmanager
-def stderr_kept() -> Iterator[IO[bytes]]:
-    """Keeps back what is printed to standard error, in the file that it gives.
-
-    TensorFlow's C++ side prints a dozen lines when it is imported, whatever the
-    log level, of which none matters to somebody who trains on a CPU.
-    """
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    sys.stderr.flush()
-    with tempfile.TemporaryFile() as kept:
-        before = os.dup(2)
-        os.dup2(kept.fileno(), 2)
-        try:
-            yield kept
-        finally:
-            os.dup2(before, 2)
-            os.close(before)
 
 
 def _threads(tf: ModuleType, intra: int, inter: int) -> None:

@@ -12,12 +12,12 @@ import contextlib
 import hmac
 import json
 import os
+import re
 import secrets
 import select
 import socket
 import threading
 import time
-from collections.abc import Callable
 from typing import Any, TypeAlias
 
 Message: TypeAlias = dict[str, Any]
@@ -27,6 +27,14 @@ HANDSHAKE_S = 5.0
 """Time for the first words of a connection: a port scanner must not hold up a meeting."""
 LONGEST = 1 << 24
 """Bytes of the longest message."""
+LONGEST_OF_STRANGERS = 1 << 12
+"""Bytes of the longest message before the handshake has ended."""
+DEEPEST = 64
+"""How deeply a message may be nested: Python's own parser gives up with a RecursionError, much later."""
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_FOREIGN = "it does not speak tfdist's protocol"
+_NONCE = re.compile(r"[0-9a-f]{32}")
+_PROOF = re.compile(r"([0-9a-f]{64})?")
 
 
 class WireError(Exception):
@@ -37,10 +45,16 @@ class SilenceError(WireError):
     """Nothing came in time."""
 
 
+class ClosedError(WireError):
+    """The other side has gone."""
+
+
 class Connection:
     """A connection to one peer. `send` may be called from any thread, `receive` from one at a time."""
 
     def __init__(self, sock: socket.socket):
+        self.longest = LONGEST_OF_STRANGERS
+        """Bytes of the longest message that is taken from the other side."""
         self._socket = sock
         self._buffer = bytearray()
         self._sending = threading.Lock()
@@ -67,7 +81,7 @@ class Connection:
             with self._sending:
                 self._socket.sendall(data)
         except OSError as error:
-            raise WireError(f"connection lost ({error})") from None
+            raise ClosedError(f"connection lost ({error})") from None
 
     def tell(self, message: Message) -> None:
         """Sends a message to a peer that may have gone."""
@@ -112,25 +126,28 @@ class Connection:
         try:
             data = self._socket.recv(65536)
         except OSError as error:
-            raise WireError(f"connection lost ({error})") from None
+            raise ClosedError(f"connection lost ({error})") from None
         if not data:
-            raise WireError("connection closed")
+            raise ClosedError("connection closed")
         self._buffer += data
         if self._buffer[:1] != b"{":  # a gRPC server, say, whose words have no end of line to wait for
-            raise WireError("it does not speak tfdist's protocol")
-        if len(self._buffer) > LONGEST:
-            raise WireError("a message without an end")
+            raise WireError(_FOREIGN)
+        end = self._buffer.find(b"\n")
+        if (len(self._buffer) if end < 0 else end) > self.longest:
+            raise WireError("a message that is too long")
 
     def take(self) -> Message:
         """Returns the first of the pending messages."""
         line, _, rest = bytes(self._buffer).partition(b"\n")
         self._buffer[:] = rest
+        if _depth(line) > DEEPEST:
+            raise WireError("a message that is nested too deeply")
         try:
             message = json.loads(line)
         except ValueError:
             message = None
         if not isinstance(message, dict):
-            raise WireError("it does not speak tfdist's protocol")
+            raise WireError(_FOREIGN)
         return message
 
     def close(self) -> None:
@@ -157,53 +174,6 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
-class Acceptor:
-    """Accepts connections in the background, each greeted in a thread of its own: no slow stranger keeps others out.
-
-    Args:
-      listener: a listening socket.
-      greet: called with the socket of whoever has connected, and the address at its other end.
-      at_once: greetings at the same time; None for any number.
-      turns_away: whether those who come while so many are greeted are hung up on; else they wait.
-    """
-
-    def __init__(
-        self,
-        listener: socket.socket,
-        greet: Callable[[socket.socket, str], None],
-        at_once: int | None = None,
-        turns_away: bool = False,
-    ):
-        self._listener, self._greet = listener, greet
-        self._free = threading.Semaphore(at_once) if at_once else None
-        self._turns_away = turns_away
-        threading.Thread(target=self._accept, name="acceptor", daemon=True).start()
-
-    def close(self) -> None:
-        """Frees the port at once: the thread that waits in `accept` would hold it until somebody came."""
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, address = self._listener.accept()
-            except OSError:
-                return  # closed
-            if self._free and not self._free.acquire(blocking=not self._turns_away):
-                sock.close()
-                continue
-            threading.Thread(target=self._serve, args=(sock, address[0]), daemon=True).start()
-
-    def _serve(self, sock: socket.socket, host: str) -> None:
-        try:
-            self._greet(sock, host)
-        finally:
-            if self._free:
-                self._free.release()
-
-
 def connect(host: str, port: int, secret: str = "", timeout: float = HANDSHAKE_S) -> Connection:
     """Opens a connection and shakes hands.
 
@@ -216,14 +186,15 @@ def connect(host: str, port: int, secret: str = "", timeout: float = HANDSHAKE_S
         raise WireError(str(error.strerror or error).lower()) from None
     try:
         greeting = connection.receive(timeout)
-        theirs, mine = str(greeting.get("nonce", "")), secrets.token_hex(16)
         if greeting.get("tfdist") != VERSION:
-            raise WireError("it does not speak tfdist's protocol")
+            raise WireError(_FOREIGN)
+        theirs, mine = _matching(greeting, "nonce", _NONCE), secrets.token_hex(16)
         connection.send({"nonce": mine, "proof": _proof(secret, "client", theirs, mine)})
         _check(connection.receive(timeout), _proof(secret, "server", mine, theirs))
     except WireError:
         connection.close()
         raise
+    connection.longest = LONGEST
     return connection
 
 
@@ -238,12 +209,13 @@ def accept(sock: socket.socket, secret: str = "") -> Connection:
     try:
         connection.send({"tfdist": VERSION, "nonce": mine})
         answer = connection.receive(HANDSHAKE_S)
-        theirs = str(answer.get("nonce", ""))
+        theirs = _matching(answer, "nonce", _NONCE)
         try:
             _check(answer, _proof(secret, "client", mine, theirs))
         except WireError:
             connection.send({"proof": ""})  # a silent end would look like an accident, after which one tries again
             raise
+        connection.longest = LONGEST  # what follows may be longer, and may come together with what is read here
         connection.send({"proof": _proof(secret, "server", theirs, mine)})
     except WireError:
         connection.close()
@@ -251,10 +223,36 @@ def accept(sock: socket.socket, secret: str = "") -> Connection:
     return connection
 
 
+def derived(secret: str, salt: str) -> str:
+    """Returns a secret that all who know `secret` can make, and nobody else, from a salt that anybody may read."""
+    return hmac.new(secret.encode(), f"derived {salt}".encode(), "sha256").hexdigest()
+
+
 def _proof(secret: str, role: str, challenge: str, nonce: str) -> str:
     return hmac.new(secret.encode(), f"{role} {challenge} {nonce}".encode(), "sha256").hexdigest()
 
 
 def _check(message: Message, expected: str) -> None:
-    if not hmac.compare_digest(str(message.get("proof", "")), expected):
+    if not hmac.compare_digest(_matching(message, "proof", _PROOF), expected):
         raise WireError("it does not know the secret of this run")
+
+
+def _matching(message: Message, name: str, pattern: re.Pattern[str]) -> str:
+    """Returns a text of a stranger's message, which may hold anything, among it what cannot be encoded."""
+    text = message.get(name)
+    if not isinstance(text, str) or not pattern.fullmatch(text):
+        raise WireError(_FOREIGN)
+    return text
+
+
+def _depth(line: bytes) -> int:
+    """Returns how deeply the brackets of a message are nested, in one pass, whatever the message is."""
+    brackets = line.count(b"[") + line.count(b"{")
+    if brackets <= DEEPEST:
+        return brackets
+    outside = b"".join(re.sub(rb"\\.", b"", line).split(b'"')[::2])  # of its texts
+    deepest = depth = 0
+    for bracket in outside.translate(None, _NO_BRACKETS):
+        depth += 1 if bracket in b"[{" else -1
+        deepest = max(deepest, depth)
+    return deepest

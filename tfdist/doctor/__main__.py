@@ -53,7 +53,7 @@ _LEFT_S = 1.0
 """For the start of Python and for printing."""
 _START_S = 5.0
 """How long the doctor of a peer may start after this one, where the same command runs on all hosts."""
-_OF_TRAIN = ("strategy", "devices", "virtual_devices")
+_OF_TRAIN = ("strategy", "devices", "virtual_devices", "insecure")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

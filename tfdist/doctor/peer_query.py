@@ -9,17 +9,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import platform
-import socket
 import time
 
 from tfdist.config.messages import aside
-from tfdist.distributed import wire
+from tfdist.distributed import schema, wire
+from tfdist.distributed.acceptor import Acceptor
+from tfdist.errors import printable
 
 QUESTION = {"doctor": "how are you"}
 QUESTIONS = 5
 """The answer that came soonest tells the clock best."""
 _LONGEST_CALL_S = 10.0
-_MOST_AT_ONCE = 64
+_ANSWER = schema.record(
+    doctor=schema.record(host=schema.line(253), versions=schema.table(schema.line(40), 100), clock=schema.number)
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,18 +54,19 @@ class PeerListener:
     def __init__(self, host: str, port: int, versions: dict[str, str], secret: str):
         listener = wire.listen(host, port)
         self.port = listener.getsockname()[1]
-        self._versions, self._secret = versions, secret
-        self._acceptor = wire.Acceptor(listener, self._answer, _MOST_AT_ONCE, turns_away=True)
+        self._versions = versions
+        self._acceptor = Acceptor(listener, secret, self._answer, self._refuse)
 
-    def _answer(self, sock: socket.socket, who: str) -> None:
+    def _answer(self, connection: wire.Connection, who: str) -> None:
         try:
-            connection = wire.accept(sock, self._secret)
             with contextlib.closing(connection):
                 if self._talk(connection):
                     aside.info(f"answered {who}")
         except (wire.WireError, OSError) as error:
-            sock.close()
-            aside.info(f"{who} was not answered: {error}")
+            self._refuse(who, str(error))
+
+    def _refuse(self, who: str, why: str) -> None:
+        aside.info(f"{who} was not answered: {why}")
 
     def _talk(self, connection: wire.Connection) -> int:
         """Answers one caller until he hangs up, and returns the number of his questions."""
@@ -105,10 +109,9 @@ def ask(host: str, port: int, secret: str, timeout: float) -> Peer:
 
 def _read(answer: wire.Message, before: float, after: float) -> Peer:
     """Reads what a doctor has answered, to a question that was sent at `before` and answered at `after`."""
-    said = answer.get("doctor")
     try:
-        versions = {str(k)[:40]: str(v)[:40] for k, v in said["versions"].items()}  # type: ignore[index]
-        ahead = float(said["clock"]) - (before + after) / 2  # type: ignore[index]
-        return Peer(str(said["host"])[:253], versions, ahead, (after - before) / 2)  # type: ignore[index]
-    except (TypeError, KeyError, ValueError, AttributeError):
-        raise NoDoctorError(str(answer.get("refused", "it gave no answer that a doctor would give"))[:200]) from None
+        said = _ANSWER(answer)["doctor"]
+    except wire.WireError:
+        reason = answer.get("refused", "it gave no answer that a doctor would give")
+        raise NoDoctorError(printable(reason, 200)) from None
+    return Peer(said["host"], said["versions"], said["clock"] - (before + after) / 2, (after - before) / 2)

@@ -62,6 +62,11 @@ def find(environment: Environment, survey: gpus.Survey, environ: Mapping[str, st
         checks.append(refused("strategy", error))
         return Place(workers, selection, None, _others(None, environment, selection, workers, environ), checks)
     checks.append(ok("strategy", f"{choice.name}, because {choice.reason}"))
+    if choice.name == "multi_worker":
+        try:
+            cluster.check_secret(workers, environment.insecure)
+        except UserError as error:
+            checks.append(refused("secret", error))
     if (choice.name == "multi_worker" and workers.size > 1) or several:
         checks.append(_open_ports())
     return Place(workers, selection, choice, _others(choice, environment, selection, workers, environ), checks)

@@ -24,6 +24,9 @@ _RUN_TIME = ("cloudpickle", "psutil", "pyyaml", "packaging")
 if sys.version_info >= (3, 12):
     _RUN_TIME += ("setuptools",)  # horovodrun imports distutils, which Python has dropped
 _BUILD_TIME = dict.fromkeys(("setuptools", "wheel", *_RUN_TIME))
+PINNED = pathlib.Path(__file__).with_name("packages.txt")
+"""The version and the digests of each of them, as pip reads requirements."""
+_OTHER_FILE = "DO NOT MATCH THE HASHES"
 
 
 class Workspace:
@@ -39,7 +42,12 @@ class Workspace:
     def fetch_missing(self) -> None:
         """Fetches the Python packages that the build needs and the environment has not."""
         missing = _missing(_BUILD_TIME)
-        if missing and self._pip("install", "--target", self._packages, *missing):
+        if missing and self._pip("install", "--target", self._packages, *self._pinned(missing)):
+            if _OTHER_FILE in self._text():
+                raise UserError(
+                    f"what pip fetches as {', '.join(missing)} are not the files that were released: look at pip "
+                    f"config list, or run pip install 'tfdist[horovod]'; the log is {self.log}"
+                )
             raise UserError(
                 f"pip cannot fetch {', '.join(missing)} for the build ({self._pip_error()}): "
                 f"run pip install 'tfdist[horovod]' where there is a network; the log is {self.log}"
@@ -51,7 +59,7 @@ class Workspace:
         wanted.write_text(f"horovod=={VERSION} --hash=sha256:{source_lib.SHA256}\n")
         arguments = ("--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--require-hashes")
         if self._pip("download", *arguments, "--dest", self.folder, "--requirement", wanted):
-            if "DO NOT MATCH THE HASHES" in self._text():
+            if _OTHER_FILE in self._text():
                 raise UserError(
                     f"the {source_lib.ARCHIVE} that pip fetches is not the released one, whose SHA-256 is "
                     f"{source_lib.SHA256}: look at pip config list, or give --sdist=PATH; the log is {self.log}"
@@ -86,9 +94,16 @@ class Workspace:
     def install(self, wheel: pathlib.Path) -> None:
         """Installs the wheel and what Horovod needs when it runs, into the environment of this interpreter."""
         missing = _missing(_RUN_TIME)
-        failed = missing and self._pip("install", *missing, borrow=False)
+        failed = missing and self._pip("install", *self._pinned(missing), borrow=False)
         if failed or self._pip("install", "--force-reinstall", "--no-deps", "--no-index", wheel, borrow=False):
             raise TrainingError(f"pip cannot install Horovod ({self._pip_error()}): the log is {self.log}")
+
+    def _pinned(self, names: Iterable[str]) -> list[object]:
+        """Returns arguments by which pip takes just these packages in the pinned versions, and compares the digests."""
+        wanted = self.folder / "packages.txt"
+        lines = PINNED.read_text().replace("\\\n", " ").splitlines()
+        wanted.write_text("".join(f"{line}\n" for line in lines if line.partition("==")[0] in names))
+        return ["--require-hashes", "--no-deps", "--only-binary", ":all:", "--requirement", wanted]
 
     def last_line(self) -> str:
         """Returns what was said last in the log."""

@@ -11,7 +11,6 @@ import argparse
 import json
 import math
 import os
-import secrets
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from tfdist import __version__
 from tfdist.config import field_syntax, validation
 from tfdist.config.messages import aside
 from tfdist.distributed import cluster, gpus
+from tfdist.distributed.addresses import is_loopback
 from tfdist.errors import UserError
 from tfdist.launch import coordinator, node_agent, node_links
 from tfdist.launch.event_loop import Events, Screen
@@ -76,8 +76,8 @@ def _parser() -> _Parser:
         description="Starts the workers of a run, here and (with one launcher on each) on other machines, "
         "shows what they print, and ends them all when one fails.",
         epilog="--flag-name may be written for --flag_name. MLP_WORKER_NUM, MLP_ROLE_INDEX, MLP_WORKER_GPU, "
-        "MLP_WORKER_0_HOST and MLP_WORKER_0_PORT, where set, are the defaults. TFDIST_SECRET, set to the same on all "
-        "nodes, keeps others out of the launchers' meeting.",
+        "MLP_WORKER_0_HOST and MLP_WORKER_0_PORT, where set, are the defaults. Across machines the environment "
+        "variable TFDIST_SECRET, the same on all of them, keeps others out of the launchers' meeting.",
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=28, width=80),
     )
@@ -90,6 +90,7 @@ def _parser() -> _Parser:
     add("--max_restarts", metavar="N", default="0", help="start all workers again so often after a failure (default 0)")
     add("--start_timeout", metavar="SECONDS", default="120", help="wait so long for the other machines (default 120)")
     add("--log_dir", metavar="DIR", help="keep what each rank prints there (default WORKDIR/logs; none for a script)")
+    add("--insecure", action="store_true", help="meet across machines without TFDIST_SECRET: the network must be yours")
     add("--dry_run", action="store_true", help="print command and environment of each worker, and start nothing")
     return parser
 
@@ -146,6 +147,8 @@ def make_plan(options: argparse.Namespace, rest: Sequence[str], environ: Mapping
         command = (sys.executable, "-m", "tfdist.train", *rest)
         train = _train_flags(rest)
         where, workdir = train.where, train.workdir
+        if where["insecure"]:
+            raise UserError("--insecure after -- would change nothing, since workers get a secret: write it before --")
         agreed |= {f"--{name}": value for name, value in train.experiment.items()}
         agreed |= {f"--{name}": value for name, value in where.items() if name not in _OWN}
         devices = "none" if where["virtual_devices"] else where["devices"]
@@ -171,8 +174,22 @@ def make_plan(options: argparse.Namespace, rest: Sequence[str], environ: Mapping
         agreed=json.loads(json.dumps(agreed, default=str)),  # as it arrives on the other side
         workdir=workdir,
         log_dir=os.path.expanduser(options.log_dir or "") or (os.path.join(workdir, "logs") if workdir else ""),
-        secret=environ.get("TFDIST_SECRET", ""),
+        secret=_secret(nodes, options.insecure, environ),
     )
+
+
+def _secret(nodes: _Nodes, insecure: bool, environ: Mapping[str, str]) -> str:
+    """Returns the words by which launchers know each other; one that is alone needs none."""
+    secret = environ.get("TFDIST_SECRET", "").strip()
+    if insecure and (secret or nodes.nnodes == 1):
+        why = "TFDIST_SECRET is set" if secret else "with one machine the launcher makes a secret by itself"
+        raise UserError(f"--insecure would change nothing, because {why}: leave it out")
+    if nodes.nnodes > 1 and not (secret or insecure or is_loopback(nodes.addr)):
+        raise UserError(
+            f"--nnodes={nodes.nnodes} needs TFDIST_SECRET in the environment, since whoever reaches {nodes.addr} could "
+            f"take part: {cluster.HOW_TO_SHARE}, or give --insecure in a network that only you can reach"
+        )
+    return secret
 
 
 def _nodes(options: argparse.Namespace, environ: Mapping[str, str]) -> _Nodes:
@@ -271,21 +288,20 @@ def _seconds(name: str, text: str) -> float:
 
 def dry_run(plan: node_agent.RoundPlan, environ: Mapping[str, str]) -> str:
     """Returns each worker of this node as a line for a shell, under a comment."""
-    port, secret = plan.port, plan.secret
+    port = plan.port
     if plan.nnodes == 1:
         with node_links.listen(plan.addr, plan.port) as listener:
             port = listener.getsockname()[1]
-        secret = secret or secrets.token_hex(16)
     world, first = plan.nnodes * plan.nproc, plan.node * plan.nproc
     assumed = f", if each of {plan.nnodes} nodes has as many" if plan.nnodes > 1 else ""
-    this = node_agent.Round(0, world, first, port, secret)
+    this = node_agent.Round(0, world, first, port, salt="")
     kept = node_agent.inherited(environ)
     lines = []
     for local_rank in range(plan.nproc):
-        given = node_agent.variables(plan, this, local_rank)
+        given = node_agent.variables(plan, this, local_rank) | {"TFDIST_SECRET": ""}  # others may read what is printed
         unset = [f"-u {name}" for name in sorted(environ) if name not in kept and name not in given]
         assigned = [f"{name}={shlex.quote(value)}" for name, value in given.items() if value]
-        lines.append(f"# rank {first + local_rank} of {world}{assumed}")
+        lines.append(f"# rank {first + local_rank} of {world}{assumed}; TFDIST_SECRET is not shown")
         lines.append(" ".join(["env", *unset, *assigned, shlex.join(plan.command)]))
     return "\n".join(lines)
 

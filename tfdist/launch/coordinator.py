@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tfdist.distributed import wire
 from tfdist.errors import UserError
-from tfdist.launch import node_agent, node_links
+from tfdist.launch import node_agent, node_links, node_messages
 from tfdist.launch.event_loop import Events, Screen
 from tfdist.launch.failure_policy import Verdict
 
@@ -95,7 +95,7 @@ class Coordinator:
             if now >= next_line:
                 next_line += node_links.PATIENCE_S
                 left = f"{deadline - now:.0f} s left"
-                self._tell({"order": "say", "line": f"waiting for {who} at {self._listener.address}, {left}"})
+                self._say(f"waiting for {who} at {self._listener.address}, {left}")
             for _, news in self._pump(min(deadline, next_line), gathering=first):
                 self._idle(news)
 
@@ -129,7 +129,7 @@ class Coordinator:
         except wire.WireError:
             connection.close()
             return
-        self._links[theirs.node] = node_links.Link(connection, theirs, self._events)
+        self._links[theirs.node] = node_links.Link(connection, theirs, self._events, node_messages.EVENTS)
         self._beats.set(tuple(self._links.values()))
 
     def _drop(self, link: node_links.Link) -> None:
@@ -159,6 +159,9 @@ class Coordinator:
         for link in self._links.values():
             link.send(order)
         self._node.obey(order)
+
+    def _say(self, line: str) -> None:
+        self._tell({"order": "say", "line": line, "error": False})
 
     def _over(self, code: int, line: str) -> None:
         """Tells the others that this is the end, and waits until they know it."""
@@ -191,12 +194,12 @@ class Coordinator:
         plan = self._plan
         # One machine: the port is for the workers. Several: the launchers have it, and each round meets elsewhere.
         listener = node_links.listen(plan.addr, 0 if self._listener else plan.port)
-        secret = secrets.token_hex(16)
+        salt = secrets.token_hex(16)
         counts = [plan.nproc, *(self._links[n].hello.nproc for n in sorted(self._links))]
         world, port = sum(counts), listener.getsockname()[1]
         self._node.listener = listener
         for node in range(len(counts)):
-            this = node_agent.Round(attempt, world, sum(counts[:node]), port, secret)
+            this = node_agent.Round(attempt, world, sum(counts[:node]), port, salt)
             order: wire.Message = {"order": "round", "round": dataclasses.asdict(this)}
             if node:
                 self._links[node].send(order)
@@ -205,8 +208,7 @@ class Coordinator:
 
     def _back_off(self, attempt: int) -> None:
         seconds = min(30.0, 2.0 ** (attempt - 1))
-        line = f"restart {attempt} of {self._plan.max_restarts} in {seconds:g} s"
-        self._tell({"order": "say", "line": line})
+        self._say(f"restart {attempt} of {self._plan.max_restarts} in {seconds:g} s")
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             for _, news in self._pump(end):

@@ -43,6 +43,8 @@ class Verdict:
         self._forced = 0
         self._stuck = False
         self._stubborn: list[str] = []
+        self._noticed: dict[int, Exit] = {}
+        """Workers that stopped because they missed another one, by rank."""
         self._signalled: set[int] = set()
         self._decide_at = self._kill_at = self._give_up_at = math.inf
         self._orders: list[Message] = []
@@ -117,6 +119,8 @@ class Verdict:
             self._preempted = True
             self._kill_at = min(self._kill_at, now + STOP_S)
         else:
+            if exit.lost:
+                self._noticed[exit.rank] = exit
             self._fail(Cause(exit.status, exit.describe(), tuple(exit.lines), exit.lost), now)
 
     def _fail(self, cause: Cause, now: float) -> None:
@@ -140,7 +144,22 @@ class Verdict:
                 self._orders.append({"order": "stop"})
         self._signalled.add(node)
 
+    def _missing(self, cause: Cause) -> Cause:
+        """Returns, for a cause that is a consequence, the worker that was missed: one that is silent has not ended."""
+        exit, seen = next(iter(self._noticed.values())), set()
+        # A worker that was missed may itself have missed another one before.
+        while exit.culprit in self._noticed and exit.culprit not in seen:
+            seen.add(exit.culprit)
+            exit = self._noticed[exit.culprit]
+        if exit.culprit < 0:
+            return cause
+        return dataclasses.replace(
+            cause, text=f"rank {exit.culprit} {exit.complaint}, as rank {exit.rank} has noticed", lines=()
+        )
+
     def _end(self, cause: Cause, now: float) -> None:
+        if cause.weak:
+            self.cause = cause = self._missing(cause)
         self._ending, self._decide_at = True, math.inf
         self._give_up_at = min(self._give_up_at, now + node_agent.END_S)
         self._orders.append({"order": "end", "text": cause.text, "lines": list(cause.lines)})

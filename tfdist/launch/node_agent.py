@@ -50,7 +50,7 @@ class RoundPlan:
     """The run folder; empty for a program of the user's."""
     log_dir: str = ""
     """Where each rank's lines are kept; empty for nowhere."""
-    secret: str = ""
+    secret: str = dataclasses.field(default="", repr=False)
     """Words by which the launchers know each other."""
 
 
@@ -65,7 +65,8 @@ class Round:
     """Rank of the node's first worker."""
     port: int
     """Where the workers meet, at node 0's address."""
-    secret: str
+    salt: str
+    """From which the launchers make the secret of the workers; it travels between machines in clear."""
 
 
 def variables(plan: RoundPlan, this: Round, local_rank: int, fd: int | None = None) -> dict[str, str]:
@@ -83,7 +84,7 @@ def variables(plan: RoundPlan, this: Round, local_rank: int, fd: int | None = No
         "MASTER_ADDR": plan.addr,
         "MASTER_PORT": this.port,
         "TFDIST_ATTEMPT": this.attempt,
-        "TFDIST_SECRET": this.secret,
+        "TFDIST_SECRET": wire.derived(plan.secret, this.salt),
         "PYTHONUNBUFFERED": 1,  # the last words of a worker that is killed would be in its buffer
     }
     if fd is not None:
@@ -112,7 +113,7 @@ class Node:
         if kind == "round":
             self._start(Round(**order["round"]))
         elif kind == "say":
-            self._screen.say(order["line"], error=order.get("error", False))
+            self._screen.say(order["line"], error=order["error"])
         elif kind == "end":
             self._blame(order["text"], order["lines"])
         if self._workers is not None and kind in ("stop", "end", "kill"):

@@ -18,7 +18,10 @@ from typing import Any, TypeVar
 
 from tfdist import __version__
 from tfdist.distributed import wire
-from tfdist.errors import UserError
+from tfdist.distributed.acceptor import Acceptor
+from tfdist.distributed.schema import Reader
+from tfdist.errors import UserError, printable
+from tfdist.launch import node_messages
 from tfdist.launch.event_loop import Events, Screen
 
 BEAT_S = 2.0
@@ -35,8 +38,8 @@ T = TypeVar("T")
 
 _SPOKEN_TO = 3
 """Handshakes that end early in a row: by then it is no accident."""
-_GREETERS = 32
-"""Handshakes at the same time."""
+_MOST_LINES = 20
+"""Lines about strangers, after which there are no more."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,12 +56,10 @@ class Hello:
     @classmethod
     def read(cls, message: wire.Message) -> Hello | None:
         """Returns the hello in a message, or None."""
-        hello = message.get("hello")
-        if not isinstance(hello, dict) or set(hello) != {f.name for f in dataclasses.fields(cls)}:
+        try:
+            return cls(**node_messages.HELLO(message)["hello"])
+        except wire.WireError:
             return None
-        numbers = (hello["node"], hello["nnodes"], hello["nproc"])
-        whole = all(type(n) is int for n in numbers) and hello["nproc"] > 0
-        return cls(**hello) if whole and isinstance(hello["agreed"], dict) else None
 
     def problem(self, mine: Hello) -> str:
         """Returns why this launcher does not fit to `mine`, node 0, in a line; or an empty string."""
@@ -74,26 +75,30 @@ class Hello:
             here, there = mine.agreed.get(name, "nothing"), self.agreed.get(name, "nothing")
             if here != there:
                 return (
-                    f"{who} differs from node 0 in {name}: {_short(there)} and {_short(here)}: "
+                    f"{who} differs from node 0 in {printable(name, 80)}: {_short(there)} and {_short(here)}: "
                     "start all nodes with the same"
                 )
         return ""
 
 
 def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return printable(value, 80)
 
 
 class Link:
     """The connection to another launcher, once both know each other."""
 
-    def __init__(self, connection: wire.Connection, hello: Hello, events: Events):
+    def __init__(self, connection: wire.Connection, hello: Hello, events: Events, reader: Reader):
+        """Begins to read what comes.
+
+        Args:
+          reader: `node_messages.EVENTS` or `node_messages.ORDERS`.
+        """
         self.hello = hello
         self.heard = time.monotonic()
         self.lost = ""
         """Why there is no more to come, once that is so."""
-        self._connection, self._events = connection, events
+        self._connection, self._events, self._reader = connection, events, reader
         self._messages: list[wire.Message] = []
         events.watch(connection.fileno(), self._read)
         self._take_in()  # what came with the hello
@@ -125,7 +130,7 @@ class Link:
         self.heard = time.monotonic()
         try:
             while self._connection.pending():
-                message = self._connection.take()
+                message = self._reader(self._connection.take())
                 if "beat" not in message:
                     self._messages.append(message)
         except wire.WireError as error:
@@ -174,43 +179,49 @@ class NodeListener:
         Raises:
           UserError: that cannot be done at this address.
         """
-        self._secret, self._events = secret, events
+        self._events = events
         self._come: queue.SimpleQueue[tuple[wire.Connection, Hello]] = queue.SimpleQueue()
         self._strangers: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._known: set[str] = set()
         listener = listen(host, port)
         # A name may mean the loopback address on the machine itself; the line about who is missing shows it.
         self.address = "{}:{}".format(*listener.getsockname()[:2])
-        self._acceptor = wire.Acceptor(listener, self._greet, _GREETERS)
+        self._acceptor = Acceptor(listener, secret, self._greet, self._turned_away)
 
     def arrivals(self) -> list[tuple[wire.Connection, Hello]]:
         """Returns the launchers that have come since the last call."""
         return _all(self._come)
 
     def strangers(self) -> list[str]:
-        """Returns why others were turned away, a line for each host and reason, once."""
+        """Returns why others were turned away, a line for each host and reason, once; not more than so many in all."""
         lines = [line for line in dict.fromkeys(_all(self._strangers)) if line not in self._known]
+        lines = lines[: max(0, _MOST_LINES - len(self._known))]
         self._known.update(lines)
+        if lines and len(self._known) == _MOST_LINES:
+            lines.append("there are more like these, which are turned away without a line")
         return lines
 
     def close(self) -> None:
         """Lets nobody in any more."""
         self._acceptor.close()
 
-    def _greet(self, sock: socket.socket, host: str) -> None:
+    def _greet(self, connection: wire.Connection, host: str) -> None:
         try:
-            connection = wire.accept(sock, self._secret)
             hello = Hello.read(connection.receive(wire.HANDSHAKE_S))
-            if hello is None:
-                refuse(
-                    connection, f"node 0 runs tfdist {__version__}, whose launcher speaks otherwise: install the same"
-                )
-                raise wire.WireError("its launcher is of another version")
-            self._come.put((connection, hello))
-        except (wire.WireError, OSError) as error:
-            self._strangers.put(f"turned away a connection from {host}: {error}")
-        finally:
-            self._events.wake()
+        except wire.WireError as error:
+            connection.close()
+            self._turned_away(host, str(error))
+            return
+        if hello is None:
+            refuse(connection, f"node 0 runs tfdist {__version__}, whose launcher speaks otherwise: install the same")
+            self._turned_away(host, "its launcher is of another version")
+            return
+        self._come.put((connection, hello))
+        self._events.wake()
+
+    def _turned_away(self, host: str, why: str) -> None:
+        self._strangers.put(f"turned away a connection from {host}: {why}")
+        self._events.wake()
 
 
 def _all(waiting: queue.SimpleQueue[T]) -> list[T]:
@@ -291,12 +302,11 @@ def _join(host: str, port: int, secret: str, hello: Hello, events: Events) -> Li
     connection = wire.connect(host, port, secret)
     try:
         connection.send({"hello": dataclasses.asdict(hello)})
-        answer = connection.receive(2 * wire.HANDSHAKE_S)
+        answer = node_messages.ANSWER(connection.receive(2 * wire.HANDSHAKE_S))
     except BaseException:
         connection.close()
         raise
-    if "welcome" not in answer:
+    if "refused" in answer:
         connection.close()
-        raise UserError(str(answer.get("refused", f"node 0 at {host}:{port} gave no reason to refuse this node")))
-    there = Hello(0, hello.nnodes, 1, str(answer["welcome"]), {})
-    return Link(connection, there, events)
+        raise UserError(answer["refused"])
+    return Link(connection, Hello(0, hello.nnodes, 1, answer["welcome"], {}), events, node_messages.ORDERS)

@@ -14,6 +14,7 @@ import functools
 import math
 import os
 import pathlib
+import re
 import signal
 import socket
 import subprocess
@@ -33,6 +34,7 @@ LONGEST_LINE = 1 << 16
 """Bytes after which a line without an end is cut: binary rubbish must not fill the memory."""
 LOST = ("lost worker", "ended before all workers had met")
 """What a worker says last when it stops because of another one."""
+_CULPRIT = re.compile(r"lost worker (\d{1,6}) (\([^()]*\): .*)")
 _LEFT_OVER = 32
 """Reads that empty any pipe; one that is never empty has a writer who left the process group."""
 
@@ -66,6 +68,10 @@ class Exit:
     """It says itself that it only stopped because another worker was lost."""
     lines: tuple[str, ...]
     """Its last ones; with a traceback those of standard error."""
+    culprit: int = -1
+    """Rank of the worker that it says was lost; -1 if it names none."""
+    complaint: str = ""
+    """What it says of that one: the host, and why it was lost."""
 
     @property
     def status(self) -> int:
@@ -160,7 +166,9 @@ class Worker:
         lost = self.code > 0 and any(sign in line for sign in LOST for line in self._errors)
         # What was printed before may be written after: it must not push the traceback out.
         lines = self._errors if self._traceback else self._tail
-        return Exit(self.rank, self.pid, socket.gethostname(), self.code, lost, tuple(lines))
+        named = [found for found in map(_CULPRIT.search, self._errors) if found] if lost else []
+        culprit, complaint = (int(named[-1][1]), named[-1][2]) if named else (-1, "")
+        return Exit(self.rank, self.pid, socket.gethostname(), self.code, lost, tuple(lines), culprit, complaint)
 
     def _read(self, pipe: IO[bytes]) -> bool:
         """Takes in what can be read now; returns False if that was nothing."""

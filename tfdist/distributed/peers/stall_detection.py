@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 EXEMPT = ("starting", "compiling", "saving")
 """Phases that may take long, and in which a worker may hold Python's lock; the stall timeout is longer for them."""
+PHASES = (*EXEMPT, "call", "waiting", "python")
+"""All of them; see `State`."""
 TOGETHER = ("compiling", "call", "waiting")
 """Phases in which a worker needs the others."""
 EXEMPT_FACTOR = 6

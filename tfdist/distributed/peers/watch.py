@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tfdist.distributed.peers import signals, stall_detection, votes
+from tfdist.distributed import standard_error
+from tfdist.distributed.peers import messages, signals, stall_detection, votes
 from tfdist.distributed.peers.activity import Activity
 from tfdist.distributed.peers.signals import GRACE_S
 from tfdist.distributed.peers.stall_detection import State
 from tfdist.distributed.peers.transport import Transport
-from tfdist.distributed.wire import Connection, Message, WireError
+from tfdist.distributed.wire import ClosedError, Connection, Message, WireError
+from tfdist.errors import one_line
 
 BEAT_S = 1.0
 """Seconds between heartbeats."""
@@ -58,6 +60,7 @@ class Watch:
         self.signals: list[signals.Seen] = []
         self.start_timeout, self._stall_timeout = start_timeout, stall_timeout
         self._rank, self._hosts, self._last_words = rank, hosts, last_words
+        self._reader = messages.of_chief(len(hosts)) if rank else messages.TO_CHIEF
         self._votes = votes.Votes(hosts)
         self._gathered: dict[int, list[Any]] = {}
         self._changed = threading.Condition()
@@ -97,13 +100,13 @@ class Watch:
             if self.failure or self.finished:
                 return
             self.failure = message
-        self.transport.tell({"failed": message})
+        self.transport.tell({"failed": one_line(message, 4000)})
 
     def say_last_line(self) -> None:
         """Says the failure on standard error, and whatever `last_words` does with it."""
-        # Not by print: the main thread may hold the lock of its stream.
+        # Not by print: the main thread may hold the lock of its stream, or keep back what is printed.
         with contextlib.suppress(OSError):
-            os.write(2, f"tfdist: failed: {self.failure}\n".encode())
+            standard_error.write(f"tfdist: failed: {self.failure}\n")
         with contextlib.suppress(Exception):
             self._last_words(self.failure)
 
@@ -139,13 +142,19 @@ class Watch:
         """Takes in what worker `rank` says, or that it has gone."""
         try:
             for message in self.transport.read(rank):
-                self._hear(rank, message)
-        except WireError:
-            with self._changed:
-                self.transport.forget(rank)
-                self._changed.notify_all()
-            if not self.finished:
-                self._lose(rank, "its process ended")
+                self._hear(rank, self._reader(message))
+        except ClosedError:
+            self._forget(rank, "its process ended")
+        except WireError as error:
+            self._forget(rank, str(error))
+
+    def _forget(self, rank: int, why: str) -> None:
+        """Listens no longer to a worker of which nothing more can be expected."""
+        with self._changed:
+            self.transport.forget(rank)
+            self._changed.notify_all()
+        if not self.finished:
+            self._lose(rank, why)
 
     def _hear(self, rank: int, message: Message) -> None:
         now = time.monotonic()
