@@ -98,9 +98,10 @@ class RunFolder:
     def earlier(self) -> dict[str, Any] | None:
         """Returns the experiment of the run that this folder holds; None if it holds none."""
         try:
-            return json.loads((self.path / "experiment.json").read_bytes())
-        except (OSError, ValueError):
+            fields = json.loads((self.path / "experiment.json").read_bytes())
+        except (OSError, ValueError, RecursionError):
             return None
+        return fields if isinstance(fields, dict) else None
 
     @property
     def holds_run(self) -> bool:
@@ -112,7 +113,7 @@ class RunFolder:
         """Tells whether the earlier run came to its end."""
         try:
             return json.loads((self.path / "result.json").read_bytes())["status"] == "completed"
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return False
 
     def set_aside(self) -> pathlib.Path | None:

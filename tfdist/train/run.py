@@ -6,7 +6,7 @@ import dataclasses
 import os
 import time
 
-from tfdist.checkpoints import oom_note, resume
+from tfdist.checkpoints import oom_note, own_work, resume
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.config import field_syntax
 from tfdist.config.messages import logger
@@ -105,7 +105,7 @@ class Run:
             logger.info(f"the earlier run in {folder.path} is now in {moved}")
         if self._prepared.learnt_accumulate:
             oom_note.note(folder, self._prepared.learnt_accumulate)
-        folder.write("experiment.json", dataclasses.asdict(self._experiment))
+        own_work.write_experiment(folder, self._experiment)
         spec_file.write(folder.write_text, self._data.spec)
         folder.write("environment.json", run_environment.environment(self._distribution, self._site))
 
