@@ -52,7 +52,8 @@ def refused(folder, **kwargs):
     return str(error.value)
 
 
-def test_a_strangers_folder_is_not_run(run, tmp_path):
+def test_a_strangers_folder_is_not_run(run, tmp_path, monkeypatch):
+    monkeypatch.delenv("XDG_CONFIG_HOME")  # it would need a fresh interpreter
     e = naming(data_name="os:system", data_options="command='touch called'")
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "experiment.json").write_text(json.dumps(dataclasses.asdict(e)))
@@ -90,7 +91,7 @@ def test_all_fields_that_take_a_function_are_looked_at():
     documented = set()
     for group in ("Data", "Model", "Optimizer", "Train", "Eval", "Checkpoint"):
         text = inspect.getsource(getattr(config, group))
-        for field, words in re.findall(r'(\w+): \w+ = .*\n +"""(.*?)"""', text, re.DOTALL):
+        for field, words in re.findall(r'(\w+): \w+ = [^\n]*\n +"""(.*?)"""', text, re.DOTALL):
             if "package.module:function" in words:
                 documented.add(f"{group.lower()}.{field}")
     named = dict.fromkeys(documented, "mine:function")

@@ -20,7 +20,7 @@ import numpy as np
 from tfdist import config
 from tfdist.checkpoints import files
 from tfdist.checkpoints.files import DamagedError
-from tfdist.config import validation
+from tfdist.config import field_syntax, validation
 from tfdist.config.messages import logger
 from tfdist.errors import UserError, one_line
 
@@ -85,6 +85,8 @@ def request(
     if bool(workdir) == bool(model):
         both = "--workdir and --model name two models" if model else "neither --workdir nor --model says which model"
         raise UserError(f"{both}: give a run folder such as --workdir=runs/digits, or --model=path.keras")
+    field_syntax.check_local("--workdir", workdir)
+    field_syntax.check_local("--model", model)
     if model and checkpoint:
         raise UserError(f"--checkpoint={checkpoint} is for runs: give their --workdir instead of --model")
     if model and trust_code:
@@ -178,7 +180,7 @@ def _from_file(asked: ModelRequest, plain: keras.Model) -> Weights:
     try:
         result = json.loads((asked.path / "result.json").read_bytes())
         expected = str(result["weights_sha256"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         expected = ""
     if not expected:
         raise UserError(
