@@ -71,7 +71,7 @@ def test_an_error_that_nobody_can_read_keeps_its_exit_code(full):
 def test_closed_streams_are_not_taken_by_files(tmp_path):
     """Nor does a line for nobody end a run, or go to the other stream."""
     code = (
-        "import os, sys; os.close(1); os.close(2); sys.stdout = sys.stderr = None\n"
+        "import os, sys; os.close(0); os.close(1); os.close(2); sys.stdout = sys.stderr = None\n"
         "from tfdist.config import command_line as c, messages\n"
         "def run(_):\n"
         f"    with open({str(tmp_path / 'number')!r}, 'w') as file:\n"
