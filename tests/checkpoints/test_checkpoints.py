@@ -262,6 +262,9 @@ def test_the_newest_valid_one_is_used_and_the_damaged_one_set_aside(two, tmp_pat
     data.write_bytes(data.read_bytes()[:-1])
     findings = checkpoints_lib.examine(folder)
     assert [(f.update, bool(f.problem), f.next) for f in findings] == [(20, True, False), (10, False, True)]
+    assert choice(folder).newest(looks_only=True).path.name == "10"  # as a dry run
+    assert [p.name for p in files_lib.found(folder)] == ["20", "10"]
+    said.clear()
     chosen = choice(folder).newest()
     assert chosen.path.name == "10"
     assert "20 is not used: tensors.data-00000-of-00001 has" in said[0]

@@ -49,7 +49,9 @@ def saved(folder, *updates):
         pathlib.Path(f"{prefix}.index").write_bytes(b"tensors")
 
     for update in updates:
-        state = {"experiment": {}, "position": {"epoch": update // 10, "begun": update % 10}}
+        place = {"update": update, "epoch": update // 10, "begun": update % 10}
+        state = {"position": place, "best": {}, "run": {}, "replicas": 1, "strategy": "default", "experiment": {}}
+        state |= {"callbacks": {}, "history": {}, "epochs": []}
         files.write(folder / "checkpoints", update, state, tensors)
     return folder
 

@@ -29,7 +29,7 @@ from tfdist import config
 from tfdist.data import spec_file
 from tfdist.data.augmentation import ops
 from tfdist.errors import TrainingError, UserError
-from tfdist.inference import compatibility, job, output_file, prediction_rows, trained_model
+from tfdist.inference import compatibility, job, output_file, prediction_rows, recorded_experiment, trained_model
 from tfdist.models import build as models
 
 pytest_plugins = ("support.finished_runs",)  # its fixtures
@@ -129,7 +129,7 @@ def wanted(folder, checkpoint=""):
 
 def weights(folder, checkpoint=""):
     asked = wanted(folder, checkpoint)
-    experiment = trained_model.read_experiment(asked)
+    experiment = recorded_experiment.read_experiment(asked)
     build = lambda: job.built(experiment, spec_file.read(folder))
     return trained_model.read_weights(asked, experiment, build)
 
@@ -154,7 +154,7 @@ def test_checkpoints_hold_what_the_run_would_have_ended_with(copy):
 
 
 def test_weights_reach_every_replica(copy, connect):
-    experiment = trained_model.read_experiment(wanted(copy))
+    experiment = recorded_experiment.read_experiment(wanted(copy))
     distribution = connect(3)
     with distribution.scope():
         model = job.built(experiment, spec_file.read(copy))

@@ -1,6 +1,5 @@
 """A small run that several files of tests look at after its end, and the commands that do."""
 
-import dataclasses
 import json
 import os
 import sys
@@ -33,12 +32,14 @@ def command(*arguments, folder, tfds_dir, starter=(sys.executable, "-m"), path="
 
 def made_run(folder, experiment, model, spec):
     """A folder as a run with this model would have left it."""
+    from tfdist.checkpoints import own_work
+    from tfdist.checkpoints.run_folder import RunFolder
     from tfdist.data import spec_file
     from tfdist.monitoring import recorder
 
     model.save(folder / "model.keras")
+    own_work.write_experiment(RunFolder(str(folder)), experiment)
     for name, content in {
-        "experiment": dataclasses.asdict(experiment),
         "data": {"format": 1, "spec": spec_file.plain(spec)},
         "result": {"weights_sha256": recorder.fingerprint(model)[0]},
     }.items():

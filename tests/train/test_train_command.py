@@ -131,6 +131,8 @@ def model(spec, units):
     assert done.returncode == 0, done.stderr
     losses = result(tmp_path / "out")["history"]["loss"]
     assert losses[-1] < 0.1 * losses[0]
+    done = run("tfdist.evaluate", "--workdir=out")  # without --trust_code: it is the user's own work
+    assert done.returncode == 0 and "mine:data, test, 30 examples" in done.stdout, done.stderr
 
 
 def test_precisions(run, tmp_path):

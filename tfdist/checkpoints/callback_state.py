@@ -53,8 +53,10 @@ def restore(callbacks: keras.callbacks.CallbackList, states: dict[str, State]) -
         if isinstance(callback, Stateful):
             callback.set_state(states[name])
         else:
+            known = {field for kind, fields in _KNOWN.items() if isinstance(callback, kind) for field in fields}
             for field, value in states[name].items():
-                setattr(callback, field, value)
+                if field in known:  # a file decides about nothing else of the callback
+                    setattr(callback, field, value)
 
 
 def arrays(callbacks: keras.callbacks.CallbackList) -> dict[str, np.ndarray]:

@@ -18,6 +18,7 @@ import re
 import shutil
 from collections.abc import Callable
 
+from tfdist.checkpoints import state_shape
 from tfdist.config import atomic_file
 
 FORMAT = 1
@@ -90,9 +91,12 @@ def read_state(path: pathlib.Path) -> dict:
       DamagedError: it cannot be read.
     """
     try:
-        return json.loads((path / STATE).read_bytes())
-    except (OSError, ValueError) as error:
+        state = json.loads((path / STATE).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
         raise DamagedError(f"{STATE} cannot be read ({error})") from None
+    if wrong := state_shape.wrong(state):
+        raise DamagedError(f"{STATE} is not what a run writes: {wrong}")
+    return state
 
 
 def _manifest(path: pathlib.Path) -> dict[str, dict]:
@@ -105,7 +109,7 @@ def _manifest(path: pathlib.Path) -> dict[str, dict]:
         files, number, experiment = manifest["files"], manifest["format"], manifest["experiment"]
         # Written anew from what was read, it must be the same bytes: that finds a change anywhere in it.
         intact = raw == _manifest_bytes(files, experiment, number)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         intact = False
     if not intact:
         raise DamagedError(f"{MANIFEST} has changed: its checksum is wrong")

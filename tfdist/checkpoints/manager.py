@@ -17,7 +17,7 @@ from tfdist.checkpoints.options import CheckpointOptions
 from tfdist.checkpoints.resume import LoadedCheckpoint, Position, ResumeChoice
 from tfdist.checkpoints.training_run import BestEpoch, TrainingRun
 from tfdist.checkpoints.writer import CheckpointWriter
-from tfdist.config import schedule
+from tfdist.config import field_syntax, schedule
 from tfdist.config.messages import logger
 from tfdist.data.structures import Structure
 from tfdist.errors import TrainingError, UserError
@@ -56,6 +56,7 @@ class Checkpoints:
         changed: bool = False,
         experiment: Mapping[str, str] | None = None,
     ):
+        field_syntax.check_local("folder", os.fspath(folder))  # before it is a path, which takes gs:// for gs:/
         self._options = CheckpointOptions(
             pathlib.Path(folder), every, keep, best, asynchronous, resume, changed, dict(experiment or {})
         )

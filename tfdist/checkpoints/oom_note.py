@@ -32,5 +32,5 @@ def noted(folder: RunFolder) -> int:
     """Returns what the attempt before has noted; 1 if nothing."""
     try:
         return max(1, int(json.loads((folder.path / NAME).read_bytes())["accumulate"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return 1

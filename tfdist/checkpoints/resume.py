@@ -77,8 +77,12 @@ class ResumeChoice:
         self._folder, self._identity, self._experiment = folder, dict(identity), experiment
         self._changed = changed
 
-    def newest(self, required: bool = False) -> LoadedCheckpoint | None:
+    def newest(self, required: bool = False, looks_only: bool = False) -> LoadedCheckpoint | None:
         """Returns the one to resume from; None if there is none at all.
+
+        Args:
+          required: whether there has to be one.
+          looks_only: leave newer ones, which are not to be used, where they are.
 
         Raises:
           UserError: there are some and none can be used, or there is none and one is required.
@@ -93,7 +97,7 @@ class ResumeChoice:
             valid += chosen is not None
             if chosen is None or not self._agrees(chosen):
                 continue
-            for newer in paths[:number]:  # or they would be the newest once more
+            for newer in [] if looks_only else paths[:number]:  # or they would be the newest once more
                 logger.info(f"{newer} is now {files.set_aside(newer).name}")
             return chosen
         if valid:

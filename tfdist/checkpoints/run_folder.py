@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import json
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 LOCK = ".lock"
 LOGS = "logs"
 """What the launcher keeps of each rank's output; it adds to what is there."""
+KEPT = ("experiment.json", "experiment.mark", "environment.json", "data.json")
+"""Files that a run writes once, at its beginning, and holds in memory: a folder that is deleted gets them again."""
 
 
 class RunFolder:
@@ -40,6 +43,7 @@ class RunFolder:
         self._writes = writes
         self._lock: int | None = None
         self._waiting: list[str] = []
+        self._kept: dict[str, str] = {}
 
     def create(self) -> None:
         """Makes the folder if it is missing, tries to write in it, and takes it for this run alone.
@@ -50,7 +54,7 @@ class RunFolder:
         if not self._writes:
             return
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self._real.mkdir(parents=True, exist_ok=True)
             probe = self.path / f".probe-{os.getpid()}"
             probe.write_bytes(b"")
             probe.unlink()
@@ -59,6 +63,33 @@ class RunFolder:
                 f"--workdir={self.path} cannot be written ({error.strerror}): choose another folder"
             ) from None
         self._take()
+
+    def could_be_created(self) -> None:
+        """Checks what `create` would, and leaves everything as it is.
+
+        Raises:
+          UserError: the folder could not be made or written, or another run has it.
+        """
+        there = next(path for path in (self._real, *self._real.parents) if os.path.lexists(path))
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            why = os.strerror(errno.EACCES) if there.is_dir() else f"{there} is no folder"
+            raise UserError(f"--workdir={self.path} cannot be written ({why}): choose another folder")
+        with contextlib.suppress(OSError), open(self.path / LOCK, "rb") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise self._in_use(lock.read(200)) from None
+
+    @property
+    def _real(self) -> pathlib.Path:
+        """Returns the folder itself, where `path` is a symbolic link to it or to where it is going to be."""
+        return pathlib.Path(os.path.realpath(self.path))
+
+    def _in_use(self, owner: bytes) -> UserError:
+        name = owner.decode(errors="replace").strip() or "just starting"
+        return UserError(
+            f"--workdir={self.path} is in use by another run ({name}): wait for it, or choose another folder"
+        )
 
     def _take(self) -> None:
         """Locks the folder. The system drops the lock when this process is gone, however it ended."""
@@ -69,12 +100,9 @@ class RunFolder:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    owner = os.read(lock, 200).decode(errors="replace").strip()
+                    owner = os.read(lock, 200)
                     os.close(lock)
-                    raise UserError(
-                        f"--workdir={self.path} is in use by another run ({owner or 'just starting'}): "
-                        "wait for it, or choose another folder"
-                    ) from None
+                    raise self._in_use(owner) from None
                 if path.exists() and os.path.samestat(os.fstat(lock), path.stat()):
                     break
                 os.close(lock)  # its last owner has just deleted it
@@ -98,9 +126,10 @@ class RunFolder:
     def earlier(self) -> dict[str, Any] | None:
         """Returns the experiment of the run that this folder holds; None if it holds none."""
         try:
-            return json.loads((self.path / "experiment.json").read_bytes())
-        except (OSError, ValueError):
+            fields = json.loads((self.path / "experiment.json").read_bytes())
+        except (OSError, ValueError, RecursionError):
             return None
+        return fields if isinstance(fields, dict) else None
 
     @property
     def holds_run(self) -> bool:
@@ -112,21 +141,33 @@ class RunFolder:
         """Tells whether the earlier run came to its end."""
         try:
             return json.loads((self.path / "result.json").read_bytes())["status"] == "completed"
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return False
 
     def set_aside(self) -> pathlib.Path | None:
-        """Renames a folder that holds an earlier run, so that it is never written over.
+        """Renames a folder that holds an earlier run, so that it is never written over; a link to it stays.
 
         Returns:
           Where the earlier run went, or None.
+
+        Raises:
+          UserError: it cannot be renamed.
         """
         if not self._writes or not self.holds_run:
             return None
-        names = (self.path.with_name(f"{self.path.name}.{i}") for i in itertools.count(1))
-        moved = next(name for name in names if not name.exists())
-        self.path.rename(moved)
-        self.path.mkdir()
+        real = self._real
+        names = (real.with_name(f"{real.name}.{i}") for i in itertools.count(1))
+        moved = next(name for name in names if not os.path.lexists(name))
+        hint = "choose another --workdir, or move the earlier run yourself"
+        if not self.path.is_absolute() and pathlib.Path.cwd().is_relative_to(real):
+            raise UserError(f"--workdir={self.path} holds an earlier run, and this command runs inside of it: {hint}")
+        try:
+            real.rename(moved)
+            real.mkdir()
+        except OSError as error:  # a mounted disk keeps its name, say
+            raise UserError(
+                f"the earlier run in --workdir={self.path} cannot be set aside as {moved} ({error.strerror}): {hint}"
+            ) from None
         if (moved / LOGS).exists():  # the launcher has just opened them for this run
             (moved / LOGS).rename(self.path / LOGS)
         before, self._lock = self._lock, None
@@ -134,7 +175,8 @@ class RunFolder:
         if before is not None:
             (moved / LOCK).unlink(missing_ok=True)
             os.close(before)
-        return moved
+        beside = self.path.parent / moved.name  # as a person has written it
+        return beside if beside.exists() and beside.samefile(moved) else moved
 
     @property
     def writes(self) -> bool:
@@ -157,17 +199,27 @@ class RunFolder:
         """
         if not self._writes:
             return
-        with self._writing(name), atomic_file.replacing(self.path / name) as temporary:
+        with self._writing(name):
+            self._put(name, text)
+        if name in KEPT:
+            self._kept[name] = text
+
+    def _put(self, name: str, text: str) -> None:
+        with atomic_file.replacing(self.path / name) as temporary:
             temporary.write_bytes(text.encode(errors="replace"))
 
     def append(self, name: str, line: dict) -> None:
-        """Adds one line of JSON to a file; what cannot be written now is written with a later one."""
+        """Adds one line of JSON to a file; what cannot be written now is written with a later one.
+
+        Raises:
+          TrainingError: somebody has deleted the folder, and another run has taken its place.
+        """
         if not self._writes:
             return
         failed = bool(self._waiting)
         self._waiting.append(json.dumps(strict(line)) + "\n")
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self._make_whole()
             with open(self.path / name, "a", encoding="utf-8") as file:
                 file.writelines(self._waiting)
             self._waiting.clear()
@@ -181,16 +233,23 @@ class RunFolder:
             return
         kept = []
         for line in (self.path / name).read_text(encoding="utf-8", errors="replace").splitlines():
-            with contextlib.suppress(ValueError):
-                if keep(json.loads(line)):
+            with contextlib.suppress(ValueError, RecursionError):
+                content = json.loads(line)
+                if isinstance(content, dict) and keep(content):
                     kept.append(line + "\n")
         with self._writing(name), atomic_file.replacing(self.path / name) as temporary:
             temporary.write_text("".join(kept), encoding="utf-8")
 
     def remove(self, name: str) -> None:
-        """Deletes a file, if it is there."""
-        if self.writes:
-            (self.path / name).unlink(missing_ok=True)
+        """Deletes a file, if it is there.
+
+        Raises:
+          TrainingError: it cannot be deleted.
+        """
+        self._kept.pop(name, None)
+        if self.writes and os.path.lexists(self.path / name):
+            with self._writing(name):
+                (self.path / name).unlink(missing_ok=True)
 
     def save_model(self, model: keras.Model) -> None:
         """Writes `model.keras`, under another name first: Keras writes in place, and a kill would leave half.
@@ -208,13 +267,42 @@ class RunFolder:
     @contextlib.contextmanager
     def _writing(self, name: str) -> Iterator[None]:
         try:
-            self.path.mkdir(parents=True, exist_ok=True)  # somebody may have removed it meanwhile
+            self._make_whole()
             yield
         except OSError as error:
             raise TrainingError(
                 f"{self.path / name} cannot be written ({error.strerror or error}): free or repair that disk; "
                 "the checkpoints that are there stay"
             ) from None
+
+    def _make_whole(self) -> None:
+        """Makes a folder that somebody has deleted meanwhile again, with the files that were written at the beginning.
+
+        What was trained is worth more than an error. The lines of `history.jsonl` and the checkpoints are gone.
+
+        Raises:
+          TrainingError: another run has taken its place.
+        """
+        self._real.mkdir(parents=True, exist_ok=True)
+        if self._lock is not None:
+            try:
+                if not os.path.samestat(os.fstat(self._lock), (self.path / LOCK).stat()):
+                    raise TrainingError(
+                        f"{self.path} was deleted while this run went on, and another one has taken its place: "
+                        "give each a folder of its own"
+                    )
+            except FileNotFoundError:
+                before, self._lock = self._lock, None
+                os.close(before)
+                self._take()
+        missing = [name for name in self._kept if not (self.path / name).exists()]
+        for name in missing:
+            self._put(name, self._kept[name])
+        if missing and missing == list(self._kept):
+            logger.info(
+                f"WARNING: {self.path} was deleted while this run went on: {', '.join(missing)} are written again, "
+                "what history.jsonl and checkpoints held is lost"
+            )
 
 
 def strict(value: object) -> Any:

@@ -32,13 +32,20 @@ class TrainingRun:
 
     def identity(self) -> dict[str, int | None]:
         """Returns what must be the same for the order of the examples to be the same."""
-        known: dict[str, int | None] = {} if self.examples is None else {"number of examples": self.examples}
-        return {
-            "global batch": self.global_batch,
-            "updates per epoch": self.updates_per_epoch,
-            "seed of the order": self.seed,
-            **known,
-        }
+        return identity(self.global_batch, self.updates_per_epoch, self.seed, self.examples)
+
+
+def identity(
+    global_batch: int, updates_per_epoch: int | None, seed: int, examples: int | None
+) -> dict[str, int | None]:
+    """Returns what decides about the order of the examples, by names for people."""
+    known: dict[str, int | None] = {} if examples is None else {"number of examples": examples}
+    return {
+        "global batch": global_batch,
+        "updates per epoch": updates_per_epoch,
+        "seed of the order": seed,
+        **known,
+    }
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

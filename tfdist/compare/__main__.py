@@ -127,6 +127,7 @@ def _run(argv: list[str]) -> int:
     if experiment.train.batch_size == 0:
         raise UserError("train.batch_size=auto finds another batch for each strategy: give a number to compare them")
     given = functools.partial(train_flags, values, wanted.jit)
+    field_syntax.check_local("--workdir", values.workdir)
     path = pathlib.Path(os.path.expanduser(values.workdir) or os.path.join("runs", f"compare-{experiment.name}"))
     if values.dry_run:
         print(Comparison(wanted, experiment, given, run_folder.RunFolder(str(path))).commands())

@@ -14,7 +14,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from tfdist import config
-from tfdist.config import field_syntax, runtime_options
+from tfdist.config import config_file, field_syntax, runtime_options, standard_streams
 from tfdist.errors import TrainingError, UserError, one_line
 
 DEFAULT_CONFIG = os.path.join(os.path.dirname(__file__), "default_experiment.py")
@@ -63,23 +63,34 @@ def parse(argv: list[str], own: Sequence[str] = OF_THE_ENVIRONMENT) -> list[str]
     """
     _check_config_arguments(argv[1:])
     _auto_as_number(argv)
+    path = _config_file(argv)
     try:
-        # The definition itself reads the command line, so it belongs to what can fail.
-        config_flags.DEFINE_config_file("config", DEFAULT_CONFIG, "Experiment: a Python file with get_config().")
-        for name in ("config", *own):
-            # absl's --help lists the flags of the main module, and ours are defined elsewhere.
-            if name in flags.FLAGS:
-                flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
-        rest = flags.FLAGS(argv)
+        with config_file.guarded(path):
+            # The definition itself reads the command line, so it belongs to what can fail.
+            config_flags.DEFINE_config_file("config", DEFAULT_CONFIG, "Experiment: a Python file with get_config().")
+            for name in ("config", *own):
+                # absl's --help lists the flags of the main module, and ours are defined elsewhere.
+                if name in flags.FLAGS:
+                    flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
+            rest = flags.FLAGS(argv)
+            getattr(flags.FLAGS.config, "name", None)  # config_flags keeps an OSError back until somebody looks
     except flags.Error as error:
         raise _complaint(error) from None
-    except Exception as error:  # the user's config file may raise anything
-        path = next((a.partition("=")[2] for a in argv if re.match("--?config=", a)), "") or DEFAULT_CONFIG
-        at = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
-        raise UserError(
-            f"--config={path} cannot be used: {type(error).__name__}: {str(error).splitlines()[0]}{at}"
-        ) from error
+    except (UserError, SystemExit):
+        raise
+    except Exception as error:  # what is wrong with the file without a line of it that has failed: it has no get_config
+        raise UserError(f"--config={path} cannot be used: {type(error).__name__}: {one_line(error, 300)}") from error
     return _only_flags(rest)
+
+
+def _config_file(argv: list[str]) -> str:
+    """Returns the path that `--config` gives, without what stands behind a colon for its `get_config()`."""
+    path = ""
+    for i, argument in enumerate(argv[1:], 1):
+        name, equals, value = argument.partition("=")
+        if re.fullmatch("--?config", name):
+            path = value if equals else "".join(argv[i + 1 : i + 2])
+    return path.partition(":")[0] or DEFAULT_CONFIG
 
 
 def parse_own(argv: list[str]) -> list[str]:
@@ -118,8 +129,18 @@ def main(
     """
 
     logging.set_verbosity(logging.WARNING)  # TensorFlow tells of every all-reduce at INFO
+    with standard_streams.secured():
+        _guarded(run, flags_parser, interrupted)
+
+
+def _guarded(run: Callable[[list[str]], int], flags_parser: Callable[[list[str]], list[str]], interrupted: str) -> None:
+    def whole(argv: list[str]) -> int:
+        code = run(argv)
+        sys.stdout.flush()  # while a failure can still be told
+        return code
+
     try:
-        app.run(run, flags_parser=flags_parser)
+        app.run(whole, flags_parser=flags_parser)
     except UserError as error:
         print(f"tfdist: error: {error}", file=sys.stderr)
         sys.exit(2)

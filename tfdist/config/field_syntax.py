@@ -14,6 +14,8 @@ from tfdist.errors import UserError
 Options: TypeAlias = dict[str, Any]
 """Keyword arguments as a person wrote them: numbers, texts, truth values, and tuples or lists of them, by name."""
 
+LARGEST = 10**12
+"""No count of an experiment is larger; TensorFlow's numbers of 64 bits hold the products of two."""
 _REFERENCE = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
 
 
@@ -30,12 +32,26 @@ def options(field: str, text: str) -> Options:
         names = [k.arg for k in call.keywords]
         if None in names or len(set(names)) < len(names):  # **names, or a name twice, of which one would be ignored
             raise ValueError
-        return {
+        given = {
             str(k.arg): k.value.id if isinstance(k.value, ast.Name) else ast.literal_eval(k.value)
             for k in call.keywords
         }
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         raise UserError(f"{field}={text!r} is not understood: write name=value, name=value, each name once") from None
+    for name, value in given.items():
+        _check_finite(f"{name} in {field}", value)
+    return given
+
+
+def _check_finite(name: str, value: object) -> None:
+    """Raises UserError where a literal such as 1e400 is infinite, or whole numbers are beyond those of TensorFlow."""
+    if isinstance(value, (list, tuple, set)):
+        for part in value:
+            _check_finite(name, part)
+    elif isinstance(value, dict):
+        _check_finite(name, [*value.keys(), *value.values()])
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{name} must be a finite number, got {value}")
 
 
 def image_size(text: str) -> tuple[int, int] | None:
@@ -80,6 +96,15 @@ def number(field: str, text: str) -> float:
     if not math.isfinite(value):
         raise UserError(f"{field} must be a number, got {text!r}")
     return value
+
+
+def check_size(name: str, value: float) -> None:
+    """Raises UserError unless a number is finite and no larger than what any run could count."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{name} must be a finite number, got {value}")
+    if isinstance(value, int) and abs(value) > LARGEST:
+        digits = str(value) if abs(value) < 10**40 else "one with more than 40 digits"
+        raise UserError(f"{name} must be at most {LARGEST:,}, got {digits}")
 
 
 def check_whole(name: str, value: object) -> None:
@@ -145,6 +170,16 @@ def files(name: str) -> tuple[str, str] | None:
     """Returns one of `FILES` and the path or pattern behind it, or None where `data.name` is something else."""
     kind, colon, path = name.partition(":")
     return (kind, path) if colon and kind in FILES else None
+
+
+def check_local(field: str, path: str) -> None:
+    """Raises UserError where a path is a URL, of which file systems would make a folder such as `gs:`."""
+    scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", path)
+    if scheme:
+        raise UserError(
+            f"{field}={path} is a URL ({scheme[1]}:), and only paths on this machine are supported: "
+            "mount it, or copy it here and give its path"
+        )
 
 
 def is_reference(name: str) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from absl import flags
 
-from tfdist.config import Experiment
+from tfdist.config import Experiment, field_syntax
 from tfdist.errors import UserError
 
 STRATEGIES = ("auto", "default", "mirrored", "multi_worker", "tpu", "horovod")
@@ -23,6 +23,8 @@ OF_A_RUN = (
     "dry_run",
 )  # fmt: skip
 """Fields that mean something to `tfdist.train` only."""
+MOST_THREADS = 1024
+"""Threads per device, and devices that a CPU is split into; tens of thousands take minutes to start, or all memory."""
 MOST_PROFILED = 100
 """Updates in a profile; more make a trace that no browser opens."""
 
@@ -62,6 +64,8 @@ class Environment:
             value = getattr(self, field)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise UserError(f"--{field} must be a whole number of at least 1, got {value}")
+            if value is not None and value > MOST_THREADS:
+                raise UserError(f"--{field} must be at most {MOST_THREADS}, got {value}")
         for field in ("start_timeout", "stall_timeout"):
             if not getattr(self, field) > 0:
                 raise UserError(f"--{field} must be a positive number of seconds, got {getattr(self, field)}")
@@ -73,6 +77,7 @@ class Environment:
             raise UserError(
                 f"--devices={self.devices} is not understood: use all, none, driver numbers such as 0,3, or idle:2"
             )
+        field_syntax.check_local("--workdir", self.workdir)
         self._check_profile()
         numbers = self.devices.split(",")
         if len(set(numbers)) != len(numbers):

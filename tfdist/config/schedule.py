@@ -8,7 +8,7 @@ import re
 from typing import NamedTuple
 
 from tfdist.config import Experiment, Optimizer
-from tfdist.config.field_syntax import schedule_options
+from tfdist.config.field_syntax import LARGEST, schedule_options
 from tfdist.config.messages import logger
 from tfdist.errors import UserError
 
@@ -102,6 +102,11 @@ def make(experiment: Experiment, examples: int, replicas: int) -> Plan:
     check_batch(train.batch_size, replicas, train.accumulate)
     per_epoch = -(-examples // train.batch_size)
     updates = train.steps or train.epochs * per_epoch
+    if updates > LARGEST:
+        raise UserError(
+            f"train.epochs={train.epochs} are {updates:,} updates of {train.batch_size} examples, "
+            f"more than {LARGEST:,}: choose fewer"
+        )
     every = duration("eval.every", experiment.eval.every, per_epoch, train.batch_size, updates)
     if every % per_epoch:
         raise UserError(f"eval.every={experiment.eval.every!r} is not a whole number of epochs of {per_epoch} updates")
@@ -180,8 +185,14 @@ def duration(field: str, text: str, per_epoch: int, batch: int, updates: int) ->
     if not match:
         raise UserError(f"{field}={text!r} is not a duration: write 100 steps, 2 epochs, 5000 examples or 5%")
     number, unit = float(match[1]), (match[2] or "steps").rstrip("s")
+    if number > LARGEST:
+        raise _too_much(field, text)
     scale = {"%": updates / 100, "step": 1.0, "update": 1.0, "epoch": per_epoch, "example": 1 / batch}[unit]
     return round(number * scale)
+
+
+def _too_much(field: str, text: str) -> UserError:
+    return UserError(f"{field}={text[:40]!r} is more than {LARGEST:,}: write less")
 
 
 def interval(field: str, text: str, per_epoch: int | None = 1, batch: int = 1, updates: float = math.inf) -> Interval:
@@ -193,6 +204,8 @@ def interval(field: str, text: str, per_epoch: int | None = 1, batch: int = 1, u
     if text == "off":
         return Interval(math.inf, math.inf)
     time = _TIME.match(text)
+    if time and float(time[1]) > LARGEST:
+        raise _too_much(field, text)
     if time:
         return Interval(math.inf, float(time[1]) * {"s": 1, "m": 60, "h": 3600}[time[2][0]])
     known = _DURATION.match(text)

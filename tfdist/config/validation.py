@@ -41,6 +41,9 @@ OF_FIELDS = {
 }
 """Arguments of an optimizer that are fields of their own; in its options one of both would be ignored."""
 
+LONGEST_NAME = 200
+"""Bytes in the name of an experiment; file systems take 255 in that of a folder, with what comes before and after."""
+
 
 def validate(experiment: object) -> Experiment:
     """Checks an experiment.
@@ -59,11 +62,18 @@ def validate(experiment: object) -> Experiment:
     _choices_of_training(experiment)
     _data(experiment.data)
     _options(experiment)
-    if not re.fullmatch(r"[\w.-]+", experiment.name):
-        raise UserError(f"name={experiment.name!r} becomes a folder: use letters, digits, '_', '-' and '.'")
+    _name(experiment.name)
     _counts(experiment)
     _ranges(experiment)
     return experiment
+
+
+def _name(name: str) -> None:
+    """Checks that the name can be that of a folder in `runs`, and leaves room for what is added to it."""
+    if not re.fullmatch(r"[\w.-]+", name) or name in (".", ".."):
+        raise UserError(f"name={name!r} becomes a folder: use letters, digits, '_', '-' and '.'")
+    if len(name.encode()) > LONGEST_NAME:
+        raise UserError(f"name={name[:20]!r}... becomes a folder and has {len(name)} characters: use fewer")
 
 
 def _choices_of_optimizer(optimizer: Optimizer) -> None:
@@ -94,6 +104,8 @@ def _choices_of_training(experiment: Experiment) -> None:
 
 
 def _data(data: Data) -> None:
+    if kind_and_path := field_syntax.files(data.name):
+        field_syntax.check_local("data.name", kind_and_path[1])
     _among("data.cache", data.cache, CACHES, reference=False)
     _among("data.resize", data.resize, RESIZES, reference=False)
     _among("data.broken", data.broken, ON_BROKEN, reference=False)
@@ -175,6 +187,8 @@ def _types(group: object, above: str = "") -> None:
             known = {str: "text in quotes", int: "a whole number", float: "a number", bool: "True or False"}
             words = known.get(kind) or f"a tfdist.config.{kind.__name__}"
             raise UserError(f"{name} must be {words}, got {value!r}")
+        elif isinstance(value, (int, float)):
+            field_syntax.check_size(name, value)
 
 
 def _among(field: str, value: str, known: tuple[str, ...], reference: bool = True) -> None:
@@ -188,6 +202,8 @@ def _among(field: str, value: str, known: tuple[str, ...], reference: bool = Tru
 
 def _model(model: Model) -> None:
     name = model.name
+    for field, path in (("model.name", name), ("model.weights", model.weights)):
+        field_syntax.check_local(field, path)
     if name.endswith(FILE):
         _file("model.name", name)
         for field, value in (("model.options", model.options), ("model.weights", model.weights)):

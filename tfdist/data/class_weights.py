@@ -37,6 +37,8 @@ def of(text: str, data: Loaded) -> dict[int, float] | None:
             known = names or tuple(map(str, range(classes)))
             raise UserError(f"unknown class {name!r} in train.class_weight{field_syntax.suggest(name, known)}")
         weights[number] = value
+    if all(weights.get(number) == 0 for number in range(classes)):
+        raise UserError(f"train.class_weight={text!r} gives every class the weight 0: leave some to be learned")
     return weights
 
 

@@ -49,7 +49,7 @@ def read(path: pathlib.Path) -> Spec | None:
         return made(content["spec"])
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
             f"{file} cannot be used ({type(error).__name__}: {error}): copy it back, or delete it"
         ) from None

@@ -38,7 +38,7 @@ def read(environ: Mapping[str, str]) -> Membership | None:
         config = json.loads(environ["TF_CONFIG"])
         cluster = config.get("sparseCluster") or config.get("cluster") or {}
         jobs = {job: tasks for job, tasks in cluster.items() if tasks}
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise UserError(f"TF_CONFIG is not a JSON object with a cluster in it ({error}): correct or unset it") from None
     sparse = "sparseCluster" in config or isinstance(cluster.get("worker"), dict)
     if not jobs and not sparse:

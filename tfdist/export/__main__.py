@@ -29,7 +29,7 @@ from tfdist.config import command_line, field_syntax, runtime_options
 from tfdist.config.messages import logger
 from tfdist.errors import TrainingError, UserError
 from tfdist.export import formats as formats_lib
-from tfdist.inference import job, trained_model
+from tfdist.inference import job, recorded_experiment, trained_model
 
 
 def export(asked: trained_model.ModelRequest, formats: list[str], output: pathlib.Path, overwrite: bool) -> None:
@@ -46,7 +46,7 @@ def export(asked: trained_model.ModelRequest, formats: list[str], output: pathli
       TrainingError: a format cannot hold the model, or gives something else.
     """
     formats_lib.check_libraries(formats)
-    experiment = trained_model.read_experiment(asked)
+    experiment = recorded_experiment.read_experiment(asked)
     # TensorFlow is imported once it is known that there is something to do.
     from tfdist.distributed import connect
     from tfdist.export.original import load
@@ -104,7 +104,8 @@ def _run(argv: list[str]) -> int:
         raise UserError("--formats names none: give some of " + ",".join(formats_lib.FORMATS))
     if not values.output:
         raise UserError("--output is missing: give the folder to write, such as --output=exported")
-    asked = trained_model.request(values.workdir, values.model, values.checkpoint, config.Experiment(), {}, False)
+    model = values.workdir, values.model, values.checkpoint
+    asked = trained_model.request(*model, config.Experiment(), {}, False, values.trust_code)
     output = pathlib.Path(values.output).expanduser()
     if output.exists() and not (values.overwrite and (output / "export.json").is_file()):
         hint = "choose another name" if values.overwrite else "give --overwrite, or choose another name"

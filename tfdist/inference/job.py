@@ -16,7 +16,7 @@ from tfdist import config
 from tfdist.config import command_line, field_syntax, messages, runtime_options
 from tfdist.config.messages import logger
 from tfdist.errors import Interrupted, UserError
-from tfdist.inference import compatibility, trained_model
+from tfdist.inference import compatibility, recorded_experiment, trained_model
 from tfdist.inference.output_file import STDOUT, OutputFile
 from tfdist.inference.trained_model import ModelRequest
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tfdist.data.spec import Column, Spec
     from tfdist.distributed.distribution import Distribution
 
-MODEL_FLAGS = ("workdir", "model", "checkpoint")
+MODEL_FLAGS = ("workdir", "model", "checkpoint", "trust_code")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,6 +59,7 @@ def define_model_flags() -> None:
     flags.DEFINE_string("workdir", "", "Folder of the run whose model it is, such as runs/digits.")
     flags.DEFINE_string("model", "", "A .keras file, instead of --workdir.")
     flags.DEFINE_string("checkpoint", "", "Of --workdir, instead of its model.keras: latest, best or an update.")
+    flags.DEFINE_bool("trust_code", False, "Call functions that --workdir names, though it is not your own work.")
 
 
 def main(run: Callable[[flags.FlagValues], int], own: Sequence[str], with_strategy: bool = True) -> None:
@@ -83,7 +84,13 @@ def request(values: flags.FlagValues) -> ModelRequest:
     """
     given = {name: _field(values, name) for name in values if name.startswith("config.") and values[name].present}
     return trained_model.request(
-        values.workdir, values.model, values.checkpoint, values.config, given, bool(values["config"].present)
+        values.workdir,
+        values.model,
+        values.checkpoint,
+        values.config,
+        given,
+        bool(values["config"].present),
+        values.trust_code,
     )
 
 
@@ -118,7 +125,7 @@ def with_model(
     chief = site.cluster.is_chief
     if chief:
         output.check()
-    experiment = trained_model.read_experiment(asked) if chief else None
+    experiment = recorded_experiment.read_experiment(asked) if chief else None
     facts = {**config.flat(values.config), "--checkpoint": asked.checkpoint, "--model": os.path.basename(asked.model)}
 
     def do() -> None:
@@ -190,10 +197,10 @@ def _agreed(
     if recorded is not None:
         fields = dataclasses.asdict(recorded)
         spec = None if asked.model else spec_file.read(asked.path)
-        other = trained_model.other_data(asked)
+        other = recorded_experiment.other_data(asked)
     told = distribution.peers.gather("the run to look at", [fields, spec and spec_file.plain(spec), other])
     fields, plain_spec, other = told[0]
-    experiment = trained_model.experiment_from(fields)
+    experiment = recorded_experiment.experiment_from(fields)
     return experiment, spec_file.made(plain_spec) if plain_spec else None, other
 
 

@@ -35,7 +35,11 @@ class OutputFile:
         Raises:
           UserError: a file is there, or none can be made.
         """
-        if self._name == STDOUT or not self._writes:
+        if not self._writes:
+            return
+        if self._name == STDOUT:
+            if sys.__stdout__ is None:
+                raise UserError("--output=- is standard output, which is closed: give the name of a file")
             return
         if self.path.is_dir():
             raise UserError(f"--output={self.path} is a folder: give the name of a file")

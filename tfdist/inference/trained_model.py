@@ -13,22 +13,19 @@ import json
 import pathlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from tfdist import config
 from tfdist.checkpoints import files
 from tfdist.checkpoints.files import DamagedError
-from tfdist.checkpoints.run_folder import RunFolder
-from tfdist.config import user_functions, validation
+from tfdist.config import field_syntax, validation
 from tfdist.config.messages import logger
 from tfdist.errors import UserError, one_line
 
 if TYPE_CHECKING:
     import keras
-
-T = TypeVar("T")
 
 MODEL = "model.keras"
 LATEST, BEST = "latest", "best"
@@ -46,6 +43,7 @@ class ModelRequest:
       checkpoint: `latest`, `best` or an update of the run; nothing for its `model.keras`.
       experiment: what stands in for a run's where there is only a file.
       changes: fields of the experiment by name, such as `config.data.eval_split`.
+      trust_code: whether functions that the run folder names are called though it is not the user's own work.
     """
 
     workdir: str
@@ -53,6 +51,7 @@ class ModelRequest:
     checkpoint: str
     experiment: config.Experiment
     changes: Mapping[str, Any]
+    trust_code: bool = False
 
     @property
     def path(self) -> pathlib.Path:
@@ -67,6 +66,7 @@ def request(
     experiment: config.Experiment,
     given: Mapping[str, Any],
     file_given: bool,
+    trust_code: bool = False,
 ) -> ModelRequest:
     """Returns the request of these flags, and checks what can be known without looking at the disk.
 
@@ -77,6 +77,7 @@ def request(
       experiment: that of the command line.
       given: its fields that were given there, by name.
       file_given: whether a file of an experiment was given.
+      trust_code: `--trust_code`.
 
     Raises:
       UserError: the flags do not go together.
@@ -84,8 +85,12 @@ def request(
     if bool(workdir) == bool(model):
         both = "--workdir and --model name two models" if model else "neither --workdir nor --model says which model"
         raise UserError(f"{both}: give a run folder such as --workdir=runs/digits, or --model=path.keras")
+    field_syntax.check_local("--workdir", workdir)
+    field_syntax.check_local("--model", model)
     if model and checkpoint:
         raise UserError(f"--checkpoint={checkpoint} is for runs: give their --workdir instead of --model")
+    if model and trust_code:
+        raise UserError(f"--trust_code is for runs, of --model={model} no code is called: leave it out")
     if checkpoint not in ("", LATEST, BEST) and not (checkpoint.isascii() and checkpoint.isdigit()):
         raise UserError(f"--checkpoint={checkpoint} is not understood: use latest, best, or the number of an update")
     if workdir and file_given:
@@ -96,68 +101,7 @@ def request(
                 f"--{name} changes nothing once a model is trained: leave it out "
                 f"(--config.data.* and --config.eval.batch_size can be set)"
             )
-    return ModelRequest(workdir, model, checkpoint, validation.validate(experiment), dict(given))
-
-
-def read_experiment(asked: ModelRequest) -> config.Experiment:
-    """Reads what the model was trained for, and makes the changes that were asked for.
-
-    Raises:
-      UserError: there is no such run or file, or its experiment cannot be used.
-    """
-    path = asked.path
-    if asked.model:
-        if path.suffix != ".keras" or not path.is_file():
-            why = "is a folder: give it as --workdir" if path.is_dir() else "is not a file that ends in .keras"
-            raise UserError(f"--model={path} {why if path.exists() else 'does not exist'}")
-        return asked.experiment
-    fields = RunFolder(str(path), writes=False).earlier()
-    if not isinstance(fields, dict):
-        raise UserError(f"--workdir={path} holds no run (no experiment.json that can be read): check the path")
-    experiment = _made(config.Experiment, fields, str(path / "experiment.json"))
-    experiment.data.name = user_functions.as_now(experiment.data.name)
-    for name, value in asked.changes.items():
-        owner: Any = experiment
-        *groups, field = name.split(".")[1:]
-        for group in groups:
-            owner = getattr(owner, group)
-        setattr(owner, field, value)
-    # The files that its training began with may be gone by now.
-    experiment.model.weights = ""
-    if experiment.model.name.endswith(config.FILE) and (path / MODEL).is_file():
-        experiment.model.name = str(path / MODEL)
-    return validation.validate(experiment)
-
-
-def other_data(asked: ModelRequest) -> bool:
-    """Says whether a data set is asked for that is not the one of the run."""
-    name = asked.changes.get("config.data.name")
-    recorded = RunFolder(str(asked.path), writes=False).earlier() or {}
-    return name is not None and (bool(asked.model) or name != recorded.get("data", {}).get("name"))
-
-
-def experiment_from(fields: dict[str, Any]) -> config.Experiment:
-    """Returns the experiment whose `dataclasses.asdict` these fields are."""
-    return _made(config.Experiment, fields, "the experiment")
-
-
-def _made(kind: type[T], fields: dict[str, Any], what: str) -> T:
-    """Returns a dataclass with these fields; those that are missing were not there yet and keep their defaults.
-
-    Args:
-      what: where the fields are from, for messages.
-    """
-    made = kind()
-    for name, value in fields.items():
-        if not hasattr(made, name):
-            raise UserError(f"{what} has a field {name!r}, which this tfdist does not know: use the version of the run")
-        inner = getattr(made, name)
-        expected = dict if dataclasses.is_dataclass(inner) else str if isinstance(inner, str) else (int, float)
-        possible = isinstance(value, expected)
-        if not possible:
-            raise UserError(f"{what} has {name}={value!r}, which it cannot have been written with: copy it back")
-        setattr(made, name, _made(type(inner), value, what) if dataclasses.is_dataclass(inner) else value)
-    return made
+    return ModelRequest(workdir, model, checkpoint, validation.validate(experiment), dict(given), trust_code)
 
 
 def load(path: pathlib.Path) -> keras.Model:
@@ -236,7 +180,7 @@ def _from_file(asked: ModelRequest, plain: keras.Model) -> Weights:
     try:
         result = json.loads((asked.path / "result.json").read_bytes())
         expected = str(result["weights_sha256"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         expected = ""
     if not expected:
         raise UserError(

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from tfdist import __version__
-from tfdist.config import field_syntax, validation
+from tfdist.config import field_syntax, standard_streams, validation
 from tfdist.config.messages import aside
 from tfdist.distributed import cluster, gpus
 from tfdist.distributed.addresses import is_loopback
@@ -320,6 +320,7 @@ def _run(argv: Sequence[str]) -> int:
 
 def main() -> None:
     """Runs `python -m tfdist.launch`."""
+    standard_streams.fill()
     try:
         sys.exit(_run(sys.argv[1:]))
     except UserError as error:

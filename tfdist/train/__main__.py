@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from tfdist import config
-from tfdist.config import command_line, messages, runtime_options, validation
+from tfdist.config import command_line, messages, runtime_options, standard_streams, validation
 from tfdist.errors import UserError
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ def train_and_evaluate(experiment: config.Experiment, environment: runtime_optio
     writes = site.cluster.is_chief and not environment.dry_run
     folder = run_folder.RunFolder(runtime_options.workdir(experiment, environment), writes)
     folder.create()
+    if environment.dry_run and site.cluster.is_chief:
+        folder.could_be_created()
     try:
         recorded = batch_size_search.recorded(experiment, folder, environment, site.cluster.attempt)
         known = batch_size_search.with_batch(experiment, recorded) if recorded else experiment
@@ -116,7 +118,10 @@ def _run(
 
 def _main(argv: list[str]) -> int:
     del argv
-    result = train_and_evaluate(flags.FLAGS.config, runtime_options.from_flags(flags.FLAGS))
+    environment = runtime_options.from_flags(flags.FLAGS)
+    if not environment.dry_run:
+        standard_streams.dispensable()  # what a run is for is in its folder
+    result = train_and_evaluate(flags.FLAGS.config, environment)
     return 143 if result and result.status == "preempted" else 0
 
 

@@ -22,6 +22,7 @@ import psutil
 
 from tfdist import config
 from tfdist.checkpoints.run_folder import RunFolder
+from tfdist.config import field_syntax
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import Environment
 from tfdist.distributed import env_vars
@@ -70,9 +71,10 @@ def recorded(experiment: config.Experiment, folder: RunFolder, environment: Envi
     if not is_auto(experiment) or (environment.resume == "never" and attempt == 0) or not folder.holds_run:
         return 0
     try:
-        return int((folder.earlier() or {})["train"]["batch_size"])
-    except (KeyError, TypeError, ValueError):
+        found = int((folder.earlier() or {})["train"]["batch_size"])
+    except (KeyError, TypeError, ValueError, OverflowError):
         return 0
+    return found if 0 < found <= field_syntax.LARGEST else 0
 
 
 def find(experiment: config.Experiment, environment: Environment, site: Site) -> BatchProposal:

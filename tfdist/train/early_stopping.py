@@ -11,6 +11,45 @@ from tfdist.engine.callback import Callback
 from tfdist.errors import UserError
 
 
+def check_measured(field: str, metric: str, model: keras.Model) -> None:
+    """Checks before the first epoch that a metric is one that there is going to be.
+
+    Args:
+      field: that of the experiment which asks for it.
+      model: whose metrics are built.
+
+    Raises:
+      UserError: it is not.
+    """
+    known = {m.name for one in model.metrics for m in getattr(one, "metrics", [one])}
+    name = metric.removeprefix("val_")
+    # Of several outputs, each metric has the name of its output before its own.
+    if name not in known and not any(name.endswith(f"_{k}") for k in known):
+        raise _unknown(field, metric, {prefix + k for k in known for prefix in ("", "val_")})
+
+
+def _unknown(field: str, metric: str, known: Iterable[str]) -> UserError:
+    return UserError(f"{field}={metric} is not measured: choose one of {', '.join(sorted(known))}")
+
+
+class Measured(Callback):
+    """Checks before the first epoch that the metrics are measured which fields of the experiment name.
+
+    Args:
+      metrics: by field.
+    """
+
+    takes_many_updates = True
+
+    def __init__(self, metrics: dict[str, str]):
+        super().__init__()
+        self._metrics = metrics
+
+    def on_train_begin(self, logs=None):
+        for field, metric in self._metrics.items():
+            check_measured(field, metric, self.model)
+
+
 class Patience(Callback, keras.callbacks.EarlyStopping):
     """Ends the training when a metric has stopped improving, and puts the weights of its best evaluation back.
 
@@ -28,11 +67,7 @@ class Patience(Callback, keras.callbacks.EarlyStopping):
 
     def on_train_begin(self, logs=None):
         super().on_train_begin(logs)
-        known = {m.name for metric in self.model.metrics for m in getattr(metric, "metrics", [metric])}
-        name = self.monitor.removeprefix("val_")
-        # Of several outputs, each metric has the name of its output before its own.
-        if name not in known and not any(name.endswith(f"_{k}") for k in known):
-            raise self._unknown({prefix + k for k in known for prefix in ("", "val_")})
+        check_measured("train.monitor", self.monitor, self.model)
 
     def get_monitor_value(self, logs):
         """Returns the metric, or None after an epoch without an evaluation."""
@@ -40,7 +75,7 @@ class Patience(Callback, keras.callbacks.EarlyStopping):
         if self.monitor.startswith("val_") and not any(name.startswith("val_") for name in logs):
             return None
         if self.monitor not in logs:
-            raise self._unknown(logs)
+            raise _unknown("train.monitor", self.monitor, logs)
         return float(logs[self.monitor])
 
     @property
@@ -53,6 +88,3 @@ class Patience(Callback, keras.callbacks.EarlyStopping):
             times = f"{self.patience} evaluation{'s' * (self.patience > 1)}"
             return f"early stopping: {self.monitor} has not improved for {times}; {best}"
         return f"{best}, the best by {self.monitor}" if self.best_epoch != self.model.history.epoch[-1] else ""
-
-    def _unknown(self, known: Iterable[str]) -> UserError:
-        return UserError(f"train.monitor={self.monitor} is not measured: choose one of {', '.join(sorted(known))}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -34,7 +35,8 @@ def write(folder: RunFolder, result: Result, mistakes: Findings | None, silent: 
     try:
         folder.write("result.json", content)
     except TrainingError:  # the report may have taken the last of the disk, and this matters more
-        folder.remove(page.NAME)
+        with contextlib.suppress(TrainingError):  # read-only by now, say
+            folder.remove(page.NAME)
         folder.write("result.json", content)
 
 

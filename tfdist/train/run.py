@@ -6,21 +6,23 @@ import dataclasses
 import os
 import time
 
-from tfdist.checkpoints import oom_note, resume
+from tfdist import config
+from tfdist.checkpoints import oom_note, own_work, resume, training_run
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.config import field_syntax
+from tfdist.config import schedule as schedule_lib
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import Environment
-from tfdist.data import spec_file
+from tfdist.data import sources, spec_file
 from tfdist.distributed.connect import Site
 from tfdist.distributed.distribution import Distribution
-from tfdist.engine import evaluation, fit
+from tfdist.engine import evaluation, fit, step_calls
 from tfdist.engine.worker_session import Signals
 from tfdist.errors import Interrupted, PeerError, TrainingError
-from tfdist.models import optimizers
+from tfdist.models import optimizers, own_steps
 from tfdist.monitoring import error_analysis, flops, monitors, run_environment
 from tfdist.monitoring import recorder as recorder_lib
-from tfdist.train import dry_run, results, slurm_requeue
+from tfdist.train import dry_run, early_stopping, results, slurm_requeue
 from tfdist.train.early_stopping import Patience
 from tfdist.train.preparation import Preparation
 
@@ -50,6 +52,7 @@ class Run:
         self._model, self._data, self._checkpoints = prepared.model, prepared.data, prepared.checkpoints
         patience = self._experiment.train.patience
         self._early_stopping = [Patience(self._experiment.train.monitor, patience)] if patience else []
+        self._measured = self._needed_metrics()
         self._evaluation: dict[str, float] = {}
         self._weights_sha256, self._weights_norm = "", 0.0
 
@@ -57,14 +60,44 @@ class Run:
         """Prints the plan for `--dry_run`.
 
         Raises:
-          UserError: a replica does not fit on its device.
+          UserError: a replica does not fit on its device, or the run would be refused.
         """
         with self._distribution.scope():
             memory = dry_run.memory(self._model, len(self._distribution.devices), self._site.selection.gpus)
+        if self._measured:
+            # Builds the metrics, as a training does.
+            step_calls.step_of(self._model, self._distribution, self._data.train).prepare_training()
+            for field, metric in self._measured.items():
+                early_stopping.check_measured(field, metric, self._model)
         if self._distribution.is_chief:
+            if self._prepared.resumes and not self._checkpoints.off:
+                self._check_resume()
             intent = resume.intent(self._folder, self._prepared.resumes)
             lines = dry_run.lines(self._experiment, self._schedule, self._model, self._data, memory, intent)
             print("\n".join(lines), flush=True)
+
+    def _needed_metrics(self) -> dict[str, str]:
+        """Returns the metrics that there must be, by the field that names them."""
+        experiment, fields = self._experiment, {}
+        if experiment.train.patience:
+            fields["train.monitor"] = schedule_lib.better(experiment.train.monitor).metric
+        # Callbacks and steps of one's own may add numbers to the logs.
+        own = experiment.train.callbacks or own_steps.replaced(self._model, own_steps.TRAINING)
+        if experiment.checkpoint.best and not own:
+            fields["checkpoint.best"] = schedule_lib.better(experiment.checkpoint.best).metric
+        return fields
+
+    def _check_resume(self) -> None:
+        """Reads the checkpoint that the run would go on from."""
+        schedule, source, identity = self._schedule, self._data.train, {}
+        if not isinstance(source, sources.Batches):  # whose batches only the feed knows
+            identity = training_run.identity(
+                schedule.global_batch, schedule.updates_per_epoch, self._experiment.seed, source.size
+            )
+        choice = resume.ResumeChoice(
+            self._folder.checkpoints, identity, config.flat(self._experiment), self._environment.resume_changed
+        )
+        choice.newest(self._environment.resume == "require", looks_only=True)
 
     def train(self) -> recorder_lib.Result:
         """Trains, evaluates and saves.
@@ -105,7 +138,7 @@ class Run:
             logger.info(f"the earlier run in {folder.path} is now in {moved}")
         if self._prepared.learnt_accumulate:
             oom_note.note(folder, self._prepared.learnt_accumulate)
-        folder.write("experiment.json", dataclasses.asdict(self._experiment))
+        own_work.write_experiment(folder, self._experiment)
         spec_file.write(folder.write_text, self._data.spec)
         folder.write("environment.json", run_environment.environment(self._distribution, self._site))
 
@@ -148,7 +181,13 @@ class Run:
             validation_freq=schedule.eval_every,
             validation_batch_size=experiment.eval.batch_size,
             class_weight=self._prepared.class_weights,
-            callbacks=[self._recorder, *self._monitors.callbacks, *self._early_stopping, *self._prepared.callbacks],
+            callbacks=[
+                *([early_stopping.Measured(self._measured)] if self._measured else []),
+                self._recorder,
+                *self._monitors.callbacks,
+                *self._early_stopping,
+                *self._prepared.callbacks,
+            ],
             reduce_dtype=experiment.optimizer.reduce_dtype,
             checkpoints=None if self._checkpoints.off else self._checkpoints,
             on_nonfinite=experiment.train.on_nonfinite,

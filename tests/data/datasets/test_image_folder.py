@@ -364,7 +364,7 @@ def test_the_command(tmp_path, run):
             r"name of cat/caf\\xe9.png is not written in UTF-8: rename",
         ),
         (lambda p: os.mkfifo(folder(p) / "cat" / "pipe"), {}, "1 of 22 files is no image: cat/pipe cannot be read"),
-        (folder, dict(options="a=1"), "data.options='a=1' is for functions, image_folder takes none"),
+        (folder, dict(options="a=1"), "data.options='a=1': image_folder knows max_pixels alone"),
     ],
 )
 def test_unusable_folders(make, fields, message, tmp_path):
@@ -461,3 +461,59 @@ def test_by_name_from_python(tmp_path, connect):
     assert numbers.spec.shape == (9, 9, 3)
     with pytest.raises(UserError, match=r"data.augment must be text in quotes, got None"):
         tfdist.load_data("digits", augment=None)
+
+
+# -- images that would take all memory --------------------------------------
+
+
+def headers():
+    """The first bytes of images of 20,000 x 30,000 pixels; nothing else of them is needed to see that."""
+    png = b"\x89PNG\r\n\x1a\n" + b"\0\0\0\rIHDR" + (20_000).to_bytes(4, "big") + (30_000).to_bytes(4, "big")
+    little = (20_000).to_bytes(2, "little") + (30_000).to_bytes(2, "little")
+    bmp = b"BM" + b"\0" * 12 + (40).to_bytes(4, "little")
+    bmp += (20_000).to_bytes(4, "little") + (-30_000).to_bytes(4, "little", signed=True) + b"\1\0\x18\0"
+    extended = (19_999).to_bytes(3, "little") + (29_999).to_bytes(3, "little")
+    jpeg = b"\xff\xd8\xff\xc0\0\x11\x08" + (30_000).to_bytes(2, "big") + (20_000).to_bytes(2, "big")
+    return {
+        "png": png + b"\x08\2\0\0\0",
+        "gif": b"GIF89a" + little,
+        "bmp": bmp,
+        "webp": b"RIFF\0\0\0\0WEBPVP8X\x0a\0\0\0\0\0\0\0" + extended,
+        "jpg": jpeg + b"\0" * 20 + b"\xff\xd9",
+    }
+
+
+@pytest.mark.parametrize("kind", headers())
+def test_a_huge_image_is_refused_before_it_is_decoded(kind, tmp_path, monkeypatch):
+    folder(tmp_path)
+    (tmp_path / "cat" / f"huge.{kind}").write_bytes(headers()[kind])
+    monkeypatch.setattr(image_folder, "_certain", lambda paths, looks: pytest.fail("something is decoded"))
+    with pytest.raises(UserError) as error:
+        registry.load(experiment(tmp_path, image_size="8", train_split="train", eval_split="train"))
+    assert f"/cat/huge.{kind} has 20000 x 30000 pixels, more than 178,956,970: make it smaller, set data.b" in str(
+        error.value
+    )
+    assert str(error.value).endswith("or allow it with data.options=max_pixels=600000000")
+
+
+def test_webp_sizes_are_read(tmp_path):
+    for options in ({"lossless": True}, {"lossless": False}):
+        save(tmp_path / "x.webp", picture(1, (13, 21)), **options)
+        (look,) = image_scan.look_at([str(tmp_path / "x.webp")])
+        assert look.canvas == (13, 21)
+
+
+def test_huge_images_are_skipped_or_allowed(tmp_path, said):
+    folder(tmp_path)
+    save(tmp_path / "cat" / "large.png", picture(1, (20, 30)))
+    both = dict(image_size="8", train_split="train", eval_split="train")
+    skipped = registry.load(experiment(tmp_path, options="max_pixels=599", broken="skip", **both))
+    assert skipped.train.size == 21
+    assert said == [
+        "WARNING: 1 of 22 files is no image and skipped: cat/large.png has 30 x 20 pixels, more than max_pixels=599"
+    ]
+    with pytest.raises(UserError, match=r"cat/large.png has 30 x 20 pixels, more than 599: make it smaller"):
+        registry.load(experiment(tmp_path, options="max_pixels=599", **both))
+    assert registry.load(experiment(tmp_path, options="max_pixels=600", **both)).train.size == 22
+    with pytest.raises(UserError, match=r"max_pixels in data.options must be a whole number of at least 1, got 0"):
+        registry.load(experiment(tmp_path, options="max_pixels=0", **both))

@@ -322,3 +322,41 @@ def test_an_experiment_on_a_table(tmp_path, connect):
     fit = dict(distribution=connect(2), batch_size=32, epochs=15, verbose=0)
     history = tfdist.fit(model, loaded.train, validation_data=loaded.eval, **fit)
     assert history.history["val_accuracy"][-1] > 0.9
+
+
+# -- what is silently something else ----------------------------------------
+
+
+@pytest.mark.parametrize("huge", ["1e400", "inf", "-Infinity", "1e39"])
+@pytest.mark.parametrize("count", [1, 30])
+def test_infinite_numbers_make_no_category(huge, count, tmp_path):
+    rows = [[huge if i < count else str(i), str(i / 2)] for i in range(40)]
+    path = write(tmp_path / "a.csv", rows, ["x", "y"])
+    with pytest.raises(tfdist.UserError) as error:
+        tables.prepare(path, {"target": "y"}, ALL)
+    assert f"a.csv line 2 has {huge!r} for a number in column 'x'" in str(error.value)
+    assert "correct the file, or leave such rows out with data.broken=skip" in str(error.value)
+    assert tables.prepare(path, {"target": "y"}, ALL, skip=True).columns[0].kind == "number"
+
+
+def test_a_nul_makes_no_category(tmp_path, said):
+    rows = [[f"{i}\0" if i % 3 == 0 else str(i), f"t{i % 2}" + "\0" * (i == 7), str(i)] for i in range(30)]
+    (tmp_path / "a.csv").write_text("x,t,y\n" + "".join(",".join(row) + "\n" for row in rows))
+    path = str(tmp_path / "a.csv")
+    with pytest.raises(tfdist.UserError, match=r"a.csv line 2 has '0\\x00', with a NUL, in column 'x'; .* 8 more bad"):
+        tables.prepare(path, {"target": "y"}, ALL)
+    kept = tables.prepare(path, {"target": "y", "leave_out": "x"}, ALL, skip=True)
+    assert kept.columns[0].vocabulary == ("t0", "t1") and len(kept.train[1]) == 29
+    assert "line 9 has 't1\\x00', with a NUL, in column 't'" in said[0]
+    (tmp_path / "b.csv").write_text("x\0,y\n1,2\n")
+    with pytest.raises(tfdist.UserError, match="has a NUL in its header: give CSV in UTF-8"):
+        tables.prepare(str(tmp_path / "b.csv"), {"target": "y"}, ALL)
+
+
+def test_a_column_without_values_is_said(tmp_path, said):
+    path = write(tmp_path / "a.csv", [["", str(i), str(i)] for i in range(30)], ["empty", "x", "y"])
+    tables.prepare(path, {"target": "y"}, ALL)
+    assert said == [
+        "WARNING: column 'empty' has no value in any training row, so nothing can be learned from it: "
+        "leave it out with data.options=leave_out=['empty']"
+    ]

@@ -88,6 +88,8 @@ def header(path: str, delimiter: str = ",") -> list[str]:
     """
     with _open(path) as file:
         names = [name.strip() for name in _taken(path, csv.reader(file, delimiter=delimiter), 1, [[]])[0]]
+    if "\0" in "".join(names):
+        raise UserError(f"{path} has a NUL in its header: give CSV in UTF-8")
     if not any(names):
         raise UserError(f"{path} has no header: its first line must name the columns")
     for name in names:
@@ -197,13 +199,16 @@ class _Reader:
             if name not in self._kinds:
                 self._kinds[name] = _kind(column)
             if self._kinds[name] == "category":
+                if "\0" in "".join(column):
+                    for i in (i for i, text in enumerate(column) if "\0" in text):
+                        bad.setdefault(i, f"{path} line {lines[i]} has {column[i]!r}, with a NUL, in column {name!r}")
                 places = self._places[name]
                 chunk[name] = np.array([places.setdefault(v.strip(), len(places)) for v in column], np.int32)
                 continue
-            chunk[name], wrong = _numbers(column)
+            chunk[name], wrong, huge = _numbers(column)
             self._wrong[name] += len(wrong)
-            self._present[name] += len(column) - int(np.isnan(chunk[name]).sum()) + len(wrong)
-            for i in wrong:
+            self._present[name] += _present(chunk[name], wrong, huge)
+            for i in (*wrong, *huge):
                 bad.setdefault(i, f"{path} line {lines[i]} has {column[i]!r} for a number in column {name!r}")
         keep = np.ones(len(lines), bool)
         keep[list(bad)] = False
@@ -252,13 +257,21 @@ def _lines(rows: list[list[str]], before: int, last: int) -> Sequence[int]:
 
 
 def _kind(column: tuple[str, ...]) -> str:
-    numbers, wrong = _numbers(column)
-    present = len(column) - int(np.isnan(numbers).sum()) + len(wrong)
-    return "category" if len(wrong) > (1 - NUMBERS) * present else "number"
+    numbers, wrong, huge = _numbers(column)
+    return "category" if len(wrong) > (1 - NUMBERS) * _present(numbers, wrong, huge) else "number"
 
 
-def _numbers(column: tuple[str, ...]) -> tuple[np.ndarray, list[int]]:
-    """Returns the values, NaN where there is no number, and the places of what is neither a number nor missing."""
+def _present(numbers: np.ndarray, wrong: list[int], huge: list[int]) -> int:
+    """Returns how many values are not missing."""
+    return len(numbers) - int(np.isnan(numbers).sum()) + len(wrong) + len(huge)
+
+
+def _numbers(column: tuple[str, ...]) -> tuple[np.ndarray, list[int], list[int]]:
+    """Returns the values, NaN where there is none that can be used, and the places of two kinds of bad ones.
+
+    The first are texts that are neither a number nor missing. The others are infinite, or would be in float32: they are
+    numbers, so they do not make a category of their column.
+    """
     wrong = []
     try:
         values = np.fromiter(map(float, column), np.float64, len(column))
@@ -270,6 +283,6 @@ def _numbers(column: tuple[str, ...]) -> tuple[np.ndarray, list[int]]:
             except ValueError:
                 if text.strip().lower() not in MISSING:
                     wrong.append(i)
-    wrong = sorted([*wrong, *np.flatnonzero(np.abs(values) > _LARGEST).tolist()])
-    values[wrong] = math.nan
-    return values, wrong
+    huge = np.flatnonzero(np.abs(values) > _LARGEST).tolist()
+    values[huge] = math.nan
+    return values, wrong, huge

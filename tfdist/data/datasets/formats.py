@@ -85,11 +85,15 @@ def _from_image_folder(experiment: config.Experiment, path: str, options: Option
     from tfdist.data.datasets import image_folder
 
     data = experiment.data
-    if options:
-        raise UserError(f"data.options={data.options!r} is for functions, image_folder takes none")
+    most = options.get("max_pixels", image_folder.MOST_PIXELS)
+    if options.keys() - {"max_pixels"}:
+        raise UserError(f"data.options={data.options!r}: image_folder knows max_pixels alone")
+    field_syntax.check_whole("max_pixels in data.options", most)
     size = field_syntax.image_size(data.image_size)
     from_whole = ops.parse(data.augment).smallest is not None
-    folder = image_folder.load(path, data.train_split, data.eval_split, data.broken, size, data.resize, from_whole)
+    folder = image_folder.load(
+        path, data.train_split, data.eval_split, data.broken, size, data.resize, from_whole, most
+    )
     shape = size or folder.size
     if shape is None:
         raise UserError("data.image_size is needed, since the images have different sizes: write one such as 224")

@@ -19,6 +19,8 @@ from tfdist.errors import UserError
 
 _NAMED = 3
 """Broken files that a message names."""
+MOST_PIXELS = 178_956_970
+"""Larger images are refused unless they are asked for, as in Pillow: a small file may unpack to all memory."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,6 +42,7 @@ def load(
     size: tuple[int, int] | None = None,
     policy: str = "crop",
     whole: bool = False,
+    most: int = MOST_PIXELS,
 ) -> Folder:
     """Finds the images and looks at each file once, by its first and last bytes; those in doubt are decoded.
 
@@ -52,6 +55,7 @@ def load(
       size: height and width that the images will be made, or None. JPEGs are decoded no larger than it takes.
       policy: how images are made that size, see `ops.resize`.
       whole: the training images are needed in their full size.
+      most: pixels in an image; those with more count as broken.
 
     Raises:
       UserError: no such folder or split, no images, or broken ones that are not to be skipped.
@@ -66,7 +70,7 @@ def load(
     )
     needed = sorted({*train, *evaluation})
     paths = [listed[part].path(row) for part, row in needed]
-    looks = _certain(paths, image_scan.look_at(paths))
+    looks = _certain(paths, _none_huge(paths, image_scan.look_at(paths), most, what, broken == "skip"))
     _tell_broken(paths, looks, root, what, broken == "skip")
     by_file = dict(zip(needed, looks))
     shapes = {look.size for look in looks if not look.problem}
@@ -90,6 +94,28 @@ def load(
         names,
         every,
     )
+
+
+def _none_huge(
+    paths: list[str], looks: list[image_scan.Look], most: int, what: str, skip: bool
+) -> list[image_scan.Look]:
+    """Returns the looks, with images of more than so many pixels as broken ones; refuses these unless they are skipped.
+
+    To be called before anything is decoded.
+    """
+    huge = [i for i, look in enumerate(looks) if look.pixels > most]
+    if huge and not skip:
+        first = min(huge, key=paths.__getitem__)
+        height, width = looks[first].canvas
+        raise UserError(
+            f"{what}: {paths[first]} has {width} x {height} pixels, more than {most:,}: make it smaller, set "
+            f"data.broken=skip, or allow it with data.options=max_pixels={max(looks[i].pixels for i in huge)}"
+        )
+    for i in huge:
+        height, width = looks[i].canvas
+        problem = f"has {width} x {height} pixels, more than max_pixels={most}"
+        looks[i] = dataclasses.replace(looks[i], problem=problem, doubtful=False)
+    return looks
 
 
 def _tell_broken(paths: list[str], looks: list[image_scan.Look], root: str, what: str, skip: bool) -> None:

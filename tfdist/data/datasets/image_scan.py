@@ -40,12 +40,18 @@ class Look:
       size: height and width, or (0, 0) where they cannot be told.
       problem: what is wrong, or empty.
       doubtful: only decoding it tells whether it is an image.
+      canvas: height and width by the header alone, for which memory is taken before a byte is decoded.
     """
 
     kind: str = ""
     size: tuple[int, int] = (0, 0)
     problem: str = ""
     doubtful: bool = False
+    canvas: tuple[int, int] = (0, 0)
+
+    @property
+    def pixels(self) -> int:
+        return self.canvas[0] * self.canvas[1]
 
 
 def listing(root: str, what: str) -> tuple[tuple[str, ...], dict[str, Split]]:
@@ -152,21 +158,34 @@ def _judged(file: int, head: bytes, tail: bytes, length: int) -> Look:
         if size == (0, 0):
             return Look("jpeg", problem="is cut off")
         # Behind the end there may be more, such as zeros or a film: those are decoded to be sure.
-        return Look("jpeg", size, doubtful=not tail.endswith(b"\xff\xd9"))
+        return Look("jpeg", size, doubtful=not tail.endswith(b"\xff\xd9"), canvas=size)
     if head.startswith(b"\x89PNG\r\n\x1a\n"):
         width, height = struct.unpack(">II", head[16:24])
-        return Look("png", (height, width), doubtful=b"IEND" not in tail)
+        return Look("png", (height, width), doubtful=b"IEND" not in tail, canvas=(height, width))
     if head.startswith((b"GIF87a", b"GIF89a")):
         # A frame may be smaller than the whole, so the size is left to the decoder.
-        return Look("gif", doubtful=True)
+        width, height = struct.unpack("<HH", head[6:10])
+        return Look("gif", doubtful=True, canvas=(height, width))
     if head.startswith(b"BM"):
         bits = struct.unpack("<H", head[28:30])[0]
         if bits < 24 and _has_colors(head, os.pread(file, 2048, 0)):
             return Look("bmp", problem="is a BMP with a palette, which TensorFlow does not decode")
-        return Look("bmp", doubtful=True)
+        width, height = struct.unpack("<ii", head[18:26])
+        return Look("bmp", doubtful=True, canvas=(abs(height), abs(width)))
     if head.startswith(b"RIFF") and head[8:12] == b"WEBP":
-        return Look("webp", doubtful=True)
+        return Look("webp", doubtful=True, canvas=_webp_size(head))
     return Look(problem="is no JPEG, PNG, GIF, BMP or WebP image")
+
+
+def _webp_size(head: bytes) -> tuple[int, int]:
+    """Reads height and width in the first chunk of a WebP, of which there are three kinds."""
+    if head[12:16] == b"VP8X":
+        return int.from_bytes(head[27:30], "little") + 1, int.from_bytes(head[24:27], "little") + 1
+    if head[12:16] == b"VP8L":
+        bits = int.from_bytes(head[21:25], "little")
+        return (bits >> 14 & 0x3FFF) + 1, (bits & 0x3FFF) + 1
+    width, height = struct.unpack("<HH", head[26:30])
+    return height & 0x3FFF, width & 0x3FFF
 
 
 def _jpeg_size(file: int, head: bytes) -> tuple[int, int]:

@@ -191,6 +191,10 @@ def _described(table: csv_reader.Table, name: str) -> Column:
         values = table.numbers[name]
         present = values[~np.isnan(values)]
         if not len(present):
+            logger.info(
+                f"WARNING: column {name!r} has no value in any training row, so nothing can be learned from it: "
+                f"leave it out with data.options=leave_out={[name]}"
+            )
             return Column(name, "number")
         if present.min() == present.max():  # by rounding, their deviation would be 1e-17 and another value 1e16
             return Column(name, "number", float(present[0]))

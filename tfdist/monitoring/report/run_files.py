@@ -95,7 +95,7 @@ def sequence(value: object) -> list:
 def _object(path: pathlib.Path) -> dict:
     try:
         return mapping(json.loads(path.read_bytes()))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
 
 
@@ -107,6 +107,6 @@ def _lines(path: pathlib.Path) -> list[dict]:
         return []
     objects = []
     for line in text.splitlines():
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             objects.append(json.loads(line))
     return [line for line in objects if isinstance(line, dict)]

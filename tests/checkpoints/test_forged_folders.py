@@ -1,0 +1,119 @@
+"""Run folders whose checksums are right and whose content is not: one line each."""
+
+import hashlib
+import json
+import pathlib
+import shutil
+
+import pytest
+from conftest import REPOSITORY
+
+from tfdist import config
+from tfdist.checkpoints import files, oom_note, resume, state_shape
+from tfdist.checkpoints.run_folder import RunFolder
+from tfdist.data import spec_file
+from tfdist.doctor import checkpoints as doctor
+from tfdist.errors import UserError
+from tfdist.inference import recorded_experiment, trained_model
+from tfdist.monitoring.report import run_files
+
+OLD = REPOSITORY / "tests/checkpoints/run_folder_0.1.0/interrupted"
+DEEP = "[" * 100_000
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return pathlib.Path(shutil.copytree(OLD, tmp_path / "run"))
+
+
+def forge(checkpoint, text):
+    """Puts another state into a checkpoint, and the right checksums beside it."""
+    (checkpoint / files.STATE).write_text(text)
+    content = {k: v for k, v in json.loads((checkpoint / files.MANIFEST).read_bytes()).items() if k != "sha256"}
+    content["files"][files.STATE] = {"bytes": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    (checkpoint / files.MANIFEST).write_bytes(files._manifest_bytes(content["files"], content["experiment"]))
+    files.verify(checkpoint)
+
+
+def changed(path, value):
+    """The state of a real checkpoint with one value of another kind; `DROP` leaves the field out."""
+    state = json.loads((OLD / "checkpoints/40" / files.STATE).read_bytes())
+    *owners, last = path.split(".")
+    owner = state
+    for name in owners:
+        owner = owner[name]
+    owner[last] = value
+    if value == "DROP":
+        del owner[last]
+    return json.dumps(state)
+
+
+FORGED = [
+    ("{}", "no object 'position'"),
+    ("[]", "a list instead of an object"),
+    ("3", "a int instead of an object"),
+    (DEEP, "cannot be read"),
+    (changed("position", []), "no object 'position'"),
+    (changed("position.update", "DROP"), "no 'update' in 'position'"),
+    (changed("position.epoch", -1), "'epoch' in 'position'"),
+    (changed("position.update", 10**30), "'update' in 'position'"),
+    (changed("position.other", 1), "'other' in 'position'"),
+    (changed("position.logs", {"loss": "low"}), "'logs' in 'position'"),
+    (changed("best.update", "x"), "'update' in 'best'"),
+    (changed("history", {"loss": 3}), "no 'history' as it should be"),
+    (changed("epochs", [[]]), "no 'epochs' as it should be"),
+    (changed("run", "x"), "no 'run' as it should be"),
+    (changed("callbacks", "DROP"), "no 'callbacks' as it should be"),
+    (changed("experiment", []), "no 'experiment' as it should be"),
+]
+
+
+@pytest.mark.parametrize("text, why", FORGED, ids=[why for _, why in FORGED])
+def test_a_forged_state_is_not_used(text, why, folder, said):
+    for name in ("30", "40"):
+        forge(folder / "checkpoints" / name, text)
+    fields = config.flat(json.loads((folder / "experiment.json").read_bytes()))
+    with pytest.raises(UserError, match=r"none of the 2 checkpoints in .* is valid"):
+        resume.ResumeChoice(folder / "checkpoints", {}, fields, False).newest()
+    assert len(said) == 2 and all(why in line and "\n" not in line for line in said)
+    assert all(why in finding.problem for finding in doctor.examine(folder / "checkpoints"))
+    asked = trained_model.ModelRequest(str(folder), "", "latest", config.Experiment(), {})
+    assert trained_model._read(folder / "checkpoints" / "40") is None
+    assert recorded_experiment.read_experiment(asked).name == "small"
+
+
+def test_what_a_run_writes_is_taken():
+    for path in OLD.parent.glob("*/checkpoints/*/state.json"):
+        assert state_shape.wrong(json.loads(path.read_bytes())) == ""
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "null", '"x"', DEEP, "{", ""])
+def test_a_forged_experiment(text, folder):
+    (folder / "experiment.json").write_text(text)
+    asked = trained_model.ModelRequest(str(folder), "", "", config.Experiment(), {})
+    with pytest.raises(UserError, match=r"holds no run \(no experiment.json that can be read\): check the path"):
+        recorded_experiment.read_experiment(asked)
+    assert RunFolder(str(folder)).earlier() is None
+
+
+@pytest.mark.parametrize("fields", [{"data": []}, {"train": {"loss": 3}}, {"model": {"name": {}}}, {"name": None}])
+def test_an_experiment_with_fields_of_another_kind(fields, folder):
+    (folder / "experiment.json").write_text(json.dumps(fields))
+    asked = trained_model.ModelRequest(str(folder), "", "", config.Experiment(), {})
+    with pytest.raises(UserError, match="which it cannot have been written with: copy it back"):
+        recorded_experiment.read_experiment(asked)
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", "3", DEEP, '{"status": []}', '{"accumulate": 1e999}'])
+def test_other_files_of_another_shape(text, folder):
+    for name in ("result.json", oom_note.NAME, "environment.json"):
+        (folder / name).write_text(text)
+    (folder / "history.jsonl").write_text(text + "\n[1]\n" + '{"updates": 1}\n')
+    run = RunFolder(str(folder))
+    assert not run.completed and oom_note.noted(run) == 1
+    run.cut("history.jsonl", lambda line: line.get("updates", 0) == 1)
+    assert (folder / "history.jsonl").read_text() == '{"updates": 1}\n'
+    run_files.read(folder)
+    (folder / "data.json").write_text(text)
+    with pytest.raises(UserError, match=r"data.json cannot be used"):
+        spec_file.read(folder)

@@ -1,0 +1,98 @@
+"""Standard output and error that are full, closed or gone: a run does without its words, and not without its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import IO, Any, cast
+
+from tfdist.errors import TrainingError
+
+
+class _Stream:
+    """A standard stream that is not the end of a program when it cannot be written.
+
+    What the file could not take stays in its buffer as far as it fits, and is tried again with the next words: a disk
+    that has room again gets them.
+
+    Args:
+      stream: the one of Python.
+      needed: whether what is written is what the program is for, so that it has to fail.
+    """
+
+    def __init__(self, stream: IO[str], needed: bool):
+        self._stream, self.needed = stream, needed
+        self._told = False
+
+    def write(self, text: str) -> int:
+        """Writes text, as far as there is room."""
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._failed(error)
+            return len(text)
+
+    def flush(self) -> None:
+        """Brings what was written to the file, as far as there is room."""
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._failed(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _failed(self, error: OSError) -> None:
+        if self.needed and isinstance(error, BrokenPipeError):
+            raise error  # `command_line.main` knows what that means
+        why = "standard output cannot be written (" + (error.strerror or str(error)) + ")"
+        if self.needed:
+            raise TrainingError(f"{why}: free or repair that disk, or send it elsewhere") from None
+        if not self._told and self is sys.stdout:
+            self._told = True
+            print(f"tfdist: WARNING: {why}: the run goes on without its words", file=sys.stderr, flush=True)
+
+
+def fill() -> None:
+    """Puts the null device in the place of standard streams that are closed.
+
+    Else the next file that is opened would get their number, and whatever TensorFlow prints.
+    """
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number that is free
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  for as long as the process
+
+
+@contextlib.contextmanager
+def secured() -> Iterator[None]:
+    """A context in which words that nobody can read do not end a command.
+
+    Lines on standard error are never needed. What is printed on standard output is, until `dispensable` is called.
+    """
+    fill()
+    streams = [sys.stdout, sys.stderr]
+    sys.stdout, sys.stderr = cast("IO[str]", _Stream(sys.stdout, True)), cast("IO[str]", _Stream(sys.stderr, False))
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = streams
+        for number, stream in enumerate(streams, 1):
+            try:
+                stream.flush()
+            except (OSError, ValueError):  # Python would try again at exit, and end with code 120
+                with contextlib.suppress(OSError, ValueError):
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+                    stream.flush()
+
+
+def dispensable() -> None:
+    """Says that what is printed from now on is about the work, and not the work itself."""
+    if isinstance(sys.stdout, _Stream):
+        sys.stdout.needed = False
