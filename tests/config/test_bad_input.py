@@ -364,7 +364,25 @@ WITH_TENSORFLOW = [
     ),
     (["--profile=880:901"], "--profile=880:901 is beyond the run's 900 updates: choose earlier ones"),
     (["--dry_run", "--config.data.name=mnist"], "data set 'mnist' is not in "),
+    (["--dry_run", "--resume=require"], "--resume=require, and there is no checkpoint in runs/digits/checkpoints"),
+    (["--dry_run", "--workdir=mine.py"], "mine.py is no folder): choose another folder"),
+    (
+        ["--dry_run", "--config.train.class_weight=" + ", ".join(f"{i}=0" for i in range(10))],
+        "every class the weight 0",
+    ),
+    (
+        ["--dry_run", "--config.train.patience=1", "--config.train.monitor=val_auc"],
+        "train.monitor=val_auc is not measured: choose one of accuracy, loss, val_accuracy, val_loss",
+    ),
+    (
+        ["--dry_run", "--config.checkpoint.best=val_auc"],
+        "checkpoint.best=val_auc is not measured: choose one of accuracy, loss, val_accuracy, val_loss",
+    ),
     (["--config.eval.every=10 steps"], "eval.every='10 steps' is not a whole number of epochs of 30 updates"),
+    (
+        ["--config.checkpoint.best=val_auc"],
+        "checkpoint.best=val_auc is not measured: choose one of accuracy, loss, val_accuracy, val_loss",
+    ),
 ]
 
 
@@ -381,6 +399,8 @@ from tfdist.train import __main__ as train
 runtime_options.define_flags()
 for arguments in json.load(open("arguments.json")):
     flags.FLAGS.remove_flag_values([n for n in flags.FLAGS if n.partition(".")[0] == "config"])
+    for name in flags.FLAGS:
+        flags.FLAGS[name].unparse()
     sys.argv = ["train", *arguments]
     try:
         command_line.parse(sys.argv)
