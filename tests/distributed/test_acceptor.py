@@ -7,8 +7,8 @@ import socket
 
 import pytest
 
-from tfdist.distributed import wire
-from tfdist.distributed.acceptor import Acceptor
+from tfdist.distributed.connections import wire
+from tfdist.distributed.connections.acceptor import Acceptor
 
 LIMIT_S = 30
 

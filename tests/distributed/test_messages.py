@@ -9,7 +9,8 @@ import threading
 
 import pytest
 
-from tfdist.distributed import introduction, standard_error, wire
+from tfdist.distributed import introduction, standard_error
+from tfdist.distributed.connections import wire
 from tfdist.distributed.peers import messages
 from tfdist.distributed.peers.watch import Watch
 from tfdist.errors import printable

@@ -13,7 +13,7 @@ import pytest
 from conftest import REPOSITORY
 from support import processes
 
-from tfdist.distributed import wire
+from tfdist.distributed.connections import wire
 from tfdist.distributed.peers import stall_detection
 from tfdist.distributed.peers.stall_detection import State
 
@@ -21,7 +21,8 @@ MEMBER = r'''
 """One worker: meets the others as the JSON in argv says, then does as it is told."""
 import ctypes, dataclasses, json, logging, os, signal, sys, threading, time
 from tfdist.config import messages
-from tfdist.distributed import cluster, rendezvous, wire
+from tfdist.distributed import cluster, rendezvous
+from tfdist.distributed.connections import wire
 from tfdist.distributed.peers import activity, signals, stall_detection, watch, peers as peers_lib
 from tfdist.errors import TrainingError, UserError
 signal.alarm(30)  # nothing here may hang

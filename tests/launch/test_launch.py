@@ -17,7 +17,7 @@ import sys
 import pytest
 from support.launchers import TIMEOUT_S, launch, marked, pipes  # noqa: F401  launch is a fixture
 
-from tfdist.distributed import wire
+from tfdist.distributed.connections import wire
 from tfdist.errors import UserError
 from tfdist.launch import __main__ as launch_main
 from tfdist.launch import worker_process
@@ -254,7 +254,7 @@ def test_rank_0_inherits_a_socket_that_listens(launch, tmp_path):  # noqa: F811
     (tmp_path / "meet.py").write_text(
         """
 import os, socket
-from tfdist.distributed import wire
+from tfdist.distributed.connections import wire
 at = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 if os.environ["RANK"] == "0":
     listener = socket.socket(fileno=int(os.environ["TFDIST_MEETING_FD"]))

@@ -17,10 +17,11 @@ from collections.abc import Mapping
 from typing import NamedTuple, NoReturn
 
 from tfdist.config.messages import aside
-from tfdist.distributed import introduction, wire
-from tfdist.distributed.acceptor import Acceptor
+from tfdist.distributed import introduction
 from tfdist.distributed.addresses import join, split
 from tfdist.distributed.cluster import Cluster
+from tfdist.distributed.connections import wire
+from tfdist.distributed.connections.acceptor import Acceptor
 from tfdist.distributed.introduction import Introduction
 from tfdist.distributed.peers import Peers
 from tfdist.errors import UserError, printable

@@ -12,8 +12,8 @@ import platform
 import time
 
 from tfdist.config.messages import aside
-from tfdist.distributed import schema, wire
-from tfdist.distributed.acceptor import Acceptor
+from tfdist.distributed.connections import schema, wire
+from tfdist.distributed.connections.acceptor import Acceptor
 from tfdist.errors import printable
 
 QUESTION = {"doctor": "how are you"}

@@ -7,7 +7,7 @@ import secrets
 import time
 from typing import NamedTuple
 
-from tfdist.distributed import wire
+from tfdist.distributed.connections import wire
 from tfdist.errors import UserError
 from tfdist.launch import node_agent, node_links, node_messages
 from tfdist.launch.event_loop import Events, Screen

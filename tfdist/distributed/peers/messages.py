@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tfdist.distributed import schema
+from tfdist.distributed.connections import schema
 from tfdist.distributed.peers.stall_detection import PHASES
 
 _BEAT = schema.record(**{"beat": schema.one_of(*PHASES), "update": schema.whole(), "for": schema.number})

@@ -16,10 +16,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
+from tfdist.distributed.connections.wire import Connection
 from tfdist.distributed.peers import signals, stall_detection, votes
 from tfdist.distributed.peers.activity import SILENT_S
 from tfdist.distributed.peers.watch import BEAT_S, END, Watch
-from tfdist.distributed.wire import Connection
 from tfdist.errors import PeerError, UserError, one_line
 
 FAREWELL_S = 20.0

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from tfdist.distributed.wire import Connection, Message
+from tfdist.distributed.connections.wire import Connection, Message
 
 
 class Arrivals(NamedTuple):

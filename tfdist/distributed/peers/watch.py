@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tfdist.distributed import standard_error
+from tfdist.distributed.connections.wire import ClosedError, Connection, Message, WireError
 from tfdist.distributed.peers import messages, signals, stall_detection, votes
 from tfdist.distributed.peers.activity import Activity
 from tfdist.distributed.peers.signals import GRACE_S
 from tfdist.distributed.peers.stall_detection import State
 from tfdist.distributed.peers.transport import Transport
-from tfdist.distributed.wire import ClosedError, Connection, Message, WireError
 from tfdist.errors import one_line
 
 BEAT_S = 1.0

@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from tfdist.distributed import horovod_install, wire
+from tfdist.distributed import horovod_install
 from tfdist.distributed.addresses import join
 from tfdist.distributed.cluster import HOROVODRUN, Cluster
+from tfdist.distributed.connections import wire
 from tfdist.distributed.distribution import Distribution
 from tfdist.distributed.peers import Peers
 from tfdist.errors import UserError, one_line

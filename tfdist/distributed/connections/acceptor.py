@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Callable
 
-from tfdist.distributed import wire
+from tfdist.distributed.connections import wire
 
 AT_ONCE = 64
 """Handshakes at the same time."""
