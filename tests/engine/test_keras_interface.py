@@ -535,10 +535,34 @@ def test_accumulation_of_the_optimizers_own_is_refused(connect):
 
 
 def test_a_loss_that_reaches_no_weight(connect):
-    with connect(1).scope():
-        model = keras.Sequential([keras.Input((4, 4, 1)), L.Flatten(), L.Dense(5, trainable=False)])
+    inputs = keras.Input((4, 4, 1))
+    model = keras.Model(inputs, keras.ops.stop_gradient(L.Dense(5)(L.Flatten()(inputs))))
     with pytest.raises(tfdist.UserError, match="no trainable variable has a gradient"):
         fit(training_cases.compiled(model), connect(1))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_model_without_trainable_weights(replicas, connect, said):
+    """Keras warns, measures and goes on."""
+    ours, theirs = small(connect(replicas)), small(connect(1))
+    for model in (ours, theirs):
+        model.trainable = False
+        with model.distribute_strategy.scope():
+            training_cases.compiled(model)
+    got = fit(ours, connect(replicas), epochs=1).history["loss"]
+    assert any("the model has no trainable weights" in line for line in said)
+    x, y = training_cases.images(48)
+    assert got == pytest.approx(theirs.fit(x, y, batch_size=8, verbose=0).history["loss"], rel=1e-5)
+    assert float(ours.optimizer.iterations.numpy()) == float(theirs.optimizer.iterations.numpy()) == 0
+
+
+def test_a_metric_that_returns_a_python_number(connect):
+    def one(y_true, y_pred):
+        return 1.0
+
+    model = small(connect(1), metrics=[one])
+    x, y = training_cases.images(48)
+    assert tfdist.evaluate(model, x, y, verbose=0)["one"] == model.evaluate(x, y, verbose=0)[1] == 1.0
 
 
 def test_connect_refuses_what_it_does_not_know(connect):

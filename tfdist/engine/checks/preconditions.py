@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfdist import config
 from tfdist.config import field_syntax
+from tfdist.config.messages import logger
 from tfdist.data import sources
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
@@ -67,6 +68,12 @@ def model_fits(model: keras.Model, distribution: Distribution, accumulate: int) 
             f"layer {regularized[0]} has an activity_regularizer, which Keras {keras.__version__} sums up over a "
             "replica's batch: upgrade Keras, or use the default strategy without accumulation"
         )
+
+
+def trains(model: keras.Model) -> None:
+    """Says so where the model, which is built, has nothing to train; Keras goes on there, too."""
+    if not model.trainable_variables:
+        logger.info("WARNING: the model has no trainable weights: no update changes it")
 
 
 def activity_is_a_mean() -> bool:
