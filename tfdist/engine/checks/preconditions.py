@@ -51,10 +51,10 @@ def model_fits(model: keras.Model, distribution: Distribution, accumulate: int) 
     scope(model, distribution)
     if not model.compiled:
         raise UserError("the model is not compiled: call model.compile(optimizer, loss) first")
-    if model.run_eagerly:
+    if model.run_eagerly and distribution.workers > 1:
         raise UserError(
-            "the model was compiled with run_eagerly=True, tfdist compiles its steps: "
-            "use tf.config.run_functions_eagerly(True) to debug"
+            "the model was compiled with run_eagerly=True, which is for looking at one process: debug it with "
+            "--strategy=default or mirrored, or leave run_eagerly out"
         )
     stateful = [layer.name for layer in keras_internals.flat_layers(model) if getattr(layer, "stateful", False)]
     if stateful and distribution.replicas * accumulate > 1:
