@@ -71,6 +71,7 @@ EXCEPTIONS = [
         "mirrored",
         (
             "test_callbacks_can_update_state_at_batch_boundary",
+            "test_fit_with_data_adapter_torch_dataloader_iterable*",
             "test_loss_scaling_prevents_underflow",
             "test_raise_error_terminate_stops_on_later_batch",
             "test_retracing",
