@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import inspect
 import json
+import types
 
 import keras
 import numpy as np
@@ -459,11 +460,97 @@ def test_a_model_of_another_scope_is_refused(connect):
         fit(small(connect(2)), connect(1))
 
 
-def test_a_model_that_is_not_compiled_or_eager(connect):
+def test_a_model_that_is_not_compiled(connect):
     with pytest.raises(tfdist.UserError, match="the model is not compiled"):
         fit(training_cases.dense(), connect(1))
-    with pytest.raises(tfdist.UserError, match="run_eagerly=True"):
-        fit(training_cases.compiled(training_cases.dense(), run_eagerly=True), connect(1))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_steps_per_execution_says_how_often_callbacks_are_called(replicas, connect):
+    """Once for so many batches, and for what is left of an epoch; in an evaluation, too."""
+    distribution, begun, ended = connect(replicas), [], []
+    look = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: begun.append(batch),
+        on_train_batch_end=lambda batch, logs: ended.append(batch),
+    )
+    look.on_test_batch_begin = lambda batch, logs=None: begun.append(-batch)
+    model = small(distribution, steps_per_execution=3)
+    x, y = training_cases.images(40)
+    fit(model, distribution, n=40, epochs=2, callbacks=[look], shuffle=False)
+    assert (begun, ended) == ([0, 3] * 2, [2, 4] * 2)
+    plain = small(connect(1))
+    plain.fit(x, y, batch_size=8, epochs=2, verbose=0, shuffle=False)
+    assert training_cases.distance(training_cases.weights(model), training_cases.weights(plain)) < 1e-6
+    tfdist.evaluate(model, x, y, batch_size=8, callbacks=[look], verbose=0, distribution=distribution)
+    assert begun[4:] == [0, -3]
+
+
+class Looking(keras.layers.Layer):
+    """Notes what Python sees of its inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.sums = []
+
+    def call(self, inputs):
+        if isinstance(inputs, tf.Tensor) and hasattr(inputs, "numpy"):
+            self.sums.append(float(tf.reduce_sum(inputs).numpy()))
+        return inputs
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_model_that_runs_eagerly(replicas, connect):
+    """Its Python code is run for each batch, on numbers, and trains as compiled."""
+    distribution, weights = connect(replicas), {}
+    x, y = training_cases.images(20)
+    for eagerly in (False, True):
+        with distribution.scope():
+            keras.utils.set_random_seed(0)
+            look = Looking()
+            model = keras.Sequential([keras.Input((4, 4, 1)), look, L.Flatten(), L.Dense(5)])
+            training_cases.compiled(model, run_eagerly=eagerly)
+        tfdist.fit(model, x, y, batch_size=8, distribution=distribution, verbose=0, shuffle=False)
+        weights[eagerly] = training_cases.weights(model)
+        look.sums.clear()
+        tfdist.evaluate(model, x, y, distribution=distribution, verbose=0, batch_size=20)
+        tfdist.predict(model, x, distribution=distribution, verbose=0, batch_size=20)
+        assert len(look.sums) == 2 * replicas * eagerly
+        assert sum(look.sums) == pytest.approx(2 * x.sum() * eagerly, rel=1e-4)
+    assert training_cases.distance(weights[True], weights[False]) < 1e-6
+
+
+class Counting(keras.layers.Layer):
+    """Counts its calls, in training or not."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, inputs):
+        self.calls.assign_add(1.0)
+        return inputs
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_layers_see_the_batches_of_the_user_alone(replicas, connect):
+    """As for Keras; what looks at shapes or checks the model before the training is undone."""
+    x, y = training_cases.images(24)
+    counts = []
+    for distribution, method in ((connect(replicas), tfdist.fit), (connect(1), keras.Model.fit)):
+        with distribution.scope():
+            layer = Counting()
+            model = keras.Sequential([keras.Input((4, 4, 1)), layer, L.Flatten(), L.Dense(5)])
+            training_cases.compiled(model)
+        options = {} if method is keras.Model.fit else {"distribution": distribution}
+        method(model, x, y, batch_size=8, epochs=2, verbose=0, **options)
+        counts.append(float(layer.calls.numpy()))
+    assert counts == [6.0, 6.0]
+
+
+def test_a_model_that_runs_eagerly_on_several_workers_is_refused(connect):
+    distribution = dataclasses.replace(connect(1), peers=types.SimpleNamespace(size=2))
+    with pytest.raises(tfdist.UserError, match="run_eagerly=True, which is for looking at one process"):
+        preconditions.model_fits(training_cases.compiled(training_cases.dense(), run_eagerly=True), distribution, 1)
 
 
 class OwnStep(keras.Model):
@@ -535,10 +622,34 @@ def test_accumulation_of_the_optimizers_own_is_refused(connect):
 
 
 def test_a_loss_that_reaches_no_weight(connect):
-    with connect(1).scope():
-        model = keras.Sequential([keras.Input((4, 4, 1)), L.Flatten(), L.Dense(5, trainable=False)])
+    inputs = keras.Input((4, 4, 1))
+    model = keras.Model(inputs, keras.ops.stop_gradient(L.Dense(5)(L.Flatten()(inputs))))
     with pytest.raises(tfdist.UserError, match="no trainable variable has a gradient"):
         fit(training_cases.compiled(model), connect(1))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_model_without_trainable_weights(replicas, connect, said):
+    """Keras warns, measures and goes on."""
+    ours, theirs = small(connect(replicas)), small(connect(1))
+    for model in (ours, theirs):
+        model.trainable = False
+        with model.distribute_strategy.scope():
+            training_cases.compiled(model)
+    got = fit(ours, connect(replicas), epochs=1).history["loss"]
+    assert any("the model has no trainable weights" in line for line in said)
+    x, y = training_cases.images(48)
+    assert got == pytest.approx(theirs.fit(x, y, batch_size=8, verbose=0).history["loss"], rel=1e-5)
+    assert float(ours.optimizer.iterations.numpy()) == float(theirs.optimizer.iterations.numpy()) == 0
+
+
+def test_a_metric_that_returns_a_python_number(connect):
+    def one(y_true, y_pred):
+        return 1.0
+
+    model = small(connect(1), metrics=[one])
+    x, y = training_cases.images(48)
+    assert tfdist.evaluate(model, x, y, verbose=0)["one"] == model.evaluate(x, y, verbose=0)[1] == 1.0
 
 
 def test_connect_refuses_what_it_does_not_know(connect):

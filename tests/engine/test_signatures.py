@@ -117,17 +117,58 @@ def test_verbose_and_callbacks_of_evaluate_and_predict(connect, capsys):
     model = made(connect(1))
     mine, theirs = Seen(), Seen()
     tfdist.predict(model, X, batch_size=BATCH, callbacks=[mine])
-    tfdist.evaluate(model, X, Y, batch_size=44, callbacks=[mine])
+    tfdist.evaluate(model, X, Y, batch_size=BATCH, callbacks=[mine])
     assert capsys.readouterr().out.count("/step") >= 2, "a progress bar of each"
     model.predict(X, batch_size=BATCH, callbacks=[theirs], verbose=0)
-    model.evaluate(X, Y, batch_size=44, callbacks=[theirs], verbose=0)
+    model.evaluate(X, Y, batch_size=BATCH, callbacks=[theirs], verbose=0)
     assert mine.seen == theirs.seen
     tfdist.predict(model, X, verbose=0)
     tfdist.evaluate(model, X, Y, verbose=0)
     assert not capsys.readouterr().out
 
 
+class Stop(keras.callbacks.Callback):
+    """Ends an evaluation or a prediction after its third batch."""
+
+    def on_test_batch_end(self, batch, logs=None):
+        self.model.stop_evaluating = batch == 2
+
+    def on_predict_batch_end(self, batch, logs=None):
+        self.model.stop_predicting = batch == 2
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_callbacks_end_an_evaluation_and_a_prediction(replicas, connect):
+    """Of data without an end, too."""
+    model, plain = made(connect(replicas)), made(connect(1))
+    for _ in range(2):  # the second begins anew
+        evaluated = tfdist.evaluate(model, generator(), callbacks=[Stop()], verbose=0, distribution=connect(replicas))
+        assert evaluated["loss"] == pytest.approx(plain.evaluate(generator(), callbacks=[Stop()], verbose=0)[0])
+    rows = tfdist.predict(model, generator(), callbacks=[Stop()], verbose=0, distribution=connect(replicas))
+    np.testing.assert_allclose(rows, plain.predict(generator(), callbacks=[Stop()], verbose=0), rtol=1e-5, atol=1e-6)
+    options = dict(x=X, y=Y, validation_data=(X, Y), batch_size=BATCH, epochs=2, shuffle=False, callbacks=[Stop()])
+    assert_same(trained(tfdist.fit, connect, replicas, **options), trained(keras.Model.fit, connect, **options))
+
+
 # -- arguments --------------------------------------------------------------
+
+
+def test_limits_of_the_session_as_in_keras(connect, said):
+    keras.config.set_max_epochs(2)
+    keras.config.set_max_steps_per_epoch(3)
+    try:
+        options = dict(x=X, y=Y, batch_size=BATCH, epochs=4, shuffle=False, validation_data=(X, Y))
+        mine = trained(tfdist.fit, connect, **options)
+        assert any("at most 2 epochs, since keras.config says so" in line for line in said)
+        assert_same(mine, trained(keras.Model.fit, connect, **options))
+        assert len(tfdist.predict(mine[0], X, batch_size=BATCH, verbose=0)) == 3 * BATCH
+        whole = tfdist.evaluate(mine[0], X, Y, batch_size=BATCH, verbose=0)["loss"]
+        assert whole == pytest.approx(mine[0].evaluate(X, Y, batch_size=BATCH, verbose=0)[0], rel=1e-5)
+        few = options | dict(epochs=1, steps_per_epoch=2)
+        assert_same(trained(tfdist.fit, connect, **few), trained(keras.Model.fit, connect, **few))
+    finally:
+        keras.config.set_max_epochs(None)
+        keras.config.set_max_steps_per_epoch(None)
 
 
 @pytest.mark.parametrize("replicas", [2, pytest.param(1, marks=pytest.mark.whole)])

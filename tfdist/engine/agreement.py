@@ -23,13 +23,19 @@ class _StopVote(NamedTuple):
 
     seconds: float
     reason: str
-    stop_training: bool
+    stop: bool
     save: bool
     read: str
 
 
 def agree(
-    step: Step, label: str, seconds: float, should_stop: Callable[[], str], save: bool = False, read: str = ""
+    step: Step,
+    label: str,
+    seconds: float,
+    should_stop: Callable[[], str],
+    save: bool = False,
+    read: str = "",
+    stops: str = "stop_training",
 ) -> Agreed:
     """Exchanges what the workers see, and gives all models the same `stop_training`.
 
@@ -39,13 +45,14 @@ def agree(
       should_stop: returns a reason to stop the run, or nothing.
       save: whether this worker finds it time for a checkpoint.
       read: checksum of the batches that this worker has read.
+      stops: the attribute by which callbacks tell Keras' model to stop what it is doing.
 
     Raises:
       UserError: another worker has read other batches.
       Interrupted: some worker has a reason to stop.
     """
     peers = step.distribution.peers
-    mine = _StopVote(seconds, should_stop(), bool(getattr(step.model, "stop_training", False)), save, read)
+    mine = _StopVote(seconds, should_stop(), bool(getattr(step.model, stops, False)), save, read)
     votes = [_StopVote(*vote) for vote in peers.gather(label, list(mine))]
     for rank, vote in enumerate(votes):
         if vote.read != votes[0].read:
@@ -56,7 +63,7 @@ def agree(
     for rank, vote in enumerate(votes):
         if vote.reason:
             raise Interrupted(vote.reason + (f" (worker {rank})" if peers.size > 1 else ""))
-    step.model.stop_training = any(vote.stop_training for vote in votes)
+    setattr(step.model, stops, any(vote.stop for vote in votes))
     return Agreed(sum(vote.seconds for vote in votes) / len(votes), votes[0].save)
 
 

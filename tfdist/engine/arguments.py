@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import keras
 
+from tfdist.config.messages import logger
 from tfdist.data import sources
 from tfdist.errors import UserError
 
@@ -20,6 +21,23 @@ def renamed(x: Data, dataset: Data) -> Data:
     if x is not None and dataset is not None:
         raise UserError("dataset is the former name of x: give one of them")
     return dataset if x is None else x
+
+
+def epochs_at_most(epochs: int) -> int:
+    """Returns the number of epochs, or that which `keras.config.set_max_epochs` or `KERAS_MAX_EPOCHS` allows."""
+    return _at_most(epochs, keras.config.max_epochs(), "epochs")
+
+
+def steps_at_most(steps: int | None) -> int | None:
+    """Returns the batches of an epoch or a measurement, or how many `keras.config.set_max_steps_per_epoch` allows."""
+    return _at_most(steps, keras.config.max_steps_per_epoch(), "steps")
+
+
+def _at_most(asked: int | None, most: int | None, what: str) -> Any:
+    if not most or (asked and asked <= most):
+        return asked
+    logger.info(f"WARNING: at most {most} {what}, since keras.config says so")
+    return most
 
 
 def inputs(model: keras.Model, x: Data) -> sources.Source:

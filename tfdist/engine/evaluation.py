@@ -16,6 +16,7 @@ from tfdist.data.structures import Structure
 from tfdist.distributed import connect
 from tfdist.distributed.distribution import Distribution
 from tfdist.engine import agreement, arguments, batching, callback_list, step_calls
+from tfdist.engine import steps_per_call as pace_lib
 from tfdist.engine.arguments import Callbacks, Data
 from tfdist.engine.call_errors import EndOfData
 from tfdist.engine.checks import preconditions
@@ -67,6 +68,7 @@ def evaluate(
     source = sources.as_source(arguments.renamed(x, dataset), y, sample_weight)
     preconditions.model_fits(model, distribution, 1)
     average_statistics(model, distribution)
+    steps = arguments.steps_at_most(steps)
     batch_size = batching.batch_size_of(source, batch_size, steps)
     measured = Evaluation(model, source, distribution, batch_size, steps)
     called = callback_list.for_measuring(callbacks, model, distribution, verbose, measured.batches)
@@ -106,6 +108,7 @@ def predict(
     """
     distribution = distribution or connect.default("no distribution given")
     source = arguments.inputs(model, arguments.renamed(x, dataset))
+    steps = arguments.steps_at_most(steps)
     batch_size = batching.batch_size_of(source, batch_size, steps)
     made = _pieces(model, source, distribution, batch_size, "predict", None, steps, (callbacks, verbose))
     pieces, rows = [], 0
@@ -179,10 +182,12 @@ def _pieces(
     step = step_calls.step_of(model, distribution, source, outputs_only=True)
     call = step.compiled(kind, layout)
     callbacks = callback_list.for_measuring(told[0], model, distribution, told[1], batches)
+    stoppable = any(pace_lib.looks_at_predictions(callback) for callback in callbacks.callbacks)
     sources.reader(source).begin()
+    model.stop_predicting = False
     callbacks.on_predict_begin()
     i = 0
-    while batches is None or i < batches:
+    while (batches is None or i < batches) and not model.stop_predicting:
         part = feed.next(i, 1)
         callbacks.on_predict_batch_begin(i)
         try:
@@ -194,8 +199,9 @@ def _pieces(
         i += 1
         yield piece
         read = batching.digest(feed, 1)
-        if should_stop or read:
-            agreement.agree(step, f"batch {i} of the predictions", 0.0, should_stop or agreement.never, read=read)
+        if should_stop or read or stoppable:
+            label = f"batch {i} of the predictions"
+            agreement.agree(step, label, 0.0, should_stop or agreement.never, read=read, stops="stop_predicting")
     if not i:
         raise UserError("the data set to predict from is empty: give it at least one batch")
     callbacks.on_predict_end()
@@ -288,12 +294,15 @@ class Evaluation:
         self._feed.restart()
         totals = step.totals("test")
         callbacks = callbacks or keras.callbacks.CallbackList()
+        looks = any(pace_lib.looks_at_tests(callback) for callback in callbacks.callbacks)
+        pace = Pace(step.model.steps_per_execution) if looks else self._pace
         self._reader.end()  # Keras does, before an evaluation and not before a prediction
         self._reader.begin()
+        step.model.stop_evaluating = False
         callbacks.on_test_begin()
         done, logs = 0, dict[str, float]()
-        while self.batches is None or done < self.batches:
-            want = self._pace.updates if self.batches is None else min(self._pace.updates, self.batches - done)
+        while (self.batches is None or done < self.batches) and not step.model.stop_evaluating:
+            want = pace.updates if self.batches is None else min(pace.updates, self.batches - done)
             part = self._feed.next(done, want)
             callbacks.on_test_batch_begin(done)
             start = time.perf_counter()
@@ -306,8 +315,9 @@ class Evaluation:
             logs, done = totals.add(result), done + fresh
             callbacks.on_test_batch_end(done - 1, logs)
             read = batching.digest(self._feed, fresh)
-            agreed = agreement.agree(step, f"batch {done} of an evaluation", seconds, should_stop, read=read)
-            self._pace.took(agreed.seconds, fresh, part.full)
+            label = f"batch {done} of an evaluation"
+            agreed = agreement.agree(step, label, seconds, should_stop, read=read, stops="stop_evaluating")
+            pace.took(agreed.seconds, fresh, part.full)
             if fresh < part.last - part.first:
                 break
         if not done:

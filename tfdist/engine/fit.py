@@ -118,7 +118,7 @@ def fit(
     options = FitOptions(
         distribution=distribution or connect.default("no distribution given"),
         batch_size=batch_size,
-        epochs=epochs,
+        epochs=arguments.epochs_at_most(epochs),
         steps=steps,
         callbacks=callbacks,
         verbose=verbose,
@@ -129,7 +129,7 @@ def fit(
         shuffle=shuffle,
         seed=seed,
         initial_epoch=initial_epoch,
-        steps_per_epoch=steps_per_epoch,
+        steps_per_epoch=arguments.steps_at_most(steps_per_epoch),
         accumulate=accumulate,
         steps_per_call=steps_per_call,
         reduce_dtype=reduce_dtype,

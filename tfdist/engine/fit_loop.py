@@ -13,7 +13,7 @@ from tfdist.checkpoints import training_state
 from tfdist.checkpoints.resume import Position
 from tfdist.checkpoints.training_run import TrainingRun
 from tfdist.data import sources
-from tfdist.engine import agreement, batching, callback_list, evaluation, step_calls
+from tfdist.engine import agreement, arguments, batching, callback_list, evaluation, step_calls
 from tfdist.engine import steps_per_call as pace_lib
 from tfdist.engine.call_errors import NotFinite, OutOfMemory
 from tfdist.engine.checkpointing import Keeper
@@ -48,6 +48,7 @@ class FitLoop:
             raise UserError("the data set never ends: give steps_per_epoch")
         self._step = step_calls.step_of(model, distribution, source)
         self._step.prepare_training()
+        preconditions.trains(model)
         preconditions.targets(model, self._step.output_shape, source)
         self._validation = self._prepared_validation()
         self._factors = layerwise_rates.factors(model, options.learning_rates or {}, options.layer_decay)
@@ -169,9 +170,10 @@ class FitLoop:
         if options.validation_data is None:
             return None
         source, batch = sources.as_source(options.validation_data), options.validation_batch_size
+        steps = arguments.steps_at_most(options.validation_steps)
         if not isinstance(source, sources.Batches):
-            batch = batching.batch_size_of(source, batch or options.batch_size, options.validation_steps)
-        return evaluation.Evaluation(self._model, source, options.distribution, batch, options.validation_steps)
+            batch = batching.batch_size_of(source, batch or options.batch_size, steps)
+        return evaluation.Evaluation(self._model, source, options.distribution, batch, steps)
 
     def _update_loop(self) -> UpdateLoop:
         compiled = functools.partial(

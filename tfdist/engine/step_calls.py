@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import keras
@@ -90,6 +91,17 @@ def _key(model: keras.Model, distribution: Distribution) -> tuple[int | str, ...
     return (distribution.jit, *(id(owner) for owner in _owners(model, distribution)))
 
 
+@contextlib.contextmanager
+def _eagerly(model: keras.Model) -> Iterator[None]:
+    """Lets the compiled functions run as Python, op by op, if the model was compiled so: for prints and debuggers."""
+    before = tf.config.functions_run_eagerly()
+    tf.config.run_functions_eagerly(before or model.run_eagerly)
+    try:
+        yield
+    finally:
+        tf.config.run_functions_eagerly(before)
+
+
 def run(step: Step, call: Callable[..., tuple], arguments: tuple, feed: Feed, update: int | None = None) -> tuple:
     """Calls a compiled function, and turns its errors into those that a person can act on.
 
@@ -108,7 +120,8 @@ def run(step: Step, call: Callable[..., tuple], arguments: tuple, feed: Feed, up
     peers = step.distribution.peers
     peers.doing("call" if id(call) in step.warm else "compiling", update)
     try:
-        result = call(*arguments)
+        with _eagerly(step.model):
+            result = call(*arguments)
         first, *_ = result
         keras.tree.map_structure(lambda t: t.numpy(), first)  # waits for the end, where TensorFlow has not
     except tf.errors.OpError as error:

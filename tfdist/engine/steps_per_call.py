@@ -12,6 +12,8 @@ from tfdist.models import keras_internals
 CALL_S = 0.2
 """How long a call of the compiled function should last: Python's share is small, progress stays lively."""
 _BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+_TEST_HOOKS = ("on_test_batch_begin", "on_test_batch_end")
+_PREDICT_HOOKS = ("on_predict_batch_begin", "on_predict_batch_end")
 
 
 class Pace:
@@ -65,9 +67,30 @@ def looks_at_batches(callback: keras.callbacks.Callback) -> bool:
             return callback.update_freq != "epoch" or keras_internals.profiles_batches(callback)
         case own.ProgbarLogger() | own.TerminateOnNaN():
             return False
-    if isinstance(callback, Callback) and callback.takes_many_updates:
-        return False
-    return any(
-        getattr(getattr(callback, hook), "__func__", None) is not getattr(keras.callbacks.Callback, hook)
-        for hook in _BATCH_HOOKS
-    )
+    return not takes_many(callback) and _overrides(callback, _BATCH_HOOKS)
+
+
+def looks_at_tests(callback: keras.callbacks.Callback) -> bool:
+    """Tells whether a callback wants every single batch of an evaluation."""
+    return _measures(callback, _TEST_HOOKS)
+
+
+def looks_at_predictions(callback: keras.callbacks.Callback) -> bool:
+    """Tells whether a callback is called after a batch of a prediction."""
+    return _measures(callback, _PREDICT_HOOKS)
+
+
+def takes_many(callback: keras.callbacks.Callback) -> bool:
+    """Tells whether a callback says that it is content with one hook for all updates of a call."""
+    return isinstance(callback, Callback) and callback.takes_many_updates
+
+
+def _measures(callback: keras.callbacks.Callback, hooks: tuple[str, ...]) -> bool:
+    callback = callback_list.original(callback)
+    shows = isinstance(callback, keras.callbacks.ProgbarLogger)
+    return not shows and not takes_many(callback) and _overrides(callback, hooks)
+
+
+def _overrides(callback: keras.callbacks.Callback, hooks: tuple[str, ...]) -> bool:
+    base = keras.callbacks.Callback
+    return any(getattr(getattr(callback, hook), "__func__", None) is not getattr(base, hook) for hook in hooks)

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfdist import config
 from tfdist.config import field_syntax
+from tfdist.config.messages import logger
 from tfdist.data import sources
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
@@ -50,10 +51,10 @@ def model_fits(model: keras.Model, distribution: Distribution, accumulate: int) 
     scope(model, distribution)
     if not model.compiled:
         raise UserError("the model is not compiled: call model.compile(optimizer, loss) first")
-    if model.run_eagerly:
+    if model.run_eagerly and distribution.workers > 1:
         raise UserError(
-            "the model was compiled with run_eagerly=True, tfdist compiles its steps: "
-            "use tf.config.run_functions_eagerly(True) to debug"
+            "the model was compiled with run_eagerly=True, which is for looking at one process: debug it with "
+            "--strategy=default or mirrored, or leave run_eagerly out"
         )
     stateful = [layer.name for layer in keras_internals.flat_layers(model) if getattr(layer, "stateful", False)]
     if stateful and distribution.replicas * accumulate > 1:
@@ -67,6 +68,12 @@ def model_fits(model: keras.Model, distribution: Distribution, accumulate: int) 
             f"layer {regularized[0]} has an activity_regularizer, which Keras {keras.__version__} sums up over a "
             "replica's batch: upgrade Keras, or use the default strategy without accumulation"
         )
+
+
+def trains(model: keras.Model) -> None:
+    """Says so where the model, which is built, has nothing to train; Keras goes on there, too."""
+    if not model.trainable_variables:
+        logger.info("WARNING: the model has no trainable weights: no update changes it")
 
 
 def activity_is_a_mean() -> bool:

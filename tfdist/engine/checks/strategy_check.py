@@ -26,6 +26,7 @@ from tfdist.engine.step import metrics, own_step_call
 from tfdist.engine.step.replica import Replica
 from tfdist.engine.step.results import LogNames
 from tfdist.engine.step.step import Step
+from tfdist.engine.tracing import layer_state
 from tfdist.errors import UserError
 from tfdist.models import freezing, keras_internals
 
@@ -261,13 +262,8 @@ def _unchanged(step: Step) -> Iterator[None]:
     model = step.model
     written = model.variables if step.own_step("train") else model.non_trainable_variables
     variables = {id(v): v for v in [*written, *model.metrics_variables]}
-    copies = [copy for v in variables.values() for copy in getattr(v.value, "values", (v.value,))]
-    before = [copy.numpy() for copy in copies]
-    try:
+    with layer_state.unchanged(list(variables.values())):
         yield
-    finally:
-        for copy, value in zip(copies, before):
-            copy.assign(value)
 
 
 @contextlib.contextmanager

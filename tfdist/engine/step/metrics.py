@@ -182,7 +182,7 @@ def _add_to_mean(metric: keras.metrics.MeanMetricWrapper, y_true: tf.Tensor, y_p
         # Keras' argmax first rewrites every output, to tell 0.0 from -0.0.
         values = tf.cast(tf.equal(tf.argmax(y_pred, -1, tf.int32), tf.cast(y_true, tf.int32)), metric.dtype)
     else:
-        values = function(y_true, y_pred, **options)
+        values = tf.convert_to_tensor(function(y_true, y_pred, **options))  # a Python number, too
         mask = keras_internals.mask_of(values)
         if mask is not None or values.shape.rank == 0:
             metric.update_state(y_true, y_pred)

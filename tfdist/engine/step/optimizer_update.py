@@ -106,6 +106,8 @@ class OwnedOptimizer:
         Raises:
           UserError: there is not one gradient.
         """
+        if not variables:
+            return  # as in Keras, which says that there is nothing to train
         if not any(g is not None for g in (*grads, *regularized([None] * len(grads)))):
             raise UserError("no trainable variable has a gradient: the loss does not depend on the model's weights")
         if not is_fused(self._optimizer):

@@ -18,6 +18,7 @@ from tfdist.engine.step.prediction_call import prediction_call
 from tfdist.engine.step.replica import Replica
 from tfdist.engine.step.results import LastLogs, LogNames, Totals
 from tfdist.engine.step.training_call import TrainingOptions, training_call
+from tfdist.engine.tracing import layer_state
 from tfdist.errors import UserError, one_line
 from tfdist.models import keras_internals, own_steps
 
@@ -185,15 +186,18 @@ class Step:
 
     def _outputs(self, x: Structure) -> Structure:
         """Returns the model's outputs; None of a model that is only trained, by a step of its own."""
+        model = self.model
+        kept = {id(v): v for v in [*model.non_trainable_variables, *model.metrics_variables]}
         try:
-            outputs = self._replica.forward(x, training=False)
+            with layer_state.unchanged(list(kept.values())):  # this call is none of the user's
+                outputs = self._replica.forward(x, training=False)
         except NotImplementedError:
             if not self.own_step("train"):
                 raise
             return None
         for layer in keras_internals.flat_layers(self.model):
             if getattr(layer, "stateful", False):
-                layer.reset_state()  # this call is none of the user's
+                layer.reset_state()  # nor what its state was created with
         self.output_shape = tuple(keras.tree.flatten(outputs)[0].shape)
         return outputs
 

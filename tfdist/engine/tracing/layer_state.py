@@ -72,6 +72,18 @@ class LayerState:
         return [v for key, v in variables.items() if key not in kept and not keras_internals.is_seed(v)]
 
 
+@contextlib.contextmanager
+def unchanged(variables: list[keras.Variable]) -> Iterator[None]:
+    """Gives variables, after it, what they had, on every replica."""
+    copies = [copy for v in variables for copy in getattr(v.value, "values", (v.value,))]
+    before = [copy.numpy() for copy in copies]
+    try:
+        yield
+    finally:
+        for copy, value in zip(copies, before):
+            copy.assign(value)
+
+
 class _OfThread(threading.local):
     """A list of which each thread has its own."""
 
