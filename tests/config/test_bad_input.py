@@ -9,6 +9,8 @@ import pytest
 from conftest import REPOSITORY
 from support import many_commands
 
+import tfdist
+
 BAD_INPUT = [
     (
         ["--strategy=mirored"],
@@ -445,8 +447,15 @@ def test_a_signal_stops_after_the_call_and_saves(number, run, tmp_path):
     assert (tmp_path / "out" / "model.keras").exists()
 
 
+@pytest.mark.parametrize("command", ["train", "launch", "evaluate"])
+def test_version(command, run, files):
+    done = run(f"tfdist.{command}", "--version", path=str(files))
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"tfdist {tfdist.__version__}\n", "")
+
+
 @pytest.mark.parametrize("command", ["train", "launch", "doctor", "compare", "horovod_build"])
 def test_help_fits_80_columns(command, run):
     done = run(f"tfdist.{command}", "--help", COLUMNS="80")
+    assert done.returncode == 0, done.stderr
     assert f"python -m tfdist.{command}" in done.stdout
     assert [line for line in done.stdout.splitlines() if len(line) > 80 and "default_experiment.py" not in line] == []

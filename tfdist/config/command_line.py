@@ -13,11 +13,12 @@ from typing import Any
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from tfdist import config
+from tfdist import __version__, config
 from tfdist.config import config_file, field_syntax, runtime_options, standard_streams
 from tfdist.errors import TrainingError, UserError, one_line
 
 DEFAULT_CONFIG = os.path.join(os.path.dirname(__file__), "default_experiment.py")
+_HELP = {f"{dashes}{name}" for dashes in ("-", "--") for name in ("help", "helpshort", "helpfull", "?")}
 _BATCH = "config.train.batch_size"
 OF_THE_ENVIRONMENT = tuple(f.name for f in dataclasses.fields(runtime_options.Environment))
 
@@ -139,8 +140,14 @@ def _guarded(run: Callable[[list[str]], int], flags_parser: Callable[[list[str]]
         sys.stdout.flush()  # while a failure can still be told
         return code
 
+    if "--version" in sys.argv[1:]:
+        print(f"tfdist {__version__}")
+        return
     try:
         app.run(whole, flags_parser=flags_parser)
+    except SystemExit as end:
+        # absl ends --help with 1, which a script takes for a failure.
+        raise SystemExit(0 if end.code == 1 and _HELP.intersection(sys.argv[1:]) else end.code) from None
     except UserError as error:
         print(f"tfdist: error: {error}", file=sys.stderr)
         sys.exit(2)

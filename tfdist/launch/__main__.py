@@ -91,6 +91,7 @@ def _parser() -> _Parser:
     add("--start_timeout", metavar="SECONDS", default="120", help="wait so long for the other machines (default 120)")
     add("--log_dir", metavar="DIR", help="keep what each rank prints there (default WORKDIR/logs; none for a script)")
     add("--insecure", action="store_true", help="meet across machines without TFDIST_SECRET: the network must be yours")
+    add("--version", action="version", version=f"tfdist {__version__}", help="print the version")
     add("--dry_run", action="store_true", help="print command and environment of each worker, and start nothing")
     return parser
 
