@@ -655,7 +655,7 @@ def test_a_metric_that_returns_a_python_number(connect):
 def test_connect_refuses_what_it_does_not_know(connect):
     with pytest.raises(
         tfdist.UserError,
-        match="has no option 'gpus': known are bucket_bytes, communication, devices, jit, stall_timeout, start",
+        match="has no option 'gpus': known are bucket_bytes, communication, devices, insecure, jit, stall_timeout, ",
     ):
         tfdist.connect("default", gpus=2)
     with pytest.raises(tfdist.UserError, match="--virtual_devices=9 comes too late, TensorFlow has already started"):

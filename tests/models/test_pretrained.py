@@ -357,6 +357,7 @@ def lazy(spec):
     return keras.Sequential([L.Flatten(), L.Dense(spec.classes)])
 
 
+@pytest.mark.whole
 def test_the_command(run, tmp_path):
     """A run that goes on from a file, and one that trains a new head on two replicas."""
     short = ["--config.model.name=mlp", "--config.train.epochs=1", "--config.optimizer.warmup=0%", "--notensorboard"]

@@ -20,6 +20,7 @@ from support.keras_programs.program import (
 
 ops = keras.ops
 MASKS = "Keras draws one mask per replica"
+ACROSS = {"several": "replicas disagree on this model"}
 UNSUMMED = {"several": "after an update: add it up over the replicas"}
 OF_A_REPLICA = {"several": "normalizes with the rows of its own replica"}
 
@@ -282,7 +283,7 @@ PROGRAMS = [
     of_features("that counts examples", CountsExamples, refused=UNSUMMED),
     of_features("that counts calls", CountsCalls),
     of_features("with a running maximum", RunningMaximum, refused=UNSUMMED),
-    of_features("that looks across the batch", CentersTheBatch),
+    of_features("that looks across the batch", CentersTheBatch, refused=ACROSS),
     Program("layer TextVectorization", reads_text, text),
     Program("layer StringLookup and Discretization", looks_up, words_and_numbers),
     Program("layer Hashing", hashes, lambda n: (rng().integers(0, 6, (n, 2)).astype("int32"), classes(n)[1])),

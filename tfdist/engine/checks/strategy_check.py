@@ -34,6 +34,8 @@ CHOICES = ("auto", "on", "off")
 _STATE = "the variable"
 ROUNDING = 1e-5
 """Relative difference that is rounding in any model; deep ones have more, which is measured."""
+OF_HALF_PRECISION = {"float16": 5e-3, "bfloat16": 5e-2}
+"""The same for models that compute in these types: about ten times the distance of two neighbouring numbers."""
 LOOSEST = 1e-3
 """Where rounding alone makes more than this, nothing can be told."""
 
@@ -84,10 +86,11 @@ def check(step: Step, choice: str) -> None:
         alone, turned, shared = checked.alone(), checked.alone(backwards=True), checked.shared()
     seconds = time.perf_counter() - start
     noise, distances = alone.distance(turned), alone.distance(shared)
-    if not alone.is_finite() or 20 * max(noise.values(), default=0.0) > LOOSEST:
+    rounding = _rounding(step.model)
+    if not alone.is_finite() or 20 * max(noise.values(), default=0.0) > max(LOOSEST, 4 * rounding):
         logger.info(f"not checked whether 1 and {distribution.replicas} replicas agree: {_unclear(alone, noise)}")
         return
-    limit = max(ROUNDING, 20 * max(noise.values(), default=0.0))
+    limit = max(rounding, 20 * max(noise.values(), default=0.0))
     wrong = [name for name, distance in distances.items() if not distance <= limit]
     if wrong:
         raise UserError(_complaint(step, wrong, distances, checked.adding))
@@ -97,6 +100,11 @@ def check(step: Step, choice: str) -> None:
     told["gradient"] = distances.get("the gradient", 0.0)
     numbers = ", ".join(f"{name} {value:.0e}" for name, value in told.items())
     logger.info(f"checked: 1 and {distribution.replicas} replicas agree on this model, {numbers} ({seconds:.1f} s)")
+
+
+def _rounding(model: keras.Model) -> float:
+    types = {layer.compute_dtype for layer in keras_internals.flat_layers(model)}
+    return max(OF_HALF_PRECISION.get(kind, ROUNDING) for kind in types)
 
 
 def _unclear(alone: Computed, noise: dict[str, float]) -> str:
