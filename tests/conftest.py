@@ -25,6 +25,7 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
 
 # Here and not in a fixture: test modules make tensors while they are collected.
 EIGHT = tfdist.connect("mirrored", virtual_devices=8, threads=1)
+processes.settle()
 
 
 @pytest.hookimpl(tryfirst=True)  # before cells are left out by their marks
@@ -54,6 +55,13 @@ def plain_precision():
     yield
     keras.config.set_floatx("float32")
     keras.config.set_dtype_policy("float32")
+
+
+@pytest.fixture(autouse=True)
+def plain_environment():
+    """Whatever variables of TensorFlow's and Keras' a test sets end with it."""
+    yield
+    processes.restore()
 
 
 @pytest.fixture

@@ -21,6 +21,20 @@ _PROGRAM = (
 )
 _SIGNATURE = inspect.signature(subprocess.Popen._execute_child)
 _servers = {}
+_environ = {}
+
+
+def settle():
+    """Takes the environment of now for the fork server: the test that starts it may have changed it for itself."""
+    _environ.update(os.environ)
+
+
+def restore():
+    """Puts variables back that a library has set meanwhile, and that would ask for fresh interpreters from now on."""
+    before, now = asking.early(_environ), asking.early(os.environ)
+    for name in now.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
 
 
 def server():
@@ -31,7 +45,7 @@ def server():
 
 
 def _start():
-    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environ = {name: value for name, value in (_environ or os.environ).items() if name != "PYTHONPATH"}
     ours, theirs = socket.socketpair()
     with tempfile.TemporaryFile() as said:
         with theirs:
