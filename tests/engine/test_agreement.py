@@ -19,14 +19,14 @@ def reference(connect):
 
 ON_EIGHT = ("uneven tail", "tail smaller than the replicas", "masked, accumulated", "batch norm, synchronized")
 SHORT = [("", 2), ("float64", 3), ("", 3), ("float64", 2)]
-"""What `make test` runs of every second case, in turn: its own precision ("") or float64, on so many replicas."""
+"""What `make test` runs of every third case, in turn: its own precision ("") or float64, on so many replicas."""
 
 
 def rows():
     """Yields each case in each precision on 2, 3, 4 and 8 replicas: one row for `make test`, all for `test-all`."""
     for turn, case in enumerate(training_cases.CASES):
-        own, (precision, replicas) = case.precision, SHORT[turn // 2 % len(SHORT)]
-        short = {((case.double and precision) or own, replicas)} if turn % 2 == 0 else set()
+        own, (precision, replicas) = case.precision, SHORT[turn // 3 % len(SHORT)]
+        short = {((case.double and precision) or own, replicas)} if turn % 3 == 0 else set()
         if case.name == ON_EIGHT[0]:
             short.add((own, 8))
         for precision in [own, "float64"] if case.double else [own]:

@@ -663,6 +663,7 @@ def test_a_full_disk_ends_the_log_and_not_the_run(capfd, tmp_path):
 FAST = ["--config.model.name=mlp", "--config.optimizer.warmup=0%"]
 
 
+@pytest.mark.whole
 def test_training(launch, tmp_path, tfds_dir):  # noqa: F811
     """The children find the strategy by themselves; an earlier run is kept, and the logs of both stay together."""
     for _ in range(2):

@@ -316,7 +316,7 @@ def reference(connect):
     return training_cases.weights(trained(connect(1))[0])
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("replicas", [1, 2, pytest.param(3, marks=pytest.mark.whole)])
 def test_what_is_frozen_keeps_every_bit(replicas, connect, reference):
     """Its BatchNorm as well; what is not frozen agrees with one device."""
     model, before = trained(connect(replicas))
@@ -333,6 +333,7 @@ def test_a_frozen_batch_norm_predicts():
     np.testing.assert_array_equal(start(x, training=True), start(x, training=False))
 
 
+@pytest.mark.whole
 def test_a_frozen_run_resumes(connect, tmp_path):
     """Frozen weights are in a checkpoint once, whatever the number of replicas."""
     whole = training_cases.weights(trained(connect(2), epochs=2)[0])

@@ -51,6 +51,7 @@ def test_each_epoch_measures_what_a_training_that_ends_there_would(replicas, con
     assert (plain["loss"], fingerprint(raw)) == (history["loss"], fingerprint(made)), "measuring has changed something"
 
 
+@pytest.mark.whole
 def test_the_api_measures_what_keras_measures(connect):
     """Keras' fit validates the weights as they are, and its callback SwapEMAWeights the average; so does tfdist's."""
     case = next(c for c in training_cases.CASES if c.name == "weights averaged")
