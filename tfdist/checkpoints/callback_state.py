@@ -90,6 +90,6 @@ def _named(callbacks: keras.callbacks.CallbackList) -> list[tuple[str, keras.cal
     return named
 
 
-def _plain(value: Structure) -> Any:
+def _plain(value: Structure) -> object:
     """Returns a number of NumPy as one of Python, and anything else as it is."""
     return value.item() if isinstance(value, (np.generic, np.ndarray)) and np.ndim(value) == 0 else value

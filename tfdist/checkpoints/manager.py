@@ -8,7 +8,6 @@ import os
 import pathlib
 import time
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -245,5 +244,5 @@ class Checkpoints:
                 f"{self.paused:.2f} s of the {self.writing:.2f} s that writing took"
             )
 
-    def _state(self, run: TrainingRun, position: Position) -> dict[str, Any]:
+    def _state(self, run: TrainingRun, position: Position) -> dict[str, object]:
         return training_run.state_of(run, position, self._options.experiment, self._best)

@@ -9,24 +9,24 @@ _MOST = 10**15
 """More updates or epochs than a run can have."""
 
 
-def _count(value: Any) -> bool:
+def _count(value: object) -> bool:
     return isinstance(value, int) and 0 <= value <= _MOST
 
 
-def _number(value: Any) -> bool:
+def _number(value: object) -> bool:
     return isinstance(value, (int, float))
 
 
-def _measure(value: Any) -> bool:
+def _measure(value: object) -> bool:
     """Whether it is a number, or an array as lists of them."""
     return _number(value) or (isinstance(value, dict) and isinstance(value.get("array"), list))
 
 
-def _list_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _list_of(check: Callable[[object], bool]) -> Callable[[object], bool]:
     return lambda value: isinstance(value, list) and all(map(check, value))
 
 
-def _by_name(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _by_name(check: Callable[[object], bool]) -> Callable[[object], bool]:
     return lambda value: isinstance(value, dict) and all(map(check, value.values()))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import keras
 import numpy as np
@@ -57,7 +56,7 @@ class BestEpoch:
     """Updates made when it had ended."""
 
 
-def state_of(run: TrainingRun, position: Position, experiment: Mapping[str, str], best: BestEpoch) -> dict[str, Any]:
+def state_of(run: TrainingRun, position: Position, experiment: Mapping[str, str], best: BestEpoch) -> dict[str, object]:
     """Returns what `state.json` holds: all that training has changed and that is no tensor."""
     return {
         "position": dataclasses.asdict(position) | {"logs": {k: _plain(v) for k, v in position.logs.items()}},
@@ -118,7 +117,7 @@ def _assign(variable: keras.Variable, value: float) -> None:
         copy.assign(tf.cast(value, copy.dtype))
 
 
-def _plain(value: Structure) -> Any:
+def _plain(value: Structure) -> object:
     """Returns a measure as JSON can hold it; metrics by class are arrays."""
     return {"array": np.asarray(value).tolist()} if np.ndim(value) else float(value)
 

@@ -14,7 +14,7 @@ import pathlib
 import re
 import zipfile
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -190,7 +190,7 @@ def _shown(names: Mapping[str, str]) -> dict[str, str]:
     return shown
 
 
-def _batch_norms(folder: pathlib.Path) -> Iterator[dict[str, Any]]:
+def _batch_norms(folder: pathlib.Path) -> Iterator[dict[str, object]]:
     """Yields the settings of a model's BatchNormalization layers, which `model.keras` tells without the user's code."""
     try:
         with zipfile.ZipFile(folder / "model.keras") as archive:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from typing import IO, Any, cast
+from typing import IO, cast
 
 from tfdist.errors import TrainingError
 
@@ -41,7 +41,7 @@ class _Stream:
         except OSError as error:
             self._failed(error)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)
 
     def _failed(self, error: OSError) -> None:

@@ -213,7 +213,7 @@ def reader(data: Any) -> PythonReader | None:
     return None
 
 
-def _is_torch_loader(data: Any) -> bool:
+def _is_torch_loader(data: object) -> bool:
     return _comes_from(data, "torch.utils.data", "DataLoader")
 
 

@@ -73,7 +73,7 @@ def _plain(value: object) -> Json:
     return {"base64": base64.b64encode(value).decode()} if isinstance(value, bytes) else value
 
 
-def _made(kind: Any, value: Json) -> Any:
+def _made(kind: object, value: Json) -> Any:
     """Makes a value of a type from what JSON kept of it: tuples and dataclasses again."""
     if isinstance(value, dict) and value.keys() == {"base64"}:
         return base64.b64decode(value["base64"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tfdist.distributed import env_vars
 from tfdist.distributed.addresses import join, split
@@ -76,7 +76,7 @@ def read(environ: Mapping[str, str]) -> Membership | None:
     return Membership(rank, len(places), local_rank, local_size, addresses[0], addresses)
 
 
-def _task(config: dict[str, Any]) -> tuple[str, int]:
+def _task(config: dict[str, object]) -> tuple[str, int]:
     """Returns type and index of TF_CONFIG's task."""
     task = config.get("task")
     kind, index = (task.get("type"), task.get("index")) if isinstance(task, dict) else (None, None)

@@ -9,7 +9,6 @@ import os
 import re
 import textwrap
 from collections.abc import Mapping
-from typing import Any
 
 from tfdist.distributed import gpus
 from tfdist.doctor.check import FAIL, OK, WARN, Check, worst
@@ -126,7 +125,7 @@ def redacted(text: str, environ: Mapping[str, str]) -> str:
     return re.sub(rf"(?<!\w){re.escape(user)}(?!\w)", "<user>", text)
 
 
-def as_json(report: Report, environ: Mapping[str, str]) -> dict[str, Any]:
+def as_json(report: Report, environ: Mapping[str, str]) -> dict[str, object]:
     """Returns what was found as programs read it; NaN is null."""
     place, survey = report.place, report.survey or gpus.Survey(problem="no answer")
     return {

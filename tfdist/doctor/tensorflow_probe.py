@@ -17,7 +17,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
-from typing import Any
 
 from tfdist.distributed import gpus, tf_devices
 from tfdist.doctor.check import Check, fail, ok, refused, warn
@@ -161,7 +160,7 @@ def names(answer: Answer, survey: gpus.Survey, environ: Mapping[str, str]) -> di
     return {gpu.number: f"GPU:{i}" for i, gpu in enumerate(usable)}
 
 
-def _look() -> dict[str, Any]:
+def _look() -> dict[str, object]:
     tf, seen, printed = tf_devices.start()
     import keras
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import keras
 
@@ -44,7 +43,7 @@ class Elsewhere(Callback):
         self.original = original
         self.wants_gradient_norm = getattr(original, "wants_gradient_norm", False)
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: dict[str, object]) -> None:
         """Leaves the state to the chief."""
 
 
@@ -104,7 +103,7 @@ def for_measuring(
     )
 
 
-def _here(callbacks: Any, distribution: Distribution) -> list[keras.callbacks.Callback]:
+def _here(callbacks: object, distribution: Distribution) -> list[keras.callbacks.Callback]:
     given = keras.tree.flatten(callbacks) if callbacks else []
     return [_placed(callback, distribution) for callback in given]
 
@@ -166,7 +165,7 @@ def _alone(hook: Callable, what: str, distribution: Distribution) -> Callable:
             "chief_only=False"
         )
 
-    def called(*arguments: Any, **options: Any) -> Any:
+    def called(*arguments: object, **options: object) -> object:
         with distribution.peers.apart(what):
             strategy.reduce = refuse
             try:
@@ -191,7 +190,7 @@ def restored_epoch(model: keras.Model, callbacks: keras.callbacks.CallbackList, 
     return epoch
 
 
-def average_first(callbacks: keras.callbacks.CallbackList, looks: Callable[[Any], bool]) -> bool:
+def average_first(callbacks: keras.callbacks.CallbackList, looks: Callable[[object], bool]) -> bool:
     """Tells whether a callback may save the model within an epoch, so that its statistics must be averaged first.
 
     Args:

@@ -52,7 +52,7 @@ def check_libraries(formats: list[str]) -> None:
             raise UserError(f"--formats={name} needs {', '.join(missing)}: pip install 'tfdist[export]'")
 
 
-def write(original: Original, name: str, path: pathlib.Path) -> dict[str, Any]:
+def write(original: Original, name: str, path: pathlib.Path) -> dict[str, object]:
     """Writes one format and makes sure that it gives what the model gives.
 
     Returns:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any
 
 import keras
 import numpy as np
@@ -131,7 +130,7 @@ def _cells(spec: Spec, count: int) -> dict[str, np.ndarray]:
     return cells
 
 
-def signature(function: tf.types.experimental.PolymorphicFunction) -> dict[str, Any]:
+def signature(function: tf.types.experimental.PolymorphicFunction) -> dict[str, object]:
     """Returns names, types and shapes of what a function takes and gives, for people."""
     concrete = function.get_concrete_function()
     plain = lambda spec: [spec.dtype.name, spec.shape.as_list() if spec.shape.rank is not None else None]

@@ -8,7 +8,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from absl import flags
 
@@ -94,7 +94,7 @@ def request(values: flags.FlagValues) -> ModelRequest:
     )
 
 
-def _field(values: flags.FlagValues, name: str) -> Any:
+def _field(values: flags.FlagValues, name: str) -> object:
     return functools.reduce(getattr, name.split(".")[1:], values.config)
 
 

@@ -7,7 +7,6 @@ import dataclasses
 import io
 import json
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 
@@ -151,7 +150,7 @@ def _plain(array: np.ndarray) -> list:
     return _shaped([float(text) for text in shortest], array.shape)
 
 
-def _each(numbers: np.ndarray, name: Callable[[int], Any]) -> list:
+def _each(numbers: np.ndarray, name: Callable[[int], object]) -> list:
     """Returns nested lists of what `name` says of each number."""
     return _shaped([name(int(k)) for k in numbers.reshape(-1)], numbers.shape)
 

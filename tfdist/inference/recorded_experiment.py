@@ -71,7 +71,7 @@ def other_data(asked: ModelRequest) -> bool:
     return name is not None and (bool(asked.model) or name != recorded.get("data", {}).get("name"))
 
 
-def experiment_from(fields: dict[str, Any]) -> config.Experiment:
+def experiment_from(fields: dict[str, object]) -> config.Experiment:
     """Returns the experiment whose `dataclasses.asdict` these fields are."""
     return _made(config.Experiment, fields, "the experiment")
 

@@ -64,7 +64,7 @@ def request(
     model: str,
     checkpoint: str,
     experiment: config.Experiment,
-    given: Mapping[str, Any],
+    given: Mapping[str, object],
     file_given: bool,
     trust_code: bool = False,
 ) -> ModelRequest:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import keras
 
@@ -119,7 +118,7 @@ def compiled(
     return data
 
 
-def _made(name: str, options: dict[str, Any], spec: Spec) -> keras.Model:
+def _made(name: str, options: dict[str, object], spec: Spec) -> keras.Model:
     function: Callable[..., keras.Model]
     if name in config.APPLICATIONS:
         return keras_applications.build(name, options, spec)

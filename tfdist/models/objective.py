@@ -140,7 +140,7 @@ def _smoothing(asked: Asked, smoothing: float) -> float:
     return smoothing
 
 
-def _loss(asked: Asked, model: keras.Model, fitting: dict[str, object]) -> Any:
+def _loss(asked: Asked, model: keras.Model, fitting: dict[str, object]) -> object:
     """Returns a loss.
 
     Args:
@@ -149,7 +149,7 @@ def _loss(asked: Asked, model: keras.Model, fitting: dict[str, object]) -> Any:
     return _of_keras(keras.losses, asked, _logits(asked, model, keras.losses) | fitting) if asked.kind else _own(asked)
 
 
-def _metrics(asked: list[Asked], model: keras.Model) -> list[Any]:
+def _metrics(asked: list[Asked], model: keras.Model) -> list[object]:
     made: list[Any] = []
     for metric in asked:
         if metric.kind in training_objects.ACCURACY:
@@ -162,7 +162,7 @@ def _metrics(asked: list[Asked], model: keras.Model) -> list[Any]:
     return made
 
 
-def _logits(asked: Asked, model: keras.Model, module: Any) -> dict[str, object]:
+def _logits(asked: Asked, model: keras.Model, module: object) -> dict[str, object]:
     """Returns what outputs are: Keras takes them for probabilities, and would train logits as such without a word."""
     kind = getattr(module, asked.kind, None)
     if kind is None or "from_logits" not in inspect.signature(kind).parameters:
@@ -170,7 +170,7 @@ def _logits(asked: Asked, model: keras.Model, module: Any) -> dict[str, object]:
     return {"from_logits": not ends_with_probabilities(model)}
 
 
-def _of_keras(module: Any, asked: Asked, fitting: dict[str, object]) -> Any:
+def _of_keras(module: object, asked: Asked, fitting: dict[str, object]) -> object:
     """Returns an object of Keras.
 
     Args:
@@ -185,7 +185,7 @@ def _of_keras(module: Any, asked: Asked, fitting: dict[str, object]) -> Any:
         raise UserError(f"{asked.field}: {asked.name} cannot be made: {error}") from error
 
 
-def _own(asked: Asked) -> Any:
+def _own(asked: Asked) -> object:
     """Returns a loss or metric of one's own: an object or a function as it is, a class or what has arguments called."""
     found = user_functions.resolve(asked.field, asked.name)
     if asked.called or inspect.isclass(found):

@@ -124,7 +124,7 @@ class WarmUp(LearningRateSchedule):
         line = self._start + (self._peak - self._start) * (done / self._updates)
         return keras.ops.where(done < self._updates, line, after)
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> dict[str, object]:
         """Refuses, as a file with this schedule would need tfdist to load."""
         raise NotImplementedError("save the model within optimizers.portable(model), which plain Keras can load")
 

@@ -95,7 +95,7 @@ def one_of(*values: str) -> Reader:
 def each(reader: Reader, least: int = 0, most: int = 100_000) -> Reader:
     """Takes a list of so many things."""
 
-    def read(value: object) -> list[Any]:
+    def read(value: object) -> list[object]:
         if not isinstance(value, list) or not least <= len(value) <= most:
             raise _wrong()
         return [reader(item) for item in value]
@@ -107,7 +107,7 @@ def table(reader: Reader, most: int = 10_000) -> Reader:
     """Takes an object with any names, up to so many."""
     name_reader = text(1000)
 
-    def read(value: object) -> dict[str, Any]:
+    def read(value: object) -> dict[str, object]:
         if not isinstance(value, dict) or len(value) > most:
             raise _wrong()
         return {name_reader(name): reader(item) for name, item in value.items()}
@@ -118,7 +118,7 @@ def table(reader: Reader, most: int = 10_000) -> Reader:
 def record(**readers: Reader) -> Reader:
     """Takes an object with just these names."""
 
-    def read(value: object) -> dict[str, Any]:
+    def read(value: object) -> dict[str, object]:
         if not isinstance(value, dict) or value.keys() != readers.keys():
             raise _wrong()
         return {name: reader(value[name]) for name, reader in readers.items()}
@@ -130,7 +130,7 @@ def tagged(tag: str, records: Mapping[str, Mapping[str, Reader]]) -> Reader:
     """Takes an object whose `tag` says which kind it is, and which has the names that belong to that kind."""
     known = {kind: record(**{tag: one_of(kind)}, **readers) for kind, readers in records.items()}
 
-    def read(value: object) -> dict[str, Any]:
+    def read(value: object) -> dict[str, object]:
         kind = value.get(tag) if isinstance(value, dict) else None
         if not isinstance(kind, str) or kind not in known:
             raise _wrong()
@@ -142,7 +142,7 @@ def tagged(tag: str, records: Mapping[str, Mapping[str, Reader]]) -> Reader:
 def named(**records: Reader) -> Reader:
     """Takes an object that has one of these names, by the reader that belongs to the name."""
 
-    def read(value: object) -> dict[str, Any]:
+    def read(value: object) -> dict[str, object]:
         kind = next((name for name in records if isinstance(value, dict) and name in value), None)
         if kind is None:
             raise _wrong()

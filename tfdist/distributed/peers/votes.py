@@ -26,7 +26,7 @@ class Votes:
         self._hosts = hosts
         self._collected: dict[int, dict[int, _Vote]] = {}
 
-    def cast(self, rank: int, number: int, label: str, value: object) -> list[Any] | None:
+    def cast(self, rank: int, number: int, label: str, value: object) -> list[object] | None:
         """Takes in one worker's value.
 
         Args:

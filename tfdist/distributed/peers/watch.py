@@ -78,7 +78,7 @@ class Watch:
         else:
             self.transport.tell({"gather": number, "label": label, "value": value})
 
-    def wait_for_values(self, number: int) -> list[Any] | None:
+    def wait_for_values(self, number: int) -> list[object] | None:
         """Waits for all values of a `Peers.gather`; None when the run fails before they are there."""
         with self._changed:
             self._changed.wait_for(lambda: number in self._gathered or self.failure)

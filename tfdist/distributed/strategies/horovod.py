@@ -13,7 +13,7 @@ import secrets
 import socket
 from collections.abc import Iterator
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tfdist.distributed import horovod_install
 from tfdist.distributed.addresses import join
@@ -175,7 +175,7 @@ def _reduce_in_layers(hvd: ModuleType) -> None:
     """
     import tensorflow as tf
 
-    def all_reduce(reduce_op: tf.distribute.ReduceOp | str, value: Any, options: object = None) -> Any:
+    def all_reduce(reduce_op: tf.distribute.ReduceOp | str, value: object, options: object = None) -> object:
         del options
         op = hvd.Average if getattr(reduce_op, "value", reduce_op).upper() == "MEAN" else hvd.Sum
         return tf.nest.map_structure(lambda t: hvd.allreduce(t, op=op), value)

@@ -6,7 +6,6 @@ import hashlib
 import inspect
 import os
 import pathlib
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -66,7 +65,7 @@ def _folder() -> pathlib.Path:
     return pathlib.Path(base, "tfdist", "checked")
 
 
-def _described(thing: Any) -> list[str]:
+def _described(thing: object) -> list[str]:
     """Returns the settings of an object of Keras', and the code of what is the user's own.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -63,7 +63,7 @@ class _Pair(NamedTuple):
     weight: tf.Tensor | None
 
 
-def _pairs(compiled: Any, y: Structure, y_pred: Structure, weight: Structure | None) -> list[_Pair]:
+def _pairs(compiled: object, y: Structure, y_pred: Structure, weight: Structure | None) -> list[_Pair]:
     """Returns the metrics of each output with their arguments, by Keras' own rules."""
     outputs = keras_internals.by_output(compiled, y_pred)
     targets = keras_internals.by_output(compiled, y)
@@ -243,7 +243,7 @@ def _known_results(metrics: list[keras.Metric], distribution: Distribution) -> I
         yield
 
 
-def _returning(value: Any) -> Callable[[], Any]:
+def _returning(value: object) -> Callable[[], object]:
     return lambda: value
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import tensorflow as tf
 
@@ -27,7 +26,7 @@ def quick() -> Iterator[None]:
     all_reduce = context.all_reduce
     entered: list[str] = []
 
-    def reduce(self: tf.distribute.ReplicaContext, *arguments: Any, **options: Any) -> Any:
+    def reduce(self: tf.distribute.ReplicaContext, *arguments: object, **options: object) -> object:
         before = getattr(_inside, "reduce", False)
         _inside.reduce = True
         try:

@@ -48,7 +48,7 @@ def matched_losses(
     entries, metrics = list(compiled._flat_losses), compiled._metrics
     matched: list[MatchedLoss] = []
 
-    def recorder(entry: Any) -> Callable:
+    def recorder(entry: object) -> Callable:
         def record(y_true: Structure, prediction: Structure, sample_weight: tf.Tensor | None = None) -> tf.Tensor:
             matched.append(MatchedLoss(entry, y_true, prediction, sample_weight))
             return tf.zeros(())
@@ -82,7 +82,7 @@ def unscaled_losses() -> Iterator[None]:
             loss.scale_loss_for_distribution, loss.unscale_loss_for_distribution = theirs
 
 
-def compiled_with(model: keras.Model) -> list[Any]:
+def compiled_with(model: keras.Model) -> list[object]:
     """Returns losses, weights and metrics as `compile` was given them; in public only what they serialise to."""
     given = model._compile_config.config
     return [given[name] for name in ("loss", "loss_weights", "metrics", "weighted_metrics")]
@@ -123,7 +123,7 @@ def create_late_variables(metric: keras.Metric, y_true: tf.Tensor, y_pred: tf.Te
         metric._build(*([] if isinstance(metric, keras.metrics.AUC) else [y_true.shape]), y_pred.shape)
 
 
-def results(by_metric: Mapping[keras.Metric, Callable[[], Any]]) -> AbstractContextManager[None]:
+def results(by_metric: Mapping[keras.Metric, Callable[[], object]]) -> AbstractContextManager[None]:
     """Gives metrics another `result`, within it.
 
     Keras names the results of compiled metrics by the outputs, and only while it asks them all; and a step's logs do
@@ -166,6 +166,6 @@ def metrics_in_order(model: keras.Model, logs: dict[str, Any]) -> list[float] | 
     return model._flatten_metrics_in_order(logs)
 
 
-def averaged_function(metric: keras.metrics.MeanMetricWrapper) -> tuple[Callable, dict[str, Any]]:
+def averaged_function(metric: keras.metrics.MeanMetricWrapper) -> tuple[Callable, dict[str, object]]:
     """Returns the function that the metric averages, and its options; `get_config` gives them serialised."""
     return metric._fn, metric._fn_kwargs

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -49,7 +48,7 @@ def input_structure(model: keras.Model) -> Structure:
     return getattr(model, "_inputs_struct", model.inputs[0])
 
 
-def producing_layer(tensor: keras.KerasTensor) -> Any:
+def producing_layer(tensor: keras.KerasTensor) -> object:
     """Returns the layer or operation that a symbolic tensor comes from; in public, only layers know their outputs."""
     return tensor._keras_history.operation
 
@@ -60,7 +59,7 @@ def is_seed(variable: keras.Variable) -> bool:
 
 
 @contextlib.contextmanager
-def added_losses(model: keras.Model, make: Callable[[], Any]) -> Iterator[None]:
+def added_losses(model: keras.Model, make: Callable[[], object]) -> Iterator[None]:
     """Replaces, within it, the list in which each layer collects its `add_loss`; nothing public says where to.
 
     Args:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 PATCHED = threading.RLock()
 """Held while a class or module of Keras is changed: of two threads that trace at once, one would undo the other's."""
 
 
 @contextlib.contextmanager
-def replaced(name: str, by_object: Mapping[Any, Any]) -> Iterator[None]:
+def replaced(name: str, by_object: Mapping[object, object]) -> Iterator[None]:
     """Gives objects another attribute, within it; past Keras' tracker of attributes, for it is none to keep."""
     for owner, value in by_object.items():
         vars(owner)[name] = value

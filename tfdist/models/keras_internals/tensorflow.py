@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.distribute.distribute_lib import ReplicaContextBase, StrategyBase
@@ -36,7 +35,7 @@ def variables_as_numbers() -> Iterator[None]:
     added to TensorFlow's class.
     """
 
-    def number(kind: type) -> Callable[[tf.Variable], Any]:
+    def number(kind: type) -> Callable[[tf.Variable], object]:
         return lambda variable: kind(variable.numpy())
 
     added = [kind for kind in (float, int) if f"__{kind.__name__}__" not in vars(DistributedVariable)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from typing import Any
 
 import keras
 import numpy as np
@@ -28,7 +27,7 @@ BLUE_MEAN = (103.939, 116.779, 123.68)
 """Of ImageNet, blue first, of 255."""
 
 
-def build(name: str, options: dict[str, Any], spec: Spec) -> keras.Model:
+def build(name: str, options: dict[str, object], spec: Spec) -> keras.Model:
     """Builds the model of that name for this data; its outputs are logits [n, classes].
 
     Images of one channel become grey ones of three. Values are brought to what
