@@ -93,14 +93,12 @@ def by_number():
 
 @pytest.mark.parametrize(
     "data, replicas",
-    # Data with and without an index, one replica and several; the other pairs in test-all.
     [
-        *[(None, 2), (of_unknown_length, 1)],
+        (None, 2),
         *(
             pytest.param(data, replicas, marks=pytest.mark.whole)
             for data in (None, shuffled, of_unknown_length, by_number)
             for replicas in (1, 3)
-            if (data, replicas) != (of_unknown_length, 1)
         ),
     ],
 )
@@ -118,6 +116,7 @@ def test_stopped_anywhere_and_resumed_ends_with_the_same_bits(replicas, data, co
     assert done[1] == whole[1]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.whole)])
 def test_a_loss_scale_is_part_of_it(replicas, connect, tmp_path):
     distribution = connect(replicas)
@@ -136,6 +135,7 @@ def test_a_loss_scale_is_part_of_it(replicas, connect, tmp_path):
     assert done[:2] == whole[:2]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "chain, calls",
     [((1, 2, 3, 1), 8), pytest.param((1, 4, 2, 3, 1, 8, 1, 2, 4, 1), 5, marks=pytest.mark.whole)],

@@ -42,6 +42,7 @@ def runs(tmp_path):
     return pathlib.Path(shutil.copytree(RUNS, tmp_path / "runs"))
 
 
+@pytest.mark.whole
 def test_an_interrupted_run_goes_on_to_the_end_of_one_that_was_not(run, runs, tmp_path):
     """The processor that began it may round otherwise than this one, so its end is compared to some digits."""
     same = [f"--{name}={value}" for name, value in config.flat(read(runs / "interrupted", "experiment.json")).items()]

@@ -203,6 +203,7 @@ def test_moved_from_world_to_world_in_mid_epoch(start, tmp_path, whole):
         assert found["history"][name] == pytest.approx(values, rel=1e-5), name
 
 
+@pytest.mark.whole
 def test_a_killed_worker_is_restarted_from_the_newest_checkpoint(start, tmp_path, whole):
     words = [*LAUNCH, "--nproc_per_node=2", "--max_restarts=2", "--", "--strategy=multi_worker"]
     program = start(*words, *FLAGS)
@@ -216,6 +217,7 @@ def test_a_killed_worker_is_restarted_from_the_newest_checkpoint(start, tmp_path
     assert found["history"] == whole("multi_worker")["history"]
 
 
+@pytest.mark.whole
 def test_sigusr1_saves_and_requeues_the_job(start, tmp_path):
     (tmp_path / "bin").mkdir()
     scontrol = tmp_path / "bin/scontrol"  # stands for Slurm's
@@ -280,6 +282,7 @@ OURS = LOAD.replace('assert "tfdist" not in sys.modules', "import tfdist").repla
 )
 
 
+@pytest.mark.whole
 def test_a_whole_life_of_a_run_folder(start, tmp_path, whole):
     """Complete, asked for again, of another experiment, begun anew, damaged."""
     expected = whole("default")

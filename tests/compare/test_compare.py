@@ -172,6 +172,7 @@ def test_distances_have_names_and_add_up(folders):
         weight_distance.difference(one, one.parent / "empty")
 
 
+@pytest.mark.whole
 def test_layers_that_depend_on_the_number_of_replicas(folders):
     folder = folders("restless", 2, model="test_compare:restless", sync=False)
     assert weight_distance.reasons_to_differ(folder, 48, 1) == []

@@ -177,6 +177,7 @@ def test_training_is_that_of_arrays(replicas, connect):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.whole
 def test_a_model_with_its_own_train_step(connect):
     class Own(keras.Model):
         def train_step(self, batch):

@@ -46,7 +46,7 @@ def test_each_example_once_per_epoch(examples, replicas, connect):
     assert times_seen(model) == [2.0] * examples
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("examples", [1, BATCH - 1, BATCH, BATCH + 1, 3 * BATCH - 1])
@@ -65,7 +65,7 @@ def test_each_example_of_a_dataset_once_per_epoch(examples, known, replicas, con
     assert times_seen(model) == [2.0] * examples
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("replicas", [1, 3, 8])
 @pytest.mark.parametrize("examples", [1, BATCH - 1, BATCH, BATCH + 1, 3 * BATCH - 1])
 @pytest.mark.parametrize("as_dataset", [False, True, "of unknown length"])

@@ -42,10 +42,10 @@ SHORT = ("multi_worker 2", "horovod 2")
 
 
 def cells():
-    """Yields (world, case) of the whole table; `make test` has every sixth case in two worlds of two processes."""
+    """Yields (world, case) of the whole table; `make test` has every twelfth case in two worlds of two processes."""
     for i, world in enumerate(WORLDS):
         for k, name in enumerate(NAMES):
-            marks = [] if world in SHORT and (i + k) % 6 == 0 else [pytest.mark.whole]
+            marks = [] if world in SHORT and (i + k) % 12 == 0 else [pytest.mark.whole]
             yield pytest.param(world, name, marks=marks, id=f"{world.replace(' ', '-')}-{name}")
 
 

@@ -465,7 +465,7 @@ def test_a_model_that_is_not_compiled(connect):
         fit(training_cases.dense(), connect(1))
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [2, pytest.param(1, marks=pytest.mark.whole)])
 def test_steps_per_execution_says_how_often_callbacks_are_called(replicas, connect):
     """Once for so many batches, and for what is left of an epoch; in an evaluation, too."""
     distribution, begun, ended = connect(replicas), [], []
@@ -498,7 +498,7 @@ class Looking(keras.layers.Layer):
         return inputs
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [2, pytest.param(1, marks=pytest.mark.whole)])
 def test_a_model_that_runs_eagerly(replicas, connect):
     """Its Python code is run for each batch, on numbers, and trains as compiled."""
     distribution, weights = connect(replicas), {}
@@ -531,7 +531,7 @@ class Counting(keras.layers.Layer):
         return inputs
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [2, pytest.param(1, marks=pytest.mark.whole)])
 def test_layers_see_the_batches_of_the_user_alone(replicas, connect):
     """As for Keras; what looks at shapes or checks the model before the training is undone."""
     x, y = training_cases.images(24)
@@ -628,7 +628,7 @@ def test_a_loss_that_reaches_no_weight(connect):
         fit(training_cases.compiled(model), connect(1))
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [2, pytest.param(1, marks=pytest.mark.whole)])
 def test_a_model_without_trainable_weights(replicas, connect, said):
     """Keras warns, measures and goes on."""
     ours, theirs = small(connect(replicas)), small(connect(1))
@@ -664,6 +664,7 @@ def test_connect_refuses_what_it_does_not_know(connect):
         tfdist.connect("mirrored", virtual_devices=1)
 
 
+@pytest.mark.whole
 def test_xla_and_synchronized_batch_norm(connect):
     """Only a choice of the user's own is an error; `auto` steps back."""
     import dataclasses

@@ -211,6 +211,7 @@ def exported(asked, tmp_path, *formats):
     return json.loads((tmp_path / "out" / "export.json").read_text())
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("precision", ["mixed_bfloat16", pytest.param("float64", marks=pytest.mark.whole)])
 def test_other_precisions(precision, tmp_path, capsys):
     """SavedModel as it was trained; ONNX in float32, built anew with the same weights."""
@@ -227,6 +228,7 @@ def test_other_precisions(precision, tmp_path, capsys):
     np.testing.assert_allclose(got, model(x).numpy(), atol=1e-5 if precision == "float64" else 2e-2)
 
 
+@pytest.mark.whole
 def test_a_file_of_keras(tmp_path, monkeypatch):
     model = picture_model()
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))

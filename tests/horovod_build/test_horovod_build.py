@@ -176,6 +176,7 @@ def log_of(line):
     return pathlib.Path(re.search(r"the log is (\S+)", line)[1])
 
 
+@pytest.mark.whole
 def test_from_the_source_to_a_second_environment(site):
     one = site()
     archive = one.release()

@@ -66,6 +66,7 @@ def test_a_description_that_cannot_be_used(text, message, tmp_path):
 # -- train ------------------------------------------------------------------
 
 
+@pytest.mark.whole
 def test_a_driver_that_fails_is_a_warning(driver, run):
     folder = driver(printing("NVIDIA-SMI has failed because it could not communicate with the driver.", 9))
     done = run("tfdist.train", "--dry_run", PATH=f"{folder}{os.pathsep}{os.environ['PATH']}")

@@ -159,6 +159,7 @@ def test_node_0_may_be_started_again(node, tmp_path):
     assert (again.end(), one.end()) == (0, 0), again.err + one.err
 
 
+@pytest.mark.whole
 def test_a_silent_launcher_is_lost(node, tmp_path):
     """As when a cable is cut: no end of the connection is ever seen."""
     pipes(tmp_path, "f")

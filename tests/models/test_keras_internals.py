@@ -383,6 +383,7 @@ def test_an_all_reduce_in_a_forward_pass_is_traced_without_a_search(connect, mon
     assert searched and not unsearched
 
 
+@pytest.mark.whole
 def test_nothing_keeps_the_graphs_of_a_fit(connect):
     """TensorFlow enters the gradients of all-reduces into a registry for good, with the graph around them."""
 

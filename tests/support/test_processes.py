@@ -258,6 +258,7 @@ def test_a_launcher_gets_a_server_of_its_own(tmp_path):
     assert "was killed by SIGSEGV" in err
 
 
+@pytest.mark.whole
 def test_a_training_comes_to_the_same_bits(tmp_path, tfds_dir):
     flags = ["--config.model.name=mlp", "--config.train.epochs=2", "--config.optimizer.warmup=0%", "--threads=1"]
     environ = os.environ | ENVIRON | {"TFDS_DATA_DIR": str(tfds_dir)}

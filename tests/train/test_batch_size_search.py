@@ -132,6 +132,7 @@ def numbers(tmp_path):
     return found, json.loads((folder / "result.json").read_text())["global_batch"]
 
 
+@pytest.mark.whole
 def test_a_run_takes_it_and_keeps_it(run, tmp_path):
     flags = [flag.replace("examples=400", "examples=40") for flag in FLAGS]
     done = run("tfdist.train", *flags, path=SUPPORT)

@@ -82,6 +82,7 @@ def test_with_an_average_the_best_weights_are_averaged(connect):
     assert measured["loss"] == min(history.history["val_loss"]) and len(history.epoch) < EPOCHS
 
 
+@pytest.mark.whole
 def test_resumed_it_ends_the_same(connect, tmp_path):
     class Stop:
         left = 0

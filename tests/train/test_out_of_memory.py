@@ -90,6 +90,7 @@ def test_it_goes_on_with_smaller_micro_batches_and_the_same_result(after, replic
     )
 
 
+@pytest.mark.whole
 def test_a_failed_update_leaves_nothing_behind(connect, tmp_path):
     """Stopped right after it went back: the weights are bit for bit those of the checkpoint."""
     first = model(connect(1), 6, after=10**6)

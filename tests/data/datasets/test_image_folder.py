@@ -432,6 +432,7 @@ def test_images_in_memory_are_made_one_size_at_once(connect):
     )
 
 
+@pytest.mark.whole
 def test_by_name_from_python(tmp_path, connect):
     """The data of an experiment without one: a loss of one's own, and targets that mixing has blended."""
     folder(tmp_path)

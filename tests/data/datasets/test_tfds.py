@@ -96,6 +96,7 @@ def test_images_of_all_sizes(kind, source, folders):
     assert loaded.spec == spec_lib.Spec((8, 8, 3), "uint8", 2, 255.0, ("dark", "light")) and loaded.examples == 27
 
 
+@pytest.mark.whole
 def test_both_formats_train_the_same(folders, connect):
     """Not shuffled, since a stream has an order of its own."""
     trained = []

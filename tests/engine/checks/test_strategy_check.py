@@ -118,7 +118,10 @@ def test_a_model_that_is_the_same_says_so_and_is_remembered(connect, capsys, rep
         ([SumOfSquares], keras.Model, r"add_loss differs by .*, which layer sum_of_squares.* gives: make it a mean"),
         ([], SumStep, r"what train_step of SumStep computes is no mean over examples"),
         ([CountsRows], keras.Model, r"the variable 'counts_rows.*/seen' differs by .* after an update: add it up over"),
-        ([], UpdatesByHand, r"the variable 'dense.*' differs by .* after an update: add it up over the replicas"),
+        pytest.param(
+            *([], UpdatesByHand, r"the variable 'dense.*' differs by .* after an update: add it up over the replicas"),
+            marks=pytest.mark.whole,
+        ),
     ],
 )
 def test_what_differs_is_named(connect, layers, model, words):
@@ -178,6 +181,7 @@ def test_unknown_choice(connect):
         trained(connect, choice="of")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "name",
     [

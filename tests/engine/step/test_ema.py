@@ -35,6 +35,7 @@ def train(distribution, epochs=EPOCHS, made=None, **options):
     return made, tfdist.fit(made, *training_cases.images(109), check_agreement="off", **data, **options).history
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("replicas", [1, pytest.param(3, marks=pytest.mark.whole)])
 def test_each_epoch_measures_what_a_training_that_ends_there_would(replicas, connect):
     distribution = connect(replicas)
@@ -72,7 +73,7 @@ def test_the_api_measures_what_keras_measures(connect):
     np.testing.assert_allclose(ours(measure_average=True)["val_loss"], swapped, rtol=1e-5)
 
 
-@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("replicas", [3, pytest.param(1, marks=pytest.mark.whole)])
 def test_they_are_exchanged_bit_for_bit_on_every_replica(replicas, connect):
     distribution = connect(replicas)
     made, _ = train(distribution, 1, measure_average=False)
@@ -90,6 +91,7 @@ def test_they_are_exchanged_bit_for_bit_on_every_replica(replicas, connect):
         np.testing.assert_array_equal(copy.numpy(), kept)
 
 
+@pytest.mark.whole
 def test_stopped_within_a_validation_and_resumed(connect, tmp_path):
     class Stop:
         def __init__(self, calls):
