@@ -2,6 +2,8 @@
 PYTHON ?= python3
 OLDEST_PYTHON ?= python3.10
 BIN := .venv/bin
+# Else every process of a test run compiles the package and the tests anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: train test test-all test-oldest faults horovod lint keras-tests bench bench-workers bench-checkpoints bench-watching bench-input clean
 

@@ -18,7 +18,7 @@ from tfdist.data.sources import Arrays, Batches, Records, weigh_classes
 from tfdist.data.spec import Spec
 from tfdist.errors import Interrupted, UserError
 from tfdist.monitoring.recorder import fingerprint
-from tfdist.train.early_stopping import Patience
+from tfdist.train.early_stopping import Measured, Patience
 
 EPOCHS = 20
 
@@ -121,12 +121,14 @@ def test_a_metric_that_nobody_measures_is_refused_before_the_first_update(connec
     with pytest.raises(
         UserError, match=r"train.monitor=val_auc is not measured: choose one of accuracy, loss, val_acc"
     ):
-        train(connect(1), Patience("val_auc", 2), made)
+        train(connect(1), Measured({"train.monitor": "val_auc"}), made)
     assert int(made.optimizer.iterations) == 0
     two = training_cases.compile_two_outputs()
     data = training_cases.two_outputs_data(24)
     with pytest.raises(UserError, match=r"train.monitor=val_loose_loss is not measured: choose one of kind_accuracy, "):
-        tfdist.fit(two, data, validation_data=data, verbose=0, callbacks=[Patience("val_loose_loss", 1)])
+        tfdist.fit(
+            two, data, validation_data=data, verbose=0, callbacks=[Measured({"train.monitor": "val_loose_loss"})]
+        )
 
 
 def test_a_run_says_why_it_ended(run, tmp_path):

@@ -65,10 +65,6 @@ class Patience(Callback, keras.callbacks.EarlyStopping):
         mode = "max" if sign > 0 else "min"
         super().__init__(monitor=name, patience=patience, mode=mode, restore_best_weights=True)
 
-    def on_train_begin(self, logs=None):
-        super().on_train_begin(logs)
-        check_measured("train.monitor", self.monitor, self.model)
-
     def get_monitor_value(self, logs):
         """Returns the metric, or None after an epoch without an evaluation."""
         logs = logs or {}
