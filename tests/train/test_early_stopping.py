@@ -126,9 +126,7 @@ def test_a_metric_that_nobody_measures_is_refused_before_the_first_update(connec
     two = training_cases.compile_two_outputs()
     data = training_cases.two_outputs_data(24)
     with pytest.raises(UserError, match=r"train.monitor=val_loose_loss is not measured: choose one of kind_accuracy, "):
-        tfdist.fit(
-            two, data, validation_data=data, verbose=0, callbacks=[Measured({"train.monitor": "val_loose_loss"})]
-        )
+        tfdist.fit(two, data, validation_data=data, verbose=0, callbacks=[Patience("val_loose_loss", 1)])
 
 
 def test_a_run_says_why_it_ended(run, tmp_path):
