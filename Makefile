@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Else every process of a test run compiles the package and the tests anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-all test-oldest faults horovod lint keras-tests bench bench-workers bench-checkpoints bench-watching bench-input clean
+.PHONY: train test test-all test-oldest faults horovod lint docs keras-tests bench bench-workers bench-checkpoints bench-watching bench-input clean
 
 train: .venv/ready
 	$(BIN)/python -m tfdist.train
@@ -46,6 +46,10 @@ lint: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The page that is made from what is beside the fields.
+docs: .venv/ready
+	$(BIN)/python -m tfdist.config.field_docs > docs/fields.md
 
 bench: .venv/ready
 	$(BIN)/python benchmarks/bench.py

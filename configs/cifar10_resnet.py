@@ -1,6 +1,6 @@
 """CIFAR-10 with the ResNet-20 of the paper that introduced it.
 
-    python -m tfdist.train --config=configs/cifar10_resnet.py
+    python -m tfdist.train --config=cifar10_resnet
 
 170 MB are downloaded once, to the folder of TFDS. For one GPU or several. He et al., *Deep Residual Learning for
 Image Recognition* (2016), report 91.25 % of the test images right for this network, these augmentations and 164

@@ -1,8 +1,8 @@
 """What a network has learnt of some classes helps it with others, of which there are few pictures.
 
-    python -m tfdist.train --config=configs/fine_tune.py:base        # learns the digits 0 to 4 from 721 pictures
-    python -m tfdist.train --config=configs/fine_tune.py             # goes on from there: 5 to 9 from 3 pictures each
-    python -m tfdist.train --config=configs/fine_tune.py:scratch     # for comparison: the same without the first
+    python -m tfdist.train --config=fine_tune:base        # learns the digits 0 to 4 from 721 pictures
+    python -m tfdist.train --config=fine_tune             # goes on from there: 5 to 9 from 3 pictures each
+    python -m tfdist.train --config=fine_tune:scratch     # for comparison: the same without the first
 
 86 % of the test images right instead of 73 % (83 % at best from scratch, with a tenth of the rate and 100 epochs); a
 second each on two cores.

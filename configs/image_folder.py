@@ -1,6 +1,6 @@
 """A classifier for your own pictures: one folder for each class.
 
-    python -m tfdist.train --config=configs/image_folder.py --config.data.name=image_folder:/path/to/pictures
+    python -m tfdist.train --config=image_folder --config.data.name=image_folder:/path/to/pictures
 
 The pictures may have any size and lie in folders of folders. Where there are no `train` and `test` folders, the tenth
 that is held out is the same at every run. From zero, with a small network; with few pictures, begin with one that has

@@ -1,6 +1,6 @@
 """ImageNet with ResNet-50: the yardstick of distributed training.
 
-    python -m tfdist.train --config=configs/imagenet_resnet50.py --strategy=mirrored
+    python -m tfdist.train --config=imagenet_resnet50 --strategy=mirrored
 
 For eight GPUs. TFDS cannot download the images: register at https://image-net.org, put ILSVRC2012_img_train.tar and
 ILSVRC2012_img_val.tar into its folder for manual downloads (the first run names it), and have 300 GB free. Goyal et

@@ -1,6 +1,6 @@
 """A small language model over characters, on the source text of Python's own standard library.
 
-    python -m tfdist.train --config=configs/stdlib_chars.py
+    python -m tfdist.train --config=stdlib_chars
 
 Real text on every machine, no download. Sequences of whole lines are padded;
 padding is masked, and the spaces that begin a line count half. The accuracy is

@@ -1,6 +1,6 @@
 """A small GPT over the bytes of Python's own standard library.
 
-    python -m tfdist.train --config=configs/stdlib_gpt.py
+    python -m tfdist.train --config=stdlib_gpt
 
 Real text on every machine, no download; every tenth module is held out.
 A loss of 1.355 nats a byte and 63 % of the bytes right after 2 epochs, on 1, 2 and 4 replicas within 5e-5; 134 s with

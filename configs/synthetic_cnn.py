@@ -1,6 +1,6 @@
 """A BatchNorm CNN on made 32x32x3 images: work for a real accelerator, with no download.
 
-    python -m tfdist.train --config=configs/synthetic_cnn.py --strategy=mirrored
+    python -m tfdist.train --config=synthetic_cnn --strategy=mirrored
 
 97 % of the held-out images right after 3 epochs, about 14 s on two cores.
 """

@@ -1,6 +1,6 @@
 """How far a car goes on a gallon: a table with numbers, categories and gaps, and one number to tell.
 
-    python -m tfdist.train --config=configs/table_mlp.py
+    python -m tfdist.train --config=table_mlp
 
 398 cars of 1970 to 1982 (Auto MPG), a fifth of them held out: 2.2 miles off on average, 3 s on two cores. For a table
 of your own, give `--config.data.name=csv:mine.csv --config.data.options=target=price`.

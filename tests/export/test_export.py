@@ -408,7 +408,7 @@ def test_bad_flags(flags, message, run, tmp_path):
 
 def test_help(run, tmp_path):
     done = run("tfdist.export", "--help", COLUMNS="80")
-    flags = done.stdout[done.stdout.index("flags:") :]
+    flags = done.stdout[done.stdout.index("Flags:") :]
     for name in ("workdir", "model", "checkpoint", "output", "formats"):
         assert f"  --{name}: " in flags
     assert all(len(line) <= 80 for line in done.stdout.splitlines())

@@ -8,32 +8,27 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from absl import app, flags, logging
 from ml_collections import config_flags
 
 from tfdist import __version__, config
-from tfdist.config import config_file, field_syntax, runtime_options, standard_streams
+from tfdist.config import config_file, field_syntax, help_page, runtime_options, shipped, standard_streams
 from tfdist.errors import TrainingError, UserError, one_line
 
 DEFAULT_CONFIG = os.path.join(os.path.dirname(__file__), "default_experiment.py")
-_HELP = {f"{dashes}{name}" for dashes in ("-", "--") for name in ("help", "helpshort", "helpfull", "?")}
+_HELP_FULL = {"-helpfull", "--helpfull"}
 _BATCH = "config.train.batch_size"
 OF_THE_ENVIRONMENT = tuple(f.name for f in dataclasses.fields(runtime_options.Environment))
 
 
 def _check_config_arguments(argv: list[str]) -> None:
-    """Finds a missing config file or a misspelt field, which config_flags reports with a traceback."""
-    for i, argument in enumerate(argv):
-        name, equals, value = argument.lstrip("-").partition("=")
-        if not argument.startswith("-"):
-            continue
-        if name == "config":
-            path = (value if equals else "".join(argv[i + 1 : i + 2])).partition(":")[0]
-            if not os.path.isfile(path):
-                raise UserError(f"--config={path} does not exist: give the path of a Python file with get_config()")
-        elif name.startswith("config."):
+    """Finds a missing file or a misspelt field, which absl and config_flags report with a traceback."""
+    shipped.fill_in(argv)
+    for argument in argv:
+        name = argument.lstrip("-").partition("=")[0]
+        if argument.startswith("-") and name.startswith("config."):
             _check_field(name)
 
 
@@ -60,19 +55,20 @@ def parse(argv: list[str], own: Sequence[str] = OF_THE_ENVIRONMENT) -> list[str]
     """Parses the flags of a command that takes an experiment, each complaint a `UserError` of one line.
 
     Args:
-      own: names of its other flags, for `--help`.
+      own: names of its other flags, for `--help`; the experiment's fields follow where `--config` is given.
     """
-    _check_config_arguments(argv[1:])
+    helps = help_page.is_asked(argv)
+    if helps:  # whatever else is on the command line may be why
+        argv = sys.argv = [argv[0], *_config_arguments(argv)]
+    _check_config_arguments(argv)
     _auto_as_number(argv)
     path = _config_file(argv)
     try:
         with config_file.guarded(path):
             # The definition itself reads the command line, so it belongs to what can fail.
-            config_flags.DEFINE_config_file("config", DEFAULT_CONFIG, "Experiment: a Python file with get_config().")
-            for name in ("config", *own):
-                # absl's --help lists the flags of the main module, and ours are defined elsewhere.
-                if name in flags.FLAGS:
-                    flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
+            config_flags.DEFINE_config_file(
+                "config", DEFAULT_CONFIG, "Experiment: a Python file with get_config(), or a name."
+            )
             rest = flags.FLAGS(argv)
             getattr(flags.FLAGS.config, "name", None)  # config_flags keeps an OSError back until somebody looks
     except flags.Error as error:
@@ -81,7 +77,27 @@ def parse(argv: list[str], own: Sequence[str] = OF_THE_ENVIRONMENT) -> list[str]
         raise
     except Exception as error:  # what is wrong with the file without a line of it that has failed: it has no get_config
         raise UserError(f"--config={path} cannot be used: {type(error).__name__}: {one_line(error, 300)}") from error
+    if helps:
+        _help(["config", *own], flags.FLAGS.config if len(argv) > 1 else None)
     return _only_flags(rest)
+
+
+def _help(names: Sequence[str], experiment: config.Experiment | None = None) -> NoReturn:
+    """Prints the help of flags of these names and of those that the command itself defines."""
+    defined = [flag.name for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0])]
+    print(help_page.page([*names, *defined], experiment))
+    sys.exit(0)
+
+
+def _config_arguments(argv: list[str]) -> list[str]:
+    """Returns the arguments that say which experiment, and what of it is changed."""
+    taken = []
+    for i, argument in enumerate(argv):
+        name, equals, _ = argument.partition("=")
+        if argument.startswith("-") and name.lstrip("-").partition(".")[0] in ("config", "noconfig"):
+            bare = not equals and i + 1 < len(argv) and not argv[i + 1].startswith("-")
+            taken += argv[i : i + 2] if bare else [argument]
+    return taken
 
 
 def _config_file(argv: list[str]) -> str:
@@ -96,6 +112,9 @@ def _config_file(argv: list[str]) -> str:
 
 def parse_own(argv: list[str]) -> list[str]:
     """Parses the flags of a command that takes no experiment, each complaint a `UserError` of one line."""
+    if help_page.is_asked(argv):
+        _help([])
+    shipped.fill_in(argv)
     try:
         rest = flags.FLAGS(argv)
     except flags.Error as error:
@@ -146,8 +165,8 @@ def _guarded(run: Callable[[list[str]], int], flags_parser: Callable[[list[str]]
     try:
         app.run(whole, flags_parser=flags_parser)
     except SystemExit as end:
-        # absl ends --help with 1, which a script takes for a failure.
-        raise SystemExit(0 if end.code == 1 and _HELP.intersection(sys.argv[1:]) else end.code) from None
+        # absl ends --helpfull with 1, which a script takes for a failure.
+        raise SystemExit(0 if end.code == 1 and _HELP_FULL.intersection(sys.argv[1:]) else end.code) from None
     except UserError as error:
         print(f"tfdist: error: {error}", file=sys.stderr)
         sys.exit(2)

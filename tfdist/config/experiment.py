@@ -61,7 +61,9 @@ class Data:
     """A TFDS name, `image_folder:/path`, `csv:/path`, `text:/pattern`, `tfrecord:/pattern`, `synthetic`, `stdlib_text`,
     or `package.module:function` (see tfdist.data.datasets.registry.load)."""
     train_split: str = "train"
+    """Which examples are trained on; of TFDS also a part, such as `train[:90%]`."""
     eval_split: str = "test"
+    """Which examples the model is evaluated on."""
     data_dir: str = ""
     """Where TFDS keeps prepared data; empty for TFDS' own default (TFDS_DATA_DIR or ~/tensorflow_datasets)."""
     shuffle: bool = True
@@ -104,6 +106,7 @@ class Optimizer:
     name: str = "sgd"
     """A Keras optimizer in lower case, or `package.module:function`, called as `function(learning_rate)`."""
     learning_rate: float = 0.05
+    """The peak of the learning rate, after the warm-up."""
     schedule: str = "cosine"
     """What follows the warm-up: `constant`, `cosine`, `linear`, `step` or `exponential`."""
     schedule_options: str = ""
@@ -112,6 +115,7 @@ class Optimizer:
     warmup: str = "2 epochs"
     """Linear warm-up from zero: a duration (`5%`, `100 steps`, `1 epoch`, `5000 examples`)."""
     weight_decay: float = 0.02
+    """Share by which weights shrink per update, times the learning rate, apart from the gradient; 0 for none."""
     decay_exclude: str = ""
     """Patterns for layers and variables without weight decay, such as `bias, gamma, beta, embedding*`."""
     layer_rates: str = ""
@@ -169,6 +173,7 @@ class Train:
     on_nonfinite: str = "stop"
     """`rollback`: when the loss is NaN or infinite, go back to the last checkpoint and leave out those updates."""
     max_rollbacks: int = 3
+    """How often `on_nonfinite=rollback` may go back before the run fails."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -178,6 +183,7 @@ class Eval:
     every: str = "1 epoch"
     """How often to evaluate: a duration in whole epochs; the end is always evaluated."""
     batch_size: int = 256
+    """Examples that are evaluated at a time, over all replicas; the numbers do not depend on it."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -199,7 +205,9 @@ class Experiment:
     """All that decides about the numbers of a run; where it runs is in `runtime_options`."""
 
     name: str = "digits"
+    """What the run is called, and its folder in `runs/`."""
     seed: int = 0
+    """Decides the first weights, the order of the examples, and what is random in layers and augmentation."""
     data: Data = dataclasses.field(default_factory=Data)
     model: Model = dataclasses.field(default_factory=Model)
     optimizer: Optimizer = dataclasses.field(default_factory=Optimizer)

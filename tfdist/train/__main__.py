@@ -6,13 +6,15 @@ is wrong; 143 stopped by a signal.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 from typing import TYPE_CHECKING
 
 from absl import flags
 
 from tfdist import config
-from tfdist.config import command_line, messages, runtime_options, standard_streams, validation
+from tfdist.config import command_line, messages, runtime_options, shipped, standard_streams, validation
 from tfdist.errors import UserError
 
 if TYPE_CHECKING:
@@ -118,6 +120,13 @@ def _run(
 
 def _main(argv: list[str]) -> int:
     del argv
+    if flags.FLAGS.list:
+        print(shipped.listing())
+        return 0
+    if flags.FLAGS.print_config:
+        validation.validate(flags.FLAGS.config)
+        print(json.dumps(dataclasses.asdict(flags.FLAGS.config), indent=2))
+        return 0
     environment = runtime_options.from_flags(flags.FLAGS)
     if not environment.dry_run:
         standard_streams.dispensable()  # what a run is for is in its folder
@@ -128,6 +137,8 @@ def _main(argv: list[str]) -> int:
 def main() -> None:
     """Entry point of `python -m tfdist.train`."""
     runtime_options.define_flags()
+    flags.DEFINE_bool("list", False, "Print the experiments and flag files that come with tfdist, and stop.")
+    flags.DEFINE_bool("print_config", False, "Print the experiment with all its fields as JSON, and stop.")
     command_line.main(_main)
 
 

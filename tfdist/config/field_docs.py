@@ -1,0 +1,97 @@
+"""The fields of an experiment in words, from the docstrings beside them: for `--help` and docs/fields.md."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import re
+import textwrap
+from typing import NamedTuple
+
+from tfdist.config import experiment as definition
+
+_LISTS = {
+    "`MODELS`": definition.MODELS,
+    "`APPLICATIONS`": ("a network of keras.applications",),
+}
+
+
+class FieldDoc(NamedTuple):
+    """What a person needs to know of a field."""
+
+    name: str
+    """On the command line, without dashes: `config.train.epochs`."""
+    kind: str
+    """Its type, as Python writes it."""
+    value: str
+    """Its value here; that of the default experiment where no other is looked at."""
+    meaning: str
+    """In a sentence or more, on one line."""
+
+
+@functools.cache
+def _meanings() -> dict[tuple[str, str], str]:
+    """Returns the docstrings of the fields, by class and field."""
+    found = {}
+    for owner in ast.parse(inspect.getsource(definition)).body:
+        if not isinstance(owner, ast.ClassDef):
+            continue
+        for field, text in zip(owner.body, owner.body[1:]):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+                found[owner.name, field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
+    return found
+
+
+def fields(experiment: definition.Experiment, prefix: str = "config") -> list[FieldDoc]:
+    """Returns all fields of an experiment with its values, in the order in which they are defined."""
+    return list(_fields(experiment, prefix))
+
+
+def _fields(owner: object, prefix: str) -> list[FieldDoc]:
+    found = []
+    for field in dataclasses.fields(owner):  # type: ignore[arg-type]
+        value, name = getattr(owner, field.name), f"{prefix}.{field.name}"
+        if dataclasses.is_dataclass(value):
+            found += _fields(value, name)
+            continue
+        meaning = _meanings().get((type(owner).__name__, field.name), "")
+        for listed, names in _LISTS.items():
+            meaning = meaning.replace(listed, ", ".join(names))
+        kind = field.type.__name__ if isinstance(field.type, type) else str(field.type)
+        found.append(FieldDoc(name, kind, repr(value) if isinstance(value, str) else str(value), meaning))
+    return found
+
+
+def as_help(experiment: definition.Experiment, width: int = 80) -> str:
+    """Returns the fields as a command's `--help` shows them."""
+    lines = []
+    for field in fields(experiment):
+        lines.append(f"  --{field.name}: {field.kind}, {field.value}")
+        lines += textwrap.wrap(field.meaning.replace("`", ""), width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(lines)
+
+
+def as_markdown() -> str:
+    """Returns docs/fields.md."""
+    lines = [
+        "# The fields of an experiment",
+        "",
+        "A config file sets them (`Experiment(train=Train(epochs=3))`), and so does the command line:",
+        "`--config.train.epochs=3`. `python -m tfdist.train --config=NAME --help` lists them with the values of an",
+        "experiment. This page is made from `tfdist/config/experiment.py` by `make docs`.",
+    ]
+    group = ""
+    for field in fields(definition.Experiment()):
+        *owner, name = field.name.removeprefix("config.").split(".")
+        if (heading := ".".join(owner) or "Experiment") != group:
+            group = heading
+            lines += ["", f"## {group}", "", "| field | type | default | meaning |", "|---|---|---|---|"]
+        meaning = re.sub(r"\s*\(see [^)]*\)", "", field.meaning).replace("|", "\\|")
+        lines.append(f"| `{'.'.join([*owner, name])}` | {field.kind} | `{field.value}` | {meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(as_markdown(), end="")
