@@ -614,22 +614,6 @@ def test_a_frozen_value_with_a_chief():
 
 
 @pytest.mark.parametrize(
-    "environ, expected",
-    [
-        ({}, None),
-        (env(HAND), None),
-        (env("MLP_WORKER_NUM="), None),
-        (env(PLATFORM), (2, 1, 8, "10.0.0.5", 2222)),
-        (changed(PLATFORM, MLP_WORKER_GPU=None), (2, 1, 0, "10.0.0.5", 2222)),
-        (changed(PLATFORM, MLP_WORKER_0_HOST="fd00::5"), (2, 1, 8, "fd00::5", 2222)),
-        (env("MLP_WORKER_NUM=1 MLP_WORKER_GPU=4"), (1, 0, 4, "", 0)),
-    ],
-)
-def test_platform_node(environ, expected):
-    assert cluster.platform_node(environ) == expected
-
-
-@pytest.mark.parametrize(
     "host, port, address",
     [
         ("node1", 1, "node1:1"),

@@ -113,7 +113,9 @@ def launch(tmp_path):
     mark = uuid.uuid4().hex
     started = []
     (tmp_path / "actor.py").write_text(ACTOR)
-    drop = re.compile("CUDA_VISIBLE_DEVICES|TF_CONFIG|MLP_|TFDIST_|HOROVOD_|TORCHELASTIC_|RANK$|WORLD_SIZE$")
+    drop = re.compile(
+        "CUDA_VISIBLE_DEVICES|TF_CONFIG|MLP_|PET_|SM_|SKYPILOT_|JOB_COMPLETION_INDEX|NPROC_PER_NODE|TFDIST_|HOROVOD_|TORCHELASTIC_|RANK$|WORLD_SIZE$"
+    )
 
     def start(*arguments, **environ):
         env = {k: v for k, v in os.environ.items() if not drop.match(k)}

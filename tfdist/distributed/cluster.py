@@ -13,12 +13,12 @@ import zlib
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from tfdist.distributed import env_vars, tf_config
+from tfdist.distributed import env_vars, platforms, tf_config
 from tfdist.distributed.addresses import expand, is_loopback, join, split
 from tfdist.errors import UserError
 
 LAUNCH, TORCHRUN, TF_CONFIG, HOROVODRUN = "tfdist.launch", "torchrun's variables", "TF_CONFIG", "horovodrun"
-OPEN_MPI, SLURM, PMI, PLATFORM = "Open MPI", "Slurm", "PMI", "MLP_WORKER_NUM"
+OPEN_MPI, SLURM, PMI = "Open MPI", "Slurm", "PMI"
 
 
 class _Counts(NamedTuple):
@@ -38,8 +38,9 @@ _COUNTS = {
     OPEN_MPI: _Counts(*(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
     PMI: _Counts("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
+# Of a platform the name of its source is the variable.
 _UNSET = {source: f"{names.rank} and {names.size}" for source, names in _COUNTS.items()}
-_UNSET |= {TF_CONFIG: "TF_CONFIG", SLURM: "SLURM_STEP_ID", PLATFORM: "MLP_WORKER_NUM"}
+_UNSET |= {TF_CONFIG: "TF_CONFIG", SLURM: "SLURM_STEP_ID"}
 
 _PORTS = range(15000, 31000)  # below Linux' ephemeral ports: an outgoing connection cannot have taken one
 _SPECIAL_STEPS = 0xFFFFFFF0  # from here on Slurm numbers batch scripts and interactive shells, which are no tasks
@@ -79,18 +80,6 @@ ALONE = Cluster("")
 HOW_TO_SHARE = "set TFDIST_SECRET to the same long random text on all machines (openssl rand -hex 16 makes one)"
 
 
-class PlatformNode(NamedTuple):
-    """What the MLP_* variables of a training platform say. They count nodes (containers), not workers."""
-
-    nnodes: int
-    node_rank: int
-    gpus: int
-    """GPUs of each node; 0 if the platform names none."""
-    addr: str
-    port: int
-    """Where node 0 can be met; a single node may leave it out, which gives "" and 0."""
-
-
 def find(environ: Mapping[str, str]) -> Cluster:
     """Finds the cluster that the environment describes; `ALONE` if nothing says that there are others.
 
@@ -119,23 +108,6 @@ def check_secret(workers: Cluster, insecure: bool = False) -> None:
         f"part: {HOW_TO_SHARE}, or give --insecure in a network that only you can reach; on one machine let them meet "
         "at 127.0.0.1"
     )
-
-
-def platform_node(environ: Mapping[str, str]) -> PlatformNode | None:
-    """Finds the node that the MLP_* variables describe, or None without them.
-
-    Raises:
-      UserError: they are incomplete or make no sense.
-    """
-    environ = env_vars.filled(environ)
-    if "MLP_WORKER_NUM" not in environ:
-        return None
-    if env_vars.number(environ, "MLP_WORKER_NUM", least=1) > 1:
-        env_vars.need(environ, "MLP_ROLE_INDEX", "MLP_WORKER_0_HOST", "MLP_WORKER_0_PORT", beside="MLP_WORKER_NUM")
-    rank, nodes = env_vars.pair({"MLP_ROLE_INDEX": "0", **environ}, "MLP_ROLE_INDEX", "MLP_WORKER_NUM")
-    gpus = env_vars.number(environ, "MLP_WORKER_GPU") if "MLP_WORKER_GPU" in environ else 0
-    addr, port = env_vars.host_and_port(environ, "MLP_WORKER_0_HOST", "MLP_WORKER_0_PORT")
-    return PlatformNode(nodes, rank, gpus, addr, port)
 
 
 def _launched(environ: Mapping[str, str]) -> Cluster | None:
@@ -174,7 +146,7 @@ def _agreed(environ: Mapping[str, str]) -> Cluster:
     if all(c.source in (TF_CONFIG, TORCHRUN) and c.local_size == 1 for c in sources):
         sources += filter(None, [_platform(environ)])
     # `srun -n1`, `mpirun -np 1` and a single node say where something was started, not that it is alone.
-    sources = [c for c in sources if c.size > 1 or c.source not in (OPEN_MPI, SLURM, PMI, PLATFORM)] or sources
+    sources = [c for c in sources if c.size > 1 or c.source in (TF_CONFIG, TORCHRUN, HOROVODRUN)] or sources
     if not sources:
         return ALONE
     chosen, *others = sources
@@ -183,7 +155,7 @@ def _agreed(environ: Mapping[str, str]) -> Cluster:
             raise UserError(
                 f"this process is rank {chosen.rank} of {chosen.size} by {chosen.source} "
                 f"and rank {other.rank} of {other.size} by {other.source}: "
-                f"unset {_UNSET[chosen.source]}, or unset {_UNSET[other.source]}"
+                f"unset {_UNSET.get(chosen.source, chosen.source)}, or unset {_UNSET.get(other.source, other.source)}"
             )
     if chosen is by_hand and not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} & environ.keys():
         knows = max(sources, key=lambda c: c.local_size)
@@ -197,7 +169,7 @@ def _place(cluster: Cluster) -> tuple[int, int]:
 
 def _torchrun(environ: Mapping[str, str]) -> Cluster | None:
     """Reads torchrun's variables as a person or a script sets them."""
-    if not _has(environ, TORCHRUN):
+    if not _has(environ, TORCHRUN) or platforms.counts_nodes(environ):
         return None
     cluster = _counted(environ, TORCHRUN)
     if cluster.size > 1:
@@ -273,10 +245,10 @@ def _tasks_per_node(text: str) -> list[int]:
 
 def _platform(environ: Mapping[str, str]) -> Cluster | None:
     """Reads the place of a process that the platform starts: one worker on each node."""
-    node = platform_node(environ)
+    node = platforms.node(environ)
     if node is None:
         return None
-    return Cluster(PLATFORM, node.node_rank, node.nnodes, master=env_vars.master(environ, node.addr, node.port))
+    return Cluster(node.source, node.node_rank, node.nnodes, master=env_vars.master(environ, node.addr, node.port))
 
 
 def _tf_config(environ: Mapping[str, str]) -> Cluster | None:

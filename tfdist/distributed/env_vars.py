@@ -12,7 +12,8 @@ OTHER_LAUNCHERS = ("TF_CONFIG", "TORCHELASTIC_RUN_ID", "HOROVOD_", "TFDIST_MEETI
 """Beginnings of variables by which a worker would believe another launcher than the one that starts it."""
 CLUSTER = (
     *("TF_CONFIG", "TORCHELASTIC_", "HOROVOD_", "TFDIST_ATTEMPT", "TFDIST_MEETING_FD", "SLURM_", "PMI_"),
-    *("OMPI_COMM_WORLD_", "MLP_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_"),
+    *("PET_", "SM_HOSTS", "SM_CURRENT_HOST", "SKYPILOT_NODE_", "NPROC_PER_NODE", "OMPI_COMM_WORLD_", "MLP_"),
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_"),
 )
 """Beginnings of all variables by which a process takes itself for one of several workers."""
 

@@ -19,14 +19,14 @@ from typing import Any, NamedTuple, NoReturn
 from tfdist import __version__
 from tfdist.config import field_syntax, standard_streams, validation
 from tfdist.config.messages import aside
-from tfdist.distributed import cluster, gpus
+from tfdist.distributed import cluster, gpus, platforms
 from tfdist.distributed.addresses import is_loopback
 from tfdist.errors import UserError
 from tfdist.launch import coordinator, node_agent, node_links
 from tfdist.launch.event_loop import Events, Screen
 
-PORT = 29500
-"""Where launchers meet unless told otherwise; torchrun's."""
+PORT = platforms.PORT
+"""Where launchers meet unless told otherwise."""
 _OWN = ("devices", "workdir", "threads", "progress", "start_timeout", "stall_timeout")
 """Environment flags that may differ between nodes."""
 
@@ -75,8 +75,8 @@ def _parser() -> _Parser:
         usage="%(prog)s [flags] -- [train flags | script | -m module ...]",
         description="Starts the workers of a run, here and (with one launcher on each) on other machines, "
         "shows what they print, and ends them all when one fails.",
-        epilog="--flag-name may be written for --flag_name. MLP_WORKER_NUM, MLP_ROLE_INDEX, MLP_WORKER_GPU, "
-        "MLP_WORKER_0_HOST and MLP_WORKER_0_PORT, where set, are the defaults. Across machines the environment "
+        epilog="--flag-name may be written for --flag_name. What a platform says of its nodes (PET_*, MLP_*, "
+        "SM_HOSTS, SKYPILOT_*, JOB_COMPLETION_INDEX) is the default. Across machines the environment "
         "variable TFDIST_SECRET, the same on all of them, keeps others out of the launchers' meeting.",
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=28, width=80),
@@ -195,12 +195,14 @@ def _secret(nodes: _Nodes, insecure: bool, environ: Mapping[str, str]) -> str:
 
 def _nodes(options: argparse.Namespace, environ: Mapping[str, str]) -> _Nodes:
     """Finds the machines by the flags, else by what a training platform says."""
-    platform = cluster.platform_node(environ)
+    platform = platforms.node(environ)
     if platform and options.nnodes not in (None, str(platform.nnodes)):
         platform = None  # somebody arranges the nodes by hand
-    default = platform or cluster.PlatformNode(1, 0, 0, "", 0)
+    default = platform or platforms.PlatformNode("", 1, 0)
     nnodes = _whole("--nnodes", options.nnodes or default.nnodes, 1)
-    node = _whole("--node_rank", options.node_rank or default.node_rank, 0)
+    # A pod of an indexed Job of Kubernetes knows its number, and nothing else.
+    index = environ.get("JOB_COMPLETION_INDEX", "").strip() if nnodes > 1 and not platform else ""
+    node = _whole("--node_rank", options.node_rank or index or default.node_rank, 0)
     if node >= nnodes:
         raise UserError(f"--node_rank={node} does not exist with --nnodes={nnodes}: ranks of nodes count from 0 on")
     addr = options.master_addr or default.addr
