@@ -26,7 +26,7 @@ COMMANDS = ("train", "launch", "doctor", "compare", "evaluate", "predict", "expo
 FOREIGN = {"signal": "sbatch, timeout", "logdir": "tensorboard", "dist": "pytest"}
 """Flags of other programs that the pages show."""
 GROUPS = tuple(f.name for f in dataclasses.fields(Experiment) if f.name not in ("name", "seed"))
-PATH = re.compile(r"(?:tfdist|tests|docs|benchmarks|configs|flags|notebooks)/[\w./*-]*(?::[\w.]+)?")
+PATH = re.compile(r"(?:tfdist|tests|docs|benchmarks|configs|flags|notebooks|deploy)/[\w./*-]*(?::[\w.]+)?")
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 

@@ -10,6 +10,7 @@ import sys
 
 import psutil
 import pytest
+from conftest import REPOSITORY
 from support import network_hosts
 
 pytest_plugins = ("support.network_hosts",)  # its fixtures
@@ -125,6 +126,18 @@ def test_an_unplugged_host(way, hosts, start):
 def test_slurm_two_nodes(slurm, hosts, start, tmp_path, reference):
     srun = ["srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
     program = start(*hosts.on("h1"), *srun, *train("--workdir=run"), SLURM_CONF=str(slurm), TFDIST_SECRET="hush")
+    assert_agrees([program], "multi_worker", "Slurm", tmp_path, reference)
+
+
+@pytest.mark.whole
+def test_the_batch_script_of_deploy(slurm, hosts, start, tmp_path, reference):
+    """As it is, with a secret that it makes itself; `python` is the one of the tests."""
+    script = os.path.join(REPOSITORY, "deploy/slurm.sbatch")
+    options = ["--wait", f"--chdir={tmp_path}", f"--output={tmp_path}/said"]
+    environ = {"SLURM_CONF": str(slurm), "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
+    program = start(*hosts.on("h1"), "sbatch", *options, script, *FLAGS, "--workdir=run", **environ)
+    code, said = program.end(), (tmp_path / "said").read_text()
+    assert code == 0, program.text + said
     assert_agrees([program], "multi_worker", "Slurm", tmp_path, reference)
 
 
