@@ -13,7 +13,7 @@ from tfdist.data.spec import Spec
 from tfdist.errors import UserError
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Loaded:
     """Both splits of a data set and their description."""
 
@@ -22,6 +22,14 @@ class Loaded:
     examples: int
     """Examples in the training split."""
     spec: Spec
+
+    def __repr__(self):
+        classes = f", {self.spec.classes} classes" if self.spec.classes else ""
+        size = getattr(self.eval, "size", None)
+        tested = "" if size is None else f", {size:,} to evaluate"
+        return (
+            f"<Loaded: {self.examples:,} examples to train{tested}, {list(self.spec.shape)} {self.spec.dtype}{classes}>"
+        )
 
 
 def described(train: Source, evaluation: Source) -> Loaded:

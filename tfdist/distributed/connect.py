@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import platform
 from collections.abc import Mapping
@@ -86,10 +87,20 @@ def _silence_keras() -> None:
     keras.utils.disable_interactive_logging()
 
 
+def _quiet_tensorflow() -> None:
+    """Keeps TensorFlow from telling of each strategy and each sum, which a notebook shows twice."""
+    import tensorflow as tf
+
+    log = tf.get_logger()  # which chooses a level when it is first asked for
+    if log.level in (logging.NOTSET, logging.INFO):
+        log.setLevel(logging.WARNING)
+
+
 def _start(site: Site, facts: Mapping[str, str], peers: Peers) -> Distribution:
     """Starts the strategy once the workers have met; those of Horovod meet here, since it knows where."""
     where = site.environment
     devices = tf_devices.prepare(where, site.survey, site.selection, site.cluster.local_size)
+    _quiet_tensorflow()
     # XLA loses on the CPU: forward and backward at 0.5 to 1.0 of the plain loop (benchmarks/README.md).
     jit = "off" if where.jit == "auto" and devices.kind == "CPU" else where.jit
     reason = site.choice.reason
@@ -116,11 +127,16 @@ def _versions(strategy: str) -> dict[str, str]:
     return {f"the version of {name}": version for name, version in versions.items()}
 
 
+_CONNECTED: dict[tuple[Environment, str, cluster.Cluster], Distribution] = {}
+"""What `connect` has returned, by what it was asked for."""
+
+
 def connect(strategy: str = "auto", **environment: Any) -> Distribution:
     """Chooses and starts a strategy by the same rules as the command line.
 
     Must come before TensorFlow has done anything else in the process when it
-    splits the CPU or sets threads.
+    splits the CPU or sets threads. Asked again for the same, as a cell of a
+    notebook that runs twice does, it returns what it returned before.
 
     Args:
       strategy: `auto`, `default`, `mirrored`, `multi_worker` or `horovod`.
@@ -137,4 +153,8 @@ def connect(strategy: str = "auto", **environment: Any) -> Distribution:
     unknown = set(environment) - known
     if unknown:
         raise UserError(f"connect() has no option {sorted(unknown)[0]!r}: known are {', '.join(sorted(known))}")
-    return create(locate(Environment(strategy=strategy, **environment)))
+    site = locate(Environment(strategy=strategy, **environment))
+    asked = site.environment, site.choice.name, site.cluster
+    if asked not in _CONNECTED:
+        _CONNECTED[asked] = create(site)
+    return _CONNECTED[asked]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Distribution:
     """A strategy that has been started.
 
@@ -73,6 +73,10 @@ class Distribution:
     def first(self) -> int:
         """Index of this worker's first replica among all."""
         return self.rank * len(self.devices)
+
+    def __repr__(self):
+        here = f"{', '.join(self.devices)}" + (f" of worker {self.rank} of {self.workers}" if self.workers > 1 else "")
+        return f"<Distribution {self.name}: {self.replicas} replica{'s' * (self.replicas > 1)}, here on {here}>"
 
     def scope(self) -> AbstractContextManager[object]:
         """Returns the context in which model, optimizer and metrics must be created."""
