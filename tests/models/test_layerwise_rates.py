@@ -135,7 +135,11 @@ def by_hand(model, make):
 
 @pytest.mark.parametrize(
     "name, replicas",
-    [*((name, 1) for name in MAKE), ("AdamW, scheduled", 3), pytest.param("Nadam", 3, marks=pytest.mark.whole)],
+    [
+        *((name, 2 if "within" in name else 1) for name in MAKE),
+        ("AdamW, scheduled", 3),
+        pytest.param("Nadam", 3, marks=pytest.mark.whole),
+    ],
 )
 def test_against_an_optimizer_per_layer(name, replicas, connect):
     import tensorflow as tf
