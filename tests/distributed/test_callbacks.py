@@ -97,3 +97,19 @@ def test_a_shuffle_with_a_seed_is_that_of_one_device(world, name, connect):
 def test_other_random_changes_of_the_inputs_are_nobodys_error(world):
     chief, other = (worker["augmented"] for worker in scene(world, "shuffled"))
     assert chief.tobytes() == other.tobytes()
+
+
+def test_a_callback_of_one_worker_ends_on_all_what_it_ends_there(world, connect):
+    """Also where that worker alone has a callback, and so wants every batch."""
+    chief, other = scene(world, "stopped")
+    assert (chief["batches"], other["batches"]) == ([3], [3, 3])
+    x, y = (part[:36] for part in training_cases.images(120))
+    model = callback_worker.plain(connect(1))
+    expected = model.evaluate(x, y, verbose=0, return_dict=True)
+    rows = model.predict(x, verbose=0)
+    model.fit(x, y, batch_size=12, shuffle=False, verbose=0)
+    for worker in (chief, other):
+        assert worker["logs"] == [pytest.approx(expected, rel=1e-6)] * 2
+        np.testing.assert_allclose(worker["rows"], rows, rtol=1e-5, atol=1e-6)
+        assert training_cases.distance(worker["weights"], training_cases.weights(model)) < 1e-6
+    assert (world[0] / "2.keras").exists()

@@ -18,6 +18,7 @@ from tfdist.engine import steps_per_call as steps_per_call_lib
 from tfdist.engine.checks import preconditions
 from tfdist.engine.fit_options import FitOptions
 from tfdist.engine.step import optimizer_update
+from tfdist.engine.tracing import layer_state
 from tfdist.errors import Interrupted
 
 L = keras.layers
@@ -547,6 +548,17 @@ def test_layers_see_the_batches_of_the_user_alone(replicas, connect):
     assert counts == [6.0, 6.0]
 
 
+def test_frozen_weights_are_not_copied_to_keep_them(connect, monkeypatch):
+    """They may be gigabytes, and no look at shapes changes them; what a layer counts is kept."""
+    copied, unchanged = [], layer_state.unchanged
+    monkeypatch.setattr(layer_state, "unchanged", lambda variables: copied.extend(variables) or unchanged(variables))
+    frozen, counting = L.Dense(6, trainable=False), Counting()
+    model = keras.Sequential([keras.Input((4, 4, 1)), L.Flatten(), frozen, counting, L.Dense(5)])
+    fit(training_cases.compiled(model), connect(1))
+    assert {id(counting.calls)} <= {id(v) for v in copied}
+    assert not {id(v) for v in frozen.variables} & {id(v) for v in copied}
+
+
 def test_a_model_that_runs_eagerly_on_several_workers_is_refused(connect):
     distribution = dataclasses.replace(connect(1), peers=types.SimpleNamespace(size=2))
     with pytest.raises(tfdist.UserError, match="run_eagerly=True, which is for looking at one process"):
@@ -618,6 +630,22 @@ def test_accumulation_of_the_optimizers_own_is_refused(connect):
     with pytest.raises(
         tfdist.UserError, match="gradient_accumulation_steps=2: leave it out and give tfdist accumulate"
     ):
+        fit(model, connect(1))
+
+
+@pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="this Keras has no MultiOptimizer")
+@pytest.mark.parametrize(
+    "option, message",
+    [
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2: leave it out and give tfdist accumulate"),
+        ({"use_ema": True}, "optimizer 'inner' within a 'multi_optimizer.*' has use_ema=True: leave it out"),
+    ],
+)
+def test_options_of_an_optimizer_within_another_are_refused(option, message, connect):
+    with connect(1).scope():
+        inner = keras.optimizers.SGD(0.1, name="inner", **option)
+        model = training_cases.compiled(training_cases.dense(), keras.optimizers.MultiOptimizer(lambda variable: inner))
+    with pytest.raises(tfdist.UserError, match=message):
         fit(model, connect(1))
 
 

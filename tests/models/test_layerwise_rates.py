@@ -88,6 +88,7 @@ def test_what_cannot_be(rates, decay, message):
 
 
 RATES = {"dense*": 3.0, "last": 0.2}
+HAS_MULTI = hasattr(keras.optimizers, "MultiOptimizer")
 HAS_MUON = "adam_weight_decay" in inspect.signature(keras.optimizers.Muon).parameters
 """Keras 3.10 has a Muon that it cannot train with, and 3.12 one without this."""
 MAKE = {
@@ -102,7 +103,12 @@ MAKE = {
         {"Muon": lambda rate: keras.optimizers.Muon(rate, weight_decay=0.1, adam_weight_decay=0.05)} if HAS_MUON else {}
     ),
     "Nadam": lambda rate: keras.optimizers.Nadam(rate, weight_decay=0.1, use_ema=True, ema_momentum=0.8),
+    **({"SGD within another": lambda rate: within_another(keras.optimizers.SGD(rate))} if HAS_MULTI else {}),
 }
+
+
+def within_another(optimizer):
+    return keras.optimizers.MultiOptimizer(lambda variable: optimizer)
 
 
 def model_of(connect, optimizer, replicas=1):
@@ -130,7 +136,10 @@ def by_hand(model, make):
 @pytest.mark.parametrize(
     "name, replicas",
     [
-        *(pytest.param(name, 1, marks=[pytest.mark.whole] * (i % 3 > 0)) for i, name in enumerate(MAKE)),
+        *(
+            pytest.param(name, 2 if "within" in name else 1, marks=[pytest.mark.whole] * (i % 3 > 0))
+            for i, name in enumerate(MAKE)
+        ),
         ("AdamW, scheduled", 3),
         pytest.param("Nadam", 3, marks=pytest.mark.whole),
     ],

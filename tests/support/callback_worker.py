@@ -1,4 +1,4 @@
-"""One worker that trains with callbacks and data sets: `python callback_worker.py FOLDER`; see `SCENES` for what.
+"""One worker that trains with callbacks and data sets: `python callback_worker.py FOLDER [SCENE...]`; see `SCENES`.
 
 What comes out goes to FOLDER/<rank>.pickle. The options of `tfdist.connect` come in CONNECT, as JSON. Each worker is
 given paths of its own, so that it shows which of them has written.
@@ -155,9 +155,44 @@ def shuffled(distribution, folder, names=None):
     return found
 
 
-SCENES = {"writers": writers, "backup": backup, "shuffled": shuffled}
+class StopsAfter(keras.callbacks.Callback):
+    """Ends what it is called for after the third batch, or only counts."""
+
+    def __init__(self, stops=True):
+        super().__init__()
+        self.stops, self.batches = stops, 0
+
+    def count(self, attribute):
+        self.batches += 1
+        setattr(self.model, attribute, self.stops and self.batches == 3)
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.count("stop_training")
+
+    def on_test_batch_end(self, batch, logs=None):
+        self.count("stop_evaluating")
+
+    def on_predict_batch_end(self, batch, logs=None):
+        self.count("stop_predicting")
+
+
+def stopped(distribution, folder):
+    """What a callback ends on the last worker; in most cases no other worker has such a callback at all."""
+    model, last = plain(distribution), distribution.rank == distribution.workers - 1
+    x, y = training_cases.images(120)
+    options = {"batch_size": 12, "verbose": 0, "distribution": distribution}
+    everywhere, there = [StopsAfter(last)], [StopsAfter()] if last else []
+    logs = [tfdist.evaluate(model, x, y, callbacks=callbacks, **options) for callbacks in (everywhere, there)]
+    rows = tfdist.predict(model, x, callbacks=[StopsAfter()] if last else [], **options)
+    callbacks = [StopsAfter()] if last else [keras.callbacks.ModelCheckpoint(folder / "{batch}.keras", save_freq=2)]
+    tfdist.fit(model, x, y, shuffle=False, callbacks=callbacks, **options)
+    batches = [everywhere[0].batches, *(callback.batches for callback in there)]
+    return {"batches": batches, "logs": logs, "rows": rows, "weights": training_cases.weights(model)}
+
+
+SCENES = {"writers": writers, "backup": backup, "shuffled": shuffled, "stopped": stopped}
 
 if __name__ == "__main__":
     target = pathlib.Path(sys.argv[1])
-    results = {name: scene(DISTRIBUTION, target) for name, scene in SCENES.items()}
+    results = {name: SCENES[name](DISTRIBUTION, target) for name in sys.argv[2:] or SCENES}
     (target / f"{DISTRIBUTION.rank}.pickle").write_bytes(pickle.dumps(results))

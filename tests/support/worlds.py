@@ -13,7 +13,10 @@ HERE = pathlib.Path(__file__).parent
 
 
 def start(strategy, workers, options, folder, script, names):
-    """Runs a script of this folder on all workers, by hand or by horovodrun, with `folder` and `names` as arguments."""
+    """Runs a script of this folder on all workers, by hand or by horovodrun, with `folder` and `names` as arguments.
+
+    The workers have half a minute for each name, and half an hour for all else.
+    """
     env = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
     env |= {"PYTHONPATH": f"{HERE.parent}{os.pathsep}{HERE.parent.parent}", "TF_CPP_MIN_LOG_LEVEL": "2"}
     env["CONNECT"] = json.dumps({"strategy": strategy, "threads": 1, "start_timeout": 120, **options})
@@ -32,7 +35,7 @@ def start(strategy, workers, options, folder, script, names):
         for number, (words, environ) in enumerate(launches):
             with open(folder / f"{number}.log", "wb") as log:
                 running.append(processes.Popen(words, env=environ, stdout=log, stderr=log))
-        codes = [process.wait(1800) for process in running]
+        codes = [process.wait(1800 + 30 * len(names)) for process in running]
     finally:
         for process in running:
             process.kill()

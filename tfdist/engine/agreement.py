@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from tfdist.distributed.distribution import Distribution
 from tfdist.engine.step.step import Step
 from tfdist.errors import Interrupted, UserError
 
@@ -65,6 +66,17 @@ def agree(
             raise Interrupted(vote.reason + (f" (worker {rank})" if peers.size > 1 else ""))
     setattr(step.model, stops, any(vote.stop for vote in votes))
     return Agreed(sum(vote.seconds for vote in votes) / len(votes), votes[0].save)
+
+
+def anywhere(distribution: Distribution, label: str, *facts: bool) -> list[bool]:
+    """Returns of each fact whether it holds on any worker.
+
+    Workers may have been given other callbacks; what these want, such as every single batch, all workers must do.
+
+    Args:
+      label: what this is about.
+    """
+    return [any(each) for each in zip(*distribution.peers.gather(label, list(facts)))]
 
 
 def never() -> str:

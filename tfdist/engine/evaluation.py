@@ -183,6 +183,7 @@ def _pieces(
     call = step.compiled(kind, layout)
     callbacks = callback_list.for_measuring(told[0], model, distribution, told[1], batches)
     stoppable = any(pace_lib.looks_at_predictions(callback) for callback in callbacks.callbacks)
+    (stoppable,) = agreement.anywhere(distribution, "whether a callback may stop", stoppable)
     sources.reader(source).begin()
     model.stop_predicting = False
     callbacks.on_predict_begin()
@@ -295,6 +296,7 @@ class Evaluation:
         totals = step.totals("test")
         callbacks = callbacks or keras.callbacks.CallbackList()
         looks = any(pace_lib.looks_at_tests(callback) for callback in callbacks.callbacks)
+        (looks,) = agreement.anywhere(step.distribution, "whether a callback wants every batch", looks)
         pace = Pace(step.model.steps_per_execution) if looks else self._pace
         self._reader.end()  # Keras does, before an evaluation and not before a prediction
         self._reader.begin()

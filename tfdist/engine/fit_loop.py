@@ -58,7 +58,9 @@ class FitLoop:
         preconditions.reduce_dtype(options.reduce_dtype, distribution)
         preconditions.among("check_agreement", options.check_agreement, strategy_check.CHOICES)
         preconditions.on_nonfinite(options.on_nonfinite, options.checkpoints is not None)
-        self._pace = pace_lib.choose(model, self._callbacks, options.steps_per_call)
+        looks = any(pace_lib.looks_at_batches(callback) for callback in self._callbacks.callbacks)
+        (looks,) = agreement.anywhere(distribution, "whether a callback wants every update", looks)
+        self._pace = pace_lib.choose(model, looks, options.steps_per_call)
         first = options.initial_epoch
         self._position = Position(update=first * (self._per_epoch or 0), epoch=first)
         self._last = math.inf if options.steps is None else self._position.update + options.steps

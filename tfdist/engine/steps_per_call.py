@@ -45,12 +45,16 @@ class Pace:
         self.updates = max(1, min(int(CALL_S * updates / seconds), 10 * updates, 1 << 20))
 
 
-def choose(model: keras.Model, callbacks: keras.callbacks.CallbackList, steps_per_call: int | str) -> Pace:
-    """Returns the pace that `steps_per_call`, the compiled model and the callbacks allow."""
+def choose(model: keras.Model, looks: bool, steps_per_call: int | str) -> Pace:
+    """Returns the pace that `steps_per_call`, the compiled model and the callbacks allow.
+
+    Args:
+      looks: whether a callback, on any worker, wants every single update.
+    """
     if steps_per_call == "auto":
         if model.steps_per_execution > 1:
             return Pace(model.steps_per_execution)
-        return Pace(1 if any(looks_at_batches(c) for c in callbacks.callbacks) else None)
+        return Pace(1 if looks else None)
     if not isinstance(steps_per_call, int) or steps_per_call < 1:
         raise UserError(f"steps_per_call must be 'auto' or a whole number of at least 1, got {steps_per_call!r}")
     return Pace(steps_per_call)

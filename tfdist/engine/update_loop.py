@@ -57,8 +57,12 @@ class UpdateLoop:
         self._keeper = keeper
         self.guard = Guard(step.model, step.distribution)
         self._hooked = callback.with_hooks(callbacks)
-        self._norm = any(c.wants_gradient_norm for c in self._hooked)
-        self._averages = callback_list.average_first(callbacks, pace_lib.looks_at_batches)
+        self._norm, self._averages = agreement.anywhere(
+            step.distribution,
+            "what callbacks want",
+            any(c.wants_gradient_norm for c in self._hooked),
+            callback_list.average_first(callbacks, pace_lib.looks_at_batches),
+        )
         # Loss scaling skips such updates, and Keras' own callback ends the training in its own way.
         self._forgives_nan = hasattr(step.model.optimizer, "inner_optimizer") or any(
             isinstance(c, keras.callbacks.TerminateOnNaN) for c in callbacks.callbacks

@@ -72,7 +72,7 @@ def of_tokens(n):
 
 def by_layer():
     """Two optimizers for two layers."""
-    optimizer_map = optimizers.OptimizerMap(optimizers.Adam(1e-2), {"head/.*": optimizers.SGD(0.1)})
+    optimizer_map = optimizers.OptimizerMap(optimizers.Adam(1e-2), {".*head/.*": optimizers.SGD(0.1)})
     return optimizers.MultiOptimizer(optimizer_map)
 
 

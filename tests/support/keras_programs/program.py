@@ -31,6 +31,10 @@ class Program:
     """Further arguments of fit, made anew for each run, with a folder to write to."""
     look: Callable[[keras.Model, pathlib.Path], list] = lambda model, folder: []
     """Further numbers to compare after the training."""
+    then: tuple[Callable[[keras.Model], keras.Model], ...] = ()
+    """What is trained afterwards, in the same way; each is called with what has been trained, in scope."""
+    only_fit: str = ""
+    """Why there is neither an evaluation nor a prediction."""
     rows: tuple[int, ...] = (61, 72)
     batch: int = 24
     epochs: int = 2
@@ -70,29 +74,44 @@ def by_tfdist(program: Program, rows: int, distribution, folder: pathlib.Path) -
     model = _built(program, distribution)
     given, options = _arguments(program, rows, folder)
     try:
-        history = tfdist.fit(model, *given, distribution=distribution, **options)
+        histories = [tfdist.fit(model, *given, distribution=distribution, **options)]
+        for change in program.then:
+            with distribution.scope():
+                model = change(model)
+            histories.append(tfdist.fit(model, *given, distribution=distribution, **options))
+        if program.only_fit:
+            return _outcome(program, model, histories, {}, [], folder)
         seen = {"verbose": 0, "distribution": distribution, **_batch(options)}
         evaluation = tfdist.evaluate(model, *given, **seen)
         outputs = tfdist.predict(model, given[0], **seen)
     except tfdist.UserError as error:
         return str(error)
-    return _outcome(program, model, history, evaluation, outputs, folder)
+    return _outcome(program, model, histories, evaluation, outputs, folder)
 
 
 def by_keras(program: Program, rows: int, distribution, folder: pathlib.Path) -> Outcome:
     """Runs a program by Keras on one device."""
-    model = _built(program, distribution)
+    model = _as_judge(_built(program, distribution), program)
+    given, options = _arguments(program, rows, folder)
+    histories = [model.fit(*given, **options)]
+    for change in program.then:
+        model = _as_judge(change(model), program)
+        histories.append(model.fit(*given, **options))
+    if program.only_fit:
+        return _outcome(program, model, histories, {}, [], folder)
+    evaluation = model.evaluate(*given, **_batch(options), return_dict=True, verbose=0)
+    outputs = model.predict(given[0], **_batch(options), verbose=0)
+    return _outcome(program, model, histories, evaluation, outputs, folder)
+
+
+def _as_judge(model: keras.Model, program: Program) -> keras.Model:
     model.run_eagerly = bool(program.eagerly)
     model.jit_compile = False  # as it is on a CPU by itself; XLA would round differently
     optimizer = model.optimizer
     if optimizer is not None:  # see test_keras_adam_mistakes_a_sparse_gradient_that_repeats_a_row
         apply = optimizer.apply
         optimizer.apply = lambda grads, variables=None: apply([_dense(g) for g in grads], variables)
-    given, options = _arguments(program, rows, folder)
-    history = model.fit(*given, **options)
-    evaluation = model.evaluate(*given, **_batch(options), return_dict=True, verbose=0)
-    outputs = model.predict(given[0], **_batch(options), verbose=0)
-    return _outcome(program, model, history, evaluation, outputs, folder)
+    return model
 
 
 def _dense(gradient):
@@ -126,10 +145,13 @@ def _batch(options: dict) -> dict:
     return {name: options[name] for name in ("batch_size",) if name in options}
 
 
-def _outcome(program, model, history, evaluation, outputs, folder) -> Outcome:
+def _outcome(program, model, histories, evaluation, outputs, folder) -> Outcome:
+    history: dict[str, list] = {}
+    for name, values in (item for one in histories for item in one.history.items()):
+        history[name] = history.get(name, []) + [np.asarray(v).tolist() for v in values]
     return Outcome(
         np.concatenate([np.ravel(w).astype("float64") for w in model.get_weights()] or [np.zeros(1)]),
-        {name: [np.asarray(v).tolist() for v in values] for name, values in history.history.items()},
+        history,
         {name: np.asarray(value).tolist() for name, value in evaluation.items()},
         [np.asarray(o) for o in keras.tree.flatten(outputs)],
         [np.asarray(v).tolist() for v in program.look(model, folder)],

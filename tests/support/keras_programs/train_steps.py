@@ -322,6 +322,9 @@ class WithoutOptimizerOfKeras(Plain):
         return {"loss": loss}
 
 
+NO_MEAN = {"several": "computes is no mean over examples"}
+
+
 def step(name, build, data, **kwargs):
     return Program(f"step {name}", build, data, **kwargs)
 
@@ -331,16 +334,16 @@ PROGRAMS = [
     step("with weights", lambda: compiled(Weighted(), "mse"), weighed_numbers),
     step("for tests", lambda: compiled(OwnTestStep(), "mse"), numbers),
     step("for predictions", lambda: compiled(OwnPredictStep(), "mse"), numbers),
-    step("that clips", lambda: compiled(Clips(), "mse"), numbers),
+    step("that clips", lambda: compiled(Clips(), "mse"), numbers, refused=NO_MEAN),
     step(
         "without an optimizer",
         lambda: compiled(WithoutOptimizerOfKeras(), "mse"),
         numbers,
-        refused={"several": "the variable 'dense"},
+        refused={"several": "after an update: add it up over the replicas"},
     ),
     step("GAN", gan, real_and_noise),
     step("VAE", vae, image_and_noise),
     step("distillation", distiller, classes),
-    step("contrastive", contrastive, lambda n: (features(n),)),
+    step("contrastive", contrastive, lambda n: (features(n),), refused=NO_MEAN),
     step("siamese by add_loss", siamese, triplets),
 ]

@@ -245,7 +245,7 @@ def _complaint(step: Step, wrong: list[str], distances: dict[str, float], adding
     if alone and any(not name.startswith("metric") for name in wrong):
         return (
             f"{how}, since layer {alone[0]!r} normalizes with the rows of its own replica: make it "
-            f"BatchNormalization(synchronized=True), {otherwise}"
+            f"BatchNormalization(synchronized=True), or freeze it (trainable=False), {otherwise}"
         )
     if wrong[0].startswith(_STATE):
         return f"{how} after an update: add it up over the replicas (tf.distribute.get_replica_context()), {otherwise}"

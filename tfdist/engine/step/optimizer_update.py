@@ -35,11 +35,14 @@ def is_fused(optimizer: keras.optimizers.Optimizer) -> bool:
 
 def check(optimizer: keras.optimizers.Optimizer) -> None:
     """Raises UserError for optimizer settings that tfdist replaces."""
-    if inner_optimizer(optimizer).gradient_accumulation_steps:
-        raise UserError(
-            f"optimizer has gradient_accumulation_steps={inner_optimizer(optimizer).gradient_accumulation_steps}: "
-            "leave it out and give tfdist accumulate (train.accumulate) instead"
-        )
+    for updating in keras_internals.updating(optimizer):
+        if updating.gradient_accumulation_steps:
+            raise UserError(
+                f"optimizer has gradient_accumulation_steps={updating.gradient_accumulation_steps}: "
+                "leave it out and give tfdist accumulate (train.accumulate) instead"
+            )
+        if updating.use_ema and updating is not inner_optimizer(optimizer):
+            raise UserError(f"optimizer {updating.name!r} within a {optimizer.name!r} has use_ema=True: leave it out")
 
 
 @contextlib.contextmanager
@@ -62,11 +65,12 @@ def owned(
     by_key = {keras_internals.variable_key(base, v): f for v, f in zip(variables, factors)}
     mine = OwnedOptimizer(optimizer, averages, by_key)
     with contextlib.ExitStack() as changes:
-        changes.enter_context(keras_internals.without_reduction(base))
         base.use_ema = False
         changes.callback(setattr, base, "use_ema", averages)
-        if factors and not is_fused(optimizer):
-            changes.enter_context(keras_internals.scaled_rates(base, mine.factor))
+        for updating in keras_internals.updating(optimizer):
+            changes.enter_context(keras_internals.without_reduction(updating))
+            if factors and not is_fused(optimizer):
+                changes.enter_context(keras_internals.scaled_rates(updating, mine.factor))
         yield mine
 
 

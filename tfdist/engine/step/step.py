@@ -20,7 +20,7 @@ from tfdist.engine.step.results import LastLogs, LogNames, Totals
 from tfdist.engine.step.training_call import TrainingOptions, training_call
 from tfdist.engine.tracing import layer_state
 from tfdist.errors import UserError, one_line
-from tfdist.models import keras_internals, own_steps
+from tfdist.models import freezing, keras_internals, own_steps
 
 
 class Step:
@@ -187,12 +187,14 @@ class Step:
     def _outputs(self, x: Structure) -> Structure:
         """Returns the model's outputs; None of a model that is only trained, by a step of its own."""
         model = self.model
-        kept = {id(v): v for v in [*model.non_trainable_variables, *model.metrics_variables]}
+        frozen = {id(v) for v in freezing.fixed(model)}  # which no call changes, and which may be gigabytes
+        kept = {id(v): v for v in [*model.non_trainable_variables, *model.metrics_variables] if id(v) not in frozen}
         try:
             with layer_state.unchanged(list(kept.values())):  # this call is none of the user's
                 outputs = self._replica.forward(x, training=False)
-        except NotImplementedError:
-            if not self.own_step("train"):
+        except Exception as error:
+            # Its own step may call something else, where there is no `call`, or give it all that fit was given.
+            if isinstance(error, UserError) or not self.own_step("train"):
                 raise
             return None
         for layer in keras_internals.flat_layers(self.model):

@@ -16,6 +16,12 @@ def inner_optimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.O
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
+def updating(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
+    """Returns those that write weights: what is in a `MultiOptimizer`, or the optimizer; these names are public."""
+    inner = inner_optimizer(optimizer)
+    return list(getattr(inner, "optimizers", [inner]))
+
+
 def rate_setting(
     optimizer: keras.optimizers.Optimizer,
 ) -> keras.Variable | keras.optimizers.schedules.LearningRateSchedule | None:

@@ -1,0 +1,62 @@
+"""The official examples train as with Keras' own fit, with only `connect`, `scope` and `fit` changed."""
+
+import itertools
+import pickle
+
+import pytest
+from support import worlds
+from support.keras_examples import EXAMPLES
+from support.keras_programs import program as programs
+
+SEVERAL = "mirrored 2"
+IN_WORLDS = ("endpoint layer", "transfer learning, BatchNorm kept frozen", "several workers")
+SHORT = {
+    "endpoint layer": SEVERAL,
+    "DCGAN": programs.ONE,
+    "siamese pairs": SEVERAL,
+    "siamese triplets, by the mean": SEVERAL,
+    "several workers": SEVERAL,
+}
+"""What `make test` runs, where."""
+
+
+def cells():
+    """Yields each example with each number of rows on one device and on two replicas."""
+    for example in EXAMPLES:
+        for rows, strategy in itertools.product(example.rows, (programs.ONE, SEVERAL)):
+            if strategy == programs.ONE or not example.unlike_one:
+                marks = [] if rows == example.rows[0] and SHORT.get(example.name) == strategy else [pytest.mark.whole]
+                yield pytest.param(example, rows, strategy, id=f"{example}@{rows}-{strategy}", marks=marks)
+
+
+@pytest.fixture(scope="module")
+def by_keras(connect, tmp_path_factory):
+    """What an example ends with by Keras on one device, each run once."""
+    known = {}
+
+    def get(example, rows):
+        if (example, rows) not in known:
+            known[example, rows] = programs.by_keras(example, rows, connect(1), tmp_path_factory.mktemp("example"))
+        return known[example, rows]
+
+    return get
+
+
+@pytest.mark.parametrize("example, rows, strategy", cells())
+def test_examples_train_as_with_keras(example, rows, strategy, by_keras, connect, tmp_path):
+    got = programs.by_tfdist(example, rows, connect(1 if strategy == programs.ONE else 2), tmp_path)
+    if refusal := example.refusal(strategy):
+        assert isinstance(got, str) and refusal in got and "\n" not in got
+    else:
+        programs.assert_agrees(got, by_keras(example, rows), example)
+
+
+@pytest.mark.whole
+def test_examples_train_as_with_keras_on_two_workers(by_keras, tmp_path):
+    examples = [example for example in EXAMPLES if example.name in IN_WORLDS]
+    names = [f"{example}@{example.rows[-1]}" for example in examples]
+    worlds.start("multi_worker", 2, {}, tmp_path, "program_worker.py", names)
+    for rank in range(2):
+        outcomes = pickle.loads((tmp_path / f"{rank}.pickle").read_bytes())
+        for example, name in zip(examples, names, strict=True):
+            programs.assert_agrees(outcomes[name], by_keras(example, example.rows[-1]), example)

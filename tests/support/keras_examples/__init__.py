@@ -1,0 +1,8 @@
+"""The programs that the official guides of Keras and TensorFlow start people with, small, in words of our own.
+
+Each is what its reader has after changing only `connect`, `scope` and `fit`.
+"""
+
+from support.keras_examples import generative, pairs, sequences, tables, vision
+
+EXAMPLES = [p for module in (tables, generative, pairs, sequences, vision) for p in module.EXAMPLES]
