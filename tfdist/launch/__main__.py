@@ -21,7 +21,7 @@ from tfdist.config import field_syntax, standard_streams, validation
 from tfdist.config.messages import aside
 from tfdist.distributed import cluster, gpus
 from tfdist.distributed.addresses import is_loopback
-from tfdist.errors import UserError
+from tfdist.errors import UserError, shown
 from tfdist.launch import coordinator, node_agent, node_links
 from tfdist.launch.event_loop import Events, Screen
 
@@ -325,7 +325,7 @@ def main() -> None:
     try:
         sys.exit(_run(sys.argv[1:]))
     except UserError as error:
-        print(f"tfdist: error: {error}", file=sys.stderr)
+        print(f"tfdist: error: {shown(error)}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("tfdist: interrupted, nothing was started", file=sys.stderr)
