@@ -4,6 +4,7 @@ Values are of any type, empty, huge, negative, no numbers, in any script, or rig
 """
 
 import dataclasses
+import functools
 import os
 import re
 import tempfile
@@ -192,3 +193,49 @@ def test_any_experiment_in_this_process(given_settings):
         _check(experiment, runtime_options.Environment())
     except UserError as error:
         adversary.is_one_line(shown(error))
+
+
+# -- other commands --------------------------------------------------------------------
+
+OTHERS = {
+    "launch": ["--dry_run"],
+    "evaluate": [],
+    "predict": [],
+    "export": [],
+    "compare": ["--dry_run"],
+    "doctor": ["--time_limit=5", "--devices=none"],
+}
+"""Commands, and what keeps them from doing much; `horovod_build` would compile for minutes."""
+NOT_DRAWN = {"listen", "listen_seconds", "flagfile", "config", "time_limit", "help", "helpfull", "nnodes"}
+"""Flags that make a command wait for others, as it should."""
+
+
+@functools.cache
+def flags_of(command):
+    listed = adversary.run(f"tfdist.{command}", ["--help"], os.getcwd(), "/nowhere").stdout
+    found = set(re.findall(r"^\s+(?:-\w, )?--(?:\[no\])?(\w+)", listed, re.MULTILINE)) - NOT_DRAWN
+    assert len(found) > 3, listed
+    return sorted(found)
+
+
+@st.composite
+def lines_of_others(draw):
+    """A command, and words for it."""
+    command = draw(st.sampled_from(sorted(OTHERS)))
+    words = st.sampled_from([f"--{name}" for name in flags_of(command)]).flatmap(written)
+    if command not in ("launch", "export"):
+        words = st.one_of(words, words, st.sampled_from(FIELDS).flatmap(written))
+    return command, draw(st.lists(words, min_size=1, max_size=3))
+
+
+@pytest.mark.whole
+@adversary.examples(100)
+@given(line=lines_of_others())
+def test_any_line_of_another_command(tfds_dir, line):
+    command, arguments = line
+    with tempfile.TemporaryDirectory() as folder:
+        done = adversary.run(f"tfdist.{command}", [*OTHERS[command], *arguments], folder, tfds_dir)
+    if command == "doctor":  # which ends with 1 or 2 where it has found something, and lists it
+        assert done.returncode in (0, 1, 2) and "Traceback" not in done.stdout + done.stderr, done.stderr
+    else:
+        event("refused" if adversary.judged(done) else "works")

@@ -89,7 +89,10 @@ def tampered(run, changes, forge):
         folder = pathlib.Path(shutil.copytree(OLD / run, f"{home}/run"))
         for name, content in changes.items():
             path = folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(OSError):
+                path.parent.mkdir(parents=True, exist_ok=True)
+            if not path.parent.is_dir():
+                continue  # an earlier change has made something else of it
             if path.is_dir():
                 shutil.rmtree(path)
             path.unlink(missing_ok=True)

@@ -1,7 +1,8 @@
 """The `sitecustomize` of workers that meet with a fault at a moment: when that comes, one of them is hit.
 
-The variable FAULT says `moment fault victim`. The moment is one in the program itself, so that no clock can miss it: of
-the victim's own program where all workers have such a moment, else of the chief's, which then hits the victim.
+The variable FAULT says `moment/fault/victim`. The moment is one in the program itself, so that no clock can miss it: of
+the victim's own program where all workers have such a moment, else of the chief's, which then hits the victim, or of
+that of the rank in FAULT_BY.
 """
 
 import importlib.machinery
@@ -30,7 +31,8 @@ class Fault:
     @property
     def is_mine(self):
         """Whether this worker brings it about."""
-        return self._rank == (0 if self.moment in OF_THE_CHIEF else self._victim)
+        own = 0 if self.moment in OF_THE_CHIEF else self._victim
+        return self._rank == int(os.environ.get("FAULT_BY", own))
 
     def hit(self):
         if self._done:
@@ -41,8 +43,9 @@ class Fault:
         if self._kind == "disk":
             fill(self._folder / "run")
         elif self._kind == "network":
-            with open(self._folder / "asked", "w"), open(self._folder / "done"):
-                pass  # both are pipes: the test has unplugged the victim's host in between
+            (self._folder / "asked").write_text("x")  # pipes: the test unplugs the victim's host in between
+            with open(self._folder / "done", "rb", buffering=0) as done:
+                done.read(1)
         else:
             os.kill(pid, getattr(signal, self._kind))
 
@@ -154,8 +157,8 @@ def arrange(fault):
 
 def main():
     words = getattr(sys, "orig_argv", [])
-    if "FAULT" not in os.environ or "tfdist.train" not in words:
-        return  # a launcher, or somebody's compiler
+    if "FAULT" not in os.environ or words[1:3] != ["-m", "tfdist.train"]:
+        return  # a launcher, whose words may end with these
     rank = int(os.environ.get("RANK", os.environ.get("HOROVOD_RANK", "0")))
     folder = os.environ["FAULT_FOLDER"]
     moment, kind, victim = os.environ["FAULT"].split("/")

@@ -23,7 +23,9 @@ class _Handler(logging.Handler):
         self._stream = stream
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(f"tfdist: {shown(record.getMessage(), 4000)}", file=getattr(sys, self._stream), flush=True)
+        lines = record.getMessage().split("\n")  # a summary has several, and what stands in them may be anything
+        text = "\n".join(shown(line, 4000) for line in lines)
+        print(f"tfdist: {text}", file=getattr(sys, self._stream), flush=True)
 
 
 def chief_only(is_chief: bool) -> None:

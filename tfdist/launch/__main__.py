@@ -140,6 +140,7 @@ def make_plan(options: argparse.Namespace, rest: Sequence[str], environ: Mapping
     start_timeout = _seconds("--start_timeout", options.start_timeout)
     agreed: dict[str, Any] = {"the version of tfdist": __version__, "--max_restarts": max_restarts}
     workdir, devices = "", "all"
+    field_syntax.check_local("--log_dir", options.log_dir or "")
     own_program = bool(rest) and (not rest[0].startswith("-") or rest[0] == "-m")
     if own_program:
         command = _program(rest)
