@@ -182,7 +182,7 @@ def test_what_is_no_file_is_not_waited_for(kind, folder):
 def test_a_folder_of_checkpoints_that_leads_to_itself(folder):
     shutil.rmtree(folder / "checkpoints")
     (folder / "checkpoints").symlink_to("checkpoints")
-    with pytest.raises(UserError, match=r"checkpoints cannot be read \(too many levels of symbolic links\): correct "):
+    with pytest.raises(UserError, match=r"checkpoints cannot be read \(Too many levels of symbolic links\): correct "):
         resumed(folder)
     assert resume.goes_on(RunFolder(str(folder)), Environment(), 0, False)
     assert doctor.newest_size(folder / "checkpoints") == 0

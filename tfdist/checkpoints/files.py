@@ -46,7 +46,7 @@ def found(folder: pathlib.Path) -> list[pathlib.Path]:
     try:
         return _listed(folder)
     except OSError as error:
-        why = (error.strerror or str(error)).lower()
+        why = error.strerror or str(error)
         raise UserError(f"{folder} cannot be read ({why}): correct its permissions, or move it away") from None
 
 
