@@ -23,9 +23,9 @@ test-oldest: .venv-oldest/ready
 	.venv-oldest/bin/python -m pytest tests/models/test_keras_internals.py tests/engine/test_keras_interface.py \
 	  tests/train/test_train_command.py tests/checkpoints/test_old_runs.py
 
-# The long ones: processes that are killed, stopped and cut off in mid-run.
+# The long ones: processes that are killed, stopped and cut off in mid-run. `make test-all` has more of them.
 faults: .venv/ready horovod
-	$(BIN)/python -m pytest -m faults
+	$(BIN)/python -m pytest -m "faults and not whole"
 
 # Keras' own tests of fit, evaluate, predict and callbacks: by Keras itself, and answered by tfdist on one device and on
 # two replicas, which fail where they do not pass what Keras does. KERAS is a checkout of Keras of the installed version.

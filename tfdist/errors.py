@@ -1,5 +1,7 @@
 """The two kinds of failure a command tells apart by its exit code."""
 
+import sys
+
 
 class UserError(Exception):
     """The input or the environment is wrong: one line, exit code 2, no traceback.
@@ -33,3 +35,15 @@ def printable(message: object, longest: int = 300) -> str:
     text = str(message).expandtabs(4)
     cut = text if len(text) <= longest else text[: max(0, longest - 3)] + "..."
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
+
+
+def shown(message: object, longest: int = 2000) -> str:
+    """Returns a message as a line for the terminal of the person who gave what it tells of.
+
+    A value in it may be a whole file, or hold what turns a terminal over. The beginning names what is wrong and the end
+    what to change, so what is too long is cut in the middle.
+    """
+    text = printable(message, longest=sys.maxsize)
+    cut = len(text) - longest
+    half = longest // 2
+    return text if cut <= 0 else f"{text[:half]}...[{cut:,} characters]...{text[-half:]}"

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import pathlib
 import shutil
 
@@ -11,9 +12,10 @@ from conftest import REPOSITORY
 from tfdist import config
 from tfdist.checkpoints import files, oom_note, resume, state_shape
 from tfdist.checkpoints.run_folder import RunFolder
+from tfdist.config.runtime_options import Environment
 from tfdist.data import spec_file
 from tfdist.doctor import checkpoints as doctor
-from tfdist.errors import UserError
+from tfdist.errors import TrainingError, UserError
 from tfdist.inference import recorded_experiment, trained_model
 from tfdist.monitoring.report import run_files
 
@@ -117,3 +119,70 @@ def test_other_files_of_another_shape(text, folder):
     (folder / "data.json").write_text(text)
     with pytest.raises(UserError, match=r"data.json cannot be used"):
         spec_file.read(folder)
+
+
+def resumed(folder):
+    fields = config.flat(json.loads((OLD / "experiment.json").read_bytes()))
+    return resume.ResumeChoice(folder / "checkpoints", {}, fields, True).newest()
+
+
+@pytest.mark.parametrize("content", [b"", b"no sstable", "cut"])
+@pytest.mark.parametrize("name", ["tensors.index", "tensors.data-00000-of-00001"])
+def test_forged_tensors_are_not_used(name, content, folder, said):
+    """Their checksums are right, and the error was one of TensorFlow's."""
+    for checkpoint in (folder / "checkpoints" / number for number in ("30", "40")):
+        whole = (checkpoint / name).read_bytes()
+        (checkpoint / name).write_bytes(whole[: len(whole) // 2] if content == "cut" else content)
+        manifest = json.loads((checkpoint / files.MANIFEST).read_bytes())
+        data = (checkpoint / name).read_bytes()
+        manifest["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        (checkpoint / files.MANIFEST).write_bytes(files._manifest_bytes(manifest["files"], manifest["experiment"]))
+    with pytest.raises(UserError, match=r"none of the 2 checkpoints in .* is valid"):
+        resumed(folder)
+    assert all(f"{number} is not used: its tensors cannot be read (" in " ".join(said) for number in (30, 40))
+
+
+@pytest.mark.parametrize(
+    "listed",
+    [[], {"state.json": 3}, {"state.json": {"bytes": "1", "sha256": ""}}, {"../x": {"bytes": 1, "sha256": ""}}],
+)
+def test_a_forged_manifest(listed, folder):
+    (folder / "checkpoints/40" / files.MANIFEST).write_bytes(files._manifest_bytes(listed, ""))
+    with pytest.raises(files.DamagedError, match=r"manifest.json has changed"):
+        files.verify(folder / "checkpoints/40")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "endless", "folder"])
+def test_what_is_no_file_is_not_waited_for(kind, folder):
+    """A pipe was waited for without end, and a file of four terabytes that takes no room was read into the memory."""
+    for path in [*folder.glob("*.json*"), *folder.glob("checkpoints/*/*.json"), folder / ".lock"]:
+        path.unlink(missing_ok=True)
+        if kind == "pipe":
+            os.mkfifo(path)
+        elif kind == "folder":
+            path.mkdir()
+        else:
+            with open(path, "wb") as file:
+                file.truncate(1 << 42)
+    asked = trained_model.ModelRequest(str(folder), "", "", config.Experiment(), {})
+    with pytest.raises(UserError, match=r"holds no run \(no experiment.json that can be read\)"):
+        recorded_experiment.read_experiment(asked)
+    run = RunFolder(str(folder))
+    run.could_be_created()
+    assert run.earlier() is None and not run.completed and oom_note.noted(run) == 1
+    with pytest.raises(UserError, match=r"data.json cannot be used"):
+        spec_file.read(folder)
+    with pytest.raises(UserError, match=r"none of the 2 checkpoints in .* is valid"):
+        resumed(folder)
+    with pytest.raises(TrainingError, match=r"history.jsonl cannot be written \("):
+        run.cut("history.jsonl", lambda line: True)
+    assert run_files.read(folder).experiment == {}
+
+
+def test_a_folder_of_checkpoints_that_leads_to_itself(folder):
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "checkpoints").symlink_to("checkpoints")
+    with pytest.raises(UserError, match=r"checkpoints cannot be read \(Too many levels of symbolic links\): correct "):
+        resumed(folder)
+    assert resume.goes_on(RunFolder(str(folder)), Environment(), 0, False)
+    assert doctor.newest_size(folder / "checkpoints") == 0

@@ -9,6 +9,7 @@ from tfdist import config
 from tfdist.config import runtime_options, validation
 from tfdist.errors import UserError
 from tfdist.inference import trained_model
+from tfdist.launch import __main__ as launch
 
 URLS = ["gs://bucket/run1", "s3://bucket/a b", "file:///tmp/run", "hdfs://host:9000/x", "HTTPS://x"]
 
@@ -29,6 +30,7 @@ def test_a_url_is_no_path(url, tmp_path, monkeypatch):
         lambda: trained_model.request(url, "", "", config.Experiment(), {}, False),
         lambda: trained_model.request("", url, "", config.Experiment(), {}, False),
         lambda: tfdist.Checkpoints(url),
+        lambda: launch.make_plan(*launch.parse([f"--log_dir={url}", "--", "script.py"]), {}),
     ]
     for ask in asks:
         with pytest.raises(UserError) as error:

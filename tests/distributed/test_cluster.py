@@ -706,6 +706,24 @@ def test_what_is_no_host_list(hosts):
         addresses.expand(hosts)
 
 
+@pytest.mark.parametrize("hosts", ["n[1-999999999]", "n[1-9999][1-9999]", "n[1-99999],m[1-99999]"])
+def test_a_host_list_that_no_machine_has(hosts):
+    """It took the memory of the machine."""
+    with pytest.raises(UserError, match=r"names more than 100,000 hosts: correct it, or set MASTER_ADDR$"):
+        addresses.expand(hosts)
+
+
+@pytest.mark.parametrize("spread, tasks", [("999999(x999999),1(x999999)", "2000000000000"), ("9(x99999)", "899991")])
+def test_tasks_that_no_machine_has(spread, tasks):
+    """They took the memory of the machine, one number for each."""
+    environ = changed(SRUN, SLURM_STEP_TASKS_PER_NODE=spread, SLURM_STEP_NUM_TASKS=tasks, SLURM_NODEID="")
+    if tasks == "899991":
+        assert cluster.find(environ).size == 899991
+    else:
+        with pytest.raises(UserError, match="does not add up to"):
+            cluster.find(environ)
+
+
 def test_without_tensorflow():
     """The launcher and a failing start must not wait for it."""
     code = "import sys, tfdist.distributed.cluster; sys.exit('tensorflow' in sys.modules or 'keras' in sys.modules)"

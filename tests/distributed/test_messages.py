@@ -13,7 +13,7 @@ from tfdist.distributed import introduction, standard_error
 from tfdist.distributed.connections import wire
 from tfdist.distributed.peers import messages
 from tfdist.distributed.peers.watch import Watch
-from tfdist.errors import printable
+from tfdist.errors import printable, shown
 from tfdist.launch import node_links, node_messages
 from tfdist.launch.event_loop import Events
 
@@ -163,6 +163,14 @@ def test_lines_about_strangers_come_to_an_end():
 def test_printable(text, expected):
     longest = 10 if text[0] == "x" else 300
     assert printable(text, longest) == expected
+
+
+def test_shown():
+    """What a person has given comes back fit for a terminal, and cut where neither the fault nor the advice is."""
+    assert shown("--name=\x1b[2J\nx is wrong") == "--name=\\x1b[2J\\nx is wrong"
+    line = shown(f"--name={'x' * 20000} is wrong: correct it")
+    assert line.startswith("--name=xxx") and "...[18,028 characters]..." in line
+    assert line.endswith("x is wrong: correct it") and len(line) < 2100
 
 
 # -- last words -----------------------------------------------------------------

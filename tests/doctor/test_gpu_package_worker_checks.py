@@ -130,7 +130,7 @@ def test_gpus_that_tensorflow_does_not_see(answer):
             dict(said=("Cannot dlopen some GPU libraries.",)),
             {},
             "fail",
-            "CUDA's libraries are not found",
+            "CUDA's libraries do not load",
             "pip install 'tfdist[cuda]'",
         ),
         (

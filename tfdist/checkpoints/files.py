@@ -17,9 +17,11 @@ import pathlib
 import re
 import shutil
 from collections.abc import Callable
+from typing import Any
 
 from tfdist.checkpoints import state_shape
-from tfdist.config import atomic_file
+from tfdist.config import atomic_file, regular_file
+from tfdist.errors import UserError
 
 FORMAT = 1
 TENSORS = "tensors"
@@ -39,8 +41,16 @@ def found(folder: pathlib.Path) -> list[pathlib.Path]:
     """Lists all checkpoints in a folder, valid or not, the newest first.
 
     Raises:
-      OSError: the folder is there and cannot be read.
+      UserError: the folder is there and cannot be read.
     """
+    try:
+        return _listed(folder)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise UserError(f"{folder} cannot be read ({why}): correct its permissions, or move it away") from None
+
+
+def _listed(folder: pathlib.Path) -> list[pathlib.Path]:
     try:
         paths = [path for path in folder.iterdir() if _NAME.match(path.name) and path.is_dir()]
     except FileNotFoundError:
@@ -91,7 +101,7 @@ def read_state(path: pathlib.Path) -> dict:
       DamagedError: it cannot be read.
     """
     try:
-        state = json.loads((path / STATE).read_bytes())
+        state = json.loads(regular_file.content(path / STATE))
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedError(f"{STATE} cannot be read ({error})") from None
     if wrong := state_shape.wrong(state):
@@ -101,14 +111,14 @@ def read_state(path: pathlib.Path) -> dict:
 
 def _manifest(path: pathlib.Path) -> dict[str, dict]:
     try:
-        raw = (path / MANIFEST).read_bytes()
+        raw = regular_file.content(path / MANIFEST)
     except OSError as error:
         raise DamagedError(f"{MANIFEST}: {(error.strerror or str(error)).lower()}") from None
     try:
         manifest = json.loads(raw)
         files, number, experiment = manifest["files"], manifest["format"], manifest["experiment"]
         # Written anew from what was read, it must be the same bytes: that finds a change anywhere in it.
-        intact = raw == _manifest_bytes(files, experiment, number)
+        intact = raw == _manifest_bytes(files, experiment, number) and all(map(_described, files.items()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         intact = False
     if not intact:
@@ -116,6 +126,13 @@ def _manifest(path: pathlib.Path) -> dict[str, dict]:
     if number != FORMAT:
         raise DamagedError(f"it has format {number}, and this tfdist reads {FORMAT}")
     return files
+
+
+def _described(file: tuple[str, Any]) -> bool:
+    """Tells whether a manifest says of a file, which is in the checkpoint itself, what `write` says."""
+    name, about = file
+    sizes = isinstance(about, dict) and isinstance(about.get("bytes"), int) and isinstance(about.get("sha256"), str)
+    return sizes and name == os.path.basename(name) and name not in ("", ".", "..")
 
 
 def _manifest_bytes(files: dict, experiment: str, number: int = FORMAT) -> bytes:
@@ -152,7 +169,7 @@ def write(folder: pathlib.Path, update: int, state: dict, tensors: Callable[[str
         for path in [*written, temporary / MANIFEST, temporary]:
             atomic_file.sync(path)
         # One that is there already stays until it is pruned: replacing it would leave a moment with none.
-        same = [path for path in found(folder) if update_of(path) == update]
+        same = [path for path in _listed(folder) if update_of(path) == update]
         final = folder / (f"{update}.{_age(same[0])[1] + 1}" if same else str(update))
         temporary.rename(final)
         atomic_file.sync(folder)
@@ -167,7 +184,7 @@ def write(folder: pathlib.Path, update: int, state: dict, tensors: Callable[[str
 def prune(folder: pathlib.Path, keep: set[pathlib.Path]) -> None:
     """Deletes all checkpoints but those to keep, and what an interrupted writer has left."""
     with contextlib.suppress(OSError):
-        for path in found(folder):
+        for path in _listed(folder):
             if path not in keep:
                 # The manifest first: half of a deleted checkpoint must not look like one.
                 (path / MANIFEST).unlink(missing_ok=True)
@@ -194,7 +211,7 @@ def _hash(fields: object) -> str:
 
 def _sha256(path: pathlib.Path) -> str:
     digest, block = hashlib.sha256(), memoryview(bytearray(1 << 20))
-    with open(path, "rb", buffering=0) as file:
+    with regular_file.opened(path) as file:
         while count := file.readinto(block):
             digest.update(block[:count])
     return digest.hexdigest()

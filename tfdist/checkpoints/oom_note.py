@@ -6,6 +6,7 @@ import json
 import re
 
 from tfdist.checkpoints.run_folder import RunFolder
+from tfdist.config import regular_file
 
 NAME = "accumulate.json"
 _ADVICE = re.compile(r"out of memory.* train\.accumulate=(\d+) ")
@@ -31,6 +32,6 @@ def heed(folder: RunFolder, message: str) -> None:
 def noted(folder: RunFolder) -> int:
     """Returns what the attempt before has noted; 1 if nothing."""
     try:
-        return max(1, int(json.loads((folder.path / NAME).read_bytes())["accumulate"]))
+        return max(1, int(json.loads(regular_file.content(folder.path / NAME))["accumulate"]))
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return 1

@@ -18,7 +18,7 @@ import pathlib
 import secrets
 
 from tfdist.checkpoints.run_folder import RunFolder, strict
-from tfdist.config import Experiment, field_syntax, training_objects
+from tfdist.config import Experiment, field_syntax, regular_file, training_objects
 from tfdist.config.messages import logger
 from tfdist.errors import UserError
 
@@ -90,7 +90,7 @@ def _foreign(path: pathlib.Path, content: bytes, owner: int) -> str:
     if owner != os.geteuid():
         return f"{EXPERIMENT} belongs to another user (number {owner})"
     try:
-        given = (path / MARK).read_text(encoding="ascii").strip()
+        given = regular_file.content(path / MARK).decode("ascii").strip()
     except (OSError, ValueError):
         return f"there is no mark that you have made it ({MARK})"
     try:
@@ -127,7 +127,7 @@ def _key(make: bool = False) -> bytes:
         path = pathlib.Path(base, "tfdist", "run_folder_key")
         if make and not path.exists():
             _make(path)
-        with open(path, "rb") as file:
+        with regular_file.opened(path) as file:
             about, key = os.fstat(file.fileno()), file.read(_BYTES + 1)
     except FileNotFoundError:
         raise _NoKeyError(f"there is no key to check its mark with ({path})") from None

@@ -87,10 +87,7 @@ class ResumeChoice:
         Raises:
           UserError: there are some and none can be used, or there is none and one is required.
         """
-        try:
-            paths = files.found(self._folder)
-        except OSError as error:
-            raise UserError(f"{self._folder} cannot be read ({error.strerror}): correct its permissions") from None
+        paths = files.found(self._folder)
         valid = 0
         for number, path in enumerate(paths):
             chosen = self.load(path)
@@ -201,7 +198,7 @@ def goes_on(folder: RunFolder, where: Environment, attempt: int, no_checkpoints:
         return True
     try:
         return not folder.completed and bool(files.found(folder.checkpoints))
-    except OSError:
+    except UserError:
         return True  # and the resume says what is wrong
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tfdist.config import atomic_file
+from tfdist.config import atomic_file, regular_file
 from tfdist.config.messages import logger
 from tfdist.errors import TrainingError, UserError
 
@@ -74,7 +74,7 @@ class RunFolder:
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
             why = os.strerror(errno.EACCES) if there.is_dir() else f"{there} is no folder"
             raise UserError(f"--workdir={self.path} cannot be written ({why}): choose another folder")
-        with contextlib.suppress(OSError), open(self.path / LOCK, "rb") as lock:
+        with contextlib.suppress(OSError), regular_file.opened(self.path / LOCK) as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -126,7 +126,7 @@ class RunFolder:
     def earlier(self) -> dict[str, Any] | None:
         """Returns the experiment of the run that this folder holds; None if it holds none."""
         try:
-            fields = json.loads((self.path / "experiment.json").read_bytes())
+            fields = json.loads(regular_file.content(self.path / "experiment.json"))
         except (OSError, ValueError, RecursionError):
             return None
         return fields if isinstance(fields, dict) else None
@@ -140,7 +140,7 @@ class RunFolder:
     def completed(self) -> bool:
         """Tells whether the earlier run came to its end."""
         try:
-            return json.loads((self.path / "result.json").read_bytes())["status"] == "completed"
+            return json.loads(regular_file.content(self.path / "result.json"))["status"] == "completed"
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return False
 
@@ -232,7 +232,9 @@ class RunFolder:
         if not self._writes or not (self.path / name).exists():
             return
         kept = []
-        for line in (self.path / name).read_text(encoding="utf-8", errors="replace").splitlines():
+        with self._writing(name):
+            text = regular_file.content(self.path / name).decode(errors="replace")
+        for line in text.splitlines():
             with contextlib.suppress(ValueError, RecursionError):
                 content = json.loads(line)
                 if isinstance(content, dict) and keep(content):

@@ -16,9 +16,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.checkpoints import callback_state
+from tfdist.checkpoints.files import DamagedError
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
-from tfdist.errors import UserError
+from tfdist.errors import UserError, one_line
 from tfdist.models import freezing, keras_internals, own_steps, whole_metrics
 
 WORDS = 1 << 22
@@ -63,9 +64,16 @@ def write(prefix: str, tensors: dict[str, Structure]) -> None:
 
 
 def read(prefix: str) -> dict[str, np.ndarray]:
-    """Reads what `write` has written."""
-    reader = tf.train.load_checkpoint(prefix)
-    return {name: np.asarray(reader.get_tensor(name)) for name in reader.get_variable_to_shape_map()}
+    """Reads what `write` has written.
+
+    Raises:
+      DamagedError: it is no such thing, though its checksum may be right.
+    """
+    try:
+        reader = tf.train.load_checkpoint(prefix)
+        return {name: np.asarray(reader.get_tensor(name)) for name in reader.get_variable_to_shape_map()}
+    except (tf.errors.OpError, IndexError, ValueError, TypeError, RuntimeError, OSError, MemoryError) as error:
+        raise DamagedError(f"its tensors cannot be read ({one_line(error, 120) or type(error).__name__})") from None
 
 
 def restore(

@@ -20,6 +20,7 @@ import numpy as np
 
 from tfdist.checkpoints import files
 from tfdist.distributed import standard_error
+from tfdist.errors import UserError
 
 TOLERANCE = {"float32": 1e-5, "float64": 1e-11, "mixed_bfloat16": 1e-2, "mixed_float16": 1e-3}
 """Largest distance after a whole run, by precision: ten times that of the tests' few updates, where there is room."""
@@ -160,7 +161,7 @@ def _reader(folder: pathlib.Path) -> _CheckpointReader:
         files.verify(path)
     except IndexError:
         raise ValueError(f"{folder} has no checkpoint") from None
-    except (OSError, files.DamagedError) as error:
+    except (OSError, UserError, files.DamagedError) as error:
         raise ValueError(f"the checkpoint in {folder} cannot be read: {error}") from None
     with standard_error.kept():
         import tensorflow as tf

@@ -15,7 +15,7 @@ from ml_collections import config_flags
 
 from tfdist import __version__, config
 from tfdist.config import config_file, field_syntax, help_page, runtime_options, shipped, standard_streams
-from tfdist.errors import TrainingError, UserError, one_line
+from tfdist.errors import TrainingError, UserError, one_line, shown
 
 DEFAULT_CONFIG = os.path.join(os.path.dirname(__file__), "default_experiment.py")
 _HELP_FULL = {"-helpfull", "--helpfull"}
@@ -168,10 +168,10 @@ def _guarded(run: Callable[[list[str]], int], flags_parser: Callable[[list[str]]
         # absl ends --helpfull with 1, which a script takes for a failure.
         raise SystemExit(0 if end.code == 1 and _HELP_FULL.intersection(sys.argv[1:]) else end.code) from None
     except UserError as error:
-        print(f"tfdist: error: {error}", file=sys.stderr)
+        print(f"tfdist: error: {shown(error)}", file=sys.stderr)
         sys.exit(2)
     except TrainingError as error:
-        print(f"tfdist: failed: {error}", file=sys.stderr)
+        print(f"tfdist: failed: {shown(error)}", file=sys.stderr)
         sys.exit(1)
     except BrokenPipeError:
         # Whoever reads has had enough, as `head` does; nothing may be flushed into that pipe at exit.

@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import sys
 
+from tfdist.errors import shown
+
 logger = logging.getLogger("tfdist")
 aside = logging.getLogger("tfdist.aside")
 """What any process says on standard error, beside what it prints: for whom it waits, whom it has answered."""
@@ -21,7 +23,9 @@ class _Handler(logging.Handler):
         self._stream = stream
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(f"tfdist: {record.getMessage()}", file=getattr(sys, self._stream), flush=True)
+        lines = record.getMessage().split("\n")  # a summary has several, and what stands in them may be anything
+        text = "\n".join(shown(line, 4000) for line in lines)
+        print(f"tfdist: {text}", file=getattr(sys, self._stream), flush=True)
 
 
 def chief_only(is_chief: bool) -> None:

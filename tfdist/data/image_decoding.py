@@ -10,6 +10,8 @@ import tensorflow as tf
 OTHER = 0
 """Way of decoding: any image, by its first bytes. The other ways are JPEGs in 1/1, 1/2, 1/4 or 1/8 of their size."""
 RATIOS = (8, 4, 2, 1)
+MOST_PIXELS = 178_956_970
+"""Larger images are refused unless they are asked for, as in Pillow: a small file may unpack to all memory."""
 
 
 def ways(kinds: Sequence[str], sizes: np.ndarray, size: tuple[int, int] | None, policy: str) -> np.ndarray:
@@ -50,6 +52,29 @@ def shrinking(size: tuple[int, int], policy: str) -> Callable[[tf.Tensor], tf.Te
     return lambda contents: decode(
         contents, tf.cond(tf.io.is_jpeg(contents), lambda: way(contents), lambda: tf.constant(0))
     )
+
+
+def bounded(contents: tf.Tensor, most: int) -> tf.Tensor:
+    """Returns the contents of a JPEG, PNG or GIF, once its header has told that it has no more than so many pixels.
+
+    Whatever is decoded takes the memory for what its header tells, before a byte of it is looked at.
+    """
+    number = lambda at, length, kind, little: tf.cast(
+        tf.io.decode_raw(tf.strings.substr(contents, at, length), kind, little), tf.int64
+    )
+    is_png = tf.equal(tf.strings.substr(contents, 0, 4), b"\x89PNG")
+    sides = tf.case(
+        [
+            (tf.io.is_jpeg(contents), lambda: tf.cast(tf.io.extract_jpeg_shape(contents), tf.int64)[:2]),
+            # 32 bits without a sign, in the type that TensorFlow has for them.
+            (is_png, lambda: tf.bitwise.bitwise_and(number(16, 8, tf.int32, False), 0xFFFFFFFF)),
+        ],
+        lambda: number(6, 4, tf.uint16, True),
+    )
+    line = f"it has more pixels than max_pixels={most}, which data.options can change"
+    few = tf.debugging.assert_less_equal(tf.reduce_prod(tf.cast(sides, tf.float64)), np.float64(most), line)
+    with tf.control_dependencies([few] if few is not None else []):
+        return tf.identity(contents)
 
 
 def decoder(used: Sequence[int]) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:

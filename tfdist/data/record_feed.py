@@ -196,7 +196,7 @@ def in_order(source: Records, batch: int) -> tf.data.Dataset:
 
 def reason(error: tf.errors.OpError) -> str:
     """Returns what TensorFlow says is wrong, without where in its graph."""
-    text = str(error.message).split("}} ")[-1].split(" [Op:")[0]
+    text = str(error.message).split("}} ")[-1].split(" [Op:")[0].split("\nCondition x")[0]
     return one_line(text, 80).rstrip(".")
 
 

@@ -11,6 +11,7 @@ import typing
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+from tfdist.config import regular_file
 from tfdist.data.spec import Spec
 from tfdist.errors import UserError
 
@@ -43,7 +44,7 @@ def read(path: pathlib.Path) -> Spec | None:
     """
     file = path / NAME
     try:
-        content = json.loads(file.read_bytes())
+        content = json.loads(regular_file.content(file))
         if content["format"] != FORMAT:
             raise ValueError(f"it has format {content['format']}, and this tfdist reads {FORMAT}")
         return made(content["spec"])

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import ipaddress
 import itertools
+import math
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from tfdist.errors import UserError
+
+MOST_HOSTS = 100_000
+"""Hosts in a list of Slurm's, ten times as many as the largest machines have; more are a slip of the pen."""
 
 
 def join(host: str, port: int) -> str:
@@ -58,6 +62,8 @@ def expand(hosts: str, name: str = "host list") -> tuple[str, ...]:
         texts_and_ranges = re.split(r"\[([^\[\]]*)\]", item)
         choices: list[Sequence[str]] = [(part,) for part in texts_and_ranges]
         choices[1::2] = [_numbers(part) for part in texts_and_ranges[1::2]]
+        if len(names) + math.prod(len(choice) for choice in choices) > MOST_HOSTS:
+            raise UserError(f"{name}={hosts} names more than {MOST_HOSTS:,} hosts: correct it, or set MASTER_ADDR")
         expanded = ["".join(parts) for parts in itertools.product(*choices)]
         if not expanded or not all(is_host(host) for host in expanded):
             raise UserError(f"{name}={hosts} is not a host list such as n[1-3,07]: correct it, or set MASTER_ADDR")
@@ -73,6 +79,8 @@ def _numbers(ranges: str) -> list[str]:
         first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
         if int(first) > int(last):
             return []
+        if int(last) - int(first) >= MOST_HOSTS:
+            return [""] * (MOST_HOSTS + 1)  # too many to be written down
         # Slurm pads to the width of the first number: 08, 09, 10, but 8, 9, 10.
         numbers += [f"{n:0{len(first)}d}" for n in range(int(first), int(last) + 1)]
     return numbers

@@ -7,14 +7,16 @@ All other sources must agree with each other, because one worker with a wrong ra
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import itertools
 import re
 import zlib
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from tfdist.distributed import env_vars, platforms, tf_config
-from tfdist.distributed.addresses import expand, is_loopback, join, split
+from tfdist.distributed.addresses import MOST_HOSTS, expand, is_loopback, join, split
 from tfdist.errors import UserError
 
 LAUNCH, TORCHRUN, TF_CONFIG, HOROVODRUN = "tfdist.launch", "torchrun's variables", "TF_CONFIG", "horovodrun"
@@ -213,8 +215,8 @@ def _slurm(environ: Mapping[str, str]) -> Cluster | None:
     local_rank, per_node = env_vars.number(environ, "SLURM_LOCALID"), _tasks_per_node(environ[spread])
     if sum(per_node) != size:
         raise UserError(f"{spread}={environ[spread]} does not add up to {tasks}={size}: unset SLURM_STEP_ID")
-    in_blocks = [node for node, count in enumerate(per_node) for _ in range(count)]
-    node = env_vars.number(environ, "SLURM_NODEID") if "SLURM_NODEID" in environ else in_blocks[rank]
+    in_blocks = bisect.bisect_right(list(itertools.accumulate(per_node)), rank)
+    node = env_vars.number(environ, "SLURM_NODEID") if "SLURM_NODEID" in environ else in_blocks
     if node >= len(per_node) or local_rank >= per_node[node]:
         raise UserError(
             f"SLURM_LOCALID={local_rank} on node {node} is outside {spread}={environ[spread]}: unset SLURM_STEP_ID"
@@ -233,13 +235,15 @@ def _slurm(environ: Mapping[str, str]) -> Cluster | None:
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """Reads `2(x3),1` as [2, 2, 2, 1]; empty if it is not of this form."""
+    """Reads `2(x3),1` as [2, 2, 2, 1]; empty if it is not of this form, or too long to be true."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part, re.ASCII)
         if not match:
             return []
         counts += [int(match[1])] * int(match[2] or 1)
+        if len(counts) > MOST_HOSTS:
+            return []
     return counts
 
 

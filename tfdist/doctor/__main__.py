@@ -36,6 +36,7 @@ from tfdist.doctor import (
     dataset,
     disk,
     display,
+    gpu_software,
     machine,
     network,
     packages,
@@ -142,12 +143,19 @@ def _tasks(
     def seen() -> list[Check]:
         return tensorflow_probe.tensorflow(begun.answer.result(), begun.survey.result(), environ)
 
+    def has_code() -> list[Check]:
+        there = gpu_software.usable(begun.survey.result(), environ)
+        built_for = begun.answer.result().capabilities
+        return gpu_software.code(built_for, there, gpu_software.capabilities(DRIVER_S) if built_for else {})
+
     tasks = [
         Task(
             "driver", lambda: tensorflow_probe.driver(begun.survey.result()), "nvidia-smi hangs in the driver: reboot"
         ),
         Task("tensorflow", seen),
+        Task("gpu code", has_code),
         Task("packages", packages.conflicts),
+        Task("tpu", lambda: packages.tpu(strategy_choice.tpu_hint(environ))),
         Task("keras", lambda: packages.backend(environ)),
         Task("horovod", lambda: packages.horovod(needs_horovod())),
         Task("workers", lambda: place.result().checks),

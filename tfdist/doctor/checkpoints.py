@@ -37,11 +37,7 @@ def examine(folder: pathlib.Path) -> list[Finding]:
       UserError: the folder is there and cannot be read.
     """
     findings: list[Finding] = []
-    try:
-        paths = files.found(folder)
-    except OSError as error:
-        raise UserError(f"{folder} cannot be read ({error.strerror}): correct its permissions") from None
-    for path in paths:
+    for path in files.found(folder):
         size, epochs, begun, problem = None, None, None, ""
         try:
             size = files.verify(path)
@@ -76,5 +72,5 @@ def newest_size(folder: pathlib.Path) -> int:
     """Returns the bytes of the newest checkpoint, valid or not; 0 without one."""
     try:
         return next((sum(f.stat().st_size for f in p.iterdir()) for p in files.found(folder)), 0)
-    except OSError:  # `examine` says so
+    except (OSError, UserError):  # `examine` says so
         return 0

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Mapping
 
 from tfdist.distributed import gpus, tf_devices
+from tfdist.doctor import gpu_software
 from tfdist.doctor.check import Check, fail, ok, refused, warn
 from tfdist.errors import UserError
 
@@ -39,6 +40,10 @@ class Answer:
     """Names of the GPUs that it sees, in its order."""
     said: tuple[str, ...] = ()
     """What it printed about GPUs while it looked for them."""
+    capabilities: tuple[str, ...] = ()
+    """What it was built for: `sm_80` is code for a GPU, `compute_90` a form that is compiled for later ones."""
+    unloadable: tuple[str, ...] = ()
+    """Libraries of CUDA that it needs and that do not load, each with the reason."""
     problem: str = ""
     """Why there is no answer; empty if there is one."""
 
@@ -74,8 +79,9 @@ def ask(environ: Mapping[str, str], timeout: float) -> Answer:
         return Answer(problem=f"TensorFlow ended with {signal.Signals(-child.returncode).name}")
     try:
         answer = json.loads(out.splitlines()[-1])
-        return Answer(**{**answer, "gpus": tuple(answer["gpus"]), "said": tuple(answer["said"])})
-    except (IndexError, ValueError, TypeError, KeyError):
+        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in answer.items()}
+        return Answer(**fields)
+    except (IndexError, ValueError, TypeError, AttributeError):
         return Answer(problem=f"TensorFlow cannot be imported ({(err.strip().splitlines() or ['no message'])[-1]})")
 
 
@@ -136,7 +142,8 @@ def _why(answer: Answer) -> tuple[str, str]:
     if not answer.cuda:
         return "this wheel was built without CUDA", f"pip uninstall -y tensorflow-cpu tensorflow, then {CUDA}"
     if "dlopen" in said or "Skipping registering" in said:
-        return "CUDA's libraries are not found", CUDA
+        which = f": {gpu_software.few(answer.unloadable)}" if answer.unloadable else ""
+        return f"CUDA's libraries do not load{which}", CUDA
     if "insufficient" in said or "forward compatibility" in said:
         return "the driver is too old for this CUDA", f"update the driver to one for CUDA {answer.cuda} or newer"
     if "Could not find cuda drivers" in said:
@@ -173,8 +180,19 @@ def _look() -> dict[str, object]:
         with contextlib.suppress(Exception):  # a name is not worth failing for
             details = tf.config.experimental.get_device_details(gpu)
         shown.append(str(details.get("device_name", gpu.name)))
-    cuda = tf.sysconfig.get_build_info().get("cuda_version", "") if tf.test.is_built_with_cuda() else ""
-    return dataclasses.asdict(Answer(tf.__version__, keras.__version__, str(cuda), tuple(shown), tuple(lines)))
+    built = dict(tf.sysconfig.get_build_info()) if tf.test.is_built_with_cuda() else {}
+    cuda = str(built.get("cuda_version", ""))
+    libraries = gpu_software.needed(cuda, str(built.get("cudnn_version", "")))
+    answer = Answer(
+        tf.__version__,
+        keras.__version__,
+        cuda,
+        tuple(shown),
+        tuple(lines),
+        tuple(map(str, built.get("cuda_compute_capabilities", ()))),
+        gpu_software.unloadable(libraries, gpu_software.pip_folders()) if not shown else (),
+    )
+    return dataclasses.asdict(answer)
 
 
 def main() -> None:

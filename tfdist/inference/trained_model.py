@@ -20,7 +20,7 @@ import numpy as np
 from tfdist import config
 from tfdist.checkpoints import files
 from tfdist.checkpoints.files import DamagedError
-from tfdist.config import field_syntax, validation
+from tfdist.config import field_syntax, regular_file, validation
 from tfdist.config.messages import logger
 from tfdist.errors import UserError, one_line
 
@@ -178,7 +178,7 @@ def _from_file(asked: ModelRequest, plain: keras.Model) -> Weights:
         )
         raise UserError(f"{asked.path} has no {MODEL} yet: {hint}")
     try:
-        result = json.loads((asked.path / "result.json").read_bytes())
+        result = json.loads(regular_file.content(asked.path / "result.json"))
         expected = str(result["weights_sha256"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         expected = ""
@@ -208,10 +208,7 @@ def _from_checkpoint(asked: ModelRequest, experiment: config.Experiment, plain: 
     from tfdist.checkpoints import training_state
 
     folder = asked.path / "checkpoints"
-    try:
-        paths = files.found(folder)
-    except OSError as error:
-        raise UserError(f"{folder} cannot be read ({error.strerror}): correct its permissions") from None
+    paths = files.found(folder)
     if not paths:
         raise UserError(f"there is no checkpoint in {folder}: leave out --checkpoint, or check --workdir")
     if asked.checkpoint == BEST:
@@ -250,14 +247,12 @@ def _no_such(name: str, paths: list[pathlib.Path]) -> NoReturn:
 
 def _read(path: pathlib.Path) -> _Content | None:
     """Reads a checkpoint, if every byte of it is right; a run that goes on may delete it meanwhile."""
-    import tensorflow as tf
-
     from tfdist.checkpoints import training_state
 
     try:
         files.verify(path)
         return _Content(files.read_state(path), training_state.read(str(path / files.TENSORS)))
-    except (DamagedError, tf.errors.OpError, IndexError, ValueError, OSError) as error:
+    except (DamagedError, OSError) as error:
         logger.info(f"WARNING: checkpoint {path} is not used: {line(error)}")
         return None
 

@@ -21,7 +21,7 @@ from tfdist.config import field_syntax, standard_streams, validation
 from tfdist.config.messages import aside
 from tfdist.distributed import cluster, gpus, platforms
 from tfdist.distributed.addresses import is_loopback
-from tfdist.errors import UserError
+from tfdist.errors import UserError, shown
 from tfdist.launch import coordinator, node_agent, node_links
 from tfdist.launch.event_loop import Events, Screen
 
@@ -140,6 +140,7 @@ def make_plan(options: argparse.Namespace, rest: Sequence[str], environ: Mapping
     start_timeout = _seconds("--start_timeout", options.start_timeout)
     agreed: dict[str, Any] = {"the version of tfdist": __version__, "--max_restarts": max_restarts}
     workdir, devices = "", "all"
+    field_syntax.check_local("--log_dir", options.log_dir or "")
     own_program = bool(rest) and (not rest[0].startswith("-") or rest[0] == "-m")
     if own_program:
         command = _program(rest)
@@ -327,7 +328,7 @@ def main() -> None:
     try:
         sys.exit(_run(sys.argv[1:]))
     except UserError as error:
-        print(f"tfdist: error: {error}", file=sys.stderr)
+        print(f"tfdist: error: {shown(error)}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("tfdist: interrupted, nothing was started", file=sys.stderr)

@@ -1,5 +1,8 @@
 """TFRecord files against TensorFlow's own reader, whole and damaged."""
 
+import struct
+import zlib
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -204,3 +207,36 @@ def test_an_experiment_on_records(cache, kind, tmp_path):
             tfdist.UserError, match=r"record 0 of .* cannot be decoded: label is not in 0 to 2 \(classes=3\)"
         ):
             registry.load(experiment(path, cache=cache))
+
+
+def claims(width, height):
+    """A small PNG, and a small JPEG, whose headers claim another size."""
+    pixels = np.full((6, 5, 3), 7, np.uint8)
+    png = bytearray(tf.io.encode_png(pixels).numpy())
+    png[16:24] = struct.pack(">II", width, height)
+    png[29:33] = struct.pack(">I", zlib.crc32(bytes(png[12:29])))
+    jpeg = tf.io.encode_jpeg(pixels).numpy()
+    frame = jpeg.index(b"\xff\xc0") + 5
+    return bytes(png), jpeg[:frame] + struct.pack(">HH", height, width) + jpeg[frame + 4 :]
+
+
+@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.parametrize("kind", ["png", "jpeg"])
+def test_an_image_that_claims_to_be_huge_is_refused_before_it_takes_the_memory(kind, place, tmp_path):
+    huge = claims(60_000, 60_000)[kind == "jpeg"]
+    small = claims(5, 6)[kind == "jpeg"]
+    examples = [{"image": huge if i == place else small, "label": 0} for i in range(3)]
+    path = write(tmp_path / "a.tfrecord", examples)
+    e = experiment(path)
+    e.data.options = f"image={kind}, label=int64, classes=3"
+    name = rf"record {place} of .*a.tfrecord cannot be decoded: it has more pixels than max_pixels=178956970, which "
+    with pytest.raises(tfdist.UserError, match=name if place else f"image of {name}"):
+        registry.load(e)
+    e.data.options += ", max_pixels=29"
+    with pytest.raises(tfdist.UserError, match=r"it has more pixels than max_pixels=29, which data.options can change"):
+        registry.load(e)
+    write(path, examples[1:2])
+    with pytest.raises(tfdist.UserError, match=r"more pixels than max_pixels=29"):
+        registry.load(e)
+    e.data.options = e.data.options.replace("=29", "=30")
+    assert registry.load(e).train.size == 1

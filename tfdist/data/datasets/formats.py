@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfdist import config
 from tfdist.config import field_syntax, user_functions
 from tfdist.config.field_syntax import Options
-from tfdist.data import image_sources
+from tfdist.data import image_decoding, image_sources
 from tfdist.data.augmentation import ops
 from tfdist.data.datasets.synthetic import synthetic
 from tfdist.data.loaded import Loaded, described
@@ -85,7 +85,7 @@ def _from_image_folder(experiment: config.Experiment, path: str, options: Option
     from tfdist.data.datasets import image_folder
 
     data = experiment.data
-    most = options.get("max_pixels", image_folder.MOST_PIXELS)
+    most = options.get("max_pixels", image_decoding.MOST_PIXELS)
     if options.keys() - {"max_pixels"}:
         raise UserError(f"data.options={data.options!r}: image_folder knows max_pixels alone")
     field_syntax.check_whole("max_pixels in data.options", most)

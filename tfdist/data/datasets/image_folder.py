@@ -19,8 +19,6 @@ from tfdist.errors import UserError
 
 _NAMED = 3
 """Broken files that a message names."""
-MOST_PIXELS = 178_956_970
-"""Larger images are refused unless they are asked for, as in Pillow: a small file may unpack to all memory."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,7 +40,7 @@ def load(
     size: tuple[int, int] | None = None,
     policy: str = "crop",
     whole: bool = False,
-    most: int = MOST_PIXELS,
+    most: int = image_decoding.MOST_PIXELS,
 ) -> Folder:
     """Finds the images and looks at each file once, by its first and last bytes; those in doubt are decoded.
 

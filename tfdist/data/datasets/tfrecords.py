@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from tfdist.config.field_syntax import Options, check_whole, suggest
 from tfdist.config.messages import logger
+from tfdist.data import image_decoding
 from tfdist.data.datasets import tfrecord_index
+from tfdist.data.record_feed import reason
 from tfdist.data.sources import Records
 from tfdist.data.splits import named, select
-from tfdist.errors import UserError, one_line
+from tfdist.errors import UserError
 
 TYPES = ("jpeg", "png", "int64", "float32")
 _WRITTEN = re.compile(r"^(\w+)(?:\[([\d, ]+)\])?$")
@@ -36,6 +39,14 @@ class Feature:
     def parser(self) -> tf.io.FixedLenFeature:
         dtype = tf.string if self.is_image else tf.int64 if self.kind == "int64" else tf.float32
         return tf.io.FixedLenFeature(self.shape, dtype)
+
+
+class Pictures(NamedTuple):
+    """How images are decoded."""
+
+    channels: int
+    most: int
+    """Pixels in an image."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,14 +75,15 @@ def load(
       splits: those for training and evaluation, by the field that asks for each.
       options: the features, in the order x, y, weight: `image=jpeg, label=int64`. Types are `jpeg`, `png`, `int64` and
         `float32`, the last two with a shape in quotes where they have one: `x='float32[28, 28, 1]'`. Besides
-        `classes=10` where y is int64, and `channels=1` for images that are not to be RGB.
+        `classes=10` where y is int64, `channels=1` for images that are not to be RGB, and `max_pixels=N` to allow
+        larger ones than `image_decoding.MOST_PIXELS`, or fewer.
       skip: leave out what lies behind damage in a file instead of refusing it.
       free: images are made one size later; otherwise all must have the size of the first.
 
     Raises:
       UserError: no files or records, damaged ones, or features that are not in the first record.
     """
-    features, classes, channels = _features(options)
+    features, classes, pictures = _features(options)
     by_split = tfrecord_index.files(path)
     wanted = named(splits.values())
     indexes = {name: tfrecord_index.index(paths) for name, paths in by_split.items() if name in wanted}
@@ -91,14 +103,14 @@ def load(
             first = parts[0][0].read(parts[0][1][:1])[0]
             _check(first, features, parts[0][0].name(int(parts[0][1][0])))
             if features[0].is_image:
-                shape = _image_shape(first, features[0], channels, parts[0][0].name(int(parts[0][1][0])))
-        sources.append(_records(parts, features, classes, channels, None if free else shape))
+                shape = _image_shape(first, features[0], pictures, parts[0][0].name(int(parts[0][1][0])))
+        sources.append(_records(parts, features, classes, pictures, None if free else shape))
     dtype = {"int64": "int32", "float32": "float32"}.get(features[0].kind, "uint8")
     return TFRecordSplits(sources[0], sources[1], shape, dtype, classes)
 
 
-def _features(options: Options) -> tuple[list[Feature], int | None, int]:
-    numbers = {name: options[name] for name in ("classes", "channels") if name in options}
+def _features(options: Options) -> tuple[list[Feature], int | None, Pictures]:
+    numbers = {name: options[name] for name in ("classes", "channels", "max_pixels") if name in options}
     for name, value in numbers.items():
         check_whole(f"data.options: {name}", value)
     features = [_feature(name, text) for name, text in options.items() if name not in numbers]
@@ -115,7 +127,8 @@ def _features(options: Options) -> tuple[list[Feature], int | None, int]:
         )
     if any(f.is_image or f.kind != "float32" for f in features[2:]):
         raise UserError(f"data.options: the third feature, {features[2].name}, is the weight: float32")
-    return features, classes, numbers.get("channels", 3)
+    most = numbers.get("max_pixels", image_decoding.MOST_PIXELS)
+    return features, classes, Pictures(numbers.get("channels", 3), most)
 
 
 def _feature(name: str, text: object) -> Feature:
@@ -157,25 +170,25 @@ def _check(record: bytes, features: list[Feature], where: str) -> None:
             )
 
 
-def _image_shape(record: bytes, feature: Feature, channels: int, where: str) -> tuple[int, ...]:
+def _image_shape(record: bytes, feature: Feature, pictures: Pictures, where: str) -> tuple[int, ...]:
     try:
         with tf.device("CPU:0"):
             stored = tf.io.parse_single_example(record, {feature.name: feature.parser})[feature.name]
-            return tuple(_pixels(stored, feature, channels).shape)
+            return tuple(_pixels(stored, feature, pictures).shape)
     except tf.errors.OpError as error:
-        raise UserError(f"{feature.name} of {where} cannot be decoded: {one_line(error.message, 200)}") from None
+        raise UserError(f"{feature.name} of {where} cannot be decoded: {reason(error)}") from None
 
 
-def _pixels(stored: tf.Tensor, feature: Feature, channels: int) -> tf.Tensor:
+def _pixels(stored: tf.Tensor, feature: Feature, pictures: Pictures) -> tf.Tensor:
     decode = tf.io.decode_jpeg if feature.kind == "jpeg" else tf.io.decode_png
-    return decode(stored, channels)
+    return decode(image_decoding.bounded(stored, pictures.most), pictures.channels)
 
 
 def _records(
     parts: list[tuple[tfrecord_index.Index, np.ndarray]],
     features: list[Feature],
     classes: int | None,
-    channels: int,
+    pictures: Pictures,
     shape: tuple[int, ...] | None,
 ) -> Records:
     ends = np.cumsum([len(rows) for _, rows in parts])
@@ -197,7 +210,7 @@ def _records(
         values = tf.io.parse_single_example(record, {f.name: f.parser for f in features})
         x, y, *weight = (values[f.name] for f in features)
         if features[0].is_image:
-            x = _pixels(x, features[0], channels)
+            x = _pixels(x, features[0], pictures)
             x = x if shape is None else tf.ensure_shape(x, shape)
         elif features[0].kind == "int64":
             whole, x = x, tf.cast(x, tf.int32)

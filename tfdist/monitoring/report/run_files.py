@@ -10,6 +10,8 @@ import math
 import os
 import pathlib
 
+from tfdist.config import regular_file
+
 LIMIT = 2000
 """Neighbours that are looked at: the parent of a run folder may hold anything."""
 
@@ -94,7 +96,7 @@ def sequence(value: object) -> list:
 
 def _object(path: pathlib.Path) -> dict:
     try:
-        return mapping(json.loads(path.read_bytes()))
+        return mapping(json.loads(regular_file.content(path)))
     except (OSError, ValueError, RecursionError):
         return {}
 
@@ -102,7 +104,7 @@ def _object(path: pathlib.Path) -> dict:
 def _lines(path: pathlib.Path) -> list[dict]:
     """Reads the lines that are whole; the last may have been cut off by a kill."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = regular_file.content(path).decode(errors="replace")
     except OSError:
         return []
     objects = []

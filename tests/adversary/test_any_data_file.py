@@ -1,0 +1,304 @@
+"""Data files that are not what they seem: tables, images, TFRecord files and text are read, or refused in one line."""
+
+import pathlib
+import struct
+import tempfile
+import zlib
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import event, given
+from hypothesis import strategies as st
+from support import adversary
+
+from tfdist import config
+from tfdist.config import validation
+from tfdist.data import record_feed
+from tfdist.data.batch_layout import Layout
+from tfdist.data.datasets import registry, tfrecord_index
+from tfdist.data.sources import Records
+from tfdist.errors import UserError, shown
+
+PIXELS = np.arange(8 * 8 * 3, dtype=np.uint8).reshape(8, 8, 3)
+CELLS = (
+    *(
+        "1",
+        "2.5",
+        "",
+        "cat",
+        "dog",
+        " 3 ",
+        "-0",
+        "1e400",
+        "inf",
+        "nan",
+        "NA",
+        "0x1",
+        "1,5",
+        "\u0663",
+        "9" * 400,
+        "1e-400",
+    ),
+    *('"', '"a\nb"', '""""', "'", "\0", "\ufeff1", "x" * 5000, "2020-01-01", "True", "\x1b[2J", "\u202e", ";", "\t"),
+)
+
+
+def alterations(whole):
+    """Bytes that were right."""
+    sizes = st.integers(0, max(len(whole) - 1, 0))
+    return st.one_of(
+        st.just(whole),
+        sizes.map(lambda at: whole[:at]),
+        st.tuples(sizes, st.binary(min_size=1, max_size=8)).map(
+            lambda t: whole[: t[0]] + t[1] + whole[t[0] + len(t[1]) :]
+        ),
+        st.tuples(sizes, st.binary(max_size=8)).map(lambda t: whole[: t[0]] + t[1] + whole[t[0] :]),
+    )
+
+
+def read(folder, **data):
+    """Loads what an experiment names and reads it to its end, as a run would."""
+    experiment = config.Experiment(data=config.Data(**{"eval_split": "train", **data}))
+    try:
+        loaded = registry.load(validation.validate(experiment))
+        for source in (loaded.train, loaded.eval):
+            if isinstance(source, Records):
+                feed = record_feed.RecordFeed(source, Layout(4, 1, 1))
+                try:
+                    for _ in record_feed.in_order(source, 4):
+                        pass
+                except tf.errors.OpError:
+                    feed.next(0, feed.batches)
+                    line = feed.broken()
+                    assert line, "an error in the pipeline that nobody can name"
+                    adversary.is_one_line(shown(line))
+    except UserError as error:
+        adversary.is_one_line(shown(error))
+        event("refused")
+    else:
+        event("works")
+
+
+# -- tables -------------------------------------------------------------------------
+
+
+@st.composite
+def tables(draw):
+    columns = draw(st.integers(1, 4))
+    cells = st.one_of(st.sampled_from(("1", "2", "3.5", "cat")), st.sampled_from(CELLS), st.text(max_size=5))
+    separator = draw(st.sampled_from([",", ",", ";", "\t", "|"]))
+    row = lambda: separator.join(
+        draw(st.lists(cells, min_size=1, max_size=columns + 1) if draw(st.integers(0, 9)) == 0 else
+             st.lists(cells, min_size=columns, max_size=columns))
+    )  # fmt: skip
+    header = separator.join(
+        draw(
+            st.lists(st.sampled_from(["a", "b", "y", "", "a", "\u00e9", "x" * 300]), min_size=columns, max_size=columns)
+        )
+    )
+    text = draw(st.sampled_from(["\n", "\n", "\r\n", "\r"])).join(
+        [header, *(row() for _ in range(draw(st.integers(0, 12))))]
+    )
+    encoding = draw(st.sampled_from(["utf-8", "utf-8", "utf-8-sig", "latin-1", "utf-16"]))
+    return draw(alterations(text.encode(encoding, errors="replace")))
+
+
+CSV_OPTIONS = st.one_of(
+    st.sampled_from(["target=y", "", "target=a", "target=y, task=regression"]), adversary.mutated("target=y")
+)
+
+
+def a_table(content, options, broken):
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "t.csv")
+        path.write_bytes(content)
+        read(folder, name=f"csv:{path}", options=options, broken=broken, train_split="train", eval_split="test")
+
+
+TABLE = dict(content=tables(), options=CSV_OPTIONS, broken=st.sampled_from(config.ON_BROKEN))
+
+
+@adversary.few(15)
+@given(**TABLE)
+def test_some_tables(content, options, broken):
+    a_table(content, options, broken)
+
+
+@pytest.mark.whole
+@adversary.examples(1500)
+@given(**TABLE)
+def test_any_table(content, options, broken):
+    a_table(content, options, broken)
+
+
+# -- images -------------------------------------------------------------------------
+
+
+def claiming(width, height):
+    """A small PNG, JPEG, GIF and BMP whose headers claim that size."""
+    png = bytearray(tf.io.encode_png(PIXELS).numpy())
+    png[16:24] = struct.pack(">II", width, height)
+    png[29:33] = struct.pack(">I", zlib.crc32(bytes(png[12:29])))
+    jpeg = tf.io.encode_jpeg(PIXELS).numpy()
+    frame = jpeg.index(b"\xff\xc0") + 5
+    low = (min(width, 65535), min(height, 65535))
+    jpeg = jpeg[:frame] + struct.pack(">HH", low[1], low[0]) + jpeg[frame + 4 :]
+    gif = (
+        b"GIF89a"
+        + struct.pack("<HH", *low)
+        + b"\x00\x00\x00,"
+        + struct.pack("<HHHH", 0, 0, *low)
+        + b"\x00\x02\x02L\x01\x00;"
+    )
+    bmp = (
+        b"BM"
+        + struct.pack("<IHHIIiiHHIIiiII", 62, 0, 0, 54, 40, width % 2**31, height % 2**31, 1, 24, 0, 8, 0, 0, 0, 0)
+        + b"\0" * 8
+    )
+    return bytes(png), jpeg, gif, bmp
+
+
+SIDES = st.sampled_from([0, 1, 8, 60_000, 65_535, 2**31 - 1, 2**31, 2**32 - 1])
+IMAGES = st.one_of(
+    st.tuples(SIDES, SIDES).flatmap(lambda size: st.sampled_from(claiming(*size))),
+    st.sampled_from(claiming(8, 8)[:2]).flatmap(alterations),
+    st.binary(max_size=60),
+    st.sampled_from(
+        [b"RIFF\xff\xff\xff\xffWEBPVP8X" + b"\xff" * 20, b"\xff\xd8\xff" + b"\xff" * 50, b"<svg/>", b"GIF89a"]
+    ),
+)
+FITTING = claiming(8, 8)[:2]
+
+
+def a_folder_of_images(images, broken, size):
+    with tempfile.TemporaryDirectory() as folder:
+        for i, image in enumerate([*images, *FITTING]):
+            path = pathlib.Path(folder, "data", "ab"[i % 2], f"{i}.png")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(image)
+        read(folder, name=f"image_folder:{folder}/data", broken=broken, image_size=size)
+
+
+PICTURES = dict(
+    images=st.lists(IMAGES, min_size=1, max_size=3),
+    broken=st.sampled_from(config.ON_BROKEN),
+    size=st.sampled_from(["", "4", "4x6"]),
+)
+
+
+@adversary.few(1)
+@given(**PICTURES)
+def test_some_images(images, broken, size):
+    a_folder_of_images(images, broken, size)
+
+
+@pytest.mark.whole
+@adversary.examples(150)
+@given(**PICTURES)
+def test_any_images(images, broken, size):
+    a_folder_of_images(images, broken, size)
+
+
+# -- TFRecord files ---------------------------------------------------------------------
+
+
+def framed(record):
+    """A record as it stands in a file, with the checks that belong to it; no reader of tfdist looks at the second."""
+    length = struct.pack("<Q", len(record))
+    check = tfrecord_index._masked_crc(np.array([len(record)], np.uint64))[0]
+    return length + struct.pack("<I", int(check) & 0xFFFFFFFF) + record + b"\0" * 4
+
+
+def example(image, label):
+    features = {
+        "image": tf.train.Feature(bytes_list=tf.train.BytesList(value=image)),
+        "label": tf.train.Feature(int64_list=tf.train.Int64List(value=label)),
+    }
+    return tf.train.Example(features=tf.train.Features(feature=features)).SerializeToString()
+
+
+EXAMPLES = st.builds(
+    example,
+    st.one_of(IMAGES.map(lambda image: [image]), st.lists(IMAGES, max_size=2)),
+    st.one_of(st.just([1]), st.lists(st.integers(-(2**63), 2**63 - 1), max_size=2)),
+)
+RECORDS = st.one_of(
+    EXAMPLES, EXAMPLES, st.just(example([FITTING[0]], [2])), EXAMPLES.flatmap(alterations), st.binary(max_size=30)
+)
+RECORD_OPTIONS = st.one_of(
+    st.sampled_from(["image=png, label=int64, classes=3", "image=jpeg, label=int64, classes=3"]),
+    st.sampled_from(["label='float32[99999999999]', image=int64, classes=2", "label=int64, image=float32"]),
+    adversary.mutated("image=png, label=int64, classes=3"),
+)
+
+
+@st.composite
+def record_files(draw):
+    content = b"".join(map(framed, draw(st.lists(RECORDS, max_size=5))))
+    huge = struct.pack("<Q", draw(st.sampled_from([2**63, 2**64 - 1, 10**12])))
+    tail = draw(st.sampled_from([b"", b"", b"", huge + b"\0" * 8]))
+    return draw(alterations(content + tail)) if draw(st.booleans()) else content + tail
+
+
+def a_record_file(content, options, **data):
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "a.tfrecord")
+        path.write_bytes(content)
+        read(folder, name=f"tfrecord:{path}", options=options, **data)
+
+
+RECORD_FILE = dict(
+    content=record_files(),
+    options=RECORD_OPTIONS,
+    broken=st.sampled_from(config.ON_BROKEN),
+    image_size=st.sampled_from(["", "4"]),
+    cache=st.sampled_from(["auto", "stream"]),
+)
+
+
+@adversary.few(2)
+@given(**RECORD_FILE)
+def test_some_record_files(content, options, **data):
+    a_record_file(content, options, **data)
+
+
+@pytest.mark.whole
+@adversary.examples(500)
+@given(**RECORD_FILE)
+def test_any_record_file(content, options, **data):
+    a_record_file(content, options, **data)
+
+
+# -- text ---------------------------------------------------------------------------
+
+TEXTS = st.one_of(
+    st.binary(max_size=400),
+    st.text(max_size=400).map(lambda text: text.encode(errors="surrogatepass")),
+    st.sampled_from([b"", b"a", b"\0" * 300, b"\xff\xfe" + "word ".encode("utf-16-le") * 80, b"ab" * 400]),
+    alterations(b"All work and no play. " * 30),
+)
+TEXT = dict(
+    content=TEXTS,
+    options=st.one_of(st.sampled_from(["", "length=16", "length=1", "length=100000"]), adversary.mutated("length=16")),
+)
+
+
+@adversary.few(10)
+@given(**TEXT)
+def test_some_texts(content, options):
+    a_text(content, options)
+
+
+@pytest.mark.whole
+@adversary.examples(700)
+@given(**TEXT)
+def test_any_text(content, options):
+    a_text(content, options)
+
+
+def a_text(content, options):
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "a.txt")
+        path.write_bytes(content)
+        read(folder, name=f"text:{path}", options=options, train_split="train[:80%]", eval_split="train[80%:]")
