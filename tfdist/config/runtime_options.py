@@ -20,7 +20,7 @@ COMMUNICATION = ("auto", "ring", "nccl")
 RESUME = ("auto", "never", "require")
 OF_A_RUN = (
     "workdir", "resume", "resume_changed", "requeue", "check_agreement", "progress", "tensorboard", "profile",
-    "dry_run",
+    "dry_run", "topology",
 )  # fmt: skip
 """Fields that mean something to `tfdist.train` only."""
 MOST_THREADS = 1024
@@ -47,6 +47,7 @@ class Environment:
     tensorboard: bool = True
     profile: str = ""
     dry_run: bool = False
+    topology: str = ""
     communication: str = "auto"
     bucket_bytes: int | None = None
     insecure: bool = False
@@ -79,6 +80,7 @@ class Environment:
             )
         field_syntax.check_local("--workdir", self.workdir)
         self._check_profile()
+        self._check_topology()
         numbers = self.devices.split(",")
         if len(set(numbers)) != len(numbers):
             raise UserError(f"--devices={self.devices} names a device twice: name each once")
@@ -91,6 +93,17 @@ class Environment:
             raise UserError(
                 f"--strategy=default uses one device, --virtual_devices={self.virtual_devices} asks for more: "
                 "use --strategy=mirrored"
+            )
+
+    def _check_topology(self) -> None:
+        if not self.topology:
+            return
+        if not self.dry_run:
+            raise UserError(f"--topology={self.topology} compiles for what is not here: give --dry_run with it")
+        if self.strategy not in ("auto", "default") or self.devices not in ("all", "none") or self.virtual_devices:
+            raise UserError(
+                f"--topology={self.topology} says on which devices: leave out --strategy, --devices and "
+                "--virtual_devices"
             )
 
     def _check_profile(self) -> None:
@@ -145,6 +158,11 @@ def define_flags() -> None:
     flags.DEFINE_bool("tensorboard", d.tensorboard, "Write --workdir/tensorboard.")
     flags.DEFINE_string("profile", d.profile, "Trace the updates FROM:TO, for TensorBoard and as profile.txt.")
     flags.DEFINE_bool("dry_run", d.dry_run, "Print the plan, or why it could not run, and stop; writes nothing.")
+    flags.DEFINE_string(
+        "topology",
+        d.topology,
+        "With --dry_run: compile for these devices, which need not be here, such as v5e-8 or h100x8.",
+    )
     flags.DEFINE_enum(
         "communication",
         d.communication,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -48,15 +49,27 @@ def training_call(replica: Replica, layout: Layout, losses: int, options: Traini
     optimizer_update.check(replica.model.optimizer)
 
     def call(feed: tuple, first: tf.Tensor, last: tf.Tensor) -> CallResult:
-        model = replica.model
-        with (
-            optimizer_update.owned(model.optimizer, model.trainable_variables, options.factors) as optimizer,
-            replica.tracing(),
-            fused_batch_norm.normalization(None if replica.jit else model),  # XLA fuses by itself
-        ):
-            return batch_loop(replica, layout, losses, _Update(replica, layout, options, optimizer))(feed, first, last)
+        with update(replica, layout, options) as one:
+            return batch_loop(replica, layout, losses, one)(feed, first, last)
 
     return tf.function(call, autograph=False, reduce_retracing=True)
+
+
+@contextlib.contextmanager
+def update(
+    replica: Replica, layout: Layout, options: TrainingOptions
+) -> Iterator[Callable[[Batch, tf.Tensor], tf.Tensor]]:
+    """Yields, while a function is traced, what makes one update on one replica.
+
+    It takes the global batch and whether this is the last update of a call, and returns a packed `StepOutput`.
+    """
+    model = replica.model
+    with (
+        optimizer_update.owned(model.optimizer, model.trainable_variables, options.factors) as optimizer,
+        replica.tracing(),
+        fused_batch_norm.normalization(None if replica.jit else model),  # XLA fuses by itself
+    ):
+        yield _Update(replica, layout, options, optimizer)
 
 
 class _Regularization(NamedTuple):
