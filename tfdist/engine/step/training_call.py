@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from tfdist.data.batch_layout import Batch, Layout
+from tfdist.data.batch_layout import Layout
 from tfdist.distributed import collectives
 from tfdist.distributed.collectives import sum_in_order
 from tfdist.engine.checks import preconditions
@@ -17,7 +17,7 @@ from tfdist.engine.step import graph_clock, metrics, optimizer_update
 from tfdist.engine.step.batch_loop import StepOutput, batch_loop
 from tfdist.engine.step.optimizer_update import Gradients, OwnedOptimizer
 from tfdist.engine.step.partial_sums import Payload
-from tfdist.engine.step.replica import Replica
+from tfdist.engine.step.replica import Replica, Taken
 from tfdist.engine.step.results import CallResult
 from tfdist.engine.tracing import fused_batch_norm
 
@@ -78,7 +78,7 @@ class _Update:
         self._options = options
         self._optimizer = optimizer
 
-    def __call__(self, batch: Batch, is_last: tf.Tensor) -> tf.Tensor:
+    def __call__(self, batch: Taken, is_last: tf.Tensor) -> tf.Tensor:
         """Makes the update.
 
         Args:
@@ -89,7 +89,7 @@ class _Update:
           A packed `StepOutput`.
         """
         replica, layout, model = self._replica, self._layout, self._replica.model
-        examples = layout.batch if self._options.full else batch.count
+        examples = layout.batch if self._options.full else replica.count(layout, batch)
         scale = self._optimizer.loss_scale()
         if layout.accumulate == 1:
             payload = self._of_micro_batch(batch, examples, scale, 0)
@@ -117,7 +117,7 @@ class _Update:
         return [*(tf.cast(total, g.dtype) for total, g in zip(totals, payload.grads)), sums]
 
     def _of_micro_batch(
-        self, batch: Batch, examples: tf.Tensor | int, scale: tf.Tensor | None, micro: tf.Tensor | int
+        self, batch: Taken, examples: tf.Tensor | int, scale: tf.Tensor | None, micro: tf.Tensor | int
     ) -> Payload:
         """Runs forward and backward over this replica's rows of a micro-batch, and updates the metrics."""
         replica = self._replica
@@ -126,7 +126,7 @@ class _Update:
         metrics.update(replica.model, self._distribution, rows, outputs)
         return payload
 
-    def _accumulated(self, batch: Batch, examples: tf.Tensor | int, scale: tf.Tensor | None) -> Payload:
+    def _accumulated(self, batch: Taken, examples: tf.Tensor | int, scale: tf.Tensor | None) -> Payload:
         """Adds up the payloads of all micro-batches of this replica."""
         micro = functools.partial(self._of_micro_batch, batch, examples, scale)
         payload = micro(0)
