@@ -36,6 +36,7 @@ class Environment:
     strategy: str = "auto"
     devices: str = "all"
     virtual_devices: int | None = None
+    tpu: str = "local"
     workdir: str = ""
     resume: str = "auto"
     resume_changed: bool = False
@@ -81,6 +82,7 @@ class Environment:
         field_syntax.check_local("--workdir", self.workdir)
         self._check_profile()
         self._check_topology()
+        self._check_tpu()
         numbers = self.devices.split(",")
         if len(set(numbers)) != len(numbers):
             raise UserError(f"--devices={self.devices} names a device twice: name each once")
@@ -105,6 +107,21 @@ class Environment:
                 f"--topology={self.topology} says on which devices: leave out --strategy, --devices and "
                 "--virtual_devices"
             )
+
+    def _check_tpu(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.:/-]{0,200}", self.tpu):
+            raise UserError(f"--tpu={self.tpu} is not understood: use local, or the name of a TPU in the Cloud")
+        if self.tpu != "local" and self.strategy not in ("auto", "tpu"):
+            raise UserError(f"--tpu={self.tpu} asks for a TPU and --strategy={self.strategy} uses none: leave one out")
+        if self.strategy != "tpu" and self.tpu == "local":
+            return
+        for field, given in (("virtual_devices", self.virtual_devices), ("devices", self.devices)):
+            if given not in (None, "all"):
+                raise UserError(
+                    f"--{field}={given} is for CPUs and GPUs, a TPU is used with all its cores: leave it out"
+                )
+        if self.jit == "on":
+            raise UserError("--jit=on is for CPUs and GPUs; a TPU compiles every step: leave it out")
 
     def _check_profile(self) -> None:
         if not self.profile:
@@ -136,6 +153,7 @@ def define_flags() -> None:
     flags.DEFINE_integer(
         "virtual_devices", d.virtual_devices, "Split the CPU into this many devices, to try mirrored without GPUs."
     )
+    flags.DEFINE_string("tpu", d.tpu, "Which TPU: local for that of this machine, or the name of one in the Cloud.")
     flags.DEFINE_string("workdir", d.workdir, "Folder for the results; runs/<experiment name> if empty.")
     flags.DEFINE_enum(
         "resume", d.resume, RESUME, "Go on from the newest valid checkpoint of --workdir, or never: set it aside."

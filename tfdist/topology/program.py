@@ -18,14 +18,14 @@ import tensorflow as tf
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tensorflow.python.framework import auto_control_deps_utils
 
-from tfdist.data.batch_layout import Batch, Layout, Rows
+from tfdist.data import static_rows
+from tfdist.data.batch_layout import Layout
 from tfdist.data.record_feed import in_order
 from tfdist.data.sources import Arrays, Records, Source
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.engine import step_calls
 from tfdist.engine.step import training_call
-from tfdist.engine.step.replica import Replica
 from tfdist.errors import UserError, one_line
 
 
@@ -37,7 +37,7 @@ class Program:
     rows: int
     """Rows of a global batch that a replica is given."""
     specs: list[tf.TensorSpec]
-    """Of these rows: the first arguments."""
+    """Of the first arguments, a flat `tfdist.data.static_rows.Given`."""
     variables: list[keras.Variable | tf.Tensor]
     """What the other arguments are, in their order; a tensor is a constant of the model."""
     results: int
@@ -51,11 +51,11 @@ def distribution(replicas: int, device: str, reason: str) -> Distribution:
 
     Args:
       replicas: one for each device.
-      device: kind of device, `TPU` or `GPU`.
+      device: kind of device: `TPU`, `GPU` or `CPU`.
       reason: for a person.
     """
     return Distribution(
-        name="default" if replicas == 1 else "topology",
+        name="tpu" if device == "TPU" else "default" if replicas == 1 else "mirrored",
         reason=reason,
         strategy=tf.distribute.get_strategy(),
         replicas=replicas,
@@ -66,6 +66,8 @@ def distribution(replicas: int, device: str, reason: str) -> Distribution:
         replica_id=lambda: gen_xla_ops.xla_replica_id() if replicas > 1 else 0,
         all_sum=lambda tensors: [_all_sum(t, replicas) for t in tensors],
         average=lambda variables: None,
+        static_shapes=True,
+        lacks=("float16", "float64") if device == "TPU" else (),
     )
 
 
@@ -105,26 +107,6 @@ def _reducing_in_layers(replicas: int) -> Iterator[None]:
             context.all_reduce = before
 
 
-class _GivenRows(Replica):
-    """A replica that is given its rows, as many as every other one, instead of taking them from a global batch."""
-
-    def __init__(self, of: Replica):
-        super().__init__(of.model, of.distribution, jit=False)
-        self.objective, self.bare = of.objective, of.bare
-
-    def take(self, layout: Layout, batch: Batch, count: tf.Tensor | int, micro: tf.Tensor | int = 0) -> Rows:
-        del count
-
-        def some(tensor: tf.Tensor) -> tf.Tensor:
-            if layout.accumulate == 1:
-                return tensor
-            rest = tensor.shape[1:].as_list()
-            return tf.slice(tensor, [micro * layout.micro, *[0] * len(rest)], [layout.micro, *rest])
-
-        data = keras.tree.map_structure(some, batch.table)
-        return Rows(data, layout.micro, layout.micro * layout.replicas, layout.accumulate, layout.micro, None)
-
-
 def export(
     model: keras.Model,
     source: Source,
@@ -139,16 +121,15 @@ def export(
     Args:
       source: the examples; of them, only the shapes count.
       given: what `distribution` has returned.
-      batch: examples of a global batch. Where they do not divide evenly, each replica gets as many as the first: shapes
-        are static, and the rest would be filler.
+      batch: examples of a global batch. Where they do not divide evenly, each replica gets as many rows as the first:
+        shapes are static, and some are filler.
       accumulate: micro-batches.
       reduce_dtype, factors: see `training_call.TrainingOptions`.
 
     Raises:
       UserError: the model cannot be compiled by XLA; the message names what cannot.
     """
-    parts = given.replicas * accumulate
-    layout = Layout(-(-batch // parts) * parts, given.replicas, accumulate)
+    layout = Layout(batch, given.replicas, accumulate, static=True)
     step = step_calls.step_of(model, given, source)
     own = step.own_step("train")
     if own:
@@ -157,14 +138,14 @@ def export(
             "is a program for devices that are not here"
         )
     step.compiled("train", layout, full=True)  # refuses what cannot be computed from parts of a batch
-    replica = _GivenRows(step.replica)
-    specs, structure = _specs(source, layout.micro * accumulate)
+    specs, structure = _specs(source, layout)
     options = training_call.TrainingOptions(full=True, reduce_dtype=reduce_dtype, factors=factors)
 
     def update(*rows: tf.Tensor) -> tf.Tensor:
-        table = keras.tree.pack_sequence_as(structure, list(rows))
-        with _reducing_in_layers(given.replicas), training_call.update(replica, layout, options) as one:
-            return one(Batch(table, (), tf.constant(layout.batch)), tf.constant(False))
+        *columns, numbers = rows
+        own = static_rows.Given(keras.tree.pack_sequence_as(structure, columns), numbers)
+        with _reducing_in_layers(given.replicas), training_call.update(step.replica, layout, options) as one:
+            return one(own, tf.constant(False))
 
     function = tf.function(update, autograph=False, jit_compile=True)
     try:
@@ -174,11 +155,11 @@ def export(
         raise UserError(f"XLA cannot compile {_culprit(error, model)}") from error
     # The dialect of TensorFlow's bridge, which other compilers do not read; a copy is there to keep apart two results.
     text = re.sub(r"\bmhlo\.copy\b", "stablehlo.optimization_barrier", text)
-    return _program(text, traced, specs, layout.micro * accumulate, model)
+    return _program(text, traced, specs, layout, model)
 
 
-def _specs(source: Source, rows: int) -> tuple[list[tf.TensorSpec], Structure]:
-    """Returns what a replica is given of a batch, flat, and its structure.
+def _specs(source: Source, layout: Layout) -> tuple[list[tf.TensorSpec], Structure]:
+    """Returns what a replica is given of a batch, a flat `static_rows.Given`, and the structure of its data.
 
     Raises:
       UserError: examples of various sizes, which a program of static shapes cannot take.
@@ -197,11 +178,11 @@ def _specs(source: Source, rows: int) -> tuple[list[tf.TensorSpec], Structure]:
                 f"--topology compiles for examples of one shape, and the data has {tuple(column.shape[1:])}: "
                 "crop or pad them to one size"
             )
-        specs.append(tf.TensorSpec((rows, *column.shape[1:]), column.dtype))
-    return specs, columns
+        specs.append(tf.TensorSpec((layout.accumulate, layout.micro, *column.shape[1:]), column.dtype))
+    return [*specs, tf.TensorSpec((layout.accumulate,), tf.int32)], columns
 
 
-def _program(text: str, traced: Any, specs: list[tf.TensorSpec], rows: int, model: keras.Model) -> Program:
+def _program(text: str, traced: Any, specs: list[tf.TensorSpec], layout: Layout, model: keras.Model) -> Program:
     """Finds out which argument and which result is which variable; XLA keeps to the order of the function's inputs."""
     owners = [*model.variables, *model.metrics_variables, *model.optimizer.variables]
     handles = {id(v.value.handle): v for v in owners}
@@ -215,7 +196,14 @@ def _program(text: str, traced: Any, specs: list[tf.TensorSpec], rows: int, mode
     known = _results(text)
     if known != results + len(changed):
         raise RuntimeError(f"the program has {known} results, and not {results} and {len(changed)} variables")
-    return Program(text, rows, specs, variables, results, [(i, results + n) for n, i in enumerate(changed)])
+    return Program(
+        text,
+        layout.micro * layout.accumulate,
+        specs,
+        variables,
+        results,
+        [(i, results + n) for n, i in enumerate(changed)],
+    )
 
 
 def _results(text: str) -> int:
