@@ -27,6 +27,7 @@ from tfdist.distributed.distribution import Distribution
 from tfdist.engine import step_calls
 from tfdist.engine.step import training_call
 from tfdist.errors import UserError, one_line
+from tfdist.models import keras_internals
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,6 +76,8 @@ def _all_sum(tensor: tf.Tensor, replicas: int) -> tf.Tensor:
     """Sums a tensor over the replicas of a program; the gradient of that is the sum of the gradients."""
     if replicas == 1:
         return tensor
+    if tensor.dtype.size > 4:
+        return _sum_of_wide(tensor, replicas)
     return gen_xla_ops.xla_all_reduce(
         input=tensor, group_assignment=[list(range(replicas))], reduce_op="Add", mode="CrossReplica"
     )
@@ -83,6 +86,23 @@ def _all_sum(tensor: tf.Tensor, replicas: int) -> tf.Tensor:
 @tf.RegisterGradient("XlaAllReduce")  # TensorFlow has one for its other operations of this kind
 def _gradient_of_all_sum(op: tf.Operation, gradient: tf.Tensor) -> tuple[tf.Tensor, None]:
     return _all_sum(gradient, op.inputs[1].shape[1]), None
+
+
+def _sum_of_wide(tensor: tf.Tensor, replicas: int) -> tf.Tensor:
+    """Sums a tensor of 64 bits, which TensorFlow's operation for XLA's all-reduce does not take.
+
+    Its bits travel as two words, each replica's in a place of their own, where the others add zeros.
+    """
+
+    @tf.custom_gradient
+    def total(tensor: tf.Tensor) -> tuple:
+        bits = tf.bitcast(tensor, tf.uint32)[None]
+        mine = tf.equal(tf.range(replicas), gen_xla_ops.xla_replica_id())
+        own = tf.where(tf.reshape(mine, [replicas, *[1] * (bits.shape.rank - 1)]), bits, tf.zeros_like(bits))
+        every = tf.bitcast(_all_sum(own, replicas), tensor.dtype)
+        return tf.reduce_sum(every, 0), lambda gradient: _sum_of_wide(gradient, replicas)
+
+    return total(tensor)
 
 
 @contextlib.contextmanager
@@ -221,6 +241,8 @@ def _culprit(error: Exception, model: keras.Model) -> str:
         r"(?:No registered|Detected unsupported operations[^:]*:|Op type not registered) '?(\w+)", text
     )
     where = node[1] if node else ""
-    layers = [layer.name for layer in model._flatten_layers() if layer.name in where.split("/")] if where else []
+    # Keras numbers the calls of a layer.
+    scopes = {re.sub(r"_\d+$", "", scope) for scope in where.split("/")} | set(where.split("/"))
+    layers = [layer.name for layer in keras_internals.flat_layers(model) if layer.name in scopes]
     name = f"layer {layers[-1]!r}" if layers else f"operation {where!r}" if where else "the update"
     return f"{name} ({operation[1] if operation else one_line(error, 200)}): --topology compiles all of it"
