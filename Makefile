@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Else every process of a test run compiles the package and the tests anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-all test-oldest faults horovod lint docs keras-tests bench bench-workers bench-checkpoints bench-watching bench-input clean
+.PHONY: train test test-all test-oldest faults horovod lint docs keras-tests topology-check bench bench-workers bench-checkpoints bench-watching bench-input clean
 
 train: .venv/ready
 	$(BIN)/python -m tfdist.train
@@ -16,7 +16,7 @@ test: .venv/ready horovod
 
 # Every cell of every table, and `faults`.
 test-all: .venv/ready horovod
-	$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder -m ''
+	$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder -m 'not topology'
 
 # The oldest supported versions run what notices soonest that something has moved.
 test-oldest: .venv-oldest/ready
@@ -37,6 +37,13 @@ keras-tests: .venv/ready
 	    --rootdir=$(abspath $(KERAS)) --import-mode=importlib -p support.keras_own_tests \
 	    --strategy=$$strategy --passed=$$passed $(KERAS_TESTS) || status=1; \
 	done; rm -f $$passed; exit $$status
+
+# Programs for TPUs and GPUs that are not here: compiled for them, and whole trainings on an emulated mesh. The compilers
+# are installed into a cache folder of their own, a gigabyte each.
+topology-check: .venv/ready
+	$(BIN)/python -m tfdist.topology --install=tpu
+	$(BIN)/python -m tfdist.topology --install=cuda
+	$(BIN)/python -m pytest -m topology tests/topology
 
 # Two minutes the first time, nothing afterwards.
 horovod: .venv/ready

@@ -22,7 +22,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")),
     *sorted(ROOT.glob("docs/*.md")),
 ]
-COMMANDS = ("train", "launch", "doctor", "compare", "evaluate", "predict", "export", "horovod_build")
+COMMANDS = ("train", "launch", "doctor", "compare", "evaluate", "predict", "export", "horovod_build", "topology")
 FOREIGN = {"signal": "sbatch, timeout", "logdir": "tensorboard", "dist": "pytest"}
 """Flags of other programs that the pages show."""
 GROUPS = tuple(f.name for f in dataclasses.fields(Experiment) if f.name not in ("name", "seed"))
@@ -179,7 +179,7 @@ def test_flags_and_fields_exist(page):
             name, rest = command.groups()
             assert name in known, where
             own, _, passed_on = rest.partition(" -- ")
-            takes_config = {"config"} if name not in ("launch", "horovod_build", "export") else set()
+            takes_config = {"config"} if name not in ("launch", "horovod_build", "export", "topology") else set()
             assert_known(flags_in(own), known[name] | takes_config, where)
             assert_known(flags_in(passed_on), known["train"] | {"config"}, where)
         field = re.match(rf"({'|'.join(GROUPS)})\.(?!keras\b|json\b)\w+", text)  # model.keras and data.json are files

@@ -15,7 +15,8 @@ MAY_IMPORT = {
     "engine": LIBRARIES[:6],
     "monitoring": LIBRARIES[:7],
     "export": [*LIBRARIES, "inference"],
-    **dict.fromkeys(["train", "launch", "doctor", "compare", "inference", "horovod_build"], LIBRARIES),
+    "train": [*LIBRARIES, "topology"],
+    **dict.fromkeys(["topology", "launch", "doctor", "compare", "inference", "horovod_build"], LIBRARIES),
 }
 """Which packages a package may import from, besides itself. Those at the root may import from all."""
 

@@ -17,6 +17,16 @@ BAD_INPUT = [
         "flag --strategy=mirored: value should be one of <auto|default|mirrored|multi_worker|tpu|horovod>",
     ),
     (["--stratgy=mirrored"], "Unknown command line flag 'stratgy'. Did you mean: strategy ?"),
+    (["--topology=v5e-8"], "--topology=v5e-8 compiles for what is not here: give --dry_run with it"),
+    (["--dry_run", "--topology=v5e-9"], "unknown --topology=v5e-9: did you mean 'v5e-8'? Known are v5e-1, v5e-4"),
+    (
+        ["--dry_run", "--topology=v5e-8", "--devices=0"],
+        "--topology=v5e-8 says on which devices: leave out --strategy, --devices and --virtual_devices",
+    ),
+    (
+        ["--dry_run", "--topology=l4x1"],
+        "--topology=l4x1 needs the compilers for cuda, which are not installed: run python -m tfdist.topology",
+    ),
     (["mirrored"], "unexpected argument 'mirrored': flags are written --name=value"),
     (["--config.train.epoch=3"], "unknown config field --config.train.epoch: did you mean 'epochs'?"),
     (["--config.trian.epochs=3"], "unknown config field --config.trian.epochs: did you mean 'train'?"),
@@ -240,7 +250,13 @@ def ends(tmp_path_factory):
     """How the command ends with each list of arguments; on no machine is there a driver on this PATH."""
     folder = tmp_path_factory.mktemp("bad")
     path = os.pathsep.join([str(written(folder)), str(REPOSITORY)])
-    done = many_commands.run("tfdist.train", [a for a, _ in BAD_INPUT], folder, {"PATH": "/usr/bin:/bin"}, path)
+    done = many_commands.run(
+        "tfdist.train",
+        [a for a, _ in BAD_INPUT],
+        folder,
+        {"PATH": "/usr/bin:/bin", "TFDIST_TOPOLOGY": str(folder)},
+        path,
+    )
     return {tuple(end.args): end for end in done}
 
 
@@ -453,7 +469,7 @@ def test_version(command, run, files):
     assert (done.returncode, done.stdout, done.stderr) == (0, f"tfdist {tfdist.__version__}\n", "")
 
 
-@pytest.mark.parametrize("command", ["train", "launch", "doctor", "compare", "horovod_build"])
+@pytest.mark.parametrize("command", ["train", "launch", "doctor", "compare", "horovod_build", "topology"])
 def test_help_fits_80_columns(command, run):
     done = run(f"tfdist.{command}", "--help", COLUMNS="80")
     assert done.returncode == 0, done.stderr

@@ -171,7 +171,7 @@ def make(
         environ = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(machine.gpus[:replicas])}
         if replicas > len(machine.gpus):
             unavailable = f"it needs {replicas} GPUs, found {len(machine.gpus)}"
-    else:
+    elif strategy != "tpu":
         train.append("--devices=none")
     match strategy:
         case "mirrored" if not machine.gpus:

@@ -20,7 +20,7 @@ COMMUNICATION = ("auto", "ring", "nccl")
 RESUME = ("auto", "never", "require")
 OF_A_RUN = (
     "workdir", "resume", "resume_changed", "requeue", "check_agreement", "progress", "tensorboard", "profile",
-    "dry_run",
+    "dry_run", "topology",
 )  # fmt: skip
 """Fields that mean something to `tfdist.train` only."""
 MOST_THREADS = 1024
@@ -36,6 +36,7 @@ class Environment:
     strategy: str = "auto"
     devices: str = "all"
     virtual_devices: int | None = None
+    tpu: str = "local"
     workdir: str = ""
     resume: str = "auto"
     resume_changed: bool = False
@@ -47,6 +48,7 @@ class Environment:
     tensorboard: bool = True
     profile: str = ""
     dry_run: bool = False
+    topology: str = ""
     communication: str = "auto"
     bucket_bytes: int | None = None
     insecure: bool = False
@@ -79,6 +81,8 @@ class Environment:
             )
         field_syntax.check_local("--workdir", self.workdir)
         self._check_profile()
+        self._check_topology()
+        self._check_tpu()
         numbers = self.devices.split(",")
         if len(set(numbers)) != len(numbers):
             raise UserError(f"--devices={self.devices} names a device twice: name each once")
@@ -92,6 +96,32 @@ class Environment:
                 f"--strategy=default uses one device, --virtual_devices={self.virtual_devices} asks for more: "
                 "use --strategy=mirrored"
             )
+
+    def _check_topology(self) -> None:
+        if not self.topology:
+            return
+        if not self.dry_run:
+            raise UserError(f"--topology={self.topology} compiles for what is not here: give --dry_run with it")
+        if self.strategy not in ("auto", "default") or self.devices not in ("all", "none") or self.virtual_devices:
+            raise UserError(
+                f"--topology={self.topology} says on which devices: leave out --strategy, --devices and "
+                "--virtual_devices"
+            )
+
+    def _check_tpu(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.:/-]{0,200}", self.tpu):
+            raise UserError(f"--tpu={self.tpu} is not understood: use local, or the name of a TPU in the Cloud")
+        if self.tpu != "local" and self.strategy not in ("auto", "tpu"):
+            raise UserError(f"--tpu={self.tpu} asks for a TPU and --strategy={self.strategy} uses none: leave one out")
+        if self.strategy != "tpu" and self.tpu == "local":
+            return
+        for field, given in (("virtual_devices", self.virtual_devices), ("devices", self.devices)):
+            if given not in (None, "all"):
+                raise UserError(
+                    f"--{field}={given} is for CPUs and GPUs, a TPU is used with all its cores: leave it out"
+                )
+        if self.jit == "on":
+            raise UserError("--jit=on is for CPUs and GPUs; a TPU compiles every step: leave it out")
 
     def _check_profile(self) -> None:
         if not self.profile:
@@ -123,6 +153,7 @@ def define_flags() -> None:
     flags.DEFINE_integer(
         "virtual_devices", d.virtual_devices, "Split the CPU into this many devices, to try mirrored without GPUs."
     )
+    flags.DEFINE_string("tpu", d.tpu, "Which TPU: local for that of this machine, or the name of one in the Cloud.")
     flags.DEFINE_string("workdir", d.workdir, "Folder for the results; runs/<experiment name> if empty.")
     flags.DEFINE_enum(
         "resume", d.resume, RESUME, "Go on from the newest valid checkpoint of --workdir, or never: set it aside."
@@ -145,6 +176,11 @@ def define_flags() -> None:
     flags.DEFINE_bool("tensorboard", d.tensorboard, "Write --workdir/tensorboard.")
     flags.DEFINE_string("profile", d.profile, "Trace the updates FROM:TO, for TensorBoard and as profile.txt.")
     flags.DEFINE_bool("dry_run", d.dry_run, "Print the plan, or why it could not run, and stop; writes nothing.")
+    flags.DEFINE_string(
+        "topology",
+        d.topology,
+        "With --dry_run: compile for these devices, which need not be here, such as v5e-8 or h100x8.",
+    )
     flags.DEFINE_enum(
         "communication",
         d.communication,

@@ -51,6 +51,8 @@ class Layout:
     """This worker's first replica among all."""
     local: int = 0
     """This worker's replicas; 0 for all of them."""
+    static: bool = False
+    """All shapes are known when a step is traced: every batch has `batch` examples, see static_rows.py."""
 
     @property
     def micro(self) -> int:
@@ -169,10 +171,16 @@ class Rows(NamedTuple):
     """How many rows all replicas have together."""
     micro_batches: int
     """Of the global batch."""
-    most: int | None
-    """The most rows that a replica ever has of one, where TensorFlow's collectives between workers want to know."""
+    most: int
+    """The most rows that a replica ever has of one, where collectives between workers want to know; or 0."""
     present: tf.Tensor | None
     """Whether there is a row, a bool scalar; None for certainly."""
+    filled: bool = False
+    """Whether `data` has `most` rows though `number`, a tensor, may be one less: then the last one counts nowhere."""
+
+    def real(self) -> tf.Tensor | None:
+        """Returns which rows of `data` count, bool [most]; None for all, as far as `present` allows."""
+        return tf.range(self.most) < self.number if self.filled else None
 
 
 def rows_of(batch: Batch, share: Share, in_own: Share) -> Structure:

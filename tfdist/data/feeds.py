@@ -30,7 +30,9 @@ class FeedCall:
     first: int
     last: int
     full: bool
-    """All batches are full and divide evenly over replicas and micro-batches."""
+    """All batches are full and divide evenly over replicas and micro-batches; of a `StaticFeed`, that they are full."""
+    count: int | None = None
+    """Examples of each of these batches, where the step wants to know; see static_feed.py."""
 
 
 class ArrayFeed:
@@ -65,6 +67,11 @@ class ArrayFeed:
         if full:
             last = min(last, self._full)
         return FeedCall((self._table, *self._of_epoch(epoch)), first, last, full)
+
+    def alike(self, update: int) -> tuple[int, int]:
+        """Returns the examples of the batch of `update`, and how many batches from it on in its epoch have as many."""
+        first, full = update % self.batches, self._size // self._layout.batch
+        return int(self._counts[first]), full - first if first < full else 1
 
     def restart(self) -> None:
         """Does nothing: the position is a function of the update."""

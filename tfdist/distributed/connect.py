@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
+from tfdist.config.messages import logger
 from tfdist.config.runtime_options import OF_A_RUN, Environment
-from tfdist.distributed import cluster, gpus, rendezvous, strategy_choice, tf_devices
+from tfdist.distributed import cluster, gpus, rendezvous, strategy_choice, tf_devices, tpu_host
 from tfdist.distributed.distribution import Distribution
 from tfdist.distributed.peers import Peers
-from tfdist.distributed.strategies import horovod, multi_worker
+from tfdist.distributed.strategies import horovod, multi_worker, tpu
 from tfdist.distributed.strategies.local import default, mirrored
 from tfdist.errors import UserError
 
@@ -99,6 +100,8 @@ def _quiet_tensorflow() -> None:
 def _start(site: Site, facts: Mapping[str, str], peers: Peers) -> Distribution:
     """Starts the strategy once the workers have met; those of Horovod meet here, since it knows where."""
     where = site.environment
+    if site.choice.name == "tpu":
+        tpu_host.prepare(os.environ)
     devices = tf_devices.prepare(where, site.survey, site.selection, site.cluster.local_size)
     _quiet_tensorflow()
     # XLA loses on the CPU: forward and backward at 0.5 to 1.0 of the plain loop (benchmarks/README.md).
@@ -111,10 +114,29 @@ def _start(site: Site, facts: Mapping[str, str], peers: Peers) -> Distribution:
             return mirrored(devices.names, reason, jit)
         case "multi_worker":
             return multi_worker.create(devices.names, reason, peers, jit, where.communication, where.bucket_bytes)
+        case "tpu":
+            return _tpu(site, devices, jit)
         case _:
             module = horovod.start()
             peers = rendezvous.meet(horovod.cluster(module), facts, where.start_timeout, where.stall_timeout)
             return horovod.create(module, devices.names[0], reason, peers, jit)
+
+
+def _tpu(site: Site, devices: tf_devices.Devices, jit: str) -> Distribution:
+    """Starts a TPU; where `auto` has found a sign of one and it does not start, what there is besides."""
+    where = site.environment
+    sign = where.tpu != "local" or tpu_host.hint(os.environ)
+    limit = where.start_timeout if sign else min(where.start_timeout, tpu.WITHOUT_A_SIGN_S)
+    try:
+        return tpu.create(where.tpu, site.choice.reason, limit)
+    except UserError as error:
+        if where.strategy != "auto" or where.tpu != "local":
+            raise
+        logger.info(f"WARNING: {error}")
+        names = devices.names
+        here = f"{len(names)} {devices.kind}{'s' * (len(names) > 1)} here"
+        reason = f"{here}; not tpu, though {site.choice.reason}: it has not started"
+        return mirrored(names, reason, jit) if len(names) > 1 else default(reason, names[0], jit)
 
 
 def _versions(strategy: str) -> dict[str, str]:
@@ -139,7 +161,7 @@ def connect(strategy: str = "auto", **environment: Any) -> Distribution:
     notebook that runs twice does, it returns what it returned before.
 
     Args:
-      strategy: `auto`, `default`, `mirrored`, `multi_worker` or `horovod`.
+      strategy: `auto`, `default`, `mirrored`, `multi_worker`, `tpu` or `horovod`.
       **environment: the other environment flags, e.g. `virtual_devices=3`,
         `devices="0,1"`, `threads=4`, `jit="on"`.
 

@@ -26,7 +26,7 @@ class Distribution:
     """
 
     name: str
-    """Name as in `--strategy`: `default`, `mirrored`, `multi_worker` or `horovod`."""
+    """Name as in `--strategy`: `default`, `mirrored`, `multi_worker`, `tpu` or `horovod`."""
     reason: str
     """Why this strategy, in words for a person."""
     strategy: tf.distribute.Strategy
@@ -53,6 +53,11 @@ class Distribution:
     """Context in which metric variables read as their sums over all replicas."""
     peers: Peers = dataclasses.field(default_factory=Peers)
     """The workers, in touch with each other."""
+    static_shapes: bool = False
+    """Whether replicas want shapes that are known when a step is traced, as those on a TPU do. The host then gathers
+    their rows, fills them up to one number and gives them to the replicas, in which no clock is read."""
+    lacks: tuple[str, ...] = ()
+    """Types in which its devices cannot compute."""
 
     @property
     def workers(self) -> int:
@@ -73,6 +78,14 @@ class Distribution:
     def first(self) -> int:
         """Index of this worker's first replica among all."""
         return self.rank * len(self.devices)
+
+    def per_replica(self, values: list[Any]) -> Any:
+        """Makes an argument of `run` of one value for each replica; in cross-replica context, not between workers."""
+        if self.replicas == 1:
+            return values[0]
+        return self.strategy.experimental_distribute_values_from_function(
+            lambda context: values[context.replica_id_in_sync_group]
+        )
 
     def __repr__(self):
         here = f"{', '.join(self.devices)}" + (f" of worker {self.rank} of {self.workers}" if self.workers > 1 else "")

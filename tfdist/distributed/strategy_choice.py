@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import glob
-import importlib.util
 from collections.abc import Mapping
 
 from tfdist.config.runtime_options import Environment
+from tfdist.distributed import tpu_host
 from tfdist.distributed.cluster import HOROVODRUN, Cluster
 from tfdist.distributed.gpus import Selection
 from tfdist.errors import UserError
@@ -42,10 +41,7 @@ def choose(
     if name == "auto":
         name, reason = _automatic(devices, what, environment, cluster, environ)
     if name == "tpu":
-        raise UserError(
-            f"--strategy=tpu ({reason}) needs a TPU and a TensorFlow built for it, and is not part of this version "
-            "yet: use --strategy=default or --strategy=mirrored"
-        )
+        _check_tpu(environment, cluster)
     if name in ("default", "mirrored") and cluster.size > 1:
         raise UserError(
             f"--strategy={name} trains in one process and there are {cluster.size} workers ({cluster.source}): "
@@ -78,24 +74,27 @@ def _automatic(
         return "multi_worker", f"there are {cluster.size} workers ({cluster.source})"
     if environment.virtual_devices:  # somebody asks for this machine's CPU, whatever else there is
         return ("mirrored" if devices > 1 else "default"), f"{what} here"
-    hint = tpu_hint(environ)
-    if hint:
-        return "tpu", f"{hint} says that there is a TPU"
-    if devices > 1:
-        return "mirrored", f"{what} here"
-    return "default", f"{what} here"
+    if environment.tpu != "local":
+        return "tpu", f"--tpu={environment.tpu} asks for it"
+    without = ""
+    if environment.devices == "all":  # else somebody asks for GPUs, or for the CPU
+        hint = tpu_host.hint(environ)
+        problem = tpu_host.problem() if hint else ""
+        if hint and not problem:
+            return "tpu", f"{hint} says that there is a TPU"
+        without = f"; not tpu, though {hint} says that there is one: {problem}" if hint else ""
+    return ("mirrored" if devices > 1 else "default"), f"{what} here{without}"
 
 
-def tpu_hint(environ: Mapping[str, str]) -> str:
-    """Returns what suggests a TPU, or an empty string; a wrong guess is costly, so the signs are strict."""
-    for name in ("TPU_NAME", "TPU_CONFIG", "KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS"):
-        if environ.get(name):
-            return name
-    if glob.glob("/dev/accel*"):
-        return "/dev/accel*"
-    if glob.glob("/dev/vfio/[0-9]*") and any(k.startswith("TPU_") or k == "COLAB_TPU_ADDR" for k in environ):
-        return "/dev/vfio with TPU variables"
-    return "the installed libtpu" if importlib.util.find_spec("libtpu") else ""
+def _check_tpu(environment: Environment, cluster: Cluster) -> None:
+    if cluster.size > 1:
+        raise UserError(
+            f"--strategy=tpu drives all cores from one process and there are {cluster.size} workers "
+            f"({cluster.source}): start one process"
+        )
+    problem = tpu_host.problem()
+    if problem:
+        raise UserError(f"--strategy=tpu cannot run here: {problem}")
 
 
 def check_visible(selection: Selection, seen: int, environment: Environment, said: str) -> None:

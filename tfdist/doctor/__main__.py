@@ -29,7 +29,7 @@ from absl import flags
 from tfdist import config
 from tfdist.config import command_line, runtime_options, validation
 from tfdist.config.messages import aside
-from tfdist.distributed import addresses, gpus, strategy_choice
+from tfdist.distributed import addresses, gpus, tpu_host
 from tfdist.distributed.cluster import Cluster
 from tfdist.doctor import (
     checkpoints,
@@ -54,7 +54,7 @@ _LEFT_S = 1.0
 """For the start of Python and for printing."""
 _START_S = 5.0
 """How long the doctor of a peer may start after this one, where the same command runs on all hosts."""
-_OF_TRAIN = ("strategy", "devices", "virtual_devices", "insecure")
+_OF_TRAIN = ("strategy", "devices", "virtual_devices", "tpu", "insecure")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def examine(options: DoctorOptions, environ: Mapping[str, str]) -> display.Repor
         workdir=options.workdir,
         versions=versions,
         machine=here,
-        tpu=strategy_choice.tpu_hint(environ),
+        tpu=tpu_host.hint(environ),
         survey=survey,
         answer=answer,
         names=tensorflow_probe.names(answer, survey, environ) if survey and answer else {},
@@ -158,6 +158,7 @@ def _tasks(
         Task("tpu", lambda: packages.tpu(strategy_choice.tpu_hint(environ))),
         Task("keras", lambda: packages.backend(environ)),
         Task("horovod", lambda: packages.horovod(needs_horovod())),
+        Task("tpu", lambda: packages.tpu(environ)),
         Task("workers", lambda: place.result().checks),
         Task("ports", lambda: _ports(options, place.result().cluster)),
         *(Task(f"peer {p}", partial(network.peer, p, versions, secret, patience)) for p in options.peers),

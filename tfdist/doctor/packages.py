@@ -12,7 +12,7 @@ from importlib import metadata
 from packaging.requirements import Requirement
 
 from tfdist import __version__
-from tfdist.distributed import horovod_install
+from tfdist.distributed import horovod_install, tpu_host
 from tfdist.doctor.check import Check, fail, ok, warn
 
 SHOWN = ("tensorflow", "keras", "horovod", "tensorflow-datasets", "numpy")
@@ -123,6 +123,17 @@ def horovod(needed: bool) -> list[Check]:
     if "is not installed" in what:
         return [ok("horovod", f"{what}, which only --strategy=horovod would need")]
     return [warn("horovod", f"{what}; only --strategy=horovod minds", fix)]
+
+
+def tpu(environ: Mapping[str, str]) -> list[Check]:
+    """Checks whether the installed TensorFlow can use a TPU; says nothing where nothing says that there is one."""
+    hint, problem = tpu_host.hint(environ), tpu_host.problem()
+    if not hint:
+        return []
+    if problem:
+        what, _, fix = problem.rpartition(": ")
+        return [warn("tpu", f"{hint} says that there is a TPU; {what}", fix)]
+    return [ok("tpu", f"{hint} says that there is a TPU, and this TensorFlow has support; only a run can start it")]
 
 
 def _version(name: str) -> str:

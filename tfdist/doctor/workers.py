@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 
 from tfdist.config.runtime_options import STRATEGIES, Environment
-from tfdist.distributed import cluster, gpus, strategy_choice
+from tfdist.distributed import cluster, gpus, strategy_choice, tpu_host
 from tfdist.distributed.cluster import ALONE, Cluster
 from tfdist.distributed.strategy_choice import StrategyChoice
 from tfdist.doctor.check import Check, ok, refused, warn
@@ -109,10 +109,7 @@ def _surroundings(workers: Cluster, environ: Mapping[str, str]) -> list[Check]:
         size = f"{nodes or '?'} nodes and {tasks or '?'} tasks"
         what = f"Slurm job {environ['SLURM_JOB_ID']} has {size}, and this process is none of them but the batch script"
         checks.append(warn("surroundings", what, "start it with srun: srun python -m tfdist.train"))
-    if environ.get("COLAB_TPU_ADDR"):
-        what = "Colab offers a TPU (COLAB_TPU_ADDR), which TensorFlow does not learn from that variable"
-        checks.append(warn("surroundings", what, "choose a GPU or CPU runtime: tfdist does not train on TPUs yet"))
-    elif environ.get("COLAB_RELEASE_TAG"):
+    if environ.get("COLAB_RELEASE_TAG"):
         checks.append(ok("surroundings", "Colab: files vanish with the runtime, keep --workdir on a drive"))
     if environ.get("KUBERNETES_SERVICE_HOST"):
         pod = environ.get("HOSTNAME", "")
@@ -149,7 +146,7 @@ def _others(
             )
         except UserError as error:
             reasons[name] = str(error)
-        if name == "tpu" and not strategy_choice.tpu_hint(environ):
+        if name == "tpu" and not tpu_host.hint(environ):
             reasons[name] = "nothing says that there is a TPU"
     return reasons
 

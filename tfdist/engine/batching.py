@@ -15,6 +15,7 @@ from tfdist.data.feeds import ArrayFeed, BatchFeed
 from tfdist.data.python_batches import SequenceReader
 from tfdist.data.record_feed import RecordFeed
 from tfdist.data.sequence_feed import SequenceFeed
+from tfdist.data.static_feed import StaticFeed
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
 
@@ -48,7 +49,7 @@ def layout_of(
     if least:
         schedule.check_batch(batch, distribution.replicas, accumulate, "batch_size")
     if distribution.workers == 1:
-        return Layout(batch, distribution.replicas, accumulate)
+        return Layout(batch, distribution.replicas, accumulate, static=distribution.static_shapes)
     if sources.reader(source).alone:
         raise UserError(sources.reader(source).alone)
     distribution.peers.check_same({**sources.facts(source), "batch": batch}, "the data")
@@ -62,7 +63,8 @@ def batch_size_of(source: sources.Source, batch: int | None, steps: int | None) 
     return batch
 
 
-Feed = ArrayFeed | BatchFeed | RecordFeed
+Feed = ArrayFeed | BatchFeed | RecordFeed | StaticFeed
+_Inner = ArrayFeed | BatchFeed | RecordFeed
 
 
 def read_epochs(source: sources.Source, layout: Layout, shuffle: bool, seed: int, across: bool = False) -> Feed:
@@ -78,12 +80,14 @@ def read_epochs(source: sources.Source, layout: Layout, shuffle: bool, seed: int
     order = seed if shuffle else None
     match source:
         case sources.Arrays():
-            return ArrayFeed(source, layout, order)
+            feed: _Inner = ArrayFeed(source, layout, order)
         case sources.Records():
-            return RecordFeed(source, layout, order, seed)
-    if isinstance(source.reader, SequenceReader):
-        return SequenceFeed(source, layout, order)
-    return BatchFeed(source, layout, across=across)
+            feed = RecordFeed(source, layout, order, seed)
+        case _ if isinstance(source.reader, SequenceReader):
+            feed = SequenceFeed(source, layout, order)
+        case _:
+            feed = BatchFeed(source, layout, across=across)
+    return StaticFeed(feed, layout) if layout.static else feed
 
 
 def digest(feed: Feed, batches: int) -> str:
@@ -96,8 +100,12 @@ def digest(feed: Feed, batches: int) -> str:
 
 def read_once(source: sources.Source, layout: Layout) -> tuple[Feed, int | None]:
     """Returns a feed that reads `source` in its own order, and its number of batches if known."""
+    batches: int | None
     if isinstance(source, sources.Batches):
         kind = SequenceFeed if isinstance(source.reader, SequenceReader) else functools.partial(BatchFeed, once=True)
-        return kind(source, layout), source.batches or None
-    feed = ArrayFeed(source, layout) if isinstance(source, sources.Arrays) else RecordFeed(source, layout)
-    return feed, feed.batches
+        feed: _Inner = kind(source, layout)
+        batches = source.batches or None
+    else:
+        feed = ArrayFeed(source, layout) if isinstance(source, sources.Arrays) else RecordFeed(source, layout)
+        batches = feed.batches
+    return StaticFeed(feed, layout) if layout.static else feed, batches

@@ -7,6 +7,7 @@ import re
 import tensorflow as tf
 
 from tfdist.data.record_feed import RecordFeed
+from tfdist.data.static_feed import StaticFeed
 from tfdist.distributed.peers import Peers
 from tfdist.engine.batching import Feed
 from tfdist.engine.step.step import NO_BATCH
@@ -58,6 +59,7 @@ def explained(error: tf.errors.OpError, feed: Feed, update: int | None, peers: P
         complaint = re.search(pattern, str(error))
         if complaint:
             return UserError(f"{complaint[0]}{advice}")
+    feed = feed.inner if isinstance(feed, StaticFeed) else feed
     if isinstance(feed, RecordFeed) and _IN_PIPELINE.search(str(error)):
         broken = feed.broken()
         if broken:

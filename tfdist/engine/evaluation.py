@@ -180,7 +180,6 @@ def _pieces(
     layout = batching.layout_of(source, batch_size, distribution, 1, least=False)
     feed, batches = _read_once(source, layout, steps, "predict from")
     step = step_calls.step_of(model, distribution, source, outputs_only=True)
-    call = step.compiled(kind, layout)
     callbacks = callback_list.for_measuring(told[0], model, distribution, told[1], batches)
     stoppable = any(pace_lib.looks_at_predictions(callback) for callback in callbacks.callbacks)
     (stoppable,) = agreement.anywhere(distribution, "whether a callback may stop", stoppable)
@@ -189,7 +188,10 @@ def _pieces(
     callbacks.on_predict_begin()
     i = 0
     while (batches is None or i < batches) and not model.stop_predicting:
-        part = feed.next(i, 1)
+        part = step_calls.read(step, feed, i, 1)
+        if part.first == part.last:
+            break
+        call = step.compiled(kind, layout, count=part.count)
         callbacks.on_predict_batch_begin(i)
         try:
             outputs, examples = step_calls.run(step, call, (part.feed, tf.constant(part.first)), feed)
@@ -271,12 +273,12 @@ class Evaluation:
         batch: int | None,
         steps: int | None,
     ):
-        layout = batching.layout_of(source, batch, distribution, 1, least=False)
+        self._layout = layout = batching.layout_of(source, batch, distribution, 1, least=False)
         self._feed, self.batches = _read_once(source, layout, steps, "evaluate")
         self._reader = sources.reader(source)
         self._step = step_calls.step_of(model, distribution, source)
         preconditions.targets(model, self._step.output_shape, source)
-        self._call = self._step.compiled("test", layout)
+        self._step.compiled("test", layout)  # refuses what cannot be measured
         self._pace = Pace(None)
         self.examples = 0
         """That the last run has measured."""
@@ -305,11 +307,14 @@ class Evaluation:
         done, logs = 0, dict[str, float]()
         while (self.batches is None or done < self.batches) and not step.model.stop_evaluating:
             want = pace.updates if self.batches is None else min(pace.updates, self.batches - done)
-            part = self._feed.next(done, want)
+            part = step_calls.read(step, self._feed, done, want)
+            if part.first == part.last:
+                break
+            call = step.compiled("test", self._layout, count=part.count)
             callbacks.on_test_batch_begin(done)
             start = time.perf_counter()
             arguments = (part.feed, tf.constant(part.first), tf.constant(part.last))
-            result = CallResult(*step_calls.run(step, self._call, arguments, self._feed))
+            result = CallResult(*step_calls.run(step, call, arguments, self._feed))
             fresh = int(result.done)
             if not fresh:
                 break

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfdist.data import sources
 from tfdist.data.batch_layout import Layout
+from tfdist.data.feeds import FeedCall
 from tfdist.data.record_feed import RecordFeed
 from tfdist.distributed.distribution import Distribution
 from tfdist.engine import call_errors
@@ -100,6 +101,18 @@ def _eagerly(model: keras.Model) -> Iterator[None]:
         yield
     finally:
         tf.config.run_functions_eagerly(before)
+
+
+def read(step: Step, feed: Feed, update: int, limit: int) -> FeedCall:
+    """Returns the next batches of a feed, see `ArrayFeed.next`; a pipeline that Python reads may fail in this.
+
+    Raises:
+      UserError, TrainingError: see `call_errors.explained`.
+    """
+    try:
+        return feed.next(update, limit)
+    except tf.errors.OpError as error:
+        raise call_errors.explained(error, feed, update, step.distribution.peers) from error
 
 
 def run(step: Step, call: Callable[..., tuple], arguments: tuple, feed: Feed, update: int | None = None) -> tuple:

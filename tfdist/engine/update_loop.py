@@ -119,9 +119,11 @@ class UpdateLoop:
         limits = (limit - now.begun, self._keeper.limit(now), *(c.limit_call(now.update) for c in self._hooked))
         want = int(min(self._pace.updates, *limits))
         asked = time.perf_counter()
-        part = self._feed.next(now.update, want)
+        part = step_calls.read(self._step, self._feed, now.update, want)
+        if part.first == part.last:
+            return False
         waited = time.perf_counter() - asked
-        call = self._compiled(full=part.full, norm=self._norm)
+        call = self._compiled(full=part.full, norm=self._norm, count=part.count)
         self.guard.look(now.update)
         self._callbacks.on_train_batch_begin(now.begun)
         steady = id(call) in self._step.warm

@@ -41,12 +41,11 @@ def train_and_evaluate(experiment: config.Experiment, environment: runtime_optio
     """
     # Imported here, so that --help answers at once.
     from tfdist.checkpoints import resume, run_folder
-    from tfdist.distributed import connect
     from tfdist.engine import worker_session
-    from tfdist.train import batch_size_search
+    from tfdist.train import ahead_of_time, batch_size_search
 
     _check(experiment, environment)
-    site = connect.locate(environment)
+    site = ahead_of_time.locate(environment)
     _check_batch(experiment, site)
     writes = site.cluster.is_chief and not environment.dry_run
     folder = run_folder.RunFolder(runtime_options.workdir(experiment, environment), writes)
@@ -60,7 +59,7 @@ def train_and_evaluate(experiment: config.Experiment, environment: runtime_optio
         proposal = batch_size_search.BatchProposal(recorded)
         if batch_size_search.is_auto(known):
             proposal = batch_size_search.find(experiment, environment, site)
-        distribution = connect.create(site, config.flat(experiment))
+        distribution = ahead_of_time.create(site, config.flat(experiment))
         messages.chief_only(distribution.is_chief)
         return worker_session.in_touch(
             distribution.peers, lambda: _run(experiment, environment, site, folder, distribution, proposal)
@@ -76,9 +75,10 @@ def _check(experiment: config.Experiment, environment: runtime_options.Environme
       UserError: a field or a flag cannot be used, or they contradict each other.
     """
     from tfdist.config import schedule
-    from tfdist.train import slurm_requeue
+    from tfdist.train import ahead_of_time, slurm_requeue
 
     validation.validate(experiment)
+    ahead_of_time.check(environment, experiment.train.batch_size)
     schedule.interval("checkpoint.every", experiment.checkpoint.every)
     schedule.better(experiment.checkpoint.best)
     schedule.better(experiment.train.monitor, "train.monitor")

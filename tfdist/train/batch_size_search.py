@@ -83,6 +83,8 @@ def find(experiment: config.Experiment, environment: Environment, site: Site) ->
     Raises:
       UserError: not even one does, it took too long, or the experiment cannot run at all.
     """
+    if site.choice.name == "tpu":  # which this process and another one cannot hold at once
+        raise UserError("train.batch_size=auto is measured in a process of its own, and a TPU has one: give a number")
     cluster, on_cpu = site.cluster, not site.selection.gpus and not site.selection.opaque
     if on_cpu and cluster.local_rank > 0:  # they would measure each other
         return BatchProposal()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import keras
 import numpy as np
@@ -31,13 +32,12 @@ class Memory:
         return self.weights + self.gradients + self.optimizer
 
 
-def memory(model: keras.Model, replicas: int, gpus: tuple[DriverGPU, ...]) -> Memory:
+def memory(model: keras.Model, available: Mapping[str, float]) -> Memory:
     """Returns the bytes that a replica needs, and makes sure that its device has them.
 
     Args:
       model: built, with its optimizer.
-      replicas: number of replicas on this worker.
-      gpus: this worker's GPUs; none for a CPU, whose memory the replicas share.
+      available: bytes for one replica, by the name of what has them.
 
     Raises:
       UserError: the devices do not have as much.
@@ -46,9 +46,6 @@ def memory(model: keras.Model, replicas: int, gpus: tuple[DriverGPU, ...]) -> Me
     if not optimizer.built:
         optimizer.build(model.trainable_variables)
     needed = Memory(_bytes(model.variables), _bytes(model.trainable_variables), _bytes(optimizer.variables))
-    available = {f"GPU {g.number} ({g.name})": g.memory_total * 2**20 for g in gpus if g.memory_total > 0}
-    if not gpus:
-        available = {"this machine": psutil.virtual_memory().total / replicas}
     for name, size in available.items():
         if needed.total > size:
             raise UserError(
@@ -56,6 +53,18 @@ def memory(model: keras.Model, replicas: int, gpus: tuple[DriverGPU, ...]) -> Me
                 f"{name} has {_size(size)} for it: use a smaller model or fewer replicas"
             )
     return needed
+
+
+def available(replicas: int, gpus: tuple[DriverGPU, ...]) -> dict[str, float]:
+    """Returns the bytes for one replica on this worker, by the name of what has them.
+
+    Args:
+      replicas: on this worker.
+      gpus: this worker's GPUs; none for a CPU, whose memory the replicas share.
+    """
+    if not gpus:
+        return {"this machine": psutil.virtual_memory().total / replicas}
+    return {f"GPU {g.number} ({g.name})": g.memory_total * 2**20 for g in gpus if g.memory_total > 0}
 
 
 def lines(

@@ -22,7 +22,7 @@ from tfdist.errors import Interrupted, PeerError, TrainingError
 from tfdist.models import optimizers, own_steps
 from tfdist.monitoring import error_analysis, flops, monitors, run_environment
 from tfdist.monitoring import recorder as recorder_lib
-from tfdist.train import dry_run, early_stopping, results, slurm_requeue
+from tfdist.train import ahead_of_time, dry_run, early_stopping, results, slurm_requeue
 from tfdist.train.early_stopping import Patience
 from tfdist.train.preparation import Preparation
 
@@ -62,8 +62,14 @@ class Run:
         Raises:
           UserError: a replica does not fit on its device, or the run would be refused.
         """
+        topology = self._environment.topology
+        available = (
+            ahead_of_time.available(topology)
+            if topology
+            else dry_run.available(len(self._distribution.devices), self._site.selection.gpus)
+        )
         with self._distribution.scope():
-            memory = dry_run.memory(self._model, len(self._distribution.devices), self._site.selection.gpus)
+            memory = dry_run.memory(self._model, available)
         if self._measured:
             # Builds the metrics, as a training does.
             step_calls.step_of(self._model, self._distribution, self._data.train).prepare_training()
@@ -75,6 +81,8 @@ class Run:
             intent = resume.intent(self._folder, self._prepared.resumes)
             lines = dry_run.lines(self._experiment, self._schedule, self._model, self._data, memory, intent)
             print("\n".join(lines), flush=True)
+        if topology:
+            print("\n".join(ahead_of_time.rehearse(self._prepared, self._distribution, topology)), flush=True)
 
     def _needed_metrics(self) -> dict[str, str]:
         """Returns the metrics that there must be, by the field that names them."""

@@ -18,6 +18,12 @@ from tfdist.models import keras_internals, own_steps
 OF_OUR_STEP = ("accumulate", "reduce_dtype", "learning_rates", "layer_decay")
 """Options that a step of the model's own knows nothing of."""
 
+FILLED = (
+    "which is not exact where the rows of some replicas are filled up and all exchange statistics or losses: make the "
+    "batch size and the examples of an epoch divisible by the number of replicas, times accumulate"
+)
+"""What is wrong, and what helps, with what would count the filler of `static_rows`."""
+
 
 def scope(model: keras.Model, distribution: Distribution) -> None:
     """Refuses a model that was created under another strategy."""
@@ -31,7 +37,8 @@ def scope(model: keras.Model, distribution: Distribution) -> None:
 def created_in_scope(model: keras.Model, distribution: Distribution) -> None:
     """Refuses optimizers and metrics whose variables all replicas would share, and add their parts to at once."""
     if not isinstance(
-        distribution.strategy, tf.distribute.MirroredStrategy | tf.distribute.MultiWorkerMirroredStrategy
+        distribution.strategy,
+        tf.distribute.MirroredStrategy | tf.distribute.MultiWorkerMirroredStrategy | tf.distribute.TPUStrategy,
     ):
         return
     metrics = [m for metric in model.metrics for m in getattr(metric, "metrics", [metric])]
@@ -56,6 +63,12 @@ def model_fits(model: keras.Model, distribution: Distribution, accumulate: int) 
             "the model was compiled with run_eagerly=True, which is for looking at one process: debug it with "
             "--strategy=default or mirrored, or leave run_eagerly out"
         )
+    for layer in keras_internals.flat_layers(model):
+        if layer.compute_dtype in distribution.lacks:
+            raise UserError(
+                f"layer {layer.name!r} computes in {layer.compute_dtype}, which --strategy={distribution.name} cannot: "
+                "use mixed_bfloat16 or float32 (train.precision)"
+            )
     stateful = [layer.name for layer in keras_internals.flat_layers(model) if getattr(layer, "stateful", False)]
     if stateful and distribution.replicas * accumulate > 1:
         raise UserError(
@@ -87,6 +100,8 @@ def reduce_dtype(name: str, distribution: Distribution) -> None:
     """Refuses a type in which gradients cannot travel."""
     if name not in config.REDUCE_DTYPES:
         raise UserError(f"unknown reduce_dtype {name!r}{field_syntax.suggest(name, config.REDUCE_DTYPES)}")
+    if name in distribution.lacks:
+        raise UserError(f"reduce_dtype={name!r} cannot be used with --strategy={distribution.name}: use bfloat16")
     if name == "bfloat16" and distribution.name == "horovod":
         raise UserError("reduce_dtype='bfloat16' cannot be used with Horovod, which does not sum it: use float16")
 
@@ -141,6 +156,15 @@ def use_xla(model: keras.Model, distribution: Distribution) -> bool:
             "model.sync_batch_norm=False or synchronized=False"
         )
     return True
+
+
+def filled(model: keras.Model) -> None:
+    """Refuses layers that would count filler, in a pass that all replicas must run alike."""
+    for layer in keras_internals.flat_layers(model, include_self=False):
+        alone = isinstance(layer, keras.layers.BatchNormalization) and layer.trainable and not layer.synchronized
+        if alone or keras_internals.own_metrics(layer):
+            what = "normalizes with the rows of its own replica" if alone else "has a metric"
+            raise UserError(f"layer {layer.name!r} {what}, {FILLED}")
 
 
 def targets(model: keras.Model, output_shape: tuple, source: sources.Source) -> None:

@@ -76,7 +76,11 @@ class Guard:
                 return tf.stack([_checksum(tf.convert_to_tensor(v.value)) for v in variables])
 
             distribution = self._distribution
-            self._sums = tf.function(lambda: distribution.local(distribution.run(one, ())), autograph=False)
+
+            def sums() -> tuple[tf.Tensor, ...]:
+                return distribution.local(distribution.run(one, ()))
+
+            self._sums = tf.function(sums, autograph=False)
         return self._sums()
 
 

@@ -18,12 +18,14 @@ import tensorflow as tf
 
 from tfdist.checkpoints import training_state
 from tfdist.config.messages import logger
+from tfdist.data import static_rows
 from tfdist.data.batch_layout import Batch, Layout
+from tfdist.data.static_rows import Given
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.engine.checks import passed_checks
 from tfdist.engine.step import metrics, own_step_call
-from tfdist.engine.step.replica import Replica
+from tfdist.engine.step.replica import Replica, Taken
 from tfdist.engine.step.results import LogNames
 from tfdist.engine.step.step import Step
 from tfdist.engine.tracing import layer_state
@@ -123,6 +125,8 @@ class _Check:
         self._distribution = step.distribution
         least = int(keras.tree.flatten(rows)[0].shape[0])
         self._count = least - (least % self._distribution.replicas == 0)
+        if self._distribution.static_shapes and step.own_step("train"):  # which must see no filler
+            self._count = least - least % self._distribution.replicas or least
         self.adding: list[str] = []
         """The layers that call `add_loss`."""
         self._compiled: dict[bool, Callable] = {}
@@ -154,10 +158,11 @@ class _Check:
         if alone:
             replica = Replica(model, _single(distribution), jit=False)
             replica.bare = self._step.replica.bare
-        layout = Layout(self._count, replica.distribution.replicas, 1)
+        static = distribution.static_shapes
+        layout = Layout(self._count, replica.distribution.replicas, 1, static=static)
 
-        def one(order: tf.Tensor) -> tuple[dict[str, tf.Tensor], list[tf.Tensor]]:
-            batch = Batch(self._rows, order, tf.size(order))
+        def one(taken: Given | tf.Tensor) -> tuple[dict[str, tf.Tensor], list[tf.Tensor]]:
+            batch = taken if isinstance(taken, Given) else Batch(self._rows, taken, tf.size(taken))
             values, gradient = (self._own if own else self._compiled_pass)(replica, layout, batch)
             if alone:
                 values.update(_named(metrics.of_replica(model, bool(own))))
@@ -165,9 +170,13 @@ class _Check:
             return values, gradient
 
         def call(order: tf.Tensor) -> tuple[dict[str, tf.Tensor], list[tf.Tensor]]:
+            of_replicas = order
+            if static:
+                given = static_rows.given(Batch(self._rows, order, tf.size(order)), layout)
+                of_replicas = given[0] if alone else distribution.per_replica(given)
             single = keras_internals.one_replica_in_sync() if alone else contextlib.nullcontext()
             with replica.tracing(), single, own_step_call.recording(model, bool(own)), _still(model):
-                values, gradient = distribution.run(one, (order,))
+                values, gradient = distribution.run(one, (of_replicas,))
             first = lambda value: distribution.local(value)[0]
             values, gradient = {n: first(v) for n, v in values.items()}, [first(g) for g in gradient]
             if not alone:
@@ -176,10 +185,11 @@ class _Check:
 
         return call
 
-    def _compiled_pass(self, replica: Replica, layout: Layout, batch: Batch) -> tuple[dict, list[tf.Tensor]]:
+    def _compiled_pass(self, replica: Replica, layout: Layout, batch: Taken) -> tuple[dict, list[tf.Tensor]]:
         model = self._step.model
-        rows = replica.take(layout, batch, batch.count)
-        payload, outputs = replica.passes(rows, batch.count, True)
+        count = replica.count(layout, batch)
+        rows = replica.take(layout, batch, count)
+        payload, outputs = replica.passes(rows, count, True)
         self.adding = keras_internals.adding_losses(model)
         metrics.update(model, replica.distribution, rows, outputs)
         payload = payload.with_tensors(replica.distribution.all_sum(payload.tensors()))
@@ -203,9 +213,9 @@ class _Check:
         kept.update({v.path: tf.convert_to_tensor(v.value) for v in alike})
         return {f"{_STATE} {path!r}": value for path, value in kept.items()}
 
-    def _own(self, replica: Replica, layout: Layout, batch: Batch) -> tuple[dict, list[tf.Tensor]]:
-        rows, names = replica.take(layout, batch, batch.count), LogNames()
-        logs = own_step_call.run_step(replica, "train_step", rows, batch.count, names)
+    def _own(self, replica: Replica, layout: Layout, batch: Taken) -> tuple[dict, list[tf.Tensor]]:
+        count, names = replica.count(layout, batch), LogNames()
+        logs = own_step_call.run_step(replica, "train_step", replica.take(layout, batch, count), count, names)
         values = {f"log {name!r}": logs[1 + i] for i, name in enumerate(names.plain)}
         return values, own_step_call.recorded()
 

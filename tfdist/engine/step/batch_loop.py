@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from tfdist.data import static_rows
 from tfdist.data.batch_layout import Layout, fetch
 from tfdist.engine.step import graph_clock, metrics
 from tfdist.engine.step.replica import Replica
@@ -79,8 +80,8 @@ def batch_loop(replica: Replica, layout: Layout, losses: int | None, one: Callab
     Args:
       losses: how many values `one` gives before its measures. None for values of which the last batch's are kept, and
         none are added up.
-      one: `one(batch, is_last)` does the work of one replica for one global batch, a `batch_layout.Batch`, and returns
-        a `StepOutput.packed`.
+      one: `one(batch, is_last)` does the work of one replica for one global batch, a `replica.Taken`, and returns a
+        `StepOutput.packed`.
 
     Returns:
       `call(feed, first, last)`.
@@ -97,7 +98,10 @@ def batch_loop(replica: Replica, layout: Layout, losses: int | None, one: Callab
                 before = graph_clock.count()
                 batch = take()
                 is_last = tf.equal(state.i + 1, last)
-                output = StepOutput.unpacked(distribution.local(distribution.run(one, (batch, is_last)))[0], losses)
+                of_replica = distribution.per_replica(static_rows.given(batch, layout)) if layout.static else batch
+                output = StepOutput.unpacked(
+                    distribution.local(distribution.run(one, (of_replica, is_last)))[0], losses
+                )
                 weight = tf.cast(batch.count, tf.float64)
                 finite = tf.math.is_finite(output.losses[0])
                 return LoopState(

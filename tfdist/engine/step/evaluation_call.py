@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from tfdist.data.batch_layout import Batch, Layout
+from tfdist.data.batch_layout import Layout
 from tfdist.engine.step import metrics
 from tfdist.engine.step.batch_loop import batch_loop
-from tfdist.engine.step.replica import Replica
+from tfdist.engine.step.replica import Replica, Taken
 from tfdist.engine.step.results import CallResult
 
 
@@ -20,10 +20,11 @@ def evaluation_call(replica: Replica, layout: Layout, losses: int) -> Callable[.
       losses: loss values of a batch, the total included.
     """
 
-    def one(batch: Batch, is_last: tf.Tensor) -> tf.Tensor:
+    def one(batch: Taken, is_last: tf.Tensor) -> tf.Tensor:
         del is_last
-        rows = replica.take(layout, batch, batch.count)
-        payload, outputs = replica.passes(rows, batch.count, False)
+        count = replica.count(layout, batch)
+        rows = replica.take(layout, batch, count)
+        payload, outputs = replica.passes(rows, count, False)
         metrics.update(replica.model, replica.distribution, rows, outputs)
         payload = payload.with_tensors(replica.distribution.all_sum(payload.tensors()))
         return payload.losses(replica.objective.regularization())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdist.data.batch_layout import Rows
@@ -12,6 +13,8 @@ from tfdist.models import keras_internals
 
 _SMALL = (tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16)
 """Types that collectives do not know."""
+_LONG = (tf.int64, tf.uint64)
+"""Types that those of a TPU do not know, either."""
 
 
 def gathered(distribution: Distribution, values: Structure, rows: Rows) -> Structure:
@@ -31,7 +34,7 @@ def gathered(distribution: Distribution, values: Structure, rows: Rows) -> Struc
     leaves = keras.tree.flatten(values)
     masks = [keras_internals.mask_of(leaf) for leaf in leaves]
     own = [*leaves, *(mask for mask in masks if mask is not None)]
-    place = _RowsOfReplica(distribution, rows)
+    place = (_StaticRows if distribution.static_shapes else _RowsOfReplica)(distribution, rows)
     spread = [place.spread(value) for value in own]
     totals = distribution.all_sum([tf.stop_gradient(value) for value in spread])
     whole = iter([place.whole(mine, total, value) for mine, total, value in zip(spread, totals, own)])
@@ -77,3 +80,33 @@ class _RowsOfReplica:
         if not self._even:
             total = tf.boolean_mask(total, self._taken)
         return tf.cast(total, value.dtype)
+
+
+class _StaticRows:
+    """The same where every shape is known: how many rows there are in all is, and how many a replica has at most."""
+
+    def __init__(self, distribution: Distribution, rows: Rows):
+        width, replicas = rows.most, distribution.replicas
+        sizes = [len(part) for part in np.array_split(np.arange(rows.whole), replicas)]
+        self._taken = np.concatenate([replica * width + np.arange(size) for replica, size in enumerate(sizes)])
+        place = tf.equal(tf.range(replicas), distribution.replica_id())[:, None]
+        own = tf.range(width)[None] < tf.broadcast_to(rows.number, [1, 1])
+        self._mine = tf.logical_and(place, own)
+
+    def spread(self, value: tf.Tensor) -> tf.Tensor:
+        """Returns the rows of this replica in their places, and zeros in the others."""
+        if value.dtype in _SMALL:
+            value = tf.cast(value, tf.int32)
+        if value.dtype in _LONG:  # zeros and one replica's bits add up in halves, too
+            value = tf.bitcast(value, tf.int32)
+        placed = tf.where(self._in_shape(self._mine, value.shape.rank - 1), value[None], tf.zeros_like(value)[None])
+        return tf.reshape(placed, [-1, *value.shape[1:]])
+
+    def whole(self, spread: tf.Tensor, total: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
+        """Returns the rows of all replicas behind each other, in the type of `value`."""
+        mine = self._in_shape(tf.reshape(self._mine, [-1]), spread.shape.rank - 1)
+        total = tf.gather(tf.where(mine, spread, total), self._taken)  # the same, through which a gradient flows
+        return tf.bitcast(total, value.dtype) if value.dtype in _LONG else tf.cast(total, value.dtype)
+
+    def _in_shape(self, mask: tf.Tensor, inner: int) -> tf.Tensor:
+        return tf.reshape(mask, [*mask.shape, *[1] * inner])

@@ -18,6 +18,7 @@ import tensorflow as tf
 from tfdist.data.batch_layout import Rows
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
+from tfdist.engine.checks.preconditions import FILLED
 from tfdist.engine.step import gathering, loss_kinds
 from tfdist.engine.step.loss_kinds import Kind
 from tfdist.errors import UserError, one_line
@@ -97,6 +98,15 @@ class Objective:
                     "replicas: use --jit=off, or a loss with a value per example"
                 )
 
+    def gathers(self, micro_batches: int) -> bool:
+        """Returns whether some loss is computed on the rows of all replicas."""
+        return any(self._gathered(kind, micro_batches) for kind in self._kinds)
+
+    @staticmethod
+    def _gathered(kind: Kind, micro_batches: int) -> bool:
+        # Also of what seems to be a mean: on other rows it may not be one, as where masked ones are left out of it.
+        return kind is Kind.ACROSS or (kind is Kind.MEAN and micro_batches == 1)
+
     def parts(
         self, y: Structure, y_pred: Structure, weight: Structure | None, rows: Rows, count: tf.Tensor | int
     ) -> list[Part]:
@@ -119,15 +129,16 @@ class Objective:
         parts = []
         for i, matched in enumerate(self._matched(y, y_pred, weight)):
             entry = matched.entry
-            kind = self._kinds[i] if self._kinds else Kind.ROWS
-            # Also of what seems to be a mean: on other rows it may not be one, as where masked ones are left out of it.
-            if kind is Kind.ACROSS or (kind is Kind.MEAN and rows.micro_batches == 1):
+            if self._gathered(self._kinds[i] if self._kinds else Kind.ROWS, rows.micro_batches):
                 numerator, denominator = self._of_all_rows(matched, rows)
             else:
                 numerator, denominator = self._quotient(matched, rows, count)
             scale = 1.0 if entry.loss_weights is None else entry.loss_weights
             parts.append(Part(entry.name, scale, numerator, denominator))
-        for value in self._collected():
+        added = self._collected()
+        if added and rows.filled:
+            raise UserError(f"a layer calls add_loss or has an activity regularizer, {FILLED}")
+        for value in added:
             parts.append(Part("", 1.0, _counted(value, rows) * _share(rows, count, value.dtype), None))
         return parts
 
@@ -183,7 +194,7 @@ class Objective:
             mask = tf.cast(mask, values.dtype)
             scaled, mask = _same_rank(scaled, mask)
             scaled = scaled * mask
-        total = lambda tensor: _counted(tf.reduce_sum(tensor), rows)
+        total = lambda tensor: _counted(tf.reduce_sum(_of_real_rows(tensor, rows)), rows)
         numerator = total(scaled)
 
         if loss.reduction == "sum":
@@ -199,6 +210,8 @@ class Objective:
         self, loss: keras.Loss, value: tf.Tensor, weight: tf.Tensor | None, rows: Rows, count: tf.Tensor | int
     ) -> _Quotient:
         """Takes a user's loss that returns one number for a micro-batch as a mean over examples."""
+        if rows.filled:
+            raise UserError(f"loss {loss.name!r} returns one number per batch, {FILLED}")
         if weight is not None:
             raise UserError(
                 f"loss {loss.name!r} returns one number per batch and cannot be combined with "
@@ -245,6 +258,14 @@ def _counted(total: tf.Tensor, rows: Rows) -> tf.Tensor:
     """Returns a sum over rows, 0 where there are none."""
     # where() and not a product: an inf of a row that does not count times 0 would be NaN.
     return total if rows.present is None else tf.where(rows.present, total, tf.zeros_like(total))
+
+
+def _of_real_rows(values: tf.Tensor, rows: Rows) -> tf.Tensor:
+    """Returns values [rows, ...] with zeros for the rows that do not count."""
+    real = rows.real()
+    if real is None:
+        return values
+    return tf.where(tf.reshape(real, [-1, *[1] * (values.shape.rank - 1)]), values, tf.zeros_like(values))
 
 
 def _share(rows: Rows, count: tf.Tensor | int, dtype: tf.DType) -> tf.Tensor:

@@ -41,14 +41,16 @@ def update(model: keras.Model, distribution: Distribution, rows: Rows, y_pred: S
                 if whole_metrics.is_whole(metric):
                     metric.update_state(every, prediction, sample_weight=weights[0] if weights else None)
 
-    def add_up() -> tf.Tensor:
+    def add_up(pairs: list[_Pair] = pairs) -> tf.Tensor:
         for pair in pairs:
             for metric in pair.metrics:
                 if not whole_metrics.is_whole(metric):
                     _update(metric, pair)
         return tf.constant(0)
 
-    if rows.present is None:
+    if rows.filled:  # a metric need not take weights
+        tf.cond(tf.equal(rows.number, rows.most), add_up, lambda: add_up([pair.without_last() for pair in pairs]))
+    elif rows.present is None:
         add_up()
     else:  # of no rows, a metric may make NaN, or count a batch
         tf.cond(rows.present, add_up, lambda: tf.constant(0))
@@ -61,6 +63,19 @@ class _Pair(NamedTuple):
     y_true: Structure
     y_pred: Structure
     weight: tf.Tensor | None
+
+    def without_last(self) -> _Pair:
+        """Returns the same without the last row."""
+        y_true, y_pred = (keras.tree.map_structure(_without_last, v) for v in (self.y_true, self.y_pred))
+        return _Pair(self.metrics, y_true, y_pred, None if self.weight is None else self.weight[:-1])
+
+
+def _without_last(value: tf.Tensor) -> tf.Tensor:
+    mask = keras_internals.mask_of(value)
+    value = value[:-1]
+    if mask is not None:
+        keras_internals.set_mask(value, mask[:-1])
+    return value
 
 
 def _pairs(compiled: object, y: Structure, y_pred: Structure, weight: Structure | None) -> list[_Pair]:
@@ -237,7 +252,11 @@ def _known_results(metrics: list[keras.Metric], distribution: Distribution) -> I
     if not metrics:
         yield
         return
-    of_replicas = distribution.run(lambda: [metric.result() for metric in metrics], ())
+
+    def of_replica() -> list:
+        return [metric.result() for metric in metrics]
+
+    of_replicas = distribution.run(of_replica, ())
     results = [keras.tree.map_structure(lambda v: distribution.local(v)[0], value) for value in of_replicas]
     with keras_internals.results({m: _returning(value) for m, value in zip(metrics, results)}):
         yield
@@ -256,5 +275,10 @@ def reset(model: keras.Model, distribution: Distribution) -> None:
     for metric in model.metrics:
         metric.reset_state()
     whole = whole_metrics.of(model)
+
+    def reset_whole() -> None:
+        for metric in whole:
+            metric.reset_state()
+
     if whole:
-        distribution.run(lambda: [metric.reset_state() for metric in whole] and None, ())
+        distribution.run(reset_whole, ())

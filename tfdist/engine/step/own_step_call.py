@@ -15,11 +15,11 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
-from tfdist.data.batch_layout import Batch, Layout, Rows
+from tfdist.data.batch_layout import Layout, Rows
 from tfdist.data.structures import Structure
 from tfdist.engine.step import ema
 from tfdist.engine.step.batch_loop import StepOutput, batch_loop
-from tfdist.engine.step.replica import Replica
+from tfdist.engine.step.replica import Replica, Taken
 from tfdist.engine.step.results import CallResult, LogNames
 from tfdist.errors import UserError
 from tfdist.models import keras_internals, own_steps
@@ -60,10 +60,10 @@ def own_step_call(replica: Replica, layout: Layout, method: str, names: LogNames
       loss is, and `metrics` the results of all metrics.
     """
 
-    def one(batch: Batch, is_last: tf.Tensor) -> tf.Tensor:
+    def one(batch: Taken, is_last: tf.Tensor) -> tf.Tensor:
         del is_last
-        rows = replica.take(layout, batch, batch.count)
-        logs = run_step(replica, method, rows, batch.count, names)
+        count = replica.count(layout, batch)
+        logs = run_step(replica, method, replica.take(layout, batch, count), count, names)
         return StepOutput.packed(logs, None, None)
 
     looped = batch_loop(replica, layout, None, one)
@@ -112,8 +112,11 @@ def prepare(replica: Replica, data: tuple[Structure, ...]) -> None:
         return run_step(replica, "train_step", rows, number * distribution.replicas, LogNames())
 
     with replica.tracing(), _over_replicas(replica.model, _build):
-        traced = tf.function(lambda: distribution.local(distribution.run(one, ()))[0], autograph=False)
-        traced.get_concrete_function()
+
+        def traced() -> tf.Tensor:
+            return distribution.local(distribution.run(one, ()))[0]
+
+        tf.function(traced, autograph=False).get_concrete_function()
 
 
 @contextlib.contextmanager

@@ -8,10 +8,11 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
-from tfdist.data.batch_layout import Batch, Layout, fetch, unpack
+from tfdist.data import static_rows
+from tfdist.data.batch_layout import Layout, fetch, unpack
 from tfdist.data.structures import Structure
 from tfdist.engine.step import gathering
-from tfdist.engine.step.replica import Replica
+from tfdist.engine.step.replica import Replica, Taken
 
 NO_BATCH = "no batch left"
 """What a prediction says behind the last batch of a data set of unknown length."""
@@ -30,23 +31,33 @@ def prediction_call(replica: Replica, layout: Layout, beside_targets: bool = Fal
     """Makes `call(feed, i)`, which gives the outputs for global batch `i`, and if wanted the targets beside them."""
     distribution = replica.distribution
 
-    def one(batch: Batch) -> Structure:
-        rows = replica.take(layout, batch, batch.count)
+    def one(batch: Taken) -> Structure:
+        rows = replica.take(layout, batch, replica.count(layout, batch))
         _, y, _ = unpack(rows.data)
         outputs = replica.predict(rows.data)
         if beside_targets:
             outputs = (outputs, () if y is None else y)
         if layout.local:  # every replica then has them all
             return gathering.gathered(distribution, outputs, rows)
-        return keras.tree.map_structure(lambda t: t[: rows.number], outputs) if layout.replicas > 1 else outputs
+        if layout.replicas == 1 or layout.static:
+            return outputs
+        return keras.tree.map_structure(lambda t: t[: rows.number], outputs)
 
     def call(feed: tuple, i: tf.Tensor) -> Predicted:
         more, take = fetch(feed, i, layout)
         with tf.control_dependencies([] if more is True else [tf.debugging.Assert(more, [NO_BATCH])]):
             batch = take()
-        outputs = distribution.local(distribution.run(one, (batch,)))
+        of_replica = distribution.per_replica(static_rows.given(batch, layout)) if layout.static else batch
+        outputs = distribution.local(distribution.run(one, (of_replica,)))
         if layout.local:
             return Predicted(outputs[0], batch.count)
+        if layout.static:
+            shares = [layout.shared(layout.batch, 0, replica) for replica in range(layout.replicas)]
+            outputs = tuple(_first_rows(output, share.rows) for output, share in zip(outputs, shares))
         return Predicted(keras.tree.map_structure(lambda *o: tf.concat(o, 0), *outputs), batch.count)
 
     return tf.function(call, autograph=False, reduce_retracing=True)
+
+
+def _first_rows(outputs: Structure, number: int) -> Structure:
+    return keras.tree.map_structure(lambda tensor: tensor[:number], outputs)

@@ -5,20 +5,26 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import keras
 import tensorflow as tf
 
+from tfdist.data import static_rows
 from tfdist.data.batch_layout import Batch, Layout, Rows, rows_of, unpack
+from tfdist.data.static_rows import Given
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
+from tfdist.engine.checks import preconditions
 from tfdist.engine.step.loss import Objective
 from tfdist.engine.step.partial_sums import Payload, goals
 from tfdist.engine.tracing import layer_state, synchronized_batch_norm, trace_patches
 from tfdist.engine.tracing.layer_state import LayerState
 from tfdist.errors import UserError
 from tfdist.models import keras_internals, own_steps
+
+Taken: TypeAlias = Batch | Given
+"""What a replica gets of a global batch: all of it, its worker's part, or what the host has taken out for it."""
 
 
 class PassResult(NamedTuple):
@@ -30,6 +36,32 @@ class PassResult(NamedTuple):
     """The model's, for the metrics, with Keras masks attached where there are any."""
 
 
+class _Form:
+    """The Python structure of a `PassResult` whose tensors come out of a function of their own."""
+
+    def __init__(self) -> None:
+        self._payload: Payload
+        self._outputs: Structure = None
+        self._masked: list[bool] = []
+
+    def flat(self, result: PassResult, missing: int = 0) -> tuple[list[tf.Tensor], list[tf.Tensor], list[tf.Tensor]]:
+        """Returns the tensors, outputs and masks of a result within that function; so many rows are added to them."""
+        more = lambda tensor: tf.concat([tensor, *[tensor[-1:]] * missing], 0) if missing else tensor
+        leaves = keras.tree.flatten(result.outputs)
+        masks = [keras_internals.mask_of(leaf) for leaf in leaves]
+        self._payload, self._outputs = result.payload, result.outputs
+        self._masked = [mask is not None for mask in masks]
+        return result.payload.tensors(), list(map(more, leaves)), [more(mask) for mask in masks if mask is not None]
+
+    def packed(self, tensors: list[tf.Tensor], leaves: list[tf.Tensor], masks: list[tf.Tensor]) -> PassResult:
+        """Returns the result outside of that function, given what `flat` has returned within."""
+        remaining = iter(masks)
+        for leaf, masked in zip(leaves, self._masked):
+            if masked:
+                keras_internals.set_mask(leaf, next(remaining))
+        return PassResult(self._payload.with_tensors(tensors), keras.tree.pack_sequence_as(self._outputs, leaves))
+
+
 class Replica:
     """The part of a step that one replica computes by itself; called in replica context, while a step is traced."""
 
@@ -39,7 +71,7 @@ class Replica:
         self.jit = jit
         """Whether XLA compiles the passes."""
         # A GPU works behind the back of the host, whose clock then tells nothing.
-        self.timed = distribution.devices[0].startswith("CPU")
+        self.timed = distribution.devices[0].startswith("CPU") and not distribution.static_shapes
         """Whether the compiled functions can tell what they wait for."""
         self.objective = Objective(model, distribution, jit=jit)
         self.state = LayerState(model, distribution.replicas)
@@ -65,14 +97,21 @@ class Replica:
         ):
             yield
 
-    def take(self, layout: Layout, batch: Batch, count: tf.Tensor | int, micro: tf.Tensor | int = 0) -> Rows:
+    def count(self, layout: Layout, batch: Taken) -> tf.Tensor | int:
+        """Returns how many examples a global batch has."""
+        return layout.batch if isinstance(batch, Given) else batch.count
+
+    def take(self, layout: Layout, batch: Taken, count: tf.Tensor | int, micro: tf.Tensor | int = 0) -> Rows:
         """Returns this replica's rows of a micro-batch.
 
         Args:
-          batch: the global batch, or this worker's part of it.
-          count: examples in the global batch; an int says that it is full and divides evenly.
+          batch: see `Taken`.
+          count: examples in the global batch; an int says that it is full and divides evenly, or that shapes are
+            static.
           micro: number of the micro-batch.
         """
+        if isinstance(batch, Given):
+            return static_rows.rows_of(batch, layout, micro)
         replica = self.distribution.replica_id() if layout.replicas > 1 else 0
         share, in_own = layout.shared(count, micro, replica), layout.in_own(count, micro, replica)
         # The table stays with the host: on a GPU, each batch would first bring the whole data set there.
@@ -81,7 +120,7 @@ class Replica:
             data = rows_of(batch, share, in_own)
         whole = layout.micro_batch(count, micro).rows
         certain = layout.replicas * layout.accumulate == 1 or isinstance(count, int)
-        most = layout.micro if layout.local else None
+        most = layout.micro if layout.local else 0
         return Rows(data, share.rows, whole, layout.accumulate, most, None if certain else share.rows > 0)
 
     def forward(self, x: Structure, training: bool) -> Structure:
@@ -111,30 +150,42 @@ class Replica:
         Raises:
           UserError: there is nothing to train.
         """
+        if rows.filled and not self.exchanges(rows.micro_batches):
+            return self._of_either_number(rows, lambda some: self._passes(some, count, training, scale))
         if not self.jit:
             return self._passes(rows, count, training, scale)
-        # The Python structure of the result is kept outside the graph.
-        kept: dict[str, Any] = {}
+        form = _Form()
 
         def flat(rows, count, scale):
-            payload, outputs = self._passes(rows, count, training, scale)
-            leaves = keras.tree.flatten(outputs)
-            masks = [keras_internals.mask_of(leaf) for leaf in leaves]
-            kept.update(payload=payload, outputs=outputs, masked=[mask is not None for mask in masks])
-            return payload.tensors(), leaves, [mask for mask in masks if mask is not None]
+            return form.flat(self._passes(rows, count, training, scale))
 
-        tensors, leaves, masks = tf.function(flat, autograph=False, jit_compile=True)(rows, count, scale)
-        remaining = iter(masks)
-        for leaf, masked in zip(leaves, kept["masked"]):
-            if masked:
-                keras_internals.set_mask(leaf, next(remaining))
-        return PassResult(kept["payload"].with_tensors(tensors), keras.tree.pack_sequence_as(kept["outputs"], leaves))
+        return form.packed(*tf.function(flat, autograph=False, jit_compile=True)(rows, count, scale))
+
+    def exchanges(self, micro_batches: int) -> bool:
+        """Returns whether the replicas exchange something within a pass, so that all must run the same one."""
+        if self.distribution.replicas == 1:
+            return False
+        return preconditions.synchronizes(self.model) or self.objective.gathers(micro_batches)
+
+    def _of_either_number(self, rows: Rows, passes: Callable[[Rows], PassResult]) -> PassResult:
+        """Runs a pass over the rows that count: all there are, or all but the last.
+
+        Both are traced and one of them runs, so that the filler is in nothing that layers count, average or add.
+        """
+        form = _Form()
+
+        def of(number: int) -> Callable[[], tuple]:
+            data = keras.tree.map_structure(lambda tensor: tensor[:number], rows.data)
+            some = rows._replace(data=data, number=number, filled=False)
+            return lambda: form.flat(passes(some), missing=rows.most - number)
+
+        return form.packed(*tf.cond(tf.equal(rows.number, rows.most), of(rows.most), of(rows.most - 1)))
 
     def _passes(self, rows: Rows, count: tf.Tensor | int, training: bool, scale: tf.Tensor | None) -> PassResult:
         x, y, weight = unpack(rows.data)
         targets = [v.value for v in self.model.trainable_variables]
         with tf.GradientTape(persistent=True) as tape:
-            with self.state.of_real_rows(rows.present):
+            with self.state.of_real_rows(rows.present, rows.real()):
                 outputs = self.forward(x, training)
             parts = self.objective.parts(y, outputs, weight, rows, count)
             if not parts and training and not self.objective.regularized:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import keras
@@ -71,13 +72,17 @@ class Step:
         reduce_dtype: str = "float32",
         norm: bool = False,
         factors: tuple[float, ...] = (),
+        count: int | None = None,
     ) -> Callable:
         """Returns a compiled function for a layout, made once.
 
         Args:
           kind: `train`, `test`, `predict` or `predict beside targets`.
           full, reduce_dtype, norm, factors: see `TrainingOptions`.
+          count: examples of each global batch, where shapes are static; None for those of the layout.
         """
+        if count is not None:
+            layout = dataclasses.replace(layout, batch=count)
         options = TrainingOptions(full, reduce_dtype, norm, factors)
         key = (kind, layout, options, self._replica.bare)
         if key not in self._compiled:
@@ -133,6 +138,12 @@ class Step:
             )
         if layout.replicas * layout.accumulate == 1:
             return
+        filled = layout.static and not layout.even and layout.batch > layout.replicas * layout.accumulate
+        if own and filled:
+            raise UserError(
+                f"{type(self.model).__name__} has its own {own}, which would see rows that are filled up: make the "
+                f"batch size and the examples of an epoch divisible by {layout.replicas}, the number of replicas"
+            )
         if self._sample is not None:
             y, y_pred = self._sample
             self._sample = None
@@ -143,12 +154,18 @@ class Step:
             return
         self._replica.objective.check(layout.accumulate)
         metrics.check(self.model, layout.accumulate)
+        if filled and self._replica.exchanges(layout.accumulate):
+            preconditions.filled(self.model)
 
     def reset(self) -> None:
         """Resets all metrics; anew for each set of variables, since a metric may create its own at its first update."""
         variables = tuple(id(v) for metric in self.model.metrics for v in metric.variables)
         if self._reset is None or variables != self._reset_variables:
-            self._reset = tf.function(lambda: metrics.reset(self.model, self.distribution), autograph=False)
+
+            def reset() -> None:  # by name: TPUs give the name of a function to what is computed in it
+                metrics.reset(self.model, self.distribution)
+
+            self._reset = tf.function(reset, autograph=False)
             self._reset_variables = variables
         with self.distribution.peers.during("call"):  # it may sum over workers what it resets
             self._reset()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import tensorflow as tf
 
-from tfdist.data.batch_layout import Batch, Layout
+from tfdist.data.batch_layout import Layout
 from tfdist.distributed import collectives
 from tfdist.distributed.collectives import sum_in_order
 from tfdist.engine.checks import preconditions
@@ -17,7 +18,7 @@ from tfdist.engine.step import graph_clock, metrics, optimizer_update
 from tfdist.engine.step.batch_loop import StepOutput, batch_loop
 from tfdist.engine.step.optimizer_update import Gradients, OwnedOptimizer
 from tfdist.engine.step.partial_sums import Payload
-from tfdist.engine.step.replica import Replica
+from tfdist.engine.step.replica import Replica, Taken
 from tfdist.engine.step.results import CallResult
 from tfdist.engine.tracing import fused_batch_norm
 
@@ -48,15 +49,28 @@ def training_call(replica: Replica, layout: Layout, losses: int, options: Traini
     optimizer_update.check(replica.model.optimizer)
 
     def call(feed: tuple, first: tf.Tensor, last: tf.Tensor) -> CallResult:
-        model = replica.model
-        with (
-            optimizer_update.owned(model.optimizer, model.trainable_variables, options.factors) as optimizer,
-            replica.tracing(),
-            fused_batch_norm.normalization(None if replica.jit else model),  # XLA fuses by itself
-        ):
-            return batch_loop(replica, layout, losses, _Update(replica, layout, options, optimizer))(feed, first, last)
+        with update(replica, layout, options) as one:
+            return batch_loop(replica, layout, losses, one)(feed, first, last)
 
     return tf.function(call, autograph=False, reduce_retracing=True)
+
+
+@contextlib.contextmanager
+def update(
+    replica: Replica, layout: Layout, options: TrainingOptions
+) -> Iterator[Callable[[Taken, tf.Tensor], tf.Tensor]]:
+    """Yields, while a function is traced, what makes one update on one replica.
+
+    It takes what the replica gets of a global batch, and whether this is the last update of a call; it returns a packed
+    `StepOutput`.
+    """
+    model = replica.model
+    with (
+        optimizer_update.owned(model.optimizer, model.trainable_variables, options.factors) as optimizer,
+        replica.tracing(),
+        fused_batch_norm.normalization(None if replica.jit else model),  # XLA fuses by itself
+    ):
+        yield _Update(replica, layout, options, optimizer)
 
 
 class _Regularization(NamedTuple):
@@ -78,7 +92,7 @@ class _Update:
         self._options = options
         self._optimizer = optimizer
 
-    def __call__(self, batch: Batch, is_last: tf.Tensor) -> tf.Tensor:
+    def __call__(self, batch: Taken, is_last: tf.Tensor) -> tf.Tensor:
         """Makes the update.
 
         Args:
@@ -89,7 +103,7 @@ class _Update:
           A packed `StepOutput`.
         """
         replica, layout, model = self._replica, self._layout, self._replica.model
-        examples = layout.batch if self._options.full else batch.count
+        examples = layout.batch if self._options.full else replica.count(layout, batch)
         scale = self._optimizer.loss_scale()
         if layout.accumulate == 1:
             payload = self._of_micro_batch(batch, examples, scale, 0)
@@ -117,7 +131,7 @@ class _Update:
         return [*(tf.cast(total, g.dtype) for total, g in zip(totals, payload.grads)), sums]
 
     def _of_micro_batch(
-        self, batch: Batch, examples: tf.Tensor | int, scale: tf.Tensor | None, micro: tf.Tensor | int
+        self, batch: Taken, examples: tf.Tensor | int, scale: tf.Tensor | None, micro: tf.Tensor | int
     ) -> Payload:
         """Runs forward and backward over this replica's rows of a micro-batch, and updates the metrics."""
         replica = self._replica
@@ -126,7 +140,7 @@ class _Update:
         metrics.update(replica.model, self._distribution, rows, outputs)
         return payload
 
-    def _accumulated(self, batch: Batch, examples: tf.Tensor | int, scale: tf.Tensor | None) -> Payload:
+    def _accumulated(self, batch: Taken, examples: tf.Tensor | int, scale: tf.Tensor | None) -> Payload:
         """Adds up the payloads of all micro-batches of this replica."""
         micro = functools.partial(self._of_micro_batch, batch, examples, scale)
         payload = micro(0)

@@ -15,6 +15,11 @@ from tfdist.models import freezing, keras_internals
 _tracing = threading.local()  # replicas are traced in threads
 
 
+def real_rows() -> tf.Tensor | None:
+    """Returns which rows of the replica that is being traced count, bool [rows]; None for all, see `present`."""
+    return getattr(_tracing, "real", None)
+
+
 def present() -> tf.Tensor | None:
     """Returns whether the replica that is being traced has a row at all, a bool scalar; None for certainly."""
     return getattr(_tracing, "present", None)
@@ -33,15 +38,22 @@ class LayerState:
         self._replicas = replicas
 
     @contextlib.contextmanager
-    def of_real_rows(self, present: tf.Tensor | None, compiled_metrics: bool = False) -> Iterator[None]:
+    def of_real_rows(
+        self, present: tf.Tensor | None, real: tf.Tensor | None = None, compiled_metrics: bool = False
+    ) -> Iterator[None]:
         """Undoes, after it, what a forward pass over a row that is not this replica's has changed in the layers.
 
         Args:
           present: whether the replica has a row of its own, a bool scalar; None for certainly.
+          real: which rows count, bool [rows]; None for all. Layers that know of it leave the others out.
           compiled_metrics: undoes what has changed in these, too.
         """
         if present is None:
-            yield
+            _tracing.real = real
+            try:
+                yield
+            finally:
+                _tracing.real = None
             return
         variables = self._changed(compiled_metrics)
         before = [tf.identity(v.value) for v in variables]

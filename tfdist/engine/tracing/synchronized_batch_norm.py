@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.engine.tracing import layer_state
+from tfdist.errors import UserError
 from tfdist.models import keras_internals
 
 
@@ -33,6 +34,25 @@ def _fits(layer: keras.Layer) -> bool:
     return isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized
 
 
+def _inside(layer: keras.layers.BatchNormalization, inputs: tf.Tensor, mask: tf.Tensor | None) -> tf.Tensor | None:
+    """Returns which values of the inputs count, in a shape that broadcasts to theirs; None for all.
+
+    Raises:
+      UserError: some rows of the batch do not count, and the inputs have other rows.
+    """
+    inside = None if mask is None else tf.cast(mask, tf.bool)[..., None]
+    real = layer_state.real_rows()
+    if real is None:
+        return inside
+    if inputs.shape[0] != real.shape[0]:
+        raise UserError(
+            f"layer {layer.name!r} normalizes other rows ({inputs.shape[0]}) than those of a batch that is filled up "
+            f"({real.shape[0]}): make the batch size and the examples of an epoch divisible by the number of replicas"
+        )
+    real = tf.reshape(real, [-1, *[1] * (inputs.shape.rank - 1)])
+    return real if inside is None else tf.logical_and(inside, real)
+
+
 def _moments(layer: keras.layers.BatchNormalization) -> Callable:
     def moments(inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns mean and variance of all replicas' rows, [channels] each."""
@@ -42,10 +62,11 @@ def _moments(layer: keras.layers.BatchNormalization) -> Callable:
         # Sums of squares of values far from zero would leave few digits for the variance.
         shift = tf.stop_gradient(tf.cast(layer.moving_mean.value, inputs.dtype))
         values = inputs - tf.reshape(shift, broadcast)
-        if mask is None:
+        inside = _inside(layer, inputs, mask)
+        if inside is None:
             count = tf.cast(tf.size(inputs) // inputs.shape[axis], inputs.dtype)
         else:
-            inside = tf.broadcast_to(tf.cast(mask, tf.bool)[..., None], tf.shape(inputs))
+            inside = tf.broadcast_to(inside, tf.shape(inputs))
             values = tf.where(inside, values, tf.zeros_like(values))
             count = tf.reduce_sum(tf.cast(inside, inputs.dtype)) / inputs.shape[axis]
         own = tf.concat([tf.reduce_sum(values, axes), tf.reduce_sum(tf.square(values), axes), [count]], 0)

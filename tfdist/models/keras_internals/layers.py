@@ -32,6 +32,11 @@ def own_variables(layer: keras.Layer) -> list[keras.Variable]:
     return [*layer._trainable_variables, *layer._non_trainable_variables]
 
 
+def own_metrics(layer: keras.Layer) -> list[keras.Metric]:
+    """Returns the metrics that a layer has itself; `layer.metrics` also has those of the layers inside it."""
+    return list(layer._metrics)
+
+
 def takes_training(model: keras.Model) -> bool:
     """Returns whether the model's `call` has an argument `training`; Keras has read the signature, wrappers and all."""
     return bool(model._call_has_training_arg)

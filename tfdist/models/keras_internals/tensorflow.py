@@ -16,10 +16,15 @@ from tfdist.models.keras_internals.replacing import PATCHED
 
 @contextlib.contextmanager
 def one_replica_in_sync() -> Iterator[None]:
-    """Lets strategies say, within it, that they have one replica: to Keras' losses, and to losses that ask for it."""
+    """Lets strategies say, within it, that they have one replica: to Keras' losses, and to losses that ask for it.
+
+    They say so in a replica only; a TPU's counts, outside of them, for how many it traces.
+    """
     with PATCHED:
         theirs = StrategyBase.num_replicas_in_sync
-        StrategyBase.num_replicas_in_sync = property(lambda strategy: 1)
+        StrategyBase.num_replicas_in_sync = property(
+            lambda strategy: theirs.fget(strategy) if tf.distribute.in_cross_replica_context() else 1
+        )
         try:
             yield
         finally:

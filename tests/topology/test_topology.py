@@ -1,0 +1,189 @@
+"""What `--dry_run --topology` says and refuses, where no compiler is needed to know it."""
+
+import re
+import subprocess
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from support import training_cases
+
+from tfdist.data import sources
+from tfdist.errors import TrainingError, UserError
+from tfdist.topology import compiler, environment, fitting, known, program
+from tfdist.train import ahead_of_time
+
+L = keras.layers
+TPU = (
+    "%all-reduce.9 = (f32[1]{0:T(128)}, bf16[3,3,1,8]{3,2,1,0:T(1,128)S(1)}, /*index=5*/pred[7]{0}) all-reduce(%b, %c)"
+)
+STARTED = "%all-reduce-start.1 = f32[18]{0} all-reduce-start(%wrapped), replica_groups={{0,1}}, to_apply=%region"
+DONE = "%all-reduce-done.1 = f32[18]{0} all-reduce-done(%all-reduce-start.1), metadata={}"
+
+
+@pytest.fixture
+def nowhere(monkeypatch, tmp_path):
+    """A folder for environments, of which there is none."""
+    monkeypatch.setenv(environment.PLACE, str(tmp_path / "compilers"))
+    return tmp_path / "compilers"
+
+
+def model(synchronized=True):
+    layers = [L.Conv2D(4, 3), L.BatchNormalization(synchronized=synchronized), L.Flatten(), L.Dense(5)]
+    return training_cases.compiled(keras.Sequential([keras.Input((4, 4, 1)), *layers]))
+
+
+def exported(made, replicas, batch, data=None, **options):
+    source = sources.Arrays(data or training_cases.images(batch))
+    return program.export(made, source, program.distribution(replicas, "TPU", "a test"), batch, **options)
+
+
+def test_a_program_has_the_updates_all_reduces_and_returns_what_it_writes():
+    made = model()
+    one = exported(made, 4, 24)
+    # Forward and backward of BatchNorm, each of 6 gradients, and the sums of losses and counts.
+    assert len(re.findall(r"stablehlo\.all_reduce", one.text)) == 2 + len(made.trainable_variables) + 1
+    assert "dense<[[0, 1, 2, 3]]>" in one.text and "mhlo.copy" not in one.text
+    assert one.rows == 6 and [tuple(s.shape) for s in one.specs] == [(1, 6, 4, 4, 1), (1, 6), (1,)]
+    written = {id(one.variables[argument - len(one.specs)]) for argument, _ in one.aliases}
+    slots = [v for v in made.optimizer.variables if v is not made.optimizer.learning_rate]
+    assert written >= {id(v) for v in [*made.variables, *slots]}
+    assert id(made.optimizer.learning_rate.value) not in written
+    assert [result for _, result in one.aliases] == list(range(one.results, one.results + len(one.aliases)))
+
+
+def test_a_program_of_one_replica_exchanges_nothing_and_an_uneven_batch_has_filler():
+    assert "all_reduce" not in exported(model(), 1, 24).text
+    uneven = exported(model(), 4, 22, accumulate=2)
+    assert uneven.rows == 6 and tuple(uneven.specs[0].shape) == (2, 3, 4, 4, 1)  # 11 rows over 4 replicas, twice
+
+
+def test_what_xla_cannot_compile_is_named():
+    words = keras.Input((1,), dtype="int32", name="number")
+    length = L.Lambda(lambda x: tf.cast(tf.strings.length(tf.strings.as_string(x)), "float32"), name="as_text")
+    made = keras.Model(words, L.Dense(3)(length(words)))
+    made.compile("sgd", "mse")
+    data = np.ones((8, 1), "int32"), np.ones((8, 3), "float32")
+    with pytest.raises(UserError, match=r"XLA cannot compile layer 'as_text' \(AsString\): --topology compiles all"):
+        exported(made, 1, 8, data)
+
+
+def test_a_step_of_ones_own_is_refused():
+    class Own(keras.Model):
+        def train_step(self, data):
+            return {}
+
+    inputs = keras.Input((4, 4, 1))
+    made = training_cases.compiled(Own(inputs, L.Dense(5)(L.Flatten()(inputs))))
+    with pytest.raises(UserError, match="--topology cannot compile Own, which has its own train_step"):
+        exported(made, 1, 8)
+
+
+def test_the_compilers_report_is_understood():
+    assert compiler.all_reduces([TPU, STARTED, DONE]) == (2, 4 + 2 * 72 + 7 + 4 * 18)
+    memory = {"argument": 100, "output": 80, "alias": 70, "temp": 30, "generated_code": 5}
+    answer = {"seconds": 2.0, "device": "x", "memory": memory, "peak": 0, "flops": 3e9, "all_reduces": [TPU]}
+    result = compiler.understood(answer, known.find("v5e-8"))
+    assert result.needs == 100 + 30 + 10 + 5 and result.fits(known.find("v5e-8"))
+    said = "\n".join(ahead_of_time.lines(result, 6, known.find("v5e-8")))
+    assert "v5e-8: 8 x TPU v5e, 6 rows on each" in said and "in 2.0 s, 3.0 GFLOP per update and device" in said
+    assert "0.1 kB of 17.2 GB per device" in said and "1 all-reduces of 0.2 kB per update" in said
+
+
+def test_a_compiler_that_runs_out_of_memory_says_what_it_needs():
+    error = "XlaRuntimeError: RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 21.50G of 15.75G hbm."
+    result = compiler.understood({"error": error}, known.find("v5e-8"))
+    assert result.needs == int(21.5 * 2**30) and not result.fits(known.find("v5e-8"))
+    with pytest.raises(UserError, match="the compiler for v5e-8 cannot compile this update: ValueError: no"):
+        compiler.understood({"error": "ValueError: no"}, known.find("v5e-8"))
+
+
+@pytest.mark.parametrize(
+    "limit,batch,accumulate", [(1000, True, True), (300, True, True), (102, False, True), (50, False, False)]
+)
+def test_the_largest_batch_that_fits_is_found(limit, batch, accumulate):
+    tried = []
+
+    def needs(batch, accumulate):
+        tried.append((batch, accumulate))
+        return 100 + 1.2 * batch / accumulate
+
+    fit = fitting.search(needs, 1024, 8, 1, needs(1024, 1), limit)
+    assert len(tried) <= 1 + 2 * fitting.TRIES
+    true = max(0, limit - 100) / 1.2
+    assert bool(fit.batch) == batch and fit.batch <= true < fit.too_many and fit.too_many - fit.batch <= 64
+    assert bool(fit.accumulate) == accumulate and (not accumulate or needs(1024, fit.accumulate) <= limit)
+
+
+def test_the_refusal_says_what_fits():
+    text = ahead_of_time.refusal(known.find("v5e-8"), 1024, 1, 21_500_000_000, fitting.Fit(768, 832, 2))
+    assert text == (
+        "an update with train.batch_size=1024 needs 21.5 GB of each TPU v5e of v5e-8, which has 17.2 GB: use "
+        "train.batch_size=768, the largest seen to fit (832 do not), or train.accumulate=2"
+    )
+    assert "no batch fits" in ahead_of_time.refusal(known.find("v5e-1"), 8, 2, 10**11, fitting.Fit(0, 1, 0))
+
+
+def test_topologies_by_name():
+    assert known.find("v5p-8").replicas == 4 and known.find("v6e-8").shape == "v6e:2x4"
+    gpus = known.find("a100-40x4")
+    assert gpus.replicas == 4 and "device_memory_size: 42298834944" in gpus.target and "major: 8" in gpus.target
+    for name in ("v5e-16", "h100x9", "h100", "h100x0", "z"):
+        with pytest.raises(UserError, match=f"unknown --topology={name}: .*nown are v5e-1, v5e-4"):
+            known.find(name)
+
+
+def test_without_the_compilers_the_line_says_how_to_get_them(nowhere):
+    with pytest.raises(
+        UserError, match="--topology=h100x2 needs the compilers for cuda, which are not installed: run "
+    ):
+        compiler.compiled(program.Program("", 1, [], [], 1, []), known.find("h100x2"))
+
+
+def test_an_installation_that_fails_says_why_and_the_next_one_begins_anew(nowhere, monkeypatch):
+    ran = []
+
+    def run(arguments, place):
+        ran.append(arguments)
+        place.mkdir(parents=True, exist_ok=True)
+        with place.with_suffix(".log").open("a") as log:
+            log.write("ERROR: No matching distribution found for jax\n")
+        return int("install" in arguments and len(ran) < 4)
+
+    monkeypatch.setattr(environment, "_run", run)
+    with pytest.raises(UserError, match=r"pip cannot install the compilers for tpu \(No matching distribution found"):
+        environment.install("tpu")
+    assert not environment.is_there("tpu")
+    assert "are in" in environment.install("tpu") and environment.is_there("tpu")
+    assert "are already in" in environment.install("tpu")
+    assert "--require-hashes" in ran[1] and str(nowhere) in str(environment.python("tpu", "a test"))
+
+
+def test_what_installations_refuse(nowhere, monkeypatch):
+    with pytest.raises(UserError, match="--python=/nonexistent is no Python that runs"):
+        environment.install("tpu", "/nonexistent")
+    monkeypatch.setattr(environment, "OLDEST", (4, 0))
+    with pytest.raises(UserError, match=r"the compilers need Python 4.0 or newer, and this is 3"):
+        environment.install("tpu")
+    monkeypatch.undo()
+    nowhere.write_text("")
+    monkeypatch.setenv(environment.PLACE, str(nowhere))
+    with pytest.raises(UserError, match=r"cannot be written .* set TFDIST_TOPOLOGY to another folder"):
+        environment.install("tpu")
+
+
+def test_a_compiler_that_ends_without_an_answer(monkeypatch):
+    monkeypatch.setattr(environment, "python", lambda kind, asker: "/bin/python")
+    done = subprocess.CompletedProcess([], -11, b"", b"noise\nSegmentation fault\n")
+    monkeypatch.setattr(subprocess, "run", lambda *arguments, **options: done)
+    with pytest.raises(TrainingError, match=r"ended without an answer \(exit code -11: Segmentation fault\)"):
+        compiler.compiled(program.Program("", 1, [], [], 1, []), known.find("v5e-1"))
+
+
+def test_every_pinned_package_has_digests_and_no_address():
+    for kind in environment.KINDS:
+        text = environment.requirements(kind).read_text()
+        pins = re.findall(r"^([\w-]+)==[\w.]+ \\$", text, re.M)
+        assert {"jax", "jaxlib"} <= set(pins) and "://" not in text
+        assert len(re.findall(r"^    --hash=sha256:[0-9a-f]{64}", text, re.M)) >= len(pins)

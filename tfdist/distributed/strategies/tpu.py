@@ -1,0 +1,176 @@
+"""`tf.distribute.TPUStrategy`: one replica on each core of a TPU, all of them driven by this process.
+
+Traced under cores that are not there, and never run on a TPU: see docs/strategies.md.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import re
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tfdist.distributed import tpu_host
+from tfdist.distributed.distribution import Distribution
+from tfdist.errors import UserError, one_line
+
+if TYPE_CHECKING:
+    import keras
+    import tensorflow as tf
+
+WITHOUT_A_SIGN_S = 8.0
+"""How long a TPU may take to start on a machine that shows no sign of one."""
+_GRACE_S = 10.0
+
+
+def create(name: str, reason: str, limit: float) -> Distribution:
+    """Starts the TPU system, which alone proves that there is one, and the strategy.
+
+    Args:
+      name: `local` for the TPU of this machine, or what the Cloud calls it.
+      reason: why this strategy, in words for a person.
+      limit: seconds that the system may take to start.
+
+    Raises:
+      UserError: it does not start; the line says what to do.
+    """
+
+    def start() -> tf.distribute.Strategy:
+        import tensorflow as tf
+
+        resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=name)  # proves nothing
+        tf.config.experimental_connect_to_cluster(resolver)
+        tf.tpu.experimental.initialize_tpu_system(resolver)
+        return tf.distribute.TPUStrategy(resolver)
+
+    try:
+        strategy = _within(limit, start)
+    except TimeoutError:
+        raise UserError(
+            f"--tpu={name} has not started within {limit:g} s: look whether another process holds it (its lock is "
+            "/tmp/libtpu_lockfile), restart the machine or runtime, or give it more time with --start_timeout"
+        ) from None
+    except Exception as error:  # TensorFlow, its client of the Cloud and libtpu raise errors of many kinds
+        raise UserError(_explained(name, error)) from error
+    return of(strategy, reason)
+
+
+def of(strategy: tf.distribute.Strategy, reason: str) -> Distribution:
+    """Describes a strategy that has been started."""
+    import tensorflow as tf
+
+    replicas = strategy.num_replicas_in_sync
+
+    def context() -> tf.distribute.ReplicaContext:
+        return tf.distribute.get_replica_context()
+
+    def all_sum(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        return context().all_reduce(tf.distribute.ReduceOp.SUM, tensors)
+
+    def average(variables: list[keras.Variable]) -> None:
+        for variable in variables:
+            copies = getattr(variable.value, "values", (variable.value,))
+            # On the host: an operation of its own would be compiled for each variable.
+            mean = np.sum(np.stack([copy.numpy() for copy in copies]), 0) / len(copies)
+            for copy in copies:
+                copy.assign(mean.astype(copy.dtype.as_numpy_dtype))
+
+    alone = replicas == 1
+    return Distribution(
+        name="tpu",
+        reason=reason,
+        strategy=strategy,
+        replicas=replicas,
+        devices=tuple(f"TPU:{core}" for core in range(replicas)),
+        jit="off",  # a TPU compiles all of a step anyway
+        run=lambda function, arguments: strategy.run(function, args=arguments),
+        local=strategy.experimental_local_results,
+        replica_id=(lambda: 0) if alone else lambda: context().replica_id_in_sync_group,
+        all_sum=(lambda tensors: tensors) if alone else all_sum,
+        average=(lambda variables: None) if alone else average,
+        static_shapes=True,
+        lacks=("float16", "float64"),
+    )
+
+
+def _within(limit: float, work: Callable[[], Any]) -> Any:
+    """Returns what `work` gives; raises its error, or TimeoutError if it takes longer than `limit` seconds.
+
+    It runs in a thread, which cannot be ended. Should it hold Python's lock, so that nobody can notice, the process
+    ends with a list of what its threads do.
+    """
+    done: list[Any] = []
+    failed: list[BaseException] = []
+
+    def do() -> None:
+        try:
+            done.append(work())
+        except BaseException as error:  # belongs to the thread that waits
+            failed.append(error)
+
+    thread = threading.Thread(target=do, name="start of the TPU", daemon=True)
+    faulthandler.dump_traceback_later(limit + _GRACE_S, exit=True)
+    try:
+        thread.start()
+        thread.join(limit)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    if failed:
+        raise failed[0]
+    if not done:
+        raise TimeoutError
+    return done[0]
+
+
+def _explained(name: str, error: Exception) -> str:
+    text = one_line(error, 200)
+    for pattern, what in _CURES:
+        if re.search(pattern, f"{type(error).__name__}: {error}"):
+            return f"--tpu={name} cannot be used: {what()} ({text})"
+    return f"--tpu={name} cannot be used ({type(error).__name__}: {text}): see what python -m tfdist.doctor finds"
+
+
+_CURES: tuple[tuple[str, Callable[[], str]], ...] = (
+    (
+        "ConfigureDistributedTPU|No OpKernel",
+        lambda: (
+            "this TensorFlow was built without TPUs; end this process, and "
+            f"{tpu_host.problem().rpartition(': ')[2] or tpu_host.install_line()}"
+        ),
+    ),
+    (
+        "already in use|libtpu_lockfile",
+        lambda: "another process holds the TPU, and only one can: end that one, or restart the notebook that it is of",
+    ),
+    (
+        "[Pp]ermission denied|EACCES|Operation not permitted",
+        lambda: "this user may not open the TPU's device files: run as one who may, or start the container privileged",
+    ),
+    (
+        r"libtpu\.so|libtpu.*not found|PJRT API version|Failed to (open|load).*libtpu",
+        lambda: f"libtpu is missing or of another version: {tpu_host.install_line()}",
+    ),
+    (
+        "TPUs not found|No TPU devices|failed to get TPU topology|Device or resource busy",
+        lambda: "TensorFlow finds no TPU here: choose a runtime or machine with one, or leave --strategy=tpu out",
+    ),
+    (
+        "googleapiclient|oauth2client|cloud-tpu-client|ImportError|ModuleNotFoundError",
+        lambda: (
+            "a TPU by name is looked up with Google's client: pip install google-api-python-client oauth2client, or "
+            "use --tpu=local on the TPU machine itself"
+        ),
+    ),
+    (
+        "TPU Name|provide a TPU|HttpError|HTTP Error|not find TPU|does not exist|No such (tpu|node)",
+        lambda: "the Cloud knows no such TPU in this project and zone: correct the name, or use --tpu=local",
+    ),
+    (
+        "UnavailableError|DeadlineExceededError|failed to connect|Connection refused",
+        lambda: "the TPU does not answer: look whether it is running, and whether this machine may reach port 8470",
+    ),
+)
+"""What is in an error of one of these kinds, and what is wrong and helps then."""

@@ -1,0 +1,43 @@
+"""Installs what compiles for hardware that is not here: `python -m tfdist.topology --install=tpu`.
+
+`python -m tfdist.train --dry_run --topology=v5e-8` uses it. Exit codes: 0 done; 1 what was installed does not run; 2 it
+cannot be installed here; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+from absl import flags
+
+from tfdist.config import command_line
+from tfdist.config.messages import logger
+from tfdist.errors import UserError
+from tfdist.topology import environment, known
+
+
+def _run(argv: list[str]) -> int:
+    del argv
+    values = flags.FLAGS
+    if values.list:
+        print("\n".join(known.lines()))
+        for kind in environment.KINDS:
+            there = environment.folder(kind) if environment.is_there(kind) else "not installed"
+            print(f"  compilers for {kind}: {there}")
+    elif values.install:
+        logger.info(environment.install(values.install, values.python))
+    else:
+        raise UserError("nothing was asked for: give --install=tpu, --install=cuda or --list")
+    return 0
+
+
+def main() -> None:
+    """Entry point of `python -m tfdist.topology`."""
+    flags.DEFINE_enum(
+        "install", None, environment.KINDS, "Make the environment of the compilers for TPUs or for NVIDIA GPUs."
+    )
+    flags.DEFINE_bool("list", False, "List the topologies, and which compilers are there.")
+    flags.DEFINE_string("python", "", "Interpreter to make that environment with, if not this one; 3.11 or newer.")
+    command_line.main(_run, command_line.parse_own, "interrupted, the next --install begins anew")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""What the compilers' own interpreter runs: compiles one StableHLO program for devices that are not here.
+
+It is started by path, with the work as JSON on its standard input, in an environment that has jax and neither tfdist
+nor TensorFlow. `tfdist.topology.compiler` reads its one line of JSON: what the compiler says, or `error`.
+"""
+
+import json
+import os
+import sys
+import time
+
+
+def main() -> None:
+    """Compiles, and answers with one line on what was standard output; the compilers write to standard error."""
+    work = json.load(sys.stdin)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    _environment(work["compilers"])
+    try:
+        answer = _compiled(work)
+    except Exception as error:  # of the compiler: its words are the answer
+        answer = {"error": f"{type(error).__name__}: {error}"}
+    print(json.dumps(answer), file=answers, flush=True)
+    answers.flush()
+    os._exit(0)  # the compilers' threads need not end
+
+
+def _environment(compilers: str) -> None:
+    """Sets what must be set before jax is imported: nothing shall look for devices."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    if compilers == "tpu":
+        import libtpu  # type: ignore[import-not-found, unused-ignore]
+
+        os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # it would ask Google Cloud which machine this is
+        os.environ["TPU_LIBRARY_PATH"] = libtpu.get_library_path()
+    else:
+        # Its autotuner would run kernels.
+        os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0"
+        import nvidia.cuda_nvcc  # type: ignore[import-not-found, unused-ignore]
+
+        tools = os.path.join(next(iter(nvidia.cuda_nvcc.__path__)), "bin")
+        os.environ["PATH"] = os.pathsep.join([tools, os.environ.get("PATH", os.defpath)])
+
+
+def _compiled(work: dict) -> dict:
+    """Returns what the compiler says of the program."""
+    import numpy as np
+    from jax._src import compiler
+    from jax._src.interpreters import mlir
+    from jax._src.lib import _jax
+    from jax.experimental import topologies
+    from jaxlib.mlir import ir
+
+    if work["compilers"] == "tpu":
+        topology = topologies.get_topology_desc(topology_name=work["shape"], platform="tpu")
+    else:
+        topology = topologies.get_topology_desc(
+            topology_name=work["name"], platform="cuda", topology=work["shape"], target_config=work["target"]
+        )
+    replicas = len(topology.devices)
+    if replicas != work["replicas"]:
+        raise ValueError(f"the compiler knows {work['shape']} as {replicas} devices, not {work['replicas']}")
+    options = compiler.get_compile_options(
+        num_replicas=replicas, num_partitions=1, device_assignment=np.arange(replicas).reshape(-1, 1)
+    )
+    with open(work["program"]) as file:
+        text = file.read()
+    with mlir.make_ir_context():
+        module = ir.Module.parse(text)
+        _alias(module, work["aliases"], ir)
+        begun = time.monotonic()
+        devices = _jax.DeviceList(tuple(topology.devices))
+        executable = topology.devices[0].client.compile(module, devices, options)
+        seconds = time.monotonic() - begun
+    stats = executable.get_compiled_memory_stats()
+    names = ("argument", "output", "alias", "temp", "generated_code")
+    hlo = executable.hlo_modules()[0].to_string()
+    return {
+        "seconds": seconds,
+        "device": topology.devices[0].device_kind,
+        "memory": {name: getattr(stats, f"{name}_size_in_bytes") for name in names},
+        "peak": getattr(stats, "peak_memory_in_bytes", 0),
+        "flops": _flops(executable),
+        "all_reduces": [line.strip() for line in hlo.splitlines() if " all-reduce" in line],
+    }
+
+
+def _alias(module, aliases: list, ir) -> None:
+    """Lets outputs take the memory of arguments: a variable is updated where it is."""
+    (function,) = (op for op in module.body.operations if op.attributes["sym_name"].value == "main")
+    attributes = list(function.arg_attrs)
+    for argument, output in aliases:
+        kept = {named.name: named.attr for named in attributes[argument]}
+        number = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), output)
+        attributes[argument] = ir.DictAttr.get({**kept, "tf.aliasing_output": number})
+    function.arg_attrs = ir.ArrayAttr.get(attributes)
+
+
+def _flops(executable) -> float:
+    """Returns the floating-point operations of one device, 0 where the compiler does not count them."""
+    try:
+        analysis = executable.cost_analysis()
+    except Exception:  # not every compiler of jax's plugins has it
+        return 0.0
+    analysis = analysis[0] if isinstance(analysis, list) else analysis
+    return float((analysis or {}).get("flops", 0.0))
+
+
+if __name__ == "__main__":
+    main()

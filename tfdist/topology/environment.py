@@ -1,0 +1,170 @@
+"""The compilers' own environments: made on demand in a cache folder, never in the user's environment. No TensorFlow."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+
+from tfdist.config.messages import logger
+from tfdist.errors import TrainingError, UserError
+
+KINDS = ("tpu", "cuda")
+PLACE = "TFDIST_TOPOLOGY"
+"""The environment variable that names another folder than the one below the user's cache."""
+OLDEST = (3, 11)
+"""What the pinned compilers run on."""
+LIMIT_S = 3600.0
+"""Seconds for pip, and for waiting for another installation. Half a gigabyte comes over the network."""
+
+
+def requirements(kind: str) -> pathlib.Path:
+    """Returns the file that pins the packages of an environment, with their digests."""
+    return pathlib.Path(__file__).with_name(f"{kind}.txt")
+
+
+def folder(kind: str, environ: Mapping[str, str] = os.environ) -> pathlib.Path:
+    """Returns where an environment is or would be; other pins make another folder."""
+    cache = environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    base = environ.get(PLACE) or os.path.join(cache, "tfdist", "topology")
+    digest = hashlib.sha256(requirements(kind).read_bytes()).hexdigest()[:12]
+    return pathlib.Path(base).absolute() / f"{kind}-{digest}"
+
+
+def command(kind: str) -> str:
+    """Returns what a person types to get an environment."""
+    return f"python -m tfdist.topology --install={kind}"
+
+
+def is_there(kind: str) -> bool:
+    """Whether an environment is complete."""
+    return (folder(kind) / "ready").exists()
+
+
+def python(kind: str, asker: str) -> pathlib.Path:
+    """Returns the interpreter of an environment.
+
+    Args:
+      asker: the flag that needs it, for the message.
+
+    Raises:
+      UserError: it has not been made.
+    """
+    if not is_there(kind):
+        raise UserError(f"{asker} needs the compilers for {kind}, which are not installed: run {command(kind)}")
+    return folder(kind) / "bin" / "python"
+
+
+def install(kind: str, interpreter: str = "") -> str:
+    """Makes an environment unless it is there; returns what is there now, in words.
+
+    Args:
+      interpreter: of another Python to make it with; this one if empty.
+
+    Raises:
+      UserError: it cannot be made with this Python, in this folder or without a network.
+      TrainingError: what was installed does not run.
+    """
+    place = folder(kind)
+    if is_there(kind):
+        return f"the compilers for {kind} are already in {place}"
+    base = interpreter or sys.executable
+    _check_version(base)
+    with _alone(place):
+        if is_there(kind):  # somebody else's, after a wait
+            return f"the compilers for {kind} are already in {place}"
+        logger.info(f"installing the compilers for {kind} in {place}: the log is {_log(place)}")
+        shutil.rmtree(place, ignore_errors=True)  # of an installation that was ended
+        if _run([base, "-m", "venv", "--without-pip", str(place)], place):
+            raise UserError(f"{base} cannot make a virtual environment ({_last_line(place)}): install its venv module")
+        pip = [sys.executable, "-m", "pip", "--python", str(place / "bin" / "python"), "--no-input"]
+        pinned = ["--require-hashes", "--only-binary", ":all:", "--requirement", str(requirements(kind))]
+        if _run([*pip, "install", "--disable-pip-version-check", *pinned], place):
+            raise UserError(
+                f"pip cannot install the compilers for {kind} ({_pip_error(place)}): "
+                f"they need Linux on x86_64 and a network; the log is {_log(place)}"
+            )
+        if _run([str(place / "bin" / "python"), "-c", "import jax"], place):
+            raise TrainingError(f"the compilers for {kind} do not run ({_last_line(place)}): the log is {_log(place)}")
+        (place / "ready").touch()
+    return f"the compilers for {kind} are in {place}"
+
+
+def _check_version(interpreter: str) -> None:
+    """Refuses a Python that is too old for the compilers."""
+    try:
+        asked = [interpreter, "-c", "import sys; print(*sys.version_info[:2])"]
+        said = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True).stdout.split()
+        version = int(said[0]), int(said[1])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        raise UserError(f"--python={interpreter} is no Python that runs: give the path of one") from None
+    if version < OLDEST:
+        wanted, have = (".".join(map(str, v)) for v in (OLDEST, version))
+        raise UserError(
+            f"the compilers need Python {wanted} or newer, and this is {have}: give the path of one by --python, "
+            "tfdist itself need not run on it"
+        )
+
+
+@contextlib.contextmanager
+def _alone(place: pathlib.Path) -> Iterator[None]:
+    """Lets one installation at a time work on a folder. The kernel drops the lock of a process that dies."""
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        file = place.with_suffix(".lock").open("w")
+        _log(place).write_bytes(b"")
+    except OSError as error:
+        raise UserError(f"{place.parent} cannot be written ({error.strerror}): set {PLACE} to another folder") from None
+    with file:
+        until, told = time.monotonic() + LIMIT_S, False
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise UserError(
+                        f"another installation holds {file.name} for {LIMIT_S:g} s: end it and run again"
+                    ) from None
+            if not told:
+                told = True
+                logger.info(f"another installation in {place} is running: waiting for it")
+            time.sleep(0.2)
+        yield
+
+
+def _log(place: pathlib.Path) -> pathlib.Path:
+    return place.with_suffix(".log")
+
+
+def _run(arguments: list[str], place: pathlib.Path) -> int:
+    """Runs a program to its end, its words in the log; returns its exit code."""
+    environ = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
+    with _log(place).open("ab") as log:
+        log.write(f"$ {' '.join(arguments)}\n".encode())
+        log.flush()
+        try:
+            done = subprocess.run(
+                arguments, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, timeout=LIMIT_S
+            )
+        except subprocess.TimeoutExpired:
+            raise UserError(f"the installation took more than {LIMIT_S:g} s: the log is {_log(place)}") from None
+    return done.returncode
+
+
+def _last_line(place: pathlib.Path) -> str:
+    lines = [line.strip() for line in _log(place).read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1][:200]
+
+
+def _pip_error(place: pathlib.Path) -> str:
+    errors = re.findall(r"^ERROR: (.*)", _log(place).read_text(errors="replace"), re.MULTILINE)
+    return errors[0][:200] if errors else _last_line(place)

@@ -1,0 +1,142 @@
+"""The topologies that `--topology` knows: how many devices of which kind, and what one of them has. No TensorFlow."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from tfdist.config import field_syntax
+from tfdist.errors import UserError
+
+GIB = 2**30
+MOST_GPUS = 8
+"""GPUs of one machine; `multi_worker` compiles the program of one of them, which this does not describe."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GPU:
+    """What XLA's compiler asks of a GPU, from NVIDIA's data sheets and its table of compute capabilities."""
+
+    name: str
+    """As the driver gives it."""
+    memory: int
+    """Bytes that a program can use."""
+    capability: tuple[int, int]
+    cores: int
+    """Streaming multiprocessors."""
+    units: int
+    """Float32 units of one of them."""
+    threads: int
+    """That one of them holds at most."""
+    shared: int
+    """Bytes of shared memory of one of them; a block can have 1 kB less."""
+    bandwidth: float
+    """Bytes per second from its memory."""
+    cache: int
+    """Bytes of its second-level cache."""
+    clock: float
+    """GHz, boosted."""
+
+    def target(self) -> str:
+        """Returns the description as XLA's `GpuTargetConfigProto` in text form."""
+        major, minor = self.capability
+        fields = {
+            "threads_per_block_limit": 1024,
+            "threads_per_warp": 32,
+            "shared_memory_per_block": 49152,
+            "shared_memory_per_core": self.shared,
+            "shared_memory_per_block_optin": self.shared - 1024,
+            "threads_per_core_limit": self.threads,
+            "core_count": self.cores,
+            "fpus_per_core": self.units,
+            "block_dim_limit_x": 2**31 - 1,
+            "block_dim_limit_y": 65535,
+            "block_dim_limit_z": 65535,
+            "memory_bandwidth": int(self.bandwidth),
+            "l2_cache_size": self.cache,
+            "clock_rate_ghz": self.clock,
+            "device_memory_size": self.memory,
+            "registers_per_core_limit": 65536,
+            "registers_per_block_limit": 65536,
+        }
+        info = "\n".join(f"  {name}: {value}" for name, value in fields.items())
+        return (
+            f"gpu_device_info {{\n{info}\n  cuda_compute_capability {{ major: {major} minor: {minor} }}\n}}\n"
+            'platform_name: "CUDA"\ndnn_version_info { major: 9 minor: 8 patch: 0 }\n'
+            f'device_description_str: "{self.name}"\n'
+        )
+
+
+_H100 = GPU("NVIDIA H100 80GB HBM3", 84942979072, (9, 0), 132, 128, 2048, 233472, 3.35e12, 50 << 20, 1.98)
+GPUS = {
+    "h100": _H100,
+    "h200": dataclasses.replace(_H100, name="NVIDIA H200", memory=150_000_000_000, bandwidth=4.8e12),
+    "a100": GPU("NVIDIA A100-SXM4-80GB", 84_987_740_160, (8, 0), 108, 64, 2048, 167936, 2.04e12, 40 << 20, 1.41),
+    "a100-40": GPU("NVIDIA A100-SXM4-40GB", 42_298_834_944, (8, 0), 108, 64, 2048, 167936, 1.555e12, 40 << 20, 1.41),
+    "l4": GPU("NVIDIA L4", 23_600_000_000, (8, 9), 58, 128, 1536, 102400, 0.3e12, 48 << 20, 2.04),
+    "rtx4090": GPU("NVIDIA GeForce RTX 4090", 25_300_000_000, (8, 9), 128, 128, 1536, 102400, 1.008e12, 72 << 20, 2.52),
+    "v100": GPU("Tesla V100-SXM2-16GB", 16_900_000_000, (7, 0), 80, 64, 2048, 98304, 0.9e12, 6 << 20, 1.53),
+    "t4": GPU("Tesla T4", 15_600_000_000, (7, 5), 40, 64, 1024, 66560, 0.32e12, 4 << 20, 1.59),
+}
+"""By the name that stands before the number of them."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Topology:
+    """Devices of one kind, of which each is a replica."""
+
+    name: str
+    compilers: str
+    """Which environment compiles for it: `tpu` or `cuda`."""
+    replicas: int
+    device: str
+    """One of them, in words."""
+    memory: int
+    """Bytes of one of them."""
+    shape: str
+    """What the compiler calls the whole, such as `v5e:2x4`."""
+    target: str = ""
+    """A GPU, as XLA describes it."""
+
+
+def _tpu(name: str, replicas: int, gib: int, shape: str) -> Topology:
+    return Topology(name, "tpu", replicas, f"TPU {name.split('-')[0]}", gib * GIB, shape)
+
+
+TPUS = {
+    t.name: t
+    for t in (
+        _tpu("v5e-1", 1, 16, "v5e:1x1"),
+        _tpu("v5e-4", 4, 16, "v5e:2x2"),
+        _tpu("v5e-8", 8, 16, "v5e:2x4"),
+        _tpu("v6e-1", 1, 32, "v6e:1x1"),
+        _tpu("v6e-4", 4, 32, "v6e:2x2"),
+        _tpu("v6e-8", 8, 32, "v6e:2x4"),
+        # Cloud counts its cores, of which two are one device.
+        _tpu("v5p-8", 4, 95, "v5p:2x2x1"),
+    )
+}
+"""TPUs of one host, by the name that Google Cloud gives them."""
+
+
+def find(name: str) -> Topology:
+    """Returns a topology by its name.
+
+    Raises:
+      UserError: there is none of this name.
+    """
+    if name in TPUS:
+        return TPUS[name]
+    match = re.fullmatch(r"(.+?)x([1-9]\d*)", name)
+    gpu = GPUS.get(match[1]) if match else None
+    if match is None or gpu is None or int(match[2]) > MOST_GPUS:
+        hint = field_syntax.suggest(name, (*TPUS, *(f"{gpu}x{MOST_GPUS}" for gpu in GPUS)))
+        raise UserError(f"unknown --topology={name}{hint}, where a GPU's number goes from x1 to x{MOST_GPUS}")
+    return Topology(name, "cuda", int(match[2]), gpu.name, gpu.memory, f"1x1x{match[2]}", gpu.target())
+
+
+def lines() -> list[str]:
+    """Returns what there is, for a terminal."""
+    rows = [f"  {t.name:<10} {t.replicas} x {t.device} of {t.memory / GIB:.0f} GiB" for t in TPUS.values()]
+    rows += [f"  {name + 'xN':<10} N x {g.name} of {g.memory / GIB:.1f} GiB, N from 1 to 8" for name, g in GPUS.items()]
+    return rows

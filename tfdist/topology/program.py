@@ -1,0 +1,248 @@
+"""An update of a real training as a program of its own: StableHLO for one of N replicas, of static shapes.
+
+It is the update of `tfdist.engine.step.training_call` under a `Distribution` whose sum is XLA's all-reduce. Its
+arguments are a replica's rows of a global batch and the variables that the update reads; its results are the losses and
+the new values of those that it writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from tensorflow.compiler.tf2xla.ops import gen_xla_ops
+from tensorflow.python.framework import auto_control_deps_utils
+
+from tfdist.data import static_rows
+from tfdist.data.batch_layout import Layout
+from tfdist.data.record_feed import in_order
+from tfdist.data.sources import Arrays, Records, Source
+from tfdist.data.structures import Structure
+from tfdist.distributed.distribution import Distribution
+from tfdist.engine import step_calls
+from tfdist.engine.step import training_call
+from tfdist.errors import UserError, one_line
+from tfdist.models import keras_internals
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Program:
+    """An update of one replica, as StableHLO."""
+
+    text: str
+    rows: int
+    """Rows of a global batch that a replica is given."""
+    specs: list[tf.TensorSpec]
+    """Of the first arguments, a flat `tfdist.data.static_rows.Given`."""
+    variables: list[keras.Variable | tf.Tensor]
+    """What the other arguments are, in their order; a tensor is a constant of the model."""
+    results: int
+    """How many results come before the variables' new values."""
+    aliases: list[tuple[int, int]]
+    """The argument and the result that are one variable before and after, for each that is written."""
+
+
+def distribution(replicas: int, device: str, reason: str) -> Distribution:
+    """Builds the strategy of a program for devices that are not here; nothing can run under it.
+
+    Args:
+      replicas: one for each device.
+      device: kind of device: `TPU`, `GPU` or `CPU`.
+      reason: for a person.
+    """
+    return Distribution(
+        name="tpu" if device == "TPU" else "default" if replicas == 1 else "mirrored",
+        reason=reason,
+        strategy=tf.distribute.get_strategy(),
+        replicas=replicas,
+        devices=tuple(f"{device}:{i}" for i in range(replicas)),
+        jit="off",  # all of the update is compiled, with what it exchanges
+        run=lambda fn, args: fn(*args),
+        local=lambda value: (value,),
+        replica_id=lambda: gen_xla_ops.xla_replica_id() if replicas > 1 else 0,
+        all_sum=lambda tensors: [_all_sum(t, replicas) for t in tensors],
+        average=lambda variables: None,
+        static_shapes=True,
+        lacks=("float16", "float64") if device == "TPU" else (),
+    )
+
+
+def _all_sum(tensor: tf.Tensor, replicas: int) -> tf.Tensor:
+    """Sums a tensor over the replicas of a program; the gradient of that is the sum of the gradients."""
+    if replicas == 1:
+        return tensor
+    if tensor.dtype.size > 4:
+        return _sum_of_wide(tensor, replicas)
+    return gen_xla_ops.xla_all_reduce(
+        input=tensor, group_assignment=[list(range(replicas))], reduce_op="Add", mode="CrossReplica"
+    )
+
+
+@tf.RegisterGradient("XlaAllReduce")  # TensorFlow has one for its other operations of this kind
+def _gradient_of_all_sum(op: tf.Operation, gradient: tf.Tensor) -> tuple[tf.Tensor, None]:
+    return _all_sum(gradient, op.inputs[1].shape[1]), None
+
+
+def _sum_of_wide(tensor: tf.Tensor, replicas: int) -> tf.Tensor:
+    """Sums a tensor of 64 bits, which TensorFlow's operation for XLA's all-reduce does not take.
+
+    Its bits travel as two words, each replica's in a place of their own, where the others add zeros.
+    """
+
+    @tf.custom_gradient
+    def total(tensor: tf.Tensor) -> tuple:
+        bits = tf.bitcast(tensor, tf.uint32)[None]
+        mine = tf.equal(tf.range(replicas), gen_xla_ops.xla_replica_id())
+        own = tf.where(tf.reshape(mine, [replicas, *[1] * (bits.shape.rank - 1)]), bits, tf.zeros_like(bits))
+        every = tf.bitcast(_all_sum(own, replicas), tensor.dtype)
+        return tf.reduce_sum(every, 0), lambda gradient: _sum_of_wide(gradient, replicas)
+
+    return total(tensor)
+
+
+@contextlib.contextmanager
+def _reducing_in_layers(replicas: int) -> Iterator[None]:
+    """Lets layers reduce over the program's replicas: they do so through the context, which knows one."""
+    context = tf.distribute.get_replica_context()
+
+    def all_reduce(reduce_op: tf.distribute.ReduceOp, value: Structure, options: Any = None) -> Structure:
+        del options
+        if reduce_op is not tf.distribute.ReduceOp.SUM:
+            raise UserError(f"a layer asks for {reduce_op} over the replicas, which --topology cannot compile")
+        return tf.nest.map_structure(lambda t: _all_sum(t, replicas), value)
+
+    before = vars(context).get("all_reduce")
+    context.all_reduce = all_reduce
+    try:
+        yield
+    finally:
+        if before is None:
+            del context.all_reduce
+        else:
+            context.all_reduce = before
+
+
+def export(
+    model: keras.Model,
+    source: Source,
+    given: Distribution,
+    batch: int,
+    accumulate: int = 1,
+    reduce_dtype: str = "float32",
+    factors: tuple[float, ...] = (),
+) -> Program:
+    """Makes the program of an update of a compiled model, created under `distribution` of this module.
+
+    Args:
+      source: the examples; of them, only the shapes count.
+      given: what `distribution` has returned.
+      batch: examples of a global batch. Where they do not divide evenly, each replica gets as many rows as the first:
+        shapes are static, and some are filler.
+      accumulate: micro-batches.
+      reduce_dtype, factors: see `training_call.TrainingOptions`.
+
+    Raises:
+      UserError: the model cannot be compiled by XLA; the message names what cannot.
+    """
+    layout = Layout(batch, given.replicas, accumulate, static=True)
+    step = step_calls.step_of(model, given, source)
+    own = step.own_step("train")
+    if own:
+        raise UserError(
+            f"--topology cannot compile {type(model).__name__}, which has its own {own}: only tfdist's own step "
+            "is a program for devices that are not here"
+        )
+    step.compiled("train", layout, full=True)  # refuses what cannot be computed from parts of a batch
+    specs, structure = _specs(source, layout)
+    options = training_call.TrainingOptions(full=True, reduce_dtype=reduce_dtype, factors=factors)
+
+    def update(*rows: tf.Tensor) -> tf.Tensor:
+        *columns, numbers = rows
+        own = static_rows.Given(keras.tree.pack_sequence_as(structure, columns), numbers)
+        with _reducing_in_layers(given.replicas), training_call.update(step.replica, layout, options) as one:
+            return one(own, tf.constant(False))
+
+    function = tf.function(update, autograph=False, jit_compile=True)
+    try:
+        traced = function.get_concrete_function(*specs)
+        text = function.experimental_get_compiler_ir(*specs)(stage="stablehlo")
+    except (tf.errors.OpError, ValueError, TypeError, NotImplementedError) as error:
+        raise UserError(f"XLA cannot compile {_culprit(error, model)}") from error
+    # The dialect of TensorFlow's bridge, which other compilers do not read; a copy is there to keep apart two results.
+    text = re.sub(r"\bmhlo\.copy\b", "stablehlo.optimization_barrier", text)
+    return _program(text, traced, specs, layout, model)
+
+
+def _specs(source: Source, layout: Layout) -> tuple[list[tf.TensorSpec], Structure]:
+    """Returns what a replica is given of a batch, a flat `static_rows.Given`, and the structure of its data.
+
+    Raises:
+      UserError: examples of various sizes, which a program of static shapes cannot take.
+    """
+    match source:
+        case Arrays():
+            columns = source.columns
+        case Records():
+            columns = in_order(source, 1).element_spec
+        case _:
+            columns = source.decoded.element_spec
+    specs = []
+    for column in keras.tree.flatten(columns):
+        if None in tuple(column.shape[1:]):
+            raise UserError(
+                f"--topology compiles for examples of one shape, and the data has {tuple(column.shape[1:])}: "
+                "crop or pad them to one size"
+            )
+        specs.append(tf.TensorSpec((layout.accumulate, layout.micro, *column.shape[1:]), column.dtype))
+    return [*specs, tf.TensorSpec((layout.accumulate,), tf.int32)], columns
+
+
+def _program(text: str, traced: Any, specs: list[tf.TensorSpec], layout: Layout, model: keras.Model) -> Program:
+    """Finds out which argument and which result is which variable; XLA keeps to the order of the function's inputs."""
+    owners = [*model.variables, *model.metrics_variables, *model.optimizer.variables]
+    handles = {id(v.value.handle): v for v in owners}
+    variables = [handles.get(id(tensor), tensor) for tensor in traced.captured_inputs]
+    written = set()
+    for op in traced.graph.get_operations():
+        written |= {tensor.name for tensor in auto_control_deps_utils.get_read_write_resource_inputs(op)[1]}
+    inputs = [tensor.name for tensor in traced.inputs]
+    changed = [i for i in range(len(specs), len(inputs)) if inputs[i] in written]
+    results = len(traced.outputs)
+    known = _results(text)
+    if known != results + len(changed):
+        raise RuntimeError(f"the program has {known} results, and not {results} and {len(changed)} variables")
+    return Program(
+        text,
+        layout.micro * layout.accumulate,
+        specs,
+        variables,
+        results,
+        [(i, results + n) for n, i in enumerate(changed)],
+    )
+
+
+def _results(text: str) -> int:
+    """Returns the number of results of a program's main function."""
+    signature = next(line for line in text.splitlines() if re.search(r"func\.func (public )?@main\(", line))
+    _, arrow, after = signature.partition(" -> ")
+    return after.count("tensor<") if arrow else 0
+
+
+def _culprit(error: Exception, model: keras.Model) -> str:
+    """Returns, for a person, what an error of the lowering is about: the layer and the operation, where it says so."""
+    text = one_line(error, 2000)
+    node = re.search(r"\{\{node ([^}]+)\}\}", text)
+    operation = re.search(
+        r"(?:No registered|Detected unsupported operations[^:]*:|Op type not registered) '?(\w+)", text
+    )
+    where = node[1] if node else ""
+    # Keras numbers the calls of a layer.
+    scopes = {re.sub(r"_\d+$", "", scope) for scope in where.split("/")} | set(where.split("/"))
+    layers = [layer.name for layer in keras_internals.flat_layers(model) if layer.name in scopes]
+    name = f"layer {layers[-1]!r}" if layers else f"operation {where!r}" if where else "the update"
+    return f"{name} ({operation[1] if operation else one_line(error, 200)}): --topology compiles all of it"

@@ -1,0 +1,154 @@
+"""`--dry_run --topology=...`: compiles the update of a prepared experiment for devices that are not here."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from tfdist.config import field_syntax
+from tfdist.config.messages import logger
+from tfdist.config.runtime_options import Environment
+from tfdist.distributed import connect
+from tfdist.distributed.strategy_choice import StrategyChoice
+from tfdist.errors import UserError
+from tfdist.topology import compiler, environment, fitting, known
+
+if TYPE_CHECKING:
+    from tfdist.distributed.distribution import Distribution
+    from tfdist.topology.program import Program
+    from tfdist.train.preparation import Preparation
+
+AUTO = 0
+"""What `train.batch_size=auto` is as a number."""
+
+
+def check(where: Environment, batch: int) -> None:
+    """Refuses a topology that is not known or cannot be compiled for here; before anything is prepared."""
+    if not where.topology:
+        return
+    topology = known.find(where.topology)
+    environment.python(topology.compilers, f"--topology={topology.name}")
+    if batch == AUTO:
+        raise UserError(
+            "train.batch_size=auto looks for a batch on this machine: give a number, and --topology names the "
+            "largest that fits where that one does not"
+        )
+
+
+def locate(where: Environment) -> connect.Site:
+    """Looks around as `connect.locate`; with `--topology`, for this machine's CPU and as many replicas as it has.
+
+    Raises:
+      UserError: what was asked for cannot run here.
+    """
+    if not where.topology:
+        return connect.locate(where)
+    topology = known.find(where.topology)
+    site = connect.locate(dataclasses.replace(where, strategy="default", devices="none"))
+    reason = f"--topology={topology.name} is compiled for, and nothing is trained"
+    return dataclasses.replace(site, choice=StrategyChoice("default", reason, topology.replicas))
+
+
+def create(site: connect.Site, facts: dict[str, str]) -> Distribution:
+    """Starts TensorFlow, as `connect.create`; with `--topology`, returns the strategy of a program for it."""
+    distribution = connect.create(site, facts)
+    if not site.environment.topology:
+        return distribution
+    from tfdist.topology import program
+
+    topology = known.find(site.environment.topology)
+    device = "TPU" if topology.compilers == "tpu" else "GPU"
+    return program.distribution(topology.replicas, device, site.choice.reason)
+
+
+def available(name: str) -> dict[str, float]:
+    """Returns the bytes for one replica on a topology, by the name of what has them."""
+    topology = known.find(name)
+    return {f"a {topology.device} of --topology={name}": topology.memory}
+
+
+def rehearse(prepared: Preparation, distribution: Distribution, name: str) -> list[str]:
+    """Compiles the update, and returns what the compiler says of it, as lines for a terminal.
+
+    Raises:
+      UserError: it cannot be compiled, or does not fit; the message says what does.
+      TrainingError: the compiler has failed.
+    """
+    topology, train = known.find(name), prepared.experiment.train
+    exported = _export(prepared, distribution, train.batch_size, train.accumulate)
+    result = compiler.compiled(exported, topology)
+    if result.fits(topology):
+        return [*lines(result, exported.rows, topology), *_caveats(prepared, topology)]
+
+    def needs(batch: int, accumulate: int) -> float:
+        logger.info(f"it does not fit: trying a batch of {batch} in {accumulate} micro-batches")
+        return compiler.compiled(_export(prepared, distribution, batch, accumulate), topology).needs
+
+    fit = fitting.search(
+        needs, train.batch_size, topology.replicas, train.accumulate, max(1, result.needs), topology.memory
+    )
+    raise UserError(refusal(topology, train.batch_size, train.accumulate, result.needs, fit))
+
+
+def refusal(topology: known.Topology, batch: int, accumulate: int, needs: int, fit: fitting.Fit) -> str:
+    """Returns the line that says that an update does not fit, and what does."""
+    micro = f" and train.accumulate={accumulate}" if accumulate > 1 else ""
+    text = (
+        f"an update with train.batch_size={batch}{micro} needs {_size(needs)} of each {topology.device} of "
+        f"{topology.name}, which has {_size(topology.memory)}: "
+    )
+    ways = [f"use train.batch_size={fit.batch}, the largest seen to fit ({fit.too_many} do not)"] if fit.batch else []
+    ways += [f"train.accumulate={fit.accumulate}"] if fit.accumulate else []
+    return text + (", or ".join(ways) or "no batch fits, use a smaller model")
+
+
+def lines(result: compiler.Compiled, rows: int, topology: known.Topology) -> list[str]:
+    """Returns what the compiler says of an update that fits."""
+    count = f"{topology.replicas} x {topology.device}"
+    flops = f", {result.flops / 1e9:,.1f} GFLOP per update and device" if result.flops else ""
+    exchanged = f"{result.all_reduces} all-reduces of {_size(result.exchanged)} per update"
+    texts = [
+        ("topology", f"{topology.name}: {count}, {rows} rows on each"),
+        ("compiled", f"in {result.seconds:.1f} s{flops}"),
+        ("fits", f"{_size(result.needs)} of {_size(topology.memory)} per device: arguments {_size(result.arguments)},"),
+        (
+            "",
+            f"temporaries {_size(result.temporaries)}, output {_size(result.outputs)} besides, "
+            f"code {_size(result.code)}",
+        ),
+        ("exchange", exchanged if topology.replicas > 1 else "none, there is one replica"),
+    ]
+    return [f"  {name:<12} {text}" for name, text in texts]
+
+
+def _caveats(prepared: Preparation, topology: known.Topology) -> list[str]:
+    from tfdist.engine.checks import preconditions
+
+    if topology.compilers != "cuda":
+        return []
+    text = "this is what XLA needs (--jit=on), not TensorFlow's own kernels (--jit=off)"
+    if topology.replicas > 1 and preconditions.synchronizes(prepared.model):
+        text += "; synchronized BatchNorm runs without XLA on several GPUs"
+    return [f"  {'note':<12} {text}"]
+
+
+def _export(prepared: Preparation, distribution: Distribution, batch: int, accumulate: int) -> Program:
+    """Returns the program of an update of this experiment, as `fit` would make it."""
+    from tfdist.data import sources
+    from tfdist.engine.checks import preconditions
+    from tfdist.models import layerwise_rates
+    from tfdist.topology import program
+
+    model, wanted, source = prepared.model, prepared.experiment.optimizer, prepared.data.train
+    preconditions.model_fits(model, distribution, accumulate)
+    if prepared.class_weights:
+        source = sources.weigh_classes(source, prepared.class_weights)
+    factors = layerwise_rates.factors(model, field_syntax.layer_rates(wanted), wanted.layer_decay)
+    return program.export(model, source, distribution, batch, accumulate, wanted.reduce_dtype, tuple(factors))
+
+
+def _size(count: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6)):
+        if count >= size:
+            return f"{count / size:,.1f} {unit}"
+    return f"{count / 1e3:,.1f} kB"
