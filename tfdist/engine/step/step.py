@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 
@@ -11,7 +12,7 @@ import tensorflow as tf
 from tfdist.data.batch_layout import Layout, unpack
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
-from tfdist.engine.checks import preconditions
+from tfdist.engine.checks import preconditions, static_model
 from tfdist.engine.step import loss_kinds, metrics, own_step_call
 from tfdist.engine.step.evaluation_call import evaluation_call
 from tfdist.engine.step.prediction_call import NO_BATCH as NO_BATCH  # those who run the functions look for it
@@ -205,9 +206,13 @@ class Step:
         """Returns the model's outputs; None of a model that is only trained, by a step of its own."""
         model = self.model
         kept = {id(v): v for v in [*model.non_trainable_variables, *model.metrics_variables]}
+        static = self.distribution.static_shapes
         try:
-            with layer_state.unchanged(list(kept.values())):  # this call is none of the user's
+            # This call is none of the user's. A TPU would compile each of its operations by itself.
+            with layer_state.unchanged(list(kept.values())), tf.device("CPU:0") if static else contextlib.nullcontext():
                 outputs = self._replica.forward(x, training=False)
+                if static:
+                    static_model.check(model, lambda rows: self._replica.forward(rows, training=False), x)
         except NotImplementedError:
             if not self.own_step("train"):
                 raise
