@@ -54,7 +54,7 @@ class Prepared:
         feed = batching.read_epochs(self.source, self.layout, True, 0)
         part = feed.next(update, 99)
         arguments = (part.feed, tf.constant(part.first), tf.constant(part.last))
-        call = self.step.compiled(kind, self.layout, full=part.full, count=part.count)
+        call = self.step.compiled(kind, self.layout, full=part.full, count=part.count, norm=kind == "train")
         return tpu_cores.look(call.get_concrete_function(*arguments[: 2 if kind == "predict" else 3]))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import keras
 import tensorflow as tf
@@ -46,6 +46,8 @@ class Step:
         """Targets and outputs of a few rows, until losses and metrics have been tried on them."""
         self.sample_rows: tuple[Structure, ...] | None = None
         """A few rows of the data, until the model has been checked with them."""
+        self._adding: list[str] = []
+        """The layers that call `add_loss`."""
         self._log_names: dict[str, LogNames] = {}
         self._reset: Callable | None = None
         self._reset_variables: tuple[int, ...] = ()
@@ -129,6 +131,15 @@ class Step:
             with self.distribution.peers.during("call"):
                 own_step_call.prepare(self._replica, self.sample_rows)
 
+    def check_batches(self, kind: str, layout: Layout, counts: Iterable[int]) -> None:
+        """Refuses what cannot be computed of batches of these sizes, before the first of them is compiled.
+
+        Raises:
+          UserError: naming the loss, metric or layer.
+        """
+        for count in counts if layout.static else ():
+            self._check(dataclasses.replace(layout, batch=count), kind)
+
     def _check(self, layout: Layout, kind: str) -> None:
         """Refuses losses and metrics that cannot be computed from the parts in which a batch is laid out."""
         own = self.own_step(kind)
@@ -156,7 +167,7 @@ class Step:
         self._replica.objective.check(layout.accumulate)
         metrics.check(self.model, layout.accumulate)
         if filled and self._replica.exchanges(layout.accumulate):
-            preconditions.filled(self.model)
+            preconditions.filled(self.model, self._adding)
 
     def reset(self) -> None:
         """Resets all metrics; anew for each set of variables, since a metric may create its own at its first update."""
@@ -217,6 +228,7 @@ class Step:
             if not self.own_step("train"):
                 raise
             return None
+        self._adding = keras_internals.adding_losses(model)
         for layer in keras_internals.flat_layers(self.model):
             if getattr(layer, "stateful", False):
                 layer.reset_state()  # nor what its state was created with
