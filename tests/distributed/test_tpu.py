@@ -17,7 +17,7 @@ from tfdist.doctor import packages
 PLAIN = {"tensorflow": "2.20.0"}
 FOR_TPUS = {"tensorflow-tpu": "2.20.0"}
 WITHOUT = "is installed without support for TPUs, which tensorflow-tpu has"
-INSTALL = "pip uninstall -y tensorflow tensorflow-cpu && pip install tensorflow-tpu=="
+INSTALL = "pip uninstall -y tensorflow tensorflow-cpu tensorflow-tpu && pip install tensorflow-tpu=="
 
 
 @pytest.fixture

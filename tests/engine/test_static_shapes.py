@@ -240,6 +240,23 @@ def test_a_loss_that_looks_across_the_batch(static, connect):
     training_cases.assert_agrees(got, expected, 1e-12)
 
 
+def relative(y, outputs):
+    """A value per token that depends on those of all others."""
+    values = keras.losses.sparse_categorical_crossentropy(y, outputs, from_logits=True)
+    return values + 0.1 * keras.ops.max(values)
+
+
+@pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.whole)])
+def test_a_masked_loss_that_looks_across_the_batch(replicas, static, connect):
+    """Masks travel as int32, which MirroredStrategy refuses to sum beside the rest, with static shapes and without."""
+    case = training_cases.Case(
+        "masked, across", lambda: training_cases.tagger(loss=relative), training_cases.sequences, examples=13, batch=8
+    )
+    expected = training_cases.outcome(case, connect(1), "float64")
+    for distribution in (static(replicas), connect(replicas)):
+        training_cases.assert_agrees(training_cases.outcome(case, distribution, "float64"), expected, 1e-12)
+
+
 def test_the_comparison_can_fail(static, reference, monkeypatch):
     """Filler that counts must not agree."""
     case = next(c for c in training_cases.CASES if c.name == "uneven tail")
