@@ -248,7 +248,7 @@ def relative(y, outputs):
 
 @pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.whole)])
 def test_a_masked_loss_that_looks_across_the_batch(replicas, static, connect):
-    """Masks travel as int32, which MirroredStrategy refuses to sum beside the rest, with static shapes and without."""
+    """Masks travel as int32, which MirroredStrategy refuses to sum beside anything, with static shapes and without."""
     case = training_cases.Case(
         "masked, across", lambda: training_cases.tagger(loss=relative), training_cases.sequences, examples=13, batch=8
     )

@@ -46,11 +46,12 @@ def gathered(distribution: Distribution, values: Structure, rows: Rows) -> Struc
 
 
 def _sums(distribution: Distribution, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-    """Sums int32 by itself: MirroredStrategy adds it up on the host, and refuses it beside what it adds elsewhere."""
+    """Sums int32 one by one: MirroredStrategy adds each up on the host, and refuses it beside any other."""
     totals = list(tensors)
-    for on_host in (False, True):
-        own = [i for i, tensor in enumerate(tensors) if (tensor.dtype == tf.int32) == on_host]
-        for i, total in zip(own, distribution.all_sum([tensors[i] for i in own]) if own else ()):
+    together = [i for i, tensor in enumerate(tensors) if tensor.dtype != tf.int32]
+    alone = [[i] for i, tensor in enumerate(tensors) if tensor.dtype == tf.int32]
+    for own in filter(None, [together, *alone]):
+        for i, total in zip(own, distribution.all_sum([tensors[i] for i in own])):
             totals[i] = total
     return totals
 
