@@ -208,7 +208,13 @@ BAD_INPUT = [
         "optimizer.scale_learning_rate=none and optimizer.base_batch=32 do not go together",
     ),
     (["--config.optimizer.base_batch=-1"], "optimizer.base_batch"),
-    (["--strategy=tpu"], "needs a TPU and a TensorFlow built for it, and is not part of this version yet"),
+    (["--strategy=tpu"], "--strategy=tpu cannot run here: TensorFlow "),
+    (["--strategy=tpu", "--devices=0"], "--devices=0 is for CPUs and GPUs, and a TPU is used as a whole"),
+    (["--strategy=tpu", "--virtual_devices=2"], "--virtual_devices=2 is for CPUs and GPUs, and a TPU"),
+    (["--strategy=tpu", "--jit=on"], "--jit=on is for CPUs and GPUs; a TPU compiles every step: leave it out"),
+    (["--strategy=mirrored", "--tpu=pod"], "--tpu=pod asks for a TPU and --strategy=mirrored uses none"),
+    (["--tpu=a b"], "--tpu=a b is not understood: use local, or the name of a TPU in the Cloud"),
+    (["--tpu=pod"], "--strategy=tpu cannot run here: TensorFlow "),
     (
         ["--workdir=syntax.py/below"],
         "--workdir=syntax.py/below cannot be written (Not a directory): choose another folder",
@@ -269,7 +275,6 @@ def test_known_without_tensorflow(arguments, message, ends):
     "environ, message",
     [
         ({"HOROVOD_RANK": "0"}, "HOROVOD_SIZE"),
-        ({"TPU_NAME": "local"}, "--strategy=tpu (TPU_NAME says that there is a TPU)"),
         ({"TF_CONFIG": json.dumps({"cluster": {"chief": ["a:1"], "worker": ["b:1"]}})}, "TF_CONFIG"),
         ({"TF_CONFIG": "{"}, "TF_CONFIG"),
         ({"TF_CONFIG": "[]"}, "TF_CONFIG"),

@@ -391,7 +391,6 @@ def test_variables_that_contradict_each_other():
             "warn",
             "Slurm job 7 has 2 nodes and 4 tasks",
         ),
-        ({"COLAB_TPU_ADDR": "1.2.3.4:8470"}, "warn", "Colab offers a TPU"),
         ({"COLAB_RELEASE_TAG": "r1"}, "ok", "Colab: files vanish"),
         (
             {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "HOSTNAME": "job-0"},

@@ -99,23 +99,3 @@ def test_tensorflow_names_them():
     listed = gpus.Survey(tuple(gpus.parse_line(line) for line in LISTED.splitlines()))
     text = "CUDA's libraries do not load: lib0.so.12 (not found), lib1.so.12 (not found), lib2.so.12 (not found) and 2 "
     one(tensorflow_probe.tensorflow(given, listed, {}), "fail", text, "pip install 'tfdist[cuda]'")
-
-
-@pytest.mark.parametrize(
-    "installed, hint, finds",
-    [
-        ({"tensorflow": "2.21.0"}, "TPU_NAME", True),
-        ({"tensorflow-cpu": "2.21.0"}, "/dev/accel*", True),
-        ({"tensorflow-tpu": "2.21.0"}, "TPU_NAME", False),
-        ({"tensorflow": "2.21.0", "tensorflow-tpu": "2.21.0"}, "TPU_NAME", False),  # another check names these two
-        ({"tensorflow": "2.21.0"}, "", False),
-    ],
-)
-def test_a_tpu_and_the_plain_tensorflow(installed, hint, finds, monkeypatch):
-    monkeypatch.setattr(packages, "_version", lambda name: installed.get(name, ""))
-    checks = packages.tpu(hint)
-    assert bool(checks) == finds
-    if finds:
-        [name] = installed
-        text = f"{hint} says that there is a TPU, and {name} 2.21.0, which is installed, was built without TPUs"
-        one(checks, "warn", text, f"pip uninstall -y {name}, then pip install tensorflow-tpu==2.21.0 -f https://")

@@ -227,6 +227,15 @@ def test_layers_within_layers():
     assert keras_internals.own_variables(inner) == []
 
 
+def test_the_metrics_of_a_layer_itself():
+    """Else filler would be counted by a metric that a layer has, where it is not known of."""
+    inner = keras.layers.Dense(2)
+    inner.seen = keras.metrics.Sum(name="seen")
+    model = keras.Sequential([keras.Input((3,)), inner])
+    assert keras_internals.own_metrics(inner) == [inner.seen]
+    assert inner.seen not in keras_internals.own_metrics(model)
+
+
 def test_whether_a_model_takes_training():
     """Else dropout would stay off, or a model without the argument fail."""
 

@@ -51,29 +51,44 @@ class Traced:
     """A function of a graph, as TPUStrategy has divided it."""
 
     cluster: list
-    """Nodes that the cores would compute."""
-    host: list
-    """The others, of all functions."""
+    """Nodes that the cores would compute, branches and loops included."""
+    loops_outside: bool
+    """Whether a loop of the host goes from cluster to cluster."""
 
     def ops(self):
         return collections.Counter(node.op for node in self.cluster)
 
 
 def look(concrete):
-    """Returns what a traced function computes on the cores, branches and loops included, and what on the host."""
-    definition = concrete.graph.as_graph_def()
+    """Returns what a traced function would compute on the cores."""
+    definition = concrete.graph.as_graph_def(add_shapes=True)
     bodies = {function.signature.name: list(function.node_def) for function in definition.library.function}
     bodies[""] = list(definition.node)
-    cluster = [node for body in bodies.values() for node in body if "_tpu_replicate" in node.attr]
-    called, inside = set(), list(cluster)
-    while inside:
-        node = inside.pop()
-        for value in node.attr.values():
-            for name in {value.func.name, *(function.name for function in value.list.func)} & bodies.keys() - called - {
-                ""
-            }:
-                called.add(name)
-                inside += bodies[name]
-                cluster += [n for n in bodies[name] if "_tpu_replicate" not in n.attr]
-    known = {id(node) for node in cluster}
-    return Traced(cluster, [node for body in bodies.values() for node in body if id(node) not in known])
+    marked = {name: [node for node in body if "_tpu_replicate" in node.attr] for name, body in bodies.items()}
+    cluster = [node for nodes in marked.values() for node in nodes]
+    called = set()
+    for node in cluster:  # which grows
+        for name in _called(node) & bodies.keys() - called:
+            called.add(name)
+            cluster += [inner for inner in bodies[name] if "_tpu_replicate" not in inner.attr]
+    loops = {name for node in bodies[""] if "While" in node.op for name in _called(node)}
+    outside = [bool(nodes) for name, nodes in marked.items() if name in loops]
+    return Traced(cluster, any(outside) and not marked[""])
+
+
+def _called(node):
+    values = node.attr.values()
+    return ({value.func.name for value in values} | {f.name for value in values for f in value.list.func}) - {""}
+
+
+def types(node):
+    """Returns the types of a node's attributes, as TensorFlow numbers them."""
+    return {value.type for value in node.attr.values()} | {t for value in node.attr.values() for t in value.list.type}
+
+
+def shapes(node):
+    """Returns the shapes of a node's results; None for one of unknown rank, -1 for an unknown size."""
+    return [
+        None if shape.unknown_rank else [dim.size for dim in shape.dim]
+        for shape in node.attr["_output_shapes"].list.shape
+    ]

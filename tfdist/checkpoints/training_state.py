@@ -46,9 +46,9 @@ def capture(
         own = dict(zip(own, together(distribution, rows)))
     if not distribution.is_chief:
         return {}
-    on_gpu = distribution.devices[0].startswith("GPU")  # there a copy on write would need twice the memory
+    on_cpu = distribution.devices[0].startswith("CPU")  # elsewhere a copy on write would need twice the memory
     shared = {name: _read(copies(v)[0]) for name, v in _shared(model)}
-    if on_gpu:
+    if not on_cpu:
         shared = {name: value.numpy() for name, value in shared.items()}
     of_callbacks = {f"{CALLBACKS}/{name}": array for name, array in callback_state.arrays(callbacks).items()}
     return {**shared, **own, **of_callbacks}

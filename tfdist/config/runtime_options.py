@@ -117,9 +117,7 @@ class Environment:
             return
         for field, given in (("virtual_devices", self.virtual_devices), ("devices", self.devices)):
             if given not in (None, "all"):
-                raise UserError(
-                    f"--{field}={given} is for CPUs and GPUs, a TPU is used with all its cores: leave it out"
-                )
+                raise UserError(f"--{field}={given} is for CPUs and GPUs, and a TPU is used as a whole: leave it out")
         if self.jit == "on":
             raise UserError("--jit=on is for CPUs and GPUs; a TPU compiles every step: leave it out")
 

@@ -16,6 +16,7 @@ from tfdist.data.batch_layout import Layout
 from tfdist.data.feeds import ArrayFeed, BatchFeed, FeedCall
 from tfdist.data.record_feed import RecordFeed
 from tfdist.data.structures import Structure
+from tfdist.errors import UserError
 
 MOST = 32
 """Batches that are read for one call; they lie in memory together."""
@@ -34,6 +35,8 @@ class StaticFeed:
         self.batches = inner.batches
         self._ahead: list[Structure] = []
         """Batches that have been read for a call and belong to the next one."""
+        self._shapes: list[list[int]] | None = None
+        """Of an example, which all must have alike."""
 
     def next(self, update: int, limit: int) -> FeedCall:
         """Returns at most `limit` batches from `update` on, none beyond its epoch; none at the end of the data."""
@@ -43,7 +46,7 @@ class StaticFeed:
             return dataclasses.replace(part, full=count == self._layout.batch, count=count)
         if not self._ahead:
             part = self.inner.next(update, min(limit, MOST))
-            self._ahead = [batch for _, batch in zip(range(part.last - part.first), part.feed[0])]
+            self._ahead = [self._checked(batch) for _, batch in zip(range(part.last - part.first), part.feed[0])]
         if not self._ahead:
             return FeedCall((), 0, 0, False)
         count = _examples(self._ahead[0])
@@ -64,6 +67,16 @@ class StaticFeed:
         """Goes to an update, as the other feed does."""
         self._ahead = []
         self.inner.resume(update, epoch, begun)
+
+    def _checked(self, batch: Structure) -> Structure:
+        shapes = [leaf.shape[1:].as_list() for leaf in keras.tree.flatten(batch)]
+        self._shapes = self._shapes or shapes
+        if shapes != self._shapes:
+            raise UserError(
+                f"the data set gives examples of shapes {shapes} after {self._shapes}, and each would be compiled anew "
+                "here: pad them to one, or cut them (dataset.padded_batch with padded_shapes)"
+            )
+        return batch
 
 
 def _examples(batch: Structure) -> int:

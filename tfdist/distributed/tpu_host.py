@@ -79,8 +79,8 @@ def install_line() -> str:
     """Returns the command that installs TensorFlow for TPUs, in the version at hand where there is one."""
     have = _release(next(filter(None, map(_version, ("tensorflow", "tensorflow-cpu", *_WHEELS))), ""))
     package = PACKAGES.get(have, list(PACKAGES.values())[-1])
-    # Both install the folder tensorflow, and what is uninstalled later would take it along.
-    return f"pip uninstall -y tensorflow tensorflow-cpu && pip install tensorflow-tpu=={package}"
+    # All install the folder tensorflow, and what is uninstalled later would take it along.
+    return f"pip uninstall -y tensorflow tensorflow-cpu tensorflow-tpu && pip install tensorflow-tpu=={package}"
 
 
 def prepare(environ: MutableMapping[str, str]) -> None:

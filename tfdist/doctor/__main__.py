@@ -155,7 +155,6 @@ def _tasks(
         Task("tensorflow", seen),
         Task("gpu code", has_code),
         Task("packages", packages.conflicts),
-        Task("tpu", lambda: packages.tpu(strategy_choice.tpu_hint(environ))),
         Task("keras", lambda: packages.backend(environ)),
         Task("horovod", lambda: packages.horovod(needs_horovod())),
         Task("tpu", lambda: packages.tpu(environ)),

@@ -21,8 +21,6 @@ WHEELS = (
     "tf-nightly", "tf-nightly-cpu", "tf-nightly-gpu", "tf-nightly-tpu",
 )  # fmt: skip
 """All of them install the same folder `tensorflow`; what was installed last has written over the others."""
-LIBTPU = "https://storage.googleapis.com/libtpu-tf-releases/index.html"
-"""Where pip finds the library that tensorflow-tpu needs."""
 KERAS = ("keras", "keras-nightly")
 
 
@@ -68,22 +66,6 @@ def _unfit(need: Requirement) -> list[Check]:
     if not need.specifier.contains(have, prereleases=True):
         return [fail("packages", f"{need.name} {have} is installed, tfdist needs {wanted}", f"pip install '{wanted}'")]
     return []
-
-
-def tpu(hint: str) -> list[Check]:
-    """Checks, where there is a TPU, that TensorFlow is the one that knows TPUs: since 2.19 the plain one does not.
-
-    Args:
-      hint: what suggests a TPU; empty if nothing does.
-    """
-    plain = [f"{name} {version}" for name in WHEELS if "tpu" not in name and (version := _version(name))]
-    if not hint or not plain or any(_version(name) for name in WHEELS if "tpu" in name):
-        return []
-    version = plain[0].partition(" ")[2]
-    what = f"{hint} says that there is a TPU, and {plain[0]}, which is installed, was built without TPUs"
-    name = plain[0].partition(" ")[0]
-    fix = f"pip uninstall -y {name}, then pip install tensorflow-tpu=={version} -f {LIBTPU}"
-    return [warn("tpu", what, fix)]
 
 
 def backend(environ: Mapping[str, str]) -> list[Check]:

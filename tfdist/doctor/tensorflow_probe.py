@@ -79,7 +79,7 @@ def ask(environ: Mapping[str, str], timeout: float) -> Answer:
         return Answer(problem=f"TensorFlow ended with {signal.Signals(-child.returncode).name}")
     try:
         answer = json.loads(out.splitlines()[-1])
-        fields = {k: tuple(v) if isinstance(v, list) else v for k, v in answer.items()}
+        fields: dict = {k: tuple(v) if isinstance(v, list) else v for k, v in answer.items()}
         return Answer(**fields)
     except (IndexError, ValueError, TypeError, AttributeError):
         return Answer(problem=f"TensorFlow cannot be imported ({(err.strip().splitlines() or ['no message'])[-1]})")

@@ -56,6 +56,13 @@ def layout_of(
     return Layout(batch, distribution.replicas, accumulate, distribution.first, len(distribution.devices))
 
 
+def sizes(source: sources.Source, layout: Layout) -> set[int]:
+    """Returns how many examples the batches of `source` have, as far as that is known before they are read."""
+    if isinstance(source, sources.Batches):
+        return {layout.batch}
+    return {min(layout.batch, source.size), source.size % layout.batch or layout.batch}
+
+
 def batch_size_of(source: sources.Source, batch: int | None, steps: int | None) -> int | None:
     """Returns the batch size; not given, arrays are divided into `steps` batches, as Keras does."""
     if batch is None and steps and isinstance(source, sources.Arrays):

@@ -279,6 +279,7 @@ class Evaluation:
         self._step = step_calls.step_of(model, distribution, source)
         preconditions.targets(model, self._step.output_shape, source)
         self._step.compiled("test", layout)  # refuses what cannot be measured
+        self._step.check_batches("test", layout, batching.sizes(source, layout))
         self._pace = Pace(None)
         self.examples = 0
         """That the last run has measured."""

@@ -47,6 +47,7 @@ class FitLoop:
         if options.steps_per_epoch is None and self._feed.batches == 0:
             raise UserError("the data set never ends: give steps_per_epoch")
         self._step = step_calls.step_of(model, distribution, source)
+        self._step.check_batches("train", self._layout, batching.sizes(source, self._layout))
         self._step.prepare_training()
         preconditions.trains(model)
         preconditions.targets(model, self._step.output_shape, source)

@@ -89,7 +89,7 @@ def _owners(model: keras.Model, distribution: Distribution) -> tuple:
 
 
 def _key(model: keras.Model, distribution: Distribution) -> tuple[int | str, ...]:
-    return (distribution.jit, *(id(owner) for owner in _owners(model, distribution)))
+    return (distribution.jit, distribution.static_shapes, *(id(owner) for owner in _owners(model, distribution)))
 
 
 @contextlib.contextmanager

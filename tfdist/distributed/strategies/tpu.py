@@ -5,8 +5,10 @@ Traced under cores that are not there, and never run on a TPU: see docs/strategi
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import re
+import sys
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -112,7 +114,9 @@ def _within(limit: float, work: Callable[[], Any]) -> Any:
             failed.append(error)
 
     thread = threading.Thread(target=do, name="start of the TPU", daemon=True)
-    faulthandler.dump_traceback_later(limit + _GRACE_S, exit=True)
+    with contextlib.suppress(RuntimeError, OSError, ValueError):  # nowhere to write the list
+        if sys.__stderr__ is not None:
+            faulthandler.dump_traceback_later(limit + _GRACE_S, exit=True, file=sys.__stderr__)
     try:
         thread.start()
         thread.join(limit)

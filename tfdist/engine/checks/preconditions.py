@@ -158,8 +158,14 @@ def use_xla(model: keras.Model, distribution: Distribution) -> bool:
     return True
 
 
-def filled(model: keras.Model) -> None:
-    """Refuses layers that would count filler, in a pass that all replicas must run alike."""
+def filled(model: keras.Model, adding: Sequence[str]) -> None:
+    """Refuses layers that would count filler, in a pass that all replicas must run alike.
+
+    Args:
+      adding: the layers that call `add_loss`.
+    """
+    if adding:
+        raise UserError(f"layer {adding[0]!r} calls add_loss or has an activity regularizer, {FILLED}")
     for layer in keras_internals.flat_layers(model, include_self=False):
         alone = isinstance(layer, keras.layers.BatchNormalization) and layer.trainable and not layer.synchronized
         if alone or keras_internals.own_metrics(layer):

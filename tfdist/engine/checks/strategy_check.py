@@ -206,7 +206,7 @@ class _Check:
         model = self._step.model
         alike = [*freezing.fixed(model), *model.trainable_variables] if self._step.own_step("train") else []
         gathered = training_state.gathered_variables(model)
-        means = [tf.cast(tf.convert_to_tensor(v.value), tf.float64) for v in gathered]
+        means = [tf.cast(tf.convert_to_tensor(v.value), replica.totals) for v in gathered]
         if means:  # TensorFlow cannot reduce nothing
             means = replica.distribution.all_sum(means)
         kept = {v.path: total / replica.distribution.replicas for v, total in zip(gathered, means)}

@@ -57,16 +57,18 @@ class StepOutput(NamedTuple):
     losses: tf.Tensor
     """[1 + outputs], the same on every replica."""
     measures: tf.Tensor
-    """Seconds that the all-reduce took here and the norm of the gradient, float64 [2]; [0] where neither was taken."""
+    """Seconds that the all-reduce took here and the norm of the gradient, [2]; [0] where neither was taken."""
 
     @staticmethod
-    def packed(losses: tf.Tensor, seconds: tf.Tensor | None, norm: tf.Tensor | None) -> tf.Tensor:
-        """Returns the losses [n], and behind them [2] the measures if there is one of them."""
+    def packed(
+        losses: tf.Tensor, seconds: tf.Tensor | None, norm: tf.Tensor | None, dtype: tf.DType = tf.float64
+    ) -> tf.Tensor:
+        """Returns the losses [n], and behind them [2] the measures if there is one of them; all of `dtype` then."""
         if seconds is None and norm is None:
             return losses
-        none = tf.zeros([], tf.float64)
-        measures = tf.stack([none if seconds is None else seconds, none if norm is None else norm])
-        return tf.concat([tf.cast(losses, tf.float64), measures], 0)
+        none = tf.zeros([], dtype)
+        measures = tf.stack([none if seconds is None else seconds, none if norm is None else tf.cast(norm, dtype)])
+        return tf.concat([tf.cast(losses, dtype), measures], 0)
 
     @classmethod
     def unpacked(cls, values: tf.Tensor, losses: int | None) -> StepOutput:
@@ -106,11 +108,13 @@ def batch_loop(replica: Replica, layout: Layout, losses: int | None, one: Callab
                 finite = tf.math.is_finite(output.losses[0])
                 return LoopState(
                     i=state.i + 1,
-                    sums=output.losses if losses is None else state.sums + tf.cast(output.losses, tf.float64) * weight,
+                    sums=tf.cast(output.losses, tf.float64)
+                    if losses is None
+                    else state.sums + tf.cast(output.losses, tf.float64) * weight,
                     examples=state.examples + weight,
                     nonfinite=tf.where(tf.logical_or(finite, state.nonfinite >= 0), state.nonfinite, state.i),
                     more=tf.constant(True),
-                    measures=graph_clock.add(state.measures, waited, output.measures),
+                    measures=graph_clock.add(state.measures, waited, tf.cast(output.measures, tf.float64)),
                     ended=state.ended if waited is None else graph_clock.now(finite, *graph_clock.changes(before)),
                 )
 

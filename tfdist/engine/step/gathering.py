@@ -36,13 +36,24 @@ def gathered(distribution: Distribution, values: Structure, rows: Rows) -> Struc
     own = [*leaves, *(mask for mask in masks if mask is not None)]
     place = (_StaticRows if distribution.static_shapes else _RowsOfReplica)(distribution, rows)
     spread = [place.spread(value) for value in own]
-    totals = distribution.all_sum([tf.stop_gradient(value) for value in spread])
+    totals = _sums(distribution, [tf.stop_gradient(value) for value in spread])
     whole = iter([place.whole(mine, total, value) for mine, total, value in zip(spread, totals, own)])
     results = [next(whole) for _ in leaves]
     for result, mask in zip(results, masks):
         if mask is not None:
             keras_internals.set_mask(result, next(whole))
     return keras.tree.pack_sequence_as(values, results)
+
+
+def _sums(distribution: Distribution, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Sums int32 one by one: MirroredStrategy adds each up on the host, and refuses it beside any other."""
+    totals = list(tensors)
+    together = [i for i, tensor in enumerate(tensors) if tensor.dtype != tf.int32]
+    alone = [[i] for i, tensor in enumerate(tensors) if tensor.dtype == tf.int32]
+    for own in filter(None, [together, *alone]):
+        for i, total in zip(own, distribution.all_sum([tensors[i] for i in own])):
+            totals[i] = total
+    return totals
 
 
 class _RowsOfReplica:

@@ -41,20 +41,23 @@ def after(time: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
         return tf.identity(tensor)
 
 
-def norm(gradients: list[tf.Tensor | None], scale: tf.Tensor | None, wanted: tf.Tensor) -> tf.Tensor:
-    """Returns the norm over all gradients, float64, before any clipping and without regularisers; 0 if not wanted.
+def norm(
+    gradients: list[tf.Tensor | None], scale: tf.Tensor | None, wanted: tf.Tensor, dtype: tf.DType = tf.float64
+) -> tf.Tensor:
+    """Returns the norm over all gradients, before any clipping and without regularisers; 0 if not wanted.
 
     Args:
       scale: loss scale that is still in the gradients, or None.
       wanted: bool scalar; where it is False, nothing is computed.
+      dtype: of the result, and of the sum over the gradients.
     """
 
     def take() -> tf.Tensor:
-        squares = [tf.cast(tf.nn.l2_loss(g), tf.float64) for g in gradients if g is not None]
-        total = tf.sqrt(2.0 * tf.add_n(squares)) if squares else tf.zeros([], tf.float64)
-        return total if scale is None else total / tf.cast(scale, tf.float64)
+        squares = [tf.cast(tf.nn.l2_loss(g), dtype) for g in gradients if g is not None]
+        total = tf.sqrt(2.0 * tf.add_n(squares)) if squares else tf.zeros([], dtype)
+        return total if scale is None else total / tf.cast(scale, dtype)
 
-    return tf.cond(wanted, take, lambda: tf.zeros([], tf.float64))
+    return tf.cond(wanted, take, lambda: tf.zeros([], dtype))
 
 
 def add(measures: tf.Tensor, waited: tf.Tensor | None, seen: tf.Tensor) -> tf.Tensor:

@@ -79,7 +79,8 @@ def run_step(replica: Replica, method: str, rows: Rows, count: tf.Tensor | int, 
     """Runs the model's own step on one replica's rows; in replica context, while it is traced.
 
     Returns:
-      One number that is finite if the loss is, then the logs that are not results of metrics, float64 [1 + logs].
+      One number that is finite if the loss is, then the logs that are not results of metrics, `replica.totals`
+      [1 + logs].
 
     Raises:
       UserError: what the step returns cannot be combined over replicas.
@@ -140,11 +141,12 @@ def _combined(part: _Part, method: str, logs: object, names: LogNames) -> tf.Ten
         raise UserError(
             f"{method} of {type(part.replica.model).__name__} must return a dict, got {type(logs).__name__}"
         )
+    dtype = part.replica.totals
     plain: dict[str, tf.Tensor] = {}
     names.of_metrics = {}
     # As of compiled models, the loss alone must be finite; under another name every log may be it.
     guarded = keras.tree.flatten(logs.get("loss", logs))
-    finite = [tf.reduce_sum(tf.cast(tf.convert_to_tensor(leaf), tf.float64)) for leaf in guarded]
+    finite = [tf.reduce_sum(tf.cast(tf.convert_to_tensor(leaf), dtype)) for leaf in guarded]
     for name, value in logs.items():
         _, known = part.results.get(id(value), (None, None))
         if known is not None:
@@ -153,9 +155,9 @@ def _combined(part: _Part, method: str, logs: object, names: LogNames) -> tf.Ten
         tensor = tf.convert_to_tensor(value)
         if tensor.shape.rank != 0:
             raise UserError(f"{method} logs {name!r} of shape {tensor.shape}: log one number, or a metric's result")
-        plain[name] = tf.cast(tensor, tf.float64)
+        plain[name] = tf.cast(tensor, dtype)
     names.plain = list(plain)
-    guard = tf.add_n([part.weighed(v) for v in finite]) if finite else tf.zeros([], tf.float64)
+    guard = tf.add_n([part.weighed(v) for v in finite]) if finite else tf.zeros([], dtype)
     values = tf.stack([guard, *(part.weighed(value) for value in plain.values())])
     return part.replica.distribution.all_sum([values])[0]
 

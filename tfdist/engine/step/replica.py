@@ -73,6 +73,9 @@ class Replica:
         # A GPU works behind the back of the host, whose clock then tells nothing.
         self.timed = distribution.devices[0].startswith("CPU") and not distribution.static_shapes
         """Whether the compiled functions can tell what they wait for."""
+        # A TPU has no float64 in hardware: what a replica tells is added up on the host.
+        self.totals = tf.float32 if distribution.static_shapes else tf.float64
+        """Type of the numbers that a replica tells of a batch, besides its losses."""
         self.objective = Objective(model, distribution, jit=jit)
         self.state = LayerState(model, distribution.replicas)
         self.bare = False

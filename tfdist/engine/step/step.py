@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import keras
 import tensorflow as tf
@@ -11,7 +12,7 @@ import tensorflow as tf
 from tfdist.data.batch_layout import Layout, unpack
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
-from tfdist.engine.checks import preconditions
+from tfdist.engine.checks import preconditions, static_model
 from tfdist.engine.step import loss_kinds, metrics, own_step_call
 from tfdist.engine.step.evaluation_call import evaluation_call
 from tfdist.engine.step.prediction_call import NO_BATCH as NO_BATCH  # those who run the functions look for it
@@ -45,6 +46,8 @@ class Step:
         """Targets and outputs of a few rows, until losses and metrics have been tried on them."""
         self.sample_rows: tuple[Structure, ...] | None = None
         """A few rows of the data, until the model has been checked with them."""
+        self._adding: list[str] = []
+        """The layers that call `add_loss`."""
         self._log_names: dict[str, LogNames] = {}
         self._reset: Callable | None = None
         self._reset_variables: tuple[int, ...] = ()
@@ -128,6 +131,15 @@ class Step:
             with self.distribution.peers.during("call"):
                 own_step_call.prepare(self._replica, self.sample_rows)
 
+    def check_batches(self, kind: str, layout: Layout, counts: Iterable[int]) -> None:
+        """Refuses what cannot be computed of batches of these sizes, before the first of them is compiled.
+
+        Raises:
+          UserError: naming the loss, metric or layer.
+        """
+        for count in counts if layout.static else ():
+            self._check(dataclasses.replace(layout, batch=count), kind)
+
     def _check(self, layout: Layout, kind: str) -> None:
         """Refuses losses and metrics that cannot be computed from the parts in which a batch is laid out."""
         own = self.own_step(kind)
@@ -155,7 +167,7 @@ class Step:
         self._replica.objective.check(layout.accumulate)
         metrics.check(self.model, layout.accumulate)
         if filled and self._replica.exchanges(layout.accumulate):
-            preconditions.filled(self.model)
+            preconditions.filled(self.model, self._adding)
 
     def reset(self) -> None:
         """Resets all metrics; anew for each set of variables, since a metric may create its own at its first update."""
@@ -206,14 +218,19 @@ class Step:
         model = self.model
         frozen = {id(v) for v in freezing.fixed(model)}  # which no call changes, and which may be gigabytes
         kept = {id(v): v for v in [*model.non_trainable_variables, *model.metrics_variables] if id(v) not in frozen}
+        static = self.distribution.static_shapes
         try:
-            with layer_state.unchanged(list(kept.values())):  # this call is none of the user's
+            # This call is none of the user's. A TPU would compile each of its operations by itself.
+            with layer_state.unchanged(list(kept.values())), tf.device("CPU:0") if static else contextlib.nullcontext():
                 outputs = self._replica.forward(x, training=False)
+                if static:
+                    static_model.check(model, lambda rows: self._replica.forward(rows, training=False), x)
         except Exception as error:
             # Its own step may call something else, where there is no `call`, or give it all that fit was given.
             if isinstance(error, UserError) or not self.own_step("train"):
                 raise
             return None
+        self._adding = keras_internals.adding_losses(model)
         for layer in keras_internals.flat_layers(self.model):
             if getattr(layer, "stateful", False):
                 layer.reset_state()  # nor what its state was created with

@@ -117,9 +117,9 @@ class _Update:
         seconds = None if begun is None else graph_clock.now(*payload.tensors()) - begun
         regularization = self._regularization()
         gradients = payload.gradients()
-        norm = graph_clock.norm(gradients, scale, is_last) if self._options.norm else None
+        norm = graph_clock.norm(gradients, scale, is_last, replica.totals) if self._options.norm else None
         self._optimizer.apply(gradients, model.trainable_variables, regularization.added)
-        return StepOutput.packed(payload.losses(regularization.penalties), seconds, norm)
+        return StepOutput.packed(payload.losses(regularization.penalties), seconds, norm, replica.totals)
 
     def _summed(self, payload: Payload) -> list[tf.Tensor]:
         """`payload.tensors()` over all replicas; gradients may travel in a smaller type, sums do not."""

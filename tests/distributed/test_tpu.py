@@ -1,0 +1,207 @@
+"""What tfdist makes of signs of a TPU, and of each way in which one does not start; there is none here."""
+
+import threading
+
+import pytest
+import tensorflow as tf
+
+import tfdist
+from tfdist.config.runtime_options import Environment
+from tfdist.distributed import connect as connect_lib
+from tfdist.distributed import strategy_choice, tpu_host
+from tfdist.distributed.cluster import ALONE, Cluster
+from tfdist.distributed.gpus import Selection
+from tfdist.distributed.strategies import tpu
+from tfdist.doctor import packages
+
+PLAIN = {"tensorflow": "2.20.0"}
+FOR_TPUS = {"tensorflow-tpu": "2.20.0"}
+WITHOUT = "is installed without support for TPUs, which tensorflow-tpu has"
+INSTALL = "pip uninstall -y tensorflow tensorflow-cpu tensorflow-tpu && pip install tensorflow-tpu=="
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """A machine without a TPU; called with files of /dev, chips on its PCI bus and installed packages, with these."""
+
+    def of(nodes=(), chips=(), installed=PLAIN, library="/lib/libtpu.so"):
+        for name in nodes:
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).touch()
+        for number, (vendor, device) in enumerate(chips):
+            (tmp_path / f"pci/{number}").mkdir(parents=True)
+            (tmp_path / f"pci/{number}/vendor").write_text(f"{vendor}\n")
+            (tmp_path / f"pci/{number}/device").write_text(f"{device}\n")
+        monkeypatch.setattr(tpu_host, "_NODES", str(tmp_path / "accel[0-9]*"))
+        monkeypatch.setattr(tpu_host, "_VFIO", str(tmp_path / "vfio/[0-9]*"))
+        monkeypatch.setattr(tpu_host, "_PCI", str(tmp_path / "pci/*/vendor"))
+        monkeypatch.setattr(tpu_host, "_version", lambda name: installed.get(name, ""))
+        monkeypatch.setattr(tpu_host, "_libtpu", lambda: library)
+
+    of()
+    return of
+
+
+@pytest.mark.parametrize(
+    "found, environ, sign",
+    [
+        ({}, {}, ""),
+        ({}, {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_ID": "0"}, ""),
+        ({}, {"TPU_NAME": "local"}, "TPU_NAME"),
+        ({}, {"COLAB_TPU_ADDR": "10.0.0.2:8470"}, "COLAB_TPU_ADDR"),
+        ({"nodes": ["accel0", "accel1"]}, {}, "accel0"),
+        ({"nodes": ["accel/accel0"]}, {}, ""),  # Linux' own accelerators
+        ({"nodes": ["vfio/0"]}, {}, ""),  # something passed through
+        ({"nodes": ["vfio/vfio"]}, {"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}, ""),
+        ({"nodes": ["vfio/0"]}, {"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}, "/dev/vfio with TPU variables"),
+        ({"nodes": ["vfio/0"]}, {"TPU_ACCELERATOR_TYPE": "v5litepod-8"}, "/dev/vfio with TPU variables"),
+        ({"chips": [("0x1ae0", "0x0063")]}, {}, "a PCI device of Google's"),
+        ({"chips": [("0x1ae0", "0x0042"), ("0x10de", "0x0063")]}, {}, ""),  # its network card; a card of NVIDIA's
+    ],
+)
+def test_signs_are_strict(found, environ, sign, machine):
+    machine(**found)
+    assert tpu_host.hint(environ).endswith(sign) and bool(tpu_host.hint(environ)) == bool(sign)
+
+
+@pytest.mark.parametrize(
+    "installed, library, problem",
+    [
+        (FOR_TPUS, "/lib/libtpu.so", ""),
+        (FOR_TPUS, "", f"libtpu, the driver in Python's packages, is missing: {INSTALL}2.20.0"),
+        (PLAIN, "", f"TensorFlow 2.20.0 {WITHOUT}: {INSTALL}2.20.0"),
+        ({"tensorflow": "2.19.0"}, "", f"which tensorflow-tpu has: {INSTALL}2.19.1"),
+        ({"tensorflow-cpu": "2.18.1"}, "", f"TensorFlow 2.18.1 {WITHOUT}: {INSTALL}2.18.0"),
+        ({"tensorflow": "2.21.0"}, "", f"which tensorflow-tpu has, and for 2.21 there is none: {INSTALL}2.20.0"),
+        ({}, "", f"TensorFlow for TPUs is not installed: {INSTALL}2.20.0"),
+    ],
+)  # fmt: skip
+def test_what_to_install(installed, library, problem, machine):
+    machine(installed=installed, library=library)
+    assert tpu_host.problem().endswith(problem) and bool(tpu_host.problem()) == bool(problem)
+
+
+def test_what_tensorflow_reads_is_set_before_its_import(machine):
+    environ = {"TF_XLA_FLAGS": "--tf_mlir_enable_mlir_bridge=false --mine", "PJRT_DEVICE": "CPU"}
+    tpu_host.prepare(environ)
+    assert environ == {
+        "PJRT_DEVICE": "CPU",  # as somebody has set it
+        "NEXT_PLUGGABLE_DEVICE_USE_C_API": "true",
+        "TF_PLUGGABLE_DEVICE_LIBRARY_PATH": "/lib/libtpu.so",
+        "TF_XLA_FLAGS": "--tf_mlir_enable_mlir_bridge=false --mine "
+        "--tf_mlir_enable_convert_control_to_data_outputs_pass=true --tf_mlir_enable_merge_control_flow_pass=true",
+    }
+    machine(library="")
+    empty = {}
+    tpu_host.prepare(empty)
+    assert empty == {}
+
+
+def chosen(environ, **flags):
+    return strategy_choice.choose(Environment(**flags), Selection((), None), ALONE, environ)
+
+
+def test_auto_takes_a_tpu_that_tensorflow_can_use(machine):
+    machine(installed=FOR_TPUS)
+    assert chosen({"TPU_NAME": "local"}).name == "tpu"
+    assert chosen({}).name == "default"
+    assert chosen({"TPU_NAME": "local"}, devices="none").name == "default"
+    assert chosen({"TPU_NAME": "local"}, virtual_devices=2).name == "mirrored"
+    assert chosen({}, tpu="pod").name == "tpu"
+
+
+def test_auto_goes_on_without_and_says_what_to_install(machine):
+    choice = chosen({"TPU_NAME": "local"})
+    assert choice.name == "default"
+    assert choice.reason == (
+        "1 CPU here; not tpu, though TPU_NAME says that there is one: TensorFlow 2.20.0 is installed without support "
+        f"for TPUs, which tensorflow-tpu has: {INSTALL}2.20.0"
+    )
+    with pytest.raises(tfdist.UserError, match=r"--strategy=tpu cannot run here: TensorFlow 2\.20\.0 is installed"):
+        chosen({"TPU_NAME": "local"}, strategy="tpu")
+
+
+def test_one_process_drives_a_tpu(machine):
+    machine(installed=FOR_TPUS)
+    workers = Cluster("TF_CONFIG", 0, 2)
+    with pytest.raises(tfdist.UserError, match=r"one process and there are 2 workers \(TF_CONFIG\): start one"):
+        strategy_choice.choose(Environment(strategy="tpu"), Selection((), None), workers, {})
+
+
+@pytest.mark.parametrize(
+    "error, line",
+    [
+        (tf.errors.NotFoundError(None, None, "No OpKernel was registered to support Op 'ConfigureDistributedTPU'"),
+         f"this TensorFlow was built without TPUs; end this process, and {INSTALL}2.20.0 "),
+        (tf.errors.NotFoundError(None, None, "TPUs not found in the cluster. Failed in initialization: x"),
+         "TensorFlow finds no TPU here: choose a runtime or machine with one"),
+        (tf.errors.AbortedError(None, None, "The TPU is already in use by process with pid 7"),
+         "another process holds the TPU, and only one can: end that one"),
+        (tf.errors.PermissionDeniedError(None, None, "open(/dev/accel0): Permission denied"),
+         "this user may not open the TPU's device files"),
+        (tf.errors.InternalError(None, None, "Could not open libtpu.so"),
+         "libtpu is missing or of another version: pip"),
+        (ImportError("googleapiclient and oauth2client must be installed"), "pip install google-api-python-client"),
+        (ValueError("Please provide a TPU Name to connect to."),
+         "the Cloud knows no such TPU in this project and zone"),
+        (tf.errors.UnavailableError(None, None, "failed to connect to all addresses"), "the TPU does not answer: look"),
+        (RuntimeError("something\nnew"), "(RuntimeError: something new): see what python -m tfdist.doctor finds"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)  # fmt: skip
+def test_each_failure_is_one_line_with_its_cure(error, line, machine, monkeypatch):
+    def fail(*arguments, **named):
+        raise error
+
+    monkeypatch.setattr(tf.distribute.cluster_resolver, "TPUClusterResolver", fail)
+    with pytest.raises(tfdist.UserError, match=r"^--tpu=mine cannot be used") as raised:
+        tpu.create("mine", "asked for", 60)
+    assert line in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_start_that_hangs_is_given_up(machine, monkeypatch):
+    over = threading.Event()
+    monkeypatch.setattr(tf.distribute.cluster_resolver, "TPUClusterResolver", lambda tpu: over.wait())
+    try:
+        with pytest.raises(tfdist.UserError, match=r"--tpu=local has not started within 0.1 s: look whether another"):
+            tpu.create("local", "asked for", 0.1)
+    finally:
+        over.set()
+
+
+def test_tensorflows_own_word_without_a_tpu(machine):
+    """The resolver proves nothing, and the start of the system says what TensorFlow without TPUs says."""
+    with pytest.raises(
+        tfdist.UserError, match=r"^--tpu=local cannot be used: this TensorFlow was built without TPUs; end"
+    ):
+        tpu.create("local", "asked for", 60)
+
+
+def test_auto_trains_on_what_there_is_where_a_tpu_does_not_start(machine, monkeypatch, said):
+    machine(installed=FOR_TPUS, nodes=["accel0"], library="")
+    monkeypatch.setattr(tpu_host, "problem", lambda: "")
+
+    def fail(name, reason, limit):
+        raise tfdist.UserError(f"--tpu={name} does not start")
+
+    monkeypatch.setattr(tpu, "create", fail)
+    distribution = tfdist.connect("auto")
+    assert distribution.name == "default" and "accel0 says that there is a TPU: it has not" in distribution.reason
+    assert "WARNING: --tpu=local does not start" in said
+    with pytest.raises(tfdist.UserError, match="does not start"):
+        tfdist.connect("tpu")
+
+
+def test_auto_never_touches_a_tpu_without_a_sign(machine, monkeypatch):
+    monkeypatch.setattr(connect_lib, "_tpu", lambda *arguments: pytest.fail("touched"))
+    machine(installed=FOR_TPUS)
+    assert tfdist.connect("auto").name == "default"
+
+
+def test_the_doctor_says_what_is_missing(machine):
+    assert packages.tpu({}) == []
+    (check,) = packages.tpu({"TPU_NAME": "x"})
+    assert check.status == "warn" and check.fix == f"{INSTALL}2.20.0"
+    assert check.finding.startswith("TPU_NAME says that there is a TPU; TensorFlow 2.20.0 is installed without support")
+    machine(installed=FOR_TPUS)
+    assert packages.tpu({"TPU_NAME": "x"})[0].status == "ok"
