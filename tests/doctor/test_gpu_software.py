@@ -9,7 +9,7 @@ from support.doctor_findings import one
 from support.nvidia_drivers import printing
 
 from tfdist.distributed import gpus
-from tfdist.doctor import gpu_software, packages, tensorflow_probe
+from tfdist.doctor import gpu_software, tensorflow_probe
 
 pytest_plugins = ("support.nvidia_drivers",)  # its fixture
 

@@ -76,6 +76,12 @@ class StepOutput(NamedTuple):
         return cls(values, values[:0]) if losses is None else cls(values[:losses], values[losses:])
 
 
+def _run(distribution: Distribution, layout: Layout, one: Callable, batch: Batch, is_last: tf.Tensor) -> tf.Tensor:
+    """Lets all replicas do their work for a global batch; returns what this worker's first one gives."""
+    of_replica = distribution.per_replica(static_rows.given(batch, layout)) if layout.static else batch
+    return distribution.local(distribution.run(one, (of_replica, is_last)))[0]
+
+
 def batch_loop(replica: Replica, layout: Layout, losses: int | None, one: Callable) -> Callable[..., CallResult]:
     """Makes a function of a feed and two batch numbers, to be compiled, that goes over these global batches.
 
@@ -100,10 +106,7 @@ def batch_loop(replica: Replica, layout: Layout, losses: int | None, one: Callab
                 before = graph_clock.count()
                 batch = take()
                 is_last = tf.equal(state.i + 1, last)
-                of_replica = distribution.per_replica(static_rows.given(batch, layout)) if layout.static else batch
-                output = StepOutput.unpacked(
-                    distribution.local(distribution.run(one, (of_replica, is_last)))[0], losses
-                )
+                output = StepOutput.unpacked(_run(distribution, layout, one, batch, is_last), losses)
                 weight = tf.cast(batch.count, tf.float64)
                 finite = tf.math.is_finite(output.losses[0])
                 return LoopState(
