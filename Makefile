@@ -56,7 +56,7 @@ lint: .venv/ready
 
 # The page that is made from what is beside the fields.
 docs: .venv/ready
-	$(BIN)/python -m tfdist.config.field_docs > docs/fields.md
+	$(BIN)/python -m tfdist.config.commands.field_docs > docs/fields.md
 
 bench: .venv/ready
 	$(BIN)/python benchmarks/bench.py

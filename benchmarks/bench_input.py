@@ -25,7 +25,7 @@ import tensorflow_datasets as tfds
 from tfdist.data import image_sources
 from tfdist.data.batch_layout import Layout
 from tfdist.data.datasets import image_folder
-from tfdist.data.record_feed import RecordFeed, in_order
+from tfdist.data.feeds.record_feed import RecordFeed, in_order
 
 BATCH = 128
 

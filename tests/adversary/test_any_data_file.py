@@ -14,9 +14,9 @@ from support import adversary
 
 from tfdist import config
 from tfdist.config import validation
-from tfdist.data import record_feed
 from tfdist.data.batch_layout import Layout
 from tfdist.data.datasets import registry, tfrecord_index
+from tfdist.data.feeds.table_and_batch_feed import record_feed
 from tfdist.data.sources import Records
 from tfdist.errors import UserError, shown
 

@@ -416,7 +416,8 @@ def test_known_with_tensorflow(run, tmp_path, tfds_dir):
         """
 import json, sys
 from absl import flags
-from tfdist.config import command_line, runtime_options
+from tfdist.config import runtime_options
+from tfdist.config.commands import command_line
 from tfdist.errors import UserError
 from tfdist.train import __main__ as train
 runtime_options.define_flags()

@@ -6,7 +6,7 @@ import sys
 import pytest
 from absl import flags
 
-from tfdist.config import command_line
+from tfdist.config.commands import command_line
 from tfdist.errors import UserError
 
 FILES = {

@@ -10,7 +10,7 @@ from tfdist.data import class_weights
 from tfdist.data.loaded import Loaded
 from tfdist.data.sources import Arrays
 from tfdist.data.spec import Spec
-from tfdist.distributed import tf_config
+from tfdist.distributed.job import tf_config
 from tfdist.errors import UserError
 
 

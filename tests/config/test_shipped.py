@@ -8,7 +8,8 @@ import pathlib
 import pytest
 
 import tfdist
-from tfdist.config import Experiment, field_docs, shipped
+from tfdist.config import Experiment
+from tfdist.config.commands import field_docs, shipped
 from tfdist.errors import UserError
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
@@ -26,7 +27,7 @@ def installed(tmp_path, monkeypatch):
     (tmp_path / "bin").mkdir()
     (tmp_path / "share/tfdist/configs").mkdir(parents=True)
     (tmp_path / "share/tfdist/configs/mine.py").write_text('"""Mine.\n\nMore."""\n')
-    names = ["../share/tfdist/configs/mine.py", "../share/tfdist/configs/gone.py", "tfdist/config/shipped.py"]
+    names = ["../share/tfdist/configs/mine.py", "../share/tfdist/configs/gone.py", "tfdist/config/commands/shipped.py"]
     monkeypatch.setattr(tfdist, "__file__", str(tmp_path / "package/tfdist/__init__.py"))
     monkeypatch.setattr(importlib.metadata, "files", lambda name: [Listed(n) for n in names])
     shipped.files.cache_clear()

@@ -8,11 +8,13 @@ import pytest
 from conftest import REPOSITORY
 from support import processes
 
-from tfdist.config import standard_streams
+from tfdist.config.commands import standard_streams
 from tfdist.errors import TrainingError, UserError
 from tfdist.inference.output_file import OutputFile
 
-SAYS = "from tfdist.config import command_line as c, messages, standard_streams as s; "
+SAYS = (
+    "from tfdist.config import messages; from tfdist.config.commands import command_line as c, standard_streams as s; "
+)
 FULL = "standard output cannot be written (No space left on device)"
 
 
@@ -72,7 +74,7 @@ def test_closed_streams_are_not_taken_by_files(tmp_path):
     """Nor does a line for nobody end a run, or go to the other stream."""
     code = (
         "import os, sys; os.close(0); os.close(1); os.close(2); sys.stdout = sys.stderr = None\n"
-        "from tfdist.config import command_line as c, messages\n"
+        "from tfdist.config import messages; from tfdist.config.commands import command_line as c\n"
         "def run(_):\n"
         f"    with open({str(tmp_path / 'number')!r}, 'w') as file:\n"
         "        messages.logger.info('x'); messages.aside.info('y'); os.write(2, b'of TensorFlow')\n"

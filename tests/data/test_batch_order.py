@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from tfdist.data import batch_order
 from tfdist.data.batch_layout import Layout
-from tfdist.data.feeds import BatchFeed
+from tfdist.data.feeds.table_and_batch_feed import BatchFeed
 from tfdist.data.sources import Batches
 
 X = np.random.default_rng(1).normal(size=(12, 3)).astype("float32")

@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from tfdist.data import python_batches, sources
 from tfdist.data.batch_layout import Layout, fetch
-from tfdist.data.feeds import BatchFeed
-from tfdist.data.sequence_feed import SequenceFeed
+from tfdist.data.feeds.sequence_feed import SequenceFeed
+from tfdist.data.feeds.table_and_batch_feed import BatchFeed
 
 SIZES = (24, 24, 7)
 

@@ -8,8 +8,9 @@ import pytest
 from support import processes
 
 from tfdist.config.runtime_options import Environment
-from tfdist.distributed import addresses, cluster, connect
-from tfdist.distributed.cluster import ALONE, Cluster
+from tfdist.distributed import connect
+from tfdist.distributed.job import addresses, cluster
+from tfdist.distributed.job.cluster import ALONE, Cluster
 from tfdist.errors import UserError
 
 
@@ -726,5 +727,5 @@ def test_tasks_that_no_machine_has(spread, tasks):
 
 def test_without_tensorflow():
     """The launcher and a failing start must not wait for it."""
-    code = "import sys, tfdist.distributed.cluster; sys.exit('tensorflow' in sys.modules or 'keras' in sys.modules)"
+    code = "import sys, tfdist.distributed.job.cluster; sys.exit('tensorflow' in sys.modules or 'keras' in sys.modules)"
     assert processes.run([sys.executable, "-c", code], real=True).returncode == 0

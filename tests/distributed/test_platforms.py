@@ -3,8 +3,8 @@
 import pytest
 from support.launchers import launch  # noqa: F401
 
-from tfdist.distributed import cluster, platforms
-from tfdist.distributed.cluster import Cluster
+from tfdist.distributed.job import cluster, platforms
+from tfdist.distributed.job.cluster import Cluster
 from tfdist.errors import UserError
 
 

@@ -21,7 +21,8 @@ MEMBER = r'''
 """One worker: meets the others as the JSON in argv says, then does as it is told."""
 import ctypes, dataclasses, json, logging, os, signal, sys, threading, time
 from tfdist.config import messages
-from tfdist.distributed import cluster, rendezvous
+from tfdist.distributed import rendezvous
+from tfdist.distributed.job import cluster
 from tfdist.distributed.connections import wire
 from tfdist.distributed.peers import activity, signals, stall_detection, watch, peers as peers_lib
 from tfdist.errors import TrainingError, UserError

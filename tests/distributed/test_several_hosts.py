@@ -142,7 +142,7 @@ def test_the_batch_script_of_deploy(slurm, hosts, start, tmp_path, reference):
 
 
 DETECT = (
-    "import os, dataclasses, json, tfdist.distributed.cluster as c; "
+    "import os, dataclasses, json, tfdist.distributed.job.cluster as c; "
     "print(json.dumps(dataclasses.asdict(c.find(os.environ))))"
 )
 TASKS = [

@@ -9,8 +9,8 @@ import tfdist
 from tfdist.config.runtime_options import Environment
 from tfdist.distributed import connect as connect_lib
 from tfdist.distributed import strategy_choice, tpu_host
-from tfdist.distributed.cluster import ALONE, Cluster
 from tfdist.distributed.gpus import Selection
+from tfdist.distributed.job.cluster import ALONE, Cluster
 from tfdist.distributed.strategies import tpu
 from tfdist.doctor import packages
 

@@ -12,9 +12,10 @@ import pytest
 from support.doctor_findings import one
 
 from tfdist.config import messages
-from tfdist.distributed import cluster, rendezvous
-from tfdist.distributed.cluster import Cluster
+from tfdist.distributed import rendezvous
 from tfdist.distributed.connections import wire
+from tfdist.distributed.job import cluster
+from tfdist.distributed.job.cluster import Cluster
 from tfdist.distributed.peers import peers
 from tfdist.doctor import network, peer_query
 

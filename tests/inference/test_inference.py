@@ -520,7 +520,7 @@ def test_bad_flags_need_no_tensorflow(run, tmp_path):
         """
 import json, sys
 from absl import flags
-from tfdist.config import command_line
+from tfdist.config.commands import command_line
 from tfdist.errors import UserError
 from tfdist.inference import evaluate, job, predict
 job.define_flags()
@@ -578,7 +578,7 @@ def test_help(name, run, tmp_path):
 def test_whoever_reads_has_had_enough():
     """One line, and nothing at exit."""
     code = (
-        "from tfdist.config import command_line as c, messages; "
+        "from tfdist.config import messages; from tfdist.config.commands import command_line as c; "
         "c.main(lambda _: messages.logger.info('x'), c.parse_own)"
     )
     reading, writing = os.pipe()

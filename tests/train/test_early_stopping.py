@@ -12,8 +12,8 @@ from support import training_cases
 import tfdist
 from tfdist.data import class_weights
 from tfdist.data.augmentation import mixup
+from tfdist.data.feeds.record_feed import in_order
 from tfdist.data.loaded import Loaded
-from tfdist.data.record_feed import in_order
 from tfdist.data.sources import Arrays, Batches, Records, weigh_classes
 from tfdist.data.spec import Spec
 from tfdist.errors import Interrupted, UserError

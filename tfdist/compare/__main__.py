@@ -30,7 +30,8 @@ from tfdist import config
 from tfdist.checkpoints import run_folder
 from tfdist.compare import runner, trial
 from tfdist.compare.runner import Comparison
-from tfdist.config import command_line, field_syntax, runtime_options, validation
+from tfdist.config import field_syntax, runtime_options, validation
+from tfdist.config.commands import command_line
 from tfdist.config.messages import logger
 from tfdist.errors import UserError
 

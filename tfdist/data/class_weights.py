@@ -7,8 +7,8 @@ import tensorflow as tf
 
 from tfdist.config import field_syntax
 from tfdist.config.messages import logger
+from tfdist.data.feeds.record_feed import in_order
 from tfdist.data.loaded import Loaded
-from tfdist.data.record_feed import in_order
 from tfdist.data.sources import Arrays, Records, Source
 from tfdist.errors import UserError
 

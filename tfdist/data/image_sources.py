@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfdist.data.augmentation import ops
 from tfdist.data.batch_layout import Layout
-from tfdist.data.record_feed import RecordFeed, in_order
+from tfdist.data.feeds.record_feed import RecordFeed, in_order
 from tfdist.data.sources import Arrays, Batches, Records, Source, targets_of
 from tfdist.data.structures import Structure
 from tfdist.errors import UserError

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import tensorflow as tf
 
-from tfdist.data.record_feed import in_order
+from tfdist.data.feeds.record_feed import in_order
 from tfdist.data.sources import Batches, Records, Source, check_labels, targets_of
 from tfdist.data.spec import Spec
 from tfdist.errors import UserError

@@ -13,8 +13,9 @@ from typing import Any
 
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import OF_A_RUN, Environment
-from tfdist.distributed import cluster, gpus, rendezvous, strategy_choice, tf_devices, tpu_host
+from tfdist.distributed import gpus, rendezvous, strategy_choice, tf_devices, tpu_host
 from tfdist.distributed.distribution import Distribution
+from tfdist.distributed.job import cluster
 from tfdist.distributed.peers import Peers
 from tfdist.distributed.strategies import horovod, multi_worker, tpu
 from tfdist.distributed.strategies.local import default, mirrored

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tfdist.distributed.addresses import join, split
 from tfdist.distributed.connections import schema, wire
+from tfdist.distributed.job.addresses import join, split
 from tfdist.errors import UserError
 
 

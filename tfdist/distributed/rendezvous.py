@@ -18,11 +18,11 @@ from typing import NamedTuple, NoReturn
 
 from tfdist.config.messages import aside
 from tfdist.distributed import introduction
-from tfdist.distributed.addresses import join, split
-from tfdist.distributed.cluster import Cluster
 from tfdist.distributed.connections import wire
 from tfdist.distributed.connections.acceptor import Acceptor
 from tfdist.distributed.introduction import Introduction
+from tfdist.distributed.job.addresses import join, split
+from tfdist.distributed.job.cluster import Cluster
 from tfdist.distributed.peers import Peers
 from tfdist.errors import UserError, printable
 

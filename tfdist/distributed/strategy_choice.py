@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from tfdist.config.runtime_options import Environment
 from tfdist.distributed import tpu_host
-from tfdist.distributed.cluster import HOROVODRUN, Cluster
 from tfdist.distributed.gpus import Selection
+from tfdist.distributed.job.cluster import HOROVODRUN, Cluster
 from tfdist.errors import UserError
 
 

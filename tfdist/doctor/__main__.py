@@ -27,10 +27,12 @@ from typing import Any, NamedTuple, TypeVar
 from absl import flags
 
 from tfdist import config
-from tfdist.config import command_line, runtime_options, validation
+from tfdist.config import runtime_options, validation
+from tfdist.config.commands import command_line
 from tfdist.config.messages import aside
-from tfdist.distributed import addresses, gpus, tpu_host
-from tfdist.distributed.cluster import Cluster
+from tfdist.distributed import gpus, tpu_host
+from tfdist.distributed.job import addresses
+from tfdist.distributed.job.cluster import Cluster
 from tfdist.doctor import (
     checkpoints,
     dataset,

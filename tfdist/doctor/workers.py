@@ -7,8 +7,9 @@ import re
 from collections.abc import Mapping
 
 from tfdist.config.runtime_options import STRATEGIES, Environment
-from tfdist.distributed import cluster, gpus, strategy_choice, tpu_host
-from tfdist.distributed.cluster import ALONE, Cluster
+from tfdist.distributed import gpus, strategy_choice, tpu_host
+from tfdist.distributed.job import cluster
+from tfdist.distributed.job.cluster import ALONE, Cluster
 from tfdist.distributed.strategy_choice import StrategyChoice
 from tfdist.doctor.check import Check, ok, refused, warn
 from tfdist.errors import UserError

@@ -11,11 +11,11 @@ import tensorflow as tf
 from tfdist.config import schedule
 from tfdist.data import sources
 from tfdist.data.batch_layout import Layout
-from tfdist.data.feeds import ArrayFeed, BatchFeed
+from tfdist.data.feeds.record_feed import RecordFeed
+from tfdist.data.feeds.sequence_feed import SequenceFeed
+from tfdist.data.feeds.static_feed import StaticFeed
+from tfdist.data.feeds.table_and_batch_feed import ArrayFeed, BatchFeed
 from tfdist.data.python_batches import SequenceReader
-from tfdist.data.record_feed import RecordFeed
-from tfdist.data.sequence_feed import SequenceFeed
-from tfdist.data.static_feed import StaticFeed
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
 

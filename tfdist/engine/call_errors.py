@@ -6,8 +6,8 @@ import re
 
 import tensorflow as tf
 
-from tfdist.data.record_feed import RecordFeed
-from tfdist.data.static_feed import StaticFeed
+from tfdist.data.feeds.record_feed import RecordFeed
+from tfdist.data.feeds.static_feed import StaticFeed
 from tfdist.distributed.peers import Peers
 from tfdist.engine.batching import Feed
 from tfdist.engine.step.step import NO_BATCH

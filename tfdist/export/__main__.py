@@ -25,7 +25,8 @@ from typing import Any
 from absl import flags
 
 from tfdist import config
-from tfdist.config import command_line, field_syntax, runtime_options
+from tfdist.config import field_syntax, runtime_options
+from tfdist.config.commands import command_line
 from tfdist.config.messages import logger
 from tfdist.errors import TrainingError, UserError
 from tfdist.export import formats as formats_lib

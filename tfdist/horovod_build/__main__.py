@@ -27,7 +27,8 @@ from collections.abc import Iterator
 
 from absl import flags
 
-from tfdist.config import atomic_file, command_line
+from tfdist.config import atomic_file
+from tfdist.config.commands import command_line
 from tfdist.config.messages import logger
 from tfdist.distributed import horovod_install
 from tfdist.distributed.horovod_install import VERSION, Build

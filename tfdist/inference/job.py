@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, cast
 from absl import flags
 
 from tfdist import config
-from tfdist.config import command_line, field_syntax, messages, runtime_options
+from tfdist.config import field_syntax, messages, runtime_options
+from tfdist.config.commands import command_line
 from tfdist.config.messages import logger
 from tfdist.errors import Interrupted, UserError
 from tfdist.inference import compatibility, recorded_experiment, trained_model

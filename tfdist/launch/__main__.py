@@ -17,10 +17,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from tfdist import __version__
-from tfdist.config import field_syntax, standard_streams, validation
+from tfdist.config import field_syntax, validation
+from tfdist.config.commands import standard_streams
 from tfdist.config.messages import aside
-from tfdist.distributed import cluster, gpus, platforms
-from tfdist.distributed.addresses import is_loopback
+from tfdist.distributed import gpus
+from tfdist.distributed.job import cluster, platforms
+from tfdist.distributed.job.addresses import is_loopback
 from tfdist.errors import UserError, shown
 from tfdist.launch import coordinator, node_agent, node_links
 from tfdist.launch.event_loop import Events, Screen
@@ -232,7 +234,8 @@ def _train_flags(rest: Sequence[str]) -> _TrainFlags:
     from absl import flags
 
     from tfdist import config
-    from tfdist.config import command_line, runtime_options
+    from tfdist.config import runtime_options
+    from tfdist.config.commands import command_line
 
     runtime_options.define_flags()
     before, sys.argv = sys.argv, ["tfdist.train", *rest]  # config_flags reads the overrides there

@@ -16,8 +16,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from tfdist.distributed import env_vars
 from tfdist.distributed.connections import wire
+from tfdist.distributed.job import env_vars
 from tfdist.errors import UserError
 from tfdist.launch import node_links
 from tfdist.launch.event_loop import Events, Screen, Signalled

@@ -11,8 +11,8 @@ import keras
 from tfdist import config
 from tfdist.config import training_objects, user_functions
 from tfdist.config.training_objects import Asked
+from tfdist.data.feeds.record_feed import is_weighted
 from tfdist.data.loaded import Loaded
-from tfdist.data.record_feed import is_weighted
 from tfdist.data.sources import Records
 from tfdist.errors import UserError
 from tfdist.models import keras_internals

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdist.config.messages import logger
 from tfdist.data import sources
-from tfdist.data.record_feed import in_order
+from tfdist.data.feeds.record_feed import in_order
 from tfdist.data.spec import Spec
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution

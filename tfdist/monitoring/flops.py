@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.data.record_feed import in_order
+from tfdist.data.feeds.record_feed import in_order
 from tfdist.data.sources import Arrays, Records, Source
 from tfdist.data.structures import Structure
 

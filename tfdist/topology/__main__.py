@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from absl import flags
 
-from tfdist.config import command_line
+from tfdist.config.commands import command_line
 from tfdist.config.messages import logger
 from tfdist.errors import UserError
 from tfdist.topology import environment, known

@@ -20,7 +20,7 @@ from tensorflow.python.framework import auto_control_deps_utils
 
 from tfdist.data import static_rows
 from tfdist.data.batch_layout import Layout
-from tfdist.data.record_feed import in_order
+from tfdist.data.feeds.record_feed import in_order
 from tfdist.data.sources import Arrays, Records, Source
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution

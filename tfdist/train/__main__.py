@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from tfdist import config
-from tfdist.config import command_line, messages, runtime_options, shipped, standard_streams, validation
+from tfdist.config import messages, runtime_options, validation
+from tfdist.config.commands import command_line, shipped, standard_streams
 from tfdist.errors import UserError
 
 if TYPE_CHECKING:

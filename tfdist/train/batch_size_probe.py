@@ -88,7 +88,7 @@ class _Trial:
         from tfdist.config import schedule
         from tfdist.data import sources
         from tfdist.data.datasets import registry
-        from tfdist.data.record_feed import in_order
+        from tfdist.data.feeds.record_feed import in_order
         from tfdist.models import build as models
         from tfdist.models import optimizers
 

@@ -25,8 +25,8 @@ from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.config import field_syntax
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import Environment
-from tfdist.distributed import env_vars
 from tfdist.distributed.child_process import end_with_the_parent
+from tfdist.distributed.job import env_vars
 from tfdist.errors import UserError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from tfdist import config
 from tfdist.data import image_decoding, image_sources, sources
 from tfdist.data.augmentation import ops
 from tfdist.data.datasets import image_folder, image_scan, registry
-from tfdist.data.record_feed import in_order
+from tfdist.data.feeds.record_feed import in_order
 from tfdist.errors import UserError
 from tfdist.models import build as models
 
@@ -253,7 +253,7 @@ def test_a_random_crop_is_cut_from_the_whole_image(tmp_path):
     loaded = registry.load(experiment(tmp_path, image_size="8", augment="resized_crop(0.01)"))
     found = image_folder.load(str(tmp_path), "train[:70%]", "train[70%:]")
     recipe = ops.parse("resized_crop(0.01)")
-    from tfdist.data.record_feed import example_seeds
+    from tfdist.data.feeds.record_feed import example_seeds
 
     seeds = example_seeds(0, 0, np.arange(loaded.train.size))
     whole = everything(found.train)[0]

@@ -13,7 +13,7 @@ from tfdist import config
 from tfdist.config import field_syntax
 from tfdist.data.augmentation.ops import parse, resize
 from tfdist.data.datasets.tfds_preparation import BY_NUMBER, is_fixed, prepared
-from tfdist.data.record_feed import in_order
+from tfdist.data.feeds.record_feed import in_order
 from tfdist.data.sources import Arrays, Batches, Records, Source
 from tfdist.data.structures import Structure
 from tfdist.errors import UserError

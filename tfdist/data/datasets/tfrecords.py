@@ -13,7 +13,7 @@ from tfdist.config.field_syntax import Options, check_whole, suggest
 from tfdist.config.messages import logger
 from tfdist.data import image_decoding
 from tfdist.data.datasets import tfrecord_index
-from tfdist.data.record_feed import reason
+from tfdist.data.feeds.record_feed import reason
 from tfdist.data.sources import Records
 from tfdist.data.splits import named, select
 from tfdist.errors import UserError

@@ -16,10 +16,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from tfdist.distributed import horovod_install
-from tfdist.distributed.addresses import join
-from tfdist.distributed.cluster import HOROVODRUN, Cluster
 from tfdist.distributed.connections import wire
 from tfdist.distributed.distribution import Distribution
+from tfdist.distributed.job.addresses import join
+from tfdist.distributed.job.cluster import HOROVODRUN, Cluster
 from tfdist.distributed.peers import Peers
 from tfdist.errors import UserError, one_line
 

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tfdist.data import static_rows
-from tfdist.data.batch_layout import Layout, fetch
+from tfdist.data.batch_layout import Batch, Layout, fetch
+from tfdist.distributed.distribution import Distribution
 from tfdist.engine.step import graph_clock, metrics
 from tfdist.engine.step.replica import Replica
 from tfdist.engine.step.results import CallResult

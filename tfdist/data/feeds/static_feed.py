@@ -13,8 +13,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.data.batch_layout import Layout
-from tfdist.data.feeds import ArrayFeed, BatchFeed, FeedCall
-from tfdist.data.record_feed import RecordFeed
+from tfdist.data.feeds.record_feed import RecordFeed
+from tfdist.data.feeds.table_and_batch_feed import ArrayFeed, BatchFeed, FeedCall
 from tfdist.data.structures import Structure
 from tfdist.errors import UserError
 

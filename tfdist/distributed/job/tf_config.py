@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from tfdist.distributed import env_vars
-from tfdist.distributed.addresses import join, split
+from tfdist.distributed.job import env_vars
+from tfdist.distributed.job.addresses import join, split
 from tfdist.errors import UserError, one_line
 
 

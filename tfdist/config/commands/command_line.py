@@ -14,10 +14,11 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from tfdist import __version__, config
-from tfdist.config import config_file, field_syntax, help_page, runtime_options, shipped, standard_streams
+from tfdist.config import field_syntax, runtime_options
+from tfdist.config.commands import config_file, help_page, shipped, standard_streams
 from tfdist.errors import TrainingError, UserError, one_line, shown
 
-DEFAULT_CONFIG = os.path.join(os.path.dirname(__file__), "default_experiment.py")
+DEFAULT_CONFIG = os.path.join(os.path.dirname(config.__file__), "default_experiment.py")
 _HELP_FULL = {"-helpfull", "--helpfull"}
 _BATCH = "config.train.batch_size"
 OF_THE_ENVIRONMENT = tuple(f.name for f in dataclasses.fields(runtime_options.Environment))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from tfdist.data.batch_layout import Layout
-from tfdist.data.feeds import BatchFeed, FeedCall
+from tfdist.data.feeds.table_and_batch_feed import BatchFeed, FeedCall
 from tfdist.data.python_batches import SequenceReader
 from tfdist.data.sources import Batches, order
 

@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from tfdist.distributed import env_vars
-from tfdist.distributed.addresses import checked_host
+from tfdist.distributed.job import env_vars
+from tfdist.distributed.job.addresses import checked_host
 from tfdist.errors import UserError, one_line
 
 PORT = 29500

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 
 from absl import flags
 
-from tfdist.config import experiment, field_docs
+from tfdist.config import experiment
+from tfdist.config.commands import field_docs
 
 ASKED = frozenset(f"{dashes}{name}" for dashes in ("-", "--") for name in ("help", "helpshort", "?", "h"))
 FIRST = ("config", "strategy", "devices", "workdir", "resume", "dry_run")

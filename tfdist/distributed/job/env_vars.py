@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from tfdist.distributed.addresses import checked_host, checked_port, join
+from tfdist.distributed.job.addresses import checked_host, checked_port, join
 from tfdist.errors import UserError, one_line
 
 OTHER_LAUNCHERS = ("TF_CONFIG", "TORCHELASTIC_RUN_ID", "HOROVOD_", "TFDIST_MEETING_FD")

@@ -1,0 +1,1 @@
+"""How a step gets its global batches, by the kind of source."""

@@ -1,0 +1,1 @@
+"""Who the workers of a job are, from environment variables alone."""
