@@ -100,7 +100,7 @@ def test_a_compiler_that_runs_out_of_memory_says_what_it_needs():
 
 
 @pytest.mark.parametrize(
-    "limit,batch,accumulate", [(1000, True, True), (300, True, True), (102, False, True), (50, False, False)]
+    "limit,batch,accumulate", [(1000, True, True), (300, True, True), (120, False, True), (50, False, False)]
 )
 def test_the_largest_batch_that_fits_is_found(limit, batch, accumulate):
     tried = []
