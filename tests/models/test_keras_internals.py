@@ -94,6 +94,33 @@ def test_optimizers_reduce_through_the_method_that_is_replaced(connect):
     assert once == pytest.approx(0.1 * 0.001**2, rel=1e-4)
 
 
+class Wrapping(keras.optimizers.Optimizer):
+    """Hands its gradients on to another optimizer."""
+
+    def __init__(self, inner):
+        super().__init__(learning_rate=0.0)
+        self.inner = inner
+
+    def apply(self, grads, trainable_variables=None):
+        self.inner.apply(grads, trainable_variables)
+
+
+def test_optimizers_that_another_one_holds_do_not_reduce_either(connect):
+    distribution = connect(2)
+    with distribution.scope():
+        variable, inner = keras.Variable(1.0), keras.optimizers.SGD(0.1)
+        optimizer = Wrapping(inner)
+        inner.build([variable])
+
+    @tf.function
+    def step():
+        with optimizer_update.owned(optimizer):
+            distribution.run(lambda: optimizer.apply([tf.constant(1.0)], [variable]), ())
+
+    step()
+    assert float(variable.numpy()) == pytest.approx(0.9), "one gradient, not one for each replica"
+
+
 def test_owned_leaves_the_optimizer_as_it_was():
     optimizer = keras.optimizers.Adam(use_ema=True)
     before = dict(vars(optimizer))

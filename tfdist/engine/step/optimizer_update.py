@@ -67,9 +67,9 @@ def owned(
     with contextlib.ExitStack() as changes:
         base.use_ema = False
         changes.callback(setattr, base, "use_ema", averages)
-        for updating in keras_internals.updating(optimizer):
-            changes.enter_context(keras_internals.without_reduction(updating))
-            if factors and not is_fused(optimizer):
+        changes.enter_context(keras_internals.without_reduction())
+        if factors and not is_fused(optimizer):
+            for updating in keras_internals.updating(optimizer):
                 changes.enter_context(keras_internals.scaled_rates(updating, mine.factor))
         yield mine
 

@@ -197,9 +197,9 @@ def _over_replicas(model: keras.Model, handle: Callable) -> Iterator[None]:
         theirs(metric, values, sample_weight)
 
     with contextlib.ExitStack() as changes:
+        changes.enter_context(keras_internals.without_reduction())
         for optimizer in known:
             base = inner_optimizer(optimizer)
-            changes.enter_context(keras_internals.without_reduction(base))
             changes.callback(setattr, base, "use_ema", base.use_ema)
             base.use_ema = False
         changes.enter_context(keras_internals.optimizer_updates(update))

@@ -50,13 +50,20 @@ def variable_key(optimizer: keras.optimizers.Optimizer, variable: keras.Variable
 
 
 @contextlib.contextmanager
-def without_reduction(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
-    """Keeps an optimizer, within it, from summing gradients over replicas; Keras has an option for that no longer."""
-    optimizer._all_reduce_sum_gradients = lambda grads_and_vars: grads_and_vars
-    try:
-        yield
-    finally:
-        del optimizer._all_reduce_sum_gradients
+def without_reduction() -> Iterator[None]:
+    """Keeps optimizers, within it, from summing gradients over replicas; Keras has an option for that no longer.
+
+    By class: an optimizer may hand its gradients on to others that it holds, Keras' own or anybody's.
+    """
+    from keras.src.backend.tensorflow.optimizer import TFOptimizer
+
+    with PATCHED:
+        theirs = TFOptimizer._all_reduce_sum_gradients
+        TFOptimizer._all_reduce_sum_gradients = lambda self, grads_and_vars: grads_and_vars
+        try:
+            yield
+        finally:
+            TFOptimizer._all_reduce_sum_gradients = theirs
 
 
 @contextlib.contextmanager
