@@ -109,12 +109,10 @@ def batch_loop(replica: Replica, layout: Layout, losses: int | None, one: Callab
                 is_last = tf.equal(state.i + 1, last)
                 output = StepOutput.unpacked(_run(distribution, layout, one, batch, is_last), losses)
                 weight = tf.cast(batch.count, tf.float64)
-                finite = tf.math.is_finite(output.losses[0])
+                finite, values = tf.math.is_finite(output.losses[0]), tf.cast(output.losses, tf.float64)
                 return LoopState(
                     i=state.i + 1,
-                    sums=tf.cast(output.losses, tf.float64)
-                    if losses is None
-                    else state.sums + tf.cast(output.losses, tf.float64) * weight,
+                    sums=values if losses is None else state.sums + values * weight,
                     examples=state.examples + weight,
                     nonfinite=tf.where(tf.logical_or(finite, state.nonfinite >= 0), state.nonfinite, state.i),
                     more=tf.constant(True),
