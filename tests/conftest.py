@@ -1,10 +1,12 @@
 """Eight logical CPUs for the whole session; TensorFlow allows to split the CPU once per process."""
 
+import functools
 import logging
 import os
 import pathlib
 import signal
 import sys
+import tempfile
 
 import pytest
 from support import covering, processes
@@ -25,6 +27,10 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
 
 # Here and not in a fixture: test modules make tensors while they are collected.
 EIGHT = tfdist.connect("mirrored", virtual_devices=8, threads=1)
+from tfdist.engine.checks import passed_checks  # noqa: E402  it loads TensorFlow, which must not have started before
+
+# Else models that have passed in an earlier run of the tests would not be checked in this one.
+passed_checks._folder = functools.cache(lambda: pathlib.Path(tempfile.mkdtemp(prefix="checked-models-")))
 processes.settle()
 
 

@@ -1,7 +1,9 @@
-"""Installs what compiles for hardware that is not here: `python -m tfdist.topology --install=tpu`.
+"""Installs compilers for other hardware: `python -m tfdist.topology --install=tpu`.
 
-`python -m tfdist.train --dry_run --topology=v5e-8` uses it. Exit codes: 0 done; 1 what was installed does not run; 2 it
-cannot be installed here; 130 interrupted.
+`python -m tfdist.train --dry_run --topology=v5e-8` uses them.
+
+Exit codes: 0 done; 1 what was installed does not run; 2 it cannot be installed
+here; 130 interrupted.
 """
 
 from __future__ import annotations

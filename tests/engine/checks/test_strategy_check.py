@@ -9,6 +9,7 @@ import tensorflow as tf
 from support import training_cases
 
 import tfdist
+from tfdist.engine.checks import passed_checks
 from tfdist.engine.tracing import layer_state, synchronized_batch_norm
 from tfdist.models import keras_internals
 
@@ -17,7 +18,7 @@ L = keras.layers
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(passed_checks, "_folder", lambda: tmp_path)
 
 
 def data(n=24):
