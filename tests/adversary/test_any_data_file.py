@@ -16,7 +16,7 @@ from tfdist import config
 from tfdist.config import validation
 from tfdist.data.batch_layout import Layout
 from tfdist.data.datasets import registry, tfrecord_index
-from tfdist.data.feeds.table_and_batch_feed import record_feed
+from tfdist.data.feeds import record_feed
 from tfdist.data.sources import Records
 from tfdist.errors import UserError, shown
 

@@ -108,7 +108,7 @@ def test_the_reference_runs_unasked_and_what_cannot_run_is_a_row(compared):
     rows = compared.record["rows"]
     assert [row["name"] for row in rows] == ["default 1", "mirrored 2", "multi_worker 2", "horovod 2", "tpu"]
     assert rows[0]["weights"] == "reference" and rows[0]["efficiency"] == 1
-    assert rows[-1]["status"] == "unavailable" and "needs a TPU" in rows[-1]["reason"]
+    assert rows[-1]["status"] == "unavailable" and "--strategy=tpu cannot run here: " in rows[-1]["reason"]
     assert compared.record["status"] == "completed" and compared.record["experiment"]["config.train.steps"] == "20"
 
 

@@ -507,7 +507,7 @@ BAD_FLAGS = [
     (["--model=missing.keras"], "--model=missing.keras does not exist"),
     (["--model=poison"], "--model=poison is a folder: give it as --workdir"),
     (["--workdir=run", "--overwrite", "--output=-"], "--overwrite without a file in --output has nothing to replace"),
-    (["--workdir=missing", "--strategy=tpu"], "needs a TPU"),
+    (["--workdir=missing", "--strategy=tpu"], "--strategy=tpu cannot run here: TensorFlow 2"),
 ]
 
 

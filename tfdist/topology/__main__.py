@@ -1,4 +1,4 @@
-"""Installs compilers for other hardware: `python -m tfdist.topology --install=tpu`.
+"""Installs compilers for TPUs, GPUs: `python -m tfdist.topology --install=tpu`.
 
 `python -m tfdist.train --dry_run --topology=v5e-8` uses them.
 

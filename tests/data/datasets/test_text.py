@@ -11,7 +11,7 @@ from tfdist import config
 from tfdist.config import validation
 from tfdist.data import spec as spec_lib
 from tfdist.data.datasets import registry, stdlib_text, text
-from tfdist.data.feeds.table_and_batch_feed import record_feed
+from tfdist.data.feeds import record_feed
 from tfdist.data.sources import Arrays, Records
 
 TEXTS = {"b.txt": b"to be, or not to be", "a/x.py": b"print('hi')\n", "a/empty": b"", "a/.hidden": b"no", "c.txt": b"z"}

@@ -15,7 +15,7 @@ from tfdist.config import validation
 from tfdist.data import spec as spec_lib
 from tfdist.data.datasets import registry, tfds_preparation
 from tfdist.data.datasets import tfds as tfds_lib
-from tfdist.data.feeds.table_and_batch_feed import record_feed
+from tfdist.data.feeds import record_feed
 from tfdist.data.sources import Arrays, Batches, Records
 
 SIZE = 30

@@ -12,7 +12,7 @@ from tfdist import config
 from tfdist.config import validation
 from tfdist.data import spec as spec_lib
 from tfdist.data.datasets import registry, tfrecord_index, tfrecords
-from tfdist.data.feeds.table_and_batch_feed import record_feed
+from tfdist.data.feeds import record_feed
 from tfdist.data.sources import Arrays, Records
 
 PICTURE = {"image": "png", "label": "int64", "classes": 3}
