@@ -99,14 +99,16 @@ def test_what_a_program_comes_to(words, folder):
     [
         {},
         {"start_new_session": True},
-        {"env": {**os.environ, "PYTHONPATH": f"relative{os.pathsep}{REPOSITORY}{os.pathsep}relative", "MARK": "1"}},
-        {"env": {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "ascii:replace"}},
-        {"env": {**os.environ, "PYTHONIOENCODING": "latin-1"}},
+        {"env": {"PYTHONPATH": f"relative{os.pathsep}{REPOSITORY}{os.pathsep}relative", "MARK": "1"}},
+        {"env": {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "ascii:replace"}},
+        {"env": {"PYTHONIOENCODING": "latin-1"}},
         {"stderr": processes.STDOUT, "stdin": processes.DEVNULL},
     ],
     ids=["plain", "session", "path", "direct", "encoding", "streams"],
 )
 def test_what_a_program_sees(options, folder):
+    if "env" in options:  # beside the variables of now, not of when this file was collected
+        options = {"env": os.environ | options["env"]}
     made = ("TF2_BEHAVIOR", "ENABLE_RUNTIME_UPTIME_TELEMETRY", "TPU_ML_PLATFORM", "TPU_ML_PLATFORM_VERSION")
     made = {(name, os.environ[name]) for name in (*made, "HDF5_PLUGIN_PATH") if name in os.environ}
     (folder / "seen.py").write_text(f"set_by_loading = {made}\n{SEEN}")

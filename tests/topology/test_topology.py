@@ -90,7 +90,7 @@ def test_the_compilers_report_is_understood():
     assert result.needs == 100 + 30 + 10 + 5 and result.fits(known.find("v5e-8"))
     said = "\n".join(ahead_of_time.lines(result, 6, known.find("v5e-8")))
     assert "v5e-8: 8 x TPU v5e, 6 rows on each" in said and "in 2.0 s, 3.0 GFLOP per update and device" in said
-    assert "0.1 kB of 17.2 GB per device" in said and "1 all-reduces of 0.2 kB per update" in said
+    assert "0.1 kB of 17.2 GB per device" in said and "1 all-reduce of 0.2 kB per update" in said
 
 
 def test_a_compiler_that_runs_out_of_memory_says_what_it_needs():

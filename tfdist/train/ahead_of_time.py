@@ -106,7 +106,8 @@ def lines(result: compiler.Compiled, rows: int, topology: known.Topology) -> lis
     """Returns what the compiler says of an update that fits."""
     count = f"{topology.replicas} x {topology.device}"
     flops = f", {result.flops / 1e9:,.1f} GFLOP per update and device" if result.flops else ""
-    exchanged = f"{result.all_reduces} all-reduces of {_size(result.exchanged)} per update"
+    sums = f"{result.all_reduces} all-reduce{'s' * (result.all_reduces != 1)}"
+    exchanged = f"{sums} of {_size(result.exchanged)} per update"
     texts = [
         ("topology", f"{topology.name}: {count}, {rows} rows on each"),
         ("compiled", f"in {result.seconds:.1f} s{flops}"),
