@@ -34,6 +34,7 @@ SHORT = {
     "batch norm, uneven": 3,
     "metrics built late": 2,
     "activity regulariser, uneven": 3,
+    "add_loss, uneven": 2,
 }
 """What `make test` runs, and on how many replicas."""
 UNEVEN = [

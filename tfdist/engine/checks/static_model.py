@@ -12,7 +12,9 @@ from tfdist.data.structures import Structure
 from tfdist.errors import UserError
 from tfdist.models import keras_internals
 
-_OF_SIZE = re.compile(r"Where|Unique.*|DynamicPartition|NonMaxSuppression.*|ListDiff|Ragged.*|.*Sparse.*Cross.*")
+_OF_SIZE = re.compile(
+    r"Where|Unique.*|DynamicPartition|NonMaxSuppression.*|ListDiff|Ragged.*|Sparse(Feature)?Cross(V2|Hashed)?"
+)
 """Operations whose result has a shape that depends on the data."""
 _OF_HOST = re.compile(
     r"(Eager)?PyFunc(Stateless)?|Print(V2)?|LookupTable.*|Timestamp|String.*|Decode(Jpeg|Png|Image).*"
