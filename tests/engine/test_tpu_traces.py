@@ -90,8 +90,8 @@ def test_a_training_is_traced_for_a_tpu(case, number, cores):
         of_layers = 2 * sum(getattr(layer, "synchronized", False) for layer in prepared.model.layers) * case.accumulate
         most = trained * GROUPS.get(case.name, 1) + 1 + of_layers
         sums = call.ops()["CrossReplicaSum"]
-        if number == 1:
-            assert sums == 0
+        if number == 1:  # Keras' own synchronized BatchNorm sums over the one core, which changes nothing
+            assert bool(sums) == bool(of_layers)
         elif case.name in GROUPS:
             assert trained + 1 < sums <= most
         elif case.name not in (
