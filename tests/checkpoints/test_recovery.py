@@ -13,44 +13,22 @@ import keras
 import numpy as np
 import psutil
 import pytest
-from support import network_hosts, processes
+from support import network_hosts, processes, undisturbed_runs
+from support.undisturbed_runs import HOROVODRUN, LAUNCH, TRAIN, WAYS, result
 
 pytest_plugins = ("support.network_hosts",)  # its fixtures
-HOROVODRUN = os.path.join(os.path.dirname(sys.executable), "horovodrun")
-TRAIN = [sys.executable, "-m", "tfdist.train"]
-LAUNCH = [sys.executable, "-m", "tfdist.launch"]
 FLAGS = [
     *("--config.model.name=mlp", "--config.model.options=dropout=0.1", "--config.train.epochs=8"),
     *("--config.train.steps_per_call=2", "--config.checkpoint.every=7 steps", "--config.optimizer.name=adam"),
     *("--config.optimizer.options=", "--config.optimizer.learning_rate=0.003"),
     *("--threads=1", "--progress=plain", "--workdir=run"),
 ]
-WAYS = {
-    "default": [*TRAIN, "--strategy=default"],
-    "mirrored": [*TRAIN, "--strategy=mirrored", "--virtual_devices=2"],
-    "multi_worker": [*LAUNCH, "--nproc_per_node=2", "--", "--strategy=multi_worker"],
-    "horovod": [HOROVODRUN, "--gloo", "-np", "2", *TRAIN, "--strategy=horovod"],
-}
-
-
-def result(folder):
-    return json.loads((folder / "run/result.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, tfds_dir):
     """What the undisturbed run under each way ends with."""
-    ends = {}
-
-    def of(way):
-        if way not in ends:
-            folder = tmp_path_factory.mktemp(way)
-            program = network_hosts.Program([*WAYS[way], *FLAGS], network_hosts.clean(tfds_dir), folder)
-            assert program.end() == 0, program.text
-            ends[way] = result(folder)
-        return ends[way]
-
-    return of
+    return undisturbed_runs.ends(FLAGS, tmp_path_factory, tfds_dir)
 
 
 def kill(program, chance):

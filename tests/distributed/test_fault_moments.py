@@ -6,7 +6,6 @@ such that each pair of values occurs; `make test-all` runs all.
 """
 
 import contextlib
-import json
 import os
 import re
 import select
@@ -16,7 +15,8 @@ import time
 
 import psutil
 import pytest
-from support import fault_hook, launchers, network_hosts, processes
+from support import fault_hook, launchers, network_hosts, processes, undisturbed_runs
+from support.undisturbed_runs import HOROVODRUN, TRAIN, WAYS, result
 
 pytest_plugins = ("support.network_hosts",)  # its fixtures
 pytestmark = pytest.mark.faults
@@ -27,41 +27,20 @@ START_S = 30
 """Those who have come wait so long for one that is silent before they have met (`--start_timeout`)."""
 PATIENCE = 4
 """Times that; what counts is the figure that is recorded."""
-HOROVODRUN = os.path.join(os.path.dirname(sys.executable), "horovodrun")
-TRAIN = [sys.executable, "-m", "tfdist.train"]
 FLAGS = [
     *("--config.model.name=mlp", "--config.train.epochs=3", "--config.train.steps_per_call=2"),
     *("--config.checkpoint.every=14 steps", "--config.optimizer.warmup=0%", "--threads=1", "--progress=plain"),
     *("--notensorboard", "--workdir=run"),
 ]
-WAYS = {
-    "mirrored": [*TRAIN, "--strategy=mirrored", "--virtual_devices=2"],
-    "multi_worker": [sys.executable, "-m", "tfdist.launch", "--nproc_per_node=2", "--", "--strategy=multi_worker"],
-    "horovod": [HOROVODRUN, "--gloo", "-np", "2", *TRAIN, "--strategy=horovod"],
-}
 MOMENTS = ("import", "meeting", "first compile", "training", "evaluation", "checkpoint", "report", "result")
 KINDS = ("SIGKILL", "SIGSTOP", "SIGTERM", "disk")
 VICTIMS = (("mirrored", 0), ("multi_worker", 0), ("multi_worker", 1), ("horovod", 0), ("horovod", 1))
 
 
-def result(folder):
-    return json.loads((folder / "run/result.json").read_text())
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, tfds_dir):
     """What the undisturbed run under each strategy ends with."""
-    ends = {}
-
-    def of(way):
-        if way not in ends:
-            folder = tmp_path_factory.mktemp(way)
-            program = network_hosts.Program([*WAYS[way], *FLAGS], network_hosts.clean(tfds_dir), folder)
-            assert program.end() == 0, program.text
-            ends[way] = result(folder)
-        return ends[way]
-
-    return of
+    return undisturbed_runs.ends(FLAGS, tmp_path_factory, tfds_dir)
 
 
 @pytest.fixture

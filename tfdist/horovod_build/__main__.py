@@ -10,9 +10,7 @@ the build needs is missing; 130 or 143 ended by a signal.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import importlib
 import json
@@ -22,12 +20,10 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
 
 from absl import flags
 
-from tfdist.config import atomic_file
+from tfdist.config import atomic_file, file_lock
 from tfdist.config.commands import command_line
 from tfdist.config.messages import logger
 from tfdist.distributed import horovod_install
@@ -61,7 +57,7 @@ def ensure(operations: tuple[str, ...], sdist: str = "") -> str:
         source_lib.check(archive)
     tools = requirements.find(wanted)
     kept = _kept_folder(wanted, tools)
-    with _alone(kept.parent):
+    with file_lock.alone(kept.parent / "lock", "another build of Horovod", LIMIT_S):
         there = _already(wanted)  # somebody else's build, after a wait
         if there:
             return there
@@ -160,27 +156,6 @@ def _kept_folder(wanted: Build, tools: requirements.Tools) -> pathlib.Path:
             f"the cache folder {folder} cannot be written ({error.strerror}): set XDG_CACHE_HOME to another folder"
         ) from None
     return folder
-
-
-@contextlib.contextmanager
-def _alone(folder: pathlib.Path) -> Iterator[None]:
-    """Lets one build at a time work in a cache folder. The kernel drops the lock of a process that dies."""
-    with (folder / "lock").open("w") as file:
-        until, told = time.monotonic() + LIMIT_S, False
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    raise UserError(
-                        f"another build holds {file.name} for {LIMIT_S:g} s: end it and run again"
-                    ) from None
-            if not told:
-                told = True
-                logger.info("another build of Horovod is running: waiting for it")
-            time.sleep(0.2)
-        yield
 
 
 def _run(argv: list[str]) -> int:

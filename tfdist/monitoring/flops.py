@@ -15,8 +15,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.data.feeds.record_feed import in_order
-from tfdist.data.sources import Arrays, Records, Source
+from tfdist.data.feeds.record_feed import columns_of
+from tfdist.data.sources import Source
 from tfdist.data.structures import Structure
 
 PEAKS = {
@@ -71,15 +71,7 @@ class Work:
 
     def count(self) -> None:
         """Traces the model; on the main thread, between two calls."""
-        source = self._source
-        match source:
-            case Arrays():
-                columns = source.columns
-            case Records():
-                columns = in_order(source, 1).element_spec
-            case _:
-                columns = source.decoded.element_spec
-        self.per_example = per_example(self._model, columns[0])
+        self.per_example = per_example(self._model, columns_of(self._source)[0])
 
     def measures(self, examples_per_second: float | None) -> dict[str, Any]:
         """Returns `flops_per_example`, `flops_per_second` and `flops_share` of the peak."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import pathlib
@@ -11,9 +10,9 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 
+from tfdist.config import file_lock
 from tfdist.config.messages import logger
 from tfdist.errors import TrainingError, UserError
 
@@ -116,28 +115,15 @@ def _check_version(interpreter: str) -> None:
 
 @contextlib.contextmanager
 def _alone(place: pathlib.Path) -> Iterator[None]:
-    """Lets one installation at a time work on a folder. The kernel drops the lock of a process that dies."""
+    """Lets one installation at a time work on a folder, with a log of its own."""
+    lock = place.with_suffix(".lock")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        file = place.with_suffix(".lock").open("w")
-        _log(place).write_bytes(b"")
+        lock.touch()
     except OSError as error:
         raise UserError(f"{place.parent} cannot be written ({error.strerror}): set {PLACE} to another folder") from None
-    with file:
-        until, told = time.monotonic() + LIMIT_S, False
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    raise UserError(
-                        f"another installation holds {file.name} for {LIMIT_S:g} s: end it and run again"
-                    ) from None
-            if not told:
-                told = True
-                logger.info(f"another installation in {place} is running: waiting for it")
-            time.sleep(0.2)
+    with file_lock.alone(lock, f"another installation in {place}", LIMIT_S):
+        _log(place).write_bytes(b"")
         yield
 
 

@@ -20,8 +20,8 @@ from tensorflow.python.framework import auto_control_deps_utils
 
 from tfdist.data import static_rows
 from tfdist.data.batch_layout import Layout
-from tfdist.data.feeds.record_feed import in_order
-from tfdist.data.sources import Arrays, Records, Source
+from tfdist.data.feeds.record_feed import columns_of
+from tfdist.data.sources import Source
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.engine import step_calls
@@ -184,13 +184,7 @@ def _specs(source: Source, layout: Layout) -> tuple[list[tf.TensorSpec], Structu
     Raises:
       UserError: examples of various sizes, which a program of static shapes cannot take.
     """
-    match source:
-        case Arrays():
-            columns = source.columns
-        case Records():
-            columns = in_order(source, 1).element_spec
-        case _:
-            columns = source.decoded.element_spec
+    columns = columns_of(source)
     specs = []
     for column in keras.tree.flatten(columns):
         if None in tuple(column.shape[1:]):

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfdist.data.batch_layout import Layout
 from tfdist.data.feeds.table_and_batch_feed import FeedCall
-from tfdist.data.sources import Arrays, Records, Source, order
+from tfdist.data.sources import Arrays, Batches, Records, Source, order
 from tfdist.data.structures import Structure
 from tfdist.errors import UserError, one_line
 
@@ -192,6 +192,13 @@ def in_order(source: Records, batch: int) -> tf.data.Dataset:
     """Returns all examples once, as plain batches in the order of the source; what is random is always the same."""
     feed = RecordFeed(source, Layout(batch, 1, 1))
     return feed.dataset(0).take(feed.batches).apply(tf.data.experimental.assert_cardinality(feed.batches))
+
+
+def columns_of(source: Source) -> Structure:
+    """Returns what a batch of `source` consists of: arrays in memory, else the specs of its tensors."""
+    if isinstance(source, Arrays):
+        return source.columns
+    return (source.decoded if isinstance(source, Batches) else in_order(source, 1)).element_spec
 
 
 def reason(error: tf.errors.OpError) -> str:
