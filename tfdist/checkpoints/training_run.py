@@ -11,6 +11,8 @@ import tensorflow as tf
 
 from tfdist.checkpoints import callback_state, resume, training_state
 from tfdist.checkpoints.resume import LoadedCheckpoint, Position
+from tfdist.config import cpu_kernels
+from tfdist.config.messages import logger
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.models import keras_internals
@@ -63,6 +65,7 @@ def state_of(run: TrainingRun, position: Position, experiment: Mapping[str, str]
         "run": run.identity(),
         "replicas": run.distribution.replicas,
         "strategy": run.distribution.name,
+        "cpu_kernels": cpu_kernels.in_use(),
         "experiment": dict(experiment),
         "callbacks": callback_state.capture(run.callbacks),
         "history": {k: [_plain(v) for v in values] for k, values in run.model.history.history.items()},
@@ -92,6 +95,7 @@ def put_back(
     state = run.distribution.peers.gather("the checkpoint to resume from", mine)[0]
     if state is None:
         return None
+    _tell_of_kernels(run.distribution, state.get("cpu_kernels"))
     optimizer = keras_internals.inner_optimizer(model.optimizer)
     setting = keras_internals.rate_setting(optimizer)
     rate = setting if isinstance(setting, keras.Variable) else None
@@ -110,6 +114,16 @@ def put_back(
     if rate is not None and resume.differences(experiment, state["experiment"]):
         _assign(rate, rate_here)
     return position, BestEpoch(**state["best"])
+
+
+def _tell_of_kernels(distribution: Distribution, before: str | None) -> None:
+    """Says that the run goes on with other kernels, so that its bits may differ from an undisturbed run's."""
+    here = cpu_kernels.in_use()
+    if distribution.devices[0].startswith("CPU") and before not in (None, here):
+        logger.info(
+            f"the checkpoint was made with --cpu_kernels={before} and this run has {here}: it goes on, "
+            "and agrees to rounding"
+        )
 
 
 def _assign(variable: keras.Variable, value: float) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from absl import flags
 
-from tfdist.config import Experiment, field_syntax
+from tfdist.config import Experiment, cpu_kernels, field_syntax
 from tfdist.errors import UserError
 
 STRATEGIES = ("auto", "default", "mirrored", "multi_worker", "tpu", "horovod")
@@ -42,6 +42,7 @@ class Environment:
     resume_changed: bool = False
     requeue: bool = False
     threads: int | None = None
+    cpu_kernels: str = "auto"
     jit: str = "auto"
     check_agreement: str = "auto"
     progress: str = "auto"
@@ -57,7 +58,7 @@ class Environment:
 
     def __post_init__(self):
         choices = {"strategy": STRATEGIES, "jit": JIT, "progress": PROGRESS, "communication": COMMUNICATION}
-        choices |= {"resume": RESUME, "check_agreement": CHECK_AGREEMENT}
+        choices |= {"resume": RESUME, "check_agreement": CHECK_AGREEMENT, "cpu_kernels": cpu_kernels.CHOICES}
         for field, known in choices.items():
             value = getattr(self, field)
             if value not in known:
@@ -161,6 +162,12 @@ def define_flags() -> None:
     )
     flags.DEFINE_bool("requeue", d.requeue, "After a signal and the checkpoint, put this job back into Slurm's queue.")
     flags.DEFINE_integer("threads", d.threads, "Threads per device for TensorFlow; its own default if not given.")
+    flags.DEFINE_enum(
+        "cpu_kernels",
+        d.cpu_kernels,
+        cpu_kernels.CHOICES,
+        "What TensorFlow computes with on a CPU; auto: as TF_ENABLE_ONEDNN_OPTS says, else oneDNN with AVX2.",
+    )
     flags.DEFINE_enum("jit", d.jit, JIT, "Compile forward and backward pass with XLA; auto: on GPUs, not on the CPU.")
     flags.DEFINE_enum(
         "check_agreement",

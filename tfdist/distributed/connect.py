@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
+from tfdist.config import cpu_kernels
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import OF_A_RUN, Environment
 from tfdist.distributed import gpus, rendezvous, strategy_choice, tf_devices, tpu_host
@@ -68,17 +69,28 @@ def create(site: Site, facts: Mapping[str, str] | None = None) -> Distribution:
         the workers did not all come, or differ.
     """
     where, name, workers = site.environment, site.choice.name, site.cluster
+    late = cpu_kernels.is_imported()
+    cpu_kernels.ask_for(where.cpu_kernels)
+    kernels = cpu_kernels.in_use() if late else cpu_kernels.wanted()
     facts = {"replicas per worker": str(site.choice.replicas), **_versions(name), **(facts or {})}
+    if not site.selection.gpus:
+        facts["the CPU kernels (--cpu_kernels)"] = kernels
     met_before = workers if name == "multi_worker" else cluster.ALONE
     peers = rendezvous.meet(met_before, facts, where.start_timeout, where.stall_timeout)
     try:
         distribution = _start(site, facts, peers)
+        cpu_kernels.check(where.cpu_kernels)
     except Exception as error:
         # The others would wait for this worker in a constructor that nothing interrupts.
         peers.fail(str(error), 2 if isinstance(error, UserError) else 1)
         raise
     if not distribution.is_chief:
         _silence_keras()
+    elif late and distribution.devices[0].startswith("CPU") and cpu_kernels.wanted() != kernels:
+        logger.info(
+            "TensorFlow was imported before tfdist.connect() and computes with Eigen's kernels, where oneDNN's are "
+            "mostly faster on this CPU: connect first, or set TF_ENABLE_ONEDNN_OPTS=1 before Python starts"
+        )
     return distribution
 
 

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 from absl import flags
 
 from tfdist import config
-from tfdist.config import runtime_options, validation
+from tfdist.config import cpu_kernels, runtime_options, validation
 from tfdist.config.commands import command_line
 from tfdist.config.messages import aside
 from tfdist.distributed import gpus, tpu_host
@@ -164,6 +164,7 @@ def _tasks(
         Task("ports", lambda: _ports(options, place.result().cluster)),
         *(Task(f"peer {p}", partial(network.peer, p, versions, secret, patience)) for p in options.peers),
         Task("cores", lambda: machine.cores(here)),
+        Task("cpu", lambda: machine.kernels(cpu_kernels.instruction_sets(), environ)),
         Task("memory", lambda: machine.memory(here)),
         Task("shared memory", machine.shared_memory),
         Task("open files", lambda: machine.open_files(soft, hard, place.result().cluster.size)),

@@ -7,9 +7,11 @@ import os
 import pathlib
 import platform
 import shutil
+from collections.abc import Mapping
 
 import psutil
 
+from tfdist.config import cpu_kernels
 from tfdist.doctor.check import Check, fail, ok, warn
 
 _GIB = 1 << 30
@@ -77,6 +79,24 @@ def cores(machine: MachineFacts) -> list[Check]:
         return [ok("cores", f"{count} for this process")]
     share = f"this container or job may use {machine.quota:g} of {count}, and TensorFlow starts threads for all"
     return [warn("cores", share, f"train with --threads={max(1, int(machine.quota))}")]
+
+
+def kernels(sets: tuple[str, ...], environ: Mapping[str, str]) -> list[Check]:
+    """Tells which CPU kernels a training will compute with, and which faster ones the CPU could do.
+
+    Args:
+      sets: what `cpu_kernels.instruction_sets` finds.
+    """
+    asked = dict(environ)
+    cpu_kernels.ask_for("auto", asked)
+    kind = {"onednn": "oneDNN's kernels", "eigen": "Eigen's kernels"}[cpu_kernels.wanted(asked)]
+    has = f"{', '.join(sets) or 'neither AVX2 nor AVX-512'}: training computes with {kind}"
+    if "AVX2" in sets and cpu_kernels.wanted(asked) == "eigen":
+        variable = f"{cpu_kernels.VARIABLE}={environ[cpu_kernels.VARIABLE]}"
+        return [warn("cpu", f"{has}, as {variable} asks; oneDNN's are mostly faster", f"unset {cpu_kernels.VARIABLE}")]
+    if {"AMX BF16", "AVX-512 BF16"} & set(sets):
+        has += "; train.precision=mixed_bfloat16 has instructions of its own here"
+    return [ok("cpu", has)]
 
 
 def memory(machine: MachineFacts, least: float = LEAST_MEMORY) -> list[Check]:

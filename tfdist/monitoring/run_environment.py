@@ -8,6 +8,7 @@ import platform
 from importlib import metadata
 from typing import TYPE_CHECKING
 
+from tfdist.config import cpu_kernels
 from tfdist.distributed.distribution import Distribution
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ def environment(distribution: Distribution, site: Site) -> dict[str, object]:
         "flags": dataclasses.asdict(site.environment),
         "host": platform.node(),
         "cpus": os.cpu_count(),
+        "cpu_instructions": list(cpu_kernels.instruction_sets()),
+        "cpu_kernels": cpu_kernels.in_use(),
         "versions": versions(),
     }
 

@@ -14,7 +14,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from tfdist import __version__, config
-from tfdist.config import field_syntax, runtime_options
+from tfdist.config import cpu_kernels, field_syntax, runtime_options
 from tfdist.config.commands import config_file, help_page, shipped, standard_streams
 from tfdist.errors import TrainingError, UserError, one_line, shown
 
@@ -150,6 +150,7 @@ def main(
     """
 
     logging.set_verbosity(logging.WARNING)  # TensorFlow tells of every all-reduce at INFO
+    cpu_kernels.ask_for()  # before a config file can import TensorFlow
     with standard_streams.secured():
         _guarded(run, flags_parser, interrupted)
 

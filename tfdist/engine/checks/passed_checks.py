@@ -10,6 +10,7 @@ import pathlib
 import keras
 import tensorflow as tf
 
+from tfdist.config import cpu_kernels
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.models import keras_internals, own_steps
@@ -26,7 +27,7 @@ def fingerprint(model: keras.Model, distribution: Distribution, rows: Structure)
     if own_steps.replaced(model, own_steps.TRAINING):
         return ""  # what its step uses may be anything
     parts: list[str] = [tf.__version__, keras.__version__, tfdist.__version__, distribution.name]
-    parts += [str(distribution.replicas), distribution.jit]
+    parts += [str(distribution.replicas), distribution.jit, cpu_kernels.in_use()]
     parts += [f"{tuple(t.shape[1:])} {t.dtype}" for t in keras.tree.flatten(rows)]
     try:
         for layer in keras_internals.flat_layers(model):

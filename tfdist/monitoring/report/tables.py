@@ -45,6 +45,7 @@ def environment(record: Record) -> Html:
         ["Host", f"{e.get('host', '')}, {e.get('cpus', '?')} CPU cores"],
         ["Workers", _short(hosts) if len(hosts) > 1 else ""],
         ["Workers found by", e.get("found_by")],
+        ["CPU kernels", e.get("cpu_kernels")],
         ["XLA", e.get("jit")],
         ["Flags", " ".join(f"--{k}={v}" for k, v in flags.items() if _given(k, v))],
         ["Versions", ", ".join(f"{k} {v}" for k, v in mapping(e.get("versions") or result.get("versions")).items())],

@@ -1,0 +1,134 @@
+"""Which CPU kernels TensorFlow is asked for, and which it takes."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+import tfdist
+from tfdist.checkpoints import training_run
+from tfdist.config import cpu_kernels
+from tfdist.errors import UserError
+
+OTHER = {"onednn": "eigen", "eigen": "onednn"}
+HERE = cpu_kernels.in_use()
+
+
+@pytest.fixture
+def avx2(monkeypatch):
+    monkeypatch.setattr(cpu_kernels, "instruction_sets", lambda: ("AVX2",))
+
+
+@pytest.mark.parametrize(
+    "kernels, value, asked",
+    [
+        ("auto", None, "1"),
+        ("auto", "", "1"),
+        ("auto", "0", "0"),
+        ("auto", "False", "False"),
+        ("auto", "1", "1"),
+        ("eigen", "1", "0"),
+        ("onednn", "0", "1"),
+    ],
+)
+def test_what_is_asked_for(avx2, kernels, value, asked):
+    environ = {} if value is None else {cpu_kernels.VARIABLE: value}
+    cpu_kernels.ask_for(kernels, environ)
+    assert environ == {cpu_kernels.VARIABLE: asked}
+    assert cpu_kernels.wanted(environ) == ("onednn" if asked == "1" else "eigen")
+
+
+def test_a_cpu_without_avx2_is_left_to_tensorflow(monkeypatch):
+    monkeypatch.setattr(cpu_kernels, "instruction_sets", lambda: ())
+    environ = {}
+    cpu_kernels.ask_for("auto", environ)
+    assert environ == {}
+
+
+def test_instruction_sets(tmp_path):
+    written = tmp_path / "cpuinfo"
+    written.write_text(
+        "processor\t: 0\nflags\t\t: fpu avx2 avx512f avx512_bf16 amx_tile\n\nflags : fpu\n"
+    )
+    assert cpu_kernels.instruction_sets(written) == ("AVX2", "AVX-512", "AVX-512 BF16", "AMX")
+    written.write_text("processor : 0\nFeatures : fp asimd\n")  # as on ARM
+    cpu_kernels.instruction_sets.cache_clear()
+    assert cpu_kernels.instruction_sets(written) == ()
+    cpu_kernels.instruction_sets.cache_clear()
+    assert cpu_kernels.instruction_sets(tmp_path / "none") == ()
+    cpu_kernels.instruction_sets.cache_clear()
+
+
+CONNECTED = """
+import sys, {first} tfdist
+from tfdist.config import cpu_kernels
+tfdist.connect("default", **{options})
+print(cpu_kernels.in_use())
+"""
+
+
+@pytest.mark.parametrize(
+    "kernels, variable, taken",
+    [
+        ("auto", None, "onednn"),
+        pytest.param("auto", "0", "eigen", marks=pytest.mark.whole),
+        pytest.param("eigen", None, "eigen", marks=pytest.mark.whole),
+        pytest.param("onednn", "0", "onednn", marks=pytest.mark.whole),
+    ],
+)
+def test_what_tensorflow_takes(kernels, variable, taken):
+    if "AVX2" not in cpu_kernels.instruction_sets():
+        pytest.skip("this CPU has no AVX2")
+    environ = {k: v for k, v in os.environ.items() if k != cpu_kernels.VARIABLE}
+    environ |= {} if variable is None else {cpu_kernels.VARIABLE: variable}
+    program = CONNECTED.format(first="", options={"cpu_kernels": kernels})
+    done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [taken]
+    assert "oneDNN custom operations" not in done.stderr
+
+
+@pytest.mark.whole
+def test_tensorflow_imported_before_keeps_its_kernels_and_that_is_said():
+    if "AVX2" not in cpu_kernels.instruction_sets():
+        pytest.skip("this CPU has no AVX2")
+    environ = {k: v for k, v in os.environ.items() if k != cpu_kernels.VARIABLE}
+    program = CONNECTED.format(first="tensorflow,", options={})
+    done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-1] == "eigen"
+    assert "TensorFlow was imported before tfdist.connect()" in done.stdout + done.stderr
+
+
+def test_the_other_kind_comes_too_late():
+    message = f"--cpu_kernels={OTHER[HERE]} cannot be had: .* set TF_ENABLE_ONEDNN_OPTS={int(HERE == 'eigen')} before"
+    with pytest.raises(UserError, match=message):
+        tfdist.connect("default", cpu_kernels=OTHER[HERE])
+
+
+def test_an_unknown_kind(run):
+    done = run("tfdist.train", "--cpu_kernels=mkl")
+    assert done.returncode == 2
+    assert re.search("tfdist: error: .*--cpu_kernels.*mkl.*auto.*onednn.*eigen", done.stderr)
+
+
+def test_a_resume_with_other_kernels_says_so(connect, said):
+    training_run._tell_of_kernels(connect(1), HERE)
+    training_run._tell_of_kernels(connect(1), None)  # a checkpoint of an earlier version
+    assert said == []
+    training_run._tell_of_kernels(connect(1), OTHER[HERE])
+    assert said == [
+        f"the checkpoint was made with --cpu_kernels={OTHER[HERE]} and this run has {HERE}: it goes on, "
+        "and agrees to rounding"
+    ]
+
+
+@pytest.mark.whole
+def test_a_run_tells_its_kernels_and_keeps_them(run, tmp_path):
+    """As `environment.json` and the state of a checkpoint."""
+    done = run("tfdist.train", "--config.train.epochs=1", "--workdir=here", "--cpu_kernels=eigen", real=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "here/environment.json").read_text())["cpu_kernels"] == "eigen"
+    (state,) = (tmp_path / "here/checkpoints").glob("*/state.json")
+    assert json.loads(state.read_text())["cpu_kernels"] == "eigen"

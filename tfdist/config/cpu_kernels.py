@@ -1,0 +1,82 @@
+"""Which kernels TensorFlow computes with on a CPU: Eigen's, or oneDNN's, which it leaves off on many CPUs.
+
+TensorFlow turns oneDNN on by itself on CPUs with AVX-512 VNNI and the like
+alone; with AVX2 it is ahead too (docs/speed.md). It decides once, when it is
+imported, so whoever wants another kind must say so before.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pathlib
+import sys
+from collections.abc import MutableMapping
+
+from tfdist.errors import UserError
+
+CHOICES = ("auto", "onednn", "eigen")
+VARIABLE = "TF_ENABLE_ONEDNN_OPTS"
+_VALUES = {"onednn": "1", "eigen": "0"}
+_SETS = {"AVX2": "avx2", "AVX-512": "avx512f", "AVX-512 VNNI": "avx512_vnni", "AVX-512 BF16": "avx512_bf16"}
+_SETS |= {"AMX": "amx_tile", "AMX BF16": "amx_bf16"}
+
+
+def ask_for(kernels: str = "auto", environ: MutableMapping[str, str] = os.environ) -> None:
+    """Asks TensorFlow for its kernels, if it has not been imported yet.
+
+    Args:
+      kernels: one of `CHOICES`; `auto` leaves a variable of the user's as it
+        is, and else asks for oneDNN where the CPU has AVX2.
+      environ: the variables of this process.
+    """
+    if kernels in _VALUES:
+        environ[VARIABLE] = _VALUES[kernels]
+    elif not environ.get(VARIABLE) and "AVX2" in instruction_sets():
+        environ[VARIABLE] = _VALUES["onednn"]
+
+
+def wanted(environ: MutableMapping[str, str] = os.environ) -> str:
+    """Returns the kind that TensorFlow takes when it is imported with these variables, as far as that can be told."""
+    return "onednn" if environ.get(VARIABLE, "").lower() in ("1", "true") else "eigen"
+
+
+def in_use() -> str:
+    """Returns `onednn` or `eigen`: what TensorFlow, which this imports, computes with in this process."""
+    import tensorflow as tf  # noqa: F401  which decides when it is imported
+
+    try:
+        # Nothing public tells it, and the variable may have been set after the import.
+        from tensorflow.python.util._pywrap_util_port import IsMklEnabled
+    except ImportError:
+        return wanted()
+    return "onednn" if IsMklEnabled() else "eigen"
+
+
+def check(kernels: str) -> None:
+    """Checks that TensorFlow, imported by now, has taken what was asked for.
+
+    Raises:
+      UserError: it computes with others, since it was imported before or has no oneDNN.
+    """
+    if kernels in _VALUES and in_use() != kernels:
+        raise UserError(
+            f"--cpu_kernels={kernels} cannot be had: TensorFlow computes with the other kind, since it was imported "
+            f"before or knows no other; set {VARIABLE}={_VALUES[kernels]} before Python starts, or leave it out"
+        )
+
+
+def is_imported() -> bool:
+    """Tells whether TensorFlow has been imported, so that asking comes too late."""
+    return "tensorflow" in sys.modules
+
+
+@functools.cache
+def instruction_sets(cpuinfo: pathlib.Path = pathlib.Path("/proc/cpuinfo")) -> tuple[str, ...]:
+    """Returns those of this CPU that matter to the speed of training; none where Linux does not tell, or on ARM."""
+    try:
+        lines = cpuinfo.read_text(errors="replace").splitlines()
+    except OSError:
+        return ()
+    flags = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
+    return tuple(name for name, flag in _SETS.items() if flag in flags)
