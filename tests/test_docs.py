@@ -212,3 +212,24 @@ def test_the_table_of_packages_says_what_may_be_imported():
             libraries += packages
     assert told.pop("errors") == set()
     assert told == {package: set(allowed) for package, allowed in scope["MAY_IMPORT"].items()}
+
+
+def programs():
+    """Yields the Python programs of the pages that begin where one begins; that of README is in `make test`."""
+    for page in PAGES:
+        for i, block in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.S | re.M)):
+            if re.match(r"import tfdist\n|def train\(", block):
+                marks = [] if page.name == "README.md" else [pytest.mark.whole]
+                yield pytest.param(block, marks=marks, id=f"{page.name}-{i}")
+
+
+@pytest.mark.parametrize("program", programs())
+def test_programs_run_as_they_stand(program, tmp_path, tfds_dir):
+    """Written to a file and run in an empty folder, with the errors of a real start."""
+    (tmp_path / "program.py").write_text("import tfdist\n" * program.startswith("def") + program)
+    environ = {"PATH": "", "HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "TFDS_DATA_DIR": str(tfds_dir)}
+    done = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "Traceback" not in done.stderr

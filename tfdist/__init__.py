@@ -29,6 +29,7 @@ __all__ = [
     "connect",
     "evaluate",
     "fit",
+    "launch",
     "load_data",
     "predict",
 ]
@@ -36,6 +37,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Loads a public name on first use, so that `import tfdist` does not import TensorFlow."""
+    if name == "launch":  # a package that can be called, since its name is that of a command, too
+        return importlib.import_module("tfdist.launch")
     if name not in _HOMES:
         raise AttributeError(f"module 'tfdist' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -14,6 +14,7 @@ def executed(name, folder, monkeypatch, tfds_dir):
     monkeypatch.setenv("TFDS_DATA_DIR", str(tfds_dir))
     monkeypatch.setenv("PYTHONPATH", str(NOTEBOOKS.parent))
     monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "2")
+    monkeypatch.delenv("TF_ENABLE_ONEDNN_OPTS", raising=False)  # which the connecting of these tests has set
     notebook = nbformat.read(NOTEBOOKS / name, 4)
     nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(folder)}}).execute()
     return [shown(cell) for cell in notebook.cells if cell.cell_type == "code"]
@@ -33,6 +34,7 @@ def test_first_steps(tmp_path, monkeypatch, tfds_dir):
     assert said[0] == "<Distribution mirrored: 2 replicas, here on CPU:0, CPU:1>"
     assert said[1].endswith("<Loaded: 1,437 examples to train, 360 to evaluate, [8, 8, 1] uint8, 10 classes>")
     assert any("relative distance of all weights: " in text for text in said)
+    assert said[-1].startswith("tfdist: starting rank 0 to 1 of 2 workers here") and "'accuracy': [" in said[-1]
     assert not any("INFO" in text or "WARNING" in text for text in said)
     assert (tmp_path / "digits.keras").exists() and any((tmp_path / "checkpoints").iterdir())
 

@@ -1,0 +1,104 @@
+"""`tfdist.launch(function)`: workers of this machine that run a function, as a cell of a notebook has it."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from tfdist.distributed import child_process
+from tfdist.errors import TrainingError, UserError, one_line
+
+T = TypeVar("T")
+WORK, RESULT, ERROR = "work.pickle", "{rank}.result", "{rank}.error"
+"""Files in the folder that the workers share with who has started them."""
+
+
+def launch(function: Callable[..., T], *args: Any, nproc: int = 2) -> list[T]:
+    """Runs a function in several workers of this machine, and returns what each has returned, by rank.
+
+    For notebooks, where nothing but a function is at hand. The function calls
+    `tfdist.connect("multi_worker")` and makes model and data itself, since it
+    runs in other processes. What they print appears as of `tfdist.launch` on
+    the command line. One that fails ends all, and so does an interrupt.
+
+    Args:
+      function: a function, also of a cell, or a lambda.
+      *args: what it is called with; a copy of each travels to the workers.
+      nproc: how many workers; GPUs of this machine are divided among them.
+
+    Raises:
+      UserError: function or arguments cannot be sent to another process, or the workers cannot be started.
+      TrainingError: the function has failed, or what it returned cannot be sent back.
+    """
+    import cloudpickle
+
+    if not callable(function):
+        raise UserError(f"tfdist.launch() runs a function, got {type(function).__name__}: give one, then its arguments")
+    if isinstance(nproc, bool) or not isinstance(nproc, int) or nproc < 1:
+        raise UserError(f"nproc must be a whole number of at least 1, got {nproc!r}")
+    try:
+        work = cloudpickle.dumps((function, args))
+    except Exception as error:  # whatever the objects that it refers to raise
+        raise UserError(
+            f"{_name(function)} cannot be sent to workers ({one_line(error, 200)}): make model, data and distribution "
+            "inside of it"
+        ) from error
+    with tempfile.TemporaryDirectory(prefix="tfdist-launch-") as name:
+        folder = pathlib.Path(name)
+        (folder / WORK).write_bytes(work)
+        code = _run(folder, nproc)
+        errors = [path for rank in range(nproc) if (path := _of(folder, ERROR, rank)).exists()]
+        if errors:
+            first = min(errors, key=lambda path: path.stat().st_mtime_ns)  # others may have failed since it did
+            raise TrainingError(f"{_name(function)} has failed on rank {first.stem}: {first.read_text()}")
+        if code:
+            raise TrainingError(f"{_name(function)} has ended with code {code}: the workers' last lines say why")
+        return [pickle.loads(_of(folder, RESULT, rank).read_bytes()) for rank in range(nproc)]
+
+
+def _name(function: object) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _of(folder: pathlib.Path, pattern: str, rank: int) -> pathlib.Path:
+    return folder / pattern.format(rank=rank)
+
+
+def _run(folder: pathlib.Path, nproc: int) -> int:
+    """Starts the launcher, shows what it and its workers print, and returns its exit code."""
+    command = [sys.executable, "-m", "tfdist.launch", f"--nproc_per_node={nproc}"]
+    command += ["--", "-m", "tfdist.launch.function_worker", str(folder)]
+    # What this process can import, they can.
+    path = os.pathsep.join([*filter(None, sys.path)])
+    launcher = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=os.environ | {"PYTHONPATH": path},
+        start_new_session=True,  # or an interrupt of a notebook's kernel would reach it twice
+        preexec_fn=child_process.end_with_the_parent(),
+    )
+    assert launcher.stdout is not None
+    interrupted = False
+    while True:
+        try:
+            for line in launcher.stdout:
+                print(line, end="", flush=True)
+            code = launcher.wait()
+            break
+        except KeyboardInterrupt:
+            launcher.send_signal(signal.SIGKILL if interrupted else signal.SIGINT)
+            interrupted = True
+    if interrupted:
+        raise KeyboardInterrupt
+    return code
