@@ -304,6 +304,7 @@ def test_a_whole_life_of_a_run_folder(start, tmp_path, whole):
     assert len(list((tmp_path / "run.1/checkpoints").iterdir())) >= 3
 
 
+@pytest.mark.whole
 def test_two_runs_in_one_folder(start, tmp_path):
     first = start(*WAYS["default"], *FLAGS, "--config.train.epochs=100000")
     first.until("epoch      2/")
@@ -319,6 +320,7 @@ def test_two_runs_in_one_folder(start, tmp_path):
     assert not (tmp_path / "run/.lock").exists()
 
 
+@pytest.mark.whole
 def test_a_folder_that_is_removed_in_mid_run_is_made_anew(start, tmp_path, whole):
     program = start(*WAYS["default"], *FLAGS)
     program.until("epoch 2/8")
@@ -341,6 +343,7 @@ def small_disk(tmp_path):
     processes.run(["umount", "-l", tmp_path / "run"], check=True)
 
 
+@pytest.mark.whole
 def test_a_full_disk_costs_no_checkpoint_that_was_there(small_disk, start, tmp_path, whole):
     program = start(*WAYS["default"], *FLAGS)
     program.until("epoch 2/8")

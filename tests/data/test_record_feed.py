@@ -148,6 +148,7 @@ def splitmix(state):
     return z ^ z >> 31
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "replicas", [pytest.param(1, marks=pytest.mark.whole), 2, pytest.param(3, marks=pytest.mark.whole)]
 )

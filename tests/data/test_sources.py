@@ -120,6 +120,7 @@ def test_a_run_continues_anywhere_from_its_update_number():
         assert (call.feed[1][call.first].numpy() == fresh.feed[1][fresh.first].numpy()).all()
 
 
+@pytest.mark.whole
 def test_runs_with_one_seed_are_the_same_to_the_bit(connect):
     def weights(seed):
         keras.utils.set_random_seed(0)
@@ -197,6 +198,7 @@ def test_unusable_data(given, message):
         assert source.batches
 
 
+@pytest.mark.whole
 def test_a_later_batch_that_is_larger_than_the_first(connect):
     """As in Keras, every batch is an update, whatever its size."""
     dataset = tf.data.Dataset.range(10).map(lambda i: (tf.reshape(i, [1]), 0.0))

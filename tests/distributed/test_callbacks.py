@@ -20,6 +20,7 @@ def scene(world, name):
     return [worker[name] for worker in world[1]]
 
 
+@pytest.mark.whole
 def test_callbacks_that_write_are_called_on_the_chief_alone(world):
     chief, other = scene(world, "writers")
     expected = {"log.csv", *(f"{n}.keras" for n in range(1, 5)), "update 2.keras", "update 4.keras"}

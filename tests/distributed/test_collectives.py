@@ -44,6 +44,7 @@ def test_small_tensors_travel_together(bucket_bytes, sizes):
 CASE = next(c for c in training_cases.CASES if c.name == "uneven tail")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("dtype, most", [pytest.param("bfloat16", 1e-2, marks=pytest.mark.whole), ("float16", 1e-3)])
 def test_a_smaller_type_costs_some_agreement(dtype, most, connect):
     exact = training_cases.outcome(CASE, connect(1), "float32")[0]

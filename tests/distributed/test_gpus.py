@@ -154,6 +154,7 @@ def test_training_stops_when_tensorflow_sees_none_of_the_drivers_gpus(driver, ru
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.whole
 def test_training_on_the_cpu_of_a_gpu_machine_when_asked_for(driver, run):
     folder = driver(printing(FOUR))
     path = f"{folder}{os.pathsep}{os.environ['PATH']}"

@@ -103,6 +103,7 @@ def output(programs):
     return "\n---\n".join(program.text for program in programs)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("way, strategy, source", WAYS)
 def test_two_hosts(way, strategy, source, hosts, start, tmp_path, reference):
     assert_agrees(way(start, hosts), strategy, source, tmp_path, reference)

@@ -167,6 +167,7 @@ def test_a_file_within_an_epoch_has_averaged_statistics(connect, tmp_path):
     np.testing.assert_array_equal(keras.saving.load_model(file).layers[1].moving_mean.numpy(), seen[-1][0])
 
 
+@pytest.mark.whole
 def test_reduce_on_plateau(connect):
     model = small(connect(2), optimizer=keras.optimizers.SGD(0.0))
     fit(model, connect(2), callbacks=[keras.callbacks.ReduceLROnPlateau("loss", patience=1, factor=0.5)])
@@ -683,7 +684,7 @@ def test_a_metric_that_returns_a_python_number(connect):
 def test_connect_refuses_what_it_does_not_know(connect):
     with pytest.raises(
         tfdist.UserError,
-        match="has no option 'gpus': known are bucket_bytes, communication, devices, insecure, jit, stall_timeout, ",
+        match="has no option 'gpus': known are bucket_bytes, communication, cpu_kernels, devices, insecure, jit, ",
     ):
         tfdist.connect("default", gpus=2)
     with pytest.raises(tfdist.UserError, match="--virtual_devices=9 comes too late, TensorFlow has already started"):

@@ -171,6 +171,7 @@ def test_limits_of_the_session_as_in_keras(connect, said):
         keras.config.set_max_steps_per_epoch(None)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("replicas", [2, pytest.param(1, marks=pytest.mark.whole)])
 def test_validation_split_takes_the_last_examples_before_shuffling(replicas, connect):
     options = dict(batch_size=BATCH, epochs=2, shuffle=False, validation_split=0.3)

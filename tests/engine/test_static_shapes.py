@@ -32,7 +32,6 @@ SHORT = {
     "uneven tail": 3,
     "masked, accumulated": 2,
     "batch norm, uneven": 3,
-    "metrics built late": 2,
     "activity regulariser, uneven": 3,
     "add_loss, uneven": 2,
 }
@@ -99,6 +98,7 @@ def test_every_row_is_given_once(count, replicas, accumulate):
     assert seen == list(range(100, 100 + count))
 
 
+@pytest.mark.whole
 def test_data_sets_of_batches(static, connect):
     """A tf.data.Dataset whose length nobody knows, with a short batch in the middle and at the end."""
 
@@ -232,6 +232,7 @@ def test_what_static_shapes_cannot_do_is_refused_by_the_layers_name(model, x, me
         tfdist.fit(model, images if x is None else x, y, distribution=static(2), batch_size=12, verbose=0)
 
 
+@pytest.mark.whole
 def test_a_loss_that_looks_across_the_batch(static, connect):
     """The replicas exchange their rows, targets of int64 among them, of a batch that does not divide evenly."""
     case = training_cases.Case(
@@ -247,6 +248,7 @@ def relative(y, outputs):
     return values + 0.1 * keras.ops.max(values)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.whole)])
 def test_a_masked_loss_that_looks_across_the_batch(replicas, static, connect):
     """Masks travel as int32, which MirroredStrategy refuses to sum beside anything, with static shapes and without."""
@@ -258,6 +260,7 @@ def test_a_masked_loss_that_looks_across_the_batch(replicas, static, connect):
         training_cases.assert_agrees(training_cases.outcome(case, distribution, "float64"), expected, 1e-12)
 
 
+@pytest.mark.whole
 def test_the_comparison_can_fail(static, reference, monkeypatch):
     """Filler that counts must not agree."""
     case = next(c for c in training_cases.CASES if c.name == "uneven tail")

@@ -12,10 +12,7 @@ SEVERAL = "mirrored 2"
 IN_WORLDS = ("endpoint layer", "transfer learning, BatchNorm kept frozen", "several workers")
 SHORT = {
     "endpoint layer": SEVERAL,
-    "DCGAN": programs.ONE,
     "siamese pairs": SEVERAL,
-    "siamese triplets, by the mean": SEVERAL,
-    "several workers": SEVERAL,
 }
 """What `make test` runs, where."""
 

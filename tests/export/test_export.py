@@ -92,6 +92,7 @@ def picture_model(spec=PICTURES):
     return keras.Sequential([*layers, keras.layers.Dense(3)])
 
 
+@pytest.mark.whole
 def test_pictures_of_another_size_are_resized_as_the_pipeline_does(tmp_path):
     from tfdist.data.augmentation import ops
 

@@ -174,6 +174,7 @@ def test_logits_have_full_precision(name):
         assert inner == {"mixed_bfloat16": "bfloat16", "float64": "float64"}[precision]
 
 
+@pytest.mark.whole
 def test_saved_models_need_no_tfdist(tmp_path, monkeypatch):
     """The second has layers of its family's own; one of each will do."""
     small = {"depths": [1, 1, 1, 1], "projection_dims": [4, 8, 12, 16], "default_size": 224}

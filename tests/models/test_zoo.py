@@ -21,8 +21,8 @@ from tfdist.models.zoo import small, tables, text, vision
 
 TOLERANCE = 1e-6
 IN_WORLDS = ["cnn", "alexnet", "resnet_cifar", "vit", "char_transformer", "gpt", "table_mlp"]
-SHORT = ["resnet_cifar", "char_transformer"]
-"""What `make test` trains on two replicas: normalization, and sequences."""
+SHORT = ["char_transformer"]
+"""What `make test` trains on two replicas."""
 IMAGES = zoo_cases.images(16, 3)
 TOKENS = zoo_cases.tokens(10)
 
@@ -52,9 +52,9 @@ def test_mirrored_agrees_with_one_device(name, reference, connect):
 
 def cells():
     """Yields (strategy, model) of the table of two workers."""
-    for i, strategy in enumerate(["multi_worker", "horovod"]):
-        for k, name in enumerate(IN_WORLDS):
-            yield pytest.param(strategy, name, marks=[] if i == 0 and k == 5 else [pytest.mark.whole])
+    for strategy in ("multi_worker", "horovod"):
+        for name in IN_WORLDS:
+            yield pytest.param(strategy, name, marks=pytest.mark.whole)
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +152,7 @@ def test_stochastic_depth_leaves_out_whole_branches_of_single_examples():
     np.testing.assert_array_equal(drop(x), x)
 
 
+@pytest.mark.whole
 def test_sizes_are_those_of_the_papers():
     """Weights as published: He et al. 2016, table 6; Krizhevsky's one tower of 2014 has 61.1 million."""
     weights = lambda model: sum(int(np.prod(v.shape)) for v in model.trainable_variables)

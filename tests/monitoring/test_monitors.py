@@ -410,6 +410,7 @@ def test_a_dry_run_says_what_would_be_done_and_does_nothing(run, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.whole
 def test_what_a_run_leaves_of_its_time(run, tmp_path):
     """One run with everything on; its files against each other."""
     flags = ["--config.model.name=mlp", "--config.train.epochs=40", "--config.optimizer.warmup=0%"]

@@ -228,6 +228,7 @@ import signal; signal.pause()
 """
 
 
+@pytest.mark.whole
 def test_nothing_outlives_the_process_that_has_asked(tmp_path):
     """Not even SIGKILL leaves the server or its children behind."""
     parent = (

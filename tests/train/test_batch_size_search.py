@@ -82,6 +82,7 @@ def test_not_even_one(find, monkeypatch):
         find(most=1000)
 
 
+@pytest.mark.whole
 def test_an_error_of_the_experiment_is_told(find):
     with pytest.raises(UserError, match=r"model.options: memory_hungry_model:model takes no such arguments"):
         find(most="3, depth=7")

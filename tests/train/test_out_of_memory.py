@@ -68,7 +68,7 @@ def trainable(model):
     [
         pytest.param(0, 1, 6, marks=pytest.mark.faults),
         pytest.param(0, 3, 4, marks=pytest.mark.faults),
-        (5, 1, 6),
+        pytest.param(5, 1, 6, marks=pytest.mark.whole),
         pytest.param(5, 3, 4, marks=pytest.mark.faults),
     ],
 )

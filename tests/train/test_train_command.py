@@ -135,6 +135,7 @@ def model(spec, units):
     assert done.returncode == 0 and "mine:data, test, 30 examples" in done.stdout, done.stderr
 
 
+@pytest.mark.whole
 def test_precisions(run, tmp_path):
     for precision in ("float64", "mixed_bfloat16", "mixed_float16"):
         done = run("tfdist.train", *FAST, f"--config.train.precision={precision}", f"--workdir={precision}")

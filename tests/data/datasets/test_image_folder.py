@@ -316,6 +316,7 @@ def test_a_file_that_breaks_during_the_training_weighs_nothing(tmp_path, connect
     assert not black[6].any()
 
 
+@pytest.mark.whole
 def test_the_command(tmp_path, run):
     folder(tmp_path / "pictures", each=10)
     (tmp_path / "pictures" / "cat" / "empty.jpg").write_bytes(b"")
