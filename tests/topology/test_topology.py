@@ -59,6 +59,16 @@ def test_a_program_of_one_replica_exchanges_nothing_and_an_uneven_batch_has_fill
     assert uneven.rows == 6 and tuple(uneven.specs[0].shape) == (2, 3, 4, 4, 1)  # 11 rows over 4 replicas, twice
 
 
+def test_constants_of_booleans_have_a_byte_for_each():
+    """By a byte for eight of them, as TensorFlow writes them, newer compilers refuse a program."""
+    mask = np.tril(np.ones((16, 13), bool))
+    packed = np.packbits(mask, bitorder="little").tobytes().hex().upper()
+    line = '%0 = stablehlo.constant dense<"0x{}"> : tensor<16x13xi1>'
+    as_bytes = line.format(mask.tobytes().hex())
+    assert program._PACKED.sub(program._unpacked, line.format(packed)) == as_bytes
+    assert program._PACKED.sub(program._unpacked, as_bytes) == as_bytes
+
+
 def test_what_xla_cannot_compile_is_named():
     words = keras.Input((1,), dtype="int32", name="number")
     length = L.Lambda(lambda x: tf.cast(tf.strings.length(tf.strings.as_string(x)), "float32"), name="as_text")

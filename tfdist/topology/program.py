@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tensorflow.python.framework import auto_control_deps_utils
@@ -175,7 +177,20 @@ def export(
         raise UserError(f"XLA cannot compile {_culprit(error, model)}") from error
     # The dialect of TensorFlow's bridge, which other compilers do not read; a copy is there to keep apart two results.
     text = re.sub(r"\bmhlo\.copy\b", "stablehlo.optimization_barrier", text)
-    return _program(text, traced, specs, layout, model)
+    return _program(_PACKED.sub(_unpacked, text), traced, specs, layout, model)
+
+
+_PACKED = re.compile(r'dense<"0x([0-9A-Fa-f]+)"> : tensor<([0-9x]+)xi1>')
+"""A large constant of booleans, such as a causal mask, as TensorFlow's MLIR writes it."""
+
+
+def _unpacked(constant: re.Match[str]) -> str:
+    """Returns a constant of booleans with a byte for each, as newer versions of MLIR read it, and not a bit."""
+    number, packed = math.prod(map(int, constant[2].split("x"))), bytes.fromhex(constant[1])
+    if len(packed) != -(-number // 8):
+        return constant[0]
+    each = np.unpackbits(np.frombuffer(packed, np.uint8), count=number, bitorder="little")
+    return f'dense<"0x{each.tobytes().hex()}"> : tensor<{constant[2]}xi1>'
 
 
 def _specs(source: Source, layout: Layout) -> tuple[list[tf.TensorSpec], Structure]:
