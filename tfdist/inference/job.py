@@ -169,7 +169,8 @@ def _ready(
     if trained_for and trained_for.columns and other_data:
         data = new_rows(experiment, trained_for, asked, rows_alone)
     else:
-        data = distribution.peers.once(lambda: registry.load(experiment))
+        # Of another folder nothing was held out of a training.
+        data = distribution.peers.once(lambda: registry.load(experiment, hold_out=not other_data))
     if trained_for:
         compatibility.check_data(experiment, data.spec, trained_for)
         data = dataclasses.replace(data, spec=trained_for)

@@ -24,11 +24,12 @@ MEMORY_SHARE = 0.25
 """Share of the machine's memory that `data.cache=auto` lets a decoded split take."""
 
 
-def load(experiment: config.Experiment, prepare: bool) -> Loaded:
+def load(experiment: config.Experiment, prepare: bool, hold_out: bool) -> Loaded:
     """Loads the data set that `data.name` names, as it is stored: images keep their sizes where they may.
 
     Args:
       prepare: False to refuse one that would have to be downloaded first.
+      hold_out: evaluate on a tenth of an image folder that has no splits, and train on the rest.
 
     Raises:
       UserError: unknown name or split, no examples, or labels out of range.
@@ -45,7 +46,7 @@ def load(experiment: config.Experiment, prepare: bool) -> Loaded:
         case ["csv", ":", path]:
             return _from_table(experiment, path, options)
         case ["image_folder", ":", path]:
-            return _from_image_folder(experiment, path, options)
+            return _from_image_folder(experiment, path, options, hold_out)
         case ["text", ":", path]:
             return _from_text(experiment, path, options)
         case ["tfrecord", ":", path]:
@@ -81,7 +82,7 @@ def _from_table(experiment: config.Experiment, path: str, options: Options) -> L
     return Loaded(train, evaluation, train.size, spec)
 
 
-def _from_image_folder(experiment: config.Experiment, path: str, options: Options) -> Loaded:
+def _from_image_folder(experiment: config.Experiment, path: str, options: Options, hold_out: bool) -> Loaded:
     from tfdist.data.datasets import image_folder
 
     data = experiment.data
@@ -92,7 +93,7 @@ def _from_image_folder(experiment: config.Experiment, path: str, options: Option
     size = field_syntax.image_size(data.image_size)
     from_whole = ops.parse(data.augment).smallest is not None
     folder = image_folder.load(
-        path, data.train_split, data.eval_split, data.broken, size, data.resize, from_whole, most
+        path, data.train_split, data.eval_split, data.broken, size, data.resize, from_whole, most, hold_out
     )
     shape = size or folder.size
     if shape is None:
