@@ -64,12 +64,8 @@ def load(
     what = f"data.name='image_folder:{root}'"
     names, listed = image_scan.listing(root, what)
     sizes = {name: len(split.paths) for name, split in listed.items()}
-    if hold_out and (held := splits.held_out(train_split, eval_split, sizes)) != (train_split, eval_split):
-        logger.info(
-            f"{what} has no split {eval_split!r}: a tenth of its images, the same at every run, is held out for the "
-            f"evaluation (data.train_split={held[0]}, data.eval_split={held[1]} of {sizes['train']:,})"
-        )
-        train_split, eval_split = held
+    if hold_out:
+        train_split, eval_split = _held_out(train_split, eval_split, sizes, what)
     train, evaluation = (
         [(part, row) for part, rows in splits.select(text, sizes, field, root) for row in rows.tolist()]
         for field, text in (("data.train_split", train_split), ("data.eval_split", eval_split))
@@ -100,6 +96,17 @@ def load(
         names,
         every,
     )
+
+
+def _held_out(train: str, evaluation: str, sizes: dict[str, int], what: str) -> tuple[str, str]:
+    """Returns the splits, and says where a tenth is held out."""
+    held = splits.held_out(train, evaluation, sizes)
+    if held != (train, evaluation):
+        logger.info(
+            f"{what} has no split {evaluation!r}: a tenth of its images, the same at every run, is held out for the "
+            f"evaluation (data.train_split={held[0]}, data.eval_split={held[1]} of {sizes['train']:,})"
+        )
+    return held
 
 
 def _none_huge(
