@@ -15,6 +15,7 @@ import sys
 import pytest
 
 import tfdist
+from tfdist import __main__ as commands
 from tfdist.config import Experiment
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -22,7 +23,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")),
     *sorted(ROOT.glob("docs/*.md")),
 ]
-COMMANDS = ("train", "launch", "doctor", "compare", "evaluate", "predict", "export", "horovod_build", "topology")
+COMMANDS = tuple(commands.COMMANDS)
 FOREIGN = {"signal": "sbatch, timeout", "logdir": "tensorboard", "dist": "pytest"}
 """Flags of other programs that the pages show."""
 GROUPS = tuple(f.name for f in dataclasses.fields(Experiment) if f.name not in ("name", "seed"))
