@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Else every process of a test run compiles the package and the tests anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-all test-oldest faults horovod lint docs keras-tests topology-check bench bench-workers bench-checkpoints bench-watching bench-input clean
+.PHONY: train test test-all test-oldest faults horovod lint docs docs-test keras-tests topology-check bench bench-workers bench-checkpoints bench-watching bench-input clean
 
 train: .venv/ready
 	$(BIN)/python -m tfdist.train
@@ -57,6 +57,14 @@ lint: .venv/ready
 # The page that is made from what is beside the fields.
 docs: .venv/ready
 	$(BIN)/python -m tfdist.config.commands.field_docs > docs/fields.md
+
+# The commands that README.md and docs/ show, in a fresh environment with the wheel: half an hour on two cores.
+docs-test: .venv/ready
+	rm -rf build
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/docs .
+	$(PYTHON) -m venv build/docs/venv
+	build/docs/venv/bin/python -m pip install --quiet "$$(echo build/docs/tfdist-*.whl)[export,horovod]"
+	$(BIN)/python tests/support/docs_commands.py --bin=build/docs/venv/bin
 
 bench: .venv/ready
 	$(BIN)/python benchmarks/bench.py

@@ -15,6 +15,7 @@ MAY_IMPORT = {
     "engine": LIBRARIES[:6],
     "monitoring": LIBRARIES[:7],
     "export": [*LIBRARIES, "inference"],
+    "sweep": [*LIBRARIES, "compare"],
     "train": [*LIBRARIES, "topology"],
     **dict.fromkeys(["topology", "launch", "doctor", "compare", "inference", "horovod_build"], LIBRARIES),
 }

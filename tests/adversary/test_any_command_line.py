@@ -21,7 +21,16 @@ from tfdist.errors import UserError, shown
 SPECIMENS = {
     "name": ["digits", "a-b.c"],
     "seed": ["7"],
-    "data.name": ["digits", "synthetic", "csv:t.csv", "image_folder:.", "tfrecord:*.tfrecord", "text:*.txt"],
+    "data.name": [
+        "digits",
+        "synthetic",
+        "csv:t.csv",
+        "image_folder:.",
+        "tfrecord:*.tfrecord",
+        "text:*.txt",
+        "numpy:a.npz",
+        "parquet:t",
+    ],
     "data.train_split": ["train[:100]", "train[10%:20%]"],
     "data.eval_split": ["test[:50]", "train[-5%:]"],
     "data.cache": config.CACHES,

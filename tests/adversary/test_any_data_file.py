@@ -1,15 +1,18 @@
-"""Data files that are not what they seem: tables, images, TFRecord files and text are read, or refused in one line."""
+"""Data files that are not what they seem: of each kind that is read, they are read, or refused in one line."""
 
+import io
 import pathlib
 import struct
 import tempfile
 import zlib
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import tensorflow as tf
 from hypothesis import event, given
 from hypothesis import strategies as st
+from pyarrow import parquet
 from support import adversary
 
 from tfdist import config
@@ -302,3 +305,59 @@ def a_text(content, options):
         path = pathlib.Path(folder, "a.txt")
         path.write_bytes(content)
         read(folder, name=f"text:{path}", options=options, train_split="train[:80%]", eval_split="train[80%:]")
+
+
+# -- arrays and Parquet ---------------------------------------------------------------
+
+
+def stored():
+    """Files of NumPy and of Arrow that are right, by the ending of their names."""
+    x, y = PIXELS.reshape(-1, 4), np.arange(48) % 3
+    files = {}
+    for ending, write in (
+        ("npz", lambda file: np.savez(file, x=x, y=y)),
+        ("npy", lambda file: np.save(file, x)),
+        (
+            "parquet",
+            lambda file: parquet.write_table(pa.table({"x": x[:, 0], "t": ["ab"[i % 2] for i in y], "y": y}), file),
+        ),
+    ):
+        with io.BytesIO() as file:
+            write(file)
+            files[ending] = file.getvalue()
+    return files
+
+
+STORED = stored()
+ARRAY_FILE = dict(
+    ending_and_content=st.sampled_from(sorted(STORED)).flatmap(
+        lambda ending: st.tuples(st.just(ending), st.one_of(alterations(STORED[ending]), st.binary(max_size=60)))
+    ),
+    cache=st.sampled_from(config.CACHES),
+    options=st.one_of(st.just(""), adversary.mutated("shape=(2, 2), classes=3")),
+)
+
+
+def an_array_file(ending_and_content, cache, options):
+    ending, content = ending_and_content
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, f"x.{ending}")
+        path.write_bytes(content)
+        if ending == "parquet":
+            return read(folder, name=f"parquet:{path}", options="target=y", train_split="train")
+        if ending == "npy":
+            np.save(path.with_name("y.npy"), np.arange(48) % 3)
+        read(folder, name=f"numpy:{path if ending == 'npz' else folder}", options=options, cache=cache)
+
+
+@adversary.few(15)
+@given(**ARRAY_FILE)
+def test_some_array_files(ending_and_content, cache, options):
+    an_array_file(ending_and_content, cache, options)
+
+
+@pytest.mark.whole
+@adversary.examples(1500)
+@given(**ARRAY_FILE)
+def test_any_array_file(ending_and_content, cache, options):
+    an_array_file(ending_and_content, cache, options)

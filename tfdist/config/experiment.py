@@ -44,7 +44,7 @@ REDUCE_DTYPES = ("float32", "bfloat16", "float16")
 LR_SCALINGS = ("none", "linear", "sqrt")
 ON_NONFINITE = ("stop", "rollback")
 CACHES = ("auto", "memory", "stream")
-FILES = ("csv", "image_folder", "text", "tfrecord")
+FILES = ("csv", "hf", "image_folder", "numpy", "parquet", "text", "tfrecord")
 """What `data.name` may begin with to read files, as in `image_folder:/path`."""
 RESIZES = ("crop", "stretch", "pad")
 ON_BROKEN = ("refuse", "skip")
@@ -58,8 +58,9 @@ class Data:
     """Which examples are trained and evaluated on, and how they are read."""
 
     name: str = "digits"
-    """A TFDS name, `image_folder:/path`, `csv:/path`, `text:/pattern`, `tfrecord:/pattern`, `synthetic`, `stdlib_text`,
-    or `package.module:function` (see tfdist.data.datasets.registry.load)."""
+    """A TFDS name, `image_folder:/path`, `csv:/path`, `parquet:/path`, `numpy:/path`, `hf:/path` or `hf:name`,
+    `text:/pattern`, `tfrecord:/pattern`, `synthetic`, `stdlib_text`, or `package.module:function` (see
+    tfdist.data.datasets.registry.load)."""
     train_split: str = "train"
     """Which examples are trained on; of TFDS also a part, such as `train[:90%]`."""
     eval_split: str = "test"

@@ -20,7 +20,7 @@ COMMUNICATION = ("auto", "ring", "nccl")
 RESUME = ("auto", "never", "require")
 OF_A_RUN = (
     "workdir", "resume", "resume_changed", "requeue", "check_agreement", "progress", "tensorboard", "profile",
-    "dry_run", "topology",
+    "dry_run", "topology", "find_learning_rate",
 )  # fmt: skip
 """Fields that mean something to `tfdist.train` only."""
 MOST_THREADS = 1024
@@ -50,6 +50,7 @@ class Environment:
     profile: str = ""
     dry_run: bool = False
     topology: str = ""
+    find_learning_rate: bool = False
     communication: str = "auto"
     bucket_bytes: int | None = None
     insecure: bool = False
@@ -82,6 +83,7 @@ class Environment:
             )
         field_syntax.check_local("--workdir", self.workdir)
         self._check_profile()
+        self._check_search()
         self._check_topology()
         self._check_tpu()
         numbers = self.devices.split(",")
@@ -96,6 +98,15 @@ class Environment:
             raise UserError(
                 f"--strategy=default uses one device, --virtual_devices={self.virtual_devices} asks for more: "
                 "use --strategy=mirrored"
+            )
+
+    def _check_search(self) -> None:
+        asked = {"resume": self.resume == "require", "resume_changed": self.resume_changed, "requeue": self.requeue}
+        asked |= {"profile": bool(self.profile), "dry_run": self.dry_run}
+        if self.find_learning_rate and any(asked.values()):
+            name = next(name for name, given in asked.items() if given)
+            raise UserError(
+                f"--find_learning_rate tests rates and trains nothing, so --{name} says nothing: leave it out"
             )
 
     def _check_topology(self) -> None:
@@ -185,6 +196,11 @@ def define_flags() -> None:
         "topology",
         d.topology,
         "With --dry_run: compile for these devices, which need not be here, such as v5e-8 or h100x8.",
+    )
+    flags.DEFINE_bool(
+        "find_learning_rate",
+        d.find_learning_rate,
+        "Instead of training, let the rate grow over 200 updates, and write which ones can be used into --workdir.",
     )
     flags.DEFINE_enum(
         "communication",

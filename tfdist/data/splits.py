@@ -23,6 +23,20 @@ def named(texts: Iterable[str]) -> set[str]:
     return {part.split("[")[0].strip() for text in texts for part in text.split("+")}
 
 
+def held_out(train: str, evaluation: str, sizes: Mapping[str, int]) -> tuple[str, str]:
+    """Returns the splits for training and evaluation, a tenth of the examples for the latter where all are in one.
+
+    To be called only where slices are not sorted, such as by class. Other splits than a whole `train`, and one by a
+    common name that is not there, are returned as they are.
+    """
+    size = sizes.get("train", 0)
+    missing = evaluation.strip().lower() in NAMES and evaluation.strip() not in sizes
+    if list(sizes) != ["train"] or train.strip() != "train" or not missing or size < 2:
+        return train, evaluation
+    tenth = max(1, round(size / 10))
+    return f"train[:-{tenth}]", f"train[-{tenth}:]"
+
+
 def select(text: str, sizes: Mapping[str, int], field: str, what: str) -> list[tuple[str, np.ndarray]]:
     """Returns the examples that a split consists of.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import importlib.machinery
+import importlib.util
 import json
 import os
 import pathlib
@@ -50,10 +51,23 @@ def _files(kind: str, pattern: str) -> list[Check]:
         if not os.path.isdir(path):
             return [fail(NAME, f"there is no folder {path}", "give data.name the path of a folder of images")]
         return [ok(NAME, f"images in {path}, which only a run looks at")]
+    if kind == "hf":
+        return _of_hugging_face(pattern, path)
     paths = glob.glob(path, recursive=True)
     if not paths:
         return [fail(NAME, f"there is no file {path}", "correct the path in data.name")]
     return [ok(NAME, f"{len(paths):,} {kind} file{'s' * (len(paths) > 1)}: {path}")]
+
+
+def _of_hugging_face(name: str, path: str) -> list[Check]:
+    """Checks the package and, of a folder, that it is there; the Hub is not asked."""
+    if importlib.util.find_spec("datasets") is None:
+        return [fail(NAME, f"hf:{name} needs a package that is not installed", "pip install datasets")]
+    if os.path.isdir(path):
+        return [ok(NAME, f"a data set of Hugging Face in {path}, which only a run looks at")]
+    if name.startswith(("/", ".", "~")):
+        return [fail(NAME, f"there is no folder {path}", "give data.name a folder that save_to_disk has written")]
+    return [ok(NAME, f"{name} of the Hugging Face Hub, or of its cache, which only a run asks")]
 
 
 def _function(reference: str) -> list[Check]:

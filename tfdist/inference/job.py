@@ -169,7 +169,8 @@ def _ready(
     if trained_for and trained_for.columns and other_data:
         data = new_rows(experiment, trained_for, asked, rows_alone)
     else:
-        data = distribution.peers.once(lambda: registry.load(experiment))
+        # Of another folder nothing was held out of a training.
+        data = distribution.peers.once(lambda: registry.load(experiment, hold_out=not other_data))
     if trained_for:
         compatibility.check_data(experiment, data.spec, trained_for)
         data = dataclasses.replace(data, spec=trained_for)
@@ -220,9 +221,10 @@ def new_rows(experiment: config.Experiment, spec: Spec, asked: ModelRequest, row
     from tfdist.data.sources import Arrays
 
     kind, _, path = experiment.data.name.partition(":")
-    if kind != "csv":
+    if kind not in ("csv", "parquet"):
         raise UserError(
-            f"data.name={experiment.data.name!r} is no table, and the model was trained on one: give csv:PATH"
+            f"data.name={experiment.data.name!r} is no table, and the model was trained on one: "
+            "give csv:PATH or parquet:PATH"
         )
     if "config.data.eval_split" in asked.changes:
         raise UserError("all rows of another table are taken: leave out --config.data.eval_split")
@@ -231,11 +233,11 @@ def new_rows(experiment: config.Experiment, spec: Spec, asked: ModelRequest, row
     if rows_alone:
         if asked.changes.get("config.data.broken") == "skip":
             raise UserError("every row of a table gets a prediction: correct bad ones, and leave out data.broken=skip")
-        rows = Arrays((table_inference.read_inputs(path, spec.columns, options),))
+        rows = Arrays((table_inference.read_inputs(path, spec.columns, options, kind),))
     else:
         skip = experiment.data.broken == "skip"
         target = cast("Column", spec.target)  # a table without one could not have been trained on
-        rows = Arrays(table_inference.read_rows(path, spec.columns, target, options, skip))
+        rows = Arrays(table_inference.read_rows(path, spec.columns, target, options, skip, kind))
     return loaded.Loaded(rows, rows, rows.size, spec)
 
 

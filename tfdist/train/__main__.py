@@ -34,7 +34,8 @@ def train_and_evaluate(experiment: config.Experiment, environment: runtime_optio
       environment: where to run and what to show.
 
     Returns:
-      The `tfdist.monitoring.recorder.Result` that was also written to `result.json`; None after a dry run.
+      The `tfdist.monitoring.recorder.Result` that was also written to `result.json`; None after a dry run and after
+      a test of learning rates.
 
     Raises:
       UserError: experiment or environment cannot be used.
@@ -112,6 +113,11 @@ def _run(
     from tfdist.train.run import Run
 
     prepared = prepare(experiment, environment, site, folder, distribution, proposal)
+    if environment.find_learning_rate:
+        from tfdist.train import rate_search
+
+        rate_search.run(prepared, environment, folder, distribution)
+        return None
     run = Run(prepared, environment, site, folder, distribution)
     if environment.dry_run:
         run.rehearse()

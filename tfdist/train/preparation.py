@@ -19,7 +19,7 @@ from tfdist.distributed.connect import Site
 from tfdist.distributed.distribution import Distribution
 from tfdist.models import build as models
 from tfdist.models import objective, optimizers
-from tfdist.train import batch_size_search
+from tfdist.train import batch_size_search, rate_range
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,6 +72,8 @@ def prepare(
     data = distribution.peers.once(lambda: registry.load(experiment, not environment.dry_run))
     distribution.peers.check_same(registry.facts(data), "the data set")
     schedule = schedule_lib.make(experiment, data.examples, distribution.replicas)
+    if environment.find_learning_rate:
+        schedule = rate_range.plan(schedule)
     logger.info(f"{experiment.name}: {schedule.describe()}")
     weights_of_classes = class_weights.told(experiment.train.class_weight, data)
     with distribution.scope():

@@ -13,7 +13,7 @@ from PIL import Image
 
 import tfdist
 from tfdist import config
-from tfdist.data import image_decoding, image_sources, sources
+from tfdist.data import image_decoding, image_sources, sources, splits
 from tfdist.data.augmentation import ops
 from tfdist.data.datasets import image_folder, image_scan, registry
 from tfdist.data.feeds.record_feed import in_order
@@ -84,6 +84,38 @@ def test_folders_for_splits_and_slices(tmp_path):
     assert [p.parts[0] for p in paths] == ["train"] * 24 + ["val"] * 6 + ["train"] * 6
     labels = np.concatenate([everything(source)[1] for source in (found.train, found.eval)])
     assert [found.names[label] for label in labels] == [p.parts[1] for p in paths]
+
+
+def test_a_tenth_of_a_flat_folder_is_held_out(tmp_path, caplog):
+    """Every image is on one side, the classes are on both, and a run that asks for all of `train` gets it."""
+    folder(tmp_path, ("cat", "dog"), each=40)
+    caplog.set_level("INFO", "tfdist")
+    plain = dict(train_split="train", eval_split="test")
+    loaded = registry.load(experiment(tmp_path, **plain))
+    assert (loaded.train.size, loaded.eval.size) == (72, 8)
+    assert "a tenth of its images, the same at every run, is held out" in caplog.text
+    paths = lambda source: [source.name(i) for i in range(source.size)]
+    assert sorted(paths(loaded.train) + paths(loaded.eval)) == sorted(map(str, tmp_path.glob("*/*.jpg")))
+    assert set(loaded.eval.labels) == {0, 1}
+    again = registry.load(experiment(tmp_path, train_split="train[:-8]", eval_split="train[-8:]"))
+    assert (paths(again.train), paths(again.eval)) == (paths(loaded.train), paths(loaded.eval)), "as the line says"
+    assert registry.load(experiment(tmp_path, train_split="train", eval_split="train")).eval.size == 80
+    with pytest.raises(UserError, match="has no split 'test'"):  # as `predict` asks for another folder
+        registry.load(experiment(tmp_path, **plain), hold_out=False)
+
+
+@pytest.mark.parametrize("size, held", [(2, 1), (4, 1), (14, 1), (16, 2), (95, 10)])
+def test_how_many_are_a_tenth(size, held):
+    assert splits.held_out("train", "test", {"train": size}) == (f"train[:-{held}]", f"train[-{held}:]")
+
+
+@pytest.mark.parametrize(
+    "case", [("train", "mine", 9), ("train[:5]", "test", 9), ("train", "train[5:]", 9), ("train", "test", 1)]
+)
+def test_what_is_not_held_out(case):
+    train, evaluation, size = case
+    assert splits.held_out(train, evaluation, {"train": size}) == (train, evaluation)
+    assert splits.held_out("train", "test", {"train": 5, "val": 2}) == ("train", "test")
 
 
 FORMATS = [
@@ -355,7 +387,7 @@ def test_the_command(tmp_path, run):
         (lambda p: folder(p, ("cat",)), {}, "there is only one class, 'cat'"),
         (
             folder,
-            dict(eval_split="test"),
+            dict(eval_split="test"),  # beside a slice of train, a tenth would be held out twice
             "data.eval_split='test': .* has no split 'test': known are train, and slices such as train",
         ),
         (folder, dict(train_split="train[:0%]"), "selects none of the 21 examples"),

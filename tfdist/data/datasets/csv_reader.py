@@ -26,7 +26,7 @@ MISSING = frozenset(("", "na", "n/a", "nan", "null", "none", "?"))
 NUMBERS = 0.95
 """Share of a column's values that must be numbers, or it is a category; the rest are bad rows."""
 
-_LARGEST = float(np.finfo(np.float32).max)
+LARGEST = float(np.finfo(np.float32).max)
 """More than this would be infinite as a target."""
 _END = "\x1a"
 """A line behind the last: a quote that nobody closes would otherwise swallow the rest of a file in silence."""
@@ -205,7 +205,7 @@ class _Reader:
                 places = self._places[name]
                 chunk[name] = np.array([places.setdefault(v.strip(), len(places)) for v in column], np.int32)
                 continue
-            chunk[name], wrong, huge = _numbers(column)
+            chunk[name], wrong, huge = numbers(column)
             self._wrong[name] += len(wrong)
             self._present[name] += _present(chunk[name], wrong, huge)
             for i in (*wrong, *huge):
@@ -257,16 +257,16 @@ def _lines(rows: list[list[str]], before: int, last: int) -> Sequence[int]:
 
 
 def _kind(column: tuple[str, ...]) -> str:
-    numbers, wrong, huge = _numbers(column)
-    return "category" if len(wrong) > (1 - NUMBERS) * _present(numbers, wrong, huge) else "number"
+    values, wrong, huge = numbers(column)
+    return "category" if len(wrong) > (1 - NUMBERS) * _present(values, wrong, huge) else "number"
 
 
-def _present(numbers: np.ndarray, wrong: list[int], huge: list[int]) -> int:
+def _present(values: np.ndarray, wrong: list[int], huge: list[int]) -> int:
     """Returns how many values are not missing."""
-    return len(numbers) - int(np.isnan(numbers).sum()) + len(wrong) + len(huge)
+    return len(values) - int(np.isnan(values).sum()) + len(wrong) + len(huge)
 
 
-def _numbers(column: tuple[str, ...]) -> tuple[np.ndarray, list[int], list[int]]:
+def numbers(column: Sequence[str]) -> tuple[np.ndarray, list[int], list[int]]:
     """Returns the values, NaN where there is none that can be used, and the places of two kinds of bad ones.
 
     The first are texts that are neither a number nor missing. The others are infinite, or would be in float32: they are
@@ -283,6 +283,6 @@ def _numbers(column: tuple[str, ...]) -> tuple[np.ndarray, list[int], list[int]]
             except ValueError:
                 if text.strip().lower() not in MISSING:
                     wrong.append(i)
-    huge = np.flatnonzero(np.abs(values) > _LARGEST).tolist()
+    huge = np.flatnonzero(np.abs(values) > LARGEST).tolist()
     values[huge] = math.nan
     return values, wrong, huge

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 import os
@@ -24,11 +25,12 @@ MEMORY_SHARE = 0.25
 """Share of the machine's memory that `data.cache=auto` lets a decoded split take."""
 
 
-def load(experiment: config.Experiment, prepare: bool) -> Loaded:
+def load(experiment: config.Experiment, prepare: bool, hold_out: bool) -> Loaded:
     """Loads the data set that `data.name` names, as it is stored: images keep their sizes where they may.
 
     Args:
       prepare: False to refuse one that would have to be downloaded first.
+      hold_out: evaluate on a tenth of an image folder that has no splits, and train on the rest.
 
     Raises:
       UserError: unknown name or split, no examples, or labels out of range.
@@ -42,10 +44,14 @@ def load(experiment: config.Experiment, prepare: bool) -> Loaded:
 
         return _from_splits(experiment, user_functions.call("data.options", stdlib_text.load, options))
     match data.name.partition(":"):
-        case ["csv", ":", path]:
-            return _from_table(experiment, path, options)
+        case ["csv" | "parquet" as kind, ":", path]:
+            return _from_table(experiment, kind, path, options)
+        case ["hf", ":", name]:
+            return _from_huggingface(experiment, name, options, prepare)
         case ["image_folder", ":", path]:
-            return _from_image_folder(experiment, path, options)
+            return _from_image_folder(experiment, path, options, hold_out)
+        case ["numpy", ":", path]:
+            return _from_arrays(experiment, path, options)
         case ["text", ":", path]:
             return _from_text(experiment, path, options)
         case ["tfrecord", ":", path]:
@@ -71,17 +77,22 @@ def _from_splits(experiment: config.Experiment, splits: dict) -> Loaded:
     )
 
 
-def _from_table(experiment: config.Experiment, path: str, options: Options) -> Loaded:
+def _splits(data: config.Data) -> dict[str, str]:
+    """Returns the splits that are asked for, by the field that asks."""
+    return {"data.train_split": data.train_split, "data.eval_split": data.eval_split}
+
+
+def _from_table(experiment: config.Experiment, kind: str, path: str, options: Options) -> Loaded:
     from tfdist.data.datasets import tables
 
     data = experiment.data
-    made = tables.prepare(path, options, (data.train_split, data.eval_split), data.broken == "skip")
+    made = tables.prepare(path, options, (data.train_split, data.eval_split), data.broken == "skip", kind)
     train, evaluation = Arrays(made.train), Arrays(made.eval)
     spec = Spec((len(made.columns),), "float32", made.classes, 1.0, made.names, made.columns, made.target)
     return Loaded(train, evaluation, train.size, spec)
 
 
-def _from_image_folder(experiment: config.Experiment, path: str, options: Options) -> Loaded:
+def _from_image_folder(experiment: config.Experiment, path: str, options: Options, hold_out: bool) -> Loaded:
     from tfdist.data.datasets import image_folder
 
     data = experiment.data
@@ -92,7 +103,7 @@ def _from_image_folder(experiment: config.Experiment, path: str, options: Option
     size = field_syntax.image_size(data.image_size)
     from_whole = ops.parse(data.augment).smallest is not None
     folder = image_folder.load(
-        path, data.train_split, data.eval_split, data.broken, size, data.resize, from_whole, most
+        path, data.train_split, data.eval_split, data.broken, size, data.resize, from_whole, most, hold_out
     )
     shape = size or folder.size
     if shape is None:
@@ -107,9 +118,8 @@ def _from_tfrecords(experiment: config.Experiment, path: str, options: Options) 
     from tfdist.data.datasets import tfrecords
 
     data = experiment.data
-    splits = {"data.train_split": data.train_split, "data.eval_split": data.eval_split}
     size = field_syntax.image_size(data.image_size)
-    files = tfrecords.load(path, splits, options, data.broken == "skip", size is not None)
+    files = tfrecords.load(path, _splits(data), options, data.broken == "skip", size is not None)
     if files.dtype != "uint8":
         size = None
     shape = files.shape if size is None else (*size, files.shape[-1])
@@ -117,6 +127,29 @@ def _from_tfrecords(experiment: config.Experiment, path: str, options: Options) 
     train = _held(files.train, data, size, from_whole)
     spec = Spec(shape, files.dtype, files.classes, 255.0 if files.dtype == "uint8" else 1.0)
     return Loaded(train, _held(files.eval, data, size), files.train.size, spec)
+
+
+def _from_arrays(experiment: config.Experiment, path: str, options: Options) -> Loaded:
+    from tfdist.data.datasets import array_files
+
+    data = experiment.data
+    made = array_files.load(path, _splits(data), options, lambda size: _fits(size, data.cache))
+    return Loaded(made.train, made.eval, made.train.size, made.spec)
+
+
+def _from_huggingface(experiment: config.Experiment, name: str, options: Options, prepare: bool) -> Loaded:
+    from tfdist.data.datasets import huggingface
+
+    data = experiment.data
+    size = field_syntax.image_size(data.image_size)
+    found = huggingface.load(name, _splits(data), options, size is not None, prepare)
+    spec = found.spec
+    if spec.dtype != "uint8" or len(spec.shape) != 3:
+        size = None
+    shape = spec.shape if size is None else (*size, spec.shape[-1])
+    from_whole = size is not None and ops.parse(data.augment).smallest is not None
+    train = _held(found.train, data, size, from_whole)
+    return Loaded(train, _held(found.eval, data, size), found.train.size, dataclasses.replace(spec, shape=shape))
 
 
 def _held(source: Records, data: config.Data, size: tuple[int, int] | None, whole: bool = False) -> Source:
@@ -134,8 +167,7 @@ def _from_text(experiment: config.Experiment, path: str, options: Options) -> Lo
 
     data = experiment.data
     memory = {"memory": math.inf, "stream": 0.0, "auto": _memory()}[data.cache]
-    splits = {"data.train_split": data.train_split, "data.eval_split": data.eval_split}
-    train, evaluation = user_functions.call("data.options", text.load, options, path, splits, memory)
+    train, evaluation = user_functions.call("data.options", text.load, options, path, _splits(data), memory)
     shape = (options.get("length", text.LENGTH),)
     return Loaded(train, evaluation, train.size, Spec(shape, "int32", text.VOCABULARY, text.VOCABULARY - 1.0))
 

@@ -41,6 +41,7 @@ def load(
     policy: str = "crop",
     whole: bool = False,
     most: int = image_decoding.MOST_PIXELS,
+    hold_out: bool = True,
 ) -> Folder:
     """Finds the images and looks at each file once, by its first and last bytes; those in doubt are decoded.
 
@@ -54,6 +55,7 @@ def load(
       policy: how images are made that size, see `ops.resize`.
       whole: the training images are needed in their full size.
       most: pixels in an image; those with more count as broken.
+      hold_out: where the folder has no splits and others are not asked for, evaluate on a tenth and train on the rest.
 
     Raises:
       UserError: no such folder or split, no images, or broken ones that are not to be skipped.
@@ -62,6 +64,8 @@ def load(
     what = f"data.name='image_folder:{root}'"
     names, listed = image_scan.listing(root, what)
     sizes = {name: len(split.paths) for name, split in listed.items()}
+    if hold_out:
+        train_split, eval_split = _held_out(train_split, eval_split, sizes, what)
     train, evaluation = (
         [(part, row) for part, rows in splits.select(text, sizes, field, root) for row in rows.tolist()]
         for field, text in (("data.train_split", train_split), ("data.eval_split", eval_split))
@@ -92,6 +96,17 @@ def load(
         names,
         every,
     )
+
+
+def _held_out(train: str, evaluation: str, sizes: dict[str, int], what: str) -> tuple[str, str]:
+    """Returns the splits, and says where a tenth is held out."""
+    held = splits.held_out(train, evaluation, sizes)
+    if held != (train, evaluation):
+        logger.info(
+            f"{what} has no split {evaluation!r}: a tenth of its images, the same at every run, is held out for the "
+            f"evaluation (data.train_split={held[0]}, data.eval_split={held[1]} of {sizes['train']:,})"
+        )
+    return held
 
 
 def _none_huge(

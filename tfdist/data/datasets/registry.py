@@ -20,17 +20,18 @@ from tfdist.data.sources import facts as data_facts
 from tfdist.errors import UserError
 
 
-def load(experiment: config.Experiment, prepare: bool = True) -> Loaded:
+def load(experiment: config.Experiment, prepare: bool = True, hold_out: bool = True) -> Loaded:
     """Loads the experiment's data set, preparing it first where TFDS must.
 
     Args:
       prepare: False to refuse one that would have to be downloaded first.
+      hold_out: evaluate on a tenth of an image folder that has no splits, and train on the rest.
 
     Raises:
       UserError: unknown name or split, no examples, labels out of range, or
         data that would have to be downloaded and cannot be.
     """
-    loaded = formats.load(experiment, prepare)
+    loaded = formats.load(experiment, prepare, hold_out)
     if experiment.data.cache == "stream" and isinstance(loaded.train, Arrays):
         raise UserError(f"data.cache=stream: {experiment.data.name} can only be read into memory as a whole: use auto")
     return _pictured(experiment, loaded)

@@ -8,15 +8,13 @@ one being the mean; `categories` int32 [n, columns], places in the vocabulary,
 from __future__ import annotations
 
 import dataclasses
-import glob
-import os
 from typing import Any
 
 import numpy as np
 
 from tfdist.config import field_syntax
 from tfdist.config.messages import logger
-from tfdist.data.datasets import csv_reader, table_encoding
+from tfdist.data.datasets import csv_reader, table_encoding, table_files
 from tfdist.data.sources import order
 from tfdist.data.spec import Column
 from tfdist.data.splits import named, select
@@ -54,27 +52,6 @@ class TableOptions:
     in_order: bool = False
 
 
-def files(path: str) -> dict[str, list[str]]:
-    """Finds the files of each split.
-
-    These are `train.csv` and `test.csv` of a folder; else all that the folder or pattern has are `train`.
-    """
-    path = os.path.expanduser(path)
-    if os.path.isdir(path):
-        paths = sorted(f for end in ("csv", "csv.gz") for f in glob.glob(os.path.join(glob.escape(path), f"*.{end}")))
-        by_name = {os.path.basename(f).removesuffix(".gz").removesuffix(".csv"): [f] for f in paths}
-        if "train" in by_name:
-            if len(by_name) < len(paths):
-                twice = next(f for f in paths if [f] not in by_name.values())
-                raise UserError(f"{twice} is there as .csv and as .csv.gz: remove one of them")
-            return by_name
-    else:
-        paths = [path] if os.path.isfile(path) else sorted(f for f in glob.glob(path) if os.path.isfile(f))
-    if not paths:
-        raise UserError(f"data.name=csv:{path} has no files: give a CSV file, a folder of *.csv files, or a pattern")
-    return {"train": paths}
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prepared:
     """Both splits as arrays, and what a model must know."""
@@ -92,21 +69,24 @@ def prepare(
     options: field_syntax.Options,
     splits: tuple[str, str],
     skip: bool = False,
+    kind: str = "csv",
 ) -> Prepared:
-    """Reads the tables of `csv:path`.
+    """Reads the tables of `csv:path`, or of `parquet:path`.
 
     Args:
       options: see `TableOptions`.
       splits: those for training and evaluation, such as `train[:80%]` and `train[80%:]`.
       skip: leave bad rows out, with a line that says which.
+      kind: `csv` or `parquet`.
 
     Raises:
       UserError: no files, unknown columns or splits, bad rows, or targets that cannot be learned.
     """
-    by_split = files(path)
-    delimiter = delimiter_of(options)
-    names = csv_reader.header(by_split["train"][0], delimiter)
-    chosen = _options(options, names, path)
+    by_split = table_files.by_split(kind, path)
+    reader = table_files.Reader(kind, options)
+    what = f"{kind}:{path}"
+    names = reader.header(by_split["train"][0])
+    chosen = _options(options, names, what)
     inputs = _inputs(chosen, names)
     kinds = dict.fromkeys(chosen.categories, "category")
     if chosen.classify is not None:
@@ -116,14 +96,14 @@ def prepare(
     # The file to train on first: it decides what the columns of the others are.
     for name in sorted(by_split, key=lambda name: (name != "train", name)):
         if name in wanted or name == "train":
-            table = csv_reader.read(by_split[name], [*inputs, chosen.target], kinds, chosen.delimiter, skip)
+            table = reader.read(by_split[name], [*inputs, chosen.target], kinds, skip)
             if table.skipped:
                 logger.info(f"WARNING: left out: {csv_reader.described(table.skipped)}")
-            table = table_encoding.leave_out_without(table, chosen.target, f"{name} of csv:{path}", skip)
+            table = table_encoding.leave_out_without(table, chosen.target, f"{name} of {what}", skip)
             kinds |= dict.fromkeys(table.numbers, "number") | dict.fromkeys(table.categories, "category")
             parts[name] = table
     sizes = {name: parts[name].size if name in parts else 0 for name in by_split}
-    cut = lambda field, text: _cut(select(text, sizes, field, f"csv:{path}"), parts, chosen.in_order)
+    cut = lambda field, text: _cut(select(text, sizes, field, what), parts, chosen.in_order)
     train, evaluation = cut("data.train_split", splits[0]), cut("data.eval_split", splits[1])
     columns = tuple(_described(train, name) for name in inputs)
     target, classes = _target(train, chosen)
@@ -134,14 +114,14 @@ def prepare(
     return Prepared(made[0], made[1], columns, target, classes, target.vocabulary if classes else ())
 
 
-def _options(given: field_syntax.Options, names: list[str], path: str) -> TableOptions:
+def _options(given: field_syntax.Options, names: list[str], what: str) -> TableOptions:
     columns = ", ".join(names)
     known = [field.name for field in dataclasses.fields(TableOptions)]
     for name in given:
         if name not in known:
             raise UserError(f"unknown {name!r} in data.options{field_syntax.suggest(name, tuple(known))}")
     if "target" not in given:
-        raise UserError(f"csv:{path} needs data.options=target=NAME, the column to predict, one of: {columns}")
+        raise UserError(f"{what} needs data.options=target=NAME, the column to predict, one of: {columns}")
     lists = ("use", "leave_out", "categories")
     values: dict[str, Any] = {k: _listed(k, v) if k in lists else v for k, v in given.items()}
     chosen = TableOptions(**values)
@@ -149,7 +129,7 @@ def _options(given: field_syntax.Options, names: list[str], path: str) -> TableO
         value = getattr(chosen, field)
         for name in (value,) if field == "target" else value:
             if name not in names:
-                raise UserError(f"data.options: there is no column {name!r} for {field} in {path}: it has {columns}")
+                raise UserError(f"data.options: there is no column {name!r} for {field} in {what}: it has {columns}")
     for field, value in (("classify", chosen.classify), ("in_order", chosen.in_order)):
         if not isinstance(value, bool) and not (value is None and field == "classify"):
             raise UserError(f"data.options: {field} must be True or False, got {value!r}")
@@ -219,10 +199,3 @@ def _target(table: csv_reader.Table, chosen: TableOptions) -> tuple[Column, int 
         return _described(table, name), None
     occur = [table.texts[name][i] for i in np.unique(table.categories[name])]
     return Column(name, "category", vocabulary=tuple(sorted(occur, key=table_encoding.by_value))), len(occur)
-
-
-def delimiter_of(options: field_syntax.Options) -> str:
-    delimiter = options.get("delimiter", ",")
-    if not isinstance(delimiter, str) or len(delimiter) != 1 or delimiter in '"\r\n':
-        raise UserError(f"data.options: delimiter must be one character, and no quote, got {delimiter!r}")
-    return delimiter

@@ -9,7 +9,7 @@ import pathlib
 import re
 import string
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import resources
 
 from tfdist.checkpoints.run_folder import RunFolder, strict
@@ -75,20 +75,35 @@ def render(path: pathlib.Path, result: dict | None = None, findings: Findings | 
     ]
     bodies = [(name, heading, _patient(make)) for name, heading, make in sections]
     there = [(name, heading, body) for name, heading, body in bodies if body]
+    written = f"tfdist {mapping(record.result.get('versions')).get('tfdist', '')}, {time.strftime('%Y-%m-%d %H:%M %Z')}"
+    return assembled(
+        f"{record.name}: {record.result.get('status', 'not finished')}",
+        _patient(lambda: _header(record)),
+        _patient(lambda: _figures(record)),
+        there,
+        f"{path.absolute().name} · written by {written}",
+    )
+
+
+def assembled(title: str, header: Html, figures: Html, sections: Sequence[tuple[str, str, Html]], footer: str) -> str:
+    """Returns a page of these parts, in the look that all pages have.
+
+    Args:
+      sections: anchor, heading and body of each.
+    """
     page = string.Template(resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
     script = re.search(r"<script>(.*?)</script>", page.template, re.DOTALL)
     digest = hashlib.sha256(script[1].encode() if script else b"").digest()
-    written = f"tfdist {mapping(record.result.get('versions')).get('tfdist', '')}, {time.strftime('%Y-%m-%d %H:%M %Z')}"
     return page.substitute(
         script_sha256=base64.b64encode(digest).decode(),
-        title=html.escape(f"{record.name}: {record.result.get('status', 'not finished')}"),
-        header=_patient(lambda: _header(record)),
-        links=join(*(tag("a", heading, href=f"#{name}") for name, heading, _ in there)),
-        figures=_patient(lambda: _figures(record)),
+        title=html.escape(title),
+        header=header,
+        links=join(*(tag("a", heading, href=f"#{name}") for name, heading, _ in sections)),
+        figures=figures,
         sections=join(
-            *(tag("section", tag("h2", heading), body, id=name, class_="card") for name, heading, body in there)
+            *(tag("section", tag("h2", heading), body, id=name, class_="card") for name, heading, body in sections)
         ),
-        footer=html.escape(f"{path.absolute().name} · written by {written}"),
+        footer=html.escape(footer),
     )
 
 

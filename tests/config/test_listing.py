@@ -1,0 +1,44 @@
+"""`python -m tfdist`: the commands, each with a line."""
+
+import configparser
+import pathlib
+import re
+
+import pytest
+
+from tfdist.__main__ import COMMANDS, listing
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+
+
+def test_the_commands_are_those_of_readme_and_of_the_wheel():
+    rows = re.findall(r"^\| `python -m tfdist\.(\w+)` \| ([^|`]+) \|", (ROOT / "README.md").read_text(), re.M)
+    assert dict(rows) == COMMANDS
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    scripts = re.findall(r"^(\S+) = ", setup["options.entry_points"]["console_scripts"], re.M)
+    assert set(scripts) == {"tfdist", *(f"tfdist-{name.replace('_', '-')}" for name in COMMANDS)}
+    modules = {p.parent.name for p in ROOT.glob("tfdist/*/__main__.py")} | {"evaluate", "predict"}
+    assert modules == set(COMMANDS)
+
+
+def test_it_lists_them_without_tensorflow(run, tmp_path):
+    (tmp_path / "poison").mkdir()
+    (tmp_path / "poison/tensorflow.py").write_text("raise AssertionError")
+    for asked in ([], ["--help"]):
+        done = run("tfdist", *asked, path=str(tmp_path / "poison"))
+        assert (done.returncode, done.stdout) == (0, listing() + "\n"), done.stderr
+    assert all(f"  python -m tfdist.{name} " in done.stdout for name in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    "argument, message",
+    [
+        ("trian", "unexpected argument 'trian' for python -m tfdist: did you mean 'train'?"),
+        ("train", "unexpected argument 'train': write python -m tfdist.train"),
+        ("--devices=all", "unexpected argument '--devices=all' for python -m tfdist: known are train, "),
+    ],
+)
+def test_anything_else_is_refused(argument, message, run):
+    done = run("tfdist", argument)
+    assert (done.returncode, done.stdout) == (2, "") and message in done.stderr

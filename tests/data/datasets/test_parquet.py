@@ -1,0 +1,145 @@
+"""Parquet tables: the same as the CSV of the same table, and what their types decide."""
+
+import csv
+import datetime
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+import tfdist
+from tfdist.data.datasets import table_inference, tables
+from tfdist.errors import UserError
+
+RNG = np.random.default_rng(0)
+SIZE = [None if i % 7 == 3 else float(v) for i, v in enumerate(RNG.normal(50, 10, 60))]
+COLOUR = [("red", "blü", None)[i] for i in RNG.integers(0, 3, 60)]
+DOORS = RNG.integers(0, 9, 60).tolist()
+PRICE = RNG.normal(1000, 300, 60).tolist()
+CARS = {"size": SIZE, "colour": COLOUR, "doors": DOORS, "price": PRICE}
+CUT = ("train[:40]", "train[40:]")
+
+
+def write(path, columns, **how):
+    parquet.write_table(pa.table(columns), path, **how)
+    return str(path)
+
+
+def load(path, options, splits=CUT, skip=False):
+    return tables.prepare(str(path), options, splits, skip, kind="parquet")
+
+
+def test_it_is_the_table_that_csv_is(tmp_path):
+    """Mixed before it is cut, and standardised; texts may be a dictionary, and row groups are no borders."""
+    with open(tmp_path / "cars.csv", "w", newline="") as file:
+        rows = [["" if v is None else v for v in row] for row in zip(*CARS.values())]
+        csv.writer(file).writerows([list(CARS), *rows])
+    want = tables.prepare(str(tmp_path / "cars.csv"), {"target": "price"}, CUT)
+    dictionary = {**CARS, "colour": pa.array(COLOUR).dictionary_encode()}
+    for columns in (CARS, dictionary):
+        got = load(write(tmp_path / "cars.parquet", columns, row_group_size=7), {"target": "price"})
+        assert (got.columns, got.target, got.classes) == (want.columns, want.target, want.classes)
+        for a, b in zip((got.train, got.eval), (want.train, want.eval)):
+            assert a[0].keys() == b[0].keys()
+            for name in a[0]:
+                np.testing.assert_array_equal(a[0][name], b[0][name])
+            np.testing.assert_array_equal(a[1], b[1])
+    # By NumPy alone:
+    order = np.random.Generator(np.random.Philox(key=np.zeros(2, np.uint64))).permutation(60)
+    np.testing.assert_array_equal(got.train[1], np.array(PRICE)[order[:40]].astype("float32"))
+
+
+@pytest.mark.parametrize(
+    "values, options, names",
+    [
+        (["b", "a"] * 30, {}, ("a", "b")),
+        (["10", "9"] * 30, {}, ("9", "10")),
+        ([3, 1] * 30, {}, ("1", "3")),
+        ([3.0, 1.0] * 30, {}, ("1", "3")),
+        ([True, False] * 30, {}, ("False", "True")),
+        (list(range(60)), {}, ()),
+        ([3, 1] * 30, {"classify": False}, ()),
+        (list(range(60)), {"classify": True}, tuple(map(str, range(60)))),
+    ],
+)
+def test_what_is_a_class(values, options, names, tmp_path):
+    path = write(tmp_path / "t.parquet", {"x": SIZE, "y": values})
+    got = load(path, {"target": "y", "in_order": True, **options}, ("train", "train"))
+    assert (got.names, got.classes) == (names, len(names) or None)
+    told = [str(v).removesuffix(".0") for v in values]
+    assert [names[i] for i in got.train[1]] == told if names else got.train[1].tolist() == values
+    again = table_inference.read_rows(path, got.columns, got.target, options, kind="parquet")
+    np.testing.assert_array_equal(again[1], got.train[1])
+    np.testing.assert_array_equal(again[0]["numbers"], got.train[0]["numbers"])
+
+
+def test_splits_in_several_files(tmp_path):
+    """As data sets are stored on hubs: pieces of one split belong together, and the test rows are not trained on."""
+    for i in range(2):
+        write(tmp_path / f"train-0000{i}-of-00002.parquet", {"x": [i, 10 + i], "y": ["a", "b"]})
+    write(tmp_path / "test-00000-of-00001.parquet", {"x": [99], "y": ["a"]})
+    got = load(tmp_path, {"target": "y", "in_order": True}, ("train", "test"))
+    x = got.train[0]["numbers"][:, 0] * got.columns[0].std + got.columns[0].mean
+    np.testing.assert_allclose(x, [0, 10, 1, 11], atol=1e-5)
+    assert len(got.eval[1]) == 1
+
+
+def test_by_the_name_of_an_experiment(tmp_path):
+    path = write(tmp_path / "cars.parquet", CARS)
+    data = tfdist.load_data(f"parquet:{path}", train_split=CUT[0], eval_split=CUT[1], options="target=price")
+    assert (data.examples, [c.kind for c in data.spec.columns]) == (40, ["number", "category", "number"])
+
+
+def test_rows_that_float32_does_not_hold(tmp_path, caplog):
+    path = write(tmp_path / "t.parquet", {"x": [1.0, float("inf"), 3.0, 1e39], "y": ["a", "b", "a", "b"]})
+    with pytest.raises(
+        UserError, match=r"t.parquet row 2 has inf for a number in column 'x'; .* row 4 has 1e\+39 .*skip"
+    ):
+        load(path, {"target": "y"}, ("train", "train"))
+    caplog.set_level("INFO", "tfdist")
+    got = load(path, {"target": "y"}, ("train", "train"), skip=True)
+    assert len(got.train[1]) == 2 and "left out: " in caplog.text
+
+
+def test_new_rows_need_no_target(tmp_path):
+    got = load(write(tmp_path / "t.parquet", CARS), {"target": "price", "in_order": True}, ("train", "train"))
+    new = write(tmp_path / "new.parquet", {name: CARS[name] for name in ("doors", "colour", "size")})
+    inputs = table_inference.read_inputs(new, got.columns, {"target": "price", "delimiter": ";"}, kind="parquet")
+    for name, values in inputs.items():
+        np.testing.assert_array_equal(values, got.train[0][name])
+    lacking = write(tmp_path / "less.parquet", {"doors": DOORS})
+    with pytest.raises(UserError, match="lacks the columns size, colour"):
+        table_inference.read_inputs(lacking, got.columns, {}, kind="parquet")
+
+
+@pytest.mark.parametrize(
+    "make, options, message",
+    [
+        (lambda p: str(p / "no.parquet"), {}, "parquet:.* has no files: give a Parquet file, a folder of"),
+        (lambda p: (p / "t.parquet").write_text("x,y") and str(p / "t.parquet"), {}, "cannot be read: .*: give a Parq"),
+        (lambda p: write(p / "t.parquet", CARS), {}, "parquet:.* needs data.options=target=NAME, the co"),
+        (lambda p: write(p / "t.parquet", CARS), {"target": "cost"}, "there is no column 'cost' for target"),
+        (lambda p: write(p / "t.parquet", CARS), {"target": "price", "delimiter": ";"}, "delimiter is for CSV"),
+        (
+            lambda p: write(p / "t.parquet", {**CARS, "day": [datetime.date(2020, 1, 1)] * 60}),
+            {"target": "price"},
+            r"column 'day' of .* is date32\[day\], neither numbers nor texts: leave it out with data.opt",
+        ),
+        (
+            lambda p: write(p / "t.parquet", {"x": [[1]] * 3, "y": [1, 2, 3]}),
+            {"target": "y"},
+            "column 'x' of .* is list<.*>, neither numbers nor texts",
+        ),
+        (
+            lambda p: write(p / "t.parquet", {"x": ["1", "two", "3"], "y": [1, 2, 3]}),
+            {"target": "x", "classify": False},
+            "row 2 has 'two' for a number in column 'x'",
+        ),
+        (lambda p: write(p / "t.parquet", {"x": [1, 2], "y": [None, 1]}), {"target": "y"}, "1 rows in .* no target"),
+        (lambda p: write(p / "t.parquet", dict.fromkeys("xy", pa.array([], pa.int8()))), {"target": "y"}, "no rows"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(make, options, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        load(make(tmp_path), options, ("train", "train"))

@@ -1,0 +1,245 @@
+"""`numpy:/path`: a `.npz` file, or a folder of `.npy` files, as examples in memory or by number.
+
+An array is a column of a split: `x_train`, `train_x`, or `x` where there are no splits. Files are never unpickled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import glob
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.config import field_syntax
+from tfdist.config.field_syntax import Options
+from tfdist.data.datasets import class_targets
+from tfdist.data.sources import Arrays, Records
+from tfdist.data.spec import Spec
+from tfdist.data.splits import NAMES, select
+from tfdist.errors import UserError, one_line
+
+COLUMNS = ("x", "y", "weight")
+_OPTIONS = (*COLUMNS, "shape", "classes", "classify")
+_PIXEL = 255.0
+_PIECE = 1 << 26
+"""Bytes that are looked at together."""
+
+T = TypeVar("T")
+
+Part = tuple[str, np.ndarray, slice]
+"""An array's name, the array, and which of its rows."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ArraySplits:
+    """Both splits, and what a model must know."""
+
+    train: Arrays | Records
+    eval: Arrays | Records
+    spec: Spec
+
+
+def load(path: str, splits: Mapping[str, str], options: Options, fits: Callable[[float], bool]) -> ArraySplits:
+    """Reads the arrays of both splits; those of `.npy` files that do not fit stay in their files.
+
+    Args:
+      path: a `.npz` file, or a folder of `.npy` files.
+      splits: those for training and evaluation, by the field that asks for each.
+      options: names of the columns where they are others (`x=images, y=labels`), `shape=(28, 28, 1)` that an input has,
+        and `classes` and `classify`, see `class_targets.targets`.
+      fits: whether so many bytes are to be held in memory.
+
+    Raises:
+      UserError: no such files or arrays, arrays that do not belong together, labels out of range.
+    """
+    what = f"numpy:{path}"
+    if unknown := [name for name in options if name not in _OPTIONS]:
+        raise UserError(f"unknown {unknown[0]!r} in data.options{field_syntax.suggest(unknown[0], _OPTIONS)}")
+    arrays, in_files = _opened(os.path.expanduser(path), what)
+    named = {column: _name(column, options) for column in COLUMNS}
+    by_split = _by_split(arrays, named, "weight" in options, what)
+    sizes = {split: len(columns["x"][1]) for split, columns in by_split.items()}
+    cut = {
+        field: [
+            (by_split[name], slice(int(rows[0]), int(rows[-1]) + 1)) for name, rows in select(t, sizes, field, what)
+        ]
+        for field, t in splits.items()
+    }
+    parts = {
+        field: {c: [(*columns[c], rows) for columns, rows in pieces] for c in pieces[0][0]}
+        for field, pieces in cut.items()
+    }
+    train, evaluation = parts.values()
+    if set(train) != set(evaluation):
+        raise UserError(f"{what}: some splits have weights and others have none: give them to all, or to none")
+    targets = class_targets.targets(_joined(train["y"]), _joined(evaluation["y"]), options, keras.config.floatx())
+    shape = _shape([part for split in parts.values() for part in split["x"]], options, what)
+    dtype = _stored(train["x"][0][1].dtype)
+    sources: list[Arrays | Records] = []
+    for split, y in ((train, targets.train), (evaluation, targets.eval)):
+        columns = [y, *([_joined(split["weight"]).astype(keras.config.floatx())] if "weight" in split else [])]
+        size = len(y) * math.prod(shape) * dtype.itemsize
+        if in_files and not fits(size):
+            sources.append(_by_number(split["x"], columns, shape, dtype))
+        else:
+            sources.append(Arrays((_joined(split["x"]).astype(dtype).reshape(-1, *shape), *columns)))
+    maximum = _PIXEL if dtype == np.uint8 else _maximum(train["x"], what)
+    return ArraySplits(sources[0], sources[1], Spec(shape, dtype.name, targets.classes, maximum))
+
+
+def _opened(path: str, what: str) -> tuple[dict[str, Callable[[], np.ndarray]], bool]:
+    """Returns what reads each array, by its name, and whether rows can be read from the files later."""
+    if os.path.isdir(path):
+        files = sorted(glob.glob(os.path.join(glob.escape(path), "*.npy")))
+        if not files:
+            raise UserError(f"{what}: there are no .npy files: give a folder that has some, or a .npz file")
+        mapped = {f: functools.partial(np.load, f, mmap_mode="r") for f in files}
+        return {os.path.basename(f)[: -len(".npy")]: functools.partial(_read, f, mapped[f]) for f in files}, True
+    if not os.path.isfile(path):
+        raise UserError(f"{what}: there is no such file: give a .npz file, or a folder of .npy files")
+    if path.endswith(".npy"):
+        raise UserError(f"{what} is a single array: give the folder of x.npy and y.npy, or a .npz file with both")
+    opened = _read(path, functools.partial(np.load, path))
+    if not isinstance(opened, np.lib.npyio.NpzFile):
+        raise UserError(f"{what} is no .npz file: write it with numpy.savez(path, x=..., y=...)")
+    one = lambda name: functools.partial(_read, f"{path}: {name}", functools.partial(opened.__getitem__, name))
+    return {name: one(name) for name in opened.files}, False
+
+
+def _read(path: str, read: Callable[[], T]) -> T:
+    try:
+        return read()
+    except Exception as error:  # a damaged file can fail anywhere in NumPy, in zipfile and in zlib
+        objects = "pickle" in str(error) or "Python objects" in str(error)
+        hint = "write it without Python objects" if objects else "write it anew with numpy.save or numpy.savez"
+        why = one_line(error, 100).rstrip(".:") or type(error).__name__
+        raise UserError(f"{path} cannot be read: {why}: {hint}") from None
+
+
+def _name(column: str, options: Options) -> str:
+    name = options.get(column, column)
+    if not isinstance(name, str) or not name:
+        raise UserError(f"data.options: {column} must be the name of an array, got {name!r}")
+    return name
+
+
+def _by_split(
+    arrays: Mapping[str, Callable[[], np.ndarray]], named: Mapping[str, str], weighted: bool, what: str
+) -> dict[str, dict[str, tuple[str, np.ndarray]]]:
+    """Returns the columns of each split, with the names that they have in the file."""
+    by_split: dict[str, dict[str, tuple[str, np.ndarray]]] = {}
+    for name, read in arrays.items():
+        for column, stem in named.items():
+            split = "train" if name == stem else next((s for s in NAMES if name in (f"{stem}_{s}", f"{s}_{stem}")), "")
+            if not split:
+                continue
+            if column in by_split.setdefault(split, {}):
+                other = by_split[split][column][0]
+                raise UserError(f"{what}: {other} and {name} are both {column} of {split}: rename one of them")
+            by_split[split][column] = name, read()
+    listed = ", ".join(sorted(arrays)[:20]) or "none"
+    if not any("x" in columns for columns in by_split.values()):
+        raise UserError(
+            f"{what} has no array {named['x']!r} or {named['x']}_train: it has {listed}; "
+            "name them with data.options, as in x=images, y=labels"
+        )
+    for split, columns in by_split.items():
+        missing = [column for column in ("x", "y", *(["weight"] if weighted else [])) if column not in columns]
+        if missing:
+            raise UserError(
+                f"{what}: {split} has no array for {missing[0]} ({named[missing[0]]}): it has {listed}; "
+                "add it, or name it with data.options"
+            )
+        for column, (name, array) in columns.items():
+            kinds = "fiub" if column != "weight" else "fiu"
+            if array.dtype.kind not in kinds or array.ndim == 0:
+                raise UserError(f"{what}: {name} is {array.dtype} {list(array.shape)}: give numbers for each example")
+        lengths = {name: len(array) for name, array in columns.values()}
+        if len(set(lengths.values())) > 1:
+            told = ", ".join(f"{name} has {length:,}" for name, length in lengths.items())
+            raise UserError(f"{what}: {split} has arrays of different lengths: {told}")
+    return by_split
+
+
+def _joined(parts: Sequence[Part]) -> np.ndarray:
+    """Returns the rows of all parts, in memory."""
+    shapes = {name: array.shape[1:] for name, array, _ in parts}
+    if len(set(shapes.values())) > 1:
+        told = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+        raise UserError(f"arrays that are taken together have other shapes: {told}")
+    return np.concatenate([array[rows] for _, array, rows in parts])
+
+
+def _stored(dtype: np.dtype) -> np.dtype:
+    """Returns the type in which an array is trained on: floats in Keras' own, the bytes in this machine's order."""
+    return np.dtype(keras.config.floatx()) if dtype.kind == "f" else dtype.newbyteorder("=")
+
+
+def _shape(parts: Sequence[Part], options: Options, what: str) -> tuple[int, ...]:
+    """Returns the shape of an input."""
+    name, first, _ = parts[0]
+    for other, array, _ in parts:
+        if (array.shape[1:], _stored(array.dtype)) != (first.shape[1:], _stored(first.dtype)):
+            raise UserError(
+                f"{what}: {other} is {array.dtype} {list(array.shape[1:])} and {name} {first.dtype} "
+                f"{list(first.shape[1:])} for each example: make them alike"
+            )
+    shape = first.shape[1:] or (1,)
+    wanted = options.get("shape", shape)
+    wanted = (wanted,) if isinstance(wanted, int) else wanted
+    if not isinstance(wanted, (tuple, list)) or not all(type(n) is int and n > 0 for n in wanted):
+        raise UserError(f"data.options: shape must be whole numbers such as (28, 28, 1), got {options.get('shape')!r}")
+    if math.prod(wanted) != math.prod(shape) or not math.prod(shape):
+        raise UserError(f"data.options: shape={tuple(wanted)} does not fit {name}, of {list(shape)} for each example")
+    return tuple(wanted)
+
+
+def _by_number(parts: Sequence[Part], columns: list[np.ndarray], shape: tuple[int, ...], dtype: np.dtype) -> Records:
+    """Returns a source whose inputs stay in their files."""
+    ends = np.cumsum([rows.stop - rows.start for _, _, rows in parts])
+
+    def place(number: int) -> tuple[int, int]:
+        part = int(np.searchsorted(ends, number, "right"))
+        return part, int(number - ends[part]) + parts[part][2].stop
+
+    def get(numbers: np.ndarray) -> np.ndarray:
+        rows = np.empty([len(numbers), *shape], dtype)
+        for i, number in enumerate(numbers.tolist()):
+            part, row = place(number)
+            rows[i] = parts[part][1][row].reshape(shape)
+        return rows
+
+    with tf.device("CPU:0"):
+        tables = [tf.constant(column) for column in columns]
+
+    def read(numbers: tf.Tensor) -> tuple:
+        x = tf.ensure_shape(tf.numpy_function(get, [numbers], dtype), [None, *shape])
+        return x, *(tf.gather(table, numbers) for table in tables)
+
+    def name(number: int) -> str:
+        part, row = place(number)
+        return f"example {row} of {parts[part][0]}.npy"
+
+    y = columns[0]
+    labels = y if y.dtype.kind == "i" and y.ndim == 1 else None
+    return Records(len(y), read, lambda stored, seed: stored, name=name, labels=labels)
+
+
+def _maximum(parts: Sequence[Part], what: str) -> float:
+    """Returns the largest input, which scales whole numbers and pixels that are floats."""
+    most = -math.inf
+    for name, array, rows in parts:
+        step = max(1, _PIECE // max(1, array[:1].nbytes))
+        for start in range(rows.start, rows.stop, step):
+            piece = array[start : min(start + step, rows.stop)]
+            if piece.dtype.kind == "f" and not np.isfinite(piece).all():
+                raise UserError(f"{what}: {name} has numbers that are NaN or infinite: correct them, or leave them out")
+            most = max(most, float(piece.max()))
+    return most or 1.0

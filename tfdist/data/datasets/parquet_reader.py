@@ -1,0 +1,159 @@
+"""Reads Parquet files into columns, as `csv_reader` does CSV: what is a number and what a category, its types say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tfdist.data.datasets import csv_reader
+from tfdist.data.datasets.csv_reader import Table, described
+from tfdist.errors import UserError, one_line
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+def header(path: str) -> list[str]:
+    """Returns the column names of a file.
+
+    Raises:
+      UserError: it is no Parquet file, or a name is given twice.
+    """
+    names = _file(path).schema_arrow.names
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"{path} has two columns named {name!r}: rename one of them")
+    return names
+
+
+def read(paths: Sequence[str], columns: Iterable[str], kinds: dict[str, str], skip: bool | None = False) -> Table:
+    """Reads these columns of all files.
+
+    Args:
+      kinds: `number` or `category` of the columns for which it is known; of the others the type of the column decides.
+      skip: leave out rows whose numbers float32 does not hold; None where that cannot be asked for.
+
+    Raises:
+      UserError: bad rows, types that are neither numbers nor texts, or files of different tables.
+    """
+    columns, kinds = list(columns), dict(kinds)
+    first = header(paths[0])
+    parts: dict[str, list[np.ndarray]] = {name: [] for name in columns}
+    places: dict[str, dict[str, int]] = {name: {} for name in columns}
+    bad: list[str] = []
+    size = 0
+    for path in paths:
+        names = header(path)
+        if sorted(names) != sorted(first):
+            other = ", ".join(sorted(set(names) ^ set(first)))
+            raise UserError(f"{path} has other columns than {paths[0]} ({other}): give files of one table")
+        table = _taken(path, columns)
+        wrong: dict[int, str] = {}
+        chunk = {}
+        for name in columns:
+            values = table.column(name).combine_chunks()
+            kind = kinds.setdefault(name, _kind(path, name, values.type))
+            if kind == "number":
+                chunk[name], bounds = _numbers(path, name, values)
+                for i in bounds:
+                    wrong.setdefault(i, f"{path} row {i + 1} has {values[i].as_py()!r} for a number in column {name!r}")
+            else:
+                known = places[name]
+                texts = _texts(path, name, values)
+                chunk[name] = np.array([known.setdefault(text, len(known)) for text in texts], np.int32)
+        keep = np.ones(table.num_rows, bool)
+        keep[list(wrong)] = False
+        bad += [wrong[i] for i in sorted(wrong)]
+        size += int(keep.sum())
+        for name, part in chunk.items():
+            parts[name].append(part[keep])
+    if bad and not skip:
+        instead = "" if skip is None else ", or leave such rows out with data.broken=skip"
+        raise UserError(f"{described(bad)}: correct the file{instead}")
+    if not size:
+        raise UserError(f"{paths[0]} has no rows" + " that can be used" * bool(bad))
+    joined = {name: np.concatenate(column) for name, column in parts.items()}
+    of = lambda wanted: [name for name in columns if kinds[name] == wanted]
+    return Table(
+        {name: joined[name] for name in of("number")},
+        {name: joined[name] for name in of("category")},
+        {name: list(places[name]) for name in of("category")},
+        size,
+        bad,
+    )
+
+
+def _file(path: str) -> Any:
+    from pyarrow import parquet
+
+    try:
+        return parquet.ParquetFile(path)
+    except Exception as error:  # Arrow has errors of its own, some of them those of Python
+        raise _unreadable(path, error) from None
+
+
+def _taken(path: str, columns: list[str]) -> pa.Table:
+    try:
+        return _file(path).read(columns=columns)
+    except UserError:
+        raise
+    except Exception as error:  # as above
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: str, error: Exception) -> UserError:
+    why = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error, 150).rstrip(".")
+    return UserError(f"{path} cannot be read: {why}: give a Parquet file")
+
+
+def _kind(path: str, name: str, kind: pa.DataType) -> str:
+    """Returns whether a column of this type is of numbers or of categories."""
+    from pyarrow import types
+
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    if types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind):
+        return "number"
+    if any(of(kind) for of in (types.is_string, types.is_large_string, types.is_string_view, types.is_boolean)):
+        return "category"
+    if types.is_null(kind):  # of which nothing is known: as in CSV, a column without values is of numbers
+        return "number"
+    raise UserError(
+        f"column {name!r} of {path} is {kind}, neither numbers nor texts: leave it out with "
+        f"data.options=leave_out={[name]}"
+    )
+
+
+def _plain(values: pa.Array) -> pa.Array:
+    return values.dictionary_decode() if hasattr(values, "dictionary_decode") else values
+
+
+def _numbers(path: str, name: str, values: pa.Array) -> tuple[np.ndarray, list[int]]:
+    """Returns the values, NaN where there is none that can be used, and where they are no numbers of float32."""
+    import pyarrow as pa
+
+    values = _plain(values)
+    if _kind(path, name, values.type) == "category" and not pa.types.is_boolean(values.type):
+        floats, wrong, huge = csv_reader.numbers(_texts(path, name, values))
+        return floats, sorted([*wrong, *huge])
+    if pa.types.is_boolean(values.type):
+        values = values.cast(pa.uint8())
+    floats = values.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False).astype(np.float64)
+    wrong = np.flatnonzero(np.abs(floats) > csv_reader.LARGEST).tolist()
+    floats[wrong] = np.nan
+    return floats, wrong
+
+
+def _texts(path: str, name: str, values: pa.Array) -> list[str]:
+    """Returns the texts of a column, stripped; "" where there is none, and whole numbers without a point."""
+    values = _plain(values)
+    _kind(path, name, values.type)
+
+    def text(value: object) -> str:
+        if isinstance(value, float):  # a column of whole numbers with gaps has become one of floats somewhere
+            return "" if np.isnan(value) else str(int(value)) if value.is_integer() else str(value)
+        return "" if value is None else str(value).strip()
+
+    return [text(value) for value in values.to_pylist()]

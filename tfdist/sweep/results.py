@@ -1,0 +1,119 @@
+"""What a sweep comes to: a row for each run, which is the best, and tables of them. No TensorFlow."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Iterable, Mapping, Sequence
+
+from tfdist.config import schedule
+from tfdist.errors import UserError
+from tfdist.monitoring.report import run_files
+
+NONE = "-"
+USUAL = ("accuracy", "loss")
+"""Metrics by which runs are compared, the first that there is."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """One run; the names are those of `sweep.json`. None where there is nothing to tell."""
+
+    name: str
+    values: Mapping[str, object]
+    """By field."""
+    folder: str
+    command: str
+    status: str = "waiting"
+    """`waiting`, `running`, `completed`, `refused` (the experiment cannot be used) or `failed`."""
+    reason: str = ""
+    seconds: float | None = None
+    updates: int | None = None
+    examples_per_second: float | None = None
+    evaluation: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    weights_norm: float | None = None
+
+
+def completed(row: Row) -> Row:
+    """Returns the row of a run that has come to its end, from the files in its folder."""
+    result = run_files.read(pathlib.Path(row.folder)).result
+    number = lambda name: run_files.number(result.get(name))
+    measured = {name: run_files.number(value) for name, value in run_files.mapping(result.get("evaluation")).items()}
+    return dataclasses.replace(
+        row,
+        status="completed",
+        reason="",
+        seconds=number("seconds"),
+        updates=int(number("updates") or 0),
+        examples_per_second=number("examples_per_second"),
+        evaluation={name: value for name, value in measured.items() if value is not None},
+        weights_norm=number("weights_norm"),
+    )
+
+
+def metric_of(rows: Iterable[Row], asked: str) -> schedule.Aim | None:
+    """Returns the metric by which runs are compared; None while no run has measured one.
+
+    Args:
+      asked: `--metric`, empty for what is usual.
+
+    Raises:
+      UserError: the runs do not measure it.
+    """
+    measured = next((row.evaluation for row in rows if row.evaluation), None)
+    if measured is None:
+        return None
+    aim = schedule.better(asked or next((name for name in USUAL if name in measured), min(measured)), "--metric")
+    if aim.metric not in measured:
+        raise UserError(f"--metric={asked}: the runs measure {', '.join(sorted(measured))}: choose one of them")
+    return aim
+
+
+def ranked(rows: Iterable[Row], aim: schedule.Aim | None) -> list[Row]:
+    """Returns the runs that have measured the metric, the best first."""
+    if aim is None:
+        return []
+    there = [row for row in rows if aim.metric in row.evaluation]
+    return sorted(there, key=lambda row: -aim.better * row.evaluation[aim.metric])
+
+
+def head(rows: Sequence[Row]) -> list[str]:
+    """Returns the names of the columns of `cells`."""
+    return [*(rows[0].values if rows else ()), "status", *_metrics(rows), "examples/s", "seconds"]
+
+
+def cells(rows: Sequence[Row], best: Row | None) -> list[list[str]]:
+    """Returns the figures of each run; a star is before the best."""
+    metrics = _metrics(rows)
+    return [
+        [
+            *(str(value) for value in row.values.values()),
+            ("★ " if row is best else "") + row.status,
+            *(f"{row.evaluation[name]:.4f}" if name in row.evaluation else NONE for name in metrics),
+            NONE if row.examples_per_second is None else f"{row.examples_per_second:,.0f}",
+            NONE if row.seconds is None else f"{row.seconds:,.1f}",
+        ]
+        for row in rows
+    ]
+
+
+def markdown(title: str, rows: Sequence[Row], best: Row | None, closing: Sequence[str]) -> str:
+    """Returns the table as a page of Markdown."""
+    line = lambda parts: "| " + " | ".join(part.replace("|", "\\|") for part in parts) + " |"
+    names = head(rows)
+    table = [line(names), "|" + "---|" * len(names), *map(line, cells(rows, best))]
+    return "\n".join([f"# {title}", "", *table, "", *closing]) + "\n"
+
+
+def closing(rows: Sequence[Row], aim: schedule.Aim | None, best: Row | None) -> list[str]:
+    """Returns what there is to say of the sweep, in sentences."""
+    lines = []
+    if best is not None and aim is not None:
+        lines.append(f"Best by {aim.metric}: {best.name} ({best.evaluation[aim.metric]:.4f}).")
+    lines += [f"{row.name} {row.status}: {row.reason}." for row in rows if row.status in ("failed", "refused")]
+    return lines
+
+
+def _metrics(rows: Sequence[Row]) -> list[str]:
+    names = dict.fromkeys(name for row in rows for name in row.evaluation)
+    return sorted(names, key=lambda name: (name not in USUAL, name))

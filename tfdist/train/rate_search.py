@@ -1,0 +1,121 @@
+"""`--find_learning_rate`: a range test. The rate grows with each update, and the loss tells which can be used.
+
+The loss of each update is the mean over its global batch, so the test says the same under every strategy.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import math
+import os
+from collections.abc import Sequence
+
+import keras
+
+from tfdist.checkpoints.run_folder import RunFolder
+from tfdist.config import field_syntax
+from tfdist.config.messages import logger
+from tfdist.config.runtime_options import Environment
+from tfdist.distributed.distribution import Distribution
+from tfdist.engine import fit
+from tfdist.errors import TrainingError
+from tfdist.train import rate_range
+from tfdist.train.preparation import Preparation
+from tfdist.train.rate_range import HIGHEST, LOWEST, UPDATES, WARM, Point, suggested
+
+TABLE, PICTURE = "learning_rates.csv", "learning_rates.png"
+
+
+class _Growing(keras.callbacks.TerminateOnNaN):
+    """Collects the loss of each update, and ends the test when it has grown beyond all use.
+
+    A loss that is not finite is no error: that is what Keras' class stands for.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
+        """Looks at one update, which is what counts as an epoch here."""
+        self.losses.append(float((logs or {})["loss"]))
+        if not math.isfinite(self.losses[-1]) or rate_range.diverged(rate_range.smoothed(self.losses)):
+            self.model.stop_training = True
+
+
+def run(prepared: Preparation, environment: Environment, folder: RunFolder, distribution: Distribution) -> None:
+    """Makes the test and leaves a table and a picture of it in the run folder, and nothing else.
+
+    Args:
+      prepared: the experiment, its optimizer made for `plan`.
+      environment: where it runs.
+      folder: the run folder.
+      distribution: the strategy, started.
+
+    Raises:
+      TrainingError: the very first losses are not finite, or the folder cannot be written.
+    """
+    experiment, watch = prepared.experiment, _Growing()
+    logger.info(f"a test of learning rates: {UPDATES} updates, from {LOWEST:g} to {HIGHEST:g}")
+    asked = environment.check_agreement
+    fit.fit(
+        prepared.model,
+        prepared.data.train,
+        distribution=distribution,
+        batch_size=experiment.train.batch_size,
+        epochs=UPDATES,
+        steps_per_epoch=1,
+        steps_per_call=1,
+        accumulate=experiment.train.accumulate,
+        shuffle=experiment.data.shuffle,
+        seed=experiment.seed,
+        class_weight=prepared.class_weights,
+        callbacks=[watch],
+        reduce_dtype=experiment.optimizer.reduce_dtype,
+        learning_rates=field_syntax.layer_rates(experiment.optimizer),
+        layer_decay=experiment.optimizer.layer_decay,
+        check_agreement="off" if asked == "auto" and not experiment.model.sync_batch_norm else asked,
+        verbose=0,
+    )
+    found = rate_range.points(watch.losses)
+    if len(found) <= WARM:
+        raise TrainingError(
+            f"the loss is not finite after {len(found)} updates at rates below {LOWEST:g}, so no rate is at fault: "
+            "look at data and model"
+        )
+    if folder.writes:
+        _write(folder, found, experiment.name)
+        tell(found, folder)
+
+
+def _write(folder: RunFolder, found: Sequence[Point], name: str) -> None:
+    from tfdist.train import rate_picture
+
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["update", "learning_rate", "loss", "smoothed"])
+    writer.writerows(dataclasses.astuple(point) for point in found)
+    folder.write_text(TABLE, text.getvalue())
+    try:
+        rate_picture.draw(folder.path / PICTURE, name, found, suggested(found))
+    except OSError as error:
+        raise TrainingError(f"{folder.path} cannot be written ({error.strerror}): free or repair that disk") from None
+
+
+def tell(found: Sequence[Point], folder: RunFolder) -> None:
+    """Says what comes of it."""
+    judged = found[WARM:]
+    lowest, last = min(judged, key=lambda point: point.smoothed), found[-1]
+    rate = suggested(found)
+    if rate is None:
+        logger.info(f"the loss has not fallen at any rate up to {last.rate:.2g}: look at data, model and train.loss")
+    else:
+        grows = f", and grows from there until {last.rate:.2g}" if last.smoothed > 2 * abs(lowest.smoothed) else ""
+        logger.info(
+            f"the loss falls from {judged[0].smoothed:.4g} to {lowest.smoothed:.4g}, at a rate of "
+            f"{lowest.rate:.2g}{grows}"
+        )
+        logger.info(f"a tenth of that is a rate to begin with: --config.optimizer.learning_rate={rate:g}")
+    logger.info(f"results are in {folder.path}{os.sep}: {TABLE}, {PICTURE}")
