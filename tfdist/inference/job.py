@@ -217,7 +217,7 @@ def new_rows(experiment: config.Experiment, spec: Spec, asked: ModelRequest, row
       UserError: it is no table, or lacks columns.
     """
     from tfdist.data import loaded
-    from tfdist.data.datasets import table_inference
+    from tfdist.data.datasets.tabular import table_inference
     from tfdist.data.sources import Arrays
 
     kind, _, path = experiment.data.name.partition(":")

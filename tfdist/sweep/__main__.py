@@ -31,7 +31,7 @@ from tfdist.errors import UserError
 from tfdist.sweep import grid, runner
 
 OF_ALL_RUNS = (
-    "strategy", "devices", "virtual_devices", "tpu", "threads", "jit", "check_agreement", "tensorboard",
+    "strategy", "devices", "virtual_devices", "tpu", "threads", "cpu_kernels", "jit", "check_agreement", "tensorboard",
 )  # fmt: skip
 """Environment flags that are handed on to every run."""
 _OWN = ("over", "parallel", "metric", "workdir", "dry_run", *OF_ALL_RUNS)

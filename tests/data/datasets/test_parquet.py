@@ -9,7 +9,7 @@ import pytest
 from pyarrow import parquet
 
 import tfdist
-from tfdist.data.datasets import table_inference, tables
+from tfdist.data.datasets.tabular import table_inference, tables
 from tfdist.errors import UserError
 
 RNG = np.random.default_rng(0)

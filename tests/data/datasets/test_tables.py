@@ -12,7 +12,8 @@ import tfdist
 from tfdist import config
 from tfdist.config import validation
 from tfdist.data import spec as spec_lib
-from tfdist.data.datasets import csv_reader, registry, table_inference, tables
+from tfdist.data.datasets import registry
+from tfdist.data.datasets.tabular import csv_reader, table_inference, tables
 
 ALL = ("train", "train")
 

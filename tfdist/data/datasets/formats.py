@@ -83,7 +83,7 @@ def _splits(data: config.Data) -> dict[str, str]:
 
 
 def _from_table(experiment: config.Experiment, kind: str, path: str, options: Options) -> Loaded:
-    from tfdist.data.datasets import tables
+    from tfdist.data.datasets.tabular import tables
 
     data = experiment.data
     made = tables.prepare(path, options, (data.train_split, data.eval_split), data.broken == "skip", kind)

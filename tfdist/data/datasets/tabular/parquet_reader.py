@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tfdist.data.datasets import csv_reader
-from tfdist.data.datasets.csv_reader import Table, described
+from tfdist.data.datasets.tabular import csv_reader
+from tfdist.data.datasets.tabular.csv_reader import Table, described
 from tfdist.errors import UserError, one_line
 
 if TYPE_CHECKING:

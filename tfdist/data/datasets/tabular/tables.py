@@ -14,7 +14,7 @@ import numpy as np
 
 from tfdist.config import field_syntax
 from tfdist.config.messages import logger
-from tfdist.data.datasets import csv_reader, table_encoding, table_files
+from tfdist.data.datasets.tabular import csv_reader, table_encoding, table_files
 from tfdist.data.sources import order
 from tfdist.data.spec import Column
 from tfdist.data.splits import named, select

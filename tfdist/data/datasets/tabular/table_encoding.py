@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tfdist.config.messages import logger
-from tfdist.data.datasets.csv_reader import Table
+from tfdist.data.datasets.tabular.csv_reader import Table
 from tfdist.data.spec import Column
 from tfdist.errors import UserError
 

@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterable, Sequence
 
 from tfdist.config import field_syntax
-from tfdist.data.datasets import csv_reader, parquet_reader
-from tfdist.data.datasets.csv_reader import Table
+from tfdist.data.datasets.tabular import csv_reader, parquet_reader
+from tfdist.data.datasets.tabular.csv_reader import Table
 from tfdist.errors import UserError
 
 ENDINGS = {"csv": ("csv", "csv.gz"), "parquet": ("parquet",)}

@@ -8,7 +8,7 @@ import numpy as np
 
 from tfdist.config.field_syntax import Options
 from tfdist.config.messages import logger
-from tfdist.data.datasets import csv_reader, table_encoding, table_files
+from tfdist.data.datasets.tabular import csv_reader, table_encoding, table_files
 from tfdist.data.spec import Column
 from tfdist.errors import UserError
 

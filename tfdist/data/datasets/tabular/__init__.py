@@ -1,0 +1,1 @@
+"""Tables: rows of numbers and categories, from CSV and Parquet files."""
