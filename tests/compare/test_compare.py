@@ -234,6 +234,20 @@ def test_what_a_distance_means():
     )
 
 
+def test_with_shards_nothing_but_the_same_bits_will_do():
+    bits = dict(weights="", weights_sha256="d666", loss=(0.5, 0.25), evaluation={"loss": 0.2})
+    one = dataclasses.replace(ONE, weights_sha256="d666", loss=(0.5, 0.25), evaluation={"loss": 0.2})
+    judge = lambda distance=0.0, natural=(), **more: results.judged(
+        row("mirrored 2", **{**bits, **more}), one, apart(distance), 0.0, natural
+    )
+    assert judge().weights == "identical"
+    other = judge(1e-9, weights_sha256="a493")
+    assert (other.weights, other.why) == ("different", "with train.shards all bits must be the same")
+    assert judge(loss=(0.5, 0.2500001)).why.startswith("the weights are the same to the last bit, and the losses")
+    assert judge(evaluation_difference={"loss": 1e-9}).weights == "different"
+    assert "ends with OTHER WEIGHTS" in results.verdict([one, other], 2)[0]
+
+
 def test_rounding_that_has_grown_is_told_from_a_wrong_sum():
     differs = results.judged(row("mirrored 2"), ONE, apart(0.05), 1e-5, [])
     grown = results.checked(differs, apart(1e-13), weight_distance.CHECK_TOLERANCE, 31)

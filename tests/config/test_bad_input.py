@@ -110,6 +110,20 @@ BAD_INPUT = [
     (["--config.train.batch_size=-5"], "train.batch_size must not be negative, got -5"),
     (["--config.eval.batch_size=0"], "eval.batch_size must be at least 1, got 0"),
     (["--config.train.accumulate=0"], "train.accumulate must be at least 1, got 0"),
+    (["--config.train.shards=-1"], "train.shards must not be negative, got -1"),
+    (
+        ["--config.train.shards=8", "--config.train.batch_size=0"],
+        "train.batch_size=auto depends on the memory of this machine, and train.shards are for the same bits on any: "
+        "give a number",
+    ),
+    (
+        ["--config.train.shards=8", "--config.optimizer.reduce_dtype=bfloat16"],
+        "optimizer.reduce_dtype=bfloat16 cannot be used with train.shards, whose sums are exact: leave out one of them",
+    ),
+    (
+        ["--config.train.shards=8", "--topology=v5e-8", "--dry_run"],
+        "--topology compiles the step without shards: set train.shards=0",
+    ),
     (
         ["--config.train.batch_size=3", "--virtual_devices=4"],
         "train.batch_size=3 is smaller than 4 replicas: use at least 4",

@@ -53,11 +53,11 @@ def test_instruction_sets(tmp_path):
     written.write_text("processor\t: 0\nflags\t\t: fpu avx2 avx512f avx512_bf16 amx_tile\n\nflags : fpu\n")
     assert cpu_kernels.instruction_sets(written) == ("AVX2", "AVX-512", "AVX-512 BF16", "AMX")
     written.write_text("processor : 0\nFeatures : fp asimd\n")  # as on ARM
-    cpu_kernels.instruction_sets.cache_clear()
+    cpu_kernels.cpu_flags.cache_clear()
     assert cpu_kernels.instruction_sets(written) == ()
-    cpu_kernels.instruction_sets.cache_clear()
+    cpu_kernels.cpu_flags.cache_clear()
     assert cpu_kernels.instruction_sets(tmp_path / "none") == ()
-    cpu_kernels.instruction_sets.cache_clear()
+    cpu_kernels.cpu_flags.cache_clear()
 
 
 CONNECTED = """

@@ -386,6 +386,26 @@ def test_the_promise_of_the_default_distribution(connect):
     assert isinstance(distribution, tfdist.Distribution)
 
 
+def test_a_tape_adds_up_gradients_in_one_order():
+    """TensorFlow's `add_n` begins with a tensor whose memory it may reuse: now and then with another one."""
+
+    def slope(ordered):
+        def gradient(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = tf.sin(x) + tf.cos(x) + tf.exp(x)
+            return tape.gradient(y, x)
+
+        with keras_internals.sums_in_order() if ordered else contextlib.nullcontext():
+            traced = tf.function(gradient, autograph=False).get_concrete_function(tf.TensorSpec([3]))
+        return traced(tf.constant([0.1, 0.2, 0.3])).numpy(), [op.type for op in traced.graph.get_operations()]
+
+    plain, theirs = slope(False)
+    mine, ours = slope(True)
+    assert mine == pytest.approx(plain, rel=1e-6)
+    assert "AddN" in theirs and "AddN" not in ours
+
+
 def test_an_all_reduce_in_a_forward_pass_is_traced_without_a_search(connect, monkeypatch):
     """TensorFlow looks for variables through the whole graph, for each layer: minutes, for a deep network."""
     from tensorflow.python.ops import op_selector

@@ -14,6 +14,7 @@ from tfdist.checkpoints.resume import LoadedCheckpoint, Position
 from tfdist.config import cpu_kernels
 from tfdist.config.messages import logger
 from tfdist.data.structures import Structure
+from tfdist.distributed import arithmetic
 from tfdist.distributed.distribution import Distribution
 from tfdist.models import keras_internals
 
@@ -30,6 +31,8 @@ class TrainingRun:
     seed: int
     examples: int | None = None
     """How many examples the data has, where that is known: with one more, each would come at another place."""
+    shards: int = 0
+    """Of a batch; 0 for none."""
 
     def identity(self) -> dict[str, int | None]:
         """Returns what must be the same for the order of the examples to be the same."""
@@ -64,6 +67,7 @@ def state_of(run: TrainingRun, position: Position, experiment: Mapping[str, str]
         "position": dataclasses.asdict(position) | {"logs": {k: _plain(v) for k, v in position.logs.items()}},
         "run": run.identity(),
         "replicas": run.distribution.replicas,
+        "arithmetic": arithmetic.facts(run.distribution) if run.shards else {},
         "strategy": run.distribution.name,
         "cpu_kernels": cpu_kernels.in_use(),
         "experiment": dict(experiment),
@@ -95,14 +99,18 @@ def put_back(
     state = run.distribution.peers.gather("the checkpoint to resume from", mine)[0]
     if state is None:
         return None
-    _tell_of_kernels(run.distribution, state.get("cpu_kernels"))
+    if not run.shards:  # else it is one of the things that decide about the bits
+        _tell_of_kernels(run.distribution, state.get("cpu_kernels"))
     optimizer = keras_internals.inner_optimizer(model.optimizer)
     setting = keras_internals.rate_setting(optimizer)
     rate = setting if isinstance(setting, keras.Variable) else None
     rate_here = 0.0 if rate is None else float(rate.numpy())
     training_state.restore(model, run.distribution, run.callbacks, checkpoint.tensors if checkpoint else {})
-    if state["replicas"] != run.distribution.replicas:
-        training_state.separate_streams(model, run.distribution)
+    if run.shards or state["replicas"] != run.distribution.replicas:
+        training_state.separate_streams(model, run.distribution, apart=not run.shards)
+    odd = arithmetic.differences(arithmetic.facts(run.distribution), state.get("arithmetic", {})) if run.shards else []
+    if odd and state.get("arithmetic") and run.distribution.is_chief:
+        logger.info(f"WARNING: from here on the bits may be others than where the checkpoint is from: {'; '.join(odd)}")
     callback_state.restore(run.callbacks, state["callbacks"])
     model.history.history = {name: [_value(v) for v in values] for name, values in state["history"].items()}
     model.history.epoch = list(state["epochs"])

@@ -177,8 +177,12 @@ def refresh(model: keras.Model) -> None:
             layer.finalize_state()
 
 
-def separate_streams(model: keras.Model, distribution: Distribution) -> None:
-    """Gives the random layers of each replica a stream of their own; replica 0 keeps Keras' own."""
+def separate_streams(model: keras.Model, distribution: Distribution, apart: bool = True) -> None:
+    """Gives the random layers of each replica a stream of their own; replica 0 keeps Keras' own.
+
+    Args:
+      apart: False gives all replicas that of replica 0.
+    """
     if distribution.replicas == 1:
         return
     seeds = [copies(v) for v in model.non_trainable_variables if keras_internals.is_seed(v)]
@@ -186,7 +190,7 @@ def separate_streams(model: keras.Model, distribution: Distribution) -> None:
     chief = distribution.peers.gather("the seeds of random layers", states)[0]
     for of_one, state in zip(seeds, chief):
         for replica, copy in enumerate(of_one, distribution.first):
-            offset = np.array([replica * 0x9E3779B1 % 2**32, 0], np.uint64)
+            offset = np.array([replica * apart * 0x9E3779B1 % 2**32, 0], np.uint64)
             copy.assign(((np.array(state, np.uint64) + offset) % 2**32).astype(copy.dtype.as_numpy_dtype))
 
 

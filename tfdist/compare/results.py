@@ -132,7 +132,7 @@ def judged(row: Row, reference: Row, difference: Difference, tolerance: float, n
 
     Args:
       difference: how far its weights are from those of the reference.
-      tolerance: the distance up to which weights count as the same.
+      tolerance: the distance up to which weights count as the same; 0 where all bits must be, as with shards.
       natural: layers that depend on the number of replicas, in words.
     """
     row = dataclasses.replace(
@@ -151,10 +151,22 @@ def judged(row: Row, reference: Row, difference: Difference, tolerance: float, n
         verdict, why = "nature", "; ".join(natural)
     else:
         verdict, why = "different", f"{difference.distance:.1e} is more than {tolerance:g}"
+    if not tolerance:
+        return _exactly(row, reference, verdict)
     apart = abs(row.evaluation_difference.get("loss", 0.0))
     if verdict in ("identical", "same") and apart > EVALUATION * tolerance * max(1.0, abs(row.evaluation["loss"])):
         verdict, why = "different", f"the same weights are evaluated to another loss ({apart:.1e} apart)"
     return dataclasses.replace(row, weights=verdict, why=why)
+
+
+def _exactly(row: Row, reference: Row, verdict: str) -> Row:
+    """Returns a row that must have the bits of the reference, in its weights and in what was measured on the way."""
+    if verdict != "identical":
+        return dataclasses.replace(row, weights="different", why="with train.shards all bits must be the same")
+    if row.loss != reference.loss or any(row.evaluation_difference.values()):
+        why = "the weights are the same to the last bit, and the losses on the way or the evaluation are not"
+        return dataclasses.replace(row, weights="different", why=why)
+    return dataclasses.replace(row, weights=verdict, why="")
 
 
 def checked(row: Row, difference: Difference, tolerance: float, updates: int) -> Row:

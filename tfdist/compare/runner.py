@@ -70,7 +70,10 @@ class Comparison:
     def _plan(self) -> list[trial.Trial]:
         s = self._settings
         given = self._train_flags({})
-        return trial.plan(s.strategies, s.replicas, s.machine, self._folder.path, given, s.threads)
+        trials = trial.plan(s.strategies, s.replicas, s.machine, self._folder.path, given, s.threads)
+        if not self._experiment.train.shards:
+            return trials
+        return [t for t in trials if t.threads == s.threads]  # with others the bits are others
 
     def commands(self) -> str:
         """Returns what would be started, for `--dry_run`."""
@@ -144,7 +147,8 @@ class Comparison:
         from tfdist.compare import weight_distance
 
         e = self._experiment
-        tolerance = weight_distance.tolerance(e.train.precision, e.optimizer.reduce_dtype)
+        exact = e.train.shards > 0
+        tolerance = 0.0 if exact else weight_distance.tolerance(e.train.precision, e.optimizer.reduce_dtype)
         reference = self._rows[0] = dataclasses.replace(self._rows[0], weights="reference")
         for i, row in enumerate(self._rows[1:], 1):
             if row.status != "completed":
@@ -156,8 +160,9 @@ class Comparison:
                 continue
             batch = e.train.batch_size // e.train.accumulate
             natural = weight_distance.reasons_to_differ(pathlib.Path(row.folder), batch, row.replicas)
-            row = results.judged(row, reference, difference, tolerance, natural)
-            self._rows[i] = self._checked(i, row) if difference.distance > tolerance and not natural else row
+            row = results.judged(row, reference, difference, tolerance, [] if exact else natural)
+            rounding = difference.distance > tolerance and not natural and not exact
+            self._rows[i] = self._checked(i, row) if rounding else row
 
     def _checked(self, i: int, row: Row) -> Row:
         """Finds out whether weights that differ come from a wrong sum, or from rounding that has grown."""

@@ -16,6 +16,7 @@ from collections.abc import MutableMapping
 from tfdist.errors import UserError
 
 CHOICES = ("auto", "onednn", "eigen")
+_CPUINFO = pathlib.Path("/proc/cpuinfo")
 VARIABLE = "TF_ENABLE_ONEDNN_OPTS"
 _VALUES = {"onednn": "1", "eigen": "0"}
 _SETS = {"AVX2": "avx2", "AVX-512": "avx512f", "AVX-512 VNNI": "avx512_vnni", "AVX-512 BF16": "avx512_bf16"}
@@ -71,12 +72,17 @@ def is_imported() -> bool:
     return "tensorflow" in sys.modules
 
 
-@functools.cache
-def instruction_sets(cpuinfo: pathlib.Path = pathlib.Path("/proc/cpuinfo")) -> tuple[str, ...]:
+def instruction_sets(cpuinfo: pathlib.Path = _CPUINFO) -> tuple[str, ...]:
     """Returns those of this CPU that matter to the speed of training; none where Linux does not tell, or on ARM."""
+    return tuple(name for name, flag in _SETS.items() if flag in cpu_flags(cpuinfo))
+
+
+@functools.cache
+def cpu_flags(cpuinfo: pathlib.Path = _CPUINFO) -> frozenset[str]:
+    """Returns what this CPU can do, in Linux' words."""
     try:
         lines = cpuinfo.read_text(errors="replace").splitlines()
     except OSError:
-        return ()
-    flags = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
-    return tuple(name for name, flag in _SETS.items() if flag in flags)
+        return frozenset()
+    known = (line.partition(":")[2].split() for line in lines if line.lower().startswith(("flags", "features")))
+    return frozenset(next(known, []))

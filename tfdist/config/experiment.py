@@ -150,6 +150,9 @@ class Train:
     for the largest that fits (see tfdist.train.batch_size_search)."""
     accumulate: int = 1
     """Micro-batches per update and replica: less memory, same result."""
+    shards: int = 0
+    """Slices into which every batch is cut, also on one device: the same bits on any number of replicas up to this one
+    (see docs/sameness.md); 0 for off."""
     precision: str = "float32"
     """`float32`, `float64`, `mixed_bfloat16` or `mixed_float16`."""
     loss: str = ""

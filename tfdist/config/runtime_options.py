@@ -172,7 +172,9 @@ def define_flags() -> None:
         "resume_changed", d.resume_changed, "Resume, from the end of an epoch, though the experiment has changed."
     )
     flags.DEFINE_bool("requeue", d.requeue, "After a signal and the checkpoint, put this job back into Slurm's queue.")
-    flags.DEFINE_integer("threads", d.threads, "Threads per device for TensorFlow; its own default if not given.")
+    flags.DEFINE_integer(
+        "threads", d.threads, "Threads per device for TensorFlow; its own default if not given, 1 with train.shards."
+    )
     flags.DEFINE_enum(
         "cpu_kernels",
         d.cpu_kernels,

@@ -82,11 +82,12 @@ class Plan:
         )
 
 
-def check_batch(batch: int, replicas: int, accumulate: int, field: str = "train.batch_size") -> None:
-    """Raises UserError unless every micro-batch of every replica gets an example."""
-    parts = replicas * accumulate
+def check_batch(batch: int, replicas: int, accumulate: int, field: str = "train.batch_size", shards: int = 0) -> None:
+    """Raises UserError unless every micro-batch of every replica, or of every shard, gets an example."""
+    parts = (shards or replicas) * accumulate
     if batch < parts:
-        why = f"{replicas} replicas" + (f" x {accumulate} micro-batches" if accumulate > 1 else "")
+        why = f"{shards} shards" if shards else f"{replicas} replicas"
+        why += f" x {accumulate} micro-batches" if accumulate > 1 else ""
         raise UserError(f"{field}={batch} is smaller than {why}: use at least {parts}")
 
 
@@ -99,7 +100,7 @@ def make(experiment: Experiment, examples: int, replicas: int) -> Plan:
       replicas: copies of the model over all workers.
     """
     train = experiment.train
-    check_batch(train.batch_size, replicas, train.accumulate)
+    check_batch(train.batch_size, replicas, train.accumulate, shards=train.shards)
     per_epoch = -(-examples // train.batch_size)
     updates = train.steps or train.epochs * per_epoch
     if updates > LARGEST:

@@ -64,6 +64,7 @@ def validate(experiment: object) -> Experiment:
     _options(experiment)
     _name(experiment.name)
     _counts(experiment)
+    _shards(experiment)
     _ranges(experiment)
     return experiment
 
@@ -136,6 +137,7 @@ def _counts(experiment: Experiment) -> None:
         ("train.epochs", train.epochs),
         ("train.steps", train.steps),
         ("train.steps_per_call", train.steps_per_call),
+        ("train.shards", train.shards),
         ("train.patience", train.patience),
         ("train.batch_size", train.batch_size),
         ("optimizer.weight_decay", optimizer.weight_decay),
@@ -147,6 +149,21 @@ def _counts(experiment: Experiment) -> None:
     if bool(train.epochs) == bool(train.steps):
         raise UserError(
             f"give either train.epochs or train.steps and 0 for the other, got {train.epochs} and {train.steps}"
+        )
+
+
+def _shards(experiment: Experiment) -> None:
+    """Refuses what would depend on the machine where the same bits are wanted on any."""
+    train = experiment.train
+    if train.shards and not train.batch_size:
+        raise UserError(
+            "train.batch_size=auto depends on the memory of this machine, and train.shards are for the same bits on "
+            "any: give a number"
+        )
+    if train.shards and experiment.optimizer.reduce_dtype != "float32":
+        raise UserError(
+            f"optimizer.reduce_dtype={experiment.optimizer.reduce_dtype} cannot be used with train.shards, whose sums "
+            "are exact: leave out one of them"
         )
 
 

@@ -39,12 +39,16 @@ def _part(whole: int | tf.Tensor, parts: int, index: int | tf.Tensor) -> Share:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout:
-    """How a global batch is laid out over replicas and micro-batches."""
+    """How a global batch is laid out over replicas and micro-batches.
+
+    With shards, each of them is a replica here, though a device computes several one after the other: then nothing
+    depends on how many devices there are.
+    """
 
     batch: int
     """Examples of a full global batch."""
     replicas: int
-    """Copies of the model over all workers."""
+    """Copies of the model over all workers, or shards."""
     accumulate: int
     """Micro-batches of an update."""
     first: int = 0
@@ -53,6 +57,10 @@ class Layout:
     """This worker's replicas; 0 for all of them."""
     static: bool = False
     """All shapes are known when a step is traced: every batch has `batch` examples, see static_rows.py."""
+    shards: bool = False
+    """The replicas are shards, whose shapes depend on the number of examples alone."""
+    none_empty: bool = False
+    """Every batch that there will be has a row for each shard of each micro-batch."""
 
     @property
     def micro(self) -> int:
@@ -73,6 +81,17 @@ class Layout:
     def here(self) -> int:
         """Returns the number of this worker's replicas."""
         return self.local or self.replicas
+
+    @property
+    def taken_apart(self) -> str:
+        """Returns by which argument a batch is taken apart on any number of devices; nothing if by none."""
+        if self.accumulate > 1:
+            return f"accumulate={self.accumulate}"
+        return f"shards={self.replicas}" if self.shards and self.replicas > 1 else ""
+
+    def of_device(self, devices: int, device: int | tf.Tensor) -> Share:
+        """Returns the shards that one device of so many computes: the first of them, and how many there are."""
+        return _part(self.replicas, devices, device)
 
     def shared(self, count: int | tf.Tensor, micro: int | tf.Tensor, replica: int | tf.Tensor) -> Share:
         """Returns the rows of a replica in a micro-batch, counted in the global batch.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import keras
@@ -21,7 +22,12 @@ from tfdist.errors import UserError
 
 
 def layout_of(
-    source: sources.Source, batch: int | None, distribution: Distribution, accumulate: int, least: bool = True
+    source: sources.Source,
+    batch: int | None,
+    distribution: Distribution,
+    accumulate: int,
+    least: bool = True,
+    shards: int = 0,
 ) -> Layout:
     """Returns how the global batches of `source` are laid out, which all workers must have alike.
 
@@ -29,7 +35,8 @@ def layout_of(
       source: the examples; a data set brings its own batch size.
       batch: global batch, 32 if not given.
       accumulate: micro-batches per update.
-      least: insist on an example per replica and micro-batch; measuring does without.
+      least: insist on an example per replica or shard, and micro-batch; measuring does without.
+      shards: into which every micro-batch is cut; 0 for a slice per replica.
 
     Raises:
       UserError: a batch that does not fit, or another worker has other data.
@@ -47,13 +54,31 @@ def layout_of(
     if accumulate < 1:
         raise UserError(f"accumulate must be at least 1, got {accumulate}")
     if least:
-        schedule.check_batch(batch, distribution.replicas, accumulate, "batch_size")
-    if distribution.workers == 1:
+        schedule.check_batch(batch, distribution.replicas, accumulate, "batch_size", shards)
+    if distribution.workers == 1 and not shards:
         return Layout(batch, distribution.replicas, accumulate, static=distribution.static_shapes)
+    if shards:
+        layout = _in_shards(source, Layout(batch, shards, accumulate, shards=True), distribution)
+    else:
+        layout = Layout(batch, distribution.replicas, accumulate, distribution.first, len(distribution.devices))
+    if distribution.workers == 1:
+        return layout
     if sources.reader(source).alone:
         raise UserError(sources.reader(source).alone)
     distribution.peers.check_same({**sources.facts(source), "batch": batch}, "the data")
-    return Layout(batch, distribution.replicas, accumulate, distribution.first, len(distribution.devices))
+    return layout
+
+
+def _in_shards(source: sources.Source, layout: Layout, distribution: Distribution) -> Layout:
+    """Returns `layout` with what is known of the shards of this worker, and of those without rows."""
+    parts = layout.replicas * layout.accumulate
+    known = not isinstance(source, sources.Batches)
+    layout = dataclasses.replace(layout, none_empty=known and min(sizes(source, layout)) >= parts)
+    if distribution.workers == 1:
+        return layout
+    first = layout.of_device(distribution.replicas, distribution.first)
+    last = layout.of_device(distribution.replicas, distribution.first + len(distribution.devices) - 1)
+    return dataclasses.replace(layout, first=first.start, local=last.start + last.rows - first.start)
 
 
 def sizes(source: sources.Source, layout: Layout) -> set[int]:

@@ -15,16 +15,15 @@ from tfdist.data.batch_layout import Layout
 from tfdist.data.structures import Structure
 from tfdist.distributed import connect
 from tfdist.distributed.distribution import Distribution
-from tfdist.engine import agreement, arguments, batching, callback_list, step_calls
+from tfdist.engine import agreement, arguments, batching, callback_list, layer_statistics, step_calls
 from tfdist.engine import steps_per_call as pace_lib
 from tfdist.engine.arguments import Callbacks, Data
 from tfdist.engine.call_errors import EndOfData
 from tfdist.engine.checks import preconditions
-from tfdist.engine.step import ema
 from tfdist.engine.step.results import CallResult
 from tfdist.engine.steps_per_call import Pace
 from tfdist.errors import UserError
-from tfdist.models import freezing, keras_internals
+from tfdist.models import keras_internals
 
 PREDICT_ROWS = 4096
 """Rows that `predict` holds on the device before they are copied out."""
@@ -43,6 +42,7 @@ def evaluate(
     *,
     dataset: Data = None,
     distribution: Distribution | None = None,
+    shards: int = 0,
     should_stop: Callable[[], str] = agreement.never,
 ) -> Any:
     """Measures loss and metrics over a data set, every example once.
@@ -54,6 +54,7 @@ def evaluate(
       steps: evaluate this many batches only.
       callbacks: Keras callbacks; their `on_test_*` methods are called, as in `fit` on the chief alone or everywhere.
       return_dict: unlike in Keras, True if not given.
+      shards: as for `fit`.
       should_stop: as for `fit`.
 
     Returns:
@@ -66,11 +67,11 @@ def evaluate(
     """
     distribution = distribution or connect.default("no distribution given")
     source = sources.as_source(arguments.renamed(x, dataset), y, sample_weight)
-    preconditions.model_fits(model, distribution, 1)
-    average_statistics(model, distribution)
+    preconditions.model_fits(model, distribution, 1, shards)
+    layer_statistics.average(model, distribution, shards)
     steps = arguments.steps_at_most(steps)
     batch_size = batching.batch_size_of(source, batch_size, steps)
-    measured = Evaluation(model, source, distribution, batch_size, steps)
+    measured = Evaluation(model, source, distribution, batch_size, steps, shards)
     called = callback_list.for_measuring(callbacks, model, distribution, verbose, measured.batches)
     with keras_internals.variables_as_numbers(), callback_list.apart(called, distribution):
         logs = measured.run(called, should_stop)
@@ -87,6 +88,7 @@ def predict(
     *,
     dataset: Data = None,
     distribution: Distribution | None = None,
+    shards: int = 0,
 ) -> Structure:
     """Returns the model's outputs, one row per example, in the order of the input.
 
@@ -98,6 +100,7 @@ def predict(
       steps: predict from this many batches only.
       callbacks: Keras callbacks; their `on_predict_*` methods are called.
       dataset: the name that `x` had before.
+      shards: as for `fit`.
 
     Returns:
       NumPy arrays of shape [examples, ...] in the structure of the outputs.
@@ -110,7 +113,7 @@ def predict(
     source = arguments.inputs(model, arguments.renamed(x, dataset))
     steps = arguments.steps_at_most(steps)
     batch_size = batching.batch_size_of(source, batch_size, steps)
-    made = _pieces(model, source, distribution, batch_size, "predict", None, steps, (callbacks, verbose))
+    made = _pieces(model, source, distribution, batch_size, "predict", None, steps, (callbacks, verbose), shards)
     pieces, rows = [], 0
     whole: list[Structure] = []
     for outputs, count in made:
@@ -130,13 +133,14 @@ def predict_batches(
     distribution: Distribution,
     batch_size: int | None = None,
     should_stop: Callable[[], str] = agreement.never,
+    shards: int = 0,
 ) -> Iterator[tuple[Structure, Structure]]:
     """Predicts batch by batch, beside the targets, in memory that does not grow. Every worker must read on.
 
     Args:
       source: read in its own order.
       batch_size: global batch of arrays; 32 if not given.
-      should_stop: as for `fit`.
+      should_stop, shards: as for `fit`.
 
     Yields:
       (outputs, targets) of a global batch, NumPy arrays [n, ...]; targets are () where there are none.
@@ -144,7 +148,8 @@ def predict_batches(
     Raises:
       Interrupted: `should_stop` gave a reason, on any worker.
     """
-    for both, _ in _pieces(model, source, distribution, batch_size, "predict beside targets", should_stop):
+    kind = "predict beside targets"
+    for both, _ in _pieces(model, source, distribution, batch_size, kind, should_stop, shards=shards):
         outputs, targets = both
         yield keras.tree.map_structure(np.asarray, outputs), keras.tree.map_structure(np.asarray, targets)
 
@@ -166,6 +171,7 @@ def _pieces(
     should_stop: Callable[[], str] | None,
     steps: int | None = None,
     told: tuple[Callbacks, int | str] = (None, 0),
+    shards: int = 0,
 ) -> Iterator[_Piece]:
     """Yields what a compiled function of `Step` gives for each global batch.
 
@@ -174,10 +180,13 @@ def _pieces(
       should_stop: asked after each batch, if given.
       steps: end after this many batches.
       told: callbacks, and `verbose` of Keras.
+      shards: as for `fit`.
     """
     preconditions.scope(model, distribution)
-    average_statistics(model, distribution)
-    layout = batching.layout_of(source, batch_size, distribution, 1, least=False)
+    if shards:
+        preconditions.sharded(model, distribution, shards)
+    layer_statistics.average(model, distribution, shards)
+    layout = batching.layout_of(source, batch_size, distribution, 1, least=False, shards=shards)
     feed, batches = _read_once(source, layout, steps, "predict from")
     step = step_calls.step_of(model, distribution, source, outputs_only=True)
     callbacks = callback_list.for_measuring(told[0], model, distribution, told[1], batches)
@@ -236,21 +245,6 @@ def same_order(source: sources.Source) -> bool:
     return all(np.array_equal(a, b) for a, b in zip(one, two))
 
 
-def average_statistics(model: keras.Model, distribution: Distribution) -> None:
-    """Averages what each replica has gathered by itself (BatchNorm), before anybody looks at it."""
-    with distribution.peers.during("call"):
-        # Rounding would let go of what is frozen, bit by bit.
-        kept = {id(v) for v in freezing.fixed(model)}
-        gathered = [v for v in model.non_trainable_variables if id(v) not in kept]
-        distribution.average([v for v in gathered if v.dtype.startswith(("float", "bfloat"))])
-
-
-def settle(model: keras.Model, distribution: Distribution) -> None:
-    """Makes of a model whose training was interrupted what it would be had it ended there."""
-    average_statistics(model, distribution)
-    ema.finalize(keras_internals.inner_optimizer(model.optimizer), model.trainable_variables)
-
-
 class Evaluation:
     """The measuring of one source, again and again.
 
@@ -260,6 +254,7 @@ class Evaluation:
       distribution: under which the model was created.
       batch: global batch of arrays or records; 32 if not given.
       steps: measure this many batches only.
+      shards: as for `fit`.
 
     Raises:
       UserError: they do not fit together.
@@ -272,8 +267,9 @@ class Evaluation:
         distribution: Distribution,
         batch: int | None,
         steps: int | None,
+        shards: int = 0,
     ):
-        self._layout = layout = batching.layout_of(source, batch, distribution, 1, least=False)
+        self._layout = layout = batching.layout_of(source, batch, distribution, 1, least=False, shards=shards)
         self._feed, self.batches = _read_once(source, layout, steps, "evaluate")
         self._reader = sources.reader(source)
         self._step = step_calls.step_of(model, distribution, source)
@@ -296,7 +292,7 @@ class Evaluation:
         step = self._step
         step.reset()
         self._feed.restart()
-        totals = step.totals("test")
+        totals = step.totals("test", handed_on=self._layout.shards)
         callbacks = callbacks or keras.callbacks.CallbackList()
         looks = any(pace_lib.looks_at_tests(callback) for callback in callbacks.callbacks)
         (looks,) = agreement.anywhere(step.distribution, "whether a callback wants every batch", looks)
@@ -314,7 +310,7 @@ class Evaluation:
             call = step.compiled("test", self._layout, count=part.count)
             callbacks.on_test_batch_begin(done)
             start = time.perf_counter()
-            arguments = (part.feed, tf.constant(part.first), tf.constant(part.last))
+            arguments = (part.feed, tf.constant(part.first), tf.constant(part.last), *totals.arguments())
             result = CallResult(*step_calls.run(step, call, arguments, self._feed))
             fresh = int(result.done)
             if not fresh:

@@ -43,6 +43,7 @@ def fit(
     steps: int | None = None,
     seed: int = 0,
     accumulate: int = 1,
+    shards: int = 0,
     steps_per_call: int | str = "auto",
     reduce_dtype: str = "float32",
     checkpoints: Checkpoints | None = None,
@@ -80,6 +81,8 @@ def fit(
       steps: stop after this many updates, even within an epoch.
       seed: decides the order of the examples, together with the epoch.
       accumulate: micro-batches per update; less memory, the same result.
+      shards: slices into which every batch is cut, also on one device; then weights, history and predictions are the
+        same bits on any number of replicas up to this one. 0 for off.
       steps_per_call: updates per call of the compiled function, `auto` to
         choose by time. A callback that looks at batches makes it 1.
       reduce_dtype: type in which gradients travel between replicas: `float32`
@@ -131,6 +134,7 @@ def fit(
         initial_epoch=initial_epoch,
         steps_per_epoch=arguments.steps_at_most(steps_per_epoch),
         accumulate=accumulate,
+        shards=shards,
         steps_per_call=steps_per_call,
         reduce_dtype=reduce_dtype,
         checkpoints=checkpoints,
@@ -146,6 +150,7 @@ def fit(
     fit_options.check_reading(source, options)
     if class_weight:
         source = sources.weigh_classes(source, class_weight)
-    preconditions.model_fits(model, options.distribution, accumulate)
+    preconditions.model_fits(model, options.distribution, accumulate, shards)
     preconditions.own_train_step(model, options.given(preconditions.OF_OUR_STEP))
+    preconditions.with_shards(options.given(("shards",)), options.given(preconditions.NOT_WITH_SHARDS))
     return FitLoop(model, source, options).run()

@@ -13,7 +13,8 @@ from tfdist.checkpoints import training_state
 from tfdist.checkpoints.resume import Position
 from tfdist.checkpoints.training_run import TrainingRun
 from tfdist.data import sources
-from tfdist.engine import agreement, arguments, batching, callback_list, evaluation, step_calls
+from tfdist.distributed import arithmetic
+from tfdist.engine import agreement, arguments, batching, callback_list, evaluation, layer_statistics, step_calls
 from tfdist.engine import steps_per_call as pace_lib
 from tfdist.engine.call_errors import NotFinite, OutOfMemory
 from tfdist.engine.checkpointing import Keeper
@@ -41,8 +42,10 @@ class FitLoop:
         distribution = options.distribution
         self._model, self._source, self._options = model, source, options
         self._reader = sources.reader(source)
+        if options.shards and distribution.workers > 1:
+            distribution.peers.check_same(arithmetic.facts(distribution), "what decides about the last bit")
         batch = batching.batch_size_of(source, options.batch_size, options.steps_per_epoch)
-        self._layout = batching.layout_of(source, batch, distribution, options.accumulate)
+        self._layout = batching.layout_of(source, batch, distribution, options.accumulate, shards=options.shards)
         self._feed = self._read()
         if options.steps_per_epoch is None and self._feed.batches == 0:
             raise UserError("the data set never ends: give steps_per_epoch")
@@ -53,11 +56,16 @@ class FitLoop:
         preconditions.targets(model, self._step.output_shape, source)
         self._validation = self._prepared_validation()
         self._factors = layerwise_rates.factors(model, options.learning_rates or {}, options.layer_decay)
-        training_state.separate_streams(model, distribution)
+        training_state.separate_streams(model, distribution, apart=not options.shards)
         self._per_epoch = options.steps_per_epoch or self._feed.batches or None
         self._callbacks = callback_list.for_fit(options, model, self._per_epoch)
         preconditions.reduce_dtype(options.reduce_dtype, distribution)
         preconditions.among("check_agreement", options.check_agreement, strategy_check.CHOICES)
+        if options.shards and options.check_agreement == "on":
+            raise UserError(
+                "check_agreement='on' compares replicas with one device to rounding, and shards leave nothing to "
+                "compare: leave out one of them"
+            )
         preconditions.on_nonfinite(options.on_nonfinite, options.checkpoints is not None)
         looks = any(pace_lib.looks_at_batches(callback) for callback in self._callbacks.callbacks)
         (looks,) = agreement.anywhere(distribution, "whether a callback wants every update", looks)
@@ -75,6 +83,7 @@ class FitLoop:
             self._per_epoch,
             options.seed,
             None if isinstance(source, sources.Batches) else source.size,
+            options.shards,
         )
         self._keeper = Keeper(options.checkpoints, run)
         self._updates: UpdateLoop
@@ -97,7 +106,8 @@ class FitLoop:
         self._reader.catch_up(self._position.epoch - began.epoch, self._position.update - began.update)
         self._updates.guard.look(self._position.update)
         if not self._position.update:
-            strategy_check.check(self._step, self._options.check_agreement)
+            # With shards, replicas compute nothing in a way of their own.
+            strategy_check.check(self._step, "off" if self._options.shards else self._options.check_agreement)
         while self._goes_on():
             try:
                 self.run_epoch()
@@ -120,7 +130,7 @@ class FitLoop:
         if not self._model.stop_training:  # as Keras, which leaves an epoch there
             self._reader.end()
         if not position.measured:
-            evaluation.average_statistics(self._model, self._options.distribution)
+            layer_statistics.average(self._model, self._options.distribution, self._options.shards)
             position.measured = True
         self._logs = dict(position.logs)
         with self._averaged():
@@ -147,6 +157,8 @@ class FitLoop:
           TrainingError: that is not wanted, or cannot be.
         """
         if isinstance(error, OutOfMemory):
+            if self._options.shards:  # smaller micro-batches would have other bits
+                raise OutOfMemory(f"{error}: use more shards, which are smaller, or more devices") from error
             if self._step.own_step("train"):
                 raise error  # its updates cannot be made of smaller micro-batches
             ordered = not isinstance(self._source, sources.Batches)
@@ -176,7 +188,7 @@ class FitLoop:
         steps = arguments.steps_at_most(options.validation_steps)
         if not isinstance(source, sources.Batches):
             batch = batching.batch_size_of(source, batch or options.batch_size, steps)
-        return evaluation.Evaluation(self._model, source, options.distribution, batch, steps)
+        return evaluation.Evaluation(self._model, source, options.distribution, batch, steps, options.shards)
 
     def _update_loop(self) -> UpdateLoop:
         compiled = functools.partial(
@@ -195,6 +207,7 @@ class FitLoop:
             self._options.should_stop,
             self._keeper,
             self._position.update,
+            self._options.shards,
         )
 
     def _averaged(self) -> contextlib.AbstractContextManager:

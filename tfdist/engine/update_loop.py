@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdist.checkpoints.resume import Position
 from tfdist.config.messages import logger
-from tfdist.engine import agreement, batching, callback, callback_list, evaluation, step_calls
+from tfdist.engine import agreement, batching, callback, callback_list, layer_statistics, step_calls
 from tfdist.engine import steps_per_call as pace_lib
 from tfdist.engine.call_errors import NotFinite
 from tfdist.engine.checkpointing import Keeper
@@ -35,6 +35,7 @@ class UpdateLoop:
       should_stop: returns a reason to stop the run, or nothing.
       keeper: of the checkpoints.
       read: the update up to which the feed has been read.
+      shards: of a batch; 0 for none.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class UpdateLoop:
         should_stop: Callable[[], str],
         keeper: Keeper,
         read: int,
+        shards: int = 0,
     ):
         self._step, self._model = step, step.model
         self._compiled = compiled
@@ -68,6 +70,7 @@ class UpdateLoop:
             isinstance(c, keras.callbacks.TerminateOnNaN) for c in callbacks.callbacks
         )
         self._read = read
+        self._shards = shards
         self._ended = 0.0
         """When the last call ended, by `time.perf_counter`."""
 
@@ -86,7 +89,7 @@ class UpdateLoop:
         if now.measured or now.begun >= limit:
             return  # stopped between the last update of an epoch and its end
         self._open(now)
-        totals = self._step.totals("train", now.sums, now.examples)
+        totals = self._step.totals("train", now.sums, now.examples, bool(self._shards))
         self._ended = time.perf_counter()
         more = True
         while more and now.begun < limit and not self._model.stop_training:
@@ -128,7 +131,7 @@ class UpdateLoop:
         self._callbacks.on_train_batch_begin(now.begun)
         steady = id(call) in self._step.warm
         start = time.perf_counter()
-        arguments = (part.feed, tf.constant(part.first), tf.constant(part.last))
+        arguments = (part.feed, tf.constant(part.first), tf.constant(part.last), *totals.arguments())
         result = CallResult(*step_calls.run(self._step, call, arguments, self._feed, now.update))
         done = int(result.done)
         if not done:
@@ -140,7 +143,7 @@ class UpdateLoop:
         for hooked in self._hooked:
             hooked.on_call(told)
         if self._averages:  # a callback may save the model
-            evaluation.average_statistics(self._model, self._step.distribution)
+            layer_statistics.average(self._model, self._step.distribution, self._shards)
         self._callbacks.on_train_batch_end(now.begun - 1, now.logs)
         label, read = f"update {now.update}", batching.digest(self._feed, done)
         agreed = agreement.agree(self._step, label, seconds, self._should_stop, self._keeper.late(), read)

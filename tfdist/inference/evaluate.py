@@ -58,8 +58,9 @@ def _evaluated(ready: job.Ready, should_stop: Callable[[], str]) -> tuple[dict[s
     else:
         with distribution.scope():  # with the loss of the training; nothing is going to be updated
             data = models.compiled(model, keras.optimizers.SGD(), ready.experiment, data)
-    preconditions.model_fits(model, distribution, 1)
-    measure = evaluation.Evaluation(model, data.eval, distribution, ready.experiment.eval.batch_size, None)
+    batch, shards = ready.experiment.eval.batch_size, ready.experiment.train.shards
+    preconditions.model_fits(model, distribution, 1, shards)
+    measure = evaluation.Evaluation(model, data.eval, distribution, batch, None, shards)
     return measure.run(None, should_stop), measure.examples
 
 

@@ -57,7 +57,9 @@ def _write(
         example=names_of(data.eval),
     )
     count, settled = 0, False
-    for outputs, targets in evaluation.predict_batches(ready.model, data.eval, ready.distribution, batch, should_stop):
+    shards = ready.experiment.train.shards
+    pieces = evaluation.predict_batches(ready.model, data.eval, ready.distribution, batch, should_stop, shards)
+    for outputs, targets in pieces:
         if not settled:
             reader, settled = reader.settled(outputs), True
         rows = reader.rows(outputs, targets, count)

@@ -34,6 +34,7 @@ def of_run(
     spec: Spec,
     distribution: Distribution,
     batch_size: int | None = None,
+    shards: int = 0,
     limit: int = LIMIT,
 ) -> confusion.Findings | None:
     """Finds what a classifier gets wrong on its evaluation data. Every worker must call this.
@@ -43,6 +44,7 @@ def of_run(
     Args:
       source: inputs and targets: class numbers, or one-hot rows.
       batch_size: global batch of arrays.
+      shards: of each batch; 0 for one per replica.
       limit: examples to look at.
 
     Returns:
@@ -62,7 +64,7 @@ def of_run(
         return None
     try:
         batch = None if isinstance(first, sources.Batches) else batch_size
-        scores = evaluation.predict(model, first, distribution=distribution, batch_size=batch, verbose=0)
+        scores = evaluation.predict(model, first, batch, 0, distribution=distribution, shards=shards)
     except Exception as error:
         if distribution.workers > 1 and not isinstance(error, UserError):
             raise

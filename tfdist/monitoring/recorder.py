@@ -52,6 +52,10 @@ class Result:
     """Where training went back after a loss that was not finite, and which updates were left out."""
     accumulate: int
     """Micro-batches per update and replica at the end: more than asked for when memory has run out."""
+    shards: int
+    """Slices of every batch; 0 for one per replica."""
+    arithmetic: dict[str, str]
+    """What decides about the last bit, besides the experiment (see `tfdist.distributed.arithmetic`)."""
     restarts: int
     """How often the launcher has started the workers anew."""
     versions: dict[str, str]

@@ -47,7 +47,8 @@ def train_and_evaluate(experiment: config.Experiment, environment: runtime_optio
     from tfdist.train import ahead_of_time, batch_size_search
 
     _check(experiment, environment)
-    site = ahead_of_time.locate(environment)
+    site = _pinned(ahead_of_time.locate(environment), experiment.train.shards)
+    environment = site.environment
     _check_batch(experiment, site)
     writes = site.cluster.is_chief and not environment.dry_run
     folder = run_folder.RunFolder(runtime_options.workdir(experiment, environment), writes)
@@ -80,6 +81,8 @@ def _check(experiment: config.Experiment, environment: runtime_options.Environme
     from tfdist.train import ahead_of_time, slurm_requeue
 
     validation.validate(experiment)
+    if environment.topology and experiment.train.shards:
+        raise UserError("--topology compiles the step without shards: set train.shards=0")
     ahead_of_time.check(environment, experiment.train.batch_size)
     schedule.interval("checkpoint.every", experiment.checkpoint.every)
     schedule.better(experiment.checkpoint.best)
@@ -91,13 +94,24 @@ def _check(experiment: config.Experiment, environment: runtime_options.Environme
     slurm_requeue.check(environment.requeue, os.environ)
 
 
+def _pinned(site: Site, shards: int) -> Site:
+    """Returns a site where replicas on CPUs have one thread each, if none was asked for and there are shards.
+
+    The number of threads decides about the last bits, and TensorFlow's own is the number of cores.
+    """
+    if not shards or site.environment.threads is not None or site.selection.gpus:
+        return site
+    return dataclasses.replace(site, environment=dataclasses.replace(site.environment, threads=1))
+
+
 def _check_batch(experiment: config.Experiment, site: Site) -> None:
     """Checks that the global batch can be shared out, unless it is still to be looked for."""
     from tfdist.config import schedule
     from tfdist.train import batch_size_search
 
     if not batch_size_search.is_auto(experiment):
-        schedule.check_batch(experiment.train.batch_size, site.replicas, experiment.train.accumulate)
+        train = experiment.train
+        schedule.check_batch(train.batch_size, site.replicas, train.accumulate, shards=train.shards)
 
 
 def _run(

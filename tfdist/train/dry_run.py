@@ -79,6 +79,8 @@ def lines(
     layout = Layout(plan.global_batch, plan.replicas, plan.accumulate)
     tail = plan.examples % plan.global_batch
     asked = {name: getattr(experiment.train, name) for name in ("loss", "metrics", "callbacks")}
+    shards = experiment.train.shards
+    shared = f"in {shards} shards over" if shards else f"{layout.share} examples per replica,"
     micro = f" in {plan.accumulate} micro-batches of {layout.micro}" if plan.accumulate > 1 else ""
     rows = [
         ("data", f"{experiment.data.name}, {plan.examples:,} examples, {list(data.spec.shape)} {data.spec.dtype}"),
@@ -86,7 +88,7 @@ def lines(
             "batches",
             f"{plan.updates_per_epoch:,} per epoch of {plan.global_batch}" + (f", the last of {tail}" if tail else ""),
         ),
-        ("", f"{layout.share} examples per replica, {plan.replicas} of them{micro}"),
+        ("", f"{shared} {plan.replicas} {'replicas' if shards else 'of them'}{micro}"),
         ("updates", f"{plan.updates:,} in {plan.epochs:,} epochs, evaluated {_every(plan.eval_every)}"),
         ("checkpoints", f"every {experiment.checkpoint.every}, {experiment.checkpoint.keep} kept"),
         ("optimizer", f"{experiment.optimizer.name}, {experiment.optimizer.schedule}"),

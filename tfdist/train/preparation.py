@@ -65,7 +65,7 @@ def prepare(
     Raises:
       UserError: experiment, data or model cannot be used.
     """
-    _announce(distribution, site)
+    _announce(distribution, site, experiment.train.shards)
     experiment = batch_size_search.agreed(experiment, proposal, distribution)
     experiment, learnt = _with_learnt_accumulate(experiment, environment, site, folder, distribution)
     models.set_precision(experiment.train.precision)
@@ -96,12 +96,16 @@ def prepare(
     )
 
 
-def _announce(distribution: Distribution, site: Site) -> None:
+def _announce(distribution: Distribution, site: Site, shards: int) -> None:
     """Says which strategy runs on which devices, and what is wrong with the driver."""
     count = distribution.replicas
     xla = {"off": "", "on": ", compiled by XLA", "auto": ", compiled by XLA where it can"}[distribution.jit]
     replicas = f"{count} replica{'s' * (count > 1)} on {', '.join(distribution.devices)}{xla}"
     logger.info(f"strategy {distribution.name}, because {distribution.reason}: {replicas}")
+    if shards:
+        threads = site.environment.threads
+        each = f"; --threads={threads} decides about the bits, too" if threads else ""
+        logger.info(f"every batch in {shards} shards, with the same bits on any number of replicas up to that{each}")
     if site.selection.gpus:
         logger.info(f"devices: {site.selection.describe()}")
     if site.survey.problem:
@@ -115,7 +119,7 @@ def _with_learnt_accumulate(
     noted_here = oom_note.noted(folder) if resume.unfinished(folder, environment, site.cluster.attempt) else 1
     most = experiment.train.batch_size // distribution.replicas
     noted = min(distribution.peers.gather("micro-batches of the run before", noted_here)[0], most)
-    if noted <= experiment.train.accumulate:
+    if noted <= experiment.train.accumulate or experiment.train.shards:  # which promise the same bits
         return experiment, 0
     logger.info(f"train.accumulate={noted} instead of {experiment.train.accumulate}: the run before ran out of memory")
     train = dataclasses.replace(experiment.train, accumulate=noted)

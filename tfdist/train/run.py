@@ -14,9 +14,10 @@ from tfdist.config import schedule as schedule_lib
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import Environment
 from tfdist.data import sources, spec_file
+from tfdist.distributed import arithmetic
 from tfdist.distributed.connect import Site
 from tfdist.distributed.distribution import Distribution
-from tfdist.engine import evaluation, fit, step_calls
+from tfdist.engine import evaluation, fit, layer_statistics, step_calls
 from tfdist.engine.worker_session import Signals
 from tfdist.errors import Interrupted, PeerError, TrainingError
 from tfdist.models import optimizers, own_steps
@@ -128,7 +129,7 @@ class Run:
                 reason = "".join(callback.reason for callback in self._early_stopping)
         except Interrupted as stopped:
             status, reason = "preempted", str(stopped)
-            evaluation.settle(self._model, self._distribution)
+            layer_statistics.settle(self._model, self._distribution, self._experiment.train.shards)
         except PeerError:
             raise
         except TrainingError:
@@ -182,6 +183,7 @@ class Run:
             epochs=schedule.epochs,
             steps=schedule.updates,
             accumulate=experiment.train.accumulate,
+            shards=experiment.train.shards,
             steps_per_call=experiment.train.steps_per_call or "auto",
             shuffle=experiment.data.shuffle,
             seed=experiment.seed,
@@ -219,6 +221,7 @@ class Run:
             self._data.eval,
             distribution=self._distribution,
             batch_size=self._experiment.eval.batch_size,
+            shards=self._experiment.train.shards,
             verbose=0,
             should_stop=signals.reason,
         )
@@ -237,8 +240,8 @@ class Run:
         result = self._result(status, reason)
         mistakes = None
         if status == "completed":  # a run that is pre-empted has no time for it
-            batch = self._experiment.eval.batch_size
-            mistakes = error_analysis.of_run(self._model, self._data.eval, self._data.spec, distribution, batch)
+            batch, shards = self._experiment.eval.batch_size, self._experiment.train.shards
+            mistakes = error_analysis.of_run(self._model, self._data.eval, self._data.spec, distribution, batch, shards)
         results.write(folder, result, mistakes)
         logger.info(results.summary(result, folder.path))
         if status == "preempted" and self._checkpoints.saved:
@@ -273,6 +276,8 @@ class Run:
             resumed_from=self._checkpoints.resumed_from,
             rollbacks=recorder.rollbacks,
             accumulate=recorder.accumulate,
+            shards=self._experiment.train.shards,
+            arithmetic=arithmetic.facts(distribution),
             restarts=self._site.cluster.attempt,
             versions=run_environment.versions(),
             time=dataclasses.asdict(recorder.spent),

@@ -15,8 +15,11 @@ from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
 from tfdist.models import keras_internals, own_steps
 
-OF_OUR_STEP = ("accumulate", "reduce_dtype", "learning_rates", "layer_decay")
+OF_OUR_STEP = ("accumulate", "shards", "reduce_dtype", "learning_rates", "layer_decay")
 """Options that a step of the model's own knows nothing of."""
+
+NOT_WITH_SHARDS = ("reduce_dtype",)
+"""Options whose sums would depend on the number of replicas."""
 
 FILLED = (
     "which is not exact where the rows of some replicas are filled up and all exchange statistics or losses: make the "
@@ -53,9 +56,17 @@ def created_in_scope(model: keras.Model, distribution: Distribution) -> None:
             )
 
 
-def model_fits(model: keras.Model, distribution: Distribution, accumulate: int) -> None:
-    """Refuses a model that is not compiled, or that computes what cannot be summed over replicas and micro-batches."""
+def model_fits(model: keras.Model, distribution: Distribution, accumulate: int, shards: int = 0) -> None:
+    """Refuses a model that is not compiled, or that computes what cannot be summed over replicas and micro-batches.
+
+    Args:
+      accumulate: micro-batches.
+      shards: of each of them; 0 for none.
+    """
     scope(model, distribution)
+    if shards:
+        sharded(model, distribution, shards)
+    parts = accumulate * max(shards, distribution.replicas)
     if not model.compiled:
         raise UserError("the model is not compiled: call model.compile(optimizer, loss) first")
     if model.run_eagerly and distribution.workers > 1:
@@ -70,17 +81,47 @@ def model_fits(model: keras.Model, distribution: Distribution, accumulate: int) 
                 "use mixed_bfloat16 or float32 (train.precision)"
             )
     stateful = [layer.name for layer in keras_internals.flat_layers(model) if getattr(layer, "stateful", False)]
-    if stateful and distribution.replicas * accumulate > 1:
+    if stateful and parts > 1:
         raise UserError(
             f"layer {stateful[0]!r} is stateful: it carries each row of a batch on to the next, and replicas have rows "
-            "of their own; use --strategy=default without accumulation, or stateful=False"
+            "of their own; use --strategy=default without accumulation or shards, or stateful=False"
         )
     regularized = [layer.name for layer in keras_internals.flat_layers(model) if layer.activity_regularizer is not None]
-    if regularized and distribution.replicas * accumulate > 1 and not activity_is_a_mean():
+    if regularized and parts > 1 and not activity_is_a_mean():
         raise UserError(
             f"layer {regularized[0]} has an activity_regularizer, which Keras {keras.__version__} sums up over a "
             "replica's batch: upgrade Keras, or use the default strategy without accumulation"
         )
+
+
+def sharded(model: keras.Model, distribution: Distribution, shards: int) -> None:
+    """Refuses a number of shards, a strategy or a model with which not every device can compute the same bits."""
+    if not isinstance(shards, int) or shards < distribution.replicas:
+        raise UserError(
+            f"shards={shards!r} must be a whole number, and at least the {distribution.replicas} replicas, each of "
+            "which computes one: use more shards or fewer devices"
+        )
+    if distribution.static_shapes:
+        raise UserError(f"shards cannot be used with --strategy={distribution.name}: leave them out")
+    if model.run_eagerly:
+        raise UserError("shards are compiled, and the model has run_eagerly=True: leave out one of them")
+    if synchronizes(model):
+        raise UserError(
+            "a BatchNormalization with synchronized=True needs the rows of all shards at once, and a device computes "
+            "its shards one after the other: use model.sync_batch_norm=False (synchronized=False), which normalizes "
+            "each shard by itself, alike on any number of devices"
+        )
+
+
+def with_shards(shards: Sequence[str], asked: Sequence[str]) -> None:
+    """Refuses options that cannot keep what shards promise.
+
+    Args:
+      shards: not empty if there are any.
+      asked: those of `NOT_WITH_SHARDS` that are not what they are by default.
+    """
+    if shards and asked:
+        raise UserError(f"{asked[0]} cannot be used with shards, whose sums are exact: leave out one of them")
 
 
 def trains(model: keras.Model) -> None:

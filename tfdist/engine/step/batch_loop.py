@@ -34,11 +34,15 @@ class LoopState(NamedTuple):
     """When the last batch was done, in seconds since 1970."""
 
     @classmethod
-    def start(cls, first: tf.Tensor, losses: int | None) -> LoopState:
-        """Returns the state before the batch with the number `first`, for this number of loss values; None for any."""
+    def start(cls, first: tf.Tensor, losses: int | None, sums: tf.Tensor | None) -> LoopState:
+        """Returns the state before the batch with the number `first`, for this number of loss values; None for any.
+
+        Args:
+          sums: to go on with; zeros if not given.
+        """
         return cls(
             i=first,
-            sums=tf.zeros([losses or 0], tf.float64),
+            sums=tf.zeros([losses or 0], tf.float64) if sums is None else sums,
             examples=tf.zeros([], tf.float64),
             nonfinite=tf.constant(-1),
             more=tf.constant(True),
@@ -93,11 +97,11 @@ def batch_loop(replica: Replica, layout: Layout, losses: int | None, one: Callab
         `StepOutput.packed`.
 
     Returns:
-      `call(feed, first, last)`.
+      `call(feed, first, last, sums=None)`; the sums, if given, are those to which it adds.
     """
     distribution = replica.distribution
 
-    def call(feed: tuple, first: tf.Tensor, last: tf.Tensor) -> CallResult:
+    def call(feed: tuple, first: tf.Tensor, last: tf.Tensor, sums: tf.Tensor | None = None) -> CallResult:
         def body(*entries: tf.Tensor) -> LoopState:
             state = LoopState(*entries)
             more, take = fetch(feed, state.i, layout)
@@ -124,7 +128,7 @@ def batch_loop(replica: Replica, layout: Layout, losses: int | None, one: Callab
                 return work()
             return tf.cond(more, work, lambda: state._replace(more=more))
 
-        start = LoopState.start(first, losses)
+        start = LoopState.start(first, losses, sums)
         end = tf.while_loop(
             lambda *entries: tf.logical_and(LoopState(*entries).i < last, LoopState(*entries).more),
             body,

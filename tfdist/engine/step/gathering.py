@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.data.batch_layout import Rows
+from tfdist.data.batch_layout import Layout, Rows, with_shape
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.models import keras_internals
@@ -43,6 +43,44 @@ def gathered(distribution: Distribution, values: Structure, rows: Rows) -> Struc
         if mask is not None:
             keras_internals.set_mask(result, next(whole))
     return keras.tree.pack_sequence_as(values, results)
+
+
+def of_shards(distribution: Distribution, values: Structure, layout: Layout, count: tf.Tensor) -> Structure:
+    """Returns the rows of all shards in the order of the global batch, of which each replica has those of its own.
+
+    Args:
+      values: tensors [n, ...] of the rows of this replica's shards.
+      layout: with shards, and one micro-batch.
+      count: examples in the global batch, an int32 scalar.
+    """
+    if distribution.replicas == 1:
+        return values
+    own = layout.of_device(distribution.replicas, distribution.replica_id())
+    start = layout.shared(count, 0, own.start).start
+    leaves = keras.tree.flatten(values)
+
+    def spread(value: tf.Tensor) -> tf.Tensor:
+        value = _bits(value)
+        padded = tf.pad(value, [[start, layout.batch - start - tf.shape(value)[0]], *[[0, 0]] * (value.shape.rank - 1)])
+        return with_shape(padded, [layout.batch, *value.shape[1:]])
+
+    totals = distribution.all_sum([spread(leaf) for leaf in leaves])
+    rows = [_of_bits(total, leaf.dtype)[:count] for total, leaf in zip(totals, leaves)]
+    return keras.tree.pack_sequence_as(values, rows)
+
+
+def _bits(value: tf.Tensor) -> tf.Tensor:
+    """Returns the bits of values as int64: added up as numbers, 0.0 and -0.0 would become 0.0."""
+    if value.dtype.is_floating:
+        value = tf.bitcast(value, {2: tf.int16, 4: tf.int32, 8: tf.int64}[value.dtype.size])
+    return tf.cast(value, tf.int64)
+
+
+def _of_bits(bits: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Returns the values that `_bits` was given, of this type."""
+    if not dtype.is_floating:
+        return tf.cast(bits, dtype)
+    return tf.bitcast(tf.cast(bits, {2: tf.int16, 4: tf.int32, 8: tf.int64}[dtype.size]), dtype)
 
 
 def _sums(distribution: Distribution, tensors: list[tf.Tensor]) -> list[tf.Tensor]:

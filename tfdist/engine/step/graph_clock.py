@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from tfdist.distributed.collectives import sum_in_order
+
 
 def now(*after: tf.Tensor | tf.Operation) -> tf.Tensor:
     """Returns seconds since 1970 as float64, read once the tensors `after` are there, and the operations have run."""
@@ -54,7 +56,7 @@ def norm(
 
     def take() -> tf.Tensor:
         squares = [tf.cast(tf.nn.l2_loss(g), dtype) for g in gradients if g is not None]
-        total = tf.sqrt(2.0 * tf.add_n(squares)) if squares else tf.zeros([], dtype)
+        total = tf.sqrt(2.0 * sum_in_order(squares)) if squares else tf.zeros([], dtype)
         return total if scale is None else total / tf.cast(scale, dtype)
 
     return tf.cond(wanted, take, lambda: tf.zeros([], dtype))

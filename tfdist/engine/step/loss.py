@@ -78,8 +78,11 @@ class Objective:
         """
         self._kinds = [loss_kinds.look(matched) for matched in self._matched(y, y_pred, None)]
 
-    def check(self, accumulate: int) -> None:
-        """Refuses losses that cannot be computed from so many micro-batches, or within what XLA compiles.
+    def check(self, taken_apart: str) -> None:
+        """Refuses losses that cannot be computed from parts of a batch, or within what XLA compiles.
+
+        Args:
+          taken_apart: see `Layout.taken_apart`.
 
         Raises:
           UserError: naming the loss.
@@ -87,9 +90,9 @@ class Objective:
         compiled = keras_internals.compiled_loss(self._model())
         entries = [] if compiled is None else keras_internals.loss_entries(compiled)
         for entry, kind in zip(entries, self._kinds):
-            if accumulate > 1 and kind is Kind.ACROSS:
+            if taken_apart and kind is Kind.ACROSS:
                 raise UserError(
-                    f"loss {entry.loss.name!r} looks across the batch, which accumulate={accumulate} takes apart: "
+                    f"loss {entry.loss.name!r} looks across the batch, which {taken_apart} takes apart: "
                     "use a smaller batch, or a loss with a value per example"
                 )
             if self._jit and self._distribution.replicas > 1 and kind is not Kind.ROWS:

@@ -108,15 +108,18 @@ def look(model: keras.Model, y: Structure, y_pred: Structure) -> None:
                 whole_metrics.remember(metric)
 
 
-def check(model: keras.Model, accumulate: int) -> None:
-    """Refuses metrics that must see a whole batch where that is taken apart into so many micro-batches.
+def check(model: keras.Model, taken_apart: str) -> None:
+    """Refuses metrics that must see a whole batch where that is taken apart on one device, too.
+
+    Args:
+      taken_apart: see `Layout.taken_apart`.
 
     Raises:
       UserError: naming the metric.
     """
-    for metric in whole_metrics.of(model) if accumulate > 1 else []:
+    for metric in whole_metrics.of(model) if taken_apart else []:
         raise UserError(
-            f"metric {metric.name!r} does not add up over parts of a batch, which accumulate={accumulate} takes apart: "
+            f"metric {metric.name!r} does not add up over parts of a batch, which {taken_apart} takes apart: "
             "use a smaller batch, or leave the metric out"
         )
 

@@ -9,10 +9,11 @@ import keras
 import tensorflow as tf
 
 from tfdist.data import static_rows
-from tfdist.data.batch_layout import Layout, fetch, unpack
+from tfdist.data.batch_layout import Layout, Rows, fetch, unpack
 from tfdist.data.structures import Structure
 from tfdist.engine.step import gathering
 from tfdist.engine.step.replica import Replica, Taken
+from tfdist.engine.step.shard_loop import ShardLoop
 
 NO_BATCH = "no batch left"
 """What a prediction says behind the last batch of a data set of unknown length."""
@@ -31,12 +32,18 @@ def prediction_call(replica: Replica, layout: Layout, beside_targets: bool = Fal
     """Makes `call(feed, i)`, which gives the outputs for global batch `i`, and if wanted the targets beside them."""
     distribution = replica.distribution
 
-    def one(batch: Taken) -> Structure:
-        rows = replica.take(layout, batch, replica.count(layout, batch))
+    def of_rows(rows: Rows) -> Structure:
         _, y, _ = unpack(rows.data)
         outputs = replica.predict(rows.data)
-        if beside_targets:
-            outputs = (outputs, () if y is None else y)
+        return (outputs, () if y is None else y) if beside_targets else outputs
+
+    def one(batch: Taken) -> Structure:
+        count = replica.count(layout, batch)
+        if layout.shards:
+            outputs = ShardLoop(replica, layout).outputs(batch, count, of_rows)
+            return gathering.of_shards(distribution, outputs, layout, count) if layout.local else outputs
+        rows = replica.take(layout, batch, count)
+        outputs = of_rows(rows)
         if layout.local:  # every replica then has them all
             return gathering.gathered(distribution, outputs, rows)
         if layout.replicas == 1 or layout.static:

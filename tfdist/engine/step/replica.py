@@ -104,7 +104,14 @@ class Replica:
         """Returns how many examples a global batch has."""
         return layout.batch if isinstance(batch, Given) else batch.count
 
-    def take(self, layout: Layout, batch: Taken, count: tf.Tensor | int, micro: tf.Tensor | int = 0) -> Rows:
+    def take(
+        self,
+        layout: Layout,
+        batch: Taken,
+        count: tf.Tensor | int,
+        micro: tf.Tensor | int = 0,
+        shard: tf.Tensor | None = None,
+    ) -> Rows:
         """Returns this replica's rows of a micro-batch.
 
         Args:
@@ -112,19 +119,22 @@ class Replica:
           count: examples in the global batch; an int says that it is full and divides evenly, or that shapes are
             static.
           micro: number of the micro-batch.
+          shard: which one's rows, where there are shards.
         """
         if isinstance(batch, Given):
             return static_rows.rows_of(batch, layout, micro)
         replica = self.distribution.replica_id() if layout.replicas > 1 else 0
+        replica = replica if shard is None else shard
         share, in_own = layout.shared(count, micro, replica), layout.in_own(count, micro, replica)
         # The table stays with the host: on a GPU, each batch would first bring the whole data set there.
         on_gpu = self.distribution.devices[0].startswith("GPU")
         with tf.device("CPU:0") if on_gpu else contextlib.nullcontext():
             data = rows_of(batch, share, in_own)
         whole = layout.micro_batch(count, micro).rows
-        certain = layout.replicas * layout.accumulate == 1 or isinstance(count, int)
+        certain = layout.replicas * layout.accumulate == 1 or isinstance(count, int) or layout.none_empty
         most = layout.micro if layout.local else 0
-        return Rows(data, share.rows, whole, layout.accumulate, most, None if certain else share.rows > 0)
+        apart = layout.accumulate * (layout.replicas if layout.shards else 1)
+        return Rows(data, share.rows, whole, apart, most, None if certain else share.rows > 0)
 
     def forward(self, x: Structure, training: bool) -> Structure:
         """Calls the model."""

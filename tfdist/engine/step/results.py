@@ -43,16 +43,25 @@ class Totals:
       names: of the parts of the loss.
       sums: what an interrupted epoch has come to, as `CallResult.sums`.
       examples: how many examples that was.
+      handed_on: each call goes on with the sums of the one before. Else where the calls end decides about the last
+        bits, and that is a matter of time.
     """
 
-    def __init__(self, names: Sequence[str], sums: Sequence[float] = (), examples: float = 0.0):
+    def __init__(
+        self, names: Sequence[str], sums: Sequence[float] = (), examples: float = 0.0, handed_on: bool = False
+    ):
+        self._handed_on = handed_on
         self._names = ["loss", *names]
         self.sums = np.array(sums) if len(sums) else np.zeros(len(self._names))
         self.examples = examples
 
+    def arguments(self) -> tuple[tf.Tensor, ...]:
+        """Returns what a call must be given besides its batches."""
+        return (tf.constant(self.sums),) if self._handed_on else ()
+
     def add(self, result: CallResult) -> dict[str, float]:
         """Adds a call, and returns the loss values and metrics of the epoch so far, by name."""
-        self.sums += result.sums.numpy()
+        self.sums = result.sums.numpy() + (0.0 if self._handed_on else self.sums)
         self.examples += float(result.examples)
         losses = self.sums / max(self.examples, 1.0)
         logs = dict(zip(self._names, losses.tolist()))
@@ -72,6 +81,10 @@ class LastLogs:
         self._names = names
         self.sums = np.zeros(0)
         self.examples = examples
+
+    def arguments(self) -> tuple[()]:
+        """Returns what a call must be given besides its batches."""
+        return ()
 
     def add(self, result: CallResult) -> dict[str, Any]:
         """Takes a call, and returns the logs by name; as in Keras the metrics' results where the names are the same."""

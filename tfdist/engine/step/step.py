@@ -86,7 +86,8 @@ class Step:
         """
         if count is not None:
             layout = dataclasses.replace(layout, batch=count)
-        options = TrainingOptions(full, reduce_dtype, norm, factors)
+        # With shards one function computes batches of any length: whether a call has full ones alone depends on time.
+        options = TrainingOptions(full and not layout.shards, reduce_dtype, norm, factors)
         key = (kind, layout, options, self._replica.bare)
         if key not in self._compiled:
             if not kind.startswith("predict"):
@@ -114,16 +115,19 @@ class Step:
         """Returns the method by which the model replaces Keras' step of a kind, `train` or `test`; empty for none."""
         return own_steps.replaced(self.model, own_steps.TRAINING if kind == "train" else own_steps.EVALUATION)
 
-    def totals(self, kind: str, sums: Sequence[float] = (), examples: float = 0.0) -> Totals | LastLogs:
+    def totals(
+        self, kind: str, sums: Sequence[float] = (), examples: float = 0.0, handed_on: bool = False
+    ) -> Totals | LastLogs:
         """Returns what turns the results of calls into logs.
 
         Args:
           kind: `train` or `test`.
           sums, examples: what an interrupted epoch has come to.
+          handed_on: see `Totals`.
         """
         if self.own_step(kind):
             return LastLogs(self._log_names.setdefault(kind, LogNames()), examples)
-        return Totals(self.part_names, sums, examples)
+        return Totals(self.part_names, sums, examples, handed_on)
 
     def prepare_training(self) -> None:
         """Creates what only an update of the model's own creates: the variables of its optimizers."""
@@ -143,10 +147,13 @@ class Step:
     def _check(self, layout: Layout, kind: str) -> None:
         """Refuses losses and metrics that cannot be computed from the parts in which a batch is laid out."""
         own = self.own_step(kind)
-        if own and layout.accumulate > 1:
+        if own and (layout.accumulate > 1 or layout.shards):
+            parts, given = "shards", f"shards={layout.replicas}"
+            if layout.accumulate > 1:
+                parts, given = "micro-batches", layout.taken_apart
             raise UserError(
-                f"{type(self.model).__name__} has its own {own}, whose sums over micro-batches tfdist cannot know: "
-                f"leave out accumulate={layout.accumulate}"
+                f"{type(self.model).__name__} has its own {own}, whose sums over {parts} tfdist cannot know: "
+                f"leave out {given}"
             )
         if layout.replicas * layout.accumulate == 1:
             return
@@ -164,8 +171,8 @@ class Step:
         if own:
             metrics.check_summed(self.model, own)
             return
-        self._replica.objective.check(layout.accumulate)
-        metrics.check(self.model, layout.accumulate)
+        self._replica.objective.check(layout.taken_apart)
+        metrics.check(self.model, layout.taken_apart)
         if filled and self._replica.exchanges(layout.accumulate):
             preconditions.filled(self.model, self._adding)
 

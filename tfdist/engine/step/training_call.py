@@ -20,7 +20,9 @@ from tfdist.engine.step.optimizer_update import Gradients, OwnedOptimizer
 from tfdist.engine.step.partial_sums import Payload
 from tfdist.engine.step.replica import Replica, Taken
 from tfdist.engine.step.results import CallResult
+from tfdist.engine.step.shard_loop import ShardLoop
 from tfdist.engine.tracing import fused_batch_norm
+from tfdist.models import keras_internals
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class TrainingOptions:
 
 
 def training_call(replica: Replica, layout: Layout, losses: int, options: TrainingOptions) -> Callable[..., CallResult]:
-    """Makes `call(feed, first, last)`, which makes an update of each of these global batches.
+    """Makes `call(feed, first, last, sums=None)`, which makes an update of each of these global batches.
 
     Args:
       losses: loss values of an update, the total included.
@@ -48,9 +50,9 @@ def training_call(replica: Replica, layout: Layout, losses: int, options: Traini
     """
     optimizer_update.check(replica.model.optimizer)
 
-    def call(feed: tuple, first: tf.Tensor, last: tf.Tensor) -> CallResult:
+    def call(feed: tuple, first: tf.Tensor, last: tf.Tensor, sums: tf.Tensor | None = None) -> CallResult:
         with update(replica, layout, options) as one:
-            return batch_loop(replica, layout, losses, one)(feed, first, last)
+            return batch_loop(replica, layout, losses, one)(feed, first, last, sums)
 
     return tf.function(call, autograph=False, reduce_retracing=True)
 
@@ -68,6 +70,7 @@ def update(
     with (
         optimizer_update.owned(model.optimizer, model.trainable_variables, options.factors) as optimizer,
         replica.tracing(),
+        keras_internals.sums_in_order() if layout.shards else contextlib.nullcontext(),
         fused_batch_norm.normalization(None if replica.jit else model),  # XLA fuses by itself
     ):
         yield _Update(replica, layout, options, optimizer)
@@ -105,21 +108,30 @@ class _Update:
         replica, layout, model = self._replica, self._layout, self._replica.model
         examples = layout.batch if self._options.full else replica.count(layout, batch)
         scale = self._optimizer.loss_scale()
-        if layout.accumulate == 1:
-            payload = self._of_micro_batch(batch, examples, scale, 0)
+        if layout.shards:
+            payload, seconds = ShardLoop(replica, layout).run(batch, examples, True, scale)
         else:
-            payload = self._accumulated(batch, examples, scale)
-        begun = None
-        if replica.timed and self._distribution.replicas > 1:
-            begun = graph_clock.now(*payload.tensors())
-            payload.sums = graph_clock.after(begun, payload.sums)
-        payload = payload.with_tensors(self._summed(payload))
-        seconds = None if begun is None else graph_clock.now(*payload.tensors()) - begun
+            payload, seconds = self._of_rows(batch, examples, scale)
         regularization = self._regularization()
         gradients = payload.gradients()
         norm = graph_clock.norm(gradients, scale, is_last, replica.totals) if self._options.norm else None
         self._optimizer.apply(gradients, model.trainable_variables, regularization.added)
         return StepOutput.packed(payload.losses(regularization.penalties), seconds, norm, replica.totals)
+
+    def _of_rows(
+        self, batch: Taken, examples: tf.Tensor | int, scale: tf.Tensor | None
+    ) -> tuple[Payload, tf.Tensor | None]:
+        """Runs over this replica's rows, and adds up what all replicas have; also returns the seconds that took."""
+        if self._layout.accumulate == 1:
+            payload = self._of_micro_batch(batch, examples, scale, 0)
+        else:
+            payload = self._accumulated(batch, examples, scale)
+        begun = None
+        if self._replica.timed and self._distribution.replicas > 1:
+            begun = graph_clock.now(*payload.tensors())
+            payload.sums = graph_clock.after(begun, payload.sums)
+        payload = payload.with_tensors(self._summed(payload))
+        return payload, None if begun is None else graph_clock.now(*payload.tensors()) - begun
 
     def _summed(self, payload: Payload) -> list[tf.Tensor]:
         """`payload.tensors()` over all replicas; gradients may travel in a smaller type, sums do not."""

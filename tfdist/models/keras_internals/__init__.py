@@ -63,6 +63,7 @@ from tfdist.models.keras_internals.tensorflow import (
     gradient_bookkeeping,
     one_replica_in_sync,
     replica_context,
+    sums_in_order,
     variables_as_numbers,
 )
 
@@ -111,6 +112,7 @@ __all__ = [
     "results",
     "scaled_rates",
     "set_mask",
+    "sums_in_order",
     "takes_training",
     "unscaled_losses",
     "updating",

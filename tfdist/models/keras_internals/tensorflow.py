@@ -9,7 +9,7 @@ import tensorflow as tf
 from tensorflow.python.distribute.distribute_lib import ReplicaContextBase, StrategyBase
 from tensorflow.python.distribute.values import DistributedVariable
 from tensorflow.python.framework import ops
-from tensorflow.python.ops import custom_gradient
+from tensorflow.python.ops import custom_gradient, gen_math_ops
 
 from tfdist.models.keras_internals.replacing import PATCHED
 
@@ -69,6 +69,28 @@ def gradient_bookkeeping(
         yield
     finally:
         custom_gradient._get_dependent_variables, custom_gradient.generate_name = theirs
+
+
+@contextlib.contextmanager
+def sums_in_order() -> Iterator[None]:
+    """Lets TensorFlow add up three tensors and more, within it, always from first to last.
+
+    A gradient tape adds up with `add_n` what flows back into a tensor that is used several times, and has no option for
+    how. That operation begins with whichever tensor's memory it may reuse, which is a matter of time.
+    """
+
+    def add_n(inputs: list[tf.Tensor], name: str | None = None) -> tf.Tensor:
+        if len(inputs) < 3 or not (inputs[0].dtype.is_floating or inputs[0].dtype.is_integer):
+            return theirs(inputs, name=name)
+        return tf.reduce_sum(tf.stack(inputs), 0, name=name)
+
+    with PATCHED:
+        theirs = gen_math_ops.add_n
+        gen_math_ops.add_n = add_n
+        try:
+            yield
+        finally:
+            gen_math_ops.add_n = theirs
 
 
 def replica_context() -> type[tf.distribute.ReplicaContext]:

@@ -1,0 +1,46 @@
+"""`shards` over several processes: the bits of one device, on every worker."""
+
+import functools
+import pickle
+
+import pytest
+from support import sharded_cases, worlds
+
+NAMES = ["together", "all random", "masked and plain", "wide", "records, mixed", "tail smaller than the replicas"]
+WORLDS = {
+    "multi_worker 2": ("multi_worker", 2, {}),
+    "multi_worker 3": ("multi_worker", 3, {}),
+    "multi_worker 2 x 2 devices": ("multi_worker", 2, {"virtual_devices": 2}),
+    "horovod 2": ("horovod", 2, {}),
+    "horovod 3": ("horovod", 3, {}),
+}
+pytestmark = pytest.mark.whole  # each starts processes
+
+
+@pytest.fixture(scope="module")
+def alone(connect):
+    return functools.cache(lambda case: sharded_cases.bits(case, connect(1)))
+
+
+@pytest.fixture(scope="module")
+def workers_of(request, tmp_path_factory):
+    """The bits of all workers of a world, which is started once."""
+    asked = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+
+    @functools.cache
+    def of(world):
+        strategy, workers, options = WORLDS[world]
+        names = dict.fromkeys(p["name"] for p in asked if p.get("world") == world and p.get("name") in NAMES)
+        folder = tmp_path_factory.mktemp("world")
+        worlds.start(strategy, workers, options, folder, "shards_worker.py", list(names))
+        return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(workers)]
+
+    return of
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_bits_of_one_device(world, name, workers_of, alone):
+    case = next(c for c in sharded_cases.CASES if c.name == name)
+    for worker in workers_of(world):
+        assert worker[name] == alone(case)
