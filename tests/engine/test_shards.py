@@ -15,8 +15,8 @@ import tfdist
 from tfdist.checkpoints import resume
 from tfdist.distributed import arithmetic
 from tfdist.engine import call_errors, step_calls
-from tfdist.engine.step import shard_state
-from tfdist.engine.step.exact_sum import ExactSum
+from tfdist.engine.step.shards import shard_state
+from tfdist.engine.step.shards.exact_sum import ExactSum
 from tfdist.errors import Interrupted
 
 REPLICAS = (1, 2, 3, 4, 8)

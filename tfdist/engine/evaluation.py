@@ -15,13 +15,14 @@ from tfdist.data.batch_layout import Layout
 from tfdist.data.structures import Structure
 from tfdist.distributed import connect
 from tfdist.distributed.distribution import Distribution
-from tfdist.engine import agreement, arguments, batching, callback_list, layer_statistics, step_calls
+from tfdist.engine import agreement, arguments, batching, callback_list, step_calls
 from tfdist.engine import steps_per_call as pace_lib
 from tfdist.engine.arguments import Callbacks, Data
 from tfdist.engine.call_errors import EndOfData
 from tfdist.engine.checks import preconditions
 from tfdist.engine.step.results import CallResult
 from tfdist.engine.steps_per_call import Pace
+from tfdist.engine.tracing import layer_statistics
 from tfdist.errors import UserError
 from tfdist.models import keras_internals
 

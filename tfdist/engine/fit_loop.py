@@ -14,13 +14,14 @@ from tfdist.checkpoints.resume import Position
 from tfdist.checkpoints.training_run import TrainingRun
 from tfdist.data import sources
 from tfdist.distributed import arithmetic
-from tfdist.engine import agreement, arguments, batching, callback_list, evaluation, layer_statistics, step_calls
+from tfdist.engine import agreement, arguments, batching, callback_list, evaluation, step_calls
 from tfdist.engine import steps_per_call as pace_lib
 from tfdist.engine.call_errors import NotFinite, OutOfMemory
 from tfdist.engine.checkpointing import Keeper
 from tfdist.engine.checks import preconditions, strategy_check
 from tfdist.engine.fit_options import FitOptions, is_due
 from tfdist.engine.step import ema
+from tfdist.engine.tracing import layer_statistics
 from tfdist.engine.update_loop import UpdateLoop
 from tfdist.errors import Interrupted, UserError
 from tfdist.models import keras_internals, layerwise_rates

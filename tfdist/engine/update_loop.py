@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdist.checkpoints.resume import Position
 from tfdist.config.messages import logger
-from tfdist.engine import agreement, batching, callback, callback_list, layer_statistics, step_calls
+from tfdist.engine import agreement, batching, callback, callback_list, step_calls
 from tfdist.engine import steps_per_call as pace_lib
 from tfdist.engine.call_errors import NotFinite
 from tfdist.engine.checkpointing import Keeper
@@ -20,6 +20,7 @@ from tfdist.engine.step.results import CallResult, LastLogs, Totals
 from tfdist.engine.step.step import Step
 from tfdist.engine.steps_per_call import Pace
 from tfdist.engine.timing import Call, Spent
+from tfdist.engine.tracing import layer_statistics
 from tfdist.errors import UserError
 
 

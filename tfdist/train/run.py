@@ -17,7 +17,8 @@ from tfdist.data import sources, spec_file
 from tfdist.distributed import arithmetic
 from tfdist.distributed.connect import Site
 from tfdist.distributed.distribution import Distribution
-from tfdist.engine import evaluation, fit, layer_statistics, step_calls
+from tfdist.engine import evaluation, fit, step_calls
+from tfdist.engine.tracing import layer_statistics
 from tfdist.engine.worker_session import Signals
 from tfdist.errors import Interrupted, PeerError, TrainingError
 from tfdist.models import optimizers, own_steps

@@ -11,7 +11,7 @@ from tfdist.engine.step import metrics
 from tfdist.engine.step.batch_loop import batch_loop
 from tfdist.engine.step.replica import Replica, Taken
 from tfdist.engine.step.results import CallResult
-from tfdist.engine.step.shard_loop import ShardLoop
+from tfdist.engine.step.shards.shard_loop import ShardLoop
 
 
 def evaluation_call(replica: Replica, layout: Layout, losses: int) -> Callable[..., CallResult]:

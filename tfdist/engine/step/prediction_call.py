@@ -13,7 +13,7 @@ from tfdist.data.batch_layout import Layout, Rows, fetch, unpack
 from tfdist.data.structures import Structure
 from tfdist.engine.step import gathering
 from tfdist.engine.step.replica import Replica, Taken
-from tfdist.engine.step.shard_loop import ShardLoop
+from tfdist.engine.step.shards.shard_loop import ShardLoop
 
 NO_BATCH = "no batch left"
 """What a prediction says behind the last batch of a data set of unknown length."""

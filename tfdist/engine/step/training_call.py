@@ -20,7 +20,7 @@ from tfdist.engine.step.optimizer_update import Gradients, OwnedOptimizer
 from tfdist.engine.step.partial_sums import Payload
 from tfdist.engine.step.replica import Replica, Taken
 from tfdist.engine.step.results import CallResult
-from tfdist.engine.step.shard_loop import ShardLoop
+from tfdist.engine.step.shards.shard_loop import ShardLoop
 from tfdist.engine.tracing import fused_batch_norm
 from tfdist.models import keras_internals
 

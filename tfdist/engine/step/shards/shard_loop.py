@@ -15,10 +15,10 @@ import tensorflow as tf
 from tfdist.data.batch_layout import Layout, Rows, with_shape
 from tfdist.data.structures import Structure
 from tfdist.engine.step import graph_clock, metrics
-from tfdist.engine.step.exact_sum import ExactSum
 from tfdist.engine.step.partial_sums import Payload
 from tfdist.engine.step.replica import Replica, Taken
-from tfdist.engine.step.shard_state import ShardState
+from tfdist.engine.step.shards.exact_sum import ExactSum
+from tfdist.engine.step.shards.shard_state import ShardState
 from tfdist.errors import UserError
 
 _UNSEEDED = (
