@@ -48,7 +48,6 @@ def train_and_evaluate(experiment: config.Experiment, environment: runtime_optio
 
     _check(experiment, environment)
     site = _pinned(ahead_of_time.locate(environment), experiment.train.shards)
-    environment = site.environment
     _check_batch(experiment, site)
     writes = site.cluster.is_chief and not environment.dry_run
     folder = run_folder.RunFolder(runtime_options.workdir(experiment, environment), writes)
