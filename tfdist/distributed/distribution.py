@@ -51,6 +51,8 @@ class Distribution:
     """Gives each variable the chief's value, where creating it under `scope` did not."""
     totals: Callable[[list[keras.Variable]], AbstractContextManager[None]] = lambda variables: contextlib.nullcontext()
     """Context in which metric variables read as their sums over all replicas."""
+    creating: Callable[[AbstractContextManager[object]], AbstractContextManager[object]] = lambda scope: scope
+    """What variables are created in, given the scope of the strategy."""
     peers: Peers = dataclasses.field(default_factory=Peers)
     """The workers, in touch with each other."""
     static_shapes: bool = False
@@ -93,4 +95,4 @@ class Distribution:
 
     def scope(self) -> AbstractContextManager[object]:
         """Returns the context in which model, optimizer and metrics must be created."""
-        return self.strategy.scope()
+        return self.creating(self.strategy.scope())

@@ -6,10 +6,11 @@ use what crashes. The strategy itself is started only when all workers have met.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from tfdist.distributed.distribution import Distribution
 from tfdist.distributed.peers import Peers
@@ -75,8 +76,31 @@ def create(
         replica_id=lambda: context().replica_id_in_sync_group,
         all_sum=all_sum,
         average=_Average(strategy, all_sum, replicas).assign,
+        creating=_saying_what_cannot_travel,
         peers=peers,
     )
+
+
+@contextlib.contextmanager
+def _saying_what_cannot_travel(scope: contextlib.AbstractContextManager[object]) -> Iterator[object]:
+    """Enters the scope of the strategy, in which a variable that the chief cannot send is refused in one line."""
+    import tensorflow as tf
+
+    def create(creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
+        try:
+            return creator(**kwargs)
+        except tf.errors.InvalidArgumentError as error:
+            if "CollectiveBcast" not in str(error):
+                raise
+            dtype = tf.as_dtype(kwargs["dtype"]).name if kwargs.get("dtype") else "this type"
+            raise UserError(
+                f"a variable of {dtype} cannot be created with multi_worker, where TensorFlow sends the chief's first "
+                "value to the others and cannot send this type: use --strategy=mirrored, or a layer without it "
+                "(quantize after the training)"
+            ) from None
+
+    with scope as strategy, tf.variable_creator_scope(create):
+        yield strategy
 
 
 def _communication(names: tuple[str, ...], asked: str) -> tuple[str, tf.distribute.experimental.CommunicationOptions]:
