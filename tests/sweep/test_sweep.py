@@ -7,6 +7,8 @@ import re
 import shlex
 
 import pytest
+from conftest import REPOSITORY
+from support import many_commands
 
 from tfdist import config
 from tfdist.checkpoints.run_folder import RunFolder
@@ -183,23 +185,23 @@ def test_which_is_best():
     assert results.metric_of([rows[1]], "") is None and results.ranked(rows, None) == []
 
 
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        (["--over="], "--over says which fields to change"),
-        (["--over=seed=1,2", "--parallel=0"], "--parallel must be at least 1, got 0"),
-        (["--over=seed=1,2", "--strategy=horovod"], "--strategy=horovod needs several processes"),
-        (["--over=seed=1,2", "--parallel=2", "--strategy=tpu"], "a TPU is used as a whole"),
-        (["--over=seed=1,2", "--config.seed=3"], "--config.seed=3 and --over both say what seed is: give one"),
-        (["--over=seed=1,2", "--parallel=4000"], "--parallel=4000 runs need devices of their own, found"),
-        (["--over=seed=1,2", "--workdir=."], "--workdir=. holds no sweep but strange: choose another folder"),
-        (["--over=seed=1,2", "--resume=never"], "Unknown command line flag 'resume'"),
-    ],
-)
-def test_flags_that_are_refused(flags, message, run, tmp_path):
+BAD = [
+    (["--over="], "--over says which fields to change"),
+    (["--over=seed=1,2", "--parallel=0"], "--parallel must be at least 1, got 0"),
+    (["--over=seed=1,2", "--strategy=horovod"], "--strategy=horovod needs several processes"),
+    (["--over=seed=1,2", "--parallel=2", "--strategy=tpu"], "a TPU is used as a whole"),
+    (["--over=seed=1,2", "--config.seed=3"], "--config.seed=3 and --over both say what seed is: give one"),
+    (["--over=seed=1,2", "--parallel=4000"], "--parallel=4000 runs need devices of their own, found"),
+    (["--over=seed=1,2", "--workdir=."], "--workdir=. holds no sweep but strange: choose another folder"),
+    (["--over=seed=1,2", "--resume=never"], "Unknown command line flag 'resume'"),
+]
+
+
+def test_flags_that_are_refused(tmp_path):
     (tmp_path / "strange").write_text("")
-    done = run("tfdist.sweep", *flags)
-    assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1
+    ends = many_commands.run("tfdist.sweep", [flags for flags, _ in BAD], tmp_path, {}, str(REPOSITORY))
+    for done, (_, message) in zip(ends, BAD, strict=True):
+        assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1, done
 
 
 def test_a_real_run(run, tmp_path, tfds_dir):

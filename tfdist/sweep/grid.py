@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import hashlib
 import itertools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -89,8 +90,10 @@ def combinations(fields: Mapping[str, Sequence[object]], base: config.Experiment
     Raises:
       UserError: there are too many, or one of them cannot be trained.
     """
+    if math.prod(map(len, fields.values())) > MOST:
+        raise UserError(f"--over asks for more than {MOST} experiments: choose fewer values")
     made = []
-    for values in itertools.islice(itertools.product(*fields.values()), MOST + 1):
+    for values in itertools.product(*fields.values()):
         experiment = copy.deepcopy(base)
         for name, value in zip(fields, values):
             *groups, last = name.split(".")
@@ -103,8 +106,6 @@ def combinations(fields: Mapping[str, Sequence[object]], base: config.Experiment
             validation.validate(experiment)
         except UserError as error:
             raise UserError(f"--over: with {made[-1].name}: {error}") from None
-    if len(made) > MOST:
-        raise UserError(f"--over asks for more than {MOST} experiments: choose fewer values")
     return made
 
 
