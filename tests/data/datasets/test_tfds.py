@@ -1,5 +1,6 @@
 """Data sets of TFDS: really prepared ones, made-up ones in place of a download, and none."""
 
+import contextlib
 import os
 import socket
 
@@ -201,6 +202,26 @@ def test_what_cannot_be_downloaded(data, message, tmp_path, monkeypatch):
     with pytest.raises(tfdist.UserError, match=message) as error:
         registry.load(experiment(tmp_path, **data))
     assert "\n" not in str(error.value)
+
+
+def test_two_runs_prepare_a_data_set_once(tmp_path, monkeypatch):
+    """While this one waits for the lock, the other one has finished."""
+    held = tfds_preparation.file_lock.alone
+    locked = []
+
+    @contextlib.contextmanager
+    def after_the_other_one(path, *rest):
+        locked.append(path.name)
+        with held(path, *rest):
+            tfds.builder("digits", data_dir=tmp_path).download_and_prepare()
+            yield
+
+    monkeypatch.setattr(tfds_preparation.file_lock, "alone", after_the_other_one)
+    monkeypatch.setattr(tfds_preparation, "_prepare", lambda *a: pytest.fail("it is prepared a second time"))
+    loaded = registry.load(experiment(tmp_path, name="digits", eval_split="test"))
+    assert (loaded.train.size, loaded.eval.size, locked) == (1437, 360, [".digits.lock"])
+    registry.load(experiment(tmp_path, name="digits", eval_split="test"))
+    assert len(locked) == 1, "what is prepared needs no lock"
 
 
 def test_a_download_that_fails(tmp_path, monkeypatch):

@@ -7,18 +7,24 @@ import difflib
 import io
 import logging
 import os
+import pathlib
+import re
 import socket
 import urllib.parse
 import urllib.request
+from collections.abc import Iterator
 
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from tfdist import config
+from tfdist.config import file_lock
 from tfdist.errors import UserError, one_line
 
 BY_NUMBER = tfds.core.FileFormat.ARRAY_RECORD
 """The format that TFDS reads by number."""
+LIMIT_S = 24 * 3600.0
+"""How long another run may take to prepare a data set."""
 
 
 def prepared(data: config.Data, memory: float, prepare: bool) -> tfds.core.DatasetBuilder:
@@ -41,8 +47,23 @@ def prepared(data: config.Data, memory: float, prepare: bool) -> tfds.core.Datas
             "leave out --dry_run, or prepare it first"
         )
     if not os.path.isdir(builder.data_dir):
-        _prepare(builder, data.name, _will_not_fit(builder, data.cache, memory))
+        with _alone(str(builder.data_dir_root), data.name):
+            if os.path.isdir(builder.data_dir):  # meanwhile another run has prepared it
+                return _builder(data.name, os.path.expanduser(data.data_dir) or None)
+            _prepare(builder, data.name, _will_not_fit(builder, data.cache, memory))
     return builder
+
+
+@contextlib.contextmanager
+def _alone(folder: str, name: str) -> Iterator[None]:
+    """Lets one run at a time prepare a data set: of several, TFDS lets all but the first one fail at their end."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # TFDS has more to say of a folder that cannot be written
+            if "://" not in folder:
+                os.makedirs(folder, exist_ok=True)
+                lock = pathlib.Path(folder, f".{re.sub(r'[^A-Za-z0-9]+', '_', name)}.lock")
+                stack.enter_context(file_lock.alone(lock, f"another run that prepares {name}", LIMIT_S))
+        yield
 
 
 def is_fixed(features: tfds.features.FeatureConnector) -> bool:
