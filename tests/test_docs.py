@@ -22,7 +22,18 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")),
     *sorted(ROOT.glob("docs/*.md")),
 ]
-COMMANDS = ("train", "launch", "doctor", "compare", "evaluate", "predict", "export", "horovod_build", "topology")
+COMMANDS = (
+    "train",
+    "launch",
+    "doctor",
+    "compare",
+    "plan",
+    "evaluate",
+    "predict",
+    "export",
+    "horovod_build",
+    "topology",
+)
 FOREIGN = {"signal": "sbatch, timeout", "logdir": "tensorboard", "dist": "pytest"}
 """Flags of other programs that the pages show."""
 GROUPS = tuple(f.name for f in dataclasses.fields(Experiment) if f.name not in ("name", "seed"))

@@ -16,7 +16,7 @@ MAY_IMPORT = {
     "monitoring": LIBRARIES[:7],
     "export": [*LIBRARIES, "inference"],
     "train": [*LIBRARIES, "topology"],
-    **dict.fromkeys(["topology", "launch", "doctor", "compare", "inference", "horovod_build"], LIBRARIES),
+    **dict.fromkeys(["topology", "launch", "doctor", "compare", "inference", "horovod_build", "plan"], LIBRARIES),
 }
 """Which packages a package may import from, besides itself. Those at the root may import from all."""
 
