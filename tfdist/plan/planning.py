@@ -1,4 +1,4 @@
-"""A plan from its measurements to its files."""
+"""A plan from its measurements to its files. It imports TensorFlow when the device is started, not before."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import dataclasses
 from tfdist import config
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.config.messages import logger
-from tfdist.distributed import collectives, connect
+from tfdist.distributed import connect
 from tfdist.plan import exchange, picture, report
 from tfdist.plan.cost import Machines
 from tfdist.plan.report import Request
 from tfdist.plan.scaling import Variant
-from tfdist.plan.workload import LARGER, Workload, measured_compute
 
 
 def plan(experiment: config.Experiment, wanted: Request, folder: RunFolder) -> int:
@@ -23,13 +22,16 @@ def plan(experiment: config.Experiment, wanted: Request, folder: RunFolder) -> i
       TrainingError: what was measured has failed.
     """
     environment = wanted.environment
-    bucket = collectives.BUCKET_BYTES if environment.bucket_bytes is None else environment.bucket_bytes
-    own = experiment.optimizer.reduce_dtype
     distribution = connect.connect(
         "default", devices="none", threads=environment.threads, cpu_kernels=environment.cpu_kernels
     )
+    from tfdist.distributed import collectives  # which imports TensorFlow, started by now
+    from tfdist.plan.workload import LARGER, Workload, measured_compute
+
+    bucket = collectives.BUCKET_BYTES if environment.bucket_bytes is None else environment.bucket_bytes
+    own = experiment.optimizer.reduce_dtype
     workload = Workload(experiment, distribution)
-    logger.info(f"measuring updates of {experiment.name} on {environment.threads} threads of this machine ...")
+    logger.info(f"measuring updates of {experiment.name} on this machine, --threads={environment.threads} ...")
     compute, measured = measured_compute(workload, experiment, wanted.seconds)
     small = own if own != "float32" else "float16"
     logger.info("measuring what a sum over two workers costs this machine ...")

@@ -35,6 +35,8 @@ SHARES = (1, 4, 16)
 """By what the batch is divided for the batch sizes that are measured."""
 LARGER = 4
 """By what batch and micro-batches are multiplied for the other training that a plan shows."""
+_EPOCHS = 100_000
+"""More than the time allows; `fit` looks through their numbers once, so there are not more."""
 _CALLS = 3
 """How many calls in which nothing is compiled are measured at least."""
 
@@ -100,7 +102,7 @@ class Workload:
                 self._source,
                 distribution=self._distribution,
                 batch_size=examples,
-                epochs=1 << 30,
+                epochs=_EPOCHS,
                 accumulate=accumulate,
                 shuffle=self._experiment.data.shuffle,
                 seed=self._experiment.seed,
