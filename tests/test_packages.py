@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "export": [*LIBRARIES, "inference"],
     "sweep": [*LIBRARIES, "compare"],
     "train": [*LIBRARIES, "topology"],
-    **dict.fromkeys(["topology", "launch", "doctor", "compare", "inference", "horovod_build"], LIBRARIES),
+    **dict.fromkeys(["topology", "launch", "doctor", "compare", "inference", "horovod_build", "plan"], LIBRARIES),
 }
 """Which packages a package may import from, besides itself. Those at the root may import from all."""
 

@@ -489,7 +489,7 @@ def test_version(command, run, files):
     assert (done.returncode, done.stdout, done.stderr) == (0, f"tfdist {tfdist.__version__}\n", "")
 
 
-@pytest.mark.parametrize("command", ["train", "launch", "doctor", "compare", "horovod_build", "topology"])
+@pytest.mark.parametrize("command", ["train", "launch", "doctor", "compare", "horovod_build", "topology", "plan"])
 def test_help_fits_80_columns(command, run):
     done = run(f"tfdist.{command}", "--help", COLUMNS="80")
     assert done.returncode == 0, done.stderr

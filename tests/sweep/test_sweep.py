@@ -72,7 +72,7 @@ def test_all_combinations():
 
 
 def test_places_have_nothing_in_common():
-    assert runner.places(1, ("0", "1"), (0, 1)) == [runner.Place()]
+    assert runner.places(1, ("0", "1"), (0, 1)) == [runner.DevicePlace()]
     two = runner.places(2, ("0", "3", "4", "5", "7"), (0, 1))
     assert [p.gpus for p in two] == [("0", "3"), ("4", "5")] and two[1].environ()["CUDA_VISIBLE_DEVICES"] == "4,5"
     assert [p.cores for p in runner.places(3, (), (0, 2, 4, 6))] == [(0,), (2,), (4,)]
@@ -178,7 +178,7 @@ def test_an_end_on_the_way_ends_all_runs(sweep):
 
 
 def test_which_is_best():
-    row = lambda name, **evaluation: results.Row(name, {}, name, "", evaluation=evaluation)
+    row = lambda name, **evaluation: results.SweepRow(name, {}, name, "", evaluation=evaluation)
     rows = [row("a", loss=0.3, accuracy=0.5), row("b"), row("c", loss=0.2, accuracy=0.4)]
     order = lambda asked: [r.name for r in results.ranked(rows, results.metric_of(rows, asked))]
     assert (order(""), order("loss"), order("max loss")) == (["a", "c"], ["c", "a"], ["a", "c"])

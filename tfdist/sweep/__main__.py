@@ -86,7 +86,7 @@ def trials(values: flags.FlagValues, combinations: list[grid.Combination], path:
     return made
 
 
-def _places(values: flags.FlagValues) -> list[runner.Place]:
+def _places(values: flags.FlagValues) -> list[runner.DevicePlace]:
     if values.parallel == 1:
         return runner.places(1, (), ())
     gpus = trial.find_hardware(values.devices, os.environ).gpus

@@ -12,13 +12,13 @@ from tfdist.monitoring.report import page, run_files
 from tfdist.monitoring.report.html import Html, join, table, tag
 from tfdist.monitoring.report.line_chart import Line, plot, value
 from tfdist.sweep import results
-from tfdist.sweep.results import Row
+from tfdist.sweep.results import SweepRow
 
 CURVES = 6
 """Runs whose curves are drawn at most; a page has so many colours."""
 
 
-def render(title: str, path: pathlib.Path, rows: Sequence[Row], aim: Aim | None) -> str:
+def render(title: str, path: pathlib.Path, rows: Sequence[SweepRow], aim: Aim | None) -> str:
     """Returns the page.
 
     Args:
@@ -37,7 +37,7 @@ def render(title: str, path: pathlib.Path, rows: Sequence[Row], aim: Aim | None)
     return page.assembled(title, header, Html(""), [s for s in sections if s[2]], path.absolute().name)
 
 
-def _table(path: pathlib.Path, rows: Sequence[Row], best: Row | None) -> Html:
+def _table(path: pathlib.Path, rows: Sequence[SweepRow], best: SweepRow | None) -> Html:
     head = results.head(rows)
     first = len(rows[0].values) if rows else 0
     cells: list[list] = [list(row) for row in results.cells(rows, best)]
@@ -49,7 +49,7 @@ def _table(path: pathlib.Path, rows: Sequence[Row], best: Row | None) -> Html:
     return table(head, cells, numbers=range(first + 1, len(head)))
 
 
-def _curves(rows: Sequence[Row], aim: Aim | None) -> Html:
+def _curves(rows: Sequence[SweepRow], aim: Aim | None) -> Html:
     """Draws loss and metric of the best runs over updates."""
     if aim is None:
         return Html("")

@@ -16,7 +16,7 @@ USUAL = ("accuracy", "loss")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Row:
+class SweepRow:
     """One run; the names are those of `sweep.json`. None where there is nothing to tell."""
 
     name: str
@@ -34,7 +34,7 @@ class Row:
     weights_norm: float | None = None
 
 
-def completed(row: Row) -> Row:
+def completed(row: SweepRow) -> SweepRow:
     """Returns the row of a run that has come to its end, from the files in its folder."""
     result = run_files.read(pathlib.Path(row.folder)).result
     number = lambda name: run_files.number(result.get(name))
@@ -51,7 +51,7 @@ def completed(row: Row) -> Row:
     )
 
 
-def metric_of(rows: Iterable[Row], asked: str) -> schedule.Aim | None:
+def metric_of(rows: Iterable[SweepRow], asked: str) -> schedule.Aim | None:
     """Returns the metric by which runs are compared; None while no run has measured one.
 
     Args:
@@ -69,7 +69,7 @@ def metric_of(rows: Iterable[Row], asked: str) -> schedule.Aim | None:
     return aim
 
 
-def ranked(rows: Iterable[Row], aim: schedule.Aim | None) -> list[Row]:
+def ranked(rows: Iterable[SweepRow], aim: schedule.Aim | None) -> list[SweepRow]:
     """Returns the runs that have measured the metric, the best first."""
     if aim is None:
         return []
@@ -77,12 +77,12 @@ def ranked(rows: Iterable[Row], aim: schedule.Aim | None) -> list[Row]:
     return sorted(there, key=lambda row: -aim.better * row.evaluation[aim.metric])
 
 
-def head(rows: Sequence[Row]) -> list[str]:
+def head(rows: Sequence[SweepRow]) -> list[str]:
     """Returns the names of the columns of `cells`."""
     return [*(rows[0].values if rows else ()), "status", *_metrics(rows), "examples/s", "seconds"]
 
 
-def cells(rows: Sequence[Row], best: Row | None) -> list[list[str]]:
+def cells(rows: Sequence[SweepRow], best: SweepRow | None) -> list[list[str]]:
     """Returns the figures of each run; a star is before the best."""
     metrics = _metrics(rows)
     return [
@@ -97,7 +97,7 @@ def cells(rows: Sequence[Row], best: Row | None) -> list[list[str]]:
     ]
 
 
-def markdown(title: str, rows: Sequence[Row], best: Row | None, closing: Sequence[str]) -> str:
+def markdown(title: str, rows: Sequence[SweepRow], best: SweepRow | None, closing: Sequence[str]) -> str:
     """Returns the table as a page of Markdown."""
     line = lambda parts: "| " + " | ".join(part.replace("|", "\\|") for part in parts) + " |"
     names = head(rows)
@@ -105,7 +105,7 @@ def markdown(title: str, rows: Sequence[Row], best: Row | None, closing: Sequenc
     return "\n".join([f"# {title}", "", *table, "", *closing]) + "\n"
 
 
-def closing(rows: Sequence[Row], aim: schedule.Aim | None, best: Row | None) -> list[str]:
+def closing(rows: Sequence[SweepRow], aim: schedule.Aim | None, best: SweepRow | None) -> list[str]:
     """Returns what there is to say of the sweep, in sentences."""
     lines = []
     if best is not None and aim is not None:
@@ -114,6 +114,6 @@ def closing(rows: Sequence[Row], aim: schedule.Aim | None, best: Row | None) -> 
     return lines
 
 
-def _metrics(rows: Sequence[Row]) -> list[str]:
+def _metrics(rows: Sequence[SweepRow]) -> list[str]:
     names = dict.fromkeys(name for row in rows for name in row.evaluation)
     return sorted(names, key=lambda name: (name not in USUAL, name))

@@ -22,7 +22,7 @@ from tfdist.config.schedule import Aim
 from tfdist.errors import TrainingError, UserError
 from tfdist.sweep import report, results
 from tfdist.sweep.grid import Combination
-from tfdist.sweep.results import Row
+from tfdist.sweep.results import SweepRow
 
 RECORD, TABLE, PAGE = "sweep.json", "sweep.md", "sweep.html"
 LOGS = "logs"
@@ -32,7 +32,7 @@ _LOOK_S = 0.5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Place:
+class DevicePlace:
     """Devices for one run at a time, which no other place has."""
 
     gpus: tuple[str, ...] = ()
@@ -47,23 +47,23 @@ class Place:
         return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(self.gpus)}
 
 
-def places(parallel: int, gpus: Sequence[str], cores: Sequence[int]) -> list[Place]:
+def places(parallel: int, gpus: Sequence[str], cores: Sequence[int]) -> list[DevicePlace]:
     """Divides the GPUs, or where there are none the cores, evenly among so many runs.
 
     Raises:
       UserError: there are fewer of them than runs.
     """
     if parallel == 1:
-        return [Place()]
+        return [DevicePlace()]
     there, word = (gpus, "GPUs") if gpus else (cores, "cores")
     each = len(there) // parallel
     if not each:
         raise UserError(f"--parallel={parallel} runs need devices of their own, found {len(there)} {word}: use fewer")
     parts = [tuple(there[i * each : (i + 1) * each]) for i in range(parallel)]
-    return [Place(gpus=part) if gpus else Place(cores=part) for part in parts]  # type: ignore[arg-type]
+    return [DevicePlace(gpus=part) if gpus else DevicePlace(cores=part) for part in parts]  # type: ignore[arg-type]
 
 
-class _Stopped(Exception):  # noqa: N818  what ends the wait for a run, and no error
+class _SweepStopped(Exception):  # noqa: N818  what ends the wait for a run, and no error
     """The sweep has been interrupted."""
 
 
@@ -86,17 +86,17 @@ class Sweep:
         combinations: Sequence[Combination],
         folder: RunFolder,
         metric: str,
-        where: Sequence[Place],
+        where: Sequence[DevicePlace],
     ):
         self._title, self._trials, self._folder, self._metric = title, trials, folder, metric
-        self._where: queue.SimpleQueue[Place] = queue.SimpleQueue()
+        self._where: queue.SimpleQueue[DevicePlace] = queue.SimpleQueue()
         for place in where:
             self._where.put(place)
         self._parallel = len(where)
         self._stop, self._lock = threading.Event(), threading.Lock()
         self._rows = []
         for t, c in zip(trials, combinations):
-            row = Row(c.name, c.values, str(folder.path / c.folder), t.shell())
+            row = SweepRow(c.name, c.values, str(folder.path / c.folder), t.shell())
             finished = _finished(pathlib.Path(row.folder), c.experiment)
             self._rows.append(results.completed(row) if finished else row)
 
@@ -157,14 +157,14 @@ class Sweep:
     def _tick(self, seconds: float) -> None:
         del seconds
         if self._stop.is_set():
-            raise _Stopped
+            raise _SweepStopped
 
-    def _note(self, i: int, row: Row) -> None:
+    def _note(self, i: int, row: SweepRow) -> None:
         with self._lock:
             self._rows[i] = row
             self._save("running")
 
-    def _best(self) -> tuple[Aim | None, Row | None]:
+    def _best(self) -> tuple[Aim | None, SweepRow | None]:
         aim = results.metric_of(self._rows, self._metric)
         order = results.ranked(self._rows, aim)
         return aim, order[0] if order else None

@@ -48,7 +48,7 @@ def by_split(kind: str, path: str) -> dict[str, list[str]]:
     return {"train": paths}
 
 
-class Reader:
+class TableReader:
     """What reads the files of a table.
 
     Args:

@@ -59,7 +59,7 @@ def read_rows(
 def _read_known(path: str, kinds: dict[str, str], options: Options, skip: bool | None, kind: str) -> csv_reader.Table:
     """Reads the columns of `kinds` of a file of this kind."""
     given = options if kind == "csv" else {name: value for name, value in options.items() if name != "delimiter"}
-    path, reader = os.path.expanduser(path), table_files.Reader(kind, given)  # the training's may have been CSV
+    path, reader = os.path.expanduser(path), table_files.TableReader(kind, given)  # the training's may have been CSV
     names = reader.header(path)
     missing = [name for name in kinds if name not in names]
     if missing:

@@ -83,7 +83,7 @@ def prepare(
       UserError: no files, unknown columns or splits, bad rows, or targets that cannot be learned.
     """
     by_split = table_files.by_split(kind, path)
-    reader = table_files.Reader(kind, options)
+    reader = table_files.TableReader(kind, options)
     what = f"{kind}:{path}"
     names = reader.header(by_split["train"][0])
     chosen = _options(options, names, what)

@@ -52,7 +52,7 @@ class ShardResult(NamedTuple):
     """That this replica has spent with the sums; None where no clock is read."""
 
 
-class _Kept(NamedTuple):
+class _KeptOfShards(NamedTuple):
     """What the shards of one replica give."""
 
     each: list[tf.TensorArray]
@@ -142,7 +142,7 @@ class ShardLoop:
         state.put_back(tf.unstack(kept.sums))
         return keras.tree.pack_sequence_as(self._outputs, [array.concat() for array in kept.each])
 
-    def _over_own(self, work: Callable[[tf.Tensor, tf.Tensor], tuple]) -> _Kept:
+    def _over_own(self, work: Callable[[tf.Tensor, tf.Tensor], tuple]) -> _KeptOfShards:
         """Lets one compiled function do the work for each of this replica's shards.
 
         Args:
@@ -166,7 +166,7 @@ class ShardLoop:
 
         start = tf.constant(0), arrays, [tf.zeros(t.shape, t.dtype) for t in most], tf.zeros(sums.shape, sums.dtype)
         _, arrays, most, sums = tf.while_loop(lambda i, *_: i < rounds, body, start, parallel_iterations=1)
-        return _Kept(arrays, most, sums, rounds)
+        return _KeptOfShards(arrays, most, sums, rounds)
 
 
 def _check(graph: tf.Graph, own: set[int]) -> None:

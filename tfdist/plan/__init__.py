@@ -1,0 +1,1 @@
+"""The command `plan`: predicts how fast an experiment trains on several machines."""

@@ -1,0 +1,204 @@
+"""The cost of an update on W workers, from figures that were measured on one machine. Pure; no TensorFlow.
+
+An all-reduce of S bytes over a ring of W workers takes 2(W - 1) steps, in each
+of which every worker sends S/W bytes to its neighbour (Patarasuk and Yuan,
+*Bandwidth optimal all-reduce algorithms for clusters of workstations*, 2009;
+Thakur, Rabenseifner and Gropp, *Optimization of collective communication
+operations in MPICH*, 2005, section 4.5):
+
+    seconds = 2 (W - 1) a + 2 (W - 1) / W * S * b
+
+Here a is the time of a step without a payload, which is the work of the
+processes with a message and the link's latency, and b is the time of a byte:
+the link's, and that of the processors, which copy and add. Nothing is taken to
+happen at the same time, since nothing was seen to on CPUs (docs/speed.md).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+PAYLOAD = 1448 / 1538
+"""Share of what an Ethernet link carries that is the payload of TCP, with frames of 1,500 bytes."""
+TRIPS = 2
+"""How often a step of the ring crosses the link: the neighbour asks for what it is to receive, and is answered."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NetworkLink:
+    """What connects two machines; each has one of its own in either direction, as with a switch."""
+
+    bits_per_second: float
+    latency: float
+    """Seconds, one way."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class UpdateWork:
+    """What a message costs the processes at both ends of it, on this machine without a network."""
+
+    step_seconds: float
+    """Of a step of the ring without a payload."""
+    byte_seconds: float
+    """Of each byte that a worker sends and receives."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Compute:
+    """Seconds of an update on one device: `update + micro * accumulate + example * examples`."""
+
+    update: float
+    micro: float
+    """Of each micro-batch, however small."""
+    example: float
+
+    def seconds(self, examples: float, accumulate: int) -> float:
+        """Returns the seconds of an update of so many examples in so many micro-batches."""
+        return self.update + self.micro * accumulate + self.example * examples
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Job:
+    """What is trained, as far as its cost depends on it."""
+
+    batch: int
+    """Examples of an update, over all workers."""
+    accumulate: int
+    dtype: str
+    """Type in which gradients travel."""
+    messages: tuple[int, ...]
+    """Bytes of each sum of an update."""
+    in_passes: tuple[int, ...] = ()
+    """Bytes of the sums inside the passes of a micro-batch, which everything waits for: synchronized BatchNorm."""
+
+    @property
+    def size(self) -> int:
+        """Returns the bytes that an update sums."""
+        return sum(self.messages) + self.accumulate * sum(self.in_passes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prediction:
+    """An update on W workers."""
+
+    nodes: int
+    workers: int
+    rows: int
+    """Examples of the worker that has the most."""
+    seconds: float
+    compute: float
+    """Seconds of computing."""
+    exposed: float
+    """Seconds that the exchange adds to it."""
+    parts: dict[str, float]
+    """Seconds of each cause."""
+    updates_per_second: float
+    examples_per_second: float
+    efficiency: float
+    """The speed over that of one worker, by worker."""
+
+
+def ring(size: float, workers: int, step: float, byte: float) -> float:
+    """Returns the seconds of an all-reduce of `size` bytes; see the top of this module.
+
+    Args:
+      step: seconds of a step without a payload.
+      byte: seconds of a byte.
+    """
+    return 2 * (workers - 1) * step + 2 * (workers - 1) / workers * size * byte
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Machines:
+    """Machines of one kind in a ring."""
+
+    link: NetworkLink
+    work: Mapping[str, UpdateWork]
+    """By the type in which gradients travel."""
+    compute: Compute
+    """Of one worker among its machine's `per_node`."""
+    per_node: int = 1
+
+    def predict(self, job: Job, nodes: int) -> Prediction | None:
+        """Predicts an update on so many machines; None where a worker would have no example in a micro-batch."""
+        workers = nodes * self.per_node
+        if job.batch < workers * job.accumulate:
+            return None
+        rows = -(-job.batch // workers)
+        compute = self.compute.seconds(rows, job.accumulate)
+        parts = self._parts(job, workers, nodes > 1, rows)
+        seconds = sum(parts.values())
+        alone = self.compute.seconds(job.batch, job.accumulate)
+        return Prediction(
+            nodes=nodes,
+            workers=workers,
+            rows=rows,
+            seconds=seconds,
+            compute=compute,
+            exposed=seconds - compute,
+            parts=parts,
+            updates_per_second=1 / seconds,
+            examples_per_second=job.batch / seconds,
+            efficiency=alone / seconds / workers,
+        )
+
+    def _parts(self, job: Job, workers: int, remote: bool, rows: int) -> dict[str, float]:
+        """Returns the seconds of an update by cause."""
+        plain, own = self.work["float32"], self.work[job.dtype]
+
+        def sums(dtype_step: float, plain_step: float, dtype_byte: float, plain_byte: float) -> float:
+            outer = sum(ring(size, workers, dtype_step, dtype_byte) for size in job.messages)
+            return outer + job.accumulate * sum(ring(size, workers, plain_step, plain_byte) for size in job.in_passes)
+
+        latency = TRIPS * self.link.latency if remote else 0.0
+        wire = 8 / self.link.bits_per_second / PAYLOAD if remote else 0.0
+        return {
+            "examples": self.compute.example * rows,
+            "fixed": self.compute.update + self.compute.micro * job.accumulate,
+            "bandwidth": sums(0.0, 0.0, wire, wire),
+            "latency": sums(latency, latency, 0.0, 0.0),
+            "messages": sums(own.step_seconds, plain.step_seconds, 0.0, 0.0),
+            "copies": sums(0.0, 0.0, own.byte_seconds, plain.byte_seconds),
+        }
+
+
+def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Returns `fixed, per_example` of the line through points (examples, seconds), none of them negative.
+
+    Points count by how far they are from the line in relation to their seconds, so that small batches, which many
+    workers have, are as right as large ones.
+    """
+    weights = [1 / seconds**2 for _, seconds in points]
+    total = sum(weights)
+    x = sum(w * examples for w, (examples, _) in zip(weights, points)) / total
+    y = sum(w * seconds for w, (_, seconds) in zip(weights, points)) / total
+    spread = sum(w * (examples - x) ** 2 for w, (examples, _) in zip(weights, points))
+    if not spread:
+        return 0.0, y / x
+    slope = sum(w * (examples - x) * (seconds - y) for w, (examples, seconds) in zip(weights, points)) / spread
+    if slope <= 0:
+        return y, 0.0
+    if y - slope * x < 0:  # through the origin
+        return 0.0, sum(w * e * s for w, (e, s) in zip(weights, points)) / sum(
+            w * e * e for w, (e, _) in zip(weights, points)
+        )
+    return y - slope * x, slope
+
+
+def compute_of(
+    points: Sequence[tuple[float, float]], accumulate: int, more: tuple[float, float, int] | None
+) -> Compute:
+    """Returns the cost of computing.
+
+    Args:
+      points: (examples, seconds) of updates with `accumulate` micro-batches.
+      more: (examples, seconds, micro-batches) of one with more of them; None takes all that is fixed for the
+        micro-batches' part, which is the most that it can be.
+    """
+    fixed, example = fitted(points)
+    micro = fixed / accumulate
+    if more is not None:
+        examples, seconds, count = more
+        micro = min(micro, max(0.0, (seconds - example * examples - fixed) / (count - accumulate)))
+    return Compute(fixed - accumulate * micro, micro, example)

@@ -1,0 +1,66 @@
+"""One of two local workers that sum tensors over TensorFlow's ring, and measure what that costs this machine.
+
+`exchange.measure` starts it through the launcher. Its loopback is no network: what is measured is the work of the
+processors with a message, which any link adds to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import sys
+import time
+
+SIZES = {4: 100, 1 << 20: 20, 4 << 20: 8, 16 << 20: 3}
+"""How many sums of so many bytes a call makes, one after the other."""
+CALLS = 5
+"""Calls of each size, of which the quickest counts, as others may use the machine; a first one, which traces, is not
+among them."""
+
+
+def main() -> None:
+    """Measures each type and size, and leaves the samples in a file.
+
+    The arguments are the file, the threads of each worker, and the types in which tensors travel; the casts to a
+    smaller one and back belong to the cost.
+    """
+    import tfdist
+
+    path, threads, *dtypes = sys.argv[1:]
+    distribution = tfdist.connect("multi_worker", devices="none", threads=int(threads))
+    import tensorflow as tf  # after the strategy has chosen its kernels
+
+    def timed(size: int, repeats: int, dtype: str) -> float:
+        # As many elements as travel in `size` bytes of this type; the model has them in float32.
+        elements = size // tf.dtypes.as_dtype(dtype).size
+
+        def sums() -> tf.Tensor:
+            def body(i: tf.Tensor, x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+                (total,) = distribution.all_sum([tf.cast(x, dtype)])
+                return i + 1, tf.cast(total, tf.float32)
+
+            x = tf.zeros([elements])
+            return tf.while_loop(lambda i, _: i < repeats, body, (0, x), parallel_iterations=1)[1][0]
+
+        call = tf.function(lambda: distribution.run(sums, ()), autograph=False)
+        call()
+        samples = []
+        for _ in range(CALLS):
+            begun = time.perf_counter()
+            float(distribution.local(call())[0])
+            samples.append((time.perf_counter() - begun) / repeats)
+        return min(samples)
+
+    found = []
+    for dtype in dtypes:
+        for size, repeats in SIZES.items():
+            found.append({"dtype": dtype, "bytes": size, "seconds": timed(size, repeats, dtype)})
+    if distribution.is_chief:
+        temporary = pathlib.Path(f"{path}.{os.getpid()}")
+        temporary.write_text(json.dumps(found))
+        temporary.replace(path)
+
+
+if __name__ == "__main__":
+    main()
