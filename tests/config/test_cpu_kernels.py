@@ -6,7 +6,9 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfdist
 from tfdist.checkpoints import training_run
@@ -103,6 +105,16 @@ def test_the_other_kind_comes_too_late():
     message = f"--cpu_kernels={OTHER[HERE]} cannot be had: .* set TF_ENABLE_ONEDNN_OPTS={int(HERE == 'eigen')} before"
     with pytest.raises(UserError, match=message):
         tfdist.connect("default", cpu_kernels=OTHER[HERE])
+
+
+def test_nan_is_not_lost_in_a_relu(connect):
+    """As oneDNN's fused kernels lose it: neither data nor weights that are NaN would be seen in the loss."""
+    assert connect(1)
+    ones, bias = tf.ones((3, 3, 1, 2)), tf.zeros(2)
+    images = tf.fill((2, 8, 8, 1), np.nan)
+    dense = tf.function(lambda x: tf.nn.relu(tf.nn.bias_add(x @ tf.ones((8, 2)), bias)))
+    convolution = tf.function(lambda x: tf.nn.relu(tf.nn.bias_add(tf.nn.conv2d(x, ones, 1, "SAME"), bias)))
+    assert np.isnan(dense(tf.reshape(images, (16, 8)))).all() and np.isnan(convolution(images)).all()
 
 
 def test_an_unknown_kind(run):

@@ -67,6 +67,18 @@ def check(kernels: str) -> None:
         )
 
 
+def keep_nan() -> None:
+    """Keeps TensorFlow from fusing a ReLU into oneDNN's matrix product or convolution, which makes NaN a 0 there.
+
+    A loss would stay finite over data or weights that are NaN, and nothing would tell. Whoever has set this option
+    of TensorFlow's optimizer of graphs keeps what was set.
+    """
+    import tensorflow as tf
+
+    if in_use() == "onednn" and "remapping" not in tf.config.optimizer.get_experimental_options():
+        tf.config.optimizer.set_experimental_options({"remapping": False})
+
+
 def is_imported() -> bool:
     """Tells whether TensorFlow has been imported, so that asking comes too late."""
     return "tensorflow" in sys.modules

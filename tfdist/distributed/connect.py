@@ -80,6 +80,8 @@ def create(site: Site, facts: Mapping[str, str] | None = None) -> Distribution:
     try:
         distribution = _start(site, facts, peers)
         cpu_kernels.check(where.cpu_kernels)
+        if distribution.devices[0].startswith("CPU"):
+            cpu_kernels.keep_nan()
     except Exception as error:
         # The others would wait for this worker in a constructor that nothing interrupts.
         peers.fail(str(error), 2 if isinstance(error, UserError) else 1)
