@@ -15,9 +15,10 @@ MAY_IMPORT = {
     "engine": LIBRARIES[:6],
     "monitoring": LIBRARIES[:7],
     "export": [*LIBRARIES, "inference"],
+    "plan": [*LIBRARIES, "launch"],
     "sweep": [*LIBRARIES, "compare"],
     "train": [*LIBRARIES, "topology"],
-    **dict.fromkeys(["topology", "launch", "doctor", "compare", "inference", "horovod_build", "plan"], LIBRARIES),
+    **dict.fromkeys(["topology", "launch", "doctor", "compare", "inference", "horovod_build"], LIBRARIES),
 }
 """Which packages a package may import from, besides itself. Those at the root may import from all."""
 

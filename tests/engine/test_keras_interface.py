@@ -681,6 +681,15 @@ def test_a_metric_that_returns_a_python_number(connect):
     assert tfdist.evaluate(model, x, y, verbose=0)["one"] == model.evaluate(x, y, verbose=0)[1] == 1.0
 
 
+@pytest.mark.whole
+def test_many_trainings_in_one_process_bring_no_warning_of_retracing(connect, caplog):
+    x, y = training_cases.images(48)
+    for _ in range(6):
+        tfdist.fit(small(connect(1)), x, y, batch_size=16, epochs=2, verbose=0)
+    tf.get_logger().warning("of others")
+    assert [r.getMessage() for r in caplog.records if r.name == "tensorflow"] == ["of others"]
+
+
 def test_connect_refuses_what_it_does_not_know(connect):
     with pytest.raises(
         tfdist.UserError,

@@ -416,7 +416,7 @@ def test_a_generator_goes_on_with_a_warning(connect, tmp_path, said):
     [
         (dict(x=generator(BATCHES), epochs=2), "a generator can be read once, and there are 2 epochs: give steps_per"),
         (dict(x=generator(), steps_per_epoch=2, on_nonfinite="rollback"), "goes back, and a generator cannot"),
-        (dict(x=X, y=Y, epochs=2, validation_data=generator(2)), "read once, and 2 epochs validate with it"),
+        (dict(x=X, y=Y, epochs=2, validation_data=generator(2)), "read once, and several epochs validate with it"),
         (dict(x=generator(0)), "the data set is empty"),
         (dict(x=(b for b in [(X[:2], Y[:2], W[:2], W[:2])])), r"a batch is \(x,\), .*, got 4 entries: nest the inputs"),
         (dict(x=(b for b in [(X[:2], None, W[:2])])), "sample weights without targets have nothing to weigh"),

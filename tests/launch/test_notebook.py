@@ -19,7 +19,10 @@ def rank_and(text):
     return int(os.environ["RANK"]), os.environ["WORLD_SIZE"], text
 
 
-def test_what_each_worker_returns_and_prints(capsys):
+def test_what_each_worker_returns_and_prints(capsys, monkeypatch):
+    """Within a job of two machines, too, whose variables are not about these workers."""
+    monkeypatch.setenv("PET_NNODES", "2")
+    monkeypatch.setenv("PET_NODE_RANK", "1")
     assert tfdist.launch(rank_and, "x", nproc=2) == [(0, "2", "x"), (1, "2", "x")]
     out = capsys.readouterr().out
     assert "hello from 0" in out and "hello from 1" in out

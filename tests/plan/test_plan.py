@@ -17,9 +17,9 @@ from tfdist import config
 from tfdist.config.runtime_options import Environment
 from tfdist.errors import UserError
 from tfdist.plan import cost, exchange, quantities, report, scaling
-from tfdist.plan.cost import Compute, Job, Machines, NetworkLink, UpdateWork
+from tfdist.plan.cost import Compute, Job, Machines, MessageWork, NetworkLink
 
-NOTHING = UpdateWork(0.0, 0.0)
+NOTHING = MessageWork(0.0, 0.0)
 PASSES = Compute(0.0, 0.0, 0.01)
 GIGABIT = NetworkLink(1e9, 0.0)
 
@@ -53,7 +53,7 @@ def test_an_update_is_computed_and_then_sent():
 
 def test_what_processors_do_with_a_message_is_added():
     # 2 messages of 2 steps of 1 ms; 10 MB at 2 ns, and in each of 2 micro-batches 1 MB and 2 steps; a link for nothing.
-    work = UpdateWork(1e-3, 2e-9)
+    work = MessageWork(1e-3, 2e-9)
     found = machines(NetworkLink(1e18, 0.0), work).predict(job(4_000_000, 6_000_000, in_passes=(1_000_000,)), 2)
     assert found.parts["messages"] == pytest.approx(8e-3)
     assert found.parts["copies"] == pytest.approx(24e-3)
@@ -61,7 +61,7 @@ def test_what_processors_do_with_a_message_is_added():
 
 
 def test_only_gradients_travel_in_the_smaller_type():
-    work = {"float32": UpdateWork(0.0, 1e-9), "float16": UpdateWork(0.0, 3e-9)}
+    work = {"float32": MessageWork(0.0, 1e-9), "float16": MessageWork(0.0, 3e-9)}
     there = Machines(NetworkLink(1e18, 0.0), work, PASSES)
     found = there.predict(job(1_000_000, dtype="float16", in_passes=(1_000_000,)), 2)
     assert found.parts["copies"] == pytest.approx(3e-3 + 2 * 1e-3)

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import os
 import platform
+import re
 from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
@@ -103,11 +104,23 @@ def _silence_keras() -> None:
     keras.utils.disable_interactive_logging()
 
 
+_OWN_FUNCTION = re.compile(
+    r"<function ((training|evaluation|prediction|own_step)_call|Step|Guard)\..*tf\.function retracing"
+)
+
+
+def _own_traces(record: logging.LogRecord) -> bool:
+    """Leaves out what TensorFlow says of tfdist's own functions, of which each training traces new ones."""
+    return not _OWN_FUNCTION.search(record.getMessage())
+
+
 def _quiet_tensorflow() -> None:
     """Keeps TensorFlow from telling of each strategy and each sum, which a notebook shows twice."""
     import tensorflow as tf
 
     log = tf.get_logger()  # which chooses a level when it is first asked for
+    if _own_traces not in log.filters:
+        log.addFilter(_own_traces)
     if log.level in (logging.NOTSET, logging.INFO):
         log.setLevel(logging.WARNING)
 

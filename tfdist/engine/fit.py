@@ -152,5 +152,6 @@ def fit(
         source = sources.weigh_classes(source, class_weight)
     preconditions.model_fits(model, options.distribution, accumulate, shards)
     preconditions.own_train_step(model, options.given(preconditions.OF_OUR_STEP))
-    preconditions.with_shards(options.given(("shards",)), options.given(preconditions.NOT_WITH_SHARDS))
+    if options.shards and options.reduce_dtype != "float32":
+        raise UserError("reduce_dtype cannot be used with shards, whose sums are exact: leave out one of them")
     return FitLoop(model, source, options).run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -69,9 +70,10 @@ def check_reading(source: sources.Source, options: FitOptions) -> None:
             )
         if options.on_nonfinite == "rollback":
             raise UserError(f"on_nonfinite='rollback' goes back, and a generator cannot: give arrays {advice}")
-    times = sum(is_due(options.validation_freq, epoch) for epoch in range(first, epochs))
-    if isinstance(options.validation_data, types.GeneratorType) and times > 1:
-        raise UserError(f"a generator can be read once, and {times} epochs validate with it: give arrays, {advice}")
+    if isinstance(options.validation_data, types.GeneratorType):
+        due = (epoch for epoch in range(first, epochs) if is_due(options.validation_freq, epoch))
+        if len(list(itertools.islice(due, 2))) > 1:
+            raise UserError(f"a generator can be read once, and several epochs validate with it: give arrays, {advice}")
 
 
 def is_due(frequency: int | Collection[int], epoch: int) -> bool:

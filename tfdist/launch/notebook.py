@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from tfdist.distributed import child_process
+from tfdist.distributed.job import env_vars
 from tfdist.errors import TrainingError, UserError, one_line
 
 T = TypeVar("T")
@@ -20,7 +21,7 @@ WORK, RESULT, ERROR = "work.pickle", "{rank}.result", "{rank}.error"
 """Files in the folder that the workers share with who has started them."""
 
 
-def launch(function: Callable[..., T], *args: Any, nproc: int = 2) -> list[T]:
+def launch(function: Callable[..., T], *args: Any, nproc: int = 2, show: bool = True) -> list[T]:
     """Runs a function in several workers of this machine, and returns what each has returned, by rank.
 
     For notebooks, where nothing but a function is at hand. The function calls
@@ -32,6 +33,7 @@ def launch(function: Callable[..., T], *args: Any, nproc: int = 2) -> list[T]:
       function: a function, also of a cell, or a lambda.
       *args: what it is called with; a copy of each travels to the workers.
       nproc: how many workers; GPUs of this machine are divided among them.
+      show: whether what they print appears here.
 
     Raises:
       UserError: function or arguments cannot be sent to another process, or the workers cannot be started.
@@ -53,7 +55,7 @@ def launch(function: Callable[..., T], *args: Any, nproc: int = 2) -> list[T]:
     with tempfile.TemporaryDirectory(prefix="tfdist-launch-") as name:
         folder = pathlib.Path(name)
         (folder / WORK).write_bytes(work)
-        code = _run(folder, nproc)
+        code = _run(folder, nproc, show)
         errors = [path for rank in range(nproc) if (path := _of(folder, ERROR, rank)).exists()]
         if errors:
             first = min(errors, key=lambda path: path.stat().st_mtime_ns)  # others may have failed since it did
@@ -71,7 +73,7 @@ def _of(folder: pathlib.Path, pattern: str, rank: int) -> pathlib.Path:
     return folder / pattern.format(rank=rank)
 
 
-def _run(folder: pathlib.Path, nproc: int) -> int:
+def _run(folder: pathlib.Path, nproc: int, show: bool) -> int:
     """Starts the launcher, shows what it and its workers print, and returns its exit code."""
     command = [sys.executable, "-m", "tfdist.launch", f"--nproc_per_node={nproc}"]
     command += ["--", "-m", "tfdist.launch.function_worker", str(folder)]
@@ -84,7 +86,8 @@ def _run(folder: pathlib.Path, nproc: int) -> int:
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        env=os.environ | {"PYTHONPATH": path},
+        # Whatever job this process is part of, these workers are of this machine alone.
+        env=env_vars.without(os.environ, env_vars.CLUSTER) | {"PYTHONPATH": path},
         start_new_session=True,  # or an interrupt of a notebook's kernel would reach it twice
         preexec_fn=child_process.end_with_the_parent(),
     )
@@ -93,7 +96,8 @@ def _run(folder: pathlib.Path, nproc: int) -> int:
     while True:
         try:
             for line in launcher.stdout:
-                print(line, end="", flush=True)
+                if show:
+                    print(line, end="", flush=True)
             code = launcher.wait()
             break
         except KeyboardInterrupt:

@@ -35,7 +35,7 @@ class NetworkLink:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class UpdateWork:
+class MessageWork:
     """What a message costs the processes at both ends of it, on this machine without a network."""
 
     step_seconds: float
@@ -114,7 +114,7 @@ class Machines:
     """Machines of one kind in a ring."""
 
     link: NetworkLink
-    work: Mapping[str, UpdateWork]
+    work: Mapping[str, MessageWork]
     """By the type in which gradients travel."""
     compute: Compute
     """Of one worker among its machine's `per_node`."""

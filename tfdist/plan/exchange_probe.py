@@ -1,16 +1,13 @@
 """One of two local workers that sum tensors over TensorFlow's ring, and measure what that costs this machine.
 
-`exchange.measure` starts it through the launcher. Its loopback is no network: what is measured is the work of the
+`exchange.measure` starts it by `tfdist.launch`. Its loopback is no network: what is measured is the work of the
 processors with a message, which any link adds to.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import pathlib
-import sys
 import time
+from typing import Any
 
 SIZES = {4: 100, 1 << 20: 20, 4 << 20: 8, 16 << 20: 3}
 """How many sums of so many bytes a call makes, one after the other."""
@@ -19,16 +16,16 @@ CALLS = 5
 among them."""
 
 
-def main() -> None:
-    """Measures each type and size, and leaves the samples in a file.
+def samples(threads: int, dtypes: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Measures each type and size in one of the workers, and returns the seconds of a sum.
 
-    The arguments are the file, the threads of each worker, and the types in which tensors travel; the casts to a
-    smaller one and back belong to the cost.
+    Args:
+      threads: of this worker.
+      dtypes: types in which tensors travel; the casts to a smaller one and back belong to the cost.
     """
     import tfdist
 
-    path, threads, *dtypes = sys.argv[1:]
-    distribution = tfdist.connect("multi_worker", devices="none", threads=int(threads))
+    distribution = tfdist.connect("multi_worker", devices="none", threads=threads)
     import tensorflow as tf  # after the strategy has chosen its kernels
 
     def timed(size: int, repeats: int, dtype: str) -> float:
@@ -45,22 +42,15 @@ def main() -> None:
 
         call = tf.function(lambda: distribution.run(sums, ()), autograph=False)
         call()
-        samples = []
+        seconds = []
         for _ in range(CALLS):
             begun = time.perf_counter()
             float(distribution.local(call())[0])
-            samples.append((time.perf_counter() - begun) / repeats)
-        return min(samples)
+            seconds.append((time.perf_counter() - begun) / repeats)
+        return min(seconds)
 
-    found = []
-    for dtype in dtypes:
-        for size, repeats in SIZES.items():
-            found.append({"dtype": dtype, "bytes": size, "seconds": timed(size, repeats, dtype)})
-    if distribution.is_chief:
-        temporary = pathlib.Path(f"{path}.{os.getpid()}")
-        temporary.write_text(json.dumps(found))
-        temporary.replace(path)
-
-
-if __name__ == "__main__":
-    main()
+    return [
+        {"dtype": dtype, "bytes": size, "seconds": timed(size, repeats, dtype)}
+        for dtype in dtypes
+        for size, repeats in SIZES.items()
+    ]

@@ -18,9 +18,6 @@ from tfdist.models import keras_internals, own_steps
 OF_OUR_STEP = ("accumulate", "shards", "reduce_dtype", "learning_rates", "layer_decay")
 """Options that a step of the model's own knows nothing of."""
 
-NOT_WITH_SHARDS = ("reduce_dtype",)
-"""Options whose sums would depend on the number of replicas."""
-
 FILLED = (
     "which is not exact where the rows of some replicas are filled up and all exchange statistics or losses: make the "
     "batch size and the examples of an epoch divisible by the number of replicas, times accumulate"
@@ -111,17 +108,6 @@ def sharded(model: keras.Model, distribution: Distribution, shards: int) -> None
             "its shards one after the other: use model.sync_batch_norm=False (synchronized=False), which normalizes "
             "each shard by itself, alike on any number of devices"
         )
-
-
-def with_shards(shards: Sequence[str], asked: Sequence[str]) -> None:
-    """Refuses options that cannot keep what shards promise.
-
-    Args:
-      shards: not empty if there are any.
-      asked: those of `NOT_WITH_SHARDS` that are not what they are by default.
-    """
-    if shards and asked:
-        raise UserError(f"{asked[0]} cannot be used with shards, whose sums are exact: leave out one of them")
 
 
 def trains(model: keras.Model) -> None:
