@@ -122,6 +122,7 @@ def a_table(content, options, broken):
 TABLE = dict(content=tables(), options=CSV_OPTIONS, broken=st.sampled_from(config.ON_BROKEN))
 
 
+@pytest.mark.whole
 @adversary.few(15)
 @given(**TABLE)
 def test_some_tables(content, options, broken):

@@ -136,6 +136,7 @@ def found(environ):
     return here
 
 
+@pytest.mark.whole
 @adversary.few(100)
 @given(environments())
 def test_some_environments(environ):

@@ -186,6 +186,7 @@ def test_the_best_epoch_is_one_that_was_validated(connect, tmp_path):
     assert {files_lib.update_of(p) for p in files_lib.found(tmp_path / "checkpoints")} >= {best}
 
 
+@pytest.mark.whole
 def test_a_resumed_early_stopping_keeps_its_patience_and_its_best_weights(connect, tmp_path):
     def stopping(made, stop=None, **options):
         early = keras.callbacks.EarlyStopping(monitor="loss", patience=2, min_delta=10, restore_best_weights=True)
@@ -228,6 +229,7 @@ def copy(two, tmp_path):
     return pathlib.Path(shutil.copytree(two, tmp_path / "copy"))
 
 
+@pytest.mark.whole
 def test_tensorflow_reads_the_tensors_without_tfdist(two):
     reader = tf.train.load_checkpoint(str(two / "20" / "tensors"))
     names = reader.get_variable_to_shape_map()
@@ -288,6 +290,7 @@ def test_none_where_one_is_required(tmp_path):
         choice(tmp_path).newest(required=True)
 
 
+@pytest.mark.whole
 def test_another_batch_is_refused_or_taken_between_epochs(connect, tmp_path, said):
     assert train(connect(1), stop=15, checkpoints=kept(tmp_path, every="2 epochs")) is None  # in the third epoch of 4
     data = lambda: tf.data.Dataset.from_tensor_slices(training_cases.images(EXAMPLES)).batch(12)

@@ -257,6 +257,7 @@ def test_the_smallest_images_can_be_changed():
         assert randaugment.apply(image, tf.constant(number), tf.constant(0.5), 0.5, 255.0).shape == image.shape
 
 
+@pytest.mark.whole
 def test_randaugment_draws_every_operation():
     image = tf.constant(picture(seed=4) // 2 + 40)
     seeds = tf.data.Dataset.range(400).map(lambda i: tf.stack([1, tf.cast(i, tf.int32)]))

@@ -46,6 +46,7 @@ def test_each_example_once_per_epoch(examples, replicas, connect):
     assert times_seen(model) == [2.0] * examples
 
 
+@pytest.mark.whole
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("known", [True, False])
@@ -137,6 +138,7 @@ def test_runs_with_one_seed_are_the_same_to_the_bit(connect):
     assert (weights(1) != weights(2)).any()
 
 
+@pytest.mark.whole
 def test_replicas_drop_different_units(connect):
     """Keras gives every replica the same stream; correlated masks would make dropout weaker than it should be."""
     distribution = connect(4)

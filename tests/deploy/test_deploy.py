@@ -95,6 +95,7 @@ def alone(tmp_path_factory, tfds_dir):
     return json.loads((folder / "run/result.json").read_text())
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "nodes", [indexed_job, *(pytest.param(n, marks=pytest.mark.whole) for n in (trainjob, skypilot))]
 )

@@ -96,6 +96,7 @@ def answer():
     return tensorflow_probe.ask({k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}, 240)
 
 
+@pytest.mark.whole
 def test_tensorflow_answers(answer):
     assert answer.problem == "" and answer.version.startswith("2.") and answer.keras.startswith("3.")
     if not answer.gpus:

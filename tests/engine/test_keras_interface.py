@@ -85,6 +85,7 @@ def test_early_stopping_restores_the_best_weights(connect):
     assert tfdist.evaluate(model, x, y, distribution=distribution)["loss"] == pytest.approx(best, rel=1e-5)
 
 
+@pytest.mark.whole
 def test_learning_rates_follow_their_callbacks(connect):
     distribution = connect(2)
     rates = []
@@ -209,6 +210,7 @@ def test_a_loss_that_is_not_finite(connect):
     assert history.epoch == [0], "Keras' callback ends the training in its own way"
 
 
+@pytest.mark.whole
 def test_the_update_with_the_first_bad_loss_is_named(connect):
     for steps_per_call in (1, 4, 6):
         model = small(connect(2))
@@ -782,6 +784,7 @@ def test_batch_norm_statistics_are_averaged(connect):
     assert model.layers[0].moving_mean.numpy() == pytest.approx([3.0])
 
 
+@pytest.mark.whole
 def test_metrics_of_every_kind_are_exact(connect):
     """Some average, some keep histograms or counts of their own; none may see filler."""
     x, y = training_cases.images(29)
@@ -818,6 +821,7 @@ def test_outputs_keep_their_structure(connect):
     assert {k: v.shape for k, v in outputs.items()} == {"kind": (11, 5), "size": (11, 1)}
 
 
+@pytest.mark.whole
 def test_a_model_can_be_used_by_keras_afterwards(connect, tmp_path):
     model = small(connect(2))
     fit(model, connect(2))
@@ -842,6 +846,7 @@ def test_compiling_anew_starts_anew(connect):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.whole
 def test_layers_frozen_after_a_fit_stay_as_they_are(connect):
     model = small(connect(2))
     fit(model, connect(2))

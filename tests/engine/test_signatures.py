@@ -77,6 +77,7 @@ def test_arguments_by_position(connect):
     np.testing.assert_allclose(tfdist.predict(one, X, BATCH, 0, 2), two.predict(X, BATCH, 0, 2), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.whole
 def test_the_former_name_of_x(connect):
     model = made(connect(1))
     tfdist.fit(model, dataset=(X, Y), verbose=0)
@@ -153,6 +154,7 @@ def test_callbacks_end_an_evaluation_and_a_prediction(replicas, connect):
 # -- arguments --------------------------------------------------------------
 
 
+@pytest.mark.whole
 def test_limits_of_the_session_as_in_keras(connect, said):
     keras.config.set_max_epochs(2)
     keras.config.set_max_steps_per_epoch(3)
@@ -299,9 +301,14 @@ DATA = {
 }
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("kind", DATA)
+def kinds():
+    """Yields each kind on one device and on two replicas; `make test` has the most frequent ones in turn."""
+    short = {("arrays", 1), ("a data set", 2), ("a sequence", 1), ("a generator", 2), ("pandas", 1)}
+    for cell in itertools.product(DATA, (1, 2)):
+        yield pytest.param(*cell, marks=[] if cell in short else [pytest.mark.whole])
+
+
+@pytest.mark.parametrize("kind, replicas", kinds())
 def test_each_kind_of_data_as_in_keras(kind, replicas, connect):
     give, options = DATA[kind]
     mine = trained(tfdist.fit, connect, replicas, **give(), shuffle=False, **options)
@@ -315,6 +322,7 @@ def test_each_kind_of_data_as_in_keras(kind, replicas, connect):
     np.testing.assert_allclose(outputs, model.predict(give()["x"], **some, verbose=0), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.whole
 def test_a_sequence_is_told_of_epochs_as_by_keras(connect):
     def calls(name, **options):
         data, other = Sequence(), Sequence()

@@ -30,9 +30,7 @@ def reference(connect):
 
 SHORT = {
     "uneven tail": 3,
-    "masked, accumulated": 2,
     "batch norm, uneven": 3,
-    "activity regulariser, uneven": 3,
     "add_loss, uneven": 2,
 }
 """What `make test` runs, and on how many replicas."""

@@ -12,7 +12,6 @@ SEVERAL = "mirrored 2"
 IN_WORLDS = ("endpoint layer", "transfer learning, BatchNorm kept frozen", "several workers")
 SHORT = {
     "endpoint layer": SEVERAL,
-    "siamese pairs": SEVERAL,
 }
 """What `make test` runs, where."""
 

@@ -46,6 +46,7 @@ np.savez("found.npz", **found)
 """
 
 
+@pytest.mark.whole
 def test_every_format_gives_what_the_model_gives(after, trained):
     """A CNN with GELU and BatchNorm on real digits; Keras' own predictions are the independent answer."""
     from tfdist.data.datasets import registry
@@ -321,6 +322,7 @@ def test_what_differs_is_not_kept(tmp_path, monkeypatch):
     assert only_the_run(tmp_path)
 
 
+@pytest.mark.whole
 def test_an_operation_that_a_format_does_not_know(tmp_path):
     keras.utils.set_random_seed(0)
     inputs = keras.Input((8, 8, 1), dtype="uint8")

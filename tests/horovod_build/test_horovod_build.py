@@ -255,6 +255,7 @@ def test_other_options_build_again_and_fewer_do_not(site, tmp_path):
     assert used["HOROVOD_GPU_OPERATIONS"] == "NCCL" and places.items() <= used.items()
 
 
+@pytest.mark.whole
 def test_a_source_that_does_not_compile(site):
     one = site()
     one.release({"horovod/tensorflow/mpi_ops.cc": MPI_OPS.replace("42", "fortytwo")})
@@ -275,6 +276,7 @@ def test_a_build_that_does_not_load(site):
     assert not one.have("horovod") and not list(one.cache.rglob("*.whl"))
 
 
+@pytest.mark.whole
 def test_pip_that_cannot_install(site):
     one = site()
     one.release()
@@ -283,6 +285,7 @@ def test_pip_that_cannot_install(site):
     assert "tfdist: failed: pip cannot install Horovod (" in line and "horovodrun" in log_of(line).read_text()
 
 
+@pytest.mark.whole
 def test_another_source_than_the_released_one(site):
     one = site()
     archive = one.release()
@@ -420,6 +423,7 @@ def readable(file):
     assert poll.poll(60_000), "no word within 60 s"
 
 
+@pytest.mark.whole
 def test_a_second_build_waits_for_the_first(site):
     one = site()
     one.release()

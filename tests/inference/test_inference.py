@@ -660,6 +660,7 @@ def test_a_signal_leaves_no_half_file(number, run, tmp_path, monkeypatch):
     assert not [p.name for p in tmp_path.iterdir() if "p.csv" in p.name]
 
 
+@pytest.mark.whole
 def test_an_image_folder_tells_the_files(run, tmp_path):
     """Also where the images fit into memory."""
     r = np.random.default_rng(0)

@@ -93,6 +93,7 @@ print(int(model.optimizer.iterations), float(model.optimizer.learning_rate), *np
 """
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "kind, options",
     [

@@ -42,6 +42,7 @@ def find(monkeypatch):
     ]
 
 
+@pytest.mark.whole
 def test_the_largest_that_fits_to_one_step_of_bisection(find):
     found = find(most=100)
     assert found.share == 96  # 64 do, 128 do not

@@ -75,6 +75,7 @@ def test_patience_counts_evaluations(connect):
     assert stopping.best_epoch == 3 * best + 2
 
 
+@pytest.mark.whole
 def test_with_an_average_the_best_weights_are_averaged(connect):
     stopping = Patience("val_loss", 2)
     made, history = train(connect(2), stopping, model(connect(2), average=True), measure_average=True)

@@ -106,13 +106,15 @@ def test_a_failed_update_leaves_nothing_behind(connect, tmp_path):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (
+        pytest.param(
             dict(),
             r"out of memory \(.*allocating tensor.*, at 24 examples at a time: train.accumulate=2 needs less of it",
+            marks=pytest.mark.whole,
         ),
-        (
+        pytest.param(
             dict(accumulate=24, most=0),
             r"at 1 example at a time, the fewest there can be: use a smaller model or more m",
+            marks=pytest.mark.whole,
         ),
         (
             dict(batch_size=None, data=(tf.data.Dataset.from_tensor_slices(training_cases.images(61)).batch(BATCH),)),
@@ -127,6 +129,7 @@ def test_where_it_cannot_go_on_it_says_what_helps(options, message, connect, tmp
         train(connect(1), made, folder, **options)
 
 
+@pytest.mark.whole
 def test_measuring_that_runs_out_of_memory(connect):
     class Always(keras.layers.Layer):
         def call(self, x):

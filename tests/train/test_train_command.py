@@ -85,7 +85,14 @@ def test_the_run_folder_and_what_is_printed(run, tmp_path):
     assert result(tmp_path / "runs" / "mine.1") == r
 
 
-@pytest.mark.parametrize("name", ["digits_mlp", pytest.param("stdlib_chars", marks=pytest.mark.whole), "synthetic_cnn"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "digits_mlp",
+        pytest.param("stdlib_chars", marks=pytest.mark.whole),
+        pytest.param("synthetic_cnn", marks=pytest.mark.whole),
+    ],
+)
 def test_configs_run(name, run, tmp_path):
     short = ["--config.train.epochs=1", "--config.optimizer.warmup=0%"]
     if name != "digits_mlp":
@@ -110,6 +117,7 @@ def test_flagfiles_hold_environment_flags_only(run):
     assert "2 replicas on CPU:0, CPU:1" in done.stdout
 
 
+@pytest.mark.whole
 def test_a_data_function_and_a_model_function(run, tmp_path):
     (tmp_path / "mine.py").write_text(
         """
@@ -145,6 +153,7 @@ def test_precisions(run, tmp_path):
     assert {w.dtype for w in weights} == {np.dtype("float64")}
 
 
+@pytest.mark.whole
 def test_stream_and_memory_hold_the_same_data(run, tmp_path):
     for cache in ("stream", "memory"):
         flags = [*FAST, f"--config.data.cache={cache}", "--config.data.shuffle=False", f"--workdir={cache}"]

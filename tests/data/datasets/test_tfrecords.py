@@ -220,6 +220,7 @@ def claims(width, height):
     return bytes(png), jpeg[:frame] + struct.pack(">HH", height, width) + jpeg[frame + 4 :]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("place", [0, 2])
 @pytest.mark.parametrize("kind", ["png", "jpeg"])
 def test_an_image_that_claims_to_be_huge_is_refused_before_it_takes_the_memory(kind, place, tmp_path):

@@ -73,6 +73,7 @@ def test_the_api_measures_what_keras_measures(connect):
     np.testing.assert_allclose(ours(measure_average=True)["val_loss"], swapped, rtol=1e-5)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("replicas", [3, pytest.param(1, marks=pytest.mark.whole)])
 def test_they_are_exchanged_bit_for_bit_on_every_replica(replicas, connect):
     distribution = connect(replicas)
