@@ -257,7 +257,8 @@ def _known_results(metrics: list[keras.Metric], distribution: Distribution) -> I
         return
 
     def of_replica() -> list:
-        return [metric.result() for metric in metrics]
+        # A result may be a variable itself, which would be the sum over the replicas outside of them.
+        return [keras.tree.map_structure(tf.convert_to_tensor, metric.result()) for metric in metrics]
 
     of_replicas = distribution.run(of_replica, ())
     results = [keras.tree.map_structure(lambda v: distribution.local(v)[0], value) for value in of_replicas]
