@@ -5,7 +5,11 @@
 One thread per replica. Each way is measured over whole epochs after a first one, in which things are compiled.
 """
 
+import importlib.util
 import json
+import os
+import pathlib
+import subprocess
 import sys
 import time
 
@@ -110,7 +114,24 @@ def bare():
     return run
 
 
+def keras_on_jax():
+    """Keras' fit on JAX, on several devices by DataParallel, in a process of its own: a process has one backend."""
+    script = pathlib.Path(__file__).parent / "keras_on_jax.py"
+    child = subprocess.Popen(
+        [sys.executable, script, NAME, str(REPLICAS)], env={**os.environ, "KERAS_BACKEND": "jax"},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+    def run():
+        print("go", file=child.stdin, flush=True)
+        said = child.stdout.readline()
+        return float(said) if said else sys.exit("Keras on JAX has failed")
+
+    return run
+
+
 WAYS = {"tfdist": ours(), "keras": keras_fit()} | ({"bare": bare()} if REPLICAS == 1 else {})
+WAYS |= {"jax": keras_on_jax()} if importlib.util.find_spec("jax") else {}
 for number in range(ROUNDS + 1):
     speeds = {name: STEPS * BATCH * WORK.epochs / run() for name, run in WAYS.items()}
     if number:  # the first round compiles
