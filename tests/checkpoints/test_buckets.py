@@ -185,8 +185,8 @@ def test_stopped_again_and_again_with_faults_ends_with_the_same_bits(scheme, rep
     while done is None:
         stops += 1
         assert stops < 9
-        done = train(distribution, kept(url), stop=4 + stops % 2)
-    assert stops > 2
+        done = train(distribution, kept(url), stop=5 + stops % 2)
+    assert stops > 2  # of which the last one was not
     assert done == whole
     assert scheme == "memory" or min(count.values()) > 10
     assert names(url) == ["11", "12"]  # and older ones are gone
@@ -372,7 +372,8 @@ def test_the_second_run_on_another_machine_ends_the_first(s3, monkeypatch, tmp_p
     second.push()
     written = tmp_path / "written"
     written.mkdir()
-    (written / "manifest.json").write_text("{}")
+    for name in ("tensors.data", "manifest.json"):
+        (written / name).write_text("{}")
     with pytest.raises(BucketError, match=r"another run, process \d+ on elsewhere, has taken it"):
         first.storage.publish(written, "5")
     with pytest.raises(TrainingError, match=f"another run has taken {s3}"):
@@ -463,7 +464,7 @@ def test_other_workers_do_not_look(s3, server):
 # -- commands -----------------------------------------------------------------
 
 FLAGS = [
-    *("--config.model.name=mlp", "--config.model.options=dropout=0.1", "--config.train.epochs=3"),
+    *("--config.model.name=mlp", "--config.model.options=dropout=0.1", "--config.train.epochs=2"),
     *("--config.checkpoint.every=10 steps", "--threads=1", "--progress=none"),
 ]
 
@@ -499,7 +500,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(s3, run, server, tmp_path):
     there = Bucket(s3).listing()
     assert {"report.html", "model.keras", "history.jsonl", "timeline.jsonl"} <= set(there) and ".lock" not in there
     lines = [json.loads(line) for line in Bucket(s3).get_bytes("history.jsonl").splitlines()]
-    assert [line.get("epoch") for line in lines] == [1, 2, 3, None]
+    assert [line.get("epoch") for line in lines] == [1, 2, None]
     assert list((tmp_path / "cache").rglob("*.keras")) == []
 
 
@@ -532,7 +533,7 @@ def test_every_command_takes_a_run_in_a_bucket(s3, run, server, tmp_path):
     assert "--checkpoint=7 is not there" in done("tfdist.evaluate", workdir, "--checkpoint=7", code=2)
     assert f"--workdir={s3}.7 holds no run" in done("tfdist.evaluate", f"{workdir}.7", code=2)
     seen = run("tfdist.doctor", workdir, "--time_limit=100", **server.environ).stdout
-    assert f"{s3} can be read" in seen and f"{s3}/checkpoints/30: after 1 epochs" in seen
+    assert f"{s3} can be read" in seen and f"{s3}/checkpoints/30: after " in seen
 
 
 @pytest.mark.whole
@@ -545,7 +546,7 @@ def test_results_that_cannot_be_written_end_with_exit_code_1(s3, run, server, tm
     assert len(list((tmp_path / "kept").rglob("model.keras"))) == 1
     server.fault = lambda method, key: None
     assert run("tfdist.train", *FLAGS, f"--workdir={s3}", **server.environ).returncode == 0
-    assert result(s3)["status"] == "completed" and result(s3)["resumed_from"] == 90
+    assert result(s3)["status"] == "completed" and result(s3)["resumed_from"] == 60
 
 
 @pytest.mark.whole

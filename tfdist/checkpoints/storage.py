@@ -70,7 +70,8 @@ class BucketStorage(Disk):
     Args:
       folder: the copy on this machine.
       bucket: where they are kept.
-      first: called before the manifest of a checkpoint is written; what it raises stands against that.
+      first: called before anything of a checkpoint is written, and before its manifest is; what it raises stands
+        against that.
     """
 
     def __init__(self, folder: pathlib.Path, bucket: Bucket, first: Callable[[], None] = lambda: None):
@@ -116,8 +117,8 @@ class BucketStorage(Disk):
             file.write_bytes(manifest)
 
     def publish(self, written: pathlib.Path, name: str) -> None:
-        every = sorted(path for path in written.iterdir() if path.name != files.MANIFEST)
-        for path in every:
+        self._first()  # else a run that has lost the folder would write over files of the one that has it
+        for path in sorted(path for path in written.iterdir() if path.name != files.MANIFEST):
             self._bucket.put(path, f"{name}/{path.name}")
         self._first()
         self._bucket.put(written / files.MANIFEST, f"{name}/{files.MANIFEST}")
