@@ -413,7 +413,7 @@ FULL = "{{function_node __wrapped__SaveV2_dtypes_1_device_/job:localhost}} %s/7.
 def test_a_full_disk_is_said_once_in_short_and_then_counted(monkeypatch, tmp_path, said):
     written, folder = [], tmp_path / "checkpoints"
 
-    def write(folder, update, state, tensors):
+    def write(folder, update, state, tensors, publish):
         if update < 4:
             raise tf.errors.ResourceExhaustedError(None, None, f"{FULL % folder} [Op:SaveV2] name: {update}")
         if update < 6:

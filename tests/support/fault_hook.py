@@ -117,13 +117,13 @@ def half_written(module, hit):
     """Hits when half of the second checkpoint has been written."""
     original, is_it = module.write, counted(2)
 
-    def write(folder, update, state, tensors):
+    def write(folder, update, state, tensors, *rest):
         def and_hit(prefix):
             tensors(prefix)
             if is_it():
                 hit()
 
-        return original(folder, update, state, and_hit)
+        return original(folder, update, state, and_hit, *rest)
 
     module.write = write
 

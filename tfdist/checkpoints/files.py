@@ -132,7 +132,17 @@ def _described(file: tuple[str, Any]) -> bool:
     """Tells whether a manifest says of a file, which is in the checkpoint itself, what `write` says."""
     name, about = file
     sizes = isinstance(about, dict) and isinstance(about.get("bytes"), int) and isinstance(about.get("sha256"), str)
-    return sizes and name == os.path.basename(name) and name not in ("", ".", "..")
+    return sizes and is_inside(name)
+
+
+def is_inside(name: object) -> bool:
+    """Tells whether a name is that of a file in the folder itself."""
+    return isinstance(name, str) and name == os.path.basename(name) and name not in ("", ".", "..")
+
+
+def is_name(name: str) -> bool:
+    """Tells whether a folder of this name is a checkpoint."""
+    return bool(_NAME.match(name))
 
 
 def _manifest_bytes(files: dict, experiment: str, number: int = FORMAT) -> bytes:
@@ -141,7 +151,13 @@ def _manifest_bytes(files: dict, experiment: str, number: int = FORMAT) -> bytes
     return (json.dumps(content | {"sha256": digest}, sort_keys=True, indent=1) + "\n").encode()
 
 
-def write(folder: pathlib.Path, update: int, state: dict, tensors: Callable[[str], object]) -> pathlib.Path:
+def write(
+    folder: pathlib.Path,
+    update: int,
+    state: dict,
+    tensors: Callable[[str], object],
+    publish: Callable[[pathlib.Path, str], None] = lambda written, name: None,
+) -> pathlib.Path:
     """Writes one checkpoint, durably.
 
     Args:
@@ -149,6 +165,7 @@ def write(folder: pathlib.Path, update: int, state: dict, tensors: Callable[[str
       update: updates made so far.
       state: anything that JSON can hold (with NaN and infinity); the manifest takes the hash of its `experiment`.
       tensors: called with the prefix of the files that it writes.
+      publish: called with the folder of the files and its name to be, before it gets that.
 
     Returns:
       The checkpoint.
@@ -171,6 +188,7 @@ def write(folder: pathlib.Path, update: int, state: dict, tensors: Callable[[str
         # One that is there already stays until it is pruned: replacing it would leave a moment with none.
         same = [path for path in _listed(folder) if update_of(path) == update]
         final = folder / (f"{update}.{_age(same[0])[1] + 1}" if same else str(update))
+        publish(temporary, final.name)
         temporary.rename(final)
         atomic_file.sync(folder)
     except BaseException:
@@ -215,3 +233,11 @@ def _sha256(path: pathlib.Path) -> str:
         while count := file.readinto(block):
             digest.update(block[:count])
     return digest.hexdigest()
+
+
+def is_being_written(folder: pathlib.Path) -> bool:
+    """Tells whether a folder of checkpoints has one without its name."""
+    try:
+        return any(_UNFINISHED.match(path.name) for path in folder.iterdir())
+    except OSError:
+        return False

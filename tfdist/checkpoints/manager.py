@@ -12,11 +12,12 @@ from collections.abc import Mapping
 import numpy as np
 
 from tfdist.checkpoints import files, training_run, training_state
+from tfdist.checkpoints import storage as storage_lib
 from tfdist.checkpoints.options import CheckpointOptions
 from tfdist.checkpoints.resume import LoadedCheckpoint, Position, ResumeChoice
 from tfdist.checkpoints.training_run import BestEpoch, TrainingRun
 from tfdist.checkpoints.writer import CheckpointWriter
-from tfdist.config import field_syntax, schedule
+from tfdist.config import buckets, schedule
 from tfdist.config.messages import logger
 from tfdist.data.structures import Structure
 from tfdist.errors import TrainingError, UserError
@@ -28,7 +29,7 @@ class Checkpoints:
     What becomes of them is said by the logger `tfdist`, on the chief only.
 
     Args:
-      folder: where they are; only the chief's matters.
+      folder: where they are, a path or such as `s3://bucket/folder`; only the chief's matters.
       every: a duration as in the experiment (`100 steps`, `1 epoch`) or a time (`60 seconds`, `5 minutes`); `off` for
         none at all.
       keep: how many of the newest to keep.
@@ -38,6 +39,7 @@ class Checkpoints:
       resume: `auto` goes on from the newest valid one if there is any, `require` insists on one, `never` begins anew.
       changed: resume though experiment, batch or data have changed; only where an epoch has ended.
       experiment: fields of the experiment, kept in each checkpoint and compared on resume.
+      storage: what stands behind the folder, if that is a copy that somebody else has made.
 
     Raises:
       UserError: one of these cannot be.
@@ -54,12 +56,16 @@ class Checkpoints:
         resume: str = "auto",
         changed: bool = False,
         experiment: Mapping[str, str] | None = None,
+        storage: storage_lib.Disk | None = None,
     ):
-        field_syntax.check_local("folder", os.fspath(folder))  # before it is a path, which takes gs:// for gs:/
+        buckets.check("folder", os.fspath(folder))  # before it is a path, which takes gs:// for gs:/
+        here, kept_at = storage_lib.at(folder)
+        self._storage = storage or kept_at
+        self._name = self._storage.shown(here)
         self._options = CheckpointOptions(
-            pathlib.Path(folder), every, keep, best, asynchronous, resume, changed, dict(experiment or {})
+            here, every, keep, best, asynchronous, resume, changed, dict(experiment or {})
         )
-        self._writer = CheckpointWriter(self.folder, keep)
+        self._writer = CheckpointWriter(self.folder, keep, self._storage)
         self.resumed_from: int | None = None
         """The update that the run went on from."""
         self.paused = 0.0
@@ -70,7 +76,7 @@ class Checkpoints:
 
     @property
     def folder(self) -> pathlib.Path:
-        """Returns where the checkpoints are."""
+        """Returns where the checkpoints are on this machine."""
         return self._options.folder
 
     @property
@@ -108,6 +114,8 @@ class Checkpoints:
             "checkpoint.every", options.every, run.updates_per_epoch, run.global_batch, math.inf
         )
         chosen = None
+        if run.distribution.is_chief:
+            self._storage.begin()
         if run.distribution.is_chief and options.resume != "never":
             chosen = self._choice(run, options.changed).newest(options.resume == "require")
         position = self._put_back(run, chosen)
@@ -116,7 +124,7 @@ class Checkpoints:
         self.resumed_from = position.update
         if chosen:
             self._writer.kept = files.found(self.folder)[::-1]
-            logger.info(f"resuming after update {position.update} from {chosen.path}")
+            logger.info(f"resuming after update {position.update} from {self._storage.shown(chosen.path)}")
         self._last = time.monotonic()
         return position
 
@@ -166,11 +174,11 @@ class Checkpoints:
             chosen = LoadedCheckpoint(self.folder, copy.deepcopy(held.state), tensors)
         position = self._put_back(run, chosen)
         if position is None:
-            raise TrainingError(f"no checkpoint in {self.folder} can be used to go back to: start the run again")
+            raise TrainingError(f"no checkpoint in {self._name} can be used to go back to: start the run again")
         return position
 
     def _choice(self, run: TrainingRun, changed: bool = False) -> ResumeChoice:
-        return ResumeChoice(self.folder, run.identity(), self._options.experiment, changed)
+        return ResumeChoice(self.folder, run.identity(), self._options.experiment, changed, self._storage)
 
     def _put_back(self, run: TrainingRun, checkpoint: LoadedCheckpoint | None) -> Position | None:
         restored = training_run.put_back(run, checkpoint, self._options.experiment)
@@ -240,7 +248,7 @@ class Checkpoints:
             logger.info(f"WARNING: the last {len(self._writer.unwritten)} checkpoints could not be written")
         if self.saved:
             logger.info(
-                f"{self.saved} checkpoint{'s' * (self.saved > 1)} in {self.folder}: training waited "
+                f"{self.saved} checkpoint{'s' * (self.saved > 1)} in {self._name}: training waited "
                 f"{self.paused:.2f} s of the {self.writing:.2f} s that writing took"
             )
 

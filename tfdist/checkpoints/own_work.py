@@ -60,7 +60,9 @@ def write_experiment(folder: RunFolder, experiment: Experiment) -> None:
     folder.write_text(EXPERIMENT, text)
 
 
-def check(path: pathlib.Path, content: bytes, owner: int, experiment: Experiment, changed: tuple[str, ...]) -> None:
+def check(
+    path: pathlib.Path, content: bytes, owner: int, experiment: Experiment, changed: tuple[str, ...], name: str = ""
+) -> None:
     """Makes sure that the functions that a run folder names may be called.
 
     Args:
@@ -69,6 +71,7 @@ def check(path: pathlib.Path, content: bytes, owner: int, experiment: Experiment
       owner: user id of that file.
       experiment: what it says.
       changed: fields that have another value by now, given by the user, such as `data.name`.
+      name: of the folder for a person, if not its path.
 
     Raises:
       UserError: it names one, and is not the user's own work.
@@ -78,9 +81,9 @@ def check(path: pathlib.Path, content: bytes, owner: int, experiment: Experiment
         return
     why = _foreign(path, content, owner)
     if why:
-        field, name = next(iter(named.items()))
+        field, function = next(iter(named.items()))
         raise UserError(
-            f"--workdir={path} has {field}={name!r}, a function that would be called, and {why}: "
+            f"--workdir={name or path} has {field}={function!r}, a function that would be called, and {why}: "
             "give --trust_code if you know who made it"
         )
 

@@ -10,6 +10,7 @@ from typing import Any
 from tfdist.checkpoints import files
 from tfdist.checkpoints.files import DamagedError
 from tfdist.checkpoints.run_folder import RunFolder
+from tfdist.checkpoints.storage import DISK, Disk
 from tfdist.config import Experiment, flat
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import Environment
@@ -69,13 +70,19 @@ class ResumeChoice:
       identity: batch, length and seed of an epoch.
       experiment: its fields by name.
       changed: accept another identity or experiment where an epoch has ended.
+      storage: what stands behind the folder.
     """
 
     def __init__(
-        self, folder: pathlib.Path, identity: Mapping[str, int | None], experiment: Mapping[str, str], changed: bool
+        self,
+        folder: pathlib.Path,
+        identity: Mapping[str, int | None],
+        experiment: Mapping[str, str],
+        changed: bool,
+        storage: Disk = DISK,
     ):
         self._folder, self._identity, self._experiment = folder, dict(identity), experiment
-        self._changed = changed
+        self._changed, self._storage, self._name = changed, storage, storage.shown(folder)
 
     def newest(self, required: bool = False, looks_only: bool = False) -> LoadedCheckpoint | None:
         """Returns the one to resume from; None if there is none at all.
@@ -95,31 +102,34 @@ class ResumeChoice:
             if chosen is None or not self._agrees(chosen):
                 continue
             for newer in [] if looks_only else paths[:number]:  # or they would be the newest once more
-                logger.info(f"{newer} is now {files.set_aside(newer).name}")
+                moved = files.set_aside(newer)
+                self._storage.set_aside(newer, moved)
+                logger.info(f"{self._storage.shown(newer)} is now {moved.name}")
             return chosen
         if valid:
             raise UserError(
-                f"no valid checkpoint in {self._folder} is from the end of an epoch: leave out --resume_changed"
+                f"no valid checkpoint in {self._name} is from the end of an epoch: leave out --resume_changed"
             )
         if paths:
             raise UserError(
-                f"none of the {len(paths)} checkpoints in {self._folder} is valid: copy one back from elsewhere, "
+                f"none of the {len(paths)} checkpoints in {self._name} is valid: copy one back from elsewhere, "
                 "or start over with --resume=never, which keeps them"
             )
         if required:
-            raise UserError(f"--resume=require, and there is no checkpoint in {self._folder}: check --workdir")
+            raise UserError(f"--resume=require, and there is no checkpoint in {self._name}: check --workdir")
         return None
 
     def load(self, path: pathlib.Path) -> LoadedCheckpoint | None:
         """Reads a checkpoint; returns None if any byte of it is not as it was written, and says so."""
         from tfdist.checkpoints import training_state
 
+        self._storage.fetch(path)
         try:
             files.verify(path)
             content = files.read_state(path)
             return LoadedCheckpoint(path, content, training_state.read(str(path / files.TENSORS)))
         except DamagedError as error:
-            logger.info(f"WARNING: checkpoint {path} is not used: {error}")
+            logger.info(f"WARNING: checkpoint {self._storage.shown(path)} is not used: {error}")
             return None
 
     def _agrees(self, chosen: LoadedCheckpoint) -> bool:
@@ -133,10 +143,11 @@ class ResumeChoice:
         if not odd:
             return True
         if not self._changed:
-            raise UserError(refusal(str(chosen.path), odd))
+            raise UserError(refusal(self._storage.shown(chosen.path), odd))
         if chosen.state["position"]["begun"]:
             logger.info(
-                f"checkpoint {chosen.path} is not used: it is from the middle of an epoch, and {'; '.join(odd)}"
+                f"checkpoint {self._storage.shown(chosen.path)} is not used: it is from the middle of an epoch, "
+                f"and {'; '.join(odd)}"
             )
             return False
         logger.info(f"resuming though {'; '.join(odd)}")
@@ -177,7 +188,7 @@ def same_experiment(folder: RunFolder, experiment: Experiment, where: Environmen
         return
     odd = differences(flat(experiment), flat(earlier))
     if odd:
-        raise UserError(refusal(str(folder.path), odd))
+        raise UserError(refusal(folder.name, odd))
 
 
 def _begins_anew(where: Environment, attempt: int) -> bool:
@@ -207,6 +218,6 @@ def goes_on(folder: RunFolder, where: Environment, attempt: int, no_checkpoints:
 def intent(folder: RunFolder, goes_on: bool) -> str:
     """Returns what will be done with the run folder, in words for a person."""
     if not goes_on:
-        return f"{folder.path}, the run in it set aside" if folder.holds_run else str(folder.path)
+        return f"{folder.name}, the run in it set aside" if folder.holds_run else folder.name
     newest = files.found(folder.checkpoints)
-    return f"{folder.path}, from update {files.update_of(newest[0])} on" if newest else str(folder.path)
+    return f"{folder.name}, from update {files.update_of(newest[0])} on" if newest else folder.name

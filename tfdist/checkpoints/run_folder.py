@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tfdist.checkpoints.storage import DISK, Disk
 from tfdist.config import atomic_file, regular_file
 from tfdist.config.messages import logger
 from tfdist.errors import TrainingError, UserError
@@ -39,7 +40,11 @@ class RunFolder:
 
     def __init__(self, path: str, writes: bool = True):
         self.path = pathlib.Path(path)
+        self.name = str(self.path)
+        """As a person writes it."""
         self.checkpoints = self.path / "checkpoints"
+        self.storage: Disk = DISK
+        """What stands behind the folder of the checkpoints."""
         self._writes = writes
         self._lock: int | None = None
         self._waiting: list[str] = []
@@ -88,7 +93,7 @@ class RunFolder:
     def _in_use(self, owner: bytes) -> UserError:
         name = owner.decode(errors="replace").strip() or "just starting"
         return UserError(
-            f"--workdir={self.path} is in use by another run ({name}): wait for it, or choose another folder"
+            f"--workdir={self.name} is in use by another run ({name}): wait for it, or choose another folder"
         )
 
     def _take(self) -> None:
@@ -144,7 +149,7 @@ class RunFolder:
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return False
 
-    def set_aside(self) -> pathlib.Path | None:
+    def set_aside(self) -> pathlib.Path | str | None:
         """Renames a folder that holds an earlier run, so that it is never written over; a link to it stays.
 
         Returns:
@@ -265,6 +270,16 @@ class RunFolder:
             path, temporary = self.path / "model.keras", self.path / f".model-{os.getpid()}.keras"  # as Keras wants it
             with atomic_file.replacing(path, temporary):
                 model.save(temporary)
+
+    def push(self, patient: bool = True) -> None:
+        """Makes what was written outlive this machine, where the folder is elsewhere.
+
+        Args:
+          patient: try again what fails.
+
+        Raises:
+          TrainingError: that is not possible.
+        """
 
     @contextlib.contextmanager
     def _writing(self, name: str) -> Iterator[None]:

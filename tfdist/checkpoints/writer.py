@@ -9,6 +9,8 @@ import time
 
 from tfdist.checkpoints import files, training_state
 from tfdist.checkpoints.resume import LoadedCheckpoint
+from tfdist.checkpoints.storage import DISK, Disk
+from tfdist.config.buckets import BucketError
 from tfdist.config.messages import logger
 from tfdist.data.structures import Structure
 from tfdist.errors import one_line, printable
@@ -20,10 +22,11 @@ class CheckpointWriter:
     Args:
       folder: where they are.
       keep: how many of the newest stay, besides the best.
+      storage: what stands behind the folder.
     """
 
-    def __init__(self, folder: pathlib.Path, keep: int):
-        self._folder, self._keep = folder, keep
+    def __init__(self, folder: pathlib.Path, keep: int, storage: Disk = DISK):
+        self._folder, self._keep, self._storage = folder, keep, storage
         self._thread: threading.Thread | None = None
         self.kept: list[pathlib.Path] = []
         """Those of this run that are on the disk, the oldest first."""
@@ -63,9 +66,10 @@ class CheckpointWriter:
         start = time.perf_counter()
         missing = not self._folder.parent.exists()
         try:
-            path = files.write(self._folder, update, state, lambda prefix: training_state.write(prefix, tensors))
+            write = lambda prefix: training_state.write(prefix, tensors)
+            path = files.write(self._folder, update, state, write, self._storage.publish)
         except Exception as error:  # TensorFlow's differ by version, and a callback's state may be anything
-            self._fail(update, _reason(error, self._folder))
+            self._fail(update, _reason(error, self._folder), _repair(error, self._folder))
             return
         finally:
             self.seconds += time.perf_counter() - start
@@ -80,15 +84,21 @@ class CheckpointWriter:
         best_ones = [kept for kept in self.kept if files.update_of(kept) == best]
         self.kept = [kept for kept in self.kept if kept in newest or kept in best_ones[-1:]]
         files.prune(self._folder, set(self.kept))
+        self._storage.prune({kept.name for kept in self.kept})
 
-    def _fail(self, update: int, why: str) -> None:
+    def _fail(self, update: int, why: str, repair: str) -> None:
         """Notes that a checkpoint could not be written, and says so once for each reason."""
         kept = f"the one of update {files.update_of(self.kept[-1])} is kept" if self.kept else "there is none"
         self.failure = f"the checkpoint after update {update} could not be written ({why})"
         self.unwritten.add(update)
         if why != self._told:
             self._told = why
-            logger.info(f"WARNING: {self.failure}: training goes on, {kept}; free or repair {self._folder}")
+            logger.info(f"WARNING: {self.failure}: training goes on, {kept}; {repair}")
+
+
+def _repair(error: Exception, folder: pathlib.Path) -> str:
+    """Returns what to do about it."""
+    return f"look at {error.place}" if isinstance(error, BucketError) else f"free or repair {folder}"
 
 
 def _reason(error: Exception, folder: pathlib.Path) -> str:

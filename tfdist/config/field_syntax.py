@@ -172,12 +172,17 @@ def files(name: str) -> tuple[str, str] | None:
     return (kind, path) if colon and kind in FILES else None
 
 
-def check_local(field: str, path: str) -> None:
-    """Raises UserError where a path is a URL, of which file systems would make a folder such as `gs:`."""
+def check_local(field: str, path: str, also: tuple[str, ...] = ()) -> None:
+    """Raises UserError where a path is a URL, of which file systems would make a folder such as `gs:`.
+
+    Args:
+      also: schemes that would be taken, for the message.
+    """
     scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", path)
     if scheme:
+        known = "".join(f", {name}://" for name in also)
         raise UserError(
-            f"{field}={path} is a URL ({scheme[1]}:), and only paths on this machine are supported: "
+            f"{field}={path} is a URL ({scheme[1]}:), and only paths on this machine{known} are supported: "
             "mount it, or copy it here and give its path"
         )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from absl import flags
 
-from tfdist.config import Experiment, cpu_kernels, field_syntax
+from tfdist.config import Experiment, buckets, cpu_kernels
 from tfdist.errors import UserError
 
 STRATEGIES = ("auto", "default", "mirrored", "multi_worker", "tpu", "horovod")
@@ -81,7 +81,7 @@ class Environment:
             raise UserError(
                 f"--devices={self.devices} is not understood: use all, none, driver numbers such as 0,3, or idle:2"
             )
-        field_syntax.check_local("--workdir", self.workdir)
+        buckets.check("--workdir", self.workdir)
         self._check_profile()
         self._check_search()
         self._check_topology()
@@ -164,7 +164,9 @@ def define_flags() -> None:
         "virtual_devices", d.virtual_devices, "Split the CPU into this many devices, to try mirrored without GPUs."
     )
     flags.DEFINE_string("tpu", d.tpu, "Which TPU: local for that of this machine, or the name of one in the Cloud.")
-    flags.DEFINE_string("workdir", d.workdir, "Folder for the results; runs/<experiment name> if empty.")
+    flags.DEFINE_string(
+        "workdir", d.workdir, "Folder for the results, or s3://bucket/folder; runs/<experiment name> if empty."
+    )
     flags.DEFINE_enum(
         "resume", d.resume, RESUME, "Go on from the newest valid checkpoint of --workdir, or never: set it aside."
     )

@@ -26,6 +26,7 @@ from tfdist.config import (
     Model,
     Optimizer,
     augment_syntax,
+    buckets,
     field_syntax,
     training_objects,
 )
@@ -106,7 +107,9 @@ def _choices_of_training(experiment: Experiment) -> None:
 
 def _data(data: Data) -> None:
     if kind_and_path := field_syntax.files(data.name):
-        field_syntax.check_local("data.name", kind_and_path[1])
+        buckets.check("data.name", kind_and_path[1])
+    if not data.data_dir.startswith("gs://"):  # TFDS reads it, through TensorFlow
+        buckets.check("data.data_dir", data.data_dir)
     _among("data.cache", data.cache, CACHES, reference=False)
     _among("data.resize", data.resize, RESIZES, reference=False)
     _among("data.broken", data.broken, ON_BROKEN, reference=False)

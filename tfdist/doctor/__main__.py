@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 from absl import flags
 
 from tfdist import config
-from tfdist.config import cpu_kernels, runtime_options, validation
+from tfdist.config import buckets, cpu_kernels, runtime_options, validation
 from tfdist.config.commands import command_line
 from tfdist.config.messages import aside
 from tfdist.distributed import gpus, tpu_host
@@ -78,7 +78,14 @@ class DoctorOptions:
     @property
     def folder(self) -> pathlib.Path:
         """The run folder, or the one that the experiment would get."""
+        if self.bucket:
+            return buckets.copy_of(self.bucket)
         return pathlib.Path(self.workdir or os.path.join("runs", self.experiment.name))
+
+    @property
+    def bucket(self) -> str:
+        """The URL of a run folder in a bucket, or nothing."""
+        return self.workdir if buckets.is_url(self.workdir) else ""
 
 
 class _Begun(NamedTuple):
@@ -120,8 +127,14 @@ def _begin(options: DoctorOptions, environ: Mapping[str, str], seconds: float) -
         survey=survey,
         answer=_later(lambda: tensorflow_probe.ask(environ, 0.9 * seconds)),
         place=_later(lambda: workers.find(options.where, survey.result(), environ, several=bool(options.peers))),
-        findings=_later(lambda: checkpoints.examine(options.folder / "checkpoints") if options.workdir else []),
+        findings=_later(lambda: _findings(options)),
     )
+
+
+def _findings(options: DoctorOptions) -> list[checkpoints.Finding]:
+    if options.bucket:
+        return checkpoints.of_bucket(options.bucket)
+    return checkpoints.examine(options.folder / "checkpoints") if options.workdir else []
 
 
 def _tasks(
@@ -172,8 +185,11 @@ def _tasks(
         Task("write speed", lambda: disk.speed(folder), "put --workdir on another disk"),
         Task("data set", lambda: dataset.check(options.experiment.data, environ)),
     ]
+    if options.bucket:
+        tasks.append(Task("bucket", lambda: disk.bucket(options.bucket), "look for what stops requests on their way"))
     if options.workdir:
-        verified = lambda: checkpoints.checks(folder / "checkpoints", begun.findings.result())
+        kept = f"{options.workdir.rstrip('/')}/checkpoints"
+        verified = lambda: checkpoints.checks(kept, begun.findings.result())
         tasks.append(Task("checkpoints", verified, "read all of them with --time_limit=600"))
     return tasks
 
@@ -225,6 +241,7 @@ def _options() -> DoctorOptions:
         alone = values.listen.isdigit()
         port = addresses.checked_port(values.listen, "--listen") if alone else 0
         listen = addresses.Address(network.ALL, port) if alone else addresses.split(values.listen, "--listen")
+    buckets.check("--workdir", values.workdir)
     if values.master_port is not None:
         addresses.checked_port(str(values.master_port), "--master_port")
     return DoctorOptions(

@@ -6,7 +6,7 @@ import dataclasses
 import pathlib
 import time
 
-from tfdist.checkpoints import files
+from tfdist.checkpoints import files, storage
 from tfdist.doctor.check import Check, fail, ok
 from tfdist.doctor.disk import size
 from tfdist.errors import UserError
@@ -54,7 +54,21 @@ def examine(folder: pathlib.Path) -> list[Finding]:
     return findings
 
 
-def checks(folder: pathlib.Path, findings: list[Finding]) -> list[Check]:
+def of_bucket(url: str) -> list[Finding]:
+    """Downloads all checkpoints of a run folder in a bucket, and verifies them.
+
+    Raises:
+      UserError: the bucket cannot be read.
+    """
+    folder, kept = storage.at(f"{url.rstrip('/')}/checkpoints")
+    kept.begin()
+    for path in files.found(folder):
+        kept.fetch(path)
+    found = [(kept.shown(pathlib.Path(finding.path)), finding) for finding in examine(folder)]
+    return [dataclasses.replace(finding, path=path, written="in the bucket") for path, finding in found]
+
+
+def checks(folder: str, findings: list[Finding]) -> list[Check]:
     """Makes a finding of each checkpoint."""
     valid = sum(not f.problem for f in findings)
     fix = "a resume leaves it out" if valid else "none is left: copy one back, or start over with --resume=never"

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfdist import config
-from tfdist.config import field_syntax
+from tfdist.config import buckets, field_syntax
 from tfdist.doctor import disk
 from tfdist.doctor.check import Check, fail, ok, warn
 
@@ -46,6 +46,8 @@ def check(data: config.Data, environ: Mapping[str, str]) -> list[Check]:
 
 def _files(kind: str, pattern: str) -> list[Check]:
     """Checks only that the files are there: a run looks into them."""
+    if buckets.is_url(pattern):
+        return [ok(NAME, f"{kind} files in a bucket, which only a run downloads: {pattern}")]
     path = os.path.expanduser(pattern)
     if kind == "image_folder":
         if not os.path.isdir(path):

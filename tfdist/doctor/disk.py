@@ -7,6 +7,7 @@ import pathlib
 import tempfile
 import time
 
+from tfdist.config.buckets import Bucket, BucketError
 from tfdist.doctor.check import Check, fail, ok, warn
 
 _MB = 1_000_000
@@ -87,6 +88,19 @@ def _write(folder: pathlib.Path) -> tuple[int, float]:
             written += len(block)
         os.fsync(file.fileno())
         return written, time.perf_counter() - begun
+
+
+def bucket(url: str) -> list[Check]:
+    """Lists a folder in a bucket, and takes the time; whether it can be written only a run tries."""
+    begun = time.perf_counter()
+    try:
+        objects = Bucket(url).listing()
+    except BucketError as error:
+        fix = "check the network, your keys (environment or profile) and that URL"
+        return [fail("bucket", f"{error.place} cannot be listed ({error.strerror})", fix)]
+    seconds = time.perf_counter() - begun
+    total = size(sum(entry.size for entry in objects.values()))
+    return [ok("bucket", f"{url} can be read: {len(objects):,} objects, {total}, listed in {seconds:.2f} s")]
 
 
 def size(count: float) -> str:

@@ -47,6 +47,7 @@ def export(asked: trained_model.ModelRequest, formats: list[str], output: pathli
       TrainingError: a format cannot hold the model, or gives something else.
     """
     formats_lib.check_libraries(formats)
+    asked = asked.here()
     experiment = recorded_experiment.read_experiment(asked)
     # TensorFlow is imported once it is known that there is something to do.
     from tfdist.distributed import connect
@@ -105,6 +106,7 @@ def _run(argv: list[str]) -> int:
         raise UserError("--formats names none: give some of " + ",".join(formats_lib.FORMATS))
     if not values.output:
         raise UserError("--output is missing: give the folder to write, such as --output=exported")
+    field_syntax.check_local("--output", values.output)
     model = values.workdir, values.model, values.checkpoint
     asked = trained_model.request(*model, config.Experiment(), {}, False, values.trust_code)
     output = pathlib.Path(values.output).expanduser()

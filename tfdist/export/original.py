@@ -90,7 +90,7 @@ def _from_run(asked: trained_model.ModelRequest, experiment: config.Experiment) 
     inputs, origin = examples.made(model, spec), "made"
     if loaded is not None:
         inputs, origin = examples.first(loaded.eval), f"{experiment.data.name}, {experiment.data.eval_split}"
-    return Original(model, experiment, spec, str(weights.source), inputs, origin, weights.arrays)
+    return Original(model, experiment, spec, weights.source, inputs, origin, weights.arrays)
 
 
 def _classifies(model: keras.Model) -> bool:

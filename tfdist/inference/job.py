@@ -117,6 +117,7 @@ def with_model(
       The exit code: 143 when a signal has ended it.
     """
     asked = request(values)
+    field_syntax.check_local("--output", values.output)
     if values.overwrite and values.output in ("", STDOUT):
         raise UserError("--overwrite without a file in --output has nothing to replace: leave it out")
     from tfdist.distributed import connect
@@ -126,6 +127,8 @@ def with_model(
     chief = site.cluster.is_chief
     if chief:
         output.check()
+    if chief:
+        asked = asked.here()
     experiment = recorded_experiment.read_experiment(asked) if chief else None
     facts = {**config.flat(values.config), "--checkpoint": asked.checkpoint, "--model": os.path.basename(asked.model)}
 
@@ -216,7 +219,7 @@ def new_rows(experiment: config.Experiment, spec: Spec, asked: ModelRequest, row
     Raises:
       UserError: it is no table, or lacks columns.
     """
-    from tfdist.data import loaded
+    from tfdist.data import bucket_files, loaded
     from tfdist.data.datasets.tabular import table_inference
     from tfdist.data.sources import Arrays
 
@@ -229,6 +232,7 @@ def new_rows(experiment: config.Experiment, spec: Spec, asked: ModelRequest, row
     if "config.data.eval_split" in asked.changes:
         raise UserError("all rows of another table are taken: leave out --config.data.eval_split")
     experiment.data.eval_split = "train"  # as a lone file is called; it is told to people
+    path = bucket_files.local(path, f"data.name={experiment.data.name}")
     options = field_syntax.options("data.options", experiment.data.options)
     if rows_alone:
         if asked.changes.get("config.data.broken") == "skip":
@@ -257,7 +261,7 @@ def share(model: keras.Model, distribution: Distribution, weights: trained_model
     """Gives the chief's weights to the model on all workers; returns where they are from."""
     from tfdist.checkpoints import training_state
 
-    path = distribution.peers.gather("the weights", weights and str(weights.source))[0]
+    path = distribution.peers.gather("the weights", weights and weights.source)[0]
     training_state.assign(model, distribution, weights.arrays if weights else [])
     return path
 

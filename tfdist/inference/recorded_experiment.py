@@ -55,12 +55,12 @@ def _recorded(asked: ModelRequest, path: pathlib.Path) -> config.Experiment:
     except (OSError, ValueError, RecursionError):
         fields = None
     if not isinstance(fields, dict):
-        raise UserError(f"--workdir={path} holds no run (no experiment.json that can be read): check the path")
+        raise UserError(f"--workdir={asked.name} holds no run (no experiment.json that can be read): check the path")
     experiment = _made(config.Experiment, fields, str(path / own_work.EXPERIMENT))
     experiment.data.name = user_functions.as_now(experiment.data.name)
     if not asked.trust_code:
         changed = tuple(name.removeprefix("config.") for name in asked.changes)
-        own_work.check(path, content, owner, experiment, changed)
+        own_work.check(path, content, owner, experiment, changed, asked.name)
     return experiment
 
 

@@ -19,8 +19,11 @@ import numpy as np
 
 from tfdist import config
 from tfdist.checkpoints import files
+from tfdist.checkpoints.bucket_folder import BucketFolder
 from tfdist.checkpoints.files import DamagedError
-from tfdist.config import field_syntax, regular_file, validation
+from tfdist.checkpoints.run_folder import RunFolder
+from tfdist.checkpoints.storage import DISK, Disk
+from tfdist.config import buckets, field_syntax, regular_file, validation
 from tfdist.config.messages import logger
 from tfdist.errors import UserError, one_line
 
@@ -44,6 +47,7 @@ class ModelRequest:
       experiment: what stands in for a run's where there is only a file.
       changes: fields of the experiment by name, such as `config.data.eval_split`.
       trust_code: whether functions that the run folder names are called though it is not the user's own work.
+      copy: of a run folder in a bucket, on this machine.
     """
 
     workdir: str
@@ -52,11 +56,39 @@ class ModelRequest:
     experiment: config.Experiment
     changes: Mapping[str, Any]
     trust_code: bool = False
+    copy: RunFolder | None = None
 
     @property
     def path(self) -> pathlib.Path:
-        """Path of the run folder or the file."""
-        return pathlib.Path(self.workdir or self.model).expanduser()
+        """Path of the run folder or the file on this machine."""
+        return self.copy.path if self.copy else pathlib.Path(self.workdir or self.model).expanduser()
+
+    @property
+    def name(self) -> str:
+        """Returns the run folder or the file as a person writes it."""
+        return self.copy.name if self.copy else str(self.path)
+
+    def shown(self, path: pathlib.Path) -> str:
+        """Returns a path in the run folder as a person writes it."""
+        return f"{self.name}/{path.relative_to(self.path)}"
+
+    @property
+    def storage(self) -> Disk:
+        """Returns what stands behind the checkpoints."""
+        return self.copy.storage if self.copy else DISK
+
+    def here(self) -> ModelRequest:
+        """Returns the same request, with a copy of a run folder that is in a bucket.
+
+        Raises:
+          UserError: it cannot be read.
+        """
+        if not buckets.is_url(self.workdir):
+            return self
+        folder = BucketFolder(self.workdir, writes=False)
+        folder.create()
+        folder.need(MODEL)
+        return dataclasses.replace(self, copy=folder)
 
 
 def request(
@@ -85,7 +117,7 @@ def request(
     if bool(workdir) == bool(model):
         both = "--workdir and --model name two models" if model else "neither --workdir nor --model says which model"
         raise UserError(f"{both}: give a run folder such as --workdir=runs/digits, or --model=path.keras")
-    field_syntax.check_local("--workdir", workdir)
+    buckets.check("--workdir", workdir)
     field_syntax.check_local("--model", model)
     if model and checkpoint:
         raise UserError(f"--checkpoint={checkpoint} is for runs: give their --workdir instead of --model")
@@ -133,7 +165,8 @@ def load(path: pathlib.Path) -> keras.Model:
 class Weights:
     """What to put into the model, on the chief."""
 
-    source: pathlib.Path
+    source: str
+    """Where they are from, for a person."""
     arrays: list[np.ndarray]
     """In the order of `model.weights`."""
 
@@ -176,7 +209,7 @@ def _from_file(asked: ModelRequest, plain: keras.Model) -> Weights:
             if checkpoints
             else "it has no checkpoint either: train it"
         )
-        raise UserError(f"{asked.path} has no {MODEL} yet: {hint}")
+        raise UserError(f"{asked.name} has no {MODEL} yet: {hint}")
     try:
         result = json.loads(regular_file.content(asked.path / "result.json"))
         expected = str(result["weights_sha256"])
@@ -184,23 +217,23 @@ def _from_file(asked: ModelRequest, plain: keras.Model) -> Weights:
         expected = ""
     if not expected:
         raise UserError(
-            f"{asked.path}{'/'}result.json does not tell the checksum of {MODEL}, so the run has not ended well: "
-            f"use --checkpoint=latest, or --model={path} for that file as it is"
+            f"{asked.name}{'/'}result.json does not tell the checksum of {MODEL}, so the run has not ended well: "
+            f"use --checkpoint=latest, or --model={asked.shown(path)} for that file as it is"
         )
     try:
         with _optimizer_left_out():
             plain.load_weights(path)
     except Exception as error:  # Keras' and those of zip and HDF5 readers
         raise UserError(
-            f"{path} does not fit the model that {plain.name!r} is now ({line(error)}): "
-            f"bring back the code that it was trained with, or use --model={path}"
+            f"{asked.shown(path)} does not fit the model that {plain.name!r} is now ({line(error)}): "
+            f"bring back the code that it was trained with, or use --model={asked.shown(path)}"
         ) from error
     if recorder.fingerprint(plain)[0] != expected:
         raise UserError(
-            f"{path} has other weights than result.json tells (weights_sha256): it is of another run, or damaged: "
-            "use --checkpoint=latest, or train again"
+            f"{asked.shown(path)} has other weights than result.json tells (weights_sha256): it is of another run, or "
+            "damaged: use --checkpoint=latest, or train again"
         )
-    return Weights(path, list(plain.get_weights()))
+    return Weights(asked.shown(path), list(plain.get_weights()))
 
 
 def _from_checkpoint(asked: ModelRequest, experiment: config.Experiment, plain: keras.Model) -> Weights:
@@ -210,24 +243,24 @@ def _from_checkpoint(asked: ModelRequest, experiment: config.Experiment, plain: 
     folder = asked.path / "checkpoints"
     paths = files.found(folder)
     if not paths:
-        raise UserError(f"there is no checkpoint in {folder}: leave out --checkpoint, or check --workdir")
+        raise UserError(f"there is no checkpoint in {asked.shown(folder)}: leave out --checkpoint, or check --workdir")
     if asked.checkpoint == BEST:
-        paths = _at(_best_update(paths, experiment), BEST, paths)
+        paths = _at(_best_update(paths, experiment, asked.storage), BEST, paths)
     elif asked.checkpoint != LATEST:
         paths = _at(int(asked.checkpoint), asked.checkpoint, paths)
     for path in paths:
-        content = _read(path)
+        content = _read(path, asked.storage)
         if content is not None:
             averaged = experiment.optimizer.ema_momentum > 0
-            return Weights(path, training_state.weights(plain, content.tensors, averaged))
+            return Weights(asked.shown(path), training_state.weights(plain, content.tensors, averaged))
     raise UserError(f"none of the checkpoints that --checkpoint={asked.checkpoint} means is valid: choose another")
 
 
-def _best_update(paths: list[pathlib.Path], experiment: config.Experiment) -> int | None:
+def _best_update(paths: list[pathlib.Path], experiment: config.Experiment, storage: Disk) -> int | None:
     """Returns the update of the best checkpoint, as the newest valid one knows it."""
     if not experiment.checkpoint.best:
         raise UserError("--checkpoint=best, and the run has not looked for it (checkpoint.best): use latest")
-    newest = next((content for path in paths if (content := _read(path))), None)
+    newest = next((content for path in paths if (content := _read(path, storage))), None)
     return newest.state["best"]["update"] if newest else None
 
 
@@ -245,15 +278,16 @@ def _no_such(name: str, paths: list[pathlib.Path]) -> NoReturn:
     raise UserError(f"--checkpoint={name} is not there: the updates that have one are {updates}")
 
 
-def _read(path: pathlib.Path) -> _Content | None:
+def _read(path: pathlib.Path, storage: Disk) -> _Content | None:
     """Reads a checkpoint, if every byte of it is right; a run that goes on may delete it meanwhile."""
     from tfdist.checkpoints import training_state
 
+    storage.fetch(path)
     try:
         files.verify(path)
         return _Content(files.read_state(path), training_state.read(str(path / files.TENSORS)))
     except (DamagedError, OSError) as error:
-        logger.info(f"WARNING: checkpoint {path} is not used: {line(error)}")
+        logger.info(f"WARNING: checkpoint {storage.shown(path)} is not used: {line(error)}")
         return None
 
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from tfdist import __version__
-from tfdist.config import field_syntax, validation
+from tfdist.config import buckets, field_syntax, validation
 from tfdist.config.commands import standard_streams
 from tfdist.config.messages import aside
 from tfdist.distributed import gpus
@@ -177,9 +177,15 @@ def make_plan(options: argparse.Namespace, rest: Sequence[str], environ: Mapping
         shares=shares,
         agreed=json.loads(json.dumps(agreed, default=str)),  # as it arrives on the other side
         workdir=workdir,
-        log_dir=os.path.expanduser(options.log_dir or "") or (os.path.join(workdir, "logs") if workdir else ""),
+        log_dir=os.path.expanduser(options.log_dir or "") or _logs(workdir),
         secret=_secret(nodes, options.insecure, environ),
     )
+
+
+def _logs(workdir: str) -> str:
+    """Returns where what the workers say is kept, on this machine: logs are added to, which no bucket can."""
+    here = str(buckets.copy_of(workdir)) if buckets.is_url(workdir) else workdir
+    return os.path.join(here, "logs") if here else ""
 
 
 def _secret(nodes: _Nodes, insecure: bool, environ: Mapping[str, str]) -> str:

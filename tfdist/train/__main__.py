@@ -42,7 +42,7 @@ def train_and_evaluate(experiment: config.Experiment, environment: runtime_optio
       TrainingError: training failed; the run folder says so too.
     """
     # Imported here, so that --help answers at once.
-    from tfdist.checkpoints import resume, run_folder
+    from tfdist.checkpoints import bucket_folder, resume
     from tfdist.engine import worker_session
     from tfdist.train import ahead_of_time, batch_size_search
 
@@ -50,7 +50,7 @@ def train_and_evaluate(experiment: config.Experiment, environment: runtime_optio
     site = _pinned(ahead_of_time.locate(environment), experiment.train.shards)
     _check_batch(experiment, site)
     writes = site.cluster.is_chief and not environment.dry_run
-    folder = run_folder.RunFolder(runtime_options.workdir(experiment, environment), writes)
+    folder = bucket_folder.opened(runtime_options.workdir(experiment, environment), writes, site.cluster.is_chief)
     folder.create()
     if environment.dry_run and site.cluster.is_chief:
         folder.could_be_created()

@@ -140,4 +140,5 @@ def _checkpoints(
         resume="auto" if site.cluster.attempt else environment.resume,
         changed=environment.resume_changed,
         experiment=config.flat(experiment),
+        storage=folder.storage,
     )

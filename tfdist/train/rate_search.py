@@ -9,7 +9,6 @@ import csv
 import dataclasses
 import io
 import math
-import os
 from collections.abc import Sequence
 
 import keras
@@ -102,6 +101,7 @@ def _write(folder: RunFolder, found: Sequence[Point], name: str) -> None:
         rate_picture.draw(folder.path / PICTURE, name, found, suggested(found))
     except OSError as error:
         raise TrainingError(f"{folder.path} cannot be written ({error.strerror}): free or repair that disk") from None
+    folder.push()
 
 
 def tell(found: Sequence[Point], folder: RunFolder) -> None:
@@ -118,4 +118,4 @@ def tell(found: Sequence[Point], folder: RunFolder) -> None:
             f"{lowest.rate:.2g}{grows}"
         )
         logger.info(f"a tenth of that is a rate to begin with: --config.optimizer.learning_rate={rate:g}")
-    logger.info(f"results are in {folder.path}{os.sep}: {TABLE}, {PICTURE}")
+    logger.info(f"results are in {folder.name}/: {TABLE}, {PICTURE}")

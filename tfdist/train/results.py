@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
-import pathlib
 
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.config.messages import logger
@@ -26,7 +24,7 @@ def write(folder: RunFolder, result: Result, mistakes: Findings | None, silent: 
       silent: whether to keep from a person what is wrong with the report.
 
     Raises:
-      TrainingError: the disk has no room even for the result alone.
+      TrainingError: the disk has no room even for the result alone, or the bucket cannot be written.
     """
     content = dataclasses.asdict(result)
     problem = page.write(folder, content, mistakes)
@@ -38,6 +36,7 @@ def write(folder: RunFolder, result: Result, mistakes: Findings | None, silent: 
         with contextlib.suppress(TrainingError):  # read-only by now, say
             folder.remove(page.NAME)
         folder.write("result.json", content)
+    folder.push(patient=not silent)
 
 
 def check_same_weights(peers: Peers, weights_sha256: str) -> None:
@@ -55,7 +54,7 @@ def check_same_weights(peers: Peers, weights_sha256: str) -> None:
         )
 
 
-def summary(result: Result, path: pathlib.Path) -> str:
+def summary(result: Result, folder: str) -> str:
     """Returns what to tell a person at the end, in two or three lines."""
     done = f"{result.status}: {result.updates} updates in {result.seconds:.1f} s"
     speed = f", {result.examples_per_second:,.0f} examples/s" if result.examples_per_second else ""
@@ -63,4 +62,4 @@ def summary(result: Result, path: pathlib.Path) -> str:
         speed += f", {flops.words(result.flops_per_second, result.flops_share)}"
     why = f" ({result.reason})" if result.reason else ""
     quality = f"\ntfdist: evaluation: {numbers(result.evaluation)}" if result.evaluation else ""
-    return f"{done}{speed}{why}{quality}\ntfdist: results are in {path}{os.sep}: report.html, result.json, model.keras"
+    return f"{done}{speed}{why}{quality}\ntfdist: results are in {folder}/: report.html, result.json, model.keras"

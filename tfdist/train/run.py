@@ -105,7 +105,11 @@ class Run:
                 schedule.global_batch, schedule.updates_per_epoch, self._experiment.seed, source.size
             )
         choice = resume.ResumeChoice(
-            self._folder.checkpoints, identity, config.flat(self._experiment), self._environment.resume_changed
+            self._folder.checkpoints,
+            identity,
+            config.flat(self._experiment),
+            self._environment.resume_changed,
+            self._folder.storage,
         )
         choice.newest(self._environment.resume == "require", looks_only=True)
 
@@ -145,12 +149,13 @@ class Run:
         folder = self._folder
         moved = None if self._prepared.resumes else folder.set_aside()
         if moved:
-            logger.info(f"the earlier run in {folder.path} is now in {moved}")
+            logger.info(f"the earlier run in {folder.name} is now in {moved}")
         if self._prepared.learnt_accumulate:
             oom_note.note(folder, self._prepared.learnt_accumulate)
         own_work.write_experiment(folder, self._experiment)
         spec_file.write(folder.write_text, self._data.spec)
         folder.write("environment.json", run_environment.environment(self._distribution, self._site))
+        folder.push()
 
     def _begin_monitoring(self) -> None:
         """Starts what records the run, and what shows it to a person."""
@@ -244,7 +249,7 @@ class Run:
             batch, shards = self._experiment.eval.batch_size, self._experiment.train.shards
             mistakes = error_analysis.of_run(self._model, self._data.eval, self._data.spec, distribution, batch, shards)
         results.write(folder, result, mistakes)
-        logger.info(results.summary(result, folder.path))
+        logger.info(results.summary(result, folder.name))
         if status == "preempted" and self._checkpoints.saved:
             logger.info("the same command goes on from there")
         if status == "preempted" and self._environment.requeue and distribution.is_chief:

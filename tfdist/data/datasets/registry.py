@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdist import config
 from tfdist.config import field_syntax, validation
-from tfdist.data import image_sources
+from tfdist.data import bucket_files, image_sources
 from tfdist.data.augmentation import ops
 from tfdist.data.datasets import formats
 from tfdist.data.loaded import Loaded
@@ -31,7 +31,8 @@ def load(experiment: config.Experiment, prepare: bool = True, hold_out: bool = T
       UserError: unknown name or split, no examples, labels out of range, or
         data that would have to be downloaded and cannot be.
     """
-    loaded = formats.load(experiment, prepare, hold_out)
+    here = dataclasses.replace(experiment, data=bucket_files.here(experiment.data, prepare))
+    loaded = formats.load(here, prepare, hold_out)
     if experiment.data.cache == "stream" and isinstance(loaded.train, Arrays):
         raise UserError(f"data.cache=stream: {experiment.data.name} can only be read into memory as a whole: use auto")
     return _pictured(experiment, loaded)

@@ -1,0 +1,257 @@
+"""Folders in buckets, such as `s3://bucket/run1`, by way of fsspec: its packages know the services and their keys.
+
+An object is there whole or not at all, but there is no rename, no lock and no appending. What fails is tried again, a
+bounded number of times; then it is a `BucketError`, which is an `OSError` as that of a broken disk is. No TensorFlow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.util
+import logging
+import os
+import pathlib
+import re
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from tfdist.config import field_syntax
+from tfdist.errors import UserError, one_line, printable
+
+T = TypeVar("T")
+PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "memory": "fsspec"}
+"""What reads each scheme."""
+EXTRAS = {"s3": "tfdist[s3]", "gs": "tfdist[gcs]", "memory": "fsspec"}
+"""What pip installs for it."""
+WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""Seconds between two attempts; as many and one are made."""
+_FINAL = ("PermissionError", "NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError")
+"""Classes of errors that another attempt meets as well."""
+_TAGS = ("ETag", "etag", "md5Hash", "generation", "created")
+"""What changes with an object's content, by the names of the services."""
+
+
+class BucketError(OSError):
+    """Something in a bucket could not be read or written, after all attempts.
+
+    Args:
+      place: of the object or folder.
+      why: in a few words.
+    """
+
+    def __init__(self, place: str, why: str):
+        super().__init__(None, why, place)
+        self.place, self.strerror = place, why
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.strerror}"
+
+
+class MissingError(BucketError):
+    """There is no such object."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Entry:
+    """An object as a listing tells of it."""
+
+    size: int
+    tag: str
+    """Another one when the content is another one."""
+
+
+def is_url(path: str) -> bool:
+    """Tells whether a path is in a bucket of a kind that is known."""
+    return path.partition("://")[0] in PACKAGES and "://" in path
+
+
+def check(field: str, path: str) -> None:
+    """Checks a path, which may be in a bucket.
+
+    Raises:
+      UserError: it is a URL of another kind, names no folder in a bucket, or needs a package that is not installed.
+    """
+    if not is_url(path):
+        field_syntax.check_local(field, path, tuple(PACKAGES))
+        return
+    scheme, _, rest = path.partition("://")
+    if re.search(r"[@?#\x00-\x1f]", rest):
+        raise UserError(
+            f"{field}={path} has more than a bucket and a folder: leave out '@', '?' and '#'; "
+            "keys are taken from the environment or a profile"
+        )
+    parts = rest.removesuffix("/").split("/")
+    if len(parts) < 2 or not all(parts) or {".", ".."} & set(parts):
+        raise UserError(f"{field}={path} names no folder in a bucket: write {scheme}://bucket/folder")
+    package = PACKAGES[scheme]
+    if importlib.util.find_spec(package) is None:
+        raise UserError(
+            f"{field}={path} needs the package {package}, which is not installed: pip install '{EXTRAS[scheme]}'"
+        )
+
+
+def copy_of(url: str) -> pathlib.Path:
+    """Returns where the machine that writes to a folder in a bucket has its copy, which may not exist."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    url = url.rstrip("/")
+    return pathlib.Path(
+        base, "tfdist", "buckets", hashlib.sha256(url.encode()).hexdigest()[:16], url.rpartition("/")[2]
+    )
+
+
+class Bucket:
+    """A folder in a bucket.
+
+    Args:
+      url: as `check` has passed it.
+    """
+
+    def __init__(self, url: str):
+        self.url = url.rstrip("/")
+        self._scheme = url.partition("://")[0]
+        self._opened: Any = None
+
+    @property
+    def name(self) -> str:
+        """Returns the last part of the URL."""
+        return self.url.rpartition("/")[2]
+
+    def beside(self, name: str) -> Bucket:
+        """Returns another folder next to this one."""
+        return Bucket(f"{self.url.rpartition('/')[0]}/{name}")
+
+    def put(self, path: pathlib.Path, name: str, waits: tuple[float, ...] | None = None) -> None:
+        """Writes a file to an object.
+
+        Args:
+          name: of the object, below the folder.
+          waits: seconds between two attempts, if not `WAITS_S`.
+
+        Raises:
+          BucketError: it cannot be written.
+          FileNotFoundError: there is no such file.
+        """
+        os.stat(path)  # else nobody could tell which of both is missing
+        self._tried(name, lambda system: system.put_file(str(path), self._at(name)), waits)
+
+    def put_bytes(self, content: bytes, name: str, waits: tuple[float, ...] | None = None) -> None:
+        """Writes an object; the arguments and errors are those of `put`."""
+        self._tried(name, lambda system: system.pipe_file(self._at(name), content), waits)
+
+    def get(self, name: str, path: pathlib.Path) -> None:
+        """Reads an object into a file, which appears whole or not at all.
+
+        Raises:
+          MissingError: there is no such object.
+          BucketError: it cannot be read.
+          OSError: the file cannot be written.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            self._tried(name, lambda system: system.get_file(self._at(name), str(temporary)))
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def get_bytes(self, name: str, waits: tuple[float, ...] | None = None) -> bytes:
+        """Returns the content of an object; the errors are those of `get`."""
+        return self._tried(name, lambda system: bytes(system.cat_file(self._at(name))), waits)
+
+    def listing(self, below: str = "") -> dict[str, Entry]:
+        """Returns all objects of the folder, or of one below it, by their names in the folder itself.
+
+        Raises:
+          BucketError: it cannot be listed.
+        """
+        root = self._at("")
+
+        def listed(system: Any) -> dict[str, Entry]:
+            system.invalidate_cache()
+            found = system.find(root + below, detail=True)
+            inside = {str(system._strip_protocol(path)): about for path, about in found.items()}
+            prefix = str(system._strip_protocol(root)).rstrip("/") + "/"
+            return {
+                path.removeprefix(prefix): Entry(int(about.get("size") or 0), _tag(about))
+                for path, about in inside.items()
+                if path.startswith(prefix) and not path.endswith("/")
+            }
+
+        try:
+            return self._tried(below, listed)
+        except MissingError:  # as some services say of a folder without objects
+            return {}
+
+    def delete(self, names: Iterable[str], waits: tuple[float, ...] | None = None) -> None:
+        """Deletes objects in their order; those that are not there are left out.
+
+        Raises:
+          BucketError: one cannot be deleted.
+        """
+        for name in names:
+            place = self._at(name)
+            with contextlib.suppress(MissingError):
+                self._tried(name, lambda system, place=place: system.rm_file(place), waits)  # type: ignore[misc]
+
+    def move(self, names: Iterable[str], target: Bucket, renamed: Callable[[str], str] = str) -> None:
+        """Copies objects within the service, and deletes them in their order when all of them are copied.
+
+        Args:
+          target: the folder that gets them.
+          renamed: returns the name of an object there.
+
+        Raises:
+          BucketError: one cannot be copied or deleted. In the first case all are still there.
+        """
+        names = list(names)
+        for name in names:
+            pair = self._at(name), target._at(renamed(name))
+            self._tried(name, lambda system, pair=pair: system.cp_file(*pair))  # type: ignore[misc]
+        self.delete(names)
+
+    def _at(self, name: str) -> str:
+        return f"{self.url}/{name}"
+
+    def _system(self) -> Any:
+        if self._opened is None:
+            import fsspec
+
+            # One layer that tries again is enough: this one, or that of gcsfs, which cannot be turned off.
+            once = {"config_kwargs": {"retries": {"total_max_attempts": 1}}} if self._scheme == "s3" else {}
+            self._opened = fsspec.filesystem(self._scheme, use_listings_cache=False, **once)
+            if self._scheme == "s3":
+                self._opened.retries = 1
+            logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it tells each failure with a traceback
+        return self._opened
+
+    def _tried(self, name: str, action: Callable[[Any], T], waits: tuple[float, ...] | None = None) -> T:
+        left = [] if self._scheme == "gs" else list(WAITS_S if waits is None else waits)
+        while True:
+            try:
+                return action(self._system())
+            except FileNotFoundError as error:
+                why = "no such object" if name in str(error) else _reason(error)
+                raise MissingError(self._at(name), why) from None
+            except Exception as error:  # each service has its own
+                if _of_this_disk(error):
+                    raise
+                if not left or {kind.__name__ for kind in type(error).__mro__} & set(_FINAL):
+                    raise BucketError(self._at(name), _reason(error)) from None
+            time.sleep(left.pop(0))
+
+
+def _of_this_disk(error: Exception) -> bool:
+    """Tells whether it is this machine's disk that could not be read or written."""
+    return isinstance(error, OSError) and isinstance(error.filename, str) and error.filename.startswith("/")
+
+
+def _tag(about: dict[str, Any]) -> str:
+    return next((str(about[name]) for name in _TAGS if about.get(name)), "")
+
+
+def _reason(error: Exception) -> str:
+    text = error.strerror if isinstance(error, OSError) and error.strerror else error
+    return printable(one_line(text).strip(" .") or type(error).__name__, 160)

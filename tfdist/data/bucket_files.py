@@ -1,0 +1,114 @@
+"""Data in buckets: files are downloaded once, to the user's cache, and read there as any others. No TensorFlow.
+
+What is downloaded is named by all names, sizes and tags of the objects, so other content is downloaded anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import hashlib
+import json
+import os
+import pathlib
+import re
+import shutil
+
+from tfdist import config
+from tfdist.config import buckets, field_syntax, file_lock
+from tfdist.config.buckets import Bucket, BucketError, Entry
+from tfdist.config.messages import logger
+from tfdist.errors import UserError
+
+LIMIT_S = 24 * 3600.0
+"""How long another run may take for the same download."""
+
+
+def here(data: config.Data, download: bool = True) -> config.Data:
+    """Returns the same data with paths on this machine.
+
+    Args:
+      download: False to refuse what is not here yet.
+
+    Raises:
+      UserError: something cannot be downloaded, or is not there.
+    """
+    files = field_syntax.files(data.name)
+    if files:
+        kind, path = files
+        return dataclasses.replace(data, name=f"{kind}:{local(path, f'data.name={data.name}', download)}")
+    # TFDS itself reads gs://, through TensorFlow.
+    if not buckets.is_url(data.data_dir) or data.data_dir.startswith("gs://") or field_syntax.is_reference(data.name):
+        return data
+    name = re.split("[:/]", data.name)[0]
+    prepared = local(f"{data.data_dir.rstrip('/')}/{name}", f"data.data_dir={data.data_dir}", download)
+    return dataclasses.replace(data, data_dir=os.path.dirname(prepared))
+
+
+def local(path: str, what: str, download: bool = True) -> str:
+    """Returns where a file, a folder, or the files of a pattern are on this machine.
+
+    Args:
+      path: is returned as it is if it is no URL.
+      what: the field and its value, for messages.
+      download: False to refuse what is not here yet.
+
+    Raises:
+      UserError: it cannot be downloaded, or is not there.
+    """
+    if not buckets.is_url(path):
+        return path
+    path = path.rstrip("/")
+    fixed = re.split(r"[*\[]", path)[0]
+    above = fixed.rpartition("/")[0]
+    pattern = path[len(above) + 1 :]
+    bucket = Bucket(above)
+    try:
+        listed = bucket.listing("" if fixed != path else pattern)
+    except BucketError as error:
+        raise UserError(f"{what} cannot be read ({error.strerror}): check the network, your keys and the URL") from None
+    wanted = {n: e for n, e in listed.items() if fixed == path or fnmatch.fnmatchcase(n, pattern)}
+    wanted = {n: e for n, e in wanted.items() if not {"..", ".", ""} & set(n.split("/"))}
+    if not wanted:
+        raise UserError(f"{what} has no files: give the URL of a file, a folder or a pattern that has some")
+    base = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "tfdist", "data")
+    folder = base / _digest(above, wanted)
+    if not folder.is_dir():
+        if not download:
+            raise UserError(f"{what} is not in {base} yet, and a dry run downloads nothing: leave out --dry_run")
+        try:
+            base.mkdir(parents=True, exist_ok=True)
+            with file_lock.alone(base / f".{folder.name}.lock", f"another run that downloads {path}", LIMIT_S):
+                if not folder.is_dir():
+                    _download(bucket, wanted, folder)
+        except BucketError as error:
+            raise UserError(f"{error} ({what}): check the network, your keys and the URL") from None
+        except OSError as error:
+            raise UserError(
+                f"{what} cannot be downloaded to {base} ({error.strerror or error}): "
+                "free that disk, or set XDG_CACHE_HOME to a folder on another one"
+            ) from None
+    return str(folder / pattern)
+
+
+def _digest(above: str, wanted: dict[str, Entry]) -> str:
+    objects = [[name, entry.size, entry.tag] for name, entry in sorted(wanted.items())]
+    return hashlib.sha256(json.dumps([above, objects]).encode()).hexdigest()[:16]
+
+
+def _download(bucket: Bucket, wanted: dict[str, Entry], folder: pathlib.Path) -> None:
+    """Downloads objects into a folder, which appears when all of them are there."""
+    size = sum(entry.size for entry in wanted.values())
+    count = f"{len(wanted):,} file{'s' * (len(wanted) > 1)}"
+    logger.info(f"downloading {count}, {size / 1e6:,.1f} MB, from {bucket.url} to {folder}")
+    temporary = folder.with_name(f".{folder.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        for name, entry in wanted.items():
+            bucket.get(name, temporary / name)
+            found = (temporary / name).stat().st_size
+            if found != entry.size:
+                raise BucketError(f"{bucket.url}/{name}", f"it has {found} bytes and was listed with {entry.size}")
+        temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
