@@ -34,6 +34,8 @@ elif what == "deaf":
 print(*(f"{n}={os.environ[n]}" for n in ("TFDIST_ATTEMPT", "RANK", "WORLD_SIZE", "GROUP_RANK")), flush=True)
 if what in ("hold", "deaf"):
     hold()
+elif what == "odd":
+    os._exit(2) if os.environ["RANK"] == "1" else hold()
 elif what == "exit":
     os._exit(int(value))
 elif what == "rounds":
@@ -217,6 +219,20 @@ def test_a_launcher_that_does_not_fit_is_turned_away_alone(node):
         assert message in zero.until(message)
     one = node("hold", "end", flags=ALONE)
     assert (zero.end(), one.end()) == (0, 0)
+
+
+def test_a_node_with_which_the_program_refuses_to_run_is_sent_away(node):
+    """Another data set or processor there, say: the job goes on as it was."""
+    program = ["hold", "odd", "end"]
+    zero = node(*program, flags=ALONE)
+    zero.until(place(0, 0, 1, 0))
+    one = node(*program, flags=ALONE)
+    assert (zero.end(), one.end()) == (0, 2), zero.err + one.err
+    assert zero.said("[0] ")[-1] == place(2, 0, 1, 0)
+    assert re.fullmatch(
+        rf"tfdist: error: node 1 \({HOST}\) cannot take part: rank 1 \(on {HOST}, process \d+\) ended with exit code 2",
+        one.err[-1],
+    )
 
 
 @pytest.mark.whole
@@ -440,6 +456,20 @@ def test_what_a_round_comes_to(story, orders, code, changes):
     assert [o["order"] for o in given] == orders
     assert (verdict.code, verdict.changes) == (code, changes)
     assert verdict.changes <= bool(verdict.reason) and (verdict.since < math.inf) == bool(verdict.reason)
+
+
+@pytest.mark.parametrize("code, new, changes", [(2, [1], True), (3, [1], False), (2, [], False)])
+def test_whether_a_refusal_is_laid_to_nodes_that_have_just_come(code, new, changes):
+    verdict = ElasticVerdict([0, 1], ["node 0 (h)", "node 1 (h)"], new)
+    node, news = exited(0, code)
+    news["exit"]["lines"] = ["tfdist: error: worker 1 has another processor", "more"]
+    verdict.hear(*exited(1, 1, lost=True), 0.0)  # it has noticed that before
+    verdict.hear(node, news, 0.0)
+    given = verdict.orders(0.0)
+    assert (verdict.changes, list(verdict.leaving)) == (changes, new if changes else [])
+    assert [order["order"] for order in given] == (["say", "end"] if changes else ["end"])
+    if changes:
+        assert verdict.leaving[1] == (2, "error: node 1 (h) cannot take part: worker 1 has another processor")
 
 
 @pytest.mark.parametrize("news", [exited(1, 0), exited(1, 143), exited(1, 3), lost(1), signalled(1), signalled(0)])

@@ -190,13 +190,19 @@ class Coordinator:
         """Tells the others that this is the end, and waits until they know it."""
         for link in self._links.values():
             link.send({"order": "over", "code": code, "line": line})
-        # To close at once, with their beats unread, would make the system throw away what they have not read.
-        end = time.monotonic() + FAREWELL_S
-        while any(not link.lost for link in self._links.values()) and time.monotonic() < end:
-            self._events.wait(0.1)
+        self._see_off(list(self._links.values()))
         self._beats.close()
         if self._listener:
             self._listener.close()
+
+    def _see_off(self, links: list[node_links.Link]) -> None:
+        """Waits until the others have closed their connections.
+
+        To close at once, with their beats unread, would make the system throw away what they have not read.
+        """
+        end = time.monotonic() + FAREWELL_S
+        while any(not link.lost for link in links) and time.monotonic() < end:
+            self._events.wait(0.1)
 
     # -- rounds --------------------------------------------------------------
 

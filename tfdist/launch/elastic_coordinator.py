@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from tfdist.errors import UserError
 from tfdist.launch import coordinator, node_agent, node_links
-from tfdist.launch.elastic_policy import ElasticVerdict
+from tfdist.launch.elastic_policy import ElasticVerdict, Farewell, left
 from tfdist.launch.event_loop import Events, Screen
 from tfdist.launch.failure_policy import Verdict
 
@@ -32,10 +32,12 @@ def run(plan: node_agent.RoundPlan, events: Events, screen: Screen) -> int:
     """
     if plan.node <= 0:
         try:
-            return ElasticCoordinator(plan, events, screen).run()
+            leader = ElasticCoordinator(plan, events, screen)
         except node_links.ElsewhereError:
             if plan.node == 0:
                 raise
+        else:
+            return leader.run()
     return node_agent.follow(plan, events, screen)
 
 
@@ -50,6 +52,8 @@ class ElasticCoordinator(coordinator.Coordinator):
         """When the nodes came that wait for a place."""
         self._round_of: tuple[int, ...] = ()
         """Nodes of the round."""
+        self._known: set[int] = set()
+        """Nodes that have ever taken part in a round."""
         self._dismissed: list[node_links.Link] = []
         """Links to nodes that have left, until they have heard so."""
 
@@ -77,7 +81,9 @@ class ElasticCoordinator(coordinator.Coordinator):
         self._round_of = tuple(members)
         for node in members:
             self._since.pop(node, None)
-        return ElasticVerdict(members, [self._name(node) for node in members])
+        new = set(members) - self._known if self._known else ()
+        self._known.update(members)
+        return ElasticVerdict(members, [self._name(node) for node in members], new)
 
     def _name(self, node: int) -> str:
         return str(self._links[node]) if node else f"node 0 ({self._hello.host})"
@@ -90,16 +96,20 @@ class ElasticCoordinator(coordinator.Coordinator):
         assert listener is not None
         limit, flag = (plan.start_timeout, "start") if first else (plan.waits.rejoin, "rejoin")
         missing = lambda: plan.least - 1 - len(self._links)
-        if not self._wait(lambda: missing() <= 0, limit, lambda: f"{_nodes(missing())} more, at {listener.address}"):
+        room = lambda: plan.nnodes - 1 - len(self._links)
+        while True:
+            if self._wait(lambda: missing() <= 0, limit, lambda: f"{_nodes(missing())} more, at {listener.address}"):
+                if first:
+                    self._wait(lambda: room() <= 0, plan.waits.join, lambda: f"up to {_nodes(room())} more")
+                if missing() <= 0:  # else one has gone meanwhile
+                    return
+                continue
             raise UserError(
                 f"{_nodes(missing())} of at least {plan.least} {'has' if missing() == 1 else 'have'} not "
                 f"{'come' if first else 'come back'} within {limit:g} s to {listener.address}: start "
                 f"python -m tfdist.launch --nnodes={plan.least}:{plan.nnodes} --master_addr={plan.addr} "
                 f"--master_port={plan.port} ... there, or raise --{flag}_timeout"
             )
-        if first:
-            room = lambda: plan.nnodes - 1 - len(self._links)
-            self._wait(lambda: room() <= 0, plan.waits.join, lambda: f"up to {_nodes(room())} more")
 
     def _wait(self, enough: Callable[[], bool], seconds: float, who: Callable[[], str]) -> bool:
         """Waits until it is enough; returns False if that took too long."""
@@ -143,7 +153,7 @@ class ElasticCoordinator(coordinator.Coordinator):
         news = super()._pump(until)
         for node, what in news:
             if what["event"] == "signal" and node and node not in self._round_of:
-                self._dismiss(node, what["name"])
+                self._dismiss(node, left(what["name"]))
             elif what["event"] == "lost" and node not in self._round_of:
                 self._screen.say(what["line"], error=True)
         for link in list(self._dismissed):
@@ -155,20 +165,22 @@ class ElasticCoordinator(coordinator.Coordinator):
     def _other_nodes(self, verdict: Verdict) -> bool:
         assert isinstance(verdict, ElasticVerdict)
         self._round_of = ()
-        for node, name in verdict.leaving.items():
-            self._dismiss(node, name)
+        for node, farewell in verdict.leaving.items():
+            self._dismiss(node, farewell)
         return verdict.changes
 
-    def _dismiss(self, node: int, signal: str) -> None:
-        """Lets a node go that a signal has asked to stop."""
+    def _dismiss(self, node: int, farewell: Farewell) -> None:
+        """Lets a node go."""
         link = self._links.pop(node, None)
         if link is None:
             return
         self._since.pop(node, None)
         self._beats.set(tuple(self._links.values()))
         self._dismissed.append(link)
-        line = f"{signal}: this node has left the job"
-        link.send({"order": "over", "code": node_agent.code_of(signal), "line": line})
+        link.send({"order": "over", "code": farewell.code, "line": farewell.line})
+
+    def _see_off(self, links: list[node_links.Link]) -> None:
+        super()._see_off([*links, *self._dismissed])
 
 
 def _nodes(count: int) -> str:

@@ -4,13 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from tfdist.distributed.connections.wire import Message
+from tfdist.launch import node_agent
 from tfdist.launch.failure_policy import BLAME_S, FINAL, STOP_S, Cause, Verdict
 from tfdist.launch.worker_process import Exit
 
 PATIENT_S = 300.0
 """Workers have so long to end the update in progress for a node that has come: nothing is urgent."""
+
+
+class Farewell(NamedTuple):
+    """The end of a node that leaves while the others go on."""
+
+    code: int
+    """Exit code of its launcher."""
+    line: str
+    """What it says."""
+
+
+def left(signal: str) -> Farewell:
+    """Returns the end of a node that a signal has asked to stop."""
+    return Farewell(node_agent.code_of(signal), f"{signal}: this node has left the job")
 
 
 class ElasticVerdict(Verdict):
@@ -19,16 +35,18 @@ class ElasticVerdict(Verdict):
     Args:
       members: the nodes that take part, in the order of their ranks.
       names: how to call them.
+      new: those of them that have never taken part before, while others have.
     """
 
-    def __init__(self, members: Sequence[int], names: Sequence[str]):
+    def __init__(self, members: Sequence[int], names: Sequence[str], new: Collection[int] = ()):
         super().__init__(0)
         self.busy = set(members)
-        self.leaving: dict[int, str] = {}
-        """Nodes that do not take part any more, by the signals that asked them to stop."""
+        self.leaving: dict[int, Farewell] = {}
+        """Nodes that do not take part any more."""
         self.why = ""
         """Why the next round has other nodes; nothing where it has not."""
         self._names = dict(zip(members, names))
+        self._new = sorted(new)
         self._done = False
         """Whether the chief has come to the end of the program."""
         self._ends = False
@@ -102,7 +120,7 @@ class ElasticVerdict(Verdict):
         """Lets a node go that was asked to stop, after the update in progress."""
         if node in self.leaving:
             return
-        self.leaving[node] = name
+        self.leaving[node] = left(name)
         line = f"{name}: {self._names[node]} leaves"
         self._change(line, now)
         if self._ending:
@@ -123,7 +141,21 @@ class ElasticVerdict(Verdict):
             return
         super()._exit(node, exit, now)
 
+    def _reject(self, cause: Cause, now: float) -> None:
+        """Goes on without the nodes that have just joined: it was right without them, and is not with them."""
+        who = ", ".join(self._names[node] for node in self._new)
+        why = next((line for line in reversed(cause.lines) if line.startswith("tfdist: error: ")), cause.text)
+        line = f"{who} cannot take part: {why.removeprefix('tfdist: error: ')}"
+        self.cause = None
+        self.leaving |= {node: Farewell(2, f"error: {line}") for node in self._new}
+        self._say(line)
+        self._change(line, now)
+        self._end(Cause(1, ""), now)
+
     def _fail(self, cause: Cause, now: float) -> None:
+        if cause.code == 2 and self._new and not (self._ending or self._asked) and (not self.cause or self.cause.weak):
+            self._reject(cause, now)
+            return
         super()._fail(cause, now)
         if cause is not self.cause or self._ending:
             return
