@@ -293,7 +293,7 @@ BAD_INPUT = [
     (["actor.py"], "unexpected argument 'actor.py': a script, as the flags of tfdist.train, stands after --"),
     (["--nproc_per_node=0"], "--nproc_per_node must be a whole number of at least 1, or auto, got 0"),
     (["--nproc_per_node=gpu"], "--nproc_per_node must be a whole number of at least 1, or auto, got gpu"),
-    (["--nnodes=1:4"], "--nnodes must be a whole number of at least 1, got 1:4"),
+    (["--nnodes=1:4"], "--nnodes=1:4 needs --master_addr: the address of node 0 in the network of the nodes"),
     (["--nnodes=2"], "--nnodes=2 needs --master_addr: the address of node 0"),
     (["--node_rank=1"], "--node_rank=1 does not exist with --nnodes=1: ranks of nodes count from 0 on"),
     (["--master_port=70000"], "--master_port must be a whole number from 0 to 65535, got 70000"),

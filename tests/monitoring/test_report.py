@@ -666,3 +666,11 @@ def test_no_other_script_runs(browser, busy, tmp_path):
     page.goto((tmp_path / "more.html").as_uri())
     assert page.title() == "digits: completed" and page.locator(".tip").count() == 10
     page.close()
+
+
+def test_each_start_of_the_workers(tmp_path):
+    row = {"attempt": 0, "nodes": 2, "workers": 4, "from_update": 0, "updates": 50, "ended": "node 1 (h2) is lost"}
+    rows = [row | {"seconds_lost": 12.25}, row | {"updates": 70, "ended": "completed", "seconds_lost": None}]
+    text = text_of(render(full(tmp_path, samples=3), RESULT | {"segments": rows}))
+    assert "Starts of the workers" in text and "node 1 (h2) is lost" in text and "12.25" in text
+    assert "Starts of the workers" not in text_of(render(full(tmp_path, samples=3), RESULT | {"segments": rows[1:]}))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import shlex
 import sys
@@ -21,30 +20,12 @@ from tfdist.config import buckets, field_syntax, validation
 from tfdist.config.commands import standard_streams
 from tfdist.config.messages import aside
 from tfdist.distributed import gpus
-from tfdist.distributed.job import cluster, platforms
-from tfdist.distributed.job.addresses import is_loopback
 from tfdist.errors import UserError, shown
-from tfdist.launch import coordinator, node_agent, node_links
+from tfdist.launch import coordinator, elastic_coordinator, machines, node_agent, node_links
 from tfdist.launch.event_loop import Events, Screen
 
-PORT = platforms.PORT
-"""Where launchers meet unless told otherwise."""
 _OWN = ("devices", "workdir", "threads", "progress", "start_timeout", "stall_timeout")
 """Environment flags that may differ between nodes."""
-
-
-class _Nodes(NamedTuple):
-    """The machines of a launch, and where they meet."""
-
-    nnodes: int
-    node: int
-    """Which of them this is."""
-    addr: str
-    """Address of node 0."""
-    port: int
-    """Port there; 0 for any free one."""
-    nproc: str
-    """Workers here unless told otherwise, as `--nproc_per_node` has it."""
 
 
 class _TrainFlags(NamedTuple):
@@ -85,12 +66,21 @@ def _parser() -> _Parser:
     )
     add = parser.add_argument
     add("--nproc_per_node", metavar="N|auto", help="workers on this machine; auto: one per GPU (default 1)")
-    add("--nnodes", metavar="N", help="machines (default 1); start the launcher on each")
-    add("--node_rank", metavar="I", help="which of them this is, from 0 on (default 0)")
+    changing = "; MIN:MAX: they may come and go while it runs, MIN at least"
+    add("--nnodes", metavar="N|MIN:MAX", help=f"machines (default 1); start the launcher on each{changing}")
+    changing = "; with MIN:MAX node 0 is the one at --master_addr, and numbers the others"
+    add("--node_rank", metavar="I", help=f"which of them this is, from 0 on (default 0){changing}")
     add("--master_addr", metavar="HOST", help="address of node 0 (default 127.0.0.1 with one machine)")
-    add("--master_port", metavar="PORT", help=f"port there (default {PORT}; with one machine any free one)")
+    add("--master_port", metavar="PORT", help=f"port there (default {machines.PORT}; with one machine any free one)")
     add("--max_restarts", metavar="N", default="0", help="start all workers again so often after a failure (default 0)")
     add("--start_timeout", metavar="SECONDS", default="120", help="wait so long for the other machines (default 120)")
+    for name, text in (
+        ("join", f"at the start, wait so long for more nodes than MIN (default {machines.JOIN_S:g})"),
+        ("rejoin", "later, wait so long for MIN nodes when some are lost (default: as --start_timeout)"),
+    ):
+        add(f"--{name}_timeout", metavar="SECONDS", help=f"with MIN:MAX, {text}")
+    changing = f"with MIN:MAX, when a node comes to a running job, wait for others (default {machines.SCALE_S:g})"
+    add("--scale_wait", metavar="SECONDS", help=changing)
     add("--log_dir", metavar="DIR", help="keep what each rank prints there (default WORKDIR/logs; none for a script)")
     add("--insecure", action="store_true", help="meet across machines without TFDIST_SECRET: the network must be yours")
     add("--version", action="version", version=f"tfdist {__version__}", help="print the version")
@@ -137,10 +127,12 @@ def make_plan(options: argparse.Namespace, rest: Sequence[str], environ: Mapping
     Raises:
       UserError: something is wrong.
     """
-    nodes = _nodes(options, environ)
-    max_restarts = _whole("--max_restarts", options.max_restarts, 0)
-    start_timeout = _seconds("--start_timeout", options.start_timeout)
+    max_restarts = machines.whole("--max_restarts", options.max_restarts, 0)
+    start_timeout = machines.seconds("--start_timeout", options.start_timeout)
+    nodes = machines.find(options, environ, start_timeout)
     agreed: dict[str, Any] = {"the version of tfdist": __version__, "--max_restarts": max_restarts}
+    if nodes.least:
+        agreed["--nnodes"] = nodes.size.partition("=")[2]
     workdir, devices = "", "all"
     field_syntax.check_local("--log_dir", options.log_dir or "")
     own_program = bool(rest) and (not rest[0].startswith("-") or rest[0] == "-m")
@@ -163,6 +155,8 @@ def make_plan(options: argparse.Namespace, rest: Sequence[str], environ: Mapping
             f"--strategy={where['strategy']} is not for workers of tfdist.launch: {instead}, "
             "or use --strategy=multi_worker"
         )
+    if nodes.least and not own_program:
+        _check_elastic(train, nodes, nproc)
     if any(shares) and devices != "all" and not own_program:
         command += ("--devices=all",)  # of those that the launcher has picked by the flag
     return node_agent.RoundPlan(
@@ -178,7 +172,9 @@ def make_plan(options: argparse.Namespace, rest: Sequence[str], environ: Mapping
         agreed=json.loads(json.dumps(agreed, default=str)),  # as it arrives on the other side
         workdir=workdir,
         log_dir=os.path.expanduser(options.log_dir or "") or _logs(workdir),
-        secret=_secret(nodes, options.insecure, environ),
+        secret=machines.secret(nodes, options.insecure, environ),
+        least=nodes.least,
+        waits=nodes.waits,
     )
 
 
@@ -188,41 +184,30 @@ def _logs(workdir: str) -> str:
     return os.path.join(here, "logs") if here else ""
 
 
-def _secret(nodes: _Nodes, insecure: bool, environ: Mapping[str, str]) -> str:
-    """Returns the words by which launchers know each other; one that is alone needs none."""
-    secret = environ.get("TFDIST_SECRET", "").strip()
-    if insecure and (secret or nodes.nnodes == 1):
-        why = "TFDIST_SECRET is set" if secret else "with one machine the launcher makes a secret by itself"
-        raise UserError(f"--insecure would change nothing, because {why}: leave it out")
-    if nodes.nnodes > 1 and not (secret or insecure or is_loopback(nodes.addr)):
+def _check_elastic(train: _TrainFlags, nodes: machines.Nodes, nproc: int) -> None:
+    """Refuses what a job could not go on with as its nodes come and go."""
+    if train.where["requeue"]:
         raise UserError(
-            f"--nnodes={nodes.nnodes} needs TFDIST_SECRET in the environment, since whoever reaches {nodes.addr} could "
-            f"take part: {cluster.HOW_TO_SHARE}, or give --insecure in a network that only you can reach"
+            "--requeue after -- would put the whole job into the queue whenever a node comes or goes: leave it out, "
+            f"or give --nnodes one number instead of {nodes.size.partition('=')[2]}"
         )
-    return secret
-
-
-def _nodes(options: argparse.Namespace, environ: Mapping[str, str]) -> _Nodes:
-    """Finds the machines by the flags, else by what a training platform says."""
-    platform = platforms.node(environ)
-    if platform and options.nnodes not in (None, str(platform.nnodes)):
-        platform = None  # somebody arranges the nodes by hand
-    default = platform or platforms.PlatformNode("", 1, 0)
-    nnodes = _whole("--nnodes", options.nnodes or default.nnodes, 1)
-    # A pod of an indexed Job of Kubernetes knows its number, and nothing else.
-    index = environ.get("JOB_COMPLETION_INDEX", "").strip() if nnodes > 1 and not platform else ""
-    node = _whole("--node_rank", options.node_rank or index or default.node_rank, 0)
-    if node >= nnodes:
-        raise UserError(f"--node_rank={node} does not exist with --nnodes={nnodes}: ranks of nodes count from 0 on")
-    addr = options.master_addr or default.addr
-    if nnodes > 1 and not addr:
-        raise UserError(f"--nnodes={nnodes} needs --master_addr: the address of node 0 in the network of the nodes")
-    port = _whole("--master_port", options.master_port or default.port or (PORT if nnodes > 1 else 0), 0, 65535)
-    if nnodes > 1 and port == 0:
+    batch, accumulate, shards = (
+        int(train.experiment[f"config.train.{n}"]) for n in ("batch_size", "accumulate", "shards")
+    )
+    if train.experiment["config.checkpoint.every"] == "off":
+        raise UserError(f"{nodes.size} needs checkpoints to go on from, and checkpoint.every=off: set it to a time")
+    if not batch:
         raise UserError(
-            "--master_port=0 means any free port, which other nodes cannot know: give the same on all nodes"
+            f"{nodes.size} keeps to one global batch, and train.batch_size=auto looks for one that fits the workers at "
+            "the start: give a number"
         )
-    return _Nodes(nnodes, node, addr or "127.0.0.1", port, str(default.gpus or 1))
+    workers = nodes.nnodes * nproc
+    field, given, needed = ("shards", shards, workers) if shards else ("batch_size", batch, workers * accumulate)
+    if given < needed:
+        raise UserError(
+            f"{nodes.size} may become {workers} workers, too many for train.{field}={given}: use at least {needed}, "
+            "or fewer nodes"
+        )
 
 
 def _program(rest: Sequence[str]) -> tuple[str, ...]:
@@ -266,7 +251,7 @@ def _divide(nproc: str, devices: str, environ: Mapping[str, str]) -> _Shares:
             names, order = [str(g.number) for g in selection.gpus], {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         if survey.problem:
             aside.info(survey.problem)
-    count = max(1, len(names)) if nproc == "auto" else _whole("--nproc_per_node", nproc, 1)
+    count = max(1, len(names)) if nproc == "auto" else machines.whole("--nproc_per_node", nproc, 1)
     if count == 1 or not names:
         return _Shares(count, ({},) * count)
     each = len(names) // count
@@ -280,34 +265,16 @@ def _divide(nproc: str, devices: str, environ: Mapping[str, str]) -> _Shares:
     return _Shares(count, tuple({**order, "CUDA_VISIBLE_DEVICES": part} for part in parts))
 
 
-def _whole(name: str, value: str | int, least: int, most: float = math.inf) -> int:
-    text = str(value)
-    if not text.isascii() or not text.isdigit() or not least <= int(text) <= most:
-        limits = f"of at least {least}" if most == math.inf else f"from {least} to {most:g}"
-        also = ", or auto" if name == "--nproc_per_node" else ""
-        raise UserError(f"{name} must be a whole number {limits}{also}, got {text}")
-    return int(text)
-
-
-def _seconds(name: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise UserError(f"{name} must be a positive number of seconds, got {text}")
-    return value
-
-
 def dry_run(plan: node_agent.RoundPlan, environ: Mapping[str, str]) -> str:
     """Returns each worker of this node as a line for a shell, under a comment."""
     port = plan.port
     if plan.nnodes == 1:
         with node_links.listen(plan.addr, plan.port) as listener:
             port = listener.getsockname()[1]
-    world, first = plan.nnodes * plan.nproc, plan.node * plan.nproc
+    node = max(0, plan.node)
+    world, first = plan.nnodes * plan.nproc, node * plan.nproc
     assumed = f", if each of {plan.nnodes} nodes has as many" if plan.nnodes > 1 else ""
-    this = node_agent.Round(0, world, first, port, salt="")
+    this = node_agent.Round(0, node, world, first, port, salt="")
     kept = node_agent.inherited(environ)
     lines = []
     for local_rank in range(plan.nproc):
@@ -326,6 +293,8 @@ def _run(argv: Sequence[str]) -> int:
         print(dry_run(plan, os.environ))
         return 0
     with Events() as events:
+        if plan.least:
+            return elastic_coordinator.run(plan, events, Screen())
         if plan.node:
             return node_agent.follow(plan, events, Screen())
         return coordinator.Coordinator(plan, events, Screen()).run()

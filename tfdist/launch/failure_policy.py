@@ -28,6 +28,8 @@ class Cause:
     lines: tuple[str, ...] = ()
     weak: bool = False
     """A consequence of something else, as the worker says itself."""
+    node: int = 0
+    """Where it was heard of."""
 
 
 class Verdict:
@@ -37,8 +39,13 @@ class Verdict:
         self.busy = set(range(nnodes))
         """Nodes on which workers of this round may live."""
         self.cause: Cause | None = None
+        self.since = math.inf
+        """When the first thing happened that has ended the round, if not the end of the program."""
         self._preempted = False
         self._stopping = False
+        """Whether all of it shall stop."""
+        self._asked = False
+        """Whether the workers were asked to stop, for whatever reason."""
         self._ending = False
         self._forced = 0
         self._stuck = False
@@ -65,6 +72,11 @@ class Verdict:
         return self._forced or (143 if self._preempted else 0)
 
     @property
+    def reason(self) -> str:
+        """Why the round has ended, if not by the end of the program."""
+        return self.cause.text if self.cause else ""
+
+    @property
     def may_restart(self) -> bool:
         """Whether another round might go better."""
         return self.code not in FINAL and not (self._stopping or self._preempted or self._stuck)
@@ -76,11 +88,11 @@ class Verdict:
             self.busy.discard(node)
         elif event == "lost":
             self.busy.discard(node)
-            self._fail(Cause(1, news["line"]), now)
+            self._fail(Cause(1, news["line"], node=node), now)
         elif event == "cannot":
-            self._fail(Cause(2, news["line"]), now)
+            self._fail(Cause(2, news["line"], node=node), now)
         elif event == "exit":
-            self._exit(Exit(**news["exit"]), now)
+            self._exit(node, Exit(**news["exit"]), now)
         elif event == "signal":
             self._signal(node, news["name"], now)
 
@@ -108,24 +120,25 @@ class Verdict:
         orders, self._orders = self._orders, []
         return orders
 
-    def _exit(self, exit: Exit, now: float) -> None:
+    def _exit(self, node: int, exit: Exit, now: float) -> None:
         if exit.code == -signal.SIGKILL and (self._ending or self._forced):
             self._stubborn.append(f"rank {exit.rank}")
             return
         if exit.code == 0 or self._ending:
             return
-        if exit.status == 143 and (exit.code == 143 or self._stopping):
+        if exit.status == 143 and (exit.code == 143 or self._asked):
             # One worker that was asked to stop takes the others with it, all in order.
             self._preempted = True
             self._kill_at = min(self._kill_at, now + STOP_S)
         else:
             if exit.lost:
                 self._noticed[exit.rank] = exit
-            self._fail(Cause(exit.status, exit.describe(), tuple(exit.lines), exit.lost), now)
+            self._fail(Cause(exit.status, exit.describe(), tuple(exit.lines), exit.lost, node), now)
 
     def _fail(self, cause: Cause, now: float) -> None:
         if self._ending:
             return
+        self.since = min(self.since, now)
         if self.cause is None or (self.cause.weak and not cause.weak):
             self.cause = cause
             self._decide_at = min(self._decide_at, now + BLAME_S if cause.weak else now)
@@ -135,7 +148,7 @@ class Verdict:
         if name == "SIGINT" and node in self._signalled:
             self._kill(130, now)
         elif not self._stopping:
-            self._stopping = True
+            self._stopping = self._asked = True
             if self._ending:
                 self._say(f"{name}: there will be no restart")
             else:

@@ -7,6 +7,7 @@ node 0 alone.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import os
 import pathlib
@@ -21,6 +22,7 @@ from tfdist.distributed.job import env_vars
 from tfdist.errors import UserError
 from tfdist.launch import node_links
 from tfdist.launch.event_loop import Events, Screen, Signalled
+from tfdist.launch.machines import NO_WAITS, Waits
 from tfdist.launch.worker_process import Start, WorkerGroup
 
 END_S = 30.0
@@ -36,7 +38,9 @@ class RoundPlan:
     nproc: int
     """Workers on this node."""
     nnodes: int
+    """How many nodes there are; in an elastic job how many there can be."""
     node: int
+    """See `machines.Nodes`."""
     addr: str
     """Address of node 0."""
     port: int
@@ -53,6 +57,9 @@ class RoundPlan:
     """Where each rank's lines are kept; empty for nowhere."""
     secret: str = dataclasses.field(default="", repr=False)
     """Words by which the launchers know each other."""
+    least: int = 0
+    """How few nodes an elastic job may have; 0 where their number is fixed."""
+    waits: Waits = NO_WAITS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,6 +67,9 @@ class Round:
     """One start of all workers, as node 0 tells it to one node."""
 
     attempt: int
+    """How often there was one before."""
+    node: int
+    """Rank of the node."""
     world: int
     """Workers on all nodes."""
     first: int
@@ -81,7 +91,7 @@ def variables(plan: RoundPlan, this: Round, local_rank: int, fd: int | None = No
         "WORLD_SIZE": this.world,
         "LOCAL_RANK": local_rank,
         "LOCAL_WORLD_SIZE": plan.nproc,
-        "GROUP_RANK": plan.node,
+        "GROUP_RANK": this.node,
         "MASTER_ADDR": plan.addr,
         "MASTER_PORT": this.port,
         "TFDIST_ATTEMPT": this.attempt,
@@ -104,6 +114,8 @@ class Node:
     def __init__(self, plan: RoundPlan, events: Events, screen: Screen):
         self.listener: socket.socket | None = None
         """On node 0: the socket that rank 0 of the next round inherits."""
+        self.rounds = ""
+        """On node 0: what rank 0 is told of the rounds so far, for the record of the run."""
         self._plan, self._events, self._screen = plan, events, screen
         self._workers: WorkerGroup | None = None
         self._news: list[wire.Message] = []
@@ -158,12 +170,14 @@ class Node:
                 rank = this.first + local_rank
                 fd = listener.fileno() if listener is not None and rank == 0 else None
                 environ = inherited(os.environ) | variables(plan, this, local_rank, fd)
+                if rank == 0 and self.rounds:
+                    environ[env_vars.ROUNDS] = self.rounds
                 log = log_dir / f"rank-{rank}.log" if log_dir else None
                 starts.append(Start(rank, plan.command, environ, () if fd is None else (fd,), log, title))
             self._workers = WorkerGroup(starts, self._events, self._screen)
         except OSError as error:
             what = f"{error.strerror}{f': {error.filename}' if error.filename else ''}"
-            line = f"node {plan.node} ({socket.gethostname()}) cannot start its workers: {what}"
+            line = f"node {this.node} ({socket.gethostname()}) cannot start its workers: {what}"
             self._news += [{"event": "cannot", "line": line}, {"event": "ended"}]
         finally:
             if listener is not None:
@@ -171,6 +185,8 @@ class Node:
                 self.listener = None
 
     def _blame(self, text: str, lines: list[str]) -> None:
+        if not text:
+            return  # nobody: other nodes take part from now on
         self._screen.say(f"root cause: {text}{'; its last lines:' if lines else ''}", error=True)
         for line in lines:
             self._screen.say(f"  {line}", error=True)
@@ -178,7 +194,8 @@ class Node:
 
 def hello(plan: RoundPlan) -> node_links.Hello:
     """Returns what this launcher says of itself to the others."""
-    return node_links.Hello(plan.node, plan.nnodes, plan.nproc, socket.gethostname(), plan.agreed)
+    node = int(plan.node != 0) if plan.least else plan.node  # in an elastic job node 0 numbers the others
+    return node_links.Hello(node, plan.nnodes, plan.nproc, socket.gethostname(), plan.agreed)
 
 
 def code_of(name: str) -> int:
@@ -197,11 +214,11 @@ def follow(plan: RoundPlan, events: Events, screen: Screen) -> int:
     """
     node, beats = Node(plan, events, screen), node_links.Heartbeats()
     try:
-        for attempt in range(plan.max_restarts + 1):
+        # A node of an elastic job comes back as often as it is cut off.
+        for attempt in itertools.count() if plan.least else range(plan.max_restarts + 1):
+            wait = plan.waits.rejoin if plan.least and attempt else plan.start_timeout
             try:
-                link = node_links.join(
-                    plan.addr, plan.port, plan.secret, hello(plan), plan.start_timeout, events, screen
-                )
+                link = node_links.join(plan.addr, plan.port, plan.secret, hello(plan), wait, events, screen)
             except UserError as error:
                 if attempt == 0:
                     raise
@@ -211,7 +228,7 @@ def follow(plan: RoundPlan, events: Events, screen: Screen) -> int:
             code = _serve(node, link, events, screen)
             if code is not None:
                 return code
-            # Node 0 is lost. Its launcher may be started again, where restarts are wanted.
+            # Node 0 is lost. Its launcher may be started again, where restarts are wanted, or this node was cut off.
     except Signalled:
         name = events.signals[0]
         screen.say(f"{name}: no worker was running", error=True)

@@ -36,6 +36,11 @@ RETRY_S = 0.5
 """Seconds between two tries to reach node 0."""
 T = TypeVar("T")
 
+
+class ElsewhereError(UserError):
+    """The address is taken, or of another machine: if anybody listens there, it is somebody else."""
+
+
 _SPOKEN_TO = 3
 """Handshakes that end early in a row: by then it is no accident."""
 _MOST_LINES = 20
@@ -64,7 +69,7 @@ class Hello:
     def problem(self, mine: Hello) -> str:
         """Returns why this launcher does not fit to `mine`, node 0, in a line; or an empty string."""
         who = f"node {self.node} ({self.host})"
-        if self.nnodes != mine.nnodes:
+        if self.nnodes != mine.nnodes and "--nnodes" not in {*mine.agreed, *self.agreed}:
             return (
                 f"{who} was started with --nnodes={self.nnodes}, node 0 with --nnodes={mine.nnodes}: "
                 "give the same number everywhere"
@@ -253,8 +258,11 @@ def listen(host: str, port: int) -> socket.socket:
         ) from None
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise UserError(f"--master_port={port} is taken on {host}: choose another, the same on all nodes") from None
-        raise UserError(
+            raise ElsewhereError(
+                f"--master_port={port} is taken on {host}: choose another, the same on all nodes"
+            ) from None
+        kind = ElsewhereError if error.errno == errno.EADDRNOTAVAIL else UserError
+        raise kind(
             f"--master_addr={host} is no address of this machine ({(error.strerror or '').lower()}): "
             "give that of node 0, and a --node_rank of their own to the other nodes"
         ) from None

@@ -45,7 +45,12 @@ EVENTS = schema.named(
 """To node 0, later."""
 
 _ROUND = schema.record(
-    attempt=whole(), world=whole(1), first=whole(), port=whole(1, 65535), salt=schema.matching("[0-9a-f]{32}")
+    attempt=whole(),
+    node=whole(),
+    world=whole(1),
+    first=whole(),
+    port=whole(1, 65535),
+    salt=schema.matching("[0-9a-f]{32}"),
 )
 ORDERS = schema.named(
     beat=_BEAT,

@@ -16,6 +16,7 @@ from tfdist.config.schedule import Plan
 from tfdist.engine.callback import Callback
 from tfdist.engine.timing import Call, Spent
 from tfdist.models import keras_internals
+from tfdist.monitoring.segments import Segments
 
 HISTORY, TIMELINE = "history.jsonl", "timeline.jsonl"
 """One line per epoch and evaluation; samples and marks over time (see `timeline`)."""
@@ -58,6 +59,8 @@ class Result:
     """What decides about the last bit, besides the experiment (see `tfdist.distributed.arithmetic`)."""
     restarts: int
     """How often the launcher has started the workers anew."""
+    segments: list[dict]
+    """Each start of the workers: how many, what they did, why they ended (see `segments.Segments`)."""
     versions: dict[str, str]
     time: dict[str, float | None]
     """Seconds of this worker in steady state by `input`, `compute`, `all_reduce` and `python` (see `timing.Spent`)."""
@@ -78,8 +81,10 @@ class Recorder(Callback):
     takes_many_updates = True
     wants_gradient_norm = True
 
-    def __init__(self, folder: RunFolder, plan: Plan):
+    def __init__(self, folder: RunFolder, plan: Plan, segments: Segments | None = None):
         super().__init__()
+        self.segments = segments or Segments()
+        """Of the run, between two starts of its workers."""
         self._folder = folder
         self._plan = plan
         self._process_start = psutil.Process().create_time()
@@ -111,6 +116,7 @@ class Recorder(Callback):
             "seconds": time.time() - self.begun,
             "history": {name: _strict(values) for name, values in self.history.items()},
             "rollbacks": self.rollbacks,
+            "segments": self.segments.get_state(),
         }
 
     def set_state(self, state: dict) -> None:
@@ -121,6 +127,7 @@ class Recorder(Callback):
         self.history = {name: list(values) for name, values in state["history"].items()}
         # A checkpoint that training has gone back to knows nothing of what came after it.
         self.rollbacks = max(self.rollbacks, state["rollbacks"], key=len)
+        self.segments.resume(self.updates, state.get("segments", {}))
         self._knows_file = True
         self._folder.cut(HISTORY, lambda line: "evaluation" not in line and line.get("updates", 0) <= self.updates)
 
@@ -152,6 +159,7 @@ class Recorder(Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         self._last = time.perf_counter()
+        self.segments.updated()
         if self.first_update is None:
             self.first_update = time.time() - self._process_start
         self._in_epoch = batch + 1

@@ -24,6 +24,7 @@ from tfdist.errors import Interrupted, PeerError, TrainingError
 from tfdist.models import optimizers, own_steps
 from tfdist.monitoring import error_analysis, flops, monitors, run_environment
 from tfdist.monitoring import recorder as recorder_lib
+from tfdist.monitoring.segments import Segments
 from tfdist.train import ahead_of_time, dry_run, early_stopping, results, slurm_requeue
 from tfdist.train.early_stopping import Patience
 from tfdist.train.preparation import Preparation
@@ -55,6 +56,7 @@ class Run:
         patience = self._experiment.train.patience
         self._early_stopping = [Patience(self._experiment.train.monitor, patience)] if patience else []
         self._measured = self._needed_metrics()
+        self._segments = Segments(site.cluster, os.environ)
         self._evaluation: dict[str, float] = {}
         self._weights_sha256, self._weights_norm = "", 0.0
 
@@ -160,7 +162,7 @@ class Run:
     def _begin_monitoring(self) -> None:
         """Starts what records the run, and what shows it to a person."""
         distribution, precision = self._distribution, self._experiment.train.precision
-        self._recorder = recorder_lib.Recorder(self._folder, self._schedule)
+        self._recorder = recorder_lib.Recorder(self._folder, self._schedule, self._segments)
         gpus = [] if distribution.devices[0].startswith("CPU") else list(self._site.selection.gpus)
         work = flops.Work(self._model, self._data.train, [g.name for g in gpus], distribution.workers, precision)
         self._monitors = monitors.Watching(
@@ -285,6 +287,7 @@ class Run:
             shards=self._experiment.train.shards,
             arithmetic=arithmetic.facts(distribution),
             restarts=self._site.cluster.attempt,
+            segments=self._segments.record(recorder.updates, reason or status),
             versions=run_environment.versions(),
             time=dataclasses.asdict(recorder.spent),
             **self._monitors.totals(recorder.examples_per_second),

@@ -8,10 +8,13 @@ from collections.abc import Mapping
 from tfdist.distributed.job.addresses import checked_host, checked_port, join
 from tfdist.errors import UserError, one_line
 
-OTHER_LAUNCHERS = ("TF_CONFIG", "TORCHELASTIC_RUN_ID", "HOROVOD_", "TFDIST_MEETING_FD")
+ROUNDS = "TFDIST_ROUNDS"
+"""Variable by which the launcher tells the chief of earlier starts of the workers (see `monitoring.segments`)."""
+OTHER_LAUNCHERS = ("TF_CONFIG", "TORCHELASTIC_RUN_ID", "HOROVOD_", "TFDIST_MEETING_FD", ROUNDS)
 """Beginnings of variables by which a worker would believe another launcher than the one that starts it."""
 CLUSTER = (
-    *("TF_CONFIG", "TORCHELASTIC_", "HOROVOD_", "TFDIST_ATTEMPT", "TFDIST_MEETING_FD", "SLURM_", "PMI_"),
+    *("TF_CONFIG", "TORCHELASTIC_", "HOROVOD_", "TFDIST_ATTEMPT", "TFDIST_MEETING_FD", ROUNDS),
+    *("SLURM_", "PMI_"),
     *("PET_", "SM_HOSTS", "SM_CURRENT_HOST", "SKYPILOT_NODE_", "NPROC_PER_NODE", "OMPI_COMM_WORLD_", "MLP_"),
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_"),
 )

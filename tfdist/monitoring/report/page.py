@@ -68,6 +68,7 @@ def render(path: pathlib.Path, result: dict | None = None, findings: Findings | 
         ("time", "Where the time went", lambda: _time(record)),
         ("learning", "Learning", lambda: curves.learning(record)),
         ("speed", "Speed and devices", lambda: curves.speed(record)),
+        ("segments", "Starts of the workers", lambda: tables.segments(record)),
         ("quality", "Mistakes", lambda: mistakes.section(findings) if findings else Html("")),
         ("runs", "Other runs", lambda: other_runs.section(record)),
         ("experiment", "Experiment", lambda: tables.experiment(record)),

@@ -59,6 +59,26 @@ def environment(record: Record) -> Html:
     return tag("dl", *(join(tag("dt", name), tag("dd", text)) for name, text in rows if text), id="environment-facts")
 
 
+def segments(record: Record) -> Html:
+    """Returns each start of the workers, if there was more than one: how many, what they did, why they ended."""
+    starts = [mapping(s) for s in sequence(record.result.get("segments"))]
+    if len(starts) < 2:
+        return Html("")
+    rows = [
+        [
+            s.get("nodes"),
+            s.get("workers"),
+            s.get("from_update"),
+            s.get("updates"),
+            s.get("ended"),
+            s.get("seconds_lost"),
+        ]
+        for s in starts
+    ]
+    head = ["nodes", "workers", "from update", "updates kept", "ended", "seconds to the next first update"]
+    return table(head, [["" if cell is None else cell for cell in row] for row in rows], id="segment-rows")
+
+
 def _field(name: str) -> str:
     return name.removeprefix("config.")
 

@@ -1,0 +1,480 @@
+"""`tfdist.launch --nnodes=MIN:MAX`: nodes come and go while the job runs. Launchers meet over the loopback device."""
+
+import json
+import math
+import re
+import signal
+import socket
+
+import pytest
+from support.launchers import free_port, launch, marked  # noqa: F401  launch is a fixture
+
+from tfdist import config
+from tfdist.errors import UserError
+from tfdist.launch import __main__ as launch_main
+from tfdist.launch import machines
+from tfdist.launch.elastic_policy import ElasticVerdict
+
+HOST = socket.gethostname()
+STAGES = r'''
+"""A worker that does one thing in each round: arguments are what to do in the first, the second, and so on."""
+import os, signal, sys
+attempt = int(os.environ["TFDIST_ATTEMPT"])
+def saved(*_):
+    print("saved", flush=True)
+    os._exit(143)
+def hold():
+    while True:
+        signal.pause()
+what, _, value = sys.argv[1:][min(attempt, len(sys.argv) - 2)].partition(":")
+if what == "hold":
+    signal.signal(signal.SIGTERM, saved)
+elif what == "deaf":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(*(f"{n}={os.environ[n]}" for n in ("TFDIST_ATTEMPT", "RANK", "WORLD_SIZE", "GROUP_RANK")), flush=True)
+if what in ("hold", "deaf"):
+    hold()
+elif what == "odd":
+    os._exit(2) if os.environ["RANK"] == "1" else hold()
+elif what == "exit":
+    os._exit(int(value))
+elif what == "rounds":
+    print(os.environ.get("TFDIST_ROUNDS", "nothing"), flush=True)
+'''
+
+
+@pytest.fixture
+def node(launch, tmp_path):  # noqa: F811
+    """Starts the launcher of another node."""
+    (tmp_path / "stages.py").write_text(STAGES)
+    port = free_port()
+
+    def start(*stages, nnodes="1:2", flags=()):
+        where = [f"--nnodes={nnodes}", "--master_addr=127.0.0.1", f"--master_port={port}"]
+        return launch(*where, *flags, "--", "stages.py", *stages)
+
+    start.port = port
+    return start
+
+
+def place(attempt, rank, world, group):
+    return f"TFDIST_ATTEMPT={attempt} RANK={rank} WORLD_SIZE={world} GROUP_RANK={group}"
+
+
+ALONE = ["--join_timeout=0", "--scale_wait=0"]
+
+
+def test_a_node_that_comes_later_joins(node):
+    program = ["hold", "end"]
+    zero = node(*program, flags=ALONE)
+    zero.until(place(0, 0, 1, 0))
+    one = node(*program, flags=ALONE)
+    assert (zero.end(), one.end()) == (0, 0), zero.err + one.err
+    assert zero.said("[0] ") == [place(0, 0, 1, 0), "saved", place(1, 0, 2, 0)]
+    assert one.said("[1] ") == [place(1, 1, 2, 1)]
+    joins = f"tfdist: node 1 ({HOST}) joins: the workers stop after the update in progress"
+    assert joins in zero.out and joins in one.out
+    assert not zero.err and not one.err
+
+
+@pytest.mark.parametrize("restarts", [pytest.param("0", marks=pytest.mark.whole), "1"])
+def test_a_node_that_dies_is_gone_on_without_and_no_restart_is_counted(restarts, node):
+    flags = [f"--max_restarts={restarts}"]
+    program = ["hold", f"exit:{3 * int(restarts)}", "end"]
+    zero = node(*program, flags=flags)
+    zero.until("waiting for up to 1 node more")
+    one = node(*program, flags=flags)
+    zero.until(place(0, 0, 2, 0))
+    one.until(place(0, 1, 2, 1))
+    one.signal(signal.SIGKILL)
+    assert zero.end() == 0, zero.err
+    assert zero.said("[0] ")[-1] == place(1 + int(restarts), 0, 1, 0)
+    assert f"tfdist: node 1 ({HOST}) is lost: connection " in zero.err[0]
+    assert len([line for line in zero.err if "root cause" in line]) == int(restarts)
+    assert len([line for line in zero.out if "restart 1 of 1" in line]) == int(restarts)
+
+
+def test_a_node_that_is_asked_to_stop_leaves_and_the_others_go_on(node):
+    program = ["hold", "end"]
+    zero = node(*program)
+    one = node(*program)
+    for launcher in (zero, one):
+        launcher.until("TFDIST_ATTEMPT=0")
+    leader, other = (zero, one) if zero.said("[0] ") else (one, zero)
+    other.signal(signal.SIGTERM)
+    assert (leader.end(), other.end()) == (0, 143), zero.err + one.err
+    assert leader.said("[0] ")[1:] == ["saved", place(1, 0, 1, 0)] and other.said("[1] ")[1:] == ["saved"]
+    assert other.err[-1] == "tfdist: SIGTERM: this node has left the job"
+
+
+@pytest.mark.whole
+def test_node_0_that_is_asked_to_stop_stops_all(node):
+    zero = node("hold", flags=["--node_rank=0"])
+    one = node("hold", flags=["--node_rank=1"])
+    zero.until(place(0, 0, 2, 0))
+    one.until(place(0, 1, 2, 1))
+    zero.signal(signal.SIGTERM)
+    assert (zero.end(), one.end()) == (143, 143)
+    assert zero.said("[0] ")[1:] == one.said("[1] ")[1:] == ["saved"]
+
+
+def test_too_few_are_left_and_nobody_comes(node):
+    flags = ["--rejoin_timeout=1"]
+    zero = node("hold", nnodes="2:3", flags=[*flags, "--join_timeout=0"])
+    zero.until("waiting for 1 node more, at 127.0.0.1:")
+    one = node("hold", nnodes="2:3", flags=flags)
+    zero.until(place(0, 0, 2, 0))
+    one.until(place(0, 1, 2, 1))
+    one.signal(signal.SIGKILL)
+    assert zero.end() == 1
+    assert zero.err[-1] == (
+        f"tfdist: error: 1 node of at least 2 has not come back within 1 s to 127.0.0.1:{node.port}: start python -m "
+        f"tfdist.launch --nnodes=2:3 --master_addr=127.0.0.1 --master_port={node.port} ... there, or raise "
+        "--rejoin_timeout"
+    )
+
+
+def test_too_few_are_left_and_another_one_comes(node):
+    program = ["hold", "end"]
+    zero = node(*program, nnodes="2:3", flags=["--join_timeout=0"])
+    zero.until("waiting for 1 node more")
+    one = node(*program, nnodes="2:3")
+    zero.until(place(0, 0, 2, 0))
+    one.until(place(0, 1, 2, 1))
+    one.signal(signal.SIGKILL)
+    zero.until("is lost")
+    two = node(*program, nnodes="2:3")
+    assert (zero.end(), two.end()) == (0, 0), zero.err + two.err
+    assert two.said("[1] ") == [place(1, 1, 2, 1)]
+
+
+@pytest.mark.whole
+def test_too_few_at_the_start(node):
+    zero = node("end", nnodes="3:4", flags=["--start_timeout=1"])
+    assert zero.end() == 2
+    assert len(zero.err) == 1
+    assert "error: 2 nodes of at least 3 have not come within 1 s to 127.0.0.1:" in zero.err[0]
+
+
+@pytest.mark.whole
+def test_a_failure_of_the_program_is_none_of_the_membership(node):
+    zero = node("exit:3")
+    zero.until("waiting for up to 1 node more")
+    one = node("exit:3")
+    assert (zero.end(), one.end()) == (3, 3)
+    assert "root cause: rank " in zero.err[0] and not any("is lost" in line for line in zero.err + one.err)
+
+
+def test_one_that_finds_no_place_waits_for_one(node):
+    program = ["hold", "hold", "end"]
+    zero = node(*program)
+    zero.until("waiting for up to 1 node more")
+    one = node(*program)
+    zero.until(place(0, 0, 2, 0))
+    one.until(place(0, 1, 2, 1))
+    two = node(*program)
+    two.until(f"node 2 ({HOST}) waits for a place among 2 nodes")
+    one.signal(signal.SIGKILL)
+    two.until(place(1, 1, 2, 1))
+    zero.until(place(1, 0, 2, 0))
+    three = node(*program)  # and one that waits may go again
+    three.until("waits for a place")
+    three.signal(signal.SIGINT)
+    assert three.end() == 130
+    assert three.err == ["tfdist: SIGINT: this node has left the job"]
+    two.signal(signal.SIGTERM)
+    assert (zero.end(), two.end()) == (0, 143), zero.err + two.err
+    assert zero.said("[0] ")[-1] == place(2, 0, 1, 0)
+
+
+def test_several_that_come_join_at_once(node):
+    program = ["hold", "rounds"]
+    flags = ["--join_timeout=0", "--scale_wait=1000"]
+    zero = node(*program, nnodes="1:3", flags=flags)
+    zero.until(place(0, 0, 1, 0))
+    one = node(*program, nnodes="1:3", flags=flags)
+    one.until("has come")
+    two = node(*program, nnodes="1:3", flags=flags)  # with it there are as many as there may be
+    assert (zero.end(), one.end(), two.end()) == (0, 0, 0), zero.err
+    assert zero.said("[0] ")[2] == place(1, 0, 3, 0)
+    told = json.loads(zero.said("[0] ")[3])
+    assert told["nodes"] == 3
+    [[nodes, workers, why, _]] = told["rounds"]
+    assert (nodes, workers, why) == (1, 1, f"node 1 ({HOST}), node 2 ({HOST}) joined")
+    assert one.said("[1] ")[1] == "nothing"  # only the chief records
+
+
+@pytest.mark.whole
+def test_a_launcher_that_does_not_fit_is_turned_away_alone(node):
+    zero = node("hold", "end", flags=ALONE)
+    zero.until(place(0, 0, 1, 0))
+    for nnodes, flags, stages, message in [
+        ("1:3", [], ["hold", "end"], "differs from node 0 in --nnodes: 1:3 and 1:2: start all nodes with the same"),
+        ("2", ["--node_rank=1"], ["hold", "end"], "differs from node 0 in --nnodes: nothing and 1:2"),
+        ("1:2", [], ["hold"], "differs from node 0 in the command: "),
+    ]:
+        odd = node(*stages, nnodes=nnodes, flags=flags)
+        assert odd.end() == 2
+        assert len(odd.err) == 1 and message in odd.err[0]
+        assert message in zero.until(message)
+    one = node("hold", "end", flags=ALONE)
+    assert (zero.end(), one.end()) == (0, 0)
+
+
+def test_a_node_with_which_the_program_refuses_to_run_is_sent_away(node):
+    """Another data set or processor there, say: the job goes on as it was."""
+    program = ["hold", "odd", "end"]
+    zero = node(*program, flags=ALONE)
+    zero.until(place(0, 0, 1, 0))
+    one = node(*program, flags=ALONE)
+    assert (zero.end(), one.end()) == (0, 2), zero.err + one.err
+    assert zero.said("[0] ")[-1] == place(2, 0, 1, 0)
+    assert re.fullmatch(
+        rf"tfdist: error: node 1 \({HOST}\) cannot take part: rank 1 \(on {HOST}, process \d+\) ended with exit code 2",
+        one.err[-1],
+    )
+
+
+@pytest.mark.whole
+def test_node_0_by_hand_where_another_one_is(node):
+    zero = node("hold", "end", flags=["--node_rank=0", *ALONE])
+    zero.until(place(0, 0, 1, 0))
+    again = node("hold", "end", flags=["--node_rank=0"])
+    assert again.end() == 2
+    assert again.err == [
+        f"tfdist: error: --master_port={node.port} is taken on 127.0.0.1: choose another, the same on all nodes"
+    ]
+    zero.signal(signal.SIGTERM)
+    assert zero.end() == 143
+
+
+@pytest.mark.whole
+def test_a_node_that_is_cut_off_comes_back(node):
+    """As when a cable is pulled and put back: no end of a connection is ever seen by the one who stays."""
+    program = ["hold", "hold", "end"]
+    zero = node(*program, flags=ALONE[1:])
+    zero.until("waiting for up to 1 node more")
+    one = node(*program)
+    zero.until(place(0, 0, 2, 0))
+    one.until(place(0, 1, 2, 1))
+    one.signal(signal.SIGSTOP)
+    zero.until(f"node 1 ({HOST}) is lost: silent for ")
+    zero.until(place(1, 0, 1, 0))
+    one.signal(signal.SIGCONT)
+    assert (zero.end(), one.end()) == (0, 0), zero.err + one.err
+    assert one.said("[1] ")[-1] == place(2, 1, 2, 1)
+    assert f"root cause: node 0 ({HOST}) is lost: " in one.until("root cause")
+
+
+@pytest.mark.whole
+def test_node_0_that_dies_ends_the_job(node):
+    zero = node("hold", flags=["--rejoin_timeout=1"])
+    zero.until("waiting for up to 1 node more")
+    one = node("hold", flags=["--rejoin_timeout=1"])
+    zero.until(place(0, 0, 2, 0))
+    one.until(place(0, 1, 2, 1))
+    zero.signal(signal.SIGKILL)
+    assert one.end() == 1
+    assert f"error: node 0 at 127.0.0.1:{node.port} cannot be reached within 1 s" in one.err[-1]
+
+
+ELASTIC = ["--master_addr=127.0.0.1", "--nnodes=2:4"]
+NOT_A_RANGE = "--nnodes must be a whole number of at least 1, or MIN:MAX such as 2:4, the fewest and the most nodes"
+
+
+@pytest.fixture
+def planned(tmp_path, monkeypatch):
+    """Makes the plan of a launch, without starting anything."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "stages.py").write_text("")
+    return lambda *arguments, **environ: launch_main.make_plan(*launch_main.parse(arguments), environ)
+
+
+@pytest.mark.parametrize("size", ["4:2", "0:3", ":", "a:b", "1:1", "2:", ":3", "1:2:3", "-1:2", "2:1000000"])
+def test_what_is_no_range_of_nodes(size, planned):
+    with pytest.raises(UserError, match=re.escape(NOT_A_RANGE)) as caught:
+        planned(f"--nnodes={size}", "--", "stages.py")
+    assert str(caught.value).endswith(f"got {size}")
+
+
+@pytest.mark.parametrize(
+    "arguments, environ, message",
+    [
+        (ELASTIC, dict(TF_CONFIG="{}"), "the number of nodes change, and TF_CONFIG fixes it: unset that, or give"),
+        (ELASTIC, dict(SLURM_STEP_NUM_TASKS="3"), "change, and SLURM_STEP_NUM_TASKS=3 fixes it: unset that, or give"),
+        (
+            ELASTIC,
+            dict(MLP_WORKER_NUM="2", MLP_ROLE_INDEX="1", MLP_WORKER_0_HOST="w", MLP_WORKER_0_PORT="7"),
+            "change, and MLP_WORKER_NUM fixes it",
+        ),
+        (["--nnodes=2:4"], {}, "--nnodes=2:4 needs --master_addr: the address of node 0"),
+        (["--nnodes=2:4", "--master_addr=10.0.0.5"], {}, "--nnodes=2:4 needs TFDIST_SECRET in the environment"),
+        ([*ELASTIC, "--master_port=0"], {}, "--master_port=0 means any free port, which other nodes cannot know"),
+        ([*ELASTIC, "--join_timeout=-1"], {}, "--join_timeout must be a number of seconds, got -1"),
+        ([*ELASTIC, "--scale_wait=nan"], {}, "--scale_wait must be a number of seconds, got nan"),
+        ([*ELASTIC, "--rejoin_timeout=0"], {}, "--rejoin_timeout must be a positive number of seconds, got 0"),
+        (["--join_timeout=3"], {}, "--join_timeout is for --nnodes=MIN:MAX, where nodes may come and go: leave it out"),
+        (["--nnodes=2", "--scale_wait=3"], {}, "--scale_wait is for --nnodes=MIN:MAX"),
+        (["--rejoin_timeout=3"], {}, "--rejoin_timeout is for --nnodes=MIN:MAX"),
+    ],
+)
+def test_what_does_not_go_with_a_range_of_nodes(arguments, environ, message, planned):
+    with pytest.raises(UserError, match=re.escape(message)):
+        planned(*arguments, "--", "stages.py", **environ)
+
+
+@pytest.mark.parametrize(
+    "fields, requeue, message",
+    [
+        ({}, True, "--requeue after -- would put the whole job into the queue whenever a node comes or goes"),
+        ({"batch_size": 0}, False, "--nnodes=2:4 keeps to one global batch, and train.batch_size=auto looks for one"),
+        ({"batch_size": 3}, False, "may become 4 workers, too many for train.batch_size=3: use at least 4, or fewer"),
+        (
+            {"accumulate": 13},
+            False,
+            "may become 4 workers, too many for train.batch_size=48: use at least 52, or fewer",
+        ),
+        ({"shards": 3}, False, "may become 4 workers, too many for train.shards=3: use at least 4, or fewer nodes"),
+        (None, False, "--nnodes=2:4 needs checkpoints to go on from, and checkpoint.every=off: set it to a time"),
+    ],
+)
+def test_experiments_that_do_not_go_with_a_range_of_nodes(fields, requeue, message):
+    checkpoint = config.Checkpoint(every="60 seconds" if fields is not None else "off")
+    experiment = config.Experiment(train=config.Train(**(fields or {})), checkpoint=checkpoint)
+    train = launch_main._TrainFlags(config.flat(experiment), {"requeue": requeue}, "run")
+    nodes = machines.Nodes(4, 2, 0, "127.0.0.1", 29500, "1", machines.NO_WAITS)
+    with pytest.raises(UserError, match=re.escape(message)):
+        launch_main._check_elastic(train, nodes, 1)
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--config.train.shards=3"], "may become 4 workers, too many for train.shards=3"),
+        pytest.param(["--strategy=horovod"], "--strategy=horovod is not for workers of", marks=pytest.mark.whole),
+        pytest.param(["--config.train.batch_size=auto"], "train.batch_size=auto looks for", marks=pytest.mark.whole),
+    ],
+)
+def test_such_flags_are_refused_before_anything_starts(flags, message, launch):  # noqa: F811
+    launcher = launch(*ELASTIC, "--", *flags)
+    assert launcher.end() == 2
+    assert len(launcher.err) == 1 and message in launcher.err[0]
+
+
+@pytest.mark.parametrize(
+    "flags, environ, node",
+    [
+        ([], {}, -1),
+        ([], dict(JOB_COMPLETION_INDEX="0"), 0),
+        ([], dict(JOB_COMPLETION_INDEX="7"), 1),  # a number of its own, which says nothing but that it is not node 0
+        (["--node_rank=3"], {}, 1),
+        ([], dict(SLURM_STEP_NUM_TASKS="1"), -1),
+    ],
+)
+def test_which_node_this_is(flags, environ, node, planned):
+    plan = planned(*ELASTIC, *flags, "--", "stages.py", **environ)
+    assert (plan.node, plan.least, plan.nnodes) == (node, 2, 4)
+
+
+def exited(rank, code, node=None, lost=False, culprit=-1):
+    told = dict(rank=rank, pid=1, host="h", code=code, lost=lost, lines=["x"], culprit=culprit, complaint="")
+    return rank if node is None else node, {"event": "exit", "exit": told}
+
+
+def lost(node):
+    return node, {"event": "lost", "line": f"node {node} (h) is lost: closed"}
+
+
+def ended(node):
+    return node, {"event": "ended"}
+
+
+def signalled(node, name="SIGTERM"):
+    return node, {"event": "signal", "name": name}
+
+
+JOIN, SUSPECT = "join", "suspect"
+GONE, ALSO_GONE = exited(0, 1, lost=True, culprit=1), exited(2, 1, lost=True, culprit=1)
+INTERRUPT = signalled(0, "SIGINT")
+LEAVES = ["say", "stop"]
+
+
+@pytest.mark.parametrize(
+    "story, orders, code, changes",
+    [
+        # what is heard at which second; what is ordered; exit code; whether the next round has other nodes
+        ([(0, exited(0, 0)), (1, exited(1, 0))], [], 0, False),
+        ([(0, lost(1)), (1, GONE), (1, ended(0)), (2, ended(2))], ["say", "end"], 1, True),
+        ([(0, GONE), (0.5, ALSO_GONE), (1.9, lost(1))], ["say", "end"], 1, True),  # noticed by workers first
+        ([(0, GONE), (2.1, lost(1))], ["end", "say"], 1, True),  # and even so late
+        ([(0, GONE), (1, SUSPECT), (2.9, SUSPECT), (4.8, lost(1))], ["say", "end"], 1, True),
+        ([(0, GONE), (3, ended(0))], ["end"], 1, False),  # only its worker is gone: a failure of the program
+        ([(0, exited(1, -9)), (1.9, lost(1))], ["say", "end"], 1, True),  # a machine that goes down
+        ([(0, exited(1, -9)), (2.1, lost(1))], ["end", "say"], 1, True),
+        ([(0, exited(1, -9)), (2.1, ended(1))], ["end"], 137, False),
+        ([(0, exited(0, -9)), (1, lost(1))], ["end", "say"], 137, False),  # that was no consequence
+        ([(0, lost(1)), (1, lost(2)), (2, ended(0))], ["say", "end", "say"], 1, True),
+        ([(0, lost(7))], [], 0, False),  # it only waited for a place
+        ([(0, signalled(7))], [], 0, False),
+        # a node comes
+        ([(0, JOIN), (3, exited(0, 143)), (3, exited(1, 143)), (4, exited(2, 143))], ["stop"], 1, True),
+        ([(0, JOIN), (3, exited(0, -15)), (3, exited(1, 1, lost=True)), (4, exited(2, 143))], ["stop"], 1, True),
+        ([(0, JOIN), (3, exited(0, 0)), (3, exited(1, 0)), (4, exited(2, -15))], ["stop"], 0, False),  # at the end
+        ([(0, JOIN), (299, exited(0, 143)), (301, exited(1, -9))], ["stop", "kill", "say"], 1, True),
+        ([(0, JOIN), (3, exited(0, 143)), (34, exited(1, -9))], ["stop", "kill", "say"], 1, True),
+        ([(0, JOIN), (3, exited(0, 1)), (4, exited(1, 143)), (5, ended(0))], ["stop", "end"], 1, False),
+        ([(0, JOIN), (3, signalled(0)), (4, exited(0, 143))], ["stop", "say", "stop"], 143, False),
+        ([(0, JOIN), (3, lost(1)), (4, exited(0, 143))], ["stop", "say", "end"], 1, True),
+        # a node leaves
+        ([(0, signalled(1)), (3, exited(0, 143)), (3, exited(1, 143))], LEAVES, 1, True),
+        ([(0, signalled(1)), (1, signalled(1, "SIGINT")), (3, exited(0, 143))], LEAVES, 1, True),
+        ([(0, signalled(1)), (1, signalled(2)), (3, exited(0, 143))], [*LEAVES, "say"], 1, True),
+        ([(0, signalled(1)), (1, signalled(0)), (3, exited(0, 143))], [*LEAVES, "say", "stop"], 143, False),
+        ([(0, signalled(0)), (1, signalled(1)), (3, exited(0, 143))], LEAVES, 143, False),
+        ([(0, signalled(0)), (1, lost(1)), (3, exited(0, 143))], [*LEAVES, "end"], 1, False),
+        ([(0, signalled(1)), (31, exited(0, -9))], [*LEAVES, "kill", "say"], 1, True),
+        ([(0, signalled(1)), (3, exited(1, 143)), (3, ended(1)), (4, lost(1))], [*LEAVES, "say"], 1, True),
+        ([(0, INTERRUPT), (1, INTERRUPT), (1, exited(0, -9))], [*LEAVES, "kill", "say"], 130, False),
+    ],
+)  # fmt: skip
+def test_what_a_round_comes_to(story, orders, code, changes):
+    """The decisions alone, by a clock that the test sets."""
+    verdict = ElasticVerdict([0, 1, 2], [f"node {n} (h)" for n in range(3)])
+    given = []
+    for now, news in story:
+        while verdict.deadline <= now:
+            given += verdict.orders(verdict.deadline)
+        if news is JOIN:
+            assert not verdict.settled
+            verdict.grow("node 3 (h) joined", now)
+        elif news is SUSPECT:
+            verdict.suspect([1], now)
+        else:
+            verdict.hear(*news, now)
+        given += verdict.orders(now)
+    given += verdict.summary()
+    assert [o["order"] for o in given] == orders
+    assert (verdict.code, verdict.changes) == (code, changes)
+    assert verdict.changes <= bool(verdict.reason) and (verdict.since < math.inf) == bool(verdict.reason)
+
+
+@pytest.mark.parametrize("code, new, changes", [(2, [1], True), (3, [1], False), (2, [], False)])
+def test_whether_a_refusal_is_laid_to_nodes_that_have_just_come(code, new, changes):
+    verdict = ElasticVerdict([0, 1], ["node 0 (h)", "node 1 (h)"], new)
+    node, news = exited(0, code)
+    news["exit"]["lines"] = ["tfdist: error: worker 1 has another processor", "more"]
+    verdict.hear(*exited(1, 1, lost=True), 0.0)  # it has noticed that before
+    verdict.hear(node, news, 0.0)
+    given = verdict.orders(0.0)
+    assert (verdict.changes, list(verdict.leaving)) == (changes, new if changes else [])
+    assert [order["order"] for order in given] == (["say", "end"] if changes else ["end"])
+    if changes:
+        assert verdict.leaving[1] == (2, "error: node 1 (h) cannot take part: worker 1 has another processor")
+
+
+@pytest.mark.parametrize("news", [exited(1, 0), exited(1, 143), exited(1, 3), lost(1), signalled(1), signalled(0)])
+def test_nobody_joins_a_round_that_is_about_to_end(news):
+    verdict = ElasticVerdict([0, 1, 2], ["a", "b", "c"])
+    assert not verdict.settled
+    verdict.hear(*news, 0.0)
+    assert verdict.settled

@@ -1,0 +1,90 @@
+"""The parts of a run between two starts of its workers: how many there were, what they did, why they ended."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from tfdist.distributed.job.cluster import ALONE, Cluster
+from tfdist.distributed.job.env_vars import ROUNDS
+
+
+class _Round(NamedTuple):
+    """A start of the workers, as the launcher tells of it."""
+
+    nodes: int
+    workers: int
+    ended: str = ""
+    """Why."""
+    at: float | None = None
+    """When that began."""
+
+
+class _Begun(NamedTuple):
+    """A segment, as a checkpoint knows it that was taken in it."""
+
+    attempt: int
+    update: int
+    """Updates before it."""
+    first: float | None
+    """When its first one was made."""
+
+
+class Segments:
+    """Keeps track of them: the launcher tells why those before have ended, checkpoints tell what was kept of them.
+
+    Args:
+      cluster: this worker's place.
+      environ: in which the launcher tells of the rounds of workers before this one.
+    """
+
+    def __init__(self, cluster: Cluster = ALONE, environ: Mapping[str, str] = MappingProxyType({})):
+        told = json.loads(environ.get(ROUNDS, "") or "{}")
+        self._launch: str = told.get("launch", "")
+        self._rounds = [*(_Round(*row) for row in told.get("rounds", [])), _Round(told.get("nodes", 1), cluster.size)]
+        self._own = _Begun(cluster.attempt, 0, None)
+        self._before: dict[int, _Begun] = {}
+        """Earlier ones, by attempt."""
+        self._began = False
+
+    def get_state(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {"launch": self._launch, "begun": [list(begun) for begun in (*self._before.values(), self._own)]}
+
+    def resume(self, update: int, state: Mapping[str, Any]) -> None:
+        """Goes on from a checkpoint, or back to one."""
+        self._own = self._own._replace(update=min(self._own.update, update) if self._began else update)
+        self._began = True
+        # Of those of an earlier launch nobody could tell why they ended.
+        begun = [_Begun(*row) for row in state["begun"]] if state.get("launch", "") == self._launch != "" else []
+        self._before = {each.attempt: each for each in begun if each.attempt < self._own.attempt}
+
+    def updated(self) -> None:
+        """Notes that an update was made."""
+        self._began = True
+        if self._own.first is None:
+            self._own = self._own._replace(first=time.time())
+
+    def record(self, updates: int, ended: str) -> list[dict[str, Any]]:
+        """Returns all of them, the oldest first, for `result.json`.
+
+        Args:
+          updates: made in all.
+          ended: how this one has.
+        """
+        known = {**self._before, self._own.attempt: self._own}
+        rows: list[dict[str, Any]] = []
+        end, first = updates, None
+        for back, this in enumerate(reversed(self._rounds)):
+            attempt = self._own.attempt - back
+            # What came into no checkpoint was made again later: nothing was kept of such a segment.
+            begun = known.get(attempt, _Begun(attempt, end, None))
+            begin = min(begun.update, end)
+            lost = round(first - this.at, 3) if first is not None and this.at is not None else None
+            row = {"attempt": attempt, "nodes": this.nodes, "workers": this.workers, "from_update": begin}
+            rows.append(row | {"updates": end - begin, "ended": this.ended or ended, "seconds_lost": lost})
+            end, first = begin, begun.first
+        return rows[::-1]
