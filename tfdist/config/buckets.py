@@ -15,11 +15,14 @@ import os
 import pathlib
 import re
 import time
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, TypeVar
 
 from tfdist.config import field_syntax
 from tfdist.errors import UserError, one_line, printable
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem  # which need not be installed
 
 T = TypeVar("T")
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "memory": "fsspec"}
@@ -112,7 +115,7 @@ class Bucket:
     def __init__(self, url: str):
         self.url = url.rstrip("/")
         self._scheme = url.partition("://")[0]
-        self._opened: Any = None
+        self._opened: AbstractFileSystem | None = None
 
     @property
     def name(self) -> str:
@@ -169,7 +172,7 @@ class Bucket:
         """
         root = self._at("")
 
-        def listed(system: Any) -> dict[str, Entry]:
+        def listed(system: AbstractFileSystem) -> dict[str, Entry]:
             system.invalidate_cache()
             found = system.find(root + below, detail=True)
             inside = {str(system._strip_protocol(path)): about for path, about in found.items()}
@@ -215,7 +218,7 @@ class Bucket:
     def _at(self, name: str) -> str:
         return f"{self.url}/{name}"
 
-    def _system(self) -> Any:
+    def _system(self) -> AbstractFileSystem:
         if self._opened is None:
             import fsspec
 
@@ -227,7 +230,7 @@ class Bucket:
             logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it tells each failure with a traceback
         return self._opened
 
-    def _tried(self, name: str, action: Callable[[Any], T], waits: tuple[float, ...] | None = None) -> T:
+    def _tried(self, name: str, action: Callable[[AbstractFileSystem], T], waits: tuple[float, ...] | None = None) -> T:
         left = [] if self._scheme == "gs" else list(WAITS_S if waits is None else waits)
         while True:
             try:
@@ -248,7 +251,7 @@ def _of_this_disk(error: Exception) -> bool:
     return isinstance(error, OSError) and isinstance(error.filename, str) and error.filename.startswith("/")
 
 
-def _tag(about: dict[str, Any]) -> str:
+def _tag(about: Mapping[str, object]) -> str:
     return next((str(about[name]) for name in _TAGS if about.get(name)), "")
 
 

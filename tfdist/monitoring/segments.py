@@ -50,7 +50,7 @@ class Segments:
         """Earlier ones, by attempt."""
         self._began = False
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, object]:
         """For a checkpoint."""
         return {"launch": self._launch, "begun": [list(begun) for begun in (*self._before.values(), self._own)]}
 
@@ -68,7 +68,7 @@ class Segments:
         if self._own.first is None:
             self._own = self._own._replace(first=time.time())
 
-    def record(self, updates: int, ended: str) -> list[dict[str, Any]]:
+    def record(self, updates: int, ended: str) -> list[dict[str, object]]:
         """Returns all of them, the oldest first, for `result.json`.
 
         Args:
@@ -76,7 +76,7 @@ class Segments:
           ended: how this one has.
         """
         known = {**self._before, self._own.attempt: self._own}
-        rows: list[dict[str, Any]] = []
+        rows: list[dict[str, object]] = []
         end, first = updates, None
         for back, this in enumerate(reversed(self._rounds)):
             attempt = self._own.attempt - back

@@ -7,7 +7,6 @@ processors with a message, which any link adds to.
 from __future__ import annotations
 
 import time
-from typing import Any
 
 SIZES = {4: 100, 1 << 20: 20, 4 << 20: 8, 16 << 20: 3}
 """How many sums of so many bytes a call makes, one after the other."""
@@ -16,7 +15,7 @@ CALLS = 5
 among them."""
 
 
-def samples(threads: int, dtypes: tuple[str, ...]) -> list[dict[str, Any]]:
+def samples(threads: int, dtypes: tuple[str, ...]) -> list[dict[str, str | float]]:
     """Measures each type and size in one of the workers, and returns the seconds of a sum.
 
     Args:
