@@ -23,7 +23,7 @@ class _Round(NamedTuple):
     """When that began."""
 
 
-class _Begun(NamedTuple):
+class _Started(NamedTuple):
     """A segment, as a checkpoint knows it that was taken in it."""
 
     attempt: int
@@ -45,8 +45,8 @@ class Segments:
         told = json.loads(environ.get(ROUNDS, "") or "{}")
         self._launch: str = told.get("launch", "")
         self._rounds = [*(_Round(*row) for row in told.get("rounds", [])), _Round(told.get("nodes", 1), cluster.size)]
-        self._own = _Begun(cluster.attempt, 0, None)
-        self._before: dict[int, _Begun] = {}
+        self._own = _Started(cluster.attempt, 0, None)
+        self._before: dict[int, _Started] = {}
         """Earlier ones, by attempt."""
         self._began = False
 
@@ -59,7 +59,7 @@ class Segments:
         self._own = self._own._replace(update=min(self._own.update, update) if self._began else update)
         self._began = True
         # Of those of an earlier launch nobody could tell why they ended.
-        begun = [_Begun(*row) for row in state["begun"]] if state.get("launch", "") == self._launch != "" else []
+        begun = [_Started(*row) for row in state["begun"]] if state.get("launch", "") == self._launch != "" else []
         self._before = {each.attempt: each for each in begun if each.attempt < self._own.attempt}
 
     def updated(self) -> None:
@@ -81,7 +81,7 @@ class Segments:
         for back, this in enumerate(reversed(self._rounds)):
             attempt = self._own.attempt - back
             # What came into no checkpoint was made again later: nothing was kept of such a segment.
-            begun = known.get(attempt, _Begun(attempt, end, None))
+            begun = known.get(attempt, _Started(attempt, end, None))
             begin = min(begun.update, end)
             lost = round(first - this.at, 3) if first is not None and this.at is not None else None
             row = {"attempt": attempt, "nodes": this.nodes, "workers": this.workers, "from_update": begin}
