@@ -231,6 +231,29 @@ class Unseeded(L.Layer):
         return x + keras.random.normal((1,))
 
 
+class UnseededNowAndThen(L.Layer):
+    """Draws within a branch, whose operations are in a graph of their own."""
+
+    def call(self, x):
+        return tf.cond(tf.reduce_mean(x) > 0, lambda: x + keras.random.normal((1,)), lambda: x)
+
+
+class ShrinksWeights(L.Layer):
+    def build(self, shape):
+        self.factor = self.add_weight(shape=(), initializer="ones")
+
+    def call(self, x):
+        return tf.while_loop(lambda i: i < 1, lambda i: (i + 1, self.factor.assign(self.factor * 0.9))[:1], (0,)) and x
+
+
+class SamplesNegatives(L.Layer):
+    """As word2vec does."""
+
+    def call(self, x):
+        drawn = tf.random.log_uniform_candidate_sampler(tf.zeros((1, 1), tf.int64), 1, 4, False, 50)
+        return x + tf.cast(drawn.sampled_candidates[0], x.dtype)
+
+
 class Switch(L.Layer):
     def build(self, shape):
         self.on = self.add_weight(shape=(), dtype="bool", initializer="zeros", trainable=False)
@@ -253,6 +276,129 @@ def own_step():
     return training_cases.compiled(OwnStep(image, L.Dense(5)(L.Flatten()(image))))
 
 
+class CountsExamples(L.Layer):
+    def build(self, shape):
+        self.seen = self.add_weight(shape=(), initializer="zeros", trainable=False, name="seen")
+
+    def call(self, x, training=False):
+        if training:
+            self.seen.assign_add(keras.ops.cast(keras.ops.shape(x)[0], "float32"))
+        return x
+
+
+class CountsUpdates(L.Layer):
+    """In whole numbers, as for a weight that grows during the training."""
+
+    def build(self, shape):
+        self.updates = self.add_weight(shape=(), initializer="zeros", trainable=False, name="updates", dtype="int32")
+
+    def call(self, x, training=False):
+        if training:
+            self.updates.assign_add(1)
+        return x
+
+
+class SumOfSquares(L.Layer):
+    def call(self, x):
+        self.add_loss(0.01 * keras.ops.sum(keras.ops.square(x)))
+        return x
+
+
+class Highest(keras.metrics.Metric):
+    def __init__(self):
+        super().__init__(name="highest")
+        self.value = self.add_weight(initializer="zeros", name="value")
+
+    def update_state(self, x):
+        self.value.assign(keras.ops.maximum(self.value, keras.ops.max(x)))
+
+    def result(self):
+        return self.value
+
+
+class Watches(L.Layer):
+    def __init__(self):
+        super().__init__()
+        self.highest = Highest()
+
+    def call(self, x):
+        self.highest.update_state(x)
+        return x
+
+
+class Centers(L.Layer):
+    def call(self, x):
+        return x - keras.ops.mean(x, 0, keepdims=True)
+
+
+@pytest.mark.parametrize(
+    "layer, message",
+    [
+        (CountsExamples, "the variable '.*/seen' differs by .* after an update, since shards average the floats, and"),
+        pytest.param(CountsUpdates, "the variable '.*/updates' differs by .* after an update", marks=pytest.mark.whole),
+        pytest.param(
+            SumOfSquares, "add_loss differs by .* layer sum_of_squares.* gives: make", marks=pytest.mark.whole
+        ),
+        (Watches, "metric 'highest' differs by .*: leave it out"),
+        pytest.param(Centers, "loss '.*' differs by .*: use a loss with a value per ", marks=pytest.mark.whole),
+    ],
+)
+@pytest.mark.parametrize("replicas", [1, pytest.param(3, marks=pytest.mark.whole)])
+def test_what_is_another_in_shards_than_in_the_whole_batch_is_refused(layer, message, replicas, connect):
+    """Without a word, it would be another number than without shards, if the same on any number of devices."""
+    with connect(replicas).scope():
+        model = with_layer(layer)()
+    given = {"batch_size": 24, "shards": 4, "verbose": 0, "distribution": connect(replicas)}
+    with pytest.raises(tfdist.UserError, match=f"^a batch and its 4 shards disagree on this model: .*{message}"):
+        tfdist.fit(model, X, Y, **given)
+
+
+def test_what_is_the_same_in_shards_says_so(connect, said):
+    """BatchNorm and Dropout, which are not, are left out of the comparison."""
+    layers = [L.Flatten(), L.Dense(6), L.BatchNormalization(), L.Dropout(0.5), L.Dense(5)]
+    model = training_cases.compiled(keras.Sequential([keras.Input((4, 4, 1)), *layers]))
+    tfdist.fit(model, X, Y, batch_size=24, shards=4, verbose=0, distribution=connect(1), check_agreement="on")
+    assert any(line.startswith("checked: a batch and its 4 shards agree on this model") for line in said)
+
+
+class Smoothed(keras.metrics.Metric):
+    """A share of the examples that begins with something."""
+
+    def __init__(self, **kwargs):
+        super().__init__(name="smoothed", **kwargs)
+        self.right = self.add_weight(initializer=keras.initializers.Constant(0.1), name="right")
+        self.all = self.add_weight(initializer=keras.initializers.Constant(1), name="all", dtype="int32")
+
+    def update_state(self, y, outputs, sample_weight=None):
+        right = keras.ops.equal(keras.ops.argmax(outputs, -1), keras.ops.cast(y, "int64"))
+        self.right.assign_add(keras.ops.sum(keras.ops.cast(right, "float32")))
+        self.all.assign_add(keras.ops.shape(y)[0])
+
+    def reset_state(self):
+        self.right.assign(0.1)
+        self.all.assign(1)
+
+    def result(self):
+        return self.right / keras.ops.cast(self.all, "float32")
+
+
+def smoothed(connect, replicas, shards):
+    keras.utils.set_random_seed(1)
+    with connect(replicas).scope():
+        model = training_cases.compiled(training_cases.dense(), metrics=[Smoothed()])
+    given = {"batch_size": 20, "shards": shards, "verbose": 0, "distribution": connect(replicas)}
+    return tfdist.fit(model, X, Y, shuffle=False, **given).history["smoothed"]
+
+
+def test_metrics_that_begin_with_other_than_zero(connect):
+    """Each replica had a part of that: thirds of 0.1 are not 0.1 together, and those of 1 are 0."""
+    keras.utils.set_random_seed(1)
+    judge = training_cases.compiled(training_cases.dense(), metrics=[Smoothed()])
+    expected = judge.fit(X, Y, batch_size=20, shuffle=False, verbose=0).history["smoothed"]
+    assert smoothed(connect, 3, 0) == pytest.approx(expected, rel=1e-6)
+    assert smoothed(connect, 3, 4) == smoothed(connect, 1, 4) == pytest.approx(expected, rel=1e-6)
+
+
 def largest(y, outputs):
     return keras.ops.max(outputs)
 
@@ -265,11 +411,13 @@ def largest(y, outputs):
         (training_cases.dense, 1, {"shards": 2.0}, "shards=2.0 must be a whole number"),
         (training_cases.dense, 1, {"batch_size": 5}, "batch_size=5 is smaller than 8 shards: use at least 8"),
         (training_cases.dense, 1, {"reduce_dtype": "float16"}, "reduce_dtype cannot be used with shards"),
-        (training_cases.dense, 1, {"check_agreement": "on"}, "shards leave nothing to compare"),
         (training_cases.batch_norm, 1, {}, "synchronized=True needs the rows of all shards at once"),
         (own_step, 1, {}, "has its own train_step"),
         (with_layer(OfTensorFlow), 1, {}, "by TensorFlow's RandomStandardNormal, which depend on the device"),
         (with_layer(Unseeded), 1, {}, "changes a variable that is no state of a layer"),
+        (with_layer(UnseededNowAndThen), 1, {}, "changes a variable that is no state of a layer"),
+        (with_layer(ShrinksWeights), 1, {}, "changes a variable that is no state of a layer"),
+        (with_layer(SamplesNegatives), 1, {}, "by TensorFlow's LogUniformCandidateSampler, which depend on the dev"),
         (with_layer(Switch), 1, {}, "shards cannot add up .*switch.*, which is bool"),
     ],
 )

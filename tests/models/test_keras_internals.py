@@ -406,6 +406,27 @@ def test_a_tape_adds_up_gradients_in_one_order():
     assert "AddN" in theirs and "AddN" not in ours
 
 
+def test_which_resources_a_branch_or_a_loop_only_reads():
+    """By it, shards refuse a weight that a pass changes within one."""
+    read, written, call = tf.Variable(1.0), tf.Variable(1.0), tf.function(lambda: written.assign_add(1.0))
+
+    def pass_(x):
+        tf.cond(x > 0, lambda: written.assign(read), lambda: x)
+        tf.while_loop(lambda i: i < 3, lambda i: (i + 1, written.assign_add(read))[:1], (0,))
+        return call() + x
+
+    graph = tf.function(pass_, autograph=False).get_concrete_function(tf.TensorSpec([])).graph
+    of = {id(graph.capture(v.handle)): name for v, name in ((read, "read"), (written, "written"))}
+    seen = []
+    for op in graph.get_operations():
+        only_read = keras_internals.only_read(op)
+        if only_read is not None:
+            seen.append((op.type, {of[id(t)]: i in only_read for i, t in enumerate(op.inputs) if id(t) in of}))
+    both = {"read": True, "written": False}
+    assert seen == [("If", both), ("While", both), ("StatefulPartitionedCall", {"written": False})]
+    assert graph.variables and {id(v) for v in graph.variables} == {id(read), id(written)}
+
+
 def test_an_all_reduce_in_a_forward_pass_is_traced_without_a_search(connect, monkeypatch):
     """TensorFlow looks for variables through the whole graph, for each layer: minutes, for a deep network."""
     from tensorflow.python.ops import op_selector

@@ -208,6 +208,7 @@ REFUSED = {
     "--link=1Gbit --threads=0": "--threads must be a whole number of at least 1, got 0",
     "--link=1Gbit --seconds=nan": "--seconds must be more than 0 and at most 600, got nan",
     "--link=1Gbit --config.train.batch_size=auto": "train.batch_size=auto depends on the machine: give a number",
+    "--link=1Gbit --config.train.shards=8": "train.shards=8 is not planned with, whose updates take longer",
     "--link=1Gbit --workdir=other": "--workdir=other holds no plan but something: choose another folder",
 }
 

@@ -185,6 +185,21 @@ def test_which_is_best():
     assert results.metric_of([rows[1]], "") is None and results.ranked(rows, None) == []
 
 
+def test_losses_of_different_kinds_are_not_compared():
+    """An absolute error of 0.5 is no worse than a squared one of 0.3."""
+    values = [{"train.loss": loss} for loss in ("mean_absolute_error", "mean_squared_error")]
+    row = lambda i, **evaluation: results.SweepRow(f"{i}", values[i], "", "", evaluation=evaluation)
+    only, more = [row(0, loss=0.5), row(1, loss=0.3)], [row(0, loss=0.5, mae=0.5), row(1, loss=0.3, mae=0.6)]
+    assert results.metric_of(only, "") is None
+    assert results.closing(only, None, None) == [
+        "No run is called the best: with another train.loss a loss is another quantity."
+    ]
+    assert [r.name for r in results.ranked(more, results.metric_of(more, ""))] == ["0", "1"]
+    unclear = [row(0, loss=0.5, gain=1.0), row(1, loss=0.3, gain=2.0)]
+    assert results.metric_of(unclear, "") is None and results.metric_of(unclear, "max gain") == ("gain", 1)
+    assert results.metric_of(only, "loss") == ("loss", -1), "who asks for it gets it"
+
+
 BAD = [
     (["--over="], "--over says which fields to change"),
     (["--over=seed=1,2", "--parallel=0"], "--parallel must be at least 1, got 0"),

@@ -1,5 +1,7 @@
 """Early stopping and class weights of the command, against Keras' own and scikit-learn's formula."""
 
+import contextlib
+import inspect
 import json
 import warnings
 
@@ -10,6 +12,7 @@ import tensorflow as tf
 from support import training_cases
 
 import tfdist
+from tfdist.config import schedule
 from tfdist.data import class_weights
 from tfdist.data.augmentation import mixup
 from tfdist.data.feeds.record_feed import in_order
@@ -128,6 +131,41 @@ def test_a_metric_that_nobody_measures_is_refused_before_the_first_update(connec
     data = training_cases.two_outputs_data(24)
     with pytest.raises(UserError, match=r"train.monitor=val_loose_loss is not measured: choose one of kind_accuracy, "):
         tfdist.fit(two, data, validation_data=data, verbose=0, callbacks=[Patience("val_loose_loss", 1)])
+
+
+def metrics_of_keras():
+    """An instance of each metric of Keras that says whether more of it is better, named as Keras names it."""
+    for kind in sorted(filter(inspect.isclass, vars(keras.metrics).values()), key=str):
+        for arguments in ((), (0.5,), (3,), (3, [0])):
+            with contextlib.suppress(TypeError, ValueError):
+                made = kind(*arguments)
+                if kind is not keras.metrics.MeanMetricWrapper and hasattr(made, "_direction"):
+                    yield made
+                break
+
+
+def test_the_best_of_a_metric_is_what_keras_takes_for_it():
+    """The worst epoch was kept as the best by mean_io_u, r2_score and others."""
+    metrics = list(metrics_of_keras())
+    assert len(metrics) > 30 and "mean_io_u" in [metric.name for metric in metrics]
+    for metric in metrics:
+        for name in (metric.name, f"val_{metric.name}", f"val_kind_{metric.name}"):
+            assert schedule.better(name).better == {"up": 1, "down": -1}[metric._direction], name
+
+
+@pytest.mark.parametrize(
+    "name, better",
+    [("top_loss", -1), ("val_accent_loss", -1), ("val_face_accuracy", 1), ("max val_gain", 1), ("min val_gain", -1)],
+)
+def test_what_an_output_is_called_says_nothing(name, better):
+    assert schedule.better(name) == (name.split()[-1], better)
+
+
+def test_a_name_that_does_not_tell_is_refused():
+    with pytest.raises(
+        UserError, match=r"^train.monitor='val_gain' does not tell .*: write min val_gain or max val_ga"
+    ):
+        schedule.better("val_gain", "train.monitor")
 
 
 def test_a_run_says_why_it_ended(run, tmp_path):

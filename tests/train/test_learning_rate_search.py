@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import math
+import types
 
 import keras
 import numpy as np
@@ -12,9 +13,9 @@ from PIL import Image
 from tfdist import config
 from tfdist.config import runtime_options, schedule
 from tfdist.data.datasets import registry
-from tfdist.errors import UserError
+from tfdist.errors import TrainingError, UserError
 from tfdist.models import build as models
-from tfdist.train import rate_range
+from tfdist.train import preparation, rate_range, rate_search
 
 FIELDS = {
     "data.name": "synthetic",
@@ -76,7 +77,7 @@ def test_a_tenth_of_the_rate_of_the_lowest_loss():
     assert (found[0].rate, found[-1].rate) == (1e-6, pytest.approx(10, rel=1e-9))
 
 
-@pytest.mark.parametrize("losses", [[2.0] * 200, np.linspace(2, 7, 200), [1.0] * 10])
+@pytest.mark.parametrize("losses", [[2.0] * 200, [-2.0] * 200, np.linspace(2, 7, 200), [1.0] * 10])
 def test_no_rate_is_suggested_where_the_loss_has_not_fallen(losses):
     assert rate_range.suggested(made(losses)) is None
 
@@ -104,6 +105,20 @@ def test_the_plan_is_that_of_the_run_with_other_rates():
 def test_what_says_nothing_beside_it_is_refused(other):
     with pytest.raises(UserError, match=f"--find_learning_rate tests rates .* so --{next(iter(other))} says nothing"):
         runtime_options.Environment(find_learning_rate=True, **other)
+
+
+def test_shards_are_those_of_the_experiment(monkeypatch):
+    """Else dropout's masks, and so the losses, would depend on the number of devices."""
+    experiment, given = config.Experiment(), {}
+    experiment.train.shards, experiment.train.accumulate = 8, 2
+    experiment.model.sync_batch_norm = False
+    unused = {field.name: None for field in dataclasses.fields(preparation.Preparation)}
+    data = types.SimpleNamespace(train=None)
+    prepared = preparation.Preparation(**unused | {"experiment": experiment, "data": data})
+    monkeypatch.setattr(rate_search.fit, "fit", lambda *arguments, **options: given.update(options))
+    with pytest.raises(TrainingError):  # no update was made
+        rate_search.run(prepared, runtime_options.Environment(), None, None)
+    assert (given["shards"], given["accumulate"], given["check_agreement"]) == (8, 2, "auto")
 
 
 def test_losses_that_were_never_finite(run, tmp_path):

@@ -231,10 +231,30 @@ def profiled(text: str, plan: Plan) -> tuple[int, int]:
     return first, last
 
 
+_GROWS = re.compile(
+    "acc|auc|precision|recall|f1|f_?beta|io_?u|top_|r2|similarity|correlation|sensitivity|specificity|true_"
+)
+_SHRINKS = re.compile(
+    "error|entropy|hinge|divergence|poisson|log_?cosh|huber|perplexity|false_|(^|_)(mae|mse|mape|msle|rmse)(_|$)"
+)
+"""What the names of metrics have in them of which more, or less, is better."""
+
+
 def better(text: str, field: str = "checkpoint.best") -> Aim:
-    """Parses `checkpoint.best` or `train.monitor`, whose `min` or `max` may be left to the metric's name."""
+    """Parses `checkpoint.best` or `train.monitor`, whose `min` or `max` may be left to a metric's name that tells it.
+
+    Raises:
+      UserError: it is not understood, or the name does not tell: what is taken for best would be the worst.
+    """
     mode, _, name = text.strip().rpartition(" ")
     if mode not in ("", "min", "max"):
         raise UserError(f"{field}={text!r} is not understood: write a metric, or min or max and a metric")
-    grows = mode == "max" or (not mode and re.search("acc|auc|precision|recall|f1|iou|top_", name) is not None)
-    return Aim(name, 1 if grows else -1)
+    if not mode and name:
+        loss = name.endswith("loss")  # also of an output with any name
+        grows, shrinks = not loss and bool(_GROWS.search(name)), loss or bool(_SHRINKS.search(name))
+        if grows == shrinks:
+            raise UserError(
+                f"{field}={text!r} does not tell whether less or more of it is better: write min {name} or max {name}"
+            )
+        mode = "max" if grows else "min"
+    return Aim(name, 1 if mode == "max" else -1)

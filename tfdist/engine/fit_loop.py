@@ -62,11 +62,6 @@ class FitLoop:
         self._callbacks = callback_list.for_fit(options, model, self._per_epoch)
         preconditions.reduce_dtype(options.reduce_dtype, distribution)
         preconditions.among("check_agreement", options.check_agreement, strategy_check.CHOICES)
-        if options.shards and options.check_agreement == "on":
-            raise UserError(
-                "check_agreement='on' compares replicas with one device to rounding, and shards leave nothing to "
-                "compare: leave out one of them"
-            )
         preconditions.on_nonfinite(options.on_nonfinite, options.checkpoints is not None)
         looks = any(pace_lib.looks_at_batches(callback) for callback in self._callbacks.callbacks)
         (looks,) = agreement.anywhere(distribution, "whether a callback wants every update", looks)
@@ -107,8 +102,7 @@ class FitLoop:
         self._reader.catch_up(self._position.epoch - began.epoch, self._position.update - began.update)
         self._updates.guard.look(self._position.update)
         if not self._position.update:
-            # With shards, replicas compute nothing in a way of their own.
-            strategy_check.check(self._step, "off" if self._options.shards else self._options.check_agreement)
+            strategy_check.check(self._step, self._options.check_agreement, self._options.shards)
         while self._goes_on():
             try:
                 self.run_epoch()

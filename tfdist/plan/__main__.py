@@ -62,6 +62,11 @@ def _run(argv: list[str]) -> int:
     wanted, experiment = request(values), validation.validate(values.config)
     if experiment.train.batch_size == 0:
         raise UserError("train.batch_size=auto depends on the machine: give a number to plan with")
+    if experiment.train.shards:
+        raise UserError(
+            f"train.shards={experiment.train.shards} is not planned with, whose updates take longer and send more: "
+            "set train.shards=0"
+        )
     field_syntax.check_local("--workdir", values.workdir)
     path = os.path.expanduser(values.workdir) or os.path.join("runs", f"plan-{experiment.name}")
     folder = run_folder.RunFolder(path)

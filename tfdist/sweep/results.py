@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +14,8 @@ from tfdist.monitoring.report import run_files
 NONE = "-"
 USUAL = ("accuracy", "loss")
 """Metrics by which runs are compared, the first that there is."""
+OF_LOSS = ("train.loss", "train.label_smoothing")
+"""Fields with other values of which a loss is another quantity, which says nothing of which run is better."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ def completed(row: SweepRow) -> SweepRow:
 
 
 def metric_of(rows: Iterable[SweepRow], asked: str) -> schedule.Aim | None:
-    """Returns the metric by which runs are compared; None while no run has measured one.
+    """Returns the metric by which runs are compared; None while no run has measured one that can be.
 
     Args:
       asked: `--metric`, empty for what is usual.
@@ -60,13 +63,30 @@ def metric_of(rows: Iterable[SweepRow], asked: str) -> schedule.Aim | None:
     Raises:
       UserError: the runs do not measure it.
     """
+    rows = list(rows)
     measured = next((row.evaluation for row in rows if row.evaluation), None)
     if measured is None:
         return None
-    aim = schedule.better(asked or next((name for name in USUAL if name in measured), min(measured)), "--metric")
+    if not asked:
+        return _usual(measured, bool(other_losses(rows)))
+    aim = schedule.better(asked, "--metric")
     if aim.metric not in measured:
         raise UserError(f"--metric={asked}: the runs measure {', '.join(sorted(measured))}: choose one of them")
     return aim
+
+
+def _usual(measured: Mapping[str, float], other_losses: bool) -> schedule.Aim | None:
+    """Returns the first metric that can tell runs apart, if there is one."""
+    for name in (*USUAL, *sorted(measured)):
+        if name in measured and not (name.endswith("loss") and other_losses):
+            with contextlib.suppress(UserError):  # its name does not tell whether more of it is better
+                return schedule.better(name, "--metric")
+    return None
+
+
+def other_losses(rows: Sequence[SweepRow]) -> str:
+    """Returns the field whose values give the runs different losses; empty for none."""
+    return next((name for row in rows for name in row.values if name in OF_LOSS), "")
 
 
 def ranked(rows: Iterable[SweepRow], aim: schedule.Aim | None) -> list[SweepRow]:
@@ -110,6 +130,8 @@ def closing(rows: Sequence[SweepRow], aim: schedule.Aim | None, best: SweepRow |
     lines = []
     if best is not None and aim is not None:
         lines.append(f"Best by {aim.metric}: {best.name} ({best.evaluation[aim.metric]:.4f}).")
+    if aim is None and any(row.evaluation for row in rows):
+        lines.append(f"No run is called the best: with another {other_losses(rows)} a loss is another quantity.")
     lines += [f"{row.name} {row.status}: {row.reason}." for row in rows if row.status in ("failed", "refused")]
     return lines
 

@@ -34,14 +34,19 @@ class Preparation:
     schedule: schedule_lib.Plan
     class_weights: dict[int, float] | None
     model: keras.Model
+    """Compiled, under the scope of the strategy."""
     callbacks: list[keras.callbacks.Callback]
     """Those of `train.callbacks`."""
-    """Compiled, under the scope of the strategy."""
     checkpoints: manager.Checkpoints
     profiled: tuple[int, int]
     """First and last update of the profile, (0, 0) for none."""
     resumes: bool
     """Whether the run goes on from what an earlier one has left in its folder."""
+
+    def check_agreement(self, asked: str) -> str:
+        """Returns the choice; `auto` leaves out a model of which it was said that replicas normalize by themselves."""
+        accepted = not self.experiment.model.sync_batch_norm and not self.experiment.train.shards  # which need it so
+        return "off" if asked == "auto" and accepted else asked
 
 
 def prepare(

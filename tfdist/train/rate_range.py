@@ -73,6 +73,6 @@ def suggested(found: Sequence[Point]) -> float | None:
     if not judged:
         return None
     lowest = min(judged, key=lambda point: point.smoothed)
-    if lowest.smoothed > 0.98 * judged[0].smoothed:
+    if judged[0].smoothed - lowest.smoothed < 0.02 * abs(judged[0].smoothed):
         return None
     return float(f"{lowest.rate / SAFE:.1e}")

@@ -58,7 +58,6 @@ def run(prepared: Preparation, environment: Environment, folder: RunFolder, dist
     """
     experiment, watch = prepared.experiment, _Growing()
     logger.info(f"a test of learning rates: {UPDATES} updates, from {LOWEST:g} to {HIGHEST:g}")
-    asked = environment.check_agreement
     fit.fit(
         prepared.model,
         prepared.data.train,
@@ -68,6 +67,7 @@ def run(prepared: Preparation, environment: Environment, folder: RunFolder, dist
         steps_per_epoch=1,
         steps_per_call=1,
         accumulate=experiment.train.accumulate,
+        shards=experiment.train.shards,
         shuffle=experiment.data.shuffle,
         seed=experiment.seed,
         class_weight=prepared.class_weights,
@@ -75,7 +75,7 @@ def run(prepared: Preparation, environment: Environment, folder: RunFolder, dist
         reduce_dtype=experiment.optimizer.reduce_dtype,
         learning_rates=field_syntax.layer_rates(experiment.optimizer),
         layer_decay=experiment.optimizer.layer_decay,
-        check_agreement="off" if asked == "auto" and not experiment.model.sync_batch_norm else asked,
+        check_agreement=prepared.check_agreement(environment.check_agreement),
         verbose=0,
     )
     found = rate_range.points(watch.losses)

@@ -213,15 +213,10 @@ class Run:
             learning_rates=field_syntax.layer_rates(experiment.optimizer),
             layer_decay=experiment.optimizer.layer_decay,
             measure_average=experiment.optimizer.ema_momentum > 0,
-            check_agreement=self._check_agreement(),
+            check_agreement=self._prepared.check_agreement(self._environment.check_agreement),
             should_stop=signals.reason,
             verbose=0,
         )
-
-    def _check_agreement(self) -> str:
-        """Returns the choice; `auto` leaves out a model of which it was said that replicas normalize by themselves."""
-        asked = self._environment.check_agreement
-        return "off" if asked == "auto" and not self._experiment.model.sync_batch_norm else asked
 
     def _evaluate(self, signals: Signals) -> None:
         self._evaluation = evaluation.evaluate(

@@ -16,8 +16,12 @@ from tfdist.distributed.distribution import Distribution
 from tfdist.models import keras_internals, own_steps
 
 
-def fingerprint(model: keras.Model, distribution: Distribution, rows: Structure) -> str:
+def fingerprint(model: keras.Model, distribution: Distribution, rows: Structure, shards: int = 0) -> str:
     """Returns a digest of all that decides whether replicas agree on a model: its code, its settings and the versions.
+
+    Args:
+      rows: some of the data.
+      shards: of a batch; 0 for none.
 
     Returns:
       Hexadecimal digits; an empty string if some of the code cannot be read, and the model is to be checked each time.
@@ -27,7 +31,7 @@ def fingerprint(model: keras.Model, distribution: Distribution, rows: Structure)
     if own_steps.replaced(model, own_steps.TRAINING):
         return ""  # what its step uses may be anything
     parts: list[str] = [tf.__version__, keras.__version__, tfdist.__version__, distribution.name]
-    parts += [str(distribution.replicas), distribution.jit, cpu_kernels.in_use()]
+    parts += [str(distribution.replicas), f"{shards} shards", distribution.jit, cpu_kernels.in_use()]
     parts += [f"{tuple(t.shape[1:])} {t.dtype}" for t in keras.tree.flatten(rows)]
     try:
         for layer in keras_internals.flat_layers(model):

@@ -2,6 +2,7 @@
 
 The first few rows of the data, a number that does not divide evenly, go forward and backward through one replica that
 has them all, and through all replicas that share them. Losses, metrics and the gradient must agree to rounding.
+With shards it is these that share them, on one replica too.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from tfdist.engine.checks import passed_checks
 from tfdist.engine.step import metrics, own_step_call
 from tfdist.engine.step.replica import Replica, Taken
 from tfdist.engine.step.results import LogNames
+from tfdist.engine.step.shards.shard_loop import ShardLoop
 from tfdist.engine.step.step import Step
 from tfdist.engine.tracing import layer_state
 from tfdist.errors import UserError
@@ -65,43 +67,44 @@ class Computed(NamedTuple):
         return distances
 
 
-def check(step: Step, choice: str) -> None:
+def check(step: Step, choice: str, shards: int = 0) -> None:
     """Stops a training that would not be what it is on one replica, before its first update.
 
     Args:
       step: of the compiled model, prepared for training.
       choice: `on`, `off`, or `auto` to leave out models that have passed before.
+      shards: of a batch, which are then compared with the whole of it; 0 for none.
 
     Raises:
-      UserError: the replicas disagree; it names the part of the model.
+      UserError: the replicas, or shards, disagree; it names the part of the model.
     """
     rows, distribution = step.sample_rows, step.distribution
-    if choice == "off" or distribution.replicas == 1 or rows is None:
+    if choice == "off" or (distribution.replicas == 1 and not shards) or rows is None:
         return
-    mark = passed_checks.fingerprint(step.model, distribution, rows) if choice == "auto" else ""
+    mark = passed_checks.fingerprint(step.model, distribution, rows, shards) if choice == "auto" else ""
     known = bool(mark) and passed_checks.is_known(mark)
     if all(distribution.peers.gather("whether the model has been checked", known)):
         return
     start = time.perf_counter()
     with distribution.peers.during("compiling"):
-        checked = _Check(step, rows)
+        checked = _Check(step, rows, shards)
         alone, turned, shared = checked.alone(), checked.alone(backwards=True), checked.shared()
     seconds = time.perf_counter() - start
     noise, distances = alone.distance(turned), alone.distance(shared)
     rounding = _rounding(step.model)
     if not alone.is_finite() or 20 * max(noise.values(), default=0.0) > max(LOOSEST, 4 * rounding):
-        logger.info(f"not checked whether 1 and {distribution.replicas} replicas agree: {_unclear(alone, noise)}")
+        logger.info(f"not checked whether {checked.both} agree: {_unclear(alone, noise)}")
         return
     limit = max(rounding, 20 * max(noise.values(), default=0.0))
     wrong = [name for name, distance in distances.items() if not distance <= limit]
     if wrong:
-        raise UserError(_complaint(step, wrong, distances, checked.adding))
+        raise UserError(_complaint(step, wrong, distances, checked))
     if mark:
         passed_checks.remember(mark)
     told = {"loss": max((d for n, d in distances.items() if n != "the gradient"), default=0.0)}
     told["gradient"] = distances.get("the gradient", 0.0)
     numbers = ", ".join(f"{name} {value:.0e}" for name, value in told.items())
-    logger.info(f"checked: 1 and {distribution.replicas} replicas agree on this model, {numbers} ({seconds:.1f} s)")
+    logger.info(f"checked: {checked.both} agree on this model, {numbers} ({seconds:.1f} s)")
 
 
 def _rounding(model: keras.Model) -> float:
@@ -120,11 +123,14 @@ def _unclear(alone: Computed, noise: dict[str, float]) -> str:
 class _Check:
     """The functions that compute the same rows in two ways."""
 
-    def __init__(self, step: Step, rows: tuple[Structure, ...]):
-        self._step, self._rows = step, rows
+    def __init__(self, step: Step, rows: tuple[Structure, ...], shards: int):
+        self._step, self._rows, self.shards = step, rows, shards
         self._distribution = step.distribution
+        parts = shards or self._distribution.replicas
+        self.both = f"a batch and its {shards} shards" if shards else f"1 and {parts} replicas"
+        """What is compared."""
         least = int(keras.tree.flatten(rows)[0].shape[0])
-        self._count = least - (least % self._distribution.replicas == 0)
+        self._count = least - (least % parts == 0)
         if self._distribution.static_shapes and step.own_step("train"):  # which must see no filler
             self._count = least - least % self._distribution.replicas or least
         self.adding: list[str] = []
@@ -159,10 +165,16 @@ class _Check:
             replica = Replica(model, _single(distribution), jit=False)
             replica.bare = self._step.replica.bare
         static = distribution.static_shapes
-        layout = Layout(self._count, replica.distribution.replicas, 1, static=static)
+        if self.shards and not alone:
+            layout = Layout(self._count, self.shards, 1, shards=True)
+        else:
+            layout = Layout(self._count, replica.distribution.replicas, 1, static=static)
 
         def one(taken: Given | tf.Tensor) -> tuple[dict[str, tf.Tensor], list[tf.Tensor]]:
             batch = taken if isinstance(taken, Given) else Batch(self._rows, taken, tf.size(taken))
+            if alone:  # which has all that a metric begins with
+                for metric in model.metrics:
+                    metric.reset_state()
             values, gradient = (self._own if own else self._compiled_pass)(replica, layout, batch)
             if alone:
                 values.update(_named(metrics.of_replica(model, bool(own))))
@@ -175,7 +187,8 @@ class _Check:
                 given = static_rows.given(Batch(self._rows, order, tf.size(order)), layout)
                 of_replicas = given[0] if alone else distribution.per_replica(given)
             single = keras_internals.one_replica_in_sync() if alone else contextlib.nullcontext()
-            with replica.tracing(), single, own_step_call.recording(model, bool(own)), _still(model):
+            still = _still(model, bool(self.shards))
+            with replica.tracing(), single, own_step_call.recording(model, bool(own)), still:
                 values, gradient = distribution.run(one, (of_replicas,))
             first = lambda value: distribution.local(value)[0]
             values, gradient = {n: first(v) for n, v in values.items()}, [first(g) for g in gradient]
@@ -188,11 +201,14 @@ class _Check:
     def _compiled_pass(self, replica: Replica, layout: Layout, batch: Taken) -> tuple[dict, list[tf.Tensor]]:
         model = self._step.model
         count = replica.count(layout, batch)
-        rows = replica.take(layout, batch, count)
-        payload, outputs = replica.passes(rows, count, True)
-        self.adding = keras_internals.adding_losses(model)
-        metrics.update(model, replica.distribution, rows, outputs)
-        payload = payload.with_tensors(replica.distribution.all_sum(payload.tensors()))
+        if layout.shards:
+            payload = ShardLoop(replica, layout).run(batch, count, True).payload
+        else:
+            rows = replica.take(layout, batch, count)
+            payload, outputs = replica.passes(rows, count, True)
+            self.adding = keras_internals.adding_losses(model)
+            metrics.update(model, replica.distribution, rows, outputs)
+            payload = payload.with_tensors(replica.distribution.all_sum(payload.tensors()))
         values = payload.by_part()
         return values, [g for g in payload.gradients() if g is not None]
 
@@ -245,17 +261,22 @@ def _relative(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
     return float(np.sqrt(sum(np.square(a - b).sum() for a, b in zip(ours, theirs))) / max(size, 1e-6))
 
 
-def _complaint(step: Step, wrong: list[str], distances: dict[str, float], adding: list[str]) -> str:
-    model, replicas = step.model, step.distribution.replicas
+def _complaint(step: Step, wrong: list[str], distances: dict[str, float], checked: _Check) -> str:
+    model = step.model
     wrong = sorted(wrong, key=lambda name: not name.startswith(_STATE))  # a loss may differ since a layer's state does
-    how = f"1 and {replicas} replicas disagree on this model: {wrong[0]} differs by {distances[wrong[0]]:.0e}"
+    how = f"{checked.both} disagree on this model: {wrong[0]} differs by {distances[wrong[0]]:.0e}"
     otherwise = "or accept it with --check_agreement=off"
     own = step.own_step("train")
     alone = [layer.name for layer in keras_internals.flat_layers(model) if _normalizes_alone(layer)]
-    if alone and any(not name.startswith("metric") for name in wrong):
+    if alone and not checked.shards and any(not name.startswith("metric") for name in wrong):
         return (
             f"{how}, since layer {alone[0]!r} normalizes with the rows of its own replica: make it "
             f"BatchNormalization(synchronized=True), or freeze it (trainable=False), {otherwise}"
+        )
+    if wrong[0].startswith(_STATE) and checked.shards:
+        return (
+            f"{how} after an update, since shards average the floats, and add up the whole numbers, that layers "
+            f"change: leave shards out, {otherwise}"
         )
     if wrong[0].startswith(_STATE):
         return f"{how} after an update: add it up over the replicas (tf.distribute.get_replica_context()), {otherwise}"
@@ -264,7 +285,7 @@ def _complaint(step: Step, wrong: list[str], distances: dict[str, float], adding
             f"{how}: what {own} of {type(model).__name__} computes is no mean over examples; make it one, {otherwise}"
         )
     if wrong[0] == "add_loss":
-        return f"{how}, which layer {', '.join(adding)} gives: make it a mean over the examples, {otherwise}"
+        return f"{how}, which layer {', '.join(checked.adding)} gives: make it a mean over the examples, {otherwise}"
     if wrong[0].startswith("metric"):
         return f"{how}: leave it out, {otherwise}"
     return f"{how}: use a loss with a value per example, {otherwise}"
@@ -285,9 +306,13 @@ def _unchanged(step: Step) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _still(model: keras.Model) -> Iterator[None]:
-    """Lets random layers, within it, pass on what they get: a mask has the shape of a replica's rows."""
-    layers = [layer for layer in keras_internals.flat_layers(model) if keras_internals.is_random(layer)]
+def _still(model: keras.Model, shards: bool) -> Iterator[None]:
+    """Lets random layers, within it, pass on what they get: a mask has the shape of a replica's rows.
+
+    With shards BatchNorm predicts, which normalizes each of them by itself.
+    """
+    kinds = [keras_internals.is_random, *([_normalizes_alone] if shards else [])]
+    layers = [layer for layer in keras_internals.flat_layers(model) if any(kind(layer) for kind in kinds)]
     passing = lambda theirs: lambda *a, **k: theirs(*a, **{**k, "training": False})
     with keras_internals.calls({layer: passing(layer.call) for layer in layers}):
         yield

@@ -273,16 +273,22 @@ def _returning(value: object) -> Callable[[], object]:
 def reset(model: keras.Model, distribution: Distribution) -> None:
     """Resets all metrics; in cross-replica context.
 
-    Those that must see a whole batch are reset by each replica: else TensorFlow would give each a part of the first
-    value, so that the sum is right.
+    Each replica does it by itself: TensorFlow would give each a part of the value to begin with, and parts of 0.1 add
+    up to another number, of a whole number to none at all. The first replica has it, and the others zero, so that the
+    sum is right. Metrics that must see a whole batch have theirs everywhere.
     """
-    for metric in model.metrics:
-        metric.reset_state()
-    whole = whole_metrics.of(model)
+    whole = {id(v) for metric in whole_metrics.of(model) for v in metric.variables}
+    summed = [v for metric in model.metrics for v in metric.variables if id(v) not in whole]
 
-    def reset_whole() -> None:
-        for metric in whole:
+    def of_each() -> None:
+        for metric in model.metrics:
             metric.reset_state()
+        if distribution.replicas == 1:
+            return
+        first = tf.equal(distribution.replica_id(), 0)
+        for variable in summed:
+            value = tf.convert_to_tensor(variable.value)
+            kept = tf.where(first, value, tf.zeros_like(value))
+            tf.raw_ops.AssignVariableOp(resource=variable.value.handle, value=kept)
 
-    if whole:
-        distribution.run(reset_whole, ())
+    distribution.run(of_each, ())

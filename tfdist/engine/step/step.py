@@ -141,7 +141,7 @@ class Step:
         Raises:
           UserError: naming the loss, metric or layer.
         """
-        for count in counts if layout.static else ():
+        for count in counts if layout.static or layout.shards else ():
             self._check(dataclasses.replace(layout, batch=count), kind)
 
     def _check(self, layout: Layout, kind: str) -> None:

@@ -101,3 +101,15 @@ def replica_context() -> type[tf.distribute.ReplicaContext]:
 def forget_gradient(name: str) -> None:
     """Takes a gradient out of TensorFlow's registry, which in public only grows, and keeps the graphs of all."""
     ops.gradient_registry._registry.pop(name, None)
+
+
+def only_read(op: tf.Operation) -> list[int] | None:
+    """Returns the places of the resources that a branch, a loop or a call of a function leaves as they are.
+
+    TensorFlow notes it for what must run in order. None of other operations; nothing public says what is changed in a
+    function that another one calls.
+    """
+    try:
+        return list(op.get_attr("_read_only_resource_inputs"))
+    except ValueError:
+        return None

@@ -17,30 +17,9 @@ from tfdist.data.structures import Structure
 from tfdist.engine.step import graph_clock, metrics
 from tfdist.engine.step.partial_sums import Payload
 from tfdist.engine.step.replica import Replica, Taken
+from tfdist.engine.step.shards import shard_graph
 from tfdist.engine.step.shards.exact_sum import ExactSum
 from tfdist.engine.step.shards.shard_state import ShardState
-from tfdist.errors import UserError
-
-_UNSEEDED = (
-    "Multinomial",
-    "ParameterizedTruncatedNormal",
-    "RandomGamma",
-    "RandomPoisson",
-    "RandomPoissonV2",
-    "RandomShuffle",
-    "RandomStandardNormal",
-    "RandomUniform",
-    "RandomUniformInt",
-    "RngReadAndSkip",
-    "RngSkip",
-    "StatefulRandomBinomial",
-    "StatefulStandardNormalV2",
-    "StatefulUniform",
-    "TruncatedNormal",
-)
-"""Operations whose numbers depend on what a device has drawn before."""
-_WRITES = ("Assign", "ResourceScatter")
-"""How the names of operations begin that change a variable."""
 
 
 class ShardResult(NamedTuple):
@@ -152,7 +131,7 @@ class ShardLoop:
         replica, layout = self._replica, self._layout
         number = tf.TensorSpec([], tf.int32)
         compiled = tf.function(work, autograph=False, input_signature=[number, number]).get_concrete_function()
-        _check(compiled.graph, self._own)
+        shard_graph.check(compiled.graph, self._own)
         each, most, sums = compiled.structured_outputs
         own = layout.of_device(replica.distribution.replicas, replica.distribution.replica_id())
         rounds = own.rows * layout.accumulate
@@ -167,26 +146,3 @@ class ShardLoop:
         start = tf.constant(0), arrays, [tf.zeros(t.shape, t.dtype) for t in most], tf.zeros(sums.shape, sums.dtype)
         _, arrays, most, sums = tf.while_loop(lambda i, *_: i < rounds, body, start, parallel_iterations=1)
         return _KeptOfShards(arrays, most, sums, rounds)
-
-
-def _check(graph: tf.Graph, own: set[int]) -> None:
-    """Refuses what would make a shard depend on the device that computes it, or on what that has computed before.
-
-    Args:
-      graph: of a shard.
-      own: ids of the tensors in it that are variables which `ShardState` takes care of.
-    """
-    functions = graph.as_graph_def().library.function
-    kinds = {op.type for op in graph.get_operations()} | {node.op for f in functions for node in f.node_def}
-    for kind in sorted(kinds.intersection(_UNSEEDED)):
-        raise UserError(
-            f"the model draws random numbers by TensorFlow's {kind}, which depend on the device: draw them by "
-            "keras.random with a keras.random.SeedGenerator that is an attribute of the layer, or leave shards out"
-        )
-    for op in graph.get_operations():
-        if op.type.startswith(_WRITES) and id(op.inputs[0]) not in own:
-            raise UserError(
-                "a forward pass changes a variable that is no state of a layer or metric (a trained weight, or that of "
-                "a keras.random call without a seed), which cannot be added up over shards: make it a weight with "
-                "trainable=False, give the call a SeedGenerator of the layer, or leave shards out"
-            )
