@@ -11,7 +11,8 @@ operations in MPICH*, 2005, section 4.5):
 Here a is the time of a step without a payload, which is the work of the
 processes with a message and the link's latency, and b is the time of a byte:
 the link's, and that of the processors, which copy and add. Nothing is taken to
-happen at the same time, since nothing was seen to on CPUs (docs/speed.md).
+happen at the same time: sums begin within the backward pass (docs/speed.md),
+but on CPUs most of their time is work of the same processors.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def create(
         return collectives.bucketed(tensors, reduce, bucket)
 
     if communication == "ring" and len(names) == 1:
-        reduce = _Ring(replicas).reduce
+        reduce = _Ring(replicas, names[0]).reduce
     else:
         # TensorFlow's own layer keeps an order per device. Without it NCCL deadlocks, and so do several CPUs of one
         # process, whose collectives a tf.function would run one after the other.
@@ -147,10 +147,23 @@ class _Ring:
     GROUP_KEY = 1 << 20
     """Beyond those that TensorFlow counts up from 1."""
 
-    def __init__(self, replicas: int):
+    IN_FLIGHT = 8
+    """Sums that may be under way at a time: gRPC holds copies of each meanwhile."""
+
+    def __init__(self, replicas: int, device: str):
+        import tensorflow as tf
+
         self._replicas = replicas
         # Keys pair up the same collective of all workers, which trace the same functions in the same order.
         self._used = 0
+        # A tf.function runs stateful operations one after the other as they were traced, a clock that waits for the
+        # last gradient among them. Those with resources wait for their input, and for others with the same resource
+        # alone; nobody reads or writes these.
+        with tf.device(f"/device:{device}"):
+            self._orders = [
+                tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[], shared_name=f"tfdist.order.{i}")
+                for i in range(self.IN_FLIGHT)
+            ]
 
     def reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """Sums each tensor over all replicas."""
@@ -167,7 +180,7 @@ class _Ring:
                     group_size=self._replicas,
                     group_key=self.GROUP_KEY,
                     instance_key=self._used,
-                    ordering_token=[],
+                    ordering_token=[self._orders[self._used % self.IN_FLIGHT]],
                     merge_op="Add",
                     final_op="Id",
                     communication_hint="ring",

@@ -98,7 +98,11 @@ class OwnedOptimizer:
         return self._factors.get(keras_internals.variable_key(self._base, variable), 1.0)
 
     def apply(
-        self, grads: Gradients, variables: list[keras.Variable], regularized: Callable[[Gradients], Gradients]
+        self,
+        grads: Gradients,
+        variables: list[keras.Variable],
+        regularized: Callable[[Gradients], Gradients],
+        made: list[tf.Tensor],
     ) -> None:
         """Updates `variables` and the optimizer's state; called in replica context, within `owned`.
 
@@ -106,6 +110,7 @@ class OwnedOptimizer:
           grads: the same on every replica; the scale of a `LossScaleOptimizer` is still in them.
           variables: the model's trainable variables, for which the optimizer was built.
           regularized: adds the gradients of the regularisers.
+          made: the gradients of this replica. Once they are there, nothing reads a weight any more.
 
         Raises:
           UserError: there is not one gradient.
@@ -117,7 +122,7 @@ class OwnedOptimizer:
         if not is_fused(self._optimizer):
             self._apply_keras(grads, variables, regularized)
         elif self._optimizer is self._base:
-            self._apply_fused(regularized(grads), variables)
+            self._apply_fused(regularized(grads), variables, made)
         else:
             self._apply_scaled(grads, variables, regularized)
 
@@ -151,7 +156,7 @@ class OwnedOptimizer:
         def good() -> tf.Tensor:
             factor = 1.0 / tf.convert_to_tensor(scale)
             unscaled = [None if g is None else g * tf.cast(factor, g.dtype) for g in grads]
-            self._apply_fused(regularized(unscaled), variables)
+            self._apply_fused(regularized(unscaled), variables, [])  # all sums are there: they were looked at
             grow = tf.equal(tf.convert_to_tensor(steps), self._optimizer.dynamic_growth_steps - 1)
             scale.assign(tf.where(grow, scale * 2.0, scale))
             steps.assign(tf.where(grow, tf.zeros_like(steps), steps + 1))
@@ -164,7 +169,7 @@ class OwnedOptimizer:
 
         tf.cond(finite, good, bad)
 
-    def _apply_fused(self, grads: Gradients, variables: list[keras.Variable]) -> None:
+    def _apply_fused(self, grads: Gradients, variables: list[keras.Variable], made: list[tf.Tensor]) -> None:
         optimizer = self._base
         grads = clip(optimizer, grads)
         rate = tf.convert_to_tensor(optimizer.learning_rate)
@@ -176,9 +181,9 @@ class OwnedOptimizer:
                 )
                 variable.assign_sub(variable * decay)
         update = self._sgd(rate) if isinstance(optimizer, keras.optimizers.SGD) else self._adam(rate)
-        # A weight that the backward pass still reads would be copied before it is written; once all gradients are
-        # there, nothing reads any more.
-        with tf.control_dependencies([grad for _, grad, _ in triples]):
+        # A weight that the backward pass still reads would be copied before it is written. The sums of other gradients
+        # need not be there yet.
+        with tf.control_dependencies(made):
             for i, grad, variable in triples:
                 update(i, tf.cast(grad, variable.dtype), variable)
         before = tf.identity(optimizer.iterations.value)

@@ -85,6 +85,16 @@ class _Regularization(NamedTuple):
     """Adds the gradient of the penalties to one gradient or None per trainable variable."""
 
 
+class _Summed(NamedTuple):
+    """What a global batch gives, the same on every replica."""
+
+    payload: Payload
+    seconds: tf.Tensor | None
+    """From the last gradient here to the last sum; None where there is no clock."""
+    made: list[tf.Tensor]
+    """This replica's own gradients, before the sum."""
+
+
 class _Update:
     """One update on one replica."""
 
@@ -110,28 +120,29 @@ class _Update:
         scale = self._optimizer.loss_scale()
         if layout.shards:
             payload, seconds = ShardLoop(replica, layout).run(batch, examples, True, scale)
+            made = payload.grads
         else:
-            payload, seconds = self._of_rows(batch, examples, scale)
+            payload, seconds, made = self._of_rows(batch, examples, scale)
         regularization = self._regularization()
         gradients = payload.gradients()
         norm = graph_clock.norm(gradients, scale, is_last, replica.totals) if self._options.norm else None
-        self._optimizer.apply(gradients, model.trainable_variables, regularization.added)
+        self._optimizer.apply(gradients, model.trainable_variables, regularization.added, made)
         return StepOutput.packed(payload.losses(regularization.penalties), seconds, norm, replica.totals)
 
-    def _of_rows(
-        self, batch: Taken, examples: tf.Tensor | int, scale: tf.Tensor | None
-    ) -> tuple[Payload, tf.Tensor | None]:
-        """Runs over this replica's rows, and adds up what all replicas have; also returns the seconds that took."""
+    def _of_rows(self, batch: Taken, examples: tf.Tensor | int, scale: tf.Tensor | None) -> _Summed:
+        """Runs over this replica's rows, and adds up what all replicas have."""
         if self._layout.accumulate == 1:
             payload = self._of_micro_batch(batch, examples, scale, 0)
         else:
             payload = self._accumulated(batch, examples, scale)
-        begun = None
+        made, begun = payload.grads, None
         if self._replica.timed and self._distribution.replicas > 1:
-            begun = graph_clock.now(*payload.tensors())
-            payload.sums = graph_clock.after(begun, payload.sums)
+            first, *others = payload.tensors()
+            begun = graph_clock.now(first, *others)
+            # What is sent last waits for the clock, so that the sums of the others begin within the backward pass.
+            payload = payload.with_tensors([graph_clock.after(begun, first), *others])
         payload = payload.with_tensors(self._summed(payload))
-        return payload, None if begun is None else graph_clock.now(*payload.tensors()) - begun
+        return _Summed(payload, None if begun is None else graph_clock.now(*payload.tensors()) - begun, made)
 
     def _summed(self, payload: Payload) -> list[tf.Tensor]:
         """`payload.tensors()` over all replicas; gradients may travel in a smaller type, sums do not."""
