@@ -191,8 +191,7 @@ def test_the_ends_of_the_range_of_floats():
 def in_floats(self, distribution, kept, tops, whole, number):
     """Adds up in floats, each replica its own and then what arrives."""
     ones = [
-        kind.scale(tf.fill(t.shape, 127.0 if i == 0 else 1023.0), 1)
-        for i, (kind, t) in enumerate(zip(self._kinds, tops))
+        kind.scale(tf.fill([len(kind.small) + len(kind.large)], float(kind.layout.bias)), 1) for kind in self._kinds
     ]
     sums = [tf.reduce_sum(array.stack(), 0) for array in kept]
     return self._unpacked(distribution.all_sum([*sums, whole]), ones)
