@@ -7,7 +7,6 @@ import json
 import os
 import re
 import sys
-import time
 
 import psutil
 import pytest
@@ -141,45 +140,6 @@ def test_the_batch_script_of_deploy(slurm, hosts, start, tmp_path, reference):
     code, said = program.end(), (tmp_path / "said").read_text()
     assert code == 0, program.text + said
     assert_agrees([program], "multi_worker", "Slurm", tmp_path, reference)
-
-
-@pytest.mark.whole
-@pytest.mark.faults
-def test_a_requeued_job_goes_on_with_fewer_nodes(slurm, hosts, start, tmp_path):
-    """It saves at Slurm's signal, puts itself back, gets one node where it had two, and ends with the bits of one."""
-    flags = [*FLAGS, "--config.train.shards=2", "--config.train.epochs=400", "--workdir=run"]
-    script = os.path.join(REPOSITORY, "deploy/slurm.sbatch")
-    options = ["--parsable", f"--chdir={tmp_path}", f"--output={tmp_path}/said"]
-    environ = {"SLURM_CONF": str(slurm), "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
-
-    def ask(*words):
-        program = start(*hosts.on("h1"), *words, **environ)
-        assert program.end() == 0, program.text
-        return program.text.strip()
-
-    def said():
-        return (tmp_path / "said").read_text() if (tmp_path / "said").exists() else ""
-
-    def until(true):
-        end = time.monotonic() + network_hosts.LIMIT_S
-        while not true():
-            assert time.monotonic() < end, said()
-            time.sleep(0.2)
-
-    job = ask("sbatch", *options, script, *flags)
-    until(lambda: " 3/400" in said())
-    ask("scancel", "--signal=USR1", f"{job}.0")
-    until(lambda: f"job {job} is in the queue again" in said() and "PENDING" in ask("scontrol", "show", "job", job))
-    assert json.loads((tmp_path / "run/result.json").read_text())["workers"] == 2
-    ask("scontrol", "update", "NodeName=h2", "State=DRAIN", "Reason=test")
-    # Slurm would wait for two minutes.
-    ask("scontrol", "update", f"JobId={job}", "NumNodes=1", "NumTasks=1", "StartTime=now")
-    until(lambda: "tfdist: completed" in said())
-    found = json.loads((tmp_path / "run/result.json").read_text())
-    assert found["workers"] == 1 and found["resumed_from"] >= 60
-    alone = start(*train("--strategy=default", *flags[:-1], "--workdir=alone"))
-    assert alone.end() == 0, alone.text
-    assert found["weights_sha256"] == json.loads((tmp_path / "alone/result.json").read_text())["weights_sha256"]
 
 
 DETECT = (
