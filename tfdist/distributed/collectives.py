@@ -56,6 +56,12 @@ def bucketed(
     return result
 
 
+def together(tensors: list[tf.Tensor]) -> bool:
+    """Returns whether tensors are so small that `bucketed` sends those of a type together, unless told otherwise."""
+    sizes = [_bytes(t) for t in tensors]
+    return None not in sizes and sum(size or 0 for size in sizes) < BUCKET_BYTES
+
+
 def _each_dtype(tensors: list[tf.Tensor], reduce: Callable[[list[tf.Tensor]], list[tf.Tensor]]) -> list[tf.Tensor]:
     """Gives `reduce` tensors of one type at a time: Horovod groups no others, TensorFlow would pack them into one."""
     sums = list(tensors)

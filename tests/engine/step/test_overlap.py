@@ -15,7 +15,7 @@ from tfdist.distributed import collectives
 from tfdist.distributed.strategies import multi_worker
 from tfdist.engine import batching, step_calls
 
-LAYERS = 3
+LAYERS, WIDTH = 3, 400
 
 
 class Traced:
@@ -46,15 +46,15 @@ class Traced:
         return found
 
 
-def traced(distribution, optimizer):
-    """An update of a small model on one of two workers, which never runs."""
+def traced(distribution, optimizer, width=WIDTH, bucket_bytes=0):
+    """An update of a model on one of two workers, which never runs."""
     ring = multi_worker._Ring(2, "CPU:0")
-    all_sum = lambda tensors: collectives.bucketed(tensors, ring.reduce, 0)
+    all_sum = lambda tensors: collectives.bucketed(tensors, ring.reduce, bucket_bytes)
     distribution = dataclasses.replace(distribution, replicas=2, all_sum=all_sum)
     with distribution.scope():
-        model = keras.Sequential([keras.Input((4,)), *(keras.layers.Dense(4) for _ in range(LAYERS))])
+        model = keras.Sequential([keras.Input((4,)), *(keras.layers.Dense(width) for _ in range(LAYERS))])
         model.compile(optimizer(), "mse")
-    source = sources.as_source(np.zeros((8, 4), "float32"), np.zeros((8, 4), "float32"))
+    source = sources.as_source(np.zeros((8, 4), "float32"), np.zeros((8, width), "float32"))
     layout = batching.layout_of(source, 4, distribution, 1, least=False)
     part = batching.read_epochs(source, layout, True, 0).next(0, 2)
     call = step_calls.step_of(model, distribution, source).compiled("train", layout, full=part.full, norm=True)
@@ -95,6 +95,12 @@ def test_clipping_by_the_norm_of_all_waits_for_all_sums(connect):
     sums = update.of("CollectiveReduceV2")
     for name in update.of("ResourceApply"):
         assert update.awaited(name) >= set(sums[1:])
+
+
+def test_what_travels_together_is_one_message(connect):
+    update = traced(connect(1), lambda: keras.optimizers.Adam(), 4, collectives.BUCKET_BYTES)
+    (one,) = update.of("CollectiveReduceV2")
+    assert all(one in update.awaited(name) for name in update.of("ResourceApply"))
 
 
 def test_no_more_than_so_many_sums_at_a_time():

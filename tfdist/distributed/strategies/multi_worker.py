@@ -158,7 +158,7 @@ class _Ring:
         self._used = 0
         # A tf.function runs stateful operations one after the other as they were traced, a clock that waits for the
         # last gradient among them. Those with resources wait for their input, and for others with the same resource
-        # alone; nobody reads or writes these.
+        # alone; nobody reads or writes these. One sum that travels by itself has nothing to overtake.
         with tf.device(f"/device:{device}"):
             self._orders = [
                 tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[], shared_name=f"tfdist.order.{i}")
@@ -174,13 +174,14 @@ class _Ring:
         sums = []
         for tensor in tensors:
             self._used += 1
+            order = [self._orders[self._used % self.IN_FLIGHT]] if len(tensors) > 1 else []
             sums.append(
                 tf.raw_ops.CollectiveReduceV2(
                     input=tensor,
                     group_size=self._replicas,
                     group_key=self.GROUP_KEY,
                     instance_key=self._used,
-                    ordering_token=[self._orders[self._used % self.IN_FLIGHT]],
+                    ordering_token=order,
                     merge_op="Add",
                     final_op="Id",
                     communication_hint="ring",

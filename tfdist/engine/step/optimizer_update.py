@@ -110,7 +110,7 @@ class OwnedOptimizer:
           grads: the same on every replica; the scale of a `LossScaleOptimizer` is still in them.
           variables: the model's trainable variables, for which the optimizer was built.
           regularized: adds the gradients of the regularisers.
-          made: the gradients of this replica. Once they are there, nothing reads a weight any more.
+          made: the gradients of this replica, or their sums. Once they are there, nothing reads a weight any more.
 
         Raises:
           UserError: there is not one gradient.

@@ -92,7 +92,7 @@ class _Summed(NamedTuple):
     seconds: tf.Tensor | None
     """From the last gradient here to the last sum; None where there is no clock."""
     made: list[tf.Tensor]
-    """This replica's own gradients, before the sum."""
+    """This replica's own gradients, before the sum; after it, if they have travelled together."""
 
 
 class _Update:
@@ -142,6 +142,8 @@ class _Update:
             # What is sent last waits for the clock, so that the sums of the others begin within the backward pass.
             payload = payload.with_tensors([graph_clock.after(begun, first), *others])
         payload = payload.with_tensors(self._summed(payload))
+        if collectives.together(made):  # the sums, too, are there at the same moment
+            made = payload.grads
         return _Summed(payload, None if begun is None else graph_clock.now(*payload.tensors()) - begun, made)
 
     def _summed(self, payload: Payload) -> list[tf.Tensor]:
