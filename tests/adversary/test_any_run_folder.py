@@ -21,6 +21,7 @@ from support import adversary
 from tfdist import config
 from tfdist.checkpoints import files, oom_note, resume
 from tfdist.checkpoints.run_folder import RunFolder
+from tfdist.checkpoints.storage import Disk
 from tfdist.config.runtime_options import Environment
 from tfdist.data import spec_file
 from tfdist.doctor import checkpoints as doctor
@@ -142,7 +143,7 @@ def readers(folder):
     refused(recorded_experiment.read_experiment, asked)
     with contextlib.suppress(UserError):
         for path in files.found(folder / "checkpoints"):
-            refused(trained_model._read, path)
+            refused(trained_model._read, path, Disk())
     with contextlib.suppress(UserError):
         for finding in doctor.examine(folder / "checkpoints"):
             adversary.is_one_line(shown(finding.problem))

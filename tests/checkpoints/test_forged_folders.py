@@ -12,6 +12,7 @@ from conftest import REPOSITORY
 from tfdist import config
 from tfdist.checkpoints import files, oom_note, resume, state_shape
 from tfdist.checkpoints.run_folder import RunFolder
+from tfdist.checkpoints.storage import Disk
 from tfdist.config.runtime_options import Environment
 from tfdist.data import spec_file
 from tfdist.doctor import checkpoints as doctor
@@ -80,7 +81,7 @@ def test_a_forged_state_is_not_used(text, why, folder, said):
     assert len(said) == 2 and all(why in line and "\n" not in line for line in said)
     assert all(why in finding.problem for finding in doctor.examine(folder / "checkpoints"))
     asked = trained_model.ModelRequest(str(folder), "", "latest", config.Experiment(), {})
-    assert trained_model._read(folder / "checkpoints" / "40") is None
+    assert trained_model._read(folder / "checkpoints" / "40", Disk()) is None
     assert recorded_experiment.read_experiment(asked).name == "small"
 
 

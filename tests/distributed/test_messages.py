@@ -19,7 +19,7 @@ from tfdist.launch.event_loop import Events
 
 HELLO = {"hello": dict(node=1, nnodes=2, nproc=1, host="h", agreed={"--jit": "on"})}
 EXIT = dict(rank=1, pid=2, host="h", code=-9, lost=True, lines=["a", "b"], culprit=0, complaint="(h): silent")
-ROUND = dict(attempt=0, world=2, first=1, port=4000, salt="0f" * 16)
+ROUND = dict(attempt=0, node=0, world=2, first=1, port=4000, salt="0f" * 16)
 PLACES = {"addresses": ["h:1", "[::1]:2"], "hosts": ["h", "i"]}
 
 VALID = [  # who reads it, and a message with every field that there is

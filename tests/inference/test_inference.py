@@ -146,9 +146,9 @@ def test_checkpoints_hold_what_the_run_would_have_ended_with(copy):
         found = weights(copy, name)
         for a, b in zip(found.arrays, saved, strict=True):
             np.testing.assert_array_equal(a, b)
-    assert found.source == copy / "model.keras"
+    assert found.source == str(copy / "model.keras")
     best = json.loads((copy / "checkpoints" / "60" / "state.json").read_text())["best"]["update"]
-    assert weights(copy, "best").source.name == str(best)
+    assert pathlib.Path(weights(copy, "best").source).name == str(best)
     other = next(p for p in (copy / "checkpoints").iterdir() if p.name not in ("60", "latest"))
     assert any((a != b).any() for a, b in zip(weights(copy, other.name).arrays, saved, strict=True))
 
@@ -171,7 +171,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_left_where_it_is(copy, said):
     raw[len(raw) // 2] ^= 1
     file.write_bytes(raw)
     before = files(copy)
-    assert weights(copy, "latest").source.name != "60"
+    assert pathlib.Path(weights(copy, "latest").source).name != "60"
     assert len(said) == 1 and "60 is not used: tensors.data-00000-of-00001 has changed" in said[0]
     assert files(copy) == before
     with pytest.raises(UserError, match="none of the checkpoints that --checkpoint=60 means is valid: choose another"):

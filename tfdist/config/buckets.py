@@ -138,11 +138,11 @@ class Bucket:
           FileNotFoundError: there is no such file.
         """
         os.stat(path)  # else nobody could tell which of both is missing
-        self._tried(name, lambda system: system.put_file(str(path), self._at(name)), waits)
+        self._tried(name, lambda system: system.put_file(str(path), self.place(name)), waits)
 
     def put_bytes(self, content: bytes, name: str, waits: tuple[float, ...] | None = None) -> None:
         """Writes an object; the arguments and errors are those of `put`."""
-        self._tried(name, lambda system: system.pipe_file(self._at(name), content), waits)
+        self._tried(name, lambda system: system.pipe_file(self.place(name), content), waits)
 
     def get(self, name: str, path: pathlib.Path) -> None:
         """Reads an object into a file, which appears whole or not at all.
@@ -155,14 +155,14 @@ class Bucket:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            self._tried(name, lambda system: system.get_file(self._at(name), str(temporary)))
+            self._tried(name, lambda system: system.get_file(self.place(name), str(temporary)))
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
 
     def get_bytes(self, name: str, waits: tuple[float, ...] | None = None) -> bytes:
         """Returns the content of an object; the errors are those of `get`."""
-        return self._tried(name, lambda system: bytes(system.cat_file(self._at(name))), waits)
+        return self._tried(name, lambda system: bytes(system.cat_file(self.place(name))), waits)
 
     def listing(self, below: str = "") -> dict[str, Entry]:
         """Returns all objects of the folder, or of one below it, by their names in the folder itself.
@@ -170,13 +170,15 @@ class Bucket:
         Raises:
           BucketError: it cannot be listed.
         """
-        root = self._at("")
+        root = self.place("")
 
         def listed(system: AbstractFileSystem) -> dict[str, Entry]:
+            from fsspec.core import strip_protocol
+
             system.invalidate_cache()
             found = system.find(root + below, detail=True)
-            inside = {str(system._strip_protocol(path)): about for path, about in found.items()}
-            prefix = str(system._strip_protocol(root)).rstrip("/") + "/"
+            inside = {str(strip_protocol(f"{self._scheme}://{path}")): about for path, about in found.items()}
+            prefix = str(strip_protocol(root)).rstrip("/") + "/"
             return {
                 path.removeprefix(prefix): Entry(int(about.get("size") or 0), _tag(about))
                 for path, about in inside.items()
@@ -195,7 +197,7 @@ class Bucket:
           BucketError: one cannot be deleted.
         """
         for name in names:
-            place = self._at(name)
+            place = self.place(name)
             with contextlib.suppress(MissingError):
                 self._tried(name, lambda system, place=place: system.rm_file(place), waits)  # type: ignore[misc]
 
@@ -211,11 +213,12 @@ class Bucket:
         """
         names = list(names)
         for name in names:
-            pair = self._at(name), target._at(renamed(name))
+            pair = self.place(name), target.place(renamed(name))
             self._tried(name, lambda system, pair=pair: system.cp_file(*pair))  # type: ignore[misc]
         self.delete(names)
 
-    def _at(self, name: str) -> str:
+    def place(self, name: str) -> str:
+        """Returns the URL of an object in it."""
         return f"{self.url}/{name}"
 
     def _system(self) -> AbstractFileSystem:
@@ -237,12 +240,12 @@ class Bucket:
                 return action(self._system())
             except FileNotFoundError as error:
                 why = "no such object" if name in str(error) else _reason(error)
-                raise MissingError(self._at(name), why) from None
+                raise MissingError(self.place(name), why) from None
             except Exception as error:  # each service has its own
                 if _of_this_disk(error):
                     raise
                 if not left or {kind.__name__ for kind in type(error).__mro__} & set(_FINAL):
-                    raise BucketError(self._at(name), _reason(error)) from None
+                    raise BucketError(self.place(name), _reason(error)) from None
             time.sleep(left.pop(0))
 
 
