@@ -35,7 +35,7 @@ def private_names(path):
     for node in ast.walk(ast.parse(path.read_text())):
         name = None
         if isinstance(node, ast.Attribute):
-            own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            own = ast.unparse(node.value) in ("self", "cls", "super()")
             name = None if own else node.attr
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             name = node.value
