@@ -126,22 +126,11 @@ def test_a_full_disk_is_not_the_buckets_fault(s3, server):
 # -- tfdist.fit ---------------------------------------------------------------
 
 
-class StopAt:
-    """`should_stop` that says so after a number of calls."""
-
-    def __init__(self, calls):
-        self.left = calls
-
-    def __call__(self):
-        self.left -= 1
-        return "asked to" if self.left < 0 else ""
-
-
 def train(distribution, checkpoints=None, stop=None):
     keras.utils.set_random_seed(1)
     with distribution.scope():
         model = training_cases.compiled(training_cases.dense())
-    more = {} if stop is None else {"should_stop": StopAt(stop)}
+    more = {} if stop is None else {"should_stop": training_cases.StopAt(stop)}
     try:
         history = tfdist.fit(
             model, *training_cases.images(EXAMPLES), batch_size=BATCH, epochs=EPOCHS, distribution=distribution,

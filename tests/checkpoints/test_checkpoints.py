@@ -41,17 +41,6 @@ def model(distribution, norm=True, kernels=3):
     return made
 
 
-class StopAt:
-    """`should_stop` that says so after a number of calls."""
-
-    def __init__(self, calls):
-        self.left = calls
-
-    def __call__(self):
-        self.left -= 1
-        return "asked to" if self.left < 0 else ""
-
-
 def train(distribution, data=None, stop=None, made=None, **options):
     """Trains; returns the model and what can be compared of it, or None when it was stopped."""
     made = made or model(distribution)
@@ -59,7 +48,7 @@ def train(distribution, data=None, stop=None, made=None, **options):
     data = training_cases.images(EXAMPLES) if data is None else data()
     data = {"dataset": data} | ({} if isinstance(data, tf.data.Dataset) else {"batch_size": BATCH})
     if stop is not None:
-        options["should_stop"] = StopAt(stop)
+        options["should_stop"] = training_cases.StopAt(stop)
     callbacks = [keras.callbacks.ReduceLROnPlateau(monitor="loss", patience=1, factor=0.5)]
     options["check_agreement"] = "off"  # each replica has statistics of its own, to be restored bit by bit
     try:
@@ -190,7 +179,7 @@ def test_the_best_epoch_is_one_that_was_validated(connect, tmp_path):
 def test_a_resumed_early_stopping_keeps_its_patience_and_its_best_weights(connect, tmp_path):
     def stopping(made, stop=None, **options):
         early = keras.callbacks.EarlyStopping(monitor="loss", patience=2, min_delta=10, restore_best_weights=True)
-        options |= {} if stop is None else {"should_stop": StopAt(stop)}
+        options |= {} if stop is None else {"should_stop": training_cases.StopAt(stop)}
         x, y = training_cases.images(EXAMPLES)
         try:
             return tfdist.fit(

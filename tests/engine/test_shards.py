@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from support import sharded_cases, training_cases
+from support.keras_programs.layers import CountsExamples
 from support.sharded_cases import SHARDS
 from support.training_cases import L
 
@@ -273,16 +274,6 @@ def with_layer(layer):
 def own_step():
     image = keras.Input((4, 4, 1))
     return training_cases.compiled(OwnStep(image, L.Dense(5)(L.Flatten()(image))))
-
-
-class CountsExamples(L.Layer):
-    def build(self, shape):
-        self.seen = self.add_weight(shape=(), initializer="zeros", trainable=False, name="seen")
-
-    def call(self, x, training=False):
-        if training:
-            self.seen.assign_add(keras.ops.cast(keras.ops.shape(x)[0], "float32"))
-        return x
 
 
 class CountsUpdates(L.Layer):

@@ -15,6 +15,17 @@ from tfdist.train.early_stopping import Patience
 L = keras.layers
 
 
+class StopAt:
+    """`should_stop` that says so after a number of calls."""
+
+    def __init__(self, calls):
+        self.left = calls
+
+    def __call__(self):
+        self.left -= 1
+        return "asked to" if self.left < 0 else ""
+
+
 def rng():
     return np.random.default_rng(7)
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from support import training_cases
+from support.keras_programs.layers import CountsExamples
 
 import tfdist
 from tfdist.engine.checks import passed_checks
@@ -45,18 +46,6 @@ class SumOfSquares(L.Layer):
 
     def call(self, x):
         self.add_loss(0.01 * keras.ops.sum(keras.ops.square(x)))
-        return x
-
-
-class CountsRows(L.Layer):
-    """Each replica counts its own."""
-
-    def build(self, shape):
-        self.seen = self.add_weight(shape=(), initializer="zeros", trainable=False, name="seen")
-
-    def call(self, x, training=False):
-        if training:
-            self.seen.assign_add(keras.ops.cast(keras.ops.shape(x)[0], "float32"))
         return x
 
 
@@ -118,7 +107,11 @@ def test_a_model_that_is_the_same_says_so_and_is_remembered(connect, capsys, rep
         ([L.BatchNormalization], keras.Model, r"layer 'batch_normalization.*' normalizes with the rows of its own"),
         ([SumOfSquares], keras.Model, r"add_loss differs by .*, which layer sum_of_squares.* gives: make it a mean"),
         ([], SumStep, r"what train_step of SumStep computes is no mean over examples"),
-        ([CountsRows], keras.Model, r"the variable 'counts_rows.*/seen' differs by .* after an update: add it up over"),
+        (
+            [CountsExamples],
+            keras.Model,
+            r"the variable 'counts_examples.*/seen' differs by .* after an update: add it up over",
+        ),
         pytest.param(
             *([], UpdatesByHand, r"the variable 'dense.*' differs by .* after an update: add it up over the replicas"),
             marks=pytest.mark.whole,
