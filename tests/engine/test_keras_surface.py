@@ -19,11 +19,11 @@ def cells():
     """Yields each program under each strategy, on one device and on two replicas with each number of rows.
 
     Elsewhere a number that leaves a shorter last batch is enough, since it has whole batches, too. `make test` has one
-    cell of every fourteenth program, on one device, two replicas or three; some on workers are in `test_workers.py`.
+    cell of every twentieth program, on one device, two replicas or three; some on workers are in `test_workers.py`.
     """
     for turn, program in enumerate(keras_programs.PROGRAMS):
         strategies = [programs.ONE] if program.unlike_one else programs.STRATEGIES
-        group, rest = divmod(turn, 14)
+        group, rest = divmod(turn, 20)
         short = strategies[group % min(3, len(strategies))]
         uneven = [rows for rows in program.rows if rows % program.batch] or program.rows
         for strategy in strategies:

@@ -30,7 +30,7 @@ def reference(connect):
 
 SHORT = {
     "uneven tail": 3,
-    "batch norm, uneven": 3,
+    "batch norm, uneven": 2,
     "add_loss, uneven": 2,
 }
 """What `make test` runs, and on how many replicas."""

@@ -137,7 +137,7 @@ def by_hand(model, make):
     "name, replicas",
     [
         *(
-            pytest.param(name, 1, marks=[pytest.mark.whole] * (i % 3 > 0))
+            pytest.param(name, 1, marks=[pytest.mark.whole] * (i % 6 > 0))
             for i, name in enumerate(MAKE)
             if "within" not in name
         ),

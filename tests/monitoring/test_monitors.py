@@ -125,7 +125,10 @@ def test_a_slow_epoch_end_is_no_time_between_calls(connect):
     assert calls.steady.python < 0.5
 
 
-@pytest.mark.parametrize("replicas, optimizer", [(1, "sgd"), (3, "sgd"), (3, "scaled"), (1, "clipped")])
+@pytest.mark.parametrize(
+    "replicas, optimizer",
+    [(3, "scaled"), (1, "clipped"), *(pytest.param(n, "sgd", marks=pytest.mark.whole) for n in (1, 3))],
+)
 def test_the_gradient_norm_is_that_of_the_whole_batch(replicas, optimizer, connect):
     distribution, (x, y) = connect(replicas), data(10)  # 10 = 4 + 4 + 2 and filler
     model = small(distribution)

@@ -64,7 +64,7 @@ def columns(source):
     return tuple(np.concatenate(c) for c in zip(*([t.numpy() for t in batch] for batch in in_order(source, 7))))
 
 
-@pytest.mark.parametrize("cache", ["memory", "stream"])
+@pytest.mark.parametrize("cache", ["stream", pytest.param("memory", marks=pytest.mark.whole)])
 def test_images(saved, cache):
     data = tfdist.load_data(f"hf:{saved}", cache=cache, options="channels=1", **CUT)
     assert isinstance(data.train, Records if cache == "stream" else Arrays)
@@ -77,6 +77,7 @@ def test_images(saved, cache):
     assert colour.spec.shape == (4, 4, 3)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("floats", ["float32", "float64"])
 @pytest.mark.parametrize("x, want", [("values", VALUES), ("lists", VALUES[:, 0]), ("price", VALUES[:, 0, :1])])
 def test_numbers_to_the_bit(saved, floats, x, want, monkeypatch):

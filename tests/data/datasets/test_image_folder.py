@@ -243,9 +243,8 @@ def trained(given, distribution, epochs=2):
     return np.concatenate([w.ravel() for w in model.get_weights()])
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("replicas", [3, 1])
-@pytest.mark.parametrize("cache", ["stream", "memory"])
+@pytest.mark.parametrize("replicas", [3, pytest.param(1, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("cache", ["stream", pytest.param("memory", marks=pytest.mark.whole)])
 def test_every_strategy_and_cache_trains_the_same(cache, replicas, tmp_path, connect):
     folder(tmp_path)
     for i, size in enumerate([(30, 50), (9, 9), (100, 20)]):
