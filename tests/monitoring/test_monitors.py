@@ -362,6 +362,7 @@ def test_a_profile(tmp_path, connect, said):
         epochs=1,
         callbacks=[count, profiler],
         verbose=0,
+        check_agreement="off",
     )
     text = (tmp_path / "profile.txt").read_text()
     assert text.startswith(f"updates 21 to 30 of {tmp_path}\n") and "input " in text and "all-reduce " in text
