@@ -114,3 +114,15 @@ def test_a_callback_of_one_worker_ends_on_all_what_it_ends_there(world, connect)
         np.testing.assert_allclose(worker["rows"], rows, rtol=1e-5, atol=1e-6)
         assert training_cases.distance(worker["weights"], training_cases.weights(model)) < 1e-6
     assert (world[0] / "2.keras").exists()
+
+
+def test_a_callback_measures_as_with_keras(world, connect):
+    """Keras' own `evaluate` and `predict` end with an error where workers share their variables."""
+    x, y = training_cases.images(42)
+    callback, model = callback_worker.Measures(), callback_worker.plain(connect(1))
+    model.fit(x, y, 12, 2, 0, [callback], shuffle=False)
+    for worker in scene(world, "measured"):
+        assert worker["left"] == set()
+        for (rows, values, names), expected in zip(worker["found"], callback.found, strict=True):
+            np.testing.assert_allclose(rows, expected[0], rtol=1e-5, atol=1e-6)
+            assert values == pytest.approx(expected[1], rel=1e-6) and names == expected[2]

@@ -307,6 +307,20 @@ def test_the_epoch_that_a_backup_goes_back_to(tmp_path):
     assert keras_internals.restored_epoch(model) == 0
 
 
+def test_methods_that_another_answers():
+    """Else a callback's `model.predict` would end with an error on workers that share their variables."""
+    one, other = training_cases.dense(), training_cases.dense()
+    x, _ = training_cases.images(3)
+    before = dict(vars(keras.Model))
+    with keras_internals.measured_by(one, lambda *given: "e", lambda *given, **named: (given, named)):
+        assert one.evaluate(x) == "e" and one.predict(x, verbose=0) == ((one, x), {"verbose": 0})
+        assert other.predict(x, verbose=0).shape == keras.models.clone_model(one).predict(x, verbose=0).shape
+        with keras_internals.measured_by(other, None, lambda *given: "o"):
+            assert (other.predict(x), one.predict(x)) == ("o", ((one, x), {}))
+        assert one.evaluate(x) == "e"
+    assert dict(vars(keras.Model)) == before
+
+
 def test_the_order_of_metrics():
     """Else `evaluate(return_dict=False)` would give other numbers than Keras' own in each place."""
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])

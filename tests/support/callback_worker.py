@@ -190,7 +190,29 @@ def stopped(distribution, folder):
     return {"batches": batches, "logs": logs, "rows": rows, "weights": training_cases.weights(model)}
 
 
-SCENES = {"writers": writers, "backup": backup, "shuffled": shuffled, "stopped": stopped}
+class Measures(keras.callbacks.Callback):
+    """Calls what Keras' own callbacks may call, as one that draws a confusion matrix does."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def on_epoch_end(self, epoch, logs=None):
+        x, y = training_cases.images(25)
+        rows = self.model.predict(x, 12, verbose=0)
+        values = self.model.evaluate(x, y, batch_size=12, verbose=0)
+        self.found.append((rows, values, sorted(self.model.evaluate(x, y, verbose=0, return_dict=True))))
+
+
+def measured(distribution, folder):
+    """What a callback measures within a training, and Keras' methods after it."""
+    model, callback = plain(distribution), Measures()
+    x, y = training_cases.images(42)
+    tfdist.fit(model, x, y, 12, 2, 0, [callback], shuffle=False, distribution=distribution)
+    return {"found": callback.found, "left": {"evaluate", "predict"} & set(vars(keras.Model))}
+
+
+SCENES = {"writers": writers, "backup": backup, "shuffled": shuffled, "stopped": stopped, "measured": measured}
 
 if __name__ == "__main__":
     target = pathlib.Path(sys.argv[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -153,6 +154,26 @@ def predict_batches(
     for both, _ in _pieces(model, source, distribution, batch_size, kind, should_stop, shards=shards):
         outputs, targets = both
         yield keras.tree.map_structure(np.asarray, outputs), keras.tree.map_structure(np.asarray, targets)
+
+
+def by_all_workers(
+    model: keras.Model, distribution: Distribution, shards: int = 0
+) -> contextlib.AbstractContextManager[None]:
+    """Lets callbacks call `model.evaluate` and `model.predict`, within it, where workers share their variables.
+
+    Those of Keras end there with an error. Everywhere else they are Keras' own.
+
+    Args:
+      shards: as for `fit`.
+    """
+    if distribution.workers == 1 or distribution.name == "horovod":
+        return contextlib.nullcontext()
+    options: dict[str, Any] = {"distribution": distribution, "shards": shards}
+    return keras_internals.measured_by(
+        model,
+        lambda *given, **named: evaluate(*given, **options, **{"return_dict": False, **named}),
+        lambda *given, **named: predict(*given, **options, **named),
+    )
 
 
 class _Piece(NamedTuple):

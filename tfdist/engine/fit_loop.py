@@ -86,7 +86,12 @@ class FitLoop:
 
     def run(self) -> keras.callbacks.History:
         """Trains from the beginning, or from where a checkpoint is, to the end."""
-        with keras_internals.variables_as_numbers(), callback_list.apart(self._callbacks, self._options.distribution):
+        options = self._options
+        with (
+            keras_internals.variables_as_numbers(),
+            callback_list.apart(self._callbacks, options.distribution),
+            evaluation.by_all_workers(self._model, options.distribution, options.shards),
+        ):
             return self._run()
 
     def _run(self) -> keras.callbacks.History:

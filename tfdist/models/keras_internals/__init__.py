@@ -6,6 +6,7 @@ says when a new version has moved one and what that would break, and a test that
 
 from tfdist.models.keras_internals.callbacks import (
     BATCHES_SEEN,
+    measured_by,
     profiles_batches,
 )
 from tfdist.models.keras_internals.compiled import (
@@ -96,6 +97,7 @@ __all__ = [
     "mask_of",
     "matched_losses",
     "mean_updates",
+    "measured_by",
     "metrics_by_output",
     "metrics_in_order",
     "one_replica_in_sync",
