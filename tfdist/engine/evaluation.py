@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -168,12 +169,13 @@ def by_all_workers(
     """
     if distribution.workers == 1 or distribution.name == "horovod":
         return contextlib.nullcontext()
-    options: dict[str, Any] = {"distribution": distribution, "shards": shards}
-    return keras_internals.measured_by(
-        model,
-        lambda *given, **named: evaluate(*given, **options, **{"return_dict": False, **named}),
-        lambda *given, **named: predict(*given, **options, **named),
-    )
+    methods: dict[str, Callable[..., Any]] = {"evaluate": evaluate, "predict": predict}
+    ours = {name: functools.partial(f, distribution=distribution, shards=shards) for name, f in methods.items()}
+
+    def listed(*given: object, return_dict: bool = False, **named: object) -> object:
+        return ours["evaluate"](*given, **{} if len(given) > 8 else {"return_dict": return_dict}, **named)
+
+    return keras_internals.measured_by(model, listed, ours["predict"])
 
 
 class _Piece(NamedTuple):
