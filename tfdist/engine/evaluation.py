@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -155,27 +153,6 @@ def predict_batches(
     for both, _ in _pieces(model, source, distribution, batch_size, kind, should_stop, shards=shards):
         outputs, targets = both
         yield keras.tree.map_structure(np.asarray, outputs), keras.tree.map_structure(np.asarray, targets)
-
-
-def by_all_workers(
-    model: keras.Model, distribution: Distribution, shards: int = 0
-) -> contextlib.AbstractContextManager[None]:
-    """Lets callbacks call `model.evaluate` and `model.predict`, within it, where workers share their variables.
-
-    Those of Keras end there with an error. Everywhere else they are Keras' own.
-
-    Args:
-      shards: as for `fit`.
-    """
-    if distribution.workers == 1 or distribution.name == "horovod":
-        return contextlib.nullcontext()
-    methods: dict[str, Callable[..., Any]] = {"evaluate": evaluate, "predict": predict}
-    ours = {name: functools.partial(f, distribution=distribution, shards=shards) for name, f in methods.items()}
-
-    def listed(*given: object, return_dict: bool = False, **named: object) -> object:
-        return ours["evaluate"](*given, **{} if len(given) > 8 else {"return_dict": return_dict}, **named)
-
-    return keras_internals.measured_by(model, listed, ours["predict"])
 
 
 class _Piece(NamedTuple):

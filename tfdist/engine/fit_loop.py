@@ -86,12 +86,8 @@ class FitLoop:
 
     def run(self) -> keras.callbacks.History:
         """Trains from the beginning, or from where a checkpoint is, to the end."""
-        options = self._options
-        with (
-            keras_internals.variables_as_numbers(),
-            callback_list.apart(self._callbacks, options.distribution),
-            evaluation.by_all_workers(self._model, options.distribution, options.shards),
-        ):
+        apart = callback_list.apart(self._callbacks, self._options.distribution)
+        with keras_internals.variables_as_numbers(), apart, self._measured_by_callbacks():
             return self._run()
 
     def _run(self) -> keras.callbacks.History:
@@ -209,6 +205,22 @@ class FitLoop:
             self._position.update,
             self._options.shards,
         )
+
+    def _measured_by_callbacks(self) -> contextlib.AbstractContextManager:
+        """Lets callbacks call `evaluate` and `predict` of the model where workers share its variables.
+
+        Keras' own end there with an error, and are used everywhere else.
+        """
+        distribution, shards = self._options.distribution, self._options.shards
+        if distribution.workers == 1 or distribution.name == "horovod":
+            return contextlib.nullcontext()
+        measure = functools.partial(evaluation.evaluate, distribution=distribution, shards=shards)
+        predict = functools.partial(evaluation.predict, distribution=distribution, shards=shards)
+
+        def evaluate(*given: Any, return_dict: bool = False, **named: Any) -> object:
+            return measure(*given, **named) if len(given) > 8 else measure(*given, return_dict=return_dict, **named)
+
+        return keras_internals.measured_by(self._model, evaluate, predict)
 
     def _averaged(self) -> contextlib.AbstractContextManager:
         """Returns the context in which the model has its averaged weights, where these are to be measured."""
