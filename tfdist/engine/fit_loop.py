@@ -217,8 +217,8 @@ class FitLoop:
         measure = functools.partial(evaluation.evaluate, distribution=distribution, shards=shards)
         predict = functools.partial(evaluation.predict, distribution=distribution, shards=shards)
 
-        def evaluate(*given: Any, return_dict: bool = False, **named: Any) -> object:
-            return measure(*given, **named) if len(given) > 8 else measure(*given, return_dict=return_dict, **named)
+        def evaluate(*given: Any, **named: Any) -> object:
+            return measure(*given, **named if len(given) > 8 else {"return_dict": False, **named})
 
         return keras_internals.measured_by(self._model, evaluate, predict)
 
