@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -214,10 +215,12 @@ class FitLoop:
         distribution, shards = self._options.distribution, self._options.shards
         if distribution.workers == 1 or distribution.name == "horovod":
             return contextlib.nullcontext()
-        measure = functools.partial(evaluation.evaluate, distribution=distribution, shards=shards)
+        measure: Callable[..., object] = functools.partial(
+            evaluation.evaluate, distribution=distribution, shards=shards
+        )
         predict = functools.partial(evaluation.predict, distribution=distribution, shards=shards)
 
-        def evaluate(*given: Any, **named: Any) -> object:
+        def evaluate(*given: object, **named: object) -> object:
             return measure(*given, **named if len(given) > 8 else {"return_dict": False, **named})
 
         return keras_internals.measured_by(self._model, evaluate, predict)
