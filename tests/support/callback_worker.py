@@ -208,8 +208,10 @@ def measured(distribution, folder):
     """What a callback measures within a training, and Keras' methods after it."""
     model, callback = plain(distribution), Measures()
     x, y = training_cases.images(42)
-    tfdist.fit(model, x, y, 12, 2, 0, [callback], shuffle=False, distribution=distribution)
-    return {"found": callback.found, "left": {"evaluate", "predict"} & set(vars(keras.Model))}
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        options = {"distribution": distribution, "check_agreement": "on"}
+        tfdist.fit(model, x, y, 12, 2, 0, [callback], shuffle=False, **options)
+    return {"found": callback.found, "said": said.getvalue(), "left": {"evaluate", "predict"} & set(vars(keras.Model))}
 
 
 SCENES = {"writers": writers, "backup": backup, "shuffled": shuffled, "stopped": stopped, "measured": measured}

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
-from tfdist.config import cpu_kernels
+from tfdist.config import cpu_kernels, messages
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import OF_A_RUN, Environment
 from tfdist.distributed import gpus, rendezvous, strategy_choice, tf_devices, tpu_host
@@ -87,6 +87,7 @@ def create(site: Site, facts: Mapping[str, str] | None = None) -> Distribution:
         # The others would wait for this worker in a constructor that nothing interrupts.
         peers.fail(str(error), 2 if isinstance(error, UserError) else 1)
         raise
+    messages.chief_only(distribution.is_chief)
     if not distribution.is_chief:
         _silence_keras()
     elif late and distribution.devices[0].startswith("CPU") and cpu_kernels.wanted() != kernels:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 from absl import flags
 
 from tfdist import config
-from tfdist.config import field_syntax, messages, runtime_options
+from tfdist.config import field_syntax, runtime_options
 from tfdist.config.commands import command_line
 from tfdist.config.messages import logger
 from tfdist.errors import Interrupted, UserError
@@ -144,7 +144,6 @@ def with_model(
     aside = contextlib.redirect_stdout(sys.stderr) if values.output == STDOUT else contextlib.nullcontext()
     with aside:
         distribution = connect.create(site, facts)
-        messages.chief_only(distribution.is_chief)
         try:
             worker_session.in_touch(distribution.peers, do)
         except Interrupted as stopped:

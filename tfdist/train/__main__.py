@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from tfdist import config
-from tfdist.config import messages, runtime_options, validation
+from tfdist.config import runtime_options, validation
 from tfdist.config.commands import command_line, shipped, standard_streams
 from tfdist.errors import UserError
 
@@ -62,7 +62,6 @@ def train_and_evaluate(experiment: config.Experiment, environment: runtime_optio
         if batch_size_search.is_auto(known):
             proposal = batch_size_search.find(experiment, environment, site)
         distribution = ahead_of_time.create(site, config.flat(experiment))
-        messages.chief_only(distribution.is_chief)
         return worker_session.in_touch(
             distribution.peers, lambda: _run(experiment, environment, site, folder, distribution, proposal)
         )
