@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,9 +26,6 @@ from tfdist.data import python_batches
 from tfdist.data.batch_layout import unpack
 from tfdist.data.structures import Structure
 from tfdist.errors import UserError
-
-_LOOKED_AT = 2**16
-"""Examples, about, whose targets are compared between workers."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -294,30 +290,6 @@ def check_labels(y: np.ndarray, classes: int, what: str) -> None:
             f"(0 to {classes - 1}); {wrong.size} such label{'s' * (wrong.size > 1)}: "
             "correct the labels or the model's last layer"
         )
-
-
-def facts(source: Source) -> dict[str, object]:
-    """Returns what the data of all workers must have in common, as JSON.
-
-    There are no floats in it, which machines may round differently.
-    """
-    if isinstance(source, Batches):
-        return {"kind": "batches", "batches": source.batches, "elements": str(source.dataset.element_spec)}
-    # By number or in memory is the same data; that depends on how much memory there is.
-    common: dict[str, object] = {"kind": "examples", "examples": source.size}
-    if isinstance(source, Records):
-        return common if source.labels is None else common | {"checksum of labels": _checksum(source.labels)}
-    elements = keras.tree.map_structure(lambda a: f"{a.shape[1:]} {a.dtype}", source.columns)
-    targets = [y for y in keras.tree.flatten(targets_of(source)) if isinstance(y, np.ndarray) and y.dtype.kind in "iub"]
-    return common | {"elements": str(elements), "checksum of targets": _checksum(*targets)}
-
-
-def _checksum(*columns: np.ndarray) -> int:
-    checksum = 0
-    for column in columns:
-        some = column[:: max(1, len(column) // _LOOKED_AT)]
-        checksum = zlib.crc32(some.astype("<i8").tobytes(), checksum)
-    return checksum
 
 
 def targets_of(source: Source) -> Structure:

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.config import schedule
-from tfdist.data import sources
+from tfdist.data import sources, worker_facts
 from tfdist.data.batch_layout import Layout
 from tfdist.data.feeds.record_feed import RecordFeed
 from tfdist.data.feeds.sequence_feed import SequenceFeed
@@ -65,7 +65,7 @@ def layout_of(
         return layout
     if sources.reader(source).alone:
         raise UserError(sources.reader(source).alone)
-    distribution.peers.check_same({**sources.facts(source), "batch": batch}, "the data")
+    distribution.peers.check_same({**worker_facts.facts(source), "batch": batch}, "the data")
     return layout
 
 

@@ -16,7 +16,7 @@ from tfdist.data.augmentation import ops
 from tfdist.data.datasets import formats
 from tfdist.data.loaded import Loaded
 from tfdist.data.sources import Arrays, Records, one_hot
-from tfdist.data.sources import facts as data_facts
+from tfdist.data.worker_facts import facts as data_facts
 from tfdist.errors import UserError
 
 
@@ -39,7 +39,7 @@ def load(experiment: config.Experiment, prepare: bool = True, hold_out: bool = T
 
 
 def facts(loaded: Loaded) -> dict[str, object]:
-    """Returns `sources.facts` of the training split, with what the model is built for."""
+    """Returns `worker_facts.facts` of the training split, with what the model is built for."""
     spec = loaded.spec
     known = [spec.names, [(c.name, c.kind, c.vocabulary) for c in (*spec.columns, *filter(None, [spec.target]))]]
     return {

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 
@@ -68,8 +69,11 @@ def difference(facts: Sequence[Mapping[str, object]], hosts: Sequence[str]) -> s
     first, *others = facts
     for rank, theirs in enumerate(others, 1):
         for name in first:  # in its order, so that all say the same
-            if name in theirs and first[name] != theirs[name]:
-                there, here = (str(v)[:100] for v in (theirs[name], first[name]))
+            there, here = theirs.get(name), first[name]
+            if isinstance(here, list) and isinstance(there, list) and any(isinstance(v, float) for v in here):
+                there, here = next(_differing(there, here), (None, None))
+            if name in theirs and there != here:
+                there, here = (str(v)[:100] for v in (there, here))
                 return (
                     f"worker {rank} ({hosts[rank]}) has other data than worker 0 ({name}: {there} and not "
                     f"{here}): give all workers the same, the whole of it, since each takes its own rows"
@@ -77,6 +81,26 @@ def difference(facts: Sequence[Mapping[str, object]], hosts: Sequence[str]) -> s
     return ""
 
 
+def _differing(theirs: list[Any], mine: list[Any]) -> Iterator[tuple[Any, Any]]:
+    """Yields pairs that differ by more than rounding, or the lengths if these differ."""
+    if len(theirs) != len(mine):
+        yield f"{len(theirs)} of it", f"{len(mine)} of it"
+        return
+    floats = [abs(v) for v in mine if isinstance(v, float) and math.isfinite(v)]
+    allowed = ROUNDING * max(floats, default=0.0)
+    for there, here in zip(theirs, mine):
+        if not (isinstance(there, float) and isinstance(here, float)):
+            same = there == here
+        elif math.isnan(here):
+            same = math.isnan(there)
+        else:
+            same = math.isclose(there, here, rel_tol=10 * ROUNDING, abs_tol=allowed)
+        if not same:
+            yield there, here
+
+
+ROUNDING = 1e-5
+"""Of the largest number of a list; ten times as much of a number itself."""
 TURNS = 3
 
 
