@@ -134,6 +134,21 @@ class Largest(metrics.Metric):
         return self.value
 
 
+class OverEpochs(metrics.MeanSquaredError):
+    """A metric that is never reset."""
+
+    def reset_state(self):
+        pass
+
+
+class Fading(metrics.MeanSquaredError):
+    """A metric in which each epoch counts half of the next."""
+
+    def reset_state(self):
+        self.total.assign(self.total / 2)
+        self.count.assign(self.count / 2)
+
+
 class Batches(metrics.Metric):
     """Counts its updates, not examples."""
 
@@ -291,6 +306,7 @@ PROGRAMS = [
     measured("loss objects", lambda: [keras.losses.Huber(0.3), keras.losses.CosineSimilarity()], numbers),
     measured("functions of keras", lambda: [keras.losses.log_cosh, keras.metrics.mean_absolute_error], numbers),
     measured("a maximum", lambda: [Largest()], numbers),
+    measured("that keep their state", lambda: [OverEpochs(name="over"), Fading(name="fading")], numbers),
     measured("a count of updates", lambda: [Batches()], numbers),
     measured("a mean over updates", lambda: [MeanOfBatches(name="rmse")], numbers),
     measured("own update_state", lambda: [Counted()], numbers),

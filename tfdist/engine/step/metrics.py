@@ -275,20 +275,38 @@ def reset(model: keras.Model, distribution: Distribution) -> None:
 
     Each replica does it by itself: TensorFlow would give each a part of the value to begin with, and parts of 0.1 add
     up to another number, of a whole number to none at all. The first replica has it, and the others zero, so that the
-    sum is right. Metrics that must see a whole batch have theirs everywhere.
+    sum is right. What a metric keeps of its state is what the first makes of the sum. Metrics that must see a whole
+    batch have theirs everywhere.
     """
     whole = {id(v) for metric in whole_metrics.of(model) for v in metric.variables}
     summed = [v for metric in model.metrics for v in metric.variables if id(v) not in whole]
+    many = distribution.replicas > 1
+    keeping = [v for metric in model.metrics if many and _keeps(metric) for v in metric.variables if id(v) not in whole]
+    with distribution.totals(keeping):
+        totals = [tf.convert_to_tensor(v) for v in keeping]
 
     def of_each() -> None:
+        first = tf.equal(distribution.replica_id(), 0)
+        for variable, total in zip(keeping, totals):
+            _assign(variable, tf.where(first, total, tf.zeros_like(total)))
         for metric in model.metrics:
             metric.reset_state()
-        if distribution.replicas == 1:
-            return
-        first = tf.equal(distribution.replica_id(), 0)
-        for variable in summed:
+        for variable in summed if many else ():
             value = tf.convert_to_tensor(variable.value)
-            kept = tf.where(first, value, tf.zeros_like(value))
-            tf.raw_ops.AssignVariableOp(resource=variable.value.handle, value=kept)
+            _assign(variable, tf.where(first, value, tf.zeros_like(value)))
 
     distribution.run(of_each, ())
+
+
+def _keeps(metric: keras.Metric) -> bool:
+    """Tells whether `reset_state` leaves something of the state, or makes the new one of it."""
+    try:
+        reset = tf.function(metric.stateless_reset_state, autograph=False).get_concrete_function()
+    except Exception:  # whatever a metric of the user's raises there
+        return True
+    return bool(reset.captured_inputs)
+
+
+def _assign(variable: keras.Variable, value: tf.Tensor) -> None:
+    """Writes the copy of this replica; the variable's own assign would meet the other replicas."""
+    tf.raw_ops.AssignVariableOp(resource=variable.value.handle, value=value)
