@@ -254,6 +254,24 @@ class SamplesNegatives(L.Layer):
         return x + tf.cast(drawn.sampled_candidates[0], x.dtype)
 
 
+class DrawsByPython(L.Layer):
+    """Its numbers depend on what the process has drawn before, and on which replica comes first."""
+
+    def call(self, x):
+        drawn = tf.numpy_function(lambda: np.float32(np.random.rand()), [], tf.float32)
+        return x + tf.ensure_shape(drawn, [])
+
+
+class AsksPython(L.Layer):
+    def call(self, x):
+        return tf.ensure_shape(tf.py_function(lambda x: x, [x], tf.float32), x.shape)
+
+
+class ComputesByPython(L.Layer):
+    def call(self, x):
+        return x + tf.ensure_shape(tf.numpy_function(lambda: np.float32(1), [], tf.float32, stateful=False), [])
+
+
 class Switch(L.Layer):
     def build(self, shape):
         self.on = self.add_weight(shape=(), dtype="bool", initializer="zeros", trainable=False)
@@ -330,7 +348,7 @@ class Centers(L.Layer):
             SumOfSquares, "add_loss differs by .* layer sum_of_squares.* gives: make", marks=pytest.mark.whole
         ),
         (Watches, "metric 'highest' differs by .*: leave it out"),
-        pytest.param(Centers, "loss '.*' differs by .*: use a loss with a value per ", marks=pytest.mark.whole),
+        pytest.param(Centers, "loss '.*' differs by .*, since layer 'centers", marks=pytest.mark.whole),
     ],
 )
 @pytest.mark.parametrize("replicas", [1, pytest.param(3, marks=pytest.mark.whole)])
@@ -408,6 +426,8 @@ def largest(y, outputs):
         (with_layer(UnseededNowAndThen), 1, {}, "changes a variable that is no state of a layer"),
         (with_layer(ShrinksWeights), 1, {}, "changes a variable that is no state of a layer"),
         (with_layer(SamplesNegatives), 1, {}, "by TensorFlow's LogUniformCandidateSampler, which depend on the dev"),
+        (with_layer(DrawsByPython), 1, {}, r"the model calls Python \(PyFunc\), whose random numbers and counts would"),
+        (with_layer(AsksPython), 1, {}, r"the model calls Python \(EagerPyFunc\)"),
         (with_layer(Switch), 1, {}, "shards cannot add up .*switch.*, which is bool"),
     ],
 )
@@ -419,6 +439,18 @@ def test_what_shards_refuse(model, replicas, options, message, connect):
     with pytest.raises(tfdist.UserError, match=message):
         given = {"batch_size": 24, "shards": SHARDS, **options}
         tfdist.fit(made, X, Y, distribution=connect(replicas), verbose=0, **given)
+
+
+@pytest.mark.whole
+def test_python_that_says_it_has_no_state_is_the_same_in_shards(connect):
+    weights = []
+    for replicas in (1, 3):
+        keras.utils.set_random_seed(1)
+        with connect(replicas).scope():
+            model = with_layer(ComputesByPython)()
+        tfdist.fit(model, X, Y, batch_size=24, shards=4, verbose=0, distribution=connect(replicas))
+        weights.append(training_cases.weights(model))
+    np.testing.assert_array_equal(*weights)
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ def digits(tfds_dir, split="test"):
 def test_every_strategy_finds_what_the_run_ended_with(world, after, trained, tfds_dir):
     """Evaluation and predictions, beside Keras' own on the saved model; and the run is as it was."""
     starter, flags = WORLDS[world]
+    flags = [*flags, "--check_agreement=on"]
     before = files(trained / "run")
     done = after("tfdist.evaluate", "--workdir=run", "--output=e.json", "--overwrite", *flags, starter=starter)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -71,6 +72,8 @@ def test_every_strategy_finds_what_the_run_ended_with(world, after, trained, tfd
     assert found["examples"] == 360 and found["weights_sha256"] == result["weights_sha256"]
     assert found["evaluation"] == pytest.approx(result["evaluation"], rel=1e-6)
     assert found["replicas"] == {"one device": 1, "mirrored": 3}.get(world, 2)
+    checked = f"checked: 1 and {found['replicas']} replicas agree on "
+    assert (f"{checked}measuring this model" in done.stdout) == (found["replicas"] > 1)
     if world == "launched":  # what such workers predict is compared in test_workers.py
         return
 
@@ -78,6 +81,7 @@ def test_every_strategy_finds_what_the_run_ended_with(world, after, trained, tfd
         "tfdist.predict", "--workdir=run", "--output=p.csv", "--overwrite", "--scores", *flags, starter=starter
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert (f"{checked}predicting with this model" in done.stdout) == (found["replicas"] > 1)
     assert files(trained / "run") == before
     assert {p.name for p in trained.iterdir()} - {"logs"} <= {"run", "e.json", "p.csv", "p.jsonl"}
     rows = list(csv.DictReader((trained / "p.csv").read_text().splitlines()))

@@ -377,9 +377,10 @@ def outcome(case, distribution, precision, **fit):
         # The check has tests of its own, and costs as much as the rest.
         **{"check_agreement": "off", **case.fit, **fit},
     )
-    evaluation = tfdist.evaluate(model, given, distribution=distribution, batch_size=case.batch)
+    here = dict(distribution=distribution, batch_size=case.batch, check_agreement="off")
+    evaluation = tfdist.evaluate(model, given, **here)
     inputs = given[0] if isinstance(given, tuple) else given
-    outputs = keras.tree.flatten(tfdist.predict(model, inputs, distribution=distribution, batch_size=case.batch))
+    outputs = keras.tree.flatten(tfdist.predict(model, inputs, **here))
     return weights(model), history.history, evaluation, outputs
 
 

@@ -22,7 +22,7 @@ OF_A_RUN = (
     "workdir", "resume", "resume_changed", "requeue", "check_agreement", "progress", "tensorboard", "profile",
     "dry_run", "topology", "find_learning_rate",
 )  # fmt: skip
-"""Fields that mean something to `tfdist.train` only."""
+"""Fields that mean something to what trains, or uses what was trained; not to how processes are connected."""
 MOST_THREADS = 1024
 """Threads per device, and devices that a CPU is split into; tens of thousands take minutes to start, or all memory."""
 MOST_PROFILED = 100
@@ -188,7 +188,7 @@ def define_flags() -> None:
         "check_agreement",
         d.check_agreement,
         CHECK_AGREEMENT,
-        "Check before training that 1 and all replicas agree on the model; auto: unless it has passed before.",
+        "Check first that 1 and all replicas agree on the model; auto: unless it has passed before.",
     )
     flags.DEFINE_enum(
         "progress", d.progress, PROGRESS, "Progress display; auto: a bar on a terminal, else plain lines."

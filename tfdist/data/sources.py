@@ -175,6 +175,13 @@ def is_bare(source: Source) -> bool:
     return not isinstance(source, Arrays) or not isinstance(source.columns[0], tuple | list)
 
 
+def entries(source: Source) -> int:
+    """Returns how many of inputs, targets and weights a batch has; 3 where only its records know."""
+    if isinstance(source, Arrays):
+        return len(source.columns)
+    return len(source.decoded.element_spec) if isinstance(source, Batches) else 3
+
+
 def reader(source: Source) -> python_batches.Reader:
     """Returns who is told of epochs and knows what cannot be done with `source`."""
     return source.reader if isinstance(source, Batches) else python_batches.TENSORFLOWS

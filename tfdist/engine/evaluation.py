@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -11,7 +10,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.data import sources
-from tfdist.data.batch_layout import Layout
 from tfdist.data.structures import Structure
 from tfdist.distributed import connect
 from tfdist.distributed.distribution import Distribution
@@ -19,9 +17,8 @@ from tfdist.engine import agreement, arguments, batching, callback_list, step_ca
 from tfdist.engine import steps_per_call as pace_lib
 from tfdist.engine.arguments import Callbacks, Data
 from tfdist.engine.call_errors import EndOfData
-from tfdist.engine.checks import preconditions
-from tfdist.engine.step.results import CallResult
-from tfdist.engine.steps_per_call import Pace
+from tfdist.engine.checks import preconditions, strategy_check
+from tfdist.engine.measuring import Evaluation, read_once
 from tfdist.engine.tracing import layer_statistics
 from tfdist.errors import UserError
 from tfdist.models import keras_internals
@@ -44,6 +41,7 @@ def evaluate(
     dataset: Data = None,
     distribution: Distribution | None = None,
     shards: int = 0,
+    check_agreement: str = "auto",
     should_stop: Callable[[], str] = agreement.never,
 ) -> Any:
     """Measures loss and metrics over a data set, every example once.
@@ -55,8 +53,7 @@ def evaluate(
       steps: evaluate this many batches only.
       callbacks: Keras callbacks; their `on_test_*` methods are called, as in `fit` on the chief alone or everywhere.
       return_dict: unlike in Keras, True if not given.
-      shards: as for `fit`.
-      should_stop: as for `fit`.
+      shards, check_agreement, should_stop: as for `fit`; a model that it has checked is not checked again.
 
     Returns:
       Values by the names that Keras gives them; without `return_dict` a list of them in Keras' order, or the only one.
@@ -68,11 +65,13 @@ def evaluate(
     """
     distribution = distribution or connect.default("no distribution given")
     source = sources.as_source(arguments.renamed(x, dataset), y, sample_weight)
+    preconditions.among("check_agreement", check_agreement, strategy_check.CHOICES)
     preconditions.model_fits(model, distribution, 1, shards)
     layer_statistics.average(model, distribution, shards)
     steps = arguments.steps_at_most(steps)
     batch_size = batching.batch_size_of(source, batch_size, steps)
     measured = Evaluation(model, source, distribution, batch_size, steps, shards)
+    measured.check(check_agreement)
     called = callback_list.for_measuring(callbacks, model, distribution, verbose, measured.batches)
     with keras_internals.variables_as_numbers(), callback_list.apart(called, distribution):
         logs = measured.run(called, should_stop)
@@ -90,6 +89,7 @@ def predict(
     dataset: Data = None,
     distribution: Distribution | None = None,
     shards: int = 0,
+    check_agreement: str = "auto",
 ) -> Structure:
     """Returns the model's outputs, one row per example, in the order of the input.
 
@@ -101,7 +101,7 @@ def predict(
       steps: predict from this many batches only.
       callbacks: Keras callbacks; their `on_predict_*` methods are called.
       dataset: the name that `x` had before.
-      shards: as for `fit`.
+      shards, check_agreement: as for `fit`; a model that it has checked is not checked again.
 
     Returns:
       NumPy arrays of shape [examples, ...] in the structure of the outputs.
@@ -114,7 +114,8 @@ def predict(
     source = arguments.inputs(model, arguments.renamed(x, dataset))
     steps = arguments.steps_at_most(steps)
     batch_size = batching.batch_size_of(source, batch_size, steps)
-    made = _pieces(model, source, distribution, batch_size, "predict", None, steps, (callbacks, verbose), shards)
+    options = _Options(steps, callbacks, verbose, shards, check_agreement)
+    made = _pieces(model, source, distribution, batch_size, "predict", None, options)
     pieces, rows = [], 0
     whole: list[Structure] = []
     for outputs, count in made:
@@ -135,13 +136,14 @@ def predict_batches(
     batch_size: int | None = None,
     should_stop: Callable[[], str] = agreement.never,
     shards: int = 0,
+    check_agreement: str = "auto",
 ) -> Iterator[tuple[Structure, Structure]]:
     """Predicts batch by batch, beside the targets, in memory that does not grow. Every worker must read on.
 
     Args:
       source: read in its own order.
       batch_size: global batch of arrays; 32 if not given.
-      should_stop, shards: as for `fit`.
+      should_stop, shards, check_agreement: as for `fit`.
 
     Yields:
       (outputs, targets) of a global batch, NumPy arrays [n, ...]; targets are () where there are none.
@@ -150,7 +152,8 @@ def predict_batches(
       Interrupted: `should_stop` gave a reason, on any worker.
     """
     kind = "predict beside targets"
-    for both, _ in _pieces(model, source, distribution, batch_size, kind, should_stop, shards=shards):
+    options = _Options(shards=shards, check_agreement=check_agreement)
+    for both, _ in _pieces(model, source, distribution, batch_size, kind, should_stop, options):
         outputs, targets = both
         yield keras.tree.map_structure(np.asarray, outputs), keras.tree.map_structure(np.asarray, targets)
 
@@ -163,6 +166,18 @@ class _Piece(NamedTuple):
     rows: int
 
 
+class _Options(NamedTuple):
+    """How to predict, besides from what."""
+
+    steps: int | None = None
+    """End after this many batches."""
+    callbacks: Callbacks = None
+    verbose: int | str = 0
+    """Of Keras."""
+    shards: int = 0
+    check_agreement: str = "auto"
+
+
 def _pieces(
     model: keras.Model,
     source: sources.Source,
@@ -170,27 +185,25 @@ def _pieces(
     batch_size: int | None,
     kind: str,
     should_stop: Callable[[], str] | None,
-    steps: int | None = None,
-    told: tuple[Callbacks, int | str] = (None, 0),
-    shards: int = 0,
+    options: _Options,
 ) -> Iterator[_Piece]:
     """Yields what a compiled function of `Step` gives for each global batch.
 
     Args:
       kind: of the function, see `Step.compiled`.
       should_stop: asked after each batch, if given.
-      steps: end after this many batches.
-      told: callbacks, and `verbose` of Keras.
-      shards: as for `fit`.
     """
+    steps, shards = options.steps, options.shards
+    preconditions.among("check_agreement", options.check_agreement, strategy_check.CHOICES)
     preconditions.scope(model, distribution)
     if shards:
         preconditions.sharded(model, distribution, shards)
     layer_statistics.average(model, distribution, shards)
     layout = batching.layout_of(source, batch_size, distribution, 1, least=False, shards=shards)
-    feed, batches = _read_once(source, layout, steps, "predict from")
+    feed, batches = read_once(source, layout, steps, "predict from")
     step = step_calls.step_of(model, distribution, source, outputs_only=True)
-    callbacks = callback_list.for_measuring(told[0], model, distribution, told[1], batches)
+    strategy_check.check_forward(step, "predict", options.check_agreement, shards, sources.entries(source))
+    callbacks = callback_list.for_measuring(options.callbacks, model, distribution, options.verbose, batches)
     stoppable = any(pace_lib.looks_at_predictions(callback) for callback in callbacks.callbacks)
     (stoppable,) = agreement.anywhere(distribution, "whether a callback may stop", stoppable)
     sources.reader(source).begin()
@@ -221,116 +234,12 @@ def _pieces(
     sources.reader(source).end()
 
 
-def _read_once(
-    source: sources.Source, layout: Layout, steps: int | None, what: str
-) -> tuple[batching.Feed, int | None]:
-    """Returns a feed that reads `source` in its own order, and how many batches to read, if known.
-
-    Raises:
-      UserError: the data has no end, or `steps` is none.
-    """
-    if steps is not None and steps < 1:
-        raise UserError(f"steps must be at least 1, got {steps}")
-    feed, batches = batching.read_once(source, layout)
-    batches = steps if batches is None else min(batches, steps or batches)
-    if batches is None and isinstance(source, sources.Batches) and source.batches == 0:
-        raise UserError(f"the data set to {what} never ends: give the number of steps")
-    return feed, batches
-
-
 def same_order(source: sources.Source) -> bool:
     """Tells whether a second look finds the same; a data set may shuffle each time that it is read."""
     if not isinstance(source, sources.Batches):
         return True
     one, two = (keras.tree.flatten(sources.first_batch(source)) for _ in range(2))
     return all(np.array_equal(a, b) for a, b in zip(one, two))
-
-
-class Evaluation:
-    """The measuring of one source, again and again.
-
-    Args:
-      model: compiled, and created in the distribution's scope.
-      source: the examples.
-      distribution: under which the model was created.
-      batch: global batch of arrays or records; 32 if not given.
-      steps: measure this many batches only.
-      shards: as for `fit`.
-
-    Raises:
-      UserError: they do not fit together.
-    """
-
-    def __init__(
-        self,
-        model: keras.Model,
-        source: sources.Source,
-        distribution: Distribution,
-        batch: int | None,
-        steps: int | None,
-        shards: int = 0,
-    ):
-        self._layout = layout = batching.layout_of(source, batch, distribution, 1, least=False, shards=shards)
-        self._feed, self.batches = _read_once(source, layout, steps, "evaluate")
-        self._reader = sources.reader(source)
-        self._step = step_calls.step_of(model, distribution, source)
-        preconditions.targets(model, self._step.output_shape, source)
-        self._step.compiled("test", layout)  # refuses what cannot be measured
-        self._step.check_batches("test", layout, batching.sizes(source, layout))
-        self._pace = Pace(None)
-        self.examples = 0
-        """That the last run has measured."""
-
-    def run(
-        self, callbacks: keras.callbacks.CallbackList | None, should_stop: Callable[[], str] = agreement.never
-    ) -> dict[str, float]:
-        """Returns loss and metrics by name.
-
-        Args:
-          callbacks: their `on_test_*` methods are called.
-          should_stop: returns a reason to stop the run, or nothing.
-        """
-        step = self._step
-        step.reset()
-        self._feed.restart()
-        totals = step.totals("test", handed_on=self._layout.shards)
-        callbacks = callbacks or keras.callbacks.CallbackList()
-        looks = any(pace_lib.looks_at_tests(callback) for callback in callbacks.callbacks)
-        (looks,) = agreement.anywhere(step.distribution, "whether a callback wants every batch", looks)
-        pace = Pace(step.model.steps_per_execution) if looks else self._pace
-        self._reader.end()  # Keras does, before an evaluation and not before a prediction
-        self._reader.begin()
-        step.model.stop_evaluating = False
-        callbacks.on_test_begin()
-        done, logs = 0, dict[str, float]()
-        while (self.batches is None or done < self.batches) and not step.model.stop_evaluating:
-            want = pace.updates if self.batches is None else min(pace.updates, self.batches - done)
-            part = step_calls.read(step, self._feed, done, want)
-            if part.first == part.last:
-                break
-            call = step.compiled("test", self._layout, count=part.count)
-            callbacks.on_test_batch_begin(done)
-            start = time.perf_counter()
-            arguments = (part.feed, tf.constant(part.first), tf.constant(part.last), *totals.arguments())
-            result = CallResult(*step_calls.run(step, call, arguments, self._feed))
-            fresh = int(result.done)
-            if not fresh:
-                break
-            seconds = time.perf_counter() - start
-            logs, done = totals.add(result), done + fresh
-            callbacks.on_test_batch_end(done - 1, logs)
-            read = batching.digest(self._feed, fresh)
-            label = f"batch {done} of an evaluation"
-            agreed = agreement.agree(step, label, seconds, should_stop, read=read, stops="stop_evaluating")
-            pace.took(agreed.seconds, fresh, part.full)
-            if fresh < part.last - part.first:
-                break
-        if not done:
-            raise UserError("the data set to evaluate is empty: give it at least one batch")
-        self._reader.end()
-        self.examples = round(totals.examples)
-        callbacks.on_test_end(logs)
-        return logs
 
 
 def _joined(pieces: list[Structure]) -> Structure:

@@ -15,12 +15,13 @@ from tfdist.checkpoints.resume import Position
 from tfdist.checkpoints.training_run import TrainingRun
 from tfdist.data import sources
 from tfdist.distributed import arithmetic
-from tfdist.engine import agreement, arguments, batching, callback_list, evaluation, step_calls
+from tfdist.engine import agreement, arguments, batching, callback_list, step_calls
 from tfdist.engine import steps_per_call as pace_lib
 from tfdist.engine.call_errors import NotFinite, OutOfMemory
 from tfdist.engine.checkpointing import Keeper
 from tfdist.engine.checks import preconditions, strategy_check
 from tfdist.engine.fit_options import FitOptions, is_due
+from tfdist.engine.measuring import Evaluation
 from tfdist.engine.step import ema
 from tfdist.engine.tracing import layer_statistics
 from tfdist.engine.update_loop import UpdateLoop
@@ -104,7 +105,7 @@ class FitLoop:
         self._reader.catch_up(self._position.epoch - began.epoch, self._position.update - began.update)
         self._updates.guard.look(self._position.update)
         if not self._position.update:
-            strategy_check.check(self._step, self._options.check_agreement, self._options.shards)
+            self._check()
         while self._goes_on():
             try:
                 self.run_epoch()
@@ -161,11 +162,19 @@ class FitLoop:
             ordered = not isinstance(self._source, sources.Batches)
             self._layout, self._position = self._keeper.smaller(error, self._layout, ordered)
             self._feed = self._read()
+            self._check()
             self._updates = self._update_loop()
         elif self._options.on_nonfinite == "stop":
             raise error
         else:
             self._position = self._keeper.back(error, error.update, self._position, self._options.max_rollbacks)
+
+    def _check(self) -> None:
+        """Refuses a model that would train, or be measured, in another way than on one device in whole batches."""
+        choice = self._options.check_agreement
+        strategy_check.check(self._step, choice, self._options.shards, self._layout.accumulate)
+        if self._validation:
+            self._validation.check(choice, within_fit=True)
 
     def _goes_on(self) -> bool:
         position = self._position
@@ -177,7 +186,7 @@ class FitLoop:
         across = options.steps_per_epoch is not None
         return batching.read_epochs(self._source, self._layout, options.shuffle, options.seed, across)
 
-    def _prepared_validation(self) -> evaluation.Evaluation | None:
+    def _prepared_validation(self) -> Evaluation | None:
         options = self._options
         if options.validation_data is None:
             return None
@@ -185,7 +194,7 @@ class FitLoop:
         steps = arguments.steps_at_most(options.validation_steps)
         if not isinstance(source, sources.Batches):
             batch = batching.batch_size_of(source, batch or options.batch_size, steps)
-        return evaluation.Evaluation(self._model, source, options.distribution, batch, steps, options.shards)
+        return Evaluation(self._model, source, options.distribution, batch, steps, options.shards)
 
     def _update_loop(self) -> UpdateLoop:
         compiled = functools.partial(

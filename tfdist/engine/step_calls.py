@@ -93,7 +93,7 @@ def _key(model: keras.Model, distribution: Distribution) -> tuple[int | str, ...
 
 
 @contextlib.contextmanager
-def _eagerly(model: keras.Model) -> Iterator[None]:
+def eagerly(model: keras.Model) -> Iterator[None]:
     """Lets the compiled functions run as Python, op by op, if the model was compiled so: for prints and debuggers."""
     before = tf.config.functions_run_eagerly()
     tf.config.run_functions_eagerly(before or model.run_eagerly)
@@ -133,7 +133,7 @@ def run(step: Step, call: Callable[..., tuple], arguments: tuple, feed: Feed, up
     peers = step.distribution.peers
     peers.doing("call" if id(call) in step.warm else "compiling", update)
     try:
-        with _eagerly(step.model):
+        with eagerly(step.model):
             result = call(*arguments)
         first, *_ = result
         keras.tree.map_structure(lambda t: t.numpy(), first)  # waits for the end, where TensorFlow has not

@@ -21,7 +21,7 @@ def _run(values: flags.FlagValues) -> int:
         from tfdist.monitoring import recorder, run_environment
         from tfdist.monitoring.progress import numbers
 
-        metrics, examples = _evaluated(ready, should_stop)
+        metrics, examples = _evaluated(ready, values.check_agreement, should_stop)
         data, distribution = ready.experiment.data, ready.distribution
         if not distribution.is_chief:
             return
@@ -44,11 +44,11 @@ def _run(values: flags.FlagValues) -> int:
     return job.with_model(values, OutputFile(output, values.overwrite, writes=bool(output)), work)
 
 
-def _evaluated(ready: job.Ready, should_stop: Callable[[], str]) -> tuple[dict[str, float], int]:
+def _evaluated(ready: job.Ready, check_agreement: str, should_stop: Callable[[], str]) -> tuple[dict[str, float], int]:
     """Returns the metrics by name, and over how many examples they are."""
     import keras
 
-    from tfdist.engine import evaluation
+    from tfdist.engine import measuring
     from tfdist.engine.checks import preconditions
     from tfdist.models import build as models
 
@@ -60,7 +60,8 @@ def _evaluated(ready: job.Ready, should_stop: Callable[[], str]) -> tuple[dict[s
             data = models.compiled(model, keras.optimizers.SGD(), ready.experiment, data)
     batch, shards = ready.experiment.eval.batch_size, ready.experiment.train.shards
     preconditions.model_fits(model, distribution, 1, shards)
-    measure = evaluation.Evaluation(model, data.eval, distribution, batch, None, shards)
+    measure = measuring.Evaluation(model, data.eval, distribution, batch, None, shards)
+    measure.check(check_agreement)
     return measure.run(None, should_stop), measure.examples
 
 

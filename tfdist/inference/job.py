@@ -51,7 +51,8 @@ def define_flags() -> None:
     """Registers the flags that both commands have."""
     runtime_options.define_flags()
     for name in runtime_options.OF_A_RUN:  # what would change nothing here is refused
-        delattr(flags.FLAGS, name)
+        if name != "check_agreement":
+            delattr(flags.FLAGS, name)
     define_model_flags()
 
 

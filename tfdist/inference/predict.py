@@ -26,7 +26,7 @@ def _run(values: flags.FlagValues) -> int:
     def work(ready: job.Ready, should_stop: Callable[[], str]) -> None:
         data, chief = ready.experiment.data, ready.distribution.is_chief
         with OutputFile(name, values.overwrite, chief) as file:
-            count = _write(ready, file, prediction_rows.Lines(kind), values.scores, should_stop)
+            count = _write(ready, file, prediction_rows.Lines(kind), values, should_stop)
         if chief and name != STDOUT:
             logger.info(f"{ready.source} on {data.name}, {data.eval_split}: {count} predictions in {name}")
 
@@ -34,7 +34,11 @@ def _run(values: flags.FlagValues) -> int:
 
 
 def _write(
-    ready: job.Ready, file: OutputFile, lines: prediction_rows.Lines, scores: bool, should_stop: Callable[[], str]
+    ready: job.Ready,
+    file: OutputFile,
+    lines: prediction_rows.Lines,
+    values: flags.FlagValues,
+    should_stop: Callable[[], str],
 ) -> int:
     """Writes the predictions batch by batch; returns how many."""
     import keras
@@ -53,12 +57,12 @@ def _write(
         classes=data.spec.classes,
         names=data.spec.names,
         from_logits=compatibility.from_logits(ready.model, ready.from_file),
-        scores=scores,
+        scores=values.scores,
         example=names_of(data.eval),
     )
     count, settled = 0, False
-    shards = ready.experiment.train.shards
-    pieces = evaluation.predict_batches(ready.model, data.eval, ready.distribution, batch, should_stop, shards)
+    shards, check = ready.experiment.train.shards, values.check_agreement
+    pieces = evaluation.predict_batches(ready.model, data.eval, ready.distribution, batch, should_stop, shards, check)
     for outputs, targets in pieces:
         if not settled:
             reader, settled = reader.settled(outputs), True

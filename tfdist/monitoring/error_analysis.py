@@ -64,7 +64,9 @@ def of_run(
         return None
     try:
         batch = None if isinstance(first, sources.Batches) else batch_size
-        scores = evaluation.predict(model, first, batch, 0, distribution=distribution, shards=shards)
+        scores = evaluation.predict(  # the training has asked whether replicas agree
+            model, first, batch, 0, distribution=distribution, shards=shards, check_agreement="off"
+        )
     except Exception as error:
         if distribution.workers > 1 and not isinstance(error, UserError):
             raise

@@ -225,6 +225,7 @@ class Run:
             distribution=self._distribution,
             batch_size=self._experiment.eval.batch_size,
             shards=self._experiment.train.shards,
+            check_agreement="off",  # the training has asked
             verbose=0,
             should_stop=signals.reason,
         )

@@ -27,7 +27,9 @@ def data(n=24):
     return r.normal(size=(n, 6)).astype("float32"), r.normal(size=(n, 1)).astype("float32")
 
 
-def trained(connect, *layers, replicas=2, model=keras.Model, loss="mse", choice="auto", metrics=()):
+def trained(
+    connect, *layers, replicas=2, model=keras.Model, loss="mse", choice="auto", metrics=(), by=tfdist.fit, **more
+):
     keras.utils.set_random_seed(0)
     with connect(replicas).scope():
         x = keras.Input((6,))
@@ -36,8 +38,11 @@ def trained(connect, *layers, replicas=2, model=keras.Model, loss="mse", choice=
             y = layer()(y)
         built = model(x, L.Dense(1)(y))
         built.compile(keras.optimizers.SGD(0.01), loss, metrics=list(metrics))
+    if by is keras.Model.fit:
+        built.fit(*data(), batch_size=12, shuffle=False, verbose=0)
+        return built
     options = dict(distribution=connect(replicas), batch_size=12, verbose=0, check_agreement=choice)
-    tfdist.fit(built, *data(), **options)
+    tfdist.fit(built, *data(), shuffle=False, **options, **more)
     return built
 
 
@@ -122,6 +127,75 @@ def test_what_differs_is_named(connect, layers, model, words):
     with pytest.raises(tfdist.UserError, match=f"^1 and 2 replicas disagree on this model: .*{words}"):
         trained(connect, *layers, model=model)
     trained(connect, *layers, model=model, choice="off")
+
+
+class Centers(L.Layer):
+    def call(self, x):
+        return x - keras.ops.mean(x, 0, keepdims=True)
+
+
+class GrowsWithItsCalls(L.Layer):
+    """Has a loss whose weight grows with each call, as the annealing of a variational model has it."""
+
+    def build(self, shape):
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False, name="calls")
+
+    def call(self, x, training=False):
+        if training:
+            self.calls.assign_add(1.0)
+        self.add_loss(0.001 * self.calls.value * keras.ops.mean(keras.ops.square(x)))
+        return x
+
+
+class CountsCalls(L.Layer):
+    """Counts what nothing is computed from."""
+
+    def build(self, shape):
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False, name="calls")
+
+    def call(self, x):
+        self.calls.assign_add(1.0)
+        return x
+
+
+@pytest.mark.parametrize(
+    "layer, words",
+    [
+        (
+            SumOfSquares,
+            "add_loss differs by .*, which layer sum_of_squares.* gives: make it a mean over the examples",
+        ),
+        pytest.param(Centers, "loss 'dense.*' differs by .*, since layer 'centers", marks=pytest.mark.whole),
+        pytest.param(GrowsWithItsCalls, "add_loss differs by", marks=pytest.mark.whole),
+    ],
+)
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.whole)])
+def test_micro_batches_that_would_change_the_result_are_refused(connect, layer, words, replicas):
+    both = "a batch and its 2 micro-batches" if replicas == 1 or layer is GrowsWithItsCalls else "1 and 2 replicas"
+    with pytest.raises(tfdist.UserError, match=f"^{both} disagree on this model: .*{words}"):
+        trained(connect, layer, replicas=replicas, accumulate=3)
+    by_tfdist = trained(connect, layer, replicas=replicas, accumulate=3, choice="off").get_weights()
+    judge = trained(connect, layer, replicas=1, by=keras.Model.fit).get_weights()
+    assert max(np.abs(a - b).max() for a, b in zip(by_tfdist, judge)) > 1e-4, "refused for nothing"
+
+
+def test_micro_batches_that_change_nothing_pass(connect, capsys):
+    layers = [lambda: L.Dropout(0.0), CountsExamples, CountsCalls]
+    by_tfdist = trained(connect, *layers, replicas=1, accumulate=3).get_weights()
+    assert "checked: a batch and its 2 micro-batches agree on this model, loss " in capsys.readouterr().out
+    judge = trained(connect, *layers, replicas=1, by=keras.Model.fit).get_weights()
+    for a, b in zip(by_tfdist[:2], judge[:2]):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    trained(connect, *layers, replicas=1, accumulate=2)
+    assert "checked" not in capsys.readouterr().out, "it has passed"
+
+
+def test_micro_batches_normalize_by_themselves(connect, capsys):
+    """As docs/sameness.md says; the rest of the model is checked, and that replicas agree on whole batches."""
+    trained(connect, lambda: L.BatchNormalization(synchronized=True), replicas=2, accumulate=2)
+    said = capsys.readouterr().out
+    assert "checked: 1 and 2 replicas agree on this model" in said
+    assert "checked: a batch and its 2 micro-batches agree on this model" in said
 
 
 def test_nothing_of_a_check_stays_in_the_model(connect):

@@ -13,39 +13,42 @@ import tensorflow as tf
 from tfdist.config import cpu_kernels
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
+from tfdist.engine.checks.two_ways import Question
 from tfdist.models import keras_internals, own_steps
 
 
-def fingerprint(model: keras.Model, distribution: Distribution, rows: Structure, shards: int = 0) -> str:
+def fingerprint(model: keras.Model, distribution: Distribution, rows: Structure, question: Question) -> str:
     """Returns a digest of all that decides whether replicas agree on a model: its code, its settings and the versions.
 
     Args:
       rows: some of the data.
-      shards: of a batch; 0 for none.
+      question: what is compared; only a training knows of optimizers, and a prediction not even of losses.
 
     Returns:
       Hexadecimal digits; an empty string if some of the code cannot be read, and the model is to be checked each time.
     """
     import tfdist
 
-    if own_steps.replaced(model, own_steps.TRAINING):
+    methods = {"train": own_steps.TRAINING, "test": own_steps.EVALUATION, "predict": own_steps.PREDICTION}
+    if own_steps.replaced(model, methods[question.kind]):
         return ""  # what its step uses may be anything
+    optimizers = own_steps.optimizers(model) if question.kind == "train" else []
     parts: list[str] = [tf.__version__, keras.__version__, tfdist.__version__, distribution.name]
-    parts += [str(distribution.replicas), f"{shards} shards", distribution.jit, cpu_kernels.in_use()]
+    parts += [str(distribution.replicas), question.kind, str(question), distribution.jit, cpu_kernels.in_use()]
     parts += [f"{tuple(t.shape[1:])} {t.dtype}" for t in keras.tree.flatten(rows)]
     try:
         for layer in keras_internals.flat_layers(model):
             parts += _described(layer)
         parts += [f"{v.name} {v.shape} {v.dtype} {v.trainable}" for v in model.variables]
-        for optimizer in own_steps.optimizers(model):
+        for optimizer in optimizers:
             parts += _described(optimizer)
-        for used in keras_internals.compiled_with(model):
+        for used in keras_internals.compiled_with(model) if question.kind != "predict" else []:
             parts += _described(used)
     except (OSError, TypeError, ValueError, NotImplementedError):
         return ""
     text = "\n".join(parts)
     # Keras numbers the layers of a process: the same model has other names each time that it is built.
-    named = [*keras_internals.flat_layers(model), *own_steps.optimizers(model)]
+    named = [*keras_internals.flat_layers(model), *optimizers]
     for number, name in enumerate(dict.fromkeys(thing.name for thing in named)):
         text = text.replace(repr(name), f"#{number}")
     return hashlib.sha256(text.encode()).hexdigest()

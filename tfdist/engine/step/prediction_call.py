@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfdist.data import static_rows
 from tfdist.data.batch_layout import Layout, Rows, fetch, unpack
 from tfdist.data.structures import Structure
+from tfdist.distributed.distribution import Distribution
 from tfdist.engine.step import gathering
 from tfdist.engine.step.replica import Replica, Taken
 from tfdist.engine.step.shards.shard_loop import ShardLoop
@@ -31,6 +32,20 @@ class Predicted(NamedTuple):
 def prediction_call(replica: Replica, layout: Layout, beside_targets: bool = False) -> Callable[..., Predicted]:
     """Makes `call(feed, i)`, which gives the outputs for global batch `i`, and if wanted the targets beside them."""
     distribution = replica.distribution
+    one = rows_predicted(replica, layout, beside_targets)
+
+    def call(feed: tuple, i: tf.Tensor) -> Predicted:
+        more, take = fetch(feed, i, layout)
+        with tf.control_dependencies([] if more is True else [tf.debugging.Assert(more, [NO_BATCH])]):
+            batch = take()
+        of_replica = distribution.per_replica(static_rows.given(batch, layout)) if layout.static else batch
+        return Predicted(joined(distribution, layout, distribution.run(one, (of_replica,))), batch.count)
+
+    return tf.function(call, autograph=False, reduce_retracing=True)
+
+
+def rows_predicted(replica: Replica, layout: Layout, beside_targets: bool = False) -> Callable[[Taken], Structure]:
+    """Makes the function that gives the outputs for the rows of one replica; it runs in replica context."""
 
     def of_rows(rows: Rows) -> Structure:
         _, y, _ = unpack(rows.data)
@@ -38,6 +53,7 @@ def prediction_call(replica: Replica, layout: Layout, beside_targets: bool = Fal
         return (outputs, () if y is None else y) if beside_targets else outputs
 
     def one(batch: Taken) -> Structure:
+        distribution = replica.distribution
         count = replica.count(layout, batch)
         if layout.shards:
             outputs = ShardLoop(replica, layout).outputs(batch, count, of_rows)
@@ -50,20 +66,18 @@ def prediction_call(replica: Replica, layout: Layout, beside_targets: bool = Fal
             return outputs
         return keras.tree.map_structure(lambda t: t[: rows.number], outputs)
 
-    def call(feed: tuple, i: tf.Tensor) -> Predicted:
-        more, take = fetch(feed, i, layout)
-        with tf.control_dependencies([] if more is True else [tf.debugging.Assert(more, [NO_BATCH])]):
-            batch = take()
-        of_replica = distribution.per_replica(static_rows.given(batch, layout)) if layout.static else batch
-        outputs = distribution.local(distribution.run(one, (of_replica,)))
-        if layout.local:
-            return Predicted(outputs[0], batch.count)
-        if layout.static:
-            shares = [layout.shared(layout.batch, 0, replica) for replica in range(layout.replicas)]
-            outputs = tuple(_first_rows(output, share.rows) for output, share in zip(outputs, shares))
-        return Predicted(keras.tree.map_structure(lambda *o: tf.concat(o, 0), *outputs), batch.count)
+    return one
 
-    return tf.function(call, autograph=False, reduce_retracing=True)
+
+def joined(distribution: Distribution, layout: Layout, of_replicas: Structure) -> Structure:
+    """Returns the outputs for a global batch, given what the function of `rows_predicted` gives on each replica."""
+    outputs = distribution.local(of_replicas)
+    if layout.local:
+        return outputs[0]
+    if layout.static:
+        shares = [layout.shared(layout.batch, 0, replica) for replica in range(layout.replicas)]
+        outputs = tuple(_first_rows(output, share.rows) for output, share in zip(outputs, shares))
+    return keras.tree.map_structure(lambda *o: tf.concat(o, 0), *outputs)
 
 
 def _first_rows(outputs: Structure, number: int) -> Structure:

@@ -46,6 +46,10 @@ class Step:
         """Targets and outputs of a few rows, until losses and metrics have been tried on them."""
         self.sample_rows: tuple[Structure, ...] | None = None
         """A few rows of the data, until the model has been checked with them."""
+        self.outputs = 0
+        """How many the model has."""
+        self.agreed: set[tuple] = set()
+        """What replicas, or shards, have been found to agree on, see `strategy_check`."""
         self._adding: list[str] = []
         """The layers that call `add_loss`."""
         self._log_names: dict[str, LogNames] = {}
@@ -141,7 +145,7 @@ class Step:
         Raises:
           UserError: naming the loss, metric or layer.
         """
-        for count in counts if layout.static or layout.shards else ():
+        for count in counts if layout.static or layout.taken_apart else ():
             self._check(dataclasses.replace(layout, batch=count), kind)
 
     def _check(self, layout: Layout, kind: str) -> None:
@@ -207,7 +211,7 @@ class Step:
         with self.distribution.scope():
             outputs = self._outputs(x)
             if outputs_only:
-                self._replica.bare = bare
+                self._replica.bare, self.sample_rows = bare, _rows(data, loss_kinds.ROWS)
                 return
             if outputs is not None:
                 self._create(y, outputs)
@@ -241,7 +245,8 @@ class Step:
         for layer in keras_internals.flat_layers(self.model):
             if getattr(layer, "stateful", False):
                 layer.reset_state()  # nor what its state was created with
-        self.output_shape = tuple(keras.tree.flatten(outputs)[0].shape)
+        leaves = keras.tree.flatten(outputs)
+        self.outputs, self.output_shape = len(leaves), tuple(leaves[0].shape)
         return outputs
 
     def _create(self, y: Structure, outputs: Structure) -> None:

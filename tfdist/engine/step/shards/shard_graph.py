@@ -42,6 +42,9 @@ RANDOM = (
     "UniformCandidateSampler",
 )
 """Operations whose numbers depend on what a device has drawn before."""
+PYTHON = ("EagerPyFunc", "PyFunc")
+"""Operations that call Python, which may draw numbers and keep a state that no graph shows; `PyFuncStateless` promises
+that it does not."""
 _WRITES = ("Assign", "ResourceScatter")
 """How the names of operations begin that change a variable."""
 
@@ -62,6 +65,11 @@ def check(graph: tf.Graph, own: set[int]) -> None:
         raise UserError(
             f"the model draws random numbers by TensorFlow's {kind}, which depend on the device: draw them by "
             "keras.random with a keras.random.SeedGenerator that is an attribute of the layer, or leave shards out"
+        )
+    for kind in sorted(kinds.intersection(PYTHON)):
+        raise UserError(
+            f"the model calls Python ({kind}), whose random numbers and counts would depend on the device: use "
+            "tf.numpy_function(..., stateful=False) if it has none, or leave shards out"
         )
     if any(id(variable) not in own for variable in _written(graph)):
         raise UserError(

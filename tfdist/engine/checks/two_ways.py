@@ -1,0 +1,350 @@
+"""A few rows of the data, computed in two ways: by one replica that has them all, and by the parts that share them.
+
+The number of rows does not divide evenly. Nothing of what is computed stays in the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.checkpoints import training_state
+from tfdist.data import static_rows
+from tfdist.data.batch_layout import Batch, Layout
+from tfdist.data.static_rows import Given
+from tfdist.data.structures import Structure
+from tfdist.distributed.distribution import Distribution
+from tfdist.engine.step import metrics, own_step_call, prediction_call
+from tfdist.engine.step.replica import Replica, Taken
+from tfdist.engine.step.results import LogNames
+from tfdist.engine.step.shards.shard_loop import ShardLoop
+from tfdist.engine.step.step import Step
+from tfdist.engine.tracing import layer_state
+from tfdist.models import freezing, keras_internals
+
+STATE, METRIC, OUTPUT = "the variable", "metric", "output"
+"""How the names of some values begin."""
+
+
+class Question(NamedTuple):
+    """What is compared with the work of one replica on a whole batch."""
+
+    kind: str
+    """Of what is computed: `train`, `test` or `predict`."""
+    parts: str
+    """What shares the rows: `replicas`, `shards` or `micro-batches`."""
+    number: int
+    """Of the parts."""
+
+    def __str__(self) -> str:
+        return (
+            f"1 and {self.number} replicas"
+            if self.parts == "replicas"
+            else f"a batch and its {self.number} {self.parts}"
+        )
+
+
+class Computed(NamedTuple):
+    """What some rows give."""
+
+    values: dict[str, np.ndarray]
+    """Losses, logs, metrics, outputs, and what a layer keeps, by what they are called in a message."""
+    gradient: list[np.ndarray]
+    """One array per weight that has one."""
+
+    def is_finite(self) -> bool:
+        """Returns whether there is no NaN and no infinity in it, but for outputs: a model may mean to give some."""
+        told = [value for name, value in self.values.items() if not name.startswith(OUTPUT)]
+        return all(np.isfinite(array).all() for array in (*told, *self.gradient))
+
+    def distance(self, other: Computed) -> dict[str, float]:
+        """Returns relative differences by name; of the gradient the norm over all weights.
+
+        By weight it would raise false alarms: biases that change nothing are pure rounding.
+        """
+        distances = {name: _relative([value], [other.values[name]]) for name, value in self.values.items()}
+        if self.gradient:
+            distances["the gradient"] = _relative(self.gradient, other.gradient)
+        return distances
+
+
+class _Function(NamedTuple):
+    """One of the two ways."""
+
+    call: Callable
+    """Given the order of the rows, it returns values and gradient."""
+    others: list[tf.Variable]
+    """What it uses besides the model's variables, such as the generator of all calls of keras.random without a seed."""
+
+
+class TwoWays:
+    """The functions that compute the same rows in two ways.
+
+    Args:
+      step: of the model.
+      rows: (x, y, weight), as far as they are needed.
+      question: what is compared.
+    """
+
+    def __init__(self, step: Step, rows: tuple[Structure, ...], question: Question):
+        self._step, self._rows, self._question = step, rows, question
+        self._distribution = step.distribution
+        self._training = question.kind == "train"
+        self._own = "" if question.kind == "predict" else step.own_step(question.kind)
+        least = int(keras.tree.flatten(rows)[0].shape[0])
+        self._count = least - (least % question.number == 0)
+        if self._distribution.static_shapes and self._own:  # which must see no filler
+            self._count = least - least % self._distribution.replicas or least
+        self.adding: list[str] = []
+        """The layers that call `add_loss`."""
+        self._compiled: dict[bool, _Function] = {}
+
+    def alone(self, backwards: bool = False) -> Computed:
+        """Computes all rows on every replica, as if it were the only one; backwards in the opposite order."""
+        return self._run(True, backwards)
+
+    def again(self) -> Computed:
+        """Computes the same as `alone` a second time, where random generators have moved on."""
+        return self._run(True, False, times=2)
+
+    def shared(self) -> Computed:
+        """Computes the rows in the parts that share them."""
+        return self._run(False, False)
+
+    def _run(self, alone: bool, backwards: bool, times: int = 1) -> Computed:
+        order = tf.range(self._count)[::-1] if backwards else tf.range(self._count)
+        with self._unchanged():
+            function = self._function(alone)
+            before = [variable.numpy() for variable in function.others]
+            try:
+                for _ in range(times):
+                    if self._question.kind != "predict":
+                        self._step.reset()
+                    values, gradient = function.call(order)
+            finally:
+                for variable, value in zip(function.others, before):
+                    variable.assign(value)
+        arrays = {name: _array(value) for name, value in values.items()}
+        if backwards:
+            arrays.update({name: value[::-1] for name, value in arrays.items() if name.startswith(OUTPUT)})
+        return Computed(arrays, [_array(g) for g in gradient])
+
+    def _function(self, alone: bool) -> _Function:
+        if alone in self._compiled:
+            return self._compiled[alone]
+        call, others = tf.function(self._traced(alone), autograph=False), []
+        if not tf.config.functions_run_eagerly():
+            # As in a training, the graph does not know how many rows there are, unless all shapes must be known: Keras
+            # takes what has one column and as many rows as another tensor has columns for a bias (keras.ops.add).
+            rows = self._count if self._distribution.static_shapes else None
+            call = call.get_concrete_function(tf.TensorSpec([rows], tf.int32))
+            model = self._step.model
+            known = [*model.variables, *model.metrics_variables]
+            copies = {id(copy) for v in known for copy in getattr(v.value, "values", (v.value,))}
+            others = [v for v in call.graph.variables if id(v) not in copies]
+        self._compiled[alone] = _Function(call, others)
+        return self._compiled[alone]
+
+    def _layout(self, alone: bool) -> Layout:
+        question, distribution = self._question, self._distribution
+        if alone or question.parts == "micro-batches":
+            micro = 1 if alone else question.number
+            return Layout(self._count, 1, micro, static=distribution.static_shapes)
+        if question.parts == "shards":
+            layout = Layout(self._count, question.number, 1, shards=True)
+        else:
+            layout = Layout(self._count, question.number, 1, static=distribution.static_shapes)
+        if question.kind != "predict" or distribution.workers == 1:
+            return layout
+        # Outputs are gathered over the workers, which wants to know who has which.
+        here = len(distribution.devices)
+        if not layout.shards:
+            return dataclasses.replace(layout, first=distribution.first, local=here)
+        first = layout.of_device(distribution.replicas, distribution.first)
+        last = layout.of_device(distribution.replicas, distribution.first + here - 1)
+        return dataclasses.replace(layout, first=first.start, local=last.start + last.rows - first.start)
+
+    def _traced(self, alone: bool) -> Callable:
+        model, distribution, question = self._step.model, self._distribution, self._question
+        replica, single = self._step.replica, alone or question.parts == "micro-batches"
+        if single:
+            bare, replica = replica.bare, Replica(model, _single(distribution), jit=False)
+            replica.bare = bare
+        layout = self._layout(alone)
+        predicted = prediction_call.rows_predicted(replica, layout)
+
+        def one(taken: Given | tf.Tensor) -> Any:
+            batch = taken if isinstance(taken, Given) else Batch(self._rows, taken, tf.size(taken))
+            if question.kind == "predict":
+                return predicted(batch)
+            if single:  # which has all that a metric begins with
+                for metric in model.metrics:
+                    metric.reset_state()
+            values, gradient = (self._own_step if self._own else self._compiled_pass)(replica, layout, batch)
+            if single:
+                values.update(_named(metrics.of_replica(model, bool(self._own))))
+            values.update(self._kept(replica))
+            return values, gradient
+
+        def call(order: tf.Tensor) -> tuple[dict[str, tf.Tensor], list[tf.Tensor]]:
+            of_replicas = order
+            if layout.static:
+                given = static_rows.given(Batch(self._rows, order, tf.size(order)), layout)
+                of_replicas = given[0] if single else distribution.per_replica(given)
+            first = lambda value: distribution.local(value)[0]
+            with contextlib.ExitStack() as changes:
+                changes.enter_context(replica.tracing())
+                changes.enter_context(keras_internals.one_replica_in_sync() if single else contextlib.nullcontext())
+                changes.enter_context(own_step_call.recording(model, bool(self._own)))
+                changes.enter_context(_still(model, question.parts != "replicas" and self._training))
+                results = distribution.run(one, (of_replicas,))
+            if question.kind == "predict":
+                outputs = keras.tree.map_structure(first, results) if single else None
+                outputs = prediction_call.joined(distribution, layout, results) if outputs is None else outputs
+                return {f"{OUTPUT} {name}": o for name, o in self._output_names(outputs)}, []
+            values, gradient = results
+            values, gradient = {n: first(v) for n, v in values.items()}, [first(g) for g in gradient]
+            if not single:
+                values.update(_named(metrics.results(model, distribution, bool(self._own))))
+            return values, gradient
+
+        return call
+
+    def _output_names(self, outputs: Structure) -> list[tuple[str, tf.Tensor]]:
+        """Returns the outputs beside what a message calls them: Keras' names, or their number."""
+        leaves = keras.tree.flatten(outputs)
+        names = getattr(self._step.model, "output_names", None) or []
+        return (
+            list(zip((f"{name!r}" for name in names), leaves))
+            if len(names) == len(leaves)
+            else [(f"{i}", leaf) for i, leaf in enumerate(leaves)]
+        )
+
+    def _compiled_pass(self, replica: Replica, layout: Layout, batch: Taken) -> tuple[dict, list[tf.Tensor]]:
+        model = self._step.model
+        count = replica.count(layout, batch)
+        if layout.shards:
+            payload = ShardLoop(replica, layout).run(batch, count, self._training).payload
+        else:
+            sums: list[tf.Tensor] = []
+            for micro in range(layout.accumulate):
+                rows = replica.take(layout, batch, count, micro)
+                payload, outputs = replica.passes(rows, count, self._training)
+                self.adding = keras_internals.adding_losses(model)
+                metrics.update(model, replica.distribution, rows, outputs)
+                sums = payload.plus(sums).tensors() if sums else payload.tensors()
+            payload = payload.with_tensors(replica.distribution.all_sum(sums))
+        return payload.by_part(), [g for g in payload.gradients() if g is not None]
+
+    def _kept(self, replica: Replica) -> dict[str, tf.Tensor]:
+        """Returns what the pass has made of the variables that no optimizer writes.
+
+        Statistics are averaged over the replicas before anybody looks at them, so a layer that counts its examples, or
+        sums them up, has another state than on one replica. A weight that a step of the user's own assigns has the
+        gradient of one replica's rows. Micro-batches are calls of their own to a layer, which may count them.
+        """
+        model = self._step.model
+        if self._question.parts == "micro-batches":
+            return {}
+        alike = [*freezing.fixed(model), *model.trainable_variables] if self._training and self._own else []
+        gathered = training_state.gathered_variables(model)
+        means = [tf.cast(tf.convert_to_tensor(v.value), replica.totals) for v in gathered]
+        if means:  # TensorFlow cannot reduce nothing
+            means = replica.distribution.all_sum(means)
+        kept = {v.path: total / replica.distribution.replicas for v, total in zip(gathered, means)}
+        kept.update({v.path: tf.convert_to_tensor(v.value) for v in alike})
+        return {f"{STATE} {path!r}": value for path, value in kept.items()}
+
+    def _own_step(self, replica: Replica, layout: Layout, batch: Taken) -> tuple[dict, list[tf.Tensor]]:
+        count, names = replica.count(layout, batch), LogNames()
+        method = f"{self._question.kind}_step"
+        logs = own_step_call.run_step(replica, method, replica.take(layout, batch, count), count, names)
+        values = {f"log {name!r}": logs[1 + i] for i, name in enumerate(names.plain)}
+        return values, own_step_call.recorded()
+
+    @contextlib.contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """Gives all that a step may write back, after it, what it had, on every replica; optimizers do nothing in it.
+
+        What Python draws from its own generators is drawn again, too.
+        """
+        model = self._step.model
+        frozen = set() if self._own else {id(v) for v in freezing.fixed(model)}  # which may be gigabytes
+        written = model.variables if self._own else model.non_trainable_variables
+        variables = {id(v): v for v in [*written, *model.metrics_variables] if id(v) not in frozen}
+        of_numpy, of_python = np.random.get_state(), random.getstate()
+        try:
+            with layer_state.unchanged(list(variables.values())):
+                yield
+        finally:
+            np.random.set_state(of_numpy)
+            random.setstate(of_python)
+
+
+def _array(value: tf.Tensor) -> np.ndarray:
+    """Returns a value as numbers; text as it is."""
+    array = np.asarray(tf.cast(value, tf.float32) if value.dtype == tf.bfloat16 else value)
+    return array if array.dtype.kind in "OSU" else array.astype(np.float64)
+
+
+def _named(results: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+    return {f"{METRIC} {name!r}": value for name, value in results.items()}
+
+
+def _single(distribution: Distribution) -> Distribution:
+    """Returns the same, with which a replica believes itself to be the only one."""
+    return dataclasses.replace(
+        distribution,
+        replicas=1,
+        devices=distribution.devices[:1],
+        all_sum=lambda tensors: tensors,
+        replica_id=lambda: 0,
+    )
+
+
+def _relative(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
+    size = apart = 0.0
+    for a, b in zip(ours, theirs, strict=True):
+        if a.shape != b.shape:
+            return np.inf
+        if a.dtype.kind in "OSU":
+            apart += float((a != b).sum())
+            size += a.size
+            continue
+        alike = (a == b) | (np.isnan(a) & np.isnan(b))  # infinities, too
+        difference = np.where(alike, 0.0, a) - np.where(alike, 0.0, b)
+        if not np.isfinite(difference).all():
+            return np.inf
+        apart += np.square(difference).sum()
+        size += np.square(np.where(np.isfinite(a), a, 0.0)).sum()
+    return float(np.sqrt(apart) / max(np.sqrt(size), 1e-6)) if apart else 0.0
+
+
+def normalizes_alone(layer: keras.Layer) -> bool:
+    """Whether a layer normalizes, while it trains, with the rows of its own replica."""
+    return isinstance(layer, keras.layers.BatchNormalization) and not layer.synchronized and layer.trainable
+
+
+@contextlib.contextmanager
+def _still(model: keras.Model, apart: bool) -> Iterator[None]:
+    """Lets random layers, within it, pass on what they get: a mask has the shape of a replica's rows.
+
+    Args:
+      apart: the batch is taken apart on one replica, too. BatchNorm, which would normalize each part, predicts.
+    """
+    normal = keras.layers.BatchNormalization
+    layers = [
+        layer
+        for layer in keras_internals.flat_layers(model)
+        if keras_internals.is_random(layer) or (apart and isinstance(layer, normal))
+    ]
+    passing = lambda theirs: lambda *a, **k: theirs(*a, **{**k, "training": False})
+    with keras_internals.calls({layer: passing(layer.call) for layer in layers}):
+        yield
