@@ -27,7 +27,7 @@ REFUSALS = [
     ("normalizes with the rows of its own replica", r"momentum=0\.\d\)|BatchNormalization\("),
     ("leaves nothing to minimise", r"reduction='none'"),
     ("gradient_accumulation_steps", r"gradient_accumulation_steps=2"),
-    ("smaller than", r"batch_size=1\b|batch_size=2\b"),
+    ("smaller than", r"batch_size=[12]\b|n, draw = 1,"),
     ("add it up over the replicas", r"RunningMaximum|renorm|KeepsMean"),
 ]
 """Words of refusals that may come, and what there must be in the program."""
@@ -181,6 +181,10 @@ def complaint(program: Program, got: Outcome, expected: Outcome, replicas: int) 
         return f"{type(got.error).__name__}: {got.error}"
     if replicas > 1 and RANDOM.search(program.text):
         return ""
+    if replicas > 1:  # from where on Keras' own calls of a batch are left out
+        names = [name for name, _ in expected.seen]
+        end = names.index("test_on_batch") if "test_on_batch" in names else len(names)
+        return difference(program, got.seen[:end], expected.seen[:end])
     return difference(program, got.seen, expected.seen)
 
 

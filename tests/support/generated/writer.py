@@ -76,7 +76,7 @@ class _Writer:
             lines.append("h = L.Concatenate()([first, h])")
             return [*lines, *self.ending("[x0, x1]")], names
         if self.form == "shared":
-            layers = ", ".join([*self.first_layers(name), *self.parts("features", 2)])
+            layers = ", ".join([*self.first_layers(name), *self.parts("features", 2)]) or "L.Identity()"
             shape = INPUTS[name][1]
             lines = [f"x0, x1 = keras.Input({shape}), keras.Input({shape})", f"shared = keras.Sequential([{layers}])"]
             lines.append(self.pick(["h = L.Concatenate()([shared(x0), shared(x1)])", "h = shared(x0) - shared(x1)"]))
@@ -162,7 +162,7 @@ class _Writer:
         for kind, share in (("metrics", 0.7), ("weighted_metrics", 0.4)):
             if self.chance(share):
                 options.append(f"{kind}={self.metrics()}")
-        if self.chance(0.08):
+        if self.chance(0.02):
             options.append("run_eagerly=True")
         elif self.chance(0.08):
             options.append("steps_per_execution=3")
@@ -212,7 +212,8 @@ class _Writer:
         if len(targets) == 1:
             lines.append(f"y = {targets[0]}")
             per_step = self.pick(["draw.weights(n, t)", "draw.weights(n, 1)"])
-            self.weight = self.pick(["None", "None", per_step if self.form == "steps" else "draw.weights(n)"])
+            of_steps = self.form == "steps" and "CTC" not in self.targets[0].losses[0]
+            self.weight = self.pick(["None", "None", per_step if of_steps else "draw.weights(n)"])
         else:
             as_dict = self.outputs_are_dict or self.chance(0.5)
             wrap = (lambda a, b: f"{{'a': {a}, 'b': {b}}}") if as_dict else (lambda a, b: f"({a}, {b})")
