@@ -15,7 +15,7 @@ from tfdist.checkpoints.resume import Position
 from tfdist.checkpoints.training_run import TrainingRun
 from tfdist.data import sources
 from tfdist.distributed import arithmetic
-from tfdist.engine import agreement, arguments, batching, callback_list, step_calls
+from tfdist.engine import agreement, arguments, batching, callback_list, evaluation, step_calls
 from tfdist.engine import steps_per_call as pace_lib
 from tfdist.engine.call_errors import NotFinite, OutOfMemory
 from tfdist.engine.checkpointing import Keeper

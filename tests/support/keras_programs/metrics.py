@@ -1,6 +1,7 @@
 """Metrics of every kind."""
 
 import keras
+import numpy as np
 
 from support.keras_programs.losses import of_two_heads, tagged, tagged_weighed, two_heads
 from support.keras_programs.program import (
@@ -147,6 +148,39 @@ class Fading(metrics.MeanSquaredError):
     def reset_state(self):
         self.total.assign(self.total / 2)
         self.count.assign(self.count / 2)
+
+
+class Highest(Largest):
+    """The largest output above zero."""
+
+    def update_state(self, y, p, sample_weight=None):
+        self.value.assign(ops.maximum(self.value, ops.cast(ops.max(p), self.dtype)))
+
+
+class Lowest(metrics.Metric):
+    """The smallest output of all, which begins as infinity."""
+
+    def __init__(self, name="lowest", **kwargs):
+        super().__init__(name=name, **kwargs)
+        self.value = self.add_weight(initializer=keras.initializers.Constant(float("inf")), name="value")
+
+    def update_state(self, y, p, sample_weight=None):
+        self.value.assign(ops.minimum(self.value, ops.cast(ops.min(p), self.dtype)))
+
+    def result(self):
+        return self.value
+
+
+def of_rising_outputs():
+    """Outputs that are what goes in, which training hardly changes."""
+    model = keras.Sequential([keras.Input((1,)), L.Dense(1, use_bias=False, kernel_initializer="ones")])
+    return compiled(model, "mse", keras.optimizers.SGD(1e-3), metrics=[Highest(), Lowest()])
+
+
+def rising(n):
+    """Numbers of which only the last third is above zero."""
+    x = np.linspace(-2.0, 1.0, n, dtype="float32")[:, None]
+    return x, x
 
 
 class Batches(metrics.Metric):
@@ -307,6 +341,8 @@ PROGRAMS = [
     measured("functions of keras", lambda: [keras.losses.log_cosh, keras.metrics.mean_absolute_error], numbers),
     measured("a maximum", lambda: [Largest()], numbers),
     measured("that keep their state", lambda: [OverEpochs(name="over"), Fading(name="fading")], numbers),
+    # The rows that metrics are tried on have no output above zero.
+    Program("metrics a maximum that begins at zero", of_rising_outputs, rising),
     measured("a count of updates", lambda: [Batches()], numbers),
     measured("a mean over updates", lambda: [MeanOfBatches(name="rmse")], numbers),
     measured("own update_state", lambda: [Counted()], numbers),

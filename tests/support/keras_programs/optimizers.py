@@ -80,6 +80,8 @@ def headed():
     return keras.Sequential([keras.Input((6,)), L.Dense(6, activation="tanh"), L.Dense(5, name="head")])
 
 
+AVERAGED = {"use_ema": True, "ema_momentum": 0.8, "ema_overwrite_frequency": 2}
+
 PROGRAMS = [
     trained("SGD", lambda: optimizers.SGD(0.1)),
     trained("SGD with momentum", lambda: optimizers.SGD(0.1, momentum=0.9, nesterov=True)),
@@ -87,6 +89,12 @@ PROGRAMS = [
     trained("RMSprop centered", lambda: optimizers.RMSprop(1e-2, centered=True, momentum=0.9)),
     trained("Adam", lambda: optimizers.Adam(1e-2)),
     trained("Adam amsgrad", lambda: optimizers.Adam(1e-2, amsgrad=True)),
+    trained(
+        "AdamW in float64",
+        lambda: optimizers.AdamW(1e-2, weight_decay=0.1, use_ema=True, ema_momentum=0.8),
+        precision="float64",
+        tolerance=1e-12,
+    ),
     trained("AdamW", lambda: optimizers.AdamW(1e-2, weight_decay=0.1)),
     trained("AdamW without decay of biases", undecayed),
     trained("Adadelta", lambda: optimizers.Adadelta(1.0)),
@@ -121,6 +129,8 @@ PROGRAMS = [
         "use_ema with overwrite",
         lambda: optimizers.SGD(0.1, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=2),
     ),
+    trained("use_ema of constrained weights", lambda: optimizers.RMSprop(1e-2, **AVERAGED), constrained),
+    trained("use_ema of constrained weights, Adam", lambda: optimizers.Adam(1e-2, **AVERAGED), constrained),
     trained("weight_decay", lambda: optimizers.SGD(0.1, momentum=0.9, weight_decay=0.05)),
     trained("loss_scale_factor", lambda: optimizers.RMSprop(1e-2, loss_scale_factor=128.0)),
     trained(

@@ -38,6 +38,19 @@ class Plain(keras.Model):
         return {m.name: m.result() for m in self.metrics}
 
 
+class Constrained(Plain):
+    """The same, with weights that are constrained."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = keras.Sequential([L.Dense(6, activation="tanh"), L.Dense(5, kernel_constraint="unit_norm")])
+
+
+def constrained():
+    averaged = {"use_ema": True, "ema_momentum": 0.8, "ema_overwrite_frequency": 2}
+    return compiled(Constrained(), "mse", keras.optimizers.RMSprop(1e-2, **averaged), metrics=["mae"])
+
+
 class Weighted(Plain):
     """The guide's second example: weights, and metrics that the model keeps itself."""
 
@@ -334,6 +347,7 @@ PROGRAMS = [
     step("with weights", lambda: compiled(Weighted(), "mse"), weighed_numbers),
     step("for tests", lambda: compiled(OwnTestStep(), "mse"), numbers),
     step("for predictions", lambda: compiled(OwnPredictStep(), "mse"), numbers),
+    step("with averages of constrained weights", constrained, numbers),
     step("that clips", lambda: compiled(Clips(), "mse"), numbers, refused=NO_MEAN),
     step(
         "without an optimizer",

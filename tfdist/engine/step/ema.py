@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
 import keras
 import tensorflow as tf
 
 from tfdist.models import keras_internals
+
+Constraints: TypeAlias = "dict[int, Callable[[keras.Variable], tf.Tensor]]"
+"""What weights are constrained by, by the `id` of each."""
 
 
 def add(
@@ -26,7 +30,7 @@ def add(
     averages = keras_internals.weight_averages(optimizer)
     for variable, average in zip(variables, averages):
         momentum = tf.where(
-            tf.equal(before, 0), tf.zeros((), average.dtype), tf.cast(optimizer.ema_momentum, average.dtype)
+            tf.equal(before, 0), tf.zeros((), average.dtype), tf.constant(optimizer.ema_momentum, average.dtype)
         )
         new = momentum * average + (1 - momentum) * variable
         average.assign(new if updated is None else tf.where(updated, new, average))
@@ -36,6 +40,33 @@ def add(
             due = tf.logical_and(due, updated)
         for variable, average in zip(variables, averages):
             variable.assign(tf.where(due, average, variable))
+
+
+@contextlib.contextmanager
+def unconstrained(variables: Sequence[keras.Variable]) -> Iterator[Constraints]:
+    """Keeps Keras, within it, from constraining weights before they are in their average, which it does after that.
+
+    Replicas are traced in threads: this surrounds them all.
+
+    Yields:
+      What `constrain` takes.
+    """
+    constraints = {id(v): v.constraint for v in variables if v.constraint is not None}
+    held = [v for v in variables if id(v) in constraints]
+    for variable in held:
+        variable.constraint = None
+    try:
+        yield constraints
+    finally:
+        for variable in held:
+            variable.constraint = constraints[id(variable)]
+
+
+def constrain(constraints: Constraints, variables: Sequence[keras.Variable], updated: tf.Tensor) -> None:
+    """Constrains those of `variables` that have been updated; in a replica, after `add`."""
+    for variable in variables:
+        if id(variable) in constraints:
+            variable.assign(tf.where(updated, constraints[id(variable)](variable), variable))
 
 
 def finalize(optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from collections.abc import Callable
 
@@ -42,6 +43,8 @@ def look(matched: MatchedLoss) -> Kind:
         return Kind.ACROSS
     y_true, y_pred = arguments(matched)
     kinds = {_of(loss, y_true, prediction) for prediction in variants(y_pred)}
+    with contextlib.suppress(ValueError, TypeError, tf.errors.OpError):
+        kinds.add(_of(loss, y_true, negated(y_pred)))
     if Kind.ACROSS in kinds or len(kinds) > 1:
         return Kind.ACROSS
     return kinds.pop()
@@ -74,12 +77,21 @@ def _same(one: tf.Tensor, other: tf.Tensor, dtype: str) -> bool:
 
 def variants(y_pred: Structure) -> list[Structure]:
     """Returns outputs as they are, in another order, and with differences: a new model may give all rows alike."""
+    return [y_pred, _changed(y_pred, lambda t: tf.reverse(t, [0])), _changed(y_pred, _spread)]
+
+
+def negated(y_pred: Structure) -> Structure:
+    """Returns outputs of another sign, which a model need not be able to give.
+
+    Where all are below zero, a maximum that begins there seems to add up.
+    """
+    return _changed(y_pred, lambda t: -_spread(t))
+
+
+def _changed(y_pred: Structure, change: Callable[[tf.Tensor], tf.Tensor]) -> Structure:
+    return keras.tree.map_structure(lambda t: change(t) if t.dtype.is_floating else t, y_pred)
+
+
+def _spread(t: tf.Tensor) -> tf.Tensor:
     factors = tf.constant(np.random.default_rng(0).uniform(0.5, 1.0, [ROWS]))
-
-    def changed(change: Callable[[tf.Tensor], tf.Tensor]) -> Structure:
-        return keras.tree.map_structure(lambda t: change(t) if t.dtype.is_floating else t, y_pred)
-
-    def spread(t: tf.Tensor) -> tf.Tensor:
-        return t * tf.cast(tf.reshape(factors, [-1, *[1] * (t.shape.rank - 1)]), t.dtype)
-
-    return [y_pred, changed(lambda t: tf.reverse(t, [0])), changed(spread)]
+    return t * tf.cast(tf.reshape(factors, [-1, *[1] * (t.shape.rank - 1)]), t.dtype)

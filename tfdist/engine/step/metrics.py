@@ -103,8 +103,9 @@ def look(model: keras.Model, y: Structure, y_pred: Structure) -> None:
     compiled = keras_internals.compiled_metrics(model)
     for pair in _pairs(compiled, y, y_pred, None) if compiled else []:
         for metric in pair.metrics:
-            predictions = loss_kinds.variants(pair.y_pred)
-            if not all(_adds_up(metric, pair.y_true, prediction) for prediction in predictions):
+            usual = [_adds_up(metric, pair.y_true, prediction) for prediction in loss_kinds.variants(pair.y_pred)]
+            unlikely = _adds_up(metric, pair.y_true, loss_kinds.negated(pair.y_pred))
+            if not all(usual) or unlikely is False:
                 whole_metrics.remember(metric)
 
 
@@ -137,8 +138,8 @@ def check_summed(model: keras.Model, own: str) -> None:
         )
 
 
-def _adds_up(metric: keras.Metric, y_true: Structure, y_pred: Structure) -> bool:
-    """Whether the state for a batch is the sum of the states for its parts."""
+def _adds_up(metric: keras.Metric, y_true: Structure, y_pred: Structure) -> bool | None:
+    """Whether the state for a batch is the sum of the states for its parts; None where it cannot be told."""
 
     def state(before: list, rows: slice) -> list[np.ndarray]:
         part = keras.tree.map_structure(lambda t: t[rows], (y_true, y_pred))
@@ -150,9 +151,11 @@ def _adds_up(metric: keras.Metric, y_true: Structure, y_pred: Structure) -> bool
         whole, one, other = state(empty, slice(None)), state(empty, first), state(empty, second)
         after = state(one, second)
     except (ValueError, TypeError, IndexError, tf.errors.OpError):
-        return False  # it wants more rows, or cannot say
+        return None  # it wants more rows, or other values
     for values in zip(empty, whole, one, other, after):
         e, w, a, b, c = (np.asarray(tf.cast(tf.convert_to_tensor(v), tf.float64)) for v in values)
+        if not all(np.isfinite(v).all() for v in (e, w, a, b, c)):
+            return None
         rounding = 1e-4 * max(1.0, np.abs(w).max(initial=0)) if w.size else 0
         if not (np.allclose(w - e, a + b - 2 * e, 1e-4, rounding) and np.allclose(w, c, 1e-4, rounding)):
             return False

@@ -67,6 +67,8 @@ def owned(
     with contextlib.ExitStack() as changes:
         base.use_ema = False
         changes.callback(setattr, base, "use_ema", averages)
+        if averages and not is_fused(optimizer):
+            mine.constraints = changes.enter_context(ema.unconstrained(variables))
         changes.enter_context(keras_internals.without_reduction())
         if factors and not is_fused(optimizer):
             for updating in keras_internals.updating(optimizer):
@@ -88,6 +90,8 @@ class OwnedOptimizer:
         self._base = inner_optimizer(optimizer)
         self._averages = averages
         self._factors = factors
+        self.constraints: ema.Constraints = {}
+        """Those that Keras is kept from."""
 
     def loss_scale(self) -> tf.Tensor | None:
         """Returns the factor that a `LossScaleOptimizer` wants on the loss, a scalar; None for other optimizers."""
@@ -137,13 +141,14 @@ class OwnedOptimizer:
             grads = regularized(grads)
             factor = self._base.loss_scale_factor
             if factor is not None:  # the optimizer divides by it, and nobody has multiplied the loss
-                grads = [None if g is None else g * tf.cast(factor, g.dtype) for g in grads]
+                grads = [None if g is None else g * tf.constant(factor, g.dtype) for g in grads]
         pairs = [(g, v) for g, v in zip(grads, variables) if g is not None]
         before = tf.identity(self._base.iterations.value)
         self._optimizer.apply([g for g, _ in pairs], [v for _, v in pairs])
         updated = tf.not_equal(before, tf.identity(self._base.iterations.value))
         if self._averages:
             ema.add(self._base, variables, before, updated)
+            ema.constrain(self.constraints, [v for _, v in pairs], updated)
 
     def _apply_scaled(
         self, grads: Gradients, variables: list[keras.Variable], regularized: Callable[[Gradients], Gradients]
@@ -209,18 +214,19 @@ class OwnedOptimizer:
         by_dtype: dict[tf.DType, dict[str, tf.Tensor]] = {}
 
         def constants(dtype: tf.DType) -> dict[str, tf.Tensor]:
-            constant = lambda value: tf.cast(value, dtype)
-            beta1, beta2, t = constant(optimizer.beta_1), constant(optimizer.beta_2), constant(step)
-            beta2_power = tf.pow(beta2, t)
+            # As in Keras, whose `cast` makes a float32 of a number first: only the powers are of such.
+            power = lambda beta: tf.pow(tf.cast(beta, dtype), tf.cast(step, dtype))
+            constant = lambda value: tf.constant(value, dtype)
+            t, beta2_power = tf.cast(step, dtype), power(optimizer.beta_2)
             exact = dtype.as_numpy_dtype
             half = 0.5 * (float(exact(optimizer.beta_2)) - (1.0 - float(exact(1.0 - optimizer.beta_2))))
             right = 1 - constant(half) * t * beta2_power / (1 - beta2_power)
             return dict(
-                beta1=beta1,
-                beta2=beta2,
-                beta1_power=tf.pow(beta1, t),
+                beta1=constant(optimizer.beta_1),
+                beta2=constant(optimizer.beta_2),
+                beta1_power=power(optimizer.beta_1),
                 beta2_power=beta2_power,
-                lr=constant(rate) * right,
+                lr=tf.cast(rate, dtype) * right,
                 epsilon=constant(optimizer.epsilon) * right,
             )
 

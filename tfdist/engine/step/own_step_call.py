@@ -171,6 +171,7 @@ def _over_replicas(model: keras.Model, handle: Callable) -> Iterator[None]:
     """
     known = own_steps.optimizers(model)
     averaging = {id(inner_optimizer(o)): inner_optimizer(o).use_ema for o in known}
+    constraints: ema.Constraints = {}
 
     def update(
         theirs: Callable, optimizer: keras.optimizers.Optimizer, grads: Structure, variables: Structure = None
@@ -186,7 +187,7 @@ def _over_replicas(model: keras.Model, handle: Callable) -> Iterator[None]:
             )
         variables = None if variables is None else list(variables)
         averages = averaging[id(inner_optimizer(optimizer))]
-        handle(_AskedUpdate(part, theirs, optimizer, list(grads), variables, averages))
+        handle(_AskedUpdate(part, theirs, optimizer, list(grads), variables, averages, constraints))
 
     def mean(theirs: Callable, metric: keras.metrics.Mean, values: Structure, sample_weight: Structure = None) -> None:
         part: _Part | None = getattr(_tracing, "part", None)
@@ -202,6 +203,9 @@ def _over_replicas(model: keras.Model, handle: Callable) -> Iterator[None]:
             base = inner_optimizer(optimizer)
             changes.callback(setattr, base, "use_ema", base.use_ema)
             base.use_ema = False
+            if averaging[id(base)] and optimizer.built:
+                averaged = keras_internals.optimized_variables(base)
+                constraints.update(changes.enter_context(ema.unconstrained(averaged)))
         changes.enter_context(keras_internals.optimizer_updates(update))
         changes.enter_context(keras_internals.mean_updates(mean))
         changes.enter_context(keras_internals.results({metric: _noted(metric) for metric in model.metrics}))
@@ -242,6 +246,8 @@ class _AskedUpdate(NamedTuple):
     variables: list[keras.Variable] | None
     averages: bool
     """Whether the optimizer keeps averages of the weights."""
+    constraints: ema.Constraints
+    """Those that Keras is kept from."""
 
     def summed(self) -> list[tf.Tensor | None]:
         """Returns the gradients of the global batch."""
@@ -261,7 +267,10 @@ def _apply(update: _AskedUpdate) -> None:
     update.part.inside.clear()
     if update.averages:
         updated = tf.not_equal(before, tf.identity(base.iterations.value))
-        ema.add(base, keras_internals.optimized_variables(base), before, updated)
+        variables = keras_internals.optimized_variables(base)
+        ema.add(base, variables, before, updated)
+        given = zip(update.gradients, update.variables or variables)
+        ema.constrain(update.constraints, [v for g, v in given if g is not None], updated)
 
 
 def _keep(update: _AskedUpdate) -> None:

@@ -1,0 +1,61 @@
+"""Programs that are made up at random end under tfdist as with Keras' own fit on one device, or are refused truly.
+
+TFDIST_TEST_SEED=123 runs the program of one seed, under each number of replicas. A failure prints the program.
+"""
+
+import inspect
+import os
+import re
+
+import keras
+import pytest
+from support.generated import fitting_pieces, layer_pieces, objective_pieces, running, user_code, writer
+
+SHORT = ((301, 3), (402, 1))
+"""Seeds and numbers of replicas of `make test`, which are quick ones."""
+WHOLE = range(300, 360)
+
+
+def cells():
+    if "TFDIST_TEST_SEED" in os.environ:
+        return [pytest.param(int(os.environ["TFDIST_TEST_SEED"]), replicas) for replicas in (1, 2, 3)]
+    whole = [(seed, 1 + seed % 3) for seed in WHOLE]
+    return [*SHORT, *(pytest.param(*cell, marks=pytest.mark.whole) for cell in whole if cell not in SHORT)]
+
+
+@pytest.mark.parametrize("seed, replicas", cells())
+def test_ends_as_with_keras(seed, replicas, connect, tmp_path):
+    program = writer.write(seed)
+    expected = running.by_keras(program, tmp_path / "keras")
+    got = running.run(program, running.Tfdist(connect(replicas)), tmp_path / "tfdist")
+    wrong = running.complaint(program, got, expected, replicas)
+    assert not wrong, f"{replicas} replicas: {wrong}\n{program}"
+
+
+@pytest.mark.parametrize("kind", ["layers", "losses", "metrics", "optimizers"])
+def test_every_class_of_keras_may_occur(kind):
+    public = {name for name, c in vars(getattr(keras, kind)).items() if inspect.isclass(c) and name[0].isupper()}
+    text = "".join(inspect.getsource(m) for m in (fitting_pieces, layer_pieces, objective_pieces, user_code, writer))
+    missing = {name for name in public if not re.search(rf"\b{name}\b", text)}
+    assert missing <= OTHERWISE[kind], missing - OTHERWISE[kind]
+
+
+OTHERWISE = {
+    # Other names of the same classes; those that need other packages; what has no layer's interface.
+    "layers": {
+        *("AvgPool1D", "AvgPool2D", "AvgPool3D", "MaxPool1D", "MaxPool2D", "MaxPool3D"),
+        *("GlobalAvgPool1D", "GlobalAvgPool2D", "GlobalAvgPool3D"),
+        *("GlobalMaxPool1D", "GlobalMaxPool2D", "GlobalMaxPool3D"),
+        *("Convolution1DTranspose", "Convolution2DTranspose", "Convolution3D", "Convolution3DTranspose"),
+        *("SeparableConvolution1D", "SeparableConvolution2D"),
+        *("FlaxLayer", "JaxLayer", "TFSMLayer", "TorchModuleWrapper"),
+        *("InputLayer", "InputSpec", "MaxNumBoundingBoxes", "CutMix", "MixUp", "HashedCrossing", "Wrapper"),
+    },
+    "losses": set(),
+    "metrics": set(),
+    "optimizers": {"Optimizer"},
+}
+
+
+def test_a_seed_gives_one_program():
+    assert writer.write(7) == writer.write(7) != writer.write(8)

@@ -1,0 +1,233 @@
+"""Runs a generated program by Keras and by tfdist, and compares what they end with."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+import re
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfdist
+from support.generated import user_code
+from support.generated.writer import Program
+
+TOLERANCE = {"float64": 1e-8, "float32": 1e-4, "mixed_bfloat16": 0.1}
+RANDOM = re.compile(
+    r"(AlphaDropout|GaussianDropout|Spatial\w+|L\.Dropout|dropout=|GaussianNoise)\(?0\.[1-9]|dropout=0\.[1-9]"
+    r"|L\.(Random\w+|AugMix|RandAugment)|GaussianNoise"
+)
+"""Layers whose random numbers depend on the number of replicas."""
+
+REFUSALS = [
+    ("normalizes with the rows of its own replica", r"momentum=0\.\d\)|BatchNormalization\("),
+    ("leaves nothing to minimise", r"reduction='none'"),
+    ("gradient_accumulation_steps", r"gradient_accumulation_steps=2"),
+    ("smaller than", r"batch_size=[12]\b|n, draw = 1,"),
+    ("add it up over the replicas", r"RunningMaximum|renorm|KeepsMean"),
+]
+"""Words of refusals that may come, and what there must be in the program."""
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a program has come to."""
+
+    seen: list[tuple[str, Any]]
+    """What its calls have returned and its callbacks were told, in order."""
+    error: Exception | None = None
+
+
+class Keras:
+    """Runs the calls of a program by Keras on one device."""
+
+    alone = True
+
+    def __init__(self, eagerly: bool):
+        self.seen: list[tuple[str, Any]] = []
+        self.eagerly = eagerly
+
+    @property
+    def notes(self):
+        return self.seen
+
+    def scope(self):
+        return contextlib.nullcontext()
+
+    def fit(self, model, *args, **kwargs):
+        with self._judging(model):
+            history = model.fit(*args, **kwargs, verbose=0)
+        self.seen.append(("history", history.history))
+        self._look(model)
+
+    def evaluate(self, model, *args, **kwargs):
+        with self._judging(model):
+            self.seen.append(("evaluate", model.evaluate(*args, **kwargs, return_dict=True, verbose=0)))
+
+    def predict(self, model, *args, **kwargs):
+        with self._judging(model):
+            self.seen.append(("predict", model.predict(*args, **kwargs, verbose=0)))
+
+    def on_batch(self, model, x, y, w):
+        """Keras' own calls of one batch, which change nothing."""
+        rows = keras.tree.map_structure(lambda a: None if a is None else a[:4], (x, y, w))
+        if self.alone:
+            self.seen.append(("test_on_batch", model.test_on_batch(*rows, return_dict=True)))
+            self.seen.append(("train_on_batch", model.train_on_batch(*rows, return_dict=True)))
+            self.seen.append(("predict_on_batch", model.predict_on_batch(rows[0])))
+
+    def set_rate(self, model, rate):
+        with contextlib.suppress(TypeError):  # of a schedule
+            model.optimizer.learning_rate = rate
+
+    def _look(self, model):
+        self.seen.append(("weights", model.get_weights()))
+        self.seen.append(("optimizer", [np.asarray(v) for v in model.optimizer.variables]))
+
+    @contextlib.contextmanager
+    def _judging(self, model):
+        """Keeps a model from what is known to be wrong of Keras: see `keras_programs.program`."""
+        model.run_eagerly = model.run_eagerly or self.eagerly
+        model.jit_compile, model.steps_per_execution = False, 1
+        optimizer = model.optimizer
+        apply = optimizer.apply
+        dense = lambda g: None if g is None else tf.convert_to_tensor(g)
+        optimizer.apply = lambda grads, variables=None: apply([dense(g) for g in grads], variables)
+        try:
+            yield
+        finally:
+            del optimizer.apply
+
+
+class Tfdist(Keras):
+    """Runs them by tfdist."""
+
+    def __init__(self, distribution, **options):
+        super().__init__(False)
+        self.distribution, self.options = distribution, options
+        self.alone = distribution.replicas == 1
+
+    def scope(self):
+        return self.distribution.scope()
+
+    def fit(self, model, *args, **kwargs):
+        options = {**kwargs, **self.options, "distribution": self.distribution, "verbose": 0}
+        self.seen.append(("history", tfdist.fit(model, *args, **options).history))
+        self._look(model)
+
+    def evaluate(self, model, *args, **kwargs):
+        result = tfdist.evaluate(model, *args, **kwargs, distribution=self.distribution, verbose=0)
+        self.seen.append(("evaluate", result))
+
+    def predict(self, model, *args, **kwargs):
+        result = tfdist.predict(model, *args, **kwargs, distribution=self.distribution, verbose=0)
+        self.seen.append(("predict", result))
+
+
+def run(program: Program, api: Keras, folder: pathlib.Path) -> Outcome:
+    """Runs a program, whose errors are part of what comes of it."""
+    keras.backend.clear_session(free_memory=False)
+    keras.config.set_floatx("float64" if program.precision == "float64" else "float32")
+    keras.config.set_dtype_policy(program.precision)
+    keras.utils.set_random_seed(3)
+    folder.mkdir(parents=True, exist_ok=True)
+    names = {n: getattr(keras, n) for n in ("callbacks", "losses", "metrics", "optimizers")}
+    names |= {"keras": keras, "L": keras.layers, "np": np, "tf": tf, "schedules": keras.optimizers.schedules}
+    names |= {**vars(user_code), "uneven": uneven, "part": part, "undecayed": undecayed}
+    try:
+        exec(compile(program.text, f"program {program.seed}", "exec"), {**names, "api": api, "folder": folder})
+    except Exception as error:
+        return Outcome(api.seen, error)
+    finally:
+        keras.config.set_floatx("float32")
+        keras.config.set_dtype_policy("float32")
+    return Outcome(api.seen)
+
+
+def by_keras(program: Program, folder: pathlib.Path) -> Outcome:
+    return run(program, Keras("ScheduleFree" in program.text), folder)
+
+
+def uneven(data, size):
+    """Batches of `size` and of fewer."""
+    rows = tf.data.Dataset.from_tensor_slices(data)
+    half = len(rows) // 2
+    return rows.take(half).batch(size).concatenate(rows.skip(half).batch(max(1, size // 2)))
+
+
+def part(data):
+    """The first third of the rows."""
+    return keras.tree.map_structure(lambda a: a[: max(1, len(a) // 3)], data)
+
+
+def undecayed(optimizer):
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    return optimizer
+
+
+def complaint(program: Program, got: Outcome, expected: Outcome, replicas: int) -> str:
+    """Returns what is wrong with what tfdist has come to, or nothing."""
+    if isinstance(got.error, tfdist.UserError):
+        return "" if expected.error is not None else refusal(program, str(got.error))
+    if isinstance(got.error, tfdist.TrainingError) and "finite" in str(got.error):
+        return "" if any(_has_nan(value) for _, value in expected.seen) else f"false: {got.error}"
+    if expected.error is not None:
+        return ""
+    if got.error is not None:
+        return f"{type(got.error).__name__}: {got.error}"
+    if replicas > 1 and RANDOM.search(program.text):
+        return ""
+    if replicas > 1:  # from where on Keras' own calls of a batch are left out
+        names = [name for name, _ in expected.seen]
+        end = names.index("test_on_batch") if "test_on_batch" in names else len(names)
+        return difference(program, got.seen[:end], expected.seen[:end])
+    return difference(program, got.seen, expected.seen)
+
+
+def refusal(program: Program, line: str) -> str:
+    for words, cause in REFUSALS:
+        if words in line and re.search(cause, program.text):
+            return "" if "\n" not in line else f"more than a line: {line}"
+    return f"refused: {line}"
+
+
+def difference(program: Program, got: list, expected: list) -> str:
+    """Returns the first difference that is more than rounding, or nothing."""
+    names = [name for name, _ in got], [name for name, _ in expected]
+    if names[0] != names[1]:
+        return f"order of events: {names[0]}, expected {names[1]}"
+    tolerance = TOLERANCE["mixed_bfloat16" if "bfloat16" in program.text else program.precision]
+    for turn, ((name, ours), (_, theirs)) in enumerate(zip(got, expected)):
+        if keras.tree.is_nested(ours) != keras.tree.is_nested(theirs):
+            return f"{turn} {name}: {ours}, expected {theirs}"
+        if isinstance(ours, dict):
+            several = sum(key.endswith("_loss") and key != "val_loss" for key in theirs) > 1
+            if ours.keys() != theirs.keys():
+                return f"{turn} {name}: has {sorted(ours)}, expected {sorted(theirs)}"
+            keys = [key for key in ours if not (several and re.search(r"[ab]_loss$", key))]
+            pairs = [(key, ours[key], theirs[key]) for key in keys]
+        else:
+            flat = keras.tree.flatten(ours), keras.tree.flatten(theirs)
+            if len(flat[0]) != len(flat[1]):
+                return f"{turn} {name}: {len(flat[0])} arrays, expected {len(flat[1])}"
+            pairs = [(i, a, b) for i, (a, b) in enumerate(zip(*flat))]
+        for key, a, b in pairs:
+            a, b = _numbers(a), _numbers(b)
+            if a.shape != b.shape:
+                return f"{turn} {name} {key}: shape {a.shape}, expected {b.shape}"
+            size = np.max(np.abs(b[np.isfinite(b)]), initial=1e-3)
+            if not np.allclose(a, b, 10 * tolerance, 10 * tolerance * size, equal_nan=True):
+                return f"{turn} {name} {key}: {a.ravel()[:8]}, expected {b.ravel()[:8]}"
+    return ""
+
+
+def _numbers(value) -> np.ndarray:
+    return np.concatenate([np.ravel(np.asarray(v, "float64")) for v in keras.tree.flatten(value)] or [np.zeros(0)])
+
+
+def _has_nan(value) -> bool:
+    return not np.isfinite(_numbers(list(value.values()) if isinstance(value, dict) else value)).all()
