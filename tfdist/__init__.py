@@ -8,7 +8,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Callback": "tfdist.engine.callback",
+    "Callback": "tfdist.engine.callbacks.callback",
     "Checkpoints": "tfdist.checkpoints.manager",
     "Distribution": "tfdist.distributed.distribution",
     "TrainingError": "tfdist.errors",

@@ -14,8 +14,8 @@ from tfdist.checkpoints.training_run import TrainingRun
 from tfdist.config.messages import logger
 from tfdist.data.batch_layout import Layout
 from tfdist.data.structures import Structure
-from tfdist.engine import callback
 from tfdist.engine.call_errors import OutOfMemory
+from tfdist.engine.callbacks import callback
 from tfdist.errors import TrainingError
 
 

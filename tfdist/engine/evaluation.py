@@ -13,10 +13,11 @@ from tfdist.data import sources
 from tfdist.data.structures import Structure
 from tfdist.distributed import connect
 from tfdist.distributed.distribution import Distribution
-from tfdist.engine import agreement, arguments, batching, callback_list, step_calls
+from tfdist.engine import agreement, arguments, batching, step_calls
 from tfdist.engine import steps_per_call as pace_lib
 from tfdist.engine.arguments import Callbacks, Data
 from tfdist.engine.call_errors import EndOfData
+from tfdist.engine.callbacks import callback_list
 from tfdist.engine.checks import preconditions, strategy_check
 from tfdist.engine.measuring import Evaluation, read_once
 from tfdist.engine.tracing import layer_statistics

@@ -15,9 +15,10 @@ from tfdist.checkpoints.resume import Position
 from tfdist.checkpoints.training_run import TrainingRun
 from tfdist.data import sources
 from tfdist.distributed import arithmetic
-from tfdist.engine import agreement, arguments, batching, callback_list, evaluation, step_calls
+from tfdist.engine import agreement, arguments, batching, evaluation, step_calls
 from tfdist.engine import steps_per_call as pace_lib
 from tfdist.engine.call_errors import NotFinite, OutOfMemory
+from tfdist.engine.callbacks import callback_list
 from tfdist.engine.checkpointing import Keeper
 from tfdist.engine.checks import preconditions, strategy_check
 from tfdist.engine.fit_options import FitOptions, is_due
@@ -221,13 +222,12 @@ class FitLoop:
 
         Keras' own end there with an error, and are used everywhere else.
         """
-        distribution, shards = self._options.distribution, self._options.shards
+        distribution, options = self._options.distribution, self._options
         if distribution.workers == 1 or distribution.name == "horovod":
             return contextlib.nullcontext()
-        measure: Callable[..., object] = functools.partial(
-            evaluation.evaluate, distribution=distribution, shards=shards
-        )
-        predict = functools.partial(evaluation.predict, distribution=distribution, shards=shards)
+        known = dict(distribution=distribution, shards=options.shards, check_agreement=options.check_agreement)
+        measure: Callable[..., object] = functools.partial(evaluation.evaluate, **known)
+        predict: Callable[..., object] = functools.partial(evaluation.predict, **known)
 
         def evaluate(*given: object, **named: object) -> object:
             return measure(*given, **named if len(given) > 8 else {"return_dict": False, **named})

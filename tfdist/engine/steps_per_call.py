@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import keras
 
-from tfdist.engine import callback_list
-from tfdist.engine.callback import Callback
+from tfdist.engine.callbacks import callback_list
+from tfdist.engine.callbacks.callback import Callback
 from tfdist.errors import UserError
 from tfdist.models import keras_internals
 

@@ -11,9 +11,10 @@ import tensorflow as tf
 
 from tfdist.checkpoints.resume import Position
 from tfdist.config.messages import logger
-from tfdist.engine import agreement, batching, callback, callback_list, step_calls
+from tfdist.engine import agreement, batching, step_calls
 from tfdist.engine import steps_per_call as pace_lib
 from tfdist.engine.call_errors import NotFinite
+from tfdist.engine.callbacks import callback, callback_list
 from tfdist.engine.checkpointing import Keeper
 from tfdist.engine.checks.replica_check import Guard
 from tfdist.engine.step.results import CallResult, LastLogs, Totals

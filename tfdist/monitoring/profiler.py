@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import tensorflow as tf
 
 from tfdist.config.messages import logger
-from tfdist.engine.callback import Callback
+from tfdist.engine.callbacks.callback import Callback
 from tfdist.engine.timing import Call, Spent
 from tfdist.monitoring.recorder import Recorder
 

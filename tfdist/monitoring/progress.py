@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Column
 
 from tfdist.config.schedule import Plan
-from tfdist.engine.callback import Callback
+from tfdist.engine.callbacks.callback import Callback
 from tfdist.engine.timing import Call, Spent
 from tfdist.monitoring.system_usage import Sample
 

@@ -13,7 +13,7 @@ import psutil
 from tfdist.checkpoints import oom_note
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.config.schedule import Plan
-from tfdist.engine.callback import Callback
+from tfdist.engine.callbacks.callback import Callback
 from tfdist.engine.timing import Call, Spent
 from tfdist.models import keras_internals
 from tfdist.monitoring.segments import Segments

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.config.messages import logger
-from tfdist.engine.callback import Callback
+from tfdist.engine.callbacks.callback import Callback
 from tfdist.engine.timing import INPUT_LIMIT, Call, Spent
 from tfdist.monitoring.flops import Work
 from tfdist.monitoring.recorder import TIMELINE, Recorder, learning_rate

@@ -21,7 +21,7 @@ from tfdist.data.datasets import registry
 from tfdist.distributed import collectives
 from tfdist.distributed.distribution import Distribution
 from tfdist.engine import fit
-from tfdist.engine.callback import Callback
+from tfdist.engine.callbacks.callback import Callback
 from tfdist.engine.timing import Call
 from tfdist.errors import Interrupted, UserError
 from tfdist.models import build as models

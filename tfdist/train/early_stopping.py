@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import keras
 
 from tfdist.config import schedule
-from tfdist.engine.callback import Callback
+from tfdist.engine.callbacks.callback import Callback
 from tfdist.errors import UserError
 
 

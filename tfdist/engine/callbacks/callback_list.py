@@ -11,7 +11,7 @@ import keras
 from tfdist.checkpoints import training_state
 from tfdist.distributed.distribution import Distribution
 from tfdist.engine.arguments import Callbacks
-from tfdist.engine.callback import Callback
+from tfdist.engine.callbacks.callback import Callback
 from tfdist.engine.fit_options import FitOptions
 from tfdist.errors import UserError
 from tfdist.models import keras_internals
