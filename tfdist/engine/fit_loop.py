@@ -225,7 +225,9 @@ class FitLoop:
         distribution, options = self._options.distribution, self._options
         if distribution.workers == 1 or distribution.name == "horovod":
             return contextlib.nullcontext()
-        known = dict(distribution=distribution, shards=options.shards, check_agreement=options.check_agreement)
+        known: dict[str, Any] = dict(
+            distribution=distribution, shards=options.shards, check_agreement=options.check_agreement
+        )
         measure: Callable[..., object] = functools.partial(evaluation.evaluate, **known)
         predict: Callable[..., object] = functools.partial(evaluation.predict, **known)
 
