@@ -279,7 +279,10 @@ def test_node_0_that_dies_ends_the_job(node):
 
 
 ELASTIC = ["--master_addr=127.0.0.1", "--nnodes=2:4"]
-NOT_A_RANGE = "--nnodes must be a whole number of at least 1, or MIN:MAX such as 2:4, the fewest and the most nodes"
+NOT_A_RANGE = (
+    "--nnodes must be a whole number of at least 1, or MIN:MAX such as 2:4, the fewest and the most nodes that there "
+    "may be, got "
+)
 
 
 @pytest.fixture
@@ -290,11 +293,35 @@ def planned(tmp_path, monkeypatch):
     return lambda *arguments, **environ: launch_main.make_plan(*launch_main.parse(arguments), environ)
 
 
-@pytest.mark.parametrize("size", ["4:2", "0:3", ":", "a:b", "1:1", "2:", ":3", "1:2:3", "-1:2", "2:1000000"])
+@pytest.mark.parametrize("size", [":", "a:b", "2:", ":3", "1:2:3", "-1:2", "2:-1", "2.0:4", "2: 4", "2:9999999999"])
 def test_what_is_no_range_of_nodes(size, planned):
-    with pytest.raises(UserError, match=re.escape(NOT_A_RANGE)) as caught:
+    with pytest.raises(UserError) as caught:
         planned(f"--nnodes={size}", "--", "stages.py")
-    assert str(caught.value).endswith(f"got {size}")
+    assert str(caught.value) == NOT_A_RANGE + size
+
+
+@pytest.mark.parametrize(
+    "size, message",
+    [
+        ("4:2", "the fewest nodes can be at most as many as the most, got 4 and 2: write 2:4"),
+        ("0:3", "the fewest nodes must be at least 1, got 0: write 1:3"),
+        ("0:1", "the most nodes must be at least 2, got 1: write 1:2, or leave --nnodes out for one machine"),
+        ("1:1", "the most nodes must be at least 2, got 1: write 1:2, or leave --nnodes out for one machine"),
+        ("4:0", "the most nodes must be at least 2, got 0: write 1:2, or leave --nnodes out for one machine"),
+        ("2:1000000", "the most nodes can be at most 100000, got 1000000: write fewer"),
+    ],
+)
+def test_a_range_of_nodes_that_cannot_be(size, message, planned):
+    with pytest.raises(UserError) as caught:
+        planned(f"--nnodes={size}", *ELASTIC[:1], "--", "stages.py")
+    assert str(caught.value) == f"--nnodes={size} is MIN:MAX, and {message}"
+
+
+@pytest.mark.parametrize("flags", [["--nnodes="], ["--nnodes=2", "--node_rank="], ["--nnodes=2:4", "--node_rank="]])
+def test_an_empty_number_is_not_taken_for_none(flags, planned):
+    """It is that of a script whose variable is not set, on all nodes."""
+    with pytest.raises(UserError, match=rf"{flags[-1]}? must be a whole number of at least \d, got $"):
+        planned(*flags, *ELASTIC[:1], "--", "stages.py")
 
 
 @pytest.mark.parametrize(
