@@ -320,7 +320,7 @@ def test_a_range_of_nodes_that_cannot_be(size, message, planned):
 @pytest.mark.parametrize("flags", [["--nnodes="], ["--nnodes=2", "--node_rank="], ["--nnodes=2:4", "--node_rank="]])
 def test_an_empty_number_is_not_taken_for_none(flags, planned):
     """It is that of a script whose variable is not set, on all nodes."""
-    with pytest.raises(UserError, match=rf"{flags[-1]}? must be a whole number of at least \d, got $"):
+    with pytest.raises(UserError, match=rf"{flags[-1]}? must be a whole number of at least \d, got nothing$"):
         planned(*flags, *ELASTIC[:1], "--", "stages.py")
 
 

@@ -189,7 +189,7 @@ def whole(name: str, value: str | int, least: int, most: float = math.inf) -> in
     if not text.isascii() or not text.isdigit() or not least <= int(text) <= most:
         limits = f"of at least {least}" if most == math.inf else f"from {least} to {most:g}"
         also = ", or auto" if name == "--nproc_per_node" else ""
-        raise UserError(f"{name} must be a whole number {limits}{also}, got {text}")
+        raise UserError(f"{name} must be a whole number {limits}{also}, got {text or 'nothing'}")
     return int(text)
 
 
