@@ -514,6 +514,21 @@ def test_last_words_are_written_before_the_end(member, master, tmp_path):
     assert (tmp_path / "words").read_text() == f"lost worker 1 ({os.uname().nodename}): its process ended"
 
 
+def test_a_call_that_cannot_end_is_not_waited_for_but_a_thread_is(member, master):
+    """Such as the one that writes a checkpoint: the interpreter would wait for it, too."""
+    then = (
+        "import threading; told = threading.Event(); peers.last_words = lambda why: told.set()\n"
+        "work = lambda: (told.wait(), sum(range(10**7)), say('written'))\n"
+        "threading.Thread(target=work, name='tfdist checkpoint').start()\n"
+        "threading.Thread(target=stuck, name='pool').start()\n"
+        "peers.gather('x'); peers.doing('call'); stuck()"
+    )
+    constants = {"GRACE_S": 1000.0, "IN_CALL_S": 0.1}
+    die = "peers.gather('x'); os.kill(os.getpid(), 9)"
+    (code, text), _ = ends(member(0, then, master=master, constants=constants), member(1, die, master=master))
+    assert code == 1 and text.endswith("its process ended\nsay: written"), text
+
+
 @pytest.mark.parametrize("silent", [0, 1])
 def test_a_silent_worker(member, master, silent):
     constants = {"SILENT_S": 1.0}

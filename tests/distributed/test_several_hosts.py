@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+import time
 
 import psutil
 import pytest
@@ -140,6 +141,42 @@ def test_the_batch_script_of_deploy(slurm, hosts, start, tmp_path, reference):
     code, said = program.end(), (tmp_path / "said").read_text()
     assert code == 0, program.text + said
     assert_agrees([program], "multi_worker", "Slurm", tmp_path, reference)
+
+
+@pytest.mark.whole
+@pytest.mark.faults
+def test_a_requeued_job_goes_on_with_fewer_nodes(slurm, hosts, start, tmp_path, tfds_dir):
+    """It saves at Slurm's signal, puts itself back, gets one node where it had two, and ends with the bits of one."""
+    flags = [*FLAGS, "--config.train.shards=2", "--config.train.epochs=60"]
+    environ = {"SLURM_CONF": str(slurm), "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
+    (tmp_path / "said").touch()
+
+    def ask(*words):
+        program = start(*hosts.on("h1"), *words, **environ)
+        assert program.end() == 0, program.text
+        return program.text.strip()
+
+    def result(folder):
+        return json.loads((tmp_path / folder / "result.json").read_text())
+
+    options = ["--parsable", f"--chdir={tmp_path}", f"--output={tmp_path}/said"]
+    job = ask("sbatch", *options, os.path.join(REPOSITORY, "deploy/slurm.sbatch"), *flags, "--workdir=run")
+    said = start("tail", "--lines=+1", "--follow", str(tmp_path / "said"))
+    said.until(" 3/60")
+    ask("scancel", "--signal=USR1", f"{job}.0")
+    said.until(f"job {job} is in the queue again")
+    end = time.monotonic() + network_hosts.LIMIT_S
+    while ask("squeue", "--noheader", "--format=%T", f"--jobs={job}") != "PENDING":
+        assert time.monotonic() < end, said.text
+    assert (result("run")["status"], result("run")["workers"]) == ("preempted", 2)
+    ask("scontrol", "update", "NodeName=h2", "State=DRAIN", "Reason=test")
+    ask("scontrol", "update", f"JobId={job}", "NumNodes=1", "NumTasks=1", "StartTime=now")  # else after two minutes
+    said.until("tfdist: completed")
+    found = result("run")
+    assert (found["workers"], found["resumed_from"] >= 60) == (1, True)
+    alone = start(sys.executable, "-m", "tfdist.train", "--strategy=default", *flags, "--workdir=alone")
+    assert alone.end() == 0, alone.text
+    assert found["weights_sha256"] == result("alone")["weights_sha256"]
 
 
 DETECT = (

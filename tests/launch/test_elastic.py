@@ -279,7 +279,10 @@ def test_node_0_that_dies_ends_the_job(node):
 
 
 ELASTIC = ["--master_addr=127.0.0.1", "--nnodes=2:4"]
-NOT_A_RANGE = "--nnodes must be a whole number of at least 1, or MIN:MAX such as 2:4, the fewest and the most nodes"
+NOT_A_RANGE = (
+    "--nnodes must be a whole number of at least 1, or MIN:MAX such as 2:4, the fewest and the most nodes that there "
+    "may be, got "
+)
 
 
 @pytest.fixture
@@ -290,11 +293,35 @@ def planned(tmp_path, monkeypatch):
     return lambda *arguments, **environ: launch_main.make_plan(*launch_main.parse(arguments), environ)
 
 
-@pytest.mark.parametrize("size", ["4:2", "0:3", ":", "a:b", "1:1", "2:", ":3", "1:2:3", "-1:2", "2:1000000"])
+@pytest.mark.parametrize("size", [":", "a:b", "2:", ":3", "1:2:3", "-1:2", "2:-1", "2.0:4", "2: 4", "2:9999999999"])
 def test_what_is_no_range_of_nodes(size, planned):
-    with pytest.raises(UserError, match=re.escape(NOT_A_RANGE)) as caught:
+    with pytest.raises(UserError) as caught:
         planned(f"--nnodes={size}", "--", "stages.py")
-    assert str(caught.value).endswith(f"got {size}")
+    assert str(caught.value) == NOT_A_RANGE + size
+
+
+@pytest.mark.parametrize(
+    "size, message",
+    [
+        ("4:2", "the fewest nodes can be at most as many as the most, got 4 and 2: write 2:4"),
+        ("0:3", "the fewest nodes must be at least 1, got 0: write 1:3"),
+        ("0:1", "the most nodes must be at least 2, got 1: write 1:2, or leave --nnodes out for one machine"),
+        ("1:1", "the most nodes must be at least 2, got 1: write 1:2, or leave --nnodes out for one machine"),
+        ("4:0", "the most nodes must be at least 2, got 0: write 1:2, or leave --nnodes out for one machine"),
+        ("2:1000000", "the most nodes can be at most 100000, got 1000000: write fewer"),
+    ],
+)
+def test_a_range_of_nodes_that_cannot_be(size, message, planned):
+    with pytest.raises(UserError) as caught:
+        planned(f"--nnodes={size}", *ELASTIC[:1], "--", "stages.py")
+    assert str(caught.value) == f"--nnodes={size} is MIN:MAX, and {message}"
+
+
+@pytest.mark.parametrize("flags", [["--nnodes="], ["--nnodes=2", "--node_rank="], ["--nnodes=2:4", "--node_rank="]])
+def test_an_empty_number_is_not_taken_for_none(flags, planned):
+    """It is that of a script whose variable is not set, on all nodes."""
+    with pytest.raises(UserError, match=rf"{flags[-1]}? must be a whole number of at least \d, got nothing$"):
+        planned(*flags, *ELASTIC[:1], "--", "stages.py")
 
 
 @pytest.mark.parametrize(
@@ -395,8 +422,8 @@ def signalled(node, name="SIGTERM"):
 
 JOIN, SUSPECT = "join", "suspect"
 GONE, ALSO_GONE = exited(0, 1, lost=True, culprit=1), exited(2, 1, lost=True, culprit=1)
-INTERRUPT = signalled(0, "SIGINT")
-LEAVES = ["say", "stop"]
+INTERRUPT, KILLED = signalled(0, "SIGINT"), exited(0, -9)
+LEAVES, ENDS = ["say", "stop"], ["end", "say", "kill", "say"]
 
 
 @pytest.mark.parametrize(
@@ -435,6 +462,24 @@ LEAVES = ["say", "stop"]
         ([(0, signalled(1)), (31, exited(0, -9))], [*LEAVES, "kill", "say"], 1, True),
         ([(0, signalled(1)), (3, exited(1, 143)), (3, ended(1)), (4, lost(1))], [*LEAVES, "say"], 1, True),
         ([(0, INTERRUPT), (1, INTERRUPT), (1, exited(0, -9))], [*LEAVES, "kill", "say"], 130, False),
+        ([(0, exited(0, 3)), (1, signalled(1))], ["end"], 3, False),  # the round is ending already
+        ([(0, signalled(1)), (10, signalled(2)), (31, exited(0, -9))], [*LEAVES, "say", "kill", "say"], 1, True),
+        ([(0, signalled(1)), (1, signalled(0)), (2, GONE)], [*LEAVES, "say", "stop", "end"], 1, False),
+        # workers that take others with them: these have STOP_S to save, and no more than they had before
+        ([(0, JOIN), (3, exited(1, 1, lost=True)), (34, exited(2, -9))], ["stop", "kill", "say"], 1, True),
+        ([(0, signalled(1)), (10, exited(1, 1, lost=True)), (31, exited(0, -9))], [*LEAVES, "kill", "say"], 1, True),
+        ([(0, JOIN), (3, exited(1, 3)), (34, exited(0, -9))], ["stop", "end", "kill", "say"], 3, False),
+        ([(0, signalled(1)), (10, exited(1, 3)), (31, exited(0, -9))], [*LEAVES, "end", "kill", "say"], 3, False),
+        ([(0, exited(1, 0)), (0, ended(1)), (1, lost(1)), (2, GONE), (5, ended(0))], ["say", "end"], 1, False),
+        # who has come to the end
+        ([(0, JOIN), (3, exited(0, 0)), (4, exited(1, 143))], ["stop"], 0, False),
+        ([(0, JOIN), (3, exited(1, 0)), (4, exited(0, 143))], ["stop"], 1, True),
+        # whoever does not end is killed, and whoever cannot be killed ends the job
+        ([(0, exited(1, 143)), (31, exited(0, -9))], ["kill", "say"], 137, False),
+        ([(0, exited(1, 143)), (31, lost(1))], ["kill", "say", "end"], 137, False),
+        ([(0, lost(1)), (31, ended(0))], ["say", "end", "say"], 1, False),
+        ([(0, INTERRUPT), (1, exited(1, 3)), (2, INTERRUPT), (3, KILLED)], [*LEAVES, "kill", "end", "say"], 130, False),
+        ([(0, exited(1, 143)), (1, exited(0, 3)), (2, lost(2)), (30.5, KILLED)], ENDS, 3, False),
     ],
 )  # fmt: skip
 def test_what_a_round_comes_to(story, orders, code, changes):
@@ -456,6 +501,131 @@ def test_what_a_round_comes_to(story, orders, code, changes):
     assert [o["order"] for o in given] == orders
     assert (verdict.code, verdict.changes) == (code, changes)
     assert verdict.changes <= bool(verdict.reason) and (verdict.since < math.inf) == bool(verdict.reason)
+
+
+def heard(*news, members=(0, 1, 2), new=()):
+    """A verdict that has heard all of it at once, as when the launcher was busy."""
+    verdict = ElasticVerdict(members, [f"node {n} (h)" for n in members], new)
+    for each in news:
+        verdict.hear(*each, 0.0)
+    return verdict
+
+
+def orders(verdict, now):
+    return [order["order"] for order in verdict.orders(now)]
+
+
+def test_a_failure_while_others_save_does_not_end_these():
+    verdict = heard()
+    verdict.grow("node 3 joined", 0.0)
+    assert orders(verdict, 0.0) == ["stop"] and verdict.deadline == 300.0
+    verdict.hear(*exited(0, 3), 1.0)
+    assert orders(verdict, 1.0) == [] and verdict.deadline == 1.0 + 30.0
+    verdict.hear(*exited(1, 3), 20.0)
+    assert orders(verdict, 20.0) == [] and verdict.deadline == 1.0 + 30.0
+
+
+def test_why_and_since_when_there_are_other_nodes():
+    verdict = heard(lost(1))
+    assert (verdict.reason, verdict.since, verdict.busy) == ("node 1 (h) is lost: closed", 0.0, {0, 2})
+    verdict.hear(*lost(2), 1.0)
+    assert verdict.reason == "node 1 (h) is lost: closed; node 2 (h) is lost: closed"
+    assert (verdict.since, verdict.busy, verdict.leaving) == (0.0, {0}, {})
+
+
+def test_the_farewell_of_those_that_leave():
+    verdict = heard(signalled(1, "SIGINT"), signalled(1), signalled(2))
+    assert verdict.leaving == {
+        1: (130, "SIGINT: this node has left the job"),
+        2: (143, "SIGTERM: this node has left the job"),
+    }
+
+
+@pytest.mark.parametrize(
+    "before, silent, later",
+    [
+        ([GONE], [1], 3.5),
+        ([GONE], [], 2.0),  # nobody is silent: that a worker is gone is all there is to know
+        ([exited(1, 3)], [1], 2.0),  # it says itself what has happened
+        ([lost(1)], [2], 30.0),  # the workers end already
+        ([], [1], math.inf),
+    ],
+)
+def test_how_long_the_blame_waits_for_a_silent_node(before, silent, later):
+    verdict = heard(*before)
+    verdict.orders(0.0)
+    verdict.suspect(silent, 1.5)
+    assert verdict.deadline == later
+
+
+def test_no_blame_waits_when_the_round_has_been_ended():
+    verdict = heard(GONE)
+    assert orders(verdict, 2.0) == ["end"]
+    verdict.suspect([1], 2.5)
+    assert verdict.deadline == 2.0 + 30.0
+
+
+def test_of_two_failures_heard_at_once_the_first_is_decided_at_once():
+    verdict = heard(exited(0, 3), exited(1, 4))
+    assert verdict.deadline == 0.0
+    [end] = verdict.orders(0.0)
+    assert (verdict.code, end["text"]) == (3, "rank 0 (on h, process 1) ended with exit code 3")
+
+
+def test_a_failure_is_told_though_another_node_is_lost_meanwhile():
+    verdict = heard(exited(1, 3), lost(2))
+    assert orders(verdict, 1.9) == ["say"]
+    [end] = verdict.orders(2.0)
+    assert end["text"] == "rank 1 (on h, process 1) ended with exit code 3"
+
+
+@pytest.mark.parametrize(
+    "story, may",
+    [
+        ([exited(0, 3)], True),
+        ([exited(0, 2)], False),
+        ([exited(0, 0), exited(1, 0), exited(2, 0)], False),
+        ([signalled(0), exited(0, 3)], False),
+        ([lost(1)], True),
+    ],
+)
+def test_whether_a_restart_may_help(story, may):
+    assert heard(*story).may_restart == may
+    stuck = heard(*story)
+    stuck.orders(0.0)
+    for _ in range(3):
+        stuck.orders(min(1000.0, stuck.deadline))
+    assert not (stuck.may_restart and not stuck.busy)
+
+
+@pytest.mark.parametrize(
+    "story, gone",
+    [
+        ([exited(1, 2)], [1]),
+        ([exited(0, 3), exited(1, 2)], []),  # another failure came first
+        ([exited(0, 1, lost=True), exited(1, 2)], [1]),  # that one was a consequence
+        ([signalled(0), exited(1, 2)], []),  # all stop
+        ([signalled(2), exited(1, 2)], [2, 1]),
+        ([lost(2), exited(1, 2)], []),  # the workers end already
+        ([lost(2), (1, {"event": "cannot", "line": "node 1 (h) cannot start its workers: No space left"})], []),
+    ],
+)
+def test_when_a_refusal_is_laid_to_a_node_that_has_just_come(story, gone):
+    verdict = heard(*story, new=[1])
+    assert list(verdict.leaving) == gone
+    assert verdict.changes == (1 in gone or story[0] == lost(2))
+
+
+def test_a_refusal_while_others_save_does_not_end_these():
+    verdict = heard(new=[1])
+    verdict.grow("node 3 joined", 0.0)
+    assert orders(verdict, 0.0) == ["stop"]
+    verdict.hear(*exited(1, 2), 1.0)
+    assert orders(verdict, 1.0) == ["say"] and verdict.deadline == 1.0 + 30.0 and verdict.changes
+    verdict = heard(signalled(2), new=[1])
+    verdict.orders(0.0)
+    verdict.hear(*exited(1, 2), 10.0)
+    assert verdict.deadline == 30.0
 
 
 @pytest.mark.parametrize("code, new, changes", [(2, [1], True), (3, [1], False), (2, [], False)])

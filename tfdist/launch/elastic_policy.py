@@ -93,13 +93,13 @@ class ElasticVerdict(Verdict):
         """Ends the round, in order, because other nodes shall take part."""
         self._change(why, now)
         self._asked = True
-        self._kill_at = min(self._kill_at, now + PATIENT_S)
+        self._kill_at = now + PATIENT_S
         self._orders.append({"order": "stop"})
 
     def suspect(self, silent: Collection[int], now: float) -> None:
         """Waits with the blame for a worker that is lost while its node, too, is not heard of."""
         if silent and self.cause and self.cause.weak and not self._ending:
-            self._decide_at = max(self._decide_at, now + BLAME_S)
+            self._decide_at = now + BLAME_S
 
     def _change(self, why: str, now: float) -> None:
         self.since = min(self.since, now)
@@ -135,7 +135,7 @@ class ElasticVerdict(Verdict):
         if exit.code == 0:
             self._ends = True
             self._done = self._done or exit.rank == 0
-        if self.why and self._asked and not self._stopping and exit.lost:
+        if self._asked and not self._stopping and exit.lost:
             # One that was asked before it could save has taken this one with it.
             self._kill_at = min(self._kill_at, now + STOP_S)
             return
@@ -150,10 +150,14 @@ class ElasticVerdict(Verdict):
         self.leaving |= {node: Farewell(2, f"error: {line}") for node in self._new}
         self._say(line)
         self._change(line, now)
-        self._end(Cause(1, ""), now)
+        if self._asked:  # others may be saving
+            self._kill_at = min(self._kill_at, now + STOP_S)
+        else:
+            self._end(Cause(1, ""), now)
 
     def _fail(self, cause: Cause, now: float) -> None:
-        if cause.code == 2 and self._new and not (self._ending or self._asked) and (not self.cause or self.cause.weak):
+        fails = self._ending or self._stopping or (self.cause and not self.cause.weak)
+        if cause.code == 2 and self._new and not fails:
             self._reject(cause, now)
             return
         super()._fail(cause, now)
@@ -166,6 +170,9 @@ class ElasticVerdict(Verdict):
             self._decide_at = now + BLAME_S
 
     def _kill(self, code: int, now: float) -> None:
+        goes_on = bool(self.why) and not self._stopping
+        if goes_on and self.cause and not self._ending:
+            self._end(self.cause, now)  # which nobody has been told of yet
         super()._kill(code, now)
-        if self.why and not self._stopping:  # those that do not end in order end all the same, and the job goes on
+        if goes_on:  # those that do not end in order end all the same
             self._forced, self._ending = 0, True

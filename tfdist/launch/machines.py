@@ -79,10 +79,11 @@ def find(options: argparse.Namespace, environ: Mapping[str, str], start_timeout:
     if platform and options.nnodes not in (None, str(platform.nnodes)):
         platform = None  # somebody arranges the nodes by hand
     default = platform or platforms.PlatformNode("", 1, 0)
-    nnodes = whole("--nnodes", options.nnodes or default.nnodes, 1)
+    nnodes = whole("--nnodes", default.nnodes if options.nnodes is None else options.nnodes, 1)
     # A pod of an indexed Job of Kubernetes knows its number, and nothing else.
     index = environ.get("JOB_COMPLETION_INDEX", "").strip() if nnodes > 1 and not platform else ""
-    node = whole("--node_rank", options.node_rank or index or default.node_rank, 0)
+    # An empty one is that of a script whose variable is not set: taken for nothing, each node would be node 0.
+    node = whole("--node_rank", index or default.node_rank if options.node_rank is None else options.node_rank, 0)
     if node >= nnodes:
         raise UserError(f"--node_rank={node} does not exist with --nnodes={nnodes}: ranks of nodes count from 0 on")
     addr = options.master_addr or default.addr
@@ -104,13 +105,7 @@ def _check_port(port: int) -> None:
 def _elastic(options: argparse.Namespace, environ: Mapping[str, str], start_timeout: float) -> Nodes:
     """Finds the machines of a job whose number of nodes may change."""
     text = options.nnodes
-    found = re.fullmatch(r"(\d{1,6}):(\d{1,6})", text, re.ASCII)
-    least, most = (int(found[1]), int(found[2])) if found else (0, 0)
-    if not 1 <= least <= most <= _MOST or most == 1:
-        raise UserError(
-            "--nnodes must be a whole number of at least 1, or MIN:MAX such as 2:4, the fewest and the most nodes that "
-            f"there may be, with MAX of at least 2, got {text}"
-        )
+    least, most = _range(text)
     fixed = _fixed_by(environ)
     if fixed:
         raise UserError(
@@ -122,14 +117,37 @@ def _elastic(options: argparse.Namespace, environ: Mapping[str, str], start_time
     port = whole("--master_port", options.master_port or PORT, 0, 65535)
     _check_port(port)
     # A pod of an indexed Job of Kubernetes knows its number. Whoever is not node 0 gets one from node 0.
-    index = options.node_rank or environ.get("JOB_COMPLETION_INDEX", "").strip()
-    node = min(whole("--node_rank", index, 0), 1) if index else -1
+    index = environ.get("JOB_COMPLETION_INDEX", "").strip() if options.node_rank is None else options.node_rank
+    node = -1 if options.node_rank is None and not index else min(whole("--node_rank", index, 0), 1)
     waits = Waits(
         seconds("--join_timeout", options.join_timeout or str(JOIN_S), least=0),
         seconds("--rejoin_timeout", options.rejoin_timeout or str(start_timeout)),
         seconds("--scale_wait", options.scale_wait or str(SCALE_S), least=0),
     )
     return Nodes(most, least, node, options.master_addr, port, "1", waits)
+
+
+def _range(text: str) -> tuple[int, int]:
+    """Reads MIN:MAX."""
+    found = re.fullmatch(r"(\d{1,9}):(\d{1,9})", text, re.ASCII)
+    if not found:
+        raise UserError(
+            "--nnodes must be a whole number of at least 1, or MIN:MAX such as 2:4, the fewest and the most nodes that "
+            f"there may be, got {text}"
+        )
+    least, most = int(found[1]), int(found[2])
+    wrong = ""
+    if least > most:
+        wrong = f"the fewest nodes can be at most as many as the most, got {least} and {most}: write {most}:{least}"
+    if least < 1:
+        wrong = f"the fewest nodes must be at least 1, got {least}: write 1:{max(2, most)}"
+    if most < 2:
+        wrong = f"the most nodes must be at least 2, got {most}: write 1:2, or leave --nnodes out for one machine"
+    if most > _MOST:
+        wrong = f"the most nodes can be at most {_MOST}, got {most}: write fewer"
+    if wrong:
+        raise UserError(f"--nnodes={text} is MIN:MAX, and {wrong}")
+    return least, most
 
 
 def _fixed_by(environ: Mapping[str, str]) -> str:
@@ -171,7 +189,7 @@ def whole(name: str, value: str | int, least: int, most: float = math.inf) -> in
     if not text.isascii() or not text.isdigit() or not least <= int(text) <= most:
         limits = f"of at least {least}" if most == math.inf else f"from {least} to {most:g}"
         also = ", or auto" if name == "--nproc_per_node" else ""
-        raise UserError(f"{name} must be a whole number {limits}{also}, got {text}")
+        raise UserError(f"{name} must be a whole number {limits}{also}, got {text or 'nothing'}")
     return int(text)
 
 

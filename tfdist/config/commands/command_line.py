@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
+import gc
 import os
 import re
 import sys
@@ -150,6 +152,8 @@ def main(
     """
 
     logging.set_verbosity(logging.WARNING)  # TensorFlow tells of every all-reduce at INFO
+    # At its end the interpreter looks for cycles among all of TensorFlow's objects, for a second in which others wait.
+    atexit.register(gc.freeze)
     cpu_kernels.ask_for()  # before a config file can import TensorFlow
     with standard_streams.secured():
         _guarded(run, flags_parser, interrupted)

@@ -11,6 +11,8 @@ from tfdist.distributed.peers.stall_detection import State
 
 GRACE_S = 4.0
 """Time for the main thread to notice a loss or a second Ctrl-C and to leave in order, before the process is ended."""
+IN_CALL_S = 1.0
+"""The same while it is in a call, in C++: TensorFlow tells it of a loss at once, or after ten seconds, or never."""
 SIGNAL_S = 25.0
 """A worker that was asked to stop and waits for another for so long cannot stop in order; platforms kill after 30 s."""
 BY_SIGNAL = (130, 143)

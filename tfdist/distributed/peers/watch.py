@@ -13,7 +13,7 @@ from tfdist.distributed import standard_error
 from tfdist.distributed.connections.wire import ClosedError, Connection, Message, WireError
 from tfdist.distributed.peers import messages, signals, stall_detection, votes
 from tfdist.distributed.peers.activity import Activity
-from tfdist.distributed.peers.signals import GRACE_S
+from tfdist.distributed.peers.signals import GRACE_S, IN_CALL_S
 from tfdist.distributed.peers.stall_detection import State
 from tfdist.distributed.peers.transport import Transport
 from tfdist.errors import one_line
@@ -232,10 +232,28 @@ class Watch:
 
     def _end(self) -> None:
         """Ends the process unless the main thread does: it may wait for a lost peer in C++ for ever."""
-        if not self.acknowledged.wait(0.0 if self.code != 1 else GRACE_S):
+        deadline = time.monotonic() + (0.0 if self.code != 1 else GRACE_S)
+        if not self._seen_to(deadline):
             self.say_last_line()
+            _end_threads(deadline)
             os._exit(self.code)
         # The program may go on after the error, but other threads of it must not keep it from its end.
         threading.main_thread().join()
         time.sleep(EXIT_S)
         os._exit(self.code)
+
+    def _seen_to(self, deadline: float) -> bool:
+        """Returns whether the main thread sees to the failure, once that is known."""
+        begun = time.monotonic()
+        while not self.acknowledged.wait(max(0.0, min(IN_CALL_S / 4, deadline - time.monotonic()))):
+            now, own = time.monotonic(), self.activity.own
+            if now >= deadline or (own.phase == "call" and now - max(own.since, begun) >= IN_CALL_S):
+                return False
+        return True
+
+
+def _end_threads(deadline: float) -> None:
+    """Lets threads of tfdist end for which the interpreter would wait, too: one may be writing a checkpoint."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("tfdist ") and not thread.daemon:  # pools have threads that never end by themselves
+            thread.join(max(0.0, deadline - time.monotonic()))
