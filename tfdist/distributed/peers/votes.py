@@ -81,7 +81,7 @@ def difference(facts: Sequence[Mapping[str, object]], hosts: Sequence[str]) -> s
     return ""
 
 
-def _differing(theirs: list[Any], mine: list[Any]) -> Iterator[tuple[Any, Any]]:
+def _differing(theirs: list[object], mine: list[object]) -> Iterator[tuple[object, object]]:
     """Yields pairs that differ by more than rounding, or the lengths if these differ."""
     if len(theirs) != len(mine):
         yield f"{len(theirs)} of it", f"{len(mine)} of it"
