@@ -27,6 +27,20 @@ UNEVEN = (61,)
 OF_A_REPLICA = {"several": "normalizes with the rows of its own replica"}
 
 
+class Fading(L.Layer):
+    """Passes on less from batch to batch, whatever is in them."""
+
+    def build(self, shape):
+        self.factor = self.add_weight(shape=(), initializer="ones", trainable=False)
+        self.calls = self.add_weight(shape=(), initializer="zeros", dtype="int32", trainable=False)
+
+    def call(self, x, training=False):
+        if training:
+            self.factor.assign(self.factor * 0.9)
+            self.calls.assign_add(1)
+        return x * self.factor
+
+
 def of_features(name, *make, **kwargs):
     """A program with layers between two Dense ones; each of `make` is called in scope."""
     return Program(
@@ -243,6 +257,8 @@ PROGRAMS = [
     of_features("GroupNormalization", lambda: L.GroupNormalization(2)),
     of_features("UnitNormalization", L.UnitNormalization),
     of_features("SpectralNormalization", lambda: L.SpectralNormalization(L.Dense(6))),
+    # In the last batch there are replicas without a row.
+    of_features("that keeps something by itself", lambda: L.SpectralNormalization(L.Dense(6)), Fading, rows=(49,)),
     Program("layer Normalization", lambda: stack((6,), adapted(L.Normalization(), features(50))), classes),
     of_features("Dropout of nothing", lambda: L.Dropout(0.0)),
     of_features("Dropout", lambda: L.Dropout(0.4, seed=3), unlike_one=MASKS),

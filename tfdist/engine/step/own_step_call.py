@@ -91,6 +91,8 @@ def run_step(replica: Replica, method: str, rows: Rows, count: tf.Tensor | int, 
     try:
         with replica.state.of_real_rows(rows.present, compiled_metrics=True):
             logs = getattr(model, method)(replica.as_keras_gives(rows.data))
+        if method == "train_step":
+            replica.state.share(rows.present, replica.distribution.all_sum)
         return _combined(part, method, logs, names)
     finally:
         _tracing.part, _tracing.last = None, part

@@ -163,6 +163,8 @@ class _Update:
         rows = replica.take(self._layout, batch, examples, micro)
         payload, outputs = replica.passes(rows, examples, True, scale)
         metrics.update(replica.model, self._distribution, rows, outputs)
+        if self._layout.accumulate == 1:  # a replica's while loop cannot reduce
+            replica.state.share(rows.present, self._distribution.all_sum)
         return payload
 
     def _accumulated(self, batch: Taken, examples: tf.Tensor | int, scale: tf.Tensor | None) -> Payload:

@@ -67,6 +67,30 @@ class LayerState:
             # Not the variable's own assign, which would meet the other replicas: each writes its copy.
             tf.raw_ops.AssignVariableOp(resource=variable.value.handle, value=after)
 
+    def share(self, present: tf.Tensor | None, all_sum: Callable[[list[tf.Tensor]], list[tf.Tensor]]) -> None:
+        """Gives a replica that has no row, after a pass in training, what the layers of those that have some have kept.
+
+        Else a state that does not depend on the rows, as that of SpectralNormalization, would lag behind there, and
+        with it the mean over the replicas.
+
+        Args:
+          present: as for `of_real_rows`.
+          all_sum: sums tensors over the replicas.
+        """
+        if present is None or self._replicas == 1:
+            return
+        of_metrics = {id(v) for v in self._model().metrics_variables}
+        kept = [v for v in self._changed(False) if id(v) not in of_metrics and v.dtype not in ("bool", "string")]
+        if not kept:
+            return
+        values = [tf.convert_to_tensor(v.value) for v in kept]
+        own = [tf.cast(value, tf.float64) for value in [*values, present]]
+        *sums, count = all_sum([tf.where(present, value, tf.zeros_like(value)) for value in own])
+        for variable, value, total in zip(kept, values, sums):
+            mean = tf.cast(total / tf.maximum(count, 1.0), value.dtype)
+            after = tf.where(tf.logical_or(present, tf.equal(count, 0.0)), value, mean)
+            tf.raw_ops.AssignVariableOp(resource=variable.value.handle, value=after)
+
     def _changed(self, compiled_metrics: bool) -> list[keras.Variable]:
         """Statistics of layers and what metrics have summed up, compiled ones only if asked for.
 
