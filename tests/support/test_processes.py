@@ -84,7 +84,7 @@ def both(*words, **options):
         process = processes.Popen([sys.executable, *words], **kwargs)
         assert process.forked is not real
         out, err = process.communicate(b"given", timeout=LIMIT_S)
-        found.append((process.returncode, out.replace(str(process.pid).encode(), b"PID"), err))
+        found.append((process.returncode, re.sub(rb"\b%d\b" % process.pid, b"PID", out), err))
     return found
 
 

@@ -225,9 +225,8 @@ class FitLoop:
         distribution, options = self._options.distribution, self._options
         if distribution.workers == 1 or distribution.name == "horovod":
             return contextlib.nullcontext()
-        known: dict[str, Any] = dict(
-            distribution=distribution, shards=options.shards, check_agreement=options.check_agreement
-        )
+        choice = "off" if options.check_agreement == "off" else "auto"  # a callback may measure again and again
+        known: dict[str, Any] = dict(distribution=distribution, shards=options.shards, check_agreement=choice)
         measure: Callable[..., object] = functools.partial(evaluation.evaluate, **known)
         predict: Callable[..., object] = functools.partial(evaluation.predict, **known)
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import inspect
 import time
+import zlib
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdist.config.messages import logger
@@ -138,8 +140,13 @@ def _ask(step: Step, rows: tuple[Structure, ...], question: Question, choice: st
     distribution = step.distribution
     mark = passed_checks.fingerprint(step.model, distribution, rows, question) if choice == "auto" else ""
     known = known or (bool(mark) and passed_checks.is_known(mark))
-    if all(distribution.peers.gather("whether the model has been checked", known)):
+    told_by = distribution.peers.gather("whether the model has been checked", [known, _checksum(rows)])
+    if all(known for known, _ in told_by):
         return True
+    if any(checksum != told_by[0][1] for _, checksum in told_by):
+        # Of no use to compare them. If it is not only their inputs that are random, the first batches will say so.
+        logger.info(f"not checked whether {question} agree: the workers have read other rows")
+        return False
     start = time.perf_counter()
     ways = TwoWays(step, rows, question)
     try:
@@ -173,6 +180,14 @@ def _ask(step: Step, rows: tuple[Structure, ...], question: Question, choice: st
     numbers = ", ".join(f"{name} {value:.0e}" for name, value in _summary(question, distances).items())
     logger.info(f"checked: {question} {_VERB[question.kind]} this model, {numbers} ({seconds:.1f} s)")
     return True
+
+
+def _checksum(rows: tuple[Structure, ...]) -> int:
+    checksum = 0
+    for tensor in keras.tree.flatten(rows):
+        array = np.asarray(tensor)
+        checksum = zlib.crc32(repr(array.tolist()).encode() if array.dtype == object else array.tobytes(), checksum)
+    return checksum
 
 
 def _summary(question: Question, distances: dict[str, float]) -> dict[str, float]:

@@ -264,7 +264,7 @@ class TwoWays:
 
     def _own_step(self, replica: Replica, layout: Layout, batch: Taken) -> tuple[dict, list[tf.Tensor]]:
         count, names = replica.count(layout, batch), LogNames()
-        method = f"{self._question.kind}_step"
+        method = {"train": "train_step", "test": "test_step"}[self._question.kind]
         logs = own_step_call.run_step(replica, method, replica.take(layout, batch, count), count, names)
         values = {f"log {name!r}": logs[1 + i] for i, name in enumerate(names.plain)}
         return values, own_step_call.recorded()
