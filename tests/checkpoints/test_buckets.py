@@ -462,6 +462,7 @@ def result(url):
     return json.loads(Bucket(url).get_bytes("result.json"))
 
 
+@pytest.mark.whole
 def test_a_killed_run_goes_on_to_the_same_bits(s3, run, server, tmp_path):
     assert run("tfdist.train", *FLAGS, "--workdir=local").returncode == 0
     expected = json.loads((tmp_path / "local/result.json").read_text())

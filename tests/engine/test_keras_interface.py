@@ -628,6 +628,17 @@ def test_targets_that_do_not_fit(connect):
         tfdist.fit(model, x, {"colour": np.zeros(8)}, verbose=0)
 
 
+@pytest.mark.parametrize("kind", ["optimizer", "callback"])
+def test_what_horovod_wraps_around_keras_is_refused(kind, connect):
+    """It makes a class of its own module of an optimizer, and is of before Keras 3: TypeError, AttributeError."""
+    base = keras.optimizers.SGD if kind == "optimizer" else keras.callbacks.Callback
+    theirs = type("Wrapped", (base,), {"__module__": "horovod._keras"})()
+    model = training_cases.compiled(training_cases.dense(), theirs if kind == "optimizer" else "sgd")
+    callbacks = [theirs] if kind == "callback" else []
+    with pytest.raises(tfdist.UserError, match=f"^{kind} 'Wrapped' is Horovod's own, and what it does tfdist does"):
+        tfdist.fit(model, *training_cases.images(8), callbacks=callbacks, distribution=connect(1), verbose=0)
+
+
 def test_accumulation_of_the_optimizers_own_is_refused(connect):
     model = small(connect(1), optimizer=keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
     with pytest.raises(

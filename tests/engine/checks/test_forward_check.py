@@ -126,7 +126,7 @@ class Noise(L.Layer):
 # -- what is right ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("measured", [evaluated, whole(predicted)])
+@pytest.mark.parametrize("measured", [whole(evaluated), whole(predicted)])
 def test_a_model_that_is_the_same_says_so_once(connect, said, measured):
     measured(connect(2), L.LayerNormalization)
     assert [line for line in said if line.startswith("checked: 1 and 2 replicas agree on ")], said
@@ -154,6 +154,7 @@ def test_what_a_training_has_checked_is_not_checked_again(connect, said):
     assert len([line for line in said if "checked" in line]) == 1, said
 
 
+@pytest.mark.whole
 def test_code_that_cannot_be_read_is_checked_once_for_each_model(connect, said):
     space = {"keras": keras}
     exec("class Unread(keras.layers.Layer):\n  def call(self, x):\n    return x", space)
@@ -190,7 +191,7 @@ OF_MEASURES = [
         {},
         r"add_loss differs by .*, which layer sums_its_loss.* gives: make it a mean over the examples",
     ),
-    (
+    whole(
         L.ReLU,
         {"model": SumStep},
         r"log 'total' differs by .*: what test_step of SumStep gives is no mean over examples",

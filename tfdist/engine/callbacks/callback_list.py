@@ -12,6 +12,7 @@ from tfdist.checkpoints import training_state
 from tfdist.distributed.distribution import Distribution
 from tfdist.engine.arguments import Callbacks
 from tfdist.engine.callbacks.callback import Callback
+from tfdist.engine.checks import preconditions
 from tfdist.engine.fit_options import FitOptions
 from tfdist.errors import UserError
 from tfdist.models import keras_internals
@@ -105,6 +106,7 @@ def for_measuring(
 
 def _here(callbacks: object, distribution: Distribution) -> list[keras.callbacks.Callback]:
     given = keras.tree.flatten(callbacks) if callbacks else []
+    preconditions.not_of_horovod("callback", given)
     return [_placed(callback, distribution) for callback in given]
 
 

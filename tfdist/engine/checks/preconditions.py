@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import keras
 import tensorflow as tf
@@ -53,6 +53,16 @@ def created_in_scope(model: keras.Model, distribution: Distribution) -> None:
             )
 
 
+def not_of_horovod(kind: str, things: Iterable[object]) -> None:
+    """Refuses what Horovod wraps around Keras, of before Keras 3: its part is tfdist's, and it ends with a TypeError."""
+    for thing in things:
+        if any(base.__module__.partition(".")[0] == "horovod" for base in type(thing).__mro__):
+            raise UserError(
+                f"{kind} {type(thing).__name__!r} is Horovod's own, and what it does tfdist does by itself under every "
+                "strategy: " + ("give compile() the optimizer without it" if kind == "optimizer" else "leave it out")
+            )
+
+
 def model_fits(model: keras.Model, distribution: Distribution, accumulate: int, shards: int = 0) -> None:
     """Refuses a model that is not compiled, or that computes what cannot be summed over replicas and micro-batches.
 
@@ -66,6 +76,7 @@ def model_fits(model: keras.Model, distribution: Distribution, accumulate: int, 
     parts = accumulate * max(shards, distribution.replicas)
     if not model.compiled:
         raise UserError("the model is not compiled: call model.compile(optimizer, loss) first")
+    not_of_horovod("optimizer", own_steps.optimizers(model))
     if model.run_eagerly and distribution.workers > 1:
         raise UserError(
             "the model was compiled with run_eagerly=True, which is for looking at one process: debug it with "
