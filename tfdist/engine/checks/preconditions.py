@@ -54,7 +54,7 @@ def created_in_scope(model: keras.Model, distribution: Distribution) -> None:
 
 
 def not_of_horovod(kind: str, things: Iterable[object]) -> None:
-    """Refuses what Horovod wraps around Keras, of before Keras 3: its part is tfdist's, and it ends with a TypeError."""
+    """Refuses what Horovod wraps around a Keras of before 3, where it ends with a TypeError: its part is tfdist's."""
     for thing in things:
         if any(base.__module__.partition(".")[0] == "horovod" for base in type(thing).__mro__):
             raise UserError(
