@@ -14,6 +14,7 @@ from support import many_commands, processes
 
 import tfdist
 from tfdist import config
+from tfdist.config import call_length
 from tfdist.config.runtime_options import Environment
 from tfdist.errors import UserError
 from tfdist.plan import cost, exchange, quantities, report, scaling
@@ -69,15 +70,22 @@ def test_only_gradients_travel_in_the_smaller_type():
 
 def test_latency_counts_for_each_step_there_and_back():
     found = machines(NetworkLink(1e15, 1e-3)).predict(job(4, in_passes=(4,)), 3)
-    # 1 message and 1 in each of 2 micro-batches, 4 steps each, 2 ms a step; 34 examples.
-    assert found.exposed == pytest.approx(3 * 4 * 2e-3)
+    # 1 message and 1 in each of 2 micro-batches, 4 steps each, 2 ms a step; 34 examples. After each call, of 1 update
+    # here, the metrics and an agreement, there and back.
+    assert found.exposed == pytest.approx(3 * 4 * 2e-3 + 4 * 1e-3)
     assert found.parts["latency"] == pytest.approx(found.exposed)
 
 
 def test_messages_wait_for_the_link_at_the_same_time():
     link = NetworkLink(1e15, 1e-3)
-    assert machines(link).predict(job(*8 * [4]), 3).exposed == pytest.approx(4 * 2e-3)
-    assert machines(link).predict(job(*9 * [4]), 3).exposed == pytest.approx(2 * 4 * 2e-3)  # eight at a time
+    assert machines(link).predict(job(*8 * [4]), 3).exposed == pytest.approx(4 * 2e-3 + 4 * 1e-3)
+    assert machines(link).predict(job(*9 * [4]), 3).exposed == pytest.approx(2 * 4 * 2e-3 + 4 * 1e-3)  # 8 at a time
+
+
+def test_a_call_has_several_updates():
+    # 2 steps of 8 ms an update; a call lasts 0.2 s, which is 12 updates, and then 4 times 4 ms.
+    found = machines(NetworkLink(1e15, 4e-3), compute=Compute(0.0, 0.0, 0.0)).predict(job(4), 2)
+    assert found.seconds == pytest.approx(0.016 + 0.016 / 12)
 
 
 def test_sums_begin_within_the_backward_pass():
@@ -120,6 +128,10 @@ def test_the_cost_of_a_message_from_sums_of_two_workers():
     samples = [dict(dtype="float32", bytes=1_000_004, seconds=3.2e-3)]
     samples += [dict(dtype="float32", bytes=4, seconds=1.2e-3)]
     assert dataclasses.astuple(exchange.works(samples)["float32"]) == pytest.approx((0.6e-3, 2e-9))
+
+
+def test_how_long_a_call_lasts():
+    assert [call_length.seconds(between) for between in (0.0, 0.005, 0.02, 1.0)] == [0.2, 0.2, 0.4, 1.0]
 
 
 # -- messages ----------------------------------------------------------------------------

@@ -20,12 +20,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from tfdist.config import call_length
+
 PAYLOAD = 1448 / 1538
 """Share of what an Ethernet link carries that is the payload of TCP, with frames of 1,500 bytes."""
 BACKWARD = 2 / 3
 """Share of a pass that goes backward, which has two products for each one forward."""
 AT_ONCE = 8
 """Messages that are under way at the same time, see `tfdist/distributed/strategies/multi_worker.py`."""
+CALL_TRIPS = 4
+"""How often something crosses the link between two calls of several updates each: their metrics are summed, and the
+workers agree to go on."""
 TRIPS = 2
 """How often a step of the ring crosses the link: the neighbour asks for what it is to receive, and is answered."""
 
@@ -178,6 +183,9 @@ class Machines:
             parts |= {cause: left * parts[cause] for cause in ("bandwidth", "latency")}
         parts["bandwidth"] += wire * sum(carried)
         parts["latency"] += latency * sum(inner)
+        if remote:
+            updates = max(1, int(call_length.seconds(self.link.latency) / max(sum(parts.values()), 1e-6)))
+            parts["latency"] += CALL_TRIPS * self.link.latency / updates
         return parts
 
 
