@@ -155,6 +155,26 @@ def test_braces():
         expanded("{0..9999}{0..9999}")
 
 
+@pytest.mark.parametrize("kind", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_what_is_where_is_what_tarfile_finds(kind, tmp_path):
+    names = ["a.x", "d/e.f/b.y", "d" * 90 + "/" + "k" * 90 + ".x", "\u00e4\u4e2d.x", *(f"{i}.x" for i in range(30))]
+    names += ["k" * 300 + ".x"] * (kind != tarfile.USTAR_FORMAT)
+    options = {"pax_headers": {"comment": "none"}} if kind == tarfile.PAX_FORMAT else {}
+    with tarfile.open(tmp_path / "t.tar", "w", format=kind, **options) as tar:
+        for number, name in enumerate(names):
+            folder = tarfile.TarInfo(f"folder{number}")
+            folder.type = tarfile.DIRTYPE
+            tar.addfile(folder)
+            info = tarfile.TarInfo(name)
+            info.size, info.mtime = 400 * number, 1e9 + number / 3
+            tar.addfile(info, io.BytesIO(bytes(info.size)))
+    with tarfile.open(tmp_path / "t.tar") as tar:
+        expected = [(m.name, m.offset_data, m.size) for m in tar if m.isreg()]
+    found, problem = shards.listing(tmp_path / "t.tar")
+    assert [tuple(m) for sample in found.values() for m in sample.values()] == expected and not problem
+    assert len(expected) == len(names)
+
+
 A = [("a.png", tf.io.encode_png(PIXELS[0]).numpy()), ("a.cls", b"1")]
 B = [("b.png", A[0][1]), ("b.cls", b"0")]
 
