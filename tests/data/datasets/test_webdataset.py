@@ -175,6 +175,14 @@ def test_what_is_where_is_what_tarfile_finds(kind, tmp_path):
     assert len(expected) == len(names)
 
 
+def test_a_header_for_all_that_follow(tmp_path):
+    with tarfile.open(tmp_path / "t.tar", "w", format=tarfile.PAX_FORMAT, pax_headers={"path": "b.y"}) as tar:
+        tar.addfile(tarfile.TarInfo("a.x"))
+    with tarfile.open(tmp_path / "t.tar") as tar:
+        assert tar.getnames() == ["b.y"]
+    assert list(shards.listing(tmp_path / "t.tar").samples) == ["b"]
+
+
 A = [("a.png", tf.io.encode_png(PIXELS[0]).numpy()), ("a.cls", b"1")]
 B = [("b.png", A[0][1]), ("b.cls", b"0")]
 
