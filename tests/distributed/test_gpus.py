@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import os
+import signal
 import subprocess
 
 import pytest
@@ -89,7 +90,7 @@ def test_a_driver_that_cannot_even_be_killed_is_given_up(driver, monkeypatch):
     assert gpus.survey(timeout=0.2).problem == "nvidia-smi gave no answer within 0.2 s"
     (process,) = started
     assert process.poll() is None
-    subprocess.Popen.kill(process)
+    process.send_signal(signal.SIGKILL)
     process.communicate()
 
 

@@ -22,7 +22,12 @@ from tfdist.errors import UserError, one_line
 def is_by_number(data: object) -> bool:
     """Whether `data` has a length and items, and is no array, table, or sequence of batches."""
     known = isinstance(data, (Sequence, Mapping, tf.Tensor, keras.utils.PyDataset)) or hasattr(data, "__array__")
-    return not known and hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    if known or not hasattr(data, "__getitem__"):
+        return False
+    try:
+        return len(data) >= 0  # type: ignore[arg-type]
+    except TypeError:  # also of a sparse matrix, which has the method
+        return False
 
 
 class Examples:

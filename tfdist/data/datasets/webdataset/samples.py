@@ -139,7 +139,7 @@ def _samples(paths: Sequence[str], names: Sequence[str], field: str, skip: bool)
 
 
 @dataclasses.dataclass(slots=True)
-class _Scan:
+class _TarScan:
     """What one tar file holds that can be trained on."""
 
     offsets: list[int]
@@ -149,9 +149,9 @@ class _Scan:
     problems: list[str]
 
 
-def _scan(path: str, names: Sequence[str], field: str) -> _Scan:
+def _scan(path: str, names: Sequence[str], field: str) -> _TarScan:
     listed = shards.listing(path)
-    scan = _Scan([], [], [[] for _ in names[1:]], [])
+    scan = _TarScan([], [], [[] for _ in names[1:]], [])
     with open(path, "rb") as file:
         for key, sample in listed.samples.items():
             if missing := [name for name in names if name not in sample]:
