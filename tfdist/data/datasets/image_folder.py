@@ -88,12 +88,8 @@ def load(
         files = [listed[part].path(row) for part, row in good]
         return _records(files, labels, ways, every if max(ways) < 2 else None, broken == "skip")
 
-    return Folder(
-        records("data.train_split", train, shrink=size is not None and not whole),
-        records("data.eval_split", evaluation, shrink=True),
-        names,
-        every,
-    )
+    trained = records("data.train_split", train, shrink=size is not None and not whole)
+    return Folder(trained, records("data.eval_split", evaluation, shrink=True), names, every)
 
 
 def _held_out(train: str, evaluation: str, sizes: dict[str, int], what: str) -> tuple[str, str]:
