@@ -34,7 +34,14 @@ def is_fused(optimizer: keras.optimizers.Optimizer) -> bool:
 
 
 def check(optimizer: keras.optimizers.Optimizer) -> None:
-    """Raises UserError for optimizer settings that tfdist replaces."""
+    """Raises UserError for optimizer settings, and methods of a subclass, that tfdist replaces."""
+    for asked in (optimizer, *keras_internals.updating(optimizer)):
+        for name in ("scale_loss", "finalize_variable_values"):
+            if not getattr(type(asked), name).__module__.startswith("keras."):
+                raise UserError(
+                    f"optimizer {type(asked).__name__} has its own {name}, which tfdist does not call: leave it out, "
+                    "and do what it does in update_step or in a callback"
+                )
     for updating in keras_internals.updating(optimizer):
         if updating.gradient_accumulation_steps:
             raise UserError(
@@ -144,7 +151,7 @@ class OwnedOptimizer:
                 grads = [None if g is None else g * tf.constant(factor, g.dtype) for g in grads]
         pairs = [(g, v) for g, v in zip(grads, variables) if g is not None]
         before = tf.identity(self._base.iterations.value)
-        self._optimizer.apply([g for g, _ in pairs], [v for _, v in pairs])
+        self._optimizer.apply_gradients(pairs)  # and not apply(), as Keras: a subclass may have changed it
         updated = tf.not_equal(before, tf.identity(self._base.iterations.value))
         if self._averages:
             ema.add(self._base, variables, before, updated)
