@@ -65,10 +65,16 @@ class MakesItsOwn(keras.Model):
         super().make_train_function(force)
 
 
+class Logs(keras.Model):
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        return {"size": keras.ops.mean(y_pred)}
+
+
 @pytest.mark.parametrize(
     "optimizer, model, words",
     [
         (Ends, keras.Model, "^optimizer Ends has its own finalize_variable_values, which tfdist does not call: leave"),
+        (Ends, Logs, "^optimizer Ends has its own finalize_variable_values, which tfdist does not call: leave it out"),
         (Scales, keras.Model, "^optimizer Scales has its own scale_loss, which tfdist does not call: leave it out"),
         ("sgd", KeepsMetrics, "^KeepsMetrics has its own reset_metrics, which tfdist does not call: leave it out"),
         ("sgd", MakesItsOwn, "^MakesItsOwn has its own make_train_function, which tfdist does not call: leave it out"),

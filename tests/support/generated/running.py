@@ -29,6 +29,8 @@ REFUSALS = [
     ("gradient_accumulation_steps", r"gradient_accumulation_steps=2"),
     ("smaller than", r"batch_size=[12]\b|n, draw = 1,|uneven\(data, (1|4|5)\)|n, draw = 5,[^$]*uneven"),
     ("add it up over the replicas", r"RunningMaximum|renorm|KeepsMean"),
+    ("is no mean over examples", r"OwnObjective|LogsMore|OwnStep"),
+    ("does not add up over parts of a batch", r"OwnObjective|LogsMore|OwnStep"),
 ]
 """Words of refusals that may come, and what there must be in the program."""
 

@@ -33,15 +33,20 @@ def is_fused(optimizer: keras.optimizers.Optimizer) -> bool:
     return type(optimizer) in FUSED and not getattr(optimizer, "amsgrad", False)
 
 
-def check(optimizer: keras.optimizers.Optimizer) -> None:
-    """Raises UserError for optimizer settings, and methods of a subclass, that tfdist replaces."""
+def check_methods(optimizer: keras.optimizers.Optimizer, names: Sequence[str]) -> None:
+    """Raises UserError if an optimizer has a method of its own, of these names, in whose place tfdist acts."""
     for asked in (optimizer, *keras_internals.updating(optimizer)):
-        for name in ("scale_loss", "finalize_variable_values"):
+        for name in names:
             if not getattr(type(asked), name).__module__.startswith("keras."):
                 raise UserError(
                     f"optimizer {type(asked).__name__} has its own {name}, which tfdist does not call: leave it out, "
                     "and do what it does in update_step or in a callback"
                 )
+
+
+def check(optimizer: keras.optimizers.Optimizer) -> None:
+    """Raises UserError for optimizer settings, and methods of a subclass, that tfdist replaces."""
+    check_methods(optimizer, ("scale_loss", "finalize_variable_values"))
     for updating in keras_internals.updating(optimizer):
         if updating.gradient_accumulation_steps:
             raise UserError(

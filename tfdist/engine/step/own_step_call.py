@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from tfdist.data.batch_layout import Layout, Rows
 from tfdist.data.structures import Structure
-from tfdist.engine.step import ema
+from tfdist.engine.step import ema, optimizer_update
 from tfdist.engine.step.batch_loop import StepOutput, batch_loop
 from tfdist.engine.step.replica import Replica, Taken
 from tfdist.engine.step.results import CallResult, LogNames, computed_from
@@ -65,6 +65,10 @@ def own_step_call(replica: Replica, layout: Layout, method: str, names: LogNames
       The function. In its results, `sums` are the values of the last batch, the first of which is finite only if the
       loss is, and `metrics` the results of all metrics.
     """
+
+    optimizer = getattr(replica.model, "optimizer", None)
+    if method == "train_step" and optimizer is not None:
+        optimizer_update.check_methods(optimizer, ("finalize_variable_values",))
 
     def one(batch: Taken, is_last: tf.Tensor) -> tf.Tensor:
         del is_last
