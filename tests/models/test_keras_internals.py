@@ -517,3 +517,16 @@ def test_layers_are_named_alike_whenever_a_model_is_built():
         return [layer.name for layer in model.layers]
 
     assert names() == names() and "conv2d" in names()
+
+
+def test_a_function_within_another_is_told_from_a_branch():
+    found = []
+
+    @tf.function
+    def outer(x):
+        graph = tf.compat.v1.get_default_graph()
+        look = lambda: (found.append(keras_internals.another_function(graph)), x)[1]
+        return look() + tf.cond(x > 0, look, look) + tf.function(look, autograph=False)()
+
+    outer(tf.constant(1.0))
+    assert found == [False, False, False, True]

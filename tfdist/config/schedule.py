@@ -82,13 +82,17 @@ class Plan:
         )
 
 
-def check_batch(batch: int, replicas: int, accumulate: int, field: str = "train.batch_size", shards: int = 0) -> None:
-    """Raises UserError unless every micro-batch of every replica, or of every shard, gets an example."""
+def check_batch(batch: int, replicas: int, accumulate: int, what: str = "train.batch_size={}", shards: int = 0) -> None:
+    """Raises UserError unless every micro-batch of every replica, or of every shard, gets an example.
+
+    Args:
+      what: is too small, as a message says it, with a place for the number.
+    """
     parts = (shards or replicas) * accumulate
     if batch < parts:
         why = f"{shards} shards" if shards else f"{replicas} replicas"
         why += f" x {accumulate} micro-batches" if accumulate > 1 else ""
-        raise UserError(f"{field}={batch} is smaller than {why}: use at least {parts}")
+        raise UserError(f"{what.format(batch)} is smaller than {why}: use at least {parts}")
 
 
 def make(experiment: Experiment, examples: int, replicas: int) -> Plan:

@@ -242,6 +242,8 @@ def without_missing(parts: tuple) -> tuple:
         raise UserError("there is no data, but None: give NumPy arrays, a tf.data.Dataset of batches, or a source")
     if len(parts) == 3 and parts[1] is None:
         raise UserError("sample weights without targets have nothing to weigh: give y as well")
+    if len(parts) == 3 and any(weight is None for weight in keras.tree.flatten(parts[2])):
+        raise UserError("the sample weights of an output are None: give ones, an array of the number of examples")
     return parts
 
 

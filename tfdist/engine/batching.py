@@ -53,8 +53,12 @@ def layout_of(
         raise UserError(f"batch_size must be at least 1, got {batch}")
     if accumulate < 1:
         raise UserError(f"accumulate must be at least 1, got {accumulate}")
-    if least:
-        schedule.check_batch(batch, distribution.replicas, accumulate, "batch_size", shards)
+    whole = (
+        isinstance(source, sources.Batches) and source.batches == 1
+    )  # all there is, and no more than an epoch's tail
+    if least and not whole:
+        what = "the data set's first batch (of {})" if isinstance(source, sources.Batches) else "batch_size={}"
+        schedule.check_batch(batch, distribution.replicas, accumulate, what, shards)
     if distribution.workers == 1 and not shards:
         return Layout(batch, distribution.replicas, accumulate, static=distribution.static_shapes)
     if shards:

@@ -24,7 +24,7 @@ from tfdist.engine.checks import preconditions, strategy_check
 from tfdist.engine.fit_options import FitOptions, is_due
 from tfdist.engine.measuring import Evaluation
 from tfdist.engine.step import ema
-from tfdist.engine.tracing import layer_statistics
+from tfdist.engine.tracing import layer_state, layer_statistics
 from tfdist.engine.update_loop import UpdateLoop
 from tfdist.errors import Interrupted, UserError
 from tfdist.models import keras_internals, layerwise_rates
@@ -55,6 +55,7 @@ class FitLoop:
             raise UserError("the data set never ends: give steps_per_epoch")
         self._step = step_calls.step_of(model, distribution, source)
         self._step.check_batches("train", self._layout, batching.sizes(source, self._layout))
+        step_calls.trains(model)
         self._step.prepare_training()
         preconditions.trains(model)
         preconditions.targets(model, self._step.output_shape, source)
@@ -95,6 +96,7 @@ class FitLoop:
 
     def _run(self) -> keras.callbacks.History:
         self._model.stop_training = False
+        first = layer_state.Snapshot(training_state.gathered_variables(self._model))
         keras_internals.restored_epoch(self._model)  # that of an earlier training
         self._callbacks.on_train_begin()
         epoch = callback_list.restored_epoch(self._model, self._callbacks, self._options.distribution)
@@ -105,8 +107,8 @@ class FitLoop:
         self._position = self._keeper.begin(began, rollback=self._options.on_nonfinite == "rollback")
         self._reader.catch_up(self._position.epoch - began.epoch, self._position.update - began.update)
         self._updates.guard.look(self._position.update)
-        if not self._position.update:
-            self._check()
+        if self._goes_on():
+            self._check(first)
         while self._goes_on():
             try:
                 self.run_epoch()
@@ -170,12 +172,20 @@ class FitLoop:
         else:
             self._position = self._keeper.back(error, error.update, self._position, self._options.max_rollbacks)
 
-    def _check(self) -> None:
-        """Refuses a model that would train, or be measured, in another way than on one device in whole batches."""
+    def _check(self, first: layer_state.Snapshot | None = None) -> None:
+        """Refuses a model that would train, or be measured, in another way than on one device in whole batches.
+
+        Args:
+          first: what layers began with. After a resume, which may be on more replicas than there were before, they have
+            gathered so much that a few rows change nothing: a maximum stays as it is.
+        """
         choice = self._options.check_agreement
-        strategy_check.check(self._step, choice, self._options.shards, self._layout.accumulate)
-        if self._validation:
-            self._validation.check(choice, within_fit=True)
+        with layer_state.unchanged(training_state.gathered_variables(self._model)):
+            if first is not None:
+                first.put_back()
+            strategy_check.check(self._step, choice, self._options.shards, self._layout.accumulate)
+            if self._validation:
+                self._validation.check(choice, within_fit=True)
 
     def _goes_on(self) -> bool:
         position = self._position

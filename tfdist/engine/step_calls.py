@@ -19,6 +19,7 @@ from tfdist.engine import call_errors
 from tfdist.engine.batching import Feed
 from tfdist.engine.step import loss_kinds
 from tfdist.engine.step.step import Step
+from tfdist.errors import UserError
 from tfdist.models import keras_internals, own_steps
 
 
@@ -31,6 +32,8 @@ class _Kept(NamedTuple):
     """What these ids belong to; held, or another object could take an id and be mistaken for its owner."""
     step: Step
     """It does not keep its model alive (see `Step.model`)."""
+    trained: tuple[keras.Variable, ...] | None = None
+    """The weights that a training has updated since the model was compiled; None for no training."""
 
 
 _STEPS: dict[int, _Kept] = {}
@@ -64,8 +67,31 @@ def step_of(model: keras.Model, distribution: Distribution, source: sources.Sour
     if not outputs_only:
         if kept is None:
             weakref.finalize(model, _STEPS.pop, id(model), None).atexit = False
-        _STEPS[id(model)] = _Kept(_key(model, distribution), _owners(model, distribution), step)
+        owners = _owners(model, distribution)
+        compiled = len(owners) - len(model.trainable_variables)
+        trained = None
+        if kept is not None and [*map(id, kept.owners[:compiled])] == [*map(id, owners[:compiled])]:
+            trained = kept.trained
+        _STEPS[id(model)] = _Kept(_key(model, distribution), owners, step, trained)
     return step
+
+
+def trains(model: keras.Model) -> None:
+    """Notes that a training of this model, for which there is a step, begins.
+
+    Raises:
+      UserError: one before it, since the model was compiled, has updated other weights. Keras would go on with those.
+    """
+    kept, now = _STEPS[id(model)], tuple(model.trainable_variables)
+    before = {id(v): v.path for v in kept.trained or now}
+    here = {id(v): v.path for v in now}
+    odd = [path for key, path in {**before, **here}.items() if key not in before or key not in here]
+    if odd:
+        raise UserError(
+            f"the training before has updated other weights than this would, such as {odd[0]}: after a change of what "
+            "is trainable, compile() the model again"
+        )
+    _STEPS[id(model)] = kept._replace(trained=now)
 
 
 def _first_rows(source: sources.Records, distribution: Distribution) -> tuple:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import keras
 
-TRAINING = ("train_step", "compute_loss", "compute_metrics")
+TRAINING = ("train_step", "compute_loss", "compute_metrics", "get_metrics_result")
 """Methods that decide what an update does."""
-EVALUATION = ("test_step", "compute_loss", "compute_metrics")
+EVALUATION = ("test_step", "compute_loss", "compute_metrics", "get_metrics_result")
 """Methods that decide what is measured."""
 PREDICTION = ("predict_step",)
 """The method that decides what is predicted."""
+UNUSED = ("make_train_function", "make_test_function", "make_predict_function", "reset_metrics")
+"""Methods in whose place tfdist does something else."""
 
 
 def replaced(model: keras.Model, methods: tuple[str, ...]) -> str:

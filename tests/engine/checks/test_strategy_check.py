@@ -208,6 +208,41 @@ def test_nothing_of_a_check_stays_in_the_model(connect):
         np.testing.assert_array_equal(a, b)
 
 
+class CountsToTen(CountsExamples):
+    """A state that a few examples change at the beginning alone."""
+
+    def call(self, x, training=False):
+        x = super().call(x, training)
+        self.seen.assign(keras.ops.minimum(self.seen, 10.0))
+        return x
+
+
+def test_a_resume_on_more_replicas_is_checked(connect, tmp_path):
+    """One replica had nothing to be compared with."""
+    for layer, words in ((Centers, "loss 'dense"), (CountsToTen, "the variable 'counts_to_ten")):
+        checkpoints = lambda layer=layer: tfdist.Checkpoints(tmp_path / layer.__name__, every="1000 steps")
+        trained(connect, layer, replicas=1, checkpoints=checkpoints())
+        with pytest.raises(tfdist.UserError, match=f"^1 and 2 replicas disagree on this model: {words}"):
+            trained(connect, layer, epochs=2, checkpoints=checkpoints())
+
+
+@pytest.mark.whole
+def test_a_checked_resume_ends_with_the_bits_of_one_that_was_not(connect, tmp_path, capsys):
+    layers = [lambda: L.Dropout(0.3), lambda: L.BatchNormalization(synchronized=True), CountsCalls]
+    layers.append(lambda: L.SpectralNormalization(L.Dense(8)))  # which sets its weights itself
+    ended = {}
+    for choice in ("off", "auto"):
+        checkpoints = lambda choice=choice: tfdist.Checkpoints(tmp_path / choice, every="1000 steps")
+        trained(connect, *layers, replicas=1, checkpoints=checkpoints())
+        capsys.readouterr()
+        ended[choice] = trained(connect, *layers, epochs=3, choice=choice, checkpoints=checkpoints())
+        assert ("checked: 1 and 2 replicas agree" in capsys.readouterr().out) == (choice == "auto")
+    for a, b in zip(ended["auto"].variables, ended["off"].variables, strict=True):
+        np.testing.assert_array_equal(a, b, err_msg=a.path)
+    for a, b in zip(ended["auto"].optimizer.variables, ended["off"].optimizer.variables, strict=True):
+        np.testing.assert_array_equal(a, b, err_msg=a.path)
+
+
 def test_random_models_cannot_be_checked(connect, capsys):
     trained(connect, Noise)
     assert "not checked whether 1 and 2 replicas agree: the model draws random numbers" in capsys.readouterr().out

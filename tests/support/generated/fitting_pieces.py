@@ -29,6 +29,9 @@ optimizers.LossScaleOptimizer(optimizers.Nadam(0.01, {o}), initial_scale=64.0)
 optimizers.MultiOptimizer(optimizers.OptimizerMap(optimizers.Adam(0.01), {".*bias": optimizers.SGD(0.1)}))
 undecayed(optimizers.AdamW(0.01, weight_decay=0.1))
 undecayed(optimizers.Nadam(0.01, weight_decay=0.1))
+Doubles(0.05, momentum=0.5, {o})
+Centres(0.01, {o})
+Remembers(0.05, {o})
 "sgd"
 "adam"
 "rmsprop"

@@ -39,7 +39,7 @@ class _Writer:
         self.targets: list[Target] = []
         self.names: list[str] = []
         self.outputs_are_dict = False
-        self.weight = self.compiled = ""
+        self.weight = self.compiled = self.own = ""
 
     def pick(self, choices):
         return self.random.choice(choices)
@@ -56,7 +56,7 @@ class _Writer:
         model, inputs = self.model()
         out = ["with api.scope():", *("    " + line for line in model), *self.compiling("    ")]
         out += [f"n, draw = {n}, Draw({self.seed})", *self.data(inputs), *self.calls(n, model)]
-        if re.search(r"L\.Random|L\.A|Histogram|Equalization|[tT]op_?[kK]", "".join(out)):
+        if re.search(r"L\.Random|L\.A|Histogram|Equalization|Mel|Muon|[tT]op_?[kK]", "".join(out)):
             precision = "float32"  # these fail in float64
         return Program(self.seed, precision, "\n".join(out) + "\n")
 
@@ -107,8 +107,11 @@ class _Writer:
         layers = [*self.first_layers(name), *self.parts("features", 3)]
         head = self.targets[0].head
         if self.form == "sequential":
-            start = [f"keras.Input({INPUTS[name][1]})"] if self.chance(0.7) or "string" in INPUTS[name][1] else []
+            # Keras' own Normalization, built while it is traced, keeps a tensor of that trace.
+            early = "string" in INPUTS[name][1] or any("L.Normalization" in layer for layer in layers)
+            start = [f"keras.Input({INPUTS[name][1]})"] if early or self.chance(0.7) else []
             return [f"model = keras.Sequential([{', '.join([*start, *layers, head])}])"], [name]
+        layers = [layer for layer in layers if "L.Normalization" not in layer]
         if self.chance(0.4):
             self.targets.append(TARGETS[self.pick(list(TARGETS))])
             self.names, self.outputs_are_dict = ["a", "b"], True
@@ -137,11 +140,16 @@ class _Writer:
         """Lines that end a functional model."""
         if len(self.targets) == 1:
             extra = ["h = Tied()(h)"] if self.chance(0.1) else []
-            return [*extra, f"model = keras.Model({inputs}, {self.targets[0].head}(h))"]
+            return [*extra, f"model = {self.kind()}({inputs}, {self.targets[0].head}(h))"]
         self.names, self.outputs_are_dict = ["a", "b"], self.chance(0.4)
         heads = [f"L.Identity(name={n!r})({t.head}(h))" for n, t in zip(self.names, self.targets)]
         outputs = f"{{'a': {heads[0]}, 'b': {heads[1]}}}" if self.outputs_are_dict else f"[{', '.join(heads)}]"
-        return [f"model = keras.Model({inputs}, {outputs})"]
+        return [f"model = {self.kind()}({inputs}, {outputs})"]
+
+    def kind(self) -> str:
+        """The class of a functional model."""
+        self.own = self.pick(["OwnObjective", "LogsMore", "OwnStep"]) if self.chance(0.2) else ""
+        return self.own or "keras.Model"
 
     def of_steps(self) -> tuple[list[str], list[str]]:
         """A model with an output for each step of a sequence."""
@@ -193,7 +201,9 @@ class _Writer:
         return chosen[0] if len(chosen) == 1 else self.per_output(chosen)
 
     def optimizer(self) -> str:
-        text = self.options(self.pick(OPTIMIZERS), OPTIONS, 0.45)
+        # Keras' ScheduleFreeAdamW is right op by op alone, and OwnStep is a graph.
+        fitting = [o for o in OPTIMIZERS if not (self.own == "OwnStep" and "ScheduleFree" in o)]
+        text = self.options(self.pick(fitting), OPTIONS, 0.45)
         if self.chance(0.15):
             text = re.sub(r"\((1\.0|0\.\d+)", f"({self.pick(SCHEDULES)}", text, count=1)
         return text
@@ -208,16 +218,19 @@ class _Writer:
             lines = [f"x = {{'x0': {drawn[0]}, 'x1': {drawn[1]}}}" if as_dict else f"x = ({', '.join(drawn)})"]
         targets = [re.sub(r"\b(normal|classes|yes_or_no)\(", r"draw.\1(", target.data) for target in self.targets]
         if self.form == "steps":
-            lines.append("t = model.outputs[0].shape[1]")
+            lines.append("t = model.outputs[0].shape[1] or 6")
         if len(targets) == 1:
             lines.append(f"y = {targets[0]}")
             per_step = self.pick(["draw.weights(n, t)", "draw.weights(n, 1)"])
             of_steps = self.form == "steps" and "CTC" not in self.targets[0].losses[0]
-            self.weight = self.pick(["None", "None", per_step if of_steps else "draw.weights(n)"])
+            whole = self.pick(["draw.weights(n)", "draw.weights(n)", "draw.weights(n, 1)"])
+            self.weight = self.pick(["None", "None", per_step if of_steps else whole])
         else:
             as_dict = self.outputs_are_dict or self.chance(0.5)
             wrap = (lambda a, b: f"{{'a': {a}, 'b': {b}}}") if as_dict else (lambda a, b: f"({a}, {b})")
             lines.append(f"y = {wrap(*targets)}")
+            # A dict of weights fits a dict of outputs alone: Keras looks them up by place.
+            wrap = wrap if self.outputs_are_dict else (lambda a, b: f"({a}, {b})")
             each = wrap("draw.weights(n)", "draw.weights(n)")
             self.weight = self.pick(["None", "None", each, "draw.weights(n)"])
         lines += [f"w = {self.weight}", "data = (x, y) if w is None else (x, y, w)", "notes = api.notes"]

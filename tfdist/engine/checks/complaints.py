@@ -9,7 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.data.structures import Structure
-from tfdist.engine.checks.two_ways import METRIC, OUTPUT, STATE, Question, normalizes_alone
+from tfdist.engine.checks.computed import METRIC, OUTPUT, STATE
+from tfdist.engine.checks.two_ways import Question
 from tfdist.engine.step.step import Step
 from tfdist.engine.tracing import layer_state
 from tfdist.models import keras_internals, own_steps
@@ -33,7 +34,7 @@ def of(step: Step, rows: tuple[Structure, ...], question: Question, wrong: dict[
     first = min(wrong, key=rank)
     how = f"{question} disagree on this model{_PLACE[kind]}: {first} differs by {wrong[first]:.0e}"
     otherwise = _otherwise(question)
-    alone = [layer.name for layer in keras_internals.flat_layers(model) if normalizes_alone(layer)]
+    alone = [layer.name for layer in keras_internals.flat_layers(model) if _normalizes_alone(layer)]
     if kind == "train" and alone and question.parts == "replicas" and any(not n.startswith(METRIC) for n in wrong):
         return (
             f"{how}, since layer {alone[0]!r} normalizes with the rows of its own replica: make it "
@@ -82,6 +83,11 @@ def _otherwise(question: Question) -> str:
     if question.kind == "train":
         return accepted
     return f"{'leave shards out' if question.parts == 'shards' else 'use --strategy=default'}, {accepted}"
+
+
+def _normalizes_alone(layer: keras.Layer) -> bool:
+    """Whether a layer normalizes, while it trains, with the rows of its own replica."""
+    return isinstance(layer, keras.layers.BatchNormalization) and not layer.synchronized and layer.trainable
 
 
 def _of_state(question: Question) -> str:

@@ -26,7 +26,13 @@ FILLED = (
 
 
 def scope(model: keras.Model, distribution: Distribution) -> None:
-    """Refuses a model that was created under another strategy."""
+    """Refuses a model that was created under another strategy, or that has methods which tfdist does not call."""
+    unused = own_steps.replaced(model, own_steps.UNUSED)
+    if unused:
+        raise UserError(
+            f"{type(model).__name__} has its own {unused}, which tfdist does not call: leave it out, and do what it "
+            "does in train_step, test_step or predict_step"
+        )
     if model.distribute_strategy is not distribution.strategy:
         raise UserError(
             f"the model was created under {type(model.distribute_strategy).__name__} and is used with the "

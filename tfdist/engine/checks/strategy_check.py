@@ -20,7 +20,8 @@ from tfdist.config.messages import logger
 from tfdist.data.structures import Structure
 from tfdist.engine import step_calls
 from tfdist.engine.checks import complaints, passed_checks
-from tfdist.engine.checks.two_ways import METRIC, STATE, Computed, Question, TwoWays
+from tfdist.engine.checks.computed import METRIC, STATE, Computed
+from tfdist.engine.checks.two_ways import Question, TwoWays
 from tfdist.engine.step.step import Step
 from tfdist.errors import UserError, one_line
 from tfdist.models import keras_internals, own_steps

@@ -21,6 +21,8 @@ from tfdist.data.batch_layout import Batch, Layout
 from tfdist.data.static_rows import Given
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
+from tfdist.engine.checks import computed
+from tfdist.engine.checks.computed import METRIC, OUTPUT, STATE, Computed
 from tfdist.engine.step import metrics, own_step_call, prediction_call
 from tfdist.engine.step.replica import Replica, Taken
 from tfdist.engine.step.results import LogNames
@@ -28,9 +30,6 @@ from tfdist.engine.step.shards.shard_loop import ShardLoop
 from tfdist.engine.step.step import Step
 from tfdist.engine.tracing import layer_state
 from tfdist.models import freezing, keras_internals
-
-STATE, METRIC, OUTPUT = "the variable", "metric", "output"
-"""How the names of some values begin."""
 
 
 class Question(NamedTuple):
@@ -51,37 +50,14 @@ class Question(NamedTuple):
         )
 
 
-class Computed(NamedTuple):
-    """What some rows give."""
-
-    values: dict[str, np.ndarray]
-    """Losses, logs, metrics, outputs, and what a layer keeps, by what they are called in a message."""
-    gradient: list[np.ndarray]
-    """One array per weight that has one."""
-
-    def is_finite(self) -> bool:
-        """Returns whether there is no NaN and no infinity in it, but for outputs: a model may mean to give some."""
-        told = [value for name, value in self.values.items() if not name.startswith(OUTPUT)]
-        return all(np.isfinite(array).all() for array in (*told, *self.gradient))
-
-    def distance(self, other: Computed) -> dict[str, float]:
-        """Returns relative differences by name; of the gradient the norm over all weights.
-
-        By weight it would raise false alarms: biases that change nothing are pure rounding.
-        """
-        distances = {name: _relative([value], [other.values[name]]) for name, value in self.values.items()}
-        if self.gradient:
-            distances["the gradient"] = _relative(self.gradient, other.gradient)
-        return distances
-
-
 class _Function(NamedTuple):
     """One of the two ways."""
 
     call: Callable
     """Given the order of the rows, it returns values and gradient."""
     others: list[tf.Variable]
-    """What it uses besides the model's variables, such as the generator of all calls of keras.random without a seed."""
+    """What it may write besides what `_unchanged` knows: weights to train, which SpectralNormalization sets, and what
+    is none of the model's, such as the generator of all calls of keras.random without a seed."""
 
 
 class TwoWays:
@@ -131,24 +107,27 @@ class TwoWays:
             finally:
                 for variable, value in zip(function.others, before):
                     variable.assign(value)
-        arrays = {name: _array(value) for name, value in values.items()}
+        arrays = {name: computed.array(value) for name, value in values.items()}
         if backwards:
             arrays.update({name: value[::-1] for name, value in arrays.items() if name.startswith(OUTPUT)})
-        return Computed(arrays, [_array(g) for g in gradient])
+        return Computed(arrays, [computed.array(g) for g in gradient])
 
     def _function(self, alone: bool) -> _Function:
         if alone in self._compiled:
             return self._compiled[alone]
-        call, others = tf.function(self._traced(alone), autograph=False), []
-        if not tf.config.functions_run_eagerly():
+        model = self._step.model
+        call = tf.function(self._traced(alone), autograph=False)
+        trained = [] if self._own else [c for v in model.trainable_variables for c in training_state.copies(v)]
+        if tf.config.functions_run_eagerly():
+            others = trained
+        else:
             # As in a training, the graph does not know how many rows there are, unless all shapes must be known: Keras
             # takes what has one column and as many rows as another tensor has columns for a bias (keras.ops.add).
             rows = self._count if self._distribution.static_shapes else None
             call = call.get_concrete_function(tf.TensorSpec([rows], tf.int32))
-            model = self._step.model
-            known = [*model.variables, *model.metrics_variables]
-            copies = {id(copy) for v in known for copy in getattr(v.value, "values", (v.value,))}
-            others = [v for v in call.graph.variables if id(v) not in copies]
+            known = {id(c) for v in [*model.variables, *model.metrics_variables] for c in training_state.copies(v)}
+            others = [v for v in call.graph.variables if id(v) not in known]
+            others += _writable(call.graph, trained)
         self._compiled[alone] = _Function(call, others)
         return self._compiled[alone]
 
@@ -288,10 +267,18 @@ class TwoWays:
             random.setstate(of_python)
 
 
-def _array(value: tf.Tensor) -> np.ndarray:
-    """Returns a value as numbers; text as it is."""
-    array = np.asarray(tf.cast(value, tf.float32) if value.dtype == tf.bfloat16 else value)
-    return array if array.dtype.kind in "OSU" else array.astype(np.float64)
+_READING = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"}
+"""Operations that write nothing to the variable that they are given."""
+
+
+def _writable(graph: tf.Graph, variables: list[tf.Variable]) -> list[tf.Variable]:
+    """Returns which of these a graph may write: those that go to more than an operation that reads.
+
+    All weights would be gigabytes to keep, for each replica.
+    """
+    of_handle = {id(v.handle): v for v in variables}
+    captured = [(of_handle.get(id(outer)), inner) for outer, inner in graph.captures]
+    return [v for v, inner in captured if v is not None and any(o.type not in _READING for o in inner.consumers())]
 
 
 def _named(results: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
@@ -307,29 +294,6 @@ def _single(distribution: Distribution) -> Distribution:
         all_sum=lambda tensors: tensors,
         replica_id=lambda: 0,
     )
-
-
-def _relative(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
-    size = apart = 0.0
-    for a, b in zip(ours, theirs, strict=True):
-        if a.shape != b.shape:
-            return np.inf
-        if a.dtype.kind in "OSU":
-            apart += float((a != b).sum())
-            size += a.size
-            continue
-        alike = (a == b) | (np.isnan(a) & np.isnan(b))  # infinities, too
-        difference = np.where(alike, 0.0, a) - np.where(alike, 0.0, b)
-        if not np.isfinite(difference).all():
-            return np.inf
-        apart += np.square(difference).sum()
-        size += np.square(np.where(np.isfinite(a), a, 0.0)).sum()
-    return float(np.sqrt(apart) / max(np.sqrt(size), 1e-6)) if apart else 0.0
-
-
-def normalizes_alone(layer: keras.Layer) -> bool:
-    """Whether a layer normalizes, while it trains, with the rows of its own replica."""
-    return isinstance(layer, keras.layers.BatchNormalization) and not layer.synchronized and layer.trainable
 
 
 @contextlib.contextmanager

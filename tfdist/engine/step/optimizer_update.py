@@ -33,8 +33,20 @@ def is_fused(optimizer: keras.optimizers.Optimizer) -> bool:
     return type(optimizer) in FUSED and not getattr(optimizer, "amsgrad", False)
 
 
+def check_methods(optimizer: keras.optimizers.Optimizer, names: Sequence[str]) -> None:
+    """Raises UserError if an optimizer has a method of its own, of these names, in whose place tfdist acts."""
+    for asked in (optimizer, *keras_internals.updating(optimizer)):
+        for name in names:
+            if not getattr(type(asked), name).__module__.startswith("keras."):
+                raise UserError(
+                    f"optimizer {type(asked).__name__} has its own {name}, which tfdist does not call: leave it out, "
+                    "and do what it does in update_step or in a callback"
+                )
+
+
 def check(optimizer: keras.optimizers.Optimizer) -> None:
-    """Raises UserError for optimizer settings that tfdist replaces."""
+    """Raises UserError for optimizer settings, and methods of a subclass, that tfdist replaces."""
+    check_methods(optimizer, ("scale_loss", "finalize_variable_values"))
     for updating in keras_internals.updating(optimizer):
         if updating.gradient_accumulation_steps:
             raise UserError(
@@ -144,7 +156,7 @@ class OwnedOptimizer:
                 grads = [None if g is None else g * tf.constant(factor, g.dtype) for g in grads]
         pairs = [(g, v) for g, v in zip(grads, variables) if g is not None]
         before = tf.identity(self._base.iterations.value)
-        self._optimizer.apply([g for g, _ in pairs], [v for _, v in pairs])
+        self._optimizer.apply_gradients(pairs)  # and not apply(), as Keras: a subclass may have changed it
         updated = tf.not_equal(before, tf.identity(self._base.iterations.value))
         if self._averages:
             ema.add(self._base, variables, before, updated)

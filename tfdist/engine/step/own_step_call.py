@@ -8,6 +8,8 @@ replicas, gradients before they are clipped.
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -17,11 +19,11 @@ import tensorflow as tf
 
 from tfdist.data.batch_layout import Layout, Rows
 from tfdist.data.structures import Structure
-from tfdist.engine.step import ema
+from tfdist.engine.step import ema, optimizer_update
 from tfdist.engine.step.batch_loop import StepOutput, batch_loop
 from tfdist.engine.step.replica import Replica, Taken
-from tfdist.engine.step.results import CallResult, LogNames
-from tfdist.errors import UserError
+from tfdist.engine.step.results import CallResult, LogNames, computed_from
+from tfdist.errors import UserError, one_line
 from tfdist.models import keras_internals, own_steps
 from tfdist.models.keras_internals import inner_optimizer
 
@@ -41,6 +43,10 @@ class _Part(NamedTuple):
     """Sums over all replicas that were not applied."""
     results: dict[int, tuple[Structure, str | list[str]]]
     """What metrics have returned, by its id, and what `metrics.results` calls it."""
+    graph: tf.Graph
+    """In which the step is traced."""
+    complaints: list[UserError]
+    """Why the step cannot be traced."""
 
     def weighed(self, tensor: tf.Tensor) -> tf.Tensor:
         """Returns a mean over this replica's examples as its part of the mean over all."""
@@ -59,6 +65,10 @@ def own_step_call(replica: Replica, layout: Layout, method: str, names: LogNames
       The function. In its results, `sums` are the values of the last batch, the first of which is finite only if the
       loss is, and `metrics` the results of all metrics.
     """
+
+    optimizer = getattr(replica.model, "optimizer", None)
+    if method == "train_step" and optimizer is not None:
+        optimizer_update.check_methods(optimizer, ("finalize_variable_values",))
 
     def one(batch: Taken, is_last: tf.Tensor) -> tf.Tensor:
         del is_last
@@ -85,17 +95,41 @@ def run_step(replica: Replica, method: str, rows: Rows, count: tf.Tensor | int, 
     Raises:
       UserError: what the step returns cannot be combined over replicas.
     """
-    model = replica.model
     share = tf.cast(rows.number, tf.float32) / tf.cast(count, tf.float32)
-    part = _tracing.part = _Part(replica, share, rows, [], [], {})
+    part = _tracing.part = _Part(replica, share, rows, [], [], {}, tf.compat.v1.get_default_graph(), [])
     try:
         with replica.state.of_real_rows(rows.present, compiled_metrics=True):
-            logs = getattr(model, method)(replica.as_keras_gives(rows.data))
+            logs = _logged(part, method, replica.as_keras_gives(rows.data))
         if method == "train_step":
             replica.state.share(rows.present, replica.distribution.all_sum)
         return _combined(part, method, logs, names)
     finally:
         _tracing.part, _tracing.last = None, part
+
+
+def _logged(part: _Part, method: str, data: Structure) -> object:
+    """Returns what a step of the model's own returns.
+
+    One that is a tf.function is traced as the Python function that it was made of. Else it would be a graph by itself,
+    kept with tensors of the first trace, in which replicas cannot exchange anything.
+    """
+    model = part.replica.model
+    step = inspect.getattr_static(type(model), method)
+    decorated = isinstance(step, tf.types.experimental.PolymorphicFunction)
+    call = functools.partial(step.python_function, model) if decorated else getattr(model, method)
+    try:
+        return call(data)
+    except tf.errors.OperatorNotAllowedInGraphError as error:
+        if not decorated:
+            raise
+        raise UserError(
+            f"{method} of {type(model).__name__} is a tf.function in which Python branches or loops by tensors: use "
+            f"tf.cond and tf.while_loop there ({one_line(error, 100)})"
+        ) from error
+    except Exception:
+        if part.complaints:  # which TensorFlow may have put into many lines
+            raise part.complaints[0] from None
+        raise
 
 
 def prepare(replica: Replica, data: tuple[Structure, ...]) -> None:
@@ -157,6 +191,13 @@ def _combined(part: _Part, method: str, logs: object, names: LogNames) -> tf.Ten
         tensor = tf.convert_to_tensor(value)
         if tensor.shape.rank != 0:
             raise UserError(f"{method} logs {name!r} of shape {tensor.shape}: log one number, or a metric's result")
+        if part.replica.distribution.replicas > 1 and computed_from(
+            tensor, [value for value, _ in part.results.values()]
+        ):
+            raise UserError(
+                f"{method} of {type(part.replica.model).__name__} logs {name!r}, which it computes from the result of "
+                "a metric, of which a replica has its own: log the metric itself, or use --strategy=default"
+            )
         plain[name] = tf.cast(tensor, dtype)
     names.plain = list(plain)
     guard = tf.add_n([part.weighed(v) for v in finite]) if finite else tf.zeros([], dtype)
@@ -187,6 +228,13 @@ def _over_replicas(model: keras.Model, handle: Callable) -> Iterator[None]:
                 f"train_step uses an optimizer ({optimizer.name!r}) that is no attribute of the model, and would be "
                 "missing from its checkpoints: set it in compile()"
             )
+        if keras_internals.another_function(part.graph):
+            complaint = UserError(
+                f"train_step calls optimizer {optimizer.name!r} in a tf.function of its own, in which replicas cannot "
+                "exchange gradients: leave tf.function out, since the whole step is compiled"
+            )
+            part.complaints.append(complaint)
+            raise complaint
         variables = None if variables is None else list(variables)
         averages = averaging[id(inner_optimizer(optimizer))]
         handle(_AskedUpdate(part, theirs, optimizer, list(grads), variables, averages, constraints))

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import keras
 import numpy as np
 import tensorflow as tf
+
+from tfdist.data.structures import Structure
 
 
 class CallResult(NamedTuple):
@@ -104,3 +107,20 @@ class LastLogs:
 def _as_python(tensor: tf.Tensor) -> float | np.ndarray:
     value = tensor.numpy()
     return float(value) if value.ndim == 0 else value
+
+
+def computed_from(tensor: tf.Tensor, values: Sequence[Structure]) -> bool:
+    """Returns whether a tensor of a graph is computed from one of these values."""
+    if not hasattr(tensor, "graph"):
+        return False
+    leaves = [leaf for value in values for leaf in keras.tree.flatten(value)]
+    known = {leaf.name for leaf in leaves if getattr(leaf, "graph", None) is tensor.graph}
+    seen, ahead = set[str](), [tensor]
+    while ahead:
+        before = ahead.pop()
+        if before.name in known:
+            return True
+        if before.op.name not in seen:
+            seen.add(before.op.name)
+            ahead += before.op.inputs
+    return False

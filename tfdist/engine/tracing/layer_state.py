@@ -108,16 +108,27 @@ class LayerState:
         return [v for key, v in variables.items() if key not in kept and not keras_internals.is_seed(v)]
 
 
+class Snapshot:
+    """What variables have on every replica at the time when it is made."""
+
+    def __init__(self, variables: list[keras.Variable]):
+        copies = [copy for v in variables for copy in getattr(v.value, "values", (v.value,))]
+        self._values = [(copy, copy.numpy()) for copy in copies]
+
+    def put_back(self) -> None:
+        """Gives the variables what they had."""
+        for copy, value in self._values:
+            copy.assign(value)
+
+
 @contextlib.contextmanager
 def unchanged(variables: list[keras.Variable]) -> Iterator[None]:
     """Gives variables, after it, what they had, on every replica."""
-    copies = [copy for v in variables for copy in getattr(v.value, "values", (v.value,))]
-    before = [copy.numpy() for copy in copies]
+    before = Snapshot(variables)
     try:
         yield
     finally:
-        for copy, value in zip(copies, before):
-            copy.assign(value)
+        before.put_back()
 
 
 class _OfThread(threading.local):

@@ -60,6 +60,7 @@ from tfdist.models.keras_internals.optimizers import (
     without_reduction,
 )
 from tfdist.models.keras_internals.tensorflow import (
+    another_function,
     forget_gradient,
     gradient_bookkeeping,
     one_replica_in_sync,
@@ -75,6 +76,7 @@ __all__ = [
     "adam_slots",
     "added_losses",
     "adding_losses",
+    "another_function",
     "averaged_function",
     "batch_moments",
     "by_output",

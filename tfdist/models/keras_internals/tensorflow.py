@@ -9,6 +9,7 @@ import tensorflow as tf
 from tensorflow.python.distribute.distribute_lib import ReplicaContextBase, StrategyBase
 from tensorflow.python.distribute.values import DistributedVariable
 from tensorflow.python.framework import ops
+from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops import custom_gradient, gen_math_ops
 
 from tfdist.models.keras_internals.replacing import PATCHED
@@ -113,3 +114,12 @@ def only_read(op: tf.Operation) -> list[int] | None:
         return list(op.get_attr("_read_only_resource_inputs"))
     except ValueError:
         return None
+
+
+def another_function(graph: tf.Graph) -> bool:
+    """Returns whether what is being traced is a tf.function within that of `graph`, and not a branch or loop of it.
+
+    Nothing public tells these apart.
+    """
+    now = tf.compat.v1.get_default_graph()
+    return now is not graph and type(now) is FuncGraph

@@ -1,0 +1,211 @@
+"""What users replace in a model or an optimizer by a method of their own is as in Keras, or refused in one line."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist
+
+L = keras.layers
+FIT = dict(batch_size=4, epochs=2, shuffle=False, verbose=0)
+
+
+def data():
+    r = np.random.default_rng(0)
+    return r.normal(size=(13, 6)).astype("float32"), r.normal(size=(13, 2)).astype("float32")
+
+
+def made(distribution, optimizer="sgd", model=keras.Model, metrics=("mae",)):
+    keras.utils.set_random_seed(0)
+    with distribution.scope():
+        x = keras.Input((6,))
+        built = model(x, L.Dense(2)(L.Dense(4, activation="tanh")(x)))
+        built.compile(optimizer() if callable(optimizer) else optimizer, "mse", metrics=list(metrics) or None)
+    return built
+
+
+def fit(model, distribution):
+    return tfdist.fit(model, *data(), distribution=distribution, **FIT).history
+
+
+class Doubles(keras.optimizers.SGD):
+    def apply_gradients(self, grads_and_vars):
+        return super().apply_gradients([(2.0 * g, v) for g, v in grads_and_vars])
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_apply_gradients_of_an_optimizer(connect, replicas):
+    """Keras' fit calls it, and not `apply`."""
+    model = made(connect(replicas), lambda: Doubles(0.1))
+    fit(model, connect(replicas))
+    judge = made(connect(1), lambda: Doubles(0.1))
+    judge.fit(*data(), **FIT)
+    for ours, theirs in zip(model.get_weights(), judge.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+class Ends(keras.optimizers.Adam):
+    def finalize_variable_values(self, var_list):
+        super().finalize_variable_values(var_list)
+
+
+class Scales(keras.optimizers.Adam):
+    def scale_loss(self, loss):
+        return 2.0 * loss
+
+
+class KeepsMetrics(keras.Model):
+    def reset_metrics(self):
+        pass
+
+
+class MakesItsOwn(keras.Model):
+    def make_train_function(self, force=False):
+        super().make_train_function(force)
+
+
+class Logs(keras.Model):
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        return {"size": keras.ops.mean(y_pred)}
+
+
+@pytest.mark.parametrize(
+    "optimizer, model, words",
+    [
+        (Ends, keras.Model, "^optimizer Ends has its own finalize_variable_values, which tfdist does not call: leave"),
+        (Ends, Logs, "^optimizer Ends has its own finalize_variable_values, which tfdist does not call: leave it out"),
+        (Scales, keras.Model, "^optimizer Scales has its own scale_loss, which tfdist does not call: leave it out"),
+        ("sgd", KeepsMetrics, "^KeepsMetrics has its own reset_metrics, which tfdist does not call: leave it out"),
+        ("sgd", MakesItsOwn, "^MakesItsOwn has its own make_train_function, which tfdist does not call: leave it out"),
+    ],
+)
+def test_what_would_not_be_called_is_refused(connect, optimizer, model, words):
+    with pytest.raises(tfdist.UserError, match=words):
+        fit(made(connect(1), optimizer, model), connect(1))
+
+
+class AddsUp(keras.Model):
+    def get_metrics_result(self):
+        logs = super().get_metrics_result()
+        return {**logs, "sum": logs["loss"] + logs["mae"]}
+
+
+class LogsTwice(keras.Model):
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        logs = super().compute_metrics(x, y, y_pred, sample_weight)
+        return {**logs, "twice": 2.0 * logs["loss"]}
+
+
+@pytest.mark.parametrize("kind, name", [(AddsUp, "sum"), (LogsTwice, "twice")])
+def test_logs_that_are_computed_from_metrics(connect, kind, name):
+    """On several replicas each would compute them from its own part of a metric: 2.82 and not 2.98 in one example."""
+    history = fit(made(connect(1), model=kind), connect(1))
+    judge = made(connect(1), model=kind).fit(*data(), **FIT).history
+    assert history.keys() == judge.keys()
+    for log, values in judge.items():
+        np.testing.assert_allclose(history[log], values, rtol=1e-5, err_msg=log)
+    words = (
+        f"^train_step of {kind.__name__} logs '{name}', which it computes from the result of a metric, of which a rep"
+    )
+    with pytest.raises(tfdist.UserError, match=words):
+        fit(made(connect(2), model=kind), connect(2))
+
+
+def test_weights_frozen_between_two_trainings(connect):
+    """Keras goes on to train them, until the model is compiled again."""
+    model = made(connect(1))
+    fit(model, connect(1))
+    model.layers[1].trainable = False
+    words = r"^the training before has updated other weights than this would, such as dense.*/kernel: after a change"
+    with pytest.raises(tfdist.UserError, match=words):
+        fit(model, connect(1))
+    model.evaluate(*data(), verbose=0)
+    tfdist.evaluate(model, *data(), distribution=connect(1), verbose=0)
+    with pytest.raises(tfdist.UserError, match=words):
+        fit(model, connect(1))
+    before = model.layers[1].kernel.numpy()
+    model.compile("sgd", "mse")
+    fit(model, connect(1))
+    np.testing.assert_array_equal(model.layers[1].kernel, before)
+
+
+class Decorated(keras.Model):
+    """As TensorFlow's guides write a step."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.tracker = keras.metrics.Mean(name="tracked")
+
+    @tf.function
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(y - self(x, training=True)))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+        self.tracker.update_state(loss)
+        return {"loss": self.tracker.result()}
+
+
+class DecoratedWithin(keras.Model):
+    @tf.function
+    def update(self, x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(y - self(x, training=True)))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+        return loss
+
+    def train_step(self, data):
+        return {"loss": self.update(*data)}
+
+
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.whole)])
+def test_a_step_that_is_a_tf_function(connect, replicas):
+    model = made(connect(replicas), model=Decorated, metrics=())
+    history = fit(model, connect(replicas))
+    judge = made(connect(1), model=Decorated, metrics=())
+    np.testing.assert_allclose(history["loss"], judge.fit(*data(), **FIT).history["loss"], rtol=1e-5)
+    for ours, theirs in zip(model.get_weights(), judge.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+class DecoratedLoop(keras.Model):
+    @tf.function
+    def train_step(self, data):
+        loss = tf.reduce_mean(self(data[0]))
+        while loss > 1e6:
+            loss = 0.5 * loss
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize(
+    "model, words",
+    [
+        (
+            DecoratedWithin,
+            r"^train_step calls optimizer 'sgd.*' in a tf\.function of its own, in which .*[^\n]* compiled$",
+        ),
+        (
+            DecoratedLoop,
+            r"^train_step of DecoratedLoop is a tf\.function in which Python branches or loops by tensors: ",
+        ),
+    ],
+)
+def test_a_tf_function_that_cannot_be_part_of_the_step(connect, model, words):
+    with pytest.raises(tfdist.UserError, match=words):
+        fit(made(connect(1), model=model), connect(1))
+
+
+def test_weights_of_one_output_alone(connect):
+    distribution = connect(1)
+    with distribution.scope():
+        x = keras.Input((6,))
+        model = keras.Model(x, [L.Dense(2)(x), L.Dense(2)(x)])
+        model.compile("sgd", ["mse", "mae"])
+    x, y = data()
+    with pytest.raises(
+        tfdist.UserError, match=r"^the sample weights of an output are None: give ones, an array of the"
+    ):
+        tfdist.fit(model, x, [y, y], sample_weight=[np.ones(13), None], distribution=distribution, **FIT)
