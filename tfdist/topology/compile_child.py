@@ -32,6 +32,8 @@ def _environment(compilers: str) -> None:
         import libtpu  # type: ignore[import-not-found, unused-ignore]
 
         os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # it would ask Google Cloud which machine this is
+        # Else one process at a time may load it, as if it were to hold a TPU: a second compilation would fail.
+        os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
         os.environ["TPU_LIBRARY_PATH"] = libtpu.get_library_path()
     else:
         # Its autotuner would run kernels.
