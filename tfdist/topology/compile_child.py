@@ -62,9 +62,15 @@ def _compiled(work: dict) -> dict:
     replicas = len(topology.devices)
     if replicas != work["replicas"]:
         raise ValueError(f"the compiler knows {work['shape']} as {replicas} devices, not {work['replicas']}")
-    options = compiler.get_compile_options(
-        num_replicas=replicas, num_partitions=1, device_assignment=np.arange(replicas).reshape(-1, 1)
-    )
+
+    def options(**overrides):
+        return compiler.get_compile_options(
+            num_replicas=replicas,
+            num_partitions=1,
+            device_assignment=np.arange(replicas).reshape(-1, 1),
+            env_options_overrides=overrides,
+        )
+
     with open(work["program"]) as file:
         text = file.read()
     with mlir.make_ir_context():
@@ -72,7 +78,14 @@ def _compiled(work: dict) -> dict:
         _alias(module, work["aliases"], ir)
         begun = time.monotonic()
         devices = _jax.DeviceList(tuple(topology.devices))
-        executable = topology.devices[0].client.compile(module, devices, options)
+        compile_ = topology.devices[0].client.compile
+        try:
+            executable = compile_(module, devices, options())
+        except Exception as error:
+            if "tile sizes" not in str(error):
+                raise
+            # Of small matrices, for which XLA's own kernels have no shape without autotuning; cuBLAS takes any.
+            executable = compile_(module, devices, options(xla_gpu_enable_triton_gemm=False))
         seconds = time.monotonic() - begun
     stats = executable.get_compiled_memory_stats()
     names = ("argument", "output", "alias", "temp", "generated_code")
