@@ -10,6 +10,7 @@ import sys
 
 def main():
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+    os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # else libtpu asks the Cloud about this machine, again and again
     import tensorflow as tf
     from tensorflow.python.framework import kernels
 
