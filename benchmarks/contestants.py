@@ -1,21 +1,18 @@
-"""One process that trains one workload in several ways in turn; prints examples per second as JSON lines.
+"""A process that trains one workload in one way, as often as it is asked to (see `serving.py`).
 
-    python benchmarks/contestants.py WORKLOAD REPLICAS ROUNDS
+    python benchmarks/contestants.py WORKLOAD REPLICAS tfdist|keras|bare
 
-One thread per replica. Each way is measured over whole epochs after a first one, in which things are compiled.
+One thread per replica. What counts are whole epochs after a first one, in which things are compiled.
 """
 
-import importlib.util
-import json
-import os
-import pathlib
-import subprocess
 import sys
 import time
 
+import serving
+
 import tfdist
 
-NAME, REPLICAS, ROUNDS = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+NAME, REPLICAS, WAY = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 DISTRIBUTION = (
     tfdist.connect("default", threads=1)
     if REPLICAS == 1
@@ -114,25 +111,7 @@ def bare():
     return run
 
 
-def keras_on_jax():
-    """Keras' fit on JAX, on several devices by DataParallel, in a process of its own: a process has one backend."""
-    script = pathlib.Path(__file__).parent / "keras_on_jax.py"
-    child = subprocess.Popen(
-        [sys.executable, script, NAME, str(REPLICAS)], env={**os.environ, "KERAS_BACKEND": "jax"},
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+WAYS = {"tfdist": ours, "keras": keras_fit, "bare": bare}
 
-    def run():
-        print("go", file=child.stdin, flush=True)
-        said = child.stdout.readline()
-        return float(said) if said else sys.exit("Keras on JAX has failed")
-
-    return run
-
-
-WAYS = {"tfdist": ours(), "keras": keras_fit()} | ({"bare": bare()} if REPLICAS == 1 else {})
-WAYS |= {"jax": keras_on_jax()} if importlib.util.find_spec("jax") else {}
-for number in range(ROUNDS + 1):
-    speeds = {name: STEPS * BATCH * WORK.epochs / run() for name, run in WAYS.items()}
-    if number:  # the first round compiles
-        print(json.dumps(speeds), flush=True)
+if __name__ == "__main__":
+    serving.serve(WAYS[WAY](), STEPS * BATCH * WORK.epochs)

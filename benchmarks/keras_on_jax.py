@@ -1,9 +1,8 @@
-"""Keras 3 on JAX, as a process that `contestants.py` asks for one measurement after the other.
+"""Keras 3 on JAX: a process that trains one workload by Keras' own fit, as often as it is asked to (see `serving.py`).
 
     KERAS_BACKEND=jax python benchmarks/keras_on_jax.py WORKLOAD REPLICAS
 
-For each line on standard input it trains some epochs by Keras' own fit, by `keras.distribution.DataParallel` on several
-devices, and answers with a line: the seconds of all epochs but the first.
+Several devices train by `keras.distribution.DataParallel`. What counts are all epochs but the first.
 """
 
 import os
@@ -16,6 +15,7 @@ os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={REPLICAS} --
 import time  # noqa: E402
 
 import keras  # noqa: E402
+import serving  # noqa: E402
 import workloads  # noqa: E402
 
 work = workloads.WORKLOADS[NAME]
@@ -34,7 +34,10 @@ class Clock(keras.callbacks.Callback):
         self.seconds = time.perf_counter() - self.start
 
 
-for _ in sys.stdin:
+def run():
     clock = Clock()
     model.fit(x[:whole], y[:whole], batch_size=batch, epochs=1 + work.epochs, callbacks=[clock], verbose=0)
-    print(clock.seconds, flush=True)
+    return clock.seconds
+
+
+serving.serve(run, whole * work.epochs)

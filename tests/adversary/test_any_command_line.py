@@ -27,6 +27,7 @@ SPECIMENS = {
         "csv:t.csv",
         "image_folder:.",
         "tfrecord:*.tfrecord",
+        "webdataset:{0..3}.tar",
         "text:*.txt",
         "numpy:a.npz",
         "parquet:t",

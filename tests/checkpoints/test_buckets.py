@@ -1,4 +1,7 @@
-"""Checkpoints and run folders in a bucket, on a real S3 server of this machine, with faults on the way there."""
+"""Checkpoints and run folders in a bucket, on a real S3 server of this machine, with faults on the way there.
+
+`gs://` is tried with a server that answers as Google's does, without faults.
+"""
 
 import functools
 import json
@@ -42,8 +45,16 @@ def quick(server, monkeypatch, tmp_path):
     server.fault = lambda method, key: None
 
 
-@pytest.fixture(params=["s3", "memory"])
+@pytest.fixture(scope="module")
+def google():
+    with bucket_server.serving_google() as serving:
+        yield serving
+
+
+@pytest.fixture(params=["s3", "memory", "gs"])
 def url(request, tmp_path):
+    if request.param == "gs":
+        request.getfixturevalue("google")
     return f"{request.param}://{bucket_server.BUCKET}/{tmp_path.name}/run"
 
 
@@ -492,6 +503,27 @@ def test_a_killed_run_goes_on_to_the_same_bits(s3, run, server, tmp_path):
     lines = [json.loads(line) for line in Bucket(s3).get_bytes("history.jsonl").splitlines()]
     assert [line.get("epoch") for line in lines] == [1, 2, None]
     assert list((tmp_path / "cache").rglob("*.keras")) == []
+
+
+@pytest.mark.whole
+def test_a_run_at_google_is_killed_goes_on_elsewhere_and_is_evaluated(google, run, tmp_path):
+    url = f"gs://{bucket_server.BUCKET}/{tmp_path.name}/run"
+    assert run("tfdist.train", *FLAGS, "--workdir=local").returncode == 0
+    expected = json.loads((tmp_path / "local/result.json").read_text())
+    program = run("tfdist.train", *FLAGS, f"--workdir={url}", popen=True, **google.environ)
+    google.wrote = lambda name: name.endswith("/30/manifest.json") and program.send_signal(signal.SIGKILL)
+    assert program.wait(120) == -signal.SIGKILL, program.communicate()
+    program.communicate()
+    google.wrote = lambda name: None
+    elsewhere = {"XDG_CACHE_HOME": str(tmp_path / "elsewhere"), **google.environ}
+    again = run("tfdist.train", *FLAGS, f"--workdir={url}", **elsewhere)
+    assert again.returncode == 0, again.stderr
+    assert f"resuming after update 30 from {url}/checkpoints/30\n" in again.stdout
+    for name in ("weights_sha256", "history", "evaluation", "updates"):
+        assert result(url)[name] == expected[name], name
+    measured = run("tfdist.evaluate", f"--workdir={url}", "--output=measured.json", **elsewhere)
+    assert measured.returncode == 0, measured.stderr
+    assert json.loads((tmp_path / "measured.json").read_text())["evaluation"] == expected["evaluation"]
 
 
 @pytest.mark.whole

@@ -5,6 +5,7 @@ at certain updates until the test lets it go on.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -17,6 +18,7 @@ import pytest
 from support import network_hosts
 from support.launchers import free_port, launch  # noqa: F401  launch is a fixture
 
+pytest_plugins = ("support.network_hosts",)  # its fixtures
 pytestmark = pytest.mark.faults
 LIMIT_S = 180
 """For anything that happens while programs start: no test depends on how fast that is."""
@@ -45,9 +47,11 @@ TOLD = {"join": " join", "leave": " leaves; ", "kill": " is lost", "stop": " is 
 class History:
     """A run on several nodes, and what happens to it."""
 
-    def __init__(self, launch, folder, tfds_dir, most):  # noqa: F811
-        self._launch, self._folder, self._tfds_dir = launch, folder, str(tfds_dir)
-        self._port, self._most = free_port(), most
+    def __init__(self, launch, folder, tfds_dir, most, hosts=None):  # noqa: F811
+        self._launch, self._folder, self._most = launch, folder, most
+        self._port, self._hosts = free_port(), hosts
+        self._environ = {"TFDS_DATA_DIR": str(tfds_dir), "TFDIST_SECRET": "of all nodes"}
+        self._names = itertools.cycle(network_hosts.MORE[1:])
         (folder / "gates.py").write_text(GATES)
         self.nodes, self._left = [], []
         self.happened = 0
@@ -61,10 +65,13 @@ class History:
             self.start(1)
 
     def start(self, rank):
-        where = ["--master_addr=127.0.0.1", f"--master_port={self._port}", f"--node_rank={rank}"]
+        """Starts a launcher: on this machine, or on its hosts in turn, the first of which is node 0's."""
+        name = "h1" if rank == 0 else next(self._names)
+        address, host = (network_hosts.ADDRESSES["h1"], self._hosts.on(name)) if self._hosts else ("127.0.0.1", ())
+        where = [f"--master_addr={address}", f"--master_port={self._port}", f"--node_rank={rank}"]
         flags = [f"--nnodes=1:{self._most}", "--scale_wait=0", "--join_timeout=500", "--max_restarts=20", *where]
         train = [*FLAGS, "--config.train.callbacks=gates:Gates"]
-        self.nodes.append(self._launch(*flags, "--", *train, TFDS_DATA_DIR=self._tfds_dir))
+        self.nodes.append(self._launch(*flags, "--", *train, host=host, **self._environ))
 
     def possible(self):
         """What can happen now."""
@@ -138,8 +145,8 @@ class History:
 def history(launch, tmp_path, tfds_dir):  # noqa: F811
     """Begins such a run on so many nodes."""
 
-    def begin(most, updates):
-        made = History(launch, tmp_path, tfds_dir, most)
+    def begin(most, updates, hosts=None):
+        made = History(launch, tmp_path, tfds_dir, most, hosts)
         for update in updates:
             os.mkfifo(tmp_path / f"gate-{update}")
         made.begin()
@@ -186,14 +193,14 @@ SOON = ("starting rank", "] tfdist: resuming after", "] tfdist: strategy")
 
 @pytest.mark.whole
 @pytest.mark.parametrize("number", range(30))
-def test_whatever_happens(number, history, undisturbed):
-    """The seed is in the output; TFDIST_TEST_SEED repeats one."""
+def test_whatever_happens(number, history, more_hosts, undisturbed):
+    """The nodes are three hosts. The seed is in the output; TFDIST_TEST_SEED repeats one."""
     seed = int(os.environ.get("TFDIST_TEST_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
     draw = random.Random(seed)
     # Not too close to each other: what happens second shall happen to workers that have started again.
     updates = [place + draw.randrange(10) for place in sorted(draw.sample(range(1, 180, 30), draw.randint(1, 3)))]
     print(f"TFDIST_TEST_SEED={seed}: at updates {updates}", flush=True)
-    run = history(3, updates)
+    run = history(3, updates, more_hosts)
     for update in updates:
         event, victim = draw.choice(run.possible()), draw.randrange(-len(run.nodes) + 1, 0) if run.nodes[1:] else -1
         print(f"{event} of {victim} at update {update}, with {len(run.nodes)} nodes", flush=True)

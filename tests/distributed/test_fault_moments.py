@@ -206,7 +206,7 @@ def test_a_host_is_cut_off(way, victim, moment, start, hooked, hosts, tmp_path, 
         where = [
             "--nnodes=2",
             "--nproc_per_node=1",
-            f"--master_addr={network_hosts.ADDRESSES[0]}",
+            f"--master_addr={network_hosts.ADDRESSES['h1']}",
             "--master_port=29500",
         ]
         launch = [sys.executable, "-m", "tfdist.launch", *where]

@@ -40,7 +40,7 @@ def train(*flags):
 
 def by_hand(start, hosts, *flags):
     """One worker on each host, told by TF_CONFIG."""
-    cluster = {"worker": [f"{address}:{PORT}" for address in network_hosts.ADDRESSES]}
+    cluster = {"worker": [f"{address}:{PORT}" for address in map(network_hosts.ADDRESSES.get, network_hosts.NAMES)]}
     started = []
     for rank, name in enumerate(network_hosts.NAMES):
         told = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": rank}})
@@ -56,7 +56,7 @@ def by_launch(start, hosts, *flags):
         where = [
             "--nnodes=2",
             f"--node_rank={rank}",
-            f"--master_addr={network_hosts.ADDRESSES[0]}",
+            f"--master_addr={network_hosts.ADDRESSES['h1']}",
             f"--master_port={PORT}",
         ]
         words = [sys.executable, "-m", "tfdist.launch", "--nproc_per_node=1", *where, "--"]

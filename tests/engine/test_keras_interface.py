@@ -229,6 +229,14 @@ def test_the_update_with_the_first_bad_loss_is_named(connect):
             )
 
 
+def test_calls_are_longer_where_workers_take_long_to_agree():
+    near, far = steps_per_call_lib.Pace(None), steps_per_call_lib.Pace(None)
+    for between in (0.03, 0.04, 5.0, 0.03):  # a callback may take long now and then
+        near.took(0.04 * near.updates, near.updates, full=True, between=0.002)
+        far.took(0.04 * far.updates, far.updates, full=True, between=between)
+    assert (near.updates, far.updates) == (5, 15)
+
+
 @pytest.mark.parametrize(
     "callback, looks",
     [

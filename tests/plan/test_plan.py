@@ -14,6 +14,7 @@ from support import many_commands, processes
 
 import tfdist
 from tfdist import config
+from tfdist.config import call_length
 from tfdist.config.runtime_options import Environment
 from tfdist.errors import UserError
 from tfdist.plan import cost, exchange, quantities, report, scaling
@@ -28,8 +29,8 @@ def machines(link=GIGABIT, work=NOTHING, compute=PASSES, per_node=1):
     return Machines(link, {"float32": work, "float16": work}, compute, per_node)
 
 
-def job(*messages, batch=100, accumulate=2, dtype="float32", in_passes=()):
-    return Job(batch, accumulate, dtype, messages, in_passes)
+def job(*messages, batch=100, accumulate=2, dtype="float32", ready=(), in_passes=()):
+    return Job(batch, accumulate, dtype, messages, ready, in_passes)
 
 
 # -- formulas ----------------------------------------------------------------------------
@@ -68,10 +69,38 @@ def test_only_gradients_travel_in_the_smaller_type():
 
 
 def test_latency_counts_for_each_step_there_and_back():
-    found = machines(NetworkLink(1e15, 1e-3)).predict(job(4, 4, in_passes=(4,)), 3)
-    # 2 messages and 1 in each of 2 micro-batches, 4 steps each, 2 ms a step; 34 examples.
-    assert found.exposed == pytest.approx(4 * 4 * 2e-3)
+    found = machines(NetworkLink(1e15, 1e-3)).predict(job(4, in_passes=(4,)), 3)
+    # 1 message and 1 in each of 2 micro-batches, 4 steps each, 2 ms a step; 34 examples. After each call, of 1 update
+    # here, the metrics and an agreement, there and back.
+    assert found.exposed == pytest.approx(3 * 4 * 2e-3 + 4 * 1e-3)
     assert found.parts["latency"] == pytest.approx(found.exposed)
+
+
+def test_messages_wait_for_the_link_at_the_same_time():
+    link = NetworkLink(1e15, 1e-3)
+    assert machines(link).predict(job(*8 * [4]), 3).exposed == pytest.approx(4 * 2e-3 + 4 * 1e-3)
+    assert machines(link).predict(job(*9 * [4]), 3).exposed == pytest.approx(2 * 4 * 2e-3 + 4 * 1e-3)  # 8 at a time
+
+
+def test_a_call_has_several_updates():
+    # 2 steps of 8 ms an update; a call lasts 0.2 s, which is 12 updates, and then 4 times 4 ms.
+    found = machines(NetworkLink(1e15, 4e-3), compute=Compute(0.0, 0.0, 0.0)).predict(job(4), 2)
+    assert found.seconds == pytest.approx(0.016 + 0.016 / 12)
+
+
+def test_sums_begin_within_the_backward_pass():
+    # 2 workers with 50 examples take 0.5 s in 1 micro-batch, of which the backward pass takes 1/3 s.
+    wire = 0.1 * 1538 / 1448  # of 12.5 MB
+    early = job(12_500_000, 12_500_000, accumulate=1, ready=(0.5, 1.0))
+    assert machines().predict(early, 2).exposed == pytest.approx(wire)  # the first one is through before the end
+    link = NetworkLink(1e8, 0.0)
+    assert machines(link).predict(early, 2).exposed == pytest.approx(20 * wire - 1 / 6)  # it begins so much earlier
+    # With 2 micro-batches the last backward pass is half as long.
+    later = dataclasses.replace(early, accumulate=2)
+    assert machines(link).predict(later, 2).exposed == pytest.approx(20 * wire - 1 / 12)
+    # What processors do with messages is never hidden: 25 MB at 2 ns.
+    found = machines(work=MessageWork(0.0, 2e-9)).predict(early, 2)
+    assert found.parts["copies"] == pytest.approx(0.05) and found.exposed > 0.05
 
 
 def test_workers_of_one_machine_do_not_use_the_link():
@@ -101,6 +130,10 @@ def test_the_cost_of_a_message_from_sums_of_two_workers():
     assert dataclasses.astuple(exchange.works(samples)["float32"]) == pytest.approx((0.6e-3, 2e-9))
 
 
+def test_how_long_a_call_lasts():
+    assert [call_length.seconds(between) for between in (0.0, 0.005, 0.02, 1.0)] == [0.2, 0.2, 0.4, 1.0]
+
+
 # -- messages ----------------------------------------------------------------------------
 
 
@@ -108,12 +141,16 @@ def test_small_gradients_travel_together_and_large_ones_alone():
     from tfdist.plan import workload
 
     variables = [((1024, 1024), "float32"), ((1024,), "float32"), ((1024, 10), "float32"), ((10,), "float32")]
-    found = workload.messages(variables, "float32", 1 << 20)
+    found, ready = workload.messages(variables, "float32", 1 << 20)
     # The sums of the losses, 16 bytes, share a bucket with what is small.
-    assert sorted(found) == [4096 + 40960 + 40 + 16, 4 << 20]
-    halves = workload.messages(variables, "float16", 1 << 20)
+    assert found == (4 << 20, 4096 + 40960 + 40 + 16)
+    weights = 1024 * 1024 + 1024 + 10240 + 10
+    assert ready == pytest.approx((1, (1024 + 10240 + 10) / weights))
+    halves, _ = workload.messages(variables, "float16", 1 << 20)
     assert sorted(halves) == [16, 2048 + 20480 + 20, 2 << 20]
-    assert len(workload.messages(variables, "float32", 0)) == 5
+    each, ready = workload.messages(variables, "float32", 0)
+    assert each == (16, 40, 40960, 4096, 4 << 20)
+    assert ready == pytest.approx((0, *(n / weights for n in (10, 10250, 11274)), 1))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -136,7 +173,7 @@ def test_messages_are_those_of_an_update(connect, dtype):
     tfdist.fit(model, x, y, **options)
     variables = [(tuple(v.shape), v.dtype) for v in model.trainable_variables]
     (one,) = {tuple(found) for found in sizes if len(found) == len(variables) + 1}
-    planned = workload.messages(variables, dtype, 0)
+    planned, _ = workload.messages(variables, dtype, 0)
     assert sorted(planned) == sorted([*one[:-1], 16])  # the sums are some bytes, which a plan takes to be 16
     assert one[-1] <= 16
 

@@ -1,4 +1,4 @@
-"""A real S3 server on this machine (moto's), with faults on the way to it."""
+"""A real S3 server on this machine (moto's), with faults on the way to it, and one that answers as Google's."""
 
 import collections
 import contextlib
@@ -98,4 +98,42 @@ def serving():
     finally:
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
+        server.stop()
+
+
+class GoogleServer:
+    """A server that answers as Google's, in memory and with an empty bucket.
+
+    `wrote` may be set to a function that is called with the name of each object when it has been written.
+    """
+
+    def __init__(self):
+        from gcp_storage_emulator.server import create_server
+
+        logging.getLogger("gcp_storage_emulator").setLevel(logging.ERROR)
+        self._server = create_server("127.0.0.1", 0, in_memory=True, default_bucket=BUCKET)
+        self._create = self._server._storage.create_file
+        self._server._storage.create_file = self._created
+        self.wrote = lambda name: None
+        self._server.start()
+        self.environ = {"STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{self._server._api._httpd.server_port}"}
+
+    def _created(self, bucket, name, *content, **options):
+        made = self._create(bucket, name, *content, **options)
+        self.wrote(name)
+        return made
+
+    def stop(self):
+        self._server.stop()
+
+
+@contextlib.contextmanager
+def serving_google():
+    """A server for `gs://`; the variable that leads to it is set meanwhile."""
+    server = GoogleServer()
+    os.environ.update(server.environ)
+    try:
+        yield server
+    finally:
+        del os.environ["STORAGE_EMULATOR_HOST"]
         server.stop()

@@ -62,9 +62,9 @@ sys.stdout.flush()
 class Launcher:
     """A running command, `python -m tfdist.launch` unless told otherwise, whose lines are read as they come."""
 
-    def __init__(self, arguments, env, cwd, module="tfdist.launch"):
+    def __init__(self, arguments, env, cwd, module="tfdist.launch", host=()):
         self.process = processes.Popen(
-            [sys.executable, "-m", module, *map(str, arguments)],
+            [*host, sys.executable, "-m", module, *map(str, arguments)],
             cwd=cwd, env=env, stdout=processes.PIPE, stderr=processes.PIPE, text=True, errors="replace", real=True,
         )  # fmt: skip
         self.out, self.err = [], []
@@ -117,10 +117,11 @@ def launch(tmp_path):
         "CUDA_VISIBLE_DEVICES|TF_CONFIG|MLP_|PET_|SM_|SKYPILOT_|JOB_COMPLETION_INDEX|NPROC_PER_NODE|TFDIST_|HOROVOD_|TORCHELASTIC_|RANK$|WORLD_SIZE$"
     )
 
-    def start(*arguments, **environ):
+    def start(*arguments, host=(), **environ):
+        """Starts one, on a host if the words that let it run there are given."""
         env = {k: v for k, v in os.environ.items() if not drop.match(k)}
         env |= {"PYTHONPATH": str(REPOSITORY), "TEST_MARK": mark, "TF_CPP_MIN_LOG_LEVEL": "2"} | environ
-        started.append(Launcher(arguments, env, tmp_path))
+        started.append(Launcher(arguments, env, tmp_path, host=host))
         return started[-1]
 
     start.mark = mark

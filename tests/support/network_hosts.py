@@ -28,7 +28,8 @@ LIMIT_S = 120
 GONE_S = 30
 """For what a program has started to be gone after it."""
 NAMES = ("h1", "h2")
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
+MORE = (*NAMES, "h3")
+ADDRESSES = {name: f"10.77.0.{number}" for number, name in enumerate(MORE, 1)}
 _OF_OTHERS = re.compile(
     "(CUDA|HOROVOD|LOCAL|MASTER|MLP|MPI|OMPI|PMI|PMIX|SLURM|TFDIST|TORCHELASTIC)_|(TF_CONFIG|RANK|WORLD_SIZE)$"
 )
@@ -127,26 +128,26 @@ def needs(package, *programs):
 
 
 class Hosts:
-    """Two hosts and a switch."""
+    """Some hosts and a switch."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, names):
         self.folder = folder
         mark = uuid.uuid4().hex[:8]
-        self._switch, *spaces = (f"tfdist-{mark}-{name}" for name in ("switch", *NAMES))
-        self._spaces = dict(zip(NAMES, spaces))
+        self._switch, *spaces = (f"tfdist-{mark}-{name}" for name in ("switch", *names))
+        self._spaces = dict(zip(names, spaces))
 
     def make(self):
         """Raises `OSError` where the kernel or the user may not."""
-        lines = "".join(f"{address} {name}\n" for name, address in zip(NAMES, ADDRESSES))
+        lines = "".join(f"{ADDRESSES[name]} {name}\n" for name in self._spaces)
         (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n{lines}")
         self._ip("netns", "add", self._switch)
         self._ip("-n", self._switch, "link", "add", "switch", "type", "bridge")
         self._ip("-n", self._switch, "link", "set", "switch", "up")
-        for (name, space), address in zip(self._spaces.items(), ADDRESSES):
+        for name, space in self._spaces.items():
             self._ip("netns", "add", space)
             self._ip("-n", space, "link", "add", "eth0", "type", "veth", "peer", "name", name, "netns", self._switch)
             self._ip("-n", self._switch, "link", "set", name, "master", "switch", "up")
-            self._ip("-n", space, "addr", "add", f"{address}/24", "dev", "eth0")
+            self._ip("-n", space, "addr", "add", f"{ADDRESSES[name]}/24", "dev", "eth0")
             for link in ("lo", "eth0"):
                 self._ip("-n", space, "link", "set", link, "up")
             inside = 'echo "$0" > /proc/sys/kernel/hostname && mount --bind "$1" /etc/hosts && shift && exec "$@"'
@@ -189,10 +190,22 @@ class Hosts:
 
 @pytest.fixture
 def hosts(tmp_path_factory):
+    with _made(Hosts(tmp_path_factory.mktemp("hosts"), NAMES)) as two:
+        yield two
+
+
+@pytest.fixture
+def more_hosts(tmp_path_factory):
+    with _made(Hosts(tmp_path_factory.mktemp("hosts"), MORE)) as three:
+        yield three
+
+
+@contextlib.contextmanager
+def _made(made):
+    """Makes hosts, or skips the test where that cannot be; removes them afterwards."""
     needs("iproute2 util-linux", "ip", "nsenter", "unshare")
     if os.geteuid():
         pytest.skip("only root can make network namespaces")
-    made = Hosts(tmp_path_factory.mktemp("hosts"))
     try:
         try:
             made.make()

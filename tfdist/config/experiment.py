@@ -44,7 +44,7 @@ REDUCE_DTYPES = ("float32", "bfloat16", "float16")
 LR_SCALINGS = ("none", "linear", "sqrt")
 ON_NONFINITE = ("stop", "rollback")
 CACHES = ("auto", "memory", "stream")
-FILES = ("csv", "hf", "image_folder", "numpy", "parquet", "text", "tfrecord")
+FILES = ("csv", "hf", "image_folder", "numpy", "parquet", "text", "tfrecord", "webdataset")
 """What `data.name` may begin with to read files, as in `image_folder:/path`."""
 RESIZES = ("crop", "stretch", "pad")
 ON_BROKEN = ("refuse", "skip")
@@ -59,8 +59,8 @@ class Data:
 
     name: str = "digits"
     """A TFDS name, `image_folder:/path`, `csv:/path`, `parquet:/path`, `numpy:/path`, `hf:/path` or `hf:name`,
-    `text:/pattern`, `tfrecord:/pattern`, `synthetic`, `stdlib_text`, or `package.module:function` (see
-    tfdist.data.datasets.registry.load)."""
+    `text:/pattern`, `tfrecord:/pattern`, `webdataset:/pattern`, `synthetic`, `stdlib_text`, or
+    `package.module:function` (see tfdist.data.datasets.registry.load)."""
     train_split: str = "train"
     """Which examples are trained on; of TFDS also a part, such as `train[:90%]`."""
     eval_split: str = "test"

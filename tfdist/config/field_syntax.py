@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import itertools
 import math
 import re
 from typing import Any, TypeAlias
@@ -16,6 +17,8 @@ Options: TypeAlias = dict[str, Any]
 
 LARGEST = 10**12
 """No count of an experiment is larger; TensorFlow's numbers of 64 bits hold the products of two."""
+MOST_PATHS = 10**6
+"""That braces in a pattern may stand for."""
 _REFERENCE = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
 
 
@@ -170,6 +173,33 @@ def files(name: str) -> tuple[str, str] | None:
     """Returns one of `FILES` and the path or pattern behind it, or None where `data.name` is something else."""
     kind, colon, path = name.partition(":")
     return (kind, path) if colon and kind in FILES else None
+
+
+def expanded(field: str, pattern: str) -> list[str]:
+    """Returns the paths that the braces of a pattern stand for: `{000..009}`, `{a,b}`; without any, itself.
+
+    Raises:
+      UserError: naming `field`, when they stand for nothing or for too many.
+    """
+    choices: list[list[str]] = []
+    for piece in re.split(r"(\{[^{}]*\})", pattern):
+        inner = piece[1:-1] if piece.startswith("{") and piece.endswith("}") else None
+        numbers = re.fullmatch(r"(\d{1,12})\.\.(\d{1,12})", inner or "", re.ASCII)
+        if numbers and int(numbers[1]) <= int(numbers[2]) < int(numbers[1]) + MOST_PATHS:
+            # As in a shell, zeros in front say how many digits all of them have.
+            padded = any(len(number) > 1 and number.startswith("0") for number in numbers.groups())
+            width = max(map(len, numbers.groups())) if padded else 0
+            choices.append([f"{number:0{width}}" for number in range(int(numbers[1]), int(numbers[2]) + 1)])
+        elif inner is not None and "," in inner:
+            choices.append(inner.split(","))
+        elif inner is None and not {"{", "}"} & set(piece):
+            choices.append([piece])
+        else:
+            raise UserError(f"{field}: the braces in {pattern!r} are not understood: write {{000..009}} or {{a,b}}")
+    count = math.prod(map(len, choices))
+    if count > MOST_PATHS:
+        raise UserError(f"{field}: {pattern!r} stands for {count:,} files, more than {MOST_PATHS:,}: write * for them")
+    return ["".join(parts) for parts in itertools.product(*choices)]
 
 
 def check_local(field: str, path: str, also: tuple[str, ...] = ()) -> None:

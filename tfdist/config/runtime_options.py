@@ -151,7 +151,14 @@ class Environment:
 
 def define_flags() -> None:
     """Registers the environment flags with absl; called once per command."""
-    d = Environment()
+    defaults = Environment()
+    _define_devices(defaults)
+    _define_run(defaults)
+    _define_workers(defaults)
+
+
+def _define_devices(d: Environment) -> None:
+    """Registers what says which devices compute, and with what."""
     flags.DEFINE_enum(
         "strategy", d.strategy, STRATEGIES, "How to distribute; auto picks by what this machine and job have."
     )
@@ -164,16 +171,6 @@ def define_flags() -> None:
         "virtual_devices", d.virtual_devices, "Split the CPU into this many devices, to try mirrored without GPUs."
     )
     flags.DEFINE_string("tpu", d.tpu, "Which TPU: local for that of this machine, or the name of one in the Cloud.")
-    flags.DEFINE_string(
-        "workdir", d.workdir, "Folder for the results, or s3://bucket/folder; runs/<experiment name> if empty."
-    )
-    flags.DEFINE_enum(
-        "resume", d.resume, RESUME, "Go on from the newest valid checkpoint of --workdir, or never: set it aside."
-    )
-    flags.DEFINE_bool(
-        "resume_changed", d.resume_changed, "Resume, from the end of an epoch, though the experiment has changed."
-    )
-    flags.DEFINE_bool("requeue", d.requeue, "After a signal and the checkpoint, put this job back into Slurm's queue.")
     flags.DEFINE_integer(
         "threads", d.threads, "Threads per device for TensorFlow; its own default if not given, 1 with train.shards."
     )
@@ -190,6 +187,20 @@ def define_flags() -> None:
         CHECK_AGREEMENT,
         "Check first that 1 and all replicas agree on the model; auto: unless it has passed before.",
     )
+
+
+def _define_run(d: Environment) -> None:
+    """Registers what says where results go, how a run goes on, and what is shown of it."""
+    flags.DEFINE_string(
+        "workdir", d.workdir, "Folder for the results, or s3://bucket/folder; runs/<experiment name> if empty."
+    )
+    flags.DEFINE_enum(
+        "resume", d.resume, RESUME, "Go on from the newest valid checkpoint of --workdir, or never: set it aside."
+    )
+    flags.DEFINE_bool(
+        "resume_changed", d.resume_changed, "Resume, from the end of an epoch, though the experiment has changed."
+    )
+    flags.DEFINE_bool("requeue", d.requeue, "After a signal and the checkpoint, put this job back into Slurm's queue.")
     flags.DEFINE_enum(
         "progress", d.progress, PROGRESS, "Progress display; auto: a bar on a terminal, else plain lines."
     )
@@ -206,6 +217,10 @@ def define_flags() -> None:
         d.find_learning_rate,
         "Instead of training, let the rate grow over 200 updates, and write which ones can be used into --workdir.",
     )
+
+
+def _define_workers(d: Environment) -> None:
+    """Registers what several workers need to meet and to sum."""
     flags.DEFINE_enum(
         "communication",
         d.communication,

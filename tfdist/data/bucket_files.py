@@ -36,7 +36,8 @@ def here(data: config.Data, download: bool = True) -> config.Data:
     files = field_syntax.files(data.name)
     if files:
         kind, path = files
-        return dataclasses.replace(data, name=f"{kind}:{local(path, f'data.name={data.name}', download)}")
+        there = local(path, f"data.name={data.name}", download, braces=kind == "webdataset")
+        return dataclasses.replace(data, name=f"{kind}:{there}")
     # TFDS itself reads gs://, through TensorFlow.
     if not buckets.is_url(data.data_dir) or data.data_dir.startswith("gs://") or field_syntax.is_reference(data.name):
         return data
@@ -45,13 +46,14 @@ def here(data: config.Data, download: bool = True) -> config.Data:
     return dataclasses.replace(data, data_dir=os.path.dirname(prepared))
 
 
-def local(path: str, what: str, download: bool = True) -> str:
+def local(path: str, what: str, download: bool = True, braces: bool = False) -> str:
     """Returns where a file, a folder, or the files of a pattern are on this machine.
 
     Args:
       path: is returned as it is if it is no URL.
       what: the field and its value, for messages.
       download: False to refuse what is not here yet.
+      braces: they are part of a pattern, see `field_syntax.expanded`.
 
     Raises:
       UserError: it cannot be downloaded, or is not there.
@@ -59,7 +61,7 @@ def local(path: str, what: str, download: bool = True) -> str:
     if not buckets.is_url(path):
         return path
     path = path.rstrip("/")
-    fixed = re.split(r"[*\[]", path)[0]
+    fixed = re.split(r"[*\[{]" if braces else r"[*\[]", path)[0]
     above = fixed.rpartition("/")[0]
     pattern = path[len(above) + 1 :]
     bucket = Bucket(above)
@@ -67,7 +69,10 @@ def local(path: str, what: str, download: bool = True) -> str:
         listed = bucket.listing("" if fixed != path else pattern)
     except BucketError as error:
         raise UserError(f"{what} cannot be read ({error.strerror}): check the network, your keys and the URL") from None
-    wanted = {n: e for n, e in listed.items() if fixed == path or fnmatch.fnmatchcase(n, pattern)}
+    patterns = [
+        re.compile(fnmatch.translate(p)) for p in (field_syntax.expanded(what, pattern) if braces else [pattern])
+    ]
+    wanted = {n: e for n, e in listed.items() if fixed == path or any(p.match(n) for p in patterns)}
     wanted = {n: e for n, e in wanted.items() if not {"..", ".", ""} & set(n.split("/"))}
     if not wanted:
         raise UserError(f"{what} has no files: give the URL of a file, a folder or a pattern that has some")

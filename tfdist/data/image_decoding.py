@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -12,6 +13,18 @@ OTHER = 0
 RATIOS = (8, 4, 2, 1)
 MOST_PIXELS = 178_956_970
 """Larger images are refused unless they are asked for, as in Pillow: a small file may unpack to all memory."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pictures:
+    """How images are decoded that nobody has looked at."""
+
+    channels: int
+    most: int
+    """Pixels in an image."""
+
+    def decode(self, contents: tf.Tensor) -> tf.Tensor:
+        return tf.io.decode_image(bounded(contents, self.most), self.channels, expand_animations=False)
 
 
 def ways(kinds: Sequence[str], sizes: np.ndarray, size: tuple[int, int] | None, policy: str) -> np.ndarray:

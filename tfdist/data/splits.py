@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 
@@ -21,6 +22,25 @@ NAMES = ("train", "training", "val", "valid", "validation", "dev", "test", "test
 def named(texts: Iterable[str]) -> set[str]:
     """Returns the names of the splits that these texts are slices of."""
     return {part.split("[")[0].strip() for text in texts for part in text.split("+")}
+
+
+def by_file_name(paths: Iterable[str]) -> dict[str, list[str]]:
+    """Returns the files of each split.
+
+    A word such as `train` or `test` in their names tells the split; without any of training, all are `train`.
+
+    Raises:
+      UserError: files without such a word, or with several, where others have one.
+    """
+    words = {f: set(NAMES) & set(re.split(r"[^a-z]+", os.path.basename(f).lower())) for f in paths}
+    if not any(w & {"train", "training"} for w in words.values()):
+        return {"train": list(paths)}
+    by_split: dict[str, list[str]] = {}
+    for f, named in words.items():
+        if len(named) != 1:
+            raise UserError(f"{f} does not say of which split it is, and others do: name it like train or test")
+        by_split.setdefault(named.pop(), []).append(f)
+    return by_split
 
 
 def held_out(train: str, evaluation: str, sizes: Mapping[str, int]) -> tuple[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -19,8 +18,8 @@ if TYPE_CHECKING:
 class Distribution:
     """A strategy that has been started.
 
-    `run`, `local`, `average`, `broadcast` and `totals` are called in
-    cross-replica context, `all_sum` and `replica_id` inside the function given
+    `run`, `local`, `average` and `broadcast` are called in cross-replica
+    context, `all_sum` and `replica_id` inside the function given
     to `run`. On one replica every one of them is the identity, so callers never
     ask whether they are distributed.
     """
@@ -49,8 +48,6 @@ class Distribution:
     """Sets each floating-point variable to its mean over all replicas."""
     broadcast: Callable[[list[keras.Variable]], None] = lambda variables: None
     """Gives each variable the chief's value, where creating it under `scope` did not."""
-    totals: Callable[[list[keras.Variable]], AbstractContextManager[None]] = lambda variables: contextlib.nullcontext()
-    """Context in which metric variables read as their sums over all replicas."""
     creating: Callable[[AbstractContextManager[object]], AbstractContextManager[object]] = lambda scope: scope
     """What variables are created in, given the scope of the strategy."""
     peers: Peers = dataclasses.field(default_factory=Peers)

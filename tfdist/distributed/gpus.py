@@ -2,27 +2,36 @@
 
 GPUtil trusts nvidia-smi with everything: no time limit, no look at the return
 code, one odd line fails the whole list, and NaN never counts as available. Its
-query and its record of a GPU are used here, each line parsed for itself.
+query and its record of a GPU are used here, each line parsed for itself; and
+where nvidia-ml-py is installed, the driver is asked by that.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib.util
+import json
 import math
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
+import sys
+import time
+from collections.abc import Mapping, Sequence
 
+from tfdist.distributed import nvml_child
 from tfdist.errors import UserError, one_line, printable
 
 TIMEOUT_S = 10.0
+_KILL_S = 1.0
+"""Seconds until a process that was killed counts as one that cannot be."""
 _QUERY = "index,uuid,utilization.gpu,memory.total,memory.used,memory.free,driver_version,name"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DriverGPU:
-    """One GPU as nvidia-smi lists it. Memory in MiB, load in [0, 1]; NaN where the driver will not say."""
+    """One GPU as the driver lists it. Memory in MiB, load in [0, 1]; NaN where the driver will not say."""
 
     number: int
     uuid: str
@@ -43,19 +52,71 @@ class Survey:
 
 
 def survey(timeout: float = TIMEOUT_S) -> Survey:
-    """Asks nvidia-smi; never raises and never waits longer than `timeout` seconds."""
+    """Asks the driver; never raises and never waits longer than `timeout` seconds, or a second more where it hangs.
+
+    NVIDIA's library is asked if `nvidia-ml-py` is installed, and nvidia-smi otherwise, or where that does not help.
+    """
+    deadline = time.monotonic() + timeout
+    by_library = _by_library(timeout)
+    return by_library or _by_program(max(0.1, deadline - time.monotonic())) or Survey()
+
+
+def answer(command: Sequence[str], timeout: float) -> subprocess.CompletedProcess[str] | None:
+    """Runs a program that asks the driver; returns None if it does not answer in time.
+
+    Raises:
+      OSError: it cannot be started.
+    """
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
+    )
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        # A process that waits within a driver cannot be killed; `subprocess.run` would wait for it for ever.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_KILL_S)
+        return None
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def _by_library(timeout: float) -> Survey | None:
+    """Asks NVML in a process of its own; returns None where nvidia-smi is to be asked."""
+    spec = importlib.util.find_spec("pynvml")
+    if spec is None or not spec.origin or not sys.executable:
+        return None
+    folder = os.path.dirname(spec.origin)
+    folder = os.path.dirname(folder) if spec.submodule_search_locations else folder
+    # Without `site` and what is beside the program, it starts in a few hundredths of a second.
+    command = [sys.executable, "-I", "-S", nvml_child.__file__, folder]
+    try:
+        done = answer(command, timeout)
+        if done is None:  # nvidia-smi asks the same driver
+            return Survey(problem=f"the driver (NVML) gave no answer within {timeout:g} s")
+        found = json.loads(done.stdout)
+        if "error" in found:
+            # nvidia-smi says more, and is not there where only the library is broken.
+            broken = not found["absent"] and shutil.which("nvidia-smi") is None
+            return Survey(problem=f"the driver (NVML) failed: {_short([found['error']])}") if broken else None
+        gpus = tuple(DriverGPU(**gpu) for gpu in found["gpus"])
+    except (OSError, ValueError, TypeError, KeyError):  # another package named pynvml, or one that crashed
+        return None
+    problems = [str(problem) for problem in found["problems"]]
+    return Survey(gpus, f"the driver (NVML) does not tell of {_short(problems)}" if problems else "")
+
+
+def _by_program(timeout: float) -> Survey | None:
+    """Asks nvidia-smi; returns None if it is not there."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        return Survey()
-    command = [program, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
+        return None
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=timeout, stdin=subprocess.DEVNULL
-        )
-    except subprocess.TimeoutExpired:
-        return Survey(problem=f"nvidia-smi gave no answer within {timeout:g} s")
+        done = answer([program, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"], timeout)
     except OSError as error:
         return Survey(problem=f"nvidia-smi cannot be started: {error}")
+    if done is None:
+        return Survey(problem=f"nvidia-smi gave no answer within {timeout:.2g} s")
     output = (done.stdout.strip() or done.stderr.strip()).splitlines()
     if done.returncode:
         return Survey(problem=f"nvidia-smi failed with code {done.returncode}: {_short(output) or 'no message'}")

@@ -17,6 +17,7 @@ from tfdist import config
 from tfdist.config import buckets, field_syntax
 from tfdist.doctor import disk
 from tfdist.doctor.check import Check, fail, ok, warn
+from tfdist.errors import UserError
 
 NAME = "data set"
 _VERSION = re.compile(r"\d+\.\d+\.\d+$")
@@ -55,9 +56,15 @@ def _files(kind: str, pattern: str) -> list[Check]:
         return [ok(NAME, f"images in {path}, which only a run looks at")]
     if kind == "hf":
         return _of_hugging_face(pattern, path)
-    paths = glob.glob(path, recursive=True)
-    if not paths:
-        return [fail(NAME, f"there is no file {path}", "correct the path in data.name")]
+    braces = kind == "webdataset" and not os.path.exists(path)
+    try:
+        patterns = field_syntax.expanded("data.name", path) if braces else [path]
+    except UserError as error:
+        return [fail(NAME, str(error), "correct the braces in data.name")]
+    found = [glob.glob(part, recursive=True) for part in patterns]
+    if missing := [part for part, there in zip(patterns, found) if not there]:
+        return [fail(NAME, f"there is no file {missing[0]}", "correct the path in data.name")]
+    paths = [one for there in found for one in there]
     return [ok(NAME, f"{len(paths):,} {kind} file{'s' * (len(paths) > 1)}: {path}")]
 
 

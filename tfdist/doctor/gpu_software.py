@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import pathlib
 import re
-import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -40,10 +39,10 @@ def capabilities(timeout: float = gpus.TIMEOUT_S) -> dict[int, Capability]:
     """Asks the driver for the compute capability of each GPU, by its number; drivers before 2021 do not tell."""
     command = ["nvidia-smi", "--query-gpu=index,compute_cap", "--format=csv,noheader"]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL, timeout=timeout
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        done = gpus.answer(command, timeout)
+    except OSError:
+        return {}
+    if done is None:
         return {}
     found = re.findall(r"^\s*(\d{1,4}),\s*(\d{1,3})\.(\d{1,3})\s*$", done.stdout, re.MULTILINE)
     return {int(number): Capability(int(major), int(minor)) for number, major, minor in found}

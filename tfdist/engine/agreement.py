@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,6 +16,8 @@ class Agreed(NamedTuple):
 
     seconds: float
     """How long the call took, on average."""
+    between: float
+    """How long it was from the call before to this one, on average."""
     save: bool
     """Whether the chief finds it time for a checkpoint."""
 
@@ -23,6 +26,7 @@ class _StopVote(NamedTuple):
     """What one worker has to tell the others."""
 
     seconds: float
+    between: float
     reason: str
     stop: bool
     save: bool
@@ -37,6 +41,7 @@ def agree(
     save: bool = False,
     read: str = "",
     stops: str = "stop_training",
+    between: float = 0.0,
 ) -> Agreed:
     """Exchanges what the workers see, and gives all models the same `stop_training`.
 
@@ -47,13 +52,14 @@ def agree(
       save: whether this worker finds it time for a checkpoint.
       read: checksum of the batches that this worker has read.
       stops: the attribute by which callbacks tell Keras' model to stop what it is doing.
+      between: seconds from the call before to this one here.
 
     Raises:
       UserError: another worker has read other batches.
       Interrupted: some worker has a reason to stop.
     """
     peers = step.distribution.peers
-    mine = _StopVote(seconds, should_stop(), bool(getattr(step.model, stops, False)), save, read)
+    mine = _StopVote(seconds, between, should_stop(), bool(getattr(step.model, stops, False)), save, read)
     votes = [_StopVote(*vote) for vote in peers.gather(label, list(mine))]
     for rank, vote in enumerate(votes):
         if vote.read != votes[0].read:
@@ -65,7 +71,8 @@ def agree(
         if vote.reason:
             raise Interrupted(vote.reason + (f" (worker {rank})" if peers.size > 1 else ""))
     setattr(step.model, stops, any(vote.stop for vote in votes))
-    return Agreed(sum(vote.seconds for vote in votes) / len(votes), votes[0].save)
+    seconds, between = (statistics.fmean(times) for times in zip(*((vote.seconds, vote.between) for vote in votes)))
+    return Agreed(seconds, between, votes[0].save)
 
 
 def anywhere(distribution: Distribution, label: str, *facts: bool) -> list[bool]:

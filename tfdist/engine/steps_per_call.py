@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import collections
+
 import keras
 
+from tfdist.config import call_length
 from tfdist.engine.callbacks import callback_list
 from tfdist.engine.callbacks.callback import Callback
 from tfdist.errors import UserError
 from tfdist.models import keras_internals
 
-CALL_S = 0.2
-"""How long a call of the compiled function should last: Python's share is small, progress stays lively."""
+_RECENT = 3
+"""Calls of which the shortest time before counts: a callback may take long now and then."""
 _BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 _TEST_HOOKS = ("on_test_batch_begin", "on_test_batch_end")
 _PREDICT_HOOKS = ("on_predict_batch_begin", "on_predict_batch_end")
 
 
 class Pace:
-    """How many updates a call makes: as many as last about `CALL_S`.
+    """How many updates a call makes: as many as last as long as `call_length` says.
 
     Args:
       fixed: that many in any case, or None.
@@ -26,23 +29,27 @@ class Pace:
     def __init__(self, fixed: int | None):
         self._fixed = fixed
         self._compiled: set[bool] = set()
+        self._between: collections.deque[float] = collections.deque(maxlen=_RECENT)
         self.updates = fixed or 1
 
-    def took(self, seconds: float, updates: int, full: bool) -> None:
+    def took(self, seconds: float, updates: int, full: bool, between: float = 0.0) -> None:
         """Learns from a call; the first of each kind teaches nothing, since it was compiled in it.
 
         Args:
           seconds: how long the call took, the same on all workers.
           updates: how many it made.
           full: whether its batches were known to be full, which is another compiled function.
+          between: seconds from the call before to this one, the same on all workers.
         """
         if self._fixed:
             return
+        self._between.append(between)
         if full not in self._compiled:
             self._compiled.add(full)
             return
         # At most tenfold at a time: the first measured call is short and may have been lucky.
-        self.updates = max(1, min(int(CALL_S * updates / seconds), 10 * updates, 1 << 20))
+        wanted = call_length.seconds(min(self._between))
+        self.updates = max(1, min(int(wanted * updates / seconds), 10 * updates, 1 << 20))
 
 
 def choose(model: keras.Model, looks: bool, steps_per_call: int | str) -> Pace:

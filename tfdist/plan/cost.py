@@ -20,8 +20,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from tfdist.config import call_length
+
 PAYLOAD = 1448 / 1538
 """Share of what an Ethernet link carries that is the payload of TCP, with frames of 1,500 bytes."""
+BACKWARD = 2 / 3
+"""Share of a pass that goes backward, which has two products for each one forward."""
+AT_ONCE = 8
+"""Messages that are under way at the same time, see `tfdist/distributed/strategies/multi_worker.py`."""
+CALL_TRIPS = 4
+"""How often something crosses the link between two calls of several updates each: their metrics are summed, and the
+workers agree to go on."""
 TRIPS = 2
 """How often a step of the ring crosses the link: the neighbour asks for what it is to receive, and is answered."""
 
@@ -70,6 +79,8 @@ class Job:
     """Type in which gradients travel."""
     messages: tuple[int, ...]
     """Bytes of each sum of an update."""
+    ready: tuple[float, ...] = ()
+    """For each sum, the share of the backward pass after which its gradients are there; 1 where nothing is given."""
     in_passes: tuple[int, ...] = ()
     """Bytes of the sums inside the passes of a micro-batch, which everything waits for: synchronized BatchNorm."""
 
@@ -145,23 +156,67 @@ class Machines:
         )
 
     def _parts(self, job: Job, workers: int, remote: bool, rows: int) -> dict[str, float]:
-        """Returns the seconds of an update by cause."""
+        """Returns the seconds of an update by cause; what is hidden behind the passes counts for none."""
         plain, own = self.work["float32"], self.work[job.dtype]
-
-        def sums(dtype_step: float, plain_step: float, dtype_byte: float, plain_byte: float) -> float:
-            outer = sum(ring(size, workers, dtype_step, dtype_byte) for size in job.messages)
-            return outer + job.accumulate * sum(ring(size, workers, plain_step, plain_byte) for size in job.in_passes)
-
         latency = TRIPS * self.link.latency if remote else 0.0
         wire = 8 / self.link.bits_per_second / PAYLOAD if remote else 0.0
-        return {
+        inner = [job.accumulate * ring(size, workers, 1.0, 0.0) for size in job.in_passes]
+        carried = [job.accumulate * ring(size, workers, 0.0, 1.0) for size in job.in_passes]
+        steps = [ring(size, workers, 1.0, 0.0) for size in job.messages]
+        sent = [ring(size, workers, 0.0, 1.0) for size in job.messages]
+        parts = {
             "examples": self.compute.example * rows,
             "fixed": self.compute.update + self.compute.micro * job.accumulate,
-            "bandwidth": sums(0.0, 0.0, wire, wire),
-            "latency": sums(latency, latency, 0.0, 0.0),
-            "messages": sums(own.step_seconds, plain.step_seconds, 0.0, 0.0),
-            "copies": sums(0.0, 0.0, own.byte_seconds, plain.byte_seconds),
+            "bandwidth": wire * sum(sent),
+            "latency": latency * sum(steps),
+            "messages": own.step_seconds * sum(steps) + plain.step_seconds * sum(inner),
+            "copies": own.byte_seconds * sum(sent) + plain.byte_seconds * sum(carried),
         }
+        messages = [
+            Transfer(end, own.step_seconds * step + own.byte_seconds * size, wire * size, latency * step)
+            for end, step, size in zip(job.ready or (1.0,) * len(job.messages), steps, sent)
+        ]
+        passes = self.compute.micro * job.accumulate + self.compute.example * rows
+        of_link = parts["bandwidth"] + parts["latency"]
+        if of_link:
+            left = exposed(messages, passes, BACKWARD * passes / job.accumulate) / of_link
+            parts |= {cause: left * parts[cause] for cause in ("bandwidth", "latency")}
+        parts["bandwidth"] += wire * sum(carried)
+        parts["latency"] += latency * sum(inner)
+        if remote:
+            updates = max(1, int(call_length.seconds(self.link.latency) / max(sum(parts.values()), 1e-6)))
+            parts["latency"] += CALL_TRIPS * self.link.latency / updates
+        return parts
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Transfer:
+    """A sum of an update, on its way."""
+
+    ready: float
+    """The share of the backward pass after which it can begin."""
+    work: float
+    """Seconds of the processors."""
+    wire: float
+    """Seconds in which it keeps the link busy."""
+    latency: float
+    """Seconds in which it waits for the link, while others may use it."""
+
+
+def exposed(transfers: Sequence[Transfer], passes: float, backward: float) -> float:
+    """Returns the seconds that the link adds to what the processors do.
+
+    Args:
+      passes: seconds of all passes.
+      backward: seconds of the last backward pass, in which sums may begin.
+    """
+    free = 0.0
+    ends: list[float] = []
+    for number, transfer in enumerate(sorted(transfers, key=lambda t: t.ready)):
+        before = ends[number - AT_ONCE] if number >= AT_ONCE else 0.0
+        free = max(free, before, passes - backward * (1 - transfer.ready)) + transfer.work + transfer.wire
+        ends.append(free + transfer.latency)
+    return max(0.0, max(ends, default=0.0) - passes - sum(transfer.work for transfer in transfers))
 
 
 def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -134,7 +135,8 @@ class Workload:
         """Returns what an update sends, with gradients in `dtype`."""
         train = self._experiment.train
         variables = [(tuple(v.shape), str(v.dtype)) for v in self._model.trainable_variables]
-        return Job(train.batch_size, train.accumulate, dtype, messages(variables, dtype, bucket_bytes), self._inner())
+        sizes, ready = messages(variables, dtype, bucket_bytes)
+        return Job(train.batch_size, train.accumulate, dtype, sizes, ready, self._inner())
 
     def _inner(self) -> tuple[int, ...]:
         """Returns the bytes of the sums inside the passes: a layer's moments and count, and their gradient."""
@@ -155,26 +157,49 @@ def _with_any_batch(data: Loaded) -> sources.Source:
     return sources.Arrays(keras.tree.map_structure(lambda c: np.take(c, rows, 0, mode="wrap"), columns))
 
 
-def messages(variables: Sequence[tuple[tuple[int, ...], str]], dtype: str, bucket_bytes: int) -> tuple[int, ...]:
-    """Returns the bytes of each all-reduce of an update, as `collectives.bucketed` makes them.
+def messages(
+    variables: Sequence[tuple[tuple[int, ...], str]], dtype: str, bucket_bytes: int
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Returns what an update sends, as `collectives.bucketed` makes it.
 
     Args:
-      variables: shape and type of each trainable variable.
+      variables: shape and type of each trainable variable, those of the first layers first.
       dtype: type in which gradients travel, as `optimizer.reduce_dtype`.
       bucket_bytes: see `collectives.bucketed`.
+
+    Returns:
+      The bytes of each all-reduce, and the share of the backward pass after which it can begin: the pass is taken to go
+      through the weights from the last to the first at one pace, which holds for layers that multiply by matrices.
     """
-    found: list[int] = []
+    sizes: list[int] = []
+    ready: list[float] = []
+    elements = [math.prod(shape) for shape, _ in variables]
+    shares = np.cumsum(elements[::-1])[::-1] / max(1, sum(elements))
 
     def reduce(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        found.extend(tensor.shape.num_elements() * tensor.dtype.size for tensor in tensors)
+        for tensor in tensors:
+            sizes.append(tensor.shape.num_elements() * tensor.dtype.size)
+            ready.append(max(there[name] for name in _sources(tensor.op) & there.keys()))
         return tensors
 
     with tf.Graph().as_default():
         gradients = [tf.compat.v1.placeholder(kind, shape) for shape, kind in variables]
         sent = gradients if dtype == "float32" else collectives.shrunk(gradients, dtype)
         sums = tf.compat.v1.placeholder(tf.float32, [4])  # of the losses and their counts, about
+        there = {gradient.op.name: float(share) for gradient, share in zip(gradients, shares)} | {sums.op.name: 0.0}
         collectives.bucketed([*sent, sums], reduce, bucket_bytes)
-    return tuple(found)
+    return tuple(sizes), tuple(ready)
+
+
+def _sources(op: tf.Operation) -> set[str]:
+    """Returns the names of an operation and of all that it depends on."""
+    found, left = set(), [op]
+    while left:
+        one = left.pop()
+        if one.name not in found:
+            found.add(one.name)
+            left += [tensor.op for tensor in one.inputs]
+    return found
 
 
 def measured_compute(

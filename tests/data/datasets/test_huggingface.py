@@ -1,5 +1,6 @@
 """`hf:path`: data sets that Hugging Face `datasets` has saved, against what was put into them."""
 
+import json
 import sys
 
 import keras
@@ -193,3 +194,34 @@ def test_the_doctor(saved, monkeypatch):
     assert (look(f"hf:{saved}").status, look("hf:org/name").status, look("hf:/no").status) == ("ok", "ok", "fail")
     monkeypatch.setattr(dataset.importlib.util, "find_spec", lambda name: None)
     assert "pip install datasets" in look(f"hf:{saved}").fix
+
+
+@pytest.mark.whole
+def test_a_name_of_the_hub_is_trained_on_from_its_cache(run, tmp_path):
+    """As on a machine without a network, where it was loaded before; `datasets` itself has written the cache."""
+    from datasets.packaged_modules.parquet.parquet import Parquet
+
+    columns = {"values": VALUES[:, 0].tolist(), "label": LABELS.tolist()}
+    datasets.Dataset.from_dict(columns).to_parquet(tmp_path / "train.parquet")
+    cache = tmp_path / "home" / "datasets"
+    files = {"train": [str(tmp_path / "train.parquet")]}
+    Parquet(cache_dir=str(cache), dataset_name="some_name", hash="0" * 40, data_files=files).download_and_prepare()
+    (found,) = (cache / "some_name").iterdir()
+    (cache / "org___some_name").mkdir()
+    found.rename(cache / "org___some_name" / "default")  # as of one whose card has no configurations
+    offline = dict(HF_HOME=str(tmp_path / "home"), HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", real=True)
+    flags = ["--config=digits_mlp", "--config.train.epochs=1", "--config.optimizer.warmup=0%", "--progress=none"]
+    split = ["--config.data.train_split=train[:20]", "--config.data.eval_split=train[20:]"]
+    options = "--config.data.options=x=values, y=label"
+    program = run(
+        "tfdist.train", *flags, *split, options, "--config.data.name=hf:org/some_name", "--workdir=a", **offline
+    )
+    assert program.returncode == 0, program.stderr
+    np.savez(tmp_path / "same.npz", x=VALUES[:, 0], y=LABELS)
+    program = run("tfdist.train", *flags, *split, f"--config.data.name=numpy:{tmp_path}/same.npz", "--workdir=b")
+    assert program.returncode == 0, program.stderr
+    hub, arrays = (json.loads((tmp_path / name / "result.json").read_text()) for name in "ab")
+    assert hub["weights_sha256"] == arrays["weights_sha256"]
+    program = run("tfdist.train", *flags, "--config.data.name=hf:org/other", **offline)
+    assert program.returncode == 2
+    assert program.stderr.startswith("tfdist: error: data.name=hf:org/other cannot be opened: ")

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfdist import config
 from tfdist.config import field_syntax, user_functions
 from tfdist.config.field_syntax import Options
-from tfdist.data import image_decoding, image_sources
+from tfdist.data import image_decoding, image_sources, python_examples
 from tfdist.data.augmentation import ops
 from tfdist.data.datasets.synthetic import synthetic
 from tfdist.data.loaded import Loaded, described
@@ -56,6 +56,8 @@ def load(experiment: config.Experiment, prepare: bool, hold_out: bool) -> Loaded
             return _from_text(experiment, path, options)
         case ["tfrecord", ":", path]:
             return _from_tfrecords(experiment, path, options)
+        case ["webdataset", ":", pattern]:
+            return _from_webdataset(experiment, pattern, options)
     if field_syntax.is_reference(data.name):
         return _from_function(experiment, user_functions.resolve("data.name", data.name), options)
     if options:
@@ -143,13 +145,28 @@ def _from_huggingface(experiment: config.Experiment, name: str, options: Options
     data = experiment.data
     size = field_syntax.image_size(data.image_size)
     found = huggingface.load(name, _splits(data), options, size is not None, prepare)
-    spec = found.spec
+    return _of_one_size(data, size, found.train, found.eval, found.spec)
+
+
+def _from_webdataset(experiment: config.Experiment, pattern: str, options: Options) -> Loaded:
+    from tfdist.data.datasets.webdataset import samples
+
+    data = experiment.data
+    size = field_syntax.image_size(data.image_size)
+    found = samples.load(pattern, _splits(data), options, data.broken == "skip", size is not None)
+    return _of_one_size(data, size, *found)
+
+
+def _of_one_size(
+    data: config.Data, size: tuple[int, int] | None, train: Records, evaluation: Records, spec: Spec
+) -> Loaded:
+    """Makes what is an image `size`, if there is one, and reads the splits into memory if they fit."""
     if spec.dtype != "uint8" or len(spec.shape) != 3:
         size = None
     shape = spec.shape if size is None else (*size, spec.shape[-1])
     from_whole = size is not None and ops.parse(data.augment).smallest is not None
-    train = _held(found.train, data, size, from_whole)
-    return Loaded(train, _held(found.eval, data, size), found.train.size, dataclasses.replace(spec, shape=shape))
+    held = _held(train, data, size, from_whole)
+    return Loaded(held, _held(evaluation, data, size), train.size, dataclasses.replace(spec, shape=shape))
 
 
 def _held(source: Records, data: config.Data, size: tuple[int, int] | None, whole: bool = False) -> Source:
@@ -178,10 +195,24 @@ def _from_function(experiment: config.Experiment, function: Callable, options: O
     named = inspect.signature(function).parameters
     every = any(p.kind is p.VAR_KEYWORD for p in named.values())
 
-    def split(name: str, batch: int) -> Source:
+    size = field_syntax.image_size(data.image_size)
+    from_whole = size is not None and ops.parse(data.augment).smallest is not None
+
+    def by_number(made: object, whole: bool) -> Source:
+        examples = python_examples.Examples(made, data.name)
+        target = size if examples.are_images else None
+        held = _held(examples.source(free=target is not None and not whole), data, None if whole else target, whole)
+        if isinstance(held, Records) and examples.have_classes:
+            return dataclasses.replace(held, labels=examples.labels())
+        return held
+
+    def split(name: str, batch: int, whole: bool = False) -> Source:
         offered = {"split": name, "batch_size": batch}
         given = {k: v for k, v in offered.items() if k in named or every}
-        source = as_source(user_functions.call("data.options", function, {**given, **options}))
+        made = user_functions.call("data.options", function, {**given, **options})
+        if python_examples.is_by_number(made):
+            return by_number(made, whole)
+        source = as_source(made)
         if isinstance(source, Batches):
             spec = tf.nest.flatten(source.decoded.element_spec)[0].shape
             if spec[0] not in (None, batch):
@@ -192,7 +223,8 @@ def _from_function(experiment: config.Experiment, function: Callable, options: O
         return source
 
     return described(
-        split(data.train_split, experiment.train.batch_size), split(data.eval_split, experiment.eval.batch_size)
+        split(data.train_split, experiment.train.batch_size, from_whole),
+        split(data.eval_split, experiment.eval.batch_size),
     )
 
 

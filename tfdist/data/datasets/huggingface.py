@@ -36,19 +36,6 @@ class HuggingFaceSplits:
     spec: Spec
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Pictures:
-    """How images are decoded."""
-
-    channels: int
-    most: int
-    """Pixels in an image."""
-
-    def decode(self, contents: tf.Tensor) -> tf.Tensor:
-        bounded = image_decoding.bounded(contents, self.most)
-        return tf.io.decode_image(bounded, self.channels, expand_animations=False)
-
-
 def load(name: str, splits: Mapping[str, str], options: Options, free: bool, prepare: bool) -> HuggingFaceSplits:
     """Opens a data set, and looks at its targets and at its first input.
 
@@ -92,7 +79,9 @@ def load(name: str, splits: Mapping[str, str], options: Options, free: bool, pre
         table += [_column(part, column, what).astype(keras.config.floatx()) for column in weights]
     names = tuple(getattr(features[y], "names", None) or ()) if targets.classes else ()
     if type(features[x]).__name__ == "Image":
-        pictures = _Pictures(options.get("channels", 3), options.get("max_pixels", image_decoding.MOST_PIXELS))
+        pictures = image_decoding.Pictures(
+            options.get("channels", 3), options.get("max_pixels", image_decoding.MOST_PIXELS)
+        )
         shape = _image_shape(train, x, pictures, what)
         made = [
             _images(part, x, t, pictures, None if free else shape, what) for part, t in zip((train, evaluation), tables)
@@ -258,7 +247,7 @@ def _images(
     parts: Sequence[Part],
     column: str,
     tables: list[np.ndarray],
-    pictures: _Pictures,
+    pictures: image_decoding.Pictures,
     shape: tuple[int, ...] | None,
     what: str,
 ) -> Records:
@@ -301,7 +290,7 @@ def _contents(value: dict[str, Any] | None) -> bytes:
         return file.read()
 
 
-def _image_shape(parts: Sequence[Part], column: str, pictures: _Pictures, what: str) -> tuple[int, ...]:
+def _image_shape(parts: Sequence[Part], column: str, pictures: image_decoding.Pictures, what: str) -> tuple[int, ...]:
     data, rows = parts[0]
     where = f"example {int(rows[0])} of {what}"
     try:

@@ -72,10 +72,8 @@ def load(
     )
     needed = sorted({*train, *evaluation})
     paths = [listed[part].path(row) for part, row in needed]
-    looks = _certain(paths, _none_huge(paths, image_scan.look_at(paths), most, what, broken == "skip"))
-    _tell_broken(paths, looks, root, what, broken == "skip")
-    by_file = dict(zip(needed, looks))
-    shapes = {look.size for look in looks if not look.problem}
+    by_file = dict(zip(needed, _looked_at(paths, most, root, what, broken == "skip")))
+    shapes = {look.size for look in by_file.values() if not look.problem}
     every = shapes.pop() if len(shapes) == 1 else None
 
     def records(field: str, rows: list[tuple[str, int]], shrink: bool) -> Records:
@@ -107,6 +105,13 @@ def _held_out(train: str, evaluation: str, sizes: dict[str, int], what: str) -> 
             f"evaluation (data.train_split={held[0]}, data.eval_split={held[1]} of {sizes['train']:,})"
         )
     return held
+
+
+def _looked_at(paths: list[str], most: int, root: str, what: str, skip: bool) -> list[image_scan.Look]:
+    """Returns what each file is, after the broken ones have been named."""
+    looks = _certain(paths, _none_huge(paths, image_scan.look_at(paths), most, what, skip))
+    _tell_broken(paths, looks, root, what, skip)
+    return looks
 
 
 def _none_huge(

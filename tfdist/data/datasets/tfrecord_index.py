@@ -7,14 +7,13 @@ import dataclasses
 import glob
 import mmap
 import os
-import re
 import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from tfdist.data.splits import NAMES
+from tfdist.data.splits import by_file_name
 from tfdist.errors import UserError
 
 _THREADS = 16
@@ -57,9 +56,7 @@ class Index:
 
 
 def files(path: str) -> dict[str, list[str]]:
-    """Finds the files of each split, sorted.
-
-    A word such as `train` or `test` in their names tells the split; without any, all are `train`.
+    """Finds the files of each split, sorted, see `splits.by_file_name`.
 
     Args:
       path: a file, a pattern, or a folder, of which all files count but hidden ones.
@@ -71,15 +68,7 @@ def files(path: str) -> dict[str, list[str]]:
         raise UserError(
             f"data.name=tfrecord:{path} has no files: give a file, a folder, or a pattern such as *.tfrecord"
         )
-    words = {f: set(NAMES) & set(re.split(r"[^a-z]+", os.path.basename(f).lower())) for f in paths}
-    if not any(w & {"train", "training"} for w in words.values()):
-        return {"train": paths}
-    by_split: dict[str, list[str]] = {}
-    for f, named in words.items():
-        if len(named) != 1:
-            raise UserError(f"{f} does not say of which split it is, and others do: name it like train or test")
-        by_split.setdefault(named.pop(), []).append(f)
-    return by_split
+    return by_file_name(paths)
 
 
 def index(paths: Sequence[str]) -> Index:

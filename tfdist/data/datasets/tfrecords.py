@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -39,14 +38,6 @@ class Feature:
     def parser(self) -> tf.io.FixedLenFeature:
         dtype = tf.string if self.is_image else tf.int64 if self.kind == "int64" else tf.float32
         return tf.io.FixedLenFeature(self.shape, dtype)
-
-
-class Pictures(NamedTuple):
-    """How images are decoded."""
-
-    channels: int
-    most: int
-    """Pixels in an image."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,7 +100,7 @@ def load(
     return TFRecordSplits(sources[0], sources[1], shape, dtype, classes)
 
 
-def _features(options: Options) -> tuple[list[Feature], int | None, Pictures]:
+def _features(options: Options) -> tuple[list[Feature], int | None, image_decoding.Pictures]:
     numbers = {name: options[name] for name in ("classes", "channels", "max_pixels") if name in options}
     for name, value in numbers.items():
         check_whole(f"data.options: {name}", value)
@@ -128,7 +119,7 @@ def _features(options: Options) -> tuple[list[Feature], int | None, Pictures]:
     if any(f.is_image or f.kind != "float32" for f in features[2:]):
         raise UserError(f"data.options: the third feature, {features[2].name}, is the weight: float32")
     most = numbers.get("max_pixels", image_decoding.MOST_PIXELS)
-    return features, classes, Pictures(numbers.get("channels", 3), most)
+    return features, classes, image_decoding.Pictures(numbers.get("channels", 3), most)
 
 
 def _feature(name: str, text: object) -> Feature:
@@ -170,7 +161,7 @@ def _check(record: bytes, features: list[Feature], where: str) -> None:
             )
 
 
-def _image_shape(record: bytes, feature: Feature, pictures: Pictures, where: str) -> tuple[int, ...]:
+def _image_shape(record: bytes, feature: Feature, pictures: image_decoding.Pictures, where: str) -> tuple[int, ...]:
     try:
         with tf.device("CPU:0"):
             stored = tf.io.parse_single_example(record, {feature.name: feature.parser})[feature.name]
@@ -179,7 +170,7 @@ def _image_shape(record: bytes, feature: Feature, pictures: Pictures, where: str
         raise UserError(f"{feature.name} of {where} cannot be decoded: {reason(error)}") from None
 
 
-def _pixels(stored: tf.Tensor, feature: Feature, pictures: Pictures) -> tf.Tensor:
+def _pixels(stored: tf.Tensor, feature: Feature, pictures: image_decoding.Pictures) -> tf.Tensor:
     decode = tf.io.decode_jpeg if feature.kind == "jpeg" else tf.io.decode_png
     return decode(image_decoding.bounded(stored, pictures.most), pictures.channels)
 
@@ -188,7 +179,7 @@ def _records(
     parts: list[tuple[tfrecord_index.Index, np.ndarray]],
     features: list[Feature],
     classes: int | None,
-    pictures: Pictures,
+    pictures: image_decoding.Pictures,
     shape: tuple[int, ...] | None,
 ) -> Records:
     ends = np.cumsum([len(rows) for _, rows in parts])

@@ -72,7 +72,7 @@ class RecordFeed:
             try:
                 one = self._source.read(tf.constant([row]))
                 self._source.decode(tf.nest.map_structure(lambda t: t[0], one), tf.zeros([2], tf.int32))
-            except tf.errors.OpError as error:
+            except Exception as error:  # of TensorFlow, or of Python that reads for it, which is called as it is here
                 return f"{self._source.name(int(row))} cannot be decoded: {reason(error)}"
         return ""
 
@@ -201,8 +201,10 @@ def columns_of(source: Source) -> Structure:
     return (source.decoded if isinstance(source, Batches) else in_order(source, 1)).element_spec
 
 
-def reason(error: tf.errors.OpError) -> str:
-    """Returns what TensorFlow says is wrong, without where in its graph."""
+def reason(error: Exception) -> str:
+    """Returns what TensorFlow says is wrong, without where in its graph, or what Python does."""
+    if not isinstance(error, tf.errors.OpError):
+        return one_line(error, 120).rstrip(".") or type(error).__name__
     text = str(error.message).split("}} ")[-1].split(" [Op:")[0].split("\nCondition x")[0]
     return one_line(text, 80).rstrip(".")
 

@@ -7,11 +7,9 @@ or crash), so only the former is used.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import socket
-from collections.abc import Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -113,7 +111,6 @@ def create(hvd: ModuleType, name: str, reason: str, peers: Peers, jit: str) -> D
         all_sum=collectives.all_sum,
         average=collectives.average,
         broadcast=collectives.broadcast,
-        totals=collectives.totals,
         peers=peers,
     )
 
@@ -153,18 +150,6 @@ class _Collectives:
         """Gives each variable the chief's value."""
         if self._hvd.size() > 1:
             self._hvd.broadcast_variables([v.value for v in variables], root_rank=0)
-
-    @contextlib.contextmanager
-    def totals(self, variables: list[keras.Variable]) -> Iterator[None]:
-        """Lets variables read as their sums over all processes, for a while."""
-        import tensorflow as tf
-
-        own = [tf.identity(v.value) for v in variables]
-        for variable, total in zip(variables, self.all_sum(own)):
-            variable.assign(total)
-        yield
-        for variable, value in zip(variables, own):
-            variable.assign(value)
 
 
 def _reduce_in_layers(hvd: ModuleType) -> None:

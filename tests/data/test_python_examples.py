@@ -1,0 +1,143 @@
+"""Examples that a function of one's own returns by number: of Grain, or of anything with a length and items."""
+
+import sys
+import types
+
+import keras
+import numpy as np
+import pytest
+
+import tfdist
+from tfdist.data.batch_layout import Layout
+from tfdist.data.feeds.record_feed import RecordFeed, in_order
+from tfdist.data.sources import Arrays, Records
+from tfdist.errors import UserError
+
+X = np.random.default_rng(0).normal(size=(20, 3))
+Y = np.arange(20) % 4
+PIXELS = np.random.default_rng(1).integers(0, 256, (20, 6, 5, 3), dtype=np.uint8)
+
+
+class Source:
+    """What Grain calls a random-access source, and torch a map-style data set."""
+
+    def __init__(self, get, size=20, **attributes):
+        self._get, self._size = get, size
+        self.__dict__.update(attributes)
+
+    def __len__(self):
+        return self._size
+
+    def __getitem__(self, row):
+        return self._get(row)
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Loads what a function of the user's own returns."""
+
+    def loaded(made, **options):
+        module = types.ModuleType("users_own")
+        module.data = lambda split: made
+        monkeypatch.setitem(sys.modules, "users_own", module)
+        return tfdist.load_data("users_own:data", **{"cache": "stream", **options})
+
+    return loaded
+
+
+def columns(source):
+    if isinstance(source, Arrays):
+        return source.columns
+    return tuple(np.concatenate(c) for c in zip(*in_order(source, 7).as_numpy_iterator()))
+
+
+def grains():
+    grain = pytest.importorskip("grain")
+    return grain.MapDataset.source(Source(lambda i: i)).map(lambda i: (X[i], Y[i]))
+
+
+@pytest.mark.parametrize("make", [lambda: Source(lambda i: (X[i], Y[i])), grains], ids=["items", "Grain"])
+def test_the_order_of_an_epoch_goes_on_at_any_update(make, load, said):
+    """A run that resumes reads what it would have read; the judge is a shuffle of the arrays themselves."""
+    data = load(make())
+    assert isinstance(data.train, Records) and (data.spec.classes, data.spec.shape) == (4, (3,))
+    assert [line for line in said if line.startswith("reading 20 examples of users_own:data for their classes")]
+    feed = RecordFeed(data.train, Layout(8, 1, 1), shuffle=3)
+    for epoch, number in ((0, 0), (1, 2), (4, 1)):
+        x, y = next(iter(feed.dataset(3 * epoch + number)))
+        rows = np.random.Generator(np.random.Philox(key=np.array([3, epoch], np.uint64))).permutation(20)
+        rows = rows[8 * number : 8 * (number + 1)]
+        np.testing.assert_array_equal(x[: len(rows)], X[rows].astype("float32"))
+        np.testing.assert_array_equal(y[: len(rows)], Y[rows])
+
+
+def test_what_fits_is_held(load):
+    data = load(Source(lambda i: (X[i], Y[i], X[i, 0] ** 2)), cache="auto")
+    assert isinstance(data.train, Arrays)
+    for found, expected in zip(data.train.columns, (X, Y, X[:, 0] ** 2)):
+        np.testing.assert_array_equal(found, expected.astype(found.dtype))
+
+
+def test_images_of_several_sizes_and_inputs_by_name(load):
+    ragged = Source(lambda i: (PIXELS[i][: 5 + i % 2], np.float64(i)))
+    data = load(ragged, image_size="4")
+    assert (data.spec.shape, data.spec.classes) == ((4, 4, 3), None)
+    assert columns(data.train)[0].shape == (20, 4, 4, 3) and columns(data.train)[1].dtype == "float32"
+    whole = load(Source(lambda i: (PIXELS[i], Y[i]), labels=Y), image_size="4", augment="resized_crop(0.5)")
+    assert columns(whole.train)[0].shape == (20, 4, 4, 3)
+    np.testing.assert_array_equal(whole.train.labels, Y)
+    named = load(Source(lambda i: ({"a": X[i], "b": PIXELS[i]}, Y[i])), cache="memory")
+    np.testing.assert_array_equal(named.train.columns[0]["b"], PIXELS)
+    with pytest.raises(
+        UserError, match=r"example 1 of users_own:data cannot be decoded: it has uint8 \[6, 5, 3\] where"
+    ):
+        load(ragged, cache="memory")
+
+
+def test_what_grain_is_asked_for(load, said):
+    base = grains()
+    for made, message in (
+        (
+            base.batch(5),
+            "users_own:data returned batches, and needs examples, which are batched later: leave out batch",
+        ),
+        (base.repeat(), r"users_own:data returned examples without end: leave out repeat\(\)"),
+        (base.filter(lambda e: e[1] > 0), "example 0 of users_own:data cannot be read: it is None, as behind filter"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load(made)
+    drawn = base.seed(1).random_map(lambda e, rng: (e[0] + rng.normal(), e[1])).map(lambda e: e)
+    load(drawn)
+    assert [line for line in said if "random_map of users_own:data draws once for an example, alike in each" in line]
+
+
+@pytest.mark.parametrize(
+    "made, message",
+    [
+        (
+            Source(lambda i: X[i]),
+            r"example 0 of users_own:data cannot be read: it must be \(x, y\) or \(x, y, weight\)",
+        ),
+        (Source(lambda i: (X[i], "cat")), "example 0 of .*: it has a str where numbers are needed"),
+        (Source(lambda i: X[i], size=0), "the data set is empty"),
+        (
+            Source(lambda i: (X[i], Y[i]), labels=Y[:3]),
+            r"its attribute `labels` must have 20 whole numbers, got int64 \[3",
+        ),
+        (Source(lambda i: (X[i], Y[i] - 1), labels=Y - 1), "label -1 of example 0"),
+    ],
+)
+def test_what_is_refused(made, message, load):
+    with pytest.raises(UserError, match=message) as error:
+        load(made)
+    assert "\n" not in str(error.value)
+
+
+def test_an_example_that_cannot_be_read_is_named(load, connect):
+    data = load(Source(lambda i: (X[i], Y[i]) if i < 9 else 1 / 0, labels=Y))
+    wrong = load(Source(lambda i: (X[i], Y[i]), labels=Y[::-1].copy()))
+    for made, message in ((data, "example 9 of .* cannot be decoded: division by zero"), (wrong, "`labels` has 3")):
+        model = keras.Sequential([keras.layers.Dense(4)])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        with pytest.raises((UserError, tfdist.TrainingError), match=message):
+            tfdist.fit(model, made.train, batch_size=20, verbose=0, shuffle=False, distribution=connect(1))
