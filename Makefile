@@ -42,10 +42,10 @@ keras-tests: .venv/ready
 
 # Programs for TPUs and GPUs that are not here: compiled for them, and whole trainings on an emulated mesh. The compilers
 # are installed into a cache folder of their own, a gigabyte each.
-topology-check: .venv/ready
+topology-check: .venv/ready .venv-tpu/ready
 	$(BIN)/python -m tfdist.topology --install=tpu
 	$(BIN)/python -m tfdist.topology --install=cuda
-	$(BIN)/python -m pytest -m topology tests/topology
+	$(BIN)/python -m pytest -m topology tests/topology tests/engine/test_tpu_traces.py
 
 # Two minutes the first time, nothing afterwards.
 horovod: .venv/ready
@@ -95,5 +95,14 @@ bench-workers: .venv/ready horovod
 	.venv-oldest/bin/python -m pip install --quiet 'tensorflow==2.18.*' 'keras==3.12.*' --editable '.[test]'
 	touch $@
 
+# TensorFlow for TPUs, as docs/strategies.md has it installed. It starts without a TPU, and knows its kernels.
+.venv-tpu/ready: setup.cfg pyproject.toml
+	$(PYTHON) -m venv .venv-tpu
+	.venv-tpu/bin/python -m pip install --quiet --upgrade pip
+	.venv-tpu/bin/python -m pip install --quiet --editable .
+	.venv-tpu/bin/python -m pip uninstall --quiet --yes tensorflow tensorflow-cpu tensorflow-tpu
+	.venv-tpu/bin/python -m pip install --quiet tensorflow-tpu==2.20.0 libtpu==0.0.14
+	touch $@
+
 clean:
-	rm -rf .venv .venv-oldest build dist *.egg-info runs
+	rm -rf .venv .venv-oldest .venv-tpu build dist *.egg-info runs

@@ -2,12 +2,16 @@
 not there. Nothing of it is run; that the same step gives Keras' numbers is in test_static_shapes.py.
 """
 
+import collections
 import contextlib
+import json
 import re
+import subprocess
 
 import keras
 import pytest
 import tensorflow as tf
+from conftest import REPOSITORY
 from support import tpu_cores, training_cases
 
 import tfdist
@@ -120,6 +124,30 @@ def test_what_else_runs_in_replicas_is_traced_for_a_tpu(cores):
     for trace in (lambda: guard.look(0), prepared.step.reset, lambda: strategy_check.check(prepared.step, "on")):
         with contextlib.suppress(tf.errors.OpError, tfdist.TrainingError):  # traced, and nobody is there to run it
             trace()
+
+
+FOR_TPUS = REPOSITORY / ".venv-tpu/bin/python"
+MARKS = {"TPUReplicateMetadata", "TPUReplicatedInput", "TPUReplicatedOutput", "TPUCompilationResult", "NoOp"}
+"""What says how a cluster is replicated, and is gone before it is compiled."""
+
+
+@pytest.mark.topology
+@pytest.mark.skipif(not FOR_TPUS.exists(), reason="no tensorflow-tpu: make topology-check")
+def test_each_operation_has_a_kernel_for_tpus(cores):
+    """By the kernels of tensorflow-tpu itself, which are there without a TPU."""
+    found = collections.Counter()
+    for case in training_cases.CASES:
+        if case.precision != "mixed_float16":  # refused
+            prepared = Prepared(case, cores(4))
+            for kind in ("train", "test", "predict"):
+                found += prepared.traced(kind, 0).ops()
+            keras.backend.clear_session()
+    asked = json.dumps(sorted({*found, "Timestamp"} - MARKS))
+    child = REPOSITORY / "tests/support/tpu_kernels_child.py"
+    done = subprocess.run([FOR_TPUS, child], input=asked, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    print(len(found), "kinds of operations:", done.stdout)
+    assert json.loads(done.stdout)["missing"] == ["Timestamp"]  # which nothing has, and which is told from the others
 
 
 def test_half_precision_of_another_kind_is_refused(cores):

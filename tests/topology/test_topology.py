@@ -2,6 +2,8 @@
 
 import re
 import subprocess
+import sys
+import types
 
 import keras
 import numpy as np
@@ -11,7 +13,7 @@ from support import training_cases
 
 from tfdist.data import sources
 from tfdist.errors import TrainingError, UserError
-from tfdist.topology import compiler, environment, fitting, known, program
+from tfdist.topology import compile_child, compiler, environment, fitting, known, program
 from tfdist.train import ahead_of_time
 
 L = keras.layers
@@ -101,6 +103,15 @@ def test_the_compilers_report_is_understood():
     said = "\n".join(ahead_of_time.lines(result, 6, known.find("v5e-8")))
     assert "v5e-8: 8 x TPU v5e, 6 rows on each" in said and "in 2.0 s, 3.0 GFLOP per update and device" in said
     assert "0.1 kB of 17.2 GB per device" in said and "1 all-reduce of 0.2 kB per update" in said
+
+
+def test_compilers_for_tpus_run_beside_each_other_and_ask_nobody(monkeypatch):
+    """libtpu lets one process load it, unless told, and asks the Cloud which machine this is."""
+    environ = {}
+    monkeypatch.setitem(sys.modules, "libtpu", types.SimpleNamespace(get_library_path=lambda: "/lib/libtpu.so"))
+    monkeypatch.setattr(compile_child, "os", types.SimpleNamespace(environ=environ))
+    compile_child._environment("tpu")
+    assert environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] == environ["TPU_SKIP_MDS_QUERY"] == "1"
 
 
 def test_a_compiler_that_runs_out_of_memory_says_what_it_needs():

@@ -46,6 +46,9 @@ def locate(environment: Environment) -> Site:
     Raises:
       UserError: what was asked for cannot run here.
     """
+    unusable = tpu_host.unusable()
+    if unusable:
+        raise UserError(f"TensorFlow cannot be imported: {unusable}")
     asks_for_cpu = environment.virtual_devices or environment.devices == "none"
     survey = gpus.Survey() if asks_for_cpu else gpus.survey()
     workers = cluster.find(os.environ)
@@ -129,7 +132,9 @@ def _quiet_tensorflow() -> None:
 def _start(site: Site, facts: Mapping[str, str], peers: Peers) -> Distribution:
     """Starts the strategy once the workers have met; those of Horovod meet here, since it knows where."""
     where = site.environment
-    if site.choice.name == "tpu":
+    tpu_host.keep_from_asking(os.environ)
+    refused = _tried(site) if site.choice.name == "tpu" else None
+    if site.choice.name == "tpu" and not refused:
         tpu_host.prepare(os.environ)
     devices = tf_devices.prepare(where, site.survey, site.selection, site.cluster.local_size)
     _quiet_tensorflow()
@@ -144,19 +149,48 @@ def _start(site: Site, facts: Mapping[str, str], peers: Peers) -> Distribution:
         case "multi_worker":
             return multi_worker.create(devices.names, reason, peers, jit, where.communication, where.bucket_bytes)
         case "tpu":
-            return _tpu(site, devices, jit)
+            return _tpu(site, devices, jit, refused)
         case _:
             module = horovod.start()
             peers = rendezvous.meet(horovod.cluster(module), facts, where.start_timeout, where.stall_timeout)
             return horovod.create(module, devices.names[0], reason, peers, jit)
 
 
-def _tpu(site: Site, devices: tf_devices.Devices, jit: str) -> Distribution:
-    """Starts a TPU; where `auto` has found a sign of one and it does not start, what there is besides."""
+def _tried(site: Site) -> UserError | None:
+    """Tries elsewhere to start a TPU of which no device is seen here; returns why `auto` has to go on without.
+
+    Before this process imports TensorFlow, which takes seconds.
+
+    Raises:
+      UserError: it does not start, and somebody has asked for it.
+    """
+    where = site.environment
+    if where.tpu != "local" or tpu_host.has_device():
+        return None
+    environ = dict(os.environ)
+    tpu_host.prepare(environ)
+    limit = where.start_timeout if tpu_host.hint(environ) else tpu.WITHOUT_A_SIGN_S
+    try:
+        tpu.try_elsewhere(where.tpu, min(limit, where.start_timeout) + tpu.IMPORT_S, environ)
+    except UserError as error:
+        if where.strategy != "auto":
+            raise
+        return error
+    return None
+
+
+def _tpu(site: Site, devices: tf_devices.Devices, jit: str, refused: UserError | None) -> Distribution:
+    """Starts a TPU; where `auto` has found a sign of one and it does not start, what there is besides.
+
+    Args:
+      refused: why it would not start, if that is known.
+    """
     where = site.environment
     sign = where.tpu != "local" or tpu_host.hint(os.environ)
     limit = where.start_timeout if sign else min(where.start_timeout, tpu.WITHOUT_A_SIGN_S)
     try:
+        if refused:
+            raise refused
         return tpu.create(where.tpu, site.choice.reason, limit)
     except UserError as error:
         if where.strategy != "auto" or where.tpu != "local":

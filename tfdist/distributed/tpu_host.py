@@ -25,8 +25,13 @@ _PCI = "/sys/bus/pci/devices/*/vendor"
 _GOOGLE = "0x1ae0"
 _CHIPS = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076")
 """PCI numbers of TPUs from v2 to v7, as JAX knows them; Google's network cards and disks have others."""
-PACKAGES = {"2.18": "2.18.0", "2.19": "2.19.1", "2.20": "2.20.0"}
-"""By version of TensorFlow, the newest tensorflow-tpu that goes with it. There is none for 2.21."""
+PACKAGES = {"2.18": "2.18.0", "2.19": "2.19.1", "2.20": "2.20.0 libtpu==0.0.14"}
+"""By version of TensorFlow, the newest tensorflow-tpu that goes with it. There is none for 2.21.
+
+2.20.0 lets pip take the newest libtpu, see `_NEWEST_LIBTPU`; the others name theirs.
+"""
+_NEWEST_LIBTPU = (0, 0, 30)
+"""With tensorflow-tpu 2.20.0, which was seen to end the process at its import beside 0.0.32.1, 0.0.35 to 0.0.52."""
 _WHEELS = ("tensorflow-tpu", "tf-nightly-tpu")
 _XLA_FLAGS = (
     "--tf_mlir_enable_mlir_bridge=true",
@@ -53,6 +58,11 @@ def hint(environ: Mapping[str, str]) -> str:
     return ""
 
 
+def has_device() -> bool:
+    """Whether there is what may be a TPU, a device file or a chip, and not just a variable that tells of one."""
+    return bool(glob.glob(_NODES) or glob.glob(_VFIO) or _chips())
+
+
 def _chips() -> int:
     found = 0
     for vendor in map(pathlib.Path, glob.glob(_PCI)):
@@ -67,12 +77,23 @@ def _chips() -> int:
 def problem() -> str:
     """Returns why the installed TensorFlow cannot use a TPU and what to install, or an empty string."""
     if any(map(_version, _WHEELS)):
-        return "" if _libtpu() else f"libtpu, the driver in Python's packages, is missing: {install_line()}"
+        return unusable() if _libtpu() else f"libtpu, the driver in Python's packages, is missing: {install_line()}"
     have = _version("tensorflow") or _version("tensorflow-cpu")
     if not have:
         return f"TensorFlow for TPUs is not installed: {install_line()}"
     none = "" if _release(have) in PACKAGES else f", and for {_release(have)} there is none"
     return f"TensorFlow {have} is installed without support for TPUs, which tensorflow-tpu has{none}: {install_line()}"
+
+
+def unusable() -> str:
+    """Returns why the installed TensorFlow for TPUs cannot even be imported and what to install, or an empty string.
+
+    Its import ends the process, without a word where TensorFlow's log is off.
+    """
+    mine, library = _version("tensorflow-tpu"), _version("libtpu")
+    if _release(mine) != "2.20" or tuple(map(int, re.findall(r"\d+", library)[:3])) <= _NEWEST_LIBTPU:
+        return ""
+    return f"libtpu {library} is too new for tensorflow-tpu {mine}, whose import would fail: pip install libtpu==0.0.14"
 
 
 def install_line() -> str:
@@ -94,6 +115,15 @@ def prepare(environ: MutableMapping[str, str]) -> None:
     given = environ.get("TF_XLA_FLAGS", "")
     missing = [flag for flag in _XLA_FLAGS if flag.partition("=")[0] not in given]
     environ["TF_XLA_FLAGS"] = " ".join(filter(None, [given, *missing]))
+
+
+def keep_from_asking(environ: MutableMapping[str, str]) -> None:
+    """Keeps libtpu, which TensorFlow for TPUs loads at its import, from asking the Cloud about a TPU of this machine.
+
+    Where nobody answers, it asks thirty times for each variable. Where there is a sign of a TPU, it shall ask.
+    """
+    if any(map(_version, _WHEELS)) and not hint(environ):
+        environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 
 
 def _libtpu() -> str:

@@ -32,6 +32,8 @@ def _environment(compilers: str) -> None:
         import libtpu  # type: ignore[import-not-found, unused-ignore]
 
         os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # it would ask Google Cloud which machine this is
+        # Else one process at a time may load it, as if it were to hold a TPU: a second compilation would fail.
+        os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
         os.environ["TPU_LIBRARY_PATH"] = libtpu.get_library_path()
     else:
         # Its autotuner would run kernels.
@@ -60,9 +62,15 @@ def _compiled(work: dict) -> dict:
     replicas = len(topology.devices)
     if replicas != work["replicas"]:
         raise ValueError(f"the compiler knows {work['shape']} as {replicas} devices, not {work['replicas']}")
-    options = compiler.get_compile_options(
-        num_replicas=replicas, num_partitions=1, device_assignment=np.arange(replicas).reshape(-1, 1)
-    )
+
+    def options(**overrides):
+        return compiler.get_compile_options(
+            num_replicas=replicas,
+            num_partitions=1,
+            device_assignment=np.arange(replicas).reshape(-1, 1),
+            env_options_overrides=overrides,
+        )
+
     with open(work["program"]) as file:
         text = file.read()
     with mlir.make_ir_context():
@@ -70,7 +78,14 @@ def _compiled(work: dict) -> dict:
         _alias(module, work["aliases"], ir)
         begun = time.monotonic()
         devices = _jax.DeviceList(tuple(topology.devices))
-        executable = topology.devices[0].client.compile(module, devices, options)
+        compile_ = topology.devices[0].client.compile
+        try:
+            executable = compile_(module, devices, options())
+        except Exception as error:
+            if "tile sizes" not in str(error):
+                raise
+            # Of small matrices, for which XLA's own kernels have no shape without autotuning; cuBLAS takes any.
+            executable = compile_(module, devices, options(xla_gpu_enable_triton_gemm=False))
         seconds = time.monotonic() - begun
     stats = executable.get_compiled_memory_stats()
     names = ("argument", "output", "alias", "temp", "generated_code")

@@ -8,14 +8,17 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import re
+import signal
+import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tfdist.distributed import tpu_host
+from tfdist.distributed.child_process import end_with_the_parent
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError, one_line
 
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
 
 WITHOUT_A_SIGN_S = 8.0
 """How long a TPU may take to start on a machine that shows no sign of one."""
+IMPORT_S = 8.0
+"""What a trial in another process may take besides, to import TensorFlow."""
 _GRACE_S = 10.0
 
 
@@ -40,24 +45,53 @@ def create(name: str, reason: str, limit: float) -> Distribution:
       UserError: it does not start; the line says what to do.
     """
 
-    def start() -> tf.distribute.Strategy:
-        import tensorflow as tf
-
-        resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=name)  # proves nothing
-        tf.config.experimental_connect_to_cluster(resolver)
-        tf.tpu.experimental.initialize_tpu_system(resolver)
-        return tf.distribute.TPUStrategy(resolver)
-
     try:
-        strategy = _within(limit, start)
+        strategy = _within(limit, lambda: _started(name))
     except TimeoutError:
-        raise UserError(
-            f"--tpu={name} has not started within {limit:g} s: look whether another process holds it (its lock is "
-            "/tmp/libtpu_lockfile), restart the machine or runtime, or give it more time with --start_timeout"
-        ) from None
+        raise UserError(_late(name, limit)) from None
     except Exception as error:  # TensorFlow, its client of the Cloud and libtpu raise errors of many kinds
-        raise UserError(_explained(name, error)) from error
+        raise UserError(_explained(name, _told(error))) from error
     return of(strategy, reason)
+
+
+def _started(name: str) -> tf.distribute.Strategy:
+    import tensorflow as tf
+
+    resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=name)  # proves nothing
+    tf.config.experimental_connect_to_cluster(resolver)
+    tf.tpu.experimental.initialize_tpu_system(resolver)
+    return tf.distribute.TPUStrategy(resolver)
+
+
+def try_elsewhere(name: str, limit: float, environ: Mapping[str, str]) -> None:
+    """Starts the TPU system in a process of its own, for machines on which no device of a TPU is seen.
+
+    There, tensorflow-tpu 2.20 was seen to end the process with a segmentation fault, and not with an error.
+
+    Args:
+      limit: seconds for the import of TensorFlow and the start.
+      environ: of that process.
+
+    Raises:
+      UserError: it does not start; the line says what to do.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "tfdist.distributed.strategies.tpu", name],
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=limit,
+            preexec_fn=end_with_the_parent(),
+        )
+    except subprocess.TimeoutExpired:
+        raise UserError(_late(name, limit)) from None
+    if done.returncode < 0:
+        ended = signal.Signals(-done.returncode).name
+        raise UserError(f"--tpu={name} cannot be used: {_NONE_HERE} (its start ended a process by {ended})")
+    if done.returncode:
+        said = done.stdout or done.stderr.strip().rpartition(b"\n")[2]
+        raise UserError(_explained(name, said.decode(errors="replace")))
 
 
 def of(strategy: tf.distribute.Strategy, reason: str) -> Distribution:
@@ -129,13 +163,27 @@ def _within(limit: float, work: Callable[[], Any]) -> Any:
     return done[0]
 
 
-def _explained(name: str, error: Exception) -> str:
-    text = one_line(error, 200)
-    for pattern, what in _CURES:
-        if re.search(pattern, f"{type(error).__name__}: {error}"):
-            return f"--tpu={name} cannot be used: {what()} ({text})"
-    return f"--tpu={name} cannot be used ({type(error).__name__}: {text}): see what python -m tfdist.doctor finds"
+def _late(name: str, limit: float) -> str:
+    return (
+        f"--tpu={name} has not started within {limit:g} s: look whether another process holds it (its lock is "
+        "/tmp/libtpu_lockfile), restart the machine or runtime, or give it more time with --start_timeout"
+    )
 
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _explained(name: str, told: str) -> str:
+    """Returns the line for an error, given with its type."""
+    kind, _, text = one_line(told, 240).partition(": ")
+    for pattern, what in _CURES:
+        if re.search(pattern, told):
+            return f"--tpu={name} cannot be used: {what()} ({text})"
+    return f"--tpu={name} cannot be used ({kind}: {text}): see what python -m tfdist.doctor finds"
+
+
+_NONE_HERE = "TensorFlow finds no TPU here: choose a runtime or machine with one, or leave --strategy=tpu out"
 
 _CURES: tuple[tuple[str, Callable[[], str]], ...] = (
     (
@@ -146,7 +194,7 @@ _CURES: tuple[tuple[str, Callable[[], str]], ...] = (
         ),
     ),
     (
-        "already in use|libtpu_lockfile",
+        "already in use|libtpu_lockfile|Device or resource busy",
         lambda: "another process holds the TPU, and only one can: end that one, or restart the notebook that it is of",
     ),
     (
@@ -158,8 +206,9 @@ _CURES: tuple[tuple[str, Callable[[], str]], ...] = (
         lambda: f"libtpu is missing or of another version: {tpu_host.install_line()}",
     ),
     (
-        "TPUs not found|No TPU devices|failed to get TPU topology|Device or resource busy",
-        lambda: "TensorFlow finds no TPU here: choose a runtime or machine with one, or leave --strategy=tpu out",
+        r"TPUs not found|No TPU devices|failed to get TPU topology|TPU_SYSTEM|Cannot find any TPU cores|"
+        r"tpu_node_interfaces\.cc",
+        lambda: _NONE_HERE,
     ),
     (
         "googleapiclient|oauth2client|cloud-tpu-client|ImportError|ModuleNotFoundError",
@@ -169,7 +218,23 @@ _CURES: tuple[tuple[str, Callable[[], str]], ...] = (
         ),
     ),
     (
-        "TPU Name|provide a TPU|HttpError|HTTP Error|not find TPU|does not exist|No such (tpu|node)",
+        "URLError|metadata.google.internal",
+        lambda: (
+            "a TPU by name is looked up from a machine of Google's Cloud, and this is none: start there, or use "
+            "--tpu=local on the TPU machine itself"
+        ),
+    ),
+    (
+        "[Cc]redentials",
+        lambda: "Google's client has no credentials: run gcloud auth application-default login",
+    ),
+    (
+        "not yet ready",
+        lambda: "the TPU is not ready: wait until the Cloud says READY of it",
+    ),
+    (
+        "TPU Name|provide a TPU|TPU metadata|specified names|HttpError|HTTP Error|not find TPU|does not exist|"
+        "No such (tpu|node)",
         lambda: "the Cloud knows no such TPU in this project and zone: correct the name, or use --tpu=local",
     ),
     (
@@ -178,3 +243,16 @@ _CURES: tuple[tuple[str, Callable[[], str]], ...] = (
     ),
 )
 """What is in an error of one of these kinds, and what is wrong and helps then."""
+
+
+def main() -> None:
+    """What `try_elsewhere` runs: ends with 1 and the error on standard output if the TPU does not start."""
+    try:
+        _started(sys.argv[1])
+    except Exception as error:
+        print(_told(error), flush=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
