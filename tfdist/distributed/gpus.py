@@ -58,7 +58,7 @@ def survey(timeout: float = TIMEOUT_S) -> Survey:
     """
     deadline = time.monotonic() + timeout
     by_library = _by_library(timeout)
-    return by_library or _by_program(max(0.1, deadline - time.monotonic())) or Survey()
+    return by_library or _by_program(deadline, timeout) or Survey()
 
 
 def answer(command: Sequence[str], timeout: float) -> subprocess.CompletedProcess[str] | None:
@@ -106,17 +106,23 @@ def _by_library(timeout: float) -> Survey | None:
     return Survey(gpus, f"the driver (NVML) does not tell of {_short(problems)}" if problems else "")
 
 
-def _by_program(timeout: float) -> Survey | None:
-    """Asks nvidia-smi; returns None if it is not there."""
+def _by_program(deadline: float, limit: float) -> Survey | None:
+    """Asks nvidia-smi; returns None if it is not there.
+
+    Args:
+      deadline: until when it may answer, by `time.monotonic`.
+      limit: seconds that all who are asked have together.
+    """
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
     try:
-        done = answer([program, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"], timeout)
+        left = max(0.1, deadline - time.monotonic())
+        done = answer([program, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"], left)
     except OSError as error:
         return Survey(problem=f"nvidia-smi cannot be started: {error}")
     if done is None:
-        return Survey(problem=f"nvidia-smi gave no answer within {timeout:.2g} s")
+        return Survey(problem=f"nvidia-smi gave no answer within {limit:g} s")
     output = (done.stdout.strip() or done.stderr.strip()).splitlines()
     if done.returncode:
         return Survey(problem=f"nvidia-smi failed with code {done.returncode}: {_short(output) or 'no message'}")
