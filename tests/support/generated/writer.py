@@ -201,7 +201,7 @@ class _Writer:
         return chosen[0] if len(chosen) == 1 else self.per_output(chosen)
 
     def optimizer(self) -> str:
-        # Keras' ScheduleFreeAdamW is right op by op alone, and OwnStep is a graph.
+        # Keras' own ScheduleFreeAdamW ends with other weights in a graph, which OwnStep is, than op by op.
         fitting = [o for o in OPTIMIZERS if not (self.own == "OwnStep" and "ScheduleFree" in o)]
         text = self.options(self.pick(fitting), OPTIONS, 0.45)
         if self.chance(0.15):
