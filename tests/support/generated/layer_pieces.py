@@ -2,7 +2,7 @@
 
 FEATURES = """
 L.Dense(5, activation="tanh")
-L.Dense(4, kernel_regularizer="l2", bias_regularizer=keras.regularizers.L1(0.01))
+L.Dense(4, kernel_regularizer="l2", bias_regularizer=keras.regularizers.L2(0.01))
 L.Dense(5, kernel_constraint=keras.constraints.MaxNorm(0.8), bias_constraint="non_neg", activation="softplus")
 L.Dense(5, kernel_constraint="unit_norm", kernel_regularizer=keras.regularizers.OrthogonalRegularizer(0.01))
 L.Dense(5, activity_regularizer=keras.regularizers.L1L2(0.01, 0.02), kernel_initializer="he_normal")
@@ -175,7 +175,7 @@ L.Minimum()([h, L.Dense(h.shape[-1])(h)])
 L.Multiply()([h, L.Dense(h.shape[-1], activation="sigmoid")(h)])
 L.Subtract()([h, L.Dense(h.shape[-1])(h)])
 L.Flatten()(L.RepeatVector(3)(h))
-keras.ops.sin(h) + h[:, :1] * keras.ops.mean(h, axis=-1, keepdims=True)
+keras.ops.sin(h) * (2.0 + h[:, :1] * keras.ops.mean(h, axis=-1, keepdims=True))
 """.strip().split("\n"),
     "sequence": """
 L.Attention(use_scale=True, score_mode="concat")([h, h])

@@ -31,6 +31,8 @@ REFUSALS = [
     ("add it up over the replicas", r"RunningMaximum|renorm|KeepsMean"),
     ("is no mean over examples", r"OwnObjective|LogsMore|OwnStep"),
     ("does not add up over parts of a batch", r"OwnObjective|LogsMore|OwnStep"),
+    # Weights of a column times the classes of each row are the weights of all rows for each row in Keras.
+    ("metric 'f", r"draw\.weights\(n, 1\)[^$]*(F1Score|FBetaScore)|(F1Score|FBetaScore)[^$]*draw\.weights\(n, 1\)"),
 ]
 """Words of refusals that may come, and what there must be in the program."""
 

@@ -54,6 +54,8 @@ class _Writer:
         precision = self.random.choices(["float64", "float32", "mixed_bfloat16"], [70, 24, 6])[0]
         n = self.pick([1, 5, 13, 24, 37, 37, 61])
         model, inputs = self.model()
+        if n == 1 and "BatchNormalization" in "".join(model):
+            n = 3  # a row less its own mean is nothing but rounding, which Lamb makes as long as a weight
         out = ["with api.scope():", *("    " + line for line in model), *self.compiling("    ")]
         out += [f"n, draw = {n}, Draw({self.seed})", *self.data(inputs), *self.calls(n, model)]
         if re.search(r"L\.Random|L\.A|Histogram|Equalization|Mel|Muon|[tT]op_?[kK]", "".join(out)):

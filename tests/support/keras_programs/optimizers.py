@@ -76,8 +76,20 @@ def by_layer():
     return optimizers.MultiOptimizer(optimizer_map)
 
 
+def by_kind():
+    """Two optimizers for kernels and biases."""
+    return optimizers.MultiOptimizer(optimizers.OptimizerMap(optimizers.Adam(1e-2), {".*bias": optimizers.SGD(0.1)}))
+
+
 def headed():
     return keras.Sequential([keras.Input((6,)), L.Dense(6, activation="tanh"), L.Dense(5, name="head")])
+
+
+def beside():
+    """Has weights without a gradient."""
+    x = keras.Input((6,))
+    aside = keras.ops.stop_gradient(L.Dense(5, name="aside")(x))
+    return keras.Model(x, L.Dense(5, name="head")(x) + aside)
 
 
 AVERAGED = {"use_ema": True, "ema_momentum": 0.8, "ema_overwrite_frequency": 2}
@@ -112,6 +124,7 @@ PROGRAMS = [
         eagerly="in a graph its weights fall to nothing at once",
     ),
     trained("MultiOptimizer", by_layer, headed),
+    trained("MultiOptimizer and weights without a gradient", by_kind, beside),
     trained("LossScaleOptimizer", lambda: optimizers.LossScaleOptimizer(optimizers.SGD(0.1), initial_scale=1024.0)),
     trained(
         "LossScaleOptimizer that grows",

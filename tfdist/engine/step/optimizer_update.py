@@ -154,13 +154,15 @@ class OwnedOptimizer:
             factor = self._base.loss_scale_factor
             if factor is not None:  # the optimizer divides by it, and nobody has multiplied the loss
                 grads = [None if g is None else g * tf.constant(factor, g.dtype) for g in grads]
-        pairs = [(g, v) for g, v in zip(grads, variables) if g is not None]
         before = tf.identity(self._base.iterations.value)
-        self._optimizer.apply_gradients(pairs)  # and not apply(), as Keras: a subclass may have changed it
+        # And not apply(), as Keras: a subclass may have changed it. Those without a gradient go along: MultiOptimizer
+        # wants as many gradients as it has variables.
+        self._optimizer.apply_gradients(list(zip(grads, variables)))
         updated = tf.not_equal(before, tf.identity(self._base.iterations.value))
         if self._averages:
             ema.add(self._base, variables, before, updated)
-            ema.constrain(self.constraints, [v for _, v in pairs], updated)
+            present = [v for g, v in zip(grads, variables) if g is not None]
+            ema.constrain(self.constraints, present, updated)
 
     def _apply_scaled(
         self, grads: Gradients, variables: list[keras.Variable], regularized: Callable[[Gradients], Gradients]
