@@ -14,7 +14,7 @@ from support.generated import fitting_pieces, layer_pieces, objective_pieces, ru
 SHORT = ((301, 3), (402, 1))
 """Seeds and numbers of replicas of `make test`, which are quick ones."""
 ROUNDING = {343}
-"""Programs whose weights are rounding: of a bias before BatchNorm, which has no gradient, Nadam makes steps of noise."""
+"""Programs whose weights are rounding: a bias before BatchNorm has no gradient, and Nadam makes steps of noise."""
 WHOLE = sorted({*range(300, 360)} - ROUNDING)
 
 
