@@ -108,6 +108,30 @@ def test_keras_adam_mistakes_a_sparse_gradient_that_repeats_a_row():
     assert after(densify=False) > 0.97
 
 
+def test_keras_counts_an_update_that_it_did_not_make_where_data_ends_unforeseen(connect):
+    """The end is noticed within the step, which may have counted itself; should the last line fail, this is mended.
+
+    Adam's corrections and schedules are ahead from then on. tfdist trains as Keras does with a length that it knows.
+    """
+    x, y = training_cases.images(13)
+
+    def trained(length_known, by_tfdist):
+        data = tf.data.Dataset.from_tensor_slices((x, y)).batch(4).filter(lambda *batch: True)
+        if length_known:
+            data = data.apply(tf.data.experimental.assert_cardinality(4))
+        keras.utils.set_random_seed(3)
+        with connect(1).scope():
+            model = training_cases.compiled(training_cases.dense())
+        fit = tfdist.fit if by_tfdist else keras.Model.fit
+        fit(model, data, epochs=2, verbose=0, **({"distribution": connect(1)} if by_tfdist else {}))
+        return training_cases.weights(model), int(model.optimizer.iterations)
+
+    known, ours = trained(True, False), trained(False, True)
+    assert known[1] == ours[1] == 8
+    assert training_cases.distance(ours[0], known[0]) < 1e-6
+    assert trained(False, False)[1] > 8
+
+
 @pytest.mark.parametrize(
     "name, replicas",
     [

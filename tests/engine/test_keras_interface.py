@@ -632,8 +632,19 @@ def test_targets_that_do_not_fit(connect):
     with connect(1).scope():
         model = training_cases.compile_two_outputs()
     x, _ = training_cases.two_outputs_data(8)
-    with pytest.raises(tfdist.UserError, match="loss does not fit the model's outputs"):
+    message = r"loss does not fit the model's outputs: an example's targets have the shapes {'colour': \(\)}, its outputs"
+    with pytest.raises(tfdist.UserError, match=message):
         tfdist.fit(model, x, {"colour": np.zeros(8)}, verbose=0)
+
+
+def test_one_loss_for_two_outputs_of_different_widths(connect):
+    """Keras packs them into one tensor, and ends in TensorFlow's own words."""
+    x = keras.Input((6,))
+    with connect(1).scope():
+        model = keras.Model(x, (keras.layers.Dense(2)(x), keras.layers.Dense(3)(x)))
+        model.compile("sgd", ["mse"])
+    with pytest.raises(tfdist.UserError, match=r"the shapes \[\(2,\), \(3,\)\], its outputs \(\(2,\), \(3,\)\)"):
+        tfdist.fit(model, np.zeros((8, 6)), [np.zeros((8, 2)), np.zeros((8, 3))], verbose=0)
 
 
 @pytest.mark.parametrize("kind", ["optimizer", "callback"])

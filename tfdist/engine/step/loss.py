@@ -162,14 +162,14 @@ class Objective:
         if not compiled.built:
             try:
                 compiled(y, y_pred, None)  # Keras builds on its first call only
-            except (ValueError, KeyError, TypeError) as error:
-                raise UserError(f"loss does not fit the model's outputs: {one_line(error)}") from error
+            except (ValueError, KeyError, TypeError, tf.errors.InvalidArgumentError) as error:
+                raise _misfit("loss does", y, y_pred, error) from error
             for entry in keras_internals.loss_entries(compiled):
                 _check(entry.loss)
         try:
             return keras_internals.matched_losses(compiled, y, y_pred, weight)
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"targets do not fit the model's outputs: {one_line(error)}") from error
+        except (ValueError, KeyError, TypeError, tf.errors.InvalidArgumentError) as error:
+            raise _misfit("targets do", y, y_pred, error) from error
 
     def _quotient(self, matched: MatchedLoss, rows: Rows, count: tf.Tensor | int) -> _Quotient:
         """Follows keras.losses.Loss.__call__ and reduce_weighted_values (Keras 3) for the rows of a slice."""
@@ -239,6 +239,16 @@ class Objective:
             return _Quotient(value, None)
         once = tf.equal(self._distribution.replica_id(), 0)
         return _Quotient(value - tf.stop_gradient(tf.where(once, tf.zeros_like(value), value)), None)
+
+
+def _misfit(what: str, y: Structure, y_pred: Structure, error: Exception) -> UserError:
+    """Returns the error that names both sides, since Keras' own may be no more than a missing index."""
+    shapes = [keras.tree.map_structure(lambda t: tuple(t.shape[1:]), side) for side in (y, y_pred)]
+    reason = f"no {error.args[0]!r}" if isinstance(error, KeyError) and error.args else one_line(error, 200)
+    return UserError(
+        f"{what} not fit the model's outputs: an example's targets have the shapes {one_line(shapes[0])}, "
+        f"its outputs {one_line(shapes[1])} ({reason})"
+    )
 
 
 def _check(loss: keras.Loss) -> None:
