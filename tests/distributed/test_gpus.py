@@ -9,7 +9,7 @@ import subprocess
 import pytest
 from support.nvidia_drivers import FOUR, printing
 
-from tfdist.distributed import gpus
+from tfdist.distributed import child_process, gpus
 from tfdist.errors import UserError
 
 pytest_plugins = ("support.nvidia_drivers",)  # its fixture
@@ -85,8 +85,8 @@ def test_a_driver_that_cannot_even_be_killed_is_given_up(driver, monkeypatch):
             pass
 
     driver("exec sleep 60")
-    monkeypatch.setattr(gpus.subprocess, "Popen", Popen)
-    monkeypatch.setattr(gpus, "_KILL_S", 0.1)
+    monkeypatch.setattr(child_process.subprocess, "Popen", Popen)
+    monkeypatch.setattr(child_process, "_KILL_S", 0.1)
     assert gpus.survey(timeout=0.2).problem == "nvidia-smi gave no answer within 0.2 s"
     (process,) = started
     assert process.poll() is None

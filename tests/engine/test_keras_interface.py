@@ -632,7 +632,7 @@ def test_targets_that_do_not_fit(connect):
     with connect(1).scope():
         model = training_cases.compile_two_outputs()
     x, _ = training_cases.two_outputs_data(8)
-    message = r"loss does not fit the model's outputs: an example's targets have the shapes {'colour': \(\)}, its outputs"
+    message = r"loss does not fit the model's outputs: an example's targets have the shapes {'colour': \(\)}, its"
     with pytest.raises(tfdist.UserError, match=message):
         tfdist.fit(model, x, {"colour": np.zeros(8)}, verbose=0)
 

@@ -21,7 +21,6 @@ import functools
 import itertools
 import os
 import pathlib
-import signal
 from collections.abc import Iterator
 
 from absl import flags
@@ -133,14 +132,7 @@ def _run(argv: list[str]) -> int:
     if values.dry_run:
         print(Comparison(wanted, experiment, given, run_folder.RunFolder(str(path))).commands())
         return 0
-
-    def end(number: int, frame: object) -> None:
-        del frame
-        raise SystemExit(128 + number)
-
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, end)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin without
+    command_line.clean_up_when_ended()
     with _own_folder(path) as folder:
         return Comparison(wanted, experiment, given, folder).run()
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 GRACE_S = 5.0
 """From SIGTERM to SIGKILL: a worker inside TensorFlow's constructor never sees the first."""
 _PR_SET_PDEATHSIG = 1
+_KILL_S = 1.0
+"""Seconds until a process that was killed counts as one that cannot be."""
 
 
 def end_with_the_parent() -> Callable[[], None] | None:
@@ -25,3 +29,32 @@ def end_with_the_parent() -> Callable[[], None] | None:
             os._exit(1)
 
     return ask
+
+
+def answer(
+    command: Sequence[str], timeout: float, environ: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str] | None:
+    """Runs a program that asks a driver; returns None if it does not answer within so many seconds.
+
+    Raises:
+      OSError: it cannot be started.
+    """
+    process = subprocess.Popen(
+        command,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        preexec_fn=end_with_the_parent(),
+    )
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        # A process that waits within a driver cannot be killed; `subprocess.run` would wait for it for ever.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_KILL_S)
+        return None
+    return subprocess.CompletedProcess(command, process.returncode, out, err)

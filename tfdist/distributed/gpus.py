@@ -8,24 +8,20 @@ where nvidia-ml-py is installed, the driver is asked by that.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib.util
 import json
 import math
 import os
 import shutil
-import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from tfdist.distributed import nvml_child
+from tfdist.distributed import child_process, nvml_child
 from tfdist.errors import UserError, one_line, printable
 
 TIMEOUT_S = 10.0
-_KILL_S = 1.0
-"""Seconds until a process that was killed counts as one that cannot be."""
 _QUERY = "index,uuid,utilization.gpu,memory.total,memory.used,memory.free,driver_version,name"
 
 
@@ -61,26 +57,6 @@ def survey(timeout: float = TIMEOUT_S) -> Survey:
     return by_library or _by_program(deadline, timeout) or Survey()
 
 
-def answer(command: Sequence[str], timeout: float) -> subprocess.CompletedProcess[str] | None:
-    """Runs a program that asks the driver; returns None if it does not answer in time.
-
-    Raises:
-      OSError: it cannot be started.
-    """
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
-    )
-    try:
-        out, err = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        # A process that waits within a driver cannot be killed; `subprocess.run` would wait for it for ever.
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_KILL_S)
-        return None
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
-
-
 def _by_library(timeout: float) -> Survey | None:
     """Asks NVML in a process of its own; returns None where nvidia-smi is to be asked."""
     spec = importlib.util.find_spec("pynvml")
@@ -91,7 +67,7 @@ def _by_library(timeout: float) -> Survey | None:
     # Without `site` and what is beside the program, it starts in a few hundredths of a second.
     command = [sys.executable, "-I", "-S", nvml_child.__file__, folder]
     try:
-        done = answer(command, timeout)
+        done = child_process.answer(command, timeout)
         if done is None:  # nvidia-smi asks the same driver
             return Survey(problem=f"the driver (NVML) gave no answer within {timeout:g} s")
         found = json.loads(done.stdout)
@@ -118,7 +94,7 @@ def _by_program(deadline: float, limit: float) -> Survey | None:
         return None
     try:
         left = max(0.1, deadline - time.monotonic())
-        done = answer([program, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"], left)
+        done = child_process.answer([program, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"], left)
     except OSError as error:
         return Survey(problem=f"nvidia-smi cannot be started: {error}")
     if done is None:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from tfdist.distributed import gpus
+from tfdist.distributed import child_process, gpus
 from tfdist.doctor.check import Check, fail, ok, warn
 from tfdist.errors import UserError, one_line
 
@@ -39,7 +39,7 @@ def capabilities(timeout: float = gpus.TIMEOUT_S) -> dict[int, Capability]:
     """Asks the driver for the compute capability of each GPU, by its number; drivers before 2021 do not tell."""
     command = ["nvidia-smi", "--query-gpu=index,compute_cap", "--format=csv,noheader"]
     try:
-        done = gpus.answer(command, timeout)
+        done = child_process.answer(command, timeout)
     except OSError:
         return {}
     if done is None:

@@ -18,7 +18,6 @@ import json
 import os
 import pathlib
 import shutil
-import signal
 import sys
 from typing import Any
 
@@ -117,13 +116,7 @@ def _run(argv: list[str]) -> int:
         raise UserError(
             f"--output={output}: {output.parent} cannot be written in: choose another one, or make it first"
         )
-
-    def end(number: int, frame: object) -> None:
-        del frame
-        raise SystemExit(128 + number)
-
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, end)
+    command_line.clean_up_when_ended()
     export(asked, list(dict.fromkeys(values.formats)), output, values.overwrite)
     return 0
 

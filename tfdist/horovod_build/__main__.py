@@ -17,8 +17,6 @@ import json
 import os
 import pathlib
 import shutil
-import signal
-import sys
 import tempfile
 
 from absl import flags
@@ -160,14 +158,7 @@ def _kept_folder(wanted: Build, tools: requirements.Tools) -> pathlib.Path:
 
 def _run(argv: list[str]) -> int:
     del argv
-
-    def end(number: int, frame: object) -> None:
-        del frame
-        print(f"tfdist: ended by {signal.Signals(number).name}, Horovod is not built", file=sys.stderr)
-        raise SystemExit(128 + number)
-
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, end)
+    command_line.clean_up_when_ended("ended by {}, Horovod is not built")
     options = (("MPI", flags.FLAGS.mpi), ("NCCL", flags.FLAGS.nccl))
     logger.info(ensure(("Gloo", *(name for name, wanted in options if wanted)), flags.FLAGS.sdist))
     return 0

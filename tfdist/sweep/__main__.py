@@ -18,7 +18,6 @@ import dataclasses
 import functools
 import os
 import pathlib
-import signal
 import sys
 
 from absl import flags
@@ -104,14 +103,7 @@ def _run(argv: list[str]) -> int:
     if values.dry_run:
         print("\n".join(f"# {t.name}\n{t.shell()}" for t in runs))
         return 0
-
-    def end(number: int, frame: object) -> None:
-        del frame
-        raise SystemExit(128 + number)
-
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, end)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin without
+    command_line.clean_up_when_ended()
     title = f"{experiment.name} over {', '.join(combinations[0].values)}"
     with runner.held(path) as folder:
         return runner.Sweep(title, runs, combinations, folder, values.metric, where).run()

@@ -8,6 +8,7 @@ import dataclasses
 import gc
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -188,3 +189,21 @@ def _guarded(run: Callable[[list[str]], int], flags_parser: Callable[[list[str]]
     except KeyboardInterrupt:
         print(f"tfdist: {interrupted}", file=sys.stderr)
         sys.exit(130)
+
+
+def clean_up_when_ended(words: str = "") -> None:
+    """Lets SIGTERM and SIGHUP end this process by SystemExit, with a shell's code, so that `finally` is run.
+
+    Args:
+      words: what is then said on standard error, with `{}` for the signal.
+    """
+
+    def end(number: int, frame: object) -> None:
+        del frame
+        if words:
+            print(f"tfdist: {words.format(signal.Signals(number).name)}", file=sys.stderr)
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, end)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin without

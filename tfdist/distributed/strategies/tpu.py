@@ -9,7 +9,6 @@ import contextlib
 import faulthandler
 import re
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -17,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tfdist.distributed import tpu_host
-from tfdist.distributed.child_process import end_with_the_parent
+from tfdist.distributed import child_process, tpu_host
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError, one_line
 
@@ -75,23 +73,14 @@ def try_elsewhere(name: str, limit: float, environ: Mapping[str, str]) -> None:
     Raises:
       UserError: it does not start; the line says what to do.
     """
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "tfdist.distributed.strategies.tpu", name],
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=limit,
-            preexec_fn=end_with_the_parent(),
-        )
-    except subprocess.TimeoutExpired:
-        raise UserError(_late(name, limit)) from None
+    done = child_process.answer([sys.executable, "-m", "tfdist.distributed.strategies.tpu", name], limit, environ)
+    if done is None:
+        raise UserError(_late(name, limit))
     if done.returncode < 0:
         ended = signal.Signals(-done.returncode).name
         raise UserError(f"--tpu={name} cannot be used: {_NONE_HERE} (its start ended a process by {ended})")
     if done.returncode:
-        said = done.stdout or done.stderr.strip().rpartition(b"\n")[2]
-        raise UserError(_explained(name, said.decode(errors="replace")))
+        raise UserError(_explained(name, done.stdout or done.stderr.strip().rpartition("\n")[2]))
 
 
 def of(strategy: tf.distribute.Strategy, reason: str) -> Distribution:
