@@ -86,14 +86,39 @@ def test_the_folder_that_one_is_in_is_not_set_aside(tmp_path, monkeypatch):
     assert names(tmp_path) == ["result.json"]
 
 
-def test_a_folder_that_cannot_be_renamed(begun, monkeypatch):
-    """As one on which a disk is mounted."""
+@pytest.fixture
+def mounted(monkeypatch):
+    """A folder that cannot be renamed, as one on which a disk is mounted; what is in it can."""
 
-    def busy(*_):
-        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+    def mount(path, number=errno.EBUSY):
+        theirs = pathlib.Path.rename
 
-    monkeypatch.setattr(pathlib.Path, "rename", busy)
-    with pytest.raises(UserError, match=r"cannot be set aside as \S+/run\.1 \(Device or resource busy\): choose"):
+        def rename(self, target):
+            if self == path:
+                raise OSError(number, os.strerror(number))
+            return theirs(self, target)
+
+        monkeypatch.setattr(pathlib.Path, "rename", rename)
+
+    return mount
+
+
+def test_a_run_where_a_disk_is_mounted_is_set_aside_within(begun, mounted):
+    """A container that is started again has its volume there: it must not fail for ever."""
+    mounted(begun.path)
+    (begun.path / "logs").mkdir()
+    was = {name: (begun.path / name).read_bytes() for name in ("experiment.json", "history.jsonl")}
+    assert begun.set_aside() == begun.path / "earlier.1"
+    assert not begun.holds_run and names(begun.path) == [".lock", "earlier.1", "logs"]
+    assert {name: (begun.path / "earlier.1" / name).read_bytes() for name in was} == was
+    begun.write("result.json", {})
+    assert begun.set_aside() == begun.path / "earlier.2"
+    assert names(begun.path) == [".lock", "earlier.1", "earlier.2", "logs"]
+
+
+def test_a_folder_that_cannot_be_moved(begun, mounted):
+    mounted(begun.path, errno.EIO)
+    with pytest.raises(UserError, match=r"cannot be set aside \(Input/output error\): choose"):
         begun.set_aside()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import itertools
 import json
 import os
 import pathlib
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tfdist.checkpoints import earlier_run
 from tfdist.checkpoints.storage import DISK, Disk
 from tfdist.config import atomic_file, regular_file
 from tfdist.config.messages import logger
@@ -139,7 +139,7 @@ class RunFolder:
     @property
     def holds_run(self) -> bool:
         """Tells whether an earlier run has left anything that was measured or learnt."""
-        return any((self.path / name).exists() for name in ("result.json", "history.jsonl", "checkpoints"))
+        return any((self.path / name).exists() for name in earlier_run.RESULTS)
 
     @property
     def completed(self) -> bool:
@@ -152,27 +152,29 @@ class RunFolder:
     def set_aside(self) -> pathlib.Path | str | None:
         """Renames a folder that holds an earlier run, so that it is never written over; a link to it stays.
 
+        A folder that cannot be renamed, since a disk is mounted there or the one above may not be written in, keeps
+        the earlier run in a folder of its own within.
+
         Returns:
           Where the earlier run went, or None.
 
         Raises:
-          UserError: it cannot be renamed.
+          UserError: it cannot be moved.
         """
         if not self._writes or not self.holds_run:
             return None
         real = self._real
-        names = (real.with_name(f"{real.name}.{i}") for i in itertools.count(1))
-        moved = next(name for name in names if not os.path.lexists(name))
         hint = "choose another --workdir, or move the earlier run yourself"
         if not self.path.is_absolute() and pathlib.Path.cwd().is_relative_to(real):
             raise UserError(f"--workdir={self.path} holds an earlier run, and this command runs inside of it: {hint}")
         try:
-            real.rename(moved)
-            real.mkdir()
-        except OSError as error:  # a mounted disk keeps its name, say
+            moved = earlier_run.move(real, stay=(LOGS, LOCK))
+        except OSError as error:
             raise UserError(
-                f"the earlier run in --workdir={self.path} cannot be set aside as {moved} ({error.strerror}): {hint}"
+                f"the earlier run in --workdir={self.path} cannot be set aside ({error.strerror}): {hint}"
             ) from None
+        if moved.parent == real:
+            return moved
         if (moved / LOGS).exists():  # the launcher has just opened them for this run
             (moved / LOGS).rename(self.path / LOGS)
         before, self._lock = self._lock, None

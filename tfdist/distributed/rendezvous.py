@@ -91,6 +91,8 @@ class _Meeting:
         """Returns how messages call a worker."""
         addresses = self._cluster.addresses
         at = addresses[rank] if addresses else self._cluster.master if rank == 0 else ""
+        if not at and self._cluster.size == self._cluster.local_size:
+            at = self._me.host
         return f"worker {rank}" + (f" ({at})" if at else "")
 
     def _say_for_whom(self, who: str, now: float, why: str = "") -> None:

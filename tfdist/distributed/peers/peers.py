@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
+from tfdist.distributed import standard_error
 from tfdist.distributed.connections.wire import Connection
 from tfdist.distributed.peers import signals, stall_detection, votes
 from tfdist.distributed.peers.activity import SILENT_S
@@ -90,8 +91,11 @@ class Peers:
         """
         if phase in stall_detection.TOGETHER:
             self._needs_others()
+        before = self._watch.activity.own.phase
         self._watch.activity.begin(phase, update)
-        if phase in stall_detection.EXEMPT:  # said at once: the next beat may have to wait for Python's lock
+        # Said at once when it begins, since the next beat may have to wait for Python's lock; and when it ends, since
+        # one that is stopped before its next beat would be given the time that saving may take.
+        if {before, phase} & set(stall_detection.EXEMPT):
             self._watch.transport.tell({"beat": phase, "update": self._watch.activity.own.update, "for": 0.0})
 
     @contextlib.contextmanager
@@ -226,8 +230,12 @@ class Peers:
             self._watch.say_last_line()
             return
         self._watch.finished = True
-        if self.rank == 0:
-            self._watch.wait_for_departures(FAREWELL_S)
+        if self.rank == 0 and self._watch.wait_for_departures(FAREWELL_S):
+            # Whoever has started the workers would wait for that one for ever. The run itself is over, and has its
+            # result: there are no last words.
+            self._watch.acknowledged.set()
+            self._watch.finished = False
+            standard_error.write(f"tfdist: failed: {self.failure}\n")
 
     def _at_exit(self) -> None:
         """Ends a program that did not call `leave` together with the others, or at once after an error."""

@@ -12,7 +12,7 @@ from typing import Any
 from tfdist.distributed import standard_error
 from tfdist.distributed.connections.wire import ClosedError, Connection, Message, WireError
 from tfdist.distributed.peers import messages, signals, stall_detection, votes
-from tfdist.distributed.peers.activity import Activity
+from tfdist.distributed.peers.activity import SILENT_S, Activity
 from tfdist.distributed.peers.signals import GRACE_S, IN_CALL_S
 from tfdist.distributed.peers.stall_detection import State
 from tfdist.distributed.peers.transport import Transport
@@ -89,10 +89,15 @@ class Watch:
         with self._changed:
             self._changed.wait_for(lambda: self.failure, seconds)
 
-    def wait_for_departures(self, seconds: float) -> None:
-        """Waits until the processes of all others are gone."""
+    def wait_for_departures(self, seconds: float) -> bool:
+        """Waits until the processes of all others are gone; returns whether one has been silent instead."""
         with self._changed:
             self._changed.wait_for(lambda: len(self.transport.gone) == len(self.transport.ranks), seconds)
+            silence = self.activity.silence(self.transport.gone, SILENT_S, time.monotonic())
+            if silence:
+                why = f"silent for {silence.seconds:.0f} s at the end of the run"
+                self.failure = f"lost worker {silence.rank} ({self._hosts[silence.rank]}): {why}"
+        return silence is not None
 
     def stop(self, message: str) -> None:
         """Ends the run by a failure of this worker, and tells the others."""
