@@ -549,6 +549,32 @@ def test_a_silent_worker(member, master, silent):
     assert (code, "lost worker" in text) == (1, True)
 
 
+def test_a_worker_that_is_stopped_when_it_has_just_saved(member, master):
+    """Before its next beat it would still be given the time that saving may take."""
+    saves = "peers.doing('python'); peers.gather('a')\nwith peers.during('saving'): pass\nos.kill(os.getpid(), 19)"
+    options = {"master": master, "constants": {"SILENT_S": 1.0}, "start": 1000}
+    first, other = member(0, "peers.gather('a'); peers.gather('b')", **options), member(1, saves, **options)
+    code, text = first.end()
+    assert code == 1 and re.search(rf"lost worker 1 \({HOST}\): silent for \d s$", text), text
+    other.process.send_signal(signal.SIGCONT)
+    assert other.end()[0] == 1
+
+
+def test_a_worker_that_is_stopped_when_all_is_over(member, master):
+    """Nobody needs it any more, but whoever has started the workers waits for its end."""
+    options = {"master": master, "constants": {"SILENT_S": 1.0, "FAREWELL_S": 1.5}}
+    words = "peers.last_words = lambda why: say('the result is lost'); peers.leave()"
+    first, other = (
+        member(0, words, **options),
+        member(1, "peers.leave(); os.kill(os.getpid(), signal.SIGSTOP)", **options),
+    )
+    code, text = first.end()
+    assert code == 1 and re.search(rf"lost worker 1 \({HOST}\): silent for \d s at the end of the run$", text), text
+    assert "the result is lost" not in text
+    other.process.send_signal(signal.SIGCONT)
+    assert other.end()[0] == 0
+
+
 SIGNALS = [
     ([signal.SIGTERM], 143, "SIGTERM"),
     ([signal.SIGINT], 143, "SIGINT"),

@@ -89,6 +89,10 @@ def test_who_only_lost_another_is_not_the_root_cause(launch, tmp_path):  # noqa:
     launcher = launch(*ACT, "0=err:tfdist: failed: lost worker 1 (h): silent for 10 s;exit:1", "1=hold")
     assert launcher.end() == 1
     assert "root cause: rank 1 (h): silent for 10 s, as rank 0 has noticed" in launcher.until("root cause")
+    # or has never come to where they meet
+    launcher = launch(*ACT, "0=err:tfdist: error: worker 1 (h) of 2 has not come within 9 s;exit:2", "1=hold")
+    assert launcher.end() == 2
+    assert "root cause: rank 1 (h) of 2 has not come within 9 s, as rank 0 has noticed" in launcher.until("root cause")
 
 
 def test_workers_that_ignore_sigterm_and_what_they_started_are_killed(launch, tmp_path):  # noqa: F811

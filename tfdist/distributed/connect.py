@@ -151,7 +151,7 @@ def _start(site: Site, facts: Mapping[str, str], peers: Peers) -> Distribution:
         case "tpu":
             return _tpu(site, devices, jit, refused)
         case _:
-            module = horovod.start()
+            module = horovod.start(where.start_timeout)
             peers = rendezvous.meet(horovod.cluster(module), facts, where.start_timeout, where.stall_timeout)
             return horovod.create(module, devices.names[0], reason, peers, jit)
 

@@ -32,9 +32,9 @@ TAIL = 10
 """Lines of a failed worker that are shown again."""
 LONGEST_LINE = 1 << 16
 """Bytes after which a line without an end is cut: binary rubbish must not fill the memory."""
-LOST = ("lost worker", "ended before all workers had met")
+LOST = ("lost worker", "ended before all workers had met", "has not come within")
 """What a worker says last when it stops because of another one."""
-_CULPRIT = re.compile(r"lost worker (\d{1,6}) (\([^()]*\): .*)")
+_CULPRIT = re.compile(r"(?:lost )?worker (\d{1,6}) (\([^()]*\)(?:: .*|(?: of \d+)? has not come within \d+ s))")
 _LEFT_OVER = 32
 """Reads that empty any pipe; one that is never empty has a writer who left the process group."""
 

@@ -19,6 +19,7 @@ from tfdist.distributed.distribution import Distribution
 from tfdist.distributed.job.addresses import join
 from tfdist.distributed.job.cluster import HOROVODRUN, Cluster
 from tfdist.distributed.peers import Peers
+from tfdist.distributed.strategies import horovod_start
 from tfdist.errors import UserError, one_line
 
 if TYPE_CHECKING:
@@ -26,8 +27,11 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
 
-def start() -> ModuleType:
+def start(limit: float) -> ModuleType:
     """Starts Horovod in this process and returns its module.
+
+    Args:
+      limit: seconds that the other processes may take to come; the process ends with a line if one does not.
 
     Raises:
       UserError: it is not built for this TensorFlow, or does not start.
@@ -38,7 +42,8 @@ def start() -> ModuleType:
     try:
         import horovod.tensorflow as hvd
 
-        hvd.init()
+        with horovod_start.bounded(limit):
+            hvd.init()
     except Exception as error:  # an ImportError, an OSError of a library, or a RuntimeError of its rendezvous
         raise UserError(
             f"Horovod does not start ({one_line(error, 200)}): start with horovodrun or mpirun, or rebuild it with "
