@@ -1,49 +1,83 @@
-"""Horovod's start where a process does not come, with the server of horovodrun that each tells its address."""
+"""Horovod's start where a process does not come, with horovodrun's own store."""
 
+import concurrent.futures
 import contextlib
-import http.client
 import os
 import sys
 
 import pytest
 from support import processes
 
-http_server = pytest.importorskip("horovod.runner.http.http_server")
-
-WAIT = """
-import threading
 from tfdist.distributed.strategies import horovod_start
-with horovod_start.bounded(0.2):
-    threading.Event().wait(30)
-"""
-RAISE = "or raise --start_timeout"
+from tfdist.errors import UserError
+
+http_server = pytest.importorskip("horovod.runner.http.http_server")
+HOST = os.uname().nodename
 
 
-def ended(size="2", **variables):
-    """What a process says, and its exit code, in which Horovod would wait for ever."""
-    environ = os.environ | {"HOROVOD_SIZE": size, "HOROVOD_LOCAL_SIZE": "2", **variables}
-    done = processes.run(
-        [sys.executable, "-c", WAIT], env=environ, stdout=processes.PIPE, stderr=processes.STDOUT, text=True
-    )
-    return done.returncode, done.stdout
-
-
-def test_who_has_not_come_is_named():
+@pytest.fixture
+def store():
+    """Gives the variables of horovodrun for so many workers, of which the store knows nothing yet."""
     server = http_server.KVStoreServer(verbose=0)
     port = server.start_server()
-    try:
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port)) as connection:
-            connection.request("PUT", "/global/1", b"an address")  # as Horovod does
-            assert connection.getresponse().status == http.client.OK
+
+    def variables(rank, size, local_size=2):
         where = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port)}
-        code, said = ended(**where)
-        missing = f"worker 0 ({os.uname().nodename}) of 2 has not come within 0.2 s"
-        assert (code, said) == (2, f"tfdist: error: {missing}: look at the output of the others, {RAISE}\n")
-        assert "tfdist: error: worker 0, worker 2 of 3 has not come within 0.2 s" in ended("3", **where)[1]
-    finally:
+        counts = {"HOROVOD_RANK": rank, "HOROVOD_SIZE": size, "HOROVOD_LOCAL_SIZE": local_size}
+        return where | {name: str(value) for name, value in counts.items()}
+
+    yield variables
+    with contextlib.suppress(Exception):
         server.shutdown_server()
 
 
-def test_a_start_by_mpi_is_bounded_too():
-    code, said = ended()
-    assert code == 2 and "tfdist: error: Horovod has not started within 0.2 s: look at the output" in said
+def met(*environs, limit=30.0):
+    """What each of some workers gets, or the line with which it ends."""
+
+    def meet(environ):
+        try:
+            return horovod_start.meet(limit, environ)
+        except UserError as error:
+            return str(error)
+
+    with concurrent.futures.ThreadPoolExecutor(len(environs)) as pool:
+        return list(pool.map(meet, environs))
+
+
+def test_all_come(store):
+    assert met(*(store(rank, 3) for rank in (2, 0, 1))) == [(HOST,) * 3] * 3
+
+
+def test_who_is_missing(store):
+    line = f"worker 1 ({HOST}) of 2 has not come within 0.2 s: look at its output, or raise --start_timeout"
+    assert met(store(0, 2), limit=0.2) == [line]
+
+
+def test_all_hear_who_is_missing_on_other_hosts(store):
+    line = "worker 1, worker 3 of 4 has not come within 1 s: look at its output, or raise --start_timeout"
+    assert met(store(0, 4), store(2, 4), limit=1.0) == [line, line]
+
+
+def test_the_chief_is_missing(store, monkeypatch):
+    monkeypatch.setattr(horovod_start, "_GRACE_S", 0.0)
+    assert met(store(1, 2), limit=0.2)[0].startswith(f"worker 0 ({HOST}) of 2 has not come within 0.2 s")
+
+
+def test_horovodrun_is_not_there(store, monkeypatch):
+    monkeypatch.setattr(horovod_start, "_UNREACHABLE_S", 0.0)
+    environ = store(0, 2) | {"HOROVOD_GLOO_RENDEZVOUS_PORT": "1"}
+    assert met(environ)[0].startswith("horovodrun cannot be reached at 127.0.0.1:1 ([Errno 111] Connection refused): ")
+
+
+def test_a_start_that_does_not_end_in_cpp():
+    """As MPI's, which has no such store."""
+    assert horovod_start.meet(1.0, {"OMPI_COMM_WORLD_SIZE": "2"}) == ()
+    waits = (
+        "import threading\nfrom tfdist.distributed.strategies import horovod_start\n"
+        "with horovod_start.bounded(0.2):\n    threading.Event().wait(30)"
+    )
+    done = processes.run(
+        [sys.executable, "-c", waits], env={**os.environ}, stdout=processes.PIPE, stderr=processes.STDOUT, text=True
+    )
+    assert done.returncode == 2
+    assert "tfdist: error: Horovod has not started within 0.2 s: look at the output of the other" in done.stdout

@@ -151,9 +151,9 @@ def _start(site: Site, facts: Mapping[str, str], peers: Peers) -> Distribution:
         case "tpu":
             return _tpu(site, devices, jit, refused)
         case _:
-            module = horovod.start(where.start_timeout)
-            peers = rendezvous.meet(horovod.cluster(module), facts, where.start_timeout, where.stall_timeout)
-            return horovod.create(module, devices.names[0], reason, peers, jit)
+            started = horovod.start(where.start_timeout)
+            peers = rendezvous.meet(horovod.cluster(started), facts, where.start_timeout, where.stall_timeout)
+            return horovod.create(started.module, devices.names[0], reason, peers, jit)
 
 
 def _tried(site: Site) -> UserError | None:

@@ -91,7 +91,9 @@ class _Meeting:
         """Returns how messages call a worker."""
         addresses = self._cluster.addresses
         at = addresses[rank] if addresses else self._cluster.master if rank == 0 else ""
-        if not at and self._cluster.size == self._cluster.local_size:
+        if self._cluster.hosts:
+            at = f"{self._cluster.hosts[rank]} at {at}" if at else self._cluster.hosts[rank]
+        elif not at and self._cluster.size == self._cluster.local_size:
             at = self._me.host
         return f"worker {rank}" + (f" ({at})" if at else "")
 

@@ -11,7 +11,7 @@ import os
 import secrets
 import socket
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tfdist.distributed import horovod_install
 from tfdist.distributed.connections import wire
@@ -27,14 +27,22 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
 
-def start(limit: float) -> ModuleType:
-    """Starts Horovod in this process and returns its module.
+class Started(NamedTuple):
+    """Horovod, as it runs in this process."""
+
+    module: ModuleType
+    hosts: tuple[str, ...]
+    """Of each process, by rank; none where nobody can tell."""
+
+
+def start(limit: float) -> Started:
+    """Starts Horovod in this process.
 
     Args:
-      limit: seconds that the other processes may take to come; the process ends with a line if one does not.
+      limit: seconds that the other processes may take to come.
 
     Raises:
-      UserError: it is not built for this TensorFlow, or does not start.
+      UserError: it is not built for this TensorFlow, or does not start, or a process has not come.
     """
     problem = horovod_install.problem()
     if problem:
@@ -42,20 +50,24 @@ def start(limit: float) -> ModuleType:
     try:
         import horovod.tensorflow as hvd
 
+        hosts = horovod_start.meet(limit, os.environ)
         with horovod_start.bounded(limit):
             hvd.init()
+    except UserError:
+        raise
     except Exception as error:  # an ImportError, an OSError of a library, or a RuntimeError of its rendezvous
         raise UserError(
             f"Horovod does not start ({one_line(error, 200)}): start with horovodrun or mpirun, or rebuild it with "
             "python -m tfdist.horovod_build"
         ) from error
-    return hvd
+    return Started(hvd, hosts)
 
 
-def cluster(hvd: ModuleType) -> Cluster:
+def cluster(started: Started) -> Cluster:
     """Returns the workers as Horovod has found them, and where they meet for their heartbeats, agreed on through it."""
     import numpy as np
 
+    hvd = started.module
     listener, text = None, ""
     if hvd.rank() == 0:
         listener = wire.listen(_own_host(hvd), 0)
@@ -72,6 +84,7 @@ def cluster(hvd: ModuleType) -> Cluster:
         local_rank=hvd.local_rank(),
         local_size=hvd.local_size(),
         master=master,
+        hosts=started.hosts,
         secret=secret,
         meeting_fd=listener.detach() if listener else None,
     )
