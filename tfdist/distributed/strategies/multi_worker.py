@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 HEARTBEAT_S = 10
 """TensorFlow's own heartbeats; `Peers` is faster and can say who."""
-REGISTER_S = 25
-"""Time for all workers to start TensorFlow's server. They do so in the same moment, and yet one was seen not to be
-there after 15 s."""
+REGISTER_S = 60
+"""Time for all workers to start TensorFlow's server. They do so in the same moment, and yet on a busy machine one was
+seen not to be there after 25 s."""
 
 
 def create(
