@@ -135,7 +135,6 @@ class _Store:
 @contextlib.contextmanager
 def bounded(limit: float) -> Iterator[None]:
     """Ends this process with a line and exit code 2 if what is done inside, in C++, takes more seconds."""
-    os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", f"{limit + _GRACE_S:.0f}")
     started = threading.Event()
 
     def watch() -> None:
