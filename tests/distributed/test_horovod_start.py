@@ -69,6 +69,14 @@ def test_horovodrun_is_not_there(store, monkeypatch):
     assert met(environ)[0].startswith("horovodrun cannot be reached at 127.0.0.1:1 ([Errno 111] Connection refused): ")
 
 
+@pytest.mark.parametrize("words", ["", "[" * 100_000, "{}", '{"hosts": ["a"]}', '{"hosts": [1, 2]}', '{"problem": 1}'])
+def test_what_a_stranger_leaves_in_the_store_is_passed_over(store, words):
+    environ = store(1, 2)
+    address, port = (environ[f"HOROVOD_GLOO_RENDEZVOUS_{name}"] for name in ("ADDR", "PORT"))
+    horovod_start._Store(address, int(port)).put("all", words)
+    assert met(environ) == [()]
+
+
 def test_a_start_that_does_not_end_in_cpp():
     """As MPI's, which has no such store."""
     assert horovod_start.meet(1.0, {"OMPI_COMM_WORLD_SIZE": "2"}) == ()
