@@ -1,10 +1,14 @@
 """`tfdist.connect` as cells of a notebook call it."""
 
 import logging
+import socket
+import threading
+import types
 
 import tensorflow as tf
 
 import tfdist
+from tfdist.distributed.strategies import multi_worker
 
 
 def test_asked_again_it_returns_what_it_returned(connect):
@@ -21,3 +25,17 @@ def test_it_is_shown_in_a_line(connect):
 
 def test_tensorflow_does_not_tell_of_each_strategy(connect):
     assert tf.get_logger().level == logging.WARNING
+
+
+def test_a_worker_waits_for_the_chiefs_server():
+    """gRPC, refused once, asks again after ever longer pauses, which on a busy machine took more than 25 s."""
+    with socket.socket() as chief:
+        chief.bind(("127.0.0.1", 0))  # as while it is reserved: it refuses
+        peers = types.SimpleNamespace(rank=1, failure="", addresses=(f"127.0.0.1:{chief.getsockname()[1]}",))
+        waiting = threading.Thread(target=multi_worker._wait_for_the_chief, args=(peers,))
+        waiting.start()
+        chief.listen()
+        waiting.join(60)
+        assert not waiting.is_alive() and chief.accept()
+    peers.failure = "lost worker 0"
+    multi_worker._wait_for_the_chief(peers)  # and does not, once the run has failed

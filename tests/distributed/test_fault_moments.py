@@ -245,4 +245,6 @@ def cut_off_named(text, victim, host, early):
         return re.search(
             rf"worker {victim} of 2 has not come|\[1\].*horovodrun cannot be reached at {HOROVODRUN_AT}", text
         )
-    return re.search(rf"(worker|rank|node) {victim}\b.*\b({host}|{address})\b", text)
+    # At the end the other side may have all that it needs, and be ended by horovodrun before it misses anybody.
+    by_horovodrun = rf"^Process name: {victim}$"
+    return re.search(rf"(worker|rank|node) {victim}\b.*\b({host}|{address})\b|{by_horovodrun}", text, re.MULTILINE)

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from tfdist.distributed.distribution import Distribution
+from tfdist.distributed.job.addresses import split
 from tfdist.distributed.peers import Peers
 from tfdist.errors import UserError, one_line
 
@@ -25,6 +28,8 @@ HEARTBEAT_S = 10
 REGISTER_S = 60
 """Time for all workers to start TensorFlow's server. They do so in the same moment, and yet on a busy machine one was
 seen not to be there after 25 s."""
+_ASK_S = 1.0
+_PAUSE_S = 0.05
 
 
 def create(
@@ -216,6 +221,7 @@ def _start(
         )
     try:
         peers.release_ports()
+        _wait_for_the_chief(peers)
         strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver, options)
         _give_back_sigterm()
         return strategy
@@ -234,6 +240,19 @@ def _start(
         ) from error
     finally:
         extended._initialize_local_devices = theirs
+
+
+def _wait_for_the_chief(peers: Peers) -> None:
+    """Waits until the chief's server listens: gRPC, refused once, asks again after ever longer pauses."""
+    if peers.rank == 0:
+        return
+    deadline = time.monotonic() + REGISTER_S
+    while time.monotonic() < deadline and not peers.failure:
+        try:
+            socket.create_connection(split(peers.addresses[0]), timeout=_ASK_S).close()
+            return
+        except OSError:  # TensorFlow will say what is wrong
+            time.sleep(_PAUSE_S)
 
 
 def _resolver(peers: Peers) -> tf.distribute.cluster_resolver.ClusterResolver:
