@@ -13,9 +13,12 @@ import socket
 import stat
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
-from support.launchers import TIMEOUT_S, launch, marked, pipes  # noqa: F401  launch is a fixture
+from conftest import REPOSITORY
+from support.launchers import TIMEOUT_S, account, launch, marked, pipes  # noqa: F401  launch is a fixture
 
 from tfdist.distributed.connections import wire
 from tfdist.errors import UserError
@@ -146,6 +149,21 @@ def test_workers_do_not_outlive_a_launcher_that_is_killed(launch, tmp_path):  # 
     launcher.until("[0] both")
     launcher.signal(signal.SIGKILL)
     assert launcher.end() == -signal.SIGKILL  # and the fixture sees to the rest
+
+
+def test_a_worker_that_was_stopped_before_its_program_does_not_outlive_the_launcher_either(launch, tmp_path):  # noqa: F811
+    """It could not ask the kernel for that yet. As soon as it goes on, it ends instead of becoming a worker."""
+    stops = "import os, signal; os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGSTOP))"
+    (tmp_path / "sitecustomize.py").write_text(stops)
+    launcher = launch("--", "actor.py", "*=hold", PYTHONPATH=f"{tmp_path}{os.pathsep}{REPOSITORY}")
+    told, end = "", time.monotonic() + TIMEOUT_S
+    while "State: T (stopped)" not in told:
+        assert time.monotonic() < end, told
+        told = "".join(account(child.pid) for child in psutil.Process(launcher.process.pid).children())
+    assert " -m tfdist.launch -- actor.py" in told.splitlines()[0]  # the worker, as a copy of the launcher
+    assert " -m tfdist.launch -- actor.py" in told.splitlines()[1], told
+    launcher.signal(signal.SIGKILL)
+    launcher.process.wait(TIMEOUT_S)  # and the fixture lets the worker go on, and sees to the rest
 
 
 def test_lines_never_mix_and_are_kept(launch, tmp_path):  # noqa: F811

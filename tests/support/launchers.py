@@ -1,7 +1,9 @@
 """What the tests of `tfdist.launch` share: real launchers, and workers that do as they are told without TensorFlow."""
 
+import collections
 import contextlib
 import os
+import pathlib
 import re
 import signal
 import socket
@@ -130,13 +132,58 @@ def launch(tmp_path):
         if launcher.process.poll() is None:
             launcher.process.kill()
             launcher.process.wait(TIMEOUT_S)
+    let_go_on(mark)
+    psutil.wait_procs(marked(mark), timeout=TIMEOUT_S)  # the kernel ends the workers of a launcher that was killed
     left = marked(mark)
-    psutil.wait_procs(left, timeout=TIMEOUT_S)  # the kernel ends the workers of a launcher that was killed
-    left = marked(mark)
+    accounts = [account(process.pid) for process in left]
     for process in left:
         with contextlib.suppress(psutil.Error):
             process.kill()
-    assert not left, f"processes are left: {left}"
+    assert not left, "\n".join(["processes are left:", *accounts])
+
+
+def let_go_on(mark):
+    """Lets workers go on that were stopped before their programs began, once their launchers are gone.
+
+    They may have been too early to ask the kernel for an end with the launcher. They find out by themselves that it is
+    gone, but not while they are stopped.
+    """
+    for process in marked(mark):
+        with contextlib.suppress(psutil.Error):
+            if process.status() == psutil.STATUS_STOPPED and "tfdist.launch" in process.cmdline():
+                process.resume()
+
+
+TOLD = re.compile("(Name|State|PPid|NSpid|SigPnd|ShdPnd|SigBlk|SigIgn|SigCgt):")
+"""Lines of /proc/PID/status that tell why a process does not end."""
+
+
+def account(pid):
+    """Returns what a process is, whose child it is, and what it and its threads wait for, in lines for a person."""
+
+    def read(path):
+        try:
+            return pathlib.Path(f"/proc/{path}").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        except OSError as error:
+            return f"({error.strerror})"
+
+    status = [" ".join(line.split()) for line in read(f"{pid}/status").splitlines() if TOLD.match(line)]
+    # After the name, which may hold anything: state, parent, group, session.
+    state, parent, group, session, *_ = [*read(f"{pid}/stat").rpartition(")")[2].split(), *"????"]
+    waits = collections.Counter(
+        f"{read(f'{pid}/task/{task}/wchan')} in call {read(f'{pid}/task/{task}/syscall').partition(' ')[0]}"
+        for task in (os.listdir(f"/proc/{pid}/task") if state != "?" else ())
+    )
+    return "\n  ".join(
+        [
+            f"process {pid} of group {group}, session {session}: {read(f'{pid}/cmdline')[:300]}",
+            f"its parent {parent}: {read(f'{parent}/cmdline')[:300]}",
+            f"its children: {read(f'{pid}/task/{pid}/children') or 'none'}",
+            "; ".join(status),
+            *(f"{number} of its threads wait at {where}" for where, number in waits.items()),
+            *read(f"{pid}/stack").splitlines(),
+        ]
+    )
 
 
 def marked(mark):
@@ -160,4 +207,4 @@ def free_port():
         return sock.getsockname()[1]
 
 
-__all__ = ["TIMEOUT_S", "Launcher", "free_port", "launch", "marked", "pipes", "signal"]
+__all__ = ["TIMEOUT_S", "Launcher", "account", "free_port", "launch", "let_go_on", "marked", "pipes", "signal"]

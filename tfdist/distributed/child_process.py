@@ -25,7 +25,9 @@ def end_with_the_parent() -> Callable[[], None] | None:
 
     def ask() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it died in between
+        # It died in between. Linux has nothing earlier to ask: a child that was stopped before this, and whose parent
+        # was killed then, can end only when somebody lets it go on.
+        if os.getppid() != parent:
             os._exit(1)
 
     return ask
