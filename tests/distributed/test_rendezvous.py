@@ -375,6 +375,34 @@ def test_who_comes_late_is_refused_and_the_run_goes_on(member, master, tmp_path)
 # -- after the meeting ------------------------------------------------------------
 
 
+AHEAD = """
+theirs, passed = watch.Watch.give, threading.Event()
+def give(self, *vote):
+    theirs(self, *vote)
+    open("voted", "w").close()
+watch.Watch.give = give
+from tfdist.distributed.peers import transport
+told = transport.Transport.tell
+def tell(self, message):
+    if message.get("gathered") == 0 and passed.wait(0.3):
+        say("went ahead")
+    told(self, message)
+transport.Transport.tell = tell
+"""
+
+
+def test_the_chief_goes_on_when_the_others_know(member, master, tmp_path):
+    """Its next step may hold Python's lock until they have made it, too, as the start of TensorFlow's servers does."""
+    os.mkfifo(tmp_path / "voted")
+    first = member(
+        0, "peers.gather('a'); passed.set(); watch.Watch.give = theirs; peers.leave()", before=AHEAD, master=master
+    )
+    (code, text), (other, _) = ends(
+        first, member(1, "open('voted').read(); peers.gather('a'); peers.leave()", master=master)
+    )
+    assert (code, other) == (0, 0) and "went ahead" not in text, text
+
+
 def test_the_chief_goes_last(member, master, tmp_path):
     other = "import atexit; atexit.register(lambda: open('gone', 'w').close())"
     first = member(0, "peers.leave(); print('gone:', os.path.exists('gone'))", master=master)

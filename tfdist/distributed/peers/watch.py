@@ -185,11 +185,13 @@ class Watch:
             except votes.MismatchError as error:
                 self._fail(str(error))
                 return
-            if values is None:
-                return
+        if values is None:
+            return
+        # First: once the main thread knows, it may hold Python's lock until all others have gone on, too.
+        self.transport.tell({"gathered": number, "values": values})
+        with self._changed:
             self._gathered[number] = values
             self._changed.notify_all()
-        self.transport.tell({"gathered": number, "values": values})
 
     def _look(self, now: float) -> None:
         """Looks for workers that are silent, stuck, or gone ahead."""
