@@ -125,6 +125,16 @@ def test_a_folder_that_cannot_be_moved(begun, mounted):
 # -- in mid-run -------------------------------------------------------------
 
 
+def test_a_pipe_instead_of_a_file_is_not_waited_for(begun, said):
+    """Nobody may ever read it."""
+    (begun.path / "history.jsonl").unlink()
+    os.mkfifo(begun.path / "history.jsonl")
+    begun.append("history.jsonl", {"epoch": 2})
+    assert said == [
+        f"WARNING: {begun.path}/history.jsonl cannot be written (No such device or address): training goes on"
+    ]
+
+
 def test_a_folder_that_is_deleted_is_made_whole_again(begun, said):
     before = {name: (begun.path / name).read_text() for name in ("experiment.json", "environment.json")}
     shutil.rmtree(begun.path)

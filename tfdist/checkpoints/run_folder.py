@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import io
 import json
 import os
 import pathlib
@@ -227,8 +228,8 @@ class RunFolder:
         self._waiting.append(json.dumps(strict(line)) + "\n")
         try:
             self._make_whole()
-            with open(self.path / name, "a", encoding="utf-8") as file:
-                file.writelines(self._waiting)
+            with io.BufferedWriter(regular_file.opened_to_append(self.path / name)) as file:
+                file.write("".join(self._waiting).encode())
             self._waiting.clear()
         except OSError as error:
             if not failed:

@@ -1,4 +1,4 @@
-"""Reading files of a folder that somebody else may have made: nothing but files, and none that fills the memory.
+"""Files of a folder that somebody else may have made: nothing but files, and none that fills the memory.
 
 A pipe of that name would be waited for without end, as would a device, and a file may claim to be as long as all disks
 of the world while it takes no room on any.
@@ -22,11 +22,24 @@ def opened(path: pathlib.Path) -> io.FileIO:
     Raises:
       OSError: there is none, it cannot be read, or it is a pipe, a device or a folder.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    return io.FileIO(_descriptor(path, os.O_RDONLY), "rb")
+
+
+def opened_to_append(path: pathlib.Path) -> io.FileIO:
+    """Opens a file for writing after what it has, unbuffered, and makes it if it is missing.
+
+    Raises:
+      OSError: it cannot be written, or it is a pipe, a device or a folder.
+    """
+    return io.FileIO(_descriptor(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
+
+
+def _descriptor(path: pathlib.Path, flags: int) -> int:
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return io.FileIO(descriptor, "rb")
+    return descriptor
 
 
 def content(path: pathlib.Path) -> bytes:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import errno
 import functools
 import math
 import os
@@ -23,6 +24,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO
 
+from tfdist.config import regular_file
 from tfdist.distributed.child_process import GRACE_S, end_with_the_parent
 from tfdist.launch.event_loop import Events, Screen
 
@@ -106,7 +108,7 @@ class Worker:
         self._tail: collections.deque[str] = collections.deque(maxlen=TAIL)
         self._errors: collections.deque[str] = collections.deque(maxlen=TAIL)
         self._traceback = False
-        self._log = open(start.log, "ab") if start.log else None  # noqa: SIM115  open as long as the worker is
+        self._log = regular_file.opened_to_append(start.log) if start.log else None
         try:
             self._keep(f"{start.header}\n".encode())
             self._process = subprocess.Popen(
@@ -213,8 +215,8 @@ class Worker:
         if self._log is None:
             return
         try:
-            self._log.write(data)
-            self._log.flush()
+            if self._log.write(data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:  # a full disk must not end the training
             self._screen.say(f"{self._log.name} cannot be written ({error.strerror}): it ends here", error=True)
             self._close_log()
