@@ -12,6 +12,7 @@ import os
 import pathlib
 import stat
 
+_AT_ONCE = os.O_NONBLOCK | os.O_CLOEXEC
 MOST = 1 << 28
 """Bytes that are read into memory; the longest history of a run has a hundredth of it."""
 
@@ -22,24 +23,24 @@ def opened(path: pathlib.Path) -> io.FileIO:
     Raises:
       OSError: there is none, it cannot be read, or it is a pipe, a device or a folder.
     """
-    return io.FileIO(_descriptor(path, os.O_RDONLY), "rb")
+    descriptor = os.open(path, os.O_RDONLY | _AT_ONCE)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return io.FileIO(descriptor, "rb")
 
 
 def opened_to_append(path: pathlib.Path) -> io.FileIO:
     """Opens a file for writing after what it has, unbuffered, and makes it if it is missing.
 
     Raises:
-      OSError: it cannot be written, or it is a pipe, a device or a folder.
+      OSError: it cannot be written, or it is a pipe or a folder.
     """
-    return io.FileIO(_descriptor(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
-
-
-def _descriptor(path: pathlib.Path, flags: int) -> int:
-    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | _AT_ONCE, 0o666)
+    if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return descriptor
+        raise OSError(errno.EINVAL, "a pipe", str(path))
+    return io.FileIO(descriptor, "ab")
 
 
 def content(path: pathlib.Path) -> bytes:

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfdist.data.augmentation import ops
 from tfdist.data.batch_layout import Layout
-from tfdist.data.feeds.record_feed import RecordFeed, in_order
+from tfdist.data.feeds.record_feed import UNREADABLE, RecordFeed, in_order
 from tfdist.data.sources import Arrays, Batches, Records, Source, targets_of
 from tfdist.data.structures import Structure
 from tfdist.errors import UserError
@@ -64,7 +64,7 @@ def in_memory(source: Records) -> Arrays:
             for column, part in zip(keras.tree.flatten(columns), keras.tree.flatten(batch)):
                 column[row : row + len(part)] = part
             row += len(part)
-    except tf.errors.OpError:
+    except UNREADABLE:
         feed = RecordFeed(source, Layout(_PIECE, 1, 1))
         feed.next(row // _PIECE, 1)
         if broken := feed.broken():

@@ -38,7 +38,7 @@ class NotFinite(TrainingError):  # noqa: N818
         self.update = update
 
 
-def explained(error: tf.errors.OpError, feed: Feed, update: int | None, peers: Peers) -> Exception:
+def explained(error: tf.errors.OpError | UnicodeDecodeError, feed: Feed, update: int | None, peers: Peers) -> Exception:
     """Returns the error to raise instead of TensorFlow's.
 
     Args:
@@ -60,7 +60,7 @@ def explained(error: tf.errors.OpError, feed: Feed, update: int | None, peers: P
         if complaint:
             return UserError(f"{complaint[0]}{advice}")
     feed = feed.inner if isinstance(feed, StaticFeed) else feed
-    if isinstance(feed, RecordFeed) and _IN_PIPELINE.search(str(error)):
+    if isinstance(feed, RecordFeed) and (isinstance(error, UnicodeDecodeError) or _IN_PIPELINE.search(str(error))):
         broken = feed.broken()
         if broken:
             return UserError(f"{broken}: mend or remove it, or set data.broken=skip")
@@ -78,7 +78,7 @@ def _out_of_memory(error: tf.errors.ResourceExhaustedError, update: int | None) 
     return OutOfMemory(text)
 
 
-def cause(error: tf.errors.OpError, peers: Peers) -> TrainingError:
+def cause(error: tf.errors.OpError | UnicodeDecodeError, peers: Peers) -> TrainingError:
     """Returns what an error of TensorFlow means: a lost worker, if the others know of one and it may be that."""
     text = one_line(error)
     mine = isinstance(error, _OWN_FAULTS) and not re.search("[Cc]ollective|Horovod", text)

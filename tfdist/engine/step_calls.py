@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfdist.data import sources
 from tfdist.data.batch_layout import Layout
-from tfdist.data.feeds.record_feed import RecordFeed
+from tfdist.data.feeds.record_feed import UNREADABLE, RecordFeed
 from tfdist.data.feeds.table_and_batch_feed import FeedCall
 from tfdist.distributed.distribution import Distribution
 from tfdist.engine import call_errors
@@ -104,7 +104,7 @@ def _first_rows(source: sources.Records, distribution: Distribution) -> tuple:
     (iterator,) = feed.next(0, 1).feed
     try:
         return next(iterator)
-    except tf.errors.OpError as error:
+    except UNREADABLE as error:
         raise call_errors.explained(error, feed, None, distribution.peers) from error
 
 
@@ -137,7 +137,7 @@ def read(step: Step, feed: Feed, update: int, limit: int) -> FeedCall:
     """
     try:
         return feed.next(update, limit)
-    except tf.errors.OpError as error:
+    except UNREADABLE as error:
         raise call_errors.explained(error, feed, update, step.distribution.peers) from error
 
 
@@ -163,7 +163,7 @@ def run(step: Step, call: Callable[..., tuple], arguments: tuple, feed: Feed, up
             result = call(*arguments)
         first, *_ = result
         keras.tree.map_structure(lambda t: t.numpy(), first)  # waits for the end, where TensorFlow has not
-    except tf.errors.OpError as error:
+    except UNREADABLE as error:
         raise call_errors.explained(error, feed, update, peers) from error
     finally:
         peers.doing("python", update)

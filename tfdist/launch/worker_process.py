@@ -108,6 +108,7 @@ class Worker:
         self._tail: collections.deque[str] = collections.deque(maxlen=TAIL)
         self._errors: collections.deque[str] = collections.deque(maxlen=TAIL)
         self._traceback = False
+        self._log_path = start.log
         self._log = regular_file.opened_to_append(start.log) if start.log else None
         try:
             self._keep(f"{start.header}\n".encode())
@@ -218,7 +219,7 @@ class Worker:
             if self._log.write(data) < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:  # a full disk must not end the training
-            self._screen.say(f"{self._log.name} cannot be written ({error.strerror}): it ends here", error=True)
+            self._screen.say(f"{self._log_path} cannot be written ({error.strerror}): it ends here", error=True)
             self._close_log()
 
     def _close_log(self) -> None:

@@ -12,7 +12,7 @@ from tfdist.config.field_syntax import Options, check_whole, suggest
 from tfdist.config.messages import logger
 from tfdist.data import image_decoding
 from tfdist.data.datasets import tfrecord_index
-from tfdist.data.feeds.record_feed import reason
+from tfdist.data.feeds.record_feed import UNREADABLE, reason
 from tfdist.data.sources import Records
 from tfdist.data.splits import named, select
 from tfdist.errors import UserError
@@ -166,7 +166,7 @@ def _image_shape(record: bytes, feature: Feature, pictures: image_decoding.Pictu
         with tf.device("CPU:0"):
             stored = tf.io.parse_single_example(record, {feature.name: feature.parser})[feature.name]
             return tuple(_pixels(stored, feature, pictures).shape)
-    except tf.errors.OpError as error:
+    except UNREADABLE as error:
         raise UserError(f"{feature.name} of {where} cannot be decoded: {reason(error)}") from None
 
 

@@ -201,6 +201,10 @@ def columns_of(source: Source) -> Structure:
     return (source.decoded if isinstance(source, Batches) else in_order(source, 1)).element_spec
 
 
+UNREADABLE = (tf.errors.OpError, UnicodeDecodeError)
+"""What TensorFlow raises for a record that it cannot read; the latter where its message repeats bytes of the record."""
+
+
 def reason(error: Exception) -> str:
     """Returns what TensorFlow says is wrong, without where in its graph, or what Python does."""
     if not isinstance(error, tf.errors.OpError):
