@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
 
-class Started(NamedTuple):
+class StartedHorovod(NamedTuple):
     """Horovod, as it runs in this process."""
 
     module: ModuleType
@@ -35,7 +35,7 @@ class Started(NamedTuple):
     """Of each process, by rank; none where nobody can tell."""
 
 
-def start(limit: float) -> Started:
+def start(limit: float) -> StartedHorovod:
     """Starts Horovod in this process.
 
     Args:
@@ -60,10 +60,10 @@ def start(limit: float) -> Started:
             f"Horovod does not start ({one_line(error, 200)}): start with horovodrun or mpirun, or rebuild it with "
             "python -m tfdist.horovod_build"
         ) from error
-    return Started(hvd, hosts)
+    return StartedHorovod(hvd, hosts)
 
 
-def cluster(started: Started) -> Cluster:
+def cluster(started: StartedHorovod) -> Cluster:
     """Returns the workers as Horovod has found them, and where they meet for their heartbeats, agreed on through it."""
     import numpy as np
 
