@@ -15,6 +15,7 @@ import signal
 import sys
 import types
 import warnings
+import zipfile
 
 import keras
 import numpy as np
@@ -186,6 +187,16 @@ def edited(path, **fields):
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
+def damaged_weights(folder):
+    """Changes a byte in the midst of the weights, which are not compressed."""
+    path = folder / "model.keras"
+    with zipfile.ZipFile(path) as archive:
+        place = archive.getinfo("model.weights.h5").header_offset + 5000
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
 def other_weights(folder):
     model = keras.saving.load_model(folder / "model.keras")
     model.layers[-1].bias.assign_add(np.full(10, 1e-3, "float32"))
@@ -220,7 +231,12 @@ SPOILT = [
     (
         lambda f: (f / "model.keras").write_bytes((f / "model.keras").read_bytes()[:5000]),
         "",
-        "model.keras does not fit the model that",
+        "model.keras is damaged (File is not a zip file): use --checkpoint=latest, or train again",
+    ),
+    (
+        damaged_weights,  # HDF5's reader ended the process by SIGSEGV
+        "",
+        "model.keras is damaged (model.weights.h5 in it): use --checkpoint=latest, or train again",
     ),
     (lambda f: edited(f / "experiment.json", model={"name": "mlp"}), "", "model.keras does not fit the model that"),
     (lambda f: edited(f / "experiment.json", model={"name": "mlp"}), "latest", "the checkpoint is of another model"),

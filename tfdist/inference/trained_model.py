@@ -12,6 +12,7 @@ import dataclasses
 import json
 import pathlib
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -220,6 +221,7 @@ def _from_file(asked: ModelRequest, plain: keras.Model) -> Weights:
             f"{asked.name}{'/'}result.json does not tell the checksum of {MODEL}, so the run has not ended well: "
             f"use --checkpoint=latest, or --model={asked.shown(path)} for that file as it is"
         )
+    _check_archive(path, asked.shown(path))
     try:
         with _optimizer_left_out():
             plain.load_weights(path)
@@ -234,6 +236,22 @@ def _from_file(asked: ModelRequest, plain: keras.Model) -> Weights:
             "damaged: use --checkpoint=latest, or train again"
         )
     return Weights(asked.shown(path), list(plain.get_weights()))
+
+
+def _check_archive(path: pathlib.Path, shown: str) -> None:
+    """Reads a file of Keras to its end: HDF5's reader, in the midst of damaged bytes, ends the process by a signal.
+
+    Raises:
+      UserError: it is damaged, or no such file.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            broken = archive.testzip()
+        why = f"{broken} in it" if broken else ""
+    except Exception as error:  # of zip's reader, of zlib, or of the file
+        why = line(error)
+    if why:
+        raise UserError(f"{shown} is damaged ({why}): use --checkpoint=latest, or train again")
 
 
 def _from_checkpoint(asked: ModelRequest, experiment: config.Experiment, plain: keras.Model) -> Weights:

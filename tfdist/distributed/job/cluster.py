@@ -65,14 +65,14 @@ class Cluster:
     """`host:port` at which the workers meet, where rank 0 listens; empty if nothing tells."""
     addresses: tuple[str, ...] = ()
     """`host:port` of every worker in rank order; empty unless the source lists them (TF_CONFIG)."""
-    hosts: tuple[str, ...] = ()
-    """Host name of every worker in rank order, where the source tells them."""
     secret: str = dataclasses.field(default="", repr=False)
     """Shared by the workers of a job, so that they know each other; empty if there is none."""
     attempt: int = 0
     """How often the launcher has started the workers again."""
     meeting_fd: int | None = None
     """Socket that the launcher opened at `master` for rank 0 to listen on."""
+    hosts: tuple[str, ...] = ()
+    """Host name of every worker in rank order, where the source tells them."""
 
     @property
     def is_chief(self) -> bool:
