@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 HEARTBEAT_S = 10
 """TensorFlow's own heartbeats; `Peers` is faster and can say who."""
 REGISTER_S = 60
-"""Time for all workers to start TensorFlow's server. They do so in the same moment, and yet on a busy machine one was
-seen not to be there after 25 s."""
+"""Time for all workers to start TensorFlow's server. They do so in the same moment; a slow one needs seconds."""
 _ASK_S = 1.0
 _PAUSE_S = 0.05
 
