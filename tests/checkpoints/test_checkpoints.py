@@ -5,6 +5,7 @@ import os
 import pathlib
 import random
 import shutil
+import threading
 
 import keras
 import numpy as np
@@ -14,7 +15,7 @@ from support import training_cases
 
 import tfdist
 from tfdist.checkpoints import files as files_lib
-from tfdist.checkpoints import resume
+from tfdist.checkpoints import resume, training_state
 from tfdist.checkpoints.writer import CheckpointWriter
 from tfdist.config import atomic_file
 from tfdist.data.sources import Records
@@ -422,6 +423,36 @@ def test_a_full_disk_is_said_once_in_short_and_then_counted(monkeypatch, tmp_pat
         "checkpoints are written again; 5 before update 6 were not",
     ]
     assert (writer.failure, written) == ("", [6, 7])
+
+
+def test_what_is_held_in_memory_is_written_by_a_thread_that_is_waited_for(tmp_path, monkeypatch, said):
+    """The watch on other workers, which asks for it, is a daemon, and may ask in the middle of another checkpoint."""
+    begun, gate, daemons = threading.Event(), threading.Event(), []
+    original = training_state.write
+
+    def write(prefix, tensors):
+        daemons.append(threading.current_thread().daemon)
+        begun.set()
+        assert gate.wait(60)
+        original(prefix, tensors)
+
+    monkeypatch.setattr(training_state, "write", write)
+    state = lambda update: {"position": {"update": update}, "best": {"update": None}, "experiment": {}}
+    tensors = {"a": np.arange(3.0)}
+    writer = CheckpointWriter(tmp_path, keep=3)
+    writer.write_held()
+    assert not begun.is_set()
+    writer.start(5, state(5), tensors, None)
+    assert begun.wait(60)
+    writer.in_memory = resume.LoadedCheckpoint(tmp_path, state(7), tensors)
+    watch = threading.Thread(target=writer.write_held, daemon=True)
+    watch.start()
+    watch.join()
+    gate.set()
+    writer.wait()
+    assert [path.name for path in files_lib.found(tmp_path)] == ["7", "5"] and daemons == [False, False]
+    assert said == ["the state after update 7 was in memory and is saved, since a worker is lost"]
+    assert writer.in_memory is None  # it is on the disk
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):

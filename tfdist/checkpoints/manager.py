@@ -22,6 +22,11 @@ from tfdist.config.messages import logger
 from tfdist.data.structures import Structure
 from tfdist.errors import TrainingError, UserError
 
+HELD_S = 1.0
+"""Seconds of training, at least, between two states that are held in memory for when a worker is lost."""
+HELD_SHARE = 0.01
+"""The part of the time, at most, that holding them may take."""
+
 
 class Checkpoints:
     """The checkpoints of one run, for `fit(checkpoints=...)`.
@@ -71,7 +76,7 @@ class Checkpoints:
         self.paused = 0.0
         """Seconds for which training has waited for checkpoints."""
         self._updates, self._seconds = math.inf, math.inf
-        self._last = time.monotonic()
+        self._last = self._hold_at = time.monotonic()
         self._best = BestEpoch()
 
     @property
@@ -137,6 +142,7 @@ class Checkpoints:
           TrainingError: there is none.
         """
         self.wait()
+        self._writer.in_memory = None
         paths = files.found(self.folder) if run.distribution.is_chief else []
         choice = self._choice(run)
         while True:
@@ -155,9 +161,30 @@ class Checkpoints:
                 return position
 
     def hold(self, run: TrainingRun, position: Position) -> None:
-        """Keeps the state in memory for `again`, until the first checkpoint is on the disk."""
+        """Keeps the state in memory for `again` and `write_held`, until one as new is on the disk.
+
+        To be called on all workers at the same update; it is held on the chief.
+        """
+        start = time.monotonic()
         tensors = training_state.capture(run.model, run.distribution, run.callbacks)
-        self._writer.in_memory = LoadedCheckpoint(self.folder, copy.deepcopy(self._state(run, position)), tensors)
+        if not run.distribution.is_chief:
+            return
+        # Copied here, and not by TensorFlow in the next update, so that the time that it takes is known.
+        copied = {name: np.array(tensor) for name, tensor in tensors.items()}
+        self._writer.in_memory = LoadedCheckpoint(self.folder, copy.deepcopy(self._state(run, position)), copied)
+        now = time.monotonic()
+        self._hold_at = now + max(HELD_S, (now - start) / HELD_SHARE)
+
+    def should_hold(self) -> bool:
+        """Tells whether it is time to hold the state once more, by the clock of this worker; the chief's counts."""
+        return time.monotonic() >= self._hold_at
+
+    def write_held(self) -> None:
+        """Begins to write what `hold` keeps, if it is newer than what is on the disk; from any thread of the chief.
+
+        What the others still have when a worker is lost is no use: as a rule they are in the middle of an update.
+        """
+        self._writer.write_held()
 
     def again(self, run: TrainingRun) -> Position:
         """Puts the newest checkpoint of this run back, or its beginning; in one process.
@@ -170,8 +197,7 @@ class Checkpoints:
         chosen = next(filter(None, (choice.load(path) for path in reversed(self._writer.kept))), None)
         held = self._writer.in_memory
         if chosen is None and held is not None:
-            tensors = {name: np.asarray(tensor) for name, tensor in held.tensors.items()}
-            chosen = LoadedCheckpoint(self.folder, copy.deepcopy(held.state), tensors)
+            chosen = LoadedCheckpoint(self.folder, copy.deepcopy(held.state), held.tensors)
         position = self._put_back(run, chosen)
         if position is None:
             raise TrainingError(f"no checkpoint in {self._name} can be used to go back to: start the run again")

@@ -31,7 +31,7 @@ class CheckpointWriter:
         self.kept: list[pathlib.Path] = []
         """Those of this run that are on the disk, the oldest first."""
         self.in_memory: LoadedCheckpoint | None = None
-        """Where the run began, until there is a checkpoint on the disk."""
+        """A state of this run from after the newest that is on the disk, if any is held."""
         self.failure = ""
         """Why the last one could not be written, or nothing."""
         self.unwritten: set[int] = set()
@@ -56,13 +56,32 @@ class CheckpointWriter:
         self._thread = threading.Thread(target=self._write, args=arguments, name="tfdist checkpoint")
         self._thread.start()
 
+    def write_held(self) -> None:
+        """Begins to write what is in memory, after the one that is being written; from any thread."""
+        held, before = self.in_memory, self._thread
+        if held is None:
+            return
+        state, tensors = held.state, held.tensors
+
+        def write() -> None:
+            if before is not None:
+                before.join()
+            update = state["position"]["update"]
+            if self._write(update, state, tensors, state["best"]["update"]):
+                logger.info(f"the state after update {update} was in memory and is saved, since a worker is lost")
+
+        # Else it would be a daemon, as the thread that calls this may be, and nobody would wait for it.
+        self._thread = threading.Thread(target=write, name="tfdist checkpoint", daemon=False)
+        self._thread.start()
+
     def wait(self) -> None:
         """Returns when the one that is being written is on the disk, or has failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
-    def _write(self, update: int, state: dict, tensors: dict[str, Structure], best: int | None) -> None:
+    def _write(self, update: int, state: dict, tensors: dict[str, Structure], best: int | None) -> bool:
+        """Writes a checkpoint; returns whether it is on the disk."""
         start = time.perf_counter()
         missing = not self._folder.parent.exists()
         try:
@@ -70,7 +89,7 @@ class CheckpointWriter:
             path = files.write(self._folder, update, state, write, self._storage.publish)
         except Exception as error:  # TensorFlow's differ by version, and a callback's state may be anything
             self._fail(update, _reason(error, self._folder), _repair(error, self._folder))
-            return
+            return False
         finally:
             self.seconds += time.perf_counter() - start
         if missing and self.saved:
@@ -78,13 +97,16 @@ class CheckpointWriter:
         if len(self.unwritten) > 1:
             logger.info(f"checkpoints are written again; {len(self.unwritten)} before update {update} were not")
         self.unwritten, self._told = set(), ""
-        self.failure, self.saved, self.in_memory = "", self.saved + 1, None
+        self.failure, self.saved = "", self.saved + 1
+        if self.in_memory and self.in_memory.state["position"]["update"] <= update:
+            self.in_memory = None
         self.kept.append(path)
         newest = self.kept[-self._keep :]
         best_ones = [kept for kept in self.kept if files.update_of(kept) == best]
         self.kept = [kept for kept in self.kept if kept in newest or kept in best_ones[-1:]]
         files.prune(self._folder, set(self.kept))
         self._storage.prune({kept.name for kept in self.kept})
+        return True
 
     def _fail(self, update: int, why: str, repair: str) -> None:
         """Notes that a checkpoint could not be written, and says so once for each reason."""

@@ -20,6 +20,8 @@ class Agreed(NamedTuple):
     """How long it was from the call before to this one, on average."""
     save: bool
     """Whether the chief finds it time for a checkpoint."""
+    hold: bool
+    """Whether it finds it time to hold the state in memory."""
 
 
 class _StopVote(NamedTuple):
@@ -30,6 +32,7 @@ class _StopVote(NamedTuple):
     reason: str
     stop: bool
     save: bool
+    hold: bool
     read: str
 
 
@@ -39,6 +42,7 @@ def agree(
     seconds: float,
     should_stop: Callable[[], str],
     save: bool = False,
+    hold: bool = False,
     read: str = "",
     stops: str = "stop_training",
     between: float = 0.0,
@@ -50,6 +54,7 @@ def agree(
       seconds: how long the call took here.
       should_stop: returns a reason to stop the run, or nothing.
       save: whether this worker finds it time for a checkpoint.
+      hold: whether it finds it time to hold the state in memory.
       read: checksum of the batches that this worker has read.
       stops: the attribute by which callbacks tell Keras' model to stop what it is doing.
       between: seconds from the call before to this one here.
@@ -59,7 +64,7 @@ def agree(
       Interrupted: some worker has a reason to stop.
     """
     peers = step.distribution.peers
-    mine = _StopVote(seconds, between, should_stop(), bool(getattr(step.model, stops, False)), save, read)
+    mine = _StopVote(seconds, between, should_stop(), bool(getattr(step.model, stops, False)), save, hold, read)
     votes = [_StopVote(*vote) for vote in peers.gather(label, list(mine))]
     for rank, vote in enumerate(votes):
         if vote.read != votes[0].read:
@@ -72,7 +77,7 @@ def agree(
             raise Interrupted(vote.reason + (f" (worker {rank})" if peers.size > 1 else ""))
     setattr(step.model, stops, any(vote.stop for vote in votes))
     seconds, between = (statistics.fmean(times) for times in zip(*((vote.seconds, vote.between) for vote in votes)))
-    return Agreed(seconds, between, votes[0].save)
+    return Agreed(seconds, between, votes[0].save, votes[0].hold)
 
 
 def anywhere(distribution: Distribution, label: str, *facts: bool) -> list[bool]:

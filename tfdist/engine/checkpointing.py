@@ -14,6 +14,7 @@ from tfdist.checkpoints.training_run import TrainingRun
 from tfdist.config.messages import logger
 from tfdist.data.batch_layout import Layout
 from tfdist.data.structures import Structure
+from tfdist.engine.agreement import Agreed
 from tfdist.engine.call_errors import OutOfMemory
 from tfdist.engine.callbacks import callback
 from tfdist.errors import TrainingError
@@ -57,6 +58,7 @@ class Keeper:
         """
         if self._checkpoints is None:
             return position
+        self._run.distribution.peers.on_loss = self._checkpoints.write_held
         resumed = self._checkpoints.begin(self._run)
         if resumed is not None:
             self._saved = _Place.of(resumed)
@@ -76,22 +78,24 @@ class Keeper:
         """Tells whether it is time for a checkpoint, by this worker's clock."""
         return self._checkpoints is not None and self._checkpoints.late()
 
-    def after_call(self, now: Position, late: bool) -> None:
-        """Takes a checkpoint in the middle of an epoch, if one is due.
+    def should_hold(self) -> bool:
+        """Tells whether it is time to hold the state in memory for the loss of a worker, by this worker's clock."""
+        several = self._run.distribution.workers > 1
+        return several and self._checkpoints is not None and self._checkpoints.should_hold()
 
-        Args:
-          late: what the chief's clock says.
-        """
-        if self._checkpoints is not None and (late or self._checkpoints.due(now.update)):
+    def after_call(self, now: Position, agreed: Agreed) -> None:
+        """Takes a checkpoint in the middle of an epoch, if one is due by number or by the chief's clock."""
+        if self._checkpoints is not None and (agreed.save or self._checkpoints.due(now.update)):
             self._save(now)
+        elif self._checkpoints is not None and agreed.hold:
+            self._checkpoints.hold(self._run, now)
 
-    def after_epoch(self, now: Position, logs: Mapping[str, Structure], late: bool) -> None:
+    def after_epoch(self, now: Position, logs: Mapping[str, Structure], agreed: Agreed) -> None:
         """Takes a checkpoint between two epochs, if one is due or the epoch was the best."""
-        if self._checkpoints is None:
-            return
-        best = self._checkpoints.improved(logs, now.update)
-        if best or late or self._checkpoints.due(now.update):
+        if self._checkpoints is not None and self._checkpoints.improved(logs, now.update):
             self._save(now)
+        else:
+            self.after_call(now, agreed)
 
     def end(self, now: Position) -> None:
         """Takes the last checkpoint when training ends or is interrupted, and waits until it is on the disk."""
@@ -103,6 +107,7 @@ class Keeper:
         if failed or _Place.of(now) != self._saved:
             with self._run.distribution.peers.during("saving"):
                 self._save(now, wait=True)
+        self._run.distribution.peers.on_loss = lambda: None
 
     def back(self, error: TrainingError, update: int, position: Position, most: int) -> Position:
         """Goes back to the last good checkpoint, from which the offending updates will be left out.

@@ -141,9 +141,10 @@ class FitLoop:
             position.update, epoch + 1, stopped=self._model.stop_training, skipped=position.skipped
         )
         label = f"the end of epoch {epoch + 1}"
-        agreed = agreement.agree(self._step, label, 0.0, self._options.should_stop, self._keeper.late())
+        late, hold = self._keeper.late(), self._keeper.should_hold()
+        agreed = agreement.agree(self._step, label, 0.0, self._options.should_stop, late, hold)
         self._position.stopped = self._model.stop_training
-        self._keeper.after_epoch(self._position, self._logs, agreed.save)
+        self._keeper.after_epoch(self._position, self._logs, agreed)
 
     def validate(self, epoch: int) -> None:
         """Adds the loss and the metrics of the validation data to the logs, if it is time for that."""

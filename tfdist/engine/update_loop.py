@@ -148,13 +148,13 @@ class UpdateLoop:
             layer_statistics.average(self._model, self._step.distribution, self._shards)
         self._callbacks.on_train_batch_end(now.begun - 1, now.logs)
         label, read = f"update {now.update}", batching.digest(self._feed, done)
-        late = self._keeper.late()
-        agreed = agreement.agree(self._step, label, seconds, self._should_stop, late, read, between=python)
+        late, hold = self._keeper.late(), self._keeper.should_hold()
+        agreed = agreement.agree(self._step, label, seconds, self._should_stop, late, hold, read, between=python)
         self._pace.took(agreed.seconds, done, part.full, agreed.between)
         if done < part.last - part.first:
             return False
         if now.begun < limit and not self._model.stop_training:
-            self._keeper.after_call(now, agreed.save)
+            self._keeper.after_call(now, agreed)
         return True
 
     def _advance(self, now: Position, totals: Totals | LastLogs, result: CallResult, first: int) -> None:

@@ -57,8 +57,16 @@ class Peers:
         self.hosts, self.addresses = hosts, addresses
         self.last_words: Callable[[str], None] = lambda message: None
         """Called with `failure` when the process is ended from beside the main thread."""
+        self.on_loss: Callable[[], None] = lambda: None
+        """Called on the chief, beside the main thread, when another worker has died or fallen silent."""
         self._watch = Watch(
-            rank, hosts, connections or {}, start_timeout, stall_timeout, lambda failure: self.last_words(failure)
+            rank,
+            hosts,
+            connections or {},
+            start_timeout,
+            stall_timeout,
+            lambda failure: self.last_words(failure),
+            lambda: self.on_loss(),
         )
         self._alone = not connections
         self._held = held

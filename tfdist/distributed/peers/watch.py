@@ -36,6 +36,7 @@ class Watch:
       start_timeout: as in `Peers`.
       stall_timeout: as in `Peers`.
       last_words: called with `failure` when the process is ended from beside the main thread.
+      on_loss: called on the chief when another worker has died or fallen silent.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Watch:
         start_timeout: float,
         stall_timeout: float,
         last_words: Callable[[str], None],
+        on_loss: Callable[[], None] = lambda: None,
     ):
         self.failure = ""
         """Why the run cannot go on, once a worker is lost."""
@@ -59,7 +61,9 @@ class Watch:
         self.activity = Activity(self.transport.ranks)
         self.signals: list[signals.Seen] = []
         self.start_timeout, self._stall_timeout = start_timeout, stall_timeout
-        self._rank, self._hosts, self._last_words = rank, hosts, last_words
+        self._rank, self._hosts, self._last_words, self._on_loss = rank, hosts, last_words, on_loss
+        self._died = False
+        """Whether the failure is that a worker has died or fallen silent, which has told no reason."""
         self._reader = messages.of_chief(len(hosts)) if rank else messages.TO_CHIEF
         self._votes = votes.Votes(hosts)
         self._gathered: dict[int, list[Any]] = {}
@@ -159,7 +163,7 @@ class Watch:
             self.transport.forget(rank)
             self._changed.notify_all()
         if not self.finished:
-            self._lose(rank, why)
+            self._miss(rank, why)
 
     def _hear(self, rank: int, message: Message) -> None:
         now = time.monotonic()
@@ -197,7 +201,7 @@ class Watch:
         """Looks for workers that are silent, stuck, or gone ahead."""
         silence = self.activity.silence(self.transport.gone, self.start_timeout, now)
         if silence:
-            self._lose(silence.rank, f"silent for {silence.seconds:.0f} s")
+            self._miss(silence.rank, f"silent for {silence.seconds:.0f} s")
             return
         self._heed(now)
         if self._rank == 0:
@@ -225,6 +229,11 @@ class Watch:
             self.failure = self.failure or stop.why
             self._changed.notify_all()
 
+    def _miss(self, rank: int, why: str) -> None:
+        """Ends the run because nothing is heard of a worker, which has not said why."""
+        self._died = self._died or not self.failure
+        self._lose(rank, why)
+
     def _lose(self, rank: int, why: str) -> None:
         self._fail(f"lost worker {rank} ({self._hosts[rank]}): {why}")
 
@@ -239,10 +248,14 @@ class Watch:
 
     def _end(self) -> None:
         """Ends the process unless the main thread does: it may wait for a lost peer in C++ for ever."""
-        deadline = time.monotonic() + (0.0 if self.code != 1 else GRACE_S)
+        begun = time.monotonic()
+        deadline = begun + (0.0 if self.code != 1 else GRACE_S)
+        if self._died and self._rank == 0:
+            with contextlib.suppress(Exception):
+                self._on_loss()
         if not self._seen_to(deadline):
             self.say_last_line()
-            _end_threads(deadline)
+            _end_threads(begun + EXIT_S if self._died else deadline)
             os._exit(self.code)
         # The program may go on after the error, but other threads of it must not keep it from its end.
         threading.main_thread().join()
