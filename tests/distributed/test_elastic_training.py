@@ -58,6 +58,7 @@ class History:
         self._environ = {"TFDS_DATA_DIR": str(tfds_dir), "TFDIST_SECRET": "of all nodes"}
         self._names = itertools.cycle(network_hosts.MORE[1:])
         (folder / "gates.py").write_text(GATES)
+        self._gates = contextlib.ExitStack()
         self.nodes, self._left = [], []
         self.happened = 0
         """Each time all workers were started again."""
@@ -134,13 +135,14 @@ class History:
         """Lets the training go on: whoever waits at the gate, and whoever comes there later."""
         gate = self._folder / f"gate-{update}"
         (self._folder / f"{gate.name}-passed").touch()
-        with contextlib.suppress(OSError):  # nobody waits there any more
-            os.close(os.open(gate, os.O_WRONLY | os.O_NONBLOCK))
+        # For reading, too, which waits for nobody; and kept, since the chief has said so before it waits.
+        self._gates.callback(os.close, os.open(gate, os.O_RDWR))
 
     def result(self):
         """What it has left, once all have ended well."""
-        for node in (*self.nodes, *self._left):
-            node.process.wait(LIMIT_S)
+        with self._gates:
+            for node in (*self.nodes, *self._left):
+                node.process.wait(LIMIT_S)
         assert {node.end() for node in self.nodes} == {0}, self.nodes[0].out + self.nodes[0].err
         assert {node.end() for node in self._left} <= {143}
         return json.loads((self._folder / "run/result.json").read_text())
