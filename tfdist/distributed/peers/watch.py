@@ -255,7 +255,7 @@ class Watch:
                 self._on_loss()
         if not self._seen_to(deadline):
             self.say_last_line()
-            _end_threads(begun + EXIT_S if self._died else deadline)
+            _end_threads(max(deadline, begun + EXIT_S) if self._died else deadline)
             os._exit(self.code)
         # The program may go on after the error, but other threads of it must not keep it from its end.
         threading.main_thread().join()
