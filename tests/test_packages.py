@@ -2,7 +2,10 @@
 
 import ast
 import graphlib
+import importlib
+import inspect
 
+import pytest
 from conftest import REPOSITORY
 
 LIBRARIES = ["errors", "config", "data", "distributed", "models", "checkpoints", "engine", "monitoring"]
@@ -14,6 +17,8 @@ MAY_IMPORT = {
     "checkpoints": ["errors", "config", "data", "distributed", "models"],
     "engine": LIBRARIES[:6],
     "monitoring": LIBRARIES[:7],
+    "evaluate": [*LIBRARIES, "inference"],
+    "predict": [*LIBRARIES, "inference"],
     "export": [*LIBRARIES, "inference"],
     "plan": [*LIBRARIES, "launch"],
     "sweep": [*LIBRARIES, "compare"],
@@ -37,7 +42,7 @@ def imports():
                 continue
             base = node.module.removeprefix("tfdist").lstrip(".")
             for target in {f"{base}.{a.name}".lstrip(".") for a in node.names}:
-                if target != "__version__":
+                if target not in ("__version__", "CallablePackage"):
                     yield name, target if target in names else base
 
 
@@ -57,3 +62,16 @@ def test_no_modules_import_each_other_in_a_circle():
         graph.setdefault(name, set()).add(target)
     sorter = graphlib.TopologicalSorter(graph)
     sorter.prepare()  # raises CycleError, which names the circle
+
+
+def test_the_root_holds_four_files_at_most():
+    assert len(list((REPOSITORY / "tfdist").glob("*.py"))) <= 4
+
+
+@pytest.mark.parametrize("name", ["evaluate", "predict", "launch"])
+def test_a_function_that_shares_its_name_with_a_command_can_be_called_once_the_package_is_imported(name):
+    package = importlib.import_module(f"tfdist.{name}")
+    function = package._function
+    assert callable(package) and inspect.signature(package) == inspect.signature(function)
+    with pytest.raises(TypeError, match=rf"{name}\(\) missing .*required"):
+        package()

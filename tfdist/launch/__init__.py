@@ -3,20 +3,8 @@
 None of it imports TensorFlow but what the workers themselves run.
 """
 
-from __future__ import annotations
-
 import sys
-import types
-from typing import Any
 
+from tfdist import CallablePackage
 
-class _Callable(types.ModuleType):
-    """The package itself, since its name is that of the function, too."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from tfdist.launch.notebook import launch
-
-        return launch(*args, **kwargs)
-
-
-sys.modules[__name__].__class__ = _Callable
+sys.modules[__name__].__class__ = CallablePackage

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import keras
     import tensorflow as tf
 
+T = TypeVar("T")
 WITHOUT_A_SIGN_S = 8.0
 """How long a TPU may take to start on a machine that shows no sign of one."""
 IMPORT_S = 8.0
@@ -121,13 +122,13 @@ def of(strategy: tf.distribute.Strategy, reason: str) -> Distribution:
     )
 
 
-def _within(limit: float, work: Callable[[], Any]) -> Any:
+def _within(limit: float, work: Callable[[], T]) -> T:
     """Returns what `work` gives; raises its error, or TimeoutError if it takes longer than `limit` seconds.
 
     It runs in a thread, which cannot be ended. Should it hold Python's lock, so that nobody can notice, the process
     ends with a list of what its threads do.
     """
-    done: list[Any] = []
+    done: list[T] = []
     failed: list[BaseException] = []
 
     def do() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from tfdist.errors import UserError, one_line
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from pyarrow.parquet import ParquetFile
 
 
 def header(path: str) -> list[str]:
@@ -85,7 +86,7 @@ def read(paths: Sequence[str], columns: Iterable[str], kinds: dict[str, str], sk
     )
 
 
-def _file(path: str) -> Any:
+def _file(path: str) -> ParquetFile:
     from pyarrow import parquet
 
     try:

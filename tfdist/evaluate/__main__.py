@@ -1,4 +1,13 @@
-"""The command `python -m tfdist.evaluate`: loss and metrics of a trained model."""
+"""Measures a trained model: `python -m tfdist.evaluate --workdir=runs/digits`.
+
+Loss and metrics over the evaluation split, every example once, under any
+strategy; the run folder is only read. Other data:
+`--config.data.eval_split=train`, `--config.data.name=...`. A run that has not
+ended: `--checkpoint=latest`.
+
+Exit codes: 0 done; 1 a failure on the way; 2 the input or the environment is
+wrong; 143 stopped by a signal.
+"""
 
 from __future__ import annotations
 
@@ -71,3 +80,7 @@ def main() -> None:
     flags.DEFINE_string("output", "", "Write the result to this JSON file, too; - for standard output.")
     flags.DEFINE_bool("overwrite", False, "Replace a file that --output names.")
     job.main(_run, ("output", "overwrite"))
+
+
+if __name__ == "__main__":
+    main()

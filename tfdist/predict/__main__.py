@@ -1,4 +1,14 @@
-"""The command `python -m tfdist.predict`: lines are written as they are found, and the file is renamed at the end."""
+"""Predicts: `python -m tfdist.predict --workdir=runs/digits --output=digits.csv`.
+
+One line per example of the evaluation split, in its order, under any strategy:
+number, predicted class, its name and probability, and the target; outputs as
+they are where they are no classes. `.csv` or `.jsonl`; `-` is CSV on standard
+output. Other data: `--config.data.eval_split=train`, `--config.data.name=...`.
+The lines are written as they are found, and the file is renamed at the end.
+
+Exit codes: 0 done; 1 a failure on the way; 2 the input or the environment is
+wrong; 143 stopped by a signal.
+"""
 
 from __future__ import annotations
 
@@ -87,3 +97,7 @@ def main() -> None:
     flags.DEFINE_bool("overwrite", False, "Replace a file that --output names.")
     flags.DEFINE_bool("scores", False, "Write the scores of all classes, too.")
     job.main(_run, ("output", "overwrite", "scores"))
+
+
+if __name__ == "__main__":
+    main()
