@@ -10,7 +10,8 @@ unexport PYTHONDONTWRITEBYTECODE
 train: .venv/ready
 	$(BIN)/python -m tfdist.train
 
-# Three files of tests at a time, since some wait more than they compute; those of a file stay together, since they share what is slow to set up.
+# Three files of tests at a time, since some wait more than they compute; those of a file stay together, since they share
+# what is slow to set up. Large tables are divided, see tests/support/scheduling.py.
 test: .venv/ready horovod
 	$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder
 

@@ -39,6 +39,12 @@ def pytest_collection_modifyitems(items):
     covering.mark_the_rest(items)
 
 
+def pytest_xdist_make_scheduler(config, log):
+    from support import scheduling
+
+    return scheduling.ByPart(config, log) if config.option.dist == "loadscope" else None
+
+
 @pytest.fixture(scope="session")
 def connect():
     """Distributions by number of replicas, each made once."""

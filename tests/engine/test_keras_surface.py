@@ -6,7 +6,7 @@ import re
 
 import keras
 import pytest
-from support import keras_programs, worlds
+from support import keras_programs, scheduling, worlds
 from support.keras_programs import program as programs
 
 WORLDS = {"multi_worker 2": ("multi_worker", 2), "horovod 2": ("horovod", 2)}
@@ -56,21 +56,24 @@ def reference(connect, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(request, connect, tmp_path_factory):
-    """Runs a program under a strategy; the workers of a world run all that is asked of them at once."""
+    """Runs a program under a strategy; the workers of a world run all at once that this process asks of them."""
     found = {}
 
-    def in_world(strategy):
-        asked = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    part = scheduling.parts(item.nodeid for item in request.session.items)
+
+    def in_world(strategy, here):
+        asked = [i.callspec.params for i in request.session.items if hasattr(i, "callspec") and part(i.nodeid) == here]
         names = [f"{p['program']}@{p['rows']}" for p in asked if p.get("strategy") == strategy and "program" in p]
         folder = tmp_path_factory.mktemp("world")
         worlds.start(*WORLDS[strategy], {}, folder, "program_worker.py", list(dict.fromkeys(names)))
         return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(WORLDS[strategy][1])]
 
-    def get(program, rows, strategy):
+    def get(program, rows, strategy, nodeid):
         if strategy in WORLDS:
-            if strategy not in found:
-                found[strategy] = in_world(strategy)
-            outcomes = [worker[f"{program}@{rows}"] for worker in found[strategy]]
+            here = part(nodeid)
+            if (strategy, here) not in found:
+                found[strategy, here] = in_world(strategy, here)
+            outcomes = [worker[f"{program}@{rows}"] for worker in found[strategy, here]]
             for outcome in outcomes:
                 if isinstance(outcome, Exception):
                     raise outcome
@@ -82,8 +85,8 @@ def run(request, connect, tmp_path_factory):
 
 
 @pytest.mark.parametrize("program, rows, strategy", cells())
-def test_agrees_with_keras_on_one_device(program, rows, strategy, reference, run):
-    outcomes = run(program, rows, strategy)
+def test_agrees_with_keras_on_one_device(program, rows, strategy, reference, run, request):
+    outcomes = run(program, rows, strategy, request.node.nodeid)
     refusal = program.refusal(strategy)
     for got in outcomes:
         if refusal:
