@@ -1,10 +1,14 @@
-"""A real S3 server on this machine (moto's), with faults on the way to it, and one that answers as Google's."""
+"""A real S3 server on this machine (moto's), and one that answers as Google's, both with faults on the way to them."""
 
 import collections
 import contextlib
+import io
+import json
 import logging
 import os
+import re
 import threading
+import urllib.parse
 
 BUCKET = "bucket"
 
@@ -15,6 +19,8 @@ class Server:
     `fault` may be set to a function `(method, key) -> kind or None` with the kinds `503`, `500`, `403`, `hang up`,
     `half`, which sends half of what was asked for and hangs up, and `flip`, which turns one bit of it.
     """
+
+    scheme = "s3"
 
     def __init__(self):
         from moto.server import DomainDispatcherApplication, create_backend_app
@@ -104,8 +110,13 @@ def serving():
 class GoogleServer:
     """A server that answers as Google's, in memory and with an empty bucket.
 
-    `wrote` may be set to a function that is called with the name of each object when it has been written.
+    `fault` is as that of `Server`; an object that is being written is a `PUT` here, too. `wrote` may be set to a
+    function that is called with the name of each object when it has been written.
     """
+
+    scheme = "gs"
+    attempts = 6
+    """How often gcsfs tries, which cannot be told otherwise."""
 
     def __init__(self):
         from gcp_storage_emulator.server import create_server
@@ -115,8 +126,12 @@ class GoogleServer:
         self._create = self._server._storage.create_file
         self._server._storage.create_file = self._created
         self.wrote = lambda name: None
+        self.fault = lambda method, key: None
+        self.requests = collections.Counter()
         self._server.start()
-        self.environ = {"STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{self._server._api._httpd.server_port}"}
+        web = self._server._api._httpd
+        web.RequestHandlerClass = _faulty(web.RequestHandlerClass, self)
+        self.environ = {"STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{web.server_port}"}
 
     def _created(self, bucket, name, *content, **options):
         made = self._create(bucket, name, *content, **options)
@@ -125,6 +140,47 @@ class GoogleServer:
 
     def stop(self):
         self._server.stop()
+
+
+def _faulty(made, google):
+    """The emulator's handler of requests, with the faults of a server."""
+    base, storage = made.func, made.args[0]
+
+    class Handler(base):
+        def __init__(self, *args):
+            super().__init__(storage, *args)
+
+        def parse_request(self):
+            if not super().parse_request():
+                return False
+            path = urllib.parse.urlsplit(self.path).path
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            self.rfile, self.close_connection = io.BytesIO(body), True
+            method, name = self.command, path.rpartition("/o/")[2]
+            if path.startswith("/upload"):
+                method, name = "PUT", (re.findall(rb'"name": *"([^"]+)"', body) or [b""])[0].decode()
+            elif "/rewriteTo/" in path:
+                method = "PUT"
+            kind = google.fault(method, urllib.parse.unquote(name))
+            google.requests[method, kind] += 1
+            if kind is None:
+                return True
+            if kind in ("half", "flip"):
+                real, self.wfile = self.wfile, io.BytesIO()
+                getattr(self, f"do_{self.command}")()
+                head, _, content = self.wfile.getvalue().partition(b"\r\n\r\n")
+                self.wfile = real
+                content = content[: len(content) // 2] if kind == "half" else content[:-1] + bytes([content[-1] ^ 1])
+                self.wfile.write(head + b"\r\n\r\n" + content)
+            elif kind != "hang up":
+                body = json.dumps({"error": {"code": int(kind), "message": f"{kind} on purpose"}}).encode()
+                self.send_response(int(kind))
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+            return False
+
+    return Handler
 
 
 @contextlib.contextmanager

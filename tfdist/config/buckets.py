@@ -155,7 +155,10 @@ class Bucket:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            self._tried(name, lambda system: system.get_file(self.place(name), str(temporary)))
+            # With headers, gcsfs asks for the whole object at once. Else it first asks what is there, 36 times where a
+            # service is away, and then asks on: it would keep a program waiting for minutes.
+            once: dict[str, object] = {"headers": {}} if self._scheme == "gs" else {}
+            self._tried(name, lambda system: system.get_file(self.place(name), str(temporary), **once))
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -239,8 +242,7 @@ class Bucket:
             try:
                 return action(self._system())
             except FileNotFoundError as error:
-                why = "no such object" if name in str(error) else _reason(error)
-                raise MissingError(self.place(name), why) from None
+                raise MissingError(self.place(name), _missing(name, error)) from None
             except Exception as error:  # each service has its own
                 if _of_this_disk(error):
                     raise
@@ -256,6 +258,12 @@ def _of_this_disk(error: Exception) -> bool:
 
 def _tag(about: Mapping[str, object]) -> str:
     return next((str(about[name]) for name in _TAGS if about.get(name)), "")
+
+
+def _missing(name: str, error: Exception) -> str:
+    if "/upload/storage/" in str(error):  # where gcsfs wanted to write: what else could be missing there
+        return "the specified bucket does not exist"
+    return "no such object" if name in str(error) else _reason(error)
 
 
 def _reason(error: Exception) -> str:
