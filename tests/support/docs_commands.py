@@ -111,11 +111,12 @@ def main():
     parser.add_argument("--bin", required=True, type=pathlib.Path, help="folder of the python that has tfdist")
     parser.add_argument("pages", nargs="*", default=list(dict.fromkeys(PAGES)))
     asked = parser.parse_args()
+    programs = asked.bin.absolute()  # it is called from other folders
     with tempfile.TemporaryDirectory() as home:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
-        environ = kept | {"PATH": f"{asked.bin.absolute()}:{os.environ['PATH']}", "HOME": home}
+        environ = kept | {"PATH": f"{programs}:{os.environ['PATH']}", "HOME": home}
         where = subprocess.check_output(
-            [asked.bin / "python", "-c", "import tfdist; print(tfdist.__file__)"], cwd=home, env=environ, text=True
+            [programs / "python", "-c", "import tfdist; print(tfdist.__file__)"], cwd=home, env=environ, text=True
         ).strip()
         if pathlib.Path(where).is_relative_to(ROOT / "tfdist"):
             sys.exit(f"{where} is that of the checkout: install the wheel")
