@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.data import table_memory
 from tfdist.data.augmentation import ops
 from tfdist.data.batch_layout import Layout
 from tfdist.data.feeds.record_feed import UNREADABLE, RecordFeed, in_order
@@ -87,8 +88,7 @@ def _by_number(source: Source, field: str) -> Records:
                 "set data.cache=memory, or do it in the data set itself"
             )
         case Arrays():
-            with tf.device("CPU:0"):  # in memory once, whatever reads it
-                table = keras.tree.map_structure(tf.convert_to_tensor, source.columns)
+            table = keras.tree.map_structure(table_memory.tensor, source.columns)
             read = lambda rows: keras.tree.map_structure(lambda t: tf.gather(t, rows), table)
             y = targets_of(source)
             known = isinstance(y, np.ndarray) and np.issubdtype(y.dtype, np.integer) and y[0].size == 1

@@ -162,6 +162,7 @@ def _ready(
       recorded: what the model was trained for, on the chief; None on the others, which may not have the run folder.
     """
     from tfdist.data.datasets import registry
+    from tfdist.engine import data_loading
     from tfdist.models import build as models
 
     experiment, trained_for, other_data = _agreed(asked, recorded, distribution)
@@ -173,7 +174,7 @@ def _ready(
         data = new_rows(experiment, trained_for, asked, rows_alone)
     else:
         # Of another folder nothing was held out of a training.
-        data = distribution.peers.once(lambda: registry.load(experiment, hold_out=not other_data))
+        data = data_loading.loaded(distribution.peers, lambda: registry.load(experiment, hold_out=not other_data))
     if trained_for:
         compatibility.check_data(experiment, data.spec, trained_for)
         data = dataclasses.replace(data, spec=trained_for)

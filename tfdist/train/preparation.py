@@ -17,6 +17,7 @@ from tfdist.data.datasets import registry
 from tfdist.data.loaded import Loaded
 from tfdist.distributed.connect import Site
 from tfdist.distributed.distribution import Distribution
+from tfdist.engine import data_loading
 from tfdist.models import build as models
 from tfdist.models import objective, optimizers
 from tfdist.train import batch_size_search, rate_range
@@ -74,7 +75,7 @@ def prepare(
     experiment = batch_size_search.agreed(experiment, proposal, distribution)
     experiment, learnt = _with_learnt_accumulate(experiment, environment, site, folder, distribution)
     models.set_precision(experiment.train.precision)
-    data = distribution.peers.once(lambda: registry.load(experiment, not environment.dry_run))
+    data = data_loading.loaded(distribution.peers, lambda: registry.load(experiment, not environment.dry_run))
     distribution.peers.check_same(registry.facts(data), "the data set")
     schedule = schedule_lib.make(experiment, data.examples, distribution.replicas)
     if environment.find_learning_rate:

@@ -13,6 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.data import table_memory
 from tfdist.data.batch_layout import Layout, own_rows
 from tfdist.data.batch_order import BatchOrder
 from tfdist.data.sources import Arrays, Batches, order
@@ -48,8 +49,8 @@ class ArrayFeed:
         self._layout = layout
         self._size = source.size
         self._seed = shuffle
-        with tf.device("CPU:0"):  # a data set may be larger than a GPU's memory
-            self._table = keras.tree.map_structure(tf.convert_to_tensor, source.columns)
+        # On the host, since a data set may be larger than a GPU's memory.
+        self._table = keras.tree.map_structure(table_memory.tensor, source.columns)
         self.batches = -(-self._size // layout.batch)
         self._full = self._size // layout.batch if layout.even else 0
         self._ahead: dict[int, concurrent.futures.Future] = {}

@@ -27,6 +27,7 @@ FAREWELL_S = 20.0
 """How long the chief waits at the end for the others' processes to be gone."""
 
 T = TypeVar("T")
+N = TypeVar("N")
 
 
 class Peers:
@@ -187,18 +188,35 @@ class Peers:
         if problem:
             raise UserError(problem)
 
-    def once(self, work: Callable[[], T]) -> T:
+    def once(
+        self,
+        work: Callable[[], T],
+        offer: Callable[[T], tuple[T, N | None]] = lambda result: (result, None),
+        take: Callable[[N], T | None] = lambda note: None,
+    ) -> T:
         """Runs `work` first on the chief, then on one worker of each host, then on the others, and returns its result.
 
         It is for work that leaves something on a disk, which may or may not be shared.
+
+        Args:
+          work: what is to be done; its result.
+          offer: called with the result where there are other workers on the host. It returns the result, and a note
+            for them that JSON can hold, or None.
+          take: called on those others with that note. It returns the result, or None to do the work here.
         """
         if self.size == 1:
             return work()
-        own_turn = votes.turn(self.rank, self.hosts)
+        first = self.hosts.index(self.hosts[self.rank])
+        own_turn, others = votes.turn(self.rank, self.hosts), self.hosts.count(self.hosts[self.rank]) > 1
+        note: N | None = None
         for now in range(votes.TURNS):
+            offered: N | None = None
             if now == own_turn:
-                result = work()
-            self.gather("the data set's preparation")
+                taken = None if note is None else take(note)
+                result = work() if taken is None else taken
+                if first == self.rank and others:
+                    result, offered = offer(result)
+            note = self.gather("the data set's preparation", offered)[first] or note
         return result
 
     def verdict(self) -> str:

@@ -1,0 +1,143 @@
+"""A data set's arrays in memory once for all workers of a host: one worker loads them, the others map what it has.
+
+The memory belongs to no file system (memfd), so nothing is left behind by a worker that is killed, and it is sealed, so
+that nobody can change it. It is found by its place in the `/proc` of the worker that made it, which others of the same
+user can open. Where that cannot be, each worker has its own. Linux only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import math
+import mmap
+import os
+import uuid
+from typing import TypeAlias
+
+import numpy as np
+
+from tfdist.data import spec_file
+from tfdist.data.loaded import Loaded
+from tfdist.data.sources import Arrays
+from tfdist.data.structures import Structure
+from tfdist.data.table_memory import ALIGNMENT
+
+SMALLEST = 1 << 24
+"""Arrays that take fewer bytes together are not worth it."""
+_ROOM = 1 << 12
+
+Note: TypeAlias = dict[str, str | int]
+"""Where the memory is, as JSON can hold it."""
+
+
+class SharedTables:
+    """What a worker offers to the others of its host; to be closed when they have taken it."""
+
+    def __init__(self) -> None:
+        self._file = -1
+
+    def offer(self, loaded: Loaded) -> tuple[Loaded, Note | None]:
+        """Moves the arrays to memory that others can map; returns the data that lies there, and where that is.
+
+        Data that is small, is not all arrays of numbers, or cannot be moved stays where it is, without a note.
+        """
+        arrays: list[np.ndarray] = []
+        try:
+            columns = [_numbered(source, arrays) for source in (loaded.train, loaded.eval)]
+        except TypeError:
+            return loaded, None
+        if sum(array.nbytes for array in arrays) < SMALLEST or not hasattr(os, "memfd_create"):
+            return loaded, None
+        about = {"columns": columns, "examples": loaded.examples, "spec": spec_file.plain(loaded.spec)}
+        try:
+            note = self._written(about, arrays)
+        except OSError:  # no memory, or a kernel without it
+            self.close()
+            return loaded, None
+        return take(note) or loaded, note
+
+    def close(self) -> None:
+        """Gives up the place at which others find the memory; what they have mapped stays."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _written(self, about: dict[str, object], arrays: list[np.ndarray]) -> Note:
+        token, described = uuid.uuid4().hex.encode(), b""
+        for _ in range(2):  # the arrays begin behind the description, which says where they begin
+            at = _rounded(len(token) + len(described) + _ROOM)
+            places = []
+            for array in arrays:
+                places.append(at)
+                at = _rounded(at + array.nbytes)
+            kinds = [(a.dtype.str, a.shape, place) for a, place in zip(arrays, places)]
+            described = json.dumps({**about, "arrays": kinds}).encode()
+        self._file = os.memfd_create("tfdist data", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        with contextlib.closing(os.fdopen(os.dup(self._file), "wb")) as file:
+            file.write(token + described + b"\0")
+            for array, place in zip(arrays, places, strict=True):
+                file.seek(place)
+                file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+            file.truncate(at)
+        seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+        fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, seals)
+        return {"process": os.getpid(), "file": self._file, "token": token.decode(), "size": at}
+
+
+def take(note: Note) -> Loaded | None:
+    """Returns the data that a worker of this host has offered; None if its memory cannot be seen from here."""
+    token = str(note["token"]).encode()
+    try:
+        with open(f"/proc/{note['process']}/fd/{note['file']}", "rb") as file:
+            # From another container, something else may be at that place.
+            if file.read(len(token)) != token or os.fstat(file.fileno()).st_size != note["size"]:
+                return None
+            memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    except OSError:
+        return None
+    about = json.loads(memory[len(token) : memory.find(b"\0")])
+    arrays = [
+        np.ndarray(tuple(shape), np.dtype(dtype), memory, place)  # which begins where `table_memory` wants it
+        for dtype, shape, place in about["arrays"]
+    ]
+    train, evaluation = (Arrays(tuple(_filled(part, arrays) for part in columns)) for columns in about["columns"])
+    return Loaded(train, evaluation, about["examples"], spec_file.made(about["spec"]))
+
+
+def _rounded(place: int) -> int:
+    return math.ceil(place / ALIGNMENT) * ALIGNMENT
+
+
+def _numbered(source: object, arrays: list[np.ndarray]) -> list[object]:
+    """Adds a source's arrays to the list; returns its columns as JSON can hold them, by the arrays' numbers.
+
+    Raises:
+      TypeError: there is something else.
+    """
+    if not isinstance(source, Arrays):
+        raise TypeError
+
+    def number(part: Structure) -> object:
+        if isinstance(part, dict) and all(isinstance(key, str) for key in part):
+            return {key: number(value) for key, value in part.items()}
+        if type(part) in (tuple, list):
+            return [type(part).__name__, *map(number, part)]
+        if type(part) is not np.ndarray or part.dtype.kind not in "fiub":
+            raise TypeError
+        arrays.append(part)
+        return len(arrays) - 1
+
+    return [number(column) for column in source.columns]
+
+
+def _filled(column: object, arrays: list[np.ndarray]) -> Structure:
+    """Returns a column, by what `_numbered` has made of it."""
+    match column:
+        case dict():
+            return {key: _filled(value, arrays) for key, value in column.items()}
+        case [kind, *parts]:
+            filled = [_filled(part, arrays) for part in parts]
+            return tuple(filled) if kind == "tuple" else filled
+    return arrays[column]  # type: ignore[call-overload]

@@ -1,0 +1,25 @@
+"""Every worker loads the same data set; those of one host have its arrays in memory once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tfdist.data import shared_tables
+from tfdist.data.loaded import Loaded
+from tfdist.distributed.peers import Peers
+
+
+def loaded(peers: Peers, load: Callable[[], Loaded]) -> Loaded:
+    """Loads data on all workers, each of which calls this with the same `load`.
+
+    It runs first on the chief, then on one worker of each host, and then on those others that cannot share with it.
+
+    Raises:
+      UserError: as `load` does.
+      PeerError: a worker was lost meanwhile.
+    """
+    tables = shared_tables.SharedTables()
+    try:
+        return peers.once(load, tables.offer, shared_tables.take)
+    finally:
+        tables.close()
