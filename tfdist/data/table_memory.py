@@ -35,8 +35,8 @@ def tensor(array: object) -> tf.Tensor:
     with tf.device("CPU:0"):
         if not isinstance(array, np.ndarray) or array.nbytes < SMALL or array.dtype.kind not in "fiu":
             return tf.convert_to_tensor(array)
-        shared = _is_constant(array) and array.flags.c_contiguous and array.ctypes.data % ALIGNMENT == 0
-        return _alias(array if shared else _aligned(array))
+        fits = array.flags.c_contiguous and array.dtype.isnative and array.ctypes.data % ALIGNMENT == 0
+        return _alias(array if fits and _is_constant(array) else _aligned(array))
 
 
 def _is_constant(array: np.ndarray) -> bool:

@@ -1,0 +1,213 @@
+"""Arrays as tensors: which are copied, and which lie in the memory of several workers at the same time."""
+
+import os
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist
+from tfdist.data import shared_tables, table_memory
+from tfdist.data.loaded import Loaded
+from tfdist.data.sources import Arrays, Batches
+from tfdist.data.spec import Column, Spec
+
+ROWS = 1 << 12
+SPEC = Spec((64,), "float32", 3, float("inf"), ("a", "b", "ü"), (Column("n", "number", 1 / 3, float("nan")),))
+
+
+def table(rows=ROWS, dtype=np.float32):
+    return np.random.default_rng(1).integers(0, 100, [rows, 256]).astype(dtype)
+
+
+def mapped(tmp_path, array, start=0):
+    np.save(tmp_path / "x.npy", array)
+    return np.load(tmp_path / "x.npy", mmap_mode="r")[start:]
+
+
+def place(tensor):
+    return np.frombuffer(memoryview(tensor), tensor.dtype.as_numpy_dtype).ctypes.data
+
+
+# -- one process ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8"])
+def test_what_nobody_can_write_to_is_not_copied(dtype, tmp_path):
+    array = mapped(tmp_path, table(dtype=np.dtype(dtype)))
+    tensor = table_memory.tensor(array)
+    assert place(tensor) == array.ctypes.data and tensor.device.endswith("CPU:0")
+    np.testing.assert_array_equal(tensor, table(dtype=np.dtype(dtype)), strict=True)
+    np.testing.assert_array_equal(tf.gather(tensor, [7, 0]), table(dtype=np.dtype(dtype))[[7, 0]])
+
+
+def test_the_memory_lives_as_long_as_the_tensor(tmp_path):
+    tensor = table_memory.tensor(mapped(tmp_path, table()))
+    os.remove(tmp_path / "x.npy")
+    np.testing.assert_array_equal(tensor + 1, table() + 1)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        table(),
+        table()[::2],
+        np.asfortranarray(table()),
+        table().astype(">f4"),
+        table()[1:, 1:],
+        table() > 50,
+        table(0),
+        table(3),
+        np.broadcast_to(table(1), [ROWS, 256]),
+    ],
+)
+@pytest.mark.parametrize("writable", [True, False])
+def test_whatever_else_is_copied(array, writable):
+    """And begins where a kernel with AVX-512 can read it: it would end the process over one that does not."""
+    base = array.copy() if writable else array
+    base.flags.writeable = writable
+    tensor = table_memory.tensor(base)
+    np.testing.assert_array_equal(tensor, array)
+    assert tensor.dtype.as_numpy_dtype == array.dtype.newbyteorder("=")
+    assert place(tensor) % table_memory.ALIGNMENT == 0 or array.nbytes < table_memory.SMALL or array.dtype == bool
+    if writable:
+        base[...] = 0
+        np.testing.assert_array_equal(tensor, array)
+
+
+def test_a_view_that_cannot_be_written_to_of_an_array_that_can():
+    array = table()
+    view = array[:]
+    view.flags.writeable = False
+    tensor = table_memory.tensor(view)
+    array[...] = 0
+    np.testing.assert_array_equal(tensor, table())
+
+
+def test_rows_of_a_file_that_begin_anywhere(tmp_path):
+    array = mapped(tmp_path, table()[:, :255].copy(), start=1)
+    assert array.ctypes.data % table_memory.ALIGNMENT
+    np.testing.assert_array_equal(table_memory.tensor(array) * 2, table()[1:, :255] * 2)
+
+
+def test_a_training_from_a_file_ends_as_from_memory(connect, tmp_path):
+    x, y = table() / np.float32(100), np.arange(ROWS) % 3
+    weights = []
+    for given in (x, mapped(tmp_path, x)):
+        keras.utils.set_random_seed(1)
+        with connect(3).scope():
+            model = keras.Sequential([keras.layers.Input([256]), keras.layers.Dense(3)])
+            model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        tfdist.fit(model, given, y, batch_size=100, epochs=2, verbose=0, distribution=connect(3))
+        weights.append(model.get_weights())
+    for one, other in zip(*weights, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+# -- workers of a host ------------------------------------------------------------
+
+
+def loaded(train=None, evaluation=None):
+    x, y = table(5_000 * 4), np.arange(20_000) % 3
+    parts = {"numbers": x, "more": (x[:, 0] > 50, [y.astype(np.uint8)])}
+    return Loaded(train or Arrays((parts, y)), evaluation or Arrays((x[:7], y[:7], y[:7] / 2)), 20_000, SPEC)
+
+
+def assert_same(one, other):
+    assert repr(one.spec) == repr(other.spec) and one.examples == other.examples  # NaN is in it
+    for a, b in ((one.train, other.train), (one.eval, other.eval)):
+        tf.nest.assert_same_structure(a.columns, b.columns)
+        for array, copy in zip(tf.nest.flatten(a.columns), tf.nest.flatten(b.columns), strict=True):
+            np.testing.assert_array_equal(array, copy, strict=True)
+
+
+@pytest.fixture
+def tables():
+    made = shared_tables.SharedTables()
+    yield made
+    made.close()
+
+
+def test_what_is_offered_is_taken_without_a_copy(tables):
+    given = loaded()
+    moved, note = tables.offer(given)
+    taken = shared_tables.take(note)
+    assert_same(moved, given)
+    assert_same(taken, given)
+    x = taken.train.columns[0]["numbers"]
+    assert place(table_memory.tensor(x)) == x.ctypes.data
+    with pytest.raises(ValueError, match="read-only"):
+        x[0] = 0
+    with pytest.raises(PermissionError):  # by whoever else finds it
+        os.pwrite(os.open(f"/proc/{os.getpid()}/fd/{note['file']}", os.O_RDWR), b"x", 0)
+    tables.close()
+    assert shared_tables.take(note) is None
+    assert_same(taken, given)
+
+
+def test_another_process_takes_it(tables):
+    _, note = tables.offer(loaded())
+    program = f"from tfdist.data import shared_tables as s; print(s.take({note!r}).train.columns[0]['numbers'].sum())"
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert float(printed) == table(20_000).sum()
+
+
+def test_the_memory_of_somebody_else_is_not_taken(tables, tmp_path):
+    """As in a container, where the same number is another process, and the same place another file."""
+    _, note = tables.offer(loaded())
+    with open(tmp_path / "x", "wb+") as other:
+        other.truncate(note["size"])
+        assert shared_tables.take({**note, "file": other.fileno()}) is None
+    assert shared_tables.take({**note, "size": note["size"] + 1}) is None
+    assert shared_tables.take({**note, "process": 2**22}) is None
+    assert shared_tables.take(note) is not None
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        loaded(evaluation=Batches(tf.data.Dataset.from_tensors((tf.zeros([2, 64]), tf.zeros([2]))))),
+        loaded(evaluation=Arrays((np.array(["a", "b"]), np.zeros(2)))),
+        loaded(evaluation=Arrays((np.array([None, 2]), np.zeros(2)))),
+        loaded(evaluation=Arrays(({7: np.zeros(2)}, np.zeros(2)))),
+        Loaded(Arrays((np.zeros(9), np.zeros(9))), Arrays((np.zeros(9), np.zeros(9))), 9, SPEC),
+    ],
+)
+def test_what_is_not_shared(data, tables):
+    assert tables.offer(data) == (data, None)
+
+
+@pytest.mark.parametrize("missing", ["memfd_create", "memory"])
+def test_without_such_memory_each_has_its_own(missing, tables, monkeypatch):
+    if missing == "memory":
+        monkeypatch.setattr(shared_tables.os, "memfd_create", lambda *_: os.open("/dev/full", os.O_WRONLY))
+    else:
+        monkeypatch.delattr(shared_tables.os, "memfd_create")
+    data = loaded()
+    assert tables.offer(data) == (data, None) and tables._file == -1
+
+
+def test_workers_of_a_host_load_once():
+    """The others of three find it, and read what it has."""
+
+    def work():
+
+        import tfdist
+        from tfdist.data.datasets import registry
+        from tfdist.data.worker_facts import facts
+        from tfdist.engine import data_loading
+
+        peers = tfdist.connect("multi_worker").peers
+        calls = []
+        options = "examples=6000, shape=(28, 28, 1), classes=3"
+        data = data_loading.loaded(peers, lambda: calls.append(0) or registry.load_data("synthetic", options=options))
+        with open("/proc/self/maps") as file:
+            shared = "memfd:tfdist data" in file.read()
+        return len(calls), shared, str(facts(data.train))
+
+    one, *others = tfdist.launch(work, nproc=3)
+    assert one[:2] == (1, True) and [other[:2] for other in others] == [(0, True)] * 2
+    assert {other[2] for other in others} == {one[2]}
