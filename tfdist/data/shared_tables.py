@@ -53,7 +53,7 @@ class SharedTables:
         about = {"columns": columns, "examples": loaded.examples, "spec": spec_file.plain(loaded.spec)}
         try:
             note = self._written(about, arrays)
-        except OSError:  # no memory, or a kernel without it
+        except (OSError, TypeError):  # no memory, a kernel without it, or a description that JSON cannot hold
             self.close()
             return loaded, None
         return take(note) or loaded, note
