@@ -20,7 +20,7 @@ import tempfile
 import slow_links
 
 from tfdist import config
-from tfdist.plan import exchange, quantities
+from tfdist.plan import exchange, pair, quantities
 from tfdist.plan.cost import Compute, Job, Machines, MessageWork, NetworkLink
 
 HERE = pathlib.Path(__file__).parent
@@ -139,6 +139,7 @@ def main() -> None:
         return computing(options.computing)
     alone = exchange.measure(1, ("float32",))["float32"]
     costs: dict[tuple[str, int], tuple[Compute, Job]] = {}
+    waiting: dict[str, float] = {}
     rows = []
     chosen = [CELLS[int(number) - 1] for number in options.cells.split(",")] if options.cells else CELLS
     for name, workers, link, latency in chosen:
@@ -148,7 +149,11 @@ def main() -> None:
         share = max(1.0, workers / len(os.sched_getaffinity(0)))
         work = MessageWork(alone.step_seconds * share, alone.byte_seconds * share)
         between = NetworkLink(quantities.bits_per_second(link), quantities.latency_seconds(latency))
-        predicted = Machines(between, {"float32": work}, compute).predict(job, workers)
+        if name not in waiting:
+            local = Machines(between, {"float32": alone}, compute)
+            waiting[name] = pair.sum_seconds(experiment(name), local, job, 1, SECONDS)
+        machines = Machines(between, {"float32": work}, compute, sum_seconds=waiting[name] * share)
+        predicted = machines.predict(job, workers)
         measured = trained(name, workers, between, predicted.seconds)
         ratio = predicted.seconds / measured
         rows.append(

@@ -17,7 +17,7 @@ from tfdist import config
 from tfdist.config import call_length
 from tfdist.config.runtime_options import Environment
 from tfdist.errors import UserError
-from tfdist.plan import cost, exchange, quantities, report, scaling
+from tfdist.plan import cost, exchange, pair, quantities, report, scaling
 from tfdist.plan.cost import Compute, Job, Machines, MessageWork, NetworkLink
 
 NOTHING = MessageWork(0.0, 0.0)
@@ -107,6 +107,17 @@ def test_workers_of_one_machine_do_not_use_the_link():
     local = machines(per_node=2).predict(job(12_500_000), 1)
     assert (local.workers, local.exposed, local.efficiency) == (2, pytest.approx(0), pytest.approx(1))
     assert machines(per_node=2).predict(job(12_500_000), 2).exposed == pytest.approx(0.15 * 1538 / 1448)
+
+
+def test_what_two_workers_of_this_machine_wait_for_each_other_is_added_to_each_sum():
+    # 1 message and 1 in each of 2 micro-batches, each of 2 steps of 1 ms: 6 ms of the 15 that two take longer.
+    asked, local = job(4, in_passes=(4,)), machines(NetworkLink(1e18, 0.0), MessageWork(1e-3, 0.0))
+    each = pair.beyond(15e-3, local, asked)
+    assert each == pytest.approx(3e-3) and pair.beyond(5e-3, local, asked) == 0
+    found = dataclasses.replace(local, sum_seconds=each).predict(asked, 4)
+    assert found.parts["waiting"] == pytest.approx(9e-3)
+    assert found.seconds == pytest.approx(0.25 + 3 * 6e-3 + 9e-3)
+    assert dataclasses.replace(local, sum_seconds=each).predict(asked, 1).seconds == pytest.approx(1.0)
 
 
 def test_no_worker_is_without_an_example():

@@ -11,6 +11,18 @@ from tfdist.engine.step.step import Step
 from tfdist.errors import Interrupted, UserError
 
 
+class Due(NamedTuple):
+    """What it is time for, by the clock of a worker; that of the chief counts."""
+
+    save: bool = False
+    """A checkpoint."""
+    hold: bool = False
+    """To hold the state in memory, should another worker be lost."""
+
+
+NOTHING = Due()
+
+
 class Agreed(NamedTuple):
     """What the workers have agreed upon; the same on all of them."""
 
@@ -18,10 +30,8 @@ class Agreed(NamedTuple):
     """How long the call took, on average."""
     between: float
     """How long it was from the call before to this one, on average."""
-    save: bool
-    """Whether the chief finds it time for a checkpoint."""
-    hold: bool
-    """Whether it finds it time to hold the state in memory."""
+    due: Due
+    """As the chief sees it."""
 
 
 class _StopVote(NamedTuple):
@@ -31,8 +41,7 @@ class _StopVote(NamedTuple):
     between: float
     reason: str
     stop: bool
-    save: bool
-    hold: bool
+    due: Due
     read: str
 
 
@@ -41,8 +50,7 @@ def agree(
     label: str,
     seconds: float,
     should_stop: Callable[[], str],
-    save: bool = False,
-    hold: bool = False,
+    due: Due = NOTHING,
     read: str = "",
     stops: str = "stop_training",
     between: float = 0.0,
@@ -53,8 +61,7 @@ def agree(
       label: where this worker is.
       seconds: how long the call took here.
       should_stop: returns a reason to stop the run, or nothing.
-      save: whether this worker finds it time for a checkpoint.
-      hold: whether it finds it time to hold the state in memory.
+      due: what it is time for, by this worker's clock.
       read: checksum of the batches that this worker has read.
       stops: the attribute by which callbacks tell Keras' model to stop what it is doing.
       between: seconds from the call before to this one here.
@@ -64,7 +71,7 @@ def agree(
       Interrupted: some worker has a reason to stop.
     """
     peers = step.distribution.peers
-    mine = _StopVote(seconds, between, should_stop(), bool(getattr(step.model, stops, False)), save, hold, read)
+    mine = _StopVote(seconds, between, should_stop(), bool(getattr(step.model, stops, False)), due, read)
     votes = [_StopVote(*vote) for vote in peers.gather(label, list(mine))]
     for rank, vote in enumerate(votes):
         if vote.read != votes[0].read:
@@ -77,7 +84,7 @@ def agree(
             raise Interrupted(vote.reason + (f" (worker {rank})" if peers.size > 1 else ""))
     setattr(step.model, stops, any(vote.stop for vote in votes))
     seconds, between = (statistics.fmean(times) for times in zip(*((vote.seconds, vote.between) for vote in votes)))
-    return Agreed(seconds, between, votes[0].save, votes[0].hold)
+    return Agreed(seconds, between, Due(*votes[0].due))
 
 
 def anywhere(distribution: Distribution, label: str, *facts: bool) -> list[bool]:

@@ -14,7 +14,8 @@ from tfdist.checkpoints.training_run import TrainingRun
 from tfdist.config.messages import logger
 from tfdist.data.batch_layout import Layout
 from tfdist.data.structures import Structure
-from tfdist.engine.agreement import Agreed
+from tfdist.engine import agreement
+from tfdist.engine.agreement import Agreed, Due
 from tfdist.engine.call_errors import OutOfMemory
 from tfdist.engine.callbacks import callback
 from tfdist.errors import TrainingError
@@ -74,20 +75,18 @@ class Keeper:
         skip = min((u for u in now.skipped if u >= now.update), default=math.inf) - now.update
         return min(skip, math.inf if self._checkpoints is None else self._checkpoints.limit(now.update))
 
-    def late(self) -> bool:
-        """Tells whether it is time for a checkpoint, by this worker's clock."""
-        return self._checkpoints is not None and self._checkpoints.late()
-
-    def should_hold(self) -> bool:
-        """Tells whether it is time to hold the state in memory for the loss of a worker, by this worker's clock."""
+    def due(self) -> Due:
+        """Tells what it is time for, by this worker's clock."""
+        if self._checkpoints is None:
+            return agreement.NOTHING
         several = self._run.distribution.workers > 1
-        return several and self._checkpoints is not None and self._checkpoints.should_hold()
+        return Due(self._checkpoints.late(), several and self._checkpoints.should_hold())
 
     def after_call(self, now: Position, agreed: Agreed) -> None:
         """Takes a checkpoint in the middle of an epoch, if one is due by number or by the chief's clock."""
-        if self._checkpoints is not None and (agreed.save or self._checkpoints.due(now.update)):
+        if self._checkpoints is not None and (agreed.due.save or self._checkpoints.due(now.update)):
             self._save(now)
-        elif self._checkpoints is not None and agreed.hold:
+        elif self._checkpoints is not None and agreed.due.hold:
             self._checkpoints.hold(self._run, now)
 
     def after_epoch(self, now: Position, logs: Mapping[str, Structure], agreed: Agreed) -> None:

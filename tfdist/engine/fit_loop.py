@@ -141,8 +141,7 @@ class FitLoop:
             position.update, epoch + 1, stopped=self._model.stop_training, skipped=position.skipped
         )
         label = f"the end of epoch {epoch + 1}"
-        late, hold = self._keeper.late(), self._keeper.should_hold()
-        agreed = agreement.agree(self._step, label, 0.0, self._options.should_stop, late, hold)
+        agreed = agreement.agree(self._step, label, 0.0, self._options.should_stop, self._keeper.due())
         self._position.stopped = self._model.stop_training
         self._keeper.after_epoch(self._position, self._logs, agreed)
 

@@ -148,8 +148,8 @@ class UpdateLoop:
             layer_statistics.average(self._model, self._step.distribution, self._shards)
         self._callbacks.on_train_batch_end(now.begun - 1, now.logs)
         label, read = f"update {now.update}", batching.digest(self._feed, done)
-        late, hold = self._keeper.late(), self._keeper.should_hold()
-        agreed = agreement.agree(self._step, label, seconds, self._should_stop, late, hold, read, between=python)
+        due = self._keeper.due()
+        agreed = agreement.agree(self._step, label, seconds, self._should_stop, due, read, between=python)
         self._pace.took(agreed.seconds, done, part.full, agreed.between)
         if done < part.last - part.first:
             return False

@@ -12,7 +12,9 @@ Here a is the time of a step without a payload, which is the work of the
 processes with a message and the link's latency, and b is the time of a byte:
 the link's, and that of the processors, which copy and add. Nothing is taken to
 happen at the same time: sums begin within the backward pass (docs/speed.md),
-but on CPUs most of their time is work of the same processors.
+but on CPUs most of their time is work of the same processors. What a sum takes
+besides, since workers come to it at different moments, is measured with two of
+them and taken to be the same for more.
 """
 
 from __future__ import annotations
@@ -89,6 +91,11 @@ class Job:
         """Returns the bytes that an update sums."""
         return sum(self.messages) + self.accumulate * sum(self.in_passes)
 
+    @property
+    def sums(self) -> int:
+        """Returns how many sums an update has."""
+        return len(self.messages) + self.accumulate * len(self.in_passes)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prediction:
@@ -131,6 +138,13 @@ class Machines:
     compute: Compute
     """Of one worker among its machine's `per_node`."""
     per_node: int = 1
+    sum_seconds: float = 0.0
+    """What each sum of an update takes besides, since workers come to it at different moments; see `pair`."""
+
+    def local_exchange(self, job: Job, workers: int) -> float:
+        """Returns the seconds of an update's sums among workers of one machine, without `sum_seconds`."""
+        parts = dataclasses.replace(self, sum_seconds=0.0)._parts(job, workers, False, 1)
+        return parts["messages"] + parts["copies"]
 
     def predict(self, job: Job, nodes: int) -> Prediction | None:
         """Predicts an update on so many machines; None where a worker would have no example in a micro-batch."""
@@ -171,6 +185,7 @@ class Machines:
             "latency": latency * sum(steps),
             "messages": own.step_seconds * sum(steps) + plain.step_seconds * sum(inner),
             "copies": own.byte_seconds * sum(sent) + plain.byte_seconds * sum(carried),
+            "waiting": self.sum_seconds * job.sums if workers > 1 else 0.0,
         }
         messages = [
             Transfer(end, own.step_seconds * step + own.byte_seconds * size, wire * size, latency * step)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 from tfdist import config
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.config.messages import logger
 from tfdist.distributed import connect
-from tfdist.plan import exchange, picture, report
+from tfdist.plan import exchange, pair, picture, report
 from tfdist.plan.cost import Machines
 from tfdist.plan.report import Request
 from tfdist.plan.scaling import Variant
@@ -40,6 +41,10 @@ def plan(experiment: config.Experiment, wanted: Request, folder: RunFolder) -> i
     # The type that the experiment asks for comes first, then the other one.
     dtypes = (own, "float16" if own == "float32" else "float32")
     variants = [Variant(dtype, workload.job(dtype, bucket)) for dtype in dtypes]
+    logger.info("measuring what two workers on this machine wait for each other ...")
+    threads = max(1, min(environment.threads or 1, len(os.sched_getaffinity(0)) // 2))
+    waiting = pair.sum_seconds(experiment, machines, variants[0].job, threads, wanted.seconds)
+    machines = dataclasses.replace(machines, sum_seconds=waiting)
     if measured[-1].accumulate > experiment.train.accumulate:
         job = variants[0].job
         larger = dataclasses.replace(job, batch=LARGER * job.batch, accumulate=LARGER * job.accumulate)

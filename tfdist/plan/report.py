@@ -72,7 +72,9 @@ class ScalingPlan:
             f"{in_time(compute.example)} by example, --threads={self.request.environment.threads} "
             f"(within {100 * worst(compute, self.measured):.0f} % of each measurement).",
             f"A step of the ring takes {in_time(work.step_seconds)} and {1e9 * work.byte_seconds:.2g} ns a byte "
-            f"without a network. An update sums {in_bytes(job.size)} in {len(job.messages)} messages{inner}.",
+            f"without a network. An update sums {in_bytes(job.size)} in {len(job.messages)} messages{inner}. "
+            f"Each of them takes {in_time(self.machines.sum_seconds)} more where two workers train, which wait for "
+            "each other.",
             LEGEND,
         ]
 
@@ -142,6 +144,7 @@ class ScalingPlan:
             "environment": {"host": platform.node(), "python": platform.python_version(), "tfdist": __version__},
             "measured": [dataclasses.asdict(m) for m in self.measured],
             "compute": dataclasses.asdict(self.machines.compute),
+            "sum_seconds": self.machines.sum_seconds,
             "work": {dtype: dataclasses.asdict(work) for dtype, work in self.machines.work.items()},
             "variants": [dataclasses.asdict(variant) for variant in self.variants],
             "rows": rows,

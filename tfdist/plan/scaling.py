@@ -19,6 +19,7 @@ _CAUSES = {
     "latency": "the link's latency",
     "messages": "what the processors do for each message",
     "copies": "what the processors copy and add of each message",
+    "waiting": "what workers wait for each other at each sum",
     "fixed": "what an update takes however few its examples are",
 }
 
