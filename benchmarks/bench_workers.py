@@ -66,6 +66,7 @@ class Group:
             self.talks.append(server.accept()[0].makefile("rw"))
         greetings = [json.loads(talk.readline()) for talk in self.talks]
         self.ways = greetings[0]["ways"]
+        self.peak_mb = None
         work = workloads.WORKLOADS[workload]
         batch = work.batch * self.size
         self.examples = work.examples * self.size // batch * batch * EPOCHS
@@ -74,7 +75,10 @@ class Group:
         """Examples per second of all processes."""
         for talk in self.talks:
             print(way, file=talk, flush=True)
-        speed = self.examples / max(json.loads(talk.readline())["seconds"] for talk in self.talks)
+        answers = [json.loads(talk.readline()) for talk in self.talks]
+        speed = self.examples / max(answer["seconds"] for answer in answers)
+        if self.peak_mb is None:  # of the first way, since memory that was taken once counts for all that follow
+            self.peak_mb = sum(answer["peak_mb"] for answer in answers)
         print(f"  {self.name} {way}: {speed:,.0f}", file=sys.stderr, flush=True)
         return speed
 
@@ -108,12 +112,12 @@ def stream(size=1 << 28):
 
 
 def measure(workload, rounds, names):
-    """Rounds of examples per second, by group and way.
+    """Rounds of examples per second by group and way, and the most memory of each group's processes together.
 
     Groups follow each other and do not wait side by side: Horovod's background threads poll, which takes a share of
     the cores even from a group that does nothing.
     """
-    rounds_measured = []
+    rounds_measured, peaks = [], {}
     for _ in range(rounds):
         speeds = {}
         for name in names:
@@ -124,10 +128,11 @@ def measure(workload, rounds, names):
                         speed = group.speed(way)
                         if measured:
                             speeds[f"{name} {way}"] = speed
+                peaks.setdefault(f"{name} {group.ways[0]}", []).append(group.peak_mb)
             finally:
                 group.end()
         rounds_measured.append(speeds)
-    return rounds_measured
+    return rounds_measured, peaks
 
 
 def first_update(rounds):
@@ -174,11 +179,13 @@ def main():
     ]
     report = {"machine": f"{platform.machine()}, {os.cpu_count()} cores", "python": platform.python_version()}
     for workload in options.workloads.split(","):
-        rounds = report[workload] = measure(workload, options.rounds, names)
+        rounds, peaks = measure(workload, options.rounds, names)
+        report[workload], report[f"{workload}: peak MB"] = rounds, peaks
         for row in rounds:
             row["best tfdist"] = max(row["multi_worker tfdist"], row["horovod tfdist"])
         for name in rounds[0]:
-            print(f"{workload:6}{name:24}{statistics.median(r[name] for r in rounds):12,.0f} examples/s")
+            memory = f"{statistics.median(peaks[name]):10,.0f} MB" if name in peaks else ""
+            print(f"{workload:6}{name:24}{statistics.median(r[name] for r in rounds):12,.0f} examples/s{memory}")
         for (ours, theirs, way), targets in TARGETS.items():
             if workload in targets and f"{theirs} {way}" in rounds[0]:
                 ratio = statistics.median(r[f"{ours} tfdist"] / r[f"{theirs} {way}"] for r in rounds)

@@ -3,11 +3,12 @@
     python benchmarks/worker.py GROUP WORKLOAD PORT EPOCHS        with RANK and WORLD_SIZE, or under horovodrun
 
 GROUP is default, multi_worker, horovod or torch. One thread per process. Connects to 127.0.0.1:PORT, says its rank and
-what it can do, and for each name it is sent answers the seconds of so many epochs.
+what it can do, and for each name it is sent answers the seconds of so many epochs, and the most memory it ever took.
 """
 
 import json
 import os
+import resource
 import socket
 import sys
 import time
@@ -173,7 +174,8 @@ def main():
         print(json.dumps({"group": GROUP, "rank": rank, "ways": list(ways)}), file=talk, flush=True)
         for line in talk:
             seconds = ways[line.strip()]()
-            print(json.dumps({"seconds": seconds}), file=talk, flush=True)
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+            print(json.dumps({"seconds": seconds, "peak_mb": peak}), file=talk, flush=True)
 
 
 if __name__ == "__main__":

@@ -143,7 +143,7 @@ class Machines:
 
     def local_exchange(self, job: Job, workers: int) -> float:
         """Returns the seconds of an update's sums among workers of one machine, without `sum_seconds`."""
-        parts = dataclasses.replace(self, sum_seconds=0.0)._parts(job, workers, False, 1)
+        parts = self._parts(job, workers, False, 1)
         return parts["messages"] + parts["copies"]
 
     def predict(self, job: Job, nodes: int) -> Prediction | None:
