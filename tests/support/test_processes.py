@@ -251,8 +251,13 @@ def test_a_launcher_gets_a_server_of_its_own(tmp_path):
     (tmp_path / "worker.py").write_text(
         "import os, signal, sys\nprint('parent', os.getppid(), 'keras' in sys.modules, os.getsid(0) == "
         "os.getpid(), flush=True)\n"
-        "signal.pause() if os.environ['RANK'] == '0' else os.kill(os.getpid(), signal.SIGSEGV)\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    open('said', 'w').close()\n"
+        "    signal.pause()\n"
+        "open('said').close()  # else the launcher may end the other one before it has printed\n"
+        "os.kill(os.getpid(), signal.SIGSEGV)\n"
     )
+    os.mkfifo(tmp_path / "said")
     words = [sys.executable, "-m", "tfdist.launch", "--nproc_per_node=2", "--", "worker.py"]
     done = processes.Popen(
         words, cwd=tmp_path, env=os.environ | ENVIRON, text=True, stdout=processes.PIPE, stderr=processes.PIPE
