@@ -1,8 +1,6 @@
 """A data set's arrays in memory once for all workers of a host: one worker loads them, the others map what it has.
 
-The memory belongs to no file system (memfd), so nothing is left behind by a worker that is killed, and it is sealed, so
-that nobody can change it. It is found by its place in the `/proc` of the worker that made it, which others of the same
-user can open. Where that cannot be, each worker has its own. Linux only.
+The memory is sealed, so that nobody can change it. Where it cannot be shared, each worker has its own.
 """
 
 from __future__ import annotations
@@ -13,11 +11,11 @@ import json
 import math
 import mmap
 import os
-import uuid
-from typing import TypeAlias
 
 import numpy as np
 
+from tfdist.config import host_memory
+from tfdist.config.host_memory import Note
 from tfdist.data import spec_file
 from tfdist.data.loaded import Loaded
 from tfdist.data.sources import Arrays
@@ -28,15 +26,12 @@ SMALLEST = 1 << 24
 """Arrays that take fewer bytes together are not worth it."""
 _ROOM = 1 << 12
 
-Note: TypeAlias = dict[str, str | int]
-"""Where the memory is, as JSON can hold it."""
-
 
 class SharedTables:
     """What a worker offers to the others of its host; to be closed when they have taken it."""
 
     def __init__(self) -> None:
-        self._file = -1
+        self._memory: host_memory.Offer | None = None
 
     def offer(self, loaded: Loaded) -> tuple[Loaded, Note | None]:
         """Moves the arrays to memory that others can map; returns the data that lies there, and where that is.
@@ -48,7 +43,7 @@ class SharedTables:
             columns = [_numbered(source, arrays) for source in (loaded.train, loaded.eval)]
         except TypeError:
             return loaded, None
-        if sum(array.nbytes for array in arrays) < SMALLEST or not hasattr(os, "memfd_create"):
+        if sum(array.nbytes for array in arrays) < SMALLEST:
             return loaded, None
         about = {"columns": columns, "examples": loaded.examples, "spec": spec_file.plain(loaded.spec)}
         try:
@@ -60,44 +55,42 @@ class SharedTables:
 
     def close(self) -> None:
         """Gives up the place at which others find the memory; what they have mapped stays."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        if self._memory:
+            self._memory.close()
 
     def _written(self, about: dict[str, object], arrays: list[np.ndarray]) -> Note:
-        token, described = uuid.uuid4().hex.encode(), b""
+        described = b""
         for _ in range(2):  # the arrays begin behind the description, which says where they begin
-            at = _rounded(len(token) + len(described) + _ROOM)
+            at = _rounded(host_memory.Offer.TOKEN_BYTES + len(described) + _ROOM)
             places = []
             for array in arrays:
                 places.append(at)
                 at = _rounded(at + array.nbytes)
             kinds = [(a.dtype.str, a.shape, place) for a, place in zip(arrays, places)]
             described = json.dumps({**about, "arrays": kinds}).encode()
-        self._file = os.memfd_create("tfdist data", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        with contextlib.closing(os.fdopen(os.dup(self._file), "wb")) as file:
-            file.write(token + described + b"\0")
+        self._memory = host_memory.Offer("tfdist data")
+        with contextlib.closing(os.fdopen(os.dup(self._memory.fileno()), "wb")) as file:
+            file.write(described + b"\0")
             for array, place in zip(arrays, places, strict=True):
                 file.seek(place)
                 file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
             file.truncate(at)
         seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
-        fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, seals)
-        return {"process": os.getpid(), "file": self._file, "token": token.decode(), "size": at}
+        fcntl.fcntl(self._memory.fileno(), fcntl.F_ADD_SEALS, seals)
+        return self._memory.note()
 
 
 def take(note: Note) -> Loaded | None:
     """Returns the data that a worker of this host has offered; None if its memory cannot be seen from here."""
-    token = str(note["token"]).encode()
-    try:
-        with open(f"/proc/{note['process']}/fd/{note['file']}", "rb") as file:
-            # From another container, something else may be at that place.
-            if file.read(len(token)) != token or os.fstat(file.fileno()).st_size != note["size"]:
-                return None
-            memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-    except OSError:
+    file = host_memory.opened(note)
+    if file is None:
         return None
-    about = json.loads(memory[len(token) : memory.find(b"\0")])
+    with file:
+        try:
+            memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        except OSError:
+            return None
+    about = json.loads(memory[host_memory.Offer.TOKEN_BYTES : memory.find(b"\0")])
     arrays = [
         np.ndarray(tuple(shape), np.dtype(dtype), memory, place)  # which begins where `table_memory` wants it
         for dtype, shape, place in about["arrays"]

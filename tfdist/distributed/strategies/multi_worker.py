@@ -49,8 +49,10 @@ def create(
     """
     import tensorflow as tf
 
-    from tfdist.distributed import collectives
+    from tfdist.distributed import collectives, shared_memory_sum
+    from tfdist.distributed.strategies import worker_sums
 
+    asked = communication
     communication, options = _communication(names, communication)
     strategy = _start(names, peers, options)
     bucket = collectives.BUCKET_BYTES if bucket_bytes is None else bucket_bytes
@@ -62,8 +64,11 @@ def create(
     def all_sum(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         return collectives.bucketed(tensors, reduce, bucket)
 
-    if communication == "ring" and len(names) == 1:
-        reduce = _Ring(replicas, names[0]).reduce
+    shared = shared_memory_sum.between(peers) if asked == "auto" and names == ("CPU:0",) else None
+    if shared:
+        reduce = worker_sums.SharedMemory(shared).reduce
+    elif communication == "ring" and len(names) == 1:
+        reduce = worker_sums.Ring(replicas, names[0]).reduce
     else:
         # TensorFlow's own layer keeps an order per device. Without it NCCL deadlocks, and so do several CPUs of one
         # process, whose collectives a tf.function would run one after the other.
@@ -143,55 +148,6 @@ class _Average:
             if key not in self._compiled:
                 self._compiled[key] = tf.function(lambda: self._strategy.run(mean), autograph=False)
             self._compiled[key]()
-
-
-class _Ring:
-    """All-reduces over TensorFlow's ring on gRPC for one replica per worker, without the layers above it."""
-
-    GROUP_KEY = 1 << 20
-    """Beyond those that TensorFlow counts up from 1."""
-
-    IN_FLIGHT = 8
-    """Sums that may be under way at a time: gRPC holds copies of each meanwhile."""
-
-    def __init__(self, replicas: int, device: str):
-        import tensorflow as tf
-
-        self._replicas = replicas
-        # Keys pair up the same collective of all workers, which trace the same functions in the same order.
-        self._used = 0
-        # A tf.function runs stateful operations one after the other as they were traced, a clock that waits for the
-        # last gradient among them. Those with resources wait for their input, and for others with the same resource
-        # alone; nobody reads or writes these. One sum that travels by itself has nothing to overtake.
-        with tf.device(f"/device:{device}"):
-            self._orders = [
-                tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[], shared_name=f"tfdist.order.{i}")
-                for i in range(self.IN_FLIGHT)
-            ]
-
-    def reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Sums each tensor over all replicas."""
-        import tensorflow as tf
-
-        if self._replicas == 1:
-            return tensors
-        sums = []
-        for tensor in tensors:
-            self._used += 1
-            order = [self._orders[self._used % self.IN_FLIGHT]] if len(tensors) > 1 else []
-            sums.append(
-                tf.raw_ops.CollectiveReduceV2(
-                    input=tensor,
-                    group_size=self._replicas,
-                    group_key=self.GROUP_KEY,
-                    instance_key=self._used,
-                    ordering_token=order,
-                    merge_op="Add",
-                    final_op="Id",
-                    communication_hint="ring",
-                )
-            )
-        return sums
 
 
 def _start(

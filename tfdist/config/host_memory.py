@@ -1,0 +1,64 @@
+"""Memory that processes of one host have in common, without a file that somebody would have to remove. Linux only.
+
+It belongs to no file system (memfd), so nothing is left behind by a process that is killed. Others of the same user
+find it by its place in the `/proc` of the process that made it.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from typing import BinaryIO, TypeAlias
+
+Note: TypeAlias = dict[str, str | int]
+"""Where memory is, as JSON can hold it."""
+
+
+class Offer:
+    """Memory that others can open until this is closed; what they have mapped by then stays.
+
+    Raises:
+      OSError: there is none to be had.
+    """
+
+    TOKEN_BYTES = 32
+    """At its beginning, which tell it from what another container may have at the same place."""
+
+    def __init__(self, name: str):
+        if not hasattr(os, "memfd_create"):
+            raise OSError("this system has no memory without a file")
+        self._token = uuid.uuid4().hex.encode()
+        self._file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.write(self._file, self._token)
+        except OSError:
+            self.close()
+            raise
+
+    def fileno(self) -> int:
+        """Returns its file descriptor."""
+        return self._file
+
+    def note(self) -> Note:
+        """Returns where it is; its size must not change any more."""
+        size = os.fstat(self._file).st_size
+        return {"process": os.getpid(), "file": self._file, "token": self._token.decode(), "size": size}
+
+    def close(self) -> None:
+        """Gives up the place at which others find it."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def opened(note: Note, writing: bool = False) -> BinaryIO | None:
+    """Opens what a process of this host offers; None if it cannot be seen from here."""
+    token = str(note["token"]).encode()
+    try:
+        file = open(f"/proc/{note['process']}/fd/{note['file']}", "r+b" if writing else "rb", buffering=0)
+    except OSError:
+        return None
+    if file.read(len(token)) != token or os.fstat(file.fileno()).st_size != note["size"]:
+        file.close()
+        return None
+    return file

@@ -1,0 +1,194 @@
+"""Sums over the workers of one host through memory that they have in common. No TensorFlow.
+
+TensorFlow's ring sends what it sums through gRPC, at 0.3 GB/s where a memory copy makes 10. Here each worker writes
+its array into a slot of its own, a piece at a time, says so, and adds up all slots in order of rank, so that all have
+the same bits. A worker has two slots and takes them in turn: who has written a piece has read the one before, so that
+a piece needs one wait. Pieces are small enough to stay in the processor's cache.
+
+The waits rely on other processors seeing writes in the order in which they were made. That holds on x86; elsewhere
+Python has no way to ask for it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import sys
+import threading
+import time
+
+import numpy as np
+
+from tfdist.config import host_memory
+from tfdist.distributed.job import addresses
+from tfdist.distributed.peers import Peers
+
+PIECE = 1 << 18
+"""Bytes of a slot."""
+MOST = 8
+"""Workers. Each reads what all have written; beyond, a ring moves less."""
+_LINE = 64
+"""Bytes that a processor sends another one at a time; and the alignment that TensorFlow wants of an array."""
+_HEADER = 1 << 12
+_LOOKS = 2000
+"""Looks at what another worker has done, about 100 microseconds, before this one lets others have the processor."""
+_YIELD_S = 1e-3
+"""Seconds of waiting after which this worker sleeps between looks, for a part of what it has waited so far."""
+_SLEEP_PART = 0.05
+_LONGEST_SLEEP_S = 5e-3
+
+
+class OutOfStepError(RuntimeError):
+    """The workers do not sum the same."""
+
+
+class SharedMemorySum:
+    """Sums arrays over workers that all call it for the same arrays in the same order.
+
+    Args:
+      peers: the workers.
+      memory: of `_size(peers.size)` bytes, which all have in common, all zero but for its header.
+    """
+
+    def __init__(self, peers: Peers, memory: mmap.mmap):
+        self._peers = peers
+        self._rank, self._size = peers.rank, peers.size
+        line = _LINE // 8
+        # What each worker says: how many pieces it has written, and of what the last two were.
+        at = memoryview(memory)[_LINE : _LINE * (1 + self._size)].cast("q")
+        self._said = [at[r * line : (r + 1) * line] for r in range(self._size)]
+        self._others = [r for r in range(self._size) if r != self._rank]
+        self._slots = np.ndarray((self._size, 2, PIECE), np.uint8, memory, _HEADER)
+        self._pieces = 0
+        self._results: dict[tuple[tuple[int, ...], np.dtype], list[np.ndarray]] = {}
+        self._lock = threading.Lock()
+
+    def sum(self, key: int, array: np.ndarray) -> np.ndarray:
+        """Sums an array over the workers.
+
+        Args:
+          key: what this array is; the same on all workers, and another one for another array.
+          array: of numbers, contiguous, of the same shape and type on all workers.
+
+        Returns:
+          The sum, whose memory is used again when nobody holds it any more.
+
+        Raises:
+          OutOfStepError: another worker sums something else.
+          RuntimeError: another worker is lost.
+        """
+        with self._lock, np.errstate(all="ignore"):
+            result = self._result(array.shape, array.dtype)
+            own, total = array.reshape(-1), result.reshape(-1)
+            kind = (key << 32) + (array.nbytes << 6) + array.dtype.num & (1 << 63) - 1
+            step = PIECE // array.itemsize
+            for begin in range(0, own.size, step):
+                self._sum_piece(kind, own[begin : begin + step], total[begin : begin + step])
+            return result
+
+    def _sum_piece(self, kind: int, own: np.ndarray, total: np.ndarray) -> None:
+        self._pieces += 1
+        turn = self._pieces & 1
+        slots = self._slots[:, turn, : own.nbytes].view(own.dtype)
+        slots[self._rank] = own
+        said = self._said[self._rank]
+        said[1 + turn] = kind
+        said[0] = self._pieces  # after the rest
+        for rank in self._others:
+            if self._said[rank][0] < self._pieces:
+                self._wait_for(rank)
+            if self._said[rank][1 + turn] != kind:
+                raise OutOfStepError(f"worker {rank} sums something else than worker {self._rank} does")
+        np.add(slots[0], slots[1], out=total)
+        for rank in range(2, self._size):
+            np.add(total, slots[rank], out=total)
+
+    def _wait_for(self, rank: int) -> None:
+        """Waits until another worker has written as many pieces as this one."""
+        said, pieces = self._said[rank], self._pieces
+        for _ in range(_LOOKS):
+            if said[0] >= pieces:
+                return
+        begun = time.perf_counter()
+        while said[0] < pieces:
+            waited = time.perf_counter() - begun
+            if waited < _YIELD_S:
+                os.sched_yield()
+                time.sleep(0)  # which lets other threads of Python go on
+                continue
+            if self._peers.failure:
+                raise RuntimeError(f"a collective sum has lost worker {rank}")
+            time.sleep(min(waited * _SLEEP_PART, _LONGEST_SLEEP_S))
+
+    def _result(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Returns an array that nobody holds. New memory for each would cost as much as the sum: it must be zeroed."""
+        results = self._results.setdefault((shape, dtype), [])
+        for result in results:
+            if sys.getrefcount(result) == _FREE:
+                return result
+        size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        room = np.empty(size + _LINE, np.uint8)
+        begin = -room.ctypes.data % _LINE
+        results.append(room[begin : begin + size].view(dtype).reshape(shape))
+        return results[-1]
+
+
+def _free() -> int:
+    """Returns what `sys.getrefcount` says in `SharedMemorySum._result` of an array that nobody else holds."""
+    results = [np.empty(1)]
+    return next(sys.getrefcount(result) for result in results)
+
+
+_FREE = _free()
+
+
+def _bytes(workers: int) -> int:
+    return _HEADER + workers * 2 * PIECE
+
+
+def between(peers: Peers) -> SharedMemorySum | None:
+    """Returns what sums over the workers; None if they are not on one host, or cannot have memory in common.
+
+    All workers call this.
+
+    Raises:
+      PeerError: a worker was lost meanwhile.
+    """
+    hosts = {addresses.split(address).host for address in peers.addresses}
+    if not 2 <= peers.size <= MOST or len(hosts) > 1 or len(set(peers.hosts)) > 1:
+        return None
+    offer, memory = _offered(_bytes(peers.size)) if peers.rank == 0 else (None, None)
+    note = peers.gather("the memory in which workers sum", offer.note() if offer else None)[0]
+    if note and peers.rank > 0:
+        memory = _taken(note)
+    everybody = all(peers.gather("whether all workers see that memory", memory is not None))
+    if offer:
+        offer.close()
+    return SharedMemorySum(peers, memory) if memory and everybody else None
+
+
+def _offered(size: int) -> tuple[host_memory.Offer | None, mmap.mmap | None]:
+    """Returns new memory and its place; None for both where there is none, or where it would not do."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return None, None
+    offer = None
+    try:
+        offer = host_memory.Offer("tfdist sum")
+        os.posix_fallocate(offer.fileno(), 0, size)  # else a lack of memory would end the process in the middle
+        return offer, mmap.mmap(offer.fileno(), size)
+    except OSError:
+        if offer:
+            offer.close()
+        return None, None
+
+
+def _taken(note: host_memory.Note) -> mmap.mmap | None:
+    file = host_memory.opened(note, writing=True)
+    if file is None:
+        return None
+    with file:
+        try:
+            return mmap.mmap(file.fileno(), int(note["size"]))
+        except OSError:
+            return None
