@@ -11,7 +11,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tfdist.distributed.distribution import Distribution
@@ -67,6 +67,7 @@ def create(
     shared = shared_memory_sum.between(peers) if asked == "auto" and names == ("CPU:0",) else None
     if shared:
         reduce = worker_sums.SharedMemory(shared).reduce
+        _reduce_in_layers(strategy, reduce)
     elif communication == "ring" and len(names) == 1:
         reduce = worker_sums.Ring(replicas, names[0]).reduce
     else:
@@ -148,6 +149,32 @@ class _Average:
             if key not in self._compiled:
                 self._compiled[key] = tf.function(lambda: self._strategy.run(mean), autograph=False)
             self._compiled[key]()
+
+
+def _reduce_in_layers(
+    strategy: tf.distribute.MultiWorkerMirroredStrategy, reduce: Callable[[list[tf.Tensor]], list[tf.Tensor]]
+) -> None:
+    """Lets layers sum as gradients are: they do so through the replica context, as synchronized BatchNorm does.
+
+    Args:
+      reduce: all-reduces a list of tensors.
+    """
+    import tensorflow as tf
+
+    theirs = strategy.extended._batch_reduce_to
+
+    def batch_reduce_to(
+        reduce_op: tf.distribute.ReduceOp,
+        pairs: Sequence[tuple[object, object]],
+        options: tf.distribute.experimental.CommunicationOptions,
+    ) -> list[object]:
+        values = [value for value, _ in pairs]
+        if not all(isinstance(value, tf.Tensor) for value in values):  # sparse, or not of one replica
+            return theirs(reduce_op, pairs, options)
+        sums = reduce(values)
+        return [s / strategy.num_replicas_in_sync for s in sums] if reduce_op == tf.distribute.ReduceOp.MEAN else sums
+
+    strategy.extended._batch_reduce_to = batch_reduce_to
 
 
 def _start(
