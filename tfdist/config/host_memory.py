@@ -6,6 +6,7 @@ find it by its place in the `/proc` of the process that made it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import uuid
 from typing import BinaryIO, TypeAlias
@@ -54,11 +55,10 @@ class Offer:
 def opened(note: Note, writing: bool = False) -> BinaryIO | None:
     """Opens what a process of this host offers; None if it cannot be seen from here."""
     token = str(note["token"]).encode()
-    try:
-        file = open(f"/proc/{note['process']}/fd/{note['file']}", "r+b" if writing else "rb", buffering=0)
-    except OSError:
-        return None
-    if file.read(len(token)) != token or os.fstat(file.fileno()).st_size != note["size"]:
-        file.close()
-        return None
-    return file
+    with contextlib.ExitStack() as unless_it_is_that, contextlib.suppress(OSError):
+        path = f"/proc/{note['process']}/fd/{note['file']}"
+        file = unless_it_is_that.enter_context(open(path, "r+b" if writing else "rb", buffering=0))
+        if file.read(len(token)) == token and os.fstat(file.fileno()).st_size == note["size"]:
+            unless_it_is_that.pop_all()
+            return file
+    return None
