@@ -57,6 +57,8 @@ class Distribution:
     static_shapes: bool = False
     """Whether replicas want shapes that are known when a step is traced, as those on a TPU do. The host then gathers
     their rows, fills them up to one number and gives them to the replicas, in which no clock is read."""
+    communication: str = ""
+    """How workers sum: `shared memory`, `ring`, `nccl` or `horovod`; "" for a strategy of one process."""
     lacks: tuple[str, ...] = ()
     """Types in which its devices cannot compute."""
 

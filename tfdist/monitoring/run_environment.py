@@ -29,6 +29,7 @@ def environment(distribution: Distribution, site: Site) -> dict[str, object]:
         "workers": distribution.workers,
         "hosts": list(distribution.peers.hosts),
         "found_by": site.cluster.source,
+        "communication": distribution.communication,
         "jit": distribution.jit,
         "gpus": [dataclasses.asdict(g) for g in site.survey.gpus],
         "driver_problem": site.survey.problem,

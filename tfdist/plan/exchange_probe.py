@@ -24,7 +24,7 @@ def samples(threads: int, dtypes: tuple[str, ...]) -> list[dict[str, str | float
     """
     import tfdist
 
-    distribution = tfdist.connect("multi_worker", devices="none", threads=threads)
+    distribution = tfdist.connect("multi_worker", devices="none", threads=threads, communication="ring")
     import tensorflow as tf  # after the strategy has chosen its kernels
 
     def timed(size: int, repeats: int, dtype: str) -> float:

@@ -25,7 +25,7 @@ def seconds(experiment: config.Experiment, threads: int, strategy: str, examples
     if strategy == "default":
         for name in os.environ.keys() - env_vars.without(os.environ, env_vars.CLUSTER).keys():
             del os.environ[name]
-    distribution = tfdist.connect(strategy, devices="none", threads=threads)
+    distribution = tfdist.connect(strategy, devices="none", threads=threads, communication="ring")
     from tfdist.plan.workload import Workload  # which imports TensorFlow, started by now
 
     workload = Workload(experiment, distribution)

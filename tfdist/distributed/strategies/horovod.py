@@ -129,6 +129,7 @@ def create(hvd: ModuleType, name: str, reason: str, peers: Peers, jit: str) -> D
         all_sum=collectives.all_sum,
         average=collectives.average,
         broadcast=collectives.broadcast,
+        communication="horovod",
         peers=peers,
     )
 

@@ -41,7 +41,7 @@ def create(
       reason: why this strategy, in words for a person.
       peers: the workers, which have met.
       jit: see `Distribution.jit`.
-      communication: `auto`, `ring` (gRPC) or `nccl`.
+      communication: `auto`, `ring` (gRPC) or `nccl`. Only `auto` takes the memory that workers of one host share.
       bucket_bytes: see `collectives.bucketed`; None for its default.
 
     Raises:
@@ -88,6 +88,7 @@ def create(
         average=_Average(strategy, all_sum, replicas).assign,
         creating=_saying_what_cannot_travel,
         peers=peers,
+        communication="shared memory" if shared else communication,
     )
 
 
