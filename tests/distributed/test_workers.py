@@ -30,6 +30,7 @@ NAMES = [
 WORLDS = {
     "multi_worker 1": ("multi_worker", 1, {}),
     "multi_worker 2": ("multi_worker", 2, {}),
+    "multi_worker 2 by ring": ("multi_worker", 2, {"communication": "ring"}),
     "multi_worker 3": ("multi_worker", 3, {}),
     "multi_worker 2 x 2 devices": ("multi_worker", 2, {"virtual_devices": 2}),
     "horovod 2": ("horovod", 2, {}),
@@ -37,12 +38,15 @@ WORLDS = {
 }
 
 
-SHORT = ("multi_worker 2", "horovod 2")
+SHORT = ("multi_worker 2", "multi_worker 2 by ring", "horovod 2")
 """Worlds of `make test`; three processes, and two devices in each, take minutes to trace on two cores."""
+
+SHARING = ("multi_worker 2", "multi_worker 3")
+"""Worlds whose workers sum through the memory of their host."""
 
 
 def cells():
-    """Yields (world, case) of the whole table; `make test` has every twelfth case in two worlds of two processes."""
+    """Yields (world, case) of the whole table; `make test` has every twelfth case in three worlds of two processes."""
     for i, world in enumerate(WORLDS):
         for k, name in enumerate(NAMES):
             marks = [] if world in SHORT and (i + k) % 12 == 0 else [pytest.mark.whole]
@@ -62,6 +66,8 @@ def workers_of(request, tmp_path_factory):
         worlds.start(strategy, workers, options, folder, "case_worker.py", list(names))
         results = [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(workers)]
         assert {r["workers"] for r in results} == {workers}
+        sums = "shared memory" if world in SHARING else "horovod" if strategy == "horovod" else "ring"
+        assert {r["communication"] for r in results} == {sums}
         assert {r["replicas"] for r in results} == {workers * options.get("virtual_devices", 1)}
         return results
 

@@ -27,5 +27,6 @@ for dtype in ("float16", "bfloat16"):
     except tfdist.UserError as error:
         shrunk[dtype] = str(error)
 path = pathlib.Path(sys.argv[1], f"{DISTRIBUTION.rank}.pickle")
-seen = {"found": found, "shrunk": shrunk, "replicas": DISTRIBUTION.replicas, "workers": DISTRIBUTION.workers}
+seen = {name: getattr(DISTRIBUTION, name) for name in ("replicas", "workers", "communication")}
+seen |= {"found": found, "shrunk": shrunk}
 path.write_bytes(pickle.dumps(seen))

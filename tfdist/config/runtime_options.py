@@ -225,8 +225,8 @@ def _define_workers(d: Environment) -> None:
         "communication",
         d.communication,
         COMMUNICATION,
-        "How multi_worker sums: ring (gRPC) or nccl; auto: nccl between GPUs; between CPUs the memory of their host, or "
-        "ring.",
+        "How multi_worker sums: ring (gRPC) or nccl; auto: nccl between GPUs, between CPUs of one host its memory, "
+        "else ring.",
     )
     flags.DEFINE_integer(
         "bucket_bytes",

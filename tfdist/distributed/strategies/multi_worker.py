@@ -162,7 +162,7 @@ def _reduce_in_layers(
     """
     import tensorflow as tf
 
-    theirs = strategy.extended._batch_reduce_to
+    theirs = strategy.extended.batch_reduce_to
 
     def batch_reduce_to(
         reduce_op: tf.distribute.ReduceOp,
@@ -175,7 +175,7 @@ def _reduce_in_layers(
         sums = reduce(values)
         return [s / strategy.num_replicas_in_sync for s in sums] if reduce_op == tf.distribute.ReduceOp.MEAN else sums
 
-    strategy.extended._batch_reduce_to = batch_reduce_to
+    strategy.extended.batch_reduce_to = batch_reduce_to
 
 
 def _start(

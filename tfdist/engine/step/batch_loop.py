@@ -78,7 +78,9 @@ class StepOutput(NamedTuple):
     @classmethod
     def unpacked(cls, values: tf.Tensor, losses: int | None) -> StepOutput:
         """Takes apart what `packed` has put together with this number of losses; None for no measures."""
-        return cls(values, values[:0]) if losses is None else cls(values[:losses], values[losses:])
+        if losses is None or values.shape[0] == losses:
+            return cls(values, tf.zeros([0], values.dtype))
+        return cls(values[:losses], values[losses:])
 
 
 def _run(distribution: Distribution, layout: Layout, one: Callable, batch: Batch, is_last: tf.Tensor) -> tf.Tensor:

@@ -229,9 +229,10 @@ class OwnedOptimizer:
 
         def constants(dtype: tf.DType) -> dict[str, tf.Tensor]:
             # As in Keras, whose `cast` makes a float32 of a number first: only the powers are of such.
-            power = lambda beta: tf.pow(tf.cast(beta, dtype), tf.cast(step, dtype))
+            t = tf.cast(step, dtype)
+            power = lambda beta: tf.pow(tf.cast(beta, dtype), t)
             constant = lambda value: tf.constant(value, dtype)
-            t, beta2_power = tf.cast(step, dtype), power(optimizer.beta_2)
+            beta2_power = power(optimizer.beta_2)
             exact = dtype.as_numpy_dtype
             half = 0.5 * (float(exact(optimizer.beta_2)) - (1.0 - float(exact(1.0 - optimizer.beta_2))))
             right = 1 - constant(half) * t * beta2_power / (1 - beta2_power)

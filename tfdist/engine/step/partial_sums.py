@@ -111,6 +111,8 @@ class Payload:
         Args:
           penalties: of the regularisers, scalars.
         """
+        if len(self.parts) == 1 and self.parts[0].denominator is None and not penalties:
+            return self.sums * tf.cast(self.parts[0].weight, self.sums.dtype)
         values = self._values()
         weighted = [value * tf.cast(part.weight, value.dtype) for part, value, _ in values]
         weighted += [tf.cast(p, self.sums.dtype) for p in penalties]
