@@ -232,8 +232,9 @@ def rows_of(batch: Batch, share: Share, in_own: Share) -> Structure:
 
     if of_table:
         return keras.tree.map_structure(some, batch.table)
-    is_whole = isinstance(start, int) and start == 0 and known == batch.rows.shape[0]
-    rows = batch.rows if is_whole else some(batch.rows)
+    rows: tf.Tensor = batch.rows
+    if known is None or known != rows.shape[0]:  # all of them begin at the first
+        rows = some(rows)
     return keras.tree.map_structure(lambda t: tf.gather(t, rows), batch.table)
 
 
