@@ -2,7 +2,7 @@
 
     python benchmarks/worker.py GROUP WORKLOAD PORT EPOCHS        with RANK and WORLD_SIZE, or under horovodrun
 
-GROUP is default, multi_worker, horovod or torch. One thread per process. Connects to 127.0.0.1:PORT, says its rank and
+GROUP is default, multi_worker, ring (which is multi_worker over gRPC), horovod or torch. One thread per process. Connects to 127.0.0.1:PORT, says its rank and
 what it can do, and for each name it is sent answers the seconds of so many epochs, and the most memory it ever took.
 """
 
@@ -28,7 +28,8 @@ def tensorflow_ways():
     """(rank, ways) of this process of tfdist and of bare loops on the same strategy."""
     import tfdist
 
-    distribution = tfdist.connect(GROUP, threads=1)
+    over_grpc = {"communication": "ring"} if GROUP == "ring" else {}
+    distribution = tfdist.connect("multi_worker" if GROUP == "ring" else GROUP, threads=1, **over_grpc)
     import tensorflow as tf
     import workloads
 
@@ -101,9 +102,9 @@ def tensorflow_ways():
         return tf.while_loop(lambda i: i < steps, body, (tf.constant(0),), parallel_iterations=1)
 
     ways = {"tfdist": fit}
-    if workers > 1:
+    if GROUP in ("ring", "horovod"):
         ways["bare"] = lambda: timed(epoch, EPOCHS)
-    if GROUP == "multi_worker" and "tf_keras" in os.environ.get("TFDIST_BENCH", ""):
+    if GROUP == "ring" and "tf_keras" in os.environ.get("TFDIST_BENCH", ""):
         ways["tf_keras"] = legacy_fit(strategy, workloads, x, y, batch, steps)
     return rank, ways
 
