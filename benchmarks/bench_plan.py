@@ -151,7 +151,7 @@ def main() -> None:
         between = NetworkLink(quantities.bits_per_second(link), quantities.latency_seconds(latency))
         if name not in waiting:
             local = Machines(between, {"float32": alone}, compute)
-            waiting[name] = pair.sum_seconds(experiment(name), local, job, 1, SECONDS)
+            waiting[name] = pair.sum_seconds(experiment(name), local, job, 1, SECONDS, "ring")
         machines = Machines(between, {"float32": work}, compute, sum_seconds=waiting[name] * share)
         predicted = machines.predict(job, workers)
         measured = trained(name, workers, between, predicted.seconds)

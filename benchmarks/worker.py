@@ -2,8 +2,9 @@
 
     python benchmarks/worker.py GROUP WORKLOAD PORT EPOCHS        with RANK and WORLD_SIZE, or under horovodrun
 
-GROUP is default, multi_worker, ring (which is multi_worker over gRPC), horovod or torch. One thread per process. Connects to 127.0.0.1:PORT, says its rank and
-what it can do, and for each name it is sent answers the seconds of so many epochs, and the most memory it ever took.
+GROUP is default, multi_worker, ring (which is multi_worker over gRPC), horovod or torch. One thread per process.
+Connects to 127.0.0.1:PORT, says its rank and what it can do, and for each name it is sent answers the seconds of so
+many epochs, and the most memory it ever took.
 """
 
 import json

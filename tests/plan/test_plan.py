@@ -109,6 +109,25 @@ def test_workers_of_one_machine_do_not_use_the_link():
     assert machines(per_node=2).predict(job(12_500_000), 2).exposed == pytest.approx(0.15 * 1538 / 1448)
 
 
+def test_workers_of_one_machine_sum_in_its_memory():
+    # 2 workers move 5 bytes for each of the array, 4 workers 7. 1 message of 8 MB and 1 of 1 MB in each micro-batch.
+    asked = job(8_000_000, in_passes=(1_000_000,))
+    ring, memory = MessageWork(1e-2, 1e-7), MessageWork(1e-3, 2e-9)
+    host = cost.HostSums({"float32": memory, "float16": memory}, 5e-4)
+    for workers, moved in ((2, 1), (4, 7 / 5)):
+        found = dataclasses.replace(machines(work=ring, per_node=workers), host=host).predict(asked, 1)
+        assert found.parts["messages"] == pytest.approx(3e-3)
+        assert found.parts["copies"] == pytest.approx(moved * 20e-3)
+        assert found.parts["waiting"] == pytest.approx(1.5e-3)
+        assert found.exposed == pytest.approx(3e-3 + moved * 20e-3 + 1.5e-3)
+    by_ring = machines(work=ring, per_node=2)
+    for nodes, per_node in ((2, 2), (1, 9), (1, 1)):  # beyond the machine, for too many, and for one
+        one, other = (
+            dataclasses.replace(by_ring, per_node=per_node, host=h).predict(asked, nodes) for h in (host, None)
+        )
+        assert one == other
+
+
 def test_what_two_workers_of_this_machine_wait_for_each_other_is_added_to_each_sum():
     # 1 message and 1 in each of 2 micro-batches, each of 2 steps of 1 ms: 6 ms of the 15 that two take longer.
     asked, local = job(4, in_passes=(4,)), machines(NetworkLink(1e18, 0.0), MessageWork(1e-3, 0.0))
@@ -138,7 +157,7 @@ def test_the_line_through_measurements():
 def test_the_cost_of_a_message_from_sums_of_two_workers():
     samples = [dict(dtype="float32", bytes=1_000_004, seconds=3.2e-3)]
     samples += [dict(dtype="float32", bytes=4, seconds=1.2e-3)]
-    assert dataclasses.astuple(exchange.works(samples)["float32"]) == pytest.approx((0.6e-3, 2e-9))
+    assert dataclasses.astuple(exchange.works(samples, steps=2)["float32"]) == pytest.approx((0.6e-3, 2e-9))
 
 
 def test_how_long_a_call_lasts():
@@ -272,8 +291,10 @@ def test_what_cannot_be_used_is_refused_in_one_line_without_tensorflow(tmp_path)
 
 
 @pytest.mark.whole
-def test_a_plan_of_this_machine(tmp_path, tfds_dir):
+@pytest.mark.parametrize("each", [1, 2])
+def test_a_plan_of_this_machine(each, tmp_path, tfds_dir):
     asked = ["--nodes=1,2,64", "--link=1Gbit", "--seconds=0.2", "--threads=1", "--config.model.name=mlp"]
+    asked.append(f"--nproc_per_node={each}")
     environ = os.environ | {"TFDS_DATA_DIR": str(tfds_dir), "PYTHONPATH": str(REPOSITORY)}
     words = [sys.executable, "-m", "tfdist.plan", *asked]
     done = processes.run(words, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300)
@@ -282,7 +303,14 @@ def test_a_plan_of_this_machine(tmp_path, tfds_dir):
     assert {p.name for p in folder.iterdir()} == {"plan.json", "plan.md", "plan.png"}
     record = json.loads((folder / "plan.json").read_text())
     one, two, most = record["rows"]
-    assert one["float32"]["efficiency"] == 1 and 0 < two["float32"]["efficiency"] < 1 and most["float32"] is None
+    assert (
+        (one["float32"]["efficiency"] == 1) == (each == 1)
+        and 0 < two["float32"]["efficiency"] < 1
+        and most["float32"] is None
+    )
     assert [m["accumulate"] for m in record["measured"]] == [1, 1, 1, 4]
     assert set(record["work"]) == {"float32", "float16"}
+    assert (record["host"] is None) == (each == 1) == ("sum in its memory" not in done.stdout)
+    if each == 2:
+        assert record["host"]["work"]["float32"]["byte_seconds"] < record["work"]["float32"]["byte_seconds"]
     assert all(len(line) <= 80 for line in done.stdout.splitlines() if not line.startswith("tfdist: "))

@@ -15,6 +15,9 @@ happen at the same time: sums begin within the backward pass (docs/speed.md),
 but on CPUs most of their time is work of the same processors. What a sum takes
 besides, since workers come to it at different moments, is measured with two of
 them and taken to be the same for more.
+
+Workers of one machine alone sum in its memory instead: each writes its bytes
+and reads those of all, so that a byte of the array is moved W + 3 times.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from tfdist.config import call_length
+from tfdist.distributed.shared_memory_sum import MOST
 
 PAYLOAD = 1448 / 1538
 """Share of what an Ethernet link carries that is the payload of TCP, with frames of 1,500 bytes."""
@@ -51,7 +55,7 @@ class MessageWork:
     """What a message costs the processes at both ends of it, on this machine without a network."""
 
     step_seconds: float
-    """Of a step of the ring without a payload."""
+    """Of a step of the ring, or of a sum in memory, without a payload."""
     byte_seconds: float
     """Of each byte that a worker sends and receives."""
 
@@ -129,6 +133,16 @@ def ring(size: float, workers: int, step: float, byte: float) -> float:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class HostSums:
+    """What sums cost workers of one machine alone, which make them in its memory; measured with two of them."""
+
+    work: Mapping[str, MessageWork]
+    """By the type in which gradients travel."""
+    sum_seconds: float = 0.0
+    """As of `Machines`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Machines:
     """Machines of one kind in a ring."""
 
@@ -140,6 +154,8 @@ class Machines:
     per_node: int = 1
     sum_seconds: float = 0.0
     """What each sum of an update takes besides, since workers come to it at different moments; see `pair`."""
+    host: HostSums | None = None
+    """None for machines whose workers sum through the network, even among themselves."""
 
     def local_exchange(self, job: Job, workers: int) -> float:
         """Returns the seconds of an update's sums among workers of one machine, without `sum_seconds`."""
@@ -171,6 +187,8 @@ class Machines:
 
     def _parts(self, job: Job, workers: int, remote: bool, rows: int) -> dict[str, float]:
         """Returns the seconds of an update by cause; what is hidden behind the passes counts for none."""
+        if self.host and not remote and 1 < workers <= MOST:
+            return self._parts_in_memory(self.host, job, workers, rows)
         plain, own = self.work["float32"], self.work[job.dtype]
         latency = TRIPS * self.link.latency if remote else 0.0
         wire = 8 / self.link.bits_per_second / PAYLOAD if remote else 0.0
@@ -202,6 +220,20 @@ class Machines:
             updates = max(1, int(call_length.seconds(self.link.latency) / max(sum(parts.values()), 1e-6)))
             parts["latency"] += CALL_TRIPS * self.link.latency / updates
         return parts
+
+    def _parts_in_memory(self, host: HostSums, job: Job, workers: int, rows: int) -> dict[str, float]:
+        plain, own = host.work["float32"], host.work[job.dtype]
+        moved = (workers + 3) / (2 + 3)  # beside the two workers of which it was measured
+        return {
+            "examples": self.compute.example * rows,
+            "fixed": self.compute.update + self.compute.micro * job.accumulate,
+            "bandwidth": 0.0,
+            "latency": 0.0,
+            "messages": own.step_seconds * len(job.messages) + plain.step_seconds * (job.sums - len(job.messages)),
+            "copies": moved * own.byte_seconds * sum(job.messages)
+            + moved * plain.byte_seconds * job.accumulate * sum(job.in_passes),
+            "waiting": host.sum_seconds * job.sums,
+        }
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

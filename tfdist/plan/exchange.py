@@ -11,7 +11,7 @@ from tfdist.plan.cost import MessageWork
 
 
 def measure(threads: int, dtypes: Sequence[str]) -> dict[str, MessageWork]:
-    """Starts two workers that sum tensors, and returns what that costs each of them, by type.
+    """Starts two workers that sum tensors over the ring, and returns what that costs each of them, by type.
 
     Args:
       threads: of each worker.
@@ -20,18 +20,28 @@ def measure(threads: int, dtypes: Sequence[str]) -> dict[str, MessageWork]:
     Raises:
       TrainingError: they have failed.
     """
-    return works(launch(exchange_probe.samples, threads, tuple(dtypes), nproc=2, show=False)[0])
+    return works(launch(exchange_probe.samples, "ring", threads, tuple(dtypes), nproc=2, show=False)[0].sums, steps=2)
 
 
-def works(samples: Sequence[Mapping[str, Any]]) -> dict[str, MessageWork]:
-    """Returns the cost of a message by type, from sums of two workers: two steps, and as many bytes as there are."""
+def measure_in_memory(threads: int, dtypes: Sequence[str]) -> dict[str, MessageWork] | None:
+    """Does the same in the memory of this machine; returns None where its workers cannot share any."""
+    samples = launch(exchange_probe.samples, "auto", threads, tuple(dtypes), nproc=2, show=False)[0]
+    return works(samples.sums, steps=1) if samples.communication == "shared memory" else None
+
+
+def works(samples: Sequence[Mapping[str, Any]], steps: int) -> dict[str, MessageWork]:
+    """Returns the cost of a message by type, from sums of two workers, who send each other as many bytes as there are.
+
+    Args:
+      steps: of a sum.
+    """
     found = {}
     for dtype in dict.fromkeys(sample["dtype"] for sample in samples):
         own = sorted((s for s in samples if s["dtype"] == dtype), key=lambda s: s["bytes"])
         least, most = own[0], own[-1]
         size = most["bytes"] - least["bytes"]
         found[dtype] = MessageWork(
-            step_seconds=least["seconds"] / 2,
+            step_seconds=least["seconds"] / steps,
             byte_seconds=max(0.0, most["seconds"] - least["seconds"]) / size,
         )
     return found

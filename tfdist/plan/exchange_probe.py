@@ -1,12 +1,13 @@
-"""One of two local workers that sum tensors over TensorFlow's ring, and measure what that costs this machine.
+"""One of two local workers that sum tensors, and measure what that costs this machine.
 
-`exchange.measure` starts it by `tfdist.launch`. Its loopback is no network: what is measured is the work of the
-processors with a message, which any link adds to.
+`exchange` starts it by `tfdist.launch`. Over TensorFlow's ring, the loopback is no network: what is measured is the
+work of the processors with a message, which any link adds to.
 """
 
 from __future__ import annotations
 
 import time
+from typing import NamedTuple
 
 SIZES = {4: 100, 1 << 20: 20, 4 << 20: 8, 16 << 20: 3}
 """How many sums of so many bytes a call makes, one after the other."""
@@ -15,16 +16,26 @@ CALLS = 5
 among them."""
 
 
-def samples(threads: int, dtypes: tuple[str, ...]) -> list[dict[str, str | float]]:
-    """Measures each type and size in one of the workers, and returns the seconds of a sum.
+class Samples(NamedTuple):
+    """What was measured."""
+
+    communication: str
+    """How the workers have summed, as `Distribution.communication`."""
+    sums: list[dict[str, str | float]]
+    """Of each type and size the seconds of a sum."""
+
+
+def samples(communication: str, threads: int, dtypes: tuple[str, ...]) -> Samples:
+    """Measures each type and size in one of the workers.
 
     Args:
+      communication: what is asked for.
       threads: of this worker.
       dtypes: types in which tensors travel; the casts to a smaller one and back belong to the cost.
     """
     import tfdist
 
-    distribution = tfdist.connect("multi_worker", devices="none", threads=threads, communication="ring")
+    distribution = tfdist.connect("multi_worker", devices="none", threads=threads, communication=communication)
     import tensorflow as tf  # after the strategy has chosen its kernels
 
     def timed(size: int, repeats: int, dtype: str) -> float:
@@ -48,8 +59,11 @@ def samples(threads: int, dtypes: tuple[str, ...]) -> list[dict[str, str | float
             seconds.append((time.perf_counter() - begun) / repeats)
         return min(seconds)
 
-    return [
-        {"dtype": dtype, "bytes": size, "seconds": timed(size, repeats, dtype)}
-        for dtype in dtypes
-        for size, repeats in SIZES.items()
-    ]
+    return Samples(
+        distribution.communication,
+        [
+            {"dtype": dtype, "bytes": size, "seconds": timed(size, repeats, dtype)}
+            for dtype in dtypes
+            for size, repeats in SIZES.items()
+        ],
+    )

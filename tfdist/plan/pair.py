@@ -14,7 +14,9 @@ from tfdist.plan import pair_probe
 from tfdist.plan.cost import Job, Machines
 
 
-def sum_seconds(experiment: config.Experiment, machines: Machines, job: Job, threads: int, limit: float) -> float:
+def sum_seconds(
+    experiment: config.Experiment, machines: Machines, job: Job, threads: int, limit: float, communication: str
+) -> float:
     """Trains with two local workers, and returns the seconds that each sum takes beyond what `machines` predicts.
 
     Args:
@@ -23,6 +25,7 @@ def sum_seconds(experiment: config.Experiment, machines: Machines, job: Job, thr
       job: the experiment's sums.
       threads: of each worker.
       limit: about how many seconds to measure.
+      communication: how the workers sum.
 
     Raises:
       TrainingError: the workers have failed.
@@ -31,9 +34,9 @@ def sum_seconds(experiment: config.Experiment, machines: Machines, job: Job, thr
     if batch < 2 * accumulate:
         return 0.0
     arguments = experiment, threads
-    together = launch(pair_probe.seconds, *arguments, "multi_worker", batch, limit, nproc=2, show=False)
+    together = launch(pair_probe.seconds, *arguments, communication, batch, limit, nproc=2, show=False)
     # At the same time, since two that compute may take more of a machine than there is.
-    beside = launch(pair_probe.seconds, *arguments, "default", batch // 2, limit, nproc=2, show=False)
+    beside = launch(pair_probe.seconds, *arguments, None, batch // 2, limit, nproc=2, show=False)
     return beyond(statistics.mean(together) - statistics.mean(beside), machines, job)
 
 

@@ -11,21 +11,25 @@ from tfdist import config
 from tfdist.distributed.job import env_vars
 
 
-def seconds(experiment: config.Experiment, threads: int, strategy: str, examples: int, limit: float) -> float:
+def seconds(
+    experiment: config.Experiment, threads: int, communication: str | None, examples: int, limit: float
+) -> float:
     """Returns the seconds of an update.
 
     Args:
       threads: of this worker.
-      strategy: `multi_worker` for two that train together, `default` for two that know nothing of each other.
+      communication: how two that train together sum; None for two that know nothing of each other.
       examples: of an update, over all workers that train together.
       limit: about how many seconds to measure.
     """
     import tfdist
 
-    if strategy == "default":
+    if communication is None:
         for name in os.environ.keys() - env_vars.without(os.environ, env_vars.CLUSTER).keys():
             del os.environ[name]
-    distribution = tfdist.connect(strategy, devices="none", threads=threads, communication="ring")
+        distribution = tfdist.connect("default", devices="none", threads=threads)
+    else:
+        distribution = tfdist.connect("multi_worker", devices="none", threads=threads, communication=communication)
     from tfdist.plan.workload import Workload  # which imports TensorFlow, started by now
 
     workload = Workload(experiment, distribution)

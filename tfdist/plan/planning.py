@@ -9,8 +9,9 @@ from tfdist import config
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.config.messages import logger
 from tfdist.distributed import connect
+from tfdist.distributed.shared_memory_sum import MOST
 from tfdist.plan import exchange, pair, picture, report
-from tfdist.plan.cost import Machines
+from tfdist.plan.cost import HostSums, Machines
 from tfdist.plan.report import Request
 from tfdist.plan.scaling import Variant
 
@@ -43,8 +44,15 @@ def plan(experiment: config.Experiment, wanted: Request, folder: RunFolder) -> i
     variants = [Variant(dtype, workload.job(dtype, bucket)) for dtype in dtypes]
     logger.info("measuring what two workers on this machine wait for each other ...")
     threads = max(1, min(environment.threads or 1, len(os.sched_getaffinity(0)) // 2))
-    waiting = pair.sum_seconds(experiment, machines, variants[0].job, threads, wanted.seconds)
-    machines = dataclasses.replace(machines, sum_seconds=waiting)
+    asked = variants[0].job, threads, wanted.seconds
+    machines = dataclasses.replace(machines, sum_seconds=pair.sum_seconds(experiment, machines, *asked, "ring"))
+    if 1 < wanted.nproc_per_node <= MOST:
+        logger.info("measuring what sums in the memory of this machine cost ...")
+        in_memory = exchange.measure_in_memory(environment.threads or 1, ("float32", small))
+        if in_memory:
+            machines = dataclasses.replace(machines, host=HostSums(in_memory))
+            waiting = pair.sum_seconds(experiment, machines, *asked, "auto")
+            machines = dataclasses.replace(machines, host=HostSums(in_memory, waiting))
     if measured[-1].accumulate > experiment.train.accumulate:
         job = variants[0].job
         larger = dataclasses.replace(job, batch=LARGER * job.batch, accumulate=LARGER * job.accumulate)

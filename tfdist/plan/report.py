@@ -13,7 +13,7 @@ from rich.table import Table
 from tfdist import __version__, config
 from tfdist.config.runtime_options import Environment
 from tfdist.plan import scaling
-from tfdist.plan.cost import Compute, Machines, NetworkLink, Prediction
+from tfdist.plan.cost import Compute, HostSums, Machines, NetworkLink, Prediction
 from tfdist.plan.quantities import in_bits, in_bytes, in_time
 from tfdist.plan.scaling import Variant
 
@@ -75,8 +75,17 @@ class ScalingPlan:
             f"without a network. An update sums {in_bytes(job.size)} in {len(job.messages)} messages{inner}. "
             f"Each of them takes {in_time(self.machines.sum_seconds)} more where two workers train, which wait for "
             "each other.",
+            *([self._in_memory(self.machines.host)] if self.machines.host else []),
             LEGEND,
         ]
+
+    def _in_memory(self, host: HostSums) -> str:
+        work = host.work[self.variants[0].job.dtype]
+        return (
+            f"Workers of one machine alone sum in its memory: {in_time(work.step_seconds)} for a sum and "
+            f"{1e9 * work.byte_seconds:.2g} ns a byte of two workers, and {in_time(host.sum_seconds)} more where they "
+            "train."
+        )
 
     def head(self) -> list[str]:
         """Returns the names of the columns."""
@@ -146,6 +155,7 @@ class ScalingPlan:
             "compute": dataclasses.asdict(self.machines.compute),
             "sum_seconds": self.machines.sum_seconds,
             "work": {dtype: dataclasses.asdict(work) for dtype, work in self.machines.work.items()},
+            "host": self.machines.host and dataclasses.asdict(self.machines.host),
             "variants": [dataclasses.asdict(variant) for variant in self.variants],
             "rows": rows,
             "verdict": self.verdict,
