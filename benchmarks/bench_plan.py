@@ -3,8 +3,10 @@
     python benchmarks/bench_plan.py --cells=1,4
 
 A host is a network namespace of this machine, so hosts share its cores: the cost of computing is measured with as many
-processes at a time as there will be workers, and what processors do with messages is scaled by the same share. For each
-cell a table has the seconds of an update as predicted and as measured, and the ratio; a picture shows all of them.
+processes at a time as there will be workers, and what processors do with messages is scaled by the same share. The
+links are predicted with as ping and a plain stream see them, since a relay takes longer than the latency asked of it.
+For each cell a table has that bandwidth in Gbit/s and latency in milliseconds, the seconds of an update as predicted
+and as measured, and the ratio; a picture shows all of them.
 """
 
 import argparse
@@ -21,7 +23,7 @@ import slow_links
 
 from tfdist import config
 from tfdist.plan import exchange, pair, quantities
-from tfdist.plan.cost import Compute, Job, Machines, MessageWork, NetworkLink
+from tfdist.plan.cost import PAYLOAD, Compute, Job, Machines, MessageWork, NetworkLink
 
 HERE = pathlib.Path(__file__).parent
 SECONDS = 3.0
@@ -112,6 +114,13 @@ def trained(name: str, workers: int, link: NetworkLink, seconds: float) -> float
     return 1437 / per_epoch / result["examples_per_second"]
 
 
+def seen(link: NetworkLink) -> NetworkLink:
+    """Returns a link as ping and a plain stream between two such hosts see it, with whatever makes it here."""
+    with slow_links.hosts(2, link.bits_per_second, link.latency) as where:
+        measured = slow_links.measured(where, int(link.bits_per_second / 8))
+    return NetworkLink(8 * measured.bytes_per_second / PAYLOAD, measured.latency)
+
+
 def draw(path: pathlib.Path, rows: list[dict]) -> None:
     from matplotlib.figure import Figure
 
@@ -148,20 +157,23 @@ def main() -> None:
         compute, job = costs[name, workers]
         share = max(1.0, workers / len(os.sched_getaffinity(0)))
         work = MessageWork(alone.step_seconds * share, alone.byte_seconds * share)
-        between = NetworkLink(quantities.bits_per_second(link), quantities.latency_seconds(latency))
+        nominal = NetworkLink(quantities.bits_per_second(link), quantities.latency_seconds(latency))
+        between = seen(nominal)
         if name not in waiting:
             local = Machines(between, {"float32": alone}, compute)
             waiting[name] = pair.sum_seconds(experiment(name), local, job, 1, SECONDS, "ring")
         machines = Machines(between, {"float32": work}, compute, sum_seconds=waiting[name] * share)
         predicted = machines.predict(job, workers)
-        measured = trained(name, workers, between, predicted.seconds)
+        measured = trained(name, workers, nominal, predicted.seconds)
         ratio = predicted.seconds / measured
         rows.append(
             {"experiment": name, "workers": workers, "link": link, "latency": latency}
+            | {"seen": dataclasses.asdict(between)}
             | {"predicted": predicted.seconds, "measured": measured, "parts": predicted.parts}
         )
         verdict = "" if abs(ratio - 1) <= WITHIN else "  missed"
-        print(f"{name:6}{workers:3}{link:>9}{latency:>7}{predicted.seconds:10.4f}", end="")
+        told = f"{between.bits_per_second / 1e9:7.3f}{1000 * between.latency:8.3f}"
+        print(f"{name:6}{workers:3}{link:>9}{latency:>7}{told}{predicted.seconds:10.4f}", end="")
         print(
             f"{measured:10.4f}{ratio:7.2f}{verdict}  { ({k: round(v, 4) for k, v in predicted.parts.items()}) }",
             flush=True,

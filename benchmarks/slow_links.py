@@ -9,11 +9,14 @@ import contextlib
 import fcntl
 import os
 import select
+import socket
+import statistics
 import struct
 import subprocess
 import sys
 import time
 import uuid
+from typing import NamedTuple
 
 FRAME = 1538 / 1448
 """What a payload of TCP takes on an Ethernet link, with frames of 1,500 bytes."""
@@ -21,6 +24,7 @@ PACKET = 32_000
 """Bytes of a packet that the relay carries: small ones would cost it more time than the link."""
 QUEUE_BYTES = 4_000_000
 """What waits for the link; what comes on top is lost, as in a switch."""
+PINGS = 100
 _TUNSETIFF, _TUN_WITHOUT_HEADER = 0x400454CA, 0x1001
 
 
@@ -57,6 +61,58 @@ def hosts(number: int, bits_per_second: float, latency: float):
             relay.wait()
         for space in (*spaces, f"tfdist-{mark}-switch"):
             subprocess.run(["ip", "netns", "del", space], stderr=subprocess.DEVNULL)
+
+
+class Measured(NamedTuple):
+    """A link as its users see it."""
+
+    bytes_per_second: float
+    """Of a plain TCP stream."""
+    latency: float
+    """Half of what an answer to a few bytes takes, in seconds."""
+
+
+def measured(where: list[list[str]], size: int) -> Measured:
+    """Measures the way from the first host to the second with `size` bytes, while nothing else uses it."""
+    words = [sys.executable, __file__]
+    server = subprocess.Popen([*where[1], *words, "answer", address(1)], stdout=subprocess.PIPE, text=True)
+    port = server.stdout.readline().strip()
+    asked = subprocess.run(
+        [*where[0], *words, "ask", address(1), port, str(size)], stdout=subprocess.PIPE, text=True, check=True
+    )
+    server.wait()
+    return Measured(*map(float, asked.stdout.split()))
+
+
+def _answer(host: str) -> None:
+    """Answers bytes one by one, and then a stream when it has come to its end."""
+    with socket.create_server((host, 0)) as server:
+        print(server.getsockname()[1], flush=True)
+        connection, _ = server.accept()
+        with connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for _ in range(PINGS):
+                connection.sendall(connection.recv(1))
+            while connection.recv(1 << 20):
+                pass
+            connection.sendall(b"x")
+
+
+def _ask(host: str, port: int, size: int) -> None:
+    with socket.create_connection((host, port)) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        took = []
+        for _ in range(PINGS):
+            begun = time.perf_counter()
+            connection.sendall(b"x")
+            connection.recv(1)
+            took.append(time.perf_counter() - begun)
+        there_and_back = statistics.median(took)
+        begun = time.perf_counter()
+        connection.sendall(bytes(size))
+        connection.shutdown(socket.SHUT_WR)
+        connection.recv(1)
+        print(size / (time.perf_counter() - begun - there_and_back), there_and_back / 2)
 
 
 def _switch(mark: str, spaces: list[str], bits_per_second: float) -> None:
@@ -97,8 +153,18 @@ def _run(*words: str) -> None:
 
 
 def main() -> None:
+    """One of the processes that this module starts."""
+    match sys.argv[1:]:
+        case ["answer", host]:
+            _answer(host)
+        case ["ask", host, port, size]:
+            _ask(host, int(port), int(size))
+        case [rate, latency, *names]:
+            _carry(float(rate), float(latency), names)
+
+
+def _carry(rate: float, latency: float, names: list[str]) -> None:
     """The relay: `slow_links.py BITS_PER_SECOND LATENCY NAME...`, a tunnel for each host."""
-    rate, latency, names = float(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
     os.nice(-20)  # what is late here would be taken for the link's
     tunnels = [os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK) for _ in names]
     for tunnel, name in zip(tunnels, names):

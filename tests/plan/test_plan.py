@@ -98,6 +98,9 @@ def test_sums_begin_within_the_backward_pass():
     # With 2 micro-batches the last backward pass is half as long.
     later = dataclasses.replace(early, accumulate=2)
     assert machines(link).predict(later, 2).exposed == pytest.approx(20 * wire - 1 / 12)
+    # What processors do for one sum can happen while the link carries another: 2 times 25 ms, of which one is hidden.
+    found = machines(work=MessageWork(0.0, 2e-9)).predict(job(12_500_000, 12_500_000, accumulate=1), 2)
+    assert found.exposed == pytest.approx(0.05 + 2 * wire - 0.025)
     # What processors do with messages is never hidden: 25 MB at 2 ns.
     found = machines(work=MessageWork(0.0, 2e-9)).predict(early, 2)
     assert found.parts["copies"] == pytest.approx(0.05) and found.exposed > 0.05

@@ -257,12 +257,16 @@ def exposed(transfers: Sequence[Transfer], passes: float, backward: float) -> fl
       passes: seconds of all passes.
       backward: seconds of the last backward pass, in which sums may begin.
     """
-    free = 0.0
+    processor = link = 0.0
     ends: list[float] = []
     for number, transfer in enumerate(sorted(transfers, key=lambda t: t.ready)):
         before = ends[number - AT_ONCE] if number >= AT_ONCE else 0.0
-        free = max(free, before, passes - backward * (1 - transfer.ready)) + transfer.work + transfer.wire
-        ends.append(free + transfer.latency)
+        begun = max(processor, before, passes - backward * (1 - transfer.ready))
+        processor = begun + transfer.work
+        # Half of the work is the sender's, before anything is on the link. The link carries one sum while the
+        # processors work for the next.
+        link = max(link, begun + transfer.work / 2) + transfer.wire
+        ends.append(link + transfer.latency + transfer.work / 2)
     return max(0.0, max(ends, default=0.0) - passes - sum(transfer.work for transfer in transfers))
 
 
