@@ -68,24 +68,24 @@ def test_only_gradients_travel_in_the_smaller_type():
     assert found.parts["copies"] == pytest.approx(3e-3 + 2 * 1e-3)
 
 
-def test_latency_counts_for_each_step_there_and_back():
+def test_latency_counts_for_each_step_and_for_one_question():
     found = machines(NetworkLink(1e15, 1e-3)).predict(job(4, in_passes=(4,)), 3)
-    # 1 message and 1 in each of 2 micro-batches, 4 steps each, 2 ms a step; 34 examples. After each call, of 1 update
-    # here, the metrics and an agreement, there and back.
-    assert found.exposed == pytest.approx(3 * 4 * 2e-3 + 4 * 1e-3)
+    # 1 message and 1 in each of 2 micro-batches, 4 steps of 1 ms each and 1 before; 34 examples. After each call, of 1
+    # update here, the metrics and an agreement, there and back.
+    assert found.exposed == pytest.approx(3 * 5e-3 + 5e-3 + 2e-3)
     assert found.parts["latency"] == pytest.approx(found.exposed)
 
 
 def test_messages_wait_for_the_link_at_the_same_time():
     link = NetworkLink(1e15, 1e-3)
-    assert machines(link).predict(job(*8 * [4]), 3).exposed == pytest.approx(4 * 2e-3 + 4 * 1e-3)
-    assert machines(link).predict(job(*9 * [4]), 3).exposed == pytest.approx(2 * 4 * 2e-3 + 4 * 1e-3)  # 8 at a time
+    assert machines(link).predict(job(*8 * [4]), 3).exposed == pytest.approx(5e-3 + 7e-3)
+    assert machines(link).predict(job(*9 * [4]), 3).exposed == pytest.approx(2 * 5e-3 + 7e-3)  # 8 at a time
 
 
 def test_a_call_has_several_updates():
-    # 2 steps of 8 ms an update; a call lasts 0.2 s, which is 12 updates, and then 4 times 4 ms.
+    # 3 times 4 ms an update; a call lasts 0.2 s, which is 16 updates, and then 3 + 2 times 4 ms.
     found = machines(NetworkLink(1e15, 4e-3), compute=Compute(0.0, 0.0, 0.0)).predict(job(4), 2)
-    assert found.seconds == pytest.approx(0.016 + 0.016 / 12)
+    assert found.seconds == pytest.approx(0.012 + 0.02 / 16)
 
 
 def test_sums_begin_within_the_backward_pass():

@@ -9,8 +9,9 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
-SIZES = {4: 100, 1 << 20: 20, 4 << 20: 8, 16 << 20: 3}
-"""How many sums of so many bytes a call makes, one after the other."""
+SIZES = {256: 100, 1 << 20: 20, 4 << 20: 8, 16 << 20: 3}
+"""How many sums of so many bytes a call makes, one after the other. Of a single number the ring of two would send
+nothing one way."""
 CALLS = 5
 """Calls of each size, of which the quickest counts, as others may use the machine; a first one, which traces, is not
 among them."""
