@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tfdist.config import host_memory
 from tfdist.data import shared_tables, table_memory
 from tfdist.data.loaded import Loaded
 from tfdist.data.sources import Arrays, Batches
@@ -161,6 +162,10 @@ def test_the_memory_of_somebody_else_is_not_taken(tables, tmp_path):
     with open(tmp_path / "x", "wb+") as other:
         other.truncate(note["size"])
         assert shared_tables.take({**note, "file": other.fileno()}) is None
+    another = host_memory.Offer("sum")
+    os.truncate(another.fileno(), note["size"])
+    assert shared_tables.take({**note, "file": another.fileno()}) is None
+    another.close()
     assert shared_tables.take({**note, "size": note["size"] + 1}) is None
     assert shared_tables.take({**note, "process": 2**22}) is None
     assert shared_tables.take(note) is not None
@@ -190,12 +195,13 @@ def test_without_such_memory_each_has_its_own(missing, tables, monkeypatch):
     assert tables.offer(data) == (data, None)
 
 
-def test_workers_of_a_host_load_once():
-    """The others of three find it, and read what it has."""
+def test_workers_of_a_host_load_once_but_each_calls_a_function_of_the_user():
+    """The others of three find what one has read. A function may leave a mean behind, at which the model looks."""
 
     def work():
 
         import tfdist
+        from tfdist import config
         from tfdist.data.datasets import registry
         from tfdist.data.worker_facts import facts
         from tfdist.engine import data_loading
@@ -203,11 +209,45 @@ def test_workers_of_a_host_load_once():
         peers = tfdist.connect("multi_worker").peers
         calls = []
         options = "examples=6000, shape=(28, 28, 1), classes=3"
-        data = data_loading.loaded(peers, lambda: calls.append(0) or registry.load_data("synthetic", options=options))
+
+        def load(name):
+            def read():
+                calls.append(name)
+                return registry.load_data("synthetic", options=options)
+
+            return data_loading.loaded(peers, config.Data(name=name), read)
+
+        data = load("synthetic")
         with open("/proc/self/maps") as file:
             shared = "memfd:tfdist data" in file.read()
-        return len(calls), shared, str(facts(data.train))
+        again = load("of_the_user:function")
+        return calls, shared, str(facts(data.train)), str(facts(again.train))
 
     one, *others = tfdist.launch(work, nproc=3)
-    assert one[:2] == (1, True) and [other[:2] for other in others] == [(0, True)] * 2
-    assert {other[2] for other in others} == {one[2]}
+    function = ["of_the_user:function"]
+    assert one[:2] == (["synthetic", *function], True)
+    assert [other[:2] for other in others] == [(function, True)] * 2
+    assert {facts for worker in (one, *others) for facts in worker[2:]} == {one[2]}
+
+
+def test_a_pipe_at_the_place_of_the_memory_is_not_read(tables):
+    """In another container the number is that of another process, and what it has there may be anything."""
+    _, note = tables.offer(loaded())
+    out, into = os.pipe()
+    try:
+        assert shared_tables.take({**note, "file": out}) is None  # and does not wait for it
+        os.write(into, b"x" * 50)
+        assert shared_tables.take({**note, "file": out}) is None
+        assert os.read(out, 100) == b"x" * 50
+    finally:
+        os.close(out)
+        os.close(into)
+
+
+def test_numbers_of_other_libraries_are_left_alone(tables):
+    import ml_dtypes
+
+    data = loaded(train=Arrays((np.zeros((1 << 24, 2), ml_dtypes.float8_e5m2), np.zeros(1 << 24))))
+    assert tables.offer(data) == (data, None)
+    with pytest.raises(ValueError, match="NPY_LONGDOUBLE"):
+        table_memory.tensor(np.zeros(1 << 20, np.longdouble))

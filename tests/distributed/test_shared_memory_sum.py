@@ -9,6 +9,7 @@ import threading
 import numpy as np
 import pytest
 
+import tfdist
 from tfdist.config import host_memory
 from tfdist.distributed import shared_memory_sum
 from tfdist.distributed.shared_memory_sum import PIECE, OutOfStepError
@@ -108,6 +109,8 @@ def test_a_result_that_somebody_holds_is_not_written_again():
     [
         pytest.param((1, np.zeros([4], "float32")), id="shape"),
         pytest.param((1, np.zeros([3], "int32")), id="type"),
+        pytest.param((1, np.zeros([3, 1], "float32")), id="form"),
+        pytest.param((1, np.zeros([0], "float32")), id="nothing"),
         pytest.param((2, np.zeros([3], "float32")), id="order"),
     ],
 )
@@ -119,7 +122,21 @@ def test_workers_that_sum_something_else_are_told(second):
 
     errors = Workers(2).run(work)
     assert [type(error) for error in errors] == [OutOfStepError] * 2
-    assert str(errors[0]) == "worker 1 sums something else than worker 0 does"
+    assert {str(error) for error in errors} == {"worker 1 sums other tensors than worker 0, or in another order"}
+
+
+def test_shapes_that_change_do_not_fill_the_memory():
+    def work(peers):
+        through = between(peers)
+        for size in range(20_000, 21_000):
+            through.sum(size, np.zeros([size], "float32"))
+        return [[room.nbytes for room in rooms] for rooms in through._results.values()]
+
+    assert Workers(2).run(work) == [[[(1 << 17) + 64]]] * 2
+
+
+def test_nothing_is_summed_to_nothing():
+    assert [sums.shape for sums in Workers(2).run(lambda p: between(p).sum(0, np.zeros([0, 3])))] == [(0, 3)] * 2
 
 
 def test_a_lost_worker_ends_the_wait():
@@ -188,6 +205,34 @@ def test_nobody_else_finds_the_memory_later(monkeypatch):
     monkeypatch.undo()
     (note,) = notes
     assert host_memory.opened(note) is None
+
+
+def test_a_layer_that_depends_on_the_worker_is_told_in_a_line():
+    def work():
+        import keras
+        import tensorflow as tf
+
+        import tfdist
+
+        distribution = tfdist.connect("multi_worker")
+        assert distribution.communication == "shared memory"
+
+        class Uneven(keras.layers.Layer):
+            def call(self, x):
+                context = tf.distribute.get_replica_context()
+                ones = tf.ones([3 + distribution.rank])
+                return x if context is None else x + tf.reduce_sum(context.all_reduce("SUM", ones))
+
+        with distribution.scope():
+            model = keras.Sequential([keras.Input((4,)), Uneven(), keras.layers.Dense(2)])
+            model.compile("sgd", "mse")
+        data = np.ones([8, 4], "float32"), np.ones([8, 2], "float32")
+        tfdist.fit(model, *data, distribution=distribution, batch_size=4, verbose=0, check_agreement="off")
+
+    with pytest.raises(
+        tfdist.TrainingError, match=r"UserError: worker 1 sums other tensors than worker 0, or .*order: "
+    ):
+        tfdist.launch(work, nproc=2)
 
 
 def test_it_needs_no_tensorflow():

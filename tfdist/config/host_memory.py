@@ -14,9 +14,14 @@ from typing import BinaryIO, TypeAlias
 Note: TypeAlias = dict[str, str | int]
 """Where memory is, as JSON can hold it."""
 
+_MEMORY = "/memfd:tfdist "
+
 
 class Offer:
     """Memory that others can open until this is closed; what they have mapped by then stays.
+
+    Args:
+      name: what it is for; `/proc` shows it.
 
     Raises:
       OSError: there is none to be had.
@@ -29,7 +34,7 @@ class Offer:
         if not hasattr(os, "memfd_create"):
             raise OSError("this system has no memory without a file")
         self._token = uuid.uuid4().hex.encode()
-        self._file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._file = os.memfd_create(f"tfdist {name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.write(self._file, self._token)
         except OSError:
@@ -55,8 +60,11 @@ class Offer:
 def opened(note: Note, writing: bool = False) -> BinaryIO | None:
     """Opens what a process of this host offers; None if it cannot be seen from here."""
     token = str(note["token"]).encode()
+    path = f"/proc/{note['process']}/fd/{note['file']}"
     with contextlib.ExitStack() as unless_it_is_that, contextlib.suppress(OSError):
-        path = f"/proc/{note['process']}/fd/{note['file']}"
+        # In another container that is another process. What it has there may be a pipe, which would wait to be read.
+        if not os.readlink(path).startswith(_MEMORY):
+            return None
         file = unless_it_is_that.enter_context(open(path, "r+b" if writing else "rb", buffering=0))
         if file.read(len(token)) == token and os.fstat(file.fileno()).st_size == note["size"]:
             unless_it_is_that.pop_all()

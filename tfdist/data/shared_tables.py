@@ -68,7 +68,7 @@ class SharedTables:
                 at = _rounded(at + array.nbytes)
             kinds = [(a.dtype.str, a.shape, place) for a, place in zip(arrays, places)]
             described = json.dumps({**about, "arrays": kinds}).encode()
-        self._memory = host_memory.Offer("tfdist data")
+        self._memory = host_memory.Offer("data")
         with contextlib.closing(os.fdopen(os.dup(self._memory.fileno()), "wb")) as file:
             file.write(described + b"\0")
             for array, place in zip(arrays, places, strict=True):
@@ -118,6 +118,8 @@ def _numbered(source: object, arrays: list[np.ndarray]) -> list[object]:
         if type(part) in (tuple, list):
             return [type(part).__name__, *map(number, part)]
         if type(part) is not np.ndarray or part.dtype.kind not in "fiub":
+            raise TypeError
+        if np.dtype(part.dtype.str) != part.dtype:  # of another library, such as float8
             raise TypeError
         arrays.append(part)
         return len(arrays) - 1

@@ -13,6 +13,8 @@ import tensorflow as tf
 
 ALIGNMENT = 64
 """Bytes: EIGEN_MAX_ALIGN_BYTES with AVX-512. A kernel ends the process over a tensor that begins elsewhere."""
+LARGEST_ITEM = 8
+"""Bytes of a number that TensorFlow knows, of those that are not complex."""
 SMALL = 1 << 20
 """Arrays of fewer bytes are copied as TensorFlow does it."""
 
@@ -35,6 +37,8 @@ def tensor(array: object) -> tf.Tensor:
     with tf.device("CPU:0"):
         if not isinstance(array, np.ndarray) or array.nbytes < SMALL or array.dtype.kind not in "fiu":
             return tf.convert_to_tensor(array)
+        if array.dtype.itemsize > LARGEST_ITEM:
+            return tf.convert_to_tensor(array)  # which refuses it in its own words
         fits = array.flags.c_contiguous and array.dtype.isnative and array.ctypes.data % ALIGNMENT == 0
         return _alias(array if fits and _is_constant(array) else _aligned(array))
 

@@ -11,12 +11,14 @@ Python has no way to ask for it.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import platform
 import sys
 import threading
 import time
+import zlib
 
 import numpy as np
 
@@ -37,6 +39,7 @@ _YIELD_S = 1e-3
 """Seconds of waiting after which this worker sleeps between looks, for a part of what it has waited so far."""
 _SLEEP_PART = 0.05
 _LONGEST_SLEEP_S = 5e-3
+OUT_OF_STEP = "worker {} sums other tensors than worker {}, or in another order"
 
 
 class OutOfStepError(RuntimeError):
@@ -55,13 +58,14 @@ class SharedMemorySum:
         self._peers = peers
         self._rank, self._size = peers.rank, peers.size
         line = _LINE // 8
-        # What each worker says: how many pieces it has written, and of what the last two were.
+        # What each worker says: how many pieces it has written, and of which array the last two were.
         at = memoryview(memory)[_LINE : _LINE * (1 + self._size)].cast("q")
         self._said = [at[r * line : (r + 1) * line] for r in range(self._size)]
         self._others = [r for r in range(self._size) if r != self._rank]
         self._slots = np.ndarray((self._size, 2, PIECE), np.uint8, memory, _HEADER)
         self._pieces = 0
-        self._results: dict[tuple[tuple[int, ...], np.dtype], list[np.ndarray]] = {}
+        self._results: dict[int, list[np.ndarray]] = {}
+        """Memory for results, by the bits of its size: not by the size, since shapes may be another in each update."""
         self._lock = threading.Lock()
 
     def sum(self, key: int, array: np.ndarray) -> np.ndarray:
@@ -81,9 +85,10 @@ class SharedMemorySum:
         with self._lock, np.errstate(all="ignore"):
             result = self._result(array.shape, array.dtype)
             own, total = array.reshape(-1), result.reshape(-1)
-            kind = (key << 32) + (array.nbytes << 6) + array.dtype.num & (1 << 63) - 1
+            about = zlib.crc32(f"{array.dtype.str} {array.dtype.name} {array.shape}".encode())
+            kind = (key << 32 | about) & (1 << 63) - 1
             step = PIECE // array.itemsize
-            for begin in range(0, own.size, step):
+            for begin in range(0, max(1, own.size), step):  # a piece even of nothing, as others may have something
                 self._sum_piece(kind, own[begin : begin + step], total[begin : begin + step])
             return result
 
@@ -99,7 +104,7 @@ class SharedMemorySum:
             if self._said[rank][0] < self._pieces:
                 self._wait_for(rank)
             if self._said[rank][1 + turn] != kind:
-                raise OutOfStepError(f"worker {rank} sums something else than worker {self._rank} does")
+                raise OutOfStepError(OUT_OF_STEP.format(max(rank, self._rank), min(rank, self._rank)))
         np.add(slots[0], slots[1], out=total)
         for rank in range(2, self._size):
             np.add(total, slots[rank], out=total)
@@ -123,21 +128,22 @@ class SharedMemorySum:
 
     def _result(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Returns an array that nobody holds. New memory for each would cost as much as the sum: it must be zeroed."""
-        results = self._results.setdefault((shape, dtype), [])
-        for result in results:
-            if sys.getrefcount(result) == _FREE:
-                return result
-        size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-        room = np.empty(size + _LINE, np.uint8)
+        size = dtype.itemsize * math.prod(shape)
+        rooms = self._results.setdefault(size.bit_length(), [])
+        # A result holds its room, of which it is a part.
+        room = next((room for room in rooms if sys.getrefcount(room) == _FREE), None)
+        if room is None:
+            # Pages that nothing is ever written to take no memory.
+            room = np.empty((1 << size.bit_length()) + _LINE, np.uint8)
+            rooms.append(room)
         begin = -room.ctypes.data % _LINE
-        results.append(room[begin : begin + size].view(dtype).reshape(shape))
-        return results[-1]
+        return room[begin : begin + size].view(dtype).reshape(shape)
 
 
 def _free() -> int:
-    """Returns what `sys.getrefcount` says in `SharedMemorySum._result` of an array that nobody else holds."""
-    results = [np.empty(1)]
-    return next(sys.getrefcount(result) for result in results)
+    """Returns what `sys.getrefcount` says in `SharedMemorySum._result` of a room that nobody else holds."""
+    rooms = [np.empty(1)]
+    return next(sys.getrefcount(room) for room in rooms)
 
 
 _FREE = _free()
@@ -174,7 +180,7 @@ def _offered(size: int) -> tuple[host_memory.Offer | None, mmap.mmap | None]:
         return None, None
     offer = None
     try:
-        offer = host_memory.Offer("tfdist sum")
+        offer = host_memory.Offer("sum")
         os.posix_fallocate(offer.fileno(), 0, size)  # else a lack of memory would end the process in the middle
         return offer, mmap.mmap(offer.fileno(), size)
     except OSError:

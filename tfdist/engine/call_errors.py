@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tfdist.data.feeds.record_feed import RecordFeed
 from tfdist.data.feeds.static_feed import StaticFeed
+from tfdist.distributed import shared_memory_sum
 from tfdist.distributed.peers import Peers
 from tfdist.engine.batching import Feed
 from tfdist.engine.step.step import NO_BATCH
@@ -98,6 +99,10 @@ _OWN_FAULTS = (
 """Without a word of a collective in them, these have nothing to do with the other workers."""
 _IN_PIPELINE = re.compile("IteratorGetNext|OptionalGetValue")
 _COMPLAINTS = (
+    (
+        shared_memory_sum.OUT_OF_STEP.format(r"\d+", r"\d+"),
+        ": what layers, losses and steps sum with all_reduce must not depend on the worker",
+    ),
     (r"a batch of the data set is larger than the first one \(.*?\)", ": make the first batch the largest"),
     (
         r"Received a label value of .*? outside the valid range of \[.*?\)",

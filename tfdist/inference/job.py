@@ -174,7 +174,9 @@ def _ready(
         data = new_rows(experiment, trained_for, asked, rows_alone)
     else:
         # Of another folder nothing was held out of a training.
-        data = data_loading.loaded(distribution.peers, lambda: registry.load(experiment, hold_out=not other_data))
+        data = data_loading.loaded(
+            distribution.peers, experiment.data, lambda: registry.load(experiment, hold_out=not other_data)
+        )
     if trained_for:
         compatibility.check_data(experiment, data.spec, trained_for)
         data = dataclasses.replace(data, spec=trained_for)

@@ -75,7 +75,9 @@ def prepare(
     experiment = batch_size_search.agreed(experiment, proposal, distribution)
     experiment, learnt = _with_learnt_accumulate(experiment, environment, site, folder, distribution)
     models.set_precision(experiment.train.precision)
-    data = data_loading.loaded(distribution.peers, lambda: registry.load(experiment, not environment.dry_run))
+    data = data_loading.loaded(
+        distribution.peers, experiment.data, lambda: registry.load(experiment, not environment.dry_run)
+    )
     distribution.peers.check_same(registry.facts(data), "the data set")
     schedule = schedule_lib.make(experiment, data.examples, distribution.replicas)
     if environment.find_learning_rate:

@@ -25,6 +25,15 @@ MEMORY_SHARE = 0.25
 """Share of the machine's memory that `data.cache=auto` lets a decoded split take."""
 
 
+KINDS = ("csv", "hf", "image_folder", "numpy", "parquet", "text", "tfrecord", "webdataset")
+"""What `data.name` begins with, before a colon, where `load` knows the format."""
+
+
+def is_function(name: str) -> bool:
+    """Returns whether a `data.name` is that of a function, `package.module:function`."""
+    return name.partition(":")[0] not in KINDS and field_syntax.is_reference(name)
+
+
 def load(experiment: config.Experiment, prepare: bool, hold_out: bool) -> Loaded:
     """Loads the data set that `data.name` names, as it is stored: images keep their sizes where they may.
 
@@ -58,7 +67,7 @@ def load(experiment: config.Experiment, prepare: bool, hold_out: bool) -> Loaded
             return _from_tfrecords(experiment, path, options)
         case ["webdataset", ":", pattern]:
             return _from_webdataset(experiment, pattern, options)
-    if field_syntax.is_reference(data.name):
+    if is_function(data.name):
         return _from_function(experiment, user_functions.resolve("data.name", data.name), options)
     if options:
         raise UserError(f"data.options={data.options!r} is for functions, the TFDS data set {data.name!r} takes none")
