@@ -23,7 +23,7 @@ import slow_links
 
 from tfdist import config
 from tfdist.plan import exchange, pair, quantities
-from tfdist.plan.cost import PAYLOAD, Compute, Job, Machines, MessageWork, NetworkLink
+from tfdist.plan.cost import PAYLOAD, Compute, Epoch, Job, Machines, MessageWork, NetworkLink
 
 HERE = pathlib.Path(__file__).parent
 SECONDS = 3.0
@@ -80,7 +80,7 @@ def measured_computing(name: str, workers: int) -> tuple[Compute, Job]:
     found = [json.loads(process.communicate()[0].splitlines()[-1]) for process in running]
     mean = {key: statistics.mean(one["compute"][key] for one in found) for key in found[0]["compute"]}
     job = {key: tuple(value) if isinstance(value, list) else value for key, value in found[0]["job"].items()}
-    return Compute(**mean), Job(**job)
+    return Compute(**mean), Job(**{**job, "epoch": Epoch(**job["epoch"])})
 
 
 def environ() -> dict[str, str]:

@@ -229,9 +229,7 @@ def test_a_layer_that_depends_on_the_worker_is_told_in_a_line():
         data = np.ones([8, 4], "float32"), np.ones([8, 2], "float32")
         tfdist.fit(model, *data, distribution=distribution, batch_size=4, verbose=0, check_agreement="off")
 
-    with pytest.raises(
-        tfdist.TrainingError, match="UserError: worker 1 sums other tensors than worker 0, or in"
-    ):
+    with pytest.raises(tfdist.TrainingError, match="UserError: worker 1 sums other tensors than worker 0, or in"):
         tfdist.launch(work, nproc=2)
 
 

@@ -37,8 +37,8 @@ def job(*messages, batch=100, accumulate=2, dtype="float32", ready=(), in_passes
 
 
 def test_a_ring_of_four():
-    # 6 steps of 1 ms; each worker sends 6/4 of 8 MB at 10 ns a byte: 0.006 + 0.12.
-    assert cost.ring(8_000_000, 4, 1e-3, 10e-9) == pytest.approx(0.126)
+    # 7 messages of 1 ms; each worker sends 6/4 of 8 MB at 10 ns a byte: 0.007 + 0.12.
+    assert cost.ring(8_000_000, 4, 1e-3, 10e-9) == pytest.approx(0.127)
     assert cost.ring(8_000_000, 1, 1e-3, 10e-9) == 0
 
 
@@ -53,12 +53,12 @@ def test_an_update_is_computed_and_then_sent():
 
 
 def test_what_processors_do_with_a_message_is_added():
-    # 2 messages of 2 steps of 1 ms; 10 MB at 2 ns, and in each of 2 micro-batches 1 MB and 2 steps; a link for nothing.
+    # 2 sums of 3 messages of 1 ms; 10 MB at 2 ns, and in each of 2 micro-batches 1 MB and 3 messages; the link is free.
     work = MessageWork(1e-3, 2e-9)
     found = machines(NetworkLink(1e18, 0.0), work).predict(job(4_000_000, 6_000_000, in_passes=(1_000_000,)), 2)
-    assert found.parts["messages"] == pytest.approx(8e-3)
+    assert found.parts["messages"] == pytest.approx(12e-3)
     assert found.parts["copies"] == pytest.approx(24e-3)
-    assert found.seconds == pytest.approx(0.5 + 8e-3 + 24e-3)
+    assert found.seconds == pytest.approx(0.5 + 12e-3 + 24e-3)
 
 
 def test_only_gradients_travel_in_the_smaller_type():
@@ -83,9 +83,12 @@ def test_messages_wait_for_the_link_at_the_same_time():
 
 
 def test_a_call_has_several_updates():
-    # 3 times 4 ms an update; a call lasts 0.2 s, which is 16 updates, and then 3 + 2 times 4 ms.
-    found = machines(NetworkLink(1e15, 4e-3), compute=Compute(0.0, 0.0, 0.0)).predict(job(4), 2)
-    assert found.seconds == pytest.approx(0.012 + 0.02 / 16)
+    # 3 times 4 ms an update; a call lasts 0.2 s, which is 15 updates and 3 times 4 ms, and then 2 times 4 ms.
+    nothing = machines(NetworkLink(1e15, 4e-3), compute=Compute(0.0, 0.0, 0.0))
+    assert nothing.predict(job(4), 2).seconds == pytest.approx(0.012 + 0.02 / 15, rel=1e-4)
+    # An epoch of 20 and a smaller one has 3 such calls, and another 2 times 4 ms at its end.
+    short = dataclasses.replace(job(4), epoch=cost.Epoch(20, True))
+    assert nothing.predict(short, 2).seconds == pytest.approx(0.012 + (3 * 0.02 + 0.008) / 21)
 
 
 def test_sums_begin_within_the_backward_pass():
@@ -132,13 +135,13 @@ def test_workers_of_one_machine_sum_in_its_memory():
 
 
 def test_what_two_workers_of_this_machine_wait_for_each_other_is_added_to_each_sum():
-    # 1 message and 1 in each of 2 micro-batches, each of 2 steps of 1 ms: 6 ms of the 15 that two take longer.
+    # 1 sum and 1 in each of 2 micro-batches, each of 3 messages of 1 ms: 9 ms of the 15 that two take longer.
     asked, local = job(4, in_passes=(4,)), machines(NetworkLink(1e18, 0.0), MessageWork(1e-3, 0.0))
     each = pair.beyond(15e-3, local, asked)
-    assert each == pytest.approx(3e-3) and pair.beyond(5e-3, local, asked) == 0
+    assert each == pytest.approx(2e-3) and pair.beyond(5e-3, local, asked) == 0
     found = dataclasses.replace(local, sum_seconds=each).predict(asked, 4)
-    assert found.parts["waiting"] == pytest.approx(9e-3)
-    assert found.seconds == pytest.approx(0.25 + 3 * 6e-3 + 9e-3)
+    assert found.parts["waiting"] == pytest.approx(6e-3)
+    assert found.seconds == pytest.approx(0.25 + 3 * 7e-3 + 6e-3)
     assert dataclasses.replace(local, sum_seconds=each).predict(asked, 1).seconds == pytest.approx(1.0)
 
 
@@ -160,7 +163,7 @@ def test_the_line_through_measurements():
 def test_the_cost_of_a_message_from_sums_of_two_workers():
     samples = [dict(dtype="float32", bytes=1_000_004, seconds=3.2e-3)]
     samples += [dict(dtype="float32", bytes=4, seconds=1.2e-3)]
-    assert dataclasses.astuple(exchange.works(samples, steps=2)["float32"]) == pytest.approx((0.6e-3, 2e-9))
+    assert dataclasses.astuple(exchange.works(samples, messages=2)["float32"]) == pytest.approx((0.6e-3, 2e-9))
 
 
 def test_how_long_a_call_lasts():

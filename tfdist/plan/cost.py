@@ -4,17 +4,16 @@ An all-reduce of S bytes over a ring of W workers takes 2(W - 1) steps, in each
 of which every worker sends S/W bytes to its neighbour (Patarasuk and Yuan,
 *Bandwidth optimal all-reduce algorithms for clusters of workstations*, 2009;
 Thakur, Rabenseifner and Gropp, *Optimization of collective communication
-operations in MPICH*, 2005, section 4.5):
+operations in MPICH*, 2005, section 4.5). In TensorFlow's ring each worker asks
+its neighbour for all that it is to receive before anything is there, so that
+only the first step waits for the question: 2 W - 1 messages follow each other.
 
-    seconds = 2 (W - 1) a + 2 (W - 1) / W * S * b
+    seconds = (2 W - 1) (a + L) + 2 (W - 1) / W * S * b
 
-Here a is the work of the processes with a message, whatever its size, and b is
-the time of a byte: the link's, and that of the processors, which copy and add.
-
-The link's latency L counts for (2 W - 1) L. In TensorFlow's ring a worker asks
-its neighbour for all that it is to receive before anything is there: of the
-2 (W - 1) steps only the first waits for the question. Of 2, 3 and 4 workers at
-5 and 20 ms, small sums took 3.1, 5.2 and 7.0 times the latency. Nothing is taken to
+Here a is the work of the processes with a message, whatever its size, L the
+link's latency, and b the time of a byte: the link's, and that of the
+processors, which copy and add. Of 2, 3 and 4 workers at 5 and 20 ms, small sums
+took 3.1, 5.2 and 7.0 times the latency. Nothing is taken to
 happen at the same time: sums begin within the backward pass (docs/speed.md),
 but on CPUs most of their time is work of the same processors. What a sum takes
 besides, since workers come to it at different moments, is measured with two of
@@ -56,7 +55,7 @@ class MessageWork:
     """What a message costs the processes at both ends of it, on this machine without a network."""
 
     step_seconds: float
-    """Of a step of the ring, or of a sum in memory, without a payload."""
+    """Of one of the messages of a sum that follow each other, or of a sum in memory, without a payload."""
     byte_seconds: float
     """Of each byte that a worker sends and receives."""
 
@@ -76,6 +75,20 @@ class Compute:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Epoch:
+    """The updates of an epoch, which calls of several do not go beyond."""
+
+    full: int = 1 << 20
+    """With a whole batch."""
+    tail: bool = False
+    """Whether there is another one with fewer examples, which is a call of its own."""
+
+    def calls(self, updates: int) -> float:
+        """Returns how many calls there are for each update, if one makes at most so many of them."""
+        return (-(-self.full // updates) + self.tail) / (self.full + self.tail)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Job:
     """What is trained, as far as its cost depends on it."""
 
@@ -90,6 +103,7 @@ class Job:
     """For each sum, the share of the backward pass after which its gradients are there; 1 where nothing is given."""
     in_passes: tuple[int, ...] = ()
     """Bytes of the sums inside the passes of a micro-batch, which everything waits for: synchronized BatchNorm."""
+    epoch: Epoch = Epoch()
 
     @property
     def size(self) -> int:
@@ -123,14 +137,19 @@ class Prediction:
     """The speed over that of one worker, by worker."""
 
 
+def crossings(workers: int) -> int:
+    """Returns how many messages of a sum follow each other; see the top of this module."""
+    return 2 * workers - 1 if workers > 1 else 0
+
+
 def ring(size: float, workers: int, step: float, byte: float) -> float:
     """Returns the seconds of an all-reduce of `size` bytes; see the top of this module.
 
     Args:
-      step: seconds of a step without a payload.
+      step: seconds of a message without a payload.
       byte: seconds of a byte.
     """
-    return 2 * (workers - 1) * step + 2 * (workers - 1) / workers * size * byte
+    return crossings(workers) * step + 2 * (workers - 1) / workers * size * byte
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -141,11 +160,6 @@ class HostSums:
     """By the type in which gradients travel."""
     sum_seconds: float = 0.0
     """As of `Machines`."""
-
-
-def crossings(workers: int) -> int:
-    """Returns how often a sum crosses the link, one crossing after the other; see the top of this module."""
-    return 2 * workers - 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -223,9 +237,11 @@ class Machines:
         parts["bandwidth"] += wire * sum(carried)
         parts["latency"] += latency * job.accumulate * len(job.in_passes)
         if remote:
-            updates = max(1, int(call_length.seconds(self.link.latency) / max(sum(parts.values()), 1e-6)))
-            # A call ends with the sum of its metrics, and an agreement.
-            parts["latency"] += (latency + AGREEMENT_TRIPS * self.link.latency) / updates
+            # A call ends with the sum of its metrics, and an agreement; an epoch with another one.
+            agreed = AGREEMENT_TRIPS * self.link.latency
+            lasts = call_length.seconds(self.link.latency) - latency
+            calls = job.epoch.calls(max(1, int(lasts / max(sum(parts.values()), 1e-6))))
+            parts["latency"] += calls * (latency + agreed) + agreed / (job.epoch.full + job.epoch.tail)
         return parts
 
     def _parts_in_memory(self, host: HostSums, job: Job, workers: int, rows: int) -> dict[str, float]:

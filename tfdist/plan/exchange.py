@@ -7,7 +7,7 @@ from typing import Any
 
 from tfdist.launch.notebook import launch
 from tfdist.plan import exchange_probe
-from tfdist.plan.cost import MessageWork
+from tfdist.plan.cost import MessageWork, crossings
 
 
 def measure(threads: int, dtypes: Sequence[str]) -> dict[str, MessageWork]:
@@ -20,20 +20,23 @@ def measure(threads: int, dtypes: Sequence[str]) -> dict[str, MessageWork]:
     Raises:
       TrainingError: they have failed.
     """
-    return works(launch(exchange_probe.samples, "ring", threads, tuple(dtypes), nproc=2, show=False)[0].sums, steps=2)
+    return works(
+        launch(exchange_probe.samples, "ring", threads, tuple(dtypes), nproc=2, show=False)[0].sums,
+        messages=crossings(2),
+    )
 
 
 def measure_in_memory(threads: int, dtypes: Sequence[str]) -> dict[str, MessageWork] | None:
     """Does the same in the memory of this machine; returns None where its workers cannot share any."""
     samples = launch(exchange_probe.samples, "auto", threads, tuple(dtypes), nproc=2, show=False)[0]
-    return works(samples.sums, steps=1) if samples.communication == "shared memory" else None
+    return works(samples.sums, messages=1) if samples.communication == "shared memory" else None
 
 
-def works(samples: Sequence[Mapping[str, Any]], steps: int) -> dict[str, MessageWork]:
+def works(samples: Sequence[Mapping[str, Any]], messages: int) -> dict[str, MessageWork]:
     """Returns the cost of a message by type, from sums of two workers, who send each other as many bytes as there are.
 
     Args:
-      steps: of a sum.
+      messages: of a sum that follow each other.
     """
     found = {}
     for dtype in dict.fromkeys(sample["dtype"] for sample in samples):
@@ -41,7 +44,7 @@ def works(samples: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Message
         least, most = own[0], own[-1]
         size = most["bytes"] - least["bytes"]
         found[dtype] = MessageWork(
-            step_seconds=least["seconds"] / steps,
+            step_seconds=least["seconds"] / messages,
             byte_seconds=max(0.0, most["seconds"] - least["seconds"]) / size,
         )
     return found

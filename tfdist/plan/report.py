@@ -71,7 +71,7 @@ class ScalingPlan:
             f"Measured: an update takes {in_time(compute.update)} + {in_time(compute.micro)} by micro-batch + "
             f"{in_time(compute.example)} by example, --threads={self.request.environment.threads} "
             f"(within {100 * worst(compute, self.measured):.0f} % of each measurement).",
-            f"A step of the ring takes {in_time(work.step_seconds)} and {1e9 * work.byte_seconds:.2g} ns a byte "
+            f"A message of the ring takes {in_time(work.step_seconds)} and {1e9 * work.byte_seconds:.2g} ns a byte "
             f"without a network. An update sums {in_bytes(job.size)} in {len(job.messages)} messages{inner}. "
             f"Each of them takes {in_time(self.machines.sum_seconds)} more where two workers train, which wait for "
             "each other.",

@@ -27,7 +27,7 @@ from tfdist.engine.timing import Call
 from tfdist.errors import Interrupted, UserError
 from tfdist.models import build as models
 from tfdist.models import keras_internals, optimizers
-from tfdist.plan.cost import Compute, Job, compute_of
+from tfdist.plan.cost import Compute, Epoch, Job, compute_of
 
 if TYPE_CHECKING:
     from tfdist.data.loaded import Loaded
@@ -136,7 +136,13 @@ class Workload:
         train = self._experiment.train
         variables = [(tuple(v.shape), str(v.dtype)) for v in self._model.trainable_variables]
         sizes, ready = messages(variables, dtype, bucket_bytes)
-        return Job(train.batch_size, train.accumulate, dtype, sizes, ready, self._inner())
+        return Job(train.batch_size, train.accumulate, dtype, sizes, ready, self._inner(), self._epoch())
+
+    def _epoch(self) -> Epoch:
+        if not isinstance(self._source, sources.Arrays):
+            return Epoch()
+        full, rest = divmod(self._source.size, self._experiment.train.batch_size)
+        return Epoch(full, rest > 0)
 
     def _inner(self) -> tuple[int, ...]:
         """Returns the bytes of the sums inside the passes: a layer's moments and count, and their gradient."""

@@ -67,13 +67,14 @@ def create(
     shared = shared_memory_sum.between(peers) if asked == "auto" and names == ("CPU:0",) else None
     if shared:
         reduce = worker_sums.SharedMemory(shared).reduce
-        _reduce_in_layers(strategy, reduce)
     elif communication == "ring" and len(names) == 1:
         reduce = worker_sums.Ring(replicas, names[0]).reduce
     else:
         # TensorFlow's own layer keeps an order per device. Without it NCCL deadlocks, and so do several CPUs of one
         # process, whose collectives a tf.function would run one after the other.
         reduce = lambda tensors: context().all_reduce(tf.distribute.ReduceOp.SUM, tensors, options)
+    if len(names) == 1 and communication == "ring":
+        _reduce_in_layers(strategy, reduce)
     return Distribution(
         name="multi_worker",
         reason=reason,
