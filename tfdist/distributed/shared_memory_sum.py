@@ -51,7 +51,7 @@ class SharedMemorySum:
 
     Args:
       peers: the workers.
-      memory: of `_size(peers.size)` bytes, which all have in common, all zero but for its header.
+      memory: of `_bytes(peers.size)` bytes, which all have in common, all zero but for its first `_LINE`.
     """
 
     def __init__(self, peers: Peers, memory: mmap.mmap):

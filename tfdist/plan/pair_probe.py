@@ -1,6 +1,6 @@
 """What one of two workers of this machine runs to measure the experiment's updates, with the other one or beside it.
 
-`pair.measure` starts it by `tfdist.launch`.
+`pair.sum_seconds` starts it by `tfdist.launch`.
 """
 
 from __future__ import annotations
