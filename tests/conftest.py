@@ -60,6 +60,14 @@ def connect():
 
 
 @pytest.fixture(autouse=True)
+def nothing_connected(monkeypatch):
+    """`fit` without a distribution uses one device, whatever the tests before have connected."""
+    from tfdist.distributed import connect
+
+    monkeypatch.setattr(connect, "_IN_ORDER", [])
+
+
+@pytest.fixture(autouse=True)
 def plain_precision():
     """Whatever precision a test sets ends with it."""
     import keras

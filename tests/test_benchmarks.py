@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import sys
 
 import pytest
@@ -33,15 +32,3 @@ def test_this_commit_beside_itself(tmp_path):
     ratio = row["now"]["examples_per_second"] / row["HEAD"]["examples_per_second"]
     slower = ratio < 0.9  # on a machine that others use, too
     assert (done.returncode, report["slower"]) == (int(slower), ["mlp/1"] * slower), done.stderr
-
-
-@pytest.mark.whole
-def test_a_plan_beside_a_training_over_a_slow_link(tmp_path, tfds_dir):
-    if os.geteuid() or not os.path.exists("/dev/net/tun") or not shutil.which("ip"):
-        pytest.skip("it takes root, /dev/net/tun and iproute2 to make a slow link")
-    words = [sys.executable, str(REPOSITORY / "benchmarks/bench_plan.py"), "--cells=5", f"--output={tmp_path}/plan"]
-    env = os.environ | {"PYTHONPATH": str(REPOSITORY), "TFDS_DATA_DIR": str(tfds_dir)}
-    done = processes.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-2000:]
-    (row,) = json.loads((tmp_path / "plan.json").read_text())
-    assert row["predicted"] > 0 and row["measured"] > 0 and (tmp_path / "plan.png").exists()

@@ -20,7 +20,6 @@ MAY_IMPORT = {
     "evaluate": [*LIBRARIES, "inference"],
     "predict": [*LIBRARIES, "inference"],
     "export": [*LIBRARIES, "inference"],
-    "plan": [*LIBRARIES, "launch"],
     "sweep": [*LIBRARIES, "compare"],
     "train": [*LIBRARIES, "topology"],
     **dict.fromkeys(["topology", "launch", "doctor", "compare", "inference", "horovod_build"], LIBRARIES),

@@ -24,6 +24,7 @@ _HOMES = {
     "launch": "tfdist.launch.notebook",
     "load_data": "tfdist.data.datasets.registry",
     "predict": "tfdist.engine.evaluation",
+    "synchronize_batch_norm": "tfdist.models.batch_norm",
 }
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "launch",
     "load_data",
     "predict",
+    "synchronize_batch_norm",
 ]
 
 

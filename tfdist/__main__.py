@@ -17,7 +17,6 @@ COMMANDS = {
     "doctor": "says what this machine has and what is wrong with it",
     "compare": "trains under several strategies and compares weights and speed",
     "sweep": "trains an experiment with several values of some fields",
-    "plan": "predicts how fast an experiment trains on several machines",
     "evaluate": "measures a trained model",
     "predict": "writes predictions as CSV or JSON lines",
     "export": "writes a SavedModel, ONNX or LiteRT",

@@ -1,19 +1,31 @@
 """The run folder on a bad day: links, deletion in mid-run, disks that become read-only."""
 
+import contextlib
+import dataclasses
 import errno
 import json
 import os
 import pathlib
 import shutil
+import signal
+import subprocess
+import sys
+import time
+import zipfile
 
+import keras
+import numpy as np
+import psutil
 import pytest
+from conftest import REPOSITORY
+from support import processes
 
 from tfdist import config
 from tfdist.checkpoints import own_work
 from tfdist.checkpoints.run_folder import LOCK, RunFolder
-from tfdist.config import validation
+from tfdist.config import schedule, validation
 from tfdist.errors import TrainingError, UserError
-from tfdist.monitoring.recorder import Result
+from tfdist.monitoring.recorder import Recorder, Result
 from tfdist.train import results
 
 
@@ -202,3 +214,247 @@ def test_a_folder_without_the_right_to_write(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
     with pytest.raises(UserError, match=r"cannot be written \(Permission denied\)"):
         RunFolder(str(tmp_path / "run"), writes=False).could_be_created()
+
+
+# -- what is known before the training, and not after it ---------------------
+
+
+def test_a_umask_that_takes_the_user_s_own_rights(tmp_path):
+    """The folder can be written, and no checkpoint within: root needs that capability taken away to see it."""
+    if not os.geteuid() and not shutil.which("setpriv"):
+        pytest.skip("setpriv is not installed")
+    rights = [] if os.geteuid() else ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
+    code = (
+        "import sys; from tfdist.checkpoints.run_folder import RunFolder; from tfdist.errors import UserError\n"
+        "try: RunFolder(sys.argv[1]).create()\n"
+        "except UserError as error: sys.exit(f'refused: {error}')"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    for mask, message in ((0o277, "(Permission denied): set umask 022 instead of 277"), (0o077, "")):
+        path = tmp_path / f"{mask:o}"
+        path.mkdir()
+        done = processes.run(
+            [*rights, sys.executable, "-c", code, path], umask=mask, env=environ, text=True, stderr=processes.PIPE
+        )
+        expected = f"refused: --workdir={path} cannot be written {message}\n" if message else ""
+        assert (done.returncode, done.stderr) == (int(bool(message)), expected)
+        assert names(path) in ([], [LOCK])
+
+
+def test_a_model_is_saved_though_the_clock_is_before_1980(tmp_path, monkeypatch):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    monkeypatch.setattr(time, "time", lambda: 86400.0)
+    RunFolder(str(tmp_path)).save_model(model)
+    monkeypatch.undo()
+    with zipfile.ZipFile(tmp_path / "model.keras") as archive:
+        assert {entry.date_time for entry in archive.infolist()} == {(1980, 1, 1, 0, 0, 0)}
+    again = keras.saving.load_model(tmp_path / "model.keras")
+    assert all(np.array_equal(a, b) for a, b in zip(again.get_weights(), model.get_weights(), strict=True))
+    assert zipfile.ZipInfo("x", (2024, 1, 2, 3, 4, 6)).date_time[0] == 2024
+
+
+def test_the_lines_at_the_end_name_only_what_is_there(begun, monkeypatch):
+    def put(name, text, put=begun._put):
+        if name == "report.html":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        put(name, text)
+
+    monkeypatch.setattr(begun, "_put", put)
+    result = Result(**{f.name: 0 for f in dataclasses.fields(Result)} | {"status": "completed", "evaluation": {}})
+    results.write(begun, result, None)
+    assert results.summary(result, begun).endswith("/: result.json")
+    for there in (False, True):
+        if there:
+            (begun.checkpoints / "7").mkdir(parents=True)
+        with pytest.raises(TrainingError) as error:
+            begun.write_text("report.html", "")
+        assert str(error.value).endswith("; the checkpoints that are there stay") == there
+
+
+def test_seconds_of_a_run_are_those_that_have_passed(begun, monkeypatch):
+    """NTP and a battery that is empty set the clock: the result of a run then had negative seconds."""
+    recorder = Recorder(begun, schedule.make(config.Experiment(), 1437, 1))
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    recorder.on_train_batch_end(0)
+    assert 0 <= recorder.seconds < 3600 and 0 < recorder.first_update < 24 * 3600
+    recorder.set_state({**recorder.get_state(), "seconds": 1000.0})
+    assert recorder.get_state()["seconds"] >= 1000
+
+
+# -- processes that a run leaves behind -------------------------------------
+
+OWNER = """
+import ctypes, multiprocessing, os, signal, sys
+from tfdist.checkpoints.run_folder import RunFolder
+
+folder = RunFolder(sys.argv[1])
+folder.create()
+if sys.argv[2] == "os.fork":
+    begun, begins = os.pipe()
+    child = os.fork() or os.write(begins, b"x") and os.read(0, 1)
+    os.read(begun, 1)
+elif sys.argv[2] == "C":
+    child = ctypes.PyDLL(None).fork() or os.read(0, 1)
+elif sys.argv[2] == "Pool":
+    pool = multiprocessing.get_context("fork").Pool(1)
+    child = pool.apply(os.getpid)
+    pool.apply_async(os.read, (0, 1))
+else:
+    manager = multiprocessing.get_context("fork").Manager()
+    child = manager._process.pid
+print(child, flush=True)
+signal.pause()
+"""
+
+
+@pytest.fixture
+def orphan(tmp_path):
+    """Kills a process that has taken the folder, and returns the child that it had forked before, which goes on."""
+    children = []
+
+    def left_by(way):
+        owner = subprocess.Popen(
+            [sys.executable, "-c", OWNER, str(tmp_path / "run"), way], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        children.append(owner)
+        child = psutil.Process(int(owner.stdout.readline()))
+        children.append(child)
+        with pytest.raises(UserError, match=f"is in use by another run .process {owner.pid} on "):
+            RunFolder(str(tmp_path / "run")).create()
+        owner.kill()
+        owner.wait()
+        assert child.is_running()
+        yield owner.pid, child.pid
+        assert child.is_running(), "it was to outlive the run"
+
+    yield contextlib.contextmanager(left_by)
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    for pipe in (children[0].stdin, children[0].stdout):
+        pipe.close()
+
+
+@pytest.mark.parametrize("way", ["os.fork", "Pool", "Manager"])
+def test_a_child_that_outlives_a_killed_run_does_not_keep_its_folder(way, orphan, tmp_path):
+    with orphan(way):
+        again = RunFolder(str(tmp_path / "run"))
+        again.create()
+        again.release()
+
+
+def test_who_keeps_a_folder_whose_run_is_gone_is_named(orphan, tmp_path):
+    """Python does not see the fork of a C library, and the lock goes with it."""
+    with orphan("C") as (owner, child), pytest.raises(UserError) as error:
+        RunFolder(str(tmp_path / "run")).create()
+    assert f"is locked by process {child}, which a run that is gone (process {owner} on " in str(error.value)
+
+
+def test_a_forked_child_leaves_the_folder_alone(begun):
+    """It has inherited the object, and may come upon its parent's `finally` when it ends by sys.exit."""
+    before = {path.name: path.read_bytes() for path in begun.path.iterdir()}
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            begun.write("result.json", {})
+            begun.append("history.jsonl", {"epoch": 2})
+            begun.remove("environment.json")
+            begun.release()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert {path.name: path.read_bytes() for path in begun.path.iterdir()} == before
+    with pytest.raises(UserError, match="is in use by another run"):
+        RunFolder(str(begun.path)).create()
+    begun.write("result.json", {})
+    assert (begun.path / "result.json").exists()
+
+
+ENDS_BY_EXIT = """
+import os, sys
+from tfdist.checkpoints import storage
+from tfdist.distributed.peers import Peers
+from tfdist.engine import worker_session
+
+folder, peers, child = storage.temporary(), Peers(), 0
+
+def work():
+    global child
+    child = os.fork()
+    if child == 0:
+        sys.exit(3)
+
+if sys.argv[1] == "training":
+    try:
+        worker_session.in_touch(peers, work)
+    finally:
+        print("after the training", flush=True)
+else:
+    work()
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+print(folder.is_dir())
+"""
+
+
+@pytest.mark.parametrize("where", ["training", "program"])
+def test_a_forked_child_that_ends_by_sys_exit_leaves_the_end_of_the_run_to_its_parent(where):
+    """It comes upon all that is to be done when a run fails, and upon the exit handlers of its process."""
+    # Newer Pythons warn of a fork where NumPy has threads.
+    command = [sys.executable, "-W", "ignore", "-c", ENDS_BY_EXIT, where]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split("\n") == [*["after the training"] * (where == "training"), "True", ""], done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+GETS_A_SIGNAL = """
+import multiprocessing, os, select, signal, sys, threading
+from tfdist.config.commands import command_line
+from tfdist.engine.worker_session import Signals
+
+def answers(connection):
+    while True:
+        connection.send(connection.recv() + 1)
+
+def run(argv):
+    with Signals() as signals:
+        ours, theirs = multiprocessing.Pipe()
+        child = multiprocessing.get_context("fork").Process(target=answers, args=(theirs,), daemon=True)
+        child.start()
+        ours.send(0), ours.recv()
+        print("ready", flush=True)
+        sys.stdin.readline()
+        assert signals.received
+        ours.send(41)
+        print(ours.recv(), flush=True)
+    if what == "thread":
+        command_line.EXIT_S = 0.1
+        threading.Thread(target=threading.Event().wait).start()
+    elif what == "process":
+        command_line.EXIT_S = 0.1
+        multiprocessing.get_context("fork").Process(target=threading.Event().wait).start()
+    return 143
+
+sys.argv, what = sys.argv[:1], sys.argv[1]
+command_line.main(run, command_line.parse_own)
+"""
+
+
+@pytest.mark.parametrize("what", ["pool", "thread", "process"])
+def test_a_run_that_a_signal_has_stopped_ends_whatever_its_code_has_started(what):
+    """A signal to the process group reaches its children, too: they answer until the run's end, and end then."""
+    run = subprocess.Popen(
+        [sys.executable, "-c", GETS_A_SIGNAL, what],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+    )
+    try:
+        assert run.stdout.readline() == "ready\n"
+        os.killpg(run.pid, signal.SIGTERM)
+        out, said = run.communicate("go on\n", timeout=20)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+    assert (out, run.returncode) == ("42\n", 143), said  # the children have closed their standard output, too
+    assert ("was started here has not ended within 0.1 s" in said) == (what != "pool")

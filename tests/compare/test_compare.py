@@ -93,6 +93,34 @@ def test_a_sum_that_is_not_taken_is_found_and_its_variable_named(compared):
     assert not any("Use mirrored" in line for line in compared.record["verdict"])
 
 
+@pytest.mark.parametrize(
+    "broken, options, verdict",
+    [
+        (True, "--config.model.options=dropout=0.2", "different"),
+        pytest.param(False, "--config.model.options=dropout=0.2", "nature", marks=pytest.mark.whole),
+        pytest.param(True, "--config.model.sync_batch_norm=False", "different", marks=pytest.mark.whole),
+        pytest.param(False, "--config.model.sync_batch_norm=False", "nature", marks=pytest.mark.whole),
+    ],
+)
+def test_no_layer_that_may_differ_excuses_a_sum_that_is_not_taken(broken, options, verdict, tmp_path, tfds_dir):
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "sitecustomize.py").write_text(BROKEN if broken else "")
+    model = "mlp" if "dropout" in options else "cnn"
+    short = [
+        f"--config.model.name={model}",
+        *TINY[1:],
+        "--config.train.steps=6",
+        options,
+        "--config.train.batch_size=47",
+    ]
+    command = [sys.executable, "-m", "tfdist.compare", "--strategies=mirrored", "--replicas=2", *short]
+    env = environ(tfds_dir, tmp_path / "broken")
+    done = processes.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == int(broken), done.stdout + done.stderr
+    row = json.loads((tmp_path / "runs/compare-digits/compare.json").read_text())["rows"][1]
+    assert row["weights"] == verdict and (row["check_distance"] > 1e-3) == broken, row
+
+
 def test_the_others_end_with_the_same(compared):
     for name in ("multi_worker 2", "horovod 2"):
         row = compared.row(name)
@@ -166,7 +194,7 @@ def test_distances_have_names_and_add_up(folders):
     flat = [np.concatenate([np.ravel(w).astype("f8") for w in weights]) for weights in (a, b)]
     assert found.distance == pytest.approx(np.linalg.norm(flat[0] - flat[1]) / np.linalg.norm(flat[0]), rel=1e-9)
     assert weight_distance.difference(one, one).distance == 0
-    assert weight_distance.reasons_to_differ(two, 48, 2) == []
+    assert weight_distance.reasons_to_differ(two, 2) == []
     with pytest.raises(ValueError, match="the models are not the same: "):
         weight_distance.difference(one, other)
     with pytest.raises(ValueError, match="empty has no checkpoint"):
@@ -176,8 +204,8 @@ def test_distances_have_names_and_add_up(folders):
 @pytest.mark.whole
 def test_layers_that_depend_on_the_number_of_replicas(folders):
     folder = folders("restless", 2, model="test_compare:restless", sync=False)
-    assert weight_distance.reasons_to_differ(folder, 48, 1) == []
-    random, norm = weight_distance.reasons_to_differ(folder, 48, 2)
+    assert weight_distance.reasons_to_differ(folder, 1) == []
+    random, norm = weight_distance.reasons_to_differ(folder, 2)
     assert random == "random layers (dropout) draw for each replica"
     assert norm == "BatchNorm is not synchronized (batch_normalization)"
     alone = folders("alone", 1, model="test_compare:restless", sync=False)
@@ -216,13 +244,8 @@ def test_efficiency_is_by_replica_and_only_between_likes():
 
 def test_what_a_distance_means():
     two = row("mirrored 2", weights="", evaluation={"loss": 0.5}, evaluation_difference={"loss": 1e-6})
-    judge = lambda distance, natural=(), of=two: results.judged(of, ONE, apart(distance), 1e-5, natural).weights
-    assert (judge(1e-6), judge(1e-3), judge(1e-3, ["dropout"]), judge(1e-6, ["dropout"])) == (
-        "same",
-        "different",
-        "nature",
-        "same",
-    )
+    judge = lambda distance, of=two: results.judged(of, ONE, apart(distance), 1e-5).weights
+    assert (judge(1e-6), judge(1e-3)) == ("same", "different")
     assert judge(float("nan")) == "different"
     same_bits = dataclasses.replace(two, weights_sha256=ONE.weights_sha256)
     assert judge(0.0, of=same_bits) == "identical"
@@ -237,8 +260,8 @@ def test_what_a_distance_means():
 def test_with_shards_nothing_but_the_same_bits_will_do():
     bits = dict(weights="", weights_sha256="d666", loss=(0.5, 0.25), evaluation={"loss": 0.2})
     one = dataclasses.replace(ONE, weights_sha256="d666", loss=(0.5, 0.25), evaluation={"loss": 0.2})
-    judge = lambda distance=0.0, natural=(), **more: results.judged(
-        row("mirrored 2", **{**bits, **more}), one, apart(distance), 0.0, natural
+    judge = lambda distance=0.0, **more: results.judged(
+        row("mirrored 2", **{**bits, **more}), one, apart(distance), 0.0
     )
     assert judge().weights == "identical"
     other = judge(1e-9, weights_sha256="a493")
@@ -249,10 +272,20 @@ def test_with_shards_nothing_but_the_same_bits_will_do():
 
 
 def test_rounding_that_has_grown_is_told_from_a_wrong_sum():
-    differs = results.judged(row("mirrored 2"), ONE, apart(0.05), 1e-5, [])
+    differs = results.judged(row("mirrored 2"), ONE, apart(0.05), 1e-5)
     grown = results.checked(differs, apart(1e-13), weight_distance.CHECK_TOLERANCE, 31)
     wrong = results.checked(differs, apart(1e-2), weight_distance.CHECK_TOLERANCE, 31)
     assert (grown.weights, wrong.weights) == ("rounding", "different")
+    random, excused = (
+        results.checked(differs, apart(distance), weight_distance.CHECK_TOLERANCE, 31, ["dropout"])
+        for distance in (1e-13, 1e-2)
+    )
+    assert (random.weights, excused.weights) == ("nature", "different"), "no reason replaces the check"
+    assert results.exit_code([ONE, random]) == 0 and results.exit_code([ONE, excused]) == 1
+    assert results.verdict([ONE, random], 2)[0] == (
+        "mirrored 2 trains the same model, but for what differs by nature: dropout; without, in float64, the first 31 "
+        "updates agree to 1e-13."
+    )
     assert results.exit_code([ONE, grown]) == 0 and results.exit_code([ONE, wrong]) == 1
     assert results.verdict([ONE, grown], 2)[0] == (
         "mirrored 2 trains the same model, with weights 5e-02 apart: "
@@ -308,7 +341,7 @@ def rows(*others):
             [row("mirrored 2", 190.0, "nature", why="dropout"), row("horovod 2", 90.0)],
             [
                 "The same weights as default 1: horovod 2",
-                "mirrored 2 cannot be judged, it differs by nature: dropout.",
+                "mirrored 2 trains the same model, but for what differs by nature: dropout.",
                 "Use mirrored 2: 1.90 times",
             ],
         ),
@@ -442,7 +475,8 @@ def test_commands_on_a_cpu():
         f"{python}train --strategy=mirrored {given} --workdir=w/mirrored-2 {tail} --virtual_devices=2"
     )
     assert by_name["multi_worker 2"] == (
-        f"{python}launch --nproc_per_node=2 -- --strategy=multi_worker {given} --workdir=w/multi_worker-2 {tail}"
+        f"{python}launch --nnodes=1 --nproc_per_node=2 -- --strategy=multi_worker {given} "
+        f"--workdir=w/multi_worker-2 {tail}"
     )
     assert by_name["horovod 2"].endswith(
         f"horovodrun -np 2 {python}train --strategy=horovod {given} --workdir=w/horovod-2 {tail}"

@@ -233,6 +233,7 @@ BAD_INPUT = [
         ["--workdir=syntax.py/below"],
         "--workdir=syntax.py/below cannot be written (Not a directory): choose another folder",
     ),
+    (["--workdir=run\udcff"], "--workdir=run\\xff is not UTF-8, as TensorFlow's file names are: choose another name"),
     (["--flagfile=missing.flags"], "missing.flags"),
 ]
 
@@ -489,7 +490,7 @@ def test_version(command, run, files):
     assert (done.returncode, done.stdout, done.stderr) == (0, f"tfdist {tfdist.__version__}\n", "")
 
 
-@pytest.mark.parametrize("command", ["train", "launch", "doctor", "compare", "horovod_build", "topology", "plan"])
+@pytest.mark.parametrize("command", ["train", "launch", "doctor", "compare", "horovod_build", "topology"])
 def test_help_fits_80_columns(command, run):
     done = run(f"tfdist.{command}", "--help", COLUMNS="80")
     assert done.returncode == 0, done.stderr

@@ -1,13 +1,15 @@
 """Experiments and flag files by name, and what `--help`, `--list` and `--print_config` say of them."""
 
 import dataclasses
-import importlib.metadata
 import json
+import os
 import pathlib
+import shutil
+import subprocess
+import sys
 
 import pytest
 
-import tfdist
 from tfdist.config import Experiment
 from tfdist.config.commands import field_docs, shipped
 from tfdist.errors import UserError
@@ -15,41 +17,39 @@ from tfdist.errors import UserError
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 
 
-@pytest.fixture
-def installed(tmp_path, monkeypatch):
-    """Lets tfdist believe that pip has put it there, with a config beside it."""
-
-    class Listed(pathlib.PurePosixPath):
-        def locate(self):
-            return tmp_path / "bin" / self
-
-    (tmp_path / "package" / "tfdist").mkdir(parents=True)
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "share/tfdist/configs").mkdir(parents=True)
-    (tmp_path / "share/tfdist/configs/mine.py").write_text('"""Mine.\n\nMore."""\n')
-    names = ["../share/tfdist/configs/mine.py", "../share/tfdist/configs/gone.py", "tfdist/config/commands/shipped.py"]
-    monkeypatch.setattr(tfdist, "__file__", str(tmp_path / "package/tfdist/__init__.py"))
-    monkeypatch.setattr(importlib.metadata, "files", lambda name: [Listed(n) for n in names])
-    shipped.files.cache_clear()
-    yield (tmp_path / "share/tfdist/configs/mine.py").resolve()
-    shipped.files.cache_clear()
-
-
 def test_all_of_the_checkout_have_a_name():
     assert {str(p) for p in shipped.files("config").values()} == {str(p) for p in (ROOT / "configs").glob("*.py")}
     assert set(shipped.files("flagfile")) == {p.stem for p in (ROOT / "flags").iterdir()}
 
 
-def test_those_of_an_installed_package_are_found_beside_it(installed):
-    assert shipped.files("config") == {"mine": installed} and shipped.files("flagfile") == {}
-    assert shipped.path_of("config", "mine:base") == f"{installed}:base"
-    assert "--config=mine\n      Mine\n" in shipped.listing()
+def test_an_installation_into_any_folder_has_them(tmp_path):
+    """`pip install --target DIR` and `PYTHONPATH=DIR`, as images and functions in the cloud have it.
 
-
-def test_the_wheel_has_them():
-    """As far as setup.cfg says so; `tests/test_docs.py` looks at what the pages name."""
-    listed = (ROOT / "setup.cfg").read_text()
-    assert "share/tfdist/configs = configs/*.py" in listed and "share/tfdist/flags = flags/*.flags" in listed
+    The folder is that of another project, with a setup.cfg and a folder configs/ of its own.
+    """
+    source, target, empty = tmp_path / "source", tmp_path / "target", tmp_path / "empty"
+    empty.mkdir()
+    (target / "configs").mkdir(parents=True)
+    (target / "setup.cfg").write_text("[metadata]\nname = another\n")
+    (target / "configs/digits.py").write_text("")
+    for folder in ("tfdist", "configs", "flags"):
+        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.cfg", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
+    pip = [sys.executable, "-m", "pip", "install", *options, "--target", str(target), str(source)]
+    done = subprocess.run(pip, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    ask = "import tfdist; from tfdist.config.commands import shipped as s; print(tfdist.__file__)\n"
+    ask += "for flag in ('config', 'flagfile'): print(*sorted(map(str, s.files(flag).values())))"
+    environment = {**os.environ, "PYTHONPATH": str(target)}
+    done = subprocess.run([sys.executable, "-c", ask], cwd=empty, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    expected = [str(target / "tfdist/__init__.py")]
+    for folder in ("configs", "flags"):
+        files = sorted(p.name for p in (ROOT / folder).iterdir() if p.suffix in (".py", ".flags"))
+        expected.append(" ".join(str(target / "tfdist" / folder / name) for name in files))
+    assert done.stdout.splitlines() == expected
 
 
 def test_a_file_of_that_name_comes_first(tmp_path, monkeypatch):

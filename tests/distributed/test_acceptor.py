@@ -2,8 +2,13 @@
 
 import contextlib
 import json
+import os
 import queue
+import resource
 import socket
+import subprocess
+import sys
+import threading
 
 import pytest
 
@@ -92,3 +97,106 @@ def test_why_somebody_was_turned_away(door):
     with pytest.raises(wire.WireError, match="does not know the secret"):
         wire.connect(*one.at, "guess")
     assert one.stranger() == ("127.0.0.1", "it does not know the secret of this run")
+
+
+SHORT_OF_DESCRIPTORS = """
+import json, os, resource, sys
+from tfdist.distributed.connections import wire
+from tfdist.distributed.connections.acceptor import Acceptor
+
+def let_in(connection, host):
+    connection.send({"welcome": True})
+
+limit, free = map(int, sys.argv[1:])
+resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+listener = wire.listen("127.0.0.1", 0)
+acceptor = Acceptor(listener, "hush", let_in)
+held = []
+try:
+    while free >= 0:
+        held.append(os.open(os.devnull, os.O_RDONLY))
+except OSError:
+    for descriptor in [held.pop() for _ in range(free)]:
+        os.close(descriptor)
+print(json.dumps(listener.getsockname()), flush=True)
+for line in sys.stdin:
+    for descriptor in [held.pop() for _ in range(int(line))]:
+        os.close(descriptor)
+"""
+
+
+@contextlib.contextmanager
+def short_of_descriptors(limit, free):
+    """Runs an acceptor in a process of its own that may open so few files; gives that process and its address."""
+    command = [sys.executable, "-c", SHORT_OF_DESCRIPTORS, str(limit), str(free)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process, tuple(json.loads(process.stdout.readline()))
+        finally:
+            process.kill()
+
+
+def crowd(stack, at, count):
+    """Opens connections, and neither reads nor writes."""
+    return [stack.enter_context(socket.create_connection(at, LIMIT_S)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("limit, free", [(64, -1), (64, 6)], ids=["half of them free", "six free"])
+def test_a_crowd_that_takes_all_descriptors_does_not_close_the_port(limit, free):
+    with short_of_descriptors(limit, free) as (_, at), contextlib.ExitStack() as stack:
+        crowd(stack, at, 100)
+        connection = wire.connect(*at, "hush", LIMIT_S)
+        stack.callback(connection.close)
+        assert connection.receive(LIMIT_S) == {"welcome": True}
+
+
+def test_a_process_without_a_descriptor_accepts_again_once_it_has_some():
+    with short_of_descriptors(64, 0) as (process, at), contextlib.ExitStack() as stack:
+        crowd(stack, at, 20)
+        print(8, file=process.stdin, flush=True)
+        connection = wire.connect(*at, "hush", LIMIT_S)
+        stack.callback(connection.close)
+        assert connection.receive(LIMIT_S) == {"welcome": True}
+
+
+def test_a_thread_that_cannot_be_started_costs_one_connection(door, monkeypatch):
+    """The limit of processes is that of the user, and root has none, so Python is told what the system would say."""
+    one = door(8)
+    start = threading.Thread.start
+
+    def refuse(thread):
+        monkeypatch.setattr(threading.Thread, "start", start)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with contextlib.closing(socket.create_connection(one.at, LIMIT_S)) as sock:
+        assert sock.recv(1000) == b""
+    assert one.stranger() == ("127.0.0.1", "no thread could be started to answer it")
+    with contextlib.closing(wire.connect(*one.at, "hush", LIMIT_S)):
+        assert one.guest()[1] == "127.0.0.1"
+
+
+def test_a_descriptor_above_those_that_select_knows(door):
+    """A data pipeline may hold a thousand files."""
+    one = door(8)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else 4096, hard))
+    try:
+        with contextlib.ExitStack() as stack, open(os.devnull) as file:
+            while True:
+                number = os.dup(file.fileno())
+                stack.callback(os.close, number)
+                if number > 1100:
+                    break
+            connection = stack.enter_context(contextlib.closing(wire.connect(*one.at, "hush", LIMIT_S)))
+            guest, _ = one.guest()
+            stack.enter_context(contextlib.closing(guest))
+            assert connection.fileno() > 1024 and guest.is_open()
+            connection.send({"here": 1})
+            assert guest.receive(LIMIT_S) == {"here": 1}
+            connection.close()
+            with pytest.raises(wire.ClosedError):
+                guest.receive(LIMIT_S)
+            assert not guest.is_open()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -1,6 +1,7 @@
 """Callbacks and data sets on several workers: who writes, what a backup restores, and in which order examples come."""
 
 import pickle
+import re
 
 import keras
 import numpy as np
@@ -126,3 +127,17 @@ def test_a_callback_measures_as_with_keras(world, connect):
         for (rows, values, names), expected in zip(worker["found"], callback.found, strict=True):
             np.testing.assert_allclose(rows, expected[0], rtol=1e-5, atol=1e-6)
             assert values == pytest.approx(expected[1], rel=1e-6) and names == expected[2]
+
+
+def test_a_child_that_ends_by_sys_exit_ends_no_worker(world, request):
+    """It has inherited their exit handlers and connections."""
+    if "horovod" in request.node.name:
+        pytest.skip("Gloo's threads abort once a child has run the exit handlers of C++")
+    assert scene(world, "forked") == [{"codes": 3, "epochs": [0, 1]}] * 2
+
+
+def test_what_one_worker_changes_alone_is_noticed_on_all(world):
+    chief, other = scene(world, "changed")
+    assert chief == other
+    assert re.search(r"after update 0: .*learning_rate differs on worker 1 \(\S*\) from worker 0", chief["optimizer"])
+    assert re.search(r"before an evaluation: .*bias differs on worker 1 \(\S*\) from worker 0", chief["weights"])

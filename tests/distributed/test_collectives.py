@@ -62,14 +62,14 @@ def test_an_unknown_type(connect):
 def test_replicas_that_have_come_apart_are_noticed(connect):
     distribution = connect(3)
     model = training_cases.build(CASE, distribution, "float32")
-    look = replica_check.Guard(model, distribution, every=10)
-    look.look(0)
+    check = replica_check.ReplicaSyncCheck(distribution, every=10)
+    check.check_if_due(model, 0)
     kernel = model.layers[-1].kernel
     copy = kernel.value.values[2]
     copy.assign(tf.tensor_scatter_nd_add(copy, [[0, 0]], [1e-6]))
-    look.look(9)  # not due yet
+    check.check_if_due(model, 9)  # not due yet
     with pytest.raises(TrainingError, match=f"after update 10: {kernel.path} differs on CPU:2 from CPU:0"):
-        look.look(10)
+        check.check_if_due(model, 10)
 
 
 def test_a_swap_of_two_weights_is_noticed(connect):
@@ -79,6 +79,54 @@ def test_a_swap_of_two_weights_is_noticed(connect):
     copy.assign(tf.reverse(copy, [0]))
     with pytest.raises(TrainingError, match="differs on CPU:1 from CPU:0"):
         tfdist.fit(model, CASE.data(61), distribution=distribution, verbose=0)
+
+
+def test_optimizers_that_have_come_apart_are_noticed(connect):
+    """A learning rate or a slot of one replica ends in other weights; a weight in a number that is a mixture."""
+    distribution, (x, y) = connect(2), CASE.data(61)
+    model = training_cases.build(CASE, distribution, "float32")
+    options = dict(distribution=distribution, verbose=0)
+    tfdist.fit(model, x, y, **options)
+    for variable in (model.optimizer.learning_rate, model.optimizer.variables[-1], model.layers[-1].kernel):
+        of_optimizer = variable is not model.layers[-1].kernel
+        copy = variable.value.values[1]
+        before = copy.numpy()
+        copy.assign(before + 1e-3)
+        with pytest.raises(TrainingError, match=f"after update 0: {variable.path} differs on CPU:1 from CPU:0"):
+            tfdist.fit(model, x, y, **options)
+        if of_optimizer:
+            tfdist.evaluate(model, x, y, **options)
+        else:
+            for call, when in ((tfdist.evaluate, "an evaluation"), (tfdist.predict, "a prediction")):
+                with pytest.raises(TrainingError, match=f"before {when}: {variable.path} differs on CPU:1"):
+                    call(model, x, **options, **({"y": y} if call is tfdist.evaluate else {}))
+        copy.assign(before)
+
+
+class Changes(keras.callbacks.Callback):
+    """Changes a weight on one replica."""
+
+    def __init__(self, moment):
+        super().__init__()
+        setattr(self, moment, self.change)
+
+    def change(self, *arguments, logs=None):
+        copy = self.model.layers[-1].kernel.value.values[1]
+        copy.assign(copy + 1.0)
+
+
+@pytest.mark.parametrize(
+    "moment, when", [("on_epoch_end", "after the last update"), ("on_train_end", "at the end of fit")]
+)
+def test_a_weight_that_a_callback_changes_on_one_replica_is_noticed_at_the_end(connect, moment, when, tmp_path):
+    model = training_cases.build(CASE, connect(2), "float32")
+    options = dict(distribution=connect(2), verbose=0, callbacks=[Changes(moment)])
+    checkpoints = tfdist.Checkpoints(tmp_path, every="1000 steps")
+    with pytest.raises(
+        TrainingError, match=f"no longer the same {when}: {model.layers[-1].kernel.path} differs on CPU:1"
+    ):
+        tfdist.fit(model, *CASE.data(61), checkpoints=checkpoints, **options)
+    assert bool(list(tmp_path.glob("[0-9]*"))) == (moment == "on_train_end")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What comes from a port is checked before use, and escaped before it is printed. No TensorFlow, no processes."""
 
 import copy
+import hmac
 import json
 import math
 import os
@@ -189,3 +190,9 @@ def test_last_words_are_seen_while_standard_error_is_kept_back(capfd):
     os.write(2, b"later\n")
     standard_error.write("directly\n")
     assert capfd.readouterr().err == f"tfdist: failed: {watch.failure}\nlater\ndirectly\n"
+
+
+def test_a_secret_may_be_any_bytes():
+    """What Python makes of TFDIST_SECRET=$'\\xff\\xfe' is not encodable as UTF-8."""
+    secret = b"\xff\xfe".decode("utf-8", "surrogateescape")
+    assert wire.derived(secret, "salt") == hmac.new(b"\xff\xfe", b"derived salt", "sha256").hexdigest()

@@ -118,7 +118,9 @@ def test_pods_that_count_workers_and_nodes_are_refused():
         ([], DLC, dict(WORLD_SIZE="16", RANK="8", MASTER_ADDR="dlc-master-0", MASTER_PORT="23456")),
         (["--nproc_per_node=1"], DLC, dict(WORLD_SIZE="2", RANK="1")),
         (["--nnodes=3", "--master_addr=w0"], {"JOB_COMPLETION_INDEX": "2"}, dict(WORLD_SIZE="3", RANK="2")),
-        ([], {"JOB_COMPLETION_INDEX": "2"}, dict(WORLD_SIZE="1", RANK="0")),
+        (["--nnodes=1"], {"JOB_COMPLETION_INDEX": "2"}, dict(WORLD_SIZE="1", RANK="0")),
+        ([], KUBEFLOW | {"JOB_COMPLETION_INDEX": "1"}, dict(WORLD_SIZE="8", RANK="4")),
+        ([], env("PET_NNODES=1 JOB_COMPLETION_INDEX=0"), dict(WORLD_SIZE="1", RANK="0")),
     ],
     ids=lambda v: " ".join(v) if isinstance(v, (list, dict)) else "",
 )
@@ -127,3 +129,12 @@ def test_defaults_of_the_launcher(flags, environ, expected, launch):  # noqa: F8
     assert launcher.end() == 0, launcher.err
     words = "\n".join(launcher.out).split()
     assert {f"{name}={value}" for name, value in expected.items()} <= set(words), words
+
+
+@pytest.mark.parametrize("index", ["0", "1"])
+def test_a_pod_that_knows_its_index_and_not_the_size_of_the_job_does_not_train_alone(index, launch):  # noqa: F811
+    """As those of a TrainJob without `spec.trainer`."""
+    launcher = launch("--dry_run", "--", "actor.py", JOB_COMPLETION_INDEX=index)
+    assert launcher.end() == 2
+    (line,) = launcher.err
+    assert f"JOB_COMPLETION_INDEX={index} says that this is one pod of a job" in line and "or --nnodes=1" in line

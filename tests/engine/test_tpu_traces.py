@@ -18,7 +18,7 @@ import tfdist
 from tfdist.data import sources
 from tfdist.engine import batching, step_calls
 from tfdist.engine.checks import strategy_check
-from tfdist.engine.checks.replica_check import Guard
+from tfdist.engine.checks.replica_check import ReplicaSyncCheck
 
 FORBIDDEN = re.compile(
     "Timestamp|.*PyFunc.*|Print.*|StringFormat|.*String.*|LookupTable.*|HashTable.*|Iterator.*|Optional.*|"
@@ -117,11 +117,15 @@ def test_measuring_and_predicting_are_traced_for_a_tpu(kind, cores):
 
 
 def test_what_else_runs_in_replicas_is_traced_for_a_tpu(cores):
-    """The sync guard, the reset of metrics, and the check of 1 and 4 replicas."""
+    """The comparison of replicas, the reset of metrics, and the check of 1 and 4 replicas."""
     case = next(c for c in training_cases.CASES if c.name == "metrics built late")
     prepared = Prepared(case, cores(4))
-    guard = Guard(prepared.model, cores(4))
-    for trace in (lambda: guard.look(0), prepared.step.reset, lambda: strategy_check.check(prepared.step, "on")):
+    sync = ReplicaSyncCheck(cores(4))
+    for trace in (
+        lambda: sync.check(prepared.model, ""),
+        prepared.step.reset,
+        lambda: strategy_check.check(prepared.step, "on"),
+    ):
         with contextlib.suppress(tf.errors.OpError, tfdist.TrainingError):  # traced, and nobody is there to run it
             trace()
 

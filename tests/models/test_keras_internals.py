@@ -254,6 +254,18 @@ def test_layers_within_layers():
     assert keras_internals.own_variables(inner) == []
 
 
+def test_layers_compute_in_another_type_for_a_while():
+    """Else a check that rounding hides would be repeated in float32."""
+    inner = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2), keras.layers.BatchNormalization()])
+    model = keras.Sequential([keras.Input((3,)), inner, keras.layers.LayerNormalization(dtype="mixed_bfloat16")])
+    x = np.random.default_rng(0).normal(size=(5, 3))
+    before = model(x, training=False).dtype
+    with keras_internals.computing_in(model, "float64"):
+        assert model(x, training=True).dtype == tf.float64 and inner(x).dtype == tf.float64
+        assert {v.dtype for v in model.weights} == {"float32"}
+    assert model(x, training=False).dtype == before == tf.bfloat16 and inner(x).dtype == tf.float32
+
+
 def test_the_metrics_of_a_layer_itself():
     """Else filler would be counted by a metric that a layer has, where it is not known of."""
     inner = keras.layers.Dense(2)

@@ -1,6 +1,7 @@
 """What a run tells of itself as it goes: where the time goes, the gradient's norm, FLOPs, display, TensorBoard."""
 
 import contextlib
+import errno
 import glob
 import itertools
 import json
@@ -11,6 +12,7 @@ import re
 import threading
 import time
 import types
+from unittest import mock
 
 import keras
 import numpy as np
@@ -254,11 +256,29 @@ def test_a_disk_that_is_full_ends_tensorboard_alone(tmp_path, said):
     assert len(said) == 1 and said[0].startswith("WARNING: ") and said[0].endswith("training goes on without it")
 
 
+def test_a_disk_that_fills_up_ends_tensorboard_alone(tmp_path, said, monkeypatch):
+    """Its thread meets the error first; a launcher takes a traceback for the cause of what fails next."""
+    printed = mock.Mock()
+    monkeypatch.setattr(threading, "excepthook", printed)
+    board = Board(tmp_path / "tensorboard")
+    board.begin(0, {})
+    writer = board._writers["train"]
+    with pytest.MonkeyPatch.context() as patched:
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        patched.setattr(writer._async_writer._writer, "write", mock.Mock(side_effect=full))
+        board.scalars("train", 1, {"loss": 1.0})
+        writer._async_writer._worker.join()
+    board.scalars("train", 2, {"loss": 1.0})
+    board.close()
+    assert len(said) == 1 and "No space left on device" in said[0] and said[0].endswith("training goes on without it")
+    assert not printed.called and threading.excepthook is printed
+
+
 PLAN = schedule.make(Experiment(), 1437, 1)
 
 
 def recorder(**values):
-    return types.SimpleNamespace(**{"updates": 0, "begun": time.time()} | values)
+    return types.SimpleNamespace(**{"updates": 0, "begun": time.monotonic(), "seconds": 0.0} | values)
 
 
 def test_slow_input_is_said_once(connect, said):

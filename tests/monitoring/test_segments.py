@@ -60,6 +60,18 @@ def test_what_was_kept_of_each_and_what_was_lost(clock):
     ]
 
 
+def test_a_clock_that_is_set_back_gives_no_negative_time(clock):
+    first = started(0, 1)
+    first.updated()
+    clock[0] = 50.0
+    second = started(1, 1, 1, [[1, 1, "killed", 150.0]])
+    second.resume(10, first.get_state())
+    second.updated()
+    third = started(2, 1, 1, [[1, 1, "killed", 150.0], [1, 1, "killed", 151.0]])
+    third.resume(20, second.get_state())
+    assert [row["seconds_lost"] for row in third.record(40, "completed")] == [0.0, None, None]
+
+
 def test_a_run_that_goes_back_to_before_it_has_begun():
     one = started(1, 1, rounds=[[1, 1, "x", 1.0]])
     one.resume(10, {})

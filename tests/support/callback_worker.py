@@ -11,6 +11,8 @@ import json
 import os
 import pathlib
 import pickle
+import select
+import signal
 import sys
 
 import tfdist
@@ -22,6 +24,7 @@ import keras
 import tensorflow as tf
 
 from support import training_cases
+from tfdist.checkpoints import training_state
 
 L = keras.layers
 # Among the models is one whose replicas normalize by themselves.
@@ -108,6 +111,55 @@ def writers(distribution, folder):
         "said": said.getvalue(),
         "weights": model.get_weights(),
     }
+
+
+class Forks(keras.callbacks.Callback):
+    """Forks a child that ends by sys.exit, which unwinds the training it has come from; the code, or "it hangs"."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        child = os.fork()
+        if child == 0:
+            sys.exit(3)
+        ended = os.pidfd_open(child)
+        in_time = select.select([ended], [], [], 20)[0]
+        os.close(ended)
+        os.kill(child, signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        self.code = code if in_time else "it hangs"
+
+
+def forked(distribution, folder):
+    """Both workers go on to the end after it."""
+    if distribution.name == "horovod":  # Gloo's threads abort once a child has run the exit handlers of C++
+        return None
+    model, forks = plain(distribution), Forks()
+    x, y = training_cases.images(24)
+    history = fit(model, x, y, distribution=distribution, batch_size=12, epochs=2, verbose=0, callbacks=[forks])
+    return {"codes": forks.code, "epochs": history.epoch}
+
+
+def changed(distribution, folder):
+    """The message of each worker when the last one alone changes its learning rate, or a weight, between two calls."""
+    x, y = training_cases.images(24)
+    options = {"distribution": distribution, "batch_size": 12, "verbose": 0}
+    calls = {
+        "optimizer": lambda model: fit(model, x, y, **options),
+        "weights": lambda model: tfdist.evaluate(model, x, y, **options),
+    }
+    found = {}
+    for name, call in calls.items():
+        model = plain(distribution)
+        fit(model, x, y, **options)
+        if distribution.rank == distribution.workers - 1:
+            variable = model.optimizer.learning_rate if name == "optimizer" else model.layers[-1].bias
+            for copy in training_state.copies(variable):
+                copy.assign(copy + 1.0)
+        try:
+            call(model)
+            found[name] = "nothing was noticed"
+        except tfdist.TrainingError as error:
+            found[name] = str(error)
+    return found
 
 
 BACKUP = {"batch_size": 12, "shuffle": False, "verbose": 0}
@@ -215,6 +267,7 @@ def measured(distribution, folder):
 
 
 SCENES = {"writers": writers, "backup": backup, "shuffled": shuffled, "stopped": stopped, "measured": measured}
+SCENES |= {"forked": forked, "changed": changed}
 
 if __name__ == "__main__":
     target = pathlib.Path(sys.argv[1])

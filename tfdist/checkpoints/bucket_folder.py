@@ -59,6 +59,10 @@ class BucketFolder(RunFolder):
         self._sent: dict[str, tuple[int, int]] = {}
         """Size and time of change of each file as the bucket has it."""
 
+    def forget(self) -> None:
+        super().forget()
+        self._claimed = False
+
     # -- the beginning ------------------------------------------------------
 
     def create(self) -> None:

@@ -10,12 +10,15 @@ import json
 import os
 import pathlib
 import platform
+import re
+import weakref
+import zipfile
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tfdist.checkpoints import earlier_run
+from tfdist.checkpoints import earlier_run, files
 from tfdist.checkpoints.storage import DISK, Disk
 from tfdist.config import atomic_file, regular_file
 from tfdist.config.messages import logger
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 LOCK = ".lock"
 LOGS = "logs"
 """What the launcher keeps of each rank's output; it adds to what is there."""
+_OPEN: weakref.WeakSet[RunFolder] = weakref.WeakSet()
+"""The folders of this process, which a child that it forks does not have."""
 KEPT = ("experiment.json", "experiment.mark", "environment.json", "data.json")
 """Files that a run writes once, at its beginning, and holds in memory: a folder that is deleted gets them again."""
 
@@ -50,6 +55,19 @@ class RunFolder:
         self._lock: int | None = None
         self._waiting: list[str] = []
         self._kept: dict[str, str] = {}
+        _OPEN.add(self)
+
+    def forget(self) -> None:
+        """Gives up the folder in a forked child: the run, its lock and its files are the parent's alone.
+
+        A child that kept the descriptor would hold the lock for as long as it lives, after its parent is gone. `flock`
+        stays all the same: a POSIX record lock is not inherited, but any code of the process that opens and closes the
+        file, such as a callback that copies the folder, would drop it without a word.
+        """
+        self._writes = False
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def create(self) -> None:
         """Makes the folder if it is missing, tries to write in it, and takes it for this run alone.
@@ -61,14 +79,28 @@ class RunFolder:
             return
         try:
             self._real.mkdir(parents=True, exist_ok=True)
-            probe = self.path / f".probe-{os.getpid()}"
-            probe.write_bytes(b"")
-            probe.unlink()
+            self._probe()
         except OSError as error:
-            raise UserError(
-                f"--workdir={self.path} cannot be written ({error.strerror}): choose another folder"
-            ) from None
+            mask = _umask()
+            repair = f"set umask 022 instead of {mask:03o}" if mask & 0o700 else "choose another folder"
+            raise UserError(f"--workdir={self.path} cannot be written ({error.strerror}): {repair}") from None
         self._take()
+
+    def _probe(self) -> None:
+        """Writes as a run does: a folder in the folder, as for a checkpoint, and a file in it that is written again.
+
+        With a umask that takes its own rights from the user, only the second step fails.
+        """
+        folder = self.path / f".probe-{os.getpid()}"
+        try:
+            folder.mkdir()
+            for _ in range(2):
+                (folder / "file").write_bytes(b"")
+        finally:
+            with contextlib.suppress(OSError):
+                (folder / "file").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
     def could_be_created(self) -> None:
         """Checks what `create` would, and leaves everything as it is.
@@ -93,6 +125,12 @@ class RunFolder:
 
     def _in_use(self, owner: bytes) -> UserError:
         name = owner.decode(errors="replace").strip() or "just starting"
+        left = _left_behind(name, self.path / LOCK)
+        if left:
+            return UserError(
+                f"--workdir={self.name} is locked by process {left}, which a run that is gone ({name}) has left "
+                "behind: end that process, or choose another folder"
+            )
         return UserError(
             f"--workdir={self.name} is in use by another run ({name}): wait for it, or choose another folder"
         )
@@ -271,7 +309,7 @@ class RunFolder:
             return
         with self._writing("model.keras"):
             path, temporary = self.path / "model.keras", self.path / f".model-{os.getpid()}.keras"  # as Keras wants it
-            with atomic_file.replacing(path, temporary):
+            with atomic_file.replacing(path, temporary), _without_dates():
                 model.save(temporary)
 
     def push(self, patient: bool = True) -> None:
@@ -284,6 +322,12 @@ class RunFolder:
           TrainingError: that is not possible.
         """
 
+    def _has_checkpoints(self) -> bool:
+        try:
+            return any(files.is_name(path.name) for path in self.checkpoints.iterdir())
+        except OSError:
+            return False
+
     @contextlib.contextmanager
     def _writing(self, name: str) -> Iterator[None]:
         try:
@@ -291,8 +335,8 @@ class RunFolder:
             yield
         except OSError as error:
             raise TrainingError(
-                f"{self.path / name} cannot be written ({error.strerror or error}): free or repair that disk; "
-                "the checkpoints that are there stay"
+                f"{self.path / name} cannot be written ({error.strerror or error}): free or repair that disk"
+                f"{'; the checkpoints that are there stay' if self._has_checkpoints() else ''}"
             ) from None
 
     def _make_whole(self) -> None:
@@ -323,6 +367,62 @@ class RunFolder:
                 f"WARNING: {self.path} was deleted while this run went on: {', '.join(missing)} are written again, "
                 "what history.jsonl and checkpoints held is lost"
             )
+
+
+def _umask() -> int:
+    """Returns the umask, which only setting it tells."""
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
+
+
+@contextlib.contextmanager
+def _without_dates() -> Iterator[None]:
+    """Gives new entries of ZIP files the format's first date instead of the clock's.
+
+    A clock before 1980, as of a board without a battery, would make zipfile refuse them: after the whole training.
+    """
+    dated = zipfile.ZipInfo.__init__
+
+    def undated(self: zipfile.ZipInfo, filename: str = "NoName", date_time: object = None) -> None:
+        dated(self, filename)
+
+    zipfile.ZipInfo.__init__ = undated  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        zipfile.ZipInfo.__init__ = dated  # type: ignore[method-assign]
+
+
+def _forget_in_child() -> None:
+    for folder in list(_OPEN):
+        folder.forget()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def _left_behind(owner: str, lock: pathlib.Path) -> int:
+    """Returns a process of this host that has the lock of an owner that is dead; 0 if there is none.
+
+    Python's own forks give the lock up; those of a C library do not.
+    """
+    found = re.fullmatch(r"process (\d{1,9}) on (.*)", owner)
+    if not found or found[2] != platform.node() or pathlib.Path("/proc", found[1]).exists():
+        return 0
+    with contextlib.suppress(OSError):  # /proc is not everywhere
+        wanted, others = lock.stat(), (name for name in os.listdir("/proc") if name.isdigit())
+        return next((int(pid) for pid in others if int(pid) != os.getpid() and _has_open(pid, wanted)), 0)
+    return 0
+
+
+def _has_open(pid: str, wanted: os.stat_result) -> bool:
+    with contextlib.suppress(OSError):  # it is another user's, or has just ended
+        for descriptor in pathlib.Path("/proc", pid, "fd").iterdir():
+            with contextlib.suppress(OSError):
+                if os.path.samestat(descriptor.stat(), wanted):
+                    return True
+    return False
 
 
 def strict(value: object) -> Any:

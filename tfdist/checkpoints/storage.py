@@ -191,6 +191,11 @@ def at(folder: str | os.PathLike) -> tuple[pathlib.Path, Disk]:
 
 def temporary() -> pathlib.Path:
     """Makes a folder that goes with this process."""
-    folder = pathlib.Path(tempfile.mkdtemp(prefix="tfdist-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    folder, process = pathlib.Path(tempfile.mkdtemp(prefix="tfdist-")), os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == process:  # a forked child that ends by sys.exit has inherited this, and the folder is not its
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
     return folder

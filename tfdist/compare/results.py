@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -127,13 +127,12 @@ def rated(row: Row, reference: Row, cores: int | None) -> Row:
     )
 
 
-def judged(row: Row, reference: Row, difference: Difference, tolerance: float, natural: Iterable[str]) -> Row:
+def judged(row: Row, reference: Row, difference: Difference, tolerance: float) -> Row:
     """Returns a row with what a look at its weights says; `different` until a check has said more.
 
     Args:
       difference: how far its weights are from those of the reference.
       tolerance: the distance up to which weights count as the same; 0 where all bits must be, as with shards.
-      natural: layers that depend on the number of replicas, in words.
     """
     row = dataclasses.replace(
         row,
@@ -142,13 +141,10 @@ def judged(row: Row, reference: Row, difference: Difference, tolerance: float, n
         largest=_finite(difference.largest),
         scale=_finite(difference.scale),
     )
-    natural = list(natural)
     if row.weights_sha256 == reference.weights_sha256 and difference.distance == 0:
         verdict, why = "identical", ""
     elif difference.distance <= tolerance:
         verdict, why = "same", ""
-    elif natural:
-        verdict, why = "nature", "; ".join(natural)
     else:
         verdict, why = "different", f"{difference.distance:.1e} is more than {tolerance:g}"
     if not tolerance:
@@ -169,10 +165,17 @@ def _exactly(row: Row, reference: Row, verdict: str) -> Row:
     return dataclasses.replace(row, weights=verdict, why="")
 
 
-def checked(row: Row, difference: Difference, tolerance: float, updates: int) -> Row:
-    """Returns a row whose weights differ, with what the check in float64 says of it."""
+def checked(row: Row, difference: Difference, tolerance: float, updates: int, natural: Sequence[str] = ()) -> Row:
+    """Returns a row whose weights differ, with what the check in float64 says of it.
+
+    Args:
+      natural: layers that depend on the number of replicas, in words; the check went without.
+    """
     row = dataclasses.replace(row, check_distance=_finite(difference.distance), check_variable=difference.variable)
     if difference.distance <= tolerance:
+        if natural:
+            why = f"{'; '.join(natural)}; without, in float64, the first {updates} updates agree to "
+            return dataclasses.replace(row, weights="nature", why=f"{why}{difference.distance:.0e}")
         why = f"in float64 the first {updates} updates agree to {difference.distance:.0e}: rounding, which has grown"
         return dataclasses.replace(row, weights="rounding", why=why)
     why = f"in float64, too, {difference.distance:.1e} after {updates} updates, most in {difference.variable}"
@@ -209,7 +212,7 @@ def verdict(rows: list[Row], cores: int | None) -> list[str]:
             lines.append(f"{row.name} trains the same model, with weights {row.distance:.0e} apart: {row.why}.")
     for row in done:
         if row.weights == "nature":
-            lines.append(f"{row.name} cannot be judged, it differs by nature: {row.why}. Compare without, to be sure.")
+            lines.append(f"{row.name} trains the same model, but for what differs by nature: {row.why}.")
     lines += [f"{row.name} failed: {row.reason}" for row in others if row.status == "failed"]
     if done and reference.examples_per_second:
         lines += _advice(best(rows), reference, cores)

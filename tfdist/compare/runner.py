@@ -19,6 +19,7 @@ from tfdist.checkpoints import run_folder
 from tfdist.compare import results, trial
 from tfdist.compare.results import Row
 from tfdist.config.messages import logger
+from tfdist.distributed.job.env_vars import HOLD
 from tfdist.errors import TrainingError, UserError
 
 RECORD = "compare.json"
@@ -158,14 +159,15 @@ class Comparison:
             except ValueError as error:
                 self._rows[i] = dataclasses.replace(row, status="failed", reason=f"no weights to compare: {error}")
                 continue
-            batch = e.train.batch_size // e.train.accumulate
-            natural = weight_distance.reasons_to_differ(pathlib.Path(row.folder), batch, row.replicas)
-            row = results.judged(row, reference, difference, tolerance, [] if exact else natural)
-            rounding = difference.distance > tolerance and not natural and not exact
-            self._rows[i] = self._checked(i, row) if rounding else row
+            row = results.judged(row, reference, difference, tolerance)
+            natural = weight_distance.reasons_to_differ(pathlib.Path(row.folder), row.replicas)
+            self._rows[i] = row if exact or difference.distance <= tolerance else self._checked(i, row, natural)
 
-    def _checked(self, i: int, row: Row) -> Row:
-        """Finds out whether weights that differ come from a wrong sum, or from rounding that has grown."""
+    def _checked(self, i: int, row: Row, natural: Sequence[str]) -> Row:
+        """Finds out whether weights that differ come from a wrong sum, or from what may differ.
+
+        That is rounding which has grown, or layers that depend on the number of replicas: these are held still.
+        """
         from tfdist.compare import weight_distance
 
         result = _read(pathlib.Path(self._rows[0].folder) / "result.json")
@@ -176,6 +178,7 @@ class Comparison:
             again = trial.make(
                 t.strategy, t.replicas, hardware, self._folder.path / "check", given, t.threads, name=t.name
             )
+            again = dataclasses.replace(again, environ={**again.environ, HOLD: "1"})
             if (again.folder / "result.json").exists():  # the reference, for another row
                 continue
             logger.info(
@@ -190,7 +193,8 @@ class Comparison:
             )
         except ValueError as error:
             return dataclasses.replace(row, why=f"{row.why}; no check in float64: {error}")
-        return results.checked(row, difference, weight_distance.CHECK_TOLERANCE, int(fields["config.train.steps"]))
+        updates = int(fields["config.train.steps"])
+        return results.checked(row, difference, weight_distance.CHECK_TOLERANCE, updates, natural)
 
     def _show(self, verdict: Sequence[str]) -> None:
         from tfdist.compare import plot, tables

@@ -178,7 +178,8 @@ def make(
         case "mirrored" if not machine.gpus:
             command = [sys.executable, "-m", "tfdist.train", *train, f"--virtual_devices={replicas}"]
         case "multi_worker":
-            command = [sys.executable, "-m", "tfdist.launch", f"--nproc_per_node={replicas}", "--", *train]
+            machine_alone = ["--nnodes=1", f"--nproc_per_node={replicas}"]
+            command = [sys.executable, "-m", "tfdist.launch", *machine_alone, "--", *train]
         case "horovod":
             runner, unavailable = _horovodrun(unavailable)
             command = [runner, "-np", str(replicas), sys.executable, "-m", "tfdist.train", *train]

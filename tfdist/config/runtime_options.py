@@ -10,7 +10,7 @@ from typing import Any
 from absl import flags
 
 from tfdist.config import Experiment, buckets, cpu_kernels
-from tfdist.errors import UserError
+from tfdist.errors import UserError, printable
 
 STRATEGIES = ("auto", "default", "mirrored", "multi_worker", "tpu", "horovod")
 JIT = ("auto", "on", "off")
@@ -82,6 +82,7 @@ class Environment:
                 f"--devices={self.devices} is not understood: use all, none, driver numbers such as 0,3, or idle:2"
             )
         buckets.check("--workdir", self.workdir)
+        _check_utf8(self.workdir)
         self._check_profile()
         self._check_search()
         self._check_topology()
@@ -147,6 +148,15 @@ class Environment:
                 f"--profile={self.profile} is {count} updates, a trace that no browser opens: "
                 f"choose at most {MOST_PROFILED}"
             )
+
+
+def _check_utf8(workdir: str) -> None:
+    """Refuses a folder that TensorFlow cannot name: training would reach its end without a single checkpoint."""
+    try:
+        os.path.expanduser(workdir).encode()
+    except UnicodeEncodeError:
+        name = printable(os.fsencode(workdir).decode(errors="backslashreplace"))
+        raise UserError(f"--workdir={name} is not UTF-8, as TensorFlow's file names are: choose another name") from None
 
 
 def define_flags() -> None:

@@ -10,7 +10,7 @@ import platform
 import re
 from collections.abc import Mapping
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tfdist.config import cpu_kernels, messages
 from tfdist.config.messages import logger
@@ -22,6 +22,9 @@ from tfdist.distributed.peers import Peers
 from tfdist.distributed.strategies import horovod, multi_worker, tpu
 from tfdist.distributed.strategies.local import default, mirrored
 from tfdist.errors import UserError
+
+if TYPE_CHECKING:
+    import tensorflow as tf
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,7 +112,7 @@ def _silence_keras() -> None:
 
 
 _OWN_FUNCTION = re.compile(
-    r"<function ((training|evaluation|prediction|own_step)_call|Step|Guard)\..*tf\.function retracing"
+    r"<function ((training|evaluation|prediction|own_step)_call|Step|ReplicaSyncCheck)\..*tf\.function retracing"
 )
 
 
@@ -214,6 +217,8 @@ def _versions(strategy: str) -> dict[str, str]:
 
 _CONNECTED: dict[tuple[Environment, str, cluster.Cluster], Distribution] = {}
 """What `connect` has returned, by what it was asked for."""
+_IN_ORDER: list[Distribution] = []
+"""The same, the latest one last."""
 
 
 def connect(strategy: str = "auto", **environment: Any) -> Distribution:
@@ -242,4 +247,23 @@ def connect(strategy: str = "auto", **environment: Any) -> Distribution:
     asked = site.environment, site.choice.name, site.cluster
     if asked not in _CONNECTED:
         _CONNECTED[asked] = create(site)
-    return _CONNECTED[asked]
+    latest = _CONNECTED[asked]
+    _IN_ORDER[:] = [*(one for one in _IN_ORDER if one is not latest), latest]
+    return latest
+
+
+def current(strategy: tf.distribute.Strategy) -> Distribution:
+    """Returns the distribution of `fit`, `evaluate` and `predict` where none is given.
+
+    It is the connected one under whose scope the model was created; of a model that was created under none, the latest
+    one, which then refuses it: training on one device of the many that were connected would be a surprise.
+
+    Args:
+      strategy: under which the model was created.
+    """
+    import tensorflow as tf
+
+    connected = _IN_ORDER
+    if strategy is not tf.distribute.get_strategy():
+        connected = [one for one in connected if one.strategy is strategy] or connected
+    return connected[-1] if connected else default("tfdist.connect() was not called")

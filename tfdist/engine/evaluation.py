@@ -18,7 +18,7 @@ from tfdist.engine import steps_per_call as pace_lib
 from tfdist.engine.arguments import Callbacks, Data
 from tfdist.engine.call_errors import EndOfData
 from tfdist.engine.callbacks import callback_list
-from tfdist.engine.checks import preconditions, strategy_check
+from tfdist.engine.checks import preconditions, replica_check, strategy_check
 from tfdist.engine.measuring import Evaluation, read_once
 from tfdist.engine.tracing import layer_statistics
 from tfdist.errors import UserError
@@ -64,7 +64,7 @@ def evaluate(
       TrainingError: a worker is lost, or a call has failed.
       Interrupted: `should_stop` gave a reason.
     """
-    distribution = distribution or connect.default("no distribution given")
+    distribution = distribution or connect.current(model.distribute_strategy)
     source = sources.as_source(arguments.renamed(x, dataset), y, sample_weight)
     preconditions.among("check_agreement", check_agreement, strategy_check.CHOICES)
     preconditions.model_fits(model, distribution, 1, shards)
@@ -72,6 +72,7 @@ def evaluate(
     steps = arguments.steps_at_most(steps)
     batch_size = batching.batch_size_of(source, batch_size, steps)
     measured = Evaluation(model, source, distribution, batch_size, steps, shards)
+    replica_check.check_weights(model, distribution, "before an evaluation")
     measured.check(check_agreement)
     called = callback_list.for_measuring(callbacks, model, distribution, verbose, measured.batches)
     with keras_internals.variables_as_numbers(), callback_list.apart(called, distribution):
@@ -111,7 +112,7 @@ def predict(
       UserError: the model, data or arguments do not fit together.
       TrainingError: a worker is lost, or a call has failed.
     """
-    distribution = distribution or connect.default("no distribution given")
+    distribution = distribution or connect.current(model.distribute_strategy)
     source = arguments.inputs(model, arguments.renamed(x, dataset))
     steps = arguments.steps_at_most(steps)
     batch_size = batching.batch_size_of(source, batch_size, steps)
@@ -203,6 +204,7 @@ def _pieces(
     layout = batching.layout_of(source, batch_size, distribution, 1, least=False, shards=shards)
     feed, batches = read_once(source, layout, steps, "predict from")
     step = step_calls.step_of(model, distribution, source, outputs_only=True)
+    replica_check.check_weights(model, distribution, "before a prediction")
     strategy_check.check_forward(step, "predict", options.check_agreement, shards, sources.entries(source))
     callbacks = callback_list.for_measuring(options.callbacks, model, distribution, options.verbose, batches)
     stoppable = any(pace_lib.looks_at_predictions(callback) for callback in callbacks.callbacks)

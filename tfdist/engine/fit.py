@@ -77,7 +77,8 @@ def fit(
       validation_batch_size: as `batch_size`, and the same if not given.
       validation_freq: epochs between validations, or a list of epochs.
       dataset: the name that `x` had before.
-      distribution: of `tfdist.connect`; without it, one device.
+      distribution: of `tfdist.connect`; if not given, the connected one under which the model was created. Without any,
+        one device.
       steps: stop after this many updates, even within an epoch.
       seed: decides the order of the examples, together with the epoch.
       accumulate: micro-batches per update; less memory, the same result.
@@ -119,7 +120,7 @@ def fit(
             raise UserError("validation_split and validation_data both say what to validate with: give one of them")
         source, validation_data = sources.split(source, validation_split)
     options = FitOptions(
-        distribution=distribution or connect.default("no distribution given"),
+        distribution=distribution or connect.current(model.distribute_strategy),
         batch_size=batch_size,
         epochs=arguments.epochs_at_most(epochs),
         steps=steps,

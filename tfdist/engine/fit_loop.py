@@ -106,7 +106,7 @@ class FitLoop:
         began = self._position
         self._position = self._keeper.begin(began, rollback=self._options.on_nonfinite == "rollback")
         self._reader.catch_up(self._position.epoch - began.epoch, self._position.update - began.update)
-        self._updates.guard.look(self._position.update)
+        self._updates.replica_check.check_if_due(self._model, self._position.update)
         if self._goes_on():
             self._check(first)
         while self._goes_on():
@@ -117,9 +117,12 @@ class FitLoop:
                 raise
             except (NotFinite, OutOfMemory) as error:
                 self.recover(error)
+        # Before the last checkpoint, which would keep what is wrong.
+        self._updates.replica_check.check(self._model, "after the last update")
         self._keeper.end(self._position)
         ema.finalize(keras_internals.inner_optimizer(self._model.optimizer), self._model.trainable_variables)
         self._callbacks.on_train_end(self._logs)
+        self._updates.replica_check.check(self._model, "at the end of fit")
         return self._model.history
 
     def run_epoch(self) -> None:

@@ -20,7 +20,7 @@ from tfdist.engine.batching import Feed
 from tfdist.engine.step import loss_kinds
 from tfdist.engine.step.step import Step
 from tfdist.errors import UserError
-from tfdist.models import keras_internals, own_steps
+from tfdist.models import batch_norm, keras_internals, own_steps
 
 
 class _Kept(NamedTuple):
@@ -115,7 +115,10 @@ def _owners(model: keras.Model, distribution: Distribution) -> tuple:
 
 
 def _key(model: keras.Model, distribution: Distribution) -> tuple[int | str, ...]:
-    return (distribution.jit, distribution.static_shapes, *(id(owner) for owner in _owners(model, distribution)))
+    # A layer's `synchronized` is read while the step is traced: one that is set between two fits would do nothing.
+    synchronized = "".join(str(int(layer.synchronized)) for layer in batch_norm.batch_norms(model))
+    owners = (id(owner) for owner in _owners(model, distribution))
+    return (distribution.jit, distribution.static_shapes, synchronized, *owners)
 
 
 @contextlib.contextmanager

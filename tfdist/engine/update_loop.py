@@ -16,7 +16,7 @@ from tfdist.engine import steps_per_call as pace_lib
 from tfdist.engine.call_errors import NotFinite
 from tfdist.engine.callbacks import callback, callback_list
 from tfdist.engine.checkpointing import Keeper
-from tfdist.engine.checks.replica_check import Guard
+from tfdist.engine.checks.replica_check import ReplicaSyncCheck
 from tfdist.engine.step.results import CallResult, LastLogs, Totals
 from tfdist.engine.step.step import Step
 from tfdist.engine.steps_per_call import Pace
@@ -59,7 +59,7 @@ class UpdateLoop:
         self._pace = pace
         self._should_stop = should_stop
         self._keeper = keeper
-        self.guard = Guard(step.model, step.distribution)
+        self.replica_check = ReplicaSyncCheck(step.distribution)
         self._hooked = callback.with_hooks(callbacks)
         self._norm, self._averages = agreement.anywhere(
             step.distribution,
@@ -129,7 +129,7 @@ class UpdateLoop:
             return False
         waited = time.perf_counter() - asked
         call = self._compiled(full=part.full, norm=self._norm, count=part.count)
-        self.guard.look(now.update)
+        self.replica_check.check_if_due(self._model, now.update)
         self._callbacks.on_train_batch_begin(now.begun)
         steady = id(call) in self._step.warm
         start = time.perf_counter()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
+import os
 import signal
+import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from tfdist.errors import TrainingError, UserError
 
@@ -13,6 +16,14 @@ if TYPE_CHECKING:
     from tfdist.distributed.peers import Peers
 
 T = TypeVar("T")
+_SENT: list[mmap.mmap] = []
+"""Memory that forked children share: not zero once this process has sent a signal itself, as `terminate` does."""
+
+
+def _see_kill(event: str, arguments: tuple) -> None:
+    if event in ("os.kill", "os.killpg"):
+        for page in _SENT:
+            page[0] = 1
 
 
 def in_touch(peers: Peers, work: Callable[[], T]) -> T:
@@ -25,9 +36,12 @@ def in_touch(peers: Peers, work: Callable[[], T]) -> T:
     Raises:
       UserError, TrainingError: what ended the work, in one line.
     """
+    process = os.getpid()
     try:
         return work()
     except BaseException as error:
+        if os.getpid() != process:
+            _end_child(error)
         failure = _failure(error, peers)
         reason = str(failure) or type(failure).__name__
         peers.fail(reason, {UserError: 2, KeyboardInterrupt: 130}.get(type(failure), 1))
@@ -37,6 +51,21 @@ def in_touch(peers: Peers, work: Callable[[], T]) -> T:
         if failure is error:
             raise
         raise failure from error
+
+
+def _end_child(error: BaseException) -> NoReturn:
+    """Ends a child that code of the user has forked, and that has come here by sys.exit or an error.
+
+    What follows is the parent's: its last words, its files, and the end of TensorFlow, whose threads a child has not.
+    """
+    said = error.code if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
+    code = 0 if said is None else said & 0xFF if isinstance(said, int) else 1
+    with contextlib.suppress(Exception):
+        if isinstance(said, str):
+            print(said, file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
 
 
 def _failure(error: BaseException, peers: Peers) -> BaseException:
@@ -51,13 +80,25 @@ def _failure(error: BaseException, peers: Peers) -> BaseException:
 
 
 class Signals:
-    """A context in which SIGINT, SIGTERM and SIGUSR1 wait for the end of the current call; a second SIGINT does not."""
+    """A context in which SIGINT, SIGTERM and SIGUSR1 wait for the end of the current call; a second SIGINT does not.
+
+    Children that are forked within, such as a pool of the data's, inherit the handlers. The first signal to the whole
+    process group, as `timeout` and Slurm send it, lets them go on, since the update in progress may need them. Any
+    other ends them: one of their parent's above all, which waits for their end after it.
+    """
 
     def __init__(self):
         self.received = ""
+        self._process = os.getpid()
+        self._sent = mmap.mmap(-1, 1)
+        self._told_child = 0
+        """The child that has had its first signal."""
         self._before: dict = {}
 
     def __enter__(self) -> Signals:
+        if not _SENT:
+            sys.addaudithook(_see_kill)
+        _SENT.append(self._sent)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             self._before[number] = signal.signal(number, self._receive)
         return self
@@ -71,6 +112,17 @@ class Signals:
         return f"stopped by {self.received} after the update in progress" if self.received else ""
 
     def _receive(self, number: int, frame: object) -> None:
+        if os.getpid() != self._process:
+            self._receive_in_child(number)
+            return
         if self.received and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.received = signal.Signals(number).name
+
+    def _receive_in_child(self, number: int) -> None:
+        orphaned = os.getppid() != self._process
+        if not (self._sent[0] or self._told_child == os.getpid() or orphaned):
+            self._told_child = os.getpid()
+            return
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)  # os.kill would be seen, and end the other children

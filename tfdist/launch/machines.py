@@ -78,10 +78,18 @@ def find(options: argparse.Namespace, environ: Mapping[str, str], start_timeout:
     platform = platforms.node(environ)
     if platform and options.nnodes not in (None, str(platform.nnodes)):
         platform = None  # somebody arranges the nodes by hand
+    index = environ.get("JOB_COMPLETION_INDEX", "").strip()
+    if index and not platform and options.nnodes is None:
+        raise UserError(
+            f"JOB_COMPLETION_INDEX={index} says that this is one pod of a job, and nothing says of how many, so that "
+            "each would train alone: give --nnodes and --master_addr (a TrainJob: set spec.trainer), or --nnodes=1 for "
+            "pods that are independent"
+        )
     default = platform or platforms.PlatformNode("", 1, 0)
     nnodes = whole("--nnodes", default.nnodes if options.nnodes is None else options.nnodes, 1)
     # A pod of an indexed Job of Kubernetes knows its number, and nothing else.
-    index = environ.get("JOB_COMPLETION_INDEX", "").strip() if nnodes > 1 and not platform else ""
+    if nnodes == 1 or platform:
+        index = ""
     # An empty one is that of a script whose variable is not set: taken for nothing, each node would be node 0.
     node = whole("--node_rank", index or default.node_rank if options.node_rank is None else options.node_rank, 0)
     if node >= nnodes:

@@ -75,7 +75,7 @@ def _of(folder: pathlib.Path, pattern: str, rank: int) -> pathlib.Path:
 
 def _run(folder: pathlib.Path, nproc: int, show: bool) -> int:
     """Starts the launcher, shows what it and its workers print, and returns its exit code."""
-    command = [sys.executable, "-m", "tfdist.launch", f"--nproc_per_node={nproc}"]
+    command = [sys.executable, "-m", "tfdist.launch", "--nnodes=1", f"--nproc_per_node={nproc}"]
     command += ["--", "-m", "tfdist.launch.function_worker", str(folder)]
     # What this process can import, they can.
     path = os.pathsep.join([*filter(None, sys.path)])

@@ -14,7 +14,7 @@ from tfdist.data.loaded import Loaded
 from tfdist.data.sources import Arrays, Records, Source, one_hot, targets_of
 from tfdist.data.spec import Spec
 from tfdist.errors import UserError, one_line
-from tfdist.models import freezing, keras_internals, objective, pretrained
+from tfdist.models import batch_norm, freezing, keras_internals, objective, pretrained
 from tfdist.models.zoo import keras_applications, layers, small, tables, text, vision
 
 
@@ -46,9 +46,8 @@ def build(experiment: config.Experiment, spec: Spec, quiet: bool = False) -> ker
         model = _made(wanted.name, field_syntax.options("model.options", wanted.options), spec)
     if not isinstance(model, keras.Model):
         raise UserError(f"model.name={wanted.name!r} must return a keras.Model, got {type(model).__name__}")
-    for layer in keras_internals.flat_layers(model):
-        if isinstance(layer, keras.layers.BatchNormalization):
-            layer.synchronized = wanted.sync_batch_norm  # read when the layer is called
+    for layer in batch_norm.batch_norms(model):
+        layer.synchronized = wanted.sync_batch_norm  # read when the layer is called
     if (wanted.weights or wanted.freeze) and not model.built:
         raise UserError(
             f"model.weights and model.freeze need a model whose layers are there already: build {wanted.name} in its "

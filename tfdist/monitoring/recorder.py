@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
+import pathlib
 import time
 
 import keras
 import numpy as np
-import psutil
 
 from tfdist.checkpoints import oom_note
 from tfdist.checkpoints.run_folder import RunFolder
@@ -87,8 +88,9 @@ class Recorder(Callback):
         """Of the run, between two starts of its workers."""
         self._folder = folder
         self._plan = plan
-        self._process_start = psutil.Process().create_time()
-        self.begun = time.time()
+        self._process_age = _process_age()
+        self._created = self.begun = time.monotonic()
+        # Wall clocks jump (NTP, a board without a battery): a duration must not become negative by it.
         self.first_update: float | None = None
         """Seconds from the start of the process to the end of the first update."""
         self.updates = 0
@@ -113,7 +115,7 @@ class Recorder(Callback):
             "updates": self.updates,
             "in_epoch": self._in_epoch,
             "epochs": self.epochs,
-            "seconds": time.time() - self.begun,
+            "seconds": self.seconds,
             "history": {name: _strict(values) for name, values in self.history.items()},
             "rollbacks": self.rollbacks,
             "segments": self.segments.get_state(),
@@ -123,7 +125,7 @@ class Recorder(Callback):
         """Goes on from a checkpoint: what was recorded after it is dropped."""
         self.updates, self._in_epoch, self.epochs = state["updates"], state["in_epoch"], state["epochs"]
         self._epoch_first = self.updates - self._in_epoch
-        self.begun = time.time() - state["seconds"]
+        self.begun = time.monotonic() - state["seconds"]
         self.history = {name: list(values) for name, values in state["history"].items()}
         # A checkpoint that training has gone back to knows nothing of what came after it.
         self.rollbacks = max(self.rollbacks, state["rollbacks"], key=len)
@@ -161,7 +163,7 @@ class Recorder(Callback):
         self._last = time.perf_counter()
         self.segments.updated()
         if self.first_update is None:
-            self.first_update = time.time() - self._process_start
+            self.first_update = self._process_age + time.monotonic() - self._created
         self._in_epoch = batch + 1
         self.updates = self._epoch_first + self._in_epoch
         if not self._compiled:  # what came before was compiled on the way
@@ -176,7 +178,7 @@ class Recorder(Callback):
         examples, seconds = self._examples(self._rate_from, self._in_epoch), self._last - self._epoch_start
         self._rates.append((examples, seconds))
         rate = examples / seconds if seconds > 0 and examples else None
-        line = {"epoch": self.epochs, "updates": self.updates, "seconds": round(time.time() - self.begun, 3)}
+        line = {"epoch": self.epochs, "updates": self.updates, "seconds": round(self.seconds, 3)}
         rest = {"examples_per_second": rate, "learning_rate": learning_rate(self.model), "gradient_norm": self._norm}
         self._folder.append(HISTORY, line | rest | {"time": dataclasses.asdict(self._of_epoch)} | logs)
         self._epoch_first, self._in_epoch = self.updates, 0
@@ -184,6 +186,11 @@ class Recorder(Callback):
     def evaluated(self, values: dict[str, float]) -> None:
         """Notes an evaluation outside of an epoch."""
         self._folder.append(HISTORY, {"evaluation": values, "updates": self.updates})
+
+    @property
+    def seconds(self) -> float:
+        """Returns the seconds of training so far, those before a resume included."""
+        return time.monotonic() - self.begun
 
     @property
     def examples_seen(self) -> int:
@@ -200,6 +207,12 @@ class Recorder(Callback):
     def _examples(self, first: int, last: int) -> int:
         batch = self._plan.global_batch
         return min(last * batch, self._plan.examples) - min(first * batch, self._plan.examples)
+
+
+def _process_age() -> float:
+    """Returns the seconds since this process started, by the clock that no one sets."""
+    fields = pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")  # 22nd: starttime
 
 
 def learning_rate(model: keras.Model) -> float:

@@ -83,7 +83,8 @@ class Segments:
             # What came into no checkpoint was made again later: nothing was kept of such a segment.
             begun = known.get(attempt, _Started(attempt, end, None))
             begin = min(begun.update, end)
-            lost = round(first - this.at, 3) if first is not None and this.at is not None else None
+            # Clocks of two machines, or of one before and after it was set: never less than no time.
+            lost = round(max(first - this.at, 0.0), 3) if first is not None and this.at is not None else None
             row = {"attempt": attempt, "nodes": this.nodes, "workers": this.workers, "from_update": begin}
             rows.append(row | {"updates": end - begin, "ended": this.ended or ended, "seconds_lost": lost})
             end, first = begin, begun.first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
@@ -29,12 +30,14 @@ class Board:
         self._folder = folder
         self._writers: dict[str, EventFileWriter] = {}
         self._broken = False
+        self._report = threading.excepthook
 
     def begin(self, update: int, experiment: Mapping[str, str]) -> None:
         """Tells the experiment, and that what was written of later updates is void."""
         from tensorboard.compat.proto import event_pb2
         from tensorboard.plugins.text.summary_v2 import text_pb
 
+        threading.excepthook = self._thread_failed
         rows = "".join(f"| {name.removeprefix('config.')} | `{value}` |\n" for name, value in experiment.items())
         text = text_pb("experiment", f"| field | value |\n|---|---|\n{rows}")
         for run in ("train", "validation"):  # TensorBoard drops what an earlier file has of this step and later ones
@@ -62,6 +65,8 @@ class Board:
         for writer in self._writers.values():
             self._try(writer.close)
         self._writers.clear()
+        if threading.excepthook == self._thread_failed:
+            threading.excepthook = self._report
 
     def _add(self, run: str, event: event_pb2.Event) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -72,6 +77,14 @@ class Board:
             self._try(lambda: self._writers.update({run: EventFileWriter(str(self._folder / run), 100, FLUSH_S)}))
         if not self._broken:
             self._try(lambda: self._writers[run].add_event(event))
+
+    def _thread_failed(self, failure: threading.ExceptHookArgs) -> None:
+        """Leaves out the traceback of a writer's thread: the next event raises its error here, for the warning.
+
+        A launcher would take the traceback for the cause of whatever fails next.
+        """
+        if "tensorboard" not in type(failure.thread).__module__:
+            self._report(failure)
 
     def _try(self, action: Callable[[], object]) -> None:
         try:

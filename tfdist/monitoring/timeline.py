@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 
@@ -53,7 +54,7 @@ class Timeline(Callback):
         self._window, self._all = Spent(), Spent()
         self._examples = 0
         self._norm: float | None = None
-        self._last = 0.0
+        self._last = -math.inf
         self._opened = self._warned = False
 
     def get_state(self) -> dict:
@@ -85,7 +86,7 @@ class Timeline(Callback):
             self._all += call.spent
 
     def on_train_batch_end(self, batch, logs=None):
-        now = time.time()
+        now = time.monotonic()
         if now - self._last >= max(EVERY_S, (now - self._recorder.begun) / THINNING):
             self._sample(now, logs or {})
 
@@ -97,7 +98,7 @@ class Timeline(Callback):
 
     def on_train_end(self, logs=None):
         if self._examples:
-            self._sample(time.time(), logs or {})
+            self._sample(time.monotonic(), logs or {})
 
     def stop(self) -> None:
         """Ends the threads; also after an error."""
@@ -144,7 +145,7 @@ class Timeline(Callback):
     def _mark(self, what: str) -> None:
         line = {
             "updates": self._recorder.updates,
-            "seconds": round(time.time() - self._recorder.begun, 3),
+            "seconds": round(self._recorder.seconds, 3),
             "mark": what,
         }
         self._folder.append(TIMELINE, line)

@@ -95,7 +95,7 @@ def _compiled(work: dict) -> dict:
         "device": topology.devices[0].device_kind,
         "memory": {name: getattr(stats, f"{name}_size_in_bytes") for name in names},
         "peak": getattr(stats, "peak_memory_in_bytes", 0),
-        "flops": _flops(executable),
+        **_cost(executable),
         "all_reduces": [line.strip() for line in hlo.splitlines() if " all-reduce" in line],
     }
 
@@ -111,14 +111,15 @@ def _alias(module, aliases: list, ir) -> None:
     function.arg_attrs = ir.ArrayAttr.get(attributes)
 
 
-def _flops(executable) -> float:
-    """Returns the floating-point operations of one device, 0 where the compiler does not count them."""
+def _cost(executable) -> dict:
+    """Returns floating-point operations and bytes of memory traffic of one device, 0 where they are not counted."""
     try:
         analysis = executable.cost_analysis()
     except Exception:  # not every compiler of jax's plugins has it
-        return 0.0
+        analysis = None
     analysis = analysis[0] if isinstance(analysis, list) else analysis
-    return float((analysis or {}).get("flops", 0.0))
+    analysis = analysis or {}
+    return {"flops": float(analysis.get("flops", 0.0)), "traffic": float(analysis.get("bytes accessed", 0.0))}
 
 
 if __name__ == "__main__":

@@ -40,6 +40,8 @@ class Compiled:
     seconds: float = 0.0
     flops: float = 0.0
     """Floating-point operations of the compiled update; 0 where the compiler does not count."""
+    traffic: float = 0.0
+    """Bytes that it moves from and to the device's memory; 0 where the compiler does not count."""
     all_reduces: int = 0
     exchanged: int = 0
     """Bytes of a replica that go through all-reduces."""
@@ -105,6 +107,7 @@ def understood(answer: dict[str, Any], topology: Topology) -> Compiled:
         code=code,
         seconds=answer["seconds"],
         flops=answer["flops"],
+        traffic=answer["traffic"],
         all_reduces=number,
         exchanged=exchanged,
     )

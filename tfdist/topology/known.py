@@ -36,6 +36,8 @@ class GPU:
     """Bytes of its second-level cache."""
     clock: float
     """GHz, boosted."""
+    link: float
+    """Bytes per second to the other GPUs of a machine, one way: NVLink, or PCIe where there is none."""
 
     def target(self) -> str:
         """Returns the description as XLA's `GpuTargetConfigProto` in text form."""
@@ -67,16 +69,20 @@ class GPU:
         )
 
 
-_H100 = GPU("NVIDIA H100 80GB HBM3", 84942979072, (9, 0), 132, 128, 2048, 233472, 3.35e12, 50 << 20, 1.98)
+_H100 = GPU("NVIDIA H100 80GB HBM3", 84942979072, (9, 0), 132, 128, 2048, 233472, 3.35e12, 50 << 20, 1.98, 450e9)
 GPUS = {
     "h100": _H100,
     "h200": dataclasses.replace(_H100, name="NVIDIA H200", memory=150_000_000_000, bandwidth=4.8e12),
-    "a100": GPU("NVIDIA A100-SXM4-80GB", 84_987_740_160, (8, 0), 108, 64, 2048, 167936, 2.04e12, 40 << 20, 1.41),
-    "a100-40": GPU("NVIDIA A100-SXM4-40GB", 42_298_834_944, (8, 0), 108, 64, 2048, 167936, 1.555e12, 40 << 20, 1.41),
-    "l4": GPU("NVIDIA L4", 23_600_000_000, (8, 9), 58, 128, 1536, 102400, 0.3e12, 48 << 20, 2.04),
-    "rtx4090": GPU("NVIDIA GeForce RTX 4090", 25_300_000_000, (8, 9), 128, 128, 1536, 102400, 1.008e12, 72 << 20, 2.52),
-    "v100": GPU("Tesla V100-SXM2-16GB", 16_900_000_000, (7, 0), 80, 64, 2048, 98304, 0.9e12, 6 << 20, 1.53),
-    "t4": GPU("Tesla T4", 15_600_000_000, (7, 5), 40, 64, 1024, 66560, 0.32e12, 4 << 20, 1.59),
+    "a100": GPU("NVIDIA A100-SXM4-80GB", 84987740160, (8, 0), 108, 64, 2048, 167936, 2.04e12, 40 << 20, 1.41, 300e9),
+    "a100-40": GPU(
+        "NVIDIA A100-SXM4-40GB", 42298834944, (8, 0), 108, 64, 2048, 167936, 1.555e12, 40 << 20, 1.41, 300e9
+    ),
+    "l4": GPU("NVIDIA L4", 23_600_000_000, (8, 9), 58, 128, 1536, 102400, 0.3e12, 48 << 20, 2.04, 32e9),
+    "rtx4090": GPU(
+        "NVIDIA GeForce RTX 4090", 25300000000, (8, 9), 128, 128, 1536, 102400, 1.01e12, 72 << 20, 2.52, 32e9
+    ),
+    "v100": GPU("Tesla V100-SXM2-16GB", 16_900_000_000, (7, 0), 80, 64, 2048, 98304, 0.9e12, 6 << 20, 1.53, 150e9),
+    "t4": GPU("Tesla T4", 15_600_000_000, (7, 5), 40, 64, 1024, 66560, 0.32e12, 4 << 20, 1.59, 16e9),
 }
 """By the name that stands before the number of them."""
 
@@ -95,12 +101,24 @@ class Topology:
     """Bytes of one of them."""
     shape: str
     """What the compiler calls the whole, such as `v5e:2x4`."""
+    bandwidth: float
+    """Bytes per second from the memory of one."""
+    link: float
+    """Bytes per second from one to the others."""
+    flops: float | None = None
+    """FLOP/s of one at most, in bfloat16, as a TPU multiplies float32, too; None for a GPU, where precision decides."""
     target: str = ""
     """A GPU, as XLA describes it."""
 
 
+_PEAKS = {"v5e": (197e12, 819e9, 200e9), "v6e": (918e12, 1.64e12, 448e9), "v5p": (459e12, 2.765e12, 600e9)}
+"""bfloat16 FLOP/s, bytes per second from memory, and over the interconnect, of a chip: Google Cloud's data sheets."""
+
+
 def _tpu(name: str, replicas: int, gib: int, shape: str) -> Topology:
-    return Topology(name, "tpu", replicas, f"TPU {name.split('-')[0]}", gib * GIB, shape)
+    kind = name.split("-")[0]
+    flops, bandwidth, link = _PEAKS[kind]
+    return Topology(name, "tpu", replicas, f"TPU {kind}", gib * GIB, shape, bandwidth, link, flops)
 
 
 TPUS = {
@@ -132,7 +150,9 @@ def find(name: str) -> Topology:
     if match is None or gpu is None or int(match[2]) > MOST_GPUS:
         hint = field_syntax.suggest(name, (*TPUS, *(f"{gpu}x{MOST_GPUS}" for gpu in GPUS)))
         raise UserError(f"unknown --topology={name}{hint}, where a GPU's number goes from x1 to x{MOST_GPUS}")
-    return Topology(name, "cuda", int(match[2]), gpu.name, gpu.memory, f"1x1x{match[2]}", gpu.target())
+    size = int(match[2])
+    shape = f"1x1x{size}"
+    return Topology(name, "cuda", size, gpu.name, gpu.memory, shape, gpu.bandwidth, gpu.link, target=gpu.target())
 
 
 def lines() -> list[str]:

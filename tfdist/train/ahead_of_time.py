@@ -78,7 +78,8 @@ def rehearse(prepared: Preparation, distribution: Distribution, name: str) -> li
     exported = _export(prepared, distribution, train.batch_size, train.accumulate)
     result = compiler.compiled(exported, topology)
     if result.fits(topology):
-        return [*lines(result, exported.rows, topology), *_caveats(prepared, topology)]
+        bound = roofline(_counted(result, prepared, exported.rows), train.batch_size, train.precision, topology)
+        return [*lines(result, exported.rows, topology), *bound, *_caveats(prepared, topology)]
 
     def needs(batch: int, accumulate: int) -> float:
         logger.info(f"it does not fit: trying a batch of {batch} in {accumulate} micro-batches")
@@ -120,6 +121,49 @@ def lines(result: compiler.Compiled, rows: int, topology: known.Topology) -> lis
         ("exchange", exchanged if topology.replicas > 1 else "none, there is one replica"),
     ]
     return [f"  {name:<12} {text}" for name, text in texts]
+
+
+def _counted(result: compiler.Compiled, prepared: Preparation, rows: int) -> compiler.Compiled:
+    """Returns what a compiler says, with the least there can be of what it does not count, as the one for GPUs."""
+    from tfdist.data.feeds.record_feed import columns_of
+    from tfdist.monitoring import flops
+
+    if result.flops and result.traffic:
+        return result
+    products = flops.per_example(prepared.model, columns_of(prepared.data.train)[0]) or 0
+    return dataclasses.replace(
+        result, flops=result.flops or products * rows, traffic=result.traffic or result.arguments + result.outputs
+    )
+
+
+def roofline(result: compiler.Compiled, batch: int, precision: str, topology: known.Topology) -> list[str]:
+    """Returns an upper bound of the speed (Williams, Waterman and Patterson, *Roofline*, 2009), as a line.
+
+    An update takes at least as long as its FLOPs, its memory traffic or its all-reduces (a ring: `2 (W - 1) / W` times
+    the bytes) take at the peak of the data sheet, if all three overlap.
+
+    Args:
+      batch: examples of an update.
+      precision: `train.precision`.
+
+    Returns:
+      Nothing if the compiler has counted none of them, or the peak of a GPU at this precision is not known.
+    """
+    from tfdist.monitoring import flops
+
+    peak = topology.flops or flops.peak(topology.device, precision)
+    if not peak or not result.flops or not result.traffic:
+        return []
+    ring = 2 * (topology.replicas - 1) / topology.replicas * result.exchanged
+    seconds = {
+        "FLOPs": result.flops / peak,
+        "memory": result.traffic / topology.bandwidth,
+        "all-reduce": ring / topology.link,
+    }
+    binding = max(seconds, key=lambda part: seconds[part])
+    bound = 1e3 * seconds.pop(binding)
+    rest = ", ".join(f"{part} {1e3 * s:.3g}" for part, s in seconds.items() if s)
+    return [f"  {'bound':<12} at most {1e3 * batch / bound:,.0f} examples/s, by {binding} ({bound:.3g} ms; {rest})"]
 
 
 def _caveats(prepared: Preparation, topology: known.Topology) -> list[str]:

@@ -18,8 +18,8 @@ from tfdist.data.loaded import Loaded
 from tfdist.distributed.connect import Site
 from tfdist.distributed.distribution import Distribution
 from tfdist.engine import data_loading
+from tfdist.models import batch_norm, objective, optimizers
 from tfdist.models import build as models
-from tfdist.models import objective, optimizers
 from tfdist.train import batch_size_search, rate_range
 
 
@@ -89,6 +89,11 @@ def prepare(
         optimizer = optimizers.build(experiment, schedule)
         data = models.compiled(model, optimizer, experiment, data)
         optimizers.exclude(model, experiment.optimizer)
+    if distribution.replicas > 1 and not experiment.train.shards and batch_norm.normalizing_alone(model):
+        logger.info(
+            "WARNING: model.sync_batch_norm=False: each replica normalizes with its own rows, so results depend on the "
+            "number of replicas, and only --check_agreement=on compares them"
+        )
     checkpoints = _checkpoints(experiment, environment, site, folder, model)
     return Preparation(
         experiment=experiment,

@@ -54,12 +54,13 @@ def check_same_weights(peers: Peers, weights_sha256: str) -> None:
         )
 
 
-def summary(result: Result, folder: str) -> str:
-    """Returns what to tell a person at the end, in two or three lines."""
+def summary(result: Result, folder: RunFolder) -> str:
+    """Returns what to tell a person at the end, in two or three lines; names the files that are really there."""
     done = f"{result.status}: {result.updates} updates in {result.seconds:.1f} s"
     speed = f", {result.examples_per_second:,.0f} examples/s" if result.examples_per_second else ""
     if result.flops_per_second:
         speed += f", {flops.words(result.flops_per_second, result.flops_share)}"
     why = f" ({result.reason})" if result.reason else ""
     quality = f"\ntfdist: evaluation: {numbers(result.evaluation)}" if result.evaluation else ""
-    return f"{done}{speed}{why}{quality}\ntfdist: results are in {folder}/: report.html, result.json, model.keras"
+    files = [name for name in (page.NAME, "result.json", "model.keras") if (folder.path / name).exists()]
+    return f"{done}{speed}{why}{quality}\ntfdist: results are in {folder.name}/: {', '.join(files)}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import time
 
 from tfdist import config
 from tfdist.checkpoints import oom_note, own_work, resume, training_run
@@ -247,7 +246,7 @@ class Run:
             batch, shards = self._experiment.eval.batch_size, self._experiment.train.shards
             mistakes = error_analysis.of_run(self._model, self._data.eval, self._data.spec, distribution, batch, shards)
         results.write(folder, result, mistakes)
-        logger.info(results.summary(result, folder.name))
+        logger.info(results.summary(result, folder))
         if status == "preempted" and self._checkpoints.saved:
             logger.info("the same command goes on from there")
         if status == "preempted" and self._environment.requeue and distribution.is_chief:
@@ -270,7 +269,7 @@ class Run:
             updates=recorder.updates,
             epochs=recorder.epochs,
             examples_seen=recorder.examples_seen,
-            seconds=round(time.time() - recorder.begun, 3),
+            seconds=round(recorder.seconds, 3),
             seconds_to_first_update=recorder.first_update,
             examples_per_second=recorder.examples_per_second,
             history=recorder.history,

@@ -3,6 +3,7 @@
 import struct
 import zlib
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -115,6 +116,54 @@ def test_damaged_files_are_named(damaged, said):
     found = tfrecords.load(str(folder), SPLITS, PICTURE, skip=True)
     assert said == [f"WARNING: {message}: left out"]
     assert both(found.train)[0][:, 0, 0, 0].tolist() == [0, 3, 6, 9, 0, 3, 0, 3]
+
+
+@pytest.fixture
+def flipped(tmp_path):
+    """Flips one bit of the labels of some records, so that these become other classes."""
+
+    def flip(*numbers):
+        path = write(tmp_path / "f.tfrecord", pictures(0, 9))
+        whole = bytearray(path.read_bytes())
+        found = tfrecord_index.index([str(path)])
+        for number in numbers:
+            assert number % 3 != 2  # which would become no class at all
+            at, length = int(found.offsets[number]), int(found.lengths[number])
+            whole[at + whole[at : at + length].index(b"\x1a\x03\n\x01") + 4] ^= 1
+        path.write_bytes(whole)
+        with pytest.raises(tf.errors.DataLossError):
+            list(tf.data.TFRecordDataset(str(path)))
+        return path
+
+    return flip
+
+
+@pytest.mark.parametrize("number", [0, 4])
+@pytest.mark.parametrize("cache", ["auto", "stream"])
+def test_a_record_with_a_flipped_bit_is_named(cache, number, flipped):
+    path = flipped(number)
+    with pytest.raises(
+        tfdist.UserError, match=rf"^record {number} of {path} .*: its bytes do not match their checksum \(CRC-32C\): "
+    ) as error:
+        loaded = registry.load(experiment(path, cache=cache))
+        model = keras.Sequential([keras.layers.Flatten(), keras.layers.Dense(3)])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        tfdist.fit(model, loaded.train, batch_size=3, verbose=0)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "numbers, message",
+    [([0], "record 0 of {} does not match"), ([3, 7], "record 3 of {} and 1 more of its records do not match")],
+)
+def test_records_with_a_flipped_bit_are_left_out_on_demand(numbers, message, flipped, said):
+    path = flipped(*numbers)
+    found = tfrecords.load(str(path), SPLITS, PICTURE, skip=True)
+    assert said == [f"WARNING: {message.format(path)} the checksum (CRC-32C): left out"]
+    kept = [i for i in range(9) if i not in numbers]
+    x, y = both(found.train)
+    assert x[:, 0, 0, 0].tolist() == [3 * i for i in kept] and y.tolist() == [i % 3 for i in kept]
+    assert [found.train.name(i) for i in range(len(kept))] == [f"record {i} of {path}" for i in kept]
 
 
 @pytest.mark.parametrize(

@@ -247,7 +247,7 @@ def test_shards_are_checked_on_one_device(connect, said, measured):
 
 def test_random_models_cannot_be_checked(connect, said):
     evaluated(connect(2), Noise)
-    assert said[-1].startswith("not checked whether 1 and 2 replicas agree: the model draws random numbers of its own")
+    assert said[-1].startswith("WARNING: not checked whether 1 and 2 replicas agree: the model draws random numbers")
 
 
 def test_outputs_of_all_types_are_compared(connect, said):

@@ -6,10 +6,14 @@ import atexit
 import contextlib
 import dataclasses
 import gc
+import multiprocessing
 import os
 import re
+import select
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -22,6 +26,9 @@ from tfdist.config.commands import config_file, help_page, shipped, standard_str
 from tfdist.errors import TrainingError, UserError, one_line, shown
 
 DEFAULT_CONFIG = os.path.join(os.path.dirname(config.__file__), "default_experiment.py")
+EXIT_S = 25.0
+"""How long a process that a signal has stopped may take to end after its last message: platforms kill after 30 s."""
+_BY_SIGNAL = (129, 130, 143)
 _HELP_FULL = {"-helpfull", "--helpfull"}
 _BATCH = "config.train.batch_size"
 OF_THE_ENVIRONMENT = tuple(f.name for f in dataclasses.fields(runtime_options.Environment))
@@ -172,6 +179,8 @@ def _guarded(run: Callable[[list[str]], int], flags_parser: Callable[[list[str]]
     try:
         app.run(whole, flags_parser=flags_parser)
     except SystemExit as end:
+        if end.code in _BY_SIGNAL:
+            _end_within_limit(end.code)
         # absl ends --helpfull with 1, which a script takes for a failure.
         raise SystemExit(0 if end.code == 1 and _HELP_FULL.intersection(sys.argv[1:]) else end.code) from None
     except UserError as error:
@@ -188,7 +197,24 @@ def _guarded(run: Callable[[list[str]], int], flags_parser: Callable[[list[str]]
         sys.exit(1)
     except KeyboardInterrupt:
         print(f"tfdist: {interrupted}", file=sys.stderr)
+        _end_within_limit(130)
         sys.exit(130)
+
+
+def _end_within_limit(code: int) -> None:
+    """Sees to it that this process ends, even if threads or processes that the user's code has begun do not."""
+
+    def end() -> None:
+        time.sleep(EXIT_S)
+        with contextlib.suppress(Exception):
+            for child in multiprocessing.active_children():
+                child.kill()
+            words = f"a thread or process that was started here has not ended within {EXIT_S:g} s: ended by force"
+            if select.select([], [2], [], 1)[1]:  # nobody may read it
+                os.write(2, f"tfdist: WARNING: {words}\n".encode())
+        os._exit(code)
+
+    threading.Thread(target=end, name="tfdist exit", daemon=True).start()
 
 
 def clean_up_when_ended(words: str = "") -> None:
@@ -198,8 +224,13 @@ def clean_up_when_ended(words: str = "") -> None:
       words: what is then said on standard error, with `{}` for the signal.
     """
 
+    process = os.getpid()
+
     def end(number: int, frame: object) -> None:
         del frame
+        if os.getpid() != process:  # a forked child has inherited this, and nothing to clean up
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
         if words:
             print(f"tfdist: {words.format(signal.Signals(number).name)}", file=sys.stderr)
         raise SystemExit(128 + number)

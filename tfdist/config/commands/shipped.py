@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib.metadata
 import os
 import pathlib
 import re
@@ -26,24 +25,12 @@ def files(flag: str) -> Mapping[str, pathlib.Path]:
       flag: `config` for experiments, `flagfile` for flag files.
     """
     folder, ending = _KINDS[flag]
-    checkout = pathlib.Path(tfdist.__file__).parent.parent
-    if (checkout / "setup.cfg").is_file():
-        found = sorted((checkout / folder).glob(f"*{ending}"))
-    else:
-        found = sorted(_installed(folder, ending))
-    return {path.stem: path for path in found}
-
-
-def _installed(folder: str, ending: str) -> list[pathlib.Path]:
-    """Returns files beside the installed package, wherever pip has put them."""
-    try:
-        listed = importlib.metadata.files("tfdist") or []
-    except importlib.metadata.PackageNotFoundError:  # the package was only copied
-        return []
-    there = [
-        pathlib.Path(str(path.locate())) for path in listed if path.suffix == ending and path.parent.name == folder
-    ]
-    return [path.resolve() for path in there if path.is_file()]
+    package = pathlib.Path(tfdist.__file__).parent
+    # Installed, the folders are inside the package; in a checkout beside it. A setup.cfg beside the package says
+    # nothing: `pip install --target .` puts it beside that of another project.
+    inside = package / folder
+    parent = inside if inside.is_dir() else package.parent / folder
+    return {path.stem: path for path in sorted(parent.glob(f"*{ending}"))}
 
 
 def path_of(flag: str, value: str) -> str:

@@ -1,4 +1,7 @@
-"""TFRecord files read by number: where each record begins, found by one look at their lengths."""
+"""TFRecord files read by number: where each record begins, found by one look at their lengths.
+
+The checksum of a length is compared when a file is indexed, that of a record when it is read.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import google_crc32c
 import numpy as np
 
 from tfdist.data.splits import by_file_name
@@ -18,12 +22,14 @@ from tfdist.errors import UserError
 
 _THREADS = 16
 _HEAD = struct.Struct("<QI")
-"""Length of a record and the check of that length; another check of 4 bytes follows the record."""
+"""Length of a record and the check of that length; the check of its bytes follows the record."""
+_CHECK = struct.Struct("<I")
+"""The check of a record's bytes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Index:
-    """Records of several files, one file after the other."""
+    """Byte ranges of several files, one file after the other."""
 
     paths: tuple[str, ...]
     files: np.ndarray
@@ -42,17 +48,42 @@ class Index:
             path, length = self.paths[self.files[row]], int(self.lengths[row])
             file = os.open(path, os.O_RDONLY)
             try:
-                records[i] = os.pread(file, length, int(self.offsets[row]))
+                found = os.pread(file, length + self._behind(), int(self.offsets[row]))
             finally:
                 os.close(file)
-            if len(records[i]) < length:
+            if len(found) < length + self._behind():
                 raise OSError(f"{path} has become shorter since the run began")
+            records[i] = self._checked(found)
         return records
+
+    def _behind(self) -> int:
+        """Returns how many bytes are to be read behind each record."""
+        return 0
+
+    def _checked(self, found: bytes) -> bytes:
+        """Returns the record in what was read of it and behind it."""
+        return found
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TFRecordIndex(Index):
+    """Records of several TFRecord files, compared with their checksums as they are read."""
+
+    numbers: np.ndarray
+    """int64 [records], the number of each in its file."""
 
     def name(self, row: int) -> str:
         """Names a record in a message."""
-        number = row - int(np.searchsorted(self.files, self.files[row]))
-        return f"record {number} of {self.paths[self.files[row]]}"
+        return f"record {self.numbers[row]} of {self.paths[self.files[row]]}"
+
+    def _behind(self) -> int:
+        return _CHECK.size
+
+    def _checked(self, found: bytes) -> bytes:
+        record = found[: -_CHECK.size]
+        if not _is_whole(record, found[-_CHECK.size :]):
+            raise OSError("its bytes do not match their checksum (CRC-32C)")
+        return record
 
 
 def files(path: str) -> dict[str, list[str]]:
@@ -71,21 +102,27 @@ def files(path: str) -> dict[str, list[str]]:
     return by_file_name(paths)
 
 
-def index(paths: Sequence[str]) -> Index:
-    """Finds the records of all files; bytes of records are not read.
+def index(paths: Sequence[str], thorough: bool = False) -> TFRecordIndex:
+    """Finds the records of all files.
+
+    Args:
+      paths: the files.
+      thorough: read all records now, and leave out those that do not match their checksums. Else bytes of records are
+        not read, and one that is damaged ends whatever reads it.
 
     Raises:
       UserError: a file that is compressed, or no TFRecord file at all.
     """
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-        scans = list(pool.map(_scan, paths))
+        scans = list(pool.map(lambda path: _scan(path, thorough), paths))
     parts = [np.full(len(scan.offsets), i, np.int32) for i, scan in enumerate(scans)]
-    return Index(
+    return TFRecordIndex(
         tuple(paths),
         np.concatenate(parts),
         np.concatenate([scan.offsets for scan in scans]),
         np.concatenate([scan.lengths for scan in scans]),
-        tuple(scan.problem for scan in scans if scan.problem),
+        tuple(problem for scan in scans for problem in scan.problems),
+        np.concatenate([scan.numbers for scan in scans]),
     )
 
 
@@ -96,11 +133,13 @@ class _Scan(NamedTuple):
     """int64 [records], where a record's bytes begin."""
     lengths: np.ndarray
     """int64 [records]."""
-    problem: str
-    """What is wrong from some place on, or nothing."""
+    numbers: np.ndarray
+    """int64 [records], the number of each in the file."""
+    problems: tuple[str, ...]
+    """What is wrong with single records, and from some place on."""
 
 
-def _scan(path: str) -> _Scan:
+def _scan(path: str, thorough: bool) -> _Scan:
     try:
         size = os.path.getsize(path)
         with open(path, "rb") as file:
@@ -108,7 +147,7 @@ def _scan(path: str) -> _Scan:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     if whole is None:
-        return _Scan(np.zeros(0, np.int64), np.zeros(0, np.int64), f"{path} is empty")
+        return _Scan(*(np.zeros(0, np.int64),) * 3, (f"{path} is empty",))
     with whole:
         if whole[:2] == b"\x1f\x8b":
             raise UserError(
@@ -127,16 +166,37 @@ def _scan(path: str) -> _Scan:
         wrong = np.flatnonzero(_masked_crc(np.array(lengths, np.uint64)) != np.array(checks, np.uint32))
         good = int(wrong[0]) if len(wrong) else len(offsets)
         head = whole[: _HEAD.size]
+        damaged = _damaged(whole, offsets[:good], lengths[:good]) if thorough else []
     if not good and (
         len(head) < _HEAD.size or _masked_crc(np.frombuffer(head[:8], np.uint64))[0] != _HEAD.unpack(head)[1]
     ):
         raise UserError(f"{path} is no TFRecord file, or is compressed: give files of tf.io.TFRecordWriter")
-    problem = ""
+    problems = []
+    if damaged:
+        more = f" and {len(damaged) - 1:,} more of its records do" if len(damaged) > 1 else " does"
+        problems.append(f"record {damaged[0]} of {path}{more} not match the checksum (CRC-32C)")
     if good < len(offsets):
-        problem = f"{path} is damaged at byte {offsets[good] - _HEAD.size:,}, behind {good:,} good records"
+        problems.append(f"{path} is damaged at byte {offsets[good] - _HEAD.size:,}, behind {good:,} good records")
     elif at != size:
-        problem = f"{path} is cut off behind {good:,} records"
-    return _Scan(np.array(offsets[:good], np.int64), np.array(lengths[:good], np.int64), problem)
+        problems.append(f"{path} is cut off behind {good:,} records")
+    kept = np.delete(np.arange(good), np.array(damaged, np.int64))
+    return _Scan(np.array(offsets, np.int64)[kept], np.array(lengths, np.int64)[kept], kept, tuple(problems))
+
+
+def _damaged(whole: mmap.mmap, offsets: list[int], lengths: list[int]) -> list[int]:
+    """Returns the numbers of the records whose bytes do not match their checksums."""
+    damaged = []
+    for number, (offset, length) in enumerate(zip(offsets, lengths)):
+        end = offset + length
+        if not _is_whole(whole[offset:end], whole[end : end + _CHECK.size]):
+            damaged.append(number)
+    return damaged
+
+
+def _is_whole(record: bytes, check: bytes) -> bool:
+    """Returns whether the bytes of a record have the masked CRC-32C that was written behind them."""
+    crc = google_crc32c.value(record)
+    return _CHECK.pack(((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF) == check
 
 
 def _table() -> np.ndarray:

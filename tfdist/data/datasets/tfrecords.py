@@ -68,7 +68,8 @@ def load(
         `float32`, the last two with a shape in quotes where they have one: `x='float32[28, 28, 1]'`. Besides
         `classes=10` where y is int64, `channels=1` for images that are not to be RGB, and `max_pixels=N` to allow
         larger ones than `image_decoding.MOST_PIXELS`, or fewer.
-      skip: leave out what lies behind damage in a file instead of refusing it.
+      skip: read all records now, and leave out those that are damaged, and what lies behind damage in a file, instead
+        of refusing them. Else a damaged record is an error once it is read.
       free: images are made one size later; otherwise all must have the size of the first.
 
     Raises:
@@ -77,7 +78,7 @@ def load(
     features, classes, pictures = _features(options)
     by_split = tfrecord_index.files(path)
     wanted = named(splits.values())
-    indexes = {name: tfrecord_index.index(paths) for name, paths in by_split.items() if name in wanted}
+    indexes = {name: tfrecord_index.index(paths, skip) for name, paths in by_split.items() if name in wanted}
     bad = [problem for index in indexes.values() for problem in index.broken]
     if bad:
         more = f", and {len(bad) - _NAMED} more files" if len(bad) > _NAMED else ""
@@ -91,10 +92,16 @@ def load(
     for field, text in splits.items():
         parts = [(indexes[name], rows) for name, rows in select(text, sizes, field, f"tfrecord:{path}")]
         if not sources:
-            first = parts[0][0].read(parts[0][1][:1])[0]
-            _check(first, features, parts[0][0].name(int(parts[0][1][0])))
+            where = parts[0][0].name(int(parts[0][1][0]))
+            try:
+                first = parts[0][0].read(parts[0][1][:1])[0]
+            except OSError as error:
+                raise UserError(
+                    f"{where} cannot be read: {reason(error)}: mend or remove it, or set data.broken=skip"
+                ) from None
+            _check(first, features, where)
             if features[0].is_image:
-                shape = _image_shape(first, features[0], pictures, parts[0][0].name(int(parts[0][1][0])))
+                shape = _image_shape(first, features[0], pictures, where)
         sources.append(_records(parts, features, classes, pictures, None if free else shape))
     dtype = {"int64": "int32", "float32": "float32"}.get(features[0].kind, "uint8")
     return TFRecordSplits(sources[0], sources[1], shape, dtype, classes)
@@ -176,7 +183,7 @@ def _pixels(stored: tf.Tensor, feature: Feature, pictures: image_decoding.Pictur
 
 
 def _records(
-    parts: list[tuple[tfrecord_index.Index, np.ndarray]],
+    parts: list[tuple[tfrecord_index.TFRecordIndex, np.ndarray]],
     features: list[Feature],
     classes: int | None,
     pictures: image_decoding.Pictures,
@@ -184,7 +191,7 @@ def _records(
 ) -> Records:
     ends = np.cumsum([len(rows) for _, rows in parts])
 
-    def place(number: int) -> tuple[tfrecord_index.Index, int]:
+    def place(number: int) -> tuple[tfrecord_index.TFRecordIndex, int]:
         part = int(np.searchsorted(ends, number, "right"))
         index, rows = parts[part]
         return index, int(rows[number - (ends[part] - len(rows))])

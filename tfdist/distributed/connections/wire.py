@@ -9,6 +9,7 @@ empty and the handshake only tells tfdist from other programs.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import json
 import os
@@ -91,10 +92,9 @@ class Connection:
     def is_open(self) -> bool:
         """Returns whether the other side is still there, without taking in what it has said."""
         try:
-            with socket.socket(fileno=os.dup(self.fileno())) as sock:
-                sock.setblocking(False)
-                return sock.recv(1, socket.MSG_PEEK) != b""
-        except BlockingIOError:
+            # No copy of the descriptor is made: where none is left, a peer that is there would seem to have gone.
+            return not _readable(self._socket, 0) or self._socket.recv(1, socket.MSG_PEEK) != b""
+        except TimeoutError:  # another thread has read it meanwhile
             return True
         except OSError:
             return False
@@ -111,8 +111,7 @@ class Connection:
         end = None if timeout is None else time.monotonic() + timeout
         while not self.pending():
             left = None if end is None else max(0.0, end - time.monotonic())
-            ready, _, _ = select.select([self._socket], [], [], left)
-            if not ready:
+            if not _readable(self._socket, left):
                 raise SilenceError(f"no answer within {timeout:.0f} s")
             self.fill()
         return self.take()
@@ -154,6 +153,19 @@ class Connection:
         """Closes the connection."""
         with contextlib.suppress(OSError):
             self._socket.close()
+
+
+def _readable(sock: socket.socket, timeout: float | None) -> bool:
+    """Waits until there is something to read, or the end of the connection; `select` knows no descriptor above 1023.
+
+    Raises:
+      OSError: the socket is closed.
+    """
+    if sock.fileno() < 0:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(None if timeout is None else timeout * 1000))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -225,11 +237,11 @@ def accept(sock: socket.socket, secret: str = "") -> Connection:
 
 def derived(secret: str, salt: str) -> str:
     """Returns a secret that all who know `secret` can make, and nobody else, from a salt that anybody may read."""
-    return hmac.new(secret.encode(), f"derived {salt}".encode(), "sha256").hexdigest()
+    return hmac.new(_secret_bytes(secret), f"derived {salt}".encode(), "sha256").hexdigest()
 
 
 def _proof(secret: str, role: str, challenge: str, nonce: str) -> str:
-    return hmac.new(secret.encode(), f"{role} {challenge} {nonce}".encode(), "sha256").hexdigest()
+    return hmac.new(_secret_bytes(secret), f"{role} {challenge} {nonce}".encode(), "sha256").hexdigest()
 
 
 def _check(message: Message, expected: str) -> None:
@@ -256,3 +268,8 @@ def _depth(line: bytes) -> int:
         depth += 1 if bracket in b"[{" else -1
         deepest = max(deepest, depth)
     return deepest
+
+
+def _secret_bytes(secret: str) -> bytes:
+    """Returns the bytes of TFDIST_SECRET as the environment holds them, which need not be UTF-8."""
+    return secret.encode("utf-8", "surrogateescape")

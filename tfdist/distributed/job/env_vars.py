@@ -10,6 +10,8 @@ from tfdist.errors import UserError, one_line
 
 ROUNDS = "TFDIST_ROUNDS"
 """Variable by which the launcher tells the chief of earlier starts of the workers (see `monitoring.segments`)."""
+HOLD = "TFDIST_HOLD_RANDOM_LAYERS"
+"""Variable by which `tfdist.compare` has its check trained with random layers held still; no trained model results."""
 OTHER_LAUNCHERS = ("TF_CONFIG", "TORCHELASTIC_RUN_ID", "HOROVOD_", "TFDIST_MEETING_FD", ROUNDS)
 """Beginnings of variables by which a worker would believe another launcher than the one that starts it."""
 CLUSTER = (

@@ -13,6 +13,7 @@ import contextlib
 import os
 import socket
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -25,6 +26,9 @@ from tfdist.errors import PeerError, UserError, one_line
 
 FAREWELL_S = 20.0
 """How long the chief waits at the end for the others' processes to be gone."""
+
+_OPEN: weakref.WeakSet[Peers] = weakref.WeakSet()
+"""Those of this process, which a child that it forks is not among."""
 
 T = TypeVar("T")
 N = TypeVar("N")
@@ -77,6 +81,19 @@ class Peers:
         if not self._alone:
             self._watch.start()
             atexit.register(self._at_exit)
+            _OPEN.add(self)
+
+    def abandon(self) -> None:
+        """Takes leave of the others in a forked child, without a word: it is no worker, whatever becomes of it.
+
+        Its exit handlers would end the run for its parent, or wait for a thread that the child does not have.
+        """
+        atexit.unregister(self._at_exit)
+        self._watch.transport.abandon()
+        self._watch.finished = True
+        self._apart = f"a process that worker {self.rank} has forked is no worker"
+        for sock in self._held:
+            sock.close()
 
     @property
     def failure(self) -> str:
@@ -286,3 +303,11 @@ class Peers:
             with contextlib.suppress(Exception):
                 stream.flush()
         os._exit(self._watch.code)  # TensorFlow would wait for the lost worker
+
+
+def _abandon_in_child() -> None:
+    for peers in list(_OPEN):
+        peers.abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_in_child)

@@ -37,6 +37,19 @@ class Transport:
             self._woken, self._wakeup = socket.socketpair()
             self._wakeup.setblocking(False)
 
+    def abandon(self) -> None:
+        """Closes this side in a forked child: what it said there would be taken for its parent's words.
+
+        The parent's connections stay open, and end with the parent alone.
+        """
+        if self._connections:
+            signal.set_wakeup_fd(-1)  # the parent would take a signal to the child for its own
+            self._woken.close()
+            self._wakeup.close()
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
+
     @property
     def ranks(self) -> tuple[int, ...]:
         """Ranks at the other ends."""

@@ -13,7 +13,7 @@ from tfdist.engine.checks.computed import METRIC, OUTPUT, STATE
 from tfdist.engine.checks.two_ways import Question
 from tfdist.engine.step.step import Step
 from tfdist.engine.tracing import layer_state
-from tfdist.models import keras_internals, own_steps
+from tfdist.models import batch_norm, keras_internals, own_steps
 
 _PLACE = {"train": "", "test": " in an evaluation", "predict": " in a prediction"}
 _APART = 1e-3
@@ -34,12 +34,9 @@ def of(step: Step, rows: tuple[Structure, ...], question: Question, wrong: dict[
     first = min(wrong, key=rank)
     how = f"{question} disagree on this model{_PLACE[kind]}: {first} differs by {wrong[first]:.0e}"
     otherwise = _otherwise(question)
-    alone = [layer.name for layer in keras_internals.flat_layers(model) if _normalizes_alone(layer)]
+    alone = batch_norm.normalizing_alone(model)
     if kind == "train" and alone and question.parts == "replicas" and any(not n.startswith(METRIC) for n in wrong):
-        return (
-            f"{how}, since layer {alone[0]!r} normalizes with the rows of its own replica: make it "
-            f"BatchNormalization(synchronized=True), or freeze it (trainable=False), {otherwise}"
-        )
+        return f"{how}, since {_of_batch_norm(alone[0], otherwise)}"
     if first.startswith(STATE):
         return f"{how} {_of_state(question)}, {otherwise}"
     own = "" if kind == "predict" else step.own_step(kind)
@@ -63,6 +60,18 @@ def of(step: Step, rows: tuple[Structure, ...], question: Question, wrong: dict[
     return f"{how}: use a loss with a value per example, {otherwise}"
 
 
+def of_batch_norm(question: Question, layer: keras.Layer) -> str:
+    """Returns the line that says that a layer's statistics are those of a replica, where no number shows it."""
+    return f"{question} would train different models: {_of_batch_norm(layer, _otherwise(question))}"
+
+
+def _of_batch_norm(layer: keras.Layer, otherwise: str) -> str:
+    return (
+        f"layer {layer.name!r} normalizes with the rows of its own replica: call tfdist.synchronize_batch_norm(model) "
+        f"before compile(), or freeze it (trainable=False), {otherwise}"
+    )
+
+
 def of_order(question: Question, name: str, distance: float) -> str:
     """Returns the line that says that a value depends on the order of the rows.
 
@@ -83,11 +92,6 @@ def _otherwise(question: Question) -> str:
     if question.kind == "train":
         return accepted
     return f"{'leave shards out' if question.parts == 'shards' else 'use --strategy=default'}, {accepted}"
-
-
-def _normalizes_alone(layer: keras.Layer) -> bool:
-    """Whether a layer normalizes, while it trains, with the rows of its own replica."""
-    return isinstance(layer, keras.layers.BatchNormalization) and not layer.synchronized and layer.trainable
 
 
 def _of_state(question: Question) -> str:

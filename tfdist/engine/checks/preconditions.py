@@ -27,6 +27,7 @@ FILLED = (
 
 def scope(model: keras.Model, distribution: Distribution) -> None:
     """Refuses a model that was created under another strategy, or that has methods which tfdist does not call."""
+    devices_by_keras()
     unused = own_steps.replaced(model, own_steps.UNUSED)
     if unused:
         raise UserError(
@@ -36,7 +37,18 @@ def scope(model: keras.Model, distribution: Distribution) -> None:
     if model.distribute_strategy is not distribution.strategy:
         raise UserError(
             f"the model was created under {type(model.distribute_strategy).__name__} and is used with the "
-            f"distribution {distribution.name!r}: create it inside `with distribution.scope():`"
+            f"distribution {distribution.name!r}: create it inside `with distribution.scope():` of the one that "
+            "tfdist.connect() returned, and use it with that"
+        )
+
+
+def devices_by_keras() -> None:
+    """Refuses a distribution of Keras' own API, which its TensorFlow backend takes and never looks at."""
+    asked = keras.distribution.distribution()
+    if asked is not None:
+        raise UserError(
+            f"keras.distribution.set_distribution({type(asked).__name__}) has no effect on the TensorFlow backend: "
+            "leave it out, tfdist.connect() chooses the devices"
         )
 
 
@@ -83,6 +95,14 @@ def model_fits(model: keras.Model, distribution: Distribution, accumulate: int, 
     if not model.compiled:
         raise UserError("the model is not compiled: call model.compile(optimizer, loss) first")
     not_of_horovod("optimizer", own_steps.optimizers(model))
+    for layer in keras_internals.flat_layers(model):
+        mode = keras_internals.remat_mode(layer)
+        if mode not in ("", "activations"):  # which recomputes activation functions alone
+            raise UserError(
+                f"layer {layer.name!r} was created in keras.RematScope(mode={mode!r}), which fails in compiled "
+                "functions of TensorFlow, or draws other dropout masks in the backward pass: create it outside, and "
+                "use accumulate for less memory"
+            )
     if model.run_eagerly and distribution.workers > 1:
         raise UserError(
             "the model was compiled with run_eagerly=True, which is for looking at one process: debug it with "

@@ -11,6 +11,8 @@ from __future__ import annotations
 import inspect
 import time
 import zlib
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -24,7 +26,7 @@ from tfdist.engine.checks.computed import METRIC, STATE, Computed
 from tfdist.engine.checks.two_ways import Question, TwoWays
 from tfdist.engine.step.step import Step
 from tfdist.errors import UserError, one_line
-from tfdist.models import keras_internals, own_steps
+from tfdist.models import batch_norm, keras_internals, own_steps
 
 CHOICES = ("auto", "on", "off")
 MICRO_BATCHES = 2
@@ -52,8 +54,10 @@ def check(step: Step, choice: str, shards: int = 0, accumulate: int = 1) -> None
     Raises:
       UserError: the replicas, shards or micro-batches disagree; it names the part of the model.
     """
-    if choice == "off" or step.sample_rows is None:
+    if choice == "off":
         return
+    if step.sample_rows is None:
+        return _refuse_by_structure(step, _questions(step, "train", shards))
     for question in _questions(step, "train", shards, accumulate):
         if _ask(step, step.sample_rows, question, choice) and question.parts != "micro-batches":
             _answers_others(step, question, choice == "auto")
@@ -129,6 +133,61 @@ def _trains_as_it_measures(step: Step) -> bool:
     return not any("training" in inspect.signature(layer.call).parameters for layer in own)
 
 
+class _Comparison(NamedTuple):
+    """The same rows computed in both ways."""
+
+    alone: Computed
+    noise: dict[str, float]
+    """What the order of the rows alone changes."""
+    distances: dict[str, float]
+    """What the two ways differ by."""
+    rounding: float
+    """Relative difference that is none."""
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether a difference would show in spite of rounding and random numbers."""
+        return self.alone.is_finite() and 20 * max(self.noise.values(), default=0.0) <= max(LOOSEST, 4 * self.rounding)
+
+    def wrong(self) -> dict[str, float]:
+        """Returns what differs by more than rounding."""
+        limit = max(self.rounding, 20 * max(self.noise.values(), default=0.0))
+        return {name: distance for name, distance in self.distances.items() if not distance <= limit}
+
+
+def _compare(ways: TwoWays) -> _Comparison:
+    alone, turned, shared = ways.alone(), ways.alone(backwards=True), ways.shared()
+    return _Comparison(alone, alone.distance(turned), alone.distance(shared), _rounding(ways.model))
+
+
+def _compare_in_float64(step: Step, rows: tuple[Structure, ...], question: Question) -> _Comparison | None:
+    """Compares again with hardly any rounding, as deep networks need it; None where that tells nothing more."""
+    try:
+        with keras_internals.computing_in(step.model, "float64"):
+            result = _compare(TwoWays(step, rows, question))
+    except (ValueError, TypeError, tf.errors.OpError):  # of a layer that is written for one type
+        return None
+    return result if result.is_clear else None
+
+
+def _refuse_by_structure(step: Step, questions: Sequence[Question], alone: Computed | None = None) -> None:
+    """Refuses what is known to differ between replicas, where numbers cannot tell.
+
+    Args:
+      alone: what one replica has computed, if it has: a layer called with `training=False` kept its statistics.
+
+    Raises:
+      UserError: a BatchNormalization layer trains with the rows of its own replica.
+    """
+    for question in questions:
+        if (question.kind, question.parts) != ("train", "replicas"):
+            continue
+        for layer in batch_norm.normalizing_alone(step.model):
+            kept = alone.values.get(f"{STATE} {layer.moving_mean.path!r}") if alone and layer.built else None
+            if kept is None or layer.momentum == 1 or not np.array_equal(kept, np.asarray(layer.moving_mean)):
+                raise UserError(complaints.of_batch_norm(question, layer))
+
+
 def _ask(step: Step, rows: tuple[Structure, ...], question: Question, choice: str, known: bool = False) -> bool:
     """Compares; returns whether both have been found to agree, now or before.
 
@@ -146,34 +205,37 @@ def _ask(step: Step, rows: tuple[Structure, ...], question: Question, choice: st
         return True
     if any(checksum != told_by[0][1] for _, checksum in told_by):
         # Of no use to compare them. If it is not only their inputs that are random, the first batches will say so.
-        logger.info(f"not checked whether {question} agree: the workers have read other rows")
+        _refuse_by_structure(step, [question])
+        logger.info(f"WARNING: not checked whether {question} agree: the workers have read other rows")
         return False
     start = time.perf_counter()
     ways = TwoWays(step, rows, question)
+    repeated: dict[str, float] = {}
     try:
         with distribution.peers.during("compiling"), step_calls.eagerly(step.model):
-            alone, turned, shared = ways.alone(), ways.alone(backwards=True), ways.shared()
-            noise, distances = alone.distance(turned), alone.distance(shared)
-            told = alone.is_finite() and 20 * max(noise.values(), default=0.0) <= max(
-                LOOSEST, 4 * _rounding(step.model)
-            )
-            ordered = "" if told or not alone.is_finite() else _depends_on_order(alone, ways.again(), noise)
+            result = _compare(ways)
+            if not result.is_clear:
+                result = _compare_in_float64(step, rows, question) or result
+            if not result.is_clear and result.alone.is_finite():
+                repeated = result.alone.distance(ways.again())
     except tf.errors.ResourceExhaustedError:
+        _refuse_by_structure(step, [question])
         return False  # of which the first batch will say more
     except (ValueError, TypeError, tf.errors.OpError) as error:
         if question.kind == "train":
             raise
         # The batches may have a shape that these few rows have not; what is wrong with those, too, they will say.
-        logger.info(f"not checked whether {question} agree: {type(error).__name__}: {one_line(error, 200)}")
+        logger.info(f"WARNING: not checked whether {question} agree: {type(error).__name__}: {one_line(error, 200)}")
         return False
     seconds = time.perf_counter() - start
-    if ordered:
-        raise UserError(complaints.of_order(question, ordered, noise[ordered]))
-    if not told:
-        logger.info(f"not checked whether {question} agree: {_unclear(alone, noise)}")
+    if not result.is_clear:
+        _refuse_by_structure(step, [question], result.alone)
+        ordered = _depends_on_order(result, repeated) if repeated else ""
+        if ordered:
+            raise UserError(complaints.of_order(question, ordered, result.noise[ordered]))
+        logger.info(f"WARNING: not checked whether {question} agree: {_unclear(result, repeated)}")
         return False
-    limit = max(_rounding(step.model), 20 * max(noise.values(), default=0.0))
-    wrong = {name: distance for name, distance in distances.items() if not distance <= limit}
+    distances, wrong = result.distances, result.wrong()
     if wrong:
         raise UserError(complaints.of(step, rows, question, wrong, ways.adding))
     if mark:
@@ -198,10 +260,15 @@ def _summary(question: Question, distances: dict[str, float]) -> dict[str, float
     return {"loss" if question.kind == "test" else "outputs": most}
 
 
-def _depends_on_order(alone: Computed, again: Computed, noise: dict[str, float]) -> str:
-    """Returns which value changes with the order of the rows, where nothing random does; or an empty string."""
-    if any(distance > ROUNDING for distance in alone.distance(again).values()):
+def _depends_on_order(result: _Comparison, repeated: dict[str, float]) -> str:
+    """Returns which value changes with the order of the rows, where nothing random does; or an empty string.
+
+    Args:
+      repeated: differences of the same rows in the same order.
+    """
+    if _is_random(repeated):
         return ""
+    alone, noise = result.alone, result.noise
     sure = {name: noise[name] for name in alone.values if not name.startswith(STATE) and noise[name] > NO_ROUNDING}
     first = [name for name in sure if not name.startswith(METRIC)]
     return first[0] if first else next(iter(sure), "")
@@ -212,9 +279,16 @@ def _rounding(model: keras.Model) -> float:
     return max(OF_HALF_PRECISION.get(kind, ROUNDING) for kind in types)
 
 
-def _unclear(alone: Computed, noise: dict[str, float]) -> str:
+def _unclear(result: _Comparison, repeated: dict[str, float]) -> str:
     """Returns why nothing can be told."""
-    if not alone.is_finite():
+    if not result.alone.is_finite():
         return "loss, metrics or gradient are not finite"
-    name = max(noise, key=noise.__getitem__)
-    return f"the model draws random numbers of its own, or rounding alone changes {name} by {noise[name]:.0e}"
+    # What layers keep moves on with each pass, drawn or not.
+    if _is_random({name: distance for name, distance in repeated.items() if not name.startswith(STATE)}):
+        return "the model draws random numbers of its own"
+    name = max(result.noise, key=result.noise.__getitem__)
+    return f"rounding alone changes {name} by {result.noise[name]:.0e}"
+
+
+def _is_random(repeated: dict[str, float]) -> bool:
+    return any(distance > ROUNDING for distance in repeated.values())

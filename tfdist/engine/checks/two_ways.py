@@ -28,8 +28,8 @@ from tfdist.engine.step.replica import Replica, Taken
 from tfdist.engine.step.results import LogNames
 from tfdist.engine.step.shards.shard_loop import ShardLoop
 from tfdist.engine.step.step import Step
-from tfdist.engine.tracing import layer_state
-from tfdist.models import freezing, keras_internals
+from tfdist.engine.tracing import layer_state, random_layers
+from tfdist.models import batch_norm, freezing, keras_internals
 
 
 class Question(NamedTuple):
@@ -71,6 +71,7 @@ class TwoWays:
 
     def __init__(self, step: Step, rows: tuple[Structure, ...], question: Question):
         self._step, self._rows, self._question = step, rows, question
+        self.model = step.model
         self._distribution = step.distribution
         self._training = question.kind == "train"
         self._own = "" if question.kind == "predict" else step.own_step(question.kind)
@@ -182,7 +183,9 @@ class TwoWays:
                 changes.enter_context(replica.tracing())
                 changes.enter_context(keras_internals.one_replica_in_sync() if single else contextlib.nullcontext())
                 changes.enter_context(own_step_call.recording(model, bool(self._own)))
-                changes.enter_context(_still(model, question.parts != "replicas" and self._training))
+                # Of a batch that is taken apart on one replica, too, BatchNorm would normalize each part.
+                apart = question.parts != "replicas" and self._training
+                changes.enter_context(random_layers.held(model, batch_norm.batch_norms(model) if apart else ()))
                 results = distribution.run(one, (of_replicas,))
             if question.kind == "predict":
                 outputs = keras.tree.map_structure(first, results) if single else None
@@ -294,21 +297,3 @@ def _single(distribution: Distribution) -> Distribution:
         all_sum=lambda tensors: tensors,
         replica_id=lambda: 0,
     )
-
-
-@contextlib.contextmanager
-def _still(model: keras.Model, apart: bool) -> Iterator[None]:
-    """Lets random layers, within it, pass on what they get: a mask has the shape of a replica's rows.
-
-    Args:
-      apart: the batch is taken apart on one replica, too. BatchNorm, which would normalize each part, predicts.
-    """
-    normal = keras.layers.BatchNormalization
-    layers = [
-        layer
-        for layer in keras_internals.flat_layers(model)
-        if keras_internals.is_random(layer) or (apart and isinstance(layer, normal))
-    ]
-    passing = lambda theirs: lambda *a, **k: theirs(*a, **{**k, "training": False})
-    with keras_internals.calls({layer: passing(layer.call) for layer in layers}):
-        yield

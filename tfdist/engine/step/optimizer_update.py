@@ -10,12 +10,14 @@ optimizer is called as it is, with its own reduction switched off.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import keras
 import tensorflow as tf
 
+from tfdist.config.messages import logger
 from tfdist.engine.step import ema
 from tfdist.errors import UserError
 from tfdist.models import keras_internals
@@ -72,6 +74,8 @@ def owned(
     Yields:
       What makes the updates.
     """
+    for dtype in {str(v.dtype) for v in variables} & {"bfloat16", "float16"}:
+        _warn_of_low_precision(dtype)
     base = inner_optimizer(optimizer)
     averages = base.use_ema
     by_key = {keras_internals.variable_key(base, v): f for v, f in zip(variables, factors)}
@@ -195,10 +199,9 @@ class OwnedOptimizer:
         triples = [(i, g, v) for i, (g, v) in enumerate(zip(grads, variables)) if g is not None]
         for _, _, variable in triples:
             if optimizer.weight_decay is not None and keras_internals.decays(optimizer, variable):
-                decay = tf.cast(self._times(rate, variable), variable.dtype) * tf.cast(
-                    optimizer.weight_decay, variable.dtype
-                )
-                variable.assign_sub(variable * decay)
+                exact = _exact(variable.value.dtype)
+                decay = tf.cast(self._times(rate, variable), exact) * tf.cast(optimizer.weight_decay, exact)
+                variable.assign_sub(tf.cast(tf.cast(variable, exact) * decay, variable.dtype))
         update = self._sgd(rate) if isinstance(optimizer, keras.optimizers.SGD) else self._adam(rate)
         # A weight that the backward pass still reads would be copied before it is written. The sums of other gradients
         # need not be there yet.
@@ -246,9 +249,13 @@ class OwnedOptimizer:
             )
 
         def update(i: int, grad: tf.Tensor, variable: keras.Variable) -> None:
-            if grad.dtype not in by_dtype:
-                by_dtype[grad.dtype] = constants(grad.dtype)
+            exact = _exact(grad.dtype)
+            if exact not in by_dtype:
+                by_dtype[exact] = constants(exact)
             first, second = keras_internals.adam_slots(optimizer, i)
+            if exact != grad.dtype:
+                widened(by_dtype[exact], grad, variable, first, second)
+                return
             tf.raw_ops.ResourceApplyAdam(
                 var=variable.value.handle,
                 m=first.value.handle,
@@ -257,6 +264,21 @@ class OwnedOptimizer:
                 **{**by_dtype[grad.dtype], "lr": self._times(by_dtype[grad.dtype]["lr"], variable)},
             )
 
+        def widened(
+            c: dict[str, tf.Tensor],
+            grad: tf.Tensor,
+            variable: keras.Variable,
+            first: keras.Variable,
+            second: keras.Variable,
+        ) -> None:
+            grad = tf.cast(grad, tf.float32)
+            m = c["beta1"] * tf.cast(first, tf.float32) + (1 - c["beta1"]) * grad
+            v = c["beta2"] * tf.cast(second, tf.float32) + (1 - c["beta2"]) * tf.square(grad)
+            rate = self._times(c["lr"], variable) * tf.sqrt(1 - c["beta2_power"]) / (1 - c["beta1_power"])
+            _write(first, m)
+            _write(second, v)
+            _write(variable, tf.cast(variable, tf.float32) - rate * m / (tf.sqrt(v) + c["epsilon"]))
+
         return update
 
     def _sgd(self, rate: tf.Tensor) -> Callable[[int, tf.Tensor, keras.Variable], None]:
@@ -264,8 +286,16 @@ class OwnedOptimizer:
         optimizer = self._base
 
         def update(i: int, grad: tf.Tensor, variable: keras.Variable) -> None:
-            lr = tf.cast(self._times(rate, variable), grad.dtype)
-            if optimizer.momentum == 0:
+            exact = _exact(grad.dtype)
+            lr = tf.cast(self._times(rate, variable), exact)
+            if exact != grad.dtype:
+                step = -lr * tf.cast(grad, exact)
+                if optimizer.momentum:
+                    velocity = optimizer.momentum * tf.cast(optimizer.momentums[i], exact) + step
+                    _write(optimizer.momentums[i], velocity)
+                    step = optimizer.momentum * velocity + step if optimizer.nesterov else velocity
+                _write(variable, tf.cast(variable, exact) + step)
+            elif optimizer.momentum == 0:
                 tf.raw_ops.ResourceApplyGradientDescent(var=variable.value.handle, alpha=lr, delta=grad)
             else:
                 tf.raw_ops.ResourceApplyKerasMomentum(
@@ -283,6 +313,24 @@ class OwnedOptimizer:
         """The learning rate of a variable."""
         factor = self.factor(variable)
         return rate if factor == 1 else rate * factor
+
+
+def _exact(dtype: tf.DType) -> tf.DType:
+    """Returns the type to compute an update in: in bfloat16, beta_2 is 1, and Adam divides zero by zero."""
+    return tf.float32 if dtype in (tf.bfloat16, tf.float16) else dtype
+
+
+def _write(variable: keras.Variable, value: tf.Tensor) -> None:
+    """Rounds a value to the type of a variable and writes this replica's copy, as TensorFlow's fused ops do."""
+    tf.raw_ops.AssignVariableOp(resource=variable.value.handle, value=tf.cast(value, variable.value.dtype))
+
+
+@functools.cache
+def _warn_of_low_precision(dtype: str) -> None:
+    logger.info(
+        f"WARNING: the weights are kept in {dtype}, which loses updates that are small beside a weight (below about "
+        f"1/{512 if dtype == 'bfloat16' else 4096} of it): a weight may not move at all; use the policy mixed_{dtype}"
+    )
 
 
 def clip(optimizer: keras.optimizers.Optimizer, grads: Gradients) -> Gradients:

@@ -18,7 +18,7 @@ from tfdist.distributed.distribution import Distribution
 from tfdist.engine.checks import preconditions
 from tfdist.engine.step.loss import Objective
 from tfdist.engine.step.partial_sums import Payload, goals
-from tfdist.engine.tracing import layer_state, synchronized_batch_norm, trace_patches
+from tfdist.engine.tracing import layer_state, random_layers, recomputation, synchronized_batch_norm, trace_patches
 from tfdist.engine.tracing.layer_state import LayerState
 from tfdist.errors import UserError
 from tfdist.models import keras_internals, own_steps
@@ -93,6 +93,8 @@ class Replica:
         Replicas are traced in threads: this surrounds them all.
         """
         with (
+            recomputation.refused(),
+            random_layers.as_the_environment_says(self.model),
             trace_patches.quick(),
             keras_internals.unscaled_losses(),
             layer_state.separate_losses(self.model),

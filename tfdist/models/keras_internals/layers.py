@@ -106,6 +106,30 @@ def batch_moments(by_layer: Mapping[keras.layers.BatchNormalization, Callable]) 
     return replaced("_moments", by_layer)
 
 
+def remat_mode(layer: keras.Layer) -> str:
+    """Returns the mode of the `keras.RematScope` in which a layer was created, empty for none; only a record says."""
+    return getattr(getattr(layer, "_remat_mode", None), "mode", None) or ""
+
+
+@contextlib.contextmanager
+def computing_in(model: keras.Model, dtype: str) -> Iterator[None]:
+    """Lets all layers, within it, compute in a type, and leaves their variables as they are.
+
+    A policy has a public name for float16 and bfloat16 on float32 variables only.
+    """
+    layers = flat_layers(model)
+    theirs = [vars(layer)["_dtype_policy"] for layer in layers]
+    for layer in layers:
+        policy = keras.DTypePolicy("float32")
+        policy._compute_dtype, policy._variable_dtype = dtype, layer.variable_dtype
+        vars(layer)["_dtype_policy"] = policy
+    try:
+        yield
+    finally:
+        for layer, policy in zip(layers, theirs):
+            vars(layer)["_dtype_policy"] = policy
+
+
 def reset_layer_names() -> None:
     """Lets Keras number layers from the start; the public `clear_session` would also delete the state of others."""
     naming.reset_uids()

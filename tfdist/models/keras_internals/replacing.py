@@ -13,6 +13,8 @@ PATCHED = threading.RLock()
 @contextlib.contextmanager
 def replaced(name: str, by_object: Mapping[object, object]) -> Iterator[None]:
     """Gives objects another attribute, within it; past Keras' tracker of attributes, for it is none to keep."""
+    # The end of an inner change must leave what an outer one has set.
+    before = [(owner, vars(owner)[name]) for owner in by_object if name in vars(owner)]
     for owner, value in by_object.items():
         vars(owner)[name] = value
     try:
@@ -20,3 +22,5 @@ def replaced(name: str, by_object: Mapping[object, object]) -> Iterator[None]:
     finally:
         for owner in by_object:
             del vars(owner)[name]
+        for owner, value in before:
+            vars(owner)[name] = value

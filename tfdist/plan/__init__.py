@@ -1,1 +1,0 @@
-"""The command `plan`: predicts how fast an experiment trains on several machines."""
