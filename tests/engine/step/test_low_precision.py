@@ -70,3 +70,13 @@ def test_updates_are_those_of_numpy(connect, case, replicas, said):
     np.testing.assert_array_equal(ours, expected(start, x[:1].T))
     warned = [line for line in said if "the weights are kept in bfloat16" in line]
     assert len(warned) == 1 and "use the policy mixed_bfloat16" in warned[0]
+
+
+def test_an_optimizer_that_rounds_its_own_numbers_is_named(connect, said):
+    optimizer_update._warn_of_low_precision.cache_clear()
+    keras.config.set_dtype_policy("bfloat16")
+    with connect(2).scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile(optimizers.Adamax(RATE), "mse")
+    tfdist.fit(model, np.ones((4, 4)), np.zeros((4, 1)), batch_size=4, distribution=connect(2), verbose=0)
+    assert any("Adamax rounds its own numbers" in line and "or Adam, AdamW or SGD" in line for line in said)

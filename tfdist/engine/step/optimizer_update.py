@@ -75,7 +75,7 @@ def owned(
       What makes the updates.
     """
     for dtype in {str(v.dtype) for v in variables} & {"bfloat16", "float16"}:
-        _warn_of_low_precision(dtype)
+        _warn_of_low_precision(dtype, "" if is_fused(optimizer) else type(inner_optimizer(optimizer)).__name__)
     base = inner_optimizer(optimizer)
     averages = base.use_ema
     by_key = {keras_internals.variable_key(base, v): f for v, f in zip(variables, factors)}
@@ -326,10 +326,13 @@ def _write(variable: keras.Variable, value: tf.Tensor) -> None:
 
 
 @functools.cache
-def _warn_of_low_precision(dtype: str) -> None:
+def _warn_of_low_precision(dtype: str, rounding: str) -> None:
+    """Warns once; `rounding` is the optimizer that rounds its own numbers, such as beta_2, to `dtype`, if it does."""
+    too = f", and {rounding} rounds its own numbers, too" if rounding else ""
     logger.info(
         f"WARNING: the weights are kept in {dtype}, which loses updates that are small beside a weight (below about "
-        f"1/{512 if dtype == 'bfloat16' else 4096} of it): a weight may not move at all; use the policy mixed_{dtype}"
+        f"1/{512 if dtype == 'bfloat16' else 4096} of it): a weight may not move at all{too}; use the policy "
+        f"mixed_{dtype}{', or Adam, AdamW or SGD' if rounding else ''}"
     )
 
 
