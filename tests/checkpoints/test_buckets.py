@@ -21,8 +21,10 @@ import tfdist
 from tfdist.checkpoints import files as files_lib
 from tfdist.checkpoints import storage as storage_lib
 from tfdist.checkpoints.bucket_folder import BucketFolder, opened
+from tfdist.checkpoints.run_folder import LOCK
 from tfdist.config import buckets
 from tfdist.config.buckets import Bucket, BucketError, MissingError
+from tfdist.distributed.job import env_vars
 from tfdist.errors import Interrupted, TrainingError, UserError
 from tfdist.monitoring.recorder import fingerprint
 
@@ -368,8 +370,7 @@ def test_what_a_killed_process_has_left_does_not_count(s3):
     killed.push()
     killed.write("experiment.json", {"name": "never sent"})
     killed.append("history.jsonl", {"epoch": 1})
-    os.close(killed._lock)  # as the system does
-    killed._lock = None
+    killed.forget()  # as the system does
     again = folder(s3)
     assert again.earlier() == {"name": "sent"} and not (again.path / "history.jsonl").exists()
     again.release()
@@ -407,6 +408,39 @@ def test_the_second_run_on_another_machine_ends_the_first(s3, monkeypatch, tmp_p
     assert set(Bucket(s3).listing()) == {".lock", "experiment.json"}
     assert json.loads(Bucket(s3).get_bytes("experiment.json"))["name"] == "second"
     second.release()
+
+
+@pytest.mark.parametrize("ends", ["killed", "failed"])
+def test_a_launcher_holds_the_folder_for_one_worker_after_another(ends, s3, monkeypatch, tmp_path):
+    launcher = opened(s3, True)
+    launcher.reserve()
+    Bucket(s3).put_bytes(b"process 7 on elsewhere\n", LOCK)  # of a run that was killed long ago
+
+    def worker():
+        monkeypatch.setenv(env_vars.FOLDER_LOCK, str(launcher.lend()))
+        return folder(s3)
+
+    for _ in range(2):
+        first = worker()
+        first.write("experiment.json", {"name": "first"})
+        first.push()
+        first.forget() if ends == "killed" else first.release()
+        with pytest.raises(UserError, match=rf"--workdir={s3} is in use by another run \(process {os.getpid()} on "):
+            folder(s3)
+    # A run on another machine, which no lock of this one keeps away, has taken it in between.
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("XDG_CACHE_HOME", str(tmp_path / "another machine"))
+        elsewhere.setattr("platform.node", lambda: "elsewhere")
+        second = folder(s3)
+        second.write("experiment.json", {"name": "second"})
+        second.push()
+    with pytest.raises(UserError, match=rf"{s3} is in use by another run \(process {os.getpid()} on elsewhere\): wait"):
+        worker()
+    second.push()
+    second.release()
+    worker().release()
+    launcher.release()
+    assert LOCK not in Bucket(s3).listing() and not launcher.path.exists()
 
 
 def test_an_earlier_run_is_set_aside_within_the_bucket(url):

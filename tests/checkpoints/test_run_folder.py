@@ -21,9 +21,10 @@ from conftest import REPOSITORY
 from support import processes
 
 from tfdist import config
-from tfdist.checkpoints import own_work
+from tfdist.checkpoints import own_work, run_folder
 from tfdist.checkpoints.run_folder import LOCK, RunFolder
 from tfdist.config import schedule, validation
+from tfdist.distributed.job import env_vars
 from tfdist.errors import TrainingError, UserError
 from tfdist.monitoring.recorder import Recorder, Result
 from tfdist.train import results
@@ -348,6 +349,67 @@ def test_who_keeps_a_folder_whose_run_is_gone_is_named(orphan, tmp_path):
     with orphan("C") as (owner, child), pytest.raises(UserError) as error:
         RunFolder(str(tmp_path / "run")).create()
     assert f"is locked by process {child}, which a run that is gone (process {owner} on " in str(error.value)
+
+
+def test_a_lock_whose_owner_is_dead_is_waited_for(orphan, tmp_path, monkeypatch):
+    """The system ends the workers of a launcher that was killed, but not at once."""
+    again = RunFolder(str(tmp_path / "run"))
+    with contextlib.suppress(AssertionError), orphan("C") as (_, child):  # which does not outlive the run
+        dying = psutil.Process(child)
+
+        def end(_):
+            dying.kill()
+            dying.wait()
+
+        monkeypatch.setattr(run_folder.time, "sleep", end)
+        again.create()
+    assert not dying.is_running()
+    again.release()
+
+
+@pytest.fixture
+def lent(begun, monkeypatch):
+    """The descriptor by which the one who has begun lends the lock."""
+    number = begun.lend()
+    monkeypatch.setenv(env_vars.FOLDER_LOCK, str(number))
+    return number
+
+
+def test_a_lock_that_is_lent_is_held_by_both(begun, lent, said):
+    worker, rival = RunFolder(str(begun.path)), RunFolder(str(begun.path))
+    worker.create()
+    worker.release()  # of its share
+    with pytest.raises(UserError, match=f"is in use by another run .process {os.getpid()} on "):
+        rival.create()
+    os.environ[env_vars.FOLDER_LOCK] = str(begun.lend())
+    worker.create()
+    begun.forget()  # as when it is killed
+    with pytest.raises(UserError, match="is in use by another run"):
+        rival.create()
+    worker.release()
+    rival.create()
+    rival.release()
+    assert not said
+
+
+def test_who_was_lent_the_lock_of_a_folder_that_is_deleted_has_one_of_its_own(begun, lent, said):
+    worker = RunFolder(str(begun.path))
+    worker.create()
+    shutil.rmtree(begun.path)
+    worker.append("history.jsonl", {})
+    with pytest.raises(UserError, match="is in use by another run"):
+        begun.reserve()
+    worker.release()
+    begun.reserve()
+    assert names(begun.path) == [LOCK, "history.jsonl"]
+
+
+@pytest.mark.parametrize("claim", ["-1", "x", "999999999", "99999999999999999999", "{other}", "{opened}"])
+def test_who_only_says_that_it_was_lent_the_lock_is_refused(claim, begun, monkeypatch):
+    with (begun.path / "experiment.json").open() as other, (begun.path / LOCK).open() as opened:
+        monkeypatch.setenv(env_vars.FOLDER_LOCK, claim.format(other=other.fileno(), opened=opened.fileno()))
+        with pytest.raises(UserError, match="is in use by another run"):
+            RunFolder(str(begun.path)).create()
 
 
 def test_a_forked_child_leaves_the_folder_alone(begun):

@@ -141,3 +141,20 @@ def test_what_one_worker_changes_alone_is_noticed_on_all(world):
     assert chief == other
     assert re.search(r"after update 0: .*learning_rate differs on worker 1 \(\S*\) from worker 0", chief["optimizer"])
     assert re.search(r"before an evaluation: .*bias differs on worker 1 \(\S*\) from worker 0", chief["weights"])
+
+
+@pytest.mark.parametrize(
+    "name, where",
+    [
+        *((name, "after update 3") for name in ("fit", "several updates a call", "too few")),
+        *((name, "earlier") for name in ("evaluate", "predict")),
+    ],
+)
+def test_data_that_ends_earlier_on_one_worker_is_named_on_all(world, name, where):
+    chief, other = (worker[name] for worker in scene(world, "ended"))
+    assert chief == other
+    assert re.fullmatch(
+        rf"UserError: the data of worker 1 \(\S+\) ended {where}, that of worker 0 \(\S+\) goes on: give all workers "
+        "the same batches",
+        chief,
+    )

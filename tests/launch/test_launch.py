@@ -20,6 +20,7 @@ import pytest
 from conftest import REPOSITORY
 from support.launchers import TIMEOUT_S, account, launch, marked, pipes  # noqa: F401  launch is a fixture
 
+from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.distributed.connections import wire
 from tfdist.errors import UserError
 from tfdist.launch import __main__ as launch_main
@@ -682,6 +683,93 @@ def test_a_full_disk_ends_the_log_and_not_the_run(capfd, tmp_path):
     assert err == "tfdist: /dev/full cannot be written (No space left on device): it ends here\n"
 
 
+HOLDER = """
+import dataclasses
+from tfdist.launch import __main__ as launcher
+plan = launcher.make_plan
+launcher.make_plan = lambda *arguments: dataclasses.replace(plan(*arguments), workdir="run")
+launcher.main()
+"""
+WRITER = """
+import os, signal, sys
+from tfdist.checkpoints.run_folder import RunFolder
+folder = RunFolder("run", writes=os.environ["RANK"] == "0")
+folder.create()
+folder.set_aside()
+folder.append("history.jsonl", {})
+print("took it", flush=True)
+what = sys.argv[1:][int(os.environ["TFDIST_ATTEMPT"])]
+if what == "hold":
+    signal.pause()
+elif what == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+folder.release()
+sys.exit(int(what))
+"""
+
+
+@pytest.fixture
+def writer(launch, tmp_path):  # noqa: F811
+    """Starts a launcher whose workers write to the run folder `run`, as those of `tfdist.train` do."""
+    (tmp_path / "holder.py").write_text(HOLDER)
+    (tmp_path / "writer.py").write_text(WRITER)
+    path = f"{tmp_path}:{REPOSITORY}"
+    return lambda *arguments: launch(*arguments, module="holder", PYTHONPATH=path, TFDIST_FOLDER_LOCK_FD="7")
+
+
+def rival(path):
+    """Another run that would have the folder."""
+    folder = RunFolder(str(path))
+    folder.create()
+    folder.release()
+
+
+def test_the_run_folder_is_held_between_two_rounds(writer, tmp_path):
+    """Each round's chief sets aside what the one before has left, as --resume=never does, and the lock stays."""
+    launcher = writer("--max_restarts=2", "--", "writer.py", "kill", "3", "0")
+    for restart in ("restart 1 of 2 in", "restart 2 of 2 in"):
+        launcher.until(restart)
+        with pytest.raises(UserError, match=rf"in use by another run \(process {launcher.process.pid} on "):
+            rival(tmp_path / "run")
+    assert launcher.end() == 0, launcher.err
+    assert launcher.said("[0] ").count("took it") == 3
+    assert [p.name for p in sorted(tmp_path.glob("run*/history.jsonl"))] == ["history.jsonl"] * 3
+    assert list(tmp_path.glob("run*/.lock")) == []
+
+
+def test_a_second_launcher_is_refused_before_it_starts_a_worker(writer):
+    first = writer("--", "writer.py", "hold")
+    first.until("took it")
+    second = writer("--max_restarts=2", "--", "writer.py", "0", "0", "0")
+    assert second.end() == 2 and second.out == []
+    assert re.fullmatch(
+        rf"tfdist: error: --workdir=run is in use by another run \(process {first.process.pid} on \S+\): wait for it, "
+        "or choose another folder",
+        "\n".join(second.err),
+    )
+    first.signal(signal.SIGTERM)
+    first.end()
+    assert writer("--", "writer.py", "0").end() == 0
+
+
+def test_the_folder_of_a_rehearsal_is_not_held(planned, monkeypatch):
+    where = {"insecure": False, "virtual_devices": 0, "devices": "none", "strategy": "auto"}
+    for dry_run in (False, True):
+        train = launch_main._TrainFlags({}, where | {"dry_run": dry_run}, "out")
+        monkeypatch.setattr(launch_main, "_train_flags", lambda rest, train=train: train)
+        assert planned("--", "--workdir=out").workdir == ("" if dry_run else "out")
+
+
+def test_the_lock_does_not_outlive_a_launcher_that_is_killed(writer, tmp_path):
+    first = writer("--", "writer.py", "hold")
+    first.until("took it")
+    first.signal(signal.SIGKILL)
+    again = writer("--", "writer.py", "0")  # at once: it waits until the kernel has ended the worker
+    assert again.end() == 0, again.err
+    first.end()
+    rival(tmp_path / "run")
+
+
 FAST = ["--config.model.name=mlp", "--config.optimizer.warmup=0%"]
 
 
@@ -718,6 +806,8 @@ def test_a_worker_killed_while_training_starts_all_again(launch, tmp_path, tfds_
     one.send_signal(signal.SIGKILL)
     assert "root cause: rank 1 " in launcher.until("root cause")
     launcher.until("restart 1 of 1")
+    with pytest.raises(UserError, match="is in use by another run"):
+        rival(tmp_path / "out")
     launcher.until("starting rank 0 to 1 of 2 workers here, restart 1")
     launcher.signal(signal.SIGTERM)
     assert launcher.end() == 143

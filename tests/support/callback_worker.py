@@ -207,6 +207,33 @@ def shuffled(distribution, folder, names=None):
     return found
 
 
+def ended(distribution, folder):
+    """The message of each worker where the last one's data ends earlier, and goes on with data that ends alike."""
+
+    def some(count):
+        x, y = training_cases.images(48)
+        yield from ((x[i : i + 12], y[i : i + 12]) for i in range(0, 12 * count, 12))
+
+    options = {"distribution": distribution, "verbose": 0}
+    calls = {
+        "fit": lambda model, count: fit(model, some(count), **options),
+        "several updates a call": lambda model, count: fit(model, some(count), steps_per_call=8, **options),
+        "too few": lambda model, count: fit(model, some(count), steps_per_epoch=5, steps_per_call=8, **options),
+        "evaluate": lambda model, count: tfdist.evaluate(model, some(count), **options),
+        "predict": lambda model, count: tfdist.predict(model, some(count), **options),
+    }
+    found = {}
+    for name, call in calls.items():
+        model = plain(distribution)
+        try:
+            call(model, 3 if distribution.rank == distribution.workers - 1 else 4)
+            found[name] = "nothing was noticed"
+        except (tfdist.UserError, tfdist.TrainingError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+        call(model, 4)
+    return found
+
+
 class StopsAfter(keras.callbacks.Callback):
     """Ends what it is called for after the third batch, or only counts."""
 
@@ -267,7 +294,7 @@ def measured(distribution, folder):
 
 
 SCENES = {"writers": writers, "backup": backup, "shuffled": shuffled, "stopped": stopped, "measured": measured}
-SCENES |= {"forked": forked, "changed": changed}
+SCENES |= {"forked": forked, "changed": changed, "ended": ended}
 
 if __name__ == "__main__":
     target = pathlib.Path(sys.argv[1])

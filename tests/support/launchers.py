@@ -119,11 +119,11 @@ def launch(tmp_path):
         "CUDA_VISIBLE_DEVICES|TF_CONFIG|MLP_|PET_|SM_|SKYPILOT_|JOB_COMPLETION_INDEX|NPROC_PER_NODE|TFDIST_|HOROVOD_|TORCHELASTIC_|RANK$|WORLD_SIZE$"
     )
 
-    def start(*arguments, host=(), **environ):
+    def start(*arguments, host=(), module="tfdist.launch", **environ):
         """Starts one, on a host if the words that let it run there are given."""
         env = {k: v for k, v in os.environ.items() if not drop.match(k)}
         env |= {"PYTHONPATH": str(REPOSITORY), "TEST_MARK": mark, "TF_CPP_MIN_LOG_LEVEL": "2"} | environ
-        started.append(Launcher(arguments, env, tmp_path, host=host))
+        started.append(Launcher(arguments, env, tmp_path, module, host))
         return started[-1]
 
     start.mark = mark

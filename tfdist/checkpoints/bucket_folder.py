@@ -31,6 +31,8 @@ RECORDS = (
 )  # fmt: skip
 """What a run that goes on needs of the one before, besides its checkpoints."""
 CHECK = "check the network, your keys and that folder"
+_CLAIMED = b"claimed\n"
+"""Stands after the owner in a lock that the launcher lends, once one of its workers has written it to the bucket."""
 _BUSY_S = 5.0
 """How long the last words of a run wait for an upload that is under way."""
 
@@ -55,6 +57,8 @@ class BucketFolder(RunFolder):
         self._reads = reads
         self._owner = f"process {os.getpid()} on {platform.node()}\n{secrets.token_hex(16)}\n".encode()
         self._claimed = self._lost = False
+        self._claimed_before = False
+        """An earlier worker of the same launcher has written the owner to the bucket."""
         self._sending = threading.RLock()
         self._sent: dict[str, tuple[int, int]] = {}
         """Size and time of change of each file as the bucket has it."""
@@ -75,18 +79,28 @@ class BucketFolder(RunFolder):
             if self._reads:
                 self._fetch()
             return
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self.path.mkdir(exist_ok=True)
-        except OSError as error:
-            raise self._no_copy(error) from None
-        self._take()
+        self.reserve()
         try:
             self._claim()
             self._fetch()
         except BaseException:
             self.release()
             raise
+
+    def reserve(self) -> None:
+        """Makes the copy if it is missing, and takes it for this run alone, without a look into the bucket.
+
+        Raises:
+          UserError: the copy cannot be made, or another run on this machine has it.
+        """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.path.mkdir(exist_ok=True)
+        except OSError as error:
+            raise self._no_copy(error) from None
+        self._take()
+        self._owner, mark, _ = self._owner.partition(_CLAIMED)
+        self._claimed_before = bool(mark)
 
     def could_be_created(self) -> None:
         """Nothing more: `create` has looked into the bucket, and whether it can be written only writing would tell."""
@@ -98,16 +112,25 @@ class BucketFolder(RunFolder):
         )
 
     def _claim(self) -> None:
-        """Writes this run's name to the bucket, in the place of that of an earlier one."""
+        """Writes this run's name to the bucket, in the place of that of an earlier one.
+
+        Raises:
+          UserError: that cannot be done, or another run has done it since an earlier worker of this launcher.
+        """
         try:
             try:
                 before = self._bucket.get_bytes(LOCK)
             except MissingError:
                 before = b""
+            if self._claimed_before and before not in (b"", self._owner):
+                raise self._in_use(before)
             self._bucket.put_bytes(self._owner, LOCK)
         except BucketError as error:
             raise UserError(f"--workdir={self.name} cannot be written ({error.strerror}): {CHECK}") from None
         self._claimed = True
+        if self._borrowed and self._lock is not None:
+            with contextlib.suppress(OSError):
+                os.pwrite(self._lock, _CLAIMED, len(self._owner))
         if before and not _who(before).endswith(f" on {platform.node()}"):  # which has died: it has no lock here
             logger.info(f"{self.name} was last taken by {_who(before)}: if that run still lives, it stops now")
 

@@ -11,6 +11,7 @@ import os
 import pathlib
 import platform
 import re
+import time
 import weakref
 import zipfile
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from tfdist.checkpoints import earlier_run, files
 from tfdist.checkpoints.storage import DISK, Disk
 from tfdist.config import atomic_file, regular_file
 from tfdist.config.messages import logger
+from tfdist.distributed.job import env_vars
 from tfdist.errors import TrainingError, UserError
 
 if TYPE_CHECKING:
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 LOCK = ".lock"
 LOGS = "logs"
 """What the launcher keeps of each rank's output; it adds to what is there."""
+DYING_S = 3.0
+"""How long to wait for a lock whose owner is dead: Linux ends the workers of a killed launcher, but not at once."""
 _OPEN: weakref.WeakSet[RunFolder] = weakref.WeakSet()
 """The folders of this process, which a child that it forks does not have."""
 KEPT = ("experiment.json", "experiment.mark", "environment.json", "data.json")
@@ -53,6 +57,10 @@ class RunFolder:
         """What stands behind the folder of the checkpoints."""
         self._writes = writes
         self._lock: int | None = None
+        self._borrowed = False
+        """The launcher of this worker holds the lock, too, and goes on holding it when this worker is gone."""
+        self._owner = f"process {os.getpid()} on {platform.node()}\n".encode()
+        """What the file of the lock tells others of its owner; the first line is for a person."""
         self._waiting: list[str] = []
         self._kept: dict[str, str] = {}
         _OPEN.add(self)
@@ -70,13 +78,20 @@ class RunFolder:
             self._lock = None
 
     def create(self) -> None:
+        """Begins a run in the folder: `reserve`, for the worker that writes.
+
+        Raises:
+          UserError: the folder cannot be made or written, or another run has it.
+        """
+        if self._writes:
+            self.reserve()
+
+    def reserve(self) -> None:
         """Makes the folder if it is missing, tries to write in it, and takes it for this run alone.
 
         Raises:
           UserError: the folder cannot be made or written, or another run has it.
         """
-        if not self._writes:
-            return
         try:
             self._real.mkdir(parents=True, exist_ok=True)
             self._probe()
@@ -124,7 +139,7 @@ class RunFolder:
         return pathlib.Path(os.path.realpath(self.path))
 
     def _in_use(self, owner: bytes) -> UserError:
-        name = owner.decode(errors="replace").strip() or "just starting"
+        name = _first_line(owner) or "just starting"
         left = _left_behind(name, self.path / LOCK)
         if left:
             return UserError(
@@ -135,34 +150,79 @@ class RunFolder:
             f"--workdir={self.name} is in use by another run ({name}): wait for it, or choose another folder"
         )
 
+    def lend(self) -> int | None:
+        """Returns a descriptor that a worker inherits to hold the lock as well; None if there is no lock.
+
+        The system drops the lock when the last process that holds it is gone: a launcher that lends it to one chief
+        after another leaves no gap between them, and the chief of one that was killed holds it until it ends itself.
+        An unrelated run cannot pretend to hold it, as it could with a process number or a word in the environment.
+        """
+        return None if self._lock is None else os.dup(self._lock)
+
     def _take(self) -> None:
-        """Locks the folder. The system drops the lock when this process is gone, however it ended."""
+        """Locks the folder, unless this process has done so or was lent the lock.
+
+        The system drops the lock when this process is gone, however it ended.
+        """
         path = self.path / LOCK
+        if self._lock is not None:
+            if self._is_current(self._lock):
+                return
+            os.close(self._lock)  # the folder was deleted
+        self._lock = self._lent()
+        self._borrowed = self._lock is not None
+        if self._lock is not None:
+            self._owner = os.pread(self._lock, 200, 0)
+            return
+        until = time.monotonic() + DYING_S
         try:
             while True:
                 lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    owner = os.read(lock, 200)
+                    owner = os.pread(lock, 200, 0)
                     os.close(lock)
+                    if _gone(_first_line(owner)) and time.monotonic() < until:
+                        time.sleep(0.1)
+                        continue
                     raise self._in_use(owner) from None
-                if path.exists() and os.path.samestat(os.fstat(lock), path.stat()):
+                if self._is_current(lock):
                     break
                 os.close(lock)  # its last owner has just deleted it
             os.ftruncate(lock, 0)
-            os.write(lock, f"process {os.getpid()} on {platform.node()}\n".encode())
+            os.pwrite(lock, self._owner, 0)
             self._lock = lock
         except OSError as error:
             if isinstance(error, FileNotFoundError):
                 raise UserError(f"--workdir={self.path} is being deleted by somebody: choose another folder") from None
             logger.info(f"WARNING: {self.path} cannot be locked ({error.strerror}): start no second run there")
 
+    def _lent(self) -> int | None:
+        """Returns the descriptor by which the launcher of this worker has lent it the lock; None if it has not."""
+        number = os.environ.pop(env_vars.FOLDER_LOCK, "")  # what this process starts has no such descriptor
+        if not re.fullmatch(r"\d{1,9}", number, re.ASCII):
+            return None
+        lock = int(number)
+        with contextlib.suppress(OSError):
+            if self._is_current(lock):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if another one has it
+                os.set_inheritable(lock, False)
+                return lock
+        return None
+
+    def _is_current(self, lock: int) -> bool:
+        """Tells whether a descriptor is of the file by which others now find the folder locked."""
+        try:
+            return os.path.samestat(os.fstat(lock), (self.path / LOCK).stat())
+        except OSError:
+            return False
+
     def release(self) -> None:
-        """Lets others have the folder."""
+        """Lets others have the folder, unless the launcher still holds it."""
         if self._lock is not None:
             with contextlib.suppress(OSError):
-                if os.path.samestat(os.fstat(self._lock), (self.path / LOCK).stat()):
+                if not self._borrowed and self._is_current(self._lock):
                     (self.path / LOCK).unlink()
             os.close(self._lock)
             self._lock = None
@@ -216,11 +276,8 @@ class RunFolder:
             return moved
         if (moved / LOGS).exists():  # the launcher has just opened them for this run
             (moved / LOGS).rename(self.path / LOGS)
-        before, self._lock = self._lock, None
-        self._take()
-        if before is not None:
-            (moved / LOCK).unlink(missing_ok=True)
-            os.close(before)
+        with contextlib.suppress(FileNotFoundError):  # where it cannot be locked
+            (moved / LOCK).rename(self.path / LOCK)  # the same file: the launcher may hold it, too
         beside = self.path.parent / moved.name  # as a person has written it
         return beside if beside.exists() and beside.samefile(moved) else moved
 
@@ -356,8 +413,6 @@ class RunFolder:
                         "give each a folder of its own"
                     )
             except FileNotFoundError:
-                before, self._lock = self._lock, None
-                os.close(before)
                 self._take()
         missing = [name for name in self._kept if not (self.path / name).exists()]
         for name in missing:
@@ -402,15 +457,29 @@ def _forget_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
+def _first_line(owner: bytes) -> str:
+    return owner.decode(errors="replace").partition("\n")[0].strip()
+
+
+def _gone(owner: str) -> bool:
+    """Tells whether the owner of a lock is a process of this host that is dead."""
+    found = re.fullmatch(r"process (\d{1,9}) on (.*)", owner)
+    return bool(
+        found
+        and found[2] == platform.node()
+        and os.path.exists("/proc/self")  # /proc is not everywhere
+        and not os.path.exists(f"/proc/{found[1]}")
+    )
+
+
 def _left_behind(owner: str, lock: pathlib.Path) -> int:
     """Returns a process of this host that has the lock of an owner that is dead; 0 if there is none.
 
     Python's own forks give the lock up; those of a C library do not.
     """
-    found = re.fullmatch(r"process (\d{1,9}) on (.*)", owner)
-    if not found or found[2] != platform.node() or pathlib.Path("/proc", found[1]).exists():
+    if not _gone(owner):
         return 0
-    with contextlib.suppress(OSError):  # /proc is not everywhere
+    with contextlib.suppress(OSError):
         wanted, others = lock.stat(), (name for name in os.listdir("/proc") if name.isdigit())
         return next((int(pid) for pid in others if int(pid) != os.getpid() and _has_open(pid, wanted)), 0)
     return 0

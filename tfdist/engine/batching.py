@@ -70,7 +70,8 @@ def layout_of(
     if sources.reader(source).alone:
         raise UserError(sources.reader(source).alone)
     distribution.peers.check_same({**worker_facts.facts(source), "batch": batch}, "the data")
-    return layout
+    unknown = isinstance(source, sources.Batches) and source.batches is None
+    return dataclasses.replace(layout, ends_anywhere=unknown)
 
 
 def _in_shards(source: sources.Source, layout: Layout, distribution: Distribution) -> Layout:

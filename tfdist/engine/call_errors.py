@@ -11,6 +11,7 @@ from tfdist.data.feeds.static_feed import StaticFeed
 from tfdist.distributed import shared_memory_sum
 from tfdist.distributed.peers import Peers
 from tfdist.engine.batching import Feed
+from tfdist.engine.step import next_batch
 from tfdist.engine.step.step import NO_BATCH
 from tfdist.errors import TrainingError, UserError, one_line
 
@@ -56,6 +57,9 @@ def explained(error: tf.errors.OpError | UnicodeDecodeError, feed: Feed, update:
     """
     if NO_BATCH in str(error):
         return EndOfData()
+    ended = next_batch.complaint(str(error), update, peers)
+    if ended:
+        return UserError(ended)
     for pattern, advice in _COMPLAINTS:
         complaint = re.search(pattern, str(error))
         if complaint:

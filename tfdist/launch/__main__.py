@@ -133,7 +133,7 @@ def make_plan(options: argparse.Namespace, rest: Sequence[str], environ: Mapping
     agreed: dict[str, Any] = {"the version of tfdist": __version__, "--max_restarts": max_restarts}
     if nodes.least:
         agreed["--nnodes"] = nodes.size.partition("=")[2]
-    workdir, devices = "", "all"
+    workdir, held, devices = "", "", "all"
     field_syntax.check_local("--log_dir", options.log_dir or "")
     own_program = bool(rest) and (not rest[0].startswith("-") or rest[0] == "-m")
     if own_program:
@@ -143,6 +143,7 @@ def make_plan(options: argparse.Namespace, rest: Sequence[str], environ: Mapping
         command = (sys.executable, "-m", "tfdist.train", *rest)
         train = _train_flags(rest)
         where, workdir = train.where, train.workdir
+        held = "" if where["dry_run"] else workdir
         if where["insecure"]:
             raise UserError("--insecure after -- would change nothing, since workers get a secret: write it before --")
         agreed |= {f"--{name}": value for name, value in train.experiment.items()}
@@ -170,7 +171,7 @@ def make_plan(options: argparse.Namespace, rest: Sequence[str], environ: Mapping
         start_timeout=start_timeout,
         shares=shares,
         agreed=json.loads(json.dumps(agreed, default=str)),  # as it arrives on the other side
-        workdir=workdir,
+        workdir=held,
         log_dir=os.path.expanduser(options.log_dir or "") or _logs(workdir),
         secret=machines.secret(nodes, options.insecure, environ),
         least=nodes.least,

@@ -9,6 +9,7 @@ import secrets
 import time
 from typing import NamedTuple
 
+from tfdist.checkpoints import bucket_folder
 from tfdist.distributed.connections import wire
 from tfdist.errors import UserError
 from tfdist.launch import node_agent, node_links, node_messages
@@ -45,6 +46,9 @@ class Coordinator:
         """
         self._plan, self._events, self._screen = plan, events, screen
         self._node = node_agent.Node(plan, events, screen)
+        self._folder = bucket_folder.opened(plan.workdir, writes=True) if plan.workdir else None
+        """Held from before the first round until after the last: between two, no worker holds it."""
+        self._node.folder = self._folder
         self._hello = node_agent.hello(plan)
         self._links: dict[int, node_links.Link] = {}
         self._news: list[NodeNews] = []
@@ -63,12 +67,15 @@ class Coordinator:
           The exit code.
 
         Raises:
-          UserError: a node does not come or does not fit; those that are there know it too.
+          UserError: a node does not come or does not fit, or another run has the run folder; those that are there
+            know it too.
         """
         attempt, failures, code, line, wrong = 0, 0, 2, "", None
         try:
             while True:
                 self._gather(first=attempt == 0)
+                if self._folder:
+                    self._folder.reserve()
                 verdict = self._round(attempt)
                 code = verdict.code
                 attempt += 1
@@ -82,6 +89,8 @@ class Coordinator:
             wrong, line = error, f"error: {error}"
         except _Stopped as stopped:
             code, line = node_agent.code_of(str(stopped)), f"{stopped}: no worker was running"
+        if self._folder:
+            self._folder.release()
         self._over(code, line)
         if wrong and attempt == 0:  # later it is not wrong input that has ended the run
             raise wrong

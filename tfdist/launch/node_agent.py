@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.distributed.connections import wire
 from tfdist.distributed.job import env_vars
 from tfdist.errors import UserError
@@ -52,7 +53,7 @@ class RoundPlan:
     agreed: Mapping[str, Any]
     """See `node_links.Hello`."""
     workdir: str = ""
-    """The run folder; empty for a program of the user's."""
+    """The run folder, which node 0's launcher holds for its workers; empty where they write to none that is known."""
     log_dir: str = ""
     """Where each rank's lines are kept; empty for nowhere."""
     secret: str = dataclasses.field(default="", repr=False)
@@ -114,6 +115,8 @@ class Node:
     def __init__(self, plan: RoundPlan, events: Events, screen: Screen):
         self.listener: socket.socket | None = None
         """On node 0: the socket that rank 0 of the next round inherits."""
+        self.folder: RunFolder | None = None
+        """On node 0: the run folder, whose lock rank 0 inherits."""
         self.rounds = ""
         """On node 0: what rank 0 is told of the rounds so far, for the record of the run."""
         self._plan, self._events, self._screen = plan, events, screen
@@ -154,7 +157,7 @@ class Node:
         return self._workers.alive if self._workers else ()
 
     def _start(self, this: Round) -> None:
-        plan, listener = self._plan, self.listener
+        plan, listener, lock = self._plan, self.listener, None
         try:
             log_dir = pathlib.Path(plan.log_dir) if plan.log_dir else None
             if log_dir is not None:
@@ -166,20 +169,27 @@ class Node:
             ranks = f"{this.first}" + (f" to {this.first + plan.nproc - 1}" if plan.nproc > 1 else "")
             self._screen.say(f"starting rank {ranks} of {this.world} workers here{again}{logs}")
             starts = []
+            lock = self.folder.lend() if self.folder else None
             for local_rank in range(plan.nproc):
                 rank = this.first + local_rank
                 fd = listener.fileno() if listener is not None and rank == 0 else None
                 environ = inherited(os.environ) | variables(plan, this, local_rank, fd)
+                fds: tuple[int, ...] = () if fd is None else (fd,)
                 if rank == 0 and self.rounds:
                     environ[env_vars.ROUNDS] = self.rounds
+                if rank == 0 and lock is not None:
+                    environ[env_vars.FOLDER_LOCK] = str(lock)
+                    fds += (lock,)
                 log = log_dir / f"rank-{rank}.log" if log_dir else None
-                starts.append(Start(rank, plan.command, environ, () if fd is None else (fd,), log, title))
+                starts.append(Start(rank, plan.command, environ, fds, log, title))
             self._workers = WorkerGroup(starts, self._events, self._screen)
         except OSError as error:
             what = f"{error.strerror}{f': {error.filename}' if error.filename else ''}"
             line = f"node {this.node} ({socket.gethostname()}) cannot start its workers: {what}"
             self._news += [{"event": "cannot", "line": line}, {"event": "ended"}]
         finally:
+            if lock is not None:
+                os.close(lock)
             if listener is not None:
                 listener.close()
                 self.listener = None

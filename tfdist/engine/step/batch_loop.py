@@ -8,9 +8,10 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tfdist.data import static_rows
-from tfdist.data.batch_layout import Batch, Layout, fetch
+from tfdist.data.batch_layout import Batch, Layout
 from tfdist.distributed.distribution import Distribution
 from tfdist.engine.step import graph_clock, metrics
+from tfdist.engine.step.next_batch import next_batch
 from tfdist.engine.step.replica import Replica
 from tfdist.engine.step.results import CallResult
 
@@ -106,7 +107,7 @@ def batch_loop(replica: Replica, layout: Layout, losses: int | None, one: Callab
     def call(feed: tuple, first: tf.Tensor, last: tf.Tensor, sums: tf.Tensor | None = None) -> CallResult:
         def body(*entries: tf.Tensor) -> LoopState:
             state = LoopState(*entries)
-            more, take = fetch(feed, state.i, layout)
+            more, take = next_batch(feed, state.i, layout, distribution)
             waited = graph_clock.wait(state.ended, more) if replica.timed and graph_clock.can_wait(feed) else None
 
             def work() -> LoopState:

@@ -9,10 +9,11 @@ import keras
 import tensorflow as tf
 
 from tfdist.data import static_rows
-from tfdist.data.batch_layout import Layout, Rows, fetch, unpack
+from tfdist.data.batch_layout import Layout, Rows, unpack
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.engine.step import gathering
+from tfdist.engine.step.next_batch import next_batch
 from tfdist.engine.step.replica import Replica, Taken
 from tfdist.engine.step.shards.shard_loop import ShardLoop
 
@@ -35,7 +36,7 @@ def prediction_call(replica: Replica, layout: Layout, beside_targets: bool = Fal
     one = rows_predicted(replica, layout, beside_targets)
 
     def call(feed: tuple, i: tf.Tensor) -> Predicted:
-        more, take = fetch(feed, i, layout)
+        more, take = next_batch(feed, i, layout, distribution)
         with tf.control_dependencies([] if more is True else [tf.debugging.Assert(more, [NO_BATCH])]):
             batch = take()
         of_replica = distribution.per_replica(static_rows.given(batch, layout)) if layout.static else batch
