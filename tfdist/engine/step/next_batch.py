@@ -25,7 +25,7 @@ def next_batch(
     other first, which fails in this case on all of them. It costs a small all-reduce for each batch.
     """
     more, take = fetch(feed, i, layout)
-    if more is True or not layout.ends_anywhere:
+    if more is True or not layout.ends_anywhere or distribution.workers == 1:
         return more, take
     mine = tf.one_hot(distribution.rank, distribution.workers) * tf.cast(more, tf.float32)
     have = distribution.local(distribution.run(lambda: distribution.all_sum([mine])[0], ()))[0] > 0
