@@ -217,8 +217,9 @@ def ended(distribution, folder):
     options = {"distribution": distribution, "verbose": 0}
     calls = {
         "fit": lambda model, count: fit(model, some(count), **options),
-        "several updates a call": lambda model, count: fit(model, some(count), steps_per_call=8, **options),
-        "too few": lambda model, count: fit(model, some(count), steps_per_epoch=5, steps_per_call=8, **options),
+        "several updates a call": lambda model, count: fit(
+            model, some(count), steps_per_epoch=4, steps_per_call=8, **options
+        ),
         "evaluate": lambda model, count: tfdist.evaluate(model, some(count), **options),
         "predict": lambda model, count: tfdist.predict(model, some(count), **options),
     }
