@@ -219,6 +219,12 @@ B = [("b.png", A[0][1]), ("b.cls", b"0")]
         ),
         ([*A, ("a.json", b'{"l": 1}')], "y=json, field=k", "a.json in .* holds no number: no 'k' in it"),
         ([*A, ("a.json", b'{"l": "x"}')], "y=json, field=l", "a.json in .* holds no number: no number: 'x'"),
+        (
+            [*A, ("a.json", b"[" * 100_000)],
+            "y=json",
+            r"a.json in .* holds no number: its brackets are nested too deeply: write them again, or leave out",
+        ),
+        ([*A, ("a.json", b"[" * 900 + b"]" * 900)], "y=json", "a.json in .* holds no number: "),
         ([*A, ("a.npy", npy(np.array("x")))], "x=npy", "a.npy in .* cannot be decoded: values of type <U1"),
         ([*A, ("a.npy", npy(np.array(None)))], "x=npy", "a.npy in .* cannot be decoded: no array of NumPy: Object ar"),
         ([*A, ("a.npy", npy(np.ones(2)))], "x=npy, channels=1", "channels is for images, and the input is .npy"),
