@@ -44,6 +44,9 @@ CELLS = (
         "1,5",
         "\u0663",
         "9" * 400,
+        "1_0",
+        '"a"b',
+        "9007199254740993",
         "1e-400",
     ),
     *('"', '"a\nb"', '""""', "'", "\0", "\ufeff1", "x" * 5000, "2020-01-01", "True", "\x1b[2J", "\u202e", ";", "\t"),
@@ -430,7 +433,7 @@ TAR_FILE = dict(
 )
 
 
-@adversary.few(25)
+@adversary.few(8)
 @given(**TAR_FILE)
 def test_some_tar_files(content, options, broken, cache):
     a_tar_file(content, options, broken, cache)
