@@ -57,6 +57,7 @@ def test_node(environ, expected):
         (KUBEFLOW | {"PET_NPROC_PER_NODE": "many"}, "PET_NPROC_PER_NODE=many is not a whole number of at least 1"),
         (env("SM_HOSTS=[]"), "SM_CURRENT_HOST is not set beside SM_HOSTS=[]"),
         (env("SM_CURRENT_HOST=a", SM_HOSTS="a, b"), "SM_HOSTS=a, b is not a JSON list of host names"),
+        (env("SM_CURRENT_HOST=a", SM_HOSTS="[" * 100_000), f"SM_HOSTS={'[' * 100} is not a JSON list of host names"),
         (env("SM_CURRENT_HOST=a SM_HOSTS=[1]"), "SM_HOSTS=[1] is not a JSON list of host names"),
         (
             SAGEMAKER | {"SM_CURRENT_HOST": "algo-3"},

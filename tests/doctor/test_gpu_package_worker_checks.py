@@ -267,6 +267,7 @@ def test_a_tfdist_that_pip_does_not_know(tmp_path, monkeypatch):
         ),
         ({"KERAS_BACKEND": "tensorflow"}, '{"backend": "torch"}', "ok", "on TensorFlow", ""),
         ({}, "no JSON", "ok", "on TensorFlow", ""),
+        ({}, "[" * 100_000, "ok", "on TensorFlow", ""),
         ({"TF_USE_LEGACY_KERAS": "1"}, None, "warn", "old Keras 2", "unset TF_USE_LEGACY_KERAS"),
     ],
 )

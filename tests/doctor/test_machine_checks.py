@@ -204,6 +204,8 @@ def damage(folder, how):
             os.truncate(shard, 100_000)
         case "no JSON":
             (version / "dataset_info.json").write_text("{")
+        case "nested":
+            (version / "dataset_info.json").write_text("[" * 100_000)
 
 
 @pytest.mark.parametrize(
@@ -212,6 +214,7 @@ def damage(folder, how):
         ("missing", "digits-train.tfrecord-00000-of-00001 is missing"),
         ("cut off", "the files of train have 100,000 bytes, its examples alone 139,389"),
         ("no JSON", "has no readable dataset_info.json (JSONDecodeError)"),
+        ("nested", "has no readable dataset_info.json (RecursionError)"),
     ],
 )
 def test_a_damaged_data_set(how, text, copied):

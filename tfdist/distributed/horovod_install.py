@@ -115,7 +115,7 @@ def _library(folder: pathlib.Path) -> pathlib.Path:
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 

@@ -118,7 +118,7 @@ def _whole(data: config.Data, folder: pathlib.Path) -> list[Check]:
         splits = {split["name"]: split for split in info["splits"]}
         counts = {name: sum(map(int, split.get("shardLengths", ()))) for name, split in splits.items()}
         problems = [p for split in splits.values() for p in _missing(folder, info, split)]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return [fail(NAME, f"{folder} has no readable dataset_info.json ({type(error).__name__})", anew)]
     if problems:
         return [fail(NAME, f"{data.name} in {folder} is damaged: {problems[0]}", anew)]

@@ -77,7 +77,7 @@ def backend(environ: Mapping[str, str]) -> list[Check]:
         file = pathlib.Path(home, "keras.json")
         try:
             chosen = json.loads(file.read_bytes()).get("backend", "tensorflow")
-        except (OSError, ValueError, AttributeError):
+        except (OSError, ValueError, AttributeError, RecursionError):
             chosen = "tensorflow"
         by, fix = str(file), f'write "backend": "tensorflow" in {file}'
     if chosen != "tensorflow":

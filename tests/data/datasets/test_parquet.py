@@ -74,6 +74,20 @@ def test_what_is_a_class(values, options, names, tmp_path):
     np.testing.assert_array_equal(again[0]["numbers"], got.train[0]["numbers"])
 
 
+@pytest.mark.parametrize("values", [[2**53, 2**53 + 1, 2**53 + 2], [-(2**53), -(2**53) - 1, 0]])
+def test_large_classes_are_not_merged(values, tmp_path):
+    path = write(tmp_path / "t.parquet", {"x": [1.0, 2.0, 3.0], "y": values})
+    with pytest.raises(UserError, match=r"target 'y' has whole numbers of 2\^53 or more, .*: set classify=True in"):
+        load(path, {"target": "y"}, ("train", "train"))
+    for kind in (values, list(map(str, values))):
+        path = write(tmp_path / "t.parquet", {"x": [1.0, 2.0, 3.0], "y": kind})
+        options = {"target": "y", "in_order": True, **({"classify": True} if kind is values else {})}
+        got = load(path, options, ("train", "train"))
+        again = table_inference.read_rows(path, got.columns, got.target, options, kind="parquet")[1]
+        for y in (got.train[1], again):
+            assert [got.names[i] for i in y] == list(map(str, values))
+
+
 def test_splits_in_several_files(tmp_path):
     """As data sets are stored on hubs: pieces of one split belong together, and the test rows are not trained on."""
     for i in range(2):

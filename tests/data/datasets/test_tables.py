@@ -99,6 +99,43 @@ def test_what_is_a_class(values, options, classes, names, tmp_path):
         np.testing.assert_allclose(got.train[1], [float(v) for v in values])
 
 
+LARGE = ["9007199254740992", "9007199254740993", "9007199254740994"]
+"""Three numbers, two of which are one in 64-bit floats."""
+
+
+def test_large_classes_are_not_merged(tmp_path):
+    path = write(tmp_path / "t.csv", [[i, LARGE[i % 3]] for i in range(9)], ["x", "y"])
+    with pytest.raises(tfdist.UserError) as error:
+        tables.prepare(path, {"target": "y"}, ALL)
+    assert str(error.value) == (
+        "target 'y' has whole numbers of 2^53 or more, of which 64-bit floats merge some: set classify=True in "
+        "data.options if they are classes, or classify=False if they are numbers"
+    )
+    got = tables.prepare(path, {"target": "y", "classify": True, "in_order": True}, ALL)
+    assert (got.names, got.train[1].tolist()) == (tuple(LARGE), [0, 1, 2] * 3)
+    _, y = table_inference.read_rows(path, got.columns, got.target, {"classify": True})
+    assert y.tolist() == [0, 1, 2] * 3
+    assert tables.prepare(path, {"target": "y", "classify": False}, ALL).classes is None
+
+
+@pytest.mark.parametrize("vocabulary", [tuple(LARGE), ("1", "01", "1.0"), ("10", "1_0", "\u0661\u0660"), ("1", "nan")])
+def test_classes_that_are_texts_are_not_merged(vocabulary, tmp_path):
+    """Of new rows, where a model may have been trained on texts of Parquet."""
+    path = write(tmp_path / "t.csv", [[i, text] for i, text in enumerate(vocabulary)], ["x", "y"])
+    columns, target = (spec_lib.Column("x", "number"),), spec_lib.Column("y", "category", vocabulary=vocabulary)
+    _, y = table_inference.read_rows(path, columns, target, {})
+    assert y.tolist() == list(range(len(vocabulary)))
+
+
+@pytest.mark.parametrize("text", ["1_0", "\u0663", "\uff11", "1\u06603"])
+def test_what_only_python_takes_for_a_number(text, tmp_path):
+    path = write(tmp_path / "t.csv", [[text if i == 7 else f" {i}\u00a0", i / 2] for i in range(40)], ["x", "y"])
+    with pytest.raises(tfdist.UserError, match=f"t.csv line 9 has {text!r} for a number in column 'x': correct"):
+        tables.prepare(path, {"target": "y"}, ALL)
+    path = write(tmp_path / "t.csv", [[text * (1 + i % 2), i / 2] for i in range(40)], ["x", "y"])
+    assert tables.prepare(path, {"target": "y"}, ALL).columns[0].vocabulary == (text, text * 2)
+
+
 def test_folders_patterns_and_what_no_training_row_has(tmp_path):
     write(tmp_path / "train.csv", [[1, "a", "yes"], [3, "b", "no"]], ["x", "c", "y"], delimiter=";")
     test = "y;c;x\nno;new;5\nyes;b;\n"
@@ -219,6 +256,12 @@ def test_a_column_that_turns_out_to_be_texts_late(tmp_path, monkeypatch):
             {"target": "b"},
             "line 3 has a quote that does not end, and all below belongs to it: correct the file, or leave",
         ),
+        (
+            'a,b\n1,"x"y\n',
+            {"target": "b"},
+            "line 2 has characters behind a closing quote, in line 2: correct the file, or leave",
+        ),
+        ('a,"b\n1,x\n', {"target": "b"}, "t.csv line 1 has a quote that does not end, .*: correct the file$"),
         ("", {"target": "b"}, "has no header: its first line must name the columns"),
         ("a,a,b\n", {"target": "b"}, "has two columns named 'a': rename one"),
         ("a,b\n", {"target": "b"}, "has no rows below its header"),
@@ -301,6 +344,21 @@ def test_quoting_is_pythons(tmp_path):
     table = csv_reader.read([path], ["t", "n"], {"t": "category"})
     assert [table.texts["t"][i] for i in table.categories["t"]] == texts
     np.testing.assert_array_equal(table.numbers["n"], range(50))
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 100])
+def test_a_quote_that_is_missing_merges_no_rows(chunk, tmp_path, monkeypatch):
+    """Python's csv takes all up to the next quote for one text, and what is behind that for a part of it."""
+    monkeypatch.setattr(csv_reader, "_CHUNK", chunk)
+    (tmp_path / "t.csv").write_text('x,t\n1,a\n2,"b\n3,c\n4,"d"\n5,"e\ne"\n6\n7,"a\n')
+    path = str(tmp_path / "t.csv")
+    table = csv_reader.read([path], ["x", "t"], {}, skip=True)
+    assert table.numbers["x"].tolist() == [1, 5] and table.texts["t"] == ["a", "e\ne"]
+    assert table.skipped == [
+        f"{path} line 3 has characters behind a closing quote, in line 5",
+        f"{path} line 8 has 1 fields and the header 2",
+        f"{path} line 9 has a quote that does not end, and all below belongs to it",
+    ]
 
 
 def test_an_experiment_on_a_table(tmp_path, connect):

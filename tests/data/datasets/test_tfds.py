@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import socket
 
 import keras
@@ -240,6 +241,17 @@ def test_a_download_that_fails(tmp_path, monkeypatch):
         tfdist.UserError, match=r"the line is cut: put into .*/manual what TFDS asks for: manual_dir should"
     ):
         registry.load(experiment(tmp_path, name="imagenet2012", image_size="8"))
+
+
+@pytest.mark.parametrize("content", ["{", "[" * 100_000, "[]", '{"color": 1}'])
+def test_a_damaged_description(content, folders, tmp_path):
+    copy = shutil.copytree(next(iter(folders.values())), tmp_path / "copy")
+    next(copy.rglob("dataset_info.json")).write_text(content)
+    with pytest.raises(
+        tfdist.UserError, match=r"data set 'photos' cannot be opened: .*: correct dataset_info"
+    ) as error:
+        registry.load(experiment(copy, name="photos", image_size="8"))
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,11 @@ def _builder(name: str, data_dir: str | None) -> tfds.core.DatasetBuilder:
         near = difflib.get_close_matches(kind, config.FILES, n=1) if colon else []
         hint = f": did you mean {near[0]}:?" if near else f": {_line(error)}"
         raise UserError(f"data.name={name!r} is not accepted by TFDS{hint}") from None
+    except Exception as error:  # TFDS lets through whatever reading a damaged description raises
+        raise UserError(
+            f"data set {name!r} cannot be opened: {_line(error)}: correct dataset_info.json in its folder, or delete "
+            "the folder to prepare the data set again"
+        ) from error
 
 
 def _prepare(builder: tfds.core.DatasetBuilder, name: str, by_number: bool) -> None:

@@ -94,7 +94,7 @@ def _sagemaker(environ: Mapping[str, str]) -> PlatformNode | None:
     env_vars.need(environ, "SM_CURRENT_HOST", beside="SM_HOSTS")
     try:
         hosts = json.loads(environ["SM_HOSTS"])
-    except ValueError:
+    except (ValueError, RecursionError):
         hosts = None
     if not isinstance(hosts, list) or not hosts or not all(isinstance(host, str) for host in hosts):
         raise UserError(f"SM_HOSTS={one_line(environ['SM_HOSTS'], 100)} is not a JSON list of host names: correct it")

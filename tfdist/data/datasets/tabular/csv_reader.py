@@ -28,8 +28,6 @@ NUMBERS = 0.95
 
 LARGEST = float(np.finfo(np.float32).max)
 """More than this would be infinite as a target."""
-_END = "\x1a"
-"""A line behind the last: a quote that nobody closes would otherwise swallow the rest of a file in silence."""
 _CHUNK = 20_000
 _NAMED = 3
 """Bad rows that a message names."""
@@ -87,7 +85,10 @@ def header(path: str, delimiter: str = ",") -> list[str]:
       UserError: no header, or a name that is given twice.
     """
     with _open(path) as file:
-        names = [name.strip() for name in _taken(path, csv.reader(file, delimiter=delimiter), 1, [[]])[0]]
+        rows, wrong = _taken(path, _parser(file, delimiter), 1)
+    if wrong:
+        raise UserError(f"{path} line 1 {wrong}: correct the file")
+    names = [name.strip() for name in (rows or [[]])[0]]
     if "\0" in "".join(names):
         raise UserError(f"{path} has a NUL in its header: give CSV in UTF-8")
     if not any(names):
@@ -114,7 +115,7 @@ def read(
 
     Raises:
       UserError: bad rows (another number of fields than the header; no number
-        of float32 in a column of numbers; a quote that does not end), or a file that is no CSV in UTF-8.
+        of float32 in a column of numbers; wrong quotes), or a file that is no CSV in UTF-8.
     """
     columns, kinds = list(columns), dict(kinds)
     collecting = gc.isenabled()
@@ -151,7 +152,7 @@ class _Reader:
                 other = ", ".join(sorted(set(names) ^ set(first)))
                 raise UserError(f"{path} has other columns than {paths[0]} ({other}): give files of one table")
             with _open(path) as file:
-                reader = csv.reader(itertools.chain(file, [_END]), delimiter=self._delimiter)
+                reader = _parser(file, self._delimiter)
                 next(reader)
                 self._read_file(path, reader, names)
         self._judge()
@@ -171,16 +172,11 @@ class _Reader:
         where = [names.index(name) for name in self._columns]
         while True:
             line = reader.line_num
-            rows = _taken(path, reader, _CHUNK, [])
-            if not rows:
+            rows, wrong = _taken(path, reader, _CHUNK)
+            if not rows and not wrong:
                 return
-            lines = _lines(rows, line, reader.line_num)
-            if rows[-1][-1:] and rows[-1][-1].endswith(_END):
-                if rows[-1] != [_END]:
-                    self._bad.append(
-                        f"{path} line {lines[-1]} has a quote that does not end, and all below belongs to it"
-                    )
-                rows, lines = rows[:-1], lines[:-1]
+            lines = _lines([*rows, []] if wrong else rows, line, reader.line_num)
+            end, lines = lines[-1], lines[: len(rows)]
             if set(map(len, rows)) != {len(names)}:
                 for row, number in zip(rows, lines):
                     if row and len(row) != len(names):
@@ -190,6 +186,8 @@ class _Reader:
             if rows:
                 values = list(zip(*rows))
                 self._add(path, {name: values[i] for name, i in zip(self._columns, where)}, lines)
+            if wrong:
+                self._bad.append(f"{path} line {end} {wrong}")
 
     def _add(self, path: str, values: dict[str, tuple[str, ...]], lines: Sequence[int]) -> None:
         """Adds a chunk of rows; those are left out that have no number where there should be one."""
@@ -241,11 +239,24 @@ def _open(path: str) -> TextIO:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def _taken(path: str, reader: _csv.Reader, count: int, default: list) -> list[list[str]]:
+def _parser(file: TextIO, delimiter: str) -> _csv.Reader:
+    """Returns a parser that refuses wrong quotes; Python's usual one makes one text of all up to the next quote."""
+    return csv.reader(file, delimiter=delimiter, strict=True)
+
+
+def _taken(path: str, reader: _csv.Reader, count: int) -> tuple[list[list[str]], str]:
+    """Returns rows up to one with wrong quotes, and what is wrong with that; the parser goes on with the next line."""
+    rows: list[list[str]] = []
     try:
-        return list(itertools.islice(reader, count)) or default
+        for row in itertools.islice(reader, count):
+            rows.append(row)  # those before an error are kept
     except (csv.Error, UnicodeDecodeError, EOFError, OSError, zlib.error) as error:
+        if isinstance(error, csv.Error) and "unexpected end of data" in str(error):
+            return rows, "has a quote that does not end, and all below belongs to it"
+        if isinstance(error, csv.Error) and "expected after" in str(error):
+            return rows, f"has characters behind a closing quote, in line {reader.line_num}"
         raise UserError(f"{path} cannot be read after line {reader.line_num}: {error}: give CSV in UTF-8") from None
+    return rows, ""
 
 
 def _lines(rows: list[list[str]], before: int, last: int) -> Sequence[int]:
@@ -254,6 +265,17 @@ def _lines(rows: list[list[str]], before: int, last: int) -> Sequence[int]:
         return range(before + 1, last + 1)
     lengths = [1 + sum(value.count("\n") for value in row) for row in rows]
     return (before + 1 + np.cumsum([0, *lengths[:-1]])).tolist()
+
+
+def number(text: str) -> float:
+    """Returns the number that a text is: Python alone would take 1_0 for 10, and digits of any script.
+
+    Raises:
+      ValueError: it is none.
+    """
+    if "_" in text or not text.strip().isascii():
+        raise ValueError(f"{text!r} is no number")
+    return float(text)
 
 
 def _kind(column: tuple[str, ...]) -> str:
@@ -272,14 +294,15 @@ def numbers(column: Sequence[str]) -> tuple[np.ndarray, list[int], list[int]]:
     The first are texts that are neither a number nor missing. The others are infinite, or would be in float32: they are
     numbers, so they do not make a category of their column.
     """
-    wrong = []
+    wrong, together = [], "".join(column)
+    usual = together.isascii() and "_" not in together
     try:
-        values = np.fromiter(map(float, column), np.float64, len(column))
+        values = np.fromiter(map(float if usual else number, column), np.float64, len(column))
     except ValueError:
         values = np.full(len(column), math.nan)
         for i, text in enumerate(column):
             try:
-                values[i] = float(text)
+                values[i] = number(text)
             except ValueError:
                 if text.strip().lower() not in MISSING:
                     wrong.append(i)

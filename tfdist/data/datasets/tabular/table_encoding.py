@@ -5,9 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from tfdist.config.messages import logger
+from tfdist.data.datasets.tabular import csv_reader
 from tfdist.data.datasets.tabular.csv_reader import Table
 from tfdist.data.spec import Column
 from tfdist.errors import UserError
+
+EXACT = 2.0**53
+"""From here on, whole numbers are merged by 64-bit floats, in which tables hold them."""
 
 
 def encode(table: Table, columns: tuple[Column, ...]) -> dict[str, np.ndarray]:
@@ -72,6 +76,12 @@ def leave_out_without(table: Table, name: str, what: str, skip: bool) -> Table:
 def by_value(text: str) -> tuple:
     """Sorts numbers by value, before texts."""
     try:
-        return 0, float(text), text
+        return 0, csv_reader.number(text), text
     except ValueError:
         return 1, 0.0, text
+
+
+def is_found_by_value(text: str) -> bool:
+    """Returns whether a class is a whole number as `tables` writes it, which no other class equals in value."""
+    _, value, _ = by_value(text)
+    return abs(value) < EXACT and text == f"{value:.0f}"

@@ -44,7 +44,7 @@ def read_rows(
     """
     numbers = target.kind == "number"
     if not numbers and not options.get("classify"):  # few whole numbers were read as numbers, and "1.0" is a 1
-        numbers = all(table_encoding.by_value(text)[0] == 0 for text in target.vocabulary)
+        numbers = all(map(table_encoding.is_found_by_value, target.vocabulary))
     kinds = {c.name: c.kind for c in columns} | {target.name: "number" if numbers else "category"}
     table = _read_known(path, kinds, options, skip, kind)
     if table.skipped:

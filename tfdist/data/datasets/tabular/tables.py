@@ -195,6 +195,11 @@ def _target(table: csv_reader.Table, chosen: TableOptions) -> tuple[Column, int 
         values = table.numbers[name]
         different = np.unique(values[~np.isnan(values)])
         if chosen.classify is None and len(different) <= FEW and (different == np.round(different)).all():
+            if (np.abs(different) >= table_encoding.EXACT).any():
+                raise UserError(
+                    f"target {name!r} has whole numbers of 2^53 or more, of which 64-bit floats merge some: set "
+                    "classify=True in data.options if they are classes, or classify=False if they are numbers"
+                )
             return Column(name, "category", vocabulary=tuple(f"{v:.0f}" for v in different)), len(different)
         return _described(table, name), None
     occur = [table.texts[name][i] for i in np.unique(table.categories[name])]

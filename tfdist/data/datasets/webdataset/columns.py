@@ -77,26 +77,33 @@ def number(content: bytes, extension: str, field: str = "") -> np.ndarray:
     Raises:
       ValueError: saying what else is in it.
     """
-    match kind(extension):
-        case "npy":
-            return array(content)
-        case "json":
-            value = json.loads(content)
-            if field:
-                if not isinstance(value, dict) or field not in value:
-                    raise ValueError(f"no {field!r} in it")
-                value = value[field]
-            elif isinstance(value, dict):
-                raise ValueError(f"an object: say data.options=field=NAME, of {', '.join(value)}")
-        case "cls":
-            value = int(content)
-        case _:
-            value = float(content)
-            value = int(content) if value.is_integer() and content.strip().lstrip(b"+-").isdigit() else value
-    found = np.asarray(value)
-    if found.dtype.kind not in "fiub":
-        raise ValueError(f"no number: {one_line(value, 40)!r}")
+    if kind(extension) == "npy":
+        return array(content)
+    try:
+        value = _value(content, extension, field)
+        found = np.asarray(value)
+        if found.dtype.kind not in "fiub":
+            raise ValueError(f"no number: {one_line(value, 40)!r}")
+    except RecursionError:  # of the parser, or of whatever walks through what it has let pass
+        raise ValueError("its brackets are nested too deeply") from None
     return found
+
+
+def _value(content: bytes, extension: str, field: str) -> object:
+    """Returns what a text holds, see `number`."""
+    if kind(extension) == "json":
+        value = json.loads(content)
+        if isinstance(value, dict) and not field:
+            raise ValueError(f"an object: say data.options=field=NAME, of {', '.join(value)}")
+        if field and (not isinstance(value, dict) or field not in value):
+            raise ValueError(f"no {field!r} in it")
+        return value[field] if field else value
+    if b"_" in content:  # which Python leaves out
+        raise ValueError(f"{one_line(content.decode(errors='replace'), 40)!r}")
+    if kind(extension) == "cls":
+        return int(content)
+    value = float(content)
+    return int(content) if value.is_integer() and content.strip().lstrip(b"+-").isdigit() else value
 
 
 def array(content: bytes) -> np.ndarray:
