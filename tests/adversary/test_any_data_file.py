@@ -152,27 +152,24 @@ def test_any_table(content, options, broken):
 
 
 def claiming(width, height):
-    """A small PNG, JPEG, GIF and BMP whose headers claim that size."""
+    """A small PNG, JPEG, BMP, WebP and two GIFs whose headers claim that size, the second GIF by its last frame."""
     png = bytearray(tf.io.encode_png(PIXELS).numpy())
     png[16:24] = struct.pack(">II", width, height)
     png[29:33] = struct.pack(">I", zlib.crc32(bytes(png[12:29])))
     jpeg = tf.io.encode_jpeg(PIXELS).numpy()
-    frame = jpeg.index(b"\xff\xc0") + 5
+    sides = jpeg.index(b"\xff\xc0") + 5
     low = (min(width, 65535), min(height, 65535))
-    jpeg = jpeg[:frame] + struct.pack(">HH", low[1], low[0]) + jpeg[frame + 4 :]
-    gif = (
-        b"GIF89a"
-        + struct.pack("<HH", *low)
-        + b"\x00\x00\x00,"
-        + struct.pack("<HHHH", 0, 0, *low)
-        + b"\x00\x02\x02L\x01\x00;"
-    )
+    jpeg = jpeg[:sides] + struct.pack(">HH", low[1], low[0]) + jpeg[sides + 4 :]
+    frame = lambda width, height: b"," + struct.pack("<HHHH", 0, 0, width, height) + b"\x00\x02\x02L\x01\x00"
+    gif = b"GIF89a" + struct.pack("<HH", *low) + b"\x00\x00\x00" + frame(*low) + b";"
+    frames = b"GIF89a\x01\x00\x01\x00\x00\x00\x00" + frame(1, 1) + frame(*low) * 3 + b";"
+    webp = b"RIFF\x16\x00\x00\x00WEBPVP8X\n" + bytes(7) + b"".join(max(n - 1, 0).to_bytes(3, "little") for n in low)
     bmp = (
         b"BM"
         + struct.pack("<IHHIIiiHHIIiiII", 62, 0, 0, 54, 40, width % 2**31, height % 2**31, 1, 24, 0, 8, 0, 0, 0, 0)
         + b"\0" * 8
     )
-    return bytes(png), jpeg, gif, bmp
+    return bytes(png), jpeg, gif, frames, bmp, webp
 
 
 SIDES = st.sampled_from([0, 1, 8, 60_000, 65_535, 2**31 - 1, 2**31, 2**32 - 1])
