@@ -1,8 +1,10 @@
 """Data files that are not what they seem: of each kind that is read, they are read, or refused in one line."""
 
 import io
+import json
 import pathlib
 import struct
+import sys
 import tarfile
 import tempfile
 import zlib
@@ -421,3 +423,62 @@ def test_any_tar_files(content, options, broken, cache):
         path = pathlib.Path(folder, "a.tar")
         path.write_bytes(content)
         read(folder, name=f"webdataset:{path}", options=options, broken=broken, cache=cache)
+
+
+# -- prepared data sets of TFDS ---------------------------------------------------------
+
+CLASSES = st.one_of(
+    st.sampled_from(
+        ["this.Feature", "antigravity.x", "os.path", "this", ".this.a", "tensorflow_datasets.this.a", "a" * 300 + ".b"]
+    ),
+    st.just("tensorflow_datasets.core.features.text_feature.Text"),
+    adversary.mutated("tensorflow_datasets.core.features.features_dict.FeaturesDict"),
+)
+
+
+def features_within(inner):
+    """Features of features, in all the ways in which TFDS has written them."""
+    named = st.dictionaries(st.sampled_from("xy"), inner, max_size=2)
+    own = "tensorflow_datasets.core.features."
+    return st.one_of(
+        named.map(lambda f: {"pythonClassName": f"{own}features_dict.FeaturesDict", "featuresDict": {"features": f}}),
+        inner.map(
+            lambda f: {"pythonClassName": f"{own}sequence_feature.Sequence", "jsonFeature": {"json": json.dumps(f)}}
+        ),
+        named.map(lambda f: {"type": f"{own}features_dict.FeaturesDict", "content": f}),
+    )
+
+
+FEATURES = st.recursive(
+    st.one_of(
+        CLASSES.map(lambda name: {"pythonClassName": name, "text": {}}),
+        st.tuples(CLASSES, adversary.values()).map(lambda t: {"type": t[0], "content": t[1]}),
+        adversary.values(),
+    ),
+    features_within,
+    max_leaves=4,
+)
+
+
+def a_prepared_data_set(features):
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "strange/1.0.0")
+        path.mkdir(parents=True)
+        (path / "dataset_info.json").write_text('{"name": "strange", "version": "1.0.0", "fileFormat": "tfrecord"}')
+        (path / "features.json").write_text(json.dumps(features))
+        read(folder, name="strange", data_dir=folder)
+    assert not {"this", "antigravity"} & sys.modules.keys(), "a module that a file names was imported"
+
+
+@adversary.few(10)
+@given(st.deferred(lambda: FEATURES))
+@hypothesis.example({"pythonClassName": "this.Feature", "text": {}})
+def test_some_prepared_data_sets(features):
+    a_prepared_data_set(features)
+
+
+@pytest.mark.whole
+@adversary.examples(500)
+@given(st.deferred(lambda: FEATURES))
+def test_any_prepared_data_set(features):
+    a_prepared_data_set(features)
