@@ -1,8 +1,10 @@
 """Data files that are not what they seem: of each kind that is read, they are read, or refused in one line."""
 
 import io
+import json
 import pathlib
 import struct
+import sys
 import tarfile
 import tempfile
 import zlib
@@ -155,27 +157,24 @@ def test_any_table(content, options, broken):
 
 
 def claiming(width, height):
-    """A small PNG, JPEG, GIF and BMP whose headers claim that size."""
+    """A small PNG, JPEG, BMP, WebP and two GIFs whose headers claim that size, the second GIF by its last frame."""
     png = bytearray(tf.io.encode_png(PIXELS).numpy())
     png[16:24] = struct.pack(">II", width, height)
     png[29:33] = struct.pack(">I", zlib.crc32(bytes(png[12:29])))
     jpeg = tf.io.encode_jpeg(PIXELS).numpy()
-    frame = jpeg.index(b"\xff\xc0") + 5
+    sides = jpeg.index(b"\xff\xc0") + 5
     low = (min(width, 65535), min(height, 65535))
-    jpeg = jpeg[:frame] + struct.pack(">HH", low[1], low[0]) + jpeg[frame + 4 :]
-    gif = (
-        b"GIF89a"
-        + struct.pack("<HH", *low)
-        + b"\x00\x00\x00,"
-        + struct.pack("<HHHH", 0, 0, *low)
-        + b"\x00\x02\x02L\x01\x00;"
-    )
+    jpeg = jpeg[:sides] + struct.pack(">HH", low[1], low[0]) + jpeg[sides + 4 :]
+    frame = lambda width, height: b"," + struct.pack("<HHHH", 0, 0, width, height) + b"\x00\x02\x02L\x01\x00"
+    gif = b"GIF89a" + struct.pack("<HH", *low) + b"\x00\x00\x00" + frame(*low) + b";"
+    frames = b"GIF89a\x01\x00\x01\x00\x00\x00\x00" + frame(1, 1) + frame(*low) * 3 + b";"
+    webp = b"RIFF\x16\x00\x00\x00WEBPVP8X\n" + bytes(7) + b"".join(max(n - 1, 0).to_bytes(3, "little") for n in low)
     bmp = (
         b"BM"
         + struct.pack("<IHHIIiiHHIIiiII", 62, 0, 0, 54, 40, width % 2**31, height % 2**31, 1, 24, 0, 8, 0, 0, 0, 0)
         + b"\0" * 8
     )
-    return bytes(png), jpeg, gif, bmp
+    return bytes(png), jpeg, gif, frames, bmp, webp
 
 
 SIDES = st.sampled_from([0, 1, 8, 60_000, 65_535, 2**31 - 1, 2**31, 2**32 - 1])
@@ -451,3 +450,62 @@ def a_tar_file(content, options, broken, cache):
         path = pathlib.Path(folder, "a.tar")
         path.write_bytes(content)
         read(folder, name=f"webdataset:{path}", options=options, broken=broken, cache=cache)
+
+
+# -- prepared data sets of TFDS ---------------------------------------------------------
+
+CLASSES = st.one_of(
+    st.sampled_from(
+        ["this.Feature", "antigravity.x", "os.path", "this", ".this.a", "tensorflow_datasets.this.a", "a" * 300 + ".b"]
+    ),
+    st.just("tensorflow_datasets.core.features.text_feature.Text"),
+    adversary.mutated("tensorflow_datasets.core.features.features_dict.FeaturesDict"),
+)
+
+
+def features_within(inner):
+    """Features of features, in all the ways in which TFDS has written them."""
+    named = st.dictionaries(st.sampled_from("xy"), inner, max_size=2)
+    own = "tensorflow_datasets.core.features."
+    return st.one_of(
+        named.map(lambda f: {"pythonClassName": f"{own}features_dict.FeaturesDict", "featuresDict": {"features": f}}),
+        inner.map(
+            lambda f: {"pythonClassName": f"{own}sequence_feature.Sequence", "jsonFeature": {"json": json.dumps(f)}}
+        ),
+        named.map(lambda f: {"type": f"{own}features_dict.FeaturesDict", "content": f}),
+    )
+
+
+FEATURES = st.recursive(
+    st.one_of(
+        CLASSES.map(lambda name: {"pythonClassName": name, "text": {}}),
+        st.tuples(CLASSES, adversary.values()).map(lambda t: {"type": t[0], "content": t[1]}),
+        adversary.values(),
+    ),
+    features_within,
+    max_leaves=4,
+)
+
+
+def a_prepared_data_set(features):
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "strange/1.0.0")
+        path.mkdir(parents=True)
+        (path / "dataset_info.json").write_text('{"name": "strange", "version": "1.0.0", "fileFormat": "tfrecord"}')
+        (path / "features.json").write_text(json.dumps(features))
+        read(folder, name="strange", data_dir=folder)
+    assert not {"this", "antigravity"} & sys.modules.keys(), "a module that a file names was imported"
+
+
+@adversary.few(10)
+@given(st.deferred(lambda: FEATURES))
+@hypothesis.example({"pythonClassName": "this.Feature", "text": {}})
+def test_some_prepared_data_sets(features):
+    a_prepared_data_set(features)
+
+
+@pytest.mark.whole
+@adversary.examples(500)
+@given(st.deferred(lambda: FEATURES))
+def test_any_prepared_data_set(features):
+    a_prepared_data_set(features)

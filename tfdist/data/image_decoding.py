@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import tensorflow as tf
 
+from tfdist.data import image_headers
+
 OTHER = 0
 """Way of decoding: any image, by its first bytes. The other ways are JPEGs in 1/1, 1/2, 1/4 or 1/8 of their size."""
 RATIOS = (8, 4, 2, 1)
@@ -68,24 +70,29 @@ def shrinking(size: tuple[int, int], policy: str) -> Callable[[tf.Tensor], tf.Te
 
 
 def bounded(contents: tf.Tensor, most: int) -> tf.Tensor:
-    """Returns the contents of a JPEG, PNG or GIF, once its header has told that it has no more than so many pixels.
+    """Returns the contents of an image, once its header has told that decoding takes no more than so many pixels.
 
     Whatever is decoded takes the memory for what its header tells, before a byte of it is looked at.
     """
-    number = lambda at, length, kind, little: tf.cast(
-        tf.io.decode_raw(tf.strings.substr(contents, at, length), kind, little), tf.int64
-    )
+
+    def jpeg() -> tf.Tensor:
+        return tf.reduce_prod(tf.cast(tf.io.extract_jpeg_shape(contents)[:2], tf.float64))
+
+    def png() -> tf.Tensor:
+        sides = tf.io.decode_raw(tf.strings.substr(contents, 16, 8), tf.int32, little_endian=False)
+        # 32 bits without a sign, in the type that TensorFlow has for them.
+        return tf.reduce_prod(tf.cast(tf.bitwise.bitwise_and(tf.cast(sides, tf.int64), 0xFFFFFFFF), tf.float64))
+
+    def other() -> tf.Tensor:
+        # A list of one, since a scalar would be bytes in a pipeline and an array outside.
+        count = lambda one: np.float64(image_headers.pixels(one[0]))
+        return tf.ensure_shape(tf.numpy_function(count, [contents[tf.newaxis]], tf.float64, stateful=False), [])
+
+    # JPEGs and PNGs are most images, so Python is left out of them.
     is_png = tf.equal(tf.strings.substr(contents, 0, 4), b"\x89PNG")
-    sides = tf.case(
-        [
-            (tf.io.is_jpeg(contents), lambda: tf.cast(tf.io.extract_jpeg_shape(contents), tf.int64)[:2]),
-            # 32 bits without a sign, in the type that TensorFlow has for them.
-            (is_png, lambda: tf.bitwise.bitwise_and(number(16, 8, tf.int32, False), 0xFFFFFFFF)),
-        ],
-        lambda: number(6, 4, tf.uint16, True),
-    )
+    pixels = tf.case([(tf.io.is_jpeg(contents), jpeg), (is_png, png)], other)
     line = f"it has more pixels than max_pixels={most}, which data.options can change"
-    few = tf.debugging.assert_less_equal(tf.reduce_prod(tf.cast(sides, tf.float64)), np.float64(most), line)
+    few = tf.debugging.assert_less_equal(pixels, np.float64(most), line)
     with tf.control_dependencies([few] if few is not None else []):
         return tf.identity(contents)
 

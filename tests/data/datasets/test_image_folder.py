@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pathlib
+import struct
 
 import keras
 import numpy as np
@@ -527,6 +528,36 @@ def test_a_huge_image_is_refused_before_it_is_decoded(kind, tmp_path, monkeypatc
         error.value
     )
     assert str(error.value).endswith("or allow it with data.options=max_pixels=600000000")
+
+
+@pytest.mark.parametrize(
+    "sides, extent",
+    [
+        ([(20_000, 10), (10, 30_000)], "20000 x 30000 pixels"),
+        ([(10_000, 10_000)] * 6, "600,000,064 pixels in its frames"),
+    ],
+)
+def test_the_frames_of_a_gif_count(sides, extent, tmp_path, monkeypatch):
+    """Each is unpacked, and may be larger than the screen that the header tells."""
+    folder(tmp_path)
+    frames = [b"," + struct.pack("<HHHHBBB", 0, 0, *side, 0, 2, 0) for side in [(8, 8), *sides]]
+    (tmp_path / "cat" / "huge.gif").write_bytes(b"GIF89a\x08\0\x08\0\0\0\0" + b"".join(frames))
+    monkeypatch.setattr(image_folder, "_certain", lambda paths, looks: pytest.fail("something is decoded"))
+    with pytest.raises(UserError, match=f"/cat/huge.gif has {extent}, more than 178,956,970: make it smaller"):
+        registry.load(experiment(tmp_path, image_size="8", train_split="train", eval_split="train"))
+
+
+@pytest.mark.parametrize("marker", [0x00, 0x01, 0xD0, 0xD7])
+def test_a_marker_without_a_length_hides_no_size(marker, tmp_path):
+    save(tmp_path / "x.jpg", picture(1, (13, 21)))
+    true = (tmp_path / "x.jpg").read_bytes()
+    content = true[:2] + bytes([0xFF, marker]) + true[2:]
+    # Where the next segment would be if what follows the marker were its length.
+    content = content.ljust(4 + int.from_bytes(true[2:4], "big"), b"\0") + b"\xff\xc0\0\x11\x08\0\1\0\1\3\xff\xd9"
+    (tmp_path / "x.jpg").write_bytes(content)
+    assert tf.io.decode_jpeg(content).shape == (13, 21, 3)
+    (look,) = image_scan.look_at([str(tmp_path / "x.jpg")])
+    assert look.canvas == (13, 21)
 
 
 def test_webp_sizes_are_read(tmp_path):

@@ -1,6 +1,7 @@
 """Data sets of TFDS: really prepared ones, made-up ones in place of a download, and none."""
 
 import contextlib
+import json
 import os
 import shutil
 import socket
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tensorflow_datasets as tfds
+from google.protobuf import json_format
 
 import tfdist
 from tfdist import config
@@ -275,3 +277,61 @@ def test_a_crop_is_cut_from_the_whole_image(folders):
     stored = tf.squeeze(found.train.read(tf.constant([4], tf.int64)))
     assert found.train.decode(stored, None)[0].shape == photo(4).shape
     assert found.eval.decode(tf.squeeze(found.eval.read(tf.constant([4], tf.int64))), None)[0].shape == (8, 8, 3)
+
+
+OWN = "tensorflow_datasets.core.features"
+NAMES_A_MODULE = {
+    "at the top": {"pythonClassName": "foreign_feature.Feature"},
+    "inside": {
+        "pythonClassName": f"{OWN}.features_dict.FeaturesDict",
+        "featuresDict": {"features": {"image": {"pythonClassName": "foreign_feature.Feature", "text": {}}}},
+    },
+    "as older versions wrote it": {"type": "foreign_feature.Feature", "content": {}},
+    "in a text": {
+        "pythonClassName": f"{OWN}.sequence_feature.Sequence",
+        "jsonFeature": {"json": json.dumps({"feature": {"type": "foreign_feature.Feature", "content": {}}})},
+    },
+}
+
+
+@pytest.fixture
+def foreign(tmp_path, monkeypatch):
+    """Writes a prepared data set of somebody else's, whose features are these."""
+    (tmp_path / "foreign_feature.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(features):
+        path = tmp_path / "strange" / "1.0.0"
+        path.mkdir(parents=True)
+        about = {"name": "strange", "version": "1.0.0", "fileFormat": "tfrecord"}
+        (path / "dataset_info.json").write_text(json.dumps(about))
+        (path / "features.json").write_text(json.dumps(features))
+        return experiment(tmp_path, name="strange")
+
+    return write
+
+
+@pytest.mark.parametrize("features", NAMES_A_MODULE.values(), ids=NAMES_A_MODULE)
+def test_a_data_set_imports_no_module_that_its_files_name(features, foreign):
+    before = vars(tfds.features.FeatureConnector)["cls_from_name"]
+    with pytest.raises(tfdist.UserError) as error:
+        registry.load(foreign(features))
+    assert "the data set 'strange' has a feature of class 'foreign_feature.Feature', and only" in str(error.value)
+    assert "\n" not in str(error.value) and vars(tfds.features.FeatureConnector)["cls_from_name"] is before
+
+
+@pytest.mark.parametrize("features", [[], 1, {"type": 1}, {"pythonClassName": "os.path"}, {"type": "a", "content": 1}])
+def test_damaged_features(features, foreign):
+    with pytest.raises(tfdist.UserError, match=r"data.name='strange' is not accepted by TFDS: ") as error:
+        registry.load(foreign(features))
+    assert "\n" not in str(error.value)
+
+
+class Words(tfds.features.Text):
+    """A feature of a module that is imported."""
+
+
+def test_features_of_a_module_that_is_imported(foreign):
+    features = tfds.features.FeaturesDict({"words": Words()})
+    with pytest.raises(tfdist.UserError, match="'strange' does not say which feature is the target"):
+        registry.load(foreign(json_format.MessageToDict(features.to_proto())))

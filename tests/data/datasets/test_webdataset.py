@@ -23,6 +23,8 @@ from tfdist.errors import Interrupted, UserError
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (20, 6, 5, 3), dtype=np.uint8)
 LABELS = np.arange(20) % 3
+WEBP = b"RIFF\x1e\0\0\0WEBPVP8X\n" + bytes(7) + 2 * (13_999).to_bytes(3, "little")
+"""A WebP that claims 14,000 x 14,000 pixels."""
 VALUES = np.random.default_rng(1).normal(size=(20, 2, 2))
 ALL = dict(train_split="train", eval_split="train")
 
@@ -212,6 +214,7 @@ B = [("b.png", A[0][1]), ("b.cls", b"0")]
         (A, "channels=0", "channels must be a whole number"),
         (A, "classes=1", "label 1 of example 0 is out of range"),
         (A, "max_pixels=29", "a.png in .* cannot be decoded: it has more pixels than max_pixels=29"),
+        ([("a.png", WEBP), A[1]], "", "a.png in .* cannot be decoded: it has more pixels than max_pixels=178956970"),
         (
             [*A, ("a.json", b'{"l": 1}')],
             "y=json",

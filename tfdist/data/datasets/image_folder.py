@@ -120,14 +120,12 @@ def _none_huge(
     huge = [i for i, look in enumerate(looks) if look.pixels > most]
     if huge and not skip:
         first = min(huge, key=paths.__getitem__)
-        height, width = looks[first].canvas
         raise UserError(
-            f"{what}: {paths[first]} has {width} x {height} pixels, more than {most:,}: make it smaller, set "
+            f"{what}: {paths[first]} has {looks[first].extent}, more than {most:,}: make it smaller, set "
             f"data.broken=skip, or allow it with data.options=max_pixels={max(looks[i].pixels for i in huge)}"
         )
     for i in huge:
-        height, width = looks[i].canvas
-        problem = f"has {width} x {height} pixels, more than max_pixels={most}"
+        problem = f"has {looks[i].extent}, more than max_pixels={most}"
         looks[i] = dataclasses.replace(looks[i], problem=problem, doubtful=False)
     return looks
 

@@ -9,6 +9,7 @@ import os
 import struct
 from collections.abc import Iterator
 
+from tfdist.data import image_headers
 from tfdist.data.splits import NAMES
 from tfdist.errors import UserError
 
@@ -41,6 +42,7 @@ class Look:
       problem: what is wrong, or empty.
       doubtful: only decoding it tells whether it is an image.
       canvas: height and width by the header alone, for which memory is taken before a byte is decoded.
+      frames: pixels of all frames of a GIF, which are all unpacked.
     """
 
     kind: str = ""
@@ -48,10 +50,19 @@ class Look:
     problem: str = ""
     doubtful: bool = False
     canvas: tuple[int, int] = (0, 0)
+    frames: int = 0
 
     @property
     def pixels(self) -> int:
-        return self.canvas[0] * self.canvas[1]
+        return max(self.frames, self.canvas[0] * self.canvas[1])
+
+    @property
+    def extent(self) -> str:
+        """Describes the pixels in a message."""
+        height, width = self.canvas
+        if self.frames > height * width:
+            return f"{self.frames:,} pixels in its frames"
+        return f"{width} x {height} pixels"
 
 
 def listing(root: str, what: str) -> tuple[tuple[str, ...], dict[str, Split]]:
@@ -164,28 +175,16 @@ def _judged(file: int, head: bytes, tail: bytes, length: int) -> Look:
         return Look("png", (height, width), doubtful=b"IEND" not in tail, canvas=(height, width))
     if head.startswith((b"GIF87a", b"GIF89a")):
         # A frame may be smaller than the whole, so the size is left to the decoder.
-        width, height = struct.unpack("<HH", head[6:10])
-        return Look("gif", doubtful=True, canvas=(height, width))
+        canvas, frames = image_headers.gif(os.pread(file, length, 0))
+        return Look("gif", doubtful=True, canvas=canvas, frames=frames)
     if head.startswith(b"BM"):
         bits = struct.unpack("<H", head[28:30])[0]
         if bits < 24 and _has_colors(head, os.pread(file, 2048, 0)):
             return Look("bmp", problem="is a BMP with a palette, which TensorFlow does not decode")
-        width, height = struct.unpack("<ii", head[18:26])
-        return Look("bmp", doubtful=True, canvas=(abs(height), abs(width)))
+        return Look("bmp", doubtful=True, canvas=image_headers.bmp(head))
     if head.startswith(b"RIFF") and head[8:12] == b"WEBP":
-        return Look("webp", doubtful=True, canvas=_webp_size(head))
+        return Look("webp", doubtful=True, canvas=image_headers.webp(head))
     return Look(problem="is no JPEG, PNG, GIF, BMP or WebP image")
-
-
-def _webp_size(head: bytes) -> tuple[int, int]:
-    """Reads height and width in the first chunk of a WebP, of which there are three kinds."""
-    if head[12:16] == b"VP8X":
-        return int.from_bytes(head[27:30], "little") + 1, int.from_bytes(head[24:27], "little") + 1
-    if head[12:16] == b"VP8L":
-        bits = int.from_bytes(head[21:25], "little")
-        return (bits >> 14 & 0x3FFF) + 1, (bits & 0x3FFF) + 1
-    width, height = struct.unpack("<HH", head[26:30])
-    return height & 0x3FFF, width & 0x3FFF
 
 
 def _jpeg_size(file: int, head: bytes) -> tuple[int, int]:
@@ -198,6 +197,9 @@ def _jpeg_size(file: int, head: bytes) -> tuple[int, int]:
         marker = here[1]
         if marker == 0xFF:  # fill bytes
             at += 1
+            continue
+        if marker in (0x00, 0x01) or 0xD0 <= marker <= 0xD7:  # without a length, and decoders pass over them
+            at += 2
             continue
         if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
             height, width = struct.unpack(">HH", here[5:9])

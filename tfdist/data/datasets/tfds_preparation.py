@@ -10,6 +10,8 @@ import os
 import pathlib
 import re
 import socket
+import sys
+import threading
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
@@ -25,6 +27,7 @@ BY_NUMBER = tfds.core.FileFormat.ARRAY_RECORD
 """The format that TFDS reads by number."""
 LIMIT_S = 24 * 3600.0
 """How long another run may take to prepare a data set."""
+_RESOLVING = threading.Lock()
 
 
 def prepared(data: config.Data, memory: float, prepare: bool) -> tfds.core.DatasetBuilder:
@@ -75,13 +78,16 @@ def _builder(name: str, data_dir: str | None) -> tfds.core.DatasetBuilder:
     if name == "digits":
         from tfdist.data.datasets import digits  # noqa: F401  registers the builder with TFDS
     try:
-        return tfds.builder(name, data_dir=data_dir)
+        with _importing_no_features(name):
+            return tfds.builder(name, data_dir=data_dir)
+    except UserError:
+        raise
     except tfds.core.DatasetNotFoundError:
         names = (*config.DATASETS, *tfds.list_builders(with_community_datasets=False))
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {near[0]!r}? Else" if near else "see https://www.tensorflow.org/datasets/catalog, or"
         raise UserError(f"unknown data.name {name!r}: {hint} write package.module:function") from None
-    except ValueError as error:
+    except Exception as error:  # TFDS lets through whatever damaged files of a data set lead to
         kind, colon, _ = name.partition(":")
         near = difflib.get_close_matches(kind, config.FILES, n=1) if colon else []
         hint = f": did you mean {near[0]}:?" if near else f": {_line(error)}"
@@ -91,6 +97,33 @@ def _builder(name: str, data_dir: str | None) -> tfds.core.DatasetBuilder:
             f"data set {name!r} cannot be opened: {_line(error)}: correct dataset_info.json in its folder, or delete "
             "the folder to prepare the data set again"
         ) from error
+
+
+@contextlib.contextmanager
+def _importing_no_features(name: str) -> Iterator[None]:
+    """Refuses features of other packages: TFDS imports every module that the files of a data set name for a feature.
+
+    Both a run folder and a data set may be somebody else's. What is imported already may be used.
+    """
+    connector = tfds.features.FeatureConnector
+    with _RESOLVING:
+        resolve = vars(connector)["cls_from_name"]
+
+        def known(cls: type, class_name: str) -> type:
+            module = str(class_name).rpartition(".")[0]
+            if module and module not in sys.modules and not module.startswith("tensorflow_datasets."):
+                raise UserError(
+                    f"the data set {name!r} has a feature of class {_line(class_name, 80)!r}, and only those of TFDS "
+                    "are imported: return the data set from a function that imports it, "
+                    "data.name=package.module:function"
+                )
+            return resolve.__get__(None, cls)(class_name)
+
+        connector.cls_from_name = classmethod(known)
+        try:
+            yield
+        finally:
+            connector.cls_from_name = resolve
 
 
 def _prepare(builder: tfds.core.DatasetBuilder, name: str, by_number: bool) -> None:
