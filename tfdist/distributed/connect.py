@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from tfdist.config import cpu_kernels, messages
+from tfdist.config import cpu_kernels, keras_backend, messages
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import OF_A_RUN, Environment
 from tfdist.distributed import gpus, rendezvous, strategy_choice, tf_devices, tpu_host
@@ -49,6 +49,7 @@ def locate(environment: Environment) -> Site:
     Raises:
       UserError: what was asked for cannot run here.
     """
+    keras_backend.check(os.environ)
     unusable = tpu_host.unusable()
     if unusable:
         raise UserError(f"TensorFlow cannot be imported: {unusable}")
