@@ -433,11 +433,11 @@ def test_a_forked_child_leaves_the_folder_alone(begun):
 
 ENDS_BY_EXIT = """
 import os, sys
-from tfdist.checkpoints import storage
+from tfdist.config import temporary_folder
 from tfdist.distributed.peers import Peers
 from tfdist.engine import worker_session
 
-folder, peers, child = storage.temporary(), Peers(), 0
+folder, peers, child = temporary_folder.make(), Peers(), 0
 
 def work():
     global child

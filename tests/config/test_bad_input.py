@@ -299,6 +299,12 @@ def test_auto_says_what_it_found(environ, message, run, files):
     assert message in one_line(run("tfdist.train", path=str(files), **environ))
 
 
+@pytest.mark.parametrize("name", ["torch", "banana"])
+def test_another_backend_of_keras(name, run, files):
+    said = f"KERAS_BACKEND makes Keras run on {name}, tfdist needs TensorFlow: unset KERAS_BACKEND"
+    assert said in one_line(run("tfdist.train", path=str(files), real=True, KERAS_BACKEND=name))
+
+
 def test_help_needs_no_tensorflow(run, files):
     done = run("tfdist.train", "--help", path=str(files))
     for flag in ("strategy", "devices", "virtual_devices", "workdir", "threads", "jit", "progress", "config"):

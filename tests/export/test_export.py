@@ -409,6 +409,23 @@ def test_bad_flags(flags, message, run, tmp_path):
     assert message in done.stderr
 
 
+def test_another_backend_of_keras(run, tmp_path):
+    """It is refused before Keras is imported, which would end in a traceback."""
+    (tmp_path / "m.keras").touch()
+    done = run("tfdist.export", "--model=m.keras", "--output=out", real=True, KERAS_BACKEND="banana")
+    message = "KERAS_BACKEND makes Keras run on banana, tfdist needs TensorFlow: unset KERAS_BACKEND"
+    assert (done.returncode, done.stderr) == (2, f"tfdist: error: {message}\n")
+
+
+@pytest.mark.whole
+def test_tensorflow_prints_nothing(run, tmp_path, monkeypatch):
+    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL")
+    picture_model().save(tmp_path / "m.keras")
+    done = run("tfdist.export", "--model=m.keras", "--output=out", real=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [line.partition(":")[0] for line in done.stdout.splitlines()] == ["tfdist"]
+
+
 def test_help(run, tmp_path):
     done = run("tfdist.export", "--help", COLUMNS="80")
     flags = done.stdout[done.stdout.index("Flags:") :]

@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import os
 import pathlib
+import re
 
 import keras
 import numpy as np
@@ -248,6 +250,15 @@ class Notes(keras.callbacks.Callback):
         with open("notes.txt", "a") as file:
             file.write(f"{epoch} {sorted(logs)} {float(self.model.optimizer.learning_rate):.3f}\\n")
 """
+
+
+def test_a_dry_run_leaves_no_data_set_and_no_control_character(run, tmp_path):
+    done = run("tfdist.train", "--dry_run", "--workdir=\x1b[31mred", TFDS_DATA_DIR=str(tmp_path / "tfds"))
+    assert done.returncode == 0, done.stderr
+    assert "  folder       \\x1b[31mred\n" in done.stdout and "\x1b" not in done.stdout
+    assert list(tmp_path.iterdir()) == []
+    prepared = re.search(r"preparing the data set digits in (.*)/digits/", done.stdout)[1]
+    assert not os.path.exists(prepared)
 
 
 def test_loss_metrics_and_callbacks_of_ones_own(run, tmp_path):

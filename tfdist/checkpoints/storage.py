@@ -7,17 +7,15 @@ No TensorFlow.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import os
 import pathlib
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 
 from tfdist.checkpoints import files
-from tfdist.config import buckets, regular_file
+from tfdist.config import buckets, regular_file, temporary_folder
 from tfdist.config.buckets import Bucket, BucketError, MissingError
 from tfdist.errors import UserError
 
@@ -185,17 +183,5 @@ def at(folder: str | os.PathLike) -> tuple[pathlib.Path, Disk]:
     text = os.fspath(folder)
     if not buckets.is_url(text):
         return pathlib.Path(text), DISK
-    copy = temporary()
+    copy = temporary_folder.make()
     return copy, BucketStorage(copy, Bucket(text))
-
-
-def temporary() -> pathlib.Path:
-    """Makes a folder that goes with this process."""
-    folder, process = pathlib.Path(tempfile.mkdtemp(prefix="tfdist-")), os.getpid()
-
-    def remove() -> None:
-        if os.getpid() == process:  # a forked child that ends by sys.exit has inherited this, and the folder is not its
-            shutil.rmtree(folder, ignore_errors=True)
-
-    atexit.register(remove)
-    return folder

@@ -10,7 +10,6 @@ import dataclasses
 import os
 import pathlib
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -20,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import psutil
 
+from tfdist.config import messages
 from tfdist.distributed import gpus, horovod_install
 from tfdist.distributed.child_process import GRACE_S, end_with_the_parent
 from tfdist.distributed.job import env_vars
@@ -79,8 +79,8 @@ class Trial:
 
     def shell(self) -> str:
         """Returns the command as a line for a shell."""
-        given = [f"{name}={shlex.quote(value)}" for name, value in self.environ.items()]
-        return " ".join([*(["env", *given] if given else []), shlex.join(self.command)])
+        given = [f"{name}={value}" for name, value in self.environ.items()]
+        return messages.shell([*(["env", *given] if given else []), *self.command])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

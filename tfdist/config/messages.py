@@ -6,7 +6,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import shlex
 import sys
+from collections.abc import Iterable
 
 from tfdist.errors import shown
 
@@ -26,6 +29,23 @@ class _Handler(logging.Handler):
         lines = record.getMessage().split("\n")  # a summary has several, and what stands in them may be anything
         text = "\n".join(shown(line, 4000) for line in lines)
         print(f"tfdist: {text}", file=getattr(sys, self._stream), flush=True)
+
+
+def shell(words: Iterable[str]) -> str:
+    """Returns words as a line for a shell, which prints as one line whatever they hold."""
+    return " ".join(map(_quoted, words))
+
+
+def _quoted(word: str) -> str:
+    if word.isprintable():
+        return shlex.quote(word)
+    return "$'" + "".join(map(_escaped, word)) + "'"
+
+
+def _escaped(c: str) -> str:
+    if c.isprintable():
+        return f"\\{c}" if c in "\\'" else c
+    return "".join(f"\\x{byte:02x}" for byte in os.fsencode(c))
 
 
 def chief_only(is_chief: bool) -> None:

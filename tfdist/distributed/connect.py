@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from tfdist.config import cpu_kernels, messages
+from tfdist.config import cpu_kernels, keras_backend, messages
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import OF_A_RUN, Environment
-from tfdist.distributed import gpus, rendezvous, strategy_choice, tf_devices, tpu_host
+from tfdist.distributed import gpus, rendezvous, strategy_choice, tensorflow_trial, tf_devices, tpu_host
 from tfdist.distributed.distribution import Distribution
 from tfdist.distributed.job import cluster
 from tfdist.distributed.peers import Peers
@@ -49,6 +49,7 @@ def locate(environment: Environment) -> Site:
     Raises:
       UserError: what was asked for cannot run here.
     """
+    keras_backend.check(os.environ)
     unusable = tpu_host.unusable()
     if unusable:
         raise UserError(f"TensorFlow cannot be imported: {unusable}")
@@ -78,6 +79,9 @@ def create(site: Site, facts: Mapping[str, str] | None = None) -> Distribution:
     where, name, workers = site.environment, site.choice.name, site.cluster
     late = cpu_kernels.is_imported()
     cpu_kernels.ask_for(where.cpu_kernels)
+    if not late:
+        compiles = where.jit == "on" or (where.jit == "auto" and bool(site.selection.gpus)) or name == "tpu"
+        tensorflow_trial.check(compiles, os.environ)
     kernels = cpu_kernels.in_use() if late else cpu_kernels.wanted()
     facts = {"replicas per worker": str(site.choice.replicas), **_versions(name), **(facts or {})}
     if not site.selection.gpus:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import pathlib
 import platform
 from collections.abc import Mapping
 from importlib import metadata
@@ -12,6 +9,7 @@ from importlib import metadata
 from packaging.requirements import Requirement
 
 from tfdist import __version__
+from tfdist.config import keras_backend
 from tfdist.distributed import horovod_install, tpu_host
 from tfdist.doctor.check import Check, fail, ok, warn
 
@@ -70,18 +68,10 @@ def _unfit(need: Requirement) -> list[Check]:
 
 def backend(environ: Mapping[str, str]) -> list[Check]:
     """Checks whether Keras will run on TensorFlow: a variable or a file in the home folder can send it elsewhere."""
-    chosen, by = environ.get("KERAS_BACKEND", ""), "KERAS_BACKEND"
-    fix = "unset KERAS_BACKEND"
-    if not chosen:
-        home = environ.get("KERAS_HOME") or os.path.join(os.path.expanduser("~"), ".keras")
-        file = pathlib.Path(home, "keras.json")
-        try:
-            chosen = json.loads(file.read_bytes()).get("backend", "tensorflow")
-        except (OSError, ValueError, AttributeError, RecursionError):
-            chosen = "tensorflow"
-        by, fix = str(file), f'write "backend": "tensorflow" in {file}'
-    if chosen != "tensorflow":
-        return [fail("keras", f"{by} says that Keras runs on {chosen}, tfdist needs TensorFlow", fix)]
+    found = keras_backend.find(environ)
+    if found.name != "tensorflow":
+        what = f"{found.chosen_by} says that Keras runs on {found.name}, tfdist needs TensorFlow"
+        return [fail("keras", what, found.fix)]
     if environ.get("TF_USE_LEGACY_KERAS", "").lower() in ("1", "true"):
         what = "TF_USE_LEGACY_KERAS makes tf.keras the old Keras 2, whose models and layers tfdist cannot train"
         return [warn("keras", what, "unset TF_USE_LEGACY_KERAS, or import keras instead of tf.keras")]

@@ -48,12 +48,13 @@ def export(asked: trained_model.ModelRequest, formats: list[str], output: pathli
     formats_lib.check_libraries(formats)
     asked = asked.here()
     experiment = recorded_experiment.read_experiment(asked)
-    # TensorFlow is imported once it is known that there is something to do.
+    # TensorFlow is imported once it is known that there is something to do, and first here, which keeps back its noise.
     from tfdist.distributed import connect
+
+    connect.create(connect.locate(runtime_options.Environment(strategy="default", devices="none")))
     from tfdist.export.original import load
     from tfdist.monitoring import run_environment
 
-    connect.create(connect.locate(runtime_options.Environment(strategy="default", devices="none")))
     original = load(asked, experiment)
     temporary = output.parent / f".{output.name}.{os.getpid()}"
     try:

@@ -9,16 +9,20 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Iterable
 from importlib import metadata
 
+from tfdist.config.messages import logger
 from tfdist.distributed.horovod_install import VERSION
 from tfdist.errors import TrainingError, UserError
 from tfdist.horovod_build import source as source_lib
 
 LIMIT_S = 3600.0
 """Seconds for one program, such as the compilation. On one slow core that takes minutes, not an hour."""
+TICK_S = 20.0
+"""How often somebody who watches hears how far a program is."""
 
 _RUN_TIME = ("cloudpickle", "psutil", "pyyaml", "packaging")
 if sys.version_info >= (3, 12):
@@ -134,11 +138,21 @@ class Workspace:
                 start_new_session=True,  # so that the compilers below it can be ended with it
             )
             try:
-                return process.wait(LIMIT_S)
-            except subprocess.TimeoutExpired:
-                raise TrainingError(f"the build took more than {LIMIT_S:g} s: the log is {self.log}") from None
+                return self._waited(process)
             finally:
                 _end(process)
+
+    def _waited(self, process: subprocess.Popen[bytes]) -> int:
+        """Returns the exit code of a program, once it has ended; logs meanwhile how far it is."""
+        begun = time.monotonic()
+        while True:
+            seconds = time.monotonic() - begun
+            if seconds >= LIMIT_S:
+                raise TrainingError(f"the build took more than {LIMIT_S:g} s: the log is {self.log}")
+            try:
+                return process.wait(min(TICK_S, LIMIT_S - seconds))
+            except subprocess.TimeoutExpired:
+                logger.info(f"{time.monotonic() - begun:.0f} s: {progress(self._text())}")
 
     def _text(self) -> str:
         return self.log.read_text(errors="replace")
@@ -146,6 +160,13 @@ class Workspace:
     def _pip_error(self) -> str:
         errors = re.findall(r"^ERROR: (.*)", self._text(), re.MULTILINE)
         return _shorten(errors[0]) if errors else self.last_line()
+
+
+def progress(log: str) -> str:
+    """Returns the line of a log that says how far its last program is: the last one with a percentage, or of all."""
+    lines = [line for line in log.rpartition("\n$ ")[2].splitlines()[1:] if line.strip()]
+    steps = [line for line in lines if re.match(r"\s*\[ *\d+%\]", line)]
+    return _shorten((steps or lines or ["no message yet"])[-1])
 
 
 def first_error(log: str) -> str:

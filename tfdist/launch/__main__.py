@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from tfdist import __version__
-from tfdist.config import buckets, field_syntax, validation
+from tfdist.config import buckets, field_syntax, messages, validation
 from tfdist.config.commands import standard_streams
 from tfdist.config.messages import aside
 from tfdist.distributed import gpus
@@ -280,10 +280,10 @@ def dry_run(plan: node_agent.RoundPlan, environ: Mapping[str, str]) -> str:
     lines = []
     for local_rank in range(plan.nproc):
         given = node_agent.variables(plan, this, local_rank) | {"TFDIST_SECRET": ""}  # others may read what is printed
-        unset = [f"-u {name}" for name in sorted(environ) if name not in kept and name not in given]
-        assigned = [f"{name}={shlex.quote(value)}" for name, value in given.items() if value]
+        unset = [word for name in sorted(environ) if name not in kept and name not in given for word in ("-u", name)]
+        assigned = [f"{name}={value}" for name, value in given.items() if value]
         lines.append(f"# rank {first + local_rank} of {world}{assumed}; TFDIST_SECRET is not shown")
-        lines.append(" ".join(["env", *unset, *assigned, shlex.join(plan.command)]))
+        lines.append(messages.shell(["env", *unset, *assigned, *plan.command]))
     return "\n".join(lines)
 
 

@@ -11,13 +11,13 @@ import itertools
 import math
 import os
 import pathlib
-import shlex
 import socket
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from tfdist.checkpoints.run_folder import RunFolder
+from tfdist.config import messages
 from tfdist.distributed.connections import wire
 from tfdist.distributed.job import env_vars
 from tfdist.errors import UserError
@@ -163,7 +163,7 @@ class Node:
             if log_dir is not None:
                 log_dir.mkdir(parents=True, exist_ok=True)
             when, host = time.strftime("%Y-%m-%d %H:%M:%S"), socket.gethostname()
-            title = f"--- attempt {this.attempt}, {when}, {host}: {shlex.join(plan.command)}"
+            title = f"--- attempt {this.attempt}, {when}, {host}: {messages.shell(plan.command)}"
             logs = f"; what they print is kept in {log_dir}" if log_dir else ""
             again = f", restart {this.attempt}" if this.attempt else ""
             ranks = f"{this.first}" + (f" to {this.first + plan.nproc - 1}" if plan.nproc > 1 else "")

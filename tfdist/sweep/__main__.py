@@ -26,7 +26,7 @@ from tfdist import config
 from tfdist.compare import trial
 from tfdist.config import field_syntax, runtime_options, schedule, validation
 from tfdist.config.commands import command_line
-from tfdist.errors import UserError
+from tfdist.errors import UserError, shown
 from tfdist.sweep import grid, runner
 
 OF_ALL_RUNS = (
@@ -101,7 +101,7 @@ def _run(argv: list[str]) -> int:
     path = pathlib.Path(os.path.expanduser(values.workdir) or os.path.join("runs", f"sweep-{experiment.name}"))
     runs, where = trials(values, combinations, path), _places(values)
     if values.dry_run:
-        print("\n".join(f"# {t.name}\n{t.shell()}" for t in runs))
+        print("\n".join(f"# {shown(t.name)}\n{t.shell()}" for t in runs))
         return 0
     command_line.clean_up_when_ended()
     title = f"{experiment.name} over {', '.join(combinations[0].values)}"

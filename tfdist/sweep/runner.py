@@ -19,7 +19,7 @@ from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.compare import trial
 from tfdist.config.messages import logger
 from tfdist.config.schedule import Aim
-from tfdist.errors import TrainingError, UserError
+from tfdist.errors import TrainingError, UserError, shown
 from tfdist.sweep import report, results
 from tfdist.sweep.grid import Combination
 from tfdist.sweep.results import SweepRow
@@ -180,16 +180,16 @@ class Sweep:
         closing = results.closing(self._rows, aim, best)
         self._folder.write_text(TABLE, results.markdown(self._title, self._rows, best, closing))
         self._folder.write_text(PAGE, report.render(self._title, self._folder.path, self._rows, aim))
-        shown = Table(box=None, pad_edge=False)
+        table = Table(box=None, pad_edge=False)
         for name in results.head(self._rows):
-            shown.add_column(name, justify="left" if name in (*self._rows[0].values, "status") else "right")
+            table.add_column(name, justify="left" if name in (*self._rows[0].values, "status") else "right")
         for cells in results.cells(self._rows, best):
-            shown.add_row(*cells)
+            table.add_row(*map(shown, cells))
         console = Console(highlight=False, emoji=False, markup=False)
         console.print()
-        console.print(shown)
+        console.print(table)
         for line in closing:
-            console.print(line)
+            console.print(shown(line))
         logger.info(f"results are in {self._folder.path}{os.sep}: {PAGE}, {TABLE}, {RECORD}")
 
 

@@ -19,7 +19,7 @@ from tfdist.distributed.distribution import Distribution
 from tfdist.engine import evaluation, fit, step_calls
 from tfdist.engine.tracing import layer_statistics
 from tfdist.engine.worker_session import Signals
-from tfdist.errors import Interrupted, PeerError, TrainingError
+from tfdist.errors import Interrupted, PeerError, TrainingError, shown
 from tfdist.models import optimizers, own_steps
 from tfdist.monitoring import error_analysis, flops, monitors, run_environment
 from tfdist.monitoring import recorder as recorder_lib
@@ -83,7 +83,7 @@ class Run:
                 self._check_resume()
             intent = resume.intent(self._folder, self._prepared.resumes)
             lines = dry_run.lines(self._experiment, self._schedule, self._model, self._data, memory, intent)
-            print("\n".join(lines), flush=True)
+            print("\n".join(map(shown, lines)), flush=True)
         if topology:
             print("\n".join(ahead_of_time.rehearse(self._prepared, self._distribution, topology)), flush=True)
 

@@ -20,8 +20,8 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from tfdist import config
-from tfdist.config import file_lock
-from tfdist.errors import UserError, one_line
+from tfdist.config import file_lock, temporary_folder
+from tfdist.errors import UserError, one_line, shown
 
 BY_NUMBER = tfds.core.FileFormat.ARRAY_RECORD
 """The format that TFDS reads by number."""
@@ -37,19 +37,23 @@ def prepared(data: config.Data, memory: float, prepare: bool) -> tfds.core.Datas
 
     Args:
       memory: bytes that a split may take when `data.cache` is `auto`.
-      prepare: False to refuse one that would have to be downloaded first.
+      prepare: False to refuse one that would have to be downloaded first, and to leave nothing behind.
 
     Raises:
       UserError: unknown name, or data that would have to be downloaded and cannot be.
     """
     _quieten()
     builder = _builder(data.name, os.path.expanduser(data.data_dir) or None)
-    if not (prepare or os.path.isdir(builder.data_dir) or type(builder).__module__.startswith("tfdist.")):
+    there, own = os.path.isdir(builder.data_dir), type(builder).__module__.startswith("tfdist.")
+    if not (prepare or there or own):
         raise UserError(
             f"data set {data.name!r} is not in {builder.data_dir} yet, and a dry run downloads nothing: "
             "leave out --dry_run, or prepare it first"
         )
-    if not os.path.isdir(builder.data_dir):
+    if not (prepare or there):  # the one of tfdist's takes no download, and goes with this process
+        builder = _builder(data.name, str(temporary_folder.make()))
+        _prepare(builder, data.name, _will_not_fit(builder, data.cache, memory))
+    elif not there:
         with _alone(str(builder.data_dir_root), data.name):
             if os.path.isdir(builder.data_dir):  # meanwhile another run has prepared it
                 return _builder(data.name, os.path.expanduser(data.data_dir) or None)
@@ -87,15 +91,15 @@ def _builder(name: str, data_dir: str | None) -> tfds.core.DatasetBuilder:
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {near[0]!r}? Else" if near else "see https://www.tensorflow.org/datasets/catalog, or"
         raise UserError(f"unknown data.name {name!r}: {hint} write package.module:function") from None
-    except Exception as error:  # TFDS lets through whatever damaged files of a data set lead to
+    except ValueError as error:
         kind, colon, _ = name.partition(":")
         near = difflib.get_close_matches(kind, config.FILES, n=1) if colon else []
         hint = f": did you mean {near[0]}:?" if near else f": {_line(error)}"
         raise UserError(f"data.name={name!r} is not accepted by TFDS{hint}") from None
-    except Exception as error:  # TFDS lets through whatever reading a damaged description raises
+    except Exception as error:  # TFDS lets through whatever reading damaged files raises
         raise UserError(
-            f"data set {name!r} cannot be opened: {_line(error)}: correct dataset_info.json in its folder, or delete "
-            "the folder to prepare the data set again"
+            f"data set {name!r} cannot be opened: {_line(error)}: correct the .json files in its folder, or delete "
+            "it to prepare the data set again"
         ) from error
 
 
@@ -140,7 +144,7 @@ def _prepare(builder: tfds.core.DatasetBuilder, name: str, by_number: bool) -> N
         raise UserError(
             f"data set {name!r} is not in {builder.data_dir} and cannot be downloaded: {host} is not found: {elsewhere}"
         )
-    print(f"tfdist: preparing the data set {name} in {builder.data_dir}", flush=True)
+    print(f"tfdist: preparing the data set {name} in {shown(builder.data_dir)}", flush=True)
     kind = {"file_format": BY_NUMBER} if by_number else {}
     try:
         with contextlib.redirect_stdout(io.StringIO()):
