@@ -38,7 +38,10 @@ READERS = [  # who reads it, and messages that are right
     (introduction._INTRODUCTION, [dict(rank=1, facts={"a": "b"}, address="h:1", host="h", pid=3)]),
     (introduction.answer_to(2), [{"welcome": {"addresses": ["h:1", "i:2"], "hosts": ["h", "i"]}}, {"refused": "no"}]),
     (messages.TO_CHIEF, [{"beat": "call", "update": 3, "for": 0.5}, {"gather": 0, "label": "x", "value": [1]}]),
-    (messages.of_chief(2), [{"gathered": 0, "values": [None, 1]}, {"failed": "x"}, {"lost": "x"}]),
+    (
+        messages.of_chief(2),
+        [{"gathered": 0, "values": [None, 1]}, {"failed": "x"}, {"lost": "x", "worker": 1, "why": "y"}],
+    ),
     (peer_query._ANSWER, [{"doctor": {"host": "h", "versions": {"a": "1"}, "clock": 1.5}}]),
 ]
 RIGHT = [message for _, those in READERS for message in those]

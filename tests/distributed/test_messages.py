@@ -42,13 +42,14 @@ VALID = [  # who reads it, and a message with every field that there is
     (introduction._INTRODUCTION, dict(rank=1, facts={"a": "b"}, address="h:1", host="h", pid=3)),
     (introduction.answer_to(2), {"welcome": PLACES}),
     (introduction.answer_to(2), {"refused": "no"}),
+    (introduction.answer_to(2), {"missing": 1, "refused": "no"}),
     (messages.TO_CHIEF, {"beat": "call", "update": 3, "for": 0.5}),
     (messages.TO_CHIEF, {"gather": 0, "label": "x", "value": [1]}),
     (messages.TO_CHIEF, {"failed": "x"}),
     (messages.of_chief(2), {"beat": "python", "update": 3, "for": 1}),
     (messages.of_chief(2), {"gathered": 0, "values": [None, 1]}),
     (messages.of_chief(2), {"failed": "x"}),
-    (messages.of_chief(2), {"lost": "x"}),
+    (messages.of_chief(2), {"lost": "x", "worker": -1, "why": ""}),
 ]
 ODD = [None, True, -2, 2**70, 1e300, math.inf, math.nan, "", "\x1b[2J", "\u202e", "\ud800", "x" * 10**7, [], [[]], {}]
 FREE = ("agreed", "--jit", "value", "values", "facts", "a", "label")

@@ -28,6 +28,11 @@ held = []
 def hold(value):
     while True:
         signal.pause()
+def lost(value):
+    """What a worker of tfdist does when it misses another one: the rank, then why."""
+    from tfdist.distributed import exit_record
+    rank, _, why = value.partition(" ")
+    exit_record.leave(exit_record.LostWorker(int(rank), why))
 def saved(*_):
     print("saved", flush=True)
     os._exit(143)
@@ -40,6 +45,7 @@ steps = {
     "kill": lambda v: os.kill(os.getpid(), getattr(signal, v)),
     "raise": lambda v: exec("raise RuntimeError(v)", {"v": v}),
     "hold": hold,
+    "lost": lost,
     "polite": lambda v: signal.signal(signal.SIGTERM, saved),
     "deaf": lambda v: signal.signal(signal.SIGTERM, signal.SIG_IGN),
     # Named pipes put the steps of several workers in order: `open` and `meet` go on together,

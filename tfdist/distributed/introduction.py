@@ -31,8 +31,11 @@ _INTRODUCTION = schema.record(
 def answer_to(size: int) -> schema.Reader:
     """Returns what reads the chief's answer to a worker."""
     places = {"addresses": schema.each(_address, size, size), "hosts": schema.each(_HOST, size, size)}
+    refused = schema.line(4000)
     return schema.named(
-        welcome=schema.record(welcome=schema.record(**places)), refused=schema.record(refused=schema.line(4000))
+        welcome=schema.record(welcome=schema.record(**places)),
+        missing=schema.record(missing=schema.whole(), refused=refused),
+        refused=schema.record(refused=refused),
     )
 
 

@@ -17,9 +17,10 @@ from collections.abc import Mapping
 from typing import NamedTuple, NoReturn
 
 from tfdist.config.messages import aside
-from tfdist.distributed import introduction
+from tfdist.distributed import exit_record, introduction
 from tfdist.distributed.connections import wire
 from tfdist.distributed.connections.acceptor import Acceptor
+from tfdist.distributed.exit_record import LostWorker
 from tfdist.distributed.introduction import Introduction
 from tfdist.distributed.job.addresses import join, split
 from tfdist.distributed.job.cluster import Cluster
@@ -97,6 +98,11 @@ class _Meeting:
             at = self._me.host
         return f"worker {rank}" + (f" ({at})" if at else "")
 
+    def _leave_record(self, missing: int) -> None:
+        """Tells the launcher which worker has not come."""
+        host = self._name(missing).removeprefix(f"worker {missing}").lstrip()
+        exit_record.leave(LostWorker(missing, f"{host} has not come within {self._times.start_timeout:.0f} s".strip()))
+
     def _say_for_whom(self, who: str, now: float, why: str = "") -> None:
         """Says now and then for whom this worker waits."""
         if now >= self._next_line:
@@ -162,10 +168,15 @@ class _Chief(_Meeting):
         now, deadline = time.monotonic(), self._times.deadline
         who = ", ".join(self._name(r) for r in range(1, self._cluster.size) if r not in self._present)
         if now >= deadline:
-            self._refuse_all(
+            missing = min(set(range(1, self._cluster.size)) - self._present.keys())
+            problem = (
                 f"{who} of {self._cluster.size} has not come within {self._times.start_timeout:.0f} s: "
                 "start it, check its address, or raise --start_timeout"
             )
+            for guest in self._present.values():
+                guest.connection.tell({"missing": missing, "refused": problem})
+            self._leave_record(missing)
+            raise UserError(problem)
         self._say_for_whom(f"{who} of {self._cluster.size}", now)
         try:
             until = min(self._next_line, deadline, now + LOOK_S)
@@ -267,7 +278,10 @@ class _Worker(_Meeting):
                 "its output says who is missing; start that one, or raise --start_timeout"
             ) from None
         except wire.WireError as error:
+            exit_record.leave(LostWorker(-1, ""))
             raise UserError(f"{chief} ended before all workers had met ({error}): look at its output") from None
+        if "missing" in answer:
+            self._leave_record(answer["missing"])
         if "refused" in answer:
             raise UserError(answer["refused"])
         if cluster.addresses:
@@ -287,14 +301,15 @@ class _Worker(_Meeting):
                 left = times.deadline - time.monotonic()
                 return wire.connect(host, port, self._cluster.secret, min(max(left, 1.0), wire.HANDSHAKE_S))
             except wire.WireError as error:
-                why = str(error)
+                why, other = str(error), isinstance(error, (wire.SecretError, wire.ForeignError))
             now = time.monotonic()
-            if "secret" in why or "protocol" in why:
+            if other:
                 raise UserError(
                     f"{chief} is not what answers at {host}:{port} ({why}): another program or run has this port, "
                     "choose a free one"
                 )
             if now >= times.deadline:
+                self._leave_record(0)
                 raise UserError(
                     f"{chief} has not come within {times.start_timeout:.0f} s ({why}): "
                     "start it, check its address, or raise --start_timeout"

@@ -102,25 +102,29 @@ def peer(address: str, versions: dict[str, str], secret: str, patience: float = 
             what = "accepts but says nothing: it is no tfdist doctor, another program has that port"
             return [warn(name, what, f"choose another port there, or {_LISTENS.format(port=port)}")]
         except wire.WireError as error:
-            problem = str(error)
-        if "refused" not in problem or time.monotonic() > until:
+            problem = error
+        if not _closed(problem) or time.monotonic() > until:
             return [_unreachable(name, problem, port)]
         time.sleep(0.1)
 
 
-def _unreachable(name: str, problem: str, port: int) -> Check:
+def _unreachable(name: str, problem: wire.WireError, port: int) -> Check:
     start = _LISTENS.format(port=port)
-    if "secret" in problem:
+    if isinstance(problem, wire.SecretError):
         return warn(name, "a tfdist with another secret answers", "set TFDIST_SECRET to the same on all hosts")
-    if "protocol" in problem or "connection closed" in problem or "connection lost" in problem:
+    if isinstance(problem, (wire.ForeignError, wire.ClosedError)):
         what = "another program answers (TensorFlow's gRPC server is one that does so)"
         return warn(name, what, f"choose another port there, or {start}")
-    if "refused" in problem:
+    if _closed(problem):
         return fail(name, "the host is there, its port is closed", f"{start}, or open that port in its firewall")
-    if "timed out" in problem:
+    if isinstance(problem, wire.UnreachableError) and problem.timed_out:
         what = f"no answer within {TIMEOUT_S:.0f} s: the host is down, or a firewall drops what is sent to that port"
         return fail(name, what, f"open that port between the hosts, and {start}")
     return fail(name, f"cannot be reached ({problem})", f"check the network between the hosts, and {start}")
+
+
+def _closed(problem: wire.WireError) -> bool:
+    return isinstance(problem, wire.UnreachableError) and problem.closed
 
 
 def _compared(name: str, there: peer_query.Peer, versions: dict[str, str]) -> list[Check]:

@@ -286,10 +286,10 @@ def join(host: str, port: int, secret: str, hello: Hello, timeout: float, events
             try:
                 return _join(host, port, secret, hello, events)
             except wire.WireError as error:
-                why = str(error)
-            # Nobody there: "connection refused", or no answer. Somebody there who does not want us: it closes.
-            spoken_to = spoken_to + 1 if "closed" in why or "answer" in why else 0
-            if "secret" in why or "protocol" in why or spoken_to >= _SPOKEN_TO:
+                why, other = str(error), isinstance(error, (wire.SecretError, wire.ForeignError))
+                # Somebody there who does not want us: it closes.
+                spoken_to = spoken_to + 1 if isinstance(error, (wire.ClosedError, wire.SilenceError)) else 0
+            if other or spoken_to >= _SPOKEN_TO:
                 raise UserError(
                     f"{node0} does not shake hands ({why}): set the same TFDIST_SECRET on all nodes or on none, "
                     "and see that --master_port is that of node 0's launcher"

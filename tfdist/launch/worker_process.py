@@ -15,7 +15,6 @@ import functools
 import math
 import os
 import pathlib
-import re
 import signal
 import socket
 import subprocess
@@ -26,6 +25,7 @@ from typing import IO
 
 from tfdist.config import regular_file
 from tfdist.distributed.child_process import GRACE_S, end_with_the_parent
+from tfdist.distributed.exit_record import ExitRecord
 from tfdist.launch.event_loop import Events, Screen
 
 DRAIN_S = 1.0
@@ -34,9 +34,6 @@ TAIL = 10
 """Lines of a failed worker that are shown again."""
 LONGEST_LINE = 1 << 16
 """Bytes after which a line without an end is cut: binary rubbish must not fill the memory."""
-LOST = ("lost worker", "ended before all workers had met", "has not come within")
-"""What a worker says last when it stops because of another one."""
-_CULPRIT = re.compile(r"(?:lost )?worker (\d{1,6}) (\([^()]*\)(?:: .*|(?: of \d+)? has not come within \d+ s))")
 _LEFT_OVER = 32
 """Reads that empty any pipe; one that is never empty has a writer who left the process group."""
 
@@ -110,11 +107,12 @@ class Worker:
         self._traceback = False
         self._log_path = start.log
         self._log = regular_file.opened_to_append(start.log) if start.log else None
+        self._record = ExitRecord()
         try:
             self._keep(f"{start.header}\n".encode())
             self._process = subprocess.Popen(
                 start.command,
-                env=start.environ,
+                env={**start.environ, **self._record.environ},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -124,6 +122,7 @@ class Worker:
                 preexec_fn=end_with_the_parent(),
             )
         except BaseException:
+            self._record.read()
             self._close_log()
             raise
         self.pid = self._process.pid
@@ -166,12 +165,13 @@ class Worker:
 
     def exit(self) -> Exit:
         """Returns how a settled worker ended."""
-        lost = self.code > 0 and any(sign in line for sign in LOST for line in self._errors)
+        lost = self._record.read()
         # What was printed before may be written after: it must not push the traceback out.
         lines = self._errors if self._traceback else self._tail
-        named = [found for found in map(_CULPRIT.search, self._errors) if found] if lost else []
-        culprit, complaint = (int(named[-1][1]), named[-1][2]) if named else (-1, "")
-        return Exit(self.rank, self.pid, socket.gethostname(), self.code, lost, tuple(lines), culprit, complaint)
+        told = (self.rank, self.pid, socket.gethostname(), self.code)
+        if lost is None or self.code <= 0:  # it went on without the other one, or was killed besides
+            return Exit(*told, False, tuple(lines))
+        return Exit(*told, True, tuple(lines), lost.rank, lost.why)
 
     def _read(self, pipe: IO[bytes]) -> bool:
         """Takes in what can be read now; returns False if that was nothing."""

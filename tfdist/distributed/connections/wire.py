@@ -33,7 +33,6 @@ LONGEST_OF_STRANGERS = 1 << 12
 DEEPEST = 64
 """How deeply a message may be nested: Python's own parser gives up with a RecursionError, much later."""
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-_FOREIGN = "it does not speak tfdist's protocol"
 _NONCE = re.compile(r"[0-9a-f]{32}")
 _PROOF = re.compile(r"([0-9a-f]{64})?")
 
@@ -48,6 +47,27 @@ class SilenceError(WireError):
 
 class ClosedError(WireError):
     """The other side has gone."""
+
+
+class ForeignError(WireError):
+    """The other side is another program."""
+
+    def __init__(self):
+        super().__init__("it does not speak tfdist's protocol")
+
+
+class SecretError(WireError):
+    """The other side is a tfdist process with another secret."""
+
+
+class UnreachableError(WireError):
+    """No connection could be opened."""
+
+    def __init__(self, error: OSError):
+        super().__init__(str(error.strerror or error).lower())
+        self.closed = isinstance(error, ConnectionRefusedError)
+        """The host is there, and nobody listens at the port."""
+        self.timed_out = isinstance(error, TimeoutError)
 
 
 class Connection:
@@ -130,7 +150,7 @@ class Connection:
             raise ClosedError("connection closed")
         self._buffer += data
         if self._buffer[:1] != b"{":  # a gRPC server, say, whose words have no end of line to wait for
-            raise WireError(_FOREIGN)
+            raise ForeignError()
         end = self._buffer.find(b"\n")
         if (len(self._buffer) if end < 0 else end) > self.longest:
             raise WireError("a message that is too long")
@@ -146,7 +166,7 @@ class Connection:
         except ValueError:
             message = None
         if not isinstance(message, dict):
-            raise WireError(_FOREIGN)
+            raise ForeignError()
         return message
 
     def close(self) -> None:
@@ -195,11 +215,11 @@ def connect(host: str, port: int, secret: str = "", timeout: float = HANDSHAKE_S
     try:
         connection = Connection(socket.create_connection((host, port), timeout))
     except OSError as error:
-        raise WireError(str(error.strerror or error).lower()) from None
+        raise UnreachableError(error) from None
     try:
         greeting = connection.receive(timeout)
         if greeting.get("tfdist") != VERSION:
-            raise WireError(_FOREIGN)
+            raise ForeignError()
         theirs, mine = _matching(greeting, "nonce", _NONCE), secrets.token_hex(16)
         connection.send({"nonce": mine, "proof": _proof(secret, "client", theirs, mine)})
         _check(connection.receive(timeout), _proof(secret, "server", mine, theirs))
@@ -246,14 +266,14 @@ def _proof(secret: str, role: str, challenge: str, nonce: str) -> str:
 
 def _check(message: Message, expected: str) -> None:
     if not hmac.compare_digest(_matching(message, "proof", _PROOF), expected):
-        raise WireError("it does not know the secret of this run")
+        raise SecretError("it does not know the secret of this run")
 
 
 def _matching(message: Message, name: str, pattern: re.Pattern[str]) -> str:
     """Returns a text of a stranger's message, which may hold anything, among it what cannot be encoded."""
     text = message.get(name)
     if not isinstance(text, str) or not pattern.fullmatch(text):
-        raise WireError(_FOREIGN)
+        raise ForeignError()
     return text
 
 

@@ -12,12 +12,15 @@ ROUNDS = "TFDIST_ROUNDS"
 """Variable by which the launcher tells the chief of earlier starts of the workers (see `monitoring.segments`)."""
 FOLDER_LOCK = "TFDIST_FOLDER_LOCK_FD"
 """Variable with the descriptor by which the launcher lends the chief the lock of the run folder."""
+EXIT_RECORD = "TFDIST_EXIT_RECORD"
+"""Variable with the path at which a worker tells its launcher whom it has lost (see `distributed.exit_record`)."""
 HOLD = "TFDIST_HOLD_RANDOM_LAYERS"
 """Variable by which `tfdist.compare` has its check trained with random layers held still; no trained model results."""
-OTHER_LAUNCHERS = ("TF_CONFIG", "TORCHELASTIC_RUN_ID", "HOROVOD_", "TFDIST_MEETING_FD", ROUNDS, FOLDER_LOCK)
+_OWN = ("TFDIST_MEETING_FD", ROUNDS, FOLDER_LOCK, EXIT_RECORD)
+OTHER_LAUNCHERS = ("TF_CONFIG", "TORCHELASTIC_RUN_ID", "HOROVOD_", *_OWN)
 """Beginnings of variables by which a worker would believe another launcher than the one that starts it."""
 CLUSTER = (
-    *("TF_CONFIG", "TORCHELASTIC_", "HOROVOD_", "TFDIST_ATTEMPT", "TFDIST_MEETING_FD", ROUNDS, FOLDER_LOCK),
+    *("TF_CONFIG", "TORCHELASTIC_", "HOROVOD_", "TFDIST_ATTEMPT", *_OWN),
     *("SLURM_", "PMI_"),
     *("PET_", "SM_HOSTS", "SM_CURRENT_HOST", "SKYPILOT_NODE_", "NPROC_PER_NODE", "OMPI_COMM_WORLD_", "MLP_"),
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_"),

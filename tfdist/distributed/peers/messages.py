@@ -23,5 +23,5 @@ def of_chief(size: int) -> schema.Reader:
         beat=_BEAT,
         gathered=schema.record(gathered=schema.whole(), values=values),
         failed=_FAILED,
-        lost=schema.record(lost=schema.line(4000)),
+        lost=schema.record(lost=schema.line(4000), worker=schema.whole(-1), why=schema.line(4000)),
     )

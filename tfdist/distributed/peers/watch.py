@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tfdist.distributed import standard_error
+from tfdist.distributed import exit_record, standard_error
 from tfdist.distributed.connections.wire import ClosedError, Connection, Message, WireError
+from tfdist.distributed.exit_record import LostWorker
 from tfdist.distributed.peers import messages, signals, stall_detection, votes
 from tfdist.distributed.peers.activity import SILENT_S, Activity
 from tfdist.distributed.peers.signals import GRACE_S, IN_CALL_S
@@ -101,6 +102,7 @@ class Watch:
             if silence:
                 why = f"silent for {silence.seconds:.0f} s at the end of the run"
                 self.failure = f"lost worker {silence.rank} ({self._hosts[silence.rank]}): {why}"
+                exit_record.leave(LostWorker(silence.rank, f"({self._hosts[silence.rank]}): {why}"))
         return silence is not None
 
     def stop(self, message: str) -> None:
@@ -179,7 +181,8 @@ class Watch:
         elif "failed" in message:
             self._lose(rank, f"it stopped: {message['failed']}")
         elif "lost" in message:
-            self._fail(message["lost"])
+            lost = LostWorker(message["worker"], message["why"]) if message["worker"] >= 0 else None
+            self._fail(message["lost"], lost)
 
     def _collect(self, rank: int, number: int, label: str, value: object) -> None:
         """Takes in, on the chief, one worker's part of a `Peers.gather`."""
@@ -235,13 +238,18 @@ class Watch:
         self._lose(rank, why)
 
     def _lose(self, rank: int, why: str) -> None:
-        self._fail(f"lost worker {rank} ({self._hosts[rank]}): {why}")
+        lost = LostWorker(rank, f"({self._hosts[rank]}): {why}")
+        self._fail(f"lost worker {rank} {lost.why}", lost)
 
-    def _fail(self, message: str) -> None:
+    def _fail(self, message: str, lost: LostWorker | None = None) -> None:
         if self.failure or self.finished:
             return
         if self._rank == 0:
-            self.transport.tell({"lost": message})  # first: from the next line on the main thread may end the process
+            worker, why = lost or (-1, "")
+            # First: from the next line on the main thread may end the process.
+            self.transport.tell({"lost": message, "worker": worker, "why": why})
+        if lost:
+            exit_record.leave(lost)
         with self._changed:
             self.failure = self.failure or message
             self._changed.notify_all()
