@@ -43,6 +43,7 @@ def saved(tmp_path_factory):
         text=datasets.Value("string"),
         price=datasets.Value("float32"),
         gaps=datasets.Value("float32"),
+        share=datasets.Value("float32"),
     )
     columns = dict(
         image=[Image.fromarray(p) for p in PIXELS],
@@ -53,6 +54,7 @@ def saved(tmp_path_factory):
         text=["x"] * 30,
         price=VALUES[:, 0, 0].tolist(),
         gaps=[None if i == 25 else 1.0 for i in range(30)],
+        share=np.abs(VALUES[:, 0, 0]).tolist(),
     )
     path = tmp_path_factory.mktemp("hf") / "saved"
     datasets.Dataset.from_dict(columns, features).save_to_disk(path)
@@ -103,13 +105,13 @@ def test_the_order_of_an_epoch_goes_on_at_any_update(saved):
 
 
 def test_splits_that_were_shuffled_and_are_taken_together(saved, tmp_path):
-    whole = datasets.load_from_disk(saved).select_columns(["lists", "price"])
+    whole = datasets.load_from_disk(saved).select_columns(["lists", "price", "share"])
     mixed = whole.shuffle(seed=1)  # a view, of which the rows are elsewhere
     datasets.DatasetDict(train=mixed, test=whole.select(range(5))).save_to_disk(tmp_path / "two")
     data = tfdist.load_data(
         f"hf:{tmp_path / 'two'}",
         cache="stream",
-        options="x=lists, y=price, weight=price",
+        options="x=lists, y=price, weight=share",
         train_split="test+train[10:]",
         eval_split="train[:10]",
     )
@@ -118,7 +120,7 @@ def test_splits_that_were_shuffled_and_are_taken_together(saved, tmp_path):
     rows = [*range(5), *order[10:]]
     np.testing.assert_array_equal(x, VALUES[rows, 0].astype("float32"))
     np.testing.assert_array_equal(y, VALUES[rows, 0, 0].astype("float32"))
-    np.testing.assert_array_equal(weight, y)
+    np.testing.assert_array_equal(weight, np.abs(y))
     assert data.spec.classes is None and data.train.name(5).startswith("example 10 of hf:")
 
 

@@ -234,9 +234,8 @@ def test_files_that_cannot_be_read(tmp_path):
 
 def experiment(path, **data):
     e = config.Experiment()
-    e.data = config.Data(
-        name=f"tfrecord:{path}", options="image=png, label=int64, classes=3", eval_split="train", **data
-    )
+    data = {"options": "image=png, label=int64, classes=3", **data}
+    e.data = config.Data(name=f"tfrecord:{path}", eval_split="train", **data)
     return validation.validate(e)
 
 
@@ -256,6 +255,14 @@ def test_an_experiment_on_records(cache, kind, tmp_path):
             tfdist.UserError, match=r"record 0 of .* cannot be decoded: label is not in 0 to 2 \(classes=3\)"
         ):
             registry.load(experiment(path, cache=cache))
+
+
+@pytest.mark.parametrize("weight", [-1.0, np.nan, np.inf])
+def test_a_weight_that_is_none(weight, tmp_path):
+    path = write(tmp_path / "a.tfrecord", [{**example, "weight": weight} for example in pictures(0, 1)])
+    given = experiment(path, cache="auto", options="image=png, label=int64, weight=float32, classes=3")
+    with pytest.raises(tfdist.UserError, match=r"record 0 of .* cannot be decoded: weight is negative, NaN or"):
+        registry.load(given)
 
 
 def claims(width, height):

@@ -84,7 +84,7 @@ def load(path: str, splits: Mapping[str, str], options: Options, fits: Callable[
     dtype = _stored(train["x"][0][1].dtype)
     sources: list[Arrays | Records] = []
     for split, y in ((train, targets.train), (evaluation, targets.eval)):
-        columns = [y, *([_joined(split["weight"]).astype(keras.config.floatx())] if "weight" in split else [])]
+        columns = [y, *([class_targets.weights(_joined(split["weight"]), what)] if "weight" in split else [])]
         size = len(y) * math.prod(shape) * dtype.itemsize
         if in_files and not fits(size):
             sources.append(_by_number(split["x"], columns, shape, dtype))

@@ -1,9 +1,10 @@
-"""Targets of arrays: which are classes, in the form that a model of tfdist wants."""
+"""Targets and weights of arrays: which are classes, in the form that a model of tfdist wants."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import keras
 import numpy as np
 
 from tfdist.config import field_syntax
@@ -57,3 +58,23 @@ def targets(train: np.ndarray, evaluation: np.ndarray, options: field_syntax.Opt
     for y in one_each:
         check_labels(y, classes, "the data set")
     return Targets(one_each[0].astype(np.int32), one_each[1].astype(np.int32), classes)
+
+
+def weights(values: np.ndarray, what: str) -> np.ndarray:
+    """Returns sample weights in Keras' float type.
+
+    Args:
+      values: as they are stored, [n, ...].
+      what: names the data set to a person.
+
+    Raises:
+      UserError: one is negative, which would make a loss grow, NaN or infinite.
+    """
+    with np.errstate(over="ignore"):  # is infinite then
+        found = values.astype(keras.config.floatx())
+    wrong = found[~((found >= 0) & (found < np.inf))]
+    if wrong.size:
+        raise UserError(
+            f"{what} has the weight {float(wrong[0]):g}: give finite ones of 0 or more, and 0 to leave an example out"
+        )
+    return found

@@ -76,7 +76,7 @@ def load(name: str, splits: Mapping[str, str], options: Options, free: bool, pre
     targets = class_targets.targets(both[0], both[1], _with_classes(features[y], options), keras.config.floatx())
     tables = [[targets.train], [targets.eval]]
     for table, part in zip(tables, (train, evaluation)):
-        table += [_column(part, column, what).astype(keras.config.floatx()) for column in weights]
+        table += [class_targets.weights(_column(part, column, what), what) for column in weights]
     names = tuple(getattr(features[y], "names", None) or ()) if targets.classes else ()
     if type(features[x]).__name__ == "Image":
         pictures = image_decoding.Pictures(

@@ -222,6 +222,11 @@ def _records(
             checks = [tf.debugging.assert_non_negative(y, line), tf.debugging.assert_less(y, np.int64(classes), line)]
             with tf.control_dependencies([check for check in checks if check is not None]):
                 y = tf.cast(y, tf.int32)
+        for w in weight:
+            line = f"{features[2].name} is negative, NaN or infinite"
+            checks = [tf.debugging.assert_non_negative(w, line), tf.debugging.assert_less(w, np.float32(np.inf), line)]
+            with tf.control_dependencies([check for check in checks if check is not None]):
+                weight = [tf.identity(w)]
         return x, y, *weight
 
     def name(number: int) -> str:

@@ -98,6 +98,8 @@ def _value(content: bytes, extension: str, field: str) -> object:
         if field and (not isinstance(value, dict) or field not in value):
             raise ValueError(f"no {field!r} in it")
         return value[field] if field else value
+    if b"_" in content:  # which Python leaves out
+        raise ValueError(f"{one_line(content.decode(errors='replace'), 40)!r}")
     if kind(extension) == "cls":
         return int(content)
     value = float(content)

@@ -83,7 +83,9 @@ def load(
     floats = keras.config.floatx()
     given: Options = {name: options[name] for name in ("classes", "classify") if name in options}
     targets = class_targets.targets(train.tables[0], evaluation.tables[0], given, floats)
-    tables = [[y, *(w.astype(floats) for w in s.tables[1:])] for y, s in zip(targets[:2], (train, evaluation))]
+    tables = [
+        [y, *(class_targets.weights(w, what) for w in s.tables[1:])] for y, s in zip(targets[:2], (train, evaluation))
+    ]
     first = train.index.read(np.zeros(1, np.int64))[0]
     if columns.kind(names[0]) == "npy":
         array = _first(lambda: columns.array(first), train)
