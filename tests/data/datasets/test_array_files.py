@@ -83,17 +83,16 @@ def test_names_weights_and_slices(tmp_path):
     assert data.train.name(5) == "example 2 of val_images.npy"
 
 
-@pytest.mark.parametrize("weight", [-0.5, np.nan, np.inf, 1e300])
+@pytest.mark.parametrize("weight, told", [(-0.5, "-0.5"), (np.nan, "nan"), (np.inf, "inf"), (1e300, "inf")])
 @pytest.mark.parametrize("shape", [(50,), (50, 2)])
-def test_weights_that_are_none(weight, shape, tmp_path):
+def test_weights_that_are_none(weight, told, shape, tmp_path):
     """The loss of an example would grow in training, or become NaN."""
     weights = np.ones(shape)
     weights[7] = weight
     with pytest.raises(UserError) as error:
         tfdist.load_data(npz(tmp_path / "a.npz", x=X, y=Y[:, 0], weight=weights), **FLAT)
-    path, told = tmp_path / "a.npz", f"{np.float32(weight):g}"
     assert str(error.value) == (
-        f"numpy:{path} has the weight {told}: give finite ones of 0 or more, and 0 to leave an example out"
+        f"numpy:{tmp_path}/a.npz has the weight {told}: give finite ones of 0 or more, and 0 to leave an example out"
     )
 
 
