@@ -20,7 +20,7 @@ from support.launchers import TIMEOUT_S, Launcher, marked
 
 from tfdist import config
 from tfdist.checkpoints import run_folder
-from tfdist.compare import plot, results, runner, tables, trial, weight_distance
+from tfdist.compare import presentation, results, runner, trial, weight_distance
 from tfdist.compare.results import Row
 from tfdist.config.runtime_options import Environment
 from tfdist.errors import TrainingError, UserError
@@ -441,16 +441,16 @@ def test_long_rows_fit_into_80_columns(capsys, tmp_path):
         **evaluation,
     )
     gone = row("horovod 2", None, "", status="unavailable", reason="Horovod is not installed: " + "word " * 30)
-    tables.show(Console(width=80), [ONE, long, gone], "settings", ["verdict " * 30])
+    presentation.show(Console(width=80), [ONE, long, gone], "settings", ["verdict " * 30])
     out = capsys.readouterr().out
     assert all(len(line) <= 80 for line in out.splitlines()) and out.isascii()
     cells = ["multi_worker 16", "12,345,679", "12.50", "0.78*", "1234.6", "123.5", "6%", "100%", "-", "12%"]
-    assert tables.speed([long]) == [cells]
+    assert presentation.speed([long]) == [cells]
     printed = next(line for line in out.splitlines() if "12,345,679" in line)
     assert printed.split() == " ".join(cells).split()
-    assert "accuracy 0.9800 (-0.0012)" in tables.agreement([long])[0]
+    assert "accuracy 0.9800 (-0.0012)" in presentation.agreement([long])[0]
     assert "horovod 2: unavailable: Horovod is not installed" in out
-    plot.draw(tmp_path / "x.png", "title", [ONE, long, gone], "caption")
+    presentation.draw(tmp_path / "x.png", "title", [ONE, long, gone], "caption")
     assert [path.name for path in tmp_path.iterdir()] == ["x.png"]
 
 

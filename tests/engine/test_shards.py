@@ -16,7 +16,7 @@ import tfdist
 from tfdist.checkpoints import resume
 from tfdist.distributed import arithmetic
 from tfdist.engine import call_errors, step_calls
-from tfdist.engine.step.shards import shard_state
+from tfdist.engine.step.shards import shard_loop
 from tfdist.engine.step.shards.exact_sum import ExactSum
 from tfdist.errors import Interrupted
 
@@ -208,7 +208,7 @@ def by_replica(self, state):
 
 @pytest.mark.whole
 @pytest.mark.parametrize(
-    "owner, name, mutant", [(ExactSum, "total", in_floats), (shard_state.ShardState, "_stream", by_replica)]
+    "owner, name, mutant", [(ExactSum, "total", in_floats), (shard_loop.ShardState, "_stream", by_replica)]
 )
 def test_a_mutant_is_noticed(owner, name, mutant, connect, monkeypatch):
     case = next(c for c in sharded_cases.CASES if c.name == "dropout")

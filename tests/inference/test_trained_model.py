@@ -15,7 +15,7 @@ from tfdist.data.spec import Column, Spec
 from tfdist.errors import TrainingError, UserError
 from tfdist.monitoring import monitors
 from tfdist.monitoring import recorder as recorder_lib
-from tfdist.train import results
+from tfdist.train import run
 
 pytest_plugins = ("support.nvidia_drivers",)  # its fixture
 
@@ -89,7 +89,7 @@ def test_the_result_takes_the_place_of_the_report_on_a_full_disk(tmp_path, said)
                 raise TrainingError("no space left on device")
             super().write_text(name, text)
 
-    results.write(Full(str(tmp_path)), Done(), None)
+    run.write_result(Full(str(tmp_path)), Done(), None)
     assert [p.name for p in tmp_path.iterdir()] == ["result.json"] and not said
     assert json.loads((tmp_path / "result.json").read_text()) == {"status": "completed"}
 

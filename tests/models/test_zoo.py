@@ -17,7 +17,7 @@ from tfdist.data.spec import Spec
 from tfdist.errors import UserError
 from tfdist.models import build as models
 from tfdist.models.zoo import layers as layers_lib
-from tfdist.models.zoo import small, tables, text, vision
+from tfdist.models.zoo import small, vision
 
 TOLERANCE = 1e-6
 IN_WORLDS = ["cnn", "alexnet", "resnet_cifar", "vit", "char_transformer", "gpt", "table_mlp"]
@@ -214,7 +214,7 @@ def test_refused(name, options, spec, message):
 def test_every_option_is_checked():
     """A new argument of another kind would go unchecked."""
     for name in config.MODELS:
-        module = next(m for m in (small, vision, text, tables) if hasattr(m, name))
+        module = next(m for m in (small, vision) if hasattr(m, name))
         for argument in list(inspect.signature(getattr(module, name)).parameters.values())[1:]:
             assert argument.annotation in ("bool", "float", "int", "tuple[int, ...]"), argument
             with pytest.raises(UserError, match=f"{argument.name} of {name} must be"):

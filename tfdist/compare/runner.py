@@ -197,15 +197,15 @@ class Comparison:
         return results.checked(row, difference, weight_distance.CHECK_TOLERANCE, updates, natural)
 
     def _show(self, verdict: Sequence[str]) -> None:
-        from tfdist.compare import plot, tables
+        from tfdist.compare import presentation
 
         about, title = self._settings.describe(), f"{self._experiment.name} on {self._settings.machine.describe()}"
         self._console.print()
-        tables.show(self._console, self._rows, about, verdict)
-        text = tables.markdown(title, self._rows, about, verdict)
+        presentation.show(self._console, self._rows, about, verdict)
+        text = presentation.markdown(title, self._rows, about, verdict)
         try:
             (self._folder.path / "compare.md").write_text(text, encoding="utf-8")
-            plot.draw(self._folder.path / "compare.png", title, self._rows, about)
+            presentation.draw(self._folder.path / "compare.png", title, self._rows, about)
         except OSError as error:
             raise TrainingError(
                 f"{self._folder.path} cannot be written ({error.strerror}): free or repair that disk"

@@ -6,11 +6,23 @@ import collections
 
 import keras
 
-from tfdist.config import call_length
 from tfdist.engine.callbacks import callback_list
 from tfdist.engine.callbacks.callback import Callback
 from tfdist.errors import UserError
 from tfdist.models import keras_internals
+
+SHORTEST_S = 0.2
+"""Python's share of it is small, and progress stays lively."""
+TIMES_BETWEEN = 20
+"""It lasts longer where so many times the time between two calls is more: far workers take long to agree."""
+LONGEST_S = 1.0
+"""It never lasts longer than that, since signals and callbacks wait for its end."""
+
+
+def _call_seconds(between: float) -> float:
+    """Returns how long calls should last with so many seconds from the end of one to the start of the next."""
+    return min(max(SHORTEST_S, TIMES_BETWEEN * between), LONGEST_S)
+
 
 _RECENT = 3
 """Calls of which the shortest time before counts: a callback may take long now and then."""
@@ -20,7 +32,7 @@ _PREDICT_HOOKS = ("on_predict_batch_begin", "on_predict_batch_end")
 
 
 class Pace:
-    """How many updates a call makes: as many as last as long as `call_length` says.
+    """How many updates a call makes: as many as last as long as `_call_seconds` says.
 
     Args:
       fixed: that many in any case, or None.
@@ -48,7 +60,7 @@ class Pace:
             self._compiled.add(full)
             return
         # At most tenfold at a time: the first measured call is short and may have been lucky.
-        wanted = call_length.seconds(min(self._between))
+        wanted = _call_seconds(min(self._between))
         self.updates = max(1, min(int(wanted * updates / seconds), 10 * updates, 1 << 20))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import keras
 import numpy as np
@@ -10,14 +11,56 @@ import numpy as np
 from tfdist import config
 from tfdist.checkpoints import training_state
 from tfdist.config.messages import logger
-from tfdist.data import spec_file
+from tfdist.data import sources, spec_file
 from tfdist.data.datasets import registry
 from tfdist.data.spec import Spec
 from tfdist.data.structures import Structure
+from tfdist.distributed import connect
+from tfdist.engine import batching
 from tfdist.errors import UserError
-from tfdist.export import examples
+from tfdist.export import saved_model
 from tfdist.inference import compatibility, job, trained_model
 from tfdist.models import build as models
+from tfdist.models import keras_internals
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+    from tfdist.data.spec import Spec
+
+COUNT = 8
+"""How many examples a comparison takes."""
+
+
+def first_examples(source: sources.Source) -> Structure:
+    """Returns the inputs of the first examples, arrays [COUNT, ...]."""
+    if isinstance(source, sources.Arrays):
+        columns = source.columns
+    else:
+        layout = batching.layout_of(source, COUNT, connect.default(""), 1, least=False)
+        feed, _ = batching.read_once(source, layout)
+        columns = next(iter(feed.next(0, 1).feed[0]))
+    return keras.tree.map_structure(lambda array: np.asarray(array)[:COUNT], columns[0])
+
+
+def made_examples(model: keras.Model, spec: Spec) -> Structure:
+    """Returns inputs that are like none in particular, arrays [COUNT, ...] in the model's structure."""
+    draw = np.random.default_rng(0)
+    # Numbers that all embeddings know, of however many things.
+    known = [
+        layer.input_dim for layer in keras_internals.flat_layers(model) if isinstance(layer, keras.layers.Embedding)
+    ]
+    end = min([max(1, int(min(spec.maximum, 255))) + 1, *known])
+
+    def one(tensor: tf.TensorSpec) -> np.ndarray:
+        shape = [COUNT, *(side or 4 for side in tensor.shape[1:])]
+        kind = np.dtype(tensor.dtype.as_numpy_dtype)
+        if np.issubdtype(kind, np.integer):
+            return draw.integers(0, end, shape).astype(kind)
+        return draw.normal(size=shape).astype(kind)
+
+    return keras.tree.map_structure(one, saved_model.inputs(model, spec))
+
 
 _CLASSIFYING = ("categoricalcrossentropy", "sparsecategoricalcrossentropy", "categoricalfocalcrossentropy")
 
@@ -58,7 +101,7 @@ def _from_file(asked: trained_model.ModelRequest, experiment: config.Experiment)
     tensor = keras.tree.flatten(model.inputs)[0]
     classes = model.output_shape[-1] if _classifies(model) else None
     spec = Spec(tuple(tensor.shape[1:]), tensor.dtype, classes, 255.0)
-    inputs = examples.made(model, spec)
+    inputs = made_examples(model, spec)
     try:
         model(inputs, training=False)
     except Exception as error:  # whatever a layer raises that takes some values alone
@@ -87,9 +130,9 @@ def _from_run(asked: trained_model.ModelRequest, experiment: config.Experiment) 
     model = build()
     model.set_weights(weights.arrays)
     training_state.refresh(model)
-    inputs, origin = examples.made(model, spec), "made"
+    inputs, origin = made_examples(model, spec), "made"
     if loaded is not None:
-        inputs, origin = examples.first(loaded.eval), f"{experiment.data.name}, {experiment.data.eval_split}"
+        inputs, origin = first_examples(loaded.eval), f"{experiment.data.name}, {experiment.data.eval_split}"
     return Original(model, experiment, spec, weights.source, inputs, origin, weights.arrays)
 
 

@@ -15,7 +15,7 @@ from tfdist.data.sources import Arrays, Records, Source, one_hot, targets_of
 from tfdist.data.spec import Spec
 from tfdist.errors import UserError, one_line
 from tfdist.models import batch_norm, freezing, keras_internals, objective, pretrained
-from tfdist.models.zoo import keras_applications, layers, small, tables, text, vision
+from tfdist.models.zoo import keras_applications, layers, small, vision
 
 
 def set_precision(precision: str) -> None:
@@ -135,11 +135,11 @@ def _made(name: str, options: dict[str, object], spec: Spec) -> keras.Model:
         case "vit":
             function = vision.vit
         case "char_transformer":
-            function = text.char_transformer
+            function = small.char_transformer
         case "gpt":
-            function = text.gpt
+            function = small.gpt
         case "table_mlp":
-            function = tables.table_mlp
+            function = small.table_mlp
         case _:
             return user_functions.call("model.options", user_functions.resolve("model.name", name), options, spec)
     layers.check_options(function, options)

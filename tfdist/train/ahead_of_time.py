@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tfdist.config import field_syntax
@@ -11,12 +12,66 @@ from tfdist.config.runtime_options import Environment
 from tfdist.distributed import connect
 from tfdist.distributed.strategy_choice import StrategyChoice
 from tfdist.errors import UserError
-from tfdist.topology import compiler, environment, fitting, known
+from tfdist.topology import compiler, environment, known
 
 if TYPE_CHECKING:
     from tfdist.distributed.distribution import Distribution
     from tfdist.topology.program import Program
     from tfdist.train.preparation import Preparation
+
+TRIES = 6
+"""Compilations that each of the two searches may take; a deep network takes minutes for one."""
+FINENESS = 16
+"""The largest batch is looked for to this part of what did not fit."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fit:
+    """What fits instead."""
+
+    batch: int
+    """The largest global batch that was seen to fit, 0 for none."""
+    too_many: int
+    """The smallest one that was seen not to."""
+    accumulate: int
+    """Micro-batches with which the batch that was asked for fits, 0 where none were found."""
+
+
+def largest_fit(
+    needs: Callable[[int, int], float], batch: int, replicas: int, accumulate: int, used: float, limit: float
+) -> Fit:
+    """Looks for what fits.
+
+    Args:
+      needs: compiles for a batch and a number of micro-batches; returns the bytes of a device.
+      batch: that does not fit.
+      accumulate: its micro-batches.
+      used: bytes that it needs.
+      limit: bytes that there are.
+    """
+    parts = replicas * accumulate
+    fits, too_many = 0, -(-batch // parts)
+    step = max(1, too_many // FINENESS)
+    guess = int(too_many * limit / used)  # memory grows no faster than the batch
+    for _ in range(TRIES):
+        if too_many - fits <= step:
+            break
+        middle = min(max(guess, fits + 1), too_many - 1)
+        if needs(middle * parts, accumulate) <= limit:
+            fits = middle
+        else:
+            too_many = middle
+        guess = (fits + too_many) // 2
+    found = 0
+    most = batch // replicas
+    micro = accumulate * max(2, -(-batch // (fits * parts))) if fits else 2 * accumulate
+    for _ in range(TRIES):
+        if micro > most or found:
+            break
+        found = micro if needs(batch, micro) <= limit else 0
+        micro *= 2
+    return Fit(fits * parts, too_many * parts, found)
+
 
 AUTO = 0
 """What `train.batch_size=auto` is as a number."""
@@ -85,13 +140,13 @@ def rehearse(prepared: Preparation, distribution: Distribution, name: str) -> li
         logger.info(f"it does not fit: trying a batch of {batch} in {accumulate} micro-batches")
         return compiler.compiled(_export(prepared, distribution, batch, accumulate), topology).needs
 
-    fit = fitting.search(
+    fit = largest_fit(
         needs, train.batch_size, topology.replicas, train.accumulate, max(1, result.needs), topology.memory
     )
     raise UserError(refusal(topology, train.batch_size, train.accumulate, result.needs, fit))
 
 
-def refusal(topology: known.Topology, batch: int, accumulate: int, needs: int, fit: fitting.Fit) -> str:
+def refusal(topology: known.Topology, batch: int, accumulate: int, needs: int, fit: Fit) -> str:
     """Returns the line that says that an update does not fit, and what does."""
     micro = f" and train.accumulate={accumulate}" if accumulate > 1 else ""
     text = (

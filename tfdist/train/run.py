@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 
@@ -16,6 +17,7 @@ from tfdist.data import sources, spec_file
 from tfdist.distributed import arithmetic
 from tfdist.distributed.connect import Site
 from tfdist.distributed.distribution import Distribution
+from tfdist.distributed.peers import Peers
 from tfdist.engine import evaluation, fit, step_calls
 from tfdist.engine.tracing import layer_statistics
 from tfdist.engine.worker_session import Signals
@@ -23,10 +25,64 @@ from tfdist.errors import Interrupted, PeerError, TrainingError, shown
 from tfdist.models import optimizers, own_steps
 from tfdist.monitoring import error_analysis, flops, monitors, run_environment
 from tfdist.monitoring import recorder as recorder_lib
+from tfdist.monitoring.confusion import Findings
+from tfdist.monitoring.progress import numbers
+from tfdist.monitoring.recorder import Result
+from tfdist.monitoring.report import page
 from tfdist.monitoring.segments import Segments
-from tfdist.train import ahead_of_time, dry_run, early_stopping, results, slurm_requeue
+from tfdist.train import ahead_of_time, dry_run, early_stopping, slurm_requeue
 from tfdist.train.early_stopping import Patience
 from tfdist.train.preparation import Preparation
+
+
+def write_result(folder: RunFolder, result: Result, mistakes: Findings | None, silent: bool = False) -> None:
+    """Writes the report, and last of all `result.json`.
+
+    Args:
+      mistakes: what a classifier gets wrong, for the report.
+      silent: whether to keep from a person what is wrong with the report.
+
+    Raises:
+      TrainingError: the disk has no room even for the result alone, or the bucket cannot be written.
+    """
+    content = dataclasses.asdict(result)
+    problem = page.write(folder, content, mistakes)
+    if problem and not silent:
+        logger.info(problem)
+    try:
+        folder.write("result.json", content)
+    except TrainingError:  # the report may have taken the last of the disk, and this matters more
+        with contextlib.suppress(TrainingError):  # read-only by now, say
+            folder.remove(page.NAME)
+        folder.write("result.json", content)
+    folder.push(patient=not silent)
+
+
+def check_same_weights(peers: Peers, weights_sha256: str) -> None:
+    """Looks for the last time whether every worker has ended with the same weights.
+
+    Raises:
+      TrainingError: one has not; the message names it.
+    """
+    checksums = peers.gather("the weights at the end", weights_sha256)
+    different = [f"{rank} ({peers.hosts[rank]})" for rank, sha256 in enumerate(checksums) if sha256 != checksums[0]]
+    if different:
+        raise TrainingError(
+            f"worker {', '.join(different)} has ended with other weights than worker 0: do not use them, "
+            "and look for a callback that changes weights on some workers only"
+        )
+
+
+def result_lines(result: Result, folder: RunFolder) -> str:
+    """Returns what to tell a person at the end, in two or three lines; names the files that are really there."""
+    done = f"{result.status}: {result.updates} updates in {result.seconds:.1f} s"
+    speed = f", {result.examples_per_second:,.0f} examples/s" if result.examples_per_second else ""
+    if result.flops_per_second:
+        speed += f", {flops.words(result.flops_per_second, result.flops_share)}"
+    why = f" ({result.reason})" if result.reason else ""
+    quality = f"\ntfdist: evaluation: {numbers(result.evaluation)}" if result.evaluation else ""
+    files = [name for name in (page.NAME, "result.json", "model.keras") if (folder.path / name).exists()]
+    return f"{done}{speed}{why}{quality}\ntfdist: results are in {folder.name}/: {', '.join(files)}"
 
 
 class Run:
@@ -178,7 +234,7 @@ class Run:
         """Leaves the result of a run that another worker or an error has ended."""
         oom_note.heed(self._folder, reason)
         # In silence: a thread may call this, while the main thread holds the lock of the logger or of the stream.
-        results.write(self._folder, self._result("failed", reason), None, silent=True)
+        write_result(self._folder, self._result("failed", reason), None, silent=True)
 
     def _fit(self, signals: Signals) -> None:
         experiment, schedule = self._experiment, self._schedule
@@ -237,7 +293,7 @@ class Run:
         with distribution.peers.during("saving"), optimizers.portable(self._model):
             folder.save_model(self._model)
             self._checkpoints.finish()
-        results.check_same_weights(distribution.peers, self._weights_sha256)
+        check_same_weights(distribution.peers, self._weights_sha256)
         if self._checkpoints.failure:
             raise TrainingError(self._checkpoints.failure)
         result = self._result(status, reason)
@@ -245,8 +301,8 @@ class Run:
         if status == "completed":  # a run that is pre-empted has no time for it
             batch, shards = self._experiment.eval.batch_size, self._experiment.train.shards
             mistakes = error_analysis.of_run(self._model, self._data.eval, self._data.spec, distribution, batch, shards)
-        results.write(folder, result, mistakes)
-        logger.info(results.summary(result, folder))
+        write_result(folder, result, mistakes)
+        logger.info(result_lines(result, folder))
         if status == "preempted" and self._checkpoints.saved:
             logger.info("the same command goes on from there")
         if status == "preempted" and self._environment.requeue and distribution.is_chief:

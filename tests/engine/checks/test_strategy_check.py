@@ -11,7 +11,7 @@ from support.keras_programs.layers import CountsExamples
 
 import tfdist
 from tfdist.engine.checks import passed_checks
-from tfdist.engine.tracing import layer_state, synchronized_batch_norm
+from tfdist.engine.tracing import batch_norm_ops, layer_state
 from tfdist.models import batch_norm, keras_internals
 
 L = keras.layers
@@ -349,7 +349,7 @@ def nothing(*arguments):
     [
         (keras_internals, "unscaled_losses", [], mean_loss),
         (layer_state, "separate_losses", [SumOfSquares, lambda: L.BatchNormalization(synchronized=True)], "mse"),
-        (synchronized_batch_norm, "exact", [lambda: L.BatchNormalization(synchronized=True)], "mse"),
+        (batch_norm_ops, "synchronized", [lambda: L.BatchNormalization(synchronized=True)], "mse"),
     ],
 )
 def test_what_was_wrong_before_is_caught(connect, monkeypatch, module, name, layers, loss):

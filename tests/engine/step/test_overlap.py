@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfdist.data import sources
 from tfdist.distributed import collectives
-from tfdist.distributed.strategies import worker_sums
+from tfdist.distributed.strategies import multi_worker
 from tfdist.engine import batching, step_calls
 
 LAYERS, WIDTH = 3, 400
@@ -48,7 +48,7 @@ class Traced:
 
 def traced(distribution, optimizer, width=WIDTH, bucket_bytes=0):
     """An update of a model on one of two workers, which never runs."""
-    ring = worker_sums.Ring(2, "CPU:0")
+    ring = multi_worker.Ring(2, "CPU:0")
     all_sum = lambda tensors: collectives.bucketed(tensors, ring.reduce, bucket_bytes)
     distribution = dataclasses.replace(distribution, replicas=2, all_sum=all_sum)
     with distribution.scope():
@@ -104,7 +104,7 @@ def test_what_travels_together_is_one_message(connect):
 
 
 def test_no_more_than_so_many_sums_at_a_time():
-    ring = worker_sums.Ring(2, "CPU:0")
+    ring = multi_worker.Ring(2, "CPU:0")
 
     @tf.function
     def call(x):

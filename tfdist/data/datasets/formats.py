@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Callable
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist import config
@@ -15,11 +16,43 @@ from tfdist.config import field_syntax, user_functions
 from tfdist.config.field_syntax import Options
 from tfdist.data import image_decoding, image_sources, python_examples
 from tfdist.data.augmentation import ops
-from tfdist.data.datasets.synthetic import synthetic
 from tfdist.data.loaded import Loaded, described
 from tfdist.data.sources import Arrays, Batches, Records, Source, as_source, check_labels
 from tfdist.data.spec import Spec
 from tfdist.errors import UserError
+
+
+def synthetic(examples: int = 4096, shape: tuple = (32, 32, 3), classes: int = 10, noise: float = 0.5) -> dict:
+    """Makes images of one random pattern per class, under noise.
+
+    Args:
+      examples: number of training images.
+      shape: height, width and channels of an image, or any other shape.
+      noise: standard deviation of what is added to a pattern, whose own is 1.
+
+    Returns:
+      Arrays by split: `train` of `examples`, and a quarter as many to `test`.
+
+    Raises:
+      UserError: an argument of another kind or range.
+    """
+    field_syntax.check_whole("data.options: examples", examples)
+    field_syntax.check_whole("data.options: classes", classes)
+    if not isinstance(shape, (tuple, list)) or not shape:
+        raise UserError(f"data.options: shape must be that of an example, such as (8, 8, 3), got {shape!r}")
+    for side in shape:
+        field_syntax.check_whole("data.options: each side of shape", side)
+    if not isinstance(noise, (int, float)):
+        raise UserError(f"data.options: noise must be a number, got {noise!r}")
+    rng = np.random.default_rng(0)
+    patterns = rng.normal(size=(classes, *shape)).astype("float32")
+
+    def make(count: int) -> tuple[np.ndarray, np.ndarray]:
+        y = rng.integers(0, classes, count).astype("int32")
+        return patterns[y] + noise * rng.normal(size=(count, *shape)).astype("float32"), y
+
+    return {"train": make(examples), "test": make(max(1, examples // 4))}
+
 
 MEMORY_SHARE = 0.25
 """Share of the machine's memory that `data.cache=auto` lets a decoded split take."""

@@ -7,6 +7,7 @@ use what crashes. The strategy itself is started only when all workers have met.
 from __future__ import annotations
 
 import contextlib
+import functools
 import signal
 import socket
 import threading
@@ -17,11 +18,92 @@ from typing import TYPE_CHECKING, Any
 from tfdist.distributed.distribution import Distribution
 from tfdist.distributed.job.addresses import split
 from tfdist.distributed.peers import Peers
+from tfdist.distributed.shared_memory_sum import SharedMemorySum
 from tfdist.errors import UserError, one_line
 
 if TYPE_CHECKING:
     import keras
     import tensorflow as tf
+
+
+class Ring:
+    """All-reduces over TensorFlow's ring on gRPC.
+
+    Args:
+      replicas: of all workers, one each.
+      device: TensorFlow's name of this one's.
+    """
+
+    GROUP_KEY = 1 << 20
+    """Beyond those that TensorFlow counts up from 1."""
+
+    IN_FLIGHT = 8
+    """Sums that may be under way at a time: gRPC holds copies of each meanwhile."""
+
+    def __init__(self, replicas: int, device: str):
+        import tensorflow as tf
+
+        self._replicas = replicas
+        self._used = 0
+        # A tf.function runs stateful operations one after the other as they were traced, a clock that waits for the
+        # last gradient among them. Those with resources wait for their input, and for others with the same resource
+        # alone; nobody reads or writes these. One sum that travels by itself has nothing to overtake.
+        with tf.device(f"/device:{device}"):
+            self._orders = [
+                tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[], shared_name=f"tfdist.order.{i}")
+                for i in range(self.IN_FLIGHT)
+            ]
+
+    def reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Sums each tensor over all replicas."""
+        import tensorflow as tf
+
+        if self._replicas == 1:
+            return tensors
+        sums = []
+        for tensor in tensors:
+            self._used += 1
+            order = [self._orders[self._used % self.IN_FLIGHT]] if len(tensors) > 1 else []
+            sums.append(
+                tf.raw_ops.CollectiveReduceV2(
+                    input=tensor,
+                    group_size=self._replicas,
+                    group_key=self.GROUP_KEY,
+                    instance_key=self._used,
+                    ordering_token=order,
+                    merge_op="Add",
+                    final_op="Id",
+                    communication_hint="ring",
+                )
+            )
+        return sums
+
+
+class SharedMemory:
+    """All-reduces through the memory of the host; a tf.function makes these sums in the order in which it was traced.
+
+    Args:
+      through: sums arrays.
+    """
+
+    def __init__(self, through: SharedMemorySum):
+        self._through = through
+        self._used = 0
+
+    def reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Sums each tensor over all replicas; those of half precision in float32."""
+        import tensorflow as tf
+
+        sums = []
+        for tensor in tensors:
+            self._used += 1
+            # NumPy adds float16 one by one, and does not know bfloat16.
+            given = tf.cast(tensor, tf.float32) if tensor.dtype in (tf.float16, tf.bfloat16) else tensor
+            total = tf.numpy_function(functools.partial(self._through.sum, self._used), [given], given.dtype)
+            total.set_shape(tensor.shape)
+            sums.append(tf.cast(total, tensor.dtype))
+        return sums
+
 
 HEARTBEAT_S = 10
 """TensorFlow's own heartbeats; `Peers` is faster and can say who."""
@@ -50,7 +132,6 @@ def create(
     import tensorflow as tf
 
     from tfdist.distributed import collectives, shared_memory_sum
-    from tfdist.distributed.strategies import worker_sums
 
     asked = communication
     communication, options = _communication(names, communication)
@@ -66,9 +147,9 @@ def create(
 
     shared = shared_memory_sum.between(peers) if asked == "auto" and names == ("CPU:0",) else None
     if shared:
-        reduce = worker_sums.SharedMemory(shared).reduce
+        reduce = SharedMemory(shared).reduce
     elif communication == "ring" and len(names) == 1:
-        reduce = worker_sums.Ring(replicas, names[0]).reduce
+        reduce = Ring(replicas, names[0]).reduce
     else:
         # TensorFlow's own layer keeps an order per device. Without it NCCL deadlocks, and so do several CPUs of one
         # process, whose collectives a tf.function would run one after the other.

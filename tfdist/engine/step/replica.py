@@ -18,7 +18,7 @@ from tfdist.distributed.distribution import Distribution
 from tfdist.engine.checks import preconditions
 from tfdist.engine.step.loss import Objective
 from tfdist.engine.step.partial_sums import Payload, goals
-from tfdist.engine.tracing import layer_state, random_layers, recomputation, synchronized_batch_norm, trace_patches
+from tfdist.engine.tracing import batch_norm_ops, layer_state, random_layers, trace_patches
 from tfdist.engine.tracing.layer_state import LayerState
 from tfdist.errors import UserError
 from tfdist.models import keras_internals, own_steps
@@ -93,12 +93,12 @@ class Replica:
         Replicas are traced in threads: this surrounds them all.
         """
         with (
-            recomputation.refused(),
+            trace_patches.recomputation_refused(),
             random_layers.as_the_environment_says(self.model),
-            trace_patches.quick(),
+            trace_patches.without_gradient_registry(),
             keras_internals.unscaled_losses(),
             layer_state.separate_losses(self.model),
-            synchronized_batch_norm.exact(self.model, self.distribution.replicas),
+            batch_norm_ops.synchronized(self.model, self.distribution.replicas),
         ):
             yield
 

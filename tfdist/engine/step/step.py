@@ -12,17 +12,46 @@ import tensorflow as tf
 from tfdist.data.batch_layout import Layout, unpack
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
-from tfdist.engine.checks import preconditions, static_model
+from tfdist.engine.checks import preconditions
 from tfdist.engine.step import loss_kinds, metrics, own_step_call
-from tfdist.engine.step.evaluation_call import evaluation_call
+from tfdist.engine.step.batch_loop import batch_loop
 from tfdist.engine.step.prediction_call import NO_BATCH as NO_BATCH  # those who run the functions look for it
 from tfdist.engine.step.prediction_call import prediction_call
-from tfdist.engine.step.replica import Replica
-from tfdist.engine.step.results import LastLogs, LogNames, Totals
+from tfdist.engine.step.replica import Replica, Taken
+from tfdist.engine.step.results import CallResult, LastLogs, LogNames, Totals
+from tfdist.engine.step.shards.shard_loop import ShardLoop
 from tfdist.engine.step.training_call import TrainingOptions, training_call
 from tfdist.engine.tracing import layer_state
 from tfdist.errors import UserError, one_line
 from tfdist.models import freezing, keras_internals, own_steps
+
+
+def evaluation_call(replica: Replica, layout: Layout, losses: int) -> Callable[..., CallResult]:
+    """Makes `call(feed, first, last, sums=None)`, which measures these global batches and changes nothing but metrics.
+
+    Args:
+      losses: loss values of a batch, the total included.
+    """
+
+    def one(batch: Taken, is_last: tf.Tensor) -> tf.Tensor:
+        del is_last
+        count = replica.count(layout, batch)
+        if layout.shards:
+            payload = ShardLoop(replica, layout).run(batch, count, False).payload
+            return payload.losses(replica.objective.regularization())
+        rows = replica.take(layout, batch, count)
+        payload, outputs = replica.passes(rows, count, False)
+        metrics.update(replica.model, replica.distribution, rows, outputs)
+        payload = payload.with_tensors(replica.distribution.all_sum(payload.tensors()))
+        return payload.losses(replica.objective.regularization())
+
+    measured = batch_loop(replica, layout, losses, one)
+
+    def call(feed: tuple, first: tf.Tensor, last: tf.Tensor, sums: tf.Tensor | None = None) -> CallResult:
+        with replica.tracing():
+            return measured(feed, first, last, sums)
+
+    return tf.function(call, autograph=False, reduce_retracing=True)
 
 
 class Step:
@@ -235,7 +264,7 @@ class Step:
             with layer_state.unchanged(list(kept.values())), tf.device("CPU:0") if static else contextlib.nullcontext():
                 outputs = self._replica.forward(x, training=False)
                 if static:
-                    static_model.check(model, lambda rows: self._replica.forward(rows, training=False), x)
+                    preconditions.static(model, lambda rows: self._replica.forward(rows, training=False), x)
         except Exception as error:
             # Its own step may call something else, where there is no `call`, or give it all that fit was given.
             if isinstance(error, UserError) or not self.own_step("train"):

@@ -21,7 +21,7 @@ from tfdist.engine.step.partial_sums import Payload
 from tfdist.engine.step.replica import Replica, Taken
 from tfdist.engine.step.results import CallResult
 from tfdist.engine.step.shards.shard_loop import ShardLoop
-from tfdist.engine.tracing import fused_batch_norm
+from tfdist.engine.tracing import batch_norm_ops
 from tfdist.models import keras_internals
 
 
@@ -71,7 +71,7 @@ def update(
         optimizer_update.owned(model.optimizer, model.trainable_variables, options.factors) as optimizer,
         replica.tracing(),
         keras_internals.sums_in_order() if layout.shards else contextlib.nullcontext(),
-        fused_batch_norm.normalization(None if replica.jit else model),  # XLA fuses by itself
+        batch_norm_ops.fused(None if replica.jit else model),  # XLA fuses by itself
     ):
         yield _Update(replica, layout, options, optimizer)
 

@@ -1,4 +1,4 @@
-"""Small networks for small images: what the examples and many tests train."""
+"""Small networks for images, for the columns of a table, and for tokens: what the examples and many tests train."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import keras
 
 from tfdist.data.spec import Spec
 from tfdist.errors import UserError
+from tfdist.models.zoo import layers
 from tfdist.models.zoo import layers as layers_lib
 
 
@@ -56,3 +57,147 @@ def _convolution(width: int) -> list[keras.Layer]:
 
 def _input(spec: Spec) -> keras.KerasTensor:
     return keras.Input(spec.shape, dtype=spec.dtype)
+
+
+def table_mlp(
+    spec: Spec, units: int = 128, depth: int = 2, dropout: float = 0.0, embedding: int = 0, outputs: int = 1
+) -> keras.Model:
+    """Numbers as they are and a vector for each category, through `depth` hidden layers of `units`.
+
+    "Entity Embeddings of Categorical Variables" (Guo and Berkhahn, 2016).
+
+    Args:
+      embedding: length of a category's vector; 0 for half its number of texts, at most 50.
+      outputs: numbers to predict where the targets are not classes.
+
+    Returns:
+      A model of {"numbers": float32 [n, k], "categories": int32 [n, c]}, as far as the table has them; its outputs are
+      logits [n, classes], or [n, outputs].
+    """
+    numbers = [c for c in spec.columns if c.kind == "number"]
+    categories = [c for c in spec.columns if c.kind == "category"]
+    if not spec.columns:
+        raise UserError("model.name='table_mlp' needs the columns of a table: use data.name=csv:/path")
+    if outputs != 1 and spec.classes is not None:
+        raise UserError(f"model.options: outputs={outputs} is for numbers to predict, and the targets are classes")
+    inputs, pieces = {}, []
+    if numbers:
+        inputs["numbers"] = keras.Input((len(numbers),), dtype="float32", name="numbers")
+        pieces.append(inputs["numbers"])
+    if categories:
+        inputs["categories"] = keras.Input((len(categories),), dtype="int32", name="categories")
+    for place, column in enumerate(categories):
+        texts = len(column.vocabulary) + 1
+        length = embedding or min(50, (texts + 1) // 2)
+        # By number: a column may have any name, a layer may not.
+        vectors = keras.layers.Embedding(texts, length, name=f"category{place + 1}")
+        pieces.append(vectors(inputs["categories"][:, place]))
+    x = keras.layers.Concatenate(name="row")(pieces) if len(pieces) > 1 else pieces[0]
+    for number in range(1, depth + 1):
+        x = keras.layers.Dense(units, "gelu", kernel_initializer="he_normal", name=f"dense{number}")(x)
+        x = keras.layers.Dropout(dropout, name=f"dropout{number}")(x) if dropout else x
+    head = layers.output(outputs) if spec.classes is None else layers.logits(spec)
+    return keras.Model(inputs, head(x))
+
+
+BYTES = 256
+
+
+def char_transformer(spec: Spec, width: int = 64, heads: int = 4, depth: int = 2) -> keras.Model:
+    """A small causal transformer over sequences of bytes, 0 being padding. Returns logits [n, length, 256]."""
+    layers.needs_sequence("char_transformer", spec)
+    layers.divides(width, heads)
+    if _tokens(spec) > BYTES:
+        raise UserError(
+            f"model.name='char_transformer' is for bytes, and the data needs {_tokens(spec)} tokens: use model.name=gpt"
+        )
+    length = spec.shape[0]
+    tokens = keras.Input((length,), dtype="int32")
+    x = keras.layers.Embedding(BYTES, width, mask_zero=True)(tokens)
+    # Positions 1, 2, ... and 0 for padding, as Keras operations, so that the saved model needs nothing of tfdist.
+    present = keras.ops.cast(keras.ops.not_equal(tokens, 0), "int32")
+    positions = keras.ops.cumsum(present, axis=1) * present
+    x = keras.layers.Add()([x, keras.layers.Embedding(length + 1, width, mask_zero=True, name="positions")(positions)])
+    for _ in range(depth):
+        y = keras.layers.LayerNormalization()(x)
+        # Add layers and not `+`, which would drop the mask.
+        x = keras.layers.Add()([x, keras.layers.MultiHeadAttention(heads, width // heads)(y, y, use_causal_mask=True)])
+        y = keras.layers.LayerNormalization()(x)
+        y = keras.layers.Dense(4 * width, activation="gelu")(y)
+        x = keras.layers.Add()([x, keras.layers.Dense(width)(y)])
+    return keras.Model(tokens, layers.output(BYTES)(keras.layers.LayerNormalization()(x)))
+
+
+def gpt(
+    spec: Spec,
+    width: int = 128,
+    heads: int = 4,
+    depth: int = 4,
+    dropout: float = 0.0,
+    tied: bool = True,
+    vocabulary: int = 0,
+) -> keras.Model:
+    """A causal transformer, normalized before each branch (GPT-2; Radford et al., 2019).
+
+    There is no mask: padding stands at the end, where nothing before it looks,
+    and must weigh nothing in the loss.
+
+    Args:
+      width: length of a token's vector; a multiple of `heads`.
+      dropout: rate after the embeddings, in the attention and after each branch.
+      tied: the head has the weights of the embedding (Press and Wolf, 2017); otherwise its own.
+      vocabulary: tokens; 0 for the 256 bytes, or as many as the data has if that is more.
+
+    Returns:
+      A model of tokens int32 [n, length]; its outputs are logits [n, length, vocabulary].
+    """
+    layers.needs_sequence("gpt", spec)
+    layers.divides(width, heads)
+    length = spec.shape[0]
+    needed = _tokens(spec)
+    if vocabulary and vocabulary < needed:
+        raise UserError(f"model.options: vocabulary={vocabulary} is too small for the data, which needs {needed}")
+    vocabulary = vocabulary or max(BYTES, needed)
+    normal = lambda scale=1.0: keras.initializers.RandomNormal(stddev=0.02 * scale)
+    tokens = keras.Input((length,), dtype="int32", name="tokens")
+    if tied:
+        embedding = keras.layers.ReversibleEmbedding(
+            vocabulary,
+            width,
+            embeddings_initializer=normal(),
+            reverse_dtype=layers.full_precision(),
+            name="embedding",
+        )
+    else:
+        embedding = keras.layers.Embedding(vocabulary, width, embeddings_initializer=normal(), name="embedding")
+    # Positions as Keras operations, so that the saved model needs nothing of tfdist.
+    places = keras.ops.cumsum(keras.ops.ones_like(tokens), axis=1) - 1
+    positions = keras.layers.Embedding(length, width, embeddings_initializer=normal(), name="positions")
+    x = keras.layers.Add(name="embedded")([embedding(tokens), positions(places)])
+    x = _dropped(x, dropout, "embedded_dropout")
+    for block in range(1, depth + 1):
+        name = f"block{block}"
+        y = _normalized(x, f"{name}_norm1")
+        y = layers.attention(heads, width, dropout, normal(), f"{name}_attention")(y, y, use_causal_mask=True)
+        x = keras.layers.Add(name=f"{name}_add1")([x, _dropped(y, dropout, f"{name}_dropout1")])
+        y = _normalized(x, f"{name}_norm2")
+        y = keras.layers.Dense(4 * width, "gelu", kernel_initializer=normal(), name=f"{name}_dense1")(y)
+        # What is added to x 2 * depth times starts smaller by the root of that (GPT-2).
+        small = normal((2 * depth) ** -0.5)
+        y = keras.layers.Dense(width, kernel_initializer=small, name=f"{name}_dense2")(y)
+        x = keras.layers.Add(name=f"{name}_add2")([x, _dropped(y, dropout, f"{name}_dropout2")])
+    x = _normalized(x, "norm")
+    return keras.Model(tokens, embedding(x, reverse=True) if tied else layers.output(vocabulary)(x))
+
+
+def _tokens(spec: Spec) -> int:
+    """How many tokens the data needs, in inputs and targets."""
+    return max(int(spec.maximum) + 1, spec.classes or 0)
+
+
+def _normalized(x: keras.KerasTensor, name: str) -> keras.KerasTensor:
+    return keras.layers.LayerNormalization(epsilon=1e-5, name=name)(x)
+
+
+def _dropped(x: keras.KerasTensor, rate: float, name: str) -> keras.KerasTensor:
+    return keras.layers.Dropout(rate, name=name)(x) if rate else x

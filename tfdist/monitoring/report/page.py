@@ -16,7 +16,7 @@ from tfdist.checkpoints.run_folder import RunFolder, strict
 from tfdist.engine.timing import INPUT_LIMIT
 from tfdist.errors import TrainingError
 from tfdist.monitoring.confusion import Findings
-from tfdist.monitoring.report import curves, mistakes, other_runs, run_files, tables
+from tfdist.monitoring.report import curves, mistakes, run_files, tables
 from tfdist.monitoring.report.html import Html, join, tag
 from tfdist.monitoring.report.line_chart import label, value
 from tfdist.monitoring.report.run_files import Record, mapping, number
@@ -70,7 +70,7 @@ def render(path: pathlib.Path, result: dict | None = None, findings: Findings | 
         ("speed", "Speed and devices", lambda: curves.speed(record)),
         ("segments", "Starts of the workers", lambda: tables.segments(record)),
         ("quality", "Mistakes", lambda: mistakes.section(findings) if findings else Html("")),
-        ("runs", "Other runs", lambda: other_runs.section(record)),
+        ("runs", "Other runs", lambda: tables.other_runs(record)),
         ("experiment", "Experiment", lambda: tables.experiment(record)),
         ("environment", "Environment", lambda: tables.environment(record)),
     ]

@@ -1,13 +1,18 @@
-"""The tables of a report: the experiment, and the environment and why."""
+"""The tables of a report: the experiment, the environment and why, and this run beside others in its folder."""
 
 from __future__ import annotations
 
+import dataclasses
+import re
+import urllib.parse
+from collections.abc import Callable
 from typing import Any
 
 from tfdist import config
 from tfdist.config.runtime_options import Environment
 from tfdist.monitoring.report.html import Html, join, table, tag
-from tfdist.monitoring.report.run_files import Record, mapping, number, sequence
+from tfdist.monitoring.report.line_chart import short, value
+from tfdist.monitoring.report.run_files import Record, mapping, neighbours, number, sequence
 
 
 def experiment(record: Record) -> Html:
@@ -96,3 +101,103 @@ def _gpu(gpu: dict) -> str:
 def _given(name: str, text: object) -> bool:
     """Whether a flag says something: the environment's own defaults do not."""
     return text != getattr(Environment(), name, None)
+
+
+SHOWN = 20
+"""Other runs that are shown at most, the newest."""
+NOT_A_DIFFERENCE = ("config.name", "config.data.data_dir")
+SAME_TASK = ("config.data.name", "config.data.eval_split", "config.data.options")
+"""Fields in which runs must agree to be set side by side."""
+SMOOTHING = "config.train.label_smoothing"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunColumn:
+    """One figure of all runs."""
+
+    name: str
+    figures: list[float | None]
+    better: int
+    """+1 where more is better, -1 where less is, 0 where neither is known to be."""
+    text: Callable[[float], str]
+
+    def cell(self, i: int, done: list[bool]) -> Html | str:
+        """Returns the figure of run `i`, marked where it is the best of the runs that are done."""
+        figure = self.figures[i]
+        if figure is None:
+            return "-"
+        known = [y for y, whole in zip(self.figures, done) if y is not None and whole]
+        best = max(known, key=lambda y: self.better * y, default=None)
+        if self.better and done[i] and figure == best and len(set(known)) > 1:
+            return tag("b", "★ ", self.text(figure), class_="best")
+        return self.text(figure)
+
+
+def other_runs(record: Record) -> Html:
+    """Returns the table of this run and the others on the same data."""
+    own = _fields(record)
+    around = [(run, _fields(run)) for run in neighbours(record.path)]
+    others = [(run, fields) for run, fields in around if all(fields.get(n) == own.get(n) for n in SAME_TASK)]
+    elsewhere = len(around) - len(others)
+    notes = []
+    if len(others) > SHOWN:
+        notes.append(f"The newest {SHOWN} of {len(others)} other runs on this data are shown.")
+    if elsewhere:
+        notes.append(f"{elsewhere} run{'s' * (elsewhere > 1)} on other data left out.")
+    if not others:
+        return tag("p", " ".join(["No other run on this data in the same folder.", *notes]), class_="note")
+    shown = [(record, own), *others[:SHOWN]]
+    columns = _columns(shown)
+    done = [run.result.get("status") == "completed" for run, _ in shown]
+    rows = []
+    for i, (run, fields) in enumerate(shown):
+        replicas = run.result.get("replicas", "?")
+        strategy = f"{run.result.get('strategy', '?')}, {replicas} replica{'s' * (replicas != 1)}"
+        figures = [column.cell(i, done) for column in columns]
+        differs = _differences(own, fields) if i else "-"
+        rows.append([_name(run, i == 0), run.result.get("status"), *figures, strategy, differs])
+    head = ["run", "status", *(c.name for c in columns), "strategy", "differs from this run in"]
+    return join(
+        table(head, rows, range(2, 2 + len(columns)), id="comparison"),
+        tag("p", " ".join(["★ the best of the completed runs.", *notes]), class_="note"),
+    )
+
+
+def direction(metric: str) -> int:
+    """Returns +1 where more of a metric is better, -1 where less is, 0 where its name does not tell."""
+    if re.search(r"acc|auc|precision|recall|f1|iou|top_", metric):
+        return 1
+    return -1 if re.search(r"loss|error|entropy|perplexity|^m[as]e$|rmse", metric) else 0
+
+
+def _fields(run: Record) -> dict[str, str]:
+    """Returns all fields; one that the run did not know had what is now the default."""
+    return {**config.flat(config.Experiment()), **config.flat(run.experiment)}
+
+
+def _columns(shown: list[tuple[Record, dict[str, str]]]) -> list[RunColumn]:
+    evaluations = [mapping(run.result.get("evaluation")) for run, _ in shown]
+    columns = []
+    for name in dict.fromkeys(name for evaluation in evaluations for name in evaluation):
+        better = direction(name)
+        if better < 0 and len({fields.get(SMOOTHING) for _, fields in shown}) > 1:
+            better = 0  # losses of smoothed and of plain targets are two scales
+        columns.append(RunColumn(name, [number(e.get(name)) for e in evaluations], better, value))
+    for key, name, better in (("examples_per_second", "examples/s", 1), ("seconds", "seconds", -1)):
+        columns.append(RunColumn(name, [number(run.result.get(key)) for run, _ in shown], better, short))
+    return [c for c in columns if any(y is not None for y in c.figures)]
+
+
+def _name(run: Record, this: bool) -> Html:
+    name = run.path.absolute().name
+    if this:
+        return join(tag("b", name), " (this run)")
+    if not (run.path / "report.html").exists():
+        return join(name)
+    return tag("a", name, href=f"../{urllib.parse.quote(name)}/report.html")
+
+
+def _differences(own: dict[str, str], other: dict[str, str]) -> Html | str:
+    names = [n for n in {**own, **other} if own.get(n) != other.get(n) and n not in NOT_A_DIFFERENCE]
+    parts = [tag("code", f"{n.removeprefix('config.')}={other.get(n, '')}") for n in names]
+    return join(*(join(part, " ") for part in parts)) if parts else "nothing"

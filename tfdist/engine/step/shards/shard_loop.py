@@ -6,7 +6,7 @@ any number of replicas, and what they give is the same bit for bit; `ExactSum` a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import keras
@@ -14,12 +14,204 @@ import tensorflow as tf
 
 from tfdist.data.batch_layout import Layout, Rows, with_shape
 from tfdist.data.structures import Structure
+from tfdist.distributed.distribution import Distribution
 from tfdist.engine.step import graph_clock, metrics
 from tfdist.engine.step.partial_sums import Payload
 from tfdist.engine.step.replica import Replica, Taken
-from tfdist.engine.step.shards import shard_graph
 from tfdist.engine.step.shards.exact_sum import ExactSum
-from tfdist.engine.step.shards.shard_state import ShardState
+from tfdist.errors import UserError
+from tfdist.models import freezing, keras_internals
+
+
+class ShardState:
+    """The state of a model before a global batch, during each shard, and after all; in replica context.
+
+    Averages that layers keep, as BatchNorm does, become what they were plus the mean of the shards' changes; what they
+    count, and what metrics sum up, grows by the sum. A random generator gets a state for each shard from its own,
+    which moves on by one if any shard has drawn.
+
+    Raises:
+      UserError: a variable is neither a float nor an integer.
+    """
+
+    def __init__(self, model: keras.Model, layout: Layout):
+        fixed = {id(v) for v in freezing.fixed(model)}
+        of_losses = {id(v) for metric in keras_internals.loss_metrics(model) if metric for v in metric.variables}
+        sums = {id(v): v for v in model.metrics_variables if id(v) not in of_losses}
+        rest = [v for v in model.non_trainable_variables if id(v) not in fixed | of_losses and id(v) not in sums]
+        self._sums = list(sums.values())
+        self._seeds = [v for v in rest if keras_internals.is_seed(v)]
+        self._kept = [v for v in rest if not keras_internals.is_seed(v)]
+        for variable in (*self._kept, *self._sums):
+            dtype = tf.as_dtype(variable.dtype)
+            if not (dtype.is_floating or dtype.is_integer):
+                raise UserError(f"shards cannot add up {variable.path}, which is {dtype.name}: leave shards out")
+        self._parts = layout.replicas * layout.accumulate
+        # Outside of the shards, where nothing has changed yet.
+        self._before = {id(v): _read(v) for v in (*self._sums, *self._seeds, *self._kept)}
+        self._streams = [self._stream(self._before[id(v)]) for v in self._seeds]
+
+    def _stream(self, state: tf.Tensor) -> tf.Tensor:
+        """The state of a generator for each shard, [shards, 2]: drawn from its own, so that none follows another."""
+        return tf.random.stateless_uniform(
+            [self._parts, 2], tf.cast(state, tf.int64), minval=None, maxval=None, dtype=tf.uint32, alg="philox"
+        )
+
+    def begin(self, part: tf.Tensor) -> set[int]:
+        """Sets the state for a shard, while its graph is traced.
+
+        Args:
+          part: its number among those of all micro-batches.
+
+        Returns:
+          The ids of the tensors that stand for these variables in that graph.
+        """
+        for variable, stream in zip(self._seeds, self._streams):
+            _assign(variable, tf.cast(stream[part], self._before[id(variable)].dtype))
+        for variable in self._kept:
+            _assign(variable, self._before[id(variable)])
+        for variable in self._sums:
+            _assign(variable, tf.zeros_like(self._before[id(variable)]))
+        graph = tf.compat.v1.get_default_graph()
+        return {id(graph.capture(v.value.handle)) for v in (*self._seeds, *self._kept, *self._sums)}
+
+    def changes(self, part: tf.Tensor) -> list[tf.Tensor]:
+        """Returns what the shard has changed, to be added up over all shards; arguments as for `begin`."""
+        changes = [_read(v) for v in self._sums]
+        changes += [_read(v) - self._before[id(v)] for v in self._kept]
+        return [*changes, *self.drawn(part)]
+
+    def drawn(self, part: tf.Tensor) -> list[tf.Tensor]:
+        """Returns for each random generator 1 if the shard has drawn from it, else 0; arguments as for `begin`."""
+        states = [tf.cast(_read(v), tf.uint32) for v in self._seeds]
+        moved = [tf.not_equal(now, stream[part]) for now, stream in zip(states, self._streams)]
+        return [tf.cast(tf.reduce_any(m), tf.int64) for m in moved]
+
+    def end(self, changes: Sequence[tf.Tensor], examples: tf.Tensor | int, distribution: Distribution) -> None:
+        """Sets the state after all shards.
+
+        Args:
+          changes: the sums of what `changes` gave.
+          examples: of the global batch; shards without any have changed nothing.
+        """
+        remaining = iter(changes)
+        first = tf.equal(distribution.replica_id(), 0)
+        shards = tf.minimum(examples, self._parts)
+        for variable in self._sums:  # which are read as the sum over the replicas
+            before, change = self._before[id(variable)], next(remaining)
+            _assign(variable, before + tf.where(first, change, tf.zeros_like(change)))
+        for variable in self._kept:
+            before, change = self._before[id(variable)], next(remaining)
+            mean = change / tf.cast(shards, change.dtype) if change.dtype.is_floating else change
+            _assign(variable, before + mean)
+        self._move_on(list(remaining))
+
+    def put_back(self, drawn: Sequence[tf.Tensor]) -> None:
+        """Sets the state after a prediction, which changes nothing but random generators.
+
+        Args:
+          drawn: sums of what `drawn` gave.
+        """
+        for variable in (*self._sums, *self._kept):
+            _assign(variable, self._before[id(variable)])
+        self._move_on(drawn)
+
+    def _move_on(self, drawn: Sequence[tf.Tensor]) -> None:
+        for variable, times in zip(self._seeds, drawn):
+            before = self._before[id(variable)]
+            _assign(variable, tf.stack([before[0], before[1] + tf.cast(tf.minimum(times, 1), before.dtype)]))
+
+
+def _read(variable: keras.Variable) -> tf.Tensor:
+    return tf.raw_ops.ReadVariableOp(resource=variable.value.handle, dtype=variable.value.dtype)
+
+
+def _assign(variable: keras.Variable, value: tf.Tensor) -> None:
+    # Not the variable's own assign, which would meet the other replicas: each writes its copy.
+    tf.raw_ops.AssignVariableOp(resource=variable.value.handle, value=value)
+
+
+RANDOM = (
+    "AllCandidateSampler",
+    "FixedUnigramCandidateSampler",
+    "FractionalAvgPool",
+    "FractionalMaxPool",
+    "LearnedUnigramCandidateSampler",
+    "LogUniformCandidateSampler",
+    "Multinomial",
+    "ParameterizedTruncatedNormal",
+    "RandomCrop",
+    "RandomGamma",
+    "RandomPoisson",
+    "RandomPoissonV2",
+    "RandomShuffle",
+    "RandomStandardNormal",
+    "RandomUniform",
+    "RandomUniformInt",
+    "RngReadAndSkip",
+    "RngSkip",
+    "SampleDistortedBoundingBox",
+    "SampleDistortedBoundingBoxV2",
+    "StatefulRandomBinomial",
+    "StatefulStandardNormal",
+    "StatefulStandardNormalV2",
+    "StatefulTruncatedNormal",
+    "StatefulUniform",
+    "StatefulUniformFullInt",
+    "StatefulUniformInt",
+    "ThreadUnsafeUnigramCandidateSampler",
+    "TruncatedNormal",
+    "UniformCandidateSampler",
+)
+"""Operations whose numbers depend on what a device has drawn before."""
+PYTHON = ("EagerPyFunc", "PyFunc")
+"""Operations that call Python, which may draw numbers and keep a state that no graph shows; `PyFuncStateless` promises
+that it does not."""
+_WRITES = ("Assign", "ResourceScatter")
+"""How the names of operations begin that change a variable."""
+
+
+def _check_graph(graph: tf.Graph, own: set[int]) -> None:
+    """Refuses what would make a shard depend on the device that computes it, or on what that has computed before.
+
+    Args:
+      graph: of a shard.
+      own: ids of the tensors in it that are variables which `ShardState` takes care of.
+
+    Raises:
+      UserError: naming what it is.
+    """
+    functions = graph.as_graph_def().library.function
+    kinds = {op.type for op in graph.get_operations()} | {node.op for f in functions for node in f.node_def}
+    for kind in sorted(kinds.intersection(RANDOM)):
+        raise UserError(
+            f"the model draws random numbers by TensorFlow's {kind}, which depend on the device: draw them by "
+            "keras.random with a keras.random.SeedGenerator that is an attribute of the layer, or leave shards out"
+        )
+    for kind in sorted(kinds.intersection(PYTHON)):
+        raise UserError(
+            f"the model calls Python ({kind}), whose random numbers and counts would depend on the device: use "
+            "tf.numpy_function(..., stateful=False) if it has none, or leave shards out"
+        )
+    if any(id(variable) not in own for variable in _written(graph)):
+        raise UserError(
+            "a forward pass changes a variable that is no state of a layer or metric (a trained weight, or that of "
+            "a keras.random call without a seed), which cannot be added up over shards: make it a weight with "
+            "trainable=False, give the call a SeedGenerator of the layer, or leave shards out"
+        )
+
+
+def _written(graph: tf.Graph) -> Iterator[tf.Tensor]:
+    """Yields the variables that are changed in a graph, or in a branch, a loop or a function that it calls."""
+    handles = {id(variable.handle) for variable in graph.variables}
+    variables = {id(inner) for outer, inner in graph.captures if id(outer) in handles}
+    for op in graph.get_operations():
+        if op.type.startswith(_WRITES):
+            yield op.inputs[0]
+            continue
+        only_read = keras_internals.only_read(op)
+        if only_read is not None:  # which may have tables among its resources, too
+            yield from (t for i, t in enumerate(op.inputs) if id(t) in variables and i not in only_read)
 
 
 class ShardResult(NamedTuple):
@@ -131,7 +323,7 @@ class ShardLoop:
         replica, layout = self._replica, self._layout
         number = tf.TensorSpec([], tf.int32)
         compiled = tf.function(work, autograph=False, input_signature=[number, number]).get_concrete_function()
-        shard_graph.check(compiled.graph, self._own)
+        _check_graph(compiled.graph, self._own)
         each, most, sums = compiled.structured_outputs
         own = layout.of_device(replica.distribution.replicas, replica.distribution.replica_id())
         rounds = own.rows * layout.accumulate

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist.engine.tracing import fused_batch_norm
+from tfdist.engine.tracing import batch_norm_ops
 
 L = keras.layers
 RENORM = "renorm" in inspect.signature(L.BatchNormalization).parameters
@@ -21,7 +21,7 @@ def measured(model, replaced):
 
     @tf.function
     def passes():
-        with fused_batch_norm.normalization(replaced), tf.GradientTape() as tape:
+        with batch_norm_ops.fused(replaced), tf.GradientTape() as tape:
             tape.watch(x)
             y = model(x, training=True)
             total = tf.reduce_sum(tf.sin(y))

@@ -1,8 +1,12 @@
-"""Synchronized batch normalization over replicas that differ in their number of rows.
+"""Batch normalization with other ops than those of which Keras 3 composes it, while a step is traced.
 
-Keras 3 makes three all-reduces of a layer's forward pass, takes E(x^2) - E(x)^2 of values far from zero, counts the
-rows of a replica that has none of its own, and does not synchronize a masked input at all. Here sums, sums of squares
-and counts travel together: one all-reduce forward, and its gradient backward.
+`fused`: forward and backward are one op of TensorFlow's each; a network of small convolutions gains some percent of
+its whole time on a CPU (benchmarks/README.md). The result is the same to rounding.
+
+`synchronized`: over replicas that differ in their number of rows. Keras makes three all-reduces of a layer's forward
+pass, takes E(x^2) - E(x)^2 of values far from zero, counts the rows of a replica that has none of its own, and does
+not synchronize a masked input at all. Here sums, sums of squares and counts travel together: one all-reduce forward,
+and its gradient backward.
 """
 
 from __future__ import annotations
@@ -17,20 +21,76 @@ from tfdist.engine.tracing import layer_state
 from tfdist.errors import UserError
 from tfdist.models import keras_internals
 
+SMALLEST_EPSILON = 1.001e-5
+"""cuDNN takes no smaller one."""
+
 
 @contextlib.contextmanager
-def exact(model: keras.Model, replicas: int) -> Iterator[None]:
+def fused(model: keras.Model | None) -> Iterator[None]:
+    """Lets BatchNormalization layers use the fused op while `model` is traced, where it computes the same.
+
+    Replicas are traced in threads: this surrounds them all.
+
+    Args:
+      model: the model, or None to change nothing.
+    """
+    layers = [layer for layer in (keras_internals.flat_layers(model) if model else ()) if _can_fuse(layer)]
+    with keras_internals.calls({layer: _call(layer) for layer in layers}):
+        yield
+
+
+def _can_fuse(layer: keras.Layer) -> bool:
+    """Exact class only: a subclass may compute something else. Images with channels last only."""
+    return (
+        type(layer) is keras.layers.BatchNormalization
+        and layer.built
+        and layer.input_spec.ndim == 4
+        and layer.axis in (-1, 3)
+        and layer.epsilon >= SMALLEST_EPSILON
+        and not layer.synchronized
+        and not getattr(layer, "renorm", False)  # older Keras has none
+        and "call" not in vars(layer)
+    )
+
+
+def _call(layer: keras.layers.BatchNormalization) -> Callable[..., tf.Tensor]:
+    composed = layer.call
+
+    def call(inputs: tf.Tensor, training: bool | None = None, mask: tf.Tensor | None = None) -> tf.Tensor:
+        if not training or not layer.trainable or mask is not None or inputs.dtype != tf.float32:
+            return composed(inputs, training=training, mask=mask)
+        channels = inputs.shape[-1]
+        outputs, mean, variance, *_ = tf.raw_ops.FusedBatchNormV3(
+            x=inputs,
+            scale=tf.convert_to_tensor(layer.gamma.value) if layer.scale else tf.ones([channels]),
+            offset=tf.convert_to_tensor(layer.beta.value) if layer.center else tf.zeros([channels]),
+            mean=tf.zeros([0]),
+            variance=tf.zeros([0]),
+            epsilon=layer.epsilon,
+            is_training=True,
+        )
+        # It gives the unbiased variance (n - 1), and Keras keeps the biased one.
+        count = tf.cast(tf.size(inputs) // channels, tf.float32)
+        for average, value in ((layer.moving_mean, mean), (layer.moving_variance, variance * ((count - 1) / count))):
+            average.assign(average.value * layer.momentum + value * (1 - layer.momentum))
+        return outputs
+
+    return call
+
+
+@contextlib.contextmanager
+def synchronized(model: keras.Model, replicas: int) -> Iterator[None]:
     """Lets the synchronized layers of a model share their sums while it is traced.
 
     Args:
       replicas: over all workers; nothing changes for one.
     """
-    layers = [layer for layer in keras_internals.flat_layers(model) if replicas > 1 and _fits(layer)]
+    layers = [layer for layer in keras_internals.flat_layers(model) if replicas > 1 and _can_synchronize(layer)]
     with keras_internals.batch_moments({layer: _moments(layer) for layer in layers}):
         yield
 
 
-def _fits(layer: keras.Layer) -> bool:
+def _can_synchronize(layer: keras.Layer) -> bool:
     return isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized
 
 
