@@ -17,10 +17,10 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 from support import adversary
 
-from tfdist.distributed import introduction
+from tfdist.distributed import rendezvous
 from tfdist.distributed.connections import wire
 from tfdist.distributed.connections.acceptor import Acceptor
-from tfdist.distributed.peers import messages
+from tfdist.distributed.peers import watch
 from tfdist.distributed.peers.watch import Watch
 from tfdist.doctor import peer_query
 from tfdist.launch import node_links, node_messages
@@ -35,11 +35,11 @@ READERS = [  # who reads it, and messages that are right
     (node_messages.ANSWER, [{"welcome": "h"}, {"refused": "no"}]),
     (node_messages.EVENTS, [{"beat": 1}, {"event": "exit", "exit": EXIT}, {"event": "signal", "name": "SIGTERM"}]),
     (node_messages.ORDERS, [{"order": "round", "round": ROUND}, {"order": "over", "code": 0, "line": ""}]),
-    (introduction._INTRODUCTION, [dict(rank=1, facts={"a": "b"}, address="h:1", host="h", pid=3)]),
-    (introduction.answer_to(2), [{"welcome": {"addresses": ["h:1", "i:2"], "hosts": ["h", "i"]}}, {"refused": "no"}]),
-    (messages.TO_CHIEF, [{"beat": "call", "update": 3, "for": 0.5}, {"gather": 0, "label": "x", "value": [1]}]),
+    (rendezvous._INTRODUCTION, [dict(rank=1, facts={"a": "b"}, address="h:1", host="h", pid=3)]),
+    (rendezvous.answer_to(2), [{"welcome": {"addresses": ["h:1", "i:2"], "hosts": ["h", "i"]}}, {"refused": "no"}]),
+    (watch.TO_CHIEF, [{"beat": "call", "update": 3, "for": 0.5}, {"gather": 0, "label": "x", "value": [1]}]),
     (
-        messages.of_chief(2),
+        watch.of_chief(2),
         [{"gathered": 0, "values": [None, 1]}, {"failed": "x"}, {"lost": "x", "worker": 1, "why": "y"}],
     ),
     (peer_query._ANSWER, [{"doctor": {"host": "h", "versions": {"a": "1"}, "clock": 1.5}}]),

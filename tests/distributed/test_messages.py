@@ -10,9 +10,9 @@ import threading
 
 import pytest
 
-from tfdist.distributed import introduction, standard_error
+from tfdist.distributed import rendezvous, standard_error
 from tfdist.distributed.connections import wire
-from tfdist.distributed.peers import messages
+from tfdist.distributed.peers import watch
 from tfdist.distributed.peers.watch import Watch
 from tfdist.errors import printable, shown
 from tfdist.launch import node_links, node_messages
@@ -39,17 +39,17 @@ VALID = [  # who reads it, and a message with every field that there is
     (node_messages.ORDERS, {"order": "stop"}),
     (node_messages.ORDERS, {"order": "kill"}),
     (node_messages.ORDERS, {"order": "over", "code": 0, "line": ""}),
-    (introduction._INTRODUCTION, dict(rank=1, facts={"a": "b"}, address="h:1", host="h", pid=3)),
-    (introduction.answer_to(2), {"welcome": PLACES}),
-    (introduction.answer_to(2), {"refused": "no"}),
-    (introduction.answer_to(2), {"missing": 1, "refused": "no"}),
-    (messages.TO_CHIEF, {"beat": "call", "update": 3, "for": 0.5}),
-    (messages.TO_CHIEF, {"gather": 0, "label": "x", "value": [1]}),
-    (messages.TO_CHIEF, {"failed": "x"}),
-    (messages.of_chief(2), {"beat": "python", "update": 3, "for": 1}),
-    (messages.of_chief(2), {"gathered": 0, "values": [None, 1]}),
-    (messages.of_chief(2), {"failed": "x"}),
-    (messages.of_chief(2), {"lost": "x", "worker": -1, "why": ""}),
+    (rendezvous._INTRODUCTION, dict(rank=1, facts={"a": "b"}, address="h:1", host="h", pid=3)),
+    (rendezvous.answer_to(2), {"welcome": PLACES}),
+    (rendezvous.answer_to(2), {"refused": "no"}),
+    (rendezvous.answer_to(2), {"missing": 1, "refused": "no"}),
+    (watch.TO_CHIEF, {"beat": "call", "update": 3, "for": 0.5}),
+    (watch.TO_CHIEF, {"gather": 0, "label": "x", "value": [1]}),
+    (watch.TO_CHIEF, {"failed": "x"}),
+    (watch.of_chief(2), {"beat": "python", "update": 3, "for": 1}),
+    (watch.of_chief(2), {"gathered": 0, "values": [None, 1]}),
+    (watch.of_chief(2), {"failed": "x"}),
+    (watch.of_chief(2), {"lost": "x", "worker": -1, "why": ""}),
 ]
 ODD = [None, True, -2, 2**70, 1e300, math.inf, math.nan, "", "\x1b[2J", "\u202e", "\ud800", "x" * 10**7, [], [[]], {}]
 FREE = ("agreed", "--jit", "value", "values", "facts", "a", "label")

@@ -17,15 +17,70 @@ from collections.abc import Mapping
 from typing import NamedTuple, NoReturn
 
 from tfdist.config.messages import aside
-from tfdist.distributed import exit_record, introduction
-from tfdist.distributed.connections import wire
+from tfdist.distributed import exit_record
+from tfdist.distributed.connections import schema, wire
 from tfdist.distributed.connections.acceptor import Acceptor
 from tfdist.distributed.exit_record import LostWorker
-from tfdist.distributed.introduction import Introduction
 from tfdist.distributed.job.addresses import join, split
 from tfdist.distributed.job.cluster import Cluster
 from tfdist.distributed.peers import Peers
 from tfdist.errors import UserError, printable
+
+
+def _address(value: object) -> str:
+    """Takes `host:port`."""
+    try:
+        return join(*split(schema.text(300)(value)))
+    except UserError:
+        raise wire.WireError("it sent an address that is none") from None
+
+
+_HOST = schema.line(253)
+_INTRODUCTION = schema.record(
+    rank=schema.whole(),
+    facts=schema.table(schema.text()),
+    address=lambda value: value if value == "" else _address(value),
+    host=_HOST,
+    pid=schema.whole(),
+)
+"""What a worker says to the chief."""
+
+
+def answer_to(size: int) -> schema.Reader:
+    """Returns what reads the chief's answer to a worker."""
+    places = {"addresses": schema.each(_address, size, size), "hosts": schema.each(_HOST, size, size)}
+    refused = schema.line(4000)
+    return schema.named(
+        welcome=schema.record(welcome=schema.record(**places)),
+        missing=schema.record(missing=schema.whole(), refused=refused),
+        refused=schema.record(refused=refused),
+    )
+
+
+class Introduction(NamedTuple):
+    """What a worker says of itself when it comes."""
+
+    rank: int
+    facts: dict[str, str]
+    """What must be the same everywhere, by name."""
+    address: str
+    """`host:port` for TensorFlow; empty where the list of workers tells."""
+    host: str
+    pid: int
+
+    @classmethod
+    def read(cls, message: wire.Message) -> Introduction | None:
+        """Returns the introduction in a message; None if it is something else."""
+        try:
+            return cls(**_INTRODUCTION(message))
+        except wire.WireError:
+            return None
+
+    @property
+    def process(self) -> str:
+        """Which process this is, for a person."""
+        return f"{self.host}, process {self.pid}"
+
 
 PATIENCE_S = 5.0
 """Seconds before the first line about who is missing; the next ones follow at three times this."""
@@ -271,7 +326,7 @@ class _Worker(_Meeting):
             connection.send(self._me._replace(address=address)._asdict())
             # The chief mostly gives up first and says why; but it may have started later, or hang.
             limit = max(1.0, times.deadline - time.monotonic()) + 2 * wire.HANDSHAKE_S
-            answer = introduction.answer_to(cluster.size)(connection.receive(limit))
+            answer = answer_to(cluster.size)(connection.receive(limit))
         except wire.SilenceError:
             raise UserError(
                 f"{chief} is there, but not all {cluster.size} workers have come within {times.start_timeout:.0f} s: "

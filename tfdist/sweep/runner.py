@@ -9,6 +9,7 @@ import os
 import pathlib
 import queue
 import threading
+import urllib.parse
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
@@ -20,9 +21,63 @@ from tfdist.compare import trial
 from tfdist.config.messages import logger
 from tfdist.config.schedule import Aim
 from tfdist.errors import TrainingError, UserError, shown
-from tfdist.sweep import report, results
+from tfdist.monitoring.report import page, run_files
+from tfdist.monitoring.report.html import Html, join, table, tag
+from tfdist.monitoring.report.line_chart import Line, plot, value
+from tfdist.sweep import results
 from tfdist.sweep.grid import Combination
 from tfdist.sweep.results import SweepRow
+
+CURVES = 6
+"""Runs whose curves are drawn at most; a page has so many colours."""
+
+
+def render_page(title: str, path: pathlib.Path, rows: Sequence[SweepRow], aim: Aim | None) -> str:
+    """Returns the page.
+
+    Args:
+      path: the folder of the sweep.
+      aim: the metric by which runs are compared, if there is one.
+    """
+    order = results.ranked(rows, aim)
+    best = order[0] if order else None
+    sentences = results.closing(rows, aim, best)
+    done = sum(row.status == "completed" for row in rows)
+    header = join(tag("h1", title), tag("p", f"{done} of {len(rows)} runs completed.", class_="plan"))
+    sections = [
+        ("runs", "Runs", join(_table(path, rows, best), *(tag("p", line, class_="note") for line in sentences))),
+        ("learning", "Learning", _curves(order[:CURVES], aim)),
+    ]
+    return page.assembled(title, header, Html(""), [s for s in sections if s[2]], path.absolute().name)
+
+
+def _table(path: pathlib.Path, rows: Sequence[SweepRow], best: SweepRow | None) -> Html:
+    head = results.head(rows)
+    first = len(rows[0].values) if rows else 0
+    cells: list[list] = [list(row) for row in results.cells(rows, best)]
+    for row, texts in zip(rows, cells):
+        report = pathlib.Path(row.folder, page.NAME)
+        if report.is_file():
+            link = urllib.parse.quote(os.path.relpath(report, path))
+            texts[first] = tag("a", texts[first], href=link)
+    return table(head, cells, numbers=range(first + 1, len(head)))
+
+
+def _curves(rows: Sequence[SweepRow], aim: Aim | None) -> Html:
+    """Draws loss and metric of the best runs over updates."""
+    if aim is None:
+        return Html("")
+    records = [run_files.read(pathlib.Path(row.folder)) for row in rows]
+    charts = []
+    for name in dict.fromkeys([f"val_{aim.metric}", "loss"]):
+        lines = []
+        for colour, (row, record) in enumerate(zip(rows, records), 1):
+            at = [(run_files.number(e.get("updates")), run_files.number(e.get(name))) for e in record.epochs]
+            points = [(x, y) for x, y in at if x is not None]
+            lines.append(Line(row.name, [x for x, _ in points], [y for _, y in points], colour))
+        charts.append(plot(name, lines, text=value))
+    return tag("div", *charts, class_="charts") if any(charts) else Html("")
+
 
 RECORD, TABLE, PAGE = "sweep.json", "sweep.md", "sweep.html"
 LOGS = "logs"
@@ -179,15 +234,15 @@ class Sweep:
         aim, best = self._best()
         closing = results.closing(self._rows, aim, best)
         self._folder.write_text(TABLE, results.markdown(self._title, self._rows, best, closing))
-        self._folder.write_text(PAGE, report.render(self._title, self._folder.path, self._rows, aim))
-        table = Table(box=None, pad_edge=False)
+        self._folder.write_text(PAGE, render_page(self._title, self._folder.path, self._rows, aim))
+        columns = Table(box=None, pad_edge=False)
         for name in results.head(self._rows):
-            table.add_column(name, justify="left" if name in (*self._rows[0].values, "status") else "right")
+            columns.add_column(name, justify="left" if name in (*self._rows[0].values, "status") else "right")
         for cells in results.cells(self._rows, best):
-            table.add_row(*map(shown, cells))
+            columns.add_row(*map(shown, cells))
         console = Console(highlight=False, emoji=False, markup=False)
         console.print()
-        console.print(table)
+        console.print(columns)
         for line in closing:
             console.print(shown(line))
         logger.info(f"results are in {self._folder.path}{os.sep}: {PAGE}, {TABLE}, {RECORD}")

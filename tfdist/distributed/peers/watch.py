@@ -10,14 +10,37 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tfdist.distributed import exit_record, standard_error
+from tfdist.distributed.connections import schema
 from tfdist.distributed.connections.wire import ClosedError, Connection, Message, WireError
 from tfdist.distributed.exit_record import LostWorker
-from tfdist.distributed.peers import messages, signals, stall_detection, votes
+from tfdist.distributed.peers import signals, stall_detection, votes
 from tfdist.distributed.peers.activity import SILENT_S, Activity
 from tfdist.distributed.peers.signals import GRACE_S, IN_CALL_S
-from tfdist.distributed.peers.stall_detection import State
+from tfdist.distributed.peers.stall_detection import PHASES, State
 from tfdist.distributed.peers.transport import Transport
 from tfdist.errors import one_line
+
+_BEAT = schema.record(**{"beat": schema.one_of(*PHASES), "update": schema.whole(), "for": schema.number})
+_FAILED = schema.record(failed=schema.line(4000))
+
+TO_CHIEF = schema.named(
+    beat=_BEAT,
+    gather=schema.record(gather=schema.whole(), label=schema.text(1000), value=schema.anything),
+    failed=_FAILED,
+)
+"""What other workers say to the chief."""
+
+
+def of_chief(size: int) -> schema.Reader:
+    """Returns what reads the words of the chief of so many workers."""
+    values = schema.each(schema.anything, size, size)
+    return schema.named(
+        beat=_BEAT,
+        gathered=schema.record(gathered=schema.whole(), values=values),
+        failed=_FAILED,
+        lost=schema.record(lost=schema.line(4000), worker=schema.whole(-1), why=schema.line(4000)),
+    )
+
 
 BEAT_S = 1.0
 """Seconds between heartbeats."""
@@ -65,7 +88,7 @@ class Watch:
         self._rank, self._hosts, self._last_words, self._on_loss = rank, hosts, last_words, on_loss
         self._died = False
         """Whether the failure is that a worker has died or fallen silent, which has told no reason."""
-        self._reader = messages.of_chief(len(hosts)) if rank else messages.TO_CHIEF
+        self._reader = of_chief(len(hosts)) if rank else TO_CHIEF
         self._votes = votes.Votes(hosts)
         self._gathered: dict[int, list[Any]] = {}
         self._changed = threading.Condition()
