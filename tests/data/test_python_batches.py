@@ -10,8 +10,7 @@ import tensorflow as tf
 
 from tfdist.data import python_batches, sources
 from tfdist.data.batch_layout import Layout, fetch
-from tfdist.data.feeds.sequence_feed import SequenceFeed
-from tfdist.data.feeds.table_and_batch_feed import BatchFeed
+from tfdist.data.feeds.batch_feed import BatchFeed, SequenceFeed
 
 SIZES = (24, 24, 7)
 

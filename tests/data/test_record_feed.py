@@ -11,8 +11,8 @@ import tensorflow as tf
 import tfdist
 from tfdist.data import sources
 from tfdist.data.batch_layout import Layout, fetch
+from tfdist.data.feeds.array_feed import ArrayFeed
 from tfdist.data.feeds.record_feed import RecordFeed, example_seeds, in_order
-from tfdist.data.feeds.table_and_batch_feed import ArrayFeed
 from tfdist.engine import evaluation
 
 SIZE, BATCH = 61, 24

@@ -12,7 +12,8 @@ import tensorflow as tf
 import tfdist
 from tfdist.data import loaded, sources, worker_facts
 from tfdist.data.batch_layout import Layout, fetch, rows_of
-from tfdist.data.feeds.table_and_batch_feed import ArrayFeed, BatchFeed
+from tfdist.data.feeds.array_feed import ArrayFeed
+from tfdist.data.feeds.batch_feed import BatchFeed
 from tfdist.distributed.peers import Peers
 from tfdist.engine import batching
 

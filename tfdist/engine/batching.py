@@ -12,10 +12,10 @@ import tensorflow as tf
 from tfdist.config import schedule
 from tfdist.data import sources, worker_facts
 from tfdist.data.batch_layout import Layout
+from tfdist.data.feeds.array_feed import ArrayFeed
+from tfdist.data.feeds.batch_feed import BatchFeed, SequenceFeed
 from tfdist.data.feeds.record_feed import RecordFeed
-from tfdist.data.feeds.sequence_feed import SequenceFeed
 from tfdist.data.feeds.static_feed import StaticFeed
-from tfdist.data.feeds.table_and_batch_feed import ArrayFeed, BatchFeed
 from tfdist.data.python_batches import SequenceReader
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError

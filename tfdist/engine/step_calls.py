@@ -12,8 +12,8 @@ import tensorflow as tf
 
 from tfdist.data import sources
 from tfdist.data.batch_layout import Layout
+from tfdist.data.feeds.array_feed import FeedCall
 from tfdist.data.feeds.record_feed import UNREADABLE, RecordFeed
-from tfdist.data.feeds.table_and_batch_feed import FeedCall
 from tfdist.distributed.distribution import Distribution
 from tfdist.engine import call_errors
 from tfdist.engine.batching import Feed

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.data.batch_layout import Layout
-from tfdist.data.feeds.table_and_batch_feed import FeedCall
+from tfdist.data.feeds.array_feed import FeedCall
 from tfdist.data.sources import Arrays, Batches, Records, Source, order
 from tfdist.data.structures import Structure
 from tfdist.errors import UserError, one_line

@@ -13,8 +13,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.data.batch_layout import Layout
+from tfdist.data.feeds.array_feed import ArrayFeed, FeedCall
+from tfdist.data.feeds.batch_feed import BatchFeed
 from tfdist.data.feeds.record_feed import RecordFeed
-from tfdist.data.feeds.table_and_batch_feed import ArrayFeed, BatchFeed, FeedCall
 from tfdist.data.structures import Structure
 from tfdist.errors import UserError
 

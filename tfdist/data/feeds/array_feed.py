@@ -1,4 +1,4 @@
-"""How the compiled step reads a source: arrays in memory, or a `tf.data.Dataset` of batches.
+"""How the compiled step reads arrays in memory, and what every feed gives to a call of the step.
 
 Update `u` of a run reads global batch `u mod n` of epoch `u div n`, in an order
 that depends on the seed and that epoch alone, so a feed needs no state.
@@ -14,10 +14,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.data import table_memory
-from tfdist.data.batch_layout import Layout, own_rows
-from tfdist.data.batch_order import BatchOrder
-from tfdist.data.sources import Arrays, Batches, order
-from tfdist.data.structures import Structure
+from tfdist.data.batch_layout import Layout
+from tfdist.data.sources import Arrays, order
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,73 +97,3 @@ class ArrayFeed:
         rows = np.arange(self._size, dtype=np.int32) if self._seed is None else order(self._seed, epoch, self._size)
         missing = self.batches * batch - self._size
         return np.pad(rows, (0, missing), constant_values=-1).reshape(-1, batch)
-
-
-class BatchFeed:
-    """Reads global batches from a `tf.data.Dataset`, which lives across epochs where their length is known.
-
-    Args:
-      source: global batches.
-      layout: its batch has the size of the first one.
-      once: read the data set from its beginning at every `restart`.
-      across: epochs have a length of their own, and go on where the one before has ended.
-    """
-
-    def __init__(self, source: Batches, layout: Layout, once: bool = False, across: bool = False):
-        self.batches = source.batches
-        self._source, self._layout = source, layout
-        self._stored = source.dataset
-        if (self.batches or (across and self.batches is None)) and not once:
-            # A new iterator per epoch would start with empty buffers; one that repeats goes on reading.
-            self._stored = self._stored.repeat()
-        self._endless = not once and (across or self.batches is not None)
-        sizes = {spec.shape[0] for spec in tf.nest.flatten(source.decoded.element_spec)}
-        self._full = layout.even and sizes == {layout.batch}
-        self._order = BatchOrder()
-        self._dataset = self._decoded(self._stored)
-        self._iterator: tf.data.Iterator | None = None
-
-    def _decoded(self, stored: tf.data.Dataset) -> tf.data.Dataset:
-        layout, decode = self._layout, self._source.decode
-        if layout.local:
-
-            def own(*batch: Structure) -> tuple:
-                rows, count = own_rows(batch, layout)
-                return decode(*rows) if decode else rows, count
-
-            stored = self._order.watched(stored).map(own, tf.data.AUTOTUNE)
-        elif decode:
-            stored = stored.map(decode, tf.data.AUTOTUNE)
-        return stored.prefetch(tf.data.AUTOTUNE)
-
-    def next(self, update: int, limit: int) -> FeedCall:
-        del update  # an iterator knows its position
-        if self._iterator is None:
-            self._order.begin()
-            self._iterator = iter(self._dataset)
-        return FeedCall((self._iterator,), 0, limit, self._full)
-
-    def digest(self, batches: int) -> str:
-        """Returns a checksum of all batches that were read so far, `batches` more than before; the same on all workers.
-
-        It is "" where there is no other worker.
-        """
-        return self._order.digest(batches) if self._layout.local else ""
-
-    def resume(self, update: int, epoch: int, begun: int) -> None:
-        """Goes to a batch by skipping, before anything is decoded.
-
-        A data set that shuffles anew each epoch has an order for each time that it is begun: so all of it is skipped
-        where one iterator serves all epochs, and else it is begun as often.
-        """
-        if not self._endless:
-            for _ in range(epoch):
-                iter(self._stored)
-        self._iterator = None  # what it reads ahead is forgotten with it
-        self._order.begin()
-        self._iterator = iter(self._decoded(self._stored.skip(update if self._endless else begun)))
-
-    def restart(self) -> None:
-        """Begins anew, unless one iterator serves all epochs."""
-        if not self._endless:
-            self._iterator = None

@@ -1,0 +1,216 @@
+"""How the compiled step reads batches: of a `tf.data.Dataset`, or of a `keras.utils.PyDataset`.
+
+Each worker reads whole global batches and keeps its own rows of them. A `shuffle()` without a seed has another order on
+each worker, and then some examples would be trained on twice and others never. A look at the data set beforehand shows
+nothing of that: each time that it is begun, it has another order. So a data set takes checksums of itself while it is
+read, which workers compare.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+import zlib
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.data.batch_layout import Layout, own_rows, unpack
+from tfdist.data.feeds.array_feed import FeedCall
+from tfdist.data.python_batches import SequenceReader
+from tfdist.data.sources import Batches, order
+from tfdist.data.structures import Structure
+
+
+class BatchFeed:
+    """Reads global batches from a `tf.data.Dataset`, which lives across epochs where their length is known.
+
+    Args:
+      source: global batches.
+      layout: its batch has the size of the first one.
+      once: read the data set from its beginning at every `restart`.
+      across: epochs have a length of their own, and go on where the one before has ended.
+    """
+
+    def __init__(self, source: Batches, layout: Layout, once: bool = False, across: bool = False):
+        self.batches = source.batches
+        self._source, self._layout = source, layout
+        self._stored = source.dataset
+        if (self.batches or (across and self.batches is None)) and not once:
+            # A new iterator per epoch would start with empty buffers; one that repeats goes on reading.
+            self._stored = self._stored.repeat()
+        self._endless = not once and (across or self.batches is not None)
+        sizes = {spec.shape[0] for spec in tf.nest.flatten(source.decoded.element_spec)}
+        self._full = layout.even and sizes == {layout.batch}
+        self._order = BatchOrder()
+        self._dataset = self._decoded(self._stored)
+        self._iterator: tf.data.Iterator | None = None
+
+    def _decoded(self, stored: tf.data.Dataset) -> tf.data.Dataset:
+        layout, decode = self._layout, self._source.decode
+        if layout.local:
+
+            def own(*batch: Structure) -> tuple:
+                rows, count = own_rows(batch, layout)
+                return decode(*rows) if decode else rows, count
+
+            stored = self._order.watched(stored).map(own, tf.data.AUTOTUNE)
+        elif decode:
+            stored = stored.map(decode, tf.data.AUTOTUNE)
+        return stored.prefetch(tf.data.AUTOTUNE)
+
+    def next(self, update: int, limit: int) -> FeedCall:
+        del update  # an iterator knows its position
+        if self._iterator is None:
+            self._order.begin()
+            self._iterator = iter(self._dataset)
+        return FeedCall((self._iterator,), 0, limit, self._full)
+
+    def digest(self, batches: int) -> str:
+        """Returns a checksum of all batches that were read so far, `batches` more than before; the same on all workers.
+
+        It is "" where there is no other worker.
+        """
+        return self._order.digest(batches) if self._layout.local else ""
+
+    def resume(self, update: int, epoch: int, begun: int) -> None:
+        """Goes to a batch by skipping, before anything is decoded.
+
+        A data set that shuffles anew each epoch has an order for each time that it is begun: so all of it is skipped
+        where one iterator serves all epochs, and else it is begun as often.
+        """
+        if not self._endless:
+            for _ in range(epoch):
+                iter(self._stored)
+        self._iterator = None  # what it reads ahead is forgotten with it
+        self._order.begin()
+        self._iterator = iter(self._decoded(self._stored.skip(update if self._endless else begun)))
+
+    def restart(self) -> None:
+        """Begins anew, unless one iterator serves all epochs."""
+        if not self._endless:
+            self._iterator = None
+
+
+class SequenceFeed(BatchFeed):
+    """Reads the batch that belongs to an update, so that nothing is read to go on in the middle.
+
+    Update `u` reads batch number `u mod n` of pass `u div n` over the data, in an order of its batches that depends on
+    the seed and that pass alone. Each epoch begins to read anew, and finds what `on_epoch_end` has changed.
+
+    Args:
+      source: read by a `SequenceReader`.
+      layout: its batch has the size of the first one.
+      shuffle: seed of the order of batches, or None for that of the source.
+    """
+
+    def __init__(self, source: Batches, layout: Layout, shuffle: int | None = None):
+        super().__init__(source, layout, once=True)
+        self._seed = shuffle
+
+    def next(self, update: int, limit: int) -> FeedCall:
+        """Returns at most `limit` batches from `update` on, none beyond the end of its pass."""
+        size, first = self.batches, update
+        if size:
+            number, first = divmod(update, size)
+            limit = min(limit, size - first)
+        if self._iterator is None or (size and first == 0):
+            reader = self._source.reader
+            assert isinstance(reader, SequenceReader)
+            if not size:
+                reader.numbers = itertools.count(first)
+            else:
+                passed = range(size) if self._seed is None else order(self._seed, number, size).tolist()
+                reader.numbers = passed[first:]
+            self._iterator = iter(self._dataset)
+        return FeedCall((self._iterator,), 0, limit, False)
+
+    def resume(self, update: int, epoch: int, begun: int) -> None:
+        """Begins to read anew; the position is a function of the update."""
+        self._iterator = None
+
+
+_ROWS, _ENTRIES = 64, 1024
+"""Rows of a batch, and entries of each, that a checksum looks at, about."""
+_FACTOR = 0x1E3779B97F4A7C15
+"""Odd, with many bits set."""
+
+
+class BatchOrder:
+    """The checksums of the batches that one worker has read, in their order."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, int] = {}
+        """By the number of the batch since the iterator's beginning; those that were read ahead are there, too."""
+        self._next, self._digest = 0, 0
+
+    def watched(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """Returns the same data set, which notes a checksum of each of its batches."""
+
+        def noted(number: tf.Tensor, batch: tuple) -> tuple:
+            done = tf.numpy_function(self._note, [number, checksum(batch)], tf.int64)
+            with tf.control_dependencies([done]):  # before whoever reads the batch can ask
+                return keras.tree.map_structure(tf.identity, batch)
+
+        return dataset.enumerate().map(noted)
+
+    def begin(self) -> None:
+        """Forgets what an earlier iterator has read ahead."""
+        self._sums.clear()
+        self._next = 0
+
+    def digest(self, batches: int) -> str:
+        """Returns the checksum of all that was trained on so far, which now has `batches` more."""
+        for number in range(self._next, self._next + batches):
+            self._digest = zlib.crc32(struct.pack("<q", self._sums.pop(number, 0)), self._digest)
+        self._next += batches
+        return f"{self._digest:08x}"
+
+    def _note(self, number: np.int64, value: np.int64) -> np.int64:
+        self._sums[int(number)] = int(value)
+        return np.int64(0)
+
+
+def checksum(batch: tuple) -> tf.Tensor:
+    """Returns a number, int64, that depends on which examples a batch has, and on their order.
+
+    It looks at the targets and weights, where there are any: workers may draw other random changes of the same inputs.
+    """
+    _, y, weight = unpack(batch)
+    looked_at = keras.tree.flatten([part for part in (y, weight) if part is not None]) or keras.tree.flatten(batch)
+    tensors = [tf.convert_to_tensor(part) for part in looked_at]
+    count = tf.shape(tensors[0], tf.int64)[0]
+    total = count
+    for tensor in tensors:
+        if tensor.shape[1:].num_elements() == 0:
+            continue
+        table = tf.reshape(_bits(tensor), [count, -1])
+        width = tf.shape(table, tf.int64)[1]
+        some = table[:: tf.maximum(count // _ROWS, 1), :: tf.maximum(width // _ENTRIES, 1)]
+        rows = tf.reduce_sum(some * _odd(tf.shape(some, tf.int64)[1]), 1)
+        total = _scattered(total) + tf.reduce_sum(_scattered(rows) * _odd(tf.shape(some, tf.int64)[0]))
+    return total
+
+
+def _odd(count: tf.Tensor) -> tf.Tensor:
+    return 2 * tf.range(count, dtype=tf.int64) + 1
+
+
+def _scattered(numbers: tf.Tensor) -> tf.Tensor:
+    """Returns a hash of each number: weighted by its place as it is, a row of 0 and 1 would count alike anywhere."""
+    for _ in range(2):
+        numbers = numbers * _FACTOR
+        numbers = tf.bitwise.bitwise_xor(numbers, tf.bitwise.right_shift(numbers, tf.constant(29, tf.int64)))
+    return numbers
+
+
+def _bits(tensor: tf.Tensor) -> Structure:
+    """Returns the entries of a tensor as int64, each by its bits."""
+    if tensor.dtype == tf.string:
+        return tf.strings.to_hash_bucket_fast(tensor, 2**62)
+    if tensor.dtype.is_complex:
+        tensor = tf.math.real(tensor) + tf.math.imag(tensor)
+    if tensor.dtype.is_floating:
+        tensor = tf.bitcast(tensor, {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}[tensor.dtype.size])
+    return tf.cast(tensor, tf.int64)
