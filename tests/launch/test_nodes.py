@@ -74,7 +74,7 @@ def test_who_only_lost_another_is_not_to_blame_across_nodes(node, tmp_path):
     pipes(tmp_path, "f")
     act = [
         "actor.py",
-        "0=open:f;err:tfdist: failed: lost worker 1 (h): its process ended;exit:1",
+        "0=open:f;lost:1 (h), whose process ended;exit:1",
         "1=last:f;kill:SIGSEGV",
     ]
     zero, one = node(0, *act), node(1, *act)

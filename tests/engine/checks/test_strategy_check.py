@@ -355,7 +355,7 @@ def nothing(*arguments):
 def test_what_was_wrong_before_is_caught(connect, monkeypatch, module, name, layers, loss):
     """Each of these takes away what puts Keras right for several replicas."""
     monkeypatch.setattr(module, name, nothing)
-    replicas = 8 if name == "exact" else 2  # one of eight has no row of the seven
+    replicas = 8 if name == "synchronized" else 2  # one of eight has no row of the seven
     with pytest.raises((tfdist.UserError, tfdist.TrainingError), match=r"disagree on this model|graph|scope"):
         trained(connect, *layers, loss=loss, replicas=replicas, choice="on")
 
