@@ -286,19 +286,19 @@ class DrawsAndCounts(L.Layer):
         return x + 0.0 * (keras.random.uniform((), seed=self.seeds) + tf.ensure_shape(drawn, []))
 
 
-@pytest.mark.parametrize("measured", [tfdist.evaluate, tfdist.predict])
-def test_nothing_of_a_check_stays_anywhere(connect, monkeypatch, measured):
-    outcomes = []
+@pytest.mark.parametrize("name", ["evaluate", "predict"])
+def test_nothing_of_a_check_stays_anywhere(connect, monkeypatch, name):
+    outcomes, measured = [], getattr(tfdist, name)
     for choice in ("on", "off"):
         model = made(connect(2), DrawsAndCounts, CountsExamples, KeepsTheLargest)
-        given = (X, Y) if measured is tfdist.evaluate else (X,)
+        given = (X, Y) if name == "evaluate" else (X,)
         here = dict(distribution=connect(2), batch_size=8, verbose=0)
-        if measured is tfdist.evaluate:
+        if name == "evaluate":
             monkeypatch.setattr(step_calls, "run", lambda *a, **k: pytest.fail("a batch before the check"))
             with pytest.raises(BaseException, match="disagree" if choice == "on" else "a batch before the check"):
                 measured(model, *given, check_agreement=choice, **here)
             monkeypatch.undo()
-        measured(model, *given, check_agreement=choice if measured is tfdist.predict else "off", **here)
+        measured(model, *given, check_agreement=choice if name == "predict" else "off", **here)
         copies = [c.numpy() for v in model.variables for c in getattr(v.value, "values", (v.value,))]
         metrics = [c.numpy() for v in model.metrics_variables for c in getattr(v.value, "values", (v.value,))]
         outcomes.append([*copies, *metrics, np.random.rand(), random.random()])
