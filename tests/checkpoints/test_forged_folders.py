@@ -107,6 +107,22 @@ def test_an_experiment_with_fields_of_another_kind(fields, folder):
         recorded_experiment.read_experiment(asked)
 
 
+def test_a_resume_believes_the_newest_checkpoint(folder, said):
+    """A digit has changed in experiment.json, and the run was said to be of another experiment."""
+    fields = json.loads((folder / "experiment.json").read_bytes())
+    experiment = recorded_experiment.experiment_from(fields)
+    (folder / "experiment.json").write_text(json.dumps(fields | {"seed": 77}))
+    run = RunFolder(str(folder))
+    resume.same_experiment(run, experiment, Environment(), 0)
+    assert said == [
+        f"WARNING: {folder}/experiment.json is damaged (config.seed is 77 there and {experiment.seed} here): "
+        "it is written again, since the newest checkpoint is of this experiment"
+    ]
+    experiment.seed = 78
+    with pytest.raises(UserError, match=r"is of another experiment \(config.seed is 77 there and 78 here\)"):
+        resume.same_experiment(run, experiment, Environment(), 0)
+
+
 @pytest.mark.parametrize("text", ["[]", "{}", "3", DEEP, '{"status": []}', '{"accumulate": 1e999}'])
 def test_other_files_of_another_shape(text, folder):
     for name in ("result.json", oom_note.NAME, "environment.json"):

@@ -55,6 +55,7 @@ class RunFolder:
         self._lock: int | None = None
         self._waiting: list[str] = []
         self._kept: dict[str, str] = {}
+        self._checksums: dict[str, dict[str, Any]] = {}
         _OPEN.add(self)
 
     def forget(self) -> None:
@@ -225,6 +226,11 @@ class RunFolder:
         return beside if beside.exists() and beside.samefile(moved) else moved
 
     @property
+    def checksums(self) -> dict[str, dict[str, Any]]:
+        """Returns the size and SHA-256 of each file that this process wrote and later commands use."""
+        return dict(self._checksums)
+
+    @property
     def writes(self) -> bool:
         """Tells whether this worker writes anything: one that does not can spare itself the making of it."""
         return self._writes
@@ -249,10 +255,11 @@ class RunFolder:
             self._put(name, text)
         if name in KEPT:
             self._kept[name] = text
+            self._checksums[name] = files.checksum_of(_bytes(text))
 
     def _put(self, name: str, text: str) -> None:
         with atomic_file.replacing(self.path / name) as temporary:
-            temporary.write_bytes(text.encode(errors="replace"))
+            temporary.write_bytes(_bytes(text))
 
     def append(self, name: str, line: dict) -> None:
         """Adds one line of JSON to a file; what cannot be written now is written with a later one.
@@ -295,6 +302,7 @@ class RunFolder:
           TrainingError: it cannot be deleted.
         """
         self._kept.pop(name, None)
+        self._checksums.pop(name, None)
         if self.writes and os.path.lexists(self.path / name):
             with self._writing(name):
                 (self.path / name).unlink(missing_ok=True)
@@ -311,6 +319,8 @@ class RunFolder:
             path, temporary = self.path / "model.keras", self.path / f".model-{os.getpid()}.keras"  # as Keras wants it
             with atomic_file.replacing(path, temporary), _without_dates():
                 model.save(temporary)
+                checksum = files.checksum(temporary)
+            self._checksums[path.name] = checksum
 
     def push(self, patient: bool = True) -> None:
         """Makes what was written outlive this machine, where the folder is elsewhere.
@@ -367,6 +377,11 @@ class RunFolder:
                 f"WARNING: {self.path} was deleted while this run went on: {', '.join(missing)} are written again, "
                 "what history.jsonl and checkpoints held is lost"
             )
+
+
+def _bytes(text: str) -> bytes:
+    """Returns a text as it is written: file names in it need not be UTF-8."""
+    return text.encode(errors="replace")
 
 
 def _umask() -> int:

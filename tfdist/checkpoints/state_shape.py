@@ -73,6 +73,7 @@ def wrong(state: object) -> str:
     for name, check in _STATE.items():
         if name not in state or not check(state[name]):
             return f"no {name!r} as it should be"
-    if not isinstance(state.get("cpu_kernels", ""), str):  # earlier versions had none
-        return "no 'cpu_kernels' as it should be"
+    for name in ("cpu_kernels", "data_sha256"):  # earlier versions had none
+        if not isinstance(state.get(name, ""), str):
+            return f"no {name!r} as it should be"
     return ""

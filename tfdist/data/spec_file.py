@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import hashlib
 import json
 import pathlib
 import types
@@ -54,6 +55,18 @@ def read(path: pathlib.Path) -> Spec | None:
         raise UserError(
             f"{file} cannot be used ({type(error).__name__}: {error}): copy it back, or delete it"
         ) from None
+
+
+def digest(spec: Spec) -> str:
+    """Returns the SHA-256 of a description; fields with their defaults, as later versions may add, do not count."""
+    return hashlib.sha256(json.dumps(_sparse(spec), sort_keys=True).encode()).hexdigest()
+
+
+def _sparse(value: object) -> Json:
+    if not dataclasses.is_dataclass(value):
+        return [_sparse(v) for v in value] if isinstance(value, tuple) else _plain(value)
+    fields = {field.name: (getattr(value, field.name), field.default) for field in dataclasses.fields(value)}
+    return {name: _sparse(inner) for name, (inner, default) in fields.items() if inner != default}
 
 
 def plain(spec: Spec) -> Json:

@@ -48,6 +48,8 @@ class Result:
     """Digest of the weights in order, as little-endian float32 bytes."""
     weights_norm: float
     """Sum of squares in float64."""
+    files: dict[str, dict]
+    """Size and SHA-256 of each file that later commands use."""
     resumed_from: int | None
     """The update that this process went on from."""
     rollbacks: list[dict]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 
+from tfdist.checkpoints import integrity
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.config.messages import logger
 from tfdist.distributed.peers import Peers
@@ -26,16 +27,16 @@ def write(folder: RunFolder, result: Result, mistakes: Findings | None, silent: 
     Raises:
       TrainingError: the disk has no room even for the result alone, or the bucket cannot be written.
     """
-    content = dataclasses.asdict(result)
+    content = integrity.sealed(dataclasses.asdict(result))
     problem = page.write(folder, content, mistakes)
     if problem and not silent:
         logger.info(problem)
     try:
-        folder.write("result.json", content)
+        folder.write(integrity.RESULT, content)
     except TrainingError:  # the report may have taken the last of the disk, and this matters more
         with contextlib.suppress(TrainingError):  # read-only by now, say
             folder.remove(page.NAME)
-        folder.write("result.json", content)
+        folder.write(integrity.RESULT, content)
     folder.push(patient=not silent)
 
 

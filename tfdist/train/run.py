@@ -276,6 +276,7 @@ class Run:
             evaluation=self._evaluation,
             weights_sha256=self._weights_sha256,
             weights_norm=self._weights_norm,
+            files=self._folder.checksums,
             resumed_from=self._checkpoints.resumed_from,
             rollbacks=recorder.rollbacks,
             accumulate=recorder.accumulate,
