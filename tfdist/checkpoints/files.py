@@ -127,6 +127,8 @@ def read_state(path: pathlib.Path) -> dict:
         raise DamagedError(f"{STATE} cannot be read ({error})") from None
     if wrong := state_shape.wrong(state):
         raise DamagedError(f"{STATE} is not what a run writes: {wrong}")
+    if update_of(path) != state["position"]["update"]:
+        raise DamagedError(f"{STATE} is of update {state['position']['update']}, and the folder is called {path.name}")
     return state
 
 

@@ -11,7 +11,7 @@ import time
 import keras
 import numpy as np
 
-from tfdist.checkpoints import oom_note
+from tfdist.checkpoints import oom_note, state_shape
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.config.schedule import Plan
 from tfdist.engine.callbacks.callback import Callback
@@ -78,6 +78,17 @@ class Result:
     """Share of what the devices can do at most, where that is known."""
 
 
+_STATE: state_shape.Shape = {
+    "updates": state_shape.count,
+    "in_epoch": state_shape.count,
+    "epochs": state_shape.count,
+    "seconds": state_shape.finite,
+    "history": state_shape.by_name(state_shape.list_of(lambda v: state_shape.array(v) or isinstance(v, dict))),
+    "rollbacks": state_shape.list_of(lambda value: isinstance(value, dict)),
+}
+"""What `Recorder.get_state` returns; earlier versions had nothing else."""
+
+
 class Recorder(Callback):
     """Measures a run and writes `history.jsonl`."""
 
@@ -124,7 +135,13 @@ class Recorder(Callback):
         }
 
     def set_state(self, state: dict) -> None:
-        """Goes on from a checkpoint: what was recorded after it is dropped."""
+        """Goes on from a checkpoint: what was recorded after it is dropped.
+
+        Raises:
+          ValueError: it is not what `get_state` returns.
+        """
+        if name := state_shape.misfit(state, _STATE):
+            raise ValueError(f"{name} is {state.get(name)!r}")
         self.updates, self._in_epoch, self.epochs = state["updates"], state["in_epoch"], state["epochs"]
         self._epoch_first = self.updates - self._in_epoch
         self.begun = time.monotonic() - state["seconds"]
