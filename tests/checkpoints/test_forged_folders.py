@@ -74,6 +74,7 @@ FORGED = [
     (changed("run", "x"), "no 'run' as it should be"),
     (changed("callbacks", "DROP"), "no 'callbacks' as it should be"),
     (changed("experiment", []), "no 'experiment' as it should be"),
+    (changed("experiment", {"config.seed": None}), "no 'experiment' as it should be"),
     (changed("history", {"loss": [{"array": [[1], [2, 3]]}]}), "no 'history' as it should be"),
     (changed("history", {"loss": [10**400]}), "no 'history' as it should be"),
     (changed("position.epoch", 10**15), "'epochs' end with 1, and 'epoch' is 1000000000000000 in 'position'"),

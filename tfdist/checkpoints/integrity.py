@@ -46,7 +46,7 @@ def read_result(folder: pathlib.Path) -> dict[str, Any]:
     listed = content.get("files", {}) if isinstance(content, dict) else None
     if not isinstance(listed, dict) or not all(map(files.is_described, listed.items())):
         raise DamagedError(f"{RESULT} is not what a run writes")
-    if content.get("sha256", digest := _digest(content)) != digest:
+    if ("files" in content or "sha256" in content) and content.get("sha256") != _digest(content):
         raise DamagedError(f"{RESULT} has changed: its checksum is wrong")
     return content
 

@@ -13,7 +13,7 @@ import platform
 import re
 import weakref
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,7 +53,8 @@ class RunFolder:
         """What stands behind the folder of the checkpoints."""
         self._writes = writes
         self._lock: int | None = None
-        self._waiting: list[str] = []
+        self._waiting: dict[str, list[str]] = {}
+        """Lines that could not be written, by file."""
         self._kept: dict[str, str] = {}
         self._checksums: dict[str, dict[str, Any]] = {}
         _OPEN.add(self)
@@ -270,30 +271,45 @@ class RunFolder:
         if not self._writes:
             return
         failed = bool(self._waiting)
-        self._waiting.append(json.dumps(strict(line)) + "\n")
+        waiting = self._waiting.setdefault(name, [])
+        waiting.append(json.dumps(strict(line)) + "\n")
         try:
             self._make_whole()
             with io.BufferedWriter(regular_file.opened_to_append(self.path / name)) as file:
-                file.write("".join(self._waiting).encode())
-            self._waiting.clear()
+                file.write("".join(waiting).encode())
+            del self._waiting[name]
         except OSError as error:
             if not failed:
                 logger.info(f"WARNING: {self.path / name} cannot be written ({error.strerror}): training goes on")
 
-    def cut(self, name: str, keep: Callable[[dict], bool]) -> None:
-        """Drops lines from a file of JSON lines, and one that was not written to its end."""
-        if not self._writes or not (self.path / name).exists():
-            return
-        kept = []
+    def cut(self, name: str, keep: Callable[[dict], bool], known: Sequence[dict] = ()) -> list[dict]:
+        """Drops lines from a file of JSON lines, and those that are damaged; a kill may have cut the last one off.
+
+        Args:
+          keep: tells whether a line stays.
+          known: lines that have been there; if one is missing, all of them are written again.
+
+        Returns:
+          The lines that are there now.
+        """
+        path = self.path / name
+        if not self._writes or not (known or path.exists()):
+            return []
         with self._writing(name):
-            text = regular_file.content(self.path / name).decode(errors="replace")
-        for line in text.splitlines():
-            with contextlib.suppress(ValueError, RecursionError):
-                content = json.loads(line)
-                if isinstance(content, dict) and keep(content):
-                    kept.append(line + "\n")
-        with self._writing(name), atomic_file.replacing(self.path / name) as temporary:
-            temporary.write_text("".join(kept), encoding="utf-8")
+            text = regular_file.content(path).decode(errors="replace") if path.exists() else ""
+        *whole, last = text.split("\n")
+        damaged = sum(_line(line) is None for line in whole)
+        read = map(_line, [*whole, last, *self._waiting.pop(name, [])])
+        kept = [line for line in read if line is not None and keep(line)]
+        missing = sum(line not in kept for line in known)
+        if missing:
+            kept = sorted([*known, *(line for line in kept if line not in known)], key=_updates)
+            logger.info(f"WARNING: {path} is damaged: {missing} of its lines are written again from the checkpoint")
+        elif damaged:
+            logger.info(f"WARNING: {path} is damaged: {damaged} of its lines cannot be read and are left out")
+        with self._writing(name), atomic_file.replacing(path) as temporary:
+            temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        return kept
 
     def remove(self, name: str) -> None:
         """Deletes a file, if it is there.
@@ -377,6 +393,19 @@ class RunFolder:
                 f"WARNING: {self.path} was deleted while this run went on: {', '.join(missing)} are written again, "
                 "what history.jsonl and checkpoints held is lost"
             )
+
+
+def _line(text: str) -> dict[str, Any] | None:
+    """Returns the object of a JSON line; None if there is none."""
+    with contextlib.suppress(ValueError, RecursionError):
+        content = json.loads(text)
+        return content if isinstance(content, dict) else None
+    return None
+
+
+def _updates(line: dict[str, Any]) -> float:
+    updates = line.get("updates")
+    return updates if isinstance(updates, (int, float)) else 0.0
 
 
 def _bytes(text: str) -> bytes:

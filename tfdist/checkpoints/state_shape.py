@@ -68,7 +68,7 @@ _STATE: Shape = {
     "run": by_name(lambda value: value is None or isinstance(value, int)),
     "replicas": count,
     "strategy": lambda value: isinstance(value, str),
-    "experiment": lambda value: isinstance(value, dict),
+    "experiment": by_name(lambda value: isinstance(value, str)),
     "callbacks": lambda value: isinstance(value, dict),
     "history": by_name(list_of(_measure)),
     "epochs": list_of(count),
