@@ -5,6 +5,7 @@ itself, or as long as all disks of the world; checksums may have been made anew 
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -12,6 +13,7 @@ import pathlib
 import shutil
 import tempfile
 
+import keras
 import pytest
 from conftest import REPOSITORY
 from hypothesis import event, given
@@ -19,14 +21,16 @@ from hypothesis import strategies as st
 from support import adversary
 
 from tfdist import config
-from tfdist.checkpoints import files, oom_note, resume
+from tfdist.checkpoints import callback_state, files, integrity, oom_note, resume
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.checkpoints.storage import Disk
+from tfdist.config import schedule
 from tfdist.config.runtime_options import Environment
 from tfdist.data import spec_file
 from tfdist.doctor import checkpoints as doctor
 from tfdist.errors import TrainingError, UserError, shown
 from tfdist.inference import recorded_experiment, trained_model
+from tfdist.monitoring.recorder import Recorder
 from tfdist.monitoring.report import page
 
 OLD = REPOSITORY / "tests/checkpoints/run_folder_0.1.0"
@@ -162,6 +166,20 @@ def readers(folder):
     refused(run.append, "history.jsonl", {"a": 1})
     run.release()
     page.render(folder)
+    for path in folder.glob("checkpoints/[0-9]*"):
+        refused(go_on, path)
+
+
+def go_on(path):
+    """Gives the callback that records a run its state, which is then written and reported."""
+    try:
+        state = files.read_state(path)
+    except files.DamagedError:
+        return
+    recorder = Recorder(RunFolder(str(path.parent.parent)), schedule.make(config.Experiment(), 1000, 1))
+    callback_state.restore(keras.callbacks.CallbackList([recorder]), state["callbacks"])
+    json.dumps(recorder.get_state())
+    recorder.segments.record(recorder.updates, "completed")
 
 
 @adversary.few(4)
@@ -169,6 +187,66 @@ def readers(folder):
 def test_some_folders(tampering):
     with tampered(*tampering) as folder:
         readers(folder)
+
+
+# -- values of a finished run in which one bit is another ------------------------
+
+VALUED = ("experiment.json", "data.json", "result.json")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A finished run with the checksums of this version, and the state of its newest checkpoint."""
+    folder = pathlib.Path(shutil.copytree(OLD / "completed", tmp_path_factory.mktemp("finished") / "run"))
+    result = json.loads((folder / "result.json").read_bytes())
+    listed = {name: files.checksum(folder / name) for name in VALUED[:2]}
+    (folder / "result.json").write_text(json.dumps(integrity.sealed(result | {"files": listed}), indent=2))
+    state = files.read_state(files.found(folder / "checkpoints")[0])
+    return folder, state | {"data_sha256": spec_file.digest(spec_file.read(folder))}
+
+
+def values(folder, state):
+    """What later commands take from a folder, by way of `model.keras` or of a checkpoint."""
+    asked = trained_model.ModelRequest(str(folder), "", "latest" if state else "", config.Experiment(), {})
+    fields = config.flat(dataclasses.asdict(recorded_experiment.read_experiment(asked)))
+    if state:
+        integrity.check_state(folder, state, "checkpoint")
+        harmless = {name for name in fields if name.startswith(resume.HARMLESS)}
+        return {name: fields[name] for name in fields.keys() - harmless}, spec_file.read(folder), None
+    return fields, spec_file.read(folder), integrity.read_result(folder)
+
+
+def flipped_bit(finished, name, place, bit, by_checkpoint):
+    folder, state = finished
+    state = state if by_checkpoint else None
+    whole, expected = (folder / name).read_bytes(), values(folder, state)
+    raw = bytearray(whole)
+    raw[place % len(raw)] ^= 1 << bit
+    try:
+        (folder / name).write_bytes(raw)
+        assert values(folder, state) == expected
+        event("the same values")
+    except UserError as error:
+        adversary.is_one_line(shown(error))
+        event("refused")
+    finally:
+        (folder / name).write_bytes(whole)
+
+
+BITS = (st.sampled_from(VALUED), st.integers(0, 10**6), st.integers(0, 7), st.booleans())
+
+
+@adversary.few(60)
+@given(*BITS)
+def test_some_bits_change_no_value(finished, name, place, bit, by_checkpoint):
+    flipped_bit(finished, name, place, bit, by_checkpoint)
+
+
+@pytest.mark.whole
+@adversary.examples(1500)
+@given(*BITS)
+def test_no_bit_changes_a_value(finished, name, place, bit, by_checkpoint):
+    flipped_bit(finished, name, place, bit, by_checkpoint)
 
 
 @pytest.mark.whole

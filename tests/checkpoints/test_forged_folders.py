@@ -2,22 +2,28 @@
 
 import hashlib
 import json
+import math
 import os
 import pathlib
+import re
 import shutil
 
+import keras
 import pytest
 from conftest import REPOSITORY
 
 from tfdist import config
-from tfdist.checkpoints import files, oom_note, resume, state_shape
+from tfdist.checkpoints import callback_state, files, oom_note, resume, state_shape
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.checkpoints.storage import Disk
+from tfdist.config import schedule
 from tfdist.config.runtime_options import Environment
 from tfdist.data import spec_file
+from tfdist.distributed.job import env_vars
 from tfdist.doctor import checkpoints as doctor
 from tfdist.errors import TrainingError, UserError
 from tfdist.inference import recorded_experiment, trained_model
+from tfdist.monitoring import progress, recorder, segments
 from tfdist.monitoring.report import run_files
 
 OLD = REPOSITORY / "tests/checkpoints/run_folder_0.1.0/interrupted"
@@ -68,6 +74,15 @@ FORGED = [
     (changed("run", "x"), "no 'run' as it should be"),
     (changed("callbacks", "DROP"), "no 'callbacks' as it should be"),
     (changed("experiment", []), "no 'experiment' as it should be"),
+    (changed("experiment", {"config.seed": None}), "no 'experiment' as it should be"),
+    (changed("history", {"loss": [{"array": [[1], [2, 3]]}]}), "no 'history' as it should be"),
+    (changed("history", {"loss": [10**400]}), "no 'history' as it should be"),
+    (changed("position.epoch", 10**15), "'epochs' end with 1, and 'epoch' is 1000000000000000 in 'position'"),
+    (changed("position.update", 41), "'update' is 41 and 'begun' 10 in 'position', in epoch 1 of epochs of 30 updates"),
+    (changed("position.update", 9), "'begun' is 10 in 'position', of 9 updates"),
+    (changed("position.begun", 31), "'update' is 40 and 'begun' 31 in 'position', in epoch 1 of epochs of 30 updates"),
+    (changed("position.examples", 10**9), "'examples' is 1000000000 in 'position', after 10 updates of 48 examples"),
+    (changed("position.examples", math.nan), "'examples' is nan in 'position', after 10 updates of 48 examples"),
 ]
 
 
@@ -83,6 +98,40 @@ def test_a_forged_state_is_not_used(text, why, folder, said):
     asked = trained_model.ModelRequest(str(folder), "", "latest", config.Experiment(), {})
     assert trained_model._read(folder / "checkpoints" / "40", Disk()) is None
     assert recorded_experiment.read_experiment(asked).name == "small"
+
+
+def test_a_state_of_another_update_than_its_folder(folder):
+    (folder / "checkpoints/40").rename(folder / "checkpoints/41")
+    with pytest.raises(files.DamagedError, match=r"state.json is of update 40, and the folder is called 41"):
+        files.read_state(folder / "checkpoints/41")
+    (folder / "checkpoints/41").rename(folder / "checkpoints/40.1")  # a second one after the same update
+    files.read_state(folder / "checkpoints/40.1")
+
+
+RECORDED = {"updates": 1, "in_epoch": 1, "epochs": 0, "seconds": 1.5, "history": {}, "rollbacks": [], "segments": {}}
+BAD_CALLBACKS = [
+    ("Recorder.0", {}, "updates is None"),
+    ("Recorder.0", [], "'list' object has no attribute 'get'"),
+    ("Recorder.0", RECORDED | {"updates": "x"}, "updates is 'x'"),
+    ("Recorder.0", RECORDED | {"seconds": math.inf}, "seconds is inf"),
+    ("Recorder.0", RECORDED | {"history": {"loss": [[1], [[2, 3], 4]]}}, "history is "),
+    ("Recorder.0", RECORDED | {"segments": {"launch": "x", "begun": [[0, "x", None]]}}, "begun is "),
+    ("Recorder.0", RECORDED | {"segments": {"launch": "x", "begun": [[0]]}}, "missing 2 required positional arg"),
+    ("Recorder.0", RECORDED | {"segments": {"launch": "x"}}, "'begun'"),
+    ("Plain.0", {"in_epoch": "x"}, "in_epoch is 'x'"),
+    ("EarlyStopping.0", {"wait": [1]}, "wait is [1]"),
+]
+
+
+@pytest.mark.parametrize("name, state, why", BAD_CALLBACKS)
+def test_a_forged_state_of_a_callback(name, state, why, tmp_path):
+    plan = schedule.make(config.Experiment(), 1000, 1)
+    launched = segments.Segments(environ={env_vars.ROUNDS: json.dumps({"launch": "x"})})
+    ours = [recorder.Recorder(RunFolder(str(tmp_path)), plan, launched), progress.Plain(plan, dict)]
+    callbacks = keras.callbacks.CallbackList([*ours, keras.callbacks.EarlyStopping()])
+    with pytest.raises(UserError, match=rf"the callback {re.escape(name)} can go on with \(.*{re.escape(why)}"):
+        callback_state.restore(callbacks, {name: state})
+    callback_state.restore(callbacks, {"Recorder.0": RECORDED, "EarlyStopping.0": {"wait": 3, "best": None}})
 
 
 def test_what_a_run_writes_is_taken():
@@ -107,6 +156,22 @@ def test_an_experiment_with_fields_of_another_kind(fields, folder):
         recorded_experiment.read_experiment(asked)
 
 
+def test_a_resume_believes_the_newest_checkpoint(folder, said):
+    """A digit has changed in experiment.json, and the run was said to be of another experiment."""
+    fields = json.loads((folder / "experiment.json").read_bytes())
+    experiment = recorded_experiment.experiment_from(fields)
+    (folder / "experiment.json").write_text(json.dumps(fields | {"seed": 77}))
+    run = RunFolder(str(folder))
+    resume.same_experiment(run, experiment, Environment(), 0)
+    assert said == [
+        f"WARNING: {folder}/experiment.json is damaged (config.seed is 77 there and {experiment.seed} here): "
+        "it is written again, since the newest checkpoint is of this experiment"
+    ]
+    experiment.seed = 78
+    with pytest.raises(UserError, match=r"is of another experiment \(config.seed is 77 there and 78 here\)"):
+        resume.same_experiment(run, experiment, Environment(), 0)
+
+
 @pytest.mark.parametrize("text", ["[]", "{}", "3", DEEP, '{"status": []}', '{"accumulate": 1e999}'])
 def test_other_files_of_another_shape(text, folder):
     for name in ("result.json", oom_note.NAME, "environment.json"):
@@ -119,6 +184,32 @@ def test_other_files_of_another_shape(text, folder):
     run_files.read(folder)
     (folder / "data.json").write_text(text)
     with pytest.raises(UserError, match=r"data.json cannot be used"):
+        spec_file.read(folder)
+
+
+@pytest.mark.parametrize(
+    "field, value, why",
+    [
+        ("classes", math.inf, "it has inf instead of a whole number"),
+        ("classes", 2**63, "it has classes=9223372036854775808"),
+        ("classes", {}, "it has {} instead of a whole number"),
+        ("classes", True, "it has True instead of a whole number"),
+        ("classes", 0, "it has classes=0"),
+        ("shape", 3, "it has 3 instead of a list"),
+        ("shape", [-1], "it has shape=(-1,)"),
+        ("shape", [8, "8"], "it has '8' instead of a whole number"),
+        ("maximum", None, "it has None instead of a number"),
+        ("dtype", "uint", "it has dtype='uint'"),
+        ("names", [1], "it has 1 instead of a text"),
+        ("columns", [3], "it has 3 instead of an object"),
+        ("target", {"name": "y", "kind": "date"}, "it has columns=()"),
+    ],
+)
+def test_a_description_of_data_that_cannot_be(field, value, why, folder):
+    content = json.loads((folder / "data.json").read_bytes())
+    content["spec"][field] = value
+    (folder / "data.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=rf"data.json cannot be used \(ValueError: {re.escape(why)}\): copy it back"):
         spec_file.read(folder)
 
 

@@ -27,8 +27,10 @@ from support.finished_runs import TRAIN, made_run
 
 import tfdist
 from tfdist import config
+from tfdist.checkpoints import training_state
 from tfdist.data import spec_file
 from tfdist.data.augmentation import ops
+from tfdist.doctor import checkpoints as doctor
 from tfdist.errors import TrainingError, UserError
 from tfdist.inference import compatibility, job, output_file, prediction_rows, recorded_experiment, trained_model
 from tfdist.models import build as models
@@ -197,6 +199,12 @@ def damaged_weights(folder):
     path.write_bytes(content)
 
 
+def unlisted(folder):
+    """Leaves out the checksums, which folders of earlier versions do not have."""
+    result = json.loads((folder / "result.json").read_text())
+    (folder / "result.json").write_text(json.dumps({k: v for k, v in result.items() if k not in ("files", "sha256")}))
+
+
 def other_weights(folder):
     model = keras.saving.load_model(folder / "model.keras")
     model.layers[-1].bias.assign_add(np.full(10, 1e-3, "float32"))
@@ -222,7 +230,8 @@ SPOILT = [
         "",
         "result.json does not tell the checksum of model.keras, so the run has not ended well",
     ),
-    (lambda f: edited(f / "result.json", weights_sha256=""), "", "does not tell the checksum of model.keras"),
+    (lambda f: edited(f / "result.json", weights_sha256=""), "", "result.json has changed: its checksum is wrong: "),
+    (lambda f: [edited(f / "result.json", weights_sha256=""), unlisted(f)], "", "does not tell the checksum of model"),
     (
         other_weights,
         "",
@@ -238,21 +247,29 @@ SPOILT = [
         "",
         "model.keras is damaged (model.weights.h5 in it): use --checkpoint=latest, or train again",
     ),
-    (lambda f: edited(f / "experiment.json", model={"name": "mlp"}), "", "model.keras does not fit the model that"),
-    (lambda f: edited(f / "experiment.json", model={"name": "mlp"}), "latest", "the checkpoint is of another model"),
     (
-        lambda f: edited(f / "experiment.json", colour="red"),
+        lambda f: [edited(f / "experiment.json", model={"name": "mlp"}), unlisted(f)],
+        "",
+        "model.keras does not fit the model that",
+    ),
+    (
+        lambda f: edited(f / "experiment.json", model={"name": "mlp"}),
+        "latest",
+        "experiment.json is not what ",
+    ),
+    (
+        lambda f: [edited(f / "experiment.json", colour="red"), unlisted(f)],
         "",
         "experiment.json has a field 'colour', which this tfdist does not know",
     ),
     (
         lambda f: edited(f / "experiment.json", train=5),
-        "",
+        "latest",
         "experiment.json has train=5, which it cannot have been written with: copy it back",
     ),
     (
         lambda f: edited(f / "experiment.json", seed="x"),
-        "",
+        "latest",
         "experiment.json has seed='x', which it cannot have been written with",
     ),
     (
@@ -269,6 +286,62 @@ def test_runs_that_cannot_be_used(spoil, checkpoint, message, copy):
     with pytest.raises(UserError) as error:
         weights(copy, checkpoint)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def digit_changed(folder, name, before, after):
+    """Changes a digit of a number: the file is as long, and JSON, as before."""
+    text = (folder / name).read_text()
+    assert before in text and len(before) == len(after)
+    (folder / name).write_text(text.replace(before, after, 1))
+
+
+CHANGES = [
+    ("data.json", '"maximum": 16', '"maximum": 12'),
+    ("data.json", '"classes": 10', '"classes": 90'),
+    ("experiment.json", '"label_smoothing": 0.1', '"label_smoothing": 0.3'),
+    ("experiment.json", '"ema_momentum": 0.9', '"ema_momentum": 0.0'),
+]
+
+
+@pytest.mark.parametrize("name, before, after", CHANGES)
+def test_a_changed_digit_is_found(name, before, after, copy):
+    """They changed every measure and prediction, and the exit code was 0."""
+    digit_changed(copy, name, before, after)
+    for checkpoint, why in (("", f"is damaged: {name} has changed"), ("latest", f"{name} is not what ")):
+        with pytest.raises(UserError, match=f"{why}.*: copy it back, or repeat the training command with --resume="):
+            weights(copy, checkpoint)
+    findings = doctor.run_files(str(copy), doctor.examine(copy / "checkpoints"))
+    assert [finding.status for finding in findings] == ["fail", "fail"] and name in findings[0].finding
+
+
+def test_a_changed_result_is_found(copy):
+    digit_changed(copy, "result.json", '"updates": 60', '"updates": 61')
+    with pytest.raises(UserError, match=r"is damaged: result.json has changed: its checksum is wrong"):
+        weights(copy)
+    assert "result.json has changed" in doctor.run_files(str(copy), [])[0].finding
+
+
+def test_averages_that_a_checkpoint_does_not_have(copy):
+    """Nothing of a folder that earlier versions have written could say so."""
+    experiment = recorded_experiment.read_experiment(wanted(copy))
+    plain = job.built(experiment, spec_file.read(copy))
+    tensors = training_state.read(str(copy / "checkpoints/60/tensors"))
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith("_average")}
+    with pytest.raises(UserError, match=r"the checkpoint has averages of 0 weights, and the model with optimizer.ema_"):
+        training_state.weights(plain, tensors, averaged=True)
+
+
+def test_a_folder_as_it_was_written_elsewhere(copy):
+    (finding,) = doctor.run_files(str(copy), doctor.examine(copy / "checkpoints"))
+    listed = "data.json, environment.json, experiment.json, model.keras"
+    assert (finding.status, finding.finding) == ("ok", f"{copy}: {listed} are as the run wrote them")
+    (copy / "environment.json").unlink()
+    damaged_weights(copy)
+    findings = [finding.finding for finding in doctor.run_files(str(copy), [])]
+    assert len(findings) == 2 and "environment.json: no such file" in findings[0] + findings[1]
+    unlisted(copy)
+    (finding,) = doctor.run_files(str(copy), [])
+    assert finding.status == "ok" and "has no checksums" in finding.finding
 
 
 # -- data that is not the run's ---------------------------------------------

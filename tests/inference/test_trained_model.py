@@ -8,7 +8,7 @@ import pytest
 from support.nvidia_drivers import printing
 
 from tfdist import config
-from tfdist.checkpoints import run_folder
+from tfdist.checkpoints import integrity, run_folder
 from tfdist.config import schedule
 from tfdist.data import spec_file
 from tfdist.data.spec import Column, Spec
@@ -91,7 +91,7 @@ def test_the_result_takes_the_place_of_the_report_on_a_full_disk(tmp_path, said)
 
     run.write_result(Full(str(tmp_path)), Done(), None)
     assert [p.name for p in tmp_path.iterdir()] == ["result.json"] and not said
-    assert json.loads((tmp_path / "result.json").read_text()) == {"status": "completed"}
+    assert json.loads((tmp_path / "result.json").read_text()) == integrity.sealed({"status": "completed"})
 
 
 def test_several_rollbacks_to_one_checkpoint_stay_recorded(tmp_path):

@@ -11,6 +11,7 @@ from conftest import REPOSITORY
 from support import many_commands
 
 from tfdist import config
+from tfdist.checkpoints import integrity
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.compare import trial
 from tfdist.errors import UserError
@@ -139,6 +140,18 @@ def test_another_experiment_in_the_folder_is_refused(sweep, monkeypatch):
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_a_finished_run_whose_result_was_changed_is_refused(sweep):
+    """It would be ranked by a measure that it has not had."""
+    listed = integrity.sealed({"status": "completed", "evaluation": {"loss": 0.5}})
+    assert sweep([32], lambda c, folder: written(c, folder, **listed)) == 0
+    path = sweep.path / "train.batch_size=32/result.json"
+    path.write_text(path.read_text().replace("0.5", "0.1"))
+    with pytest.raises(
+        UserError, match=r"is damaged: result.json has changed: its checksum is wrong: copy it back, or "
+    ):
+        sweep([32], written)
+
+
 def test_side_by_side_on_cores_of_their_own(sweep):
     """Each waits until the other is there."""
     cores = sorted(os.sched_getaffinity(0))[:2]

@@ -7,7 +7,9 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import keras
 import numpy as np
 
+from tfdist.checkpoints import state_shape
 from tfdist.data.structures import Structure
+from tfdist.errors import UserError, one_line
 from tfdist.models import keras_internals
 
 State: TypeAlias = dict[str, Any]
@@ -46,17 +48,32 @@ def capture(callbacks: keras.callbacks.CallbackList) -> dict[str, State]:
 
 
 def restore(callbacks: keras.callbacks.CallbackList, states: dict[str, State]) -> None:
-    """Gives callbacks their state back; after `on_train_begin`, in which they forget it."""
+    """Gives callbacks their state back; after `on_train_begin`, in which they forget it.
+
+    Raises:
+      UserError: one cannot take it.
+    """
     for name, callback in _named(callbacks):
         if name not in states:
             continue
-        if isinstance(callback, Stateful):
-            callback.set_state(states[name])
-        else:
-            known = {field for kind, fields in _KNOWN.items() if isinstance(callback, kind) for field in fields}
-            for field, value in states[name].items():
-                if field in known:  # a file decides about nothing else of the callback
-                    setattr(callback, field, value)
+        try:
+            _give_back(callback, states[name])
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            raise UserError(
+                f"the checkpoint has no state that the callback {name} can go on with ({one_line(error, 120)}): "
+                "use the code that it was taken with, or move that checkpoint away"
+            ) from error
+
+
+def _give_back(callback: keras.callbacks.Callback, state: State) -> None:
+    if isinstance(callback, Stateful):
+        callback.set_state(state)
+        return
+    known = {field for kind, fields in _KNOWN.items() if isinstance(callback, kind) for field in fields}
+    for field in known & state.keys():  # a file decides about nothing else of the callback
+        if not state_shape.optional(state_shape.number)(state[field]):
+            raise ValueError(f"{field} is {state[field]!r}")
+        setattr(callback, field, state[field])
 
 
 def arrays(callbacks: keras.callbacks.CallbackList) -> dict[str, np.ndarray]:

@@ -16,7 +16,8 @@ import os
 import pathlib
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from tfdist.checkpoints import state_shape
 from tfdist.config import atomic_file, regular_file
@@ -79,18 +80,39 @@ def verify(path: pathlib.Path) -> int:
     """
     total = 0
     for name, wanted in _manifest(path).items():
-        file = path / name
-        try:
-            size = file.stat().st_size
-            if size != wanted["bytes"]:
-                raise DamagedError(f"{name} has {size} bytes instead of {wanted['bytes']}")
-            digest = _sha256(file)
-        except OSError as error:
-            raise DamagedError(f"{name}: {(error.strerror or str(error)).lower()}") from None
-        if digest != wanted["sha256"]:
-            raise DamagedError(f"{name} has changed: its checksum is wrong")
-        total += size
+        check(path / name, wanted)
+        total += wanted["bytes"]
     return total
+
+
+def check(file: pathlib.Path, wanted: Mapping[str, Any]) -> None:
+    """Reads every byte of a file.
+
+    Args:
+      wanted: what `checksum` returned of it.
+
+    Raises:
+      DamagedError: it differs from that.
+    """
+    try:
+        size = file.stat().st_size
+        if size != wanted["bytes"]:
+            raise DamagedError(f"{file.name} has {size} bytes instead of {wanted['bytes']}")
+        digest = _sha256(file)
+    except OSError as error:
+        raise DamagedError(f"{file.name}: {(error.strerror or str(error)).lower()}") from None
+    if digest != wanted["sha256"]:
+        raise DamagedError(f"{file.name} has changed: its checksum is wrong")
+
+
+def checksum(file: pathlib.Path) -> dict[str, Any]:
+    """Returns the size and the SHA-256 of a file."""
+    return {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+
+
+def checksum_of(content: bytes) -> dict[str, Any]:
+    """Returns what `checksum` returns of a file with this content."""
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
 def read_state(path: pathlib.Path) -> dict:
@@ -105,6 +127,8 @@ def read_state(path: pathlib.Path) -> dict:
         raise DamagedError(f"{STATE} cannot be read ({error})") from None
     if wrong := state_shape.wrong(state):
         raise DamagedError(f"{STATE} is not what a run writes: {wrong}")
+    if update_of(path) != state["position"]["update"]:
+        raise DamagedError(f"{STATE} is of update {state['position']['update']}, and the folder is called {path.name}")
     return state
 
 
@@ -117,7 +141,7 @@ def _manifest(path: pathlib.Path) -> dict[str, dict]:
         manifest = json.loads(raw)
         files, number, experiment = manifest["files"], manifest["format"], manifest["experiment"]
         # Written anew from what was read, it must be the same bytes: that finds a change anywhere in it.
-        intact = raw == _manifest_bytes(files, experiment, number) and all(map(_described, files.items()))
+        intact = raw == _manifest_bytes(files, experiment, number) and all(map(is_described, files.items()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         intact = False
     if not intact:
@@ -127,8 +151,8 @@ def _manifest(path: pathlib.Path) -> dict[str, dict]:
     return files
 
 
-def _described(file: tuple[str, object]) -> bool:
-    """Tells whether a manifest says of a file, which is in the checkpoint itself, what `write` says."""
+def is_described(file: tuple[str, object]) -> bool:
+    """Tells whether there is a checksum of a file, which is in the folder itself, as `checksum` returns it."""
     name, about = file
     sizes = isinstance(about, dict) and isinstance(about.get("bytes"), int) and isinstance(about.get("sha256"), str)
     return sizes and is_inside(name)
@@ -180,7 +204,7 @@ def write(
         tensors(str(temporary / TENSORS))
         (temporary / STATE).write_text(json.dumps(state), encoding="utf-8")
         written = sorted(path for path in temporary.iterdir() if path.is_file())
-        files = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in written}
+        files = {path.name: checksum(path) for path in written}
         (temporary / MANIFEST).write_bytes(_manifest_bytes(files, _hash(state.get("experiment"))))
         for path in [*written, temporary / MANIFEST, temporary]:
             atomic_file.sync(path)

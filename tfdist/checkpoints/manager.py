@@ -44,6 +44,7 @@ class Checkpoints:
       resume: `auto` goes on from the newest valid one if there is any, `require` insists on one, `never` begins anew.
       changed: resume though experiment, batch or data have changed; only where an epoch has ended.
       experiment: fields of the experiment, kept in each checkpoint and compared on resume.
+      data_sha256: digest of what the model was built for (`spec_file.digest`), kept in each checkpoint.
       storage: what stands behind the folder, if that is a copy that somebody else has made.
 
     Raises:
@@ -61,6 +62,7 @@ class Checkpoints:
         resume: str = "auto",
         changed: bool = False,
         experiment: Mapping[str, str] | None = None,
+        data_sha256: str = "",
         storage: storage_lib.Disk | None = None,
     ):
         buckets.check("folder", os.fspath(folder))  # before it is a path, which takes gs:// for gs:/
@@ -68,7 +70,7 @@ class Checkpoints:
         self._storage = storage or kept_at
         self._name = self._storage.shown(here)
         self._options = CheckpointOptions(
-            here, every, keep, best, asynchronous, resume, changed, dict(experiment or {})
+            here, every, keep, best, asynchronous, resume, changed, dict(experiment or {}), data_sha256
         )
         self._writer = CheckpointWriter(self.folder, keep, self._storage)
         self.resumed_from: int | None = None
@@ -279,4 +281,5 @@ class Checkpoints:
             )
 
     def _state(self, run: TrainingRun, position: Position) -> dict[str, object]:
-        return training_run.state_of(run, position, self._options.experiment, self._best)
+        options = self._options
+        return training_run.state_of(run, position, options.experiment, options.data_sha256, self._best)

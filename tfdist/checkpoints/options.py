@@ -22,6 +22,7 @@ class CheckpointOptions:
     resume: str
     changed: bool
     experiment: Mapping[str, str]
+    data_sha256: str
 
     def __post_init__(self):
         schedule.interval("checkpoint.every", self.every)

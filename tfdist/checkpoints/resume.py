@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pathlib
 from collections.abc import Mapping
@@ -160,8 +161,10 @@ def differences(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
     A field that was not there yet, or is not any more, had its default.
     """
     defaults = flat(Experiment())
-    here = {**defaults, **here} if here else here
-    there = {**defaults, **{name: as_now(text) for name, text in there.items()}} if there else there
+    here, there = (
+        {**defaults, **{name: as_now(text) for name, text in fields.items()}} if fields else fields
+        for fields in (here, there)
+    )
     # With shards the micro-batches decide about the last bits, which are promised.
     exact = ("config.train.accumulate",) if there.get("config.train.shards", "0") != "0" else ()
     names = [name for name in {**here, **there} if not name.startswith(HARMLESS) or name in exact]
@@ -186,9 +189,26 @@ def same_experiment(folder: RunFolder, experiment: Experiment, where: Environmen
     earlier = folder.earlier() if folder.holds_run else None
     if earlier is None or where.resume_changed or _begins_anew(where, attempt):
         return
-    odd = differences(flat(experiment), flat(earlier))
-    if odd:
+    here = flat(experiment)
+    odd = differences(here, flat(earlier))
+    state = _newest_state(folder) if odd else None
+    if odd and (state is None or differences(here, state["experiment"])):
         raise UserError(refusal(folder.name, odd))
+    if odd:
+        logger.info(
+            f"WARNING: {folder.name}/experiment.json is damaged ({'; '.join(odd[:5])}): it is written again, "
+            "since the newest checkpoint is of this experiment"
+        )
+
+
+def _newest_state(folder: RunFolder) -> dict[str, Any] | None:
+    """Returns the state of the newest valid checkpoint."""
+    for path in files.found(folder.checkpoints):
+        folder.storage.fetch(path)
+        with contextlib.suppress(DamagedError):
+            files.verify(path)
+            return files.read_state(path)
+    return None
 
 
 def _begins_anew(where: Environment, attempt: int) -> bool:

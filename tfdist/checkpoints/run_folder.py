@@ -14,7 +14,7 @@ import re
 import time
 import weakref
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -61,8 +61,10 @@ class RunFolder:
         """The launcher of this worker holds the lock, too, and goes on holding it when this worker is gone."""
         self._owner = f"process {os.getpid()} on {platform.node()}\n".encode()
         """What the file of the lock tells others of its owner; the first line is for a person."""
-        self._waiting: list[str] = []
+        self._waiting: dict[str, list[str]] = {}
+        """Lines that could not be written, by file."""
         self._kept: dict[str, str] = {}
+        self._checksums: dict[str, dict[str, Any]] = {}
         _OPEN.add(self)
 
     def forget(self) -> None:
@@ -282,6 +284,11 @@ class RunFolder:
         return beside if beside.exists() and beside.samefile(moved) else moved
 
     @property
+    def checksums(self) -> dict[str, dict[str, Any]]:
+        """Returns the size and SHA-256 of each file that this process wrote and later commands use."""
+        return dict(self._checksums)
+
+    @property
     def writes(self) -> bool:
         """Tells whether this worker writes anything: one that does not can spare itself the making of it."""
         return self._writes
@@ -306,10 +313,11 @@ class RunFolder:
             self._put(name, text)
         if name in KEPT:
             self._kept[name] = text
+            self._checksums[name] = files.checksum_of(_bytes(text))
 
     def _put(self, name: str, text: str) -> None:
         with atomic_file.replacing(self.path / name) as temporary:
-            temporary.write_bytes(text.encode(errors="replace"))
+            temporary.write_bytes(_bytes(text))
 
     def append(self, name: str, line: dict) -> None:
         """Adds one line of JSON to a file; what cannot be written now is written with a later one.
@@ -320,30 +328,45 @@ class RunFolder:
         if not self._writes:
             return
         failed = bool(self._waiting)
-        self._waiting.append(json.dumps(strict(line)) + "\n")
+        waiting = self._waiting.setdefault(name, [])
+        waiting.append(json.dumps(strict(line)) + "\n")
         try:
             self._make_whole()
             with io.BufferedWriter(regular_file.opened_to_append(self.path / name)) as file:
-                file.write("".join(self._waiting).encode())
-            self._waiting.clear()
+                file.write("".join(waiting).encode())
+            del self._waiting[name]
         except OSError as error:
             if not failed:
                 logger.info(f"WARNING: {self.path / name} cannot be written ({error.strerror}): training goes on")
 
-    def cut(self, name: str, keep: Callable[[dict], bool]) -> None:
-        """Drops lines from a file of JSON lines, and one that was not written to its end."""
-        if not self._writes or not (self.path / name).exists():
-            return
-        kept = []
+    def cut(self, name: str, keep: Callable[[dict], bool], known: Sequence[dict] = ()) -> list[dict]:
+        """Drops lines from a file of JSON lines, and those that are damaged; a kill may have cut the last one off.
+
+        Args:
+          keep: tells whether a line stays.
+          known: lines that have been there; if one is missing, all of them are written again.
+
+        Returns:
+          The lines that are there now.
+        """
+        path = self.path / name
+        if not self._writes or not (known or path.exists()):
+            return []
         with self._writing(name):
-            text = regular_file.content(self.path / name).decode(errors="replace")
-        for line in text.splitlines():
-            with contextlib.suppress(ValueError, RecursionError):
-                content = json.loads(line)
-                if isinstance(content, dict) and keep(content):
-                    kept.append(line + "\n")
-        with self._writing(name), atomic_file.replacing(self.path / name) as temporary:
-            temporary.write_text("".join(kept), encoding="utf-8")
+            text = regular_file.content(path).decode(errors="replace") if path.exists() else ""
+        *whole, last = text.split("\n")
+        damaged = sum(_line(line) is None for line in whole)
+        read = map(_line, [*whole, last, *self._waiting.pop(name, [])])
+        kept = [line for line in read if line is not None and keep(line)]
+        missing = sum(line not in kept for line in known)
+        if missing:
+            kept = sorted([*known, *(line for line in kept if line not in known)], key=_updates)
+            logger.info(f"WARNING: {path} is damaged: {missing} of its lines are written again from the checkpoint")
+        elif damaged:
+            logger.info(f"WARNING: {path} is damaged: {damaged} of its lines cannot be read and are left out")
+        with self._writing(name), atomic_file.replacing(path) as temporary:
+            temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        return kept
 
     def remove(self, name: str) -> None:
         """Deletes a file, if it is there.
@@ -352,6 +375,7 @@ class RunFolder:
           TrainingError: it cannot be deleted.
         """
         self._kept.pop(name, None)
+        self._checksums.pop(name, None)
         if self.writes and os.path.lexists(self.path / name):
             with self._writing(name):
                 (self.path / name).unlink(missing_ok=True)
@@ -368,6 +392,8 @@ class RunFolder:
             path, temporary = self.path / "model.keras", self.path / f".model-{os.getpid()}.keras"  # as Keras wants it
             with atomic_file.replacing(path, temporary), _without_dates():
                 model.save(temporary)
+                checksum = files.checksum(temporary)
+            self._checksums[path.name] = checksum
 
     def push(self, patient: bool = True) -> None:
         """Makes what was written outlive this machine, where the folder is elsewhere.
@@ -422,6 +448,24 @@ class RunFolder:
                 f"WARNING: {self.path} was deleted while this run went on: {', '.join(missing)} are written again, "
                 "what history.jsonl and checkpoints held is lost"
             )
+
+
+def _line(text: str) -> dict[str, Any] | None:
+    """Returns the object of a JSON line; None if there is none."""
+    with contextlib.suppress(ValueError, RecursionError):
+        content = json.loads(text)
+        return content if isinstance(content, dict) else None
+    return None
+
+
+def _updates(line: dict[str, Any]) -> float:
+    updates = line.get("updates")
+    return updates if isinstance(updates, (int, float)) else 0.0
+
+
+def _bytes(text: str) -> bytes:
+    """Returns a text as it is written: file names in it need not be UTF-8."""
+    return text.encode(errors="replace")
 
 
 def _umask() -> int:

@@ -2,57 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
+import numpy as np
+
+Shape: TypeAlias = Mapping[str, Callable[[Any], bool]]
+"""What the fields of an object may be, by name."""
 _MOST = 10**15
 """More updates or epochs than a run can have."""
 
 
-def _count(value: object) -> bool:
-    return isinstance(value, int) and 0 <= value <= _MOST
+def count(value: object) -> bool:
+    """Tells whether a value is a number of updates, epochs or the like."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST
 
 
-def _number(value: object) -> bool:
-    return isinstance(value, (int, float))
+def number(value: object) -> bool:
+    """Tells whether a value is a number that a float can hold, infinity and NaN included."""
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) <= 2**63)
+
+
+def finite(value: object) -> bool:
+    """Tells whether a value is a number, and neither infinite nor NaN."""
+    return number(value) and math.isfinite(value)  # type: ignore[arg-type]
+
+
+def optional(check: Callable[[Any], bool]) -> Callable[[object], bool]:
+    """Returns a check that takes None, too."""
+    return lambda value: value is None or check(value)
+
+
+def array(value: object) -> bool:
+    """Tells whether a value is a number, or lists within lists of numbers, all of a level as long as each other."""
+    try:
+        return number(value) or (isinstance(value, list) and np.asarray(value).dtype.kind in "biuf")
+    except (ValueError, OverflowError, RecursionError):  # ragged, or deeper than arrays can be
+        return False
 
 
 def _measure(value: object) -> bool:
-    """Whether it is a number, or an array as lists of them."""
-    return _number(value) or (isinstance(value, dict) and isinstance(value.get("array"), list))
+    """Tells whether a value is a number, or an array as lists of them."""
+    return number(value) or (isinstance(value, dict) and value.keys() == {"array"} and array(value["array"]))
 
 
-def _list_of(check: Callable[[object], bool]) -> Callable[[object], bool]:
+def list_of(check: Callable[[Any], bool]) -> Callable[[object], bool]:
+    """Returns a check of a list whose entries are all of a kind."""
     return lambda value: isinstance(value, list) and all(map(check, value))
 
 
-def _by_name(check: Callable[[object], bool]) -> Callable[[object], bool]:
+def by_name(check: Callable[[Any], bool]) -> Callable[[object], bool]:
+    """Returns a check of an object whose values are all of a kind."""
     return lambda value: isinstance(value, dict) and all(map(check, value.values()))
 
 
-_STATE: dict[str, Callable[[Any], bool]] = {
-    "run": _by_name(lambda value: value is None or isinstance(value, int)),
-    "replicas": _count,
+def misfit(content: object, shape: Shape) -> str:
+    """Returns the name of a field that is missing or not as it should be; nothing if all fit."""
+    if not isinstance(content, dict):
+        return "fields"
+    return next((name for name, check in shape.items() if name not in content or not check(content[name])), "")
+
+
+_STATE: Shape = {
+    "run": by_name(lambda value: value is None or isinstance(value, int)),
+    "replicas": count,
     "strategy": lambda value: isinstance(value, str),
-    "experiment": lambda value: isinstance(value, dict),
+    "experiment": by_name(lambda value: isinstance(value, str)),
     "callbacks": lambda value: isinstance(value, dict),
-    "history": _by_name(_list_of(_measure)),
-    "epochs": _list_of(_count),
+    "history": by_name(list_of(_measure)),
+    "epochs": list_of(count),
 }
-_POSITION: dict[str, Callable[[Any], bool]] = {
-    "update": _count,
-    "epoch": _count,
-    "begun": _count,
+_POSITION: Shape = {
+    "update": count,
+    "epoch": count,
+    "begun": count,
     "measured": lambda value: isinstance(value, bool),
     "stopped": lambda value: isinstance(value, bool),
-    "logs": _by_name(_measure),
-    "sums": _list_of(_number),
-    "examples": _number,
-    "skipped": _list_of(_count),
+    "logs": by_name(_measure),
+    "sums": list_of(number),
+    "examples": number,
+    "skipped": list_of(count),
 }
-_BEST: dict[str, Callable[[Any], bool]] = {
-    "value": lambda value: value is None or _number(value),
-    "update": lambda value: value is None or _count(value),
+_BEST: Shape = {
+    "value": optional(number),
+    "update": optional(count),
 }
 
 
@@ -70,9 +104,26 @@ def wrong(state: object) -> str:
     for field in ("update", "epoch", "begun"):
         if field not in state["position"]:
             return f"no {field!r} in 'position'"
-    for name, check in _STATE.items():
-        if name not in state or not check(state[name]):
+    if name := misfit(state, _STATE):
+        return f"no {name!r} as it should be"
+    for name in ("cpu_kernels", "data_sha256"):  # earlier versions had none
+        if not isinstance(state.get(name, ""), str):
             return f"no {name!r} as it should be"
-    if not isinstance(state.get("cpu_kernels", ""), str):  # earlier versions had none
-        return "no 'cpu_kernels' as it should be"
+    return _contradiction(state)
+
+
+def _contradiction(state: dict[str, Any]) -> str:
+    """Returns which fields cannot be of the same run. Epochs may end early, so there may be fewer updates than fit."""
+    position, run, epochs = state["position"], state["run"], state["epochs"]
+    update, epoch, begun = (position[name] for name in ("update", "epoch", "begun"))
+    if begun > update:
+        return f"'begun' is {begun} in 'position', of {update} updates"
+    if epochs and epochs != list(range(epoch - len(epochs), epoch)):
+        return f"'epochs' end with {epochs[-1] + 1}, and 'epoch' is {epoch} in 'position'"
+    length, batch = run.get("updates per epoch"), run.get("global batch")
+    if length and not (begun <= length and epoch <= update - begun <= epoch * length):
+        return f"'update' is {update} and 'begun' {begun} in 'position', in epoch {epoch} of epochs of {length} updates"
+    examples = position.get("examples", 0.0)
+    if not (examples >= 0 and (not batch or examples <= begun * batch)):
+        return f"'examples' is {examples} in 'position', after {begun} updates of {batch} examples"
     return ""

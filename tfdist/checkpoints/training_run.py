@@ -61,7 +61,9 @@ class BestEpoch:
     """Updates made when it had ended."""
 
 
-def state_of(run: TrainingRun, position: Position, experiment: Mapping[str, str], best: BestEpoch) -> dict[str, object]:
+def state_of(
+    run: TrainingRun, position: Position, experiment: Mapping[str, str], data_sha256: str, best: BestEpoch
+) -> dict[str, object]:
     """Returns what `state.json` holds: all that training has changed and that is no tensor."""
     return {
         "position": dataclasses.asdict(position) | {"logs": {k: _plain(v) for k, v in position.logs.items()}},
@@ -71,6 +73,7 @@ def state_of(run: TrainingRun, position: Position, experiment: Mapping[str, str]
         "strategy": run.distribution.name,
         "cpu_kernels": cpu_kernels.in_use(),
         "experiment": dict(experiment),
+        "data_sha256": data_sha256,
         "callbacks": callback_state.capture(run.callbacks),
         "history": {k: [_plain(v) for v in values] for k, values in run.model.history.history.items()},
         "epochs": list(run.model.history.epoch),

@@ -137,7 +137,13 @@ def weights(model: keras.Model, tensors: dict[str, np.ndarray], averaged: bool) 
         values[id(variable)] = value
     if averaged:
         of_optimizer = [n for n in sorted(tensors) if n.startswith(f"{SHARED}/optimizer/") and n.endswith("_average")]
-        for variable, name in zip(model.trainable_variables, of_optimizer, strict=True):
+        trained = model.trainable_variables
+        if [tensors[name].shape for name in of_optimizer] != [tuple(variable.shape) for variable in trained]:
+            raise UserError(
+                f"the checkpoint has averages of {len(of_optimizer)} weights, and the model with "
+                f"optimizer.ema_momentum has {len(trained)}: use the experiment that it was made with"
+            )
+        for variable, name in zip(trained, of_optimizer):
             values[id(variable)] = tensors[name]
     return [values[id(v)] for v in model.weights]
 

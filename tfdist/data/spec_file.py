@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import hashlib
 import json
 import pathlib
+import re
 import types
 import typing
 from collections.abc import Callable
@@ -17,6 +19,15 @@ from tfdist.errors import UserError
 
 NAME = "data.json"
 FORMAT = 1
+
+_MOST = 2**31 - 1
+"""The largest size of a tensor's dimension that TensorFlow's kernels take."""
+_TYPE = re.compile(r"(u?int|b?float|complex|str|bytes)\d+|bool|string|object")
+_KINDS: dict[object, tuple[tuple[type, ...], str]] = {
+    int: ((int, types.NoneType), "a whole number"),  # None is a dimension of any size
+    float: ((int, float), "a number"),
+    str: ((str,), "a text"),
+}
 
 Json: TypeAlias = Any
 """What JSON can hold: None, truth values, numbers, texts, and lists and dicts of them."""
@@ -47,13 +58,41 @@ def read(path: pathlib.Path) -> Spec | None:
         content = json.loads(regular_file.content(file))
         if content["format"] != FORMAT:
             raise ValueError(f"it has format {content['format']}, and this tfdist reads {FORMAT}")
-        return made(content["spec"])
+        spec = made(content["spec"])
+        _check(spec)
+        return spec
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
             f"{file} cannot be used ({type(error).__name__}: {error}): copy it back, or delete it"
         ) from None
+
+
+def _check(spec: Spec) -> None:
+    """Raises ValueError for values that no data can have."""
+    columns = (*spec.columns, *filter(None, [spec.target]))
+    possible = {
+        "shape": all(size is None or 0 <= size <= _MOST for size in spec.shape),
+        "classes": spec.classes is None or 0 < spec.classes <= _MOST,
+        "dtype": bool(_TYPE.fullmatch(spec.dtype)),
+        "columns": all(column.kind in ("number", "category") for column in columns),
+    }
+    for name, fits in possible.items():
+        if not fits:
+            raise ValueError(f"it has {name}={getattr(spec, name)!r}")
+
+
+def digest(spec: Spec) -> str:
+    """Returns the SHA-256 of a description; fields with their defaults, as later versions may add, do not count."""
+    return hashlib.sha256(json.dumps(_sparse(spec), sort_keys=True).encode()).hexdigest()
+
+
+def _sparse(value: object) -> Json:
+    if not dataclasses.is_dataclass(value):
+        return [_sparse(v) for v in value] if isinstance(value, tuple) else _plain(value)
+    fields = {field.name: (getattr(value, field.name), field.default) for field in dataclasses.fields(value)}
+    return {name: _sparse(inner) for name, (inner, default) in fields.items() if inner != default}
 
 
 def plain(spec: Spec) -> Json:
@@ -79,12 +118,19 @@ def _made(kind: object, value: Json) -> Any:
     if isinstance(value, dict) and value.keys() == {"base64"}:
         return base64.b64decode(value["base64"])
     if dataclasses.is_dataclass(kind):
+        if not isinstance(value, dict):
+            raise ValueError(f"it has {value!r} instead of an object")
         types_of = typing.get_type_hints(kind)
         return kind(**{name: _made(types_of[name], inner) for name, inner in value.items()})  # type: ignore[operator]
     arguments = typing.get_args(kind)
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         return None if value is None else _made(next(a for a in arguments if a is not type(None)), value)
     if typing.get_origin(kind) is tuple:
+        if not isinstance(value, list):
+            raise ValueError(f"it has {value!r} instead of a list")
         inner = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else arguments
         return tuple(_made(k, v) for k, v in zip(inner, value, strict=True))
+    possible, called = _KINDS[kind]
+    if isinstance(value, bool) or not isinstance(value, possible):
+        raise ValueError(f"it has {value!r} instead of {called}")
     return value

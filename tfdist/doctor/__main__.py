@@ -191,6 +191,8 @@ def _tasks(
         kept = f"{options.workdir.rstrip('/')}/checkpoints"
         verified = lambda: checkpoints.checks(kept, begun.findings.result())
         tasks.append(Task("checkpoints", verified, "read all of them with --time_limit=600"))
+        whole = lambda: checkpoints.run_files(options.workdir, begun.findings.result())
+        tasks.append(Task("run folder", whole, "read all of it with --time_limit=600"))
     return tasks
 
 

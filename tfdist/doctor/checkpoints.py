@@ -1,4 +1,4 @@
-"""The checkpoints of a run folder, every byte of them read. No TensorFlow."""
+"""A run folder and its checkpoints, every byte of them read. No TensorFlow."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import dataclasses
 import pathlib
 import time
 
-from tfdist.checkpoints import files, storage
+from tfdist.checkpoints import files, integrity, storage
+from tfdist.checkpoints.bucket_folder import BucketFolder
+from tfdist.checkpoints.run_folder import RunFolder
+from tfdist.config import buckets
 from tfdist.doctor.check import Check, fail, ok
 from tfdist.doctor.disk import size
 from tfdist.errors import UserError
@@ -80,6 +83,35 @@ def _check(f: Finding, fix: str) -> Check:
         return fail("checkpoint", f"{f.path}: {f.problem} ({f.written})", fix)
     done = f"after {f.epochs} epochs{f' and {f.begun} updates' if f.begun else ''}, {size(f.bytes or 0)}, {f.written}"
     return ok("checkpoint", f"{f.path}: {done}{' <- a resume goes on from here' if f.next else ''}")
+
+
+def run_files(workdir: str, findings: list[Finding]) -> list[Check]:
+    """Compares the files of a run folder with `result.json`, and with the newest valid checkpoint.
+
+    Args:
+      findings: its checkpoints.
+
+    Raises:
+      UserError: the bucket cannot be read.
+    """
+    folder = BucketFolder(workdir, writes=False) if buckets.is_url(workdir) else RunFolder(workdir, writes=False)
+    if isinstance(folder, BucketFolder):
+        folder.create()
+        folder.need("model.keras")
+    problems = integrity.problems(folder.path)
+    newest = next((f for f in findings if f.next), None)
+    if newest:
+        path = folder.checkpoints / pathlib.Path(newest.path).name
+        try:
+            integrity.check_state(folder.path, files.read_state(path), path.name)
+        except (files.DamagedError, UserError) as error:
+            problems.append(str(error).removesuffix(f": {integrity.REPAIR}"))
+    if problems:
+        return [fail("run folder", f"{workdir}: {problem}", integrity.REPAIR) for problem in dict.fromkeys(problems)]
+    listed = integrity.read_result(folder.path).get("files", {})
+    if not listed:
+        return [ok("run folder", f"{workdir} has no checksums of its files: no run of this version has ended there")]
+    return [ok("run folder", f"{workdir}: {', '.join(sorted(listed))} are as the run wrote them")]
 
 
 def newest_size(folder: pathlib.Path) -> int:

@@ -105,9 +105,9 @@ class FitLoop:
         self._updates = self._update_loop()
         began = self._position
         self._position = self._keeper.begin(began, rollback=self._options.on_nonfinite == "rollback")
-        self._reader.catch_up(self._position.epoch - began.epoch, self._position.update - began.update)
         self._updates.replica_check.check_if_due(self._model, self._position.update)
         if self._goes_on():
+            self._reader.catch_up(self._position.epoch - began.epoch, self._position.update - began.update)
             self._check(first)
         while self._goes_on():
             try:

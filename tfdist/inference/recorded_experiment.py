@@ -9,7 +9,7 @@ import pathlib
 from typing import Any, TypeVar
 
 from tfdist import config
-from tfdist.checkpoints import own_work
+from tfdist.checkpoints import integrity, own_work
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.config import regular_file, user_functions, validation
 from tfdist.errors import UserError
@@ -56,6 +56,8 @@ def _recorded(asked: ModelRequest, path: pathlib.Path) -> config.Experiment:
         fields = None
     if not isinstance(fields, dict):
         raise UserError(f"--workdir={asked.name} holds no run (no experiment.json that can be read): check the path")
+    if not asked.checkpoint:  # which is compared with its own record
+        integrity.check_trusted(path, asked.name)
     experiment = _made(config.Experiment, fields, str(path / own_work.EXPERIMENT))
     experiment.data.name = user_functions.as_now(experiment.data.name)
     if not asked.trust_code:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import numpy as np
 
 from tfdist import config
-from tfdist.checkpoints import files
+from tfdist.checkpoints import files, integrity
 from tfdist.checkpoints.bucket_folder import BucketFolder
 from tfdist.checkpoints.files import DamagedError
 from tfdist.checkpoints.run_folder import RunFolder
@@ -269,6 +269,7 @@ def _from_checkpoint(asked: ModelRequest, experiment: config.Experiment, plain: 
     for path in paths:
         content = _read(path, asked.storage)
         if content is not None:
+            integrity.check_state(asked.path, content.state, asked.shown(path))
             averaged = experiment.optimizer.ema_momentum > 0
             return Weights(asked.shown(path), training_state.weights(plain, content.tensors, averaged))
     raise UserError(f"none of the checkpoints that --checkpoint={asked.checkpoint} means is valid: choose another")

@@ -14,6 +14,7 @@ from rich import progress as rich_progress
 from rich.console import Console
 from rich.table import Column
 
+from tfdist.checkpoints import state_shape
 from tfdist.config.schedule import Plan
 from tfdist.engine.callbacks.callback import Callback
 from tfdist.engine.timing import Call, Spent
@@ -113,7 +114,13 @@ class _Display(Callback):
         return {"in_epoch": self._updates}
 
     def set_state(self, state: dict) -> None:
-        """Goes on from a checkpoint."""
+        """Goes on from a checkpoint.
+
+        Raises:
+          ValueError: it is not what `get_state` returns.
+        """
+        if name := state_shape.misfit(state, {"in_epoch": state_shape.count}):
+            raise ValueError(f"{name} is {state.get(name)!r}")
         self._updates = state["in_epoch"]
 
     def on_epoch_begin(self, epoch, logs=None):

@@ -11,8 +11,8 @@ import time
 import keras
 import numpy as np
 
-from tfdist.checkpoints import oom_note
-from tfdist.checkpoints.run_folder import RunFolder
+from tfdist.checkpoints import oom_note, state_shape
+from tfdist.checkpoints.run_folder import RunFolder, strict
 from tfdist.config.schedule import Plan
 from tfdist.engine.callbacks.callback import Callback
 from tfdist.engine.timing import Call, Spent
@@ -48,6 +48,8 @@ class Result:
     """Digest of the weights in order, as little-endian float32 bytes."""
     weights_norm: float
     """Sum of squares in float64."""
+    files: dict[str, dict]
+    """Size and SHA-256 of each file that later commands use."""
     resumed_from: int | None
     """The update that this process went on from."""
     rollbacks: list[dict]
@@ -74,6 +76,17 @@ class Result:
     flops_per_second: float | None
     flops_share: float | None
     """Share of what the devices can do at most, where that is known."""
+
+
+_STATE: state_shape.Shape = {
+    "updates": state_shape.count,
+    "in_epoch": state_shape.count,
+    "epochs": state_shape.count,
+    "seconds": state_shape.finite,
+    "history": state_shape.by_name(state_shape.list_of(lambda v: state_shape.array(v) or isinstance(v, dict))),
+    "rollbacks": state_shape.list_of(lambda value: isinstance(value, dict)),
+}
+"""What `Recorder.get_state` returns; earlier versions had no `lines`, and some no `segments`."""
 
 
 class Recorder(Callback):
@@ -108,6 +121,8 @@ class Recorder(Callback):
         self._in_epoch = 0
         self._compiled = False
         self._knows_file = False
+        self._lines: list[dict] = []
+        """Of `history.jsonl`, without the evaluation at the end."""
 
     def get_state(self) -> dict:
         """For a checkpoint."""
@@ -119,10 +134,19 @@ class Recorder(Callback):
             "history": {name: _strict(values) for name, values in self.history.items()},
             "rollbacks": self.rollbacks,
             "segments": self.segments.get_state(),
+            "lines": list(self._lines),
         }
 
     def set_state(self, state: dict) -> None:
-        """Goes on from a checkpoint: what was recorded after it is dropped."""
+        """Goes on from a checkpoint: what was recorded after it is dropped.
+
+        Raises:
+          ValueError: it is not what `get_state` returns.
+        """
+        if name := state_shape.misfit(state, _STATE):
+            raise ValueError(f"{name} is {state.get(name)!r}")
+        if not state_shape.list_of(lambda line: isinstance(line, dict))(state.get("lines", [])):
+            raise ValueError(f"lines is {state['lines']!r}")
         self.updates, self._in_epoch, self.epochs = state["updates"], state["in_epoch"], state["epochs"]
         self._epoch_first = self.updates - self._in_epoch
         self.begun = time.monotonic() - state["seconds"]
@@ -131,12 +155,18 @@ class Recorder(Callback):
         self.rollbacks = max(self.rollbacks, state["rollbacks"], key=len)
         self.segments.resume(self.updates, state.get("segments", {}))
         self._knows_file = True
-        self._folder.cut(HISTORY, lambda line: "evaluation" not in line and line.get("updates", 0) <= self.updates)
+        known = state.get("lines")
+
+        def keep(line: dict) -> bool:
+            epoch = known is None or "epoch" not in line or line in known  # not one of changed digits
+            return epoch and "evaluation" not in line and until(line, self.updates)
+
+        self._lines = self._folder.cut(HISTORY, keep, known or [])
 
     def on_rollback(self, update: int, skipped: list[int]) -> None:
         """Notes that training went back."""
         self.rollbacks = [*self.rollbacks, {"to": update, "skipped": skipped}]
-        self._folder.append(HISTORY, {"rollback": self.rollbacks[-1], "updates": update})
+        self._write({"rollback": self.rollbacks[-1], "updates": update})
 
     def on_accumulate(self, accumulate: int) -> None:
         """Notes that micro-batches have become smaller, for this run and its next attempt."""
@@ -180,8 +210,12 @@ class Recorder(Callback):
         rate = examples / seconds if seconds > 0 and examples else None
         line = {"epoch": self.epochs, "updates": self.updates, "seconds": round(self.seconds, 3)}
         rest = {"examples_per_second": rate, "learning_rate": learning_rate(self.model), "gradient_norm": self._norm}
-        self._folder.append(HISTORY, line | rest | {"time": dataclasses.asdict(self._of_epoch)} | logs)
+        self._write(line | rest | {"time": dataclasses.asdict(self._of_epoch)} | logs)
         self._epoch_first, self._in_epoch = self.updates, 0
+
+    def _write(self, line: dict) -> None:
+        self._lines.append(strict(line))
+        self._folder.append(HISTORY, line)
 
     def evaluated(self, values: dict[str, float]) -> None:
         """Notes an evaluation outside of an epoch."""
@@ -228,6 +262,12 @@ def fingerprint(model: keras.Model) -> tuple[str, float]:
         digest.update(np.ascontiguousarray(array, "<f4").tobytes())
         norm += float(np.square(array.astype(np.float64)).sum())
     return digest.hexdigest(), norm
+
+
+def until(line: dict, updates: int) -> bool:
+    """Tells whether a line was written before there were more updates than these."""
+    number = line.get("updates", 0)
+    return isinstance(number, (int, float)) and number <= updates
 
 
 def _strict(values: list) -> list:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from tfdist.checkpoints import state_shape
 from tfdist.distributed.job.cluster import ALONE, Cluster
 from tfdist.distributed.job.env_vars import ROUNDS
 
@@ -33,6 +34,13 @@ class _Started(NamedTuple):
     """When its first one was made."""
 
 
+_STARTED: state_shape.Shape = {
+    "attempt": state_shape.count,
+    "update": state_shape.count,
+    "first": state_shape.optional(state_shape.number),
+}
+
+
 class Segments:
     """Keeps track of them: the launcher tells why those before have ended, checkpoints tell what was kept of them.
 
@@ -55,11 +63,17 @@ class Segments:
         return {"launch": self._launch, "begun": [list(begun) for begun in (*self._before.values(), self._own)]}
 
     def resume(self, update: int, state: Mapping[str, Any]) -> None:
-        """Goes on from a checkpoint, or back to one."""
+        """Goes on from a checkpoint, or back to one.
+
+        Raises:
+          ValueError, TypeError, KeyError: the state is not what `get_state` returns.
+        """
         self._own = self._own._replace(update=min(self._own.update, update) if self._began else update)
         self._began = True
         # Of those of an earlier launch nobody could tell why they ended.
         begun = [_Started(*row) for row in state["begun"]] if state.get("launch", "") == self._launch != "" else []
+        if not all(state_shape.misfit(each._asdict(), _STARTED) == "" for each in begun):
+            raise ValueError(f"begun is {state['begun']!r}")
         self._before = {each.attempt: each for each in begun if each.attempt < self._own.attempt}
 
     def updated(self) -> None:

@@ -11,7 +11,7 @@ from tfdist.config.messages import logger
 from tfdist.engine.callbacks.callback import Callback
 from tfdist.engine.timing import INPUT_LIMIT, Call, Spent
 from tfdist.monitoring.flops import Work
-from tfdist.monitoring.recorder import TIMELINE, Recorder, learning_rate
+from tfdist.monitoring.recorder import TIMELINE, Recorder, learning_rate, until
 from tfdist.monitoring.system_usage import Sample, Usage
 from tfdist.monitoring.tensorboard import Board
 
@@ -63,7 +63,7 @@ class Timeline(Callback):
 
     def set_state(self, state: dict) -> None:
         """Goes on from a checkpoint: what was sampled after it is dropped."""
-        self._folder.cut(TIMELINE, lambda line: line.get("updates", 0) <= self._recorder.updates)
+        self._folder.cut(TIMELINE, lambda line: until(line, self._recorder.updates))
         if not self._opened:
             self._open()
             self._mark("resumed")

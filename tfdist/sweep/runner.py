@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tfdist import config
+from tfdist.checkpoints import integrity
+from tfdist.checkpoints.files import DamagedError
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.compare import trial
 from tfdist.config.messages import logger
@@ -266,7 +268,13 @@ def _finished(path: pathlib.Path, experiment: config.Experiment) -> bool:
                 f"{path} holds a run with --{name}={there[name]}, and this sweep has {here[name]}: "
                 "choose another --workdir, or remove it"
             )
-    return run.completed
+    if not run.completed:
+        return False
+    try:
+        integrity.read_result(path)
+    except DamagedError as error:
+        raise UserError(f"{path} is damaged: {error}: copy it back, or remove that folder to train it again") from None
+    return True
 
 
 @contextlib.contextmanager

@@ -12,9 +12,10 @@ from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.config import schedule as schedule_lib
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import Environment
-from tfdist.data import class_weights
+from tfdist.data import class_weights, spec_file
 from tfdist.data.datasets import registry
 from tfdist.data.loaded import Loaded
+from tfdist.data.spec import Spec
 from tfdist.distributed.connect import Site
 from tfdist.distributed.distribution import Distribution
 from tfdist.engine import data_loading
@@ -94,7 +95,7 @@ def prepare(
             "WARNING: model.sync_batch_norm=False: each replica normalizes with its own rows, so results depend on the "
             "number of replicas, and only --check_agreement=on compares them"
         )
-    checkpoints = _checkpoints(experiment, environment, site, folder, model)
+    checkpoints = _checkpoints(experiment, environment, site, folder, data.spec)
     return Preparation(
         experiment=experiment,
         learnt_accumulate=learnt,
@@ -140,7 +141,7 @@ def _with_learnt_accumulate(
 
 
 def _checkpoints(
-    experiment: config.Experiment, environment: Environment, site: Site, folder: RunFolder, model: keras.Model
+    experiment: config.Experiment, environment: Environment, site: Site, folder: RunFolder, spec: Spec
 ) -> manager.Checkpoints:
     """Returns the checkpoints that the experiment asks for."""
     asked = experiment.checkpoint
@@ -153,5 +154,6 @@ def _checkpoints(
         resume="auto" if site.cluster.attempt else environment.resume,
         changed=environment.resume_changed,
         experiment=config.flat(experiment),
+        data_sha256=spec_file.digest(spec),
         storage=folder.storage,
     )

@@ -7,7 +7,7 @@ import dataclasses
 import os
 
 from tfdist import config
-from tfdist.checkpoints import oom_note, own_work, resume, training_run
+from tfdist.checkpoints import integrity, oom_note, own_work, resume, training_run
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.config import field_syntax
 from tfdist.config import schedule as schedule_lib
@@ -45,16 +45,16 @@ def write_result(folder: RunFolder, result: Result, mistakes: Findings | None, s
     Raises:
       TrainingError: the disk has no room even for the result alone, or the bucket cannot be written.
     """
-    content = dataclasses.asdict(result)
+    content = integrity.sealed(dataclasses.asdict(result))
     problem = page.write(folder, content, mistakes)
     if problem and not silent:
         logger.info(problem)
     try:
-        folder.write("result.json", content)
+        folder.write(integrity.RESULT, content)
     except TrainingError:  # the report may have taken the last of the disk, and this matters more
         with contextlib.suppress(TrainingError):  # read-only by now, say
             folder.remove(page.NAME)
-        folder.write("result.json", content)
+        folder.write(integrity.RESULT, content)
     folder.push(patient=not silent)
 
 
@@ -332,6 +332,7 @@ class Run:
             evaluation=self._evaluation,
             weights_sha256=self._weights_sha256,
             weights_norm=self._weights_norm,
+            files=self._folder.checksums,
             resumed_from=self._checkpoints.resumed_from,
             rollbacks=recorder.rollbacks,
             accumulate=recorder.accumulate,

@@ -1,0 +1,117 @@
+"""`history.jsonl` of a run that goes on from a checkpoint, whatever has become of the file."""
+
+import errno
+import json
+
+import keras
+import pytest
+
+from tfdist import config
+from tfdist.checkpoints.run_folder import RunFolder
+from tfdist.config import regular_file, schedule
+from tfdist.monitoring.recorder import HISTORY, TIMELINE, Recorder
+
+
+@pytest.fixture
+def model():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+@pytest.fixture
+def recording(tmp_path, model):
+    def make():
+        recorder = Recorder(RunFolder(str(tmp_path)), schedule.make(config.Experiment(), 1000, 1))
+        recorder.set_model(model)
+        return recorder
+
+    return make
+
+
+def train(recorder, epochs):
+    for epoch in epochs:
+        recorder.on_epoch_begin(epoch)
+        recorder.on_train_batch_end(9)
+        recorder.on_epoch_end(epoch, {"loss": 1 / (epoch + 1)})
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / HISTORY).read_text().splitlines()]
+
+
+@pytest.fixture
+def interrupted(recording, tmp_path):
+    """The lines and the checkpoint of a run of three epochs and one that went back, and another epoch after it."""
+    recorder = recording()
+    train(recorder, range(2))
+    recorder.on_rollback(20, [20, 21])
+    train(recorder, [2])
+    state, written = json.loads(json.dumps(recorder.get_state())), lines(tmp_path)
+    train(recorder, [3])
+    recorder.evaluated({"loss": 0.1})
+    assert len(lines(tmp_path)) == 6 and len(written) == 4
+    return written, state
+
+
+DAMAGES = {
+    "none": (lambda raw: raw, 0),
+    "cut off": (lambda raw: raw + b'{"epoch": 7, "upd', 0),
+    "missing": (lambda raw: None, 4),
+    "no text": (lambda raw: b"\xff" + raw[1:], 1),
+    "another digit": (lambda raw: raw.replace(b'"loss": 0.5', b'"loss": 0.7'), 1),
+    "another number of updates": (lambda raw: raw.replace(b'"updates": 10,', b'"updates": "x",'), 1),
+    "a line that is two": (lambda raw: raw.replace(b'"loss": 0.5', b'"loss"\n 0.5'), 1),
+    "without its beginning": (lambda raw: raw.partition(b"\n")[2], 1),
+}
+
+
+@pytest.mark.parametrize("damage, lost", DAMAGES.values(), ids=DAMAGES)
+def test_a_resume_writes_the_lines_again_that_a_checkpoint_knows(damage, lost, interrupted, recording, tmp_path, said):
+    written, state = interrupted
+    content = damage((tmp_path / HISTORY).read_bytes())
+    (tmp_path / HISTORY).unlink() if content is None else (tmp_path / HISTORY).write_bytes(content)
+    recorder = recording()
+    recorder.set_state(state)
+    assert lines(tmp_path) == written
+    warning = f"WARNING: {tmp_path}/{HISTORY} is damaged: {lost} of its lines are written again from the checkpoint"
+    assert said == [warning] * bool(lost)
+    train(recorder, [3])
+    assert recorder.get_state()["lines"] == lines(tmp_path) and len(lines(tmp_path)) == 5
+
+
+def test_a_checkpoint_of_an_earlier_version_knows_no_lines(interrupted, recording, tmp_path, said):
+    written, state = interrupted
+    del state["lines"]
+    (tmp_path / HISTORY).write_bytes(b"\xff" + (tmp_path / HISTORY).read_bytes()[1:])
+    recorder = recording()
+    recorder.set_state(state)
+    assert lines(tmp_path) == written[1:] == recorder.get_state()["lines"]
+    assert said == [f"WARNING: {tmp_path}/{HISTORY} is damaged: 1 of its lines cannot be read and are left out"]
+
+
+def test_going_back_keeps_what_was_noted_of_going_back(recording, tmp_path, said):
+    recorder = recording()
+    train(recorder, range(1))
+    state = json.loads(json.dumps(recorder.get_state()))
+    for skipped in ([10], [10, 11]):
+        train(recorder, [1])
+        recorder.set_state(state)
+        recorder.on_rollback(10, skipped)
+    assert [line.get("rollback", {}).get("skipped") for line in lines(tmp_path)] == [None, [10], [10, 11]] and not said
+
+
+def test_lines_that_wait_for_the_disk_come_into_their_own_file(tmp_path, monkeypatch):
+    folder, opened = RunFolder(str(tmp_path)), regular_file.opened_to_append
+
+    def full(path):
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(regular_file, "opened_to_append", full)
+    folder.append(TIMELINE, {"a": 1})
+    folder.append(HISTORY, {"b": 1})
+    monkeypatch.setattr(regular_file, "opened_to_append", opened)
+    folder.append(HISTORY, {"b": 2})
+    folder.append(TIMELINE, {"a": 2})
+    assert (tmp_path / HISTORY).read_text() == '{"b": 1}\n{"b": 2}\n'
+    assert (tmp_path / TIMELINE).read_text() == '{"a": 1}\n{"a": 2}\n'

@@ -1,0 +1,120 @@
+"""Tells whether the files of a run folder are as the run wrote them. No TensorFlow.
+
+`result.json` has the size and the SHA-256 of each file that later commands use, and a checksum of its own. A checkpoint
+has the experiment, and the SHA-256 of what `data.json` says. Folders of earlier versions have neither, and pass.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from tfdist.checkpoints import files, resume
+from tfdist.checkpoints.files import DamagedError
+from tfdist.checkpoints.run_folder import RunFolder, strict
+from tfdist.config import flat, regular_file
+from tfdist.data import spec_file
+from tfdist.errors import UserError
+
+RESULT = "result.json"
+TRUSTED = ("experiment.json", spec_file.NAME)
+"""Files that a model is built from, whose changes its own checksum cannot show."""
+REPAIR = "copy it back, or repeat the training command with --resume=require, which writes it again"
+
+
+def sealed(result: Mapping[str, object]) -> dict[str, Any]:
+    """Returns the content of `result.json` with its own checksum."""
+    content = strict(dict(result))
+    return content | {"sha256": _digest(content)}
+
+
+def read_result(folder: pathlib.Path) -> dict[str, Any]:
+    """Returns what `result.json` holds; nothing without that file.
+
+    Raises:
+      DamagedError: it cannot be read, or is not as it was written.
+    """
+    try:
+        content = json.loads(regular_file.content(folder / RESULT))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise DamagedError(f"{RESULT} cannot be read ({error})") from None
+    listed = content.get("files", {}) if isinstance(content, dict) else None
+    if not isinstance(listed, dict) or not all(map(files.is_described, listed.items())):
+        raise DamagedError(f"{RESULT} is not what a run writes")
+    if ("files" in content or "sha256" in content) and content.get("sha256") != _digest(content):
+        raise DamagedError(f"{RESULT} has changed: its checksum is wrong")
+    return content
+
+
+def check_file(folder: pathlib.Path, name: str, result: Mapping[str, Any]) -> None:
+    """Compares a file with what `result.json` says of it, if anything.
+
+    Raises:
+      DamagedError: it is another, or there is none.
+    """
+    if name in result.get("files", {}):
+        files.check(folder / name, result["files"][name])
+
+
+def problems(folder: pathlib.Path) -> list[str]:
+    """Compares all files with what `result.json` says of them; returns what is wrong."""
+    found: list[str] = []
+    try:
+        result = read_result(folder)
+    except DamagedError as error:
+        return [str(error)]
+    for name in result.get("files", {}):
+        try:
+            check_file(folder, name, result)
+        except DamagedError as error:
+            found.append(str(error))
+    return found
+
+
+def check_trusted(folder: pathlib.Path, name: str) -> None:
+    """Checks the files that a finished model is built from.
+
+    Args:
+      name: of the folder, for a person.
+
+    Raises:
+      UserError: one is not as the run wrote it.
+    """
+    try:
+        result = read_result(folder)
+        for file in TRUSTED:
+            check_file(folder, file, result)
+    except DamagedError as error:
+        raise UserError(f"--workdir={name} is damaged: {error}: {REPAIR}") from None
+
+
+def check_state(folder: pathlib.Path, state: Mapping[str, Any], checkpoint: str) -> None:
+    """Compares the files that a model is built from with what a checkpoint was made with.
+
+    Args:
+      state: of the checkpoint.
+      checkpoint: its name, for a person.
+
+    Raises:
+      UserError: they differ.
+    """
+    recorded = RunFolder(str(folder), writes=False).earlier()
+    if recorded is not None and state["experiment"]:
+        odd = resume.differences(flat(recorded), state["experiment"])
+        if odd:
+            raise UserError(f"{TRUSTED[0]} is not what {checkpoint} was made with ({'; '.join(odd[:5])}): {REPAIR}")
+    expected = state.get("data_sha256")
+    if expected:
+        spec = spec_file.read(folder)
+        if spec is None or spec_file.digest(spec) != expected:
+            raise UserError(f"{spec_file.NAME} is not what {checkpoint} was made with: {REPAIR}")
+
+
+def _digest(content: Mapping[str, object]) -> str:
+    rest = {name: value for name, value in content.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
