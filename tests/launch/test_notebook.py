@@ -58,6 +58,35 @@ def test_what_cannot_travel():
         tfdist.launch(threading.Lock, nproc=1)
 
 
+class Unloadable:
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+class Untellable(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+def raises(error):
+    raise error
+
+
+@pytest.mark.parametrize(
+    "function, told",
+    [
+        (lambda: sys.exit(0), "has ended rank 0 without returning: leave out sys.exit"),
+        (Unloadable, r"returned on rank 0 cannot be loaded here \(invalid literal.*\): return numbers"),
+        (lambda: raises(ValueError("a\udcff\x1b[2J")), r"ValueError: a.udcff.x1b\[2J"),
+        (lambda: raises(Untellable()), "Untellable: its text cannot be made, RuntimeError"),
+    ],
+)
+def test_what_is_told_of_odd_ends(function, told):
+    with pytest.raises(TrainingError, match=told) as error:
+        tfdist.launch(function, nproc=1)
+    assert str(error.value).isprintable()
+
+
 @pytest.mark.parametrize(
     "arguments, line",
     [(("train",), "runs a function, got str"), ((print,), "nproc must be a whole number of at least 1, got 0")],

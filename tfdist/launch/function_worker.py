@@ -11,7 +11,7 @@ import traceback
 import cloudpickle
 
 from tfdist.config import messages
-from tfdist.errors import UserError, one_line
+from tfdist.errors import UserError, one_line, printable
 from tfdist.launch import notebook
 
 
@@ -24,17 +24,24 @@ def main(folder: pathlib.Path, rank: int) -> int:
     except Exception as error:  # whatever the user's function raises
         if not isinstance(error, UserError):  # which says in a line what to change
             traceback.print_exc()
-        return _failed(folder, rank, f"{type(error).__name__}: {one_line(error, 400)}")
+        return _failed(folder, rank, f"{type(error).__name__}: {_text(error)}")
     try:
         content = cloudpickle.dumps(result)
     except Exception as error:  # whatever its objects raise
-        return _failed(folder, rank, f"what it returned cannot be sent back ({one_line(error, 200)}): return numbers")
+        return _failed(folder, rank, f"what it returned cannot be sent back ({_text(error)}): return numbers")
     (folder / notebook.RESULT.format(rank=rank)).write_bytes(content)
     return 0
 
 
+def _text(error: Exception) -> str:
+    try:
+        return one_line(error, 400)
+    except Exception as another:  # of its __str__
+        return f"its text cannot be made, {type(another).__name__}"
+
+
 def _failed(folder: pathlib.Path, rank: int, line: str) -> int:
-    (folder / notebook.ERROR.format(rank=rank)).write_text(line)
+    (folder / notebook.ERROR.format(rank=rank)).write_text(printable(line, 1000), errors="backslashreplace")
     return 1
 
 
