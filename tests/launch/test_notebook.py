@@ -63,7 +63,7 @@ class Unloadable:
         return int, ("no number",)
 
 
-class Untellable(Exception):
+class UntellableError(Exception):
     def __str__(self):
         raise RuntimeError("no text")
 
@@ -78,7 +78,7 @@ def raises(error):
         (lambda: sys.exit(0), "has ended rank 0 without returning: leave out sys.exit"),
         (Unloadable, r"returned on rank 0 cannot be loaded here \(invalid literal.*\): return numbers"),
         (lambda: raises(ValueError("a\udcff\x1b[2J")), r"ValueError: a.udcff.x1b\[2J"),
-        (lambda: raises(Untellable()), "Untellable: its text cannot be made, RuntimeError"),
+        (lambda: raises(UntellableError()), "UntellableError: its text cannot be made, RuntimeError"),
     ],
 )
 def test_what_is_told_of_odd_ends(function, told):
