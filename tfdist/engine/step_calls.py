@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdist.data import sources
@@ -55,11 +56,17 @@ def step_of(model: keras.Model, distribution: Distribution, source: sources.Sour
     step = Step(model, distribution)
     match source:
         case sources.Arrays():
-            rows = keras.tree.map_structure(lambda a: tf.convert_to_tensor(a[: loss_kinds.ROWS]), source.columns)
+            some = _spread(source.size)
+            rows = keras.tree.map_structure(lambda a: tf.convert_to_tensor(a[some]), source.columns)
         case sources.Records():
             rows = _first_rows(source, distribution)
         case _:
             rows = sources.first_batch(source)
+            total = len(keras.tree.flatten(rows)[0])
+            some = _spread(total)
+            # All of them, since a model may be built for a batch of just this size.
+            order = np.concatenate([some, np.setdiff1d(np.arange(total), some)])
+            rows = keras.tree.map_structure(lambda a: tf.gather(a, order), rows)
     step.build(rows, sources.is_bare(source), outputs_only)
     optimizer = [] if outputs_only else [v for o in own_steps.optimizers(model) for v in o.variables]
     distribution.broadcast([*model.variables, *optimizer])
@@ -92,6 +99,11 @@ def trains(model: keras.Model) -> None:
             "is trainable, compile() the model again"
         )
     _STEPS[id(model)] = kept._replace(trained=now)
+
+
+def _spread(total: int) -> np.ndarray:
+    """Returns numbers of rows from all over: the first ones of sorted data are all of a class, or of one length."""
+    return np.linspace(0, total - 1, min(loss_kinds.ROWS, total)).astype(np.int64)
 
 
 def _first_rows(source: sources.Records, distribution: Distribution) -> tuple:

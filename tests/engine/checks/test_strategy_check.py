@@ -208,6 +208,62 @@ def test_nothing_of_a_check_stays_in_the_model(connect):
         np.testing.assert_array_equal(a, b)
 
 
+class CountsInTensorFlow(L.Layer):
+    """Keras knows nothing of its variables."""
+
+    def build(self, shape):
+        self.calls, self.others = tf.Variable(0.0, trainable=False), [tf.Variable(0.0, trainable=False)]
+
+    def call(self, x):
+        self.others[0].assign_add(1.0)
+        return x * (1 + 0.01 * self.calls.assign_add(1.0))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_variables_of_tensorflow_count_the_batches_of_the_training_alone(connect, replicas):
+    model = trained(connect, CountsInTensorFlow, replicas=replicas, choice="on", epochs=2)
+    layer = next(layer for layer in model.layers if isinstance(layer, CountsInTensorFlow))
+    assert float(layer.calls.numpy()) == float(layer.others[0].numpy()) == 2 * -(-len(data()[0]) // 12)
+
+
+class WeightedStep(keras.Model):
+    """Divides by the weights of its own rows, which shows only where these differ."""
+
+    def train_step(self, batch):
+        x, y, weight = batch
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weight * tf.square(y - self(x, training=True))) / tf.reduce_sum(weight)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("batches", [False, True])
+def test_rows_are_from_all_over_the_data(connect, batches):
+    """The first ones of sorted data are all alike."""
+    with connect(2).scope():
+        model = WeightedStep(x := keras.Input((6,)), L.Dense(1)(x))
+        model.compile(keras.optimizers.SGD(0.01))
+    x, y = data()
+    weight = np.where(np.arange(len(x)) < 8, 1.0, np.linspace(0.1, 2.0, len(x))).astype("float32")[:, None]
+    given = (tf.data.Dataset.from_tensor_slices((x, y, weight)).batch(24),) if batches else (x, y)
+    more = {} if batches else {"sample_weight": weight, "batch_size": 24}
+    with pytest.raises(tfdist.UserError, match="disagree on this model: log 'loss' differs"):
+        tfdist.fit(model, *given, distribution=connect(2), verbose=0, **more)
+
+
+def test_layers_of_another_scope_are_refused(connect):
+    """All replicas would write their weights, each its own update."""
+    base = keras.Sequential([keras.Input((6,)), L.Dense(8)])
+    for trainable in (False, True):
+        base.trainable = trainable
+        with connect(2).scope():
+            model = keras.Sequential([base, L.Dense(1)])
+            model.compile("sgd", "mse")
+        refused = pytest.raises(tfdist.UserError, match=r"kernel' were created outside of the distribution's scope: cr")
+        with refused if trainable else contextlib.nullcontext():
+            tfdist.fit(model, *data(), distribution=connect(2), batch_size=12, verbose=0)
+
+
 class CountsToTen(CountsExamples):
     """A state that a few examples change at the beginning alone."""
 

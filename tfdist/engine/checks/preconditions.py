@@ -55,12 +55,18 @@ def devices_by_keras() -> None:
 
 
 def created_in_scope(model: keras.Model, distribution: Distribution) -> None:
-    """Refuses optimizers and metrics whose variables all replicas would share, and add their parts to at once."""
+    """Refuses weights, optimizers and metrics that all replicas would share, and add their parts to at once."""
     if not isinstance(
         distribution.strategy,
         tf.distribute.MirroredStrategy | tf.distribute.MultiWorkerMirroredStrategy | tf.distribute.TPUStrategy,
     ):
         return
+    shared = [v for v in model.trainable_variables if not isinstance(v.value, tf.distribute.DistributedValues)]
+    if shared:
+        raise UserError(
+            f"the weights {shared[0].path!r} were created outside of the distribution's scope: create their layer, or "
+            "the model that is used as a layer, inside `with distribution.scope():`, too"
+        )
     metrics = [m for metric in model.metrics for m in getattr(metric, "metrics", [metric])]
     for kind, owner in [
         *(("optimizer", optimizer) for optimizer in own_steps.optimizers(model)),

@@ -261,7 +261,10 @@ class Step:
         static = self.distribution.static_shapes
         try:
             # This call is none of the user's. A TPU would compile each of its operations by itself.
-            with layer_state.unchanged(list(kept.values())), tf.device("CPU:0") if static else contextlib.nullcontext():
+            with (
+                layer_state.unchanged([*kept.values(), *layer_state.tensorflow_variables(model)]),
+                tf.device("CPU:0") if static else contextlib.nullcontext(),
+            ):
                 outputs = self._replica.forward(x, training=False)
                 if static:
                     preconditions.static(model, lambda rows: self._replica.forward(rows, training=False), x)

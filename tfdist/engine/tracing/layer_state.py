@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import keras
 import tensorflow as tf
@@ -111,8 +112,9 @@ class LayerState:
 class Snapshot:
     """What variables have on every replica at the time when it is made."""
 
-    def __init__(self, variables: list[keras.Variable]):
-        copies = [copy for v in variables for copy in getattr(v.value, "values", (v.value,))]
+    def __init__(self, variables: Sequence[keras.Variable | tf.Variable]):
+        raw = [v if isinstance(v, tf.Variable) else v.value for v in variables]
+        copies = [copy for v in raw for copy in getattr(v, "values", (v,))]
         self._values = [(copy, copy.numpy()) for copy in copies]
 
     def put_back(self) -> None:
@@ -121,8 +123,15 @@ class Snapshot:
             copy.assign(value)
 
 
+def tensorflow_variables(model: keras.Model) -> list[tf.Variable]:
+    """Returns the variables of TensorFlow's own that layers have as attributes, of which Keras knows nothing."""
+    attributes = [value for layer in keras_internals.flat_layers(model) for value in vars(layer).values()]
+    lists = [list(value) for value in attributes if isinstance(value, list | tuple)]
+    return [value for value in (*attributes, *itertools.chain(*lists)) if isinstance(value, tf.Variable)]
+
+
 @contextlib.contextmanager
-def unchanged(variables: list[keras.Variable]) -> Iterator[None]:
+def unchanged(variables: Sequence[keras.Variable | tf.Variable]) -> Iterator[None]:
     """Gives variables, after it, what they had, on every replica."""
     before = Snapshot(variables)
     try:
