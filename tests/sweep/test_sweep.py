@@ -1,20 +1,23 @@
 """`python -m tfdist.sweep`: what is asked for, how the runs are made, and what is shown of them."""
 
+import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import re
 import shlex
+import threading
 
+import optuna
 import pytest
 from conftest import REPOSITORY
 from support import many_commands
 
 from tfdist import config
-from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.compare import trial
 from tfdist.errors import UserError
-from tfdist.sweep import grid, results, runner
+from tfdist.sweep import results, runner, space
 
 BASE = config.Experiment()
 
@@ -28,12 +31,13 @@ BASE = config.Experiment()
         ("data.augment=flip,'flip, erase(0.2)',", {"data.augment": ["flip", "flip, erase(0.2)", ""]}),
         ("data.augment=crop(4, 2),color(0.1); seed=3", {"data.augment": ["crop(4, 2)", "color(0.1)"], "seed": [3]}),
         ("data.train_split='train[:90%]',train", {"data.train_split": ["train[:90%]", "train"]}),
+        ("data.name=log:1:2", {"data.name": ["log:1:2"]}),
     ],
 )
 def test_what_is_asked_for(text, fields):
-    assert grid.parse(text, BASE) == fields
+    assert space.parse(text, BASE) == fields
     for name, values in fields.items():
-        assert all(type(v) is type(w) for v, w in zip(values, grid.parse(text, BASE)[name]))
+        assert all(type(v) is type(w) for v, w in zip(values, space.parse(text, BASE)[name]))
 
 
 @pytest.mark.parametrize(
@@ -53,22 +57,54 @@ def test_what_is_asked_for(text, fields):
         ("data.augment='flip", "' is missing in"),
         ("optimizer.learning_rate=0.1,-1", "with optimizer.learning_rate=-1.0: optimizer.learning_rate must be posit"),
         ("seed=" + ",".join(map(str, range(1001))), "more than 1000 experiments"),
+        (
+            "optimizer.learning_rate=log:1e-4:1e-1",
+            "learning_rate=... gives a range, which has no grid: say how many runs",
+        ),
+        ("optimizer.learning_rate=log:0:1", "learning_rate=log:0:1 must be finite, with LOW < HIGH and LOW > 0: write"),
+        ("optimizer.learning_rate=uniform:1:1", "uniform:1:1 must be finite, with LOW < HIGH: write"),
+        ("optimizer.learning_rate=uniform:0:inf", "uniform:0:inf must be finite"),
+        ("optimizer.learning_rate=log:1e-4", "must be a number, got 'log:1e-4'"),
+        ("seed=uniform:0:1.5", "seed must be a whole number, got '1.5'"),
     ],
 )
 def test_what_is_refused(text, message):
     with pytest.raises(UserError, match=message):
-        grid.combinations(grid.parse(text, BASE), BASE)
+        fields = space.parse(text, BASE)
+        space.grid(fields)
+        space.check(fields, BASE)
+
+
+def test_ranges():
+    fields = space.parse("optimizer.learning_rate=log:1e-4:1e-1; train.batch_size=uniform:16:64", BASE)
+    assert list(fields.values()) == [space.Range(1e-4, 0.1, True), space.Range(16, 64, False)]
+    space.check(fields, BASE)
+    with pytest.raises(UserError, match=r"with optimizer.learning_rate=-1.0: optimizer.learning_rate must be pos"):
+        space.check(space.parse("optimizer.learning_rate=uniform:-1:1", BASE), BASE)
+
+
+def test_samples():
+    """They are the same in every order of trials, of the field's type, and as the folder's name says them."""
+    fields = space.parse("optimizer.learning_rate=log:1e-4:1e-1; train.batch_size=uniform:16:64; seed=1,2", BASE)
+    search = runner.Search(fields, BASE, trials=20, sampler="random")
+    made = search.preview()
+    study = search.study()
+    assert [search.ask(study, i)[1] for i in reversed(range(20))] == made[::-1]
+    rates, sizes, seeds = (sorted(c.values[name] for c in made) for name in fields)
+    assert 1e-4 <= rates[0] < 1e-3 < 1e-2 < rates[-1] <= 0.1 and all(type(rate) is float for rate in rates)
+    assert 16 <= sizes[0] < 32 < 48 < sizes[-1] <= 64 and all(type(size) is int for size in sizes)
+    assert set(seeds) == {1, 2} and all(len(c.folder) < 80 for c in made)
+    assert len(runner.Search(fields, BASE, trials=20).preview()) == 10, "TPE chooses the others by the results"
 
 
 def test_all_combinations():
-    made = grid.combinations(grid.parse("train.batch_size=32,64; optimizer.learning_rate=1e-3,1e-2", BASE), BASE)
+    made = space.grid(space.parse("train.batch_size=32,64; optimizer.learning_rate=1e-3,1e-2", BASE))
     assert [tuple(c.values.values()) for c in made] == [(32, 0.001), (32, 0.01), (64, 0.001), (64, 0.01)]
-    assert [c.experiment.train.batch_size for c in made] == [32, 32, 64, 64]
-    assert made[0].flags() == ["--config.train.batch_size=32", "--config.optimizer.learning_rate=0.001"]
+    assert [c.experiment(BASE).train.batch_size for c in made] == [32, 32, 64, 64]
     assert (BASE.train.batch_size, BASE.optimizer.learning_rate) == (48, 0.05), "the base stays as it is"
-    folders = [c.folder for c in grid.combinations(grid.parse("data.augment=flip(),'flip( )'", BASE), BASE)]
+    folders = [c.folder for c in space.grid(space.parse("data.augment=flip(),'flip( )'", BASE))]
     assert len(set(folders)) == 2 and all(re.fullmatch(r"[\w.+=-]+", name) for name in folders)
-    assert len(grid.Combination({"data.options": "x" * 500}, BASE).folder) < 200
+    assert len(space.Combination({"data.options": "x" * 500}).folder) < 200
 
 
 def test_places_have_nothing_in_common():
@@ -80,48 +116,55 @@ def test_places_have_nothing_in_common():
         runner.places(3, ("0", "1"), (0, 1, 2, 3))
 
 
-def written(c, folder, status="completed", **result):
+def written(c, path, status="completed", epochs=(), **result):
     """A line for a shell that leaves what a run does."""
-    result = {"status": status, "evaluation": {"loss": 1.0 / c.experiment.train.batch_size}, **result}
-    there = folder.path / c.folder
-    parts = {"experiment.json": dataclasses.asdict(c.experiment), "result.json": result}
-    lines = [f"printf %s {shlex.quote(json.dumps(text))} > {there}/{name}" for name, text in parts.items()]
-    return " && ".join([f"mkdir -p {there}", f"echo once more >> {there}/starts", *lines])
+    experiment, there = c.experiment(BASE), path / c.folder
+    result = {"status": status, "evaluation": {"loss": 1.0 / experiment.train.batch_size}, **result}
+    lines = [json.dumps({"epoch": i, "val_loss": loss}) for i, loss in enumerate(epochs, 1)]
+    parts = {"experiment.json": json.dumps(dataclasses.asdict(experiment)), "result.json": json.dumps(result)}
+    parts["history.jsonl"] = "".join(f"{line}\n" for line in lines)
+    written = [f"printf %s {shlex.quote(text)} > {there}/{name}" for name, text in parts.items()]
+    return " && ".join([f"mkdir -p {there}", f"echo once more >> {there}/starts", *written])
+
+
+def made(path, values, line, parallel=1, cores=(0,), **search):
+    """A sweep over batch sizes whose runs are lines for a shell."""
+
+    def command(c):
+        return trial.Trial(c.name, "auto", 1, None, ("sh", "-c", line(c, path)), path / "logs" / c.folder)
+
+    return runner.Sweep(
+        "it",
+        runner.Search({"train.batch_size": values}, BASE, **search),
+        command,
+        path,
+        runner.places(parallel, (), cores),
+    )
 
 
 @pytest.fixture
 def sweep(tmp_path):
-    """Makes a sweep over batch sizes whose runs are lines for a shell."""
+    """Runs a sweep as `made` describes it."""
 
-    def make(values, line, parallel=1, metric="", cores=(0,)):
-        combinations = grid.combinations({"train.batch_size": values}, BASE)
-        folder = RunFolder(str(tmp_path / "sweep"))
-        folder.create()
-        trials = [
-            trial.Trial(c.name, "auto", 1, None, ("sh", "-c", line(c, folder)), folder.path / runner.LOGS / c.folder)
-            for c in combinations
-        ]
-        try:
-            return runner.Sweep("it", trials, combinations, folder, metric, runner.places(parallel, (), cores)).run()
-        finally:
-            folder.release()
+    def run(values, line, **kwargs):
+        return made(tmp_path / "sweep", values, line, **kwargs).run()
 
-    make.path = tmp_path / "sweep"
-    return make
+    run.path = tmp_path / "sweep"
+    run.record = lambda: json.loads((run.path / "sweep.json").read_text())
+    run.starts = lambda size: (run.path / f"train.batch_size={size}/starts").read_text().count("once")
+    return run
 
 
 def test_finished_runs_are_not_repeated(sweep, capsys):
     """Others are: one has failed, one was refused, one is new; and the table has all of them."""
     ends = {64: "echo 'tfdist: failed: no luck' >&2; exit 1", 128: "echo 'tfdist: error: too large' >&2; exit 2"}
-    line = lambda c, folder: ends.get(c.experiment.train.batch_size) or written(c, folder)
+    line = lambda c, path: ends.get(c.values["train.batch_size"]) or written(c, path)
     assert sweep([32, 64, 128], line) == 1
-    record = json.loads((sweep.path / "sweep.json").read_text())
     told = [("completed", ""), ("failed", "no luck"), ("refused", "too large")]
-    assert [(row["status"], row["reason"]) for row in record["rows"]] == told
+    assert [(row["status"], row["reason"]) for row in sweep.record()["rows"]] == told
     assert "train.batch_size=64 failed: no luck." in capsys.readouterr().out
     assert sweep([32, 64, 16], written) == 0
-    starts = lambda size: (sweep.path / f"train.batch_size={size}/starts").read_text().count("once")
-    assert [starts(size) for size in (32, 64, 16)] == [1, 1, 1]
+    assert [sweep.starts(size) for size in (32, 64, 16)] == [1, 1, 1]
     out = capsys.readouterr().out
     assert "Best by loss: train.batch_size=64 (0.0156)." in out
     for name in ("sweep.md", "sweep.html"):
@@ -143,13 +186,13 @@ def test_side_by_side_on_cores_of_their_own(sweep):
     """Each waits until the other is there."""
     cores = sorted(os.sched_getaffinity(0))[:2]
 
-    def line(c, folder):
-        meet = folder.path / "meet"
+    def line(c, path):
+        meet = path / "meet"
         if not meet.exists():
             os.mkfifo(meet)
-        knock = f"echo here > {meet}" if c.experiment.train.batch_size == 32 else f"read word < {meet}"
-        affinity = f"grep Cpus_allowed_list /proc/self/status > {folder.path / c.folder}/cores"
-        return f"{written(c, folder)} && {knock} && {affinity}"
+        knock = f"echo here > {meet}" if c.values["train.batch_size"] == 32 else f"read word < {meet}"
+        affinity = f"grep Cpus_allowed_list /proc/self/status > {path / c.folder}/cores"
+        return f"{written(c, path)} && {knock} && {affinity}"
 
     assert sweep([32, 64], line, parallel=2, cores=cores) == 0
     used = {(sweep.path / f"train.batch_size={size}/cores").read_text().split()[1] for size in (32, 64)}
@@ -160,21 +203,94 @@ def test_side_by_side_on_cores_of_their_own(sweep):
 def test_an_end_on_the_way_ends_all_runs(sweep):
     """The first run to end has not measured what is asked for; the other one would wait for ever."""
 
-    def line(c, folder):
-        hang, ready = folder.path / "hang", folder.path / "ready"
+    def line(c, path):
+        hang, ready = path / "hang", path / "ready"
         if not hang.exists():
             os.mkfifo(hang)
             os.mkfifo(ready)
-        if c.experiment.train.batch_size == 32:
-            return f"echo $$ > {folder.path}/process; echo here > {ready}; exec cat {hang}"
-        return f"read word < {ready}; {written(c, folder)}"
+        if c.values["train.batch_size"] == 32:
+            return f"echo $$ > {path}/process; echo here > {ready}; exec cat {hang}"
+        return f"read word < {ready}; {written(c, path)}"
 
     with pytest.raises(UserError, match="--metric=f1: the runs measure loss: choose one of them"):
         sweep([32, 64, 16], line, parallel=2, metric="f1", cores=sorted(os.sched_getaffinity(0))[:2])
-    record = json.loads((sweep.path / "sweep.json").read_text())
-    assert record["status"] == "interrupted" and record["rows"][1]["status"] == "completed"
+    record = sweep.record()
+    assert record["status"] == "interrupted"
+    assert [row["status"] for row in record["rows"]] == ["waiting", "completed", "waiting"]
     number = (sweep.path / "process").read_text().strip()
     assert not os.path.exists(f"/proc/{number}"), "no run outlives the sweep"
+
+
+def test_a_run_worse_than_the_others_is_pruned(sweep):
+    """After five others, as Optuna's median does; it would wait for ever."""
+
+    def line(c, path):
+        if c.values["train.batch_size"] < 64:
+            return written(c, path, epochs=(0.5, 0.4))
+        with contextlib.suppress(FileExistsError):
+            os.mkfifo(path / "hang")
+        return f"{written(c, path, 'interrupted', epochs=(0.6, 0.7))} && exec cat {path / 'hang'}"
+
+    sizes = [8, 16, 24, 32, 40, 64]
+    assert sweep(sizes, line, prune=True) == 0
+    row = sweep.record()["rows"][-1]
+    assert (row["status"], row["reason"]) == ("pruned", "val_loss 0.7000 after epoch 2")
+    assert "| 64 | pruned |" in (sweep.path / "sweep.md").read_text()
+    assert sweep(sizes, line, prune=True) == 0 and sweep.starts(64) == 1, "it is not begun again"
+
+
+def test_the_study_goes_on_until_there_are_so_many_trials(sweep):
+    assert sweep([32, 64], written, trials=2, sampler="random") == 0
+    assert sweep([32, 64], written, trials=8, sampler="random", parallel=2, cores=sorted(os.sched_getaffinity(0))) == 0
+    assert (sweep.starts(32), sweep.starts(64)) == (1, 1), "the same values are the same run"
+    assert [row["status"] for row in sweep.record()["rows"]] == ["completed"] * 2
+
+
+def test_processes_share_a_sweep(tmp_path):
+    """Each is in a run until the other one is, too."""
+    path = tmp_path / "sweep"
+
+    def line(c, path):
+        i = [8, 16, 32, 64].index(c.values["train.batch_size"])
+        with contextlib.suppress(FileExistsError):
+            os.mkfifo(path / f"meet{i // 2}")
+        knock = ("read word <", "echo here >")[i % 2]
+        return f"{knock} {path}/meet{i // 2} && {written(c, path)}"
+
+    codes = []
+    both = [threading.Thread(target=lambda: codes.append(made(path, [8, 16, 32, 64], line).run())) for _ in range(2)]
+    for one in both:
+        one.start()
+    for one in both:
+        one.join()
+    assert codes == [0, 0]
+    assert [(path / f"train.batch_size={size}/starts").read_text() for size in (8, 16, 32, 64)] == ["once more\n"] * 4
+
+
+def test_what_a_dead_process_has_left_is_done(sweep, capsys, caplog):
+    ends = lambda c, path: "exit 1" if c.values["train.batch_size"] == 64 else written(c, path)
+    assert sweep([32, 64], ends) == 1
+    backend = optuna.storages.journal.JournalFileBackend(str(sweep.path / "study.journal"))
+    study = runner.Search({"train.batch_size": [32, 64]}, BASE).study(optuna.storages.JournalStorage(backend))
+    study.enqueue_trial(values := {"train.batch_size": 64}, user_attrs={"values": values})
+    study.ask()
+    with open(sweep.path / "study.journal") as alive:
+        fcntl.flock(alive, fcntl.LOCK_SH)
+        assert sweep([32, 64], written) == 0
+    assert [row["status"] for row in sweep.record()["rows"]] == ["completed", "running"]
+    assert sweep.record()["status"] == "running"
+    assert sweep([32, 64], written) == 0
+    assert (sweep.record()["status"], sweep.starts(32), sweep.starts(64)) == ("completed", 1, 1)
+
+
+def test_without_its_journal_finished_runs_are_found(sweep):
+    """As a sweep of an earlier version leaves them."""
+    assert sweep([32], written) == 0
+    (sweep.path / "study.journal").write_text("half a li")
+    with pytest.raises(UserError, match=r"study.journal is damaged: remove it, and no finished run is repeated"):
+        sweep([32], written)
+    (sweep.path / "study.journal").unlink()
+    assert sweep([32], written) == 0 and sweep.starts(32) == 1
 
 
 def test_which_is_best():
@@ -209,7 +325,23 @@ BAD = [
     (["--over=seed=1,2", "--parallel=4000"], "--parallel=4000 runs need devices of their own, found"),
     (["--over=seed=1,2", "--workdir=."], "--workdir=. holds no sweep but strange: choose another folder"),
     (["--over=seed=1,2", "--resume=never"], "Unknown command line flag 'resume'"),
+    (["--over=seed=1,2", "--trials=-1"], "--trials must be at least 1, got -1"),
+    (["--over=seed=1,2", "--trials=3", "--sampler=grid"], "--sampler=grid runs all combinations: leave --trials=3 out"),
+    (["--over=seed=1,2", "--sampler=tpe"], "--sampler=tpe draws as many runs as it is told: give --trials=20"),
+    (["--over=train.label_smoothing=0,0.1", "--prune"], "--over changes train.label_smoothing, so losses cannot be"),
 ]
+
+
+def test_without_optuna(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.util as u\nreal = u.find_spec\n"
+        "u.find_spec = lambda n, p=None: real(n, p) if n != 'optuna' else None"
+    )
+    path = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
+    ends = many_commands.run("tfdist.sweep", [["--over=seed=1,2"], ["--over=sead=1,2"]], tmp_path, {}, path)
+    install = "a sweep needs the package optuna, which is not installed: pip install 'tfdist[sweep]'"
+    for done, message in zip(ends, (install, "there is no field 'sead': did you mean 'seed'"), strict=True):
+        assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1, done
 
 
 def test_flags_that_are_refused(tmp_path):
@@ -233,3 +365,16 @@ def test_a_real_run(run, tmp_path, tfds_dir):
     assert "sweep.html" in done.stdout and "report.html" in (folder / "sweep.html").read_text()
     experiment = json.loads((tmp_path / row["folder"] / "experiment.json").read_text())
     assert (experiment["model"]["options"], experiment["train"]["steps"]) == ("units=8", 9)
+
+
+@pytest.mark.whole
+def test_real_runs_of_sampled_values(run, tmp_path):
+    base = ["--config=digits_mlp", "--config.train.epochs=2", "--strategy=default", "--trials=2", "--prune"]
+    asked = [*base, "--over=optimizer.learning_rate=log:1e-3:1e-1", "--metric=accuracy"]
+    shown = run("tfdist.sweep", *asked, "--dry_run").stdout.splitlines()
+    done = run("tfdist.sweep", *asked)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "runs/sweep-digits_mlp/sweep.json").read_text())["rows"]
+    assert shown == [line for row in rows for line in (f"# {row['name']}", row["command"])]
+    assert all(row["status"] == "completed" and row["evaluation"]["accuracy"] > 0 for row in rows) and len(rows) == 2
+    assert not done.stderr, "Optuna says nothing of its own"

@@ -1,16 +1,21 @@
-"""What a sweep comes to: a row for each run, which is the best, and tables of them. No TensorFlow."""
+"""The result of a sweep: a row per run, the best of them, tables and the page. No TensorFlow."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import pathlib
+import urllib.parse
 from collections.abc import Iterable, Mapping, Sequence
 
 from tfdist.config import schedule
 from tfdist.errors import UserError
-from tfdist.monitoring.report import run_files
+from tfdist.monitoring.report import line_chart, page, run_files
+from tfdist.monitoring.report.html import Html, join, table, tag
 
+CURVES = 6
+"""Runs whose curves are drawn at most; a page has so many colours."""
 NONE = "-"
 USUAL = ("accuracy", "loss")
 """Metrics by which runs are compared, the first that there is."""
@@ -28,7 +33,7 @@ class SweepRow:
     folder: str
     command: str
     status: str = "waiting"
-    """`waiting`, `running`, `completed`, `refused` (the experiment cannot be used) or `failed`."""
+    """`waiting`, `running`, `completed`, `pruned`, `refused` (the experiment cannot be used) or `failed`."""
     reason: str = ""
     seconds: float | None = None
     updates: int | None = None
@@ -121,8 +126,8 @@ def markdown(title: str, rows: Sequence[SweepRow], best: SweepRow | None, closin
     """Returns the table as a page of Markdown."""
     line = lambda parts: "| " + " | ".join(part.replace("|", "\\|") for part in parts) + " |"
     names = head(rows)
-    table = [line(names), "|" + "---|" * len(names), *map(line, cells(rows, best))]
-    return "\n".join([f"# {title}", "", *table, "", *closing]) + "\n"
+    body = [line(names), "|" + "---|" * len(names), *map(line, cells(rows, best))]
+    return "\n".join([f"# {title}", "", *body, "", *closing]) + "\n"
 
 
 def closing(rows: Sequence[SweepRow], aim: schedule.Aim | None, best: SweepRow | None) -> list[str]:
@@ -139,3 +144,49 @@ def closing(rows: Sequence[SweepRow], aim: schedule.Aim | None, best: SweepRow |
 def _metrics(rows: Sequence[SweepRow]) -> list[str]:
     names = dict.fromkeys(name for row in rows for name in row.evaluation)
     return sorted(names, key=lambda name: (name not in USUAL, name))
+
+
+def render_page(title: str, path: pathlib.Path, rows: Sequence[SweepRow], aim: schedule.Aim | None) -> str:
+    """Returns the page.
+
+    Args:
+      path: the folder of the sweep.
+      aim: the metric by which runs are compared, if there is one.
+    """
+    order = ranked(rows, aim)
+    best = order[0] if order else None
+    sentences = closing(rows, aim, best)
+    done = sum(row.status == "completed" for row in rows)
+    header = join(tag("h1", title), tag("p", f"{done} of {len(rows)} runs completed.", class_="plan"))
+    sections = [
+        ("runs", "Runs", join(_table(path, rows, best), *(tag("p", line, class_="note") for line in sentences))),
+        ("learning", "Learning", _curves(order[:CURVES], aim)),
+    ]
+    return page.assembled(title, header, Html(""), [s for s in sections if s[2]], path.absolute().name)
+
+
+def _table(path: pathlib.Path, rows: Sequence[SweepRow], best: SweepRow | None) -> Html:
+    first = len(rows[0].values) if rows else 0
+    lines: list[list] = [list(line) for line in cells(rows, best)]
+    for row, texts in zip(rows, lines):
+        report = pathlib.Path(row.folder, page.NAME)
+        if report.is_file():
+            texts[first] = tag("a", texts[first], href=urllib.parse.quote(os.path.relpath(report, path)))
+    names = head(rows)
+    return table(names, lines, numbers=range(first + 1, len(names)))
+
+
+def _curves(rows: Sequence[SweepRow], aim: schedule.Aim | None) -> Html:
+    """Draws loss and metric of the best runs over updates."""
+    if aim is None:
+        return Html("")
+    records = [run_files.read(pathlib.Path(row.folder)) for row in rows]
+    charts = []
+    for name in dict.fromkeys([f"val_{aim.metric}", "loss"]):
+        lines = []
+        for colour, (row, record) in enumerate(zip(rows, records), 1):
+            at = [(run_files.number(e.get("updates")), run_files.number(e.get(name))) for e in record.epochs]
+            points = [(x, y) for x, y in at if x is not None]
+            lines.append(line_chart.Line(row.name, [x for x, _ in points], [y for _, y in points], colour))
+        charts.append(line_chart.plot(name, lines, text=line_chart.value))
+    return tag("div", *charts, class_="charts") if any(charts) else Html("")

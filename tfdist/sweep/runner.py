@@ -1,105 +1,55 @@
-"""A sweep under way: which of its runs are finished, and the others one after the other or side by side."""
+"""A sweep under way: the trials of an Optuna study, each a run in a process of its own. No TensorFlow."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
 import dataclasses
+import fcntl
+import math
 import os
 import pathlib
-import queue
 import threading
-import urllib.parse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import IO, Any
 
+import optuna
+from optuna import distributions, samplers, storages
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
 from rich.table import Table
 
 from tfdist import config
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.compare import trial
+from tfdist.config import schedule
 from tfdist.config.messages import logger
-from tfdist.config.schedule import Aim
 from tfdist.errors import TrainingError, UserError, shown
-from tfdist.monitoring.report import page, run_files
-from tfdist.monitoring.report.html import Html, join, table, tag
-from tfdist.monitoring.report.line_chart import Line, plot, value
-from tfdist.sweep import results
-from tfdist.sweep.grid import Combination
+from tfdist.monitoring.report import run_files
+from tfdist.sweep import results, space
 from tfdist.sweep.results import SweepRow
+from tfdist.sweep.space import Combination
 
-CURVES = 6
-"""Runs whose curves are drawn at most; a page has so many colours."""
-
-
-def render_page(title: str, path: pathlib.Path, rows: Sequence[SweepRow], aim: Aim | None) -> str:
-    """Returns the page.
-
-    Args:
-      path: the folder of the sweep.
-      aim: the metric by which runs are compared, if there is one.
-    """
-    order = results.ranked(rows, aim)
-    best = order[0] if order else None
-    sentences = results.closing(rows, aim, best)
-    done = sum(row.status == "completed" for row in rows)
-    header = join(tag("h1", title), tag("p", f"{done} of {len(rows)} runs completed.", class_="plan"))
-    sections = [
-        ("runs", "Runs", join(_table(path, rows, best), *(tag("p", line, class_="note") for line in sentences))),
-        ("learning", "Learning", _curves(order[:CURVES], aim)),
-    ]
-    return page.assembled(title, header, Html(""), [s for s in sections if s[2]], path.absolute().name)
-
-
-def _table(path: pathlib.Path, rows: Sequence[SweepRow], best: SweepRow | None) -> Html:
-    head = results.head(rows)
-    first = len(rows[0].values) if rows else 0
-    cells: list[list] = [list(row) for row in results.cells(rows, best)]
-    for row, texts in zip(rows, cells):
-        report = pathlib.Path(row.folder, page.NAME)
-        if report.is_file():
-            link = urllib.parse.quote(os.path.relpath(report, path))
-            texts[first] = tag("a", texts[first], href=link)
-    return table(head, cells, numbers=range(first + 1, len(head)))
-
-
-def _curves(rows: Sequence[SweepRow], aim: Aim | None) -> Html:
-    """Draws loss and metric of the best runs over updates."""
-    if aim is None:
-        return Html("")
-    records = [run_files.read(pathlib.Path(row.folder)) for row in rows]
-    charts = []
-    for name in dict.fromkeys([f"val_{aim.metric}", "loss"]):
-        lines = []
-        for colour, (row, record) in enumerate(zip(rows, records), 1):
-            at = [(run_files.number(e.get("updates")), run_files.number(e.get(name))) for e in record.epochs]
-            points = [(x, y) for x, y in at if x is not None]
-            lines.append(Line(row.name, [x for x, _ in points], [y for _, y in points], colour))
-        charts.append(plot(name, lines, text=value))
-    return tag("div", *charts, class_="charts") if any(charts) else Html("")
-
-
-RECORD, TABLE, PAGE = "sweep.json", "sweep.md", "sweep.html"
-LOGS = "logs"
-"""Folder of what the runs have printed."""
+RECORD, TABLE, PAGE, JOURNAL = "sweep.json", "sweep.md", "sweep.html", "study.journal"
 _LOOK_S = 0.5
 """How often the main thread looks up, so that signals are heard."""
+_STATUS = {TrialState.COMPLETE: "completed", TrialState.FAIL: "failed"}
+"""The status of a row by the state of its trial, where the words differ."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DevicePlace:
-    """Devices for one run at a time, which no other place has."""
+    """Devices for one run at a time, which no other place has; where there are none, all of them."""
 
     gpus: tuple[str, ...] = ()
     """Entries for CUDA_VISIBLE_DEVICES."""
     cores: tuple[int, ...] = ()
-    """None for all of them."""
 
     def environ(self) -> dict[str, str]:
         """Returns the variables of a run in this place."""
-        if not self.gpus:
-            return {}
-        return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(self.gpus)}
+        visible = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(self.gpus)}
+        return visible if self.gpus else {}
 
 
 def places(parallel: int, gpus: Sequence[str], cores: Sequence[int]) -> list[DevicePlace]:
@@ -114,8 +64,62 @@ def places(parallel: int, gpus: Sequence[str], cores: Sequence[int]) -> list[Dev
     each = len(there) // parallel
     if not each:
         raise UserError(f"--parallel={parallel} runs need devices of their own, found {len(there)} {word}: use fewer")
-    parts = [tuple(there[i * each : (i + 1) * each]) for i in range(parallel)]
-    return [DevicePlace(gpus=part) if gpus else DevicePlace(cores=part) for part in parts]  # type: ignore[arg-type]
+    parts = [slice(i * each, (i + 1) * each) for i in range(parallel)]
+    return [DevicePlace(tuple(gpus[part]), () if gpus else tuple(cores[part])) for part in parts]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Search:
+    """The settings of a study."""
+
+    space: space.Space
+    base: config.Experiment
+    metric: str = ""
+    """By which runs are compared, as asked for; the study takes the loss where nothing is."""
+    trials: int = 0
+    """Their number; 0 for the grid."""
+    sampler: str = "tpe"
+    prune: bool = False
+
+    @property
+    def aim(self) -> schedule.Aim:
+        """Returns what the study optimizes and prunes by."""
+        return schedule.better(self.metric or "loss", "--metric")
+
+    def study(self, storage: storages.BaseStorage | None = None) -> optuna.Study:
+        """Opens the study of this search space, or creates it."""
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        fields = "; ".join(f"{name}={values}" for name, values in self.space.items())
+        return optuna.create_study(
+            storage=storage,
+            study_name=f"{'search' if self.trials else 'grid'} by {self.aim} over {fields}",
+            direction="maximize" if self.aim.better > 0 else "minimize",
+            load_if_exists=True,
+        )
+
+    def ask(self, study: optuna.Study, number: int) -> tuple[optuna.Trial, Combination]:
+        """Starts the next trial; what is sampled depends on this number, and on the results that TPE knows."""
+        study.sampler = (samplers.TPESampler if self.sampler == "tpe" else samplers.RandomSampler)(seed=number)
+        asked = study.ask({name: _distribution(values) for name, values in self.space.items()})
+        made: dict[str, Any] = {name: asked.params[name] for name in self.space}
+        for name, values in self.space.items():
+            if isinstance(values, space.Range) and isinstance(values.low, float):  # short enough for a folder's name
+                made[name] = min(max(float(f"{made[name]:.6g}"), values.low), values.high)
+        return asked, Combination(made)
+
+    def preview(self) -> list[Combination]:
+        """Returns the grid, or what is sampled first; later values of TPE depend on the results."""
+        if not self.trials:
+            return space.grid(self.space)
+        study = self.study()
+        return [self.ask(study, i)[1] for i in range(self.trials if self.sampler == "random" else min(self.trials, 10))]
+
+
+def _distribution(values: Sequence[Any] | space.Range) -> distributions.BaseDistribution:
+    if not isinstance(values, space.Range):
+        return distributions.CategoricalDistribution(values)
+    kind = distributions.FloatDistribution if isinstance(values.low, float) else distributions.IntDistribution
+    return kind(values.low, values.high, log=values.log)
 
 
 class _SweepStopped(Exception):  # noqa: N818  what ends the wait for a run, and no error
@@ -123,168 +127,251 @@ class _SweepStopped(Exception):  # noqa: N818  what ends the wait for a run, and
 
 
 class Sweep:
-    """A sweep and its record in `sweep.json`.
+    """Runs the trials of a study, which processes may share; the study and `sweep.json` say how far it is.
 
     Args:
       title: what to call it.
-      trials: the runs, as commands.
-      combinations: their experiments, in the same order.
-      folder: of the sweep; made by the caller.
-      metric: by which the runs are compared, as asked for.
+      command: returns the run of a combination.
+      path: the folder of the sweep.
       where: a place for each run that is under way at a time.
     """
 
     def __init__(
         self,
         title: str,
-        trials: Sequence[trial.Trial],
-        combinations: Sequence[Combination],
-        folder: RunFolder,
-        metric: str,
+        search: Search,
+        command: Callable[[Combination], trial.Trial],
+        path: pathlib.Path,
         where: Sequence[DevicePlace],
     ):
-        self._title, self._trials, self._folder, self._metric = title, trials, folder, metric
-        self._where: queue.SimpleQueue[DevicePlace] = queue.SimpleQueue()
-        for place in where:
-            self._where.put(place)
-        self._parallel = len(where)
-        self._stop, self._lock = threading.Event(), threading.Lock()
-        self._rows = []
-        for t, c in zip(trials, combinations):
-            row = SweepRow(c.name, c.values, str(folder.path / c.folder), t.shell())
-            finished = _finished(pathlib.Path(row.folder), c.experiment)
-            self._rows.append(results.completed(row) if finished else row)
+        self._title, self._search, self._command, self._where = title, search, command, where
+        self._path, self._folder, self._stop = path, RunFolder(str(path)), threading.Event()
+        self._ended: dict[int, SweepRow] = {}
 
     def run(self) -> int:
-        """Runs what is not finished and shows what came out; returns the exit code."""
-        waiting = [i for i, row in enumerate(self._rows) if row.status != "completed"]
-        done = len(self._rows) - len(waiting)
-        finished = f", {done} of them finished before" if done else ""
-        logger.info(f"{self._title}: {len(self._rows)} runs{finished}")
-        try:
-            results.metric_of(self._rows, self._metric)
-            self._save("running")
-            self._run(waiting)
-        except BaseException:
-            self._save("interrupted")
-            logger.info("stopped; the same command goes on from there")
-            raise
-        self._save("completed")
-        self._show()
-        return 0 if all(row.status == "completed" for row in self._rows) else 1
+        """Runs what is not finished and shows the results; returns the exit code.
 
-    def _run(self, waiting: Sequence[int]) -> None:
-        with concurrent.futures.ThreadPoolExecutor(self._parallel) as pool:
-            futures = [pool.submit(self._one, i) for i in waiting]
+        Raises:
+          UserError: the folder holds something else or cannot be written, or a run does not measure the metric.
+          TrainingError: the folder cannot be written any more.
+        """
+        self._folder.could_be_created()
+        strange = sorted(os.listdir(self._path)) if self._path.is_dir() else []
+        if strange and not {RECORD, JOURNAL}.intersection(strange):
+            raise UserError(f"--workdir={self._path} holds no sweep but {strange[0]}: choose another folder")
+        try:
+            self._path.mkdir(parents=True, exist_ok=True)
+            with open(self._path / JOURNAL, "ab") as shared:
+                self._begin(shared)
+                try:
+                    self._run()
+                except BaseException:
+                    self._save("interrupted")
+                    logger.info("stopped; the same command goes on from there")
+                    raise
+                return self._show()
+        except OSError as error:
+            raise TrainingError(
+                f"{self._path} cannot be written ({error.strerror}): free or repair that disk"
+            ) from None
+
+    def _begin(self, shared: IO[bytes]) -> None:
+        """Opens the study, and queues what is new, what has failed, and what processes that are gone had begun."""
+        with self._locked():
+            alone = True
             try:
-                open_ = set(futures)
+                fcntl.flock(shared, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                alone = False
+            journal = JournalFileBackend(str(self._path / JOURNAL))
+            try:
+                self._study = self._search.study(storages.JournalStorage(journal))
+            except (ValueError, KeyError, AssertionError):  # Optuna asserts that it can read what it has added
+                damaged = self._path / JOURNAL
+                raise UserError(f"{damaged} is damaged: remove it, and no finished run is repeated") from None
+            rows = self._latest()
+            known = [Combination(t.user_attrs["values"]) for t in rows.values()]
+            new = [] if self._search.trials else [c for c in space.grid(self._search.space) if c.folder not in rows]
+            done = sum(map(self._finished, [*known, *new]))
+            for combination, t in zip(known, rows.values()):
+                if alone and t.state == TrialState.RUNNING:
+                    self._again(t.number, combination)
+                elif t.state == TrialState.FAIL:
+                    self._queue(combination)
+            for combination in new:
+                self._queue(combination)
+            fcntl.flock(shared, fcntl.LOCK_SH)  # for as long as this process lives
+            self._save("running")
+        finished = f", {done} of them finished before" if done else ""
+        logger.info(f"{self._title}: {self._search.trials or len(self._latest())} runs{finished}")
+
+    def _run(self) -> None:
+        with concurrent.futures.ThreadPoolExecutor(len(self._where)) as pool:
+            open_ = {pool.submit(self._work, place) for place in self._where}
+            try:
                 while open_:  # no wait without an end: a signal is only heard between two
                     closed, open_ = concurrent.futures.wait(open_, _LOOK_S, concurrent.futures.FIRST_COMPLETED)
                     for future in closed:
                         future.result()
             finally:
                 self._stop.set()
-                pool.shutdown(wait=True, cancel_futures=True)
 
-    def _one(self, i: int) -> None:
-        """Makes one run in a thread of its own."""
-        place, t = self._where.get(), self._trials[i]
+    def _work(self, place: DevicePlace) -> None:
+        """Makes one run after the other, in a thread of its own."""
+        if place.cores:
+            os.sched_setaffinity(0, place.cores)  # of this thread, and so of what it starts
+        while not self._stop.is_set() and (claimed := self._claim()):
+            self._one(*claimed, place)
+
+    def _claim(self) -> tuple[optuna.Trial, Combination] | None:
+        """Takes a trial that nobody else has; None if there is none left."""
+        with self._locked():
+            while True:
+                trials = self._study.get_trials(deepcopy=False)
+                running = [t.user_attrs.get("values") for t in trials if t.state == TrialState.RUNNING]
+                # One without values was another's twin, see below. One that failed and was queued again counts once.
+                begun = sum(t.state != TrialState.FAIL or "values" not in t.user_attrs for t in trials)
+                if begun >= self._search.trials and all(t.state != TrialState.WAITING for t in trials):
+                    return None
+                asked, combination = self._search.ask(self._study, begun)
+                if combination.values not in running:
+                    asked.set_user_attr("values", combination.values)
+                    self._save("running")
+                    return asked, combination
+                self._study.tell(asked, state=TrialState.FAIL)  # its folder is in use, and its result will be the same
+
+    def _one(self, asked: optuna.Trial, combination: Combination, place: DevicePlace) -> None:
+        """Makes one run, unless it is finished, and tells the study what came out."""
+        t = dataclasses.replace(self._command(combination), environ=place.environ())
+        state, outcome, reported = TrialState.COMPLETE, dict[str, Any](), set[int]()
+
+        def tick(seconds: float) -> None:
+            if self._stop.is_set():
+                raise _SweepStopped
+            outcome["seconds"] = round(seconds, 3)
+            if self._search.prune and (news := self._report(asked, combination, reported)) and asked.should_prune():
+                raise optuna.TrialPruned(news)
+
         try:
-            if place.cores:
-                os.sched_setaffinity(0, place.cores)  # of this thread, and so of what it starts
-            self._note(i, dataclasses.replace(self._rows[i], status="running"))
-            logger.info(f"{self._rows[i].name} ...")
-            outcome = trial.run(dataclasses.replace(t, environ=place.environ()), float("inf"), self._tick)
-        finally:
-            self._where.put(place)
-        row = self._rows[i]
-        if outcome.code == 0:
-            row = results.completed(row)
-            measured = ", ".join(f"{name} {number:.4f}" for name, number in row.evaluation.items())
-            logger.info(f"{row.name}: {measured} ({outcome.seconds:.0f} s)")
-        else:
-            status = "refused" if outcome.refused else "failed"
-            row = dataclasses.replace(row, status=status, reason=outcome.reason, seconds=round(outcome.seconds, 3))
-            logger.info(f"{row.name}: {status}: {outcome.reason} (log: {t.folder}/{trial.LOG})")
-        self._note(i, row)
-        results.metric_of([row], self._metric)
-
-    def _tick(self, seconds: float) -> None:
-        del seconds
-        if self._stop.is_set():
-            raise _SweepStopped
-
-    def _note(self, i: int, row: SweepRow) -> None:
-        with self._lock:
-            self._rows[i] = row
+            if not self._finished(combination):
+                logger.info(f"{combination.name} ...")
+                ended = trial.run(t, float("inf"), tick)
+                if ended.code != 0:
+                    state = TrialState.FAIL
+                    outcome |= {"status": "refused" if ended.refused else "failed", "reason": ended.reason}
+        except optuna.TrialPruned as pruned:
+            state, outcome = TrialState.PRUNED, outcome | {"status": "pruned", "reason": str(pruned)}
+        except BaseException:
+            with self._locked():
+                self._again(asked.number, combination)
+            raise
+        with self._locked():
+            self._report(asked, combination, reported)
+            row = self._row(combination, state, outcome)
+            worst = -self._search.aim.better * math.inf
+            value = row.evaluation.get(self._search.aim.metric, worst) if state == TrialState.COMPLETE else None
+            asked.set_user_attr("outcome", outcome)
+            self._study.tell(asked, value, state)
             self._save("running")
+        if outcome:
+            measured = ", ".join(f"{name} {number:.4f}" for name, number in row.evaluation.items())
+            what = measured if state == TrialState.COMPLETE else f"{row.status}: {row.reason}"
+            logger.info(f"{row.name}: {what} ({outcome['seconds']:.0f} s; log: {t.folder}/{trial.LOG})")
+        results.metric_of([row], self._search.metric)
 
-    def _best(self) -> tuple[Aim | None, SweepRow | None]:
-        aim = results.metric_of(self._rows, self._metric)
-        order = results.ranked(self._rows, aim)
-        return aim, order[0] if order else None
+    def _report(self, asked: optuna.Trial, combination: Combination, reported: set[int]) -> str:
+        """Reports what a run has measured after epochs that are not reported yet; returns the last of it in words."""
+        name, news = f"val_{self._search.aim.metric}", ""
+        for line in run_files.lines(self._path / combination.folder / "history.jsonl"):
+            epoch, value = run_files.number(line.get("epoch")), run_files.number(line.get(name))
+            if epoch is not None and value is not None and epoch not in reported:
+                reported.add(int(epoch))
+                asked.report(value, int(epoch))
+                news = f"{name} {value:.4f} after epoch {int(epoch)}"
+        return news
+
+    def _finished(self, combination: Combination) -> bool:
+        """Tells whether the folder of a run holds one that has come to its end.
+
+        Raises:
+          UserError: it holds a run of another experiment.
+        """
+        run = RunFolder(str(self._path / combination.folder), writes=False)
+        earlier = run.earlier()
+        if earlier is None:
+            return False
+        there, here = config.flat(earlier), config.flat(combination.experiment(self._search.base))
+        automatic = {"config.train.batch_size"} if here["config.train.batch_size"] == "0" else set()
+        for name in sorted(there.keys() & here.keys() - automatic):
+            if there[name] != here[name]:
+                raise UserError(
+                    f"{run.path} holds a run with --{name}={there[name]}, and this sweep has {here[name]}: "
+                    "choose another --workdir, or remove it"
+                )
+        return run.completed
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Lets one thread of all processes at a time take trials and write the record."""
+        with open(self._path / ".study.lock", "ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _queue(self, combination: Combination) -> None:
+        values = dict(combination.values)
+        self._study.enqueue_trial(values, user_attrs={"values": values})
+
+    def _again(self, number: int, combination: Combination) -> None:
+        """Leaves a run that was stopped to another process, or to the next start."""
+        self._study.tell(number, state=TrialState.FAIL)
+        self._queue(combination)
+
+    def _latest(self) -> dict[str, FrozenTrial]:
+        """Returns the last trial of each run, by its folder."""
+        trials = [t for t in self._study.get_trials(deepcopy=False) if "values" in t.user_attrs]
+        return {Combination(t.user_attrs["values"]).folder: t for t in trials}
+
+    def _row(self, combination: Combination, state: TrialState, outcome: Mapping[str, Any]) -> SweepRow:
+        folder, status = str(self._path / combination.folder), _STATUS.get(state, state.name.lower())
+        row = SweepRow(combination.name, combination.values, folder, self._command(combination).shell(), status)
+        return results.completed(row) if state == TrialState.COMPLETE else dataclasses.replace(row, **outcome)
+
+    def _rows(self) -> list[SweepRow]:
+        rows = []
+        for t in self._latest().values():
+            row = self._ended.get(t.number) or self._row(
+                Combination(t.user_attrs["values"]), t.state, t.user_attrs.get("outcome", {})
+            )
+            if t.state.is_finished():
+                self._ended[t.number] = row
+            rows.append(row)
+        return rows
 
     def _save(self, status: str) -> None:
-        self._folder.write(
-            RECORD,
-            {"status": status, "title": self._title, "rows": [dataclasses.asdict(row) for row in self._rows]},
-        )
+        rows = [dataclasses.asdict(row) for row in self._rows()]
+        self._folder.write(RECORD, {"status": status, "title": self._title, "rows": rows})
 
-    def _show(self) -> None:
-        aim, best = self._best()
-        closing = results.closing(self._rows, aim, best)
-        self._folder.write_text(TABLE, results.markdown(self._title, self._rows, best, closing))
-        self._folder.write_text(PAGE, render_page(self._title, self._folder.path, self._rows, aim))
+    def _show(self) -> int:
+        with self._locked():
+            rows = self._rows()
+            elsewhere = sum(row.status in ("waiting", "running") for row in rows)
+            self._save("running" if elsewhere else "completed")
+            aim = results.metric_of(rows, self._search.metric)
+            best = next(iter(results.ranked(rows, aim)), None)
+            closing = results.closing(rows, aim, best)
+            self._folder.write_text(TABLE, results.markdown(self._title, rows, best, closing))
+            self._folder.write_text(PAGE, results.render_page(self._title, self._path, rows, aim))
         columns = Table(box=None, pad_edge=False)
-        for name in results.head(self._rows):
-            columns.add_column(name, justify="left" if name in (*self._rows[0].values, "status") else "right")
-        for cells in results.cells(self._rows, best):
+        for name in results.head(rows):
+            columns.add_column(name, justify="left" if name in (*self._search.space, "status") else "right")
+        for cells in results.cells(rows, best):
             columns.add_row(*map(shown, cells))
         console = Console(highlight=False, emoji=False, markup=False)
         console.print()
         console.print(columns)
         for line in closing:
             console.print(shown(line))
-        logger.info(f"results are in {self._folder.path}{os.sep}: {PAGE}, {TABLE}, {RECORD}")
-
-
-def _finished(path: pathlib.Path, experiment: config.Experiment) -> bool:
-    """Tells whether a folder holds a run of this experiment that has come to its end.
-
-    Raises:
-      UserError: it holds a run of another one.
-    """
-    run = RunFolder(str(path), writes=False)
-    earlier = run.earlier()
-    if earlier is None:
-        return False
-    there, here = config.flat(earlier), config.flat(experiment)
-    automatic = {"config.train.batch_size"} if here["config.train.batch_size"] == "0" else set()
-    for name in sorted(there.keys() & here.keys() - automatic):
-        if there[name] != here[name]:
-            raise UserError(
-                f"{path} holds a run with --{name}={there[name]}, and this sweep has {here[name]}: "
-                "choose another --workdir, or remove it"
-            )
-    return run.completed
-
-
-@contextlib.contextmanager
-def held(path: pathlib.Path) -> Iterator[RunFolder]:
-    """Holds the folder of a sweep for this process alone, and yields it.
-
-    Raises:
-      UserError: it holds something else, is in use, or cannot be written.
-    """
-    with contextlib.suppress(OSError):
-        strange = sorted({entry.name for entry in path.iterdir()})
-        if strange and not (path / RECORD).is_file():
-            raise UserError(f"--workdir={path} holds no sweep but {strange[0]}: choose another folder")
-    folder = RunFolder(str(path))
-    folder.create()
-    try:
-        yield folder
-    except OSError as error:
-        raise TrainingError(f"{path} cannot be written ({error.strerror}): free or repair that disk") from None
-    finally:
-        folder.release()
+        if elsewhere:
+            logger.info(f"{elsewhere} runs go on in other processes; the same command takes what they leave")
+        logger.info(f"results are in {self._path}{os.sep}: {PAGE}, {TABLE}, {RECORD}")
+        return int(any(row.status in ("failed", "refused") for row in rows))
