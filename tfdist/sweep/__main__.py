@@ -22,6 +22,7 @@ import importlib.util
 import os
 import pathlib
 import sys
+from collections.abc import Callable
 
 from absl import flags
 
@@ -36,25 +37,17 @@ OF_ALL_RUNS = (
     "strategy", "devices", "virtual_devices", "tpu", "threads", "cpu_kernels", "jit", "check_agreement", "tensorboard",
 )  # fmt: skip
 """Environment flags that are handed on to every run."""
-LOGS = "logs"
-"""Folder of what the runs have printed."""
 _OWN = ("over", "trials", "sampler", "prune", "parallel", "metric", "workdir", "dry_run", *OF_ALL_RUNS)
 
 
-def check(values: flags.FlagValues) -> None:
-    """Checks the flags by themselves.
+def searched(values: flags.FlagValues, experiment: config.Experiment) -> space.Space:
+    """Checks the flags and returns the search space.
 
     Raises:
       UserError: one has a value that cannot be used, or two contradict each other.
     """
-    if values.parallel < 1:
-        raise UserError(f"--parallel must be at least 1, got {values.parallel}")
-    if values.trials < 0:
-        raise UserError(f"--trials must be at least 1, got {values.trials}")
-    if values.trials and values.sampler == "grid":
-        raise UserError(f"--sampler=grid runs all combinations: leave --trials={values.trials} out, or choose random")
-    if not values.trials and values.sampler in ("random", "tpe"):
-        raise UserError(f"--sampler={values.sampler} draws as many runs as it is told: give --trials=20, say")
+    if bool(values.trials) == (values.sampler == "grid"):
+        raise UserError("--sampler=random and tpe need --trials=20, say, and --sampler=grid runs all combinations")
     if values.strategy in ("multi_worker", "horovod"):
         raise UserError(
             f"--strategy={values.strategy} needs several processes, and a sweep makes each run in one: "
@@ -66,15 +59,7 @@ def check(values: flags.FlagValues) -> None:
         schedule.better(values.metric, "--metric")
     field_syntax.check_local("--workdir", values.workdir)
     runtime_options.from_flags(values)
-
-
-def searched(values: flags.FlagValues, experiment: config.Experiment) -> dict[str, list[object] | space.Range]:
-    """Returns the search space.
-
-    Raises:
-      UserError: `--over` cannot be used, or contradicts another flag.
-    """
-    fields = space.parse(values.over, experiment)
+    fields = space.parse(values.over)
     if not values.trials:
         space.grid(fields)
     space.check(fields, experiment)
@@ -87,28 +72,33 @@ def searched(values: flags.FlagValues, experiment: config.Experiment) -> dict[st
     return fields
 
 
-def command(values: flags.FlagValues, path: pathlib.Path, combination: space.Combination) -> trial.Trial:
-    """Returns the run of a combination."""
-    fields = config.flat(values.config)
+def command(values: flags.FlagValues, path: pathlib.Path) -> Callable[[space.Values], trial.Trial]:
+    """Returns the function that makes the run with some values."""
+    given = config.flat(values.config)
     file = getattr(values["config"], "config_filename", "")
-    words = [f"--config={file}"] if values["config"].present else []
-    words += [f"--{name}={fields[name]}" for name in values if name.startswith("config.") and values[name].present]
+    common = [f"--config={file}"] if values["config"].present else []
+    common += [f"--{name}={given[name]}" for name in values if name.startswith("config.") and values[name].present]
     # The GPUs of a run side by side with others are those that it is shown.
     handed_on = [name for name in OF_ALL_RUNS if values[name].present and (values.parallel == 1 or name != "devices")]
     if values.parallel > 1 and values.devices == "none":
         handed_on.append("devices")
-    words += [f"--{name}={values[name].value}" for name in handed_on]
-    words += [f"--config.{name}={value}" for name, value in combination.values.items()]
-    words += [f"--workdir={path / combination.folder}", "--progress=none"]
-    # Its output does not go into the run's folder, which an earlier run may be in, and is renamed with it.
-    log = path / LOGS / combination.folder
-    return trial.Trial(combination.name, values.strategy, 1, None, (sys.executable, "-m", "tfdist.train", *words), log)
+    common += [f"--{name}={values[name].value}" for name in handed_on]
+
+    def made(chosen: space.Values) -> trial.Trial:
+        folder = space.folder(chosen)
+        own = [*(f"--config.{name}={value}" for name, value in chosen.items()), f"--workdir={path / folder}"]
+        words = (sys.executable, "-m", "tfdist.train", *common, *own, "--progress=none")
+        # Its output does not go into the run's folder, which an earlier run may be in, and is renamed with it.
+        return trial.Trial(space.title(chosen), values.strategy, 1, None, words, path / "logs" / folder)
+
+    return made
 
 
 def _run(argv: list[str]) -> int:
     del argv
     values = flags.FLAGS
-    check(values)
+    if not values.sampler:
+        values["sampler"].value = "tpe" if values.trials else "grid"
     experiment = validation.validate(values.config)
     fields = searched(values, experiment)
     if importlib.util.find_spec("optuna") is None:
@@ -116,19 +106,17 @@ def _run(argv: list[str]) -> int:
     from tfdist.sweep import runner
 
     path = pathlib.Path(os.path.expanduser(values.workdir) or os.path.join("runs", f"sweep-{experiment.name}"))
-    make = functools.partial(command, values, path)
-    # The loss alone is known to be measured before the first run.
+    # With --trials the metric is wanted before the first run; the loss is always measured.
     metric = values.metric or ("loss" if values.trials else "")
-    search = runner.Search(fields, experiment, metric, values.trials, values.sampler or "tpe", values.prune)
+    search = runner.Search(fields, experiment, metric, values.trials, values.sampler, values.prune)
     gpus = trial.find_hardware(values.devices, os.environ).gpus if values.parallel > 1 else ()
     where = runner.places(values.parallel, gpus, sorted(os.sched_getaffinity(0)))
+    make = command(values, path)
     if values.dry_run:
-        for combination in search.preview():
-            print(f"# {shown(combination.name)}\n{make(combination).shell()}")
+        print("\n".join(f"# {shown(t.name)}\n{t.shell()}" for t in map(make, search.preview())))
         return 0
     command_line.clean_up_when_ended()
-    title = f"{experiment.name} over {', '.join(fields)}"
-    return runner.Sweep(title, search, make, path, where).run()
+    return runner.Sweep(f"{experiment.name} over {', '.join(fields)}", search, make, path, where).run()
 
 
 def main() -> None:
@@ -137,24 +125,15 @@ def main() -> None:
     for field in dataclasses.fields(runtime_options.Environment):
         if field.name not in OF_ALL_RUNS:
             delattr(flags.FLAGS, field.name)
-    flags.DEFINE_string(
-        "over",
-        "",
-        "Fields and their values or range: optimizer.learning_rate=log:1e-4:1e-1; optimizer.momentum=uniform:0:0.9; "
-        "train.batch_size=32,64.",
-    )
-    flags.DEFINE_integer("trials", 0, "Number of runs whose values are sampled; 0: all combinations.")
-    flags.DEFINE_enum(
-        "sampler",
-        None,
-        ["grid", "random", "tpe"],
-        "How values are chosen: grid, or with --trials tpe, Optuna's default.",
-    )
+    over = "Fields with values or ranges: optimizer.learning_rate=log:1e-4:1e-1; optimizer.weight_decay=uniform:0:0.1; "
+    flags.DEFINE_string("over", "", f"{over}train.batch_size=32,64.")
+    flags.DEFINE_integer("trials", 0, "Number of runs whose values are sampled; 0: all combinations.", lower_bound=0)
+    sampler = "How values are chosen; grid unless --trials is given, and tpe, Optuna's default, with it."
+    flags.DEFINE_enum("sampler", None, ["grid", "random", "tpe"], sampler)
     flags.DEFINE_bool("prune", False, "Stop a run whose validation metric is worse than the others' median.")
-    flags.DEFINE_integer("parallel", 1, "Runs side by side, each on GPUs or cores of its own.")
-    flags.DEFINE_string(
-        "metric", "", "By which runs are compared; empty: loss with --trials, else accuracy where that is measured."
-    )
+    flags.DEFINE_integer("parallel", 1, "Runs side by side, each on GPUs or cores of its own.", lower_bound=1)
+    metric = "By which runs are compared; empty: the loss with --trials, else accuracy where that is measured."
+    flags.DEFINE_string("metric", "", metric)
     flags.DEFINE_string("workdir", "", "Folder for the runs; runs/sweep-<experiment name> if empty.")
     flags.DEFINE_bool("dry_run", False, "Print the commands, and start nothing.")
     parse = functools.partial(command_line.parse, own=_OWN)
