@@ -239,6 +239,7 @@ def test_a_run_worse_than_the_others_is_pruned(sweep):
     assert (row["status"], row["reason"]) == ("pruned", "val_loss 0.7000 after epoch 2")
     assert re.search(r"\| 64 +\| pruned ", (sweep.path / "sweep.md").read_text())
     assert sweep(sizes, line, prune=True) == 0 and sweep.starts(64) == 1, "it is not begun again"
+    assert sweep(sizes, written) == 0 and sweep.starts(64) == 2, "unless it is to be completed"
 
 
 def test_the_study_goes_on_until_there_are_so_many_trials(sweep):

@@ -34,8 +34,6 @@ from tfdist.sweep.space import Values
 RECORD, TABLE, PAGE, JOURNAL = "sweep.json", "sweep.md", "sweep.html", "study.journal"
 _STARTUP = 10
 """Trials that TPE samples at random, before it learns from them; Optuna's default."""
-_LOOK_S = 0.5
-"""How often the main thread looks up, so that signals are heard."""
 _BATCH = "config.train.batch_size"
 Place = tuple[Mapping[str, str], Sequence[int]]
 """Environment variables and cores of one run at a time; no cores: all of them."""
@@ -167,22 +165,23 @@ class Sweep:
             finished = {folder for folder, values in runs.items() if self._finished(values)}
             for folder, values in runs.items():
                 state = rows[folder].state if folder in rows else TrialState.FAIL
+                gone = state == TrialState.COMPLETE and folder not in finished
+                pruned = state == TrialState.PRUNED and not self.search.prune
                 if state == TrialState.RUNNING and alone:
-                    self._again(rows[folder].number, values)
-                elif state == TrialState.FAIL or (state == TrialState.COMPLETE and folder not in finished):
+                    self._queue(values, rows[folder].number)
+                elif state == TrialState.FAIL or gone or pruned:
                     self._queue(values)
             fcntl.flock(shared, fcntl.LOCK_SH)  # for as long as this process lives
             self._save("running")
-        logger.info(f"{self.title}: {self.search.trials or len(runs)} runs, {len(finished)} of them finished before")
+        before = f", {len(finished)} of them finished before" if finished else ""
+        logger.info(f"{self.title}: {self.search.trials or len(runs)} runs{before}")
 
     def _run(self) -> None:
         with concurrent.futures.ThreadPoolExecutor(len(self.where)) as pool:
-            open_ = {pool.submit(self._work, *place) for place in self.where}
+            threads = [pool.submit(self._work, *place) for place in self.where]
             try:
-                while open_:  # no wait without an end: a signal is only heard between two
-                    closed, open_ = concurrent.futures.wait(open_, _LOOK_S, concurrent.futures.FIRST_COMPLETED)
-                    for future in closed:
-                        future.result()
+                for thread in concurrent.futures.as_completed(threads):
+                    thread.result()
             finally:
                 self._stop.set()
 
@@ -234,7 +233,7 @@ class Sweep:
             state, outcome = TrialState.PRUNED, outcome | {"status": "pruned", "reason": str(pruned)}
         except BaseException:  # another process makes it, or the next one
             with self._locked():
-                self._again(asked.number, values)
+                self._queue(values, asked.number)
             raise
         value = None
         if state == TrialState.COMPLETE:
@@ -274,12 +273,11 @@ class Sweep:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    def _queue(self, values: Values) -> None:
+    def _queue(self, values: Values, stopped: int | None = None) -> None:
+        """Queues a run, in place of a trial that was stopped if one was."""
+        if stopped is not None:
+            self._study.tell(stopped, state=TrialState.FAIL)
         self._study.enqueue_trial(values, user_attrs={"values": values})
-
-    def _again(self, number: int, values: Values) -> None:
-        self._study.tell(number, state=TrialState.FAIL)
-        self._queue(values)
 
     def _latest(self) -> dict[str, FrozenTrial]:
         """Returns the last trial of each run, by its folder."""
