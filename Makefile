@@ -68,7 +68,7 @@ docs-test: .venv/ready
 	rm -rf build
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/docs .
 	$(PYTHON) -m venv build/docs/venv
-	build/docs/venv/bin/python -m pip install --quiet "$$(echo build/docs/tfdist-*.whl)[export,horovod]"
+	build/docs/venv/bin/python -m pip install --quiet "$$(echo build/docs/tfdist-*.whl)[export,horovod,sweep]"
 	$(BIN)/python tests/support/docs_commands.py --bin=build/docs/venv/bin
 
 bench: .venv/ready

@@ -16,7 +16,7 @@ COMMANDS = {
     "launch": "starts the workers of a run on one machine or several",
     "doctor": "says what this machine has and what is wrong with it",
     "compare": "trains under several strategies and compares weights and speed",
-    "sweep": "trains an experiment with several values of some fields",
+    "sweep": "searches values of some fields with Optuna",
     "evaluate": "measures a trained model",
     "predict": "writes predictions as CSV or JSON lines",
     "export": "writes a SavedModel, ONNX or LiteRT",

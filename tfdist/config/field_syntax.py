@@ -19,6 +19,7 @@ LARGEST = 10**12
 """No count of an experiment is larger; TensorFlow's numbers of 64 bits hold the products of two."""
 MOST_PATHS = 10**6
 """That braces in a pattern may stand for."""
+_BRACKETS = {"(": ")", "[": "]", "{": "}"}
 _REFERENCE = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
 
 
@@ -55,6 +56,31 @@ def _check_finite(name: str, value: object) -> None:
         _check_finite(name, [*value.keys(), *value.values()])
     elif isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{name} must be a finite number, got {value}")
+
+
+def divided(field: str, text: str, separator: str) -> list[str]:
+    """Splits a text at separators that are not between quotes or brackets.
+
+    Raises:
+      UserError: naming `field`, when a quote or a bracket is not closed.
+    """
+    parts, closing, quote = [""], [], ""
+    for c in text:
+        if quote:
+            quote = "" if c == quote else quote
+        elif c in "'\"":
+            quote = c
+        elif c in _BRACKETS:
+            closing.append(_BRACKETS[c])
+        elif closing and c == closing[-1]:
+            closing.pop()
+        elif c == separator and not closing:
+            parts.append("")
+            continue
+        parts[-1] += c
+    if quote or closing:
+        raise UserError(f"{field}: {quote or closing[-1]} is missing in {text!r}")
+    return parts
 
 
 def image_size(text: str) -> tuple[int, int] | None:

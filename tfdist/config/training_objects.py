@@ -112,19 +112,8 @@ _EXAMPLES = {
 
 def _parts(field: str, text: str) -> list[str]:
     """Splits at commas that are not within brackets or quotes."""
-    parts, depth, quote = [""], 0, ""
-    for letter in text:
-        if quote:
-            quote = "" if letter == quote else quote
-        elif letter in "\"'":
-            quote = letter
-        else:
-            depth += (letter in "([") - (letter in ")]")
-        if letter == "," and not depth and not quote:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    if depth or quote or (text.strip() and not all(part.strip() for part in parts)):
+    parts = field_syntax.divided(field, text, ",")
+    if text.strip() and not all(part.strip() for part in parts):
         raise UserError(f"{field}={text!r} is not understood: write names as in {_EXAMPLES[field]}")
     return [part.strip() for part in parts if part.strip()]
 

@@ -1,298 +1,331 @@
-"""A sweep under way: which of its runs are finished, and the others one after the other or side by side."""
+"""A sweep under way: the trials of an Optuna study, each a run in a process of its own. No TensorFlow."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
 import dataclasses
+import fcntl
+import math
 import os
 import pathlib
-import queue
 import threading
-import urllib.parse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import IO, Any
 
-from rich.console import Console
-from rich.table import Table
+import optuna
+from optuna import distributions, samplers, storages
+from optuna.storages.journal import JournalFileBackend
+from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial, TrialState
 
 from tfdist import config
-from tfdist.checkpoints import integrity
+from tfdist.checkpoints import integrity, resume
 from tfdist.checkpoints.files import DamagedError
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.compare import trial
+from tfdist.config import schedule
 from tfdist.config.messages import logger
-from tfdist.config.schedule import Aim
 from tfdist.errors import TrainingError, UserError, shown
-from tfdist.monitoring.report import page, run_files
-from tfdist.monitoring.report.html import Html, join, table, tag
-from tfdist.monitoring.report.line_chart import Line, plot, value
-from tfdist.sweep import results
-from tfdist.sweep.grid import Combination
+from tfdist.monitoring.report import run_files
+from tfdist.sweep import results, space
 from tfdist.sweep.results import SweepRow
+from tfdist.sweep.space import Values
 
-CURVES = 6
-"""Runs whose curves are drawn at most; a page has so many colours."""
-
-
-def render_page(title: str, path: pathlib.Path, rows: Sequence[SweepRow], aim: Aim | None) -> str:
-    """Returns the page.
-
-    Args:
-      path: the folder of the sweep.
-      aim: the metric by which runs are compared, if there is one.
-    """
-    order = results.ranked(rows, aim)
-    best = order[0] if order else None
-    sentences = results.closing(rows, aim, best)
-    done = sum(row.status == "completed" for row in rows)
-    header = join(tag("h1", title), tag("p", f"{done} of {len(rows)} runs completed.", class_="plan"))
-    sections = [
-        ("runs", "Runs", join(_table(path, rows, best), *(tag("p", line, class_="note") for line in sentences))),
-        ("learning", "Learning", _curves(order[:CURVES], aim)),
-    ]
-    return page.assembled(title, header, Html(""), [s for s in sections if s[2]], path.absolute().name)
+RECORD, TABLE, PAGE, JOURNAL = "sweep.json", "sweep.md", "sweep.html", "study.journal"
+_STARTUP = 10
+"""Trials that TPE samples at random, before it learns from them; Optuna's default."""
+_BATCH = "config.train.batch_size"
+Place = tuple[Mapping[str, str], Sequence[int]]
+"""Environment variables and cores of one run at a time; no cores: all of them."""
 
 
-def _table(path: pathlib.Path, rows: Sequence[SweepRow], best: SweepRow | None) -> Html:
-    head = results.head(rows)
-    first = len(rows[0].values) if rows else 0
-    cells: list[list] = [list(row) for row in results.cells(rows, best)]
-    for row, texts in zip(rows, cells):
-        report = pathlib.Path(row.folder, page.NAME)
-        if report.is_file():
-            link = urllib.parse.quote(os.path.relpath(report, path))
-            texts[first] = tag("a", texts[first], href=link)
-    return table(head, cells, numbers=range(first + 1, len(head)))
-
-
-def _curves(rows: Sequence[SweepRow], aim: Aim | None) -> Html:
-    """Draws loss and metric of the best runs over updates."""
-    if aim is None:
-        return Html("")
-    records = [run_files.read(pathlib.Path(row.folder)) for row in rows]
-    charts = []
-    for name in dict.fromkeys([f"val_{aim.metric}", "loss"]):
-        lines = []
-        for colour, (row, record) in enumerate(zip(rows, records), 1):
-            at = [(run_files.number(e.get("updates")), run_files.number(e.get(name))) for e in record.epochs]
-            points = [(x, y) for x, y in at if x is not None]
-            lines.append(Line(row.name, [x for x, _ in points], [y for _, y in points], colour))
-        charts.append(plot(name, lines, text=value))
-    return tag("div", *charts, class_="charts") if any(charts) else Html("")
-
-
-RECORD, TABLE, PAGE = "sweep.json", "sweep.md", "sweep.html"
-LOGS = "logs"
-"""Folder of what the runs have printed."""
-_LOOK_S = 0.5
-"""How often the main thread looks up, so that signals are heard."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class DevicePlace:
-    """Devices for one run at a time, which no other place has."""
-
-    gpus: tuple[str, ...] = ()
-    """Entries for CUDA_VISIBLE_DEVICES."""
-    cores: tuple[int, ...] = ()
-    """None for all of them."""
-
-    def environ(self) -> dict[str, str]:
-        """Returns the variables of a run in this place."""
-        if not self.gpus:
-            return {}
-        return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(self.gpus)}
-
-
-def places(parallel: int, gpus: Sequence[str], cores: Sequence[int]) -> list[DevicePlace]:
+def places(parallel: int, gpus: Sequence[str], cores: Sequence[int]) -> list[Place]:
     """Divides the GPUs, or where there are none the cores, evenly among so many runs.
 
     Raises:
       UserError: there are fewer of them than runs.
     """
     if parallel == 1:
-        return [DevicePlace()]
-    there, word = (gpus, "GPUs") if gpus else (cores, "cores")
-    each = len(there) // parallel
+        return [({}, ())]
+    each = len(gpus or cores) // parallel
     if not each:
-        raise UserError(f"--parallel={parallel} runs need devices of their own, found {len(there)} {word}: use fewer")
-    parts = [tuple(there[i * each : (i + 1) * each]) for i in range(parallel)]
-    return [DevicePlace(gpus=part) if gpus else DevicePlace(cores=part) for part in parts]  # type: ignore[arg-type]
+        there = f"{len(gpus)} GPUs" if gpus else f"{len(cores)} cores"
+        raise UserError(f"--parallel={parallel} runs need devices of their own, found {there}: use fewer")
+    parts = [slice(i * each, (i + 1) * each) for i in range(parallel)]
+    if not gpus:
+        return [({}, cores[part]) for part in parts]
+    order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    return [({**order, "CUDA_VISIBLE_DEVICES": ",".join(gpus[part])}, ()) for part in parts]
 
 
-class _SweepStopped(Exception):  # noqa: N818  what ends the wait for a run, and no error
-    """The sweep has been interrupted."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Search:
+    """The settings of a study."""
+
+    space: space.Space
+    base: config.Experiment
+    metric: str = ""
+    """As asked for; the study takes the loss where none is."""
+    trials: int = 0
+    """Their number; 0 for the grid."""
+    sampler: str = "tpe"
+    prune: bool = False
+
+    @property
+    def aim(self) -> schedule.Aim:
+        """Returns what the study optimizes and prunes by."""
+        return schedule.better(self.metric or "loss", "--metric")
+
+    def study(self, storage: storages.BaseStorage | None = None) -> optuna.Study:
+        """Opens the study of this search space, or creates it."""
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        fields = "; ".join(f"{name}={choices}" for name, choices in self.space.items())
+        name = f"{'search' if self.trials else 'grid'} by {self.aim} over {fields}"
+        way = StudyDirection.MAXIMIZE if self.aim.better > 0 else StudyDirection.MINIMIZE
+        return optuna.create_study(storage=storage, study_name=name, direction=way, load_if_exists=True)
+
+    def ask(self, study: optuna.Study, number: int) -> tuple[optuna.Trial, Values]:
+        """Starts the next trial; what is sampled depends on this number, and with TPE on the results so far."""
+        study.sampler = (samplers.TPESampler if self.sampler == "tpe" else samplers.RandomSampler)(seed=number)
+        asked = study.ask({name: _distribution(choices) for name, choices in self.space.items()})
+        values = {name: asked.params[name] for name in self.space}
+        for name, choices in self.space.items():
+            if isinstance(choices, space.Range) and isinstance(choices.low, float):  # short, for the folder's name
+                values[name] = min(max(float(f"{values[name]:.6g}"), choices.low), choices.high)
+        return asked, values
+
+    def preview(self) -> list[Values]:
+        """Returns the grid, or the samples that do not depend on results."""
+        if not self.trials:
+            return space.grid(self.space)
+        study, known = self.study(), self.trials if self.sampler == "random" else min(self.trials, _STARTUP)
+        return [self.ask(study, i)[1] for i in range(known)]
 
 
+def _distribution(choices: Sequence[Any] | space.Range) -> distributions.BaseDistribution:
+    if not isinstance(choices, space.Range):
+        return distributions.CategoricalDistribution(choices)
+    kind = distributions.FloatDistribution if isinstance(choices.low, float) else distributions.IntDistribution
+    return kind(choices.low, choices.high, log=choices.log)
+
+
+@dataclasses.dataclass(slots=True)
 class Sweep:
-    """A sweep and its record in `sweep.json`.
+    """Runs the trials of a study, which processes may share."""
 
-    Args:
-      title: what to call it.
-      trials: the runs, as commands.
-      combinations: their experiments, in the same order.
-      folder: of the sweep; made by the caller.
-      metric: by which the runs are compared, as asked for.
-      where: a place for each run that is under way at a time.
-    """
-
-    def __init__(
-        self,
-        title: str,
-        trials: Sequence[trial.Trial],
-        combinations: Sequence[Combination],
-        folder: RunFolder,
-        metric: str,
-        where: Sequence[DevicePlace],
-    ):
-        self._title, self._trials, self._folder, self._metric = title, trials, folder, metric
-        self._where: queue.SimpleQueue[DevicePlace] = queue.SimpleQueue()
-        for place in where:
-            self._where.put(place)
-        self._parallel = len(where)
-        self._stop, self._lock = threading.Event(), threading.Lock()
-        self._rows = []
-        for t, c in zip(trials, combinations):
-            row = SweepRow(c.name, c.values, str(folder.path / c.folder), t.shell())
-            finished = _finished(pathlib.Path(row.folder), c.experiment)
-            self._rows.append(results.completed(row) if finished else row)
+    title: str
+    search: Search
+    command: Callable[[Values], trial.Trial]
+    """Returns the run with these values."""
+    path: pathlib.Path
+    where: Sequence[Place]
+    """A place for each run that is under way at a time."""
+    _stop: threading.Event = dataclasses.field(default_factory=threading.Event)
+    _study: optuna.Study = dataclasses.field(init=False)
 
     def run(self) -> int:
-        """Runs what is not finished and shows what came out; returns the exit code."""
-        waiting = [i for i, row in enumerate(self._rows) if row.status != "completed"]
-        done = len(self._rows) - len(waiting)
-        finished = f", {done} of them finished before" if done else ""
-        logger.info(f"{self._title}: {len(self._rows)} runs{finished}")
-        try:
-            results.metric_of(self._rows, self._metric)
-            self._save("running")
-            self._run(waiting)
-        except BaseException:
-            self._save("interrupted")
-            logger.info("stopped; the same command goes on from there")
-            raise
-        self._save("completed")
-        self._show()
-        return 0 if all(row.status == "completed" for row in self._rows) else 1
+        """Runs what is not finished and shows the results; returns the exit code.
 
-    def _run(self, waiting: Sequence[int]) -> None:
-        with concurrent.futures.ThreadPoolExecutor(self._parallel) as pool:
-            futures = [pool.submit(self._one, i) for i in waiting]
+        Raises:
+          UserError: the folder holds something else or cannot be written, or a run does not measure the metric.
+          TrainingError: the folder cannot be written any more.
+        """
+        RunFolder(str(self.path)).could_be_created()
+        strange = sorted(os.listdir(self.path)) if self.path.is_dir() else []
+        if strange and not {RECORD, JOURNAL}.intersection(strange):
+            raise UserError(f"--workdir={self.path} holds no sweep but {strange[0]}: choose another folder")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with open(self.path / JOURNAL, "ab") as shared:
+                self._begin(shared)
+                try:
+                    self._run()
+                except BaseException:
+                    self._save("interrupted")
+                    logger.info("stopped; the same command goes on from there")
+                    raise
+                return self._show()
+        except OSError as error:
+            raise TrainingError(f"{self.path} cannot be written ({error.strerror}): free or repair that disk") from None
+
+    def _begin(self, shared: IO[bytes]) -> None:
+        """Opens the study, and queues what is new, what has failed, and what processes that are gone had begun."""
+        with self._locked():
+            alone = False
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(shared, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                alone = True
             try:
-                open_ = set(futures)
-                while open_:  # no wait without an end: a signal is only heard between two
-                    closed, open_ = concurrent.futures.wait(open_, _LOOK_S, concurrent.futures.FIRST_COMPLETED)
-                    for future in closed:
-                        future.result()
+                self._study = self.search.study(storages.JournalStorage(JournalFileBackend(shared.name)))
+            except (ValueError, KeyError, AssertionError):  # Optuna asserts that it can read what it has added
+                raise UserError(f"{shared.name} is damaged: remove it, and no finished run is repeated") from None
+            rows = self._latest()
+            runs = {folder: t.user_attrs["values"] for folder, t in rows.items()}
+            runs |= {} if self.search.trials else {space.folder(v): v for v in space.grid(self.search.space)}
+            finished = {folder for folder, values in runs.items() if self._finished(values)}
+            for folder, values in runs.items():
+                state = rows[folder].state if folder in rows else TrialState.FAIL
+                gone = state == TrialState.COMPLETE and folder not in finished
+                pruned = state == TrialState.PRUNED and not self.search.prune
+                if state == TrialState.RUNNING and alone:
+                    self._queue(values, rows[folder].number)
+                elif state == TrialState.FAIL or gone or pruned:
+                    self._queue(values)
+            fcntl.flock(shared, fcntl.LOCK_SH)  # for as long as this process lives
+            self._save("running")
+        before = f", {len(finished)} of them finished before" if finished else ""
+        logger.info(f"{self.title}: {self.search.trials or len(runs)} runs{before}")
+
+    def _run(self) -> None:
+        with concurrent.futures.ThreadPoolExecutor(len(self.where)) as pool:
+            threads = [pool.submit(self._work, *place) for place in self.where]
+            try:
+                for thread in concurrent.futures.as_completed(threads):
+                    thread.result()
             finally:
                 self._stop.set()
-                pool.shutdown(wait=True, cancel_futures=True)
 
-    def _one(self, i: int) -> None:
-        """Makes one run in a thread of its own."""
-        place, t = self._where.get(), self._trials[i]
+    def _work(self, environ: Mapping[str, str], cores: Sequence[int]) -> None:
+        """Makes one run after the other, in a thread of its own."""
+        if cores:
+            os.sched_setaffinity(0, cores)  # of this thread, and so of what it starts
+        while not self._stop.is_set() and (claimed := self._claim()):
+            self._one(*claimed, environ)
+
+    def _claim(self) -> tuple[optuna.Trial, Values] | None:
+        """Takes a trial that nobody else has; None if there is none left."""
+        with self._locked():
+            while True:
+                trials = self._study.get_trials(deepcopy=False)
+                running = [t.user_attrs.get("values") for t in trials if t.state == TrialState.RUNNING]
+                # One without values was another's twin, see below. One that failed and was queued again counts once.
+                begun = sum(t.state != TrialState.FAIL or "values" not in t.user_attrs for t in trials)
+                if begun >= self.search.trials and all(t.state != TrialState.WAITING for t in trials):
+                    return None
+                asked, values = self.search.ask(self._study, begun)
+                if values not in running:
+                    asked.set_user_attr("values", values)
+                    self._save("running")
+                    return asked, values
+                self._study.tell(asked, state=TrialState.FAIL)  # its folder is in use, and its result will be the same
+
+    def _one(self, asked: optuna.Trial, values: Values, environ: Mapping[str, str]) -> None:
+        """Makes one run, unless it is finished, and tells the study what came out."""
+        folder, metric, reported = self.path / space.folder(values), self.search.aim.metric, set[int]()
+        made = dataclasses.replace(self.command(values), environ=environ)
+        state, outcome = TrialState.COMPLETE, dict[str, Any]()
+
+        def tick(seconds: float) -> None:
+            if self._stop.is_set():
+                raise concurrent.futures.CancelledError
+            outcome["seconds"] = round(seconds, 3)
+            if self.search.prune and (news := _report(asked, folder, metric, reported)) and asked.should_prune():
+                raise optuna.TrialPruned(news)
+
         try:
-            if place.cores:
-                os.sched_setaffinity(0, place.cores)  # of this thread, and so of what it starts
-            self._note(i, dataclasses.replace(self._rows[i], status="running"))
-            logger.info(f"{self._rows[i].name} ...")
-            outcome = trial.run(dataclasses.replace(t, environ=place.environ()), float("inf"), self._tick)
-        finally:
-            self._where.put(place)
-        row = self._rows[i]
-        if outcome.code == 0:
-            row = results.completed(row)
-            measured = ", ".join(f"{name} {number:.4f}" for name, number in row.evaluation.items())
-            logger.info(f"{row.name}: {measured} ({outcome.seconds:.0f} s)")
-        else:
-            status = "refused" if outcome.refused else "failed"
-            row = dataclasses.replace(row, status=status, reason=outcome.reason, seconds=round(outcome.seconds, 3))
-            logger.info(f"{row.name}: {status}: {outcome.reason} (log: {t.folder}/{trial.LOG})")
-        self._note(i, row)
-        results.metric_of([row], self._metric)
-
-    def _tick(self, seconds: float) -> None:
-        del seconds
-        if self._stop.is_set():
-            raise _SweepStopped
-
-    def _note(self, i: int, row: SweepRow) -> None:
-        with self._lock:
-            self._rows[i] = row
+            if not self._finished(values):
+                logger.info(f"{made.name} ...")
+                ended = trial.run(made, math.inf, tick)
+                if ended.code != 0:
+                    state = TrialState.FAIL
+                    outcome |= {"status": "refused" if ended.refused else "failed", "reason": ended.reason}
+        except optuna.TrialPruned as pruned:
+            state, outcome = TrialState.PRUNED, outcome | {"status": "pruned", "reason": str(pruned)}
+        except BaseException:  # another process makes it, or the next one
+            with self._locked():
+                self._queue(values, asked.number)
+            raise
+        value = None
+        if state == TrialState.COMPLETE:
+            outcome = results.measured(folder)
+            value = outcome["evaluation"].get(metric, -self.search.aim.better * math.inf)
+        with self._locked():
+            _report(asked, folder, metric, reported)
+            asked.set_user_attr("outcome", outcome)
+            self._study.tell(asked, value, state)
             self._save("running")
+        row = SweepRow(made.name, values, str(folder), made.shell(), **outcome)
+        figures = ", ".join(f"{name} {figure:.4f}" for name, figure in row.evaluation.items())
+        logger.info(f"{row.name}: {row.status}: {row.reason or figures} (log: {made.folder}/{trial.LOG})")
+        results.metric_of([row], self.search.metric)
 
-    def _best(self) -> tuple[Aim | None, SweepRow | None]:
-        aim = results.metric_of(self._rows, self._metric)
-        order = results.ranked(self._rows, aim)
-        return aim, order[0] if order else None
+    def _finished(self, values: Values) -> bool:
+        """Tells whether the folder of a run holds one that has come to its end.
 
-    def _save(self, status: str) -> None:
-        self._folder.write(
-            RECORD,
-            {"status": status, "title": self._title, "rows": [dataclasses.asdict(row) for row in self._rows]},
-        )
+        Raises:
+          UserError: it holds a run of another experiment, or one whose result is not as it was written.
+        """
+        run = RunFolder(str(self.path / space.folder(values)), writes=False)
+        there, here = run.earlier(), config.flat(space.experiment(values, self.search.base))
+        if there is None:
+            return False
+        there = config.flat(there)
+        if here[_BATCH] == "0":  # automatic
+            here[_BATCH] = there[_BATCH]
+        if odd := resume.differences(here, there):
+            raise UserError(f"{run.path} holds another run ({odd[0]}): choose another --workdir, or remove it")
+        if not run.completed:
+            return False
+        try:
+            integrity.read_result(run.path)
+        except DamagedError as error:
+            raise UserError(f"{run.path} is damaged: {error}: copy it back, or remove it to train it again") from None
+        return True
 
-    def _show(self) -> None:
-        aim, best = self._best()
-        closing = results.closing(self._rows, aim, best)
-        self._folder.write_text(TABLE, results.markdown(self._title, self._rows, best, closing))
-        self._folder.write_text(PAGE, render_page(self._title, self._folder.path, self._rows, aim))
-        columns = Table(box=None, pad_edge=False)
-        for name in results.head(self._rows):
-            columns.add_column(name, justify="left" if name in (*self._rows[0].values, "status") else "right")
-        for cells in results.cells(self._rows, best):
-            columns.add_row(*map(shown, cells))
-        console = Console(highlight=False, emoji=False, markup=False)
-        console.print()
-        console.print(columns)
-        for line in closing:
-            console.print(shown(line))
-        logger.info(f"results are in {self._folder.path}{os.sep}: {PAGE}, {TABLE}, {RECORD}")
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Lets one thread of all processes at a time take trials and write the record."""
+        with open(self.path / ".study.lock", "ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _queue(self, values: Values, stopped: int | None = None) -> None:
+        """Queues a run, in place of a trial that was stopped if one was."""
+        if stopped is not None:
+            self._study.tell(stopped, state=TrialState.FAIL)
+        self._study.enqueue_trial(values, user_attrs={"values": values})
+
+    def _latest(self) -> dict[str, FrozenTrial]:
+        """Returns the last trial of each run, by its folder."""
+        trials = [t for t in self._study.get_trials(deepcopy=False) if "values" in t.user_attrs]
+        return {space.folder(t.user_attrs["values"]): t for t in trials}
+
+    def _row(self, t: FrozenTrial) -> SweepRow:
+        values = t.user_attrs["values"]
+        made = self.command(values)
+        row = SweepRow(made.name, values, str(self.path / space.folder(values)), made.shell(), t.state.name.lower())
+        return dataclasses.replace(row, **t.user_attrs.get("outcome", {}))
+
+    def _save(self, status: str) -> list[SweepRow]:
+        rows = [self._row(t) for t in self._latest().values()]
+        content = {"status": status, "title": self.title, "rows": [dataclasses.asdict(row) for row in rows]}
+        RunFolder(str(self.path)).write(RECORD, content)
+        return rows
+
+    def _show(self) -> int:
+        with self._locked():
+            open_ = {TrialState.WAITING, TrialState.RUNNING}
+            elsewhere = sum(t.state in open_ for t in self._latest().values())
+            rows = self._save("running" if elsewhere else "completed")
+            aim = results.metric_of(rows, self.search.metric)
+            table = results.markdown(self.title, rows, aim)
+            RunFolder(str(self.path)).write_text(TABLE, table)
+            RunFolder(str(self.path)).write_text(PAGE, results.render_page(self.title, self.path, rows, aim))
+        print("", *map(shown, table.splitlines()[2:]), sep="\n")
+        if elsewhere:
+            logger.info(f"{elsewhere} runs go on in other processes; the same command takes what they leave")
+        logger.info(f"results are in {self.path}{os.sep}: {PAGE}, {TABLE}, {RECORD}")
+        return int(any(row.status in ("failed", "refused") for row in rows))
 
 
-def _finished(path: pathlib.Path, experiment: config.Experiment) -> bool:
-    """Tells whether a folder holds a run of this experiment that has come to its end.
-
-    Raises:
-      UserError: it holds a run of another one.
-    """
-    run = RunFolder(str(path), writes=False)
-    earlier = run.earlier()
-    if earlier is None:
-        return False
-    there, here = config.flat(earlier), config.flat(experiment)
-    automatic = {"config.train.batch_size"} if here["config.train.batch_size"] == "0" else set()
-    for name in sorted(there.keys() & here.keys() - automatic):
-        if there[name] != here[name]:
-            raise UserError(
-                f"{path} holds a run with --{name}={there[name]}, and this sweep has {here[name]}: "
-                "choose another --workdir, or remove it"
-            )
-    if not run.completed:
-        return False
-    try:
-        integrity.read_result(path)
-    except DamagedError as error:
-        raise UserError(f"{path} is damaged: {error}: copy it back, or remove that folder to train it again") from None
-    return True
-
-
-@contextlib.contextmanager
-def held(path: pathlib.Path) -> Iterator[RunFolder]:
-    """Holds the folder of a sweep for this process alone, and yields it.
-
-    Raises:
-      UserError: it holds something else, is in use, or cannot be written.
-    """
-    with contextlib.suppress(OSError):
-        strange = sorted({entry.name for entry in path.iterdir()})
-        if strange and not (path / RECORD).is_file():
-            raise UserError(f"--workdir={path} holds no sweep but {strange[0]}: choose another folder")
-    folder = RunFolder(str(path))
-    folder.create()
-    try:
-        yield folder
-    except OSError as error:
-        raise TrainingError(f"{path} cannot be written ({error.strerror}): free or repair that disk") from None
-    finally:
-        folder.release()
+def _report(asked: optuna.Trial, folder: pathlib.Path, metric: str, reported: set[int]) -> str:
+    """Reports what a run has measured after epochs that are not reported yet; returns the last of it in words."""
+    name, news = f"val_{metric}", ""
+    for line in run_files.lines(folder / "history.jsonl"):
+        epoch, value = run_files.number(line.get("epoch")), run_files.number(line.get(name))
+        if epoch is not None and value is not None and epoch not in reported:
+            reported.add(int(epoch))
+            asked.report(value, int(epoch))
+            news = f"{name} {value:.4f} after epoch {int(epoch)}"
+    return news

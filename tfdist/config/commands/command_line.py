@@ -40,16 +40,22 @@ def _check_config_arguments(argv: list[str]) -> None:
     for argument in argv:
         name = argument.lstrip("-").partition("=")[0]
         if argument.startswith("-") and name.startswith("config."):
-            _check_field(name)
+            field(name)
 
 
-def _check_field(name: str) -> None:
+def field(name: str) -> Any:
+    """Returns the default of a field such as `config.train.epochs`, or a group of them.
+
+    Raises:
+      UserError: there is no such field.
+    """
     owner: Any = config.Experiment()
     for part in name.split(".")[1:]:
         known = tuple(f.name for f in dataclasses.fields(owner)) if dataclasses.is_dataclass(owner) else ()
         if part not in known:
             raise UserError(f"unknown config field --{name}{field_syntax.suggest(part, known) if known else ''}")
         owner = getattr(owner, part)
+    return owner
 
 
 def _auto_as_number(argv: list[str]) -> None:

@@ -46,13 +46,13 @@ def read(path: pathlib.Path, result: dict | None = None) -> Record:
     Args:
       result: what `result.json` is going to hold; None to read it.
     """
-    timeline = _lines(path / "timeline.jsonl")
+    timeline = lines(path / "timeline.jsonl")
     return Record(
         path=path,
         experiment=_object(path / "experiment.json"),
         environment=_object(path / "environment.json"),
         result=_object(path / "result.json") if result is None else result,
-        lines=_lines(path / "history.jsonl"),
+        lines=lines(path / "history.jsonl"),
         samples=[line for line in timeline if "mark" not in line],
         marks=[line for line in timeline if "mark" in line],
     )
@@ -101,7 +101,7 @@ def _object(path: pathlib.Path) -> dict:
         return {}
 
 
-def _lines(path: pathlib.Path) -> list[dict]:
+def lines(path: pathlib.Path) -> list[dict]:
     """Reads the lines that are whole; the last may have been cut off by a kill."""
     try:
         text = regular_file.content(path).decode(errors="replace")
