@@ -198,6 +198,29 @@ def test_a_tf_function_that_cannot_be_part_of_the_step(connect, model, words):
         fit(made(connect(1), model=model), connect(1))
 
 
+class AppliesNowAndThen(keras.Model):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(y - self(x, training=True)))
+        gradients = tape.gradient(loss, self.trainable_variables)
+
+        def apply():
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+            return 0
+
+        tf.cond(loss > 0.1, apply, lambda: 0)
+        return {"loss": loss}
+
+
+def test_gradients_that_are_applied_in_a_branch(connect):
+    """TensorFlow says in eight lines that `merge_call` was called while defining a new graph."""
+    with pytest.raises(
+        tfdist.UserError, match=r"^train_step of AppliesNowAndThen applies gradients, .*: do it outside"
+    ):
+        fit(made(connect(2), model=AppliesNowAndThen), connect(2))
+
+
 def test_weights_of_one_output_alone(connect):
     distribution = connect(1)
     with distribution.scope():

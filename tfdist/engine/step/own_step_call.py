@@ -126,9 +126,14 @@ def _logged(part: _Part, method: str, data: Structure) -> object:
             f"{method} of {type(model).__name__} is a tf.function in which Python branches or loops by tensors: use "
             f"tf.cond and tf.while_loop there ({one_line(error, 100)})"
         ) from error
-    except Exception:
+    except Exception as error:
         if part.complaints:  # which TensorFlow may have put into many lines
             raise part.complaints[0] from None
+        if isinstance(error, RuntimeError) and "merge_call" in str(error):
+            raise UserError(
+                f"{method} of {type(model).__name__} applies gradients, or synchronizes replicas, inside of tf.cond, "
+                "tf.while_loop or a tf.function, where replicas cannot exchange anything: do it outside of these"
+            ) from error
         raise
 
 
