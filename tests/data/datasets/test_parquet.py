@@ -157,3 +157,14 @@ def test_new_rows_need_no_target(tmp_path):
 def test_what_is_refused(make, options, message, tmp_path):
     with pytest.raises(UserError, match=message):
         load(make(tmp_path), options, ("train", "train"))
+
+
+def test_a_damaged_page_is_found_where_its_writer_left_a_checksum(tmp_path):
+    path = tmp_path / "data.parquet"
+    columns = {"x": np.arange(1000.0), "t": np.arange(1000) % 2}
+    parquet.write_table(pa.table(columns), path, write_page_checksum=True, compression="none", use_dictionary=False)
+    content = bytearray(path.read_bytes())
+    content[3000] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"data.parquet cannot be read: could not verify page integrity"):
+        tfdist.load_data(f"parquet:{path}", train_split="train", eval_split="train", options="target=t")

@@ -90,7 +90,7 @@ def _file(path: str) -> ParquetFile:
     from pyarrow import parquet
 
     try:
-        return parquet.ParquetFile(path)
+        return parquet.ParquetFile(path, page_checksum_verification=True)
     except Exception as error:  # Arrow has errors of its own, some of them those of Python
         raise _unreadable(path, error) from None
 
