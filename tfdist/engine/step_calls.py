@@ -45,7 +45,7 @@ def step_of(model: keras.Model, distribution: Distribution, source: sources.Sour
     """Returns the compiled functions of this model; kept with it until it is compiled anew or its weights change.
 
     Args:
-      source: its first examples tell the shapes, and on them losses and metrics are tried.
+      source: some of its examples tell the shapes, and on them losses and metrics are tried.
       outputs_only: the model need not be compiled, nor the source have targets.
     """
     key = _key(model, distribution)
@@ -59,7 +59,7 @@ def step_of(model: keras.Model, distribution: Distribution, source: sources.Sour
             some = _spread(source.size)
             rows = keras.tree.map_structure(lambda a: tf.convert_to_tensor(a[some]), source.columns)
         case sources.Records():
-            rows = _first_rows(source, distribution)
+            rows = _some_records(source, distribution)
         case _:
             rows = sources.first_batch(source)
             total = len(keras.tree.flatten(rows)[0])
@@ -106,13 +106,13 @@ def _spread(total: int) -> np.ndarray:
     return np.linspace(0, total - 1, min(loss_kinds.ROWS, total)).astype(np.int64)
 
 
-def _first_rows(source: sources.Records, distribution: Distribution) -> tuple:
-    """Returns the first examples, as a batch.
+def _some_records(source: sources.Records, distribution: Distribution) -> tuple:
+    """Returns examples from all over the source, as a batch.
 
     Raises:
       UserError: one of them cannot be decoded.
     """
-    feed = RecordFeed(source, Layout(min(loss_kinds.ROWS, source.size), 1, 1))
+    feed = RecordFeed(source, Layout(min(loss_kinds.ROWS, source.size), 1, 1), shuffle=0)
     (iterator,) = feed.next(0, 1).feed
     try:
         return next(iterator)
