@@ -226,6 +226,25 @@ def test_variables_of_tensorflow_count_the_batches_of_the_training_alone(connect
     assert float(layer.calls.numpy()) == float(layer.others[0].numpy()) == 2 * -(-len(data()[0]) // 12)
 
 
+class Annealed(keras.losses.Loss):
+    """Weighs each batch more than the one before."""
+
+    def __init__(self):
+        super().__init__()
+        self.batches = tf.Variable(0.0, trainable=False)
+
+    def call(self, y, outputs):
+        return self.batches.assign_add(1.0) * keras.ops.mean(keras.ops.square(y - outputs), -1)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_loss_counts_the_batches_of_the_training_alone(connect, replicas):
+    with connect(replicas).scope():
+        loss = Annealed()
+    trained(connect, replicas=replicas, loss=loss, choice="on", epochs=2)
+    assert float(loss.batches.numpy()) == 2 * -(-len(data()[0]) // 12)
+
+
 class WeightedStep(keras.Model):
     """Divides by the weights of its own rows, which shows only where these differ."""
 

@@ -21,6 +21,7 @@ from tfdist.distributed.distribution import Distribution
 from tfdist.engine.checks.preconditions import FILLED
 from tfdist.engine.step import gathering, loss_kinds
 from tfdist.engine.step.loss_kinds import Kind
+from tfdist.engine.tracing import layer_state
 from tfdist.errors import UserError, one_line
 from tfdist.models import keras_internals
 from tfdist.models.keras_internals import MatchedLoss
@@ -76,7 +77,10 @@ class Objective:
           y: targets of `loss_kinds.ROWS` rows.
           y_pred: outputs for as many.
         """
-        self._kinds = [loss_kinds.look(matched) for matched in self._matched(y, y_pred, None)]
+        every = self._matched(y, y_pred, None)
+        counted = layer_state.attribute_variables((m.entry.loss for m in every), keras.Variable, tf.Variable)
+        with layer_state.unchanged(counted):  # a loss may count its batches, of which these are none
+            self._kinds = [loss_kinds.look(matched) for matched in every]
 
     def check(self, taken_apart: str) -> None:
         """Refuses losses that cannot be computed from parts of a batch, or within what XLA compiles.

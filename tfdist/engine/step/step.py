@@ -258,11 +258,12 @@ class Step:
         model = self.model
         frozen = {id(v) for v in freezing.fixed(model)}  # which no call changes, and which may be gigabytes
         kept = {id(v): v for v in [*model.non_trainable_variables, *model.metrics_variables] if id(v) not in frozen}
+        counted = layer_state.attribute_variables(keras_internals.flat_layers(model), tf.Variable)
         static = self.distribution.static_shapes
         try:
             # This call is none of the user's. A TPU would compile each of its operations by itself.
             with (
-                layer_state.unchanged([*kept.values(), *layer_state.tensorflow_variables(model)]),
+                layer_state.unchanged([*kept.values(), *counted]),
                 tf.device("CPU:0") if static else contextlib.nullcontext(),
             ):
                 outputs = self._replica.forward(x, training=False)
@@ -287,7 +288,10 @@ class Step:
         own = self.own_step("train")
         try:
             if not own:
-                self.part_names = self._replica.objective.names(y, outputs)
+                losses = keras.tree.flatten(getattr(model, "loss", None))
+                counted = layer_state.attribute_variables(losses, keras.Variable, tf.Variable)
+                with layer_state.unchanged(counted):  # keras_internals.matched_losses calls them once
+                    self.part_names = self._replica.objective.names(y, outputs)
             metrics.create_variables(model, y, outputs)
         except ValueError as error:
             raise UserError(f"metrics do not fit the outputs: {one_line(error)}") from error

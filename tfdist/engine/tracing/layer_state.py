@@ -6,7 +6,8 @@ import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -123,11 +124,11 @@ class Snapshot:
             copy.assign(value)
 
 
-def tensorflow_variables(model: keras.Model) -> list[tf.Variable]:
-    """Returns the variables of TensorFlow's own that layers have as attributes, of which Keras knows nothing."""
-    attributes = [value for layer in keras_internals.flat_layers(model) for value in vars(layer).values()]
+def attribute_variables(owners: Iterable[object], *kinds: type) -> list[Any]:
+    """Returns variables that objects have as attributes: of TensorFlow, or in losses, where Keras does not see them."""
+    attributes = [value for owner in owners for value in getattr(owner, "__dict__", {}).values()]
     lists = [list(value) for value in attributes if isinstance(value, list | tuple)]
-    return [value for value in (*attributes, *itertools.chain(*lists)) if isinstance(value, tf.Variable)]
+    return [value for value in (*attributes, *itertools.chain(*lists)) if isinstance(value, kinds)]
 
 
 @contextlib.contextmanager
