@@ -134,7 +134,7 @@ def test_what_is_refused(made, message, load):
 
 
 def test_an_example_that_cannot_be_read_is_named(load, connect):
-    data = load(Source(lambda i: (X[i], Y[i]) if i < 9 else 1 / 0, labels=Y))
+    data = load(Source(lambda i: (X[i], Y[i]) if i != 9 else 1 / 0, labels=Y))
     wrong = load(Source(lambda i: (X[i], Y[i]), labels=Y[::-1].copy()))
     for made, message in ((data, "example 9 of .* cannot be decoded: division by zero"), (wrong, "`labels` has 3")):
         model = keras.Sequential([keras.layers.Dense(4)])
