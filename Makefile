@@ -23,7 +23,7 @@ test-all: .venv/ready horovod
 
 # The oldest supported versions run what notices soonest that something has moved.
 test-oldest: .venv-oldest/ready
-	.venv-oldest/bin/python -m pytest tests/models/test_keras_internals.py tests/engine/test_keras_interface.py \
+	.venv-oldest/bin/python -m pytest tests/keras_bridge/test_keras_internals.py tests/keras_bridge/test_keras_interface.py \
 	  tests/train/test_train_command.py tests/checkpoints/test_old_runs.py
 
 # The long ones: processes that are killed, stopped and cut off in mid-run. `make test-all` has more of them.
@@ -48,7 +48,7 @@ topology-check: .venv/ready .venv-tpu/ready
 	$(BIN)/python -m tfdist.topology --install=cuda
 	for part in v5e-1] v5e-8] h100x4]; do $(BIN)/python -m pytest -m topology tests/topology/test_compiling.py -k "$$part" \
 	  || exit 1; done  # each model leaves 200 MB behind
-	$(BIN)/python -m pytest -m topology tests/topology tests/engine/test_tpu_traces.py --deselect tests/topology/test_compiling.py
+	$(BIN)/python -m pytest -m topology tests/topology tests/step/test_tpu_traces.py --deselect tests/topology/test_compiling.py
 
 # Two minutes the first time, nothing afterwards.
 horovod: .venv/ready

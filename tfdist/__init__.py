@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Callback": "tfdist.engine.callbacks.callback",
+    "Callback": "tfdist.trainer.callbacks.callback",
     "Checkpoints": "tfdist.checkpoints.manager",
     "Distribution": "tfdist.distributed.distribution",
     "TrainingError": "tfdist.errors",
     "UserError": "tfdist.errors",
     "connect": "tfdist.distributed.connect",
-    "evaluate": "tfdist.engine.evaluation",
-    "fit": "tfdist.engine.fit",
+    "evaluate": "tfdist.trainer.evaluation",
+    "fit": "tfdist.trainer.fit",
     "launch": "tfdist.launch.notebook",
     "load_data": "tfdist.data.datasets.registry",
-    "predict": "tfdist.engine.evaluation",
-    "synchronize_batch_norm": "tfdist.models.batch_norm",
+    "predict": "tfdist.trainer.evaluation",
+    "synchronize_batch_norm": "tfdist.keras_bridge.batch_norm",
 }
 
 __all__ = [

@@ -8,9 +8,9 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 from support import adversary
 
+from tfdist.cluster.job import cluster
 from tfdist.config.runtime_options import Environment
 from tfdist.distributed import connect
-from tfdist.distributed.job import cluster
 from tfdist.errors import UserError, shown
 
 COUNTS = ("0", "1", "2", "3", "8", "-1", "1.0", "0x1", " 1 ", "1e0", "\u0661", "9" * 30, "", "two", "1\n2", "\x1b[2J")

@@ -17,11 +17,11 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 from support import adversary
 
-from tfdist.distributed import rendezvous
-from tfdist.distributed.connections import wire
-from tfdist.distributed.connections.acceptor import Acceptor
-from tfdist.distributed.peers import watch
-from tfdist.distributed.peers.watch import Watch
+from tfdist.cluster import rendezvous
+from tfdist.cluster.connections import wire
+from tfdist.cluster.connections.acceptor import Acceptor
+from tfdist.cluster.peers import watch
+from tfdist.cluster.peers.watch import Watch
 from tfdist.doctor import peer_query
 from tfdist.launch import node_links, node_messages
 from tfdist.launch.event_loop import Events

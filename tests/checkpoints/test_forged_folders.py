@@ -16,10 +16,10 @@ from tfdist import config
 from tfdist.checkpoints import callback_state, files, oom_note, resume, state_shape
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.checkpoints.storage import Disk
+from tfdist.cluster.job import env_vars
 from tfdist.config import schedule
 from tfdist.config.runtime_options import Environment
 from tfdist.data import spec_file
-from tfdist.distributed.job import env_vars
 from tfdist.doctor import checkpoints as doctor
 from tfdist.errors import TrainingError, UserError
 from tfdist.inference import recorded_experiment, trained_model

@@ -23,8 +23,8 @@ from support import processes
 from tfdist import config
 from tfdist.checkpoints import own_work, run_folder
 from tfdist.checkpoints.run_folder import LOCK, RunFolder
+from tfdist.cluster.job import env_vars
 from tfdist.config import schedule, validation
-from tfdist.distributed.job import env_vars
 from tfdist.errors import TrainingError, UserError
 from tfdist.monitoring.recorder import Recorder, Result
 from tfdist.train import run
@@ -434,8 +434,8 @@ def test_a_forked_child_leaves_the_folder_alone(begun):
 ENDS_BY_EXIT = """
 import os, sys
 from tfdist.config import temporary_folder
-from tfdist.distributed.peers import Peers
-from tfdist.engine import worker_session
+from tfdist.cluster.peers import Peers
+from tfdist.trainer import worker_session
 
 folder, peers, child = temporary_folder.make(), Peers(), 0
 
@@ -470,7 +470,7 @@ def test_a_forked_child_that_ends_by_sys_exit_leaves_the_end_of_the_run_to_its_p
 GETS_A_SIGNAL = """
 import multiprocessing, os, select, signal, sys, threading
 from tfdist.config.commands import command_line
-from tfdist.engine.worker_session import Signals
+from tfdist.trainer.worker_session import Signals
 
 def answers(connection):
     while True:

@@ -20,11 +20,12 @@ from support.launchers import TIMEOUT_S, Launcher, marked
 
 from tfdist import config
 from tfdist.checkpoints import run_folder
-from tfdist.compare import presentation, results, runner, trial, weight_distance
+from tfdist.compare import presentation, results, runner, trial
 from tfdist.compare.results import Row
 from tfdist.config.runtime_options import Environment
 from tfdist.errors import TrainingError, UserError
 from tfdist.train import __main__ as train
+from tfdist.verification import weight_distance
 
 TINY = ["--config.model.name=mlp", "--config.train.epochs=0", "--config.train.steps=20", "--config.optimizer.warmup=0%"]
 

@@ -5,12 +5,12 @@ import math
 import pytest
 
 from tfdist import config
+from tfdist.cluster.job import tf_config
 from tfdist.config import field_syntax, runtime_options, schedule, validation
 from tfdist.data import class_weights
 from tfdist.data.loaded import Loaded
 from tfdist.data.sources import Arrays
 from tfdist.data.spec import Spec
-from tfdist.distributed.job import tf_config
 from tfdist.errors import UserError
 
 

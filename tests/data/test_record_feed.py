@@ -13,7 +13,7 @@ from tfdist.data import sources
 from tfdist.data.batch_layout import Layout, fetch
 from tfdist.data.feeds.array_feed import ArrayFeed
 from tfdist.data.feeds.record_feed import RecordFeed, example_seeds, in_order
-from tfdist.engine import evaluation
+from tfdist.trainer import evaluation
 
 SIZE, BATCH = 61, 24
 

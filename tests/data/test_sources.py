@@ -10,12 +10,11 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist.data import loaded, sources, worker_facts
+from tfdist.cluster.peers import Peers
+from tfdist.data import batching, loaded, sources, worker_facts
 from tfdist.data.batch_layout import Layout, fetch, rows_of
 from tfdist.data.feeds.array_feed import ArrayFeed
 from tfdist.data.feeds.batch_feed import BatchFeed
-from tfdist.distributed.peers import Peers
-from tfdist.engine import batching
 
 BATCH = 8
 

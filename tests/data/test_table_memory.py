@@ -202,9 +202,9 @@ def test_workers_of_a_host_load_once_but_each_calls_a_function_of_the_user():
 
         import tfdist
         from tfdist import config
+        from tfdist.data import data_loading
         from tfdist.data.datasets import registry
         from tfdist.data.worker_facts import facts
-        from tfdist.engine import data_loading
 
         peers = tfdist.connect("multi_worker").peers
         calls = []

@@ -11,9 +11,9 @@ from tfdist import config
 from tfdist.config import schedule as schedule_lib
 from tfdist.config import validation
 from tfdist.distributed import collectives
-from tfdist.engine.checks import replica_check
 from tfdist.errors import TrainingError, UserError
 from tfdist.models import optimizers
+from tfdist.verification import replica_check
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tfdist.cluster.job.cluster import ALONE, Cluster
 from tfdist.config.runtime_options import Environment
 from tfdist.distributed import connect as connect_lib
 from tfdist.distributed import strategy_choice, tpu_host
 from tfdist.distributed.gpus import Selection
-from tfdist.distributed.job.cluster import ALONE, Cluster
 from tfdist.distributed.strategies import tpu
 from tfdist.doctor import packages
 

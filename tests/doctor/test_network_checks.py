@@ -11,12 +11,12 @@ import time
 import pytest
 from support.doctor_findings import one
 
+from tfdist.cluster import rendezvous
+from tfdist.cluster.connections import wire
+from tfdist.cluster.job import cluster
+from tfdist.cluster.job.cluster import Cluster
+from tfdist.cluster.peers import peers
 from tfdist.config import messages
-from tfdist.distributed import rendezvous
-from tfdist.distributed.connections import wire
-from tfdist.distributed.job import cluster
-from tfdist.distributed.job.cluster import Cluster
-from tfdist.distributed.peers import peers
 from tfdist.doctor import network, peer_query
 
 VERSIONS = {"python": "3.11.7", "tfdist": "0.1.0", "tensorflow": "2.21.0", "keras": "3.15.1", "horovod": "0.28.1"}

@@ -15,8 +15,9 @@ from tfdist.data.loaded import Loaded
 from tfdist.data.sources import Arrays
 from tfdist.data.spec import Spec
 from tfdist.errors import UserError
+from tfdist.keras_bridge import freezing
 from tfdist.models import build as models
-from tfdist.models import freezing, pretrained
+from tfdist.models import pretrained
 
 L = keras.layers
 IMAGES = zoo_cases.images(16, 3)

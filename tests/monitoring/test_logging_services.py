@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import tfdist
-from tfdist.engine.callbacks import callback_list
+from tfdist.trainer.callbacks import callback_list
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 

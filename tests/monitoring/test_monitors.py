@@ -24,13 +24,13 @@ from tensorboard.summary.writer import event_file_writer
 import tfdist
 from tfdist.config import Experiment, schedule
 from tfdist.distributed import gpus
-from tfdist.engine.timing import Call, Spent
 from tfdist.errors import UserError
 from tfdist.monitoring import flops, progress, system_usage
 from tfdist.monitoring import profiler as profiler_lib
 from tfdist.monitoring.tensorboard import Board
 from tfdist.monitoring.timeline import Timeline
 from tfdist.train import dry_run
+from tfdist.trainer.timing import Call, Spent
 
 L = keras.layers
 

@@ -136,14 +136,14 @@ def arrange(fault):
             sys.meta_path.insert(0, _Finder("tensorflow", lambda path: hit()))
         case "meeting":
             several = lambda cluster, *rest: cluster.size > 1 or "HOROVOD_RANK" not in os.environ
-            when_loaded("tfdist.distributed.rendezvous", lambda m: before(m, "meet", hit, several))
+            when_loaded("tfdist.cluster.rendezvous", lambda m: before(m, "meet", hit, several))
         case "first compile":
-            when_loaded("tfdist.engine.step.replica", lambda m: before(m.Replica, "passes", hit))
+            when_loaded("tfdist.step.replica", lambda m: before(m.Replica, "passes", hit))
         case "training":
             late = lambda self, now, *rest: now.update >= MID_EPOCH
-            when_loaded("tfdist.engine.update_loop", lambda m: before(m.UpdateLoop, "_call", hit, late))
+            when_loaded("tfdist.trainer.update_loop", lambda m: before(m.UpdateLoop, "_call", hit, late))
         case "evaluation":
-            when_loaded("tfdist.engine.evaluation", lambda m: before(m.Evaluation, "run", hit, counted(2)))
+            when_loaded("tfdist.trainer.evaluation", lambda m: before(m.Evaluation, "run", hit, counted(2)))
         case "checkpoint":
             when_loaded("tfdist.checkpoints.files", lambda m: half_written(m, hit))
         case "report":

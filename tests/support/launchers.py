@@ -30,7 +30,7 @@ def hold(value):
         signal.pause()
 def lost(value):
     """What a worker of tfdist does when it misses another one: the rank, then why."""
-    from tfdist.distributed import exit_record
+    from tfdist.cluster import exit_record
     rank, _, why = value.partition(" ")
     exit_record.leave(exit_record.LostWorker(int(rank), why))
 def saved(*_):

@@ -1,7 +1,7 @@
 """Whole trainings on an emulated mesh: the very program that a TPU's compiler is given, run by XLA on the CPU.
 
 The programs of an update, one for each size of a batch, are executed as N replicas with real all-reduces, what they
-return of the variables is what the next update gets, and the rows are those that the engine would give to each replica.
+return of the variables is what the next update gets, and the rows are those that a feed would give to each replica.
 """
 
 import dataclasses
@@ -17,11 +17,10 @@ import tfdist
 from support import training_cases
 from tfdist import config
 from tfdist.config import field_syntax, schedule
-from tfdist.data import static_rows
+from tfdist.data import batching, static_rows
 from tfdist.data.batch_layout import Layout, fetch
 from tfdist.data.datasets import registry
 from tfdist.distributed import connect
-from tfdist.engine import batching
 from tfdist.models import build as models
 from tfdist.models import layerwise_rates, optimizers
 from tfdist.topology import environment, program

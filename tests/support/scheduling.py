@@ -15,7 +15,7 @@ PARTS = 6
 LARGE = 120
 """More tests than these in a file are divided; in `make test` no file has as many of those below."""
 DIVIDED = re.compile(
-    r"tests/(engine/test_(keras_surface|agreement|static_shapes|shards)"
+    r"tests/(trainer/test_(keras_surface|agreement)|step/test_(static_shapes|shards)"
     r"|distributed/test_fault_moments)\.py"
 )
 

@@ -4,7 +4,7 @@ from support import scheduling
 
 
 def test_a_file_is_whole_unless_it_is_large_and_the_cells_of_a_program_stay_together():
-    file = "tests/engine/test_keras_surface.py"
+    file = "tests/trainer/test_keras_surface.py"
     programs = [f"{file}::test_agrees[loss {n}" for n in range(60)]
     cells = [f"{program}@{rows}-mirrored 2]" for program in programs for rows in (61, 72)]
     few, many = scheduling.parts(cells), scheduling.parts([*cells, f"{file}::test_names"])

@@ -10,7 +10,7 @@ import numpy as np
 from tfdist.checkpoints import state_shape
 from tfdist.data.structures import Structure
 from tfdist.errors import UserError, one_line
-from tfdist.models import keras_internals
+from tfdist.keras_bridge import keras_internals
 
 State: TypeAlias = dict[str, Any]
 """What a callback remembers, by name, as JSON can hold it."""

@@ -16,7 +16,7 @@ from tfdist.config.messages import logger
 from tfdist.data.structures import Structure
 from tfdist.distributed import arithmetic
 from tfdist.distributed.distribution import Distribution
-from tfdist.models import keras_internals
+from tfdist.keras_bridge import keras_internals
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from tfdist.checkpoints.files import DamagedError
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError, one_line
-from tfdist.models import freezing, keras_internals, own_steps, whole_metrics
+from tfdist.keras_bridge import freezing, keras_internals, own_steps, whole_metrics
 
 WORDS = 1 << 22
 """64-bit words that travel to the other workers at a time."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tfdist.compare.weight_distance import Difference
+    from tfdist.verification.weight_distance import Difference
 
 PARTS = {"input": "input", "compute": "computing", "all_reduce": "the sum over replicas", "python": "Python"}
 """Parts of the time in `result.json`, in words."""

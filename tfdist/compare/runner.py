@@ -16,10 +16,10 @@ from rich.console import Console
 
 from tfdist import config
 from tfdist.checkpoints import run_folder
+from tfdist.cluster.job.env_vars import HOLD
 from tfdist.compare import results, trial
 from tfdist.compare.results import Row
 from tfdist.config.messages import logger
-from tfdist.distributed.job.env_vars import HOLD
 from tfdist.errors import TrainingError, UserError
 
 RECORD = "compare.json"
@@ -145,7 +145,7 @@ class Comparison:
             return trial.run(t, self._settings.time_limit, tick)
 
     def _compare_weights(self) -> None:
-        from tfdist.compare import weight_distance
+        from tfdist.verification import weight_distance
 
         e = self._experiment
         exact = e.train.shards > 0
@@ -168,7 +168,7 @@ class Comparison:
 
         That is rounding which has grown, or layers that depend on the number of replicas: these are held still.
         """
-        from tfdist.compare import weight_distance
+        from tfdist.verification import weight_distance
 
         result = _read(pathlib.Path(self._rows[0].folder) / "result.json")
         fields = weight_distance.check_flags(result["updates"], result["epochs"])

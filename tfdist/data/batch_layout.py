@@ -60,7 +60,7 @@ class Layout:
     shards: bool = False
     """The replicas are shards, whose shapes depend on the number of examples alone."""
     ends_anywhere: bool = False
-    """The number of batches is not known, and may differ on other workers; see `engine/step/next_batch.py`."""
+    """The number of batches is not known, and may differ on other workers; see `step/next_batch.py`."""
     none_empty: bool = False
     """Every batch that there will be has a row for each shard of each micro-batch."""
 

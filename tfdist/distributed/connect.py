@@ -12,13 +12,14 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from tfdist.cluster import rendezvous
+from tfdist.cluster.job import cluster
+from tfdist.cluster.peers import Peers
 from tfdist.config import cpu_kernels, keras_backend, messages
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import OF_A_RUN, Environment
-from tfdist.distributed import gpus, rendezvous, strategy_choice, tensorflow_trial, tf_devices, tpu_host
+from tfdist.distributed import gpus, strategy_choice, tensorflow_trial, tf_devices, tpu_host
 from tfdist.distributed.distribution import Distribution
-from tfdist.distributed.job import cluster
-from tfdist.distributed.peers import Peers
 from tfdist.distributed.strategies import horovod, multi_worker, tpu
 from tfdist.distributed.strategies.local import default, mirrored
 from tfdist.errors import UserError

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tfdist.distributed.peers import Peers
+from tfdist.cluster.peers import Peers
 
 if TYPE_CHECKING:
     import keras

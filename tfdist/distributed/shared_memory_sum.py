@@ -22,9 +22,9 @@ import zlib
 
 import numpy as np
 
+from tfdist.cluster.job import addresses
+from tfdist.cluster.peers import Peers
 from tfdist.config import host_memory
-from tfdist.distributed.job import addresses
-from tfdist.distributed.peers import Peers
 
 PIECE = 1 << 18
 """Bytes of a slot."""

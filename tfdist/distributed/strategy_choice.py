@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from tfdist.cluster.job.cluster import HOROVODRUN, Cluster
 from tfdist.config.runtime_options import Environment
 from tfdist.distributed import tpu_host
 from tfdist.distributed.gpus import Selection
-from tfdist.distributed.job.cluster import HOROVODRUN, Cluster
 from tfdist.errors import UserError
 
 

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
+from tfdist.cluster import standard_error
 from tfdist.config.runtime_options import Environment
-from tfdist.distributed import gpus, standard_error, strategy_choice
+from tfdist.distributed import gpus, strategy_choice
 from tfdist.errors import UserError
 
 if TYPE_CHECKING:

@@ -27,12 +27,12 @@ from typing import Any, NamedTuple, TypeVar
 from absl import flags
 
 from tfdist import config
+from tfdist.cluster.job import addresses
+from tfdist.cluster.job.cluster import Cluster
 from tfdist.config import buckets, cpu_kernels, runtime_options, validation
 from tfdist.config.commands import command_line
 from tfdist.config.messages import aside
 from tfdist.distributed import gpus, tpu_host
-from tfdist.distributed.job import addresses
-from tfdist.distributed.job.cluster import Cluster
 from tfdist.doctor import (
     checkpoints,
     dataset,

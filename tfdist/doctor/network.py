@@ -9,9 +9,9 @@ import time
 
 import psutil
 
-from tfdist.distributed.connections import wire
-from tfdist.distributed.job import cluster
-from tfdist.distributed.job.addresses import Address, join, split
+from tfdist.cluster.connections import wire
+from tfdist.cluster.job import cluster
+from tfdist.cluster.job.addresses import Address, join, split
 from tfdist.doctor import peer_query
 from tfdist.doctor.check import Check, fail, ok, warn
 

@@ -11,9 +11,9 @@ import dataclasses
 import platform
 import time
 
+from tfdist.cluster.connections import schema, wire
+from tfdist.cluster.connections.acceptor import Acceptor
 from tfdist.config.messages import aside
-from tfdist.distributed.connections import schema, wire
-from tfdist.distributed.connections.acceptor import Acceptor
 from tfdist.errors import printable
 
 QUESTION = {"doctor": "how are you"}

@@ -6,10 +6,10 @@ import dataclasses
 import re
 from collections.abc import Mapping
 
+from tfdist.cluster.job import cluster
+from tfdist.cluster.job.cluster import ALONE, Cluster
 from tfdist.config.runtime_options import STRATEGIES, Environment
 from tfdist.distributed import gpus, strategy_choice, tpu_host
-from tfdist.distributed.job import cluster
-from tfdist.distributed.job.cluster import ALONE, Cluster
 from tfdist.distributed.strategy_choice import StrategyChoice
 from tfdist.doctor.check import Check, ok, refused, warn
 from tfdist.errors import UserError

@@ -57,9 +57,9 @@ def _evaluated(ready: job.Ready, check_agreement: str, should_stop: Callable[[],
     """Returns the metrics by name, and over how many examples they are."""
     import keras
 
-    from tfdist.engine import measuring
-    from tfdist.engine.checks import preconditions
+    from tfdist.keras_bridge import preconditions
     from tfdist.models import build as models
+    from tfdist.trainer import measuring
 
     model, data, distribution = ready.model, ready.data, ready.distribution
     if ready.from_file:

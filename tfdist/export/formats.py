@@ -83,7 +83,7 @@ def _write_saved_model(original: Original, path: pathlib.Path) -> _Written:
     import tensorflow as tf
 
     from tfdist.export import saved_model
-    from tfdist.models import keras_internals
+    from tfdist.keras_bridge import keras_internals
 
     model = original.model
     logits = compatibility.from_logits(model, original.arrays is None)
@@ -132,8 +132,8 @@ def _write_tensors(original: Original, model: keras.Model, name: str, path: path
 def _in_float32(original: Original, name: str) -> tuple[keras.Model, str]:
     """Returns the model in float32, which ONNX and LiteRT compute in on any device, and a note where it was not."""
     from tfdist.checkpoints import training_state
+    from tfdist.keras_bridge import keras_internals
     from tfdist.models import build as models
-    from tfdist.models import keras_internals
 
     plain = all(layer.compute_dtype in (None, "float32") for layer in keras_internals.flat_layers(original.model))
     if plain and all(v.dtype != "float64" for v in original.model.weights):

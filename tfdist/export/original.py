@@ -11,17 +11,16 @@ import numpy as np
 from tfdist import config
 from tfdist.checkpoints import training_state
 from tfdist.config.messages import logger
-from tfdist.data import sources, spec_file
+from tfdist.data import batching, sources, spec_file
 from tfdist.data.datasets import registry
 from tfdist.data.spec import Spec
 from tfdist.data.structures import Structure
 from tfdist.distributed import connect
-from tfdist.engine import batching
 from tfdist.errors import UserError
 from tfdist.export import saved_model
 from tfdist.inference import compatibility, job, trained_model
+from tfdist.keras_bridge import keras_internals
 from tfdist.models import build as models
-from tfdist.models import keras_internals
 
 if TYPE_CHECKING:
     import tensorflow as tf

@@ -14,7 +14,7 @@ from tfdist.data.augmentation import ops
 from tfdist.data.spec import Column, Spec
 from tfdist.data.structures import Structure
 from tfdist.errors import UserError
-from tfdist.models import keras_internals
+from tfdist.keras_bridge import keras_internals
 
 DEFAULT, ENCODED, TENSORS = "serving_default", "encoded", "tensors"
 """Signatures: what TensorFlow Serving calls if not told otherwise; one for JPEG or PNG bytes; one for the tensors that

@@ -122,7 +122,7 @@ def with_model(
     if values.overwrite and values.output in ("", STDOUT):
         raise UserError("--overwrite without a file in --output has nothing to replace: leave it out")
     from tfdist.distributed import connect
-    from tfdist.engine import worker_session
+    from tfdist.trainer import worker_session
 
     site = connect.locate(runtime_options.from_flags(values))
     chief = site.cluster.is_chief
@@ -134,7 +134,7 @@ def with_model(
     facts = {**config.flat(values.config), "--checkpoint": asked.checkpoint, "--model": os.path.basename(asked.model)}
 
     def do() -> None:
-        from tfdist.engine.worker_session import Signals
+        from tfdist.trainer.worker_session import Signals
 
         with distribution.peers.seeing_signals(), Signals() as signals:
             # Their handlers come after the strategy, which swallows SIGTERM.
@@ -161,8 +161,8 @@ def _ready(
     Args:
       recorded: what the model was trained for, on the chief; None on the others, which may not have the run folder.
     """
+    from tfdist.data import data_loading
     from tfdist.data.datasets import registry
-    from tfdist.engine import data_loading
     from tfdist.models import build as models
 
     experiment, trained_for, other_data = _agreed(asked, recorded, distribution)

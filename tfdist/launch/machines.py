@@ -8,8 +8,8 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from tfdist.distributed.job import cluster, platforms
-from tfdist.distributed.job.addresses import is_loopback
+from tfdist.cluster.job import cluster, platforms
+from tfdist.cluster.job.addresses import is_loopback
 from tfdist.errors import UserError
 
 PORT = platforms.PORT

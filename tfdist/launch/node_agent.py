@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfdist.checkpoints.run_folder import RunFolder
+from tfdist.cluster.connections import wire
+from tfdist.cluster.job import env_vars
 from tfdist.config import messages
-from tfdist.distributed.connections import wire
-from tfdist.distributed.job import env_vars
 from tfdist.errors import UserError
 from tfdist.launch import node_links
 from tfdist.launch.event_loop import Events, Screen, Signalled

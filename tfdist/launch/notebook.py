@@ -12,8 +12,8 @@ import tempfile
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from tfdist.cluster.job import env_vars
 from tfdist.distributed import child_process
-from tfdist.distributed.job import env_vars
 from tfdist.errors import TrainingError, UserError, one_line
 
 T = TypeVar("T")

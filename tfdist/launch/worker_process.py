@@ -23,9 +23,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO
 
+from tfdist.cluster.exit_record import ExitRecord
 from tfdist.config import regular_file
 from tfdist.distributed.child_process import GRACE_S, end_with_the_parent
-from tfdist.distributed.exit_record import ExitRecord
 from tfdist.launch.event_loop import Events, Screen
 
 DRAIN_S = 1.0

@@ -1,4 +1,4 @@
-"""What is trained: models by name or from a file, their first weights, optimizers, rates and frozen layers.
+"""What is trained: models by name, their losses, optimizers and weights.
 
-`keras_internals` holds all private names of Keras that tfdist uses. How an update is computed is in `engine`.
+Private names of Keras are in `keras_bridge`; how an update is computed is in `step`.
 """

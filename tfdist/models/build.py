@@ -14,7 +14,8 @@ from tfdist.data.loaded import Loaded
 from tfdist.data.sources import Arrays, Records, Source, one_hot, targets_of
 from tfdist.data.spec import Spec
 from tfdist.errors import UserError, one_line
-from tfdist.models import batch_norm, freezing, keras_internals, objective, pretrained
+from tfdist.keras_bridge import batch_norm, freezing, keras_internals
+from tfdist.models import objective, pretrained
 from tfdist.models.zoo import keras_applications, layers, small, vision
 
 

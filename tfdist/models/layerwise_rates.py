@@ -10,7 +10,7 @@ from typing import NamedTuple
 import keras
 
 from tfdist.errors import UserError
-from tfdist.models import keras_internals
+from tfdist.keras_bridge import keras_internals
 
 _BLOCK = re.compile(r"^.*(?:block|layer)_?\d+[a-z]?(?=_)")
 _SHOWN = 12

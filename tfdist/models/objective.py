@@ -15,7 +15,7 @@ from tfdist.data.feeds.record_feed import is_weighted
 from tfdist.data.loaded import Loaded
 from tfdist.data.sources import Records
 from tfdist.errors import UserError
-from tfdist.models import keras_internals
+from tfdist.keras_bridge import keras_internals
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from tfdist import config
 from tfdist.config import field_syntax, user_functions
 from tfdist.config.schedule import Plan
 from tfdist.errors import UserError
-from tfdist.models import keras_internals, layerwise_rates
+from tfdist.keras_bridge import keras_internals
+from tfdist.models import layerwise_rates
 
 _CLASSES = {name.lower(): name for name in dir(keras.optimizers) if name[0].isupper()}
 

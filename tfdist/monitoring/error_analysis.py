@@ -15,9 +15,9 @@ from tfdist.data.feeds.record_feed import in_order
 from tfdist.data.spec import Spec
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
-from tfdist.engine import evaluation
 from tfdist.errors import UserError
 from tfdist.monitoring import confusion
+from tfdist.trainer import evaluation
 
 LIMIT = 10_000
 """Examples that are looked at, from the first on."""

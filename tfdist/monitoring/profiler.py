@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import tensorflow as tf
 
 from tfdist.config.messages import logger
-from tfdist.engine.callbacks.callback import Callback
-from tfdist.engine.timing import Call, Spent
 from tfdist.monitoring.recorder import Recorder
+from tfdist.trainer.callbacks.callback import Callback
+from tfdist.trainer.timing import Call, Spent
 
 if TYPE_CHECKING:
     from tensorflow.tsl.profiler.protobuf import xplane_pb2

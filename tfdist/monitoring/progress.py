@@ -16,9 +16,9 @@ from rich.table import Column
 
 from tfdist.checkpoints import state_shape
 from tfdist.config.schedule import Plan
-from tfdist.engine.callbacks.callback import Callback
-from tfdist.engine.timing import Call, Spent
 from tfdist.monitoring.system_usage import Sample
+from tfdist.trainer.callbacks.callback import Callback
+from tfdist.trainer.timing import Call, Spent
 
 PLAIN_EVERY_S = 30.0
 """Seconds between plain lines within an epoch."""

@@ -14,10 +14,10 @@ import numpy as np
 from tfdist.checkpoints import oom_note, state_shape
 from tfdist.checkpoints.run_folder import RunFolder, strict
 from tfdist.config.schedule import Plan
-from tfdist.engine.callbacks.callback import Callback
-from tfdist.engine.timing import Call, Spent
-from tfdist.models import keras_internals
+from tfdist.keras_bridge import keras_internals
 from tfdist.monitoring.segments import Segments
+from tfdist.trainer.callbacks.callback import Callback
+from tfdist.trainer.timing import Call, Spent
 
 HISTORY, TIMELINE = "history.jsonl", "timeline.jsonl"
 """One line per epoch and evaluation; samples and marks over time (see `timeline`)."""

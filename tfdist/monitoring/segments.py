@@ -9,8 +9,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tfdist.checkpoints import state_shape
-from tfdist.distributed.job.cluster import ALONE, Cluster
-from tfdist.distributed.job.env_vars import ROUNDS
+from tfdist.cluster.job.cluster import ALONE, Cluster
+from tfdist.cluster.job.env_vars import ROUNDS
 
 
 class _Round(NamedTuple):

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.config.messages import logger
-from tfdist.engine.callbacks.callback import Callback
-from tfdist.engine.timing import INPUT_LIMIT, Call, Spent
 from tfdist.monitoring.flops import Work
 from tfdist.monitoring.recorder import TIMELINE, Recorder, learning_rate, until
 from tfdist.monitoring.system_usage import Sample, Usage
 from tfdist.monitoring.tensorboard import Board
+from tfdist.trainer.callbacks.callback import Callback
+from tfdist.trainer.timing import INPUT_LIMIT, Call, Spent
 
 EVERY_S = 0.5
 """Seconds between two samples at the beginning of a run."""

@@ -54,7 +54,7 @@ def _write(
     import keras
 
     from tfdist.data import sources
-    from tfdist.engine import evaluation
+    from tfdist.trainer import evaluation
 
     data, experiment = ready.data, ready.experiment
     if not evaluation.same_order(data.eval):

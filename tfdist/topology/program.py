@@ -1,6 +1,6 @@
 """An update of a real training as a program of its own: StableHLO for one of N replicas, of static shapes.
 
-It is the update of `tfdist.engine.step.training_call` under a `Distribution` whose sum is XLA's all-reduce. Its
+It is the update of `tfdist.step.training_call` under a `Distribution` whose sum is XLA's all-reduce. Its
 arguments are a replica's rows of a global batch and the variables that the update reads; its results are the losses and
 the new values of those that it writes.
 """
@@ -26,10 +26,9 @@ from tfdist.data.feeds.record_feed import columns_of
 from tfdist.data.sources import Source
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
-from tfdist.engine import step_calls
-from tfdist.engine.step import training_call
 from tfdist.errors import UserError, one_line
-from tfdist.models import keras_internals
+from tfdist.keras_bridge import keras_internals
+from tfdist.step import step_calls, training_call
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

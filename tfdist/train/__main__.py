@@ -43,8 +43,8 @@ def train_and_evaluate(experiment: config.Experiment, environment: runtime_optio
     """
     # Imported here, so that --help answers at once.
     from tfdist.checkpoints import bucket_folder, resume
-    from tfdist.engine import worker_session
     from tfdist.train import ahead_of_time, batch_size_search
+    from tfdist.trainer import worker_session
 
     _check(experiment, environment)
     site = _pinned(ahead_of_time.locate(environment), experiment.train.shards)

@@ -222,7 +222,7 @@ def roofline(result: compiler.Compiled, batch: int, precision: str, topology: kn
 
 
 def _caveats(prepared: Preparation, topology: known.Topology) -> list[str]:
-    from tfdist.engine.checks import preconditions
+    from tfdist.keras_bridge import preconditions
 
     if topology.compilers != "cuda":
         return []
@@ -235,7 +235,7 @@ def _caveats(prepared: Preparation, topology: known.Topology) -> list[str]:
 def _export(prepared: Preparation, distribution: Distribution, batch: int, accumulate: int) -> Program:
     """Returns the program of an update of this experiment, as `fit` would make it."""
     from tfdist.data import sources
-    from tfdist.engine.checks import preconditions
+    from tfdist.keras_bridge import preconditions
     from tfdist.models import layerwise_rates
     from tfdist.topology import program
 

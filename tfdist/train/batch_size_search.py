@@ -22,11 +22,11 @@ import psutil
 
 from tfdist import config
 from tfdist.checkpoints.run_folder import RunFolder
+from tfdist.cluster.job import env_vars
 from tfdist.config import field_syntax
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import Environment
 from tfdist.distributed.child_process import end_with_the_parent
-from tfdist.distributed.job import env_vars
 from tfdist.errors import UserError
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from tfdist.data.batch_layout import Layout
 from tfdist.data.loaded import Loaded
 from tfdist.distributed.gpus import DriverGPU
 from tfdist.errors import UserError
-from tfdist.models import keras_internals, layerwise_rates
+from tfdist.keras_bridge import keras_internals
+from tfdist.models import layerwise_rates
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

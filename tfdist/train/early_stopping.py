@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import keras
 
 from tfdist.config import schedule
-from tfdist.engine.callbacks.callback import Callback
 from tfdist.errors import UserError
+from tfdist.trainer.callbacks.callback import Callback
 
 
 def check_measured(field: str, metric: str, model: keras.Model) -> None:

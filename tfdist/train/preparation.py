@@ -12,15 +12,15 @@ from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.config import schedule as schedule_lib
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import Environment
-from tfdist.data import class_weights, spec_file
+from tfdist.data import class_weights, data_loading, spec_file
 from tfdist.data.datasets import registry
 from tfdist.data.loaded import Loaded
 from tfdist.data.spec import Spec
 from tfdist.distributed.connect import Site
 from tfdist.distributed.distribution import Distribution
-from tfdist.engine import data_loading
-from tfdist.models import batch_norm, objective, optimizers
+from tfdist.keras_bridge import batch_norm
 from tfdist.models import build as models
+from tfdist.models import objective, optimizers
 from tfdist.train import batch_size_search, rate_range
 
 

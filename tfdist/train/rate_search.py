@@ -20,11 +20,11 @@ from tfdist.config import atomic_file, field_syntax
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import Environment
 from tfdist.distributed.distribution import Distribution
-from tfdist.engine import fit
 from tfdist.errors import TrainingError
 from tfdist.train import rate_range
 from tfdist.train.preparation import Preparation
 from tfdist.train.rate_range import HIGHEST, LOWEST, UPDATES, WARM, Point, suggested
+from tfdist.trainer import fit
 
 if TYPE_CHECKING:
     from tfdist.train.rate_range import Point

@@ -9,6 +9,7 @@ import os
 from tfdist import config
 from tfdist.checkpoints import integrity, oom_note, own_work, resume, training_run
 from tfdist.checkpoints.run_folder import RunFolder
+from tfdist.cluster.peers import Peers
 from tfdist.config import field_syntax
 from tfdist.config import schedule as schedule_lib
 from tfdist.config.messages import logger
@@ -17,12 +18,9 @@ from tfdist.data import sources, spec_file
 from tfdist.distributed import arithmetic
 from tfdist.distributed.connect import Site
 from tfdist.distributed.distribution import Distribution
-from tfdist.distributed.peers import Peers
-from tfdist.engine import evaluation, fit, step_calls
-from tfdist.engine.tracing import layer_statistics
-from tfdist.engine.worker_session import Signals
 from tfdist.errors import Interrupted, PeerError, TrainingError, shown
-from tfdist.models import optimizers, own_steps
+from tfdist.keras_bridge import layer_statistics, own_steps
+from tfdist.models import optimizers
 from tfdist.monitoring import error_analysis, flops, monitors, run_environment
 from tfdist.monitoring import recorder as recorder_lib
 from tfdist.monitoring.confusion import Findings
@@ -30,9 +28,12 @@ from tfdist.monitoring.progress import numbers
 from tfdist.monitoring.recorder import Result
 from tfdist.monitoring.report import page
 from tfdist.monitoring.segments import Segments
+from tfdist.step import step_calls
 from tfdist.train import ahead_of_time, dry_run, early_stopping, slurm_requeue
 from tfdist.train.early_stopping import Patience
 from tfdist.train.preparation import Preparation
+from tfdist.trainer import evaluation, fit
+from tfdist.trainer.worker_session import Signals
 
 
 def write_result(folder: RunFolder, result: Result, mistakes: Findings | None, silent: bool = False) -> None:

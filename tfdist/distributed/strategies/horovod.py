@@ -13,12 +13,12 @@ import socket
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
+from tfdist.cluster.connections import wire
+from tfdist.cluster.job.addresses import join
+from tfdist.cluster.job.cluster import HOROVODRUN, Cluster
+from tfdist.cluster.peers import Peers
 from tfdist.distributed import horovod_install
-from tfdist.distributed.connections import wire
 from tfdist.distributed.distribution import Distribution
-from tfdist.distributed.job.addresses import join
-from tfdist.distributed.job.cluster import HOROVODRUN, Cluster
-from tfdist.distributed.peers import Peers
 from tfdist.distributed.strategies import horovod_start
 from tfdist.errors import UserError, one_line
 

@@ -15,8 +15,8 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 
-from tfdist.distributed import standard_error
-from tfdist.distributed.connections import schema, wire
+from tfdist.cluster import standard_error
+from tfdist.cluster.connections import schema, wire
 from tfdist.errors import UserError, one_line, printable
 
 _UNREACHABLE_S = 15.0

@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from tfdist.cluster.job.addresses import split
+from tfdist.cluster.peers import Peers
 from tfdist.distributed.distribution import Distribution
-from tfdist.distributed.job.addresses import split
-from tfdist.distributed.peers import Peers
 from tfdist.distributed.shared_memory_sum import SharedMemorySum
 from tfdist.errors import UserError, one_line
 

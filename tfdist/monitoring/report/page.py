@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 from importlib import resources
 
 from tfdist.checkpoints.run_folder import RunFolder, strict
-from tfdist.engine.timing import INPUT_LIMIT
 from tfdist.errors import TrainingError
 from tfdist.monitoring.confusion import Findings
 from tfdist.monitoring.report import curves, mistakes, run_files, tables
 from tfdist.monitoring.report.html import Html, join, tag
 from tfdist.monitoring.report.line_chart import label, value
 from tfdist.monitoring.report.run_files import Record, mapping, number
+from tfdist.trainer.timing import INPUT_LIMIT
 
 NAME = "report.html"
 JUDGED_S = 3.0

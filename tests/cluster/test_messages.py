@@ -1,0 +1,199 @@
+"""What comes from a port is checked before use, and escaped before it is printed. No TensorFlow, no processes."""
+
+import copy
+import hmac
+import json
+import math
+import os
+import socket
+import threading
+
+import pytest
+
+from tfdist.cluster import rendezvous, standard_error
+from tfdist.cluster.connections import wire
+from tfdist.cluster.peers import watch
+from tfdist.cluster.peers.watch import Watch
+from tfdist.errors import printable, shown
+from tfdist.launch import node_links, node_messages
+from tfdist.launch.event_loop import Events
+
+HELLO = {"hello": dict(node=1, nnodes=2, nproc=1, host="h", agreed={"--jit": "on"})}
+EXIT = dict(rank=1, pid=2, host="h", code=-9, lost=True, lines=["a", "b"], culprit=0, complaint="(h): silent")
+ROUND = dict(attempt=0, node=0, world=2, first=1, port=4000, salt="0f" * 16)
+PLACES = {"addresses": ["h:1", "[::1]:2"], "hosts": ["h", "i"]}
+
+VALID = [  # who reads it, and a message with every field that there is
+    (node_messages.HELLO, HELLO),
+    (node_messages.ANSWER, {"welcome": "h"}),
+    (node_messages.ANSWER, {"refused": "no"}),
+    (node_messages.EVENTS, {"beat": 1}),
+    (node_messages.EVENTS, {"event": "exit", "exit": EXIT}),
+    (node_messages.EVENTS, {"event": "ended"}),
+    (node_messages.EVENTS, {"event": "cannot", "line": "no"}),
+    (node_messages.EVENTS, {"event": "signal", "name": "SIGTERM"}),
+    (node_messages.ORDERS, {"beat": 1}),
+    (node_messages.ORDERS, {"order": "round", "round": ROUND}),
+    (node_messages.ORDERS, {"order": "say", "line": "x", "error": False}),
+    (node_messages.ORDERS, {"order": "end", "text": "x", "lines": ["y"]}),
+    (node_messages.ORDERS, {"order": "stop"}),
+    (node_messages.ORDERS, {"order": "kill"}),
+    (node_messages.ORDERS, {"order": "over", "code": 0, "line": ""}),
+    (rendezvous._INTRODUCTION, dict(rank=1, facts={"a": "b"}, address="h:1", host="h", pid=3)),
+    (rendezvous.answer_to(2), {"welcome": PLACES}),
+    (rendezvous.answer_to(2), {"refused": "no"}),
+    (rendezvous.answer_to(2), {"missing": 1, "refused": "no"}),
+    (watch.TO_CHIEF, {"beat": "call", "update": 3, "for": 0.5}),
+    (watch.TO_CHIEF, {"gather": 0, "label": "x", "value": [1]}),
+    (watch.TO_CHIEF, {"failed": "x"}),
+    (watch.of_chief(2), {"beat": "python", "update": 3, "for": 1}),
+    (watch.of_chief(2), {"gathered": 0, "values": [None, 1]}),
+    (watch.of_chief(2), {"failed": "x"}),
+    (watch.of_chief(2), {"lost": "x", "worker": -1, "why": ""}),
+]
+ODD = [None, True, -2, 2**70, 1e300, math.inf, math.nan, "", "\x1b[2J", "\u202e", "\ud800", "x" * 10**7, [], [[]], {}]
+FREE = ("agreed", "--jit", "value", "values", "facts", "a", "label")
+"""Fields that are compared or handed on as they are, and escaped where they are printed."""
+
+
+def name(case):
+    return "+".join(case[1])
+
+
+def holders(value):
+    """Objects and lists within a message, itself first."""
+    if isinstance(value, dict | list):
+        yield value
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from holders(item)
+
+
+def texts(value, free=False):
+    """Texts that a reader has made fit to be printed."""
+    if isinstance(value, str) and not free:
+        yield value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from texts(item, free or key in FREE)
+    elif isinstance(value, list):
+        for item in value:
+            yield from texts(item, free)
+
+
+@pytest.mark.parametrize("reader, message", VALID, ids=map(name, VALID))
+def test_every_field_is_checked(reader, message):
+    """Whatever stands in its place is refused, or comes out fit to be used."""
+    assert reader(json.loads(json.dumps(message))) == message
+    for at in range(len(list(holders(message)))):
+        for key in list(keys(list(holders(message))[at])):
+            for odd in ODD:
+                changed = copy.deepcopy(message)
+                list(holders(changed))[at][key] = odd
+                try:
+                    read = reader(changed)
+                except wire.WireError as error:
+                    assert str(error).startswith("it sent ")
+                else:
+                    assert all(text.isprintable() and len(text) <= 4000 for text in texts(read)), (key, odd)
+    for odd in [*ODD, 1.5, {"order": []}, {"event": "lost", "line": "x"}, {"event": "exit"}, {**message, "more": 1}]:
+        with pytest.raises(wire.WireError, match=r"^it sent what no process of tfdist sends$"):
+            reader(odd)
+
+
+def keys(holder):
+    return holder if isinstance(holder, dict) else range(len(holder))
+
+
+def test_another_node_that_speaks_nonsense_is_lost():
+    """Not the launcher, which was ended by a KeyError."""
+    near, far = socket.socketpair(socket.AF_UNIX)
+    with near, far, Events() as events:
+        connection = object.__new__(wire.Connection)  # its constructor sets an option of TCP
+        connection.__dict__ |= dict(_socket=far, _buffer=bytearray(), longest=1000, _sending=threading.Lock())
+        hello = node_links.Hello.read(HELLO)
+        link = node_links.Link(connection, hello, events, node_messages.EVENTS)
+        near.sendall(b'{"event": "ended"}\n{"event": "exit"}\n')
+        while not link.lost:
+            events.wait(30)
+        assert link.take() == [{"event": "ended"}]
+        assert link.lost == "it sent what no process of tfdist sends"
+
+
+def test_another_worker_that_speaks_nonsense_is_lost():
+    with wire.listen("127.0.0.1", 0) as listener:
+        near = socket.create_connection(listener.getsockname())
+        far = listener.accept()[0]
+    with near, far:
+        watch = Watch(0, ("h", "i"), {1: wire.Connection(far)}, 10, 10, print)
+        near.sendall(b'{"gather": 0, "label": "x"}\n')
+        with watch.transport.waiting():
+            assert watch.transport.wait(30).ranks == (1,)
+            watch._read(1)
+        assert watch.failure == "lost worker 1 (i): it sent what no process of tfdist sends"
+
+
+def test_what_differs_is_printed_escaped():
+    theirs = node_links.Hello(1, 2, 1, "h", {"--jit": "\x1b[2J" * 100, "\x1b[3m": 1})
+    problem = theirs.problem(node_links.Hello(0, 2, 1, "i", {"--jit": "on"}))
+    assert problem.isprintable() and "\\x1b[2J" in problem and len(problem) < 400
+    problem = theirs.problem(node_links.Hello(0, 2, 1, "i", {"--jit": "\x1b[2J" * 100}))
+    assert problem.isprintable() and "in \\x1b[3m: 1" in problem
+
+
+def test_lines_about_strangers_come_to_an_end():
+    with Events() as events:
+        listener = node_links.NodeListener("127.0.0.1", 0, "", events)
+        for i in range(50):
+            listener._turned_away(f"10.0.0.{i}", "it does not speak tfdist's protocol")
+        first = listener.strangers()
+        listener._turned_away("10.0.1.1", "another reason")
+        listener.close()
+        assert len(first) == node_links._MOST_LINES + 1 and "without a line" in first[-1]
+        assert listener.strangers() == []
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("h\u00e9llo w\u00f6rld", "h\u00e9llo w\u00f6rld"),
+        ("a\tb", "a   b"),
+        ("\x1b[31mred\r\n\x00", "\\x1b[31mred\\r\\n\\x00"),
+        ("\u202eabc\ud800", "\\u202eabc\\ud800"),
+        ("x" * 20, "xxxxxxx..."),
+    ],
+)
+def test_printable(text, expected):
+    longest = 10 if text[0] == "x" else 300
+    assert printable(text, longest) == expected
+
+
+def test_shown():
+    """What a person has given comes back fit for a terminal, and cut where neither the fault nor the advice is."""
+    assert shown("--name=\x1b[2J\nx is wrong") == "--name=\\x1b[2J\\nx is wrong"
+    line = shown(f"--name={'x' * 20000} is wrong: correct it")
+    assert line.startswith("--name=xxx") and "...[18,028 characters]..." in line
+    assert line.endswith("x is wrong: correct it") and len(line) < 2100
+
+
+# -- last words -----------------------------------------------------------------
+
+
+def test_last_words_are_seen_while_standard_error_is_kept_back(capfd):
+    """As while TensorFlow is imported, when the chief may be killed."""
+    watch = Watch(1, ("h", "i"), {}, 10, 10, lambda failure: None)
+    watch.failure = "lost worker 0 (h): its process ended"
+    with standard_error.kept() as file:
+        os.write(2, b"noise\n")
+        with standard_error.kept():
+            watch.say_last_line()
+        file.seek(0)
+        assert file.read() == b"noise\n"
+    os.write(2, b"later\n")
+    standard_error.write("directly\n")
+    assert capfd.readouterr().err == f"tfdist: failed: {watch.failure}\nlater\ndirectly\n"
+
+
+def test_a_secret_may_be_any_bytes():
+    """What Python makes of TFDIST_SECRET=$'\\xff\\xfe' is not encodable as UTF-8."""
+    secret = b"\xff\xfe".decode("utf-8", "surrogateescape")
+    assert wire.derived(secret, "salt") == hmac.new(b"\xff\xfe", b"derived salt", "sha256").hexdigest()

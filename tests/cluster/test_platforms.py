@@ -1,0 +1,141 @@
+"""Nodes as training platforms describe them, for the launcher and for one worker on each node."""
+
+import pytest
+from support.launchers import launch  # noqa: F401
+
+from tfdist.cluster.job import cluster, platforms
+from tfdist.cluster.job.cluster import Cluster
+from tfdist.errors import UserError
+
+
+def env(text, **more):
+    return dict(word.split("=", 1) for word in text.split()) | more
+
+
+MLP = env("MLP_WORKER_NUM=2 MLP_ROLE_INDEX=1 MLP_WORKER_GPU=8 MLP_WORKER_0_HOST=10.0.0.5 MLP_WORKER_0_PORT=2222")
+KUBEFLOW = env(
+    "PET_NNODES=2 PET_NPROC_PER_NODE=4 PET_NODE_RANK=1 PET_MASTER_ADDR=job-node-0-0.job PET_MASTER_PORT=29400"
+)
+SAGEMAKER = env("SM_CURRENT_HOST=algo-2 SM_NUM_GPUS=8", SM_HOSTS='["algo-10", "algo-2", "algo-1"]')
+SKYPILOT = env("SKYPILOT_NODE_RANK=1 SKYPILOT_NUM_GPUS_PER_NODE=4", SKYPILOT_NODE_IPS="10.0.0.5\n10.0.0.6\n")
+DLC = env("RANK=1 WORLD_SIZE=2 MASTER_ADDR=dlc-master-0 MASTER_PORT=23456 NPROC_PER_NODE=8")
+LOCAL = env("LOCAL_RANK=0 LOCAL_WORLD_SIZE=1")
+
+
+@pytest.mark.parametrize(
+    "environ, expected",
+    [
+        ({}, None),
+        (env("RANK=1 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1"), None),
+        (env("MLP_WORKER_NUM="), None),
+        (MLP, ("MLP_WORKER_NUM", 2, 1, 8, "10.0.0.5", 2222)),
+        ({k: v for k, v in MLP.items() if k != "MLP_WORKER_GPU"}, ("MLP_WORKER_NUM", 2, 1, 0, "10.0.0.5", 2222)),
+        (MLP | {"MLP_WORKER_0_HOST": "fd00::5"}, ("MLP_WORKER_NUM", 2, 1, 8, "fd00::5", 2222)),
+        (env("MLP_WORKER_NUM=1 MLP_WORKER_GPU=4"), ("MLP_WORKER_NUM", 1, 0, 4, "", 0)),
+        (KUBEFLOW, ("PET_NNODES", 2, 1, 4, "job-node-0-0.job", 29400)),
+        (KUBEFLOW | {"PET_NPROC_PER_NODE": "auto"}, ("PET_NNODES", 2, 1, 0, "job-node-0-0.job", 29400)),
+        (KUBEFLOW | {"PET_MASTER_PORT": ""}, ("PET_NNODES", 2, 1, 4, "job-node-0-0.job", 29500)),
+        (env("PET_NNODES=1"), ("PET_NNODES", 1, 0, 0, "", 0)),
+        (SAGEMAKER, ("SM_HOSTS", 3, 1, 8, "algo-1", 29500)),
+        (env("SM_CURRENT_HOST=algo-1", SM_HOSTS='["algo-1"]'), ("SM_HOSTS", 1, 0, 0, "algo-1", 29500)),
+        (SKYPILOT, ("SKYPILOT_NODE_RANK", 2, 1, 4, "10.0.0.5", 29500)),
+        (DLC, ("NPROC_PER_NODE", 2, 1, 8, "dlc-master-0", 23456)),
+        (DLC | LOCAL, None),  # a launcher has counted workers
+        (SKYPILOT | KUBEFLOW, ("PET_NNODES", 2, 1, 4, "job-node-0-0.job", 29400)),
+    ],
+)
+def test_node(environ, expected):
+    assert platforms.node(environ) == expected
+
+
+@pytest.mark.parametrize(
+    "environ, message",
+    [
+        (env("PET_NNODES=2"), "PET_NODE_RANK and PET_MASTER_ADDR are not set beside PET_NNODES=2"),
+        (KUBEFLOW | {"PET_NNODES": "1:4"}, "PET_NNODES=1:4 is an elastic job, whose number of nodes changes: give one"),
+        (KUBEFLOW | {"PET_NODE_RANK": "2"}, "PET_NODE_RANK=2 is outside PET_NNODES=2"),
+        (KUBEFLOW | {"PET_NPROC_PER_NODE": "many"}, "PET_NPROC_PER_NODE=many is not a whole number of at least 1"),
+        (env("SM_HOSTS=[]"), "SM_CURRENT_HOST is not set beside SM_HOSTS=[]"),
+        (env("SM_CURRENT_HOST=a", SM_HOSTS="a, b"), "SM_HOSTS=a, b is not a JSON list of host names"),
+        (env("SM_CURRENT_HOST=a", SM_HOSTS="[" * 100_000), f"SM_HOSTS={'[' * 100} is not a JSON list of host names"),
+        (env("SM_CURRENT_HOST=a SM_HOSTS=[1]"), "SM_HOSTS=[1] is not a JSON list of host names"),
+        (
+            SAGEMAKER | {"SM_CURRENT_HOST": "algo-3"},
+            "SM_CURRENT_HOST=algo-3 is none of SM_HOSTS: algo-1, algo-2, algo-10",
+        ),
+        (env("SKYPILOT_NODE_RANK=0"), "SKYPILOT_NODE_IPS is not set beside SKYPILOT_NODE_RANK=0"),
+        (SKYPILOT | {"SKYPILOT_NODE_RANK": "2"}, "SKYPILOT_NODE_RANK=2 is outside SKYPILOT_NODE_IPS=2"),
+        (SKYPILOT | {"SKYPILOT_NODE_IPS": "a b/c"}, "SKYPILOT_NODE_IPS=b/c is not a host name"),
+        (DLC | {"RANK": "2"}, "RANK=2 is outside WORLD_SIZE=2"),
+        (
+            SAGEMAKER | MLP,
+            "this is node 1 of 2 by MLP_WORKER_NUM and node 1 of 3 by SM_HOSTS: unset MLP_WORKER_NUM, or",
+        ),
+    ],
+)
+def test_what_makes_no_sense(environ, message):
+    with pytest.raises(UserError) as caught:
+        platforms.node(environ)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+HOROVOD = env("HOROVOD_RANK=3 HOROVOD_SIZE=4 HOROVOD_LOCAL_RANK=1 HOROVOD_LOCAL_SIZE=2")
+
+
+@pytest.mark.parametrize(
+    "environ, expected",
+    [
+        (KUBEFLOW, Cluster("PET_NNODES", 1, 2, 0, 1, "job-node-0-0.job:29400")),
+        (SAGEMAKER, Cluster("SM_HOSTS", 1, 3, 0, 1, "algo-1:29500")),
+        (SKYPILOT, Cluster("SKYPILOT_NODE_RANK", 1, 2, 0, 1, "10.0.0.5:29500")),
+        (DLC, Cluster("NPROC_PER_NODE", 1, 2, 0, 1, "dlc-master-0:23456")),
+        # Nodes are not counted where a launcher has counted workers.
+        (DLC | HOROVOD, Cluster("horovodrun", 3, 4, 1, 2, "")),
+        (SAGEMAKER | HOROVOD, Cluster("horovodrun", 3, 4, 1, 2)),
+        (
+            KUBEFLOW | env("RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 MASTER_ADDR=a MASTER_PORT=1"),
+            Cluster("torchrun's variables", 5, 8, 1, 4, "a:1"),
+        ),
+    ],
+)
+def test_one_worker_on_each_node(environ, expected):
+    assert cluster.find(environ) == expected
+
+
+def test_pods_that_count_workers_and_nodes_are_refused():
+    """PyTorchJob sets both: the rank is that of the pod, and the world that of all its processes."""
+    with pytest.raises(
+        UserError, match=r"^this process is rank 1 of 8 by torchrun's variables and rank 1 of 2 by PET_NNO"
+    ):
+        cluster.find(KUBEFLOW | env("RANK=1 WORLD_SIZE=8 MASTER_ADDR=a MASTER_PORT=1"))
+
+
+@pytest.mark.parametrize(
+    "flags, environ, expected",
+    [
+        ([], KUBEFLOW, dict(WORLD_SIZE="8", RANK="4", GROUP_RANK="1", MASTER_PORT="29400")),
+        ([], SAGEMAKER, dict(WORLD_SIZE="24", RANK="8", GROUP_RANK="1", MASTER_ADDR="algo-1", MASTER_PORT="29500")),
+        ([], SKYPILOT, dict(WORLD_SIZE="8", RANK="4", MASTER_ADDR="10.0.0.5")),
+        ([], DLC, dict(WORLD_SIZE="16", RANK="8", MASTER_ADDR="dlc-master-0", MASTER_PORT="23456")),
+        (["--nproc_per_node=1"], DLC, dict(WORLD_SIZE="2", RANK="1")),
+        (["--nnodes=3", "--master_addr=w0"], {"JOB_COMPLETION_INDEX": "2"}, dict(WORLD_SIZE="3", RANK="2")),
+        (["--nnodes=1"], {"JOB_COMPLETION_INDEX": "2"}, dict(WORLD_SIZE="1", RANK="0")),
+        ([], KUBEFLOW | {"JOB_COMPLETION_INDEX": "1"}, dict(WORLD_SIZE="8", RANK="4")),
+        ([], env("PET_NNODES=1 JOB_COMPLETION_INDEX=0"), dict(WORLD_SIZE="1", RANK="0")),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, (list, dict)) else "",
+)
+def test_defaults_of_the_launcher(flags, environ, expected, launch):  # noqa: F811
+    launcher = launch(*flags, "--dry_run", "--", "actor.py", **environ, TFDIST_SECRET="hush")
+    assert launcher.end() == 0, launcher.err
+    words = "\n".join(launcher.out).split()
+    assert {f"{name}={value}" for name, value in expected.items()} <= set(words), words
+
+
+@pytest.mark.parametrize("index", ["0", "1"])
+def test_a_pod_that_knows_its_index_and_not_the_size_of_the_job_does_not_train_alone(index, launch):  # noqa: F811
+    """As those of a TrainJob without `spec.trainer`."""
+    launcher = launch("--dry_run", "--", "actor.py", JOB_COMPLETION_INDEX=index)
+    assert launcher.end() == 2
+    (line,) = launcher.err
+    assert f"JOB_COMPLETION_INDEX={index} says that this is one pod of a job" in line and "or --nnodes=1" in line

@@ -1,0 +1,66 @@
+"""Which metrics must see a whole batch is found out by trying them, before anything is trained."""
+
+import dataclasses
+import types
+
+import keras
+import pytest
+import tensorflow as tf
+from support.keras_programs.metrics import Highest, Lowest
+
+from tfdist.keras_bridge import metrics, whole_metrics
+
+
+@pytest.mark.parametrize(
+    "metric, outputs",
+    [
+        (Highest, 1.0),
+        (Highest, -1.0),  # no row is above the zero with which it begins
+        (Lowest, 1.0),
+        (keras.metrics.MeanSquaredError, -1.0),
+        (keras.metrics.Poisson, 1.0),  # of numbers below zero it is NaN
+    ],
+)
+def test_a_metric_that_does_not_add_up_is_noticed(metric, outputs):
+    y, y_pred = keras.ops.ones((8, 2)), keras.ops.full((8, 2), outputs)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
+    model.compile("sgd", "mse", metrics=[metric()])
+    metrics.create_variables(model, y, y_pred)
+    metrics.look(model, y, y_pred)
+    found = [type(m) for m in whole_metrics.of(model)]
+    assert found == ([metric] if metric in (Highest, Lowest) else [])
+
+
+def test_workers_sum_all_that_metrics_have_counted_in_one_message(connect):
+    here, messages = connect(2), []
+
+    def all_sum(tensors):
+        messages.append(len(tensors))
+        return here.all_sum(tensors)
+
+    # As if the replicas were workers; mirrored ones let TensorFlow sum, which is the independent answer.
+    far = dataclasses.replace(here, all_sum=all_sum, peers=types.SimpleNamespace(size=2, rank=0))
+    x, y = tf.random.stateless_normal((7, 3), [1, 2]), tf.constant([0, 1, 2, 0, 1, 1, 2])
+    with here.scope():
+        top = keras.metrics.SparseTopKCategoricalAccuracy(2, name="top")
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3)])
+        model.compile("sgd", "sparse_categorical_crossentropy", metrics=["accuracy", Highest(), top])
+        metrics.create_variables(model, y, model(x))
+
+    @tf.function(autograph=False)
+    def update():
+        here.run(of_replica, ())
+
+    def of_replica():
+        begin = 5 * here.replica_id()
+        for metric in model.metrics[1].metrics:
+            metric.update_state(y[begin : begin + 5], model(x[begin : begin + 5]))
+
+    update()
+    results = lambda distribution: tf.function(lambda: metrics.results(model, distribution), autograph=False)()
+    found = [results(here), results(far)]
+    assert messages[0] == messages[1] == 5 and len(messages) == 2  # one on each replica
+    assert set(found[0]) == {"accuracy", "largest", "top"}
+    for name in found[0]:
+        tf.debugging.assert_near(found[0][name], found[1][name])
+    tf.debugging.assert_equal(found[1]["top"], results(far)["top"])  # what was counted is still there

@@ -1,0 +1,115 @@
+"""Sums over workers begin while the backward pass still runs, and updates while other sums are still under way.
+
+It is the graph that is looked at, not the time: what an operation waits for.
+"""
+
+import dataclasses
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist.data import batching, sources
+from tfdist.distributed import collectives
+from tfdist.distributed.strategies import multi_worker
+from tfdist.step import step_calls
+
+LAYERS, WIDTH = 3, 400
+
+
+class Traced:
+    """The function of a graph in which the collectives are, and what each of its operations waits for."""
+
+    def __init__(self, concrete):
+        library = concrete.graph.as_graph_def().library.function
+        (self.body,) = (f.node_def for f in library if any(n.op == "CollectiveReduceV2" for n in f.node_def))
+        self._nodes = {node.name: node for node in self.body}
+
+    def of(self, kind):
+        """Names of the operations whose type begins so, as they were traced."""
+        return [node.name for node in self.body if node.op.startswith(kind)]
+
+    def given(self, name):
+        """The operation whose output an operation is given first."""
+        return self._nodes[name].input[0].partition(":")[0]
+
+    def awaited(self, name):
+        """Names of all operations before which this one does not begin."""
+        found, open_names = set(), [name]
+        while open_names:
+            for given in self._nodes[open_names.pop()].input:
+                given = given.removeprefix("^").partition(":")[0]
+                if given in self._nodes and given not in found:
+                    found.add(given)
+                    open_names.append(given)
+        return found
+
+
+def traced(distribution, optimizer, width=WIDTH, bucket_bytes=0):
+    """An update of a model on one of two workers, which never runs."""
+    ring = multi_worker.Ring(2, "CPU:0")
+    all_sum = lambda tensors: collectives.bucketed(tensors, ring.reduce, bucket_bytes)
+    distribution = dataclasses.replace(distribution, replicas=2, all_sum=all_sum)
+    with distribution.scope():
+        model = keras.Sequential([keras.Input((4,)), *(keras.layers.Dense(width) for _ in range(LAYERS))])
+        model.compile(optimizer(), "mse")
+    source = sources.as_source(np.zeros((8, 4), "float32"), np.zeros((8, width), "float32"))
+    layout = batching.layout_of(source, 4, distribution, 1, least=False)
+    part = batching.read_epochs(source, layout, True, 0).next(0, 2)
+    call = step_calls.step_of(model, distribution, source).compiled("train", layout, full=part.full, norm=True)
+    return Traced(call.get_concrete_function(part.feed, tf.constant(part.first), tf.constant(part.last)))
+
+
+def test_a_sum_waits_for_its_own_tensor_alone(connect):
+    update = traced(connect(1), lambda: keras.optimizers.Adam())
+    sums = update.of("CollectiveReduceV2")
+    assert len(sums) == 2 * LAYERS + 1  # that of the losses, then bias and kernel from the last layer to the first
+    summed = {update.given(name) for name in sums}
+    assert len(summed) == len(sums)
+    for name in sums[:-1]:
+        assert update.awaited(name) & (summed | set(sums)) == {update.given(name)}
+    # The clock stands before the last of them: it tells when all gradients are there.
+    assert update.awaited(sums[-1]) & (summed | set(sums)) == summed
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param(lambda: keras.optimizers.Adam(), id="adam"),
+        pytest.param(lambda: keras.optimizers.SGD(momentum=0.9), id="sgd"),
+    ],
+)
+def test_an_update_waits_for_its_own_sum_and_for_the_backward_pass(optimizer, connect):
+    update = traced(connect(1), optimizer)
+    sums, updates = update.of("CollectiveReduceV2"), update.of("ResourceApply")
+    assert len(updates) == 2 * LAYERS
+    waits = [update.awaited(name) for name in updates]
+    assert sorted(name for wait in waits for name in wait & set(sums)) == sorted(sums[1:])
+    gradients = {update.given(name) for name in sums[1:-1]}
+    assert all(wait >= gradients for wait in waits), "a weight that is still read would be copied"
+
+
+def test_clipping_by_the_norm_of_all_waits_for_all_sums(connect):
+    update = traced(connect(1), lambda: keras.optimizers.Adam(global_clipnorm=1.0))
+    sums = update.of("CollectiveReduceV2")
+    for name in update.of("ResourceApply"):
+        assert update.awaited(name) >= set(sums[1:])
+
+
+def test_what_travels_together_is_one_message(connect):
+    update = traced(connect(1), lambda: keras.optimizers.Adam(), 4, collectives.BUCKET_BYTES)
+    (one,) = update.of("CollectiveReduceV2")
+    assert all(one in update.awaited(name) for name in update.of("ResourceApply"))
+
+
+def test_no_more_than_so_many_sums_at_a_time():
+    ring = multi_worker.Ring(2, "CPU:0")
+
+    @tf.function
+    def call(x):
+        return ring.reduce([x + i for i in range(ring.IN_FLIGHT + 1)])
+
+    operations = call.get_concrete_function(tf.TensorSpec([3])).graph.get_operations()
+    sums = [op for op in operations if op.type == "CollectiveReduceV2"]
+    assert [[i for i, s in enumerate(sums) if s in op.control_inputs] for op in sums] == [*[[]] * ring.IN_FLIGHT, [0]]

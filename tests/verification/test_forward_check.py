@@ -1,0 +1,306 @@
+"""The check before an evaluation or a prediction; what is right is what Keras computes on one device."""
+
+import random
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from support.keras_programs.layers import CountsExamples
+
+import tfdist
+from tfdist.step import step_calls
+from tfdist.verification import passed_checks
+
+L, ops = keras.layers, keras.ops
+X = np.random.default_rng(0).normal(size=(22, 6)).astype("float32")
+Y = np.random.default_rng(1).normal(size=(22, 1)).astype("float32")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(passed_checks, "_folder", lambda: tmp_path)
+
+
+def made(distribution, *layers, model=keras.Model, loss="mse", compiled=True):
+    keras.utils.set_random_seed(0)
+    with distribution.scope():
+        x = keras.Input((6,))
+        y = L.Dense(4, activation="tanh")(x)
+        for layer in layers:
+            y = layer()(y)
+        built = model(x, L.Dense(1)(y))
+        if compiled:
+            built.compile(keras.optimizers.SGD(0.01), loss, metrics=None if model is SumStep else ["mae"])
+    return built
+
+
+def evaluated(distribution, *layers, choice="auto", shards=0, **of_model):
+    model = made(distribution, *layers, **of_model)
+    options = dict(distribution=distribution, batch_size=8, verbose=0, shards=shards)
+    return tfdist.evaluate(model, X, Y, check_agreement=choice, **options)
+
+
+def predicted(distribution, *layers, choice="auto", shards=0, **of_model):
+    model = made(distribution, *layers, **of_model)
+    options = dict(distribution=distribution, batch_size=8, verbose=0, shards=shards)
+    return tfdist.predict(model, X, check_agreement=choice, **options)
+
+
+def whole(*values):
+    return pytest.param(*values, marks=pytest.mark.whole)
+
+
+class Centers(L.Layer):
+    def call(self, x):
+        return x - ops.mean(x, 0, keepdims=True)
+
+
+class CentersUnlessItTrains(L.Layer):
+    def call(self, x, training=False):
+        return x if training else x - ops.mean(x, 0, keepdims=True)
+
+
+class Ranks(L.Layer):
+    def call(self, x):
+        return x + ops.cast(ops.argsort(ops.argsort(x, 0), 0), x.dtype)
+
+
+class AddsUp(L.Layer):
+    """Gives each row the sum of those before it."""
+
+    def call(self, x):
+        return ops.cumsum(x, 0)
+
+
+class KeepsTheLargest(L.Layer):
+    """Has a metric that is no sum over parts of a batch."""
+
+    def build(self, shape):
+        self.largest = Largest(name="largest")
+
+    def call(self, x):
+        self.largest.update_state(x)
+        return x
+
+
+class Largest(keras.metrics.Metric):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.value = self.add_variable((), "zeros", name="value")
+
+    def update_state(self, values, sample_weight=None):
+        self.value.assign(ops.maximum(self.value, ops.max(values)))
+
+    def result(self):
+        return self.value + 0.0
+
+
+class SumsItsLoss(L.Layer):
+    def call(self, x):
+        self.add_loss(ops.sum(ops.square(x)))
+        return x
+
+
+class SumStep(keras.Model):
+    def test_step(self, batch):
+        x, y = batch
+        return {"total": ops.sum(ops.square(y - self(x, training=False)))}
+
+
+class CentersPredictions(keras.Model):
+    def predict_step(self, x):
+        y = self(x, training=False)
+        return y - ops.mean(y, 0, keepdims=True)
+
+
+class Noise(L.Layer):
+    def __init__(self):
+        super().__init__()
+        self.seeds = keras.random.SeedGenerator(1)
+
+    def call(self, x):
+        return x + keras.random.normal(ops.shape(x), seed=self.seeds)
+
+
+# -- what is right ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("measured", [whole(evaluated), whole(predicted)])
+def test_a_model_that_is_the_same_says_so_once(connect, said, measured):
+    measured(connect(2), L.LayerNormalization)
+    assert [line for line in said if line.startswith("checked: 1 and 2 replicas agree on ")], said
+    said.clear()
+    measured(connect(2), L.LayerNormalization)
+    measured(connect(2), L.LayerNormalization, choice="off")
+    assert not said, "it has passed"
+    measured(connect(2), L.LayerNormalization, choice="on")
+    measured(connect(2), L.LayerNormalization, L.ReLU)
+    assert len(said) == 2
+    measured(connect(1), Centers)
+    assert len(said) == 2, "one replica has nothing to agree with"
+
+
+def test_what_a_training_has_checked_is_not_checked_again(connect, said):
+    model = made(connect(2), lambda: L.Dropout(0.5))
+    here = dict(distribution=connect(2), batch_size=8, verbose=0)
+    tfdist.fit(model, X, Y, validation_data=(X, Y), **here)
+    assert len([line for line in said if "checked" in line]) == 1, said
+    tfdist.evaluate(model, X, Y, **here)
+    tfdist.predict(model, X, **here)
+    again = made(connect(2), lambda: L.Dropout(0.5))  # as another process would make it
+    tfdist.evaluate(again, X, Y, **here)
+    tfdist.predict(again, X, **here)
+    assert len([line for line in said if "checked" in line]) == 1, said
+
+
+@pytest.mark.whole
+def test_code_that_cannot_be_read_is_checked_once_for_each_model(connect, said):
+    space = {"keras": keras}
+    exec("class Unread(keras.layers.Layer):\n  def call(self, x):\n    return x", space)
+    model = made(connect(2), space["Unread"])
+    here = dict(distribution=connect(2), batch_size=8, verbose=0)
+    for _ in range(2):
+        tfdist.evaluate(model, X, Y, **here)
+    assert len(said) == 1
+    tfdist.fit(made(connect(2), space["Unread"]), X, Y, **here)
+    assert len(said) == 2
+
+
+# -- what is not --------------------------------------------------------------
+
+
+OF_BOTH = [
+    whole(
+        Centers, {}, r"since layer 'centers.*' looks at the other rows of a batch: change that, use --strategy=default"
+    ),
+    whole(Ranks, {}, r"since layer 'ranks.*' looks at the other rows"),
+    whole(CentersUnlessItTrains, {}, r"since layer 'centers_unless_it_trains.*' looks at the other rows"),
+    whole(lambda: L.Softmax(axis=0), {}, r"since layer 'softmax.*' looks at the other rows"),
+    (AddsUp, {}, r"if the rows of a batch come in the opposite order: make it depend on each row alone"),
+]
+OF_MEASURES = [
+    *OF_BOTH,
+    (
+        KeepsTheLargest,
+        {},
+        r"metric 'largest' differs by .*: leave it out, use --strategy=default, or accept it",
+    ),
+    (
+        SumsItsLoss,
+        {},
+        r"add_loss differs by .*, which layer sums_its_loss.* gives: make it a mean over the examples",
+    ),
+    whole(
+        L.ReLU,
+        {"model": SumStep},
+        r"log 'total' differs by .*: what test_step of SumStep gives is no mean over examples",
+    ),
+]
+OF_PREDICTIONS = [
+    *OF_BOTH,
+    whole(
+        L.ReLU, {"model": CentersPredictions}, r"predict_step of CentersPredictions looks at the other rows of a batch;"
+    ),
+    (Centers, {"compiled": False}, r"output 'dense.*' differs by .*, since layer 'centers"),
+]
+
+
+@pytest.mark.parametrize("layer, of_model, words", OF_MEASURES)
+def test_an_evaluation_that_would_differ_is_refused(connect, layer, of_model, words):
+    with pytest.raises(tfdist.UserError, match=f"^1 and 2 replicas disagree on this model in an evaluation: .*{words}"):
+        evaluated(connect(2), layer, **of_model)
+    got = evaluated(connect(2), layer, choice="off", **of_model)
+    expected = made(connect(1), layer, **of_model).evaluate(X, Y, 8, verbose=0, return_dict=True)
+    assert any(abs(got[name] - expected[name]) > 1e-3 * abs(expected[name]) for name in expected), "refused for nothing"
+
+
+@pytest.mark.parametrize("layer, of_model, words", OF_PREDICTIONS)
+def test_a_prediction_that_would_differ_is_refused(connect, layer, of_model, words):
+    with pytest.raises(tfdist.UserError, match=f"^1 and 2 replicas disagree on this model in a prediction: .*{words}"):
+        predicted(connect(2), layer, **of_model)
+    got = predicted(connect(2), layer, choice="off", **of_model)
+    expected = made(connect(1), layer, **of_model).predict(X, 8, verbose=0)
+    assert np.abs(got - expected).max() > 1e-3, "refused for nothing"
+
+
+def test_what_a_training_does_not_show_is_checked_before_it(connect, said):
+    """Its layers are told that they train; its validation is not."""
+    model = made(connect(2), CentersUnlessItTrains)
+    here = dict(distribution=connect(2), batch_size=8, verbose=0)
+    with pytest.raises(tfdist.UserError, match="disagree on this model in an evaluation"):
+        tfdist.fit(model, X, Y, validation_data=(X, Y), **here)
+    tfdist.fit(model, X, Y, **here)
+    with pytest.raises(tfdist.UserError, match="disagree on this model in an evaluation"):
+        tfdist.evaluate(model, X, Y, **here)
+    with pytest.raises(tfdist.UserError, match="disagree on this model in a prediction"):
+        tfdist.predict(model, X, **here)
+
+
+@pytest.mark.parametrize("measured", [evaluated, whole(predicted)])
+def test_shards_are_checked_on_one_device(connect, said, measured):
+    with pytest.raises(tfdist.UserError, match=r"^a batch and its 3 shards disagree .*: change that, leave shards out"):
+        measured(connect(1), Centers, shards=3)
+    measured(connect(1), L.ReLU, shards=3)
+    assert said[-1].startswith("checked: a batch and its 3 shards agree on ")
+
+
+def test_random_models_cannot_be_checked(connect, said):
+    evaluated(connect(2), Noise)
+    assert said[-1].startswith("WARNING: not checked whether 1 and 2 replicas agree: the model draws random numbers")
+
+
+def test_outputs_of_all_types_are_compared(connect, said):
+    """Some are no numbers, and of some it is meant that they are not finite."""
+
+    def several(distribution, layer):
+        with distribution.scope():
+            x = keras.Input((6,))
+            z = layer()(x)
+            masked = L.Lambda(lambda t: ops.where(t > 0, t, -np.inf))(z)
+            text = L.Lambda(lambda t: tf.strings.as_string(t[:, 0], precision=2), output_shape=())(z)
+            whole = L.Lambda(lambda t: ops.cast(t * 100, "int32"))(z)
+            return keras.Model(x, {"masked": masked, "whole": whole, "half": ops.cast(z, "bfloat16")}), text
+
+    model, _ = several(connect(2), L.Identity)
+    outputs = tfdist.predict(model, X, distribution=connect(2), verbose=0, check_agreement="on")
+    assert said[-1].startswith("checked: 1 and 2 replicas agree on predicting with this model, outputs 0e+00")
+    np.testing.assert_array_equal(outputs["whole"], several(connect(1), L.Identity)[0].predict(X, verbose=0)["whole"])
+    with pytest.raises(tfdist.UserError, match="since layer 'centers"):
+        tfdist.predict(several(connect(2), Centers)[0], X, distribution=connect(2), verbose=0)
+
+
+# -- without a trace ----------------------------------------------------------
+
+
+class DrawsAndCounts(L.Layer):
+    """Changes whatever a call can change."""
+
+    def build(self, shape):
+        self.seeds = keras.random.SeedGenerator(3)
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False, name="calls")
+
+    def call(self, x):
+        self.calls.assign_add(1.0)
+        drawn = tf.numpy_function(lambda: np.float32(np.random.rand() + random.random()), [], tf.float32)
+        return x + 0.0 * (keras.random.uniform((), seed=self.seeds) + tf.ensure_shape(drawn, []))
+
+
+@pytest.mark.parametrize("name", ["evaluate", "predict"])
+def test_nothing_of_a_check_stays_anywhere(connect, monkeypatch, name):
+    outcomes, measured = [], getattr(tfdist, name)
+    for choice in ("on", "off"):
+        model = made(connect(2), DrawsAndCounts, CountsExamples, KeepsTheLargest)
+        given = (X, Y) if name == "evaluate" else (X,)
+        here = dict(distribution=connect(2), batch_size=8, verbose=0)
+        if name == "evaluate":
+            monkeypatch.setattr(step_calls, "run", lambda *a, **k: pytest.fail("a batch before the check"))
+            with pytest.raises(BaseException, match="disagree" if choice == "on" else "a batch before the check"):
+                measured(model, *given, check_agreement=choice, **here)
+            monkeypatch.undo()
+        measured(model, *given, check_agreement=choice if name == "predict" else "off", **here)
+        copies = [c.numpy() for v in model.variables for c in getattr(v.value, "values", (v.value,))]
+        metrics = [c.numpy() for v in model.metrics_variables for c in getattr(v.value, "values", (v.value,))]
+        outcomes.append([*copies, *metrics, np.random.rand(), random.random()])
+    for one, other in zip(*outcomes, strict=True):
+        np.testing.assert_array_equal(one, other)

@@ -1,0 +1,467 @@
+"""The check before the first update: it lets pass what is right, and names what is not."""
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from support import training_cases
+from support.keras_programs.layers import CountsExamples
+
+import tfdist
+from tfdist.keras_bridge import batch_norm, batch_norm_ops, keras_internals, layer_state
+from tfdist.verification import passed_checks
+
+L = keras.layers
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(passed_checks, "_folder", lambda: tmp_path)
+
+
+def data(n=24):
+    r = np.random.default_rng(0)
+    return r.normal(size=(n, 6)).astype("float32"), r.normal(size=(n, 1)).astype("float32")
+
+
+def trained(
+    connect, *layers, replicas=2, model=keras.Model, loss="mse", choice="auto", metrics=(), by=tfdist.fit, **more
+):
+    keras.utils.set_random_seed(0)
+    with connect(replicas).scope():
+        x = keras.Input((6,))
+        y = L.Dense(8, activation="tanh")(x)
+        for layer in layers:
+            y = layer()(y)
+        built = model(x, L.Dense(1)(y))
+        built.compile(keras.optimizers.SGD(0.01), loss, metrics=list(metrics))
+    if by is keras.Model.fit:
+        built.fit(*data(), batch_size=12, shuffle=False, verbose=0)
+        return built
+    options = dict(distribution=connect(replicas), batch_size=12, verbose=0, check_agreement=choice)
+    tfdist.fit(built, *data(), shuffle=False, **options, **more)
+    return built
+
+
+class SumOfSquares(L.Layer):
+    """Its loss is a sum over the batch, and each replica has a part of that."""
+
+    def call(self, x):
+        self.add_loss(0.01 * keras.ops.sum(keras.ops.square(x)))
+        return x
+
+
+class Noise(L.Layer):
+    def __init__(self):
+        super().__init__()
+        self.seeds = keras.random.SeedGenerator(1)
+
+    def call(self, x):
+        return x + keras.random.normal(keras.ops.shape(x), seed=self.seeds)
+
+
+class SumStep(keras.Model):
+    """A step whose gradient is a sum over the batch."""
+
+    def train_step(self, batch):
+        x, y = batch
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.square(y - self(x, training=True)))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+class UpdatesByHand(keras.Model):
+    """No optimizer sees the gradient, so nobody adds it up."""
+
+    def train_step(self, batch):
+        x, y = batch
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(y - self(x, training=True)))
+        for variable, gradient in zip(self.trainable_variables, tape.gradient(loss, self.trainable_variables)):
+            variable.assign_sub(0.1 * gradient)
+        return {"loss": loss}
+
+
+def mean_loss(y, outputs):
+    return keras.losses.MeanSquaredError()(y, outputs) + 0.1 * keras.ops.mean(keras.ops.abs(outputs))
+
+
+@pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.whole)])
+def test_a_model_that_is_the_same_says_so_and_is_remembered(connect, capsys, replicas):
+    dropped = lambda: L.Dropout(0.5)
+    trained(connect, dropped, lambda: L.BatchNormalization(synchronized=True), replicas=replicas, metrics=["mae"])
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "checked" in line]
+    assert line.startswith(f"tfdist: checked: 1 and {replicas} replicas agree on this model, loss ")
+    trained(connect, dropped, lambda: L.BatchNormalization(synchronized=True), replicas=replicas, metrics=["mae"])
+    assert "checked" not in capsys.readouterr().out, "it has passed"
+    trained(connect, dropped, replicas=replicas)
+    assert "checked" in capsys.readouterr().out, "another model"
+    trained(connect, dropped, replicas=replicas, choice="off")
+    assert "checked" not in capsys.readouterr().out
+    trained(connect, dropped, replicas=replicas, choice="on")
+    assert "checked" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "layers, model, words",
+    [
+        ([L.BatchNormalization], keras.Model, r"layer 'batch_normalization.*' normalizes with the rows of its own"),
+        ([SumOfSquares], keras.Model, r"add_loss differs by .*, which layer sum_of_squares.* gives: make it a mean"),
+        ([], SumStep, r"what train_step of SumStep computes is no mean over examples"),
+        (
+            [CountsExamples],
+            keras.Model,
+            r"the variable 'counts_examples.*/seen' differs by .* after an update: add it up over",
+        ),
+        pytest.param(
+            *([], UpdatesByHand, r"the variable 'dense.*' differs by .* after an update: add it up over the replicas"),
+            marks=pytest.mark.whole,
+        ),
+    ],
+)
+def test_what_differs_is_named(connect, layers, model, words):
+    with pytest.raises(tfdist.UserError, match=f"^1 and 2 replicas disagree on this model: .*{words}"):
+        trained(connect, *layers, model=model)
+    # Where each replica has weights of its own there is no result that could be accepted.
+    apart = pytest.raises(tfdist.TrainingError, match="the replicas are no longer the same after the last update")
+    with apart if model is UpdatesByHand else contextlib.nullcontext():
+        trained(connect, *layers, model=model, choice="off")
+
+
+class Centers(L.Layer):
+    def call(self, x):
+        return x - keras.ops.mean(x, 0, keepdims=True)
+
+
+class GrowsWithItsCalls(L.Layer):
+    """Has a loss whose weight grows with each call, as the annealing of a variational model has it."""
+
+    def build(self, shape):
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False, name="calls")
+
+    def call(self, x, training=False):
+        if training:
+            self.calls.assign_add(1.0)
+        self.add_loss(0.001 * self.calls.value * keras.ops.mean(keras.ops.square(x)))
+        return x
+
+
+class CountsCalls(L.Layer):
+    """Counts what nothing is computed from."""
+
+    def build(self, shape):
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False, name="calls")
+
+    def call(self, x):
+        self.calls.assign_add(1.0)
+        return x
+
+
+@pytest.mark.parametrize(
+    "layer, words",
+    [
+        (
+            SumOfSquares,
+            "add_loss differs by .*, which layer sum_of_squares.* gives: make it a mean over the examples",
+        ),
+        pytest.param(Centers, "loss 'dense.*' differs by .*, since layer 'centers", marks=pytest.mark.whole),
+        pytest.param(GrowsWithItsCalls, "add_loss differs by", marks=pytest.mark.whole),
+    ],
+)
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.whole)])
+def test_micro_batches_that_would_change_the_result_are_refused(connect, layer, words, replicas):
+    both = "a batch and its 2 micro-batches" if replicas == 1 or layer is GrowsWithItsCalls else "1 and 2 replicas"
+    with pytest.raises(tfdist.UserError, match=f"^{both} disagree on this model: .*{words}"):
+        trained(connect, layer, replicas=replicas, accumulate=3)
+    by_tfdist = trained(connect, layer, replicas=replicas, accumulate=3, choice="off").get_weights()
+    judge = trained(connect, layer, replicas=1, by=keras.Model.fit).get_weights()
+    assert max(np.abs(a - b).max() for a, b in zip(by_tfdist, judge)) > 1e-4, "refused for nothing"
+
+
+def test_micro_batches_that_change_nothing_pass(connect, capsys):
+    layers = [lambda: L.Dropout(0.0), CountsExamples, CountsCalls]
+    by_tfdist = trained(connect, *layers, replicas=1, accumulate=3).get_weights()
+    assert "checked: a batch and its 2 micro-batches agree on this model, loss " in capsys.readouterr().out
+    judge = trained(connect, *layers, replicas=1, by=keras.Model.fit).get_weights()
+    for a, b in zip(by_tfdist[:2], judge[:2]):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    trained(connect, *layers, replicas=1, accumulate=2)
+    assert "checked" not in capsys.readouterr().out, "it has passed"
+
+
+def test_micro_batches_normalize_by_themselves(connect, capsys):
+    """As docs/sameness.md says; the rest of the model is checked, and that replicas agree on whole batches."""
+    trained(connect, lambda: L.BatchNormalization(synchronized=True), replicas=2, accumulate=2)
+    said = capsys.readouterr().out
+    assert "checked: 1 and 2 replicas agree on this model" in said
+    assert "checked: a batch and its 2 micro-batches agree on this model" in said
+
+
+def test_nothing_of_a_check_stays_in_the_model(connect):
+    layers = [lambda: L.Dropout(0.3), lambda: L.BatchNormalization(synchronized=True)]
+    for a, b in zip(
+        trained(connect, *layers, choice="on").get_weights(),
+        trained(connect, *layers, choice="off").get_weights(),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(a, b)
+
+
+class CountsInTensorFlow(L.Layer):
+    """Keras knows nothing of its variables."""
+
+    def build(self, shape):
+        self.calls, self.others = tf.Variable(0.0, trainable=False), [tf.Variable(0.0, trainable=False)]
+
+    def call(self, x):
+        self.others[0].assign_add(1.0)
+        return x * (1 + 0.01 * self.calls.assign_add(1.0))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_variables_of_tensorflow_count_the_batches_of_the_training_alone(connect, replicas):
+    model = trained(connect, CountsInTensorFlow, replicas=replicas, choice="on", epochs=2)
+    layer = next(layer for layer in model.layers if isinstance(layer, CountsInTensorFlow))
+    assert float(layer.calls.numpy()) == float(layer.others[0].numpy()) == 2 * -(-len(data()[0]) // 12)
+
+
+class Annealed(keras.losses.Loss):
+    """Weighs each batch more than the one before."""
+
+    def __init__(self):
+        super().__init__()
+        self.batches = tf.Variable(0.0, trainable=False)
+
+    def call(self, y, outputs):
+        return self.batches.assign_add(1.0) * keras.ops.mean(keras.ops.square(y - outputs), -1)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_loss_counts_the_batches_of_the_training_alone(connect, replicas):
+    with connect(replicas).scope():
+        loss = Annealed()
+    trained(connect, replicas=replicas, loss=loss, choice="on", epochs=2)
+    assert float(loss.batches.numpy()) == 2 * -(-len(data()[0]) // 12)
+
+
+class WeightedStep(keras.Model):
+    """Divides by the weights of its own rows, which shows only where these differ."""
+
+    def train_step(self, batch):
+        x, y, weight = batch
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weight * tf.square(y - self(x, training=True))) / tf.reduce_sum(weight)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("batches", [False, True])
+def test_rows_are_from_all_over_the_data(connect, batches):
+    """The first ones of sorted data are all alike."""
+    with connect(2).scope():
+        model = WeightedStep(x := keras.Input((6,)), L.Dense(1)(x))
+        model.compile(keras.optimizers.SGD(0.01))
+    x, y = data()
+    weight = np.where(np.arange(len(x)) < 8, 1.0, np.linspace(0.1, 2.0, len(x))).astype("float32")[:, None]
+    given = (tf.data.Dataset.from_tensor_slices((x, y, weight)).batch(24),) if batches else (x, y)
+    more = {} if batches else {"sample_weight": weight, "batch_size": 24}
+    with pytest.raises(tfdist.UserError, match="disagree on this model: log 'loss' differs"):
+        tfdist.fit(model, *given, distribution=connect(2), verbose=0, **more)
+
+
+def test_layers_of_another_scope_are_refused(connect):
+    """All replicas would write their weights, each its own update."""
+    base = keras.Sequential([keras.Input((6,)), L.Dense(8)])
+    for trainable in (False, True):
+        base.trainable = trainable
+        with connect(2).scope():
+            model = keras.Sequential([base, L.Dense(1)])
+            model.compile("sgd", "mse")
+        refused = pytest.raises(tfdist.UserError, match=r"kernel' were created outside of the distribution's scope: cr")
+        with refused if trainable else contextlib.nullcontext():
+            tfdist.fit(model, *data(), distribution=connect(2), batch_size=12, verbose=0)
+
+
+class CountsToTen(CountsExamples):
+    """A state that a few examples change at the beginning alone."""
+
+    def call(self, x, training=False):
+        x = super().call(x, training)
+        self.seen.assign(keras.ops.minimum(self.seen, 10.0))
+        return x
+
+
+def test_a_resume_on_more_replicas_is_checked(connect, tmp_path):
+    """One replica had nothing to be compared with."""
+    for layer, words in ((Centers, "loss 'dense"), (CountsToTen, "the variable 'counts_to_ten")):
+        checkpoints = lambda layer=layer: tfdist.Checkpoints(tmp_path / layer.__name__, every="1000 steps")
+        trained(connect, layer, replicas=1, checkpoints=checkpoints())
+        with pytest.raises(tfdist.UserError, match=f"^1 and 2 replicas disagree on this model: {words}"):
+            trained(connect, layer, epochs=2, checkpoints=checkpoints())
+
+
+@pytest.mark.whole
+def test_a_checked_resume_ends_with_the_bits_of_one_that_was_not(connect, tmp_path, capsys):
+    layers = [lambda: L.Dropout(0.3), lambda: L.BatchNormalization(synchronized=True), CountsCalls]
+    layers.append(lambda: L.SpectralNormalization(L.Dense(8)))  # which sets its weights itself
+    ended = {}
+    for choice in ("off", "auto"):
+        checkpoints = lambda choice=choice: tfdist.Checkpoints(tmp_path / choice, every="1000 steps")
+        trained(connect, *layers, replicas=1, checkpoints=checkpoints())
+        capsys.readouterr()
+        ended[choice] = trained(connect, *layers, epochs=3, choice=choice, checkpoints=checkpoints())
+        assert ("checked: 1 and 2 replicas agree" in capsys.readouterr().out) == (choice == "auto")
+    for a, b in zip(ended["auto"].variables, ended["off"].variables, strict=True):
+        np.testing.assert_array_equal(a, b, err_msg=a.path)
+    for a, b in zip(ended["auto"].optimizer.variables, ended["off"].optimizer.variables, strict=True):
+        np.testing.assert_array_equal(a, b, err_msg=a.path)
+
+
+def test_random_models_cannot_be_checked(connect, capsys):
+    trained(connect, Noise)
+    assert "not checked whether 1 and 2 replicas agree: the model draws random numbers" in capsys.readouterr().out
+
+
+def deep(synchronized, dropout=0.0, seed=0):
+    """Rounding alone changes what it computes in float32 by 1e-3 and more, as MobileNetV2 at 64 x 64 does."""
+    keras.utils.set_random_seed(seed)
+    y = x = keras.Input((8, 8, 3))
+    for filters in (8, 8, 8):
+        y = L.Conv2D(filters, 3, padding="same", use_bias=False)(y)
+        y = L.Activation(lambda t: keras.ops.sin(60 * t))(L.BatchNormalization(synchronized=synchronized)(y))
+    y = L.Dropout(dropout)(L.GlobalAveragePooling2D()(y))
+    return keras.Model(x, L.Dense(4)(y))
+
+
+def fitted(connect, make, replicas=2, **options):
+    r = np.random.default_rng(0)
+    x, y = r.normal(size=(22, 8, 8, 3)).astype("float32"), r.integers(0, 4, 22)
+    with connect(replicas).scope():
+        built = make()
+        built.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    tfdist.fit(built, x, y, batch_size=16, distribution=connect(replicas), verbose=0, check_agreement="on", **options)
+    return built
+
+
+def test_what_rounding_hides_is_seen_in_float64(connect, capsys):
+    with pytest.raises(tfdist.UserError, match=r"disagree on this .*call tfdist.synchronize_batch_norm\(model\)"):
+        fitted(connect, lambda: deep(False))
+    fitted(connect, lambda: tfdist.synchronize_batch_norm(deep(False)))
+    assert "checked: 1 and 2 replicas agree on this model" in capsys.readouterr().out
+
+
+class Inference(L.Layer):
+    """Calls a model as for inference, whatever itself is called for."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def call(self, x):
+        return self.inner(x, training=False)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_batch_norm_is_refused_by_structure_where_numbers_cannot_tell(connect, capsys, inference):
+    """A layer that is called with training=False keeps its statistics and is let pass."""
+
+    def make():
+        base = deep(False)
+        return keras.Sequential([keras.Input((8, 8, 3)), Inference(base) if inference else base, Noise()])
+
+    if inference:
+        fitted(connect, make)
+        assert "WARNING: not checked whether 1 and 2 replicas agree: the model draws random" in capsys.readouterr().out
+        return
+    with pytest.raises(tfdist.UserError, match=r"^1 and 2 replicas would train different models: layer 'batch_no"):
+        fitted(connect, make)
+    fitted(connect, make, replicas=1)
+
+
+def test_synchronized_batch_norm_of_a_nested_model_keeps_its_weights(connect):
+    """And is as plain Keras on one device, also if it was trained before it was synchronized."""
+    x, y = np.random.default_rng(1).normal(size=(22, 8, 8, 3)).astype("float32"), np.arange(22) % 4
+
+    def make(seed=3):
+        keras.utils.set_random_seed(seed)
+        inner = keras.Sequential([keras.Input((8, 8, 3)), L.Conv2D(4, 3), L.BatchNormalization(), L.Activation("gelu")])
+        built = keras.Sequential([keras.Input((8, 8, 3)), inner, L.TimeDistributed(L.BatchNormalization())])
+        built.add(L.Flatten())
+        built.add(L.Dense(4))
+        built.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return built
+
+    plain = make()
+    plain.fit(x, y, batch_size=16, shuffle=False, verbose=0, epochs=2)
+    with connect(2).scope():
+        ours = make()
+        before = ours.get_weights()
+        assert tfdist.synchronize_batch_norm(ours) is ours
+    assert all(np.array_equal(a, b) for a, b in zip(before, ours.get_weights(), strict=True))
+    options = dict(batch_size=16, shuffle=False, verbose=0, distribution=connect(2))
+    tfdist.fit(ours, x, y, epochs=2, **options)
+    for a, b in zip(plain.get_weights(), ours.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
+    for layer in batch_norm.batch_norms(ours):
+        layer.synchronized = False
+    with pytest.raises(tfdist.UserError, match="normalizes with the rows of its own replica"):
+        tfdist.fit(ours, x, y, check_agreement="on", **options)
+
+
+def test_only_models_can_be_synchronized():
+    with pytest.raises(tfdist.UserError, match="takes a Keras model or layer, got list"):
+        tfdist.synchronize_batch_norm([])
+
+
+@contextlib.contextmanager
+def nothing(*arguments):
+    yield
+
+
+@pytest.mark.parametrize(
+    "module, name, layers, loss",
+    [
+        (keras_internals, "unscaled_losses", [], mean_loss),
+        (layer_state, "separate_losses", [SumOfSquares, lambda: L.BatchNormalization(synchronized=True)], "mse"),
+        (batch_norm_ops, "synchronized", [lambda: L.BatchNormalization(synchronized=True)], "mse"),
+    ],
+)
+def test_what_was_wrong_before_is_caught(connect, monkeypatch, module, name, layers, loss):
+    """Each of these takes away what puts Keras right for several replicas."""
+    monkeypatch.setattr(module, name, nothing)
+    replicas = 8 if name == "synchronized" else 2  # one of eight has no row of the seven
+    with pytest.raises((tfdist.UserError, tfdist.TrainingError), match=r"disagree on this model|graph|scope"):
+        trained(connect, *layers, loss=loss, replicas=replicas, choice="on")
+
+
+def test_a_loss_that_divides_by_the_number_of_replicas_is_caught(connect):
+    """As TensorFlow's tutorials write them, for a gradient that is summed."""
+
+    def loss(y, outputs):
+        return keras.ops.square(y - outputs) / tf.distribute.get_strategy().num_replicas_in_sync
+
+    with pytest.raises(tfdist.UserError, match=r"loss 'dense.*' differs by 5e-01: use a loss with a value per example"):
+        trained(connect, loss=loss)
+
+
+def test_unknown_choice(connect):
+    with pytest.raises(tfdist.UserError, match="unknown check_agreement 'of': did you mean 'off'"):
+        trained(connect, choice="of")
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    "name",
+    [
+        "loss of loss objects",
+        *(pytest.param(n, marks=pytest.mark.whole) for n in ("masked sequences", "batch norm, synchronized")),
+    ],
+)
+def test_cases_that_are_right_pass(connect, capsys, name):
+    """The table that compares strategies leaves the check out; here it sees some of it."""
+    case = next(c for c in training_cases.CASES if c.name == name)
+    training_cases.outcome(case, connect(3), case.precision, check_agreement="on")
+    assert "3 replicas agree on this model" in capsys.readouterr().out

@@ -1,0 +1,280 @@
+"""Who this worker is and who the others are, from environment variables alone. No TensorFlow.
+
+A launcher that has started this very process (tfdist.launch, torchrun) is believed, whatever stands around
+it: it may run inside a Slurm task or a pod, whose variables then describe nodes, or the launcher itself.
+All other sources must agree with each other, because one worker with a wrong rank lets all of them hang.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+import re
+import zlib
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from tfdist.cluster.job import env_vars, platforms, tf_config
+from tfdist.cluster.job.addresses import MOST_HOSTS, expand, is_loopback, join, split
+from tfdist.errors import UserError
+
+LAUNCH, TORCHRUN, TF_CONFIG, HOROVODRUN = "tfdist.launch", "torchrun's variables", "TF_CONFIG", "horovodrun"
+OPEN_MPI, SLURM, PMI = "Open MPI", "Slurm", "PMI"
+
+
+class _Counts(NamedTuple):
+    """The variables in which a launcher counts its workers."""
+
+    rank: str
+    size: str
+    local_rank: str
+    """Rank on this host."""
+    local_size: str
+    """Workers on this host."""
+
+
+_COUNTS = {
+    TORCHRUN: _Counts("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    HOROVODRUN: _Counts(*(f"HOROVOD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
+    OPEN_MPI: _Counts(*(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
+    PMI: _Counts("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+}
+# Of a platform the name of its source is the variable.
+_UNSET = {source: f"{names.rank} and {names.size}" for source, names in _COUNTS.items()}
+_UNSET |= {TF_CONFIG: "TF_CONFIG", SLURM: "SLURM_STEP_ID"}
+
+_PORTS = range(15000, 31000)  # below Linux' ephemeral ports: an outgoing connection cannot have taken one
+_SPECIAL_STEPS = 0xFFFFFFF0  # from here on Slurm numbers batch scripts and interactive shells, which are no tasks
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cluster:
+    """This worker's place among the workers (processes) of a job."""
+
+    source: str
+    """Which variables said so, for a person; empty for a process alone."""
+    rank: int = 0
+    size: int = 1
+    """Workers in all."""
+    local_rank: int = 0
+    """Rank among the workers of this host, as far as known."""
+    local_size: int = 1
+    """Workers of this host, as far as known."""
+    master: str = ""
+    """`host:port` at which the workers meet, where rank 0 listens; empty if nothing tells."""
+    addresses: tuple[str, ...] = ()
+    """`host:port` of every worker in rank order; empty unless the source lists them (TF_CONFIG)."""
+    secret: str = dataclasses.field(default="", repr=False)
+    """Shared by the workers of a job, so that they know each other; empty if there is none."""
+    attempt: int = 0
+    """How often the launcher has started the workers again."""
+    meeting_fd: int | None = None
+    """Socket that the launcher opened at `master` for rank 0 to listen on."""
+    hosts: tuple[str, ...] = ()
+    """Host name of every worker in rank order, where the source tells them."""
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this worker decides for all."""
+        return self.rank == 0
+
+
+ALONE = Cluster("")
+HOW_TO_SHARE = "set TFDIST_SECRET to the same long random text on all machines (openssl rand -hex 16 makes one)"
+
+
+def find(environ: Mapping[str, str]) -> Cluster:
+    """Finds the cluster that the environment describes; `ALONE` if nothing says that there are others.
+
+    Raises:
+      UserError: a variable is missing or makes no sense, or two sources disagree.
+    """
+    environ = env_vars.filled(environ)
+    cluster = _launched(environ) or _agreed(environ)
+    return dataclasses.replace(cluster, secret=environ.get("TFDIST_SECRET", "")) if cluster.source else ALONE
+
+
+def check_secret(workers: Cluster, insecure: bool = False) -> None:
+    """Makes sure that workers which meet in a network know each other by a secret.
+
+    Args:
+      insecure: they need not, as somebody has said who knows the network.
+
+    Raises:
+      UserError: there is no secret, and whoever reaches the port could take part.
+    """
+    places = [place for place in (workers.master, *workers.addresses) if place]
+    if workers.size == 1 or workers.secret or insecure or all(is_loopback(split(place).host) for place in places):
+        return
+    raise UserError(
+        f"{workers.size} workers meet at {workers.master} without a secret, where whoever reaches that port could take "
+        f"part: {HOW_TO_SHARE}, or give --insecure in a network that only you can reach; on one machine let them meet "
+        "at 127.0.0.1"
+    )
+
+
+def _launched(environ: Mapping[str, str]) -> Cluster | None:
+    """Reads what the launcher that started this process says."""
+    mark = next((n for n in ("TFDIST_ATTEMPT", "TORCHELASTIC_RUN_ID") if n in environ), None)
+    if mark is None:
+        return None
+    env_vars.need(environ, "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", beside=mark)
+    cluster = dataclasses.replace(_counted(environ, TORCHRUN), master=env_vars.master(environ))
+    if mark == "TFDIST_ATTEMPT":
+        attempt = env_vars.number(environ, "TFDIST_ATTEMPT")
+        fd = env_vars.number(environ, "TFDIST_MEETING_FD") if "TFDIST_MEETING_FD" in environ else None
+        return dataclasses.replace(cluster, source=LAUNCH, attempt=attempt, meeting_fd=fd)
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False":
+        return cluster  # torchrun's agent only chose a free port
+    # The agent's own store listens at MASTER_PORT for as long as the workers live.
+    host, port = split(cluster.master)
+    if cluster.local_size == cluster.size > 1 and "LOCAL_WORLD_SIZE" in environ:
+        host = "127.0.0.1"  # the agent names its host, though nobody has to come from elsewhere
+    return dataclasses.replace(cluster, master=join(host, port + 1 if port < 65535 else port - 1))
+
+
+def _agreed(environ: Mapping[str, str]) -> Cluster:
+    """Finds what all sources agree on that are not launchers; those that know more come first."""
+    by_config = _tf_config(environ)
+    sparse = by_config is not None and not by_config.addresses  # WORLD_SIZE then only completes TF_CONFIG
+    by_hand = None if sparse and "RANK" not in environ else _torchrun(environ)
+    open_mpi, slurm, pmi = _mpi(environ, OPEN_MPI), _slurm(environ), _mpi(environ, PMI)
+    # mpirun lets srun start its daemons, one on each node, and workers inherit the daemons' variables, but not
+    # those on mpirun's own node: even a Slurm step that seems to agree would give them different masters.
+    if slurm and slurm.local_size == 1 and (open_mpi or (pmi and _place(pmi) != _place(slurm))):
+        slurm = None
+    horovodrun = _counted(environ, HOROVODRUN) if _has(environ, HOROVODRUN) else None
+    sources = [c for c in (by_config, by_hand, horovodrun, open_mpi, slurm, pmi) if c]
+    # A node's number is no worker's number where something starts workers on the nodes.
+    if all(c.source in (TF_CONFIG, TORCHRUN) and c.local_size == 1 for c in sources):
+        sources += filter(None, [_platform(environ)])
+    # `srun -n1`, `mpirun -np 1` and a single node say where something was started, not that it is alone.
+    sources = [c for c in sources if c.size > 1 or c.source in (TF_CONFIG, TORCHRUN, HOROVODRUN)] or sources
+    if not sources:
+        return ALONE
+    chosen, *others = sources
+    for other in others:
+        if _place(other) != _place(chosen):
+            raise UserError(
+                f"this process is rank {chosen.rank} of {chosen.size} by {chosen.source} "
+                f"and rank {other.rank} of {other.size} by {other.source}: "
+                f"unset {_UNSET.get(chosen.source, chosen.source)}, or unset {_UNSET.get(other.source, other.source)}"
+            )
+    if chosen is by_hand and not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} & environ.keys():
+        knows = max(sources, key=lambda c: c.local_size)
+        chosen = dataclasses.replace(chosen, local_rank=knows.local_rank, local_size=knows.local_size)
+    return chosen
+
+
+def _place(cluster: Cluster) -> tuple[int, int]:
+    return cluster.rank, cluster.size
+
+
+def _torchrun(environ: Mapping[str, str]) -> Cluster | None:
+    """Reads torchrun's variables as a person or a script sets them."""
+    if not _has(environ, TORCHRUN) or platforms.counts_nodes(environ):
+        return None
+    cluster = _counted(environ, TORCHRUN)
+    if cluster.size > 1:
+        env_vars.need(environ, "MASTER_ADDR", "MASTER_PORT", beside="WORLD_SIZE")
+    cluster = dataclasses.replace(cluster, master=env_vars.master(environ))
+    if "LOCAL_WORLD_SIZE" in environ or not re.match(r"localhost:|127\.|\[::1\]:", cluster.master):
+        return cluster
+    # Workers that meet at a loopback address are all on this host.
+    local_rank = cluster.local_rank if "LOCAL_RANK" in environ else cluster.rank
+    return dataclasses.replace(cluster, local_rank=local_rank, local_size=cluster.size)
+
+
+def _mpi(environ: Mapping[str, str], source: str) -> Cluster | None:
+    """Reads the rank of mpirun: Open MPI, or MPICH and Intel MPI (PMI)."""
+    if not _has(environ, source):
+        return None
+    cluster = _counted(environ, source)
+    # Open MPI gives each mpirun a name that all its ranks share; PMI has nothing that could become a port.
+    job = environ.get("PMIX_NAMESPACE", "") if source == OPEN_MPI else ""
+    port = _PORTS[zlib.crc32(job.encode()) % len(_PORTS)] if job else 0
+    host = "127.0.0.1" if cluster.local_size == cluster.size else ""
+    return dataclasses.replace(cluster, master=env_vars.master(environ, host, port))
+
+
+def _slurm(environ: Mapping[str, str]) -> Cluster | None:
+    """Reads the task of srun. A batch script has most of these variables too, but no step."""
+    step = environ.get("SLURM_STEP_ID", "")
+    if not re.fullmatch(r"\d{1,10}", step, re.ASCII) or int(step) >= _SPECIAL_STEPS:
+        return None
+    # The job's variables come after the step's: a step may be smaller than its job.
+    tasks, spread, nodes = (
+        next((n for n in names if n in environ), names[0])
+        for names in (
+            ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+            ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
+            ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"),
+        )
+    )
+    env_vars.need(environ, "SLURM_JOB_ID", "SLURM_PROCID", "SLURM_LOCALID", tasks, spread, beside="SLURM_STEP_ID")
+    rank, size = env_vars.pair(environ, "SLURM_PROCID", tasks)
+    local_rank, per_node = env_vars.number(environ, "SLURM_LOCALID"), _tasks_per_node(environ[spread])
+    if sum(per_node) != size:
+        raise UserError(f"{spread}={environ[spread]} does not add up to {tasks}={size}: unset SLURM_STEP_ID")
+    in_blocks = bisect.bisect_right(list(itertools.accumulate(per_node)), rank)
+    node = env_vars.number(environ, "SLURM_NODEID") if "SLURM_NODEID" in environ else in_blocks
+    if node >= len(per_node) or local_rank >= per_node[node]:
+        raise UserError(
+            f"SLURM_LOCALID={local_rank} on node {node} is outside {spread}={environ[spread]}: unset SLURM_STEP_ID"
+        )
+    host = ""
+    if "MASTER_ADDR" not in environ and nodes in environ:
+        if environ.get("SLURM_DISTRIBUTION") == "arbitrary" and len(per_node) > 1:
+            raise UserError(
+                "SLURM_DISTRIBUTION=arbitrary does not tell on which host rank 0 runs: set MASTER_ADDR to that host"
+            )
+        host = expand(environ[nodes], nodes)[0] if len(per_node) > 1 or size == 1 else "127.0.0.1"
+    # Neighbouring jobs, steps and restarts get different ports: one may still hold its own when the next begins.
+    restarts = env_vars.number(environ, "SLURM_RESTART_COUNT") if "SLURM_RESTART_COUNT" in environ else 0
+    port = _PORTS[(61 * env_vars.number(environ, "SLURM_JOB_ID") + 7 * int(step) + restarts) % len(_PORTS)]
+    return Cluster(SLURM, rank, size, local_rank, per_node[node], env_vars.master(environ, host, port))
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    """Reads `2(x3),1` as [2, 2, 2, 1]; empty if it is not of this form, or too long to be true."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part, re.ASCII)
+        if not match:
+            return []
+        counts += [int(match[1])] * int(match[2] or 1)
+        if len(counts) > MOST_HOSTS:
+            return []
+    return counts
+
+
+def _platform(environ: Mapping[str, str]) -> Cluster | None:
+    """Reads the place of a process that the platform starts: one worker on each node."""
+    node = platforms.node(environ)
+    if node is None:
+        return None
+    return Cluster(node.source, node.node_rank, node.nnodes, master=env_vars.master(environ, node.addr, node.port))
+
+
+def _tf_config(environ: Mapping[str, str]) -> Cluster | None:
+    member = tf_config.read(environ)
+    return None if member is None else Cluster(TF_CONFIG, *member)
+
+
+def _has(environ: Mapping[str, str], source: str) -> bool:
+    return not environ.keys().isdisjoint((_COUNTS[source].rank, _COUNTS[source].size))
+
+
+def _counted(environ: Mapping[str, str], source: str) -> Cluster:
+    """Reads rank and size in the world and on this host, as the source's four variables count them."""
+    names = _COUNTS[source]
+    rank, size = env_vars.pair(environ, names.rank, names.size)
+    if names.local_size in environ:
+        local_rank, local_size = env_vars.pair(environ, names.local_rank, names.local_size)
+        if local_size > size:
+            raise UserError(f"{names.local_size}={local_size} is more than {names.size}={size}: correct one of them")
+    else:
+        local_rank, _ = env_vars.pair({names.local_rank: "0", **environ}, names.local_rank, names.size)
+        local_size = local_rank + 1  # at least
+    return Cluster(source, rank, size, local_rank, local_size)

@@ -1,0 +1,135 @@
+"""What training platforms tell each of their nodes (machines or containers) by environment variables. No TensorFlow.
+
+They count nodes, not workers: a launcher on each node starts the workers, or there is one worker on each.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from tfdist.cluster.job import env_vars
+from tfdist.cluster.job.addresses import checked_host
+from tfdist.errors import UserError, one_line
+
+PORT = 29500
+"""Where the nodes of a platform meet that names no port; torchrun's."""
+
+
+class PlatformNode(NamedTuple):
+    """A node of a job, as its platform describes it."""
+
+    source: str
+    """The variable that counts the nodes, by which a person knows the platform."""
+    nnodes: int
+    node_rank: int
+    gpus: int = 0
+    """GPUs of each node; 0 if the platform names none."""
+    addr: str = ""
+    port: int = 0
+    """Where node 0 can be met; a single node may leave it out, which gives "" and 0."""
+
+
+def node(environ: Mapping[str, str]) -> PlatformNode | None:
+    """Finds the node that a platform's variables describe, or None without any.
+
+    Raises:
+      UserError: they are incomplete or make no sense, or those of two platforms disagree.
+    """
+    environ = env_vars.filled(environ)
+    found = [one for read in (_mlp, _kubeflow, _sagemaker, _skypilot, _dlc) if (one := read(environ))]
+    for one, other in itertools.pairwise(found):
+        if (one.node_rank, one.nnodes) != (other.node_rank, other.nnodes):
+            raise UserError(
+                f"this is node {one.node_rank} of {one.nnodes} by {one.source} and node {other.node_rank} of "
+                f"{other.nnodes} by {other.source}: unset {one.source}, or unset {other.source}"
+            )
+    return found[0] if found else None
+
+
+def counts_nodes(environ: Mapping[str, str]) -> bool:
+    """Tells whether `RANK` and `WORLD_SIZE` count nodes, as PAI-DLC has it, which sets NPROC_PER_NODE beside them.
+
+    https://www.alibabacloud.com/help/en/pai/general-environment-variables
+    """
+    return {"RANK", "WORLD_SIZE", "NPROC_PER_NODE"} <= environ.keys() and not (
+        {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} & environ.keys()
+    )
+
+
+def _mlp(environ: Mapping[str, str]) -> PlatformNode | None:
+    if "MLP_WORKER_NUM" not in environ:
+        return None
+    if env_vars.number(environ, "MLP_WORKER_NUM", least=1) > 1:
+        env_vars.need(environ, "MLP_ROLE_INDEX", "MLP_WORKER_0_HOST", "MLP_WORKER_0_PORT", beside="MLP_WORKER_NUM")
+    rank, nodes = env_vars.pair({"MLP_ROLE_INDEX": "0", **environ}, "MLP_ROLE_INDEX", "MLP_WORKER_NUM")
+    addr, port = env_vars.host_and_port(environ, "MLP_WORKER_0_HOST", "MLP_WORKER_0_PORT")
+    return PlatformNode("MLP_WORKER_NUM", nodes, rank, _gpus(environ, "MLP_WORKER_GPU"), addr, port)
+
+
+def _kubeflow(environ: Mapping[str, str]) -> PlatformNode | None:
+    """Reads what torchrun reads as defaults of its flags, which Kubeflow sets for it in each pod."""
+    if "PET_NNODES" not in environ:
+        return None
+    if ":" in environ["PET_NNODES"]:
+        raise UserError(
+            f"PET_NNODES={environ['PET_NNODES']} is an elastic job, whose number of nodes changes: give one number"
+        )
+    if env_vars.number(environ, "PET_NNODES", least=1) > 1:
+        env_vars.need(environ, "PET_NODE_RANK", "PET_MASTER_ADDR", beside="PET_NNODES")
+    rank, nodes = env_vars.pair({"PET_NODE_RANK": "0", **environ}, "PET_NODE_RANK", "PET_NNODES")
+    addr, port = env_vars.host_and_port(environ, "PET_MASTER_ADDR", "PET_MASTER_PORT")
+    # `auto`, `cpu` and `gpu` leave the number to torchrun, and to --nproc_per_node here.
+    each = environ.get("PET_NPROC_PER_NODE", "")
+    gpus = 0 if each in ("", "auto", "cpu", "gpu") else env_vars.number(environ, "PET_NPROC_PER_NODE", least=1)
+    return PlatformNode("PET_NNODES", nodes, rank, gpus, addr, port or (PORT if addr else 0))
+
+
+def _sagemaker(environ: Mapping[str, str]) -> PlatformNode | None:
+    if "SM_HOSTS" not in environ:
+        return None
+    env_vars.need(environ, "SM_CURRENT_HOST", beside="SM_HOSTS")
+    try:
+        hosts = json.loads(environ["SM_HOSTS"])
+    except (ValueError, RecursionError):
+        hosts = None
+    if not isinstance(hosts, list) or not hosts or not all(isinstance(host, str) for host in hosts):
+        raise UserError(f"SM_HOSTS={one_line(environ['SM_HOSTS'], 100)} is not a JSON list of host names: correct it")
+    hosts = sorted({checked_host(host, "SM_HOSTS") for host in hosts}, key=_natural)
+    if environ["SM_CURRENT_HOST"] not in hosts:
+        raise UserError(f"SM_CURRENT_HOST={environ['SM_CURRENT_HOST']} is none of SM_HOSTS: {', '.join(hosts)}")
+    rank = hosts.index(environ["SM_CURRENT_HOST"])
+    return PlatformNode("SM_HOSTS", len(hosts), rank, _gpus(environ, "SM_NUM_GPUS"), hosts[0], PORT)
+
+
+def _natural(host: str) -> list[tuple[int, str]]:
+    """Returns what sorts algo-2 before algo-10, on every host alike."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", host)]
+
+
+def _skypilot(environ: Mapping[str, str]) -> PlatformNode | None:
+    if "SKYPILOT_NODE_RANK" not in environ:
+        return None
+    env_vars.need(environ, "SKYPILOT_NODE_IPS", beside="SKYPILOT_NODE_RANK")
+    # A line for each host, and `filled` has made one line of them.
+    hosts = [checked_host(host, "SKYPILOT_NODE_IPS") for host in environ["SKYPILOT_NODE_IPS"].split()]
+    counted = {**environ, "SKYPILOT_NODE_IPS": str(len(hosts))}
+    rank, nodes = env_vars.pair(counted, "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS")
+    gpus = _gpus(environ, "SKYPILOT_NUM_GPUS_PER_NODE")
+    return PlatformNode("SKYPILOT_NODE_RANK", nodes, rank, gpus, hosts[0], PORT)
+
+
+def _dlc(environ: Mapping[str, str]) -> PlatformNode | None:
+    if not counts_nodes(environ):
+        return None
+    rank, nodes = env_vars.pair(environ, "RANK", "WORLD_SIZE")
+    addr, port = env_vars.host_and_port(environ, "MASTER_ADDR", "MASTER_PORT")
+    gpus = env_vars.number(environ, "NPROC_PER_NODE", least=1)
+    return PlatformNode("NPROC_PER_NODE", nodes, rank, gpus, addr, port or (PORT if addr else 0))
+
+
+def _gpus(environ: Mapping[str, str], name: str) -> int:
+    return env_vars.number(environ, name) if name in environ else 0

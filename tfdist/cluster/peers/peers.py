@@ -1,0 +1,313 @@
+"""The other workers of a run, as the main thread of one of them sees them. No TensorFlow.
+
+Every worker has a connection to the chief. Over it go heartbeats, what each
+worker is doing, small values that all must agree on, and the end of the run.
+TensorFlow's own collectives notice a dead peer after ten seconds or never, and
+cannot say which: this can.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import socket
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from tfdist.cluster import standard_error
+from tfdist.cluster.connections.wire import Connection
+from tfdist.cluster.peers import signals, stall_detection, votes
+from tfdist.cluster.peers.activity import SILENT_S
+from tfdist.cluster.peers.watch import BEAT_S, END, Watch
+from tfdist.errors import PeerError, UserError, one_line
+
+FAREWELL_S = 20.0
+"""How long the chief waits at the end for the others' processes to be gone."""
+
+_OPEN: weakref.WeakSet[Peers] = weakref.WeakSet()
+"""Those of this process, which a child that it forks is not among."""
+
+T = TypeVar("T")
+N = TypeVar("N")
+
+
+class Peers:
+    """This worker's view of the others.
+
+    Args:
+      rank: this worker's, 0 for the chief.
+      hosts: host name of each worker, by rank.
+      addresses: `host:port` of each worker for TensorFlow, by rank.
+      connections: on the chief one to every other worker by rank, on the others
+        one to rank 0; none when there is one worker.
+      held: sockets that reserve ports until TensorFlow takes them.
+      start_timeout: seconds for what comes before training, compilation apart.
+      stall_timeout: seconds without an update before a worker counts as stuck.
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        hosts: tuple[str, ...] = ("",),
+        addresses: tuple[str, ...] = (),
+        connections: Mapping[int, Connection] | None = None,
+        held: tuple[socket.socket, ...] = (),
+        start_timeout: float = 120.0,
+        stall_timeout: float = 600.0,
+    ):
+        self.rank, self.size = rank, len(hosts)
+        self.hosts, self.addresses = hosts, addresses
+        self.last_words: Callable[[str], None] = lambda message: None
+        """Called with `failure` when the process is ended from beside the main thread."""
+        self.on_loss: Callable[[], None] = lambda: None
+        """Called on the chief, beside the main thread, when another worker has died or fallen silent."""
+        self._watch = Watch(
+            rank,
+            hosts,
+            connections or {},
+            start_timeout,
+            stall_timeout,
+            lambda failure: self.last_words(failure),
+            lambda: self.on_loss(),
+        )
+        self._alone = not connections
+        self._held = held
+        self._gathers = 0
+        self._apart = ""
+        """What this worker does without the others, in words; "" while it does nothing of that kind."""
+        if not self._alone:
+            self._watch.start()
+            atexit.register(self._at_exit)
+            _OPEN.add(self)
+
+    def abandon(self) -> None:
+        """Takes leave of the others in a forked child, without a word: it is no worker, whatever becomes of it.
+
+        Its exit handlers would end the run for its parent, or wait for a thread that the child does not have.
+        """
+        atexit.unregister(self._at_exit)
+        self._watch.transport.abandon()
+        self._watch.finished = True
+        self._apart = f"a process that worker {self.rank} has forked is no worker"
+        for sock in self._held:
+            sock.close()
+
+    @property
+    def failure(self) -> str:
+        """Why the run cannot go on, once a worker is lost; else ""."""
+        return self._watch.failure
+
+    def release_ports(self) -> None:
+        """Gives up the reserved ports, for TensorFlow to bind them in the next moment."""
+        for sock in self._held:
+            sock.close()
+
+    def doing(self, phase: str, update: int | None = None) -> None:
+        """Notes what this worker is about to do, for the watch on stalled workers.
+
+        Args:
+          phase: see `stall_detection.State`.
+          update: updates made so far; as before if not given.
+
+        Raises:
+          UserError: all workers have a part in that phase, and this one is `apart`.
+        """
+        if phase in stall_detection.TOGETHER:
+            self._needs_others()
+        before = self._watch.activity.own.phase
+        self._watch.activity.begin(phase, update)
+        # Said at once when it begins, since the next beat may have to wait for Python's lock; and when it ends, since
+        # one that is stopped before its next beat would be given the time that saving may take.
+        if {before, phase} & set(stall_detection.EXEMPT):
+            self._watch.transport.tell({"beat": phase, "update": self._watch.activity.own.update, "for": 0.0})
+
+    @contextlib.contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Notes that this worker is in another phase meanwhile."""
+        before = self._watch.activity.own.phase
+        self.doing(phase)
+        try:
+            yield
+        finally:
+            self.doing(before)
+
+    @contextlib.contextmanager
+    def apart(self, what: str) -> Iterator[None]:
+        """Notes that this worker does something without the others meanwhile, which may take as long as saving does.
+
+        Args:
+          what: it is, for the message to who then calls something that needs all workers, which would wait for ever.
+        """
+        with self.during("saving"):
+            self._apart, before = what, self._apart
+            try:
+                yield
+            finally:
+                self._apart = before
+
+    def _needs_others(self) -> None:
+        if self._apart:
+            raise UserError(f"{self._apart}, and calls what needs all workers: leave that out, or set chief_only=False")
+
+    @contextlib.contextmanager
+    def seeing_signals(self) -> Iterator[None]:
+        """Sees signals even while the main thread, which handles them, waits in C++ for a lost worker."""
+        if self._alone:
+            yield
+            return
+        try:
+            with self._watch.transport.seeing_signals():
+                yield
+        finally:
+            self._watch.signals.clear()
+
+    def gather(self, label: str, value: object = None) -> list[Any]:
+        """Waits until all workers have called this with the same label.
+
+        Args:
+          label: what this is about, for the message when workers are at different points.
+          value: this worker's; anything that JSON can hold.
+
+        Returns:
+          Every worker's value, in order of rank.
+
+        Raises:
+          PeerError: a worker was lost meanwhile.
+          UserError: this worker is `apart`.
+        """
+        if self._alone:
+            return [value]
+        self._needs_others()
+        number, self._gathers = self._gathers, self._gathers + 1
+        self._watch.give(number, label, value)
+        with self.during("waiting"):
+            values = self._watch.wait_for_values(number)
+        if values is None:
+            raise self.error()
+        return values
+
+    def check_same(self, facts: Mapping[str, object], label: str) -> None:
+        """Compares what all workers must have alike: else their calls would not match, or examples be left out.
+
+        Args:
+          facts: what this worker has; anything that JSON can hold.
+          label: as for `gather`.
+
+        Raises:
+          UserError: on all workers, when one has other facts.
+        """
+        if self.size == 1:
+            return
+        problem = votes.difference(self.gather(label, facts), self.hosts)
+        if problem:
+            raise UserError(problem)
+
+    def once(
+        self,
+        work: Callable[[], T],
+        offer: Callable[[T], tuple[T, N | None]] = lambda result: (result, None),
+        take: Callable[[N], T | None] = lambda note: None,
+    ) -> T:
+        """Runs `work` first on the chief, then on one worker of each host, then on the others, and returns its result.
+
+        It is for work that leaves something on a disk, which may or may not be shared.
+
+        Args:
+          work: what is to be done; its result.
+          offer: called with the result where there are other workers on the host. It returns the result, and a note
+            for them that JSON can hold, or None.
+          take: called on those others with that note. It returns the result, or None to do the work here.
+        """
+        if self.size == 1:
+            return work()
+        first = self.hosts.index(self.hosts[self.rank])
+        own_turn, others = votes.turn(self.rank, self.hosts), self.hosts.count(self.hosts[self.rank]) > 1
+        note: N | None = None
+        for now in range(votes.TURNS):
+            offered: N | None = None
+            if now == own_turn:
+                taken = None if note is None else take(note)
+                result = work() if taken is None else taken
+                if first == self.rank and others:
+                    result, offered = offer(result)
+            note = self.gather("the data set's preparation", offered)[first] or note
+        return result
+
+    def verdict(self) -> str:
+        """Returns what the peers know about the cause of an error in a collective, once they can know; else ""."""
+        if not self._alone:
+            self._watch.wait_for_failure(SILENT_S + 3 * BEAT_S)
+        return self.failure
+
+    def error(self) -> PeerError:
+        """Returns `failure` as an error to raise; from now on the main thread sees to the end of the process."""
+        self._watch.acknowledged.set()
+        return PeerError(self.failure)
+
+    def fail(self, message: str, code: int = 1) -> None:
+        """Tells the others that this worker stops with an error, for them to stop as well.
+
+        Args:
+          message: what went wrong, in a line.
+          code: exit code of this process.
+        """
+        self._watch.acknowledged.set()
+        if self._watch.code not in signals.BY_SIGNAL:
+            self._watch.code = code
+        if not self._alone:
+            self._watch.stop(message)
+
+    def leave(self) -> None:
+        """Ends the run together: a worker that went first would take the others' collectives with it.
+
+        The chief goes last, since it serves the others to their end.
+        """
+        if self._alone or self._watch.finished:
+            return
+        try:
+            self.gather(END)
+        except PeerError:
+            self._watch.say_last_line()
+            return
+        self._watch.finished = True
+        if self.rank == 0 and self._watch.wait_for_departures(FAREWELL_S):
+            # Whoever has started the workers would wait for that one for ever. The run itself is over, and has its
+            # result: there are no last words.
+            self._watch.acknowledged.set()
+            self._watch.finished = False
+            standard_error.write(f"tfdist: failed: {self.failure}\n")
+
+    def _at_exit(self) -> None:
+        """Ends a program that did not call `leave` together with the others, or at once after an error."""
+        error = getattr(sys, "last_value", None)
+        if error is not None and not self._watch.finished:
+            # A collective fails where it is noticed, not where the cause is.
+            if (
+                type(error).__module__.startswith("tensorflow")
+                and not self._watch.acknowledged.is_set()
+                and self.verdict()
+            ):
+                self._watch.say_last_line()
+            self.fail(f"{type(error).__name__}: {one_line(error, 400)}")
+        if not self.failure:
+            self.leave()
+        elif not self._watch.acknowledged.is_set():
+            self._watch.acknowledged.set()
+            self._watch.say_last_line()
+        if not self.failure or self._watch.finished:
+            return
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(self._watch.code)  # TensorFlow would wait for the lost worker
+
+
+def _abandon_in_child() -> None:
+    for peers in list(_OPEN):
+        peers.abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_in_child)

@@ -1,1 +1,0 @@
-"""What is looked at before and during a training, so that a wrong result is refused and not given."""

@@ -1,1 +1,0 @@
-"""What is put right in Keras and TensorFlow while a step is traced."""

@@ -1,0 +1,118 @@
+"""The moving average of the weights (EMA): kept up at each update, put in the weights' place to measure and to end."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
+
+import keras
+import tensorflow as tf
+
+from tfdist.keras_bridge import keras_internals
+
+Constraints: TypeAlias = "dict[int, Callable[[keras.Variable], tf.Tensor]]"
+"""What weights are constrained by, by the `id` of each."""
+
+
+def add(
+    optimizer: keras.optimizers.Optimizer,
+    variables: list[keras.Variable],
+    before: tf.Tensor,
+    updated: tf.Tensor | None,
+) -> None:
+    """Adds an update's weights to their average, as Keras' `use_ema`; in a replica, within `optimizer_update.owned`.
+
+    Args:
+      before: `iterations` before this update, an integer scalar.
+      updated: bool scalar, False where the update was skipped, or None.
+    """
+    averages = keras_internals.weight_averages(optimizer)
+    for variable, average in zip(variables, averages):
+        momentum = tf.where(
+            tf.equal(before, 0), tf.zeros((), average.dtype), tf.constant(optimizer.ema_momentum, average.dtype)
+        )
+        new = momentum * average + (1 - momentum) * variable
+        average.assign(new if updated is None else tf.where(updated, new, average))
+    if optimizer.ema_overwrite_frequency:
+        due = tf.equal((before + 1) % optimizer.ema_overwrite_frequency, 0)
+        if updated is not None:
+            due = tf.logical_and(due, updated)
+        for variable, average in zip(variables, averages):
+            variable.assign(tf.where(due, average, variable))
+
+
+@contextlib.contextmanager
+def unconstrained(variables: Sequence[keras.Variable]) -> Iterator[Constraints]:
+    """Keeps Keras, within it, from constraining weights before they are in their average, which it does after that.
+
+    Replicas are traced in threads: this surrounds them all.
+
+    Yields:
+      What `constrain` takes.
+    """
+    constraints = {id(v): v.constraint for v in variables if v.constraint is not None}
+    held = [v for v in variables if id(v) in constraints]
+    for variable in held:
+        variable.constraint = None
+    try:
+        yield constraints
+    finally:
+        for variable in held:
+            variable.constraint = constraints[id(variable)]
+
+
+def constrain(constraints: Constraints, variables: Sequence[keras.Variable], updated: tf.Tensor) -> None:
+    """Constrains those of `variables` that have been updated; in a replica, after `add`."""
+    for variable in variables:
+        if id(variable) in constraints:
+            variable.assign(tf.where(updated, constraints[id(variable)](variable), variable))
+
+
+def finalize(optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]) -> None:
+    """Ends a training with the averaged weights, as Keras' `fit` does; in cross-replica context."""
+    if _has_average(optimizer):
+        for variable, average in zip(variables, keras_internals.weight_averages(optimizer)):
+            variable.assign(tf.convert_to_tensor(average.value))
+
+
+@contextlib.contextmanager
+def instead(optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]) -> Iterator[None]:
+    """Gives the model the averaged weights within it, and after it its own again, bit for bit, on every replica.
+
+    Keras' callback SwapEMAWeights exchanges them by adding and subtracting, which rounds.
+
+    Args:
+      optimizer: built for `variables`; without `use_ema` nothing happens.
+    """
+    if not _has_average(optimizer):
+        yield
+        return
+    _exchange(optimizer, variables)
+    try:
+        yield
+    finally:
+        _exchange(optimizer, variables)
+
+
+def _has_average(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Before the first update, and as long as loss scaling skips them, the average is zeros."""
+    return bool(getattr(optimizer, "use_ema", False)) and int(optimizer.iterations.numpy()) > 0
+
+
+def _exchange(optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]) -> None:
+    """Puts weights and averages in each other's place, one at a time, so that hardly any memory is needed."""
+    for variable, average in zip(variables, keras_internals.weight_averages(optimizer)):
+        for one, other in zip(_copies(variable), _copies(average)):
+            kept = _read(one)
+            one.assign(_read(other))
+            other.assign(kept)
+
+
+def _copies(variable: keras.Variable) -> tuple[tf.Variable, ...]:
+    """This worker's copies of a Keras variable."""
+    return tuple(getattr(variable.value, "values", (variable.value,)))
+
+
+def _read(copy: tf.Variable) -> tf.Tensor:
+    return tf.raw_ops.ReadVariableOp(resource=copy.handle, dtype=copy.dtype)

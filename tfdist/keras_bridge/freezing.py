@@ -1,0 +1,108 @@
+"""Layers that do not train: found by patterns of their names, and which of a model's variables then never change."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import keras
+
+from tfdist.errors import UserError
+from tfdist.keras_bridge import keras_internals
+
+SHOWN = 8
+"""Names of layers in a message."""
+
+
+class _Named(NamedTuple):
+    """A layer that owns weights."""
+
+    layer: keras.Layer
+    names: tuple[str, ...]
+    """Its own name and those of the layers around it, from the inside out."""
+
+
+def freeze(model: keras.Model, text: str) -> str:
+    """Freezes the layers that `model.freeze` names, as `layer.trainable = False` does: BatchNorm then predicts.
+
+    Args:
+      model: built, and not compiled yet.
+      text: patterns of layer names such as `conv*, block1_*`, which also stand for what is inside of a layer. One with
+        `!` before it takes out what it matches; if all have one, everything else is frozen.
+
+    Returns:
+      A line that says what is frozen.
+
+    Raises:
+      UserError: a pattern that matches no layer with weights, or nothing left to train.
+    """
+    patterns = [pattern.strip() for pattern in text.split(",")]
+    layers = list(_with_weights(model, ()))
+    for pattern in patterns:
+        if not any(_matches(names, pattern.removeprefix("!")) for _, names in layers):
+            raise UserError(f"model.freeze: {pattern!r} matches no layer with weights{_near(pattern, layers)}")
+    wanted = [p for p in patterns if not p.startswith("!")] or ["*"]
+    excepted = [p[1:] for p in patterns if p.startswith("!")]
+    frozen = 0
+    for layer, names in layers:
+        if any(_matches(names, p) for p in wanted) and not any(_matches(names, p) for p in excepted):
+            layer.trainable = False
+            frozen += 1
+    if not model.trainable_variables:
+        raise UserError(
+            f"model.freeze={text!r} leaves nothing to train: leave layers out, such as !{layers[-1].names[0]}"
+        )
+    if not frozen:
+        raise UserError(f"model.freeze={text!r} freezes nothing: take out fewer layers")
+    trained = sum(_size(v) for v in model.trainable_variables)
+    total = sum(_size(v) for v in model.weights)
+    return f"frozen: {frozen} of {len(layers)} layers with weights; {trained:,} of {total:,} numbers train"
+
+
+def thaw(model: keras.Model) -> None:
+    """Lets all layers train; `model.trainable = True` leaves out the inside of one that a file has frozen."""
+    for layer in keras_internals.flat_layers(model):
+        layer.trainable = True
+
+
+def fixed(model: keras.Model) -> list[keras.Variable]:
+    """Returns the variables that training does not change: weights of frozen layers, statistics of a frozen BatchNorm.
+
+    They are the same on every replica. What else a frozen layer has of state is not known to stay.
+    """
+    frozen: set[int] = set()
+    for layer in keras_internals.flat_layers(model):
+        if not layer.trainable:
+            whole = isinstance(layer, keras.layers.BatchNormalization)
+            frozen |= {id(v) for v in (layer.weights if whole else keras_internals.own_trainable_variables(layer))}
+    return [v for v in model.non_trainable_variables if id(v) in frozen]
+
+
+def _with_weights(layer: keras.Layer, names: tuple[str, ...]) -> Iterator[_Named]:
+    for inner in keras_internals.flat_layers(layer, include_self=False, recursive=False):
+        around = (inner.name, *names)
+        if keras_internals.own_variables(inner):
+            yield _Named(inner, around)
+        yield from _with_weights(inner, around)
+
+
+def _matches(names: tuple[str, ...], pattern: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for name in names)
+
+
+def _near(pattern: str, layers: list[_Named]) -> str:
+    """How the message of an unknown name ends; a network has too many layers to list them all."""
+    names = list(dict.fromkeys(names[-1] for _, names in layers))
+    inner = [name for _, around in layers for name in around]
+    near = difflib.get_close_matches(pattern.strip("!*?"), inner, n=1)
+    known = ", ".join(names[:SHOWN]) + (f", ... {names[-1]} ({len(names)} in all)" if len(names) > SHOWN else "")
+    return f"{f': did you mean {near[0]!r}? Layers' if near else ': layers'} are {known}"
+
+
+def _size(variable: keras.Variable) -> int:
+    size = 1
+    for side in variable.shape:
+        size *= side
+    return size

@@ -1,0 +1,336 @@
+"""Compiled Keras metrics in a compiled step: their updates, without the small ops that cost a small model its speed,
+and their results."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.data.batch_layout import Rows, unpack
+from tfdist.data.structures import Structure
+from tfdist.distributed.distribution import Distribution
+from tfdist.errors import UserError
+from tfdist.keras_bridge import gathering, keras_internals, loss_kinds, whole_metrics
+
+
+def update(model: keras.Model, distribution: Distribution, rows: Rows, y_pred: Structure) -> None:
+    """Updates the compiled metrics as Keras does; in replica context.
+
+    Args:
+      model: built, its metrics too; without any nothing happens.
+      distribution: of the replica.
+      rows: (x, y, weight) of this replica.
+      y_pred: the outputs for them.
+    """
+    compiled = keras_internals.compiled_metrics(model)
+    if compiled is None:
+        return
+    _, y, weight = unpack(rows.data)
+    pairs = _pairs(compiled, y, y_pred, weight)
+    for pair in pairs:
+        if any(whole_metrics.is_whole(metric) for metric in pair.metrics):
+            given = (pair.y_true, pair.y_pred) + (() if pair.weight is None else (pair.weight,))
+            every, prediction, *weights = gathering.gathered(distribution, given, rows)
+            for metric in pair.metrics:
+                if whole_metrics.is_whole(metric):
+                    metric.update_state(every, prediction, sample_weight=weights[0] if weights else None)
+
+    def add_up(pairs: list[_Pair] = pairs) -> tf.Tensor:
+        for pair in pairs:
+            for metric in pair.metrics:
+                if not whole_metrics.is_whole(metric):
+                    _update(metric, pair)
+        return tf.constant(0)
+
+    if rows.filled:  # a metric need not take weights
+        tf.cond(tf.equal(rows.number, rows.most), add_up, lambda: add_up([pair.without_last() for pair in pairs]))
+    elif rows.present is None:
+        add_up()
+    else:  # of no rows, a metric may make NaN, or count a batch
+        tf.cond(rows.present, add_up, lambda: tf.constant(0))
+
+
+class _Pair(NamedTuple):
+    """What Keras would update some metrics with."""
+
+    metrics: Sequence[keras.Metric]
+    y_true: Structure
+    y_pred: Structure
+    weight: tf.Tensor | None
+
+    def without_last(self) -> _Pair:
+        """Returns the same without the last row."""
+        y_true, y_pred = (keras.tree.map_structure(_without_last, v) for v in (self.y_true, self.y_pred))
+        return _Pair(self.metrics, y_true, y_pred, None if self.weight is None else self.weight[:-1])
+
+
+def _without_last(value: tf.Tensor) -> tf.Tensor:
+    mask = keras_internals.mask_of(value)
+    value = value[:-1]
+    if mask is not None:
+        keras_internals.set_mask(value, mask[:-1])
+    return value
+
+
+def _pairs(compiled: object, y: Structure, y_pred: Structure, weight: Structure | None) -> list[_Pair]:
+    """Returns the metrics of each output with their arguments, by Keras' own rules."""
+    outputs = keras_internals.by_output(compiled, y_pred)
+    targets = keras_internals.by_output(compiled, y)
+    weights: list[Structure] = [None] * len(targets)
+    if weight is not None:
+        weights = keras_internals.by_output(compiled, weight)
+        if len(weights) < len(targets):
+            weights = [weights[0]] * len(targets)
+    unweighted, weighted = keras_internals.metrics_by_output(compiled)
+    pairs = [_Pair(group.metrics, t, o, None) for group, t, o in zip(unweighted, targets, outputs) if group]
+    return pairs + [_Pair(g.metrics, t, o, w) for g, t, o, w in zip(weighted, targets, outputs, weights) if g]
+
+
+def look(model: keras.Model, y: Structure, y_pred: Structure) -> None:
+    """Finds out which compiled metrics must see a whole batch, by trying them; not within a traced function.
+
+    Args:
+      model: built, its metrics too.
+      y: targets of `loss_kinds.ROWS` rows.
+      y_pred: outputs for as many.
+    """
+    compiled = keras_internals.compiled_metrics(model)
+    for pair in _pairs(compiled, y, y_pred, None) if compiled else []:
+        for metric in pair.metrics:
+            usual = [_adds_up(metric, pair.y_true, prediction) for prediction in loss_kinds.variants(pair.y_pred)]
+            unlikely = _adds_up(metric, pair.y_true, loss_kinds.negated(pair.y_pred))
+            if not all(usual) or unlikely is False:
+                whole_metrics.remember(metric)
+
+
+def check(model: keras.Model, taken_apart: str) -> None:
+    """Refuses metrics that must see a whole batch where that is taken apart on one device, too.
+
+    Args:
+      taken_apart: see `Layout.taken_apart`.
+
+    Raises:
+      UserError: naming the metric.
+    """
+    for metric in whole_metrics.of(model) if taken_apart else []:
+        raise UserError(
+            f"metric {metric.name!r} does not add up over parts of a batch, which {taken_apart} takes apart: "
+            "use a smaller batch, or leave the metric out"
+        )
+
+
+def check_summed(model: keras.Model, own: str) -> None:
+    """Refuses metrics that must see a whole batch in a model with a step of its own, which shows them parts.
+
+    Raises:
+      UserError: naming the metric.
+    """
+    for metric in whole_metrics.of(model):
+        raise UserError(
+            f"metric {metric.name!r} does not add up over parts of a batch, and {own} of {type(model).__name__} shows "
+            "it those of the replicas: use --strategy=default, or leave the metric out"
+        )
+
+
+def _adds_up(metric: keras.Metric, y_true: Structure, y_pred: Structure) -> bool | None:
+    """Whether the state for a batch is the sum of the states for its parts; None where it cannot be told."""
+
+    def state(before: list, rows: slice) -> list[np.ndarray]:
+        part = keras.tree.map_structure(lambda t: t[rows], (y_true, y_pred))
+        return metric.stateless_update_state(before, *part)
+
+    first, second = slice(0, 3), slice(3, None)
+    try:
+        empty = metric.stateless_reset_state()
+        whole, one, other = state(empty, slice(None)), state(empty, first), state(empty, second)
+        after = state(one, second)
+    except (ValueError, TypeError, IndexError, tf.errors.OpError):
+        return None  # it wants more rows, or other values
+    for values in zip(empty, whole, one, other, after):
+        e, w, a, b, c = (np.asarray(tf.cast(tf.convert_to_tensor(v), tf.float64)) for v in values)
+        if not all(np.isfinite(v).all() for v in (e, w, a, b, c)):
+            return None
+        rounding = 1e-4 * max(1.0, np.abs(w).max(initial=0)) if w.size else 0
+        if not (np.allclose(w - e, a + b - 2 * e, 1e-4, rounding) and np.allclose(w, c, 1e-4, rounding)):
+            return False
+    return True
+
+
+def create_variables(model: keras.Model, y: Structure, y_pred: Structure) -> None:
+    """Creates the variables of the compiled metrics, also of those that would create them at their first update.
+
+    Args:
+      y: targets of at least one row.
+      y_pred: the outputs for these rows.
+
+    Raises:
+      ValueError: they do not fit the metrics.
+    """
+    compiled = keras_internals.compiled_metrics(model)
+    if compiled is None:
+        return
+    if not compiled.built:
+        compiled.build(y, y_pred)
+    outputs, targets = keras_internals.by_output(compiled, y_pred), keras_internals.by_output(compiled, y)
+    for groups in keras_internals.metrics_by_output(compiled):
+        for group, y_true, prediction in zip(groups, targets, outputs):
+            for metric in group.metrics if group else []:
+                keras_internals.create_late_variables(metric, y_true, prediction)
+
+
+def _update(metric: keras.Metric, pair: _Pair) -> None:
+    if pair.weight is None and keras_internals.mask_of(pair.y_pred) is None and _is_mean(metric):
+        _add_to_mean(metric, pair.y_true, pair.y_pred)
+    else:
+        metric.update_state(pair.y_true, pair.y_pred, sample_weight=pair.weight)
+
+
+def _is_mean(metric: keras.Metric) -> bool:
+    """Whether `metric` is the mean over examples of a function of target and output, and no more."""
+    return type(metric).update_state is keras.metrics.MeanMetricWrapper.update_state
+
+
+def _add_to_mean(metric: keras.metrics.MeanMetricWrapper, y_true: tf.Tensor, y_pred: tf.Tensor) -> None:
+    """Does what keras.metrics.MeanMetricWrapper.update_state does, for unweighted, unmasked examples."""
+    function, options = keras_internals.averaged_function(metric)
+    if function is keras.metrics.sparse_categorical_accuracy and y_true.shape.rank == y_pred.shape.rank - 1:
+        # Keras' argmax first rewrites every output, to tell 0.0 from -0.0.
+        values = tf.cast(tf.equal(tf.argmax(y_pred, -1, tf.int32), tf.cast(y_true, tf.int32)), metric.dtype)
+    else:
+        values = tf.convert_to_tensor(function(y_true, y_pred, **options))  # a Python number, too
+        mask = keras_internals.mask_of(values)
+        if mask is not None or values.shape.rank == 0:
+            metric.update_state(y_true, y_pred)
+            return
+        values = tf.cast(values, metric.dtype)
+    if values.shape.rank > 1:
+        values = tf.reduce_mean(values, list(range(1, values.shape.rank)))
+    metric.total.value.assign_add(tf.reduce_sum(values), read_value=False)
+    rows = values.shape[0] if values.shape[0] is not None else tf.shape(values)[0]
+    metric.count.value.assign_add(tf.cast(rows, metric.count.dtype), read_value=False)
+
+
+def results(model: keras.Model, distribution: Distribution, losses: bool = False) -> dict[str, tf.Tensor]:
+    """Returns the results of all metrics, summed over replicas, under Keras' names.
+
+    Args:
+      losses: also of those in which Keras averages the losses; without a step of the model's own nothing updates them.
+    """
+    whole = whole_metrics.of(model)
+    others = {id(v) for metric in whole for v in metric.variables}
+    others |= set() if losses else {id(v) for m in keras_internals.loss_metrics(model) for v in m.variables}
+    summed = [v for metric in model.metrics for v in metric.variables if id(v) not in others]
+    if distribution.workers > 1:
+        return _of_workers(model, distribution, summed, losses)
+    with _known_results(whole, distribution):
+        return of_replica(model, losses)
+
+
+def _of_workers(
+    model: keras.Model, distribution: Distribution, summed: list[keras.Variable], losses: bool
+) -> dict[str, tf.Tensor]:
+    """Returns the results of all metrics from one sum of all that they have counted.
+
+    TensorFlow would sum each variable when it is read, in a message of its own, one after the other. Over a link with a
+    latency of 20 ms that took longer than the updates of a call.
+    """
+
+    def of_each() -> dict[str, tf.Tensor]:
+        own = [tf.identity(tf.convert_to_tensor(v.value)) for v in summed]
+        for variable, total in zip(summed, distribution.all_sum(own)):
+            _assign(variable, total)
+        found = of_replica(model, losses)
+        for variable, value in zip(summed, own):
+            _assign(variable, value)
+        return found
+
+    return {name: distribution.local(value)[0] for name, value in distribution.run(of_each, ()).items()}
+
+
+def of_replica(model: keras.Model, losses: bool = False) -> dict[str, tf.Tensor]:
+    """Returns the results of all metrics as they are; in replica context, of what this replica has updated.
+
+    Args:
+      losses: as for `results`.
+    """
+    of_losses = set() if losses else {id(metric) for metric in keras_internals.loss_metrics(model)}
+    by_name: dict[str, object] = {}
+    for metric in model.metrics:
+        if id(metric) not in of_losses:
+            by_name.update(_flat({metric.name: metric.result()}))
+    return {name: tf.convert_to_tensor(value) for name, value in by_name.items()}
+
+
+def _flat(results: dict[str, object]) -> dict[str, object]:
+    """Takes results apart that are dictionaries themselves, in Keras' order: a metric may return several numbers."""
+    flat = {}
+    for name, value in results.items():
+        flat.update(_flat(value) if isinstance(value, dict) else {name: value})
+    return flat
+
+
+@contextlib.contextmanager
+def _known_results(metrics: list[keras.Metric], distribution: Distribution) -> Iterator[None]:
+    """Lets metrics that must see a whole batch return, within it, what each replica has of all examples."""
+    if not metrics:
+        yield
+        return
+
+    def of_replica() -> list:
+        # A result may be a variable itself, which would be the sum over the replicas outside of them.
+        return [keras.tree.map_structure(tf.convert_to_tensor, metric.result()) for metric in metrics]
+
+    of_replicas = distribution.run(of_replica, ())
+    results = [keras.tree.map_structure(lambda v: distribution.local(v)[0], value) for value in of_replicas]
+    with keras_internals.results({m: _returning(value) for m, value in zip(metrics, results)}):
+        yield
+
+
+def _returning(value: object) -> Callable[[], object]:
+    return lambda: value
+
+
+def reset(model: keras.Model, distribution: Distribution) -> None:
+    """Resets all metrics; in cross-replica context.
+
+    Each replica does it by itself: TensorFlow would give each a part of the value to begin with, and parts of 0.1 add
+    up to another number, of a whole number to none at all. The first replica has it, and the others zero, so that the
+    sum is right. What a metric keeps of its state is what the first makes of the sum. Metrics that must see a whole
+    batch have theirs everywhere.
+    """
+    whole = {id(v) for metric in whole_metrics.of(model) for v in metric.variables}
+    summed = [v for metric in model.metrics for v in metric.variables if id(v) not in whole]
+    many = distribution.replicas > 1
+    keeping = [v for metric in model.metrics if many and _keeps(metric) for v in metric.variables if id(v) not in whole]
+
+    def of_each() -> None:
+        first = tf.equal(distribution.replica_id(), 0)
+        own = [tf.convert_to_tensor(v.value) for v in keeping]
+        for variable, total in zip(keeping, distribution.all_sum(own) if own else []):
+            _assign(variable, tf.where(first, total, tf.zeros_like(total)))
+        for metric in model.metrics:
+            metric.reset_state()
+        for variable in summed if many else ():
+            value = tf.convert_to_tensor(variable.value)
+            _assign(variable, tf.where(first, value, tf.zeros_like(value)))
+
+    distribution.run(of_each, ())
+
+
+def _keeps(metric: keras.Metric) -> bool:
+    """Tells whether `reset_state` leaves something of the state, or makes the new one of it."""
+    try:
+        reset = tf.function(metric.stateless_reset_state, autograph=False).get_concrete_function()
+    except Exception:  # whatever a metric of the user's raises there
+        return True
+    return bool(reset.captured_inputs)
+
+
+def _assign(variable: keras.Variable, value: tf.Tensor) -> None:
+    """Writes the copy of this replica; the variable's own assign would meet the other replicas."""
+    tf.raw_ops.AssignVariableOp(resource=variable.value.handle, value=value)

@@ -1,0 +1,352 @@
+"""One optimizer update from gradients that are already summed over all replicas.
+
+Keras' optimizers spend many small ops per variable, and under tf.distribute
+they reduce again, clip what one replica sees, and cannot average weights in a
+graph. For Adam, AdamW and SGD the update is
+TensorFlow's fused op on the slots that the Keras optimizer owns; every other
+optimizer is called as it is, with its own reduction switched off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeAlias
+
+import keras
+import tensorflow as tf
+
+from tfdist.config.messages import logger
+from tfdist.errors import UserError
+from tfdist.keras_bridge import ema, keras_internals
+from tfdist.keras_bridge.keras_internals import inner_optimizer
+
+FUSED = (keras.optimizers.Adam, keras.optimizers.AdamW, keras.optimizers.SGD)
+
+Gradients: TypeAlias = "list[tf.Tensor | None]"
+"""One dense tensor per trainable variable, None where the loss does not depend on it."""
+
+
+def is_fused(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Returns whether updates are TensorFlow's fused ops; exact classes only: a subclass may compute something else."""
+    optimizer = inner_optimizer(optimizer)
+    return type(optimizer) in FUSED and not getattr(optimizer, "amsgrad", False)
+
+
+def check_methods(optimizer: keras.optimizers.Optimizer, names: Sequence[str]) -> None:
+    """Raises UserError if an optimizer has a method of its own, of these names, in whose place tfdist acts."""
+    for asked in (optimizer, *keras_internals.updating(optimizer)):
+        for name in names:
+            if not getattr(type(asked), name).__module__.startswith("keras."):
+                raise UserError(
+                    f"optimizer {type(asked).__name__} has its own {name}, which tfdist does not call: leave it out, "
+                    "and do what it does in update_step or in a callback"
+                )
+
+
+def check(optimizer: keras.optimizers.Optimizer) -> None:
+    """Raises UserError for optimizer settings, and methods of a subclass, that tfdist replaces."""
+    check_methods(optimizer, ("scale_loss", "finalize_variable_values"))
+    for updating in keras_internals.updating(optimizer):
+        if updating.gradient_accumulation_steps:
+            raise UserError(
+                f"optimizer has gradient_accumulation_steps={updating.gradient_accumulation_steps}: "
+                "leave it out and give tfdist accumulate (train.accumulate) instead"
+            )
+        if updating.use_ema and updating is not inner_optimizer(optimizer):
+            raise UserError(f"optimizer {updating.name!r} within a {optimizer.name!r} has use_ema=True: leave it out")
+
+
+@contextlib.contextmanager
+def owned(
+    optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable] = (), factors: Sequence[float] = ()
+) -> Iterator[OwnedOptimizer]:
+    """While an update is traced, keeps a Keras optimizer from reducing again and from averaging weights.
+
+    Writing averages over the weights fails in a graph (keras issue 20582), so tfdist keeps them up itself. Replicas
+    are traced in threads: this surrounds them all.
+
+    Args:
+      factors: on the learning rate of each of `variables`; none for 1.
+
+    Yields:
+      What makes the updates.
+    """
+    for dtype in {str(v.dtype) for v in variables} & {"bfloat16", "float16"}:
+        _warn_of_low_precision(dtype, "" if is_fused(optimizer) else type(inner_optimizer(optimizer)).__name__)
+    base = inner_optimizer(optimizer)
+    averages = base.use_ema
+    by_key = {keras_internals.variable_key(base, v): f for v, f in zip(variables, factors)}
+    mine = OwnedOptimizer(optimizer, averages, by_key)
+    with contextlib.ExitStack() as changes:
+        base.use_ema = False
+        changes.callback(setattr, base, "use_ema", averages)
+        if averages and not is_fused(optimizer):
+            mine.constraints = changes.enter_context(ema.unconstrained(variables))
+        changes.enter_context(keras_internals.without_reduction())
+        if factors and not is_fused(optimizer):
+            for updating in keras_internals.updating(optimizer):
+                changes.enter_context(keras_internals.scaled_rates(updating, mine.factor))
+        yield mine
+
+
+class OwnedOptimizer:
+    """A Keras optimizer whose updates tfdist makes.
+
+    Args:
+      optimizer: built, possibly a `LossScaleOptimizer`.
+      averages: whether it keeps moving averages of the weights.
+      factors: on the learning rate, by `keras_internals.variable_key`; 1 for those that are not in it.
+    """
+
+    def __init__(self, optimizer: keras.optimizers.Optimizer, averages: bool, factors: Mapping[str, float]):
+        self._optimizer = optimizer
+        self._base = inner_optimizer(optimizer)
+        self._averages = averages
+        self._factors = factors
+        self.constraints: ema.Constraints = {}
+        """Those that Keras is kept from."""
+
+    def loss_scale(self) -> tf.Tensor | None:
+        """Returns the factor that a `LossScaleOptimizer` wants on the loss, a scalar; None for other optimizers."""
+        return None if self._optimizer is self._base else tf.convert_to_tensor(self._optimizer.dynamic_scale)
+
+    def factor(self, variable: keras.Variable | tf.Variable) -> float:
+        """Returns the factor on the learning rate of a variable."""
+        return self._factors.get(keras_internals.variable_key(self._base, variable), 1.0)
+
+    def apply(
+        self,
+        grads: Gradients,
+        variables: list[keras.Variable],
+        regularized: Callable[[Gradients], Gradients],
+        made: list[tf.Tensor],
+    ) -> None:
+        """Updates `variables` and the optimizer's state; called in replica context, within `owned`.
+
+        Args:
+          grads: the same on every replica; the scale of a `LossScaleOptimizer` is still in them.
+          variables: the model's trainable variables, for which the optimizer was built.
+          regularized: adds the gradients of the regularisers.
+          made: the gradients of this replica, or their sums. Once they are there, nothing reads a weight any more.
+
+        Raises:
+          UserError: there is not one gradient.
+        """
+        if not variables:
+            return  # as in Keras, which says that there is nothing to train
+        if not any(g is not None for g in (*grads, *regularized([None] * len(grads)))):
+            raise UserError("no trainable variable has a gradient: the loss does not depend on the model's weights")
+        if not is_fused(self._optimizer):
+            self._apply_keras(grads, variables, regularized)
+        elif self._optimizer is self._base:
+            self._apply_fused(regularized(grads), variables, made)
+        else:
+            self._apply_scaled(grads, variables, regularized)
+
+    def _apply_keras(
+        self, grads: Gradients, variables: list[keras.Variable], regularized: Callable[[Gradients], Gradients]
+    ) -> None:
+        scale = self.loss_scale()
+        if scale is not None:
+            extra = regularized([None] * len(grads))
+            grads = [_added(g, None if e is None else e * tf.cast(scale, e.dtype)) for g, e in zip(grads, extra)]
+        else:
+            grads = regularized(grads)
+            factor = self._base.loss_scale_factor
+            if factor is not None:  # the optimizer divides by it, and nobody has multiplied the loss
+                grads = [None if g is None else g * tf.constant(factor, g.dtype) for g in grads]
+        before = tf.identity(self._base.iterations.value)
+        # And not apply(), as Keras: a subclass may have changed it. Those without a gradient go along: MultiOptimizer
+        # wants as many gradients as it has variables.
+        self._optimizer.apply_gradients(list(zip(grads, variables)))
+        updated = tf.not_equal(before, tf.identity(self._base.iterations.value))
+        if self._averages:
+            ema.add(self._base, variables, before, updated)
+            present = [v for g, v in zip(grads, variables) if g is not None]
+            ema.constrain(self.constraints, present, updated)
+
+    def _apply_scaled(
+        self, grads: Gradients, variables: list[keras.Variable], regularized: Callable[[Gradients], Gradients]
+    ) -> None:
+        """keras.optimizers.LossScaleOptimizer, deciding on the sum over all replicas."""
+        present = [g for g in grads if g is not None]
+        finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(g)) for g in present])
+        scale, steps = self._optimizer.dynamic_scale, self._optimizer.step_counter
+
+        def good() -> tf.Tensor:
+            factor = 1.0 / tf.convert_to_tensor(scale)
+            unscaled = [None if g is None else g * tf.cast(factor, g.dtype) for g in grads]
+            self._apply_fused(regularized(unscaled), variables, [])  # all sums are there: they were looked at
+            grow = tf.equal(tf.convert_to_tensor(steps), self._optimizer.dynamic_growth_steps - 1)
+            scale.assign(tf.where(grow, scale * 2.0, scale))
+            steps.assign(tf.where(grow, tf.zeros_like(steps), steps + 1))
+            return tf.constant(0)
+
+        def bad() -> tf.Tensor:
+            scale.assign(scale * 0.5)
+            steps.assign(tf.zeros_like(steps))
+            return tf.constant(0)
+
+        tf.cond(finite, good, bad)
+
+    def _apply_fused(self, grads: Gradients, variables: list[keras.Variable], made: list[tf.Tensor]) -> None:
+        optimizer = self._base
+        grads = clip(optimizer, grads)
+        rate = tf.convert_to_tensor(optimizer.learning_rate)
+        triples = [(i, g, v) for i, (g, v) in enumerate(zip(grads, variables)) if g is not None]
+        for _, _, variable in triples:
+            if optimizer.weight_decay is not None and keras_internals.decays(optimizer, variable):
+                exact = _exact(variable.value.dtype)
+                decay = tf.cast(self._times(rate, variable), exact) * tf.cast(optimizer.weight_decay, exact)
+                variable.assign_sub(tf.cast(tf.cast(variable, exact) * decay, variable.dtype))
+        update = self._sgd(rate) if isinstance(optimizer, keras.optimizers.SGD) else self._adam(rate)
+        # A weight that the backward pass still reads would be copied before it is written. The sums of other gradients
+        # need not be there yet.
+        with tf.control_dependencies(made):
+            for i, grad, variable in triples:
+                update(i, tf.cast(grad, variable.dtype), variable)
+        before = tf.identity(optimizer.iterations.value)
+        if self._averages:
+            ema.add(optimizer, variables, before, None)
+        for _, _, variable in triples:
+            if variable.constraint is not None:
+                variable.assign(variable.constraint(variable))
+        # The variable's own assign_add would gather all replicas; each adds to its copy instead.
+        tf.raw_ops.AssignAddVariableOp(resource=optimizer.iterations.value.handle, value=tf.ones_like(before))
+
+    def _adam(self, rate: tf.Tensor) -> Callable[[int, tf.Tensor, keras.Variable], None]:
+        """keras.optimizers.Adam.update_step as one op per variable.
+
+        The op takes 1 - beta_2 from a beta_2 that is rounded to float32, 1.3e-5
+        beside the 0.001 that Keras multiplies with. The second moment is then off
+        by (1 - b^t) / (1 - d^t), b and d being what the two decay by; to first order
+        in e = b - d, its root by 1 - e t b^t / (2 (1 - b^t)), which is put right
+        here. Without it, ten updates differ from Keras' by 1.3e-6.
+        """
+        optimizer = self._base
+        step = optimizer.iterations + 1
+        by_dtype: dict[tf.DType, dict[str, tf.Tensor]] = {}
+
+        def constants(dtype: tf.DType) -> dict[str, tf.Tensor]:
+            # As in Keras, whose `cast` makes a float32 of a number first: only the powers are of such.
+            t = tf.cast(step, dtype)
+            power = lambda beta: tf.pow(tf.cast(beta, dtype), t)
+            constant = lambda value: tf.constant(value, dtype)
+            beta2_power = power(optimizer.beta_2)
+            exact = dtype.as_numpy_dtype
+            half = 0.5 * (float(exact(optimizer.beta_2)) - (1.0 - float(exact(1.0 - optimizer.beta_2))))
+            right = 1 - constant(half) * t * beta2_power / (1 - beta2_power)
+            return dict(
+                beta1=constant(optimizer.beta_1),
+                beta2=constant(optimizer.beta_2),
+                beta1_power=power(optimizer.beta_1),
+                beta2_power=beta2_power,
+                lr=tf.cast(rate, dtype) * right,
+                epsilon=constant(optimizer.epsilon) * right,
+            )
+
+        def update(i: int, grad: tf.Tensor, variable: keras.Variable) -> None:
+            exact = _exact(grad.dtype)
+            if exact not in by_dtype:
+                by_dtype[exact] = constants(exact)
+            first, second = keras_internals.adam_slots(optimizer, i)
+            if exact != grad.dtype:
+                widened(by_dtype[exact], grad, variable, first, second)
+                return
+            tf.raw_ops.ResourceApplyAdam(
+                var=variable.value.handle,
+                m=first.value.handle,
+                v=second.value.handle,
+                grad=grad,
+                **{**by_dtype[grad.dtype], "lr": self._times(by_dtype[grad.dtype]["lr"], variable)},
+            )
+
+        def widened(
+            c: dict[str, tf.Tensor],
+            grad: tf.Tensor,
+            variable: keras.Variable,
+            first: keras.Variable,
+            second: keras.Variable,
+        ) -> None:
+            grad = tf.cast(grad, tf.float32)
+            m = c["beta1"] * tf.cast(first, tf.float32) + (1 - c["beta1"]) * grad
+            v = c["beta2"] * tf.cast(second, tf.float32) + (1 - c["beta2"]) * tf.square(grad)
+            rate = self._times(c["lr"], variable) * tf.sqrt(1 - c["beta2_power"]) / (1 - c["beta1_power"])
+            _write(first, m)
+            _write(second, v)
+            _write(variable, tf.cast(variable, tf.float32) - rate * m / (tf.sqrt(v) + c["epsilon"]))
+
+        return update
+
+    def _sgd(self, rate: tf.Tensor) -> Callable[[int, tf.Tensor, keras.Variable], None]:
+        """keras.optimizers.SGD.update_step as one op per variable."""
+        optimizer = self._base
+
+        def update(i: int, grad: tf.Tensor, variable: keras.Variable) -> None:
+            exact = _exact(grad.dtype)
+            lr = tf.cast(self._times(rate, variable), exact)
+            if exact != grad.dtype:
+                step = -lr * tf.cast(grad, exact)
+                if optimizer.momentum:
+                    velocity = optimizer.momentum * tf.cast(optimizer.momentums[i], exact) + step
+                    _write(optimizer.momentums[i], velocity)
+                    step = optimizer.momentum * velocity + step if optimizer.nesterov else velocity
+                _write(variable, tf.cast(variable, exact) + step)
+            elif optimizer.momentum == 0:
+                tf.raw_ops.ResourceApplyGradientDescent(var=variable.value.handle, alpha=lr, delta=grad)
+            else:
+                tf.raw_ops.ResourceApplyKerasMomentum(
+                    var=variable.value.handle,
+                    accum=optimizer.momentums[i].value.handle,
+                    lr=lr,
+                    grad=grad,
+                    momentum=tf.cast(optimizer.momentum, grad.dtype),
+                    use_nesterov=optimizer.nesterov,
+                )
+
+        return update
+
+    def _times(self, rate: tf.Tensor, variable: keras.Variable) -> tf.Tensor:
+        """The learning rate of a variable."""
+        factor = self.factor(variable)
+        return rate if factor == 1 else rate * factor
+
+
+def _exact(dtype: tf.DType) -> tf.DType:
+    """Returns the type to compute an update in: in bfloat16, beta_2 is 1, and Adam divides zero by zero."""
+    return tf.float32 if dtype in (tf.bfloat16, tf.float16) else dtype
+
+
+def _write(variable: keras.Variable, value: tf.Tensor) -> None:
+    """Rounds a value to the type of a variable and writes this replica's copy, as TensorFlow's fused ops do."""
+    tf.raw_ops.AssignVariableOp(resource=variable.value.handle, value=tf.cast(value, variable.value.dtype))
+
+
+@functools.cache
+def _warn_of_low_precision(dtype: str, rounding: str) -> None:
+    """Warns once; `rounding` is the optimizer that rounds its own numbers, such as beta_2, to `dtype`, if it does."""
+    too = f", and {rounding} rounds its own numbers, too" if rounding else ""
+    logger.info(
+        f"WARNING: the weights are kept in {dtype}, which loses updates that are small beside a weight (below about "
+        f"1/{512 if dtype == 'bfloat16' else 4096} of it): a weight may not move at all{too}; use the policy "
+        f"mixed_{dtype}{', or Adam, AdamW or SGD' if rounding else ''}"
+    )
+
+
+def clip(optimizer: keras.optimizers.Optimizer, grads: Gradients) -> Gradients:
+    """Applies clipnorm, global_clipnorm or clipvalue of `optimizer` to the summed gradients."""
+    present = [g for g in grads if g is not None]
+    if optimizer.clipnorm:
+        present = [tf.clip_by_norm(g, optimizer.clipnorm) for g in present]
+    elif optimizer.global_clipnorm:
+        present, _ = tf.clip_by_global_norm(present, optimizer.global_clipnorm)
+    elif optimizer.clipvalue:
+        present = [tf.clip_by_value(g, -optimizer.clipvalue, optimizer.clipvalue) for g in present]
+    clipped = iter(present)
+    return [None if g is None else next(clipped) for g in grads]
+
+
+def _added(a: tf.Tensor | None, b: tf.Tensor | None) -> tf.Tensor | None:
+    return b if a is None else a if b is None else a + b

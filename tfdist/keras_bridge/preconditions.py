@@ -1,0 +1,323 @@
+"""What `fit`, `evaluate` and `predict` refuse, before anything is compiled."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import keras
+import tensorflow as tf
+
+from tfdist import config
+from tfdist.config import field_syntax
+from tfdist.config.messages import logger
+from tfdist.data import sources
+from tfdist.data.structures import Structure
+from tfdist.distributed.distribution import Distribution
+from tfdist.errors import UserError
+from tfdist.keras_bridge import keras_internals, own_steps
+
+OF_OUR_STEP = ("accumulate", "shards", "reduce_dtype", "learning_rates", "layer_decay")
+"""Options that a step of the model's own knows nothing of."""
+
+FILLED = (
+    "which is not exact where the rows of some replicas are filled up and all exchange statistics or losses: make the "
+    "batch size and the examples of an epoch divisible by the number of replicas, times accumulate"
+)
+"""What is wrong, and what helps, with what would count the filler of `static_rows`."""
+
+
+def scope(model: keras.Model, distribution: Distribution) -> None:
+    """Refuses a model that was created under another strategy, or that has methods which tfdist does not call."""
+    devices_by_keras()
+    unused = own_steps.replaced(model, own_steps.UNUSED)
+    if unused:
+        raise UserError(
+            f"{type(model).__name__} has its own {unused}, which tfdist does not call: leave it out, and do what it "
+            "does in train_step, test_step or predict_step"
+        )
+    if model.distribute_strategy is not distribution.strategy:
+        raise UserError(
+            f"the model was created under {type(model.distribute_strategy).__name__} and is used with the "
+            f"distribution {distribution.name!r}: create it inside `with distribution.scope():` of the one that "
+            "tfdist.connect() returned, and use it with that"
+        )
+
+
+def devices_by_keras() -> None:
+    """Refuses a distribution of Keras' own API, which its TensorFlow backend takes and never looks at."""
+    asked = keras.distribution.distribution()
+    if asked is not None:
+        raise UserError(
+            f"keras.distribution.set_distribution({type(asked).__name__}) has no effect on the TensorFlow backend: "
+            "leave it out, tfdist.connect() chooses the devices"
+        )
+
+
+def created_in_scope(model: keras.Model, distribution: Distribution) -> None:
+    """Refuses weights, optimizers and metrics that all replicas would share, and add their parts to at once."""
+    if not isinstance(
+        distribution.strategy,
+        tf.distribute.MirroredStrategy | tf.distribute.MultiWorkerMirroredStrategy | tf.distribute.TPUStrategy,
+    ):
+        return
+    shared = [v for v in model.trainable_variables if not isinstance(v.value, tf.distribute.DistributedValues)]
+    if shared:
+        raise UserError(
+            f"the weights {shared[0].path!r} were created outside of the distribution's scope: create their layer, or "
+            "the model that is used as a layer, inside `with distribution.scope():`, too"
+        )
+    metrics = [m for metric in model.metrics for m in getattr(metric, "metrics", [metric])]
+    for kind, owner in [
+        *(("optimizer", optimizer) for optimizer in own_steps.optimizers(model)),
+        *(("metric", metric) for metric in metrics),
+    ]:
+        if not all(isinstance(v.value, tf.distribute.DistributedValues) for v in owner.variables):
+            raise UserError(
+                f"{kind} {owner.name!r} was created outside of the distribution's scope: create it inside "
+                "`with distribution.scope():`, as the model"
+            )
+
+
+def not_of_horovod(kind: str, things: Iterable[object]) -> None:
+    """Refuses what Horovod wraps around a Keras of before 3, where it ends with a TypeError: its part is tfdist's."""
+    for thing in things:
+        if any(base.__module__.partition(".")[0] == "horovod" for base in type(thing).__mro__):
+            raise UserError(
+                f"{kind} {type(thing).__name__!r} is Horovod's own, and what it does tfdist does by itself under every "
+                "strategy: " + ("give compile() the optimizer without it" if kind == "optimizer" else "leave it out")
+            )
+
+
+def model_fits(model: keras.Model, distribution: Distribution, accumulate: int, shards: int = 0) -> None:
+    """Refuses a model that is not compiled, or that computes what cannot be summed over replicas and micro-batches.
+
+    Args:
+      accumulate: micro-batches.
+      shards: of each of them; 0 for none.
+    """
+    scope(model, distribution)
+    if shards:
+        sharded(model, distribution, shards)
+    parts = accumulate * max(shards, distribution.replicas)
+    if not model.compiled:
+        raise UserError("the model is not compiled: call model.compile(optimizer, loss) first")
+    not_of_horovod("optimizer", own_steps.optimizers(model))
+    for layer in keras_internals.flat_layers(model):
+        mode = keras_internals.remat_mode(layer)
+        if mode not in ("", "activations"):  # which recomputes activation functions alone
+            raise UserError(
+                f"layer {layer.name!r} was created in keras.RematScope(mode={mode!r}), which fails in compiled "
+                "functions of TensorFlow, or draws other dropout masks in the backward pass: create it outside, and "
+                "use accumulate for less memory"
+            )
+    if model.run_eagerly and distribution.workers > 1:
+        raise UserError(
+            "the model was compiled with run_eagerly=True, which is for looking at one process: debug it with "
+            "--strategy=default or mirrored, or leave run_eagerly out"
+        )
+    for layer in keras_internals.flat_layers(model):
+        if layer.compute_dtype in distribution.lacks:
+            raise UserError(
+                f"layer {layer.name!r} computes in {layer.compute_dtype}, which --strategy={distribution.name} cannot: "
+                "use mixed_bfloat16 or float32 (train.precision)"
+            )
+    stateful = [layer.name for layer in keras_internals.flat_layers(model) if getattr(layer, "stateful", False)]
+    if stateful and parts > 1:
+        raise UserError(
+            f"layer {stateful[0]!r} is stateful: it carries each row of a batch on to the next, and replicas have rows "
+            "of their own; use --strategy=default without accumulation or shards, or stateful=False"
+        )
+    regularized = [layer.name for layer in keras_internals.flat_layers(model) if layer.activity_regularizer is not None]
+    if regularized and parts > 1 and not activity_is_a_mean():
+        raise UserError(
+            f"layer {regularized[0]} has an activity_regularizer, which Keras {keras.__version__} sums up over a "
+            "replica's batch: upgrade Keras, or use the default strategy without accumulation"
+        )
+
+
+def sharded(model: keras.Model, distribution: Distribution, shards: int) -> None:
+    """Refuses a number of shards, a strategy or a model with which not every device can compute the same bits."""
+    if not isinstance(shards, int) or shards < distribution.replicas:
+        raise UserError(
+            f"shards={shards!r} must be a whole number, and at least the {distribution.replicas} replicas, each of "
+            "which computes one: use more shards or fewer devices"
+        )
+    if distribution.static_shapes:
+        raise UserError(f"shards cannot be used with --strategy={distribution.name}: leave them out")
+    if model.run_eagerly:
+        raise UserError("shards are compiled, and the model has run_eagerly=True: leave out one of them")
+    if synchronizes(model):
+        raise UserError(
+            "a BatchNormalization with synchronized=True needs the rows of all shards at once, and a device computes "
+            "its shards one after the other: use model.sync_batch_norm=False (synchronized=False), which normalizes "
+            "each shard by itself, alike on any number of devices"
+        )
+
+
+def trains(model: keras.Model) -> None:
+    """Says so where the model, which is built, has nothing to train; Keras goes on there, too."""
+    if not model.trainable_variables:
+        logger.info("WARNING: the model has no trainable weights: no update changes it")
+
+
+def activity_is_a_mean() -> bool:
+    """Tells whether Keras divides an activity regularizer's value by the batch size; it did not before its PR 22021."""
+    layer = keras.layers.Activation("linear", activity_regularizer=keras.regularizers.L1(1.0), dtype="float32")
+    layer(keras.ops.ones((2, 1)))
+    return float(layer.losses[0]) == 1.0
+
+
+def reduce_dtype(name: str, distribution: Distribution) -> None:
+    """Refuses a type in which gradients cannot travel."""
+    if name not in config.REDUCE_DTYPES:
+        raise UserError(f"unknown reduce_dtype {name!r}{field_syntax.suggest(name, config.REDUCE_DTYPES)}")
+    if name in distribution.lacks:
+        raise UserError(f"reduce_dtype={name!r} cannot be used with --strategy={distribution.name}: use bfloat16")
+    if name == "bfloat16" and distribution.name == "horovod":
+        raise UserError("reduce_dtype='bfloat16' cannot be used with Horovod, which does not sum it: use float16")
+
+
+def own_train_step(model: keras.Model, asked: Sequence[str]) -> None:
+    """Refuses, of a model with a step of its own, options that only tfdist's own step knows.
+
+    Args:
+      asked: those of `OF_OUR_STEP` that are not what they are by default.
+    """
+    own = own_steps.replaced(model, own_steps.TRAINING)
+    if own and asked:
+        raise UserError(f"{asked[0]} cannot be used with a model that has its own {own}: leave it out")
+
+
+def among(name: str, choice: str, choices: tuple[str, ...]) -> None:
+    """Refuses an unknown choice for the option `name`."""
+    if choice not in choices:
+        raise UserError(f"unknown {name} {choice!r}{field_syntax.suggest(choice, choices)}")
+
+
+def on_nonfinite(choice: str, checkpoints: bool) -> None:
+    """Refuses an unknown choice, and a rollback without `checkpoints`."""
+    if choice not in config.ON_NONFINITE:
+        raise UserError(f"unknown on_nonfinite {choice!r}{field_syntax.suggest(choice, config.ON_NONFINITE)}")
+    if choice == "rollback" and not checkpoints:
+        raise UserError("on_nonfinite='rollback' goes back to a checkpoint: give fit checkpoints")
+
+
+def synchronizes(model: keras.Model) -> bool:
+    """Whether a layer exchanges statistics between replicas in its forward pass."""
+    return any(getattr(layer, "synchronized", False) for layer in keras_internals.flat_layers(model))
+
+
+def use_xla(model: keras.Model, distribution: Distribution) -> bool:
+    """Tells whether XLA compiles this model's step, after all that `--jit` says.
+
+    Raises:
+      UserError: it is on, and a layer reduces over replicas within what would be compiled.
+    """
+    if distribution.jit == "off":
+        return False
+    own = own_steps.replaced(model, (*own_steps.TRAINING, *own_steps.EVALUATION))
+    if own and distribution.jit == "on":
+        raise UserError(f"--jit=on cannot compile {type(model).__name__}, which has its own {own}: use --jit=off")
+    refused = bool(own) or (distribution.replicas > 1 and synchronizes(model))
+    if distribution.jit == "auto":
+        return not refused and all(getattr(layer, "supports_jit", True) for layer in keras_internals.flat_layers(model))
+    if refused:
+        raise UserError(
+            "--jit=on cannot compile synchronized BatchNorm over several replicas: use --jit=off, "
+            "model.sync_batch_norm=False or synchronized=False"
+        )
+    return True
+
+
+def filled(model: keras.Model, adding: Sequence[str]) -> None:
+    """Refuses layers that would count filler, in a pass that all replicas must run alike.
+
+    Args:
+      adding: the layers that call `add_loss`.
+    """
+    if adding:
+        raise UserError(f"layer {adding[0]!r} calls add_loss or has an activity regularizer, {FILLED}")
+    for layer in keras_internals.flat_layers(model, include_self=False):
+        alone = isinstance(layer, keras.layers.BatchNormalization) and layer.trainable and not layer.synchronized
+        if alone or keras_internals.own_metrics(layer):
+            what = "normalizes with the rows of its own replica" if alone else "has a metric"
+            raise UserError(f"layer {layer.name!r} {what}, {FILLED}")
+
+
+def targets(model: keras.Model, output_shape: tuple, source: sources.Source) -> None:
+    """Refuses labels of sparse cross-entropy that are no classes of the output: on a GPU they would turn into NaN."""
+    if own_steps.replaced(model, (*own_steps.TRAINING, *own_steps.EVALUATION)):
+        return  # only its author knows what the targets mean
+    y = sources.targets_of(source)
+    compiled = keras_internals.compiled_loss(model)
+    losses = [] if compiled is None else keras_internals.loss_entries(compiled)
+    if y is None or keras.tree.is_nested(y) or len(losses) != 1:
+        return
+    only = losses[0].loss
+    if isinstance(only, keras.losses.SparseCategoricalCrossentropy) or only.name == "sparse_categorical_crossentropy":
+        classes = output_shape[-1]
+        ignored = getattr(only, "ignore_class", None)
+        if ignored is not None:
+            y = y[y != ignored]
+        if classes is not None and y.size:
+            sources.check_labels(y, classes, "an output")
+
+
+_OF_SIZE = re.compile(
+    r"Where|Unique.*|DynamicPartition|NonMaxSuppression.*|ListDiff|Ragged.*|Sparse(Feature)?Cross(V2|Hashed)?"
+)
+"""Operations whose result has a shape that depends on the data."""
+_OF_HOST = re.compile(
+    r"(Eager)?PyFunc(Stateless)?|Print(V2)?|LookupTable.*|Timestamp|String.*|Decode(Jpeg|Png|Image).*"
+)
+"""Operations that only the host has."""
+
+
+def static(model: keras.Model, forward: Callable[[Structure], Structure], x: Structure) -> None:
+    """Refuses a model that takes text, asks Python or the host, or whose shapes depend on the data.
+
+    Args:
+      model: whose layers are named.
+      forward: calls it.
+      x: inputs of a few rows.
+
+    Raises:
+      UserError: naming the layer.
+    """
+    specs = keras.tree.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), x)
+    graph = tf.function(forward, autograph=False).get_concrete_function(specs).graph
+    bodies = {f.signature.name: f for f in graph.as_graph_def().library.function}
+    inputs = {id(tensor.op) for tensor in graph.inputs}
+    names = {layer.name for layer in keras_internals.flat_layers(model, include_self=False)}
+    for operation in graph.get_operations():
+        if id(operation) in inputs:
+            continue  # who takes it is said, and not where it comes from
+        tensors = [*operation.inputs, *operation.outputs]
+        if any(tensor.dtype == tf.string for tensor in tensors):
+            _refuse(operation.name, names, "takes text", "encode it as numbers in the data set")
+        for kind in (operation.type, *_called(operation.node_def, bodies)):
+            if _OF_HOST.fullmatch(kind):
+                _refuse(operation.name, names, f"needs the host ({kind})", "move it into the data set")
+            if _OF_SIZE.fullmatch(kind):
+                what = f"gives shapes that depend on the data ({kind})"
+                _refuse(operation.name, names, what, "pad to one shape and mask")
+
+
+def _refuse(operation: str, layers: set[str], what: str, advice: str) -> None:
+    parts = [re.sub(r"_\d+$", "", part) if part not in layers else part for part in operation.split("/")]
+    name = next((part for part in reversed(parts) if part in layers), "")
+    whose = f"layer {name!r}" if name else "the model"
+    raise UserError(f"{whose} {what}, and replicas compute with numbers in static shapes here: {advice}")
+
+
+def _called(node: tf.compat.v1.NodeDef, bodies: dict) -> Iterator[str]:
+    """Yields the types of the operations in the branches, loops and functions that a node calls."""
+    waiting, seen = [node], set()
+    while waiting:
+        for value in waiting.pop().attr.values():
+            for name in (value.func.name, *(function.name for function in value.list.func)):
+                if name in bodies and name not in seen:
+                    seen.add(name)
+                    waiting += bodies[name].node_def
+                    yield from (inner.op for inner in bodies[name].node_def)

@@ -1,0 +1,350 @@
+"""The compiled functions of models with a step of their own: `train_step`, `test_step`, `compute_loss` and the like.
+
+The model's own step runs on each replica's rows. What it gives to an optimizer, logs, or adds to a mean as one number
+is taken as a mean over its examples: it is weighed by the replica's share of the global batch, and summed over the
+replicas, gradients before they are clipped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfdist.data.batch_layout import Layout, Rows
+from tfdist.data.structures import Structure
+from tfdist.errors import UserError, one_line
+from tfdist.keras_bridge import ema, keras_internals, optimizer_update, own_steps
+from tfdist.keras_bridge.keras_internals import inner_optimizer
+from tfdist.step.batch_loop import StepOutput, batch_loop
+from tfdist.step.replica import Replica, Taken
+from tfdist.step.results import CallResult, LogNames, computed_from
+
+_tracing = threading.local()  # replicas are traced in threads
+
+
+class _Part(NamedTuple):
+    """What a replica is of a global batch, while its step is traced."""
+
+    replica: Replica
+    share: tf.Tensor
+    """Its part of the examples, a float32 scalar."""
+    rows: Rows
+    inside: list[keras.optimizers.Optimizer]
+    """The optimizer that is applying a sum."""
+    gradients: list[tf.Tensor]
+    """Sums over all replicas that were not applied."""
+    results: dict[int, tuple[Structure, str | list[str]]]
+    """What metrics have returned, by its id, and what `metrics.results` calls it."""
+    graph: tf.Graph
+    """In which the step is traced."""
+    complaints: list[UserError]
+    """Why the step cannot be traced."""
+
+    def weighed(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Returns a mean over this replica's examples as its part of the mean over all."""
+        part = tensor * tf.cast(self.share, tensor.dtype)
+        return part if self.rows.present is None else tf.where(self.rows.present, part, tf.zeros_like(part))
+
+
+def own_step_call(replica: Replica, layout: Layout, method: str, names: LogNames) -> Callable[..., CallResult]:
+    """Makes `call(feed, first, last)`, which runs the model's own step on each of these global batches.
+
+    Args:
+      method: `train_step` or `test_step`.
+      names: is filled in when the function is traced.
+
+    Returns:
+      The function. In its results, `sums` are the values of the last batch, the first of which is finite only if the
+      loss is, and `metrics` the results of all metrics.
+    """
+
+    optimizer = getattr(replica.model, "optimizer", None)
+    if method == "train_step" and optimizer is not None:
+        optimizer_update.check_methods(optimizer, ("finalize_variable_values",))
+
+    def one(batch: Taken, is_last: tf.Tensor) -> tf.Tensor:
+        del is_last
+        count = replica.count(layout, batch)
+        logs = run_step(replica, method, replica.take(layout, batch, count), count, names)
+        return StepOutput.packed(logs, None, None)
+
+    looped = batch_loop(replica, layout, None, one)
+
+    def call(feed: tuple, first: tf.Tensor, last: tf.Tensor) -> CallResult:
+        with replica.tracing(), _over_replicas(replica.model, _apply):
+            return looped(feed, first, last)
+
+    return tf.function(call, autograph=False, reduce_retracing=True)
+
+
+def run_step(replica: Replica, method: str, rows: Rows, count: tf.Tensor | int, names: LogNames) -> tf.Tensor:
+    """Runs the model's own step on one replica's rows; in replica context, while it is traced.
+
+    Returns:
+      One number that is finite if the loss is, then the logs that are not results of metrics, `replica.totals`
+      [1 + logs].
+
+    Raises:
+      UserError: what the step returns cannot be combined over replicas.
+    """
+    share = tf.cast(rows.number, tf.float32) / tf.cast(count, tf.float32)
+    part = _tracing.part = _Part(replica, share, rows, [], [], {}, tf.compat.v1.get_default_graph(), [])
+    try:
+        with replica.state.of_real_rows(rows.present, compiled_metrics=True):
+            logs = _logged(part, method, replica.as_keras_gives(rows.data))
+        if method == "train_step":
+            replica.state.share(rows.present, replica.distribution.all_sum)
+        return _combined(part, method, logs, names)
+    finally:
+        _tracing.part, _tracing.last = None, part
+
+
+def _logged(part: _Part, method: str, data: Structure) -> object:
+    """Returns what a step of the model's own returns.
+
+    One that is a tf.function is traced as the Python function that it was made of. Else it would be a graph by itself,
+    kept with tensors of the first trace, in which replicas cannot exchange anything.
+    """
+    model = part.replica.model
+    step = inspect.getattr_static(type(model), method)
+    decorated = isinstance(step, tf.types.experimental.PolymorphicFunction)
+    call = functools.partial(step.python_function, model) if decorated else getattr(model, method)
+    try:
+        return call(data)
+    except tf.errors.OperatorNotAllowedInGraphError as error:
+        if not decorated:
+            raise
+        raise UserError(
+            f"{method} of {type(model).__name__} is a tf.function in which Python branches or loops by tensors: use "
+            f"tf.cond and tf.while_loop there ({one_line(error, 100)})"
+        ) from error
+    except Exception as error:
+        if part.complaints:  # which TensorFlow may have put into many lines
+            raise part.complaints[0] from None
+        if isinstance(error, RuntimeError) and "merge_call" in str(error):
+            raise UserError(
+                f"{method} of {type(model).__name__} applies gradients, or synchronizes replicas, inside of tf.cond, "
+                "tf.while_loop or a tf.function, where replicas cannot exchange anything: do it outside of these"
+            ) from error
+        raise
+
+
+def prepare(replica: Replica, data: tuple[Structure, ...]) -> None:
+    """Lets the optimizers create their variables: which ones each updates is known only while the step is traced.
+
+    Args:
+      data: a few rows.
+
+    Raises:
+      UserError: the step uses an optimizer that is not the model's.
+    """
+    distribution = replica.distribution
+
+    def one() -> tf.Tensor:
+        number = int(keras.tree.flatten(data)[0].shape[0])
+        rows = Rows(data, number, number * distribution.replicas, 1, number, None)
+        return run_step(replica, "train_step", rows, number * distribution.replicas, LogNames())
+
+    with replica.tracing(), _over_replicas(replica.model, _build):
+
+        def traced() -> tf.Tensor:
+            return distribution.local(distribution.run(one, ()))[0]
+
+        tf.function(traced, autograph=False).get_concrete_function()
+
+
+@contextlib.contextmanager
+def recording(model: keras.Model, wanted: bool) -> Iterator[None]:
+    """Keeps the gradients that the model's own step gives to optimizers, instead of applying them; see `recorded`.
+
+    Args:
+      wanted: whether the model has a step of its own.
+    """
+    with _over_replicas(model, _keep) if wanted else contextlib.nullcontext():
+        yield
+
+
+def recorded() -> list[tf.Tensor]:
+    """Returns the sums of the gradients of the last step that was run in this replica within `recording`."""
+    return _tracing.last.gradients
+
+
+def _combined(part: _Part, method: str, logs: object, names: LogNames) -> tf.Tensor:
+    if not isinstance(logs, dict):
+        raise UserError(
+            f"{method} of {type(part.replica.model).__name__} must return a dict, got {type(logs).__name__}"
+        )
+    dtype = part.replica.totals
+    plain: dict[str, tf.Tensor] = {}
+    names.of_metrics = {}
+    # As of compiled models, the loss alone must be finite; under another name every log may be it.
+    guarded = keras.tree.flatten(logs.get("loss", logs))
+    finite = [tf.reduce_sum(tf.cast(tf.convert_to_tensor(leaf), dtype)) for leaf in guarded]
+    for name, value in logs.items():
+        _, known = part.results.get(id(value), (None, None))
+        if known is not None:
+            names.of_metrics[name] = known
+            continue
+        tensor = tf.convert_to_tensor(value)
+        if tensor.shape.rank != 0:
+            raise UserError(f"{method} logs {name!r} of shape {tensor.shape}: log one number, or a metric's result")
+        if part.replica.distribution.replicas > 1 and computed_from(
+            tensor, [value for value, _ in part.results.values()]
+        ):
+            raise UserError(
+                f"{method} of {type(part.replica.model).__name__} logs {name!r}, which it computes from the result of "
+                "a metric, of which a replica has its own: log the metric itself, or use --strategy=default"
+            )
+        plain[name] = tf.cast(tensor, dtype)
+    names.plain = list(plain)
+    guard = tf.add_n([part.weighed(v) for v in finite]) if finite else tf.zeros([], dtype)
+    values = tf.stack([guard, *(part.weighed(value) for value in plain.values())])
+    return part.replica.distribution.all_sum([values])[0]
+
+
+@contextlib.contextmanager
+def _over_replicas(model: keras.Model, handle: Callable) -> Iterator[None]:
+    """Lets the step's optimizers see all replicas, while it is traced, and its means count a batch once.
+
+    Args:
+      handle: `handle(update)` does something with an `_AskedUpdate` that an optimizer is asked for.
+    """
+    known = own_steps.optimizers(model)
+    averaging = {id(inner_optimizer(o)): inner_optimizer(o).use_ema for o in known}
+    constraints: ema.Constraints = {}
+
+    def update(
+        theirs: Callable, optimizer: keras.optimizers.Optimizer, grads: Structure, variables: Structure = None
+    ) -> None:
+        part: _Part | None = getattr(_tracing, "part", None)
+        if part is None or part.inside:
+            theirs(optimizer, grads, variables)
+            return
+        if not any(optimizer is o for o in known):
+            raise UserError(
+                f"train_step uses an optimizer ({optimizer.name!r}) that is no attribute of the model, and would be "
+                "missing from its checkpoints: set it in compile()"
+            )
+        if keras_internals.another_function(part.graph):
+            complaint = UserError(
+                f"train_step calls optimizer {optimizer.name!r} in a tf.function of its own, in which replicas cannot "
+                "exchange gradients: leave tf.function out, since the whole step is compiled"
+            )
+            part.complaints.append(complaint)
+            raise complaint
+        variables = None if variables is None else list(variables)
+        averages = averaging[id(inner_optimizer(optimizer))]
+        handle(_AskedUpdate(part, theirs, optimizer, list(grads), variables, averages, constraints))
+
+    def mean(theirs: Callable, metric: keras.metrics.Mean, values: Structure, sample_weight: Structure = None) -> None:
+        part: _Part | None = getattr(_tracing, "part", None)
+        if part is not None and part.replica.distribution.replicas > 1 and sample_weight is None:
+            values = tf.convert_to_tensor(values)
+            if values.shape.rank == 0:  # the batch's mean: with all replicas' parts, it counts once
+                sample_weight = part.share
+        theirs(metric, values, sample_weight)
+
+    with contextlib.ExitStack() as changes:
+        changes.enter_context(keras_internals.without_reduction())
+        for optimizer in known:
+            base = inner_optimizer(optimizer)
+            changes.callback(setattr, base, "use_ema", base.use_ema)
+            base.use_ema = False
+            if averaging[id(base)] and optimizer.built:
+                averaged = keras_internals.optimized_variables(base)
+                constraints.update(changes.enter_context(ema.unconstrained(averaged)))
+        changes.enter_context(keras_internals.optimizer_updates(update))
+        changes.enter_context(keras_internals.mean_updates(mean))
+        changes.enter_context(keras_internals.results({metric: _noted(metric) for metric in model.metrics}))
+        yield
+
+
+def _noted(metric: keras.Metric) -> Callable[[], Structure]:
+    """Returns the `result` of a metric, which notes what it returns: that is no mean over a replica's examples."""
+    theirs = metric.result
+
+    def result() -> Structure:
+        value = theirs()
+        _note(metric, value)
+        return value
+
+    return result
+
+
+def _note(metric: keras.Metric, result: Structure) -> None:
+    part: _Part | None = getattr(_tracing, "part", None)
+    if part is None:
+        return
+    if isinstance(result, dict):
+        part.results[id(result)] = result, list(result)
+        part.results.update({id(value): (value, name) for name, value in result.items()})
+    else:
+        part.results[id(result)] = result, metric.name
+
+
+class _AskedUpdate(NamedTuple):
+    """An update that a step asks an optimizer for."""
+
+    part: _Part
+    theirs: Callable
+    """What Keras does, given the next three."""
+    optimizer: keras.optimizers.Optimizer
+    gradients: list[tf.Tensor | None]
+    variables: list[keras.Variable] | None
+    averages: bool
+    """Whether the optimizer keeps averages of the weights."""
+    constraints: ema.Constraints
+    """Those that Keras is kept from."""
+
+    def summed(self) -> list[tf.Tensor | None]:
+        """Returns the gradients of the global batch."""
+        dense = [None if g is None else self.part.weighed(tf.convert_to_tensor(g)) for g in self.gradients]
+        sums = iter(self.part.replica.distribution.all_sum([g for g in dense if g is not None]))
+        return [None if g is None else next(sums) for g in dense]
+
+
+def _apply(update: _AskedUpdate) -> None:
+    """Updates with the sum over all replicas."""
+    base = inner_optimizer(update.optimizer)
+    _build(update)
+    before = tf.identity(base.iterations.value)
+    gradients = update.summed()
+    update.part.inside.append(update.optimizer)
+    update.theirs(update.optimizer, gradients, update.variables)
+    update.part.inside.clear()
+    if update.averages:
+        updated = tf.not_equal(before, tf.identity(base.iterations.value))
+        variables = keras_internals.optimized_variables(base)
+        ema.add(base, variables, before, updated)
+        given = zip(update.gradients, update.variables or variables)
+        ema.constrain(update.constraints, [v for g, v in given if g is not None], updated)
+
+
+def _keep(update: _AskedUpdate) -> None:
+    """Keeps the sum over all replicas."""
+    update.part.gradients.extend(g for g in update.summed() if g is not None)
+
+
+def _build(update: _AskedUpdate) -> None:
+    """Creates the optimizer's variables, once for all replicas; with averages of the weights if it has them."""
+    optimizer, base = update.optimizer, inner_optimizer(update.optimizer)
+
+    def once(strategy: tf.distribute.Strategy) -> None:
+        if optimizer.built:
+            return
+        now, base.use_ema = base.use_ema, update.averages
+        try:
+            with tf.init_scope(), strategy.scope():
+                optimizer.build(update.variables)
+        finally:
+            base.use_ema = now
+
+    if not optimizer.built:
+        tf.distribute.get_replica_context().merge_call(once)

@@ -1,0 +1,158 @@
+"""The public `fit`. What happens when is in `fit_loop`, and what one update computes in `step/`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+import keras
+
+from tfdist.checkpoints.manager import Checkpoints
+from tfdist.data import sources
+from tfdist.data.structures import Structure
+from tfdist.distributed import connect
+from tfdist.distributed.distribution import Distribution
+from tfdist.errors import UserError
+from tfdist.keras_bridge import preconditions
+from tfdist.trainer import agreement, arguments, fit_options
+from tfdist.trainer.arguments import Callbacks, Data
+from tfdist.trainer.fit_loop import FitLoop
+from tfdist.trainer.fit_options import FitOptions
+
+
+def fit(
+    model: keras.Model,
+    x: Data = None,
+    y: Structure = None,
+    batch_size: int | None = None,
+    epochs: int = 1,
+    verbose: int | str = "auto",
+    callbacks: Callbacks = None,
+    validation_split: float = 0.0,
+    validation_data: Data = None,
+    shuffle: bool = True,
+    class_weight: Mapping[int, float] | None = None,
+    sample_weight: Structure = None,
+    initial_epoch: int = 0,
+    steps_per_epoch: int | None = None,
+    validation_steps: int | None = None,
+    validation_batch_size: int | None = None,
+    validation_freq: int | Collection[int] = 1,
+    *,
+    dataset: Data = None,
+    distribution: Distribution | None = None,
+    steps: int | None = None,
+    seed: int = 0,
+    accumulate: int = 1,
+    shards: int = 0,
+    steps_per_call: int | str = "auto",
+    reduce_dtype: str = "float32",
+    checkpoints: Checkpoints | None = None,
+    on_nonfinite: str = "stop",
+    max_rollbacks: int = 3,
+    measure_average: bool = False,
+    learning_rates: Mapping[str, float] | None = None,
+    layer_decay: float = 1.0,
+    check_agreement: str = "auto",
+    should_stop: Callable[[], str] = agreement.never,
+) -> keras.callbacks.History:
+    """Trains a compiled model as `model.fit` does, with the same result under every strategy.
+
+    The arguments before the asterisk are those of Keras, in its order; those after it are tfdist's own. Whether XLA
+    compiles is the distribution's choice (`jit`), not that of `compile`.
+
+    Args:
+      model: a compiled Keras model, created in `distribution.scope()`.
+      x: arrays or frames, a tuple (x, y[, weight]), a `tf.data.Dataset` of global batches, a `keras.utils.PyDataset`,
+        a generator, a loader of Grain or torch, or a source of `tfdist.data.sources`.
+      y: targets, when `x` is arrays.
+      batch_size: global batch of arrays or records, over all replicas and
+        micro-batches; 32 if not given. A data set brings its own.
+      epochs: number of the last epoch, as in Keras.
+      validation_split: part of the examples, the last ones before any shuffling, to validate with.
+      validation_data: as `x`, with its targets in it.
+      shuffle: a new order each epoch of arrays, or of the batches of a `PyDataset`, depending on seed and epoch.
+      class_weight: weight of the examples of each class.
+      sample_weight: weights of the examples, when `x` is arrays.
+      steps_per_epoch: updates that count as an epoch; needed for endless data, and for a generator and several epochs.
+      validation_batch_size: as `batch_size`, and the same if not given.
+      validation_freq: epochs between validations, or a list of epochs.
+      dataset: the name that `x` had before.
+      distribution: of `tfdist.connect`; if not given, the connected one under which the model was created. Without any,
+        one device.
+      steps: stop after this many updates, even within an epoch.
+      seed: decides the order of the examples, together with the epoch.
+      accumulate: micro-batches per update; less memory, the same result.
+      shards: slices into which every batch is cut, also on one device; then weights, history and predictions are the
+        same bits on any number of replicas up to this one. 0 for off.
+      steps_per_call: updates per call of the compiled function, `auto` to
+        choose by time. A callback that looks at batches makes it 1.
+      reduce_dtype: type in which gradients travel between replicas: `float32`
+        (as they are), `bfloat16` or `float16` (half the bytes, less precision).
+      checkpoints: where the state is kept and resumed from, at the very update; the last one is taken at the end, and
+        when `should_stop` ends the training. None for none. With them, one process that runs out of memory goes on from
+        the last one with micro-batches of half the size, and so with the same result.
+      on_nonfinite: `stop` with an error when the loss is NaN or infinite, or `rollback` to the last checkpoint and
+        leave out the update at which it was, and the one before.
+      max_rollbacks: how often; then stop.
+      measure_average: with an optimizer that has `use_ema`, validate the averaged weights, which the training will end
+        with; callbacks' `on_epoch_end` sees them, too. Keras' fit validates the weights as they are.
+      learning_rates: factors on the optimizer's learning rate and weight decay, by pattern for names of layers:
+        `{"head*": 10.0}`.
+      layer_decay: factor on both from each layer to the one below it; see `layerwise_rates.factors`.
+      check_agreement: with several replicas, compute a few rows on one replica and on all before the first update, and
+        stop if losses, metrics or gradient differ: `on`, `off`, or `auto` to leave out models that have passed before.
+      should_stop: asked after every call; a reason, on any worker, ends the
+        training on all of them after the same update.
+
+    Returns:
+      The Keras `History`, with what was there before a resume.
+
+    Raises:
+      UserError: the model, data or arguments do not fit together.
+      TrainingError: the loss is no longer finite, a worker is lost, or the
+        replicas have come apart.
+      Interrupted: `should_stop` gave a reason.
+    """
+    x = arguments.renamed(x, dataset)
+    source = sources.as_source(x, y, sample_weight)
+    if validation_split:
+        if validation_data is not None:
+            raise UserError("validation_split and validation_data both say what to validate with: give one of them")
+        source, validation_data = sources.split(source, validation_split)
+    options = FitOptions(
+        distribution=distribution or connect.current(model.distribute_strategy),
+        batch_size=batch_size,
+        epochs=arguments.epochs_at_most(epochs),
+        steps=steps,
+        callbacks=callbacks,
+        verbose=verbose,
+        validation_data=tuple(validation_data) if isinstance(validation_data, list) else validation_data,
+        validation_freq=validation_freq,
+        validation_batch_size=validation_batch_size,
+        validation_steps=validation_steps,
+        shuffle=shuffle,
+        seed=seed,
+        initial_epoch=initial_epoch,
+        steps_per_epoch=arguments.steps_at_most(steps_per_epoch),
+        accumulate=accumulate,
+        shards=shards,
+        steps_per_call=steps_per_call,
+        reduce_dtype=reduce_dtype,
+        checkpoints=checkpoints,
+        on_nonfinite=on_nonfinite,
+        max_rollbacks=max_rollbacks,
+        measure_average=measure_average,
+        learning_rates=learning_rates,
+        layer_decay=layer_decay,
+        check_agreement=check_agreement,
+        should_stop=should_stop,
+    )
+    fit_options.check_validation(options)
+    fit_options.check_reading(source, options)
+    if class_weight:
+        source = sources.weigh_classes(source, class_weight)
+    preconditions.model_fits(model, options.distribution, accumulate, shards)
+    preconditions.own_train_step(model, options.given(preconditions.OF_OUR_STEP))
+    if options.shards and options.reduce_dtype != "float32":
+        raise UserError("reduce_dtype cannot be used with shards, whose sums are exact: leave out one of them")
+    return FitLoop(model, source, options).run()

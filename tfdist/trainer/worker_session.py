@@ -1,0 +1,128 @@
+"""A command's work under a strategy that has been started: signals ask it to stop, failures are told to the others."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn, TypeVar
+
+from tfdist.errors import TrainingError, UserError
+
+if TYPE_CHECKING:
+    from tfdist.cluster.peers import Peers
+
+T = TypeVar("T")
+_SENT: list[mmap.mmap] = []
+"""Memory that forked children share: not zero once this process has sent a signal itself, as `terminate` does."""
+
+
+def _see_kill(event: str, arguments: tuple) -> None:
+    if event in ("os.kill", "os.killpg"):
+        for page in _SENT:
+            page[0] = 1
+
+
+def in_touch(peers: Peers, work: Callable[[], T]) -> T:
+    """Does the work, and lets the other workers know when it fails here.
+
+    Args:
+      peers: of the distribution.
+      work: what to do.
+
+    Raises:
+      UserError, TrainingError: what ended the work, in one line.
+    """
+    process = os.getpid()
+    try:
+        return work()
+    except BaseException as error:
+        if os.getpid() != process:
+            _end_child(error)
+        failure = _failure(error, peers)
+        reason = str(failure) or type(failure).__name__
+        peers.fail(reason, {UserError: 2, KeyboardInterrupt: 130}.get(type(failure), 1))
+        if not isinstance(failure, UserError):
+            with contextlib.suppress(TrainingError):  # the reason itself may be that nothing can be written
+                peers.last_words(reason)
+        if failure is error:
+            raise
+        raise failure from error
+
+
+def _end_child(error: BaseException) -> NoReturn:
+    """Ends a child that code of the user has forked, and that has come here by sys.exit or an error.
+
+    What follows is the parent's: its last words, its files, and the end of TensorFlow, whose threads a child has not.
+    """
+    said = error.code if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
+    code = 0 if said is None else said & 0xFF if isinstance(said, int) else 1
+    with contextlib.suppress(Exception):
+        if isinstance(said, str):
+            print(said, file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def _failure(error: BaseException, peers: Peers) -> BaseException:
+    """Returns what ends the work: an error of TensorFlow outside of a call may come from a lost worker."""
+    import tensorflow as tf
+
+    from tfdist.step import call_errors
+
+    if isinstance(error, SystemExit):
+        return TrainingError(f"something in the run called sys.exit({error.code!r}): let the training end by itself")
+    return call_errors.cause(error, peers) if isinstance(error, tf.errors.OpError) else error
+
+
+class Signals:
+    """A context in which SIGINT, SIGTERM and SIGUSR1 wait for the end of the current call; a second SIGINT does not.
+
+    Children that are forked within, such as a pool of the data's, inherit the handlers. The first signal to the whole
+    process group, as `timeout` and Slurm send it, lets them go on, since the update in progress may need them. Any
+    other ends them: one of their parent's above all, which waits for their end after it.
+    """
+
+    def __init__(self):
+        self.received = ""
+        self._process = os.getpid()
+        self._sent = mmap.mmap(-1, 1)
+        self._told_child = 0
+        """The child that has had its first signal."""
+        self._before: dict = {}
+
+    def __enter__(self) -> Signals:
+        if not _SENT:
+            sys.addaudithook(_see_kill)
+        _SENT.append(self._sent)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def reason(self) -> str:
+        """Returns why the run shall stop, or nothing."""
+        return f"stopped by {self.received} after the update in progress" if self.received else ""
+
+    def _receive(self, number: int, frame: object) -> None:
+        if os.getpid() != self._process:
+            self._receive_in_child(number)
+            return
+        if self.received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = signal.Signals(number).name
+
+    def _receive_in_child(self, number: int) -> None:
+        orphaned = os.getppid() != self._process
+        if not (self._sent[0] or self._told_child == os.getpid() or orphaned):
+            self._told_child = os.getpid()
+            return
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)  # os.kill would be seen, and end the other children

@@ -1,0 +1,137 @@
+"""Compares replicated state, weights and optimizers, over all replicas bit by bit.
+
+It starts equal and gets equal updates, so it stays equal; unless a weight or a learning rate was changed on one worker
+alone, or memory or a network is broken. Then every further update would be wrong without a word.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Callable
+
+import keras
+import tensorflow as tf
+
+from tfdist.distributed.distribution import Distribution
+from tfdist.errors import TrainingError
+from tfdist.keras_bridge import freezing, own_steps
+
+EVERY = 1000
+"""Updates between two comparisons."""
+_BITS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
+
+
+class ReplicaSyncCheck:
+    """The comparison of a model's state over replicas and workers.
+
+    Args:
+      distribution: under which the model was created.
+      optimizers: whether to compare their state, too: slots, learning rate, number of updates, loss scale.
+      every: updates between two comparisons.
+    """
+
+    def __init__(self, distribution: Distribution, optimizers: bool = True, every: int = EVERY):
+        self._distribution = distribution
+        self._optimizers = optimizers
+        self._every = every
+        self._next = 0
+        self._traced: tuple[list[int] | None, Callable[[], tuple[tf.Tensor, ...]]] = (None, tuple)
+        """The checksums as a compiled function, and the ids of the variables that it reads."""
+
+    def check_if_due(self, model: keras.Model, updates: int) -> None:
+        """Compares at the first call, and every so many updates.
+
+        Raises:
+          TrainingError: as `check`.
+        """
+        if updates >= self._next:
+            self._next = updates - updates % self._every + self._every
+            self.check(model, f"after update {updates}")
+
+    def check(self, model: keras.Model, when: str) -> None:
+        """Compares; all workers call this.
+
+        Args:
+          when: for the message, such as `after update 10`.
+
+        Raises:
+          TrainingError: the state differs; it names the first variable that does, and where.
+        """
+        if self._distribution.replicas == 1:
+            return
+        variables = [*model.trainable_variables, *freezing.fixed(model)]
+        if self._optimizers:
+            variables += [v for optimizer in own_steps.optimizers(model) for v in optimizer.variables]
+        mine = [sums.numpy().tolist() for sums in self._checksums(variables)]
+        digest = [hashlib.sha256(repr(sums).encode()).hexdigest() for sums in mine]
+        gather = self._distribution.peers.gather
+        digests = [d for worker in gather(f"the weights {when}", digest) for d in worker]
+        if len(set(digests)) == 1:
+            return
+        everyone = [sums for worker in gather("the weights in detail", mine) for sums in worker]
+        for i, variable in enumerate(variables):
+            different = [self._place(r) for r, sums in enumerate(everyone) if sums[i : i + 1] != everyone[0][i : i + 1]]
+            if different:
+                raise TrainingError(
+                    f"the replicas are no longer the same {when}: {variable.path} differs on {', '.join(different)} "
+                    f"from {self._place(0)}: change weights and optimizers on all workers alike, and look for broken "
+                    "memory if nothing did"
+                )
+        raise TrainingError(
+            f"the replicas are no longer the same {when}: worker 0 has fewer variables than others: build model and "
+            "optimizer on all workers alike"
+        )
+
+    def _place(self, replica: int) -> str:
+        distribution = self._distribution
+        worker, device = divmod(replica, len(distribution.devices))
+        on = f" {distribution.devices[device]}" if len(distribution.devices) > 1 else ""
+        name = f"worker {worker} ({distribution.peers.hosts[worker]}){on}" if distribution.workers > 1 else on.strip()
+        return name
+
+    def _checksums(self, variables: list[keras.Variable]) -> tuple[tf.Tensor, ...]:
+        """Returns two numbers per variable, int64 [variables, 2], of each replica of this worker."""
+        ids = [id(variable) for variable in variables]
+        if self._traced[0] != ids:
+
+            def one() -> tf.Tensor:
+                if not variables:  # a model of Rescaling alone: nothing to stack
+                    return tf.zeros([0, 2], tf.int64)
+                return tf.stack([_checksum(tf.convert_to_tensor(v.value)) for v in variables])
+
+            distribution = self._distribution
+
+            def sums() -> tuple[tf.Tensor, ...]:
+                return distribution.local(distribution.run(one, ()))
+
+            self._traced = ids, tf.function(sums, autograph=False)
+        return self._traced[1]()
+
+
+_OF_WEIGHTS: dict[int, tuple[tf.distribute.Strategy, ReplicaSyncCheck]] = {}
+"""By the id of the model, until it is gone: `evaluate` may be called again and again, and tracing takes longer."""
+
+
+def check_weights(model: keras.Model, distribution: Distribution, when: str) -> None:
+    """Compares a model's weights alone, which are all that is measured or predicted with.
+
+    Raises:
+      TrainingError: as `ReplicaSyncCheck.check`.
+    """
+    strategy, check = _OF_WEIGHTS.get(id(model), (None, None))
+    if check is None or strategy is not distribution.strategy:
+        if check is None:
+            weakref.finalize(model, _OF_WEIGHTS.pop, id(model), None).atexit = False
+        check = ReplicaSyncCheck(distribution, optimizers=False)
+        _OF_WEIGHTS[id(model)] = distribution.strategy, check
+    check.check(model, when)
+
+
+def _checksum(weight: tf.Tensor) -> tf.Tensor:
+    """Returns the sum of the bits, and of the bits times odd numbers, which a swap changes too; both modulo 2^64."""
+    weight = tf.cast(weight, tf.int8) if weight.dtype == tf.bool else weight
+    bits = tf.bitcast(weight, _BITS[weight.dtype.size])
+    bits = tf.cast(tf.reshape(bits, [-1]), tf.int64)
+    odd = 2 * tf.range(tf.size(bits, tf.int64), dtype=tf.int64) + 1
+    return tf.stack([tf.reduce_sum(bits), tf.reduce_sum(bits * odd)])

@@ -1,0 +1,203 @@
+"""Whether two runs have ended with the same weights: the distance between them, and where most of it is.
+
+The weights are read from the checkpoint that a run leaves at its end, where they
+stand under the names that Keras gives them; `model.keras` has numbers instead of
+names, and may need the user's classes to be read. TensorFlow is imported to read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import pathlib
+import re
+import zipfile
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from tfdist.checkpoints import files
+from tfdist.cluster import standard_error
+from tfdist.errors import UserError
+
+TOLERANCE = {"float32": 1e-5, "float64": 1e-11, "mixed_bfloat16": 1e-2, "mixed_float16": 1e-3}
+"""Largest distance after a whole run, by precision: ten times that of the tests' few updates, where there is room."""
+TOLERANCE_OF_SUMS = {"float32": 0.0, "bfloat16": 1e-2, "float16": 1e-3}
+"""The least there is to allow when gradients travel in fewer bits."""
+CHECK_TOLERANCE = 1e-6
+"""Largest distance after the check in float64: rounding is 1e-12 there, a wrong sum 1e-3 or more."""
+CHECK_UPDATES = 100
+_SEED = "seed_generator"
+_NAME = re.compile(r"(shared|replicas)/model/(\d+)/(.+)")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Difference:
+    """How far a run's weights, b, are from those of the reference, a."""
+
+    distance: float
+    """|a - b| / |a|, with the Euclidean norm over all weights of the model: 0 where all bits are the same."""
+    variable: str
+    """Where most of it is; empty if nothing differs."""
+    largest: float
+    """max |a - b| in that variable."""
+    scale: float
+    """max |a| in that variable."""
+    variables: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Each variable's part of the distance: the squares add up to its square."""
+
+
+class _CheckpointReader(Protocol):
+    """What `tf.train.load_checkpoint` returns."""
+
+    def get_tensor(self, name: str) -> np.ndarray: ...
+
+    def get_variable_to_shape_map(self) -> dict[str, list[int]]: ...
+
+
+class _Worst(NamedTuple):
+    """The variable in which most of the distance is."""
+
+    name: str = ""
+    square: float = 0.0
+    """|a - b| squared; infinite where it is no number."""
+    largest: float = 0.0
+    scale: float = 0.0
+
+
+def tolerance(precision: str, reduce_dtype: str) -> float:
+    """Returns the distance up to which two runs count as the same."""
+    return max(TOLERANCE[precision], TOLERANCE_OF_SUMS[reduce_dtype])
+
+
+def check_flags(updates: int, epochs: int) -> dict[str, str]:
+    """Returns fields of an experiment that tell a wrong sum from rounding that has grown, whatever the model.
+
+    Rounding grows with time, in some models to a few percent (see the README).
+    In float64 it begins at 1e-16, and has not grown to anything after an epoch:
+    what differs then is no rounding. Nothing else of the experiment changes,
+    but that the warm-up fits into these few updates, and that BatchNorm is synchronized.
+
+    Args:
+      updates: number of updates of the whole run.
+      epochs: number of its epochs.
+    """
+    # An epoch and one more update have met the last batch of an epoch, which may be an uneven one.
+    few = min(updates, CHECK_UPDATES, -(-updates // max(1, epochs)) + 1)
+    return {
+        "config.train.epochs": "0",
+        "config.train.steps": str(few),
+        "config.train.precision": "float64",
+        "config.optimizer.reduce_dtype": "float32",
+        "config.model.sync_batch_norm": "True",
+        "config.optimizer.warmup": "50%",
+        "config.eval.every": "1 epoch",
+    }
+
+
+def difference(reference: pathlib.Path, other: pathlib.Path) -> Difference:
+    """Compares the weights in two run folders.
+
+    Raises:
+      ValueError: the weights cannot be read, or are of another model.
+    """
+    ours, theirs = _reader(reference), _reader(other)
+    names = _names(ours)
+    if sorted(names) != sorted(_names(theirs)):
+        odd = sorted(set(names) ^ set(_names(theirs)))
+        raise ValueError(f"the models are not the same: {odd[0] if odd else 'their variables'} is in one of them only")
+    squares, norm, worst = {}, 0.0, _Worst()
+    names = {place: name for place, name in names.items() if _SEED not in name}  # those differ on purpose
+    shown = _shown(names)
+    for place, name in names.items():
+        a, b = _values(ours, place, name), _values(theirs, place, _names(theirs)[place])
+        if a.shape != b.shape:
+            raise ValueError(f"the models are not the same: {shown[place]} is {list(a.shape)} and {list(b.shape)}")
+        norm += float(np.square(a).sum())
+        squares[shown[place]] = square = float(np.square(a - b).sum())
+        if square > worst.square or math.isnan(square):
+            scale = float(np.abs(a).max(initial=0))
+            square = math.inf if math.isnan(square) else square
+            worst = _Worst(shown[place], square, float(np.abs(a - b).max()), scale)
+    unit = math.sqrt(norm) or 1.0
+    parts = {name: math.sqrt(square) / unit for name, square in squares.items()}
+    return Difference(math.sqrt(sum(squares.values())) / unit, worst.name, worst.largest, worst.scale, parts)
+
+
+def reasons_to_differ(folder: pathlib.Path, replicas: int) -> list[str]:
+    """Says which of a model's layers depend on the number of replicas; the check in float64 goes without them."""
+    if replicas == 1:
+        return []
+    try:
+        names = list(_names(_reader(folder)).values())
+    except ValueError:
+        names = []
+    reasons = []
+    random = [name.split("/")[-3] for name in names if _SEED in name and name.count("/") >= 2]
+    if any(_SEED in name for name in names):
+        reasons.append(f"random layers ({', '.join(dict.fromkeys(random)) or 'dropout'}) draw for each replica")
+    if any(name.endswith("/moving_mean") for name in names):
+        unsynchronized = [layer for layer in _batch_norms(folder) if not layer.get("synchronized")]
+        if unsynchronized:
+            reasons.append(f"BatchNorm is not synchronized ({unsynchronized[0].get('name')})")
+    return reasons
+
+
+def _reader(folder: pathlib.Path) -> _CheckpointReader:
+    """Returns a reader of the newest checkpoint in a run folder.
+
+    Raises:
+      ValueError: there is none, or it cannot be read.
+    """
+    try:
+        path = files.found(folder / "checkpoints")[0]
+        files.verify(path)
+    except IndexError:
+        raise ValueError(f"{folder} has no checkpoint") from None
+    except (OSError, UserError, files.DamagedError) as error:
+        raise ValueError(f"the checkpoint in {folder} cannot be read: {error}") from None
+    with standard_error.kept():
+        import tensorflow as tf
+
+    return tf.train.load_checkpoint(str(path / files.TENSORS))
+
+
+def _names(reader: _CheckpointReader) -> dict[str, str]:
+    """Returns the name of each variable of the model, by its place in it, which is the same in all runs."""
+    matches = filter(None, (_NAME.fullmatch(name) for name in reader.get_variable_to_shape_map()))
+    return {f"{m[1]}/model/{m[2]}": m[3] for m in sorted(matches, key=lambda m: (m[1] != "shared", m[2]))}
+
+
+def _values(reader: _CheckpointReader, place: str, name: str) -> np.ndarray:
+    """Returns a variable in float64; the mean of one that each replica has for itself, as a saved model has it."""
+    value = np.asarray(reader.get_tensor(f"{place}/{name}")).astype(np.float64)
+    return value.mean(0) if place.startswith("replicas") else value
+
+
+def _shown(names: Mapping[str, str]) -> dict[str, str]:
+    """Returns names by place for a person: without the model's own, with which all begin, and no two alike."""
+    first = {name.partition("/")[0] for name in names.values()}
+    shown: dict[str, str] = {}
+    for place, name in names.items():
+        short = name.partition("/")[2] if len(first) == 1 and "/" in name else name
+        shown[place] = f"{short} ({place})" if short in shown.values() else short
+    return shown
+
+
+def _batch_norms(folder: pathlib.Path) -> Iterator[dict[str, object]]:
+    """Yields the settings of a model's BatchNormalization layers, which `model.keras` tells without the user's code."""
+    try:
+        with zipfile.ZipFile(folder / "model.keras") as archive:
+            queue = [json.loads(archive.read("config.json"))]
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+        return
+    while queue:
+        value = queue.pop()
+        if isinstance(value, dict):
+            if value.get("class_name") == "BatchNormalization":
+                yield value.get("config", {})
+            queue += value.values()
+        elif isinstance(value, list):
+            queue += value
