@@ -514,7 +514,7 @@ LOSSES = [  # what workers 0, 1 and 2 do, their exit codes, and what those with 
         "killed while others keep back what is printed",
         [
             "os.kill(os.getpid(), 9)",
-            *["pass\nfrom tfdist.distributed import standard_error\nwith standard_error.kept():\n  stuck()"] * 2,
+            *["pass\nfrom tfdist.cluster import standard_error\nwith standard_error.kept():\n  stuck()"] * 2,
         ],
         [-9, 1, 1],
         r"tfdist: failed: lost worker 0 \(HOST\): its process ended",

@@ -20,7 +20,7 @@ from tfdist.keras_bridge import keras_internals, optimizer_update
 from tfdist.step import step_calls
 
 PACKAGE = pathlib.Path(tfdist.__file__).parent
-INTERNALS = sorted((PACKAGE / "models" / "keras_internals").glob("*.py"))
+INTERNALS = sorted((PACKAGE / "keras_bridge" / "keras_internals").glob("*.py"))
 PRIVATE_OF_OTHERS = {
     "_exit",  # os
     "_get_function",  # TensorFlow's graph, in monitoring/flops.py
@@ -54,7 +54,7 @@ def test_private_names_of_keras_are_used_in_one_folder_only():
         attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         for name, line in private_names(path).items():
             where = f"{path.relative_to(PACKAGE)}:{line}: {name}"
-            assert name not in of_keras, f"{where} belongs into models/keras_internals"
+            assert name not in of_keras, f"{where} belongs into keras_bridge/keras_internals"
             assert name not in attributes or name in PRIVATE_OF_OTHERS, f"{where} is private: of which object?"
         modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
         assert not any(module.startswith("keras.src") for module in modules), path
