@@ -15,11 +15,12 @@ train: .venv/ready
 test: .venv/ready horovod
 	$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder
 
-# Every cell of every table, and `faults`; then the speed beside the newest release, if there is one.
+# Every cell of every table, and `faults`; then the speed beside the newest release, if there is one. PART=2/6 runs a sixth;
+# `.test-parts` (not in git) records which parts passed on which commit.
 RELEASE = $(shell git describe --tags --abbrev=0 2>/dev/null)
 test-all: .venv/ready horovod
-	$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder -m 'not topology'
-	$(if $(RELEASE),$(BIN)/python benchmarks/bench.py --against=$(RELEASE))
+	$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder -m 'not topology' $(if $(PART),--part=$(PART))
+	$(if $(PART),,$(if $(RELEASE),$(BIN)/python benchmarks/bench.py --against=$(RELEASE)))
 
 # The oldest supported versions run what notices soonest that something has moved.
 test-oldest: .venv-oldest/ready

@@ -1,5 +1,6 @@
 """Eight logical CPUs for the whole session; TensorFlow allows to split the CPU once per process."""
 
+import argparse
 import functools
 import logging
 import os
@@ -9,7 +10,7 @@ import sys
 import tempfile
 
 import pytest
-from support import covering, processes
+from support import covering, processes, scheduling
 
 import tfdist
 
@@ -39,9 +40,32 @@ def pytest_collection_modifyitems(items):
     covering.mark_the_rest(items)
 
 
-def pytest_xdist_make_scheduler(config, log):
-    from support import scheduling
+def pytest_addoption(parser):
+    parser.addoption("--part", type=_part, help="run part I of N of the tests, as I/N (make test-all PART=2/6)")
 
+
+def _part(text):
+    number, _, total = text.partition("/")
+    if not (number.isdecimal() and total.isdecimal() and 1 <= int(number) <= int(total)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a part such as 2/6")
+    return int(number), int(total)
+
+
+@pytest.hookimpl(specname="pytest_collection_modifyitems", trylast=True)  # of what the marks have left
+def pytest_keep_one_part(config, items):
+    if config.option.part:
+        mine = set(scheduling.select([item.nodeid for item in items], *config.option.part))
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in mine])
+        items[:] = [item for item in items if item.nodeid in mine]
+
+
+def pytest_sessionfinish(session, exitstatus):
+    """Notes which part passed; the processes of xdist leave that to the one that started them."""
+    if session.config.option.part and not hasattr(session.config, "workerinput"):
+        scheduling.record(REPOSITORY, "{}/{}".format(*session.config.option.part), exitstatus == 0)
+
+
+def pytest_xdist_make_scheduler(config, log):
     return scheduling.ByPart(config, log) if config.option.dist == "loadscope" else None
 
 

@@ -6,7 +6,10 @@ part: they share what one device ends with.
 """
 
 import collections
+import datetime
+import pathlib
 import re
+import subprocess
 import zlib
 
 from xdist.scheduler import LoadScopeScheduling
@@ -42,3 +45,26 @@ class ByPart(LoadScopeScheduling):
     def _split_scope(self, nodeid):
         self._part = self._part or parts(self.collection)
         return self._part(nodeid)
+
+
+def select(nodeids, number, parts_in_all):
+    """Returns the nodeids of part `number` (from 1) of `parts_in_all`, about equal in their number of tests.
+
+    Tests that share a process stay together, so the split does not depend on how many processes run it.
+    """
+    scope = parts(nodeids)
+    sizes = collections.Counter(map(scope, nodeids))
+    loads, chosen = [0] * parts_in_all, {}
+    for name, size in sorted(sizes.items(), key=lambda entry: (-entry[1], entry[0])):
+        chosen[name] = loads.index(min(loads))
+        loads[chosen[name]] += size
+    return [nodeid for nodeid in nodeids if chosen[scope(nodeid)] == number - 1]
+
+
+def record(root, part, passed, now=None):
+    """Appends to `.test-parts` which part of the tests passed or failed on which commit."""
+    git = lambda *words: subprocess.run(["git", "-C", root, *words], capture_output=True, text=True).stdout.strip()
+    commit = git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain") else "")
+    when = (now or datetime.datetime.now()).isoformat(" ", "minutes")
+    with (pathlib.Path(root) / ".test-parts").open("a") as file:
+        file.write(f"{commit} part {part} {'passed' if passed else 'failed'} {when}\n")
