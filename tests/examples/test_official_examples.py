@@ -4,9 +4,9 @@ import itertools
 import pickle
 
 import pytest
+from programs.examples import EXAMPLES
+from programs.surface import program as programs
 from support import worlds
-from support.keras_examples import EXAMPLES
-from support.keras_programs import program as programs
 
 SEVERAL = "mirrored 2"
 IN_WORLDS = ("endpoint layer", "transfer learning, BatchNorm kept frozen", "several workers")

@@ -6,7 +6,7 @@ import types
 import keras
 import pytest
 import tensorflow as tf
-from support.keras_programs.metrics import Highest, Lowest
+from programs.surface.metrics import Highest, Lowest
 
 from tfdist.keras_bridge import metrics, whole_metrics
 

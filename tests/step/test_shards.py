@@ -7,8 +7,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from programs.surface.layers import CountsExamples
 from support import sharded_cases, training_cases
-from support.keras_programs.layers import CountsExamples
 from support.sharded_cases import SHARDS
 from support.training_cases import L
 

@@ -16,9 +16,9 @@ import tfdist
 DISTRIBUTION = tfdist.connect(**json.loads(os.environ["CONNECT"]))
 
 # They make tensors, for which the strategy must have been started.
-from support.keras_examples import EXAMPLES  # noqa: E402
-from support.keras_programs import PROGRAMS  # noqa: E402
-from support.keras_programs.program import by_tfdist  # noqa: E402
+from programs.examples import EXAMPLES  # noqa: E402
+from programs.surface import PROGRAMS  # noqa: E402
+from programs.surface.program import by_tfdist  # noqa: E402
 
 folder = pathlib.Path(sys.argv[1])
 programs = {program.name: program for program in [*PROGRAMS, *EXAMPLES]}

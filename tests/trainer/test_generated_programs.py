@@ -9,7 +9,7 @@ import re
 
 import keras
 import pytest
-from support.generated import fitting_pieces, layer_pieces, objective_pieces, running, user_code, writer
+from programs.generated import fitting_pieces, layer_pieces, objective_pieces, running, user_code, writer
 
 SHORT = ((301, 3), (402, 1))
 """Seeds and numbers of replicas of `make test`, which are quick ones."""

@@ -6,8 +6,9 @@ import re
 
 import keras
 import pytest
-from support import keras_programs, scheduling, worlds
-from support.keras_programs import program as programs
+from programs import surface
+from programs.surface import program as programs
+from support import scheduling, worlds
 
 WORLDS = {"multi_worker 2": ("multi_worker", 2), "horovod 2": ("horovod", 2)}
 
@@ -21,7 +22,7 @@ def cells():
     Elsewhere a number that leaves a shorter last batch is enough, since it has whole batches, too. `make test` has one
     cell of every twentieth program, on one device, two replicas or three; some on workers are in `test_workers.py`.
     """
-    for turn, program in enumerate(keras_programs.PROGRAMS):
+    for turn, program in enumerate(surface.PROGRAMS):
         strategies = [programs.ONE] if program.unlike_one else programs.STRATEGIES
         group, rest = divmod(turn, 20)
         short = strategies[group % min(3, len(strategies))]
@@ -101,7 +102,7 @@ def test_agrees_with_keras_on_one_device(program, rows, strategy, reference, run
 @pytest.mark.parametrize("kind", ["losses", "metrics", "optimizers", "callbacks"])
 def test_every_class_of_keras_occurs(kind):
     public = {n for n, c in vars(getattr(keras, kind)).items() if inspect.isclass(c) and n[0].isupper()}
-    text = inspect.getsource(getattr(keras_programs, kind))
+    text = inspect.getsource(getattr(surface, kind))
     missing = {n for n in public if not re.search(rf"\b{n}\b", text)}
     assert missing <= OCCUR_ELSEWHERE[kind], missing - OCCUR_ELSEWHERE[kind]
 
@@ -116,5 +117,5 @@ OCCUR_ELSEWHERE = {
 
 
 def test_names_are_unique():
-    names = [program.name for program in keras_programs.PROGRAMS]
+    names = [program.name for program in surface.PROGRAMS]
     assert len(names) == len(set(names)) >= 120

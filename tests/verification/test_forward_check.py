@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from support.keras_programs.layers import CountsExamples
+from programs.surface.layers import CountsExamples
 
 import tfdist
 from tfdist.step import step_calls

@@ -6,8 +6,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from programs.surface.layers import CountsExamples
 from support import training_cases
-from support.keras_programs.layers import CountsExamples
 
 import tfdist
 from tfdist.keras_bridge import batch_norm, batch_norm_ops, keras_internals, layer_state

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from support.keras_programs.program import L, Program, classes, compiled, features, normal, numbers, sparse
+from programs.surface.program import L, Program, classes, compiled, features, normal, numbers, sparse
 
 ops, metrics = keras.ops, keras.metrics
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from support.keras_programs import callbacks, inputs, layers, losses, metrics, optimizers, train_steps
+from programs.surface import callbacks, inputs, layers, losses, metrics, optimizers, train_steps
 
 IN_BOTH = [p for module in (losses, metrics, layers, train_steps) for p in module.PROGRAMS]
 """What an uneven batch and an even one may find different mistakes in."""

@@ -4,7 +4,7 @@ import keras
 from keras import optimizers
 from keras.optimizers import schedules
 
-from support.keras_programs.program import L, Program, classes, compiled, dense, tokens
+from programs.surface.program import L, Program, classes, compiled, dense, tokens
 
 
 def trained(name, make, build=None, data=classes, **kwargs):

@@ -3,8 +3,8 @@
 import keras
 import numpy as np
 
-from support.keras_programs.losses import of_two_heads, tagged, tagged_weighed, two_heads
-from support.keras_programs.program import (
+from programs.surface.losses import of_two_heads, tagged, tagged_weighed, two_heads
+from programs.surface.program import (
     L,
     Program,
     binary,

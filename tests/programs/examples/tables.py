@@ -3,7 +3,7 @@
 import keras
 import tensorflow as tf
 
-from support.keras_programs.program import L, Program, normal, rng
+from programs.surface.program import L, Program, normal, rng
 
 # -- endpoint layer -----------------------------------------------------------
 

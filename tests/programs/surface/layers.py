@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from support.keras_programs.program import (
+from programs.surface.program import (
     L,
     Program,
     classes,

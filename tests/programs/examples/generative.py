@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from support.keras_programs.program import L, Program, rng
+from programs.surface.program import L, Program, rng
 
 ops = keras.ops
 DRAWS = "each replica draws its own noise"

@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 
-from support.keras_programs.program import (
+from programs.surface.program import (
     L,
     Program,
     binary,

@@ -6,9 +6,9 @@ import dataclasses
 import random
 import re
 
-from support.generated.fitting_pieces import CALLBACKS, OPTIMIZERS, OPTIONS, SCHEDULES
-from support.generated.layer_pieces import FLAT, INPUTS, MERGES, SAME
-from support.generated.objective_pieces import STEP_TARGETS, TARGETS, Target
+from programs.generated.fitting_pieces import CALLBACKS, OPTIMIZERS, OPTIONS, SCHEDULES
+from programs.generated.layer_pieces import FLAT, INPUTS, MERGES, SAME
+from programs.generated.objective_pieces import STEP_TARGETS, TARGETS, Target
 
 FORMS = ["sequential", "functional", "functional", "subclass", "nested", "two inputs", "shared", "two outputs", "steps"]
 REDUCTIONS = ["reduction='sum'", "reduction='mean'", "reduction='mean_with_sample_weight'", "reduction='none'"]

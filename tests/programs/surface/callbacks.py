@@ -5,7 +5,7 @@ import csv
 import keras
 import numpy as np
 
-from support.keras_programs.program import Program, classes, compiled, dense
+from programs.surface.program import Program, classes, compiled, dense
 
 callbacks = keras.callbacks
 

@@ -6,8 +6,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from support.keras_programs.losses import of_two_heads, tagged_weighed, tagger, two_heads
-from support.keras_programs.program import L, Program, classes, compiled, dense, features, normal, sparse, weighed
+from programs.surface.losses import of_two_heads, tagged_weighed, tagger, two_heads
+from programs.surface.program import L, Program, classes, compiled, dense, features, normal, sparse, weighed
 
 
 def given(name, data, build=None, fit=None, **kwargs):

@@ -13,8 +13,8 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist
-from support.generated import user_code
-from support.generated.writer import Program
+from programs.generated import user_code
+from programs.generated.writer import Program
 
 TOLERANCE = {"float64": 1e-8, "float32": 1e-4, "mixed_bfloat16": 0.1}
 RANDOM = re.compile(
@@ -94,7 +94,7 @@ class Keras:
 
     @contextlib.contextmanager
     def _judging(self, model):
-        """Keeps a model from what is known to be wrong of Keras: see `keras_programs.program`."""
+        """Keeps a model from what is known to be wrong of Keras: see `programs.surface.program`."""
         model.run_eagerly = model.run_eagerly or self.eagerly
         model.jit_compile, model.steps_per_execution = False, 1
         optimizer = model.optimizer
