@@ -8,7 +8,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 from support import adversary
 
-from tfdist.cluster.job import cluster
+from tfdist.cluster import discovery
 from tfdist.config.runtime_options import Environment
 from tfdist.distributed import connect
 from tfdist.errors import UserError, shown
@@ -126,7 +126,7 @@ def environments(draw):
 def found(environ):
     """The cluster of an environment, or the line why there is none."""
     try:
-        here = cluster.find(environ)
+        here = discovery.find(environ)
     except UserError as error:
         adversary.is_one_line(shown(error))
         event("refused")

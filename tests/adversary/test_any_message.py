@@ -17,11 +17,9 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 from support import adversary
 
-from tfdist.cluster import rendezvous
-from tfdist.cluster.connections import wire
-from tfdist.cluster.connections.acceptor import Acceptor
-from tfdist.cluster.peers import watch
-from tfdist.cluster.peers.watch import Watch
+from tfdist.cluster import registration, watch, wire
+from tfdist.cluster.acceptor import Acceptor
+from tfdist.cluster.watch import Watch
 from tfdist.doctor import peer_query
 from tfdist.launch import node_links, node_messages
 from tfdist.launch.event_loop import Events
@@ -35,8 +33,8 @@ READERS = [  # who reads it, and messages that are right
     (node_messages.ANSWER, [{"welcome": "h"}, {"refused": "no"}]),
     (node_messages.EVENTS, [{"beat": 1}, {"event": "exit", "exit": EXIT}, {"event": "signal", "name": "SIGTERM"}]),
     (node_messages.ORDERS, [{"order": "round", "round": ROUND}, {"order": "over", "code": 0, "line": ""}]),
-    (rendezvous._INTRODUCTION, [dict(rank=1, facts={"a": "b"}, address="h:1", host="h", pid=3)]),
-    (rendezvous.answer_to(2), [{"welcome": {"addresses": ["h:1", "i:2"], "hosts": ["h", "i"]}}, {"refused": "no"}]),
+    (registration._INTRODUCTION, [dict(rank=1, facts={"a": "b"}, address="h:1", host="h", pid=3)]),
+    (registration.answer_to(2), [{"welcome": {"addresses": ["h:1", "i:2"], "hosts": ["h", "i"]}}, {"refused": "no"}]),
     (watch.TO_CHIEF, [{"beat": "call", "update": 3, "for": 0.5}, {"gather": 0, "label": "x", "value": [1]}]),
     (
         watch.of_chief(2),

@@ -22,7 +22,7 @@ from tfdist.checkpoints import files as files_lib
 from tfdist.checkpoints import storage as storage_lib
 from tfdist.checkpoints.bucket_folder import BucketFolder, opened
 from tfdist.checkpoints.run_folder import LOCK
-from tfdist.cluster.job import env_vars
+from tfdist.cluster import env_vars
 from tfdist.config import buckets
 from tfdist.config.buckets import Bucket, BucketError, MissingError
 from tfdist.errors import Interrupted, TrainingError, UserError

@@ -16,7 +16,7 @@ from tfdist import config
 from tfdist.checkpoints import callback_state, files, oom_note, resume, state_shape
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.checkpoints.storage import Disk
-from tfdist.cluster.job import env_vars
+from tfdist.cluster import env_vars
 from tfdist.config import schedule
 from tfdist.config.runtime_options import Environment
 from tfdist.data import spec_file

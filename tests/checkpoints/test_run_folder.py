@@ -23,7 +23,7 @@ from support import processes
 from tfdist import config
 from tfdist.checkpoints import own_work, run_folder
 from tfdist.checkpoints.run_folder import LOCK, RunFolder
-from tfdist.cluster.job import env_vars
+from tfdist.cluster import env_vars
 from tfdist.config import schedule, validation
 from tfdist.errors import TrainingError, UserError
 from tfdist.monitoring.recorder import Recorder, Result

@@ -12,8 +12,8 @@ import threading
 
 import pytest
 
-from tfdist.cluster.connections import wire
-from tfdist.cluster.connections.acceptor import Acceptor
+from tfdist.cluster import wire
+from tfdist.cluster.acceptor import Acceptor
 
 LIMIT_S = 30
 
@@ -101,8 +101,8 @@ def test_why_somebody_was_turned_away(door):
 
 SHORT_OF_DESCRIPTORS = """
 import json, os, resource, sys
-from tfdist.cluster.connections import wire
-from tfdist.cluster.connections.acceptor import Acceptor
+from tfdist.cluster import wire
+from tfdist.cluster.acceptor import Acceptor
 
 def let_in(connection, host):
     connection.send({"welcome": True})

@@ -7,8 +7,8 @@ import sys
 import pytest
 from support import processes
 
-from tfdist.cluster.job import addresses, cluster
-from tfdist.cluster.job.cluster import ALONE, Cluster
+from tfdist.cluster import addresses, discovery
+from tfdist.cluster.discovery import ALONE, Cluster
 from tfdist.config.runtime_options import Environment
 from tfdist.distributed import connect
 from tfdist.errors import UserError
@@ -327,7 +327,7 @@ FOUND = [
 
 @pytest.mark.parametrize("environ, expected", [case[1:] for case in FOUND], ids=[case[0] for case in FOUND])
 def test_find(environ, expected):
-    assert cluster.find(environ) == expected
+    assert discovery.find(environ) == expected
 
 
 IN_A_NETWORK = [
@@ -347,14 +347,14 @@ ON_ONE_MACHINE = [
 @pytest.mark.parametrize("workers", IN_A_NETWORK)
 def test_workers_in_a_network_need_a_secret(workers):
     with pytest.raises(UserError, match=r"without a secret.*: set TFDIST_SECRET .*, or give --insecure in a network"):
-        cluster.check_secret(workers)
-    cluster.check_secret(workers, insecure=True)
-    cluster.check_secret(dataclasses.replace(workers, secret="hush"))
+        discovery.check_secret(workers)
+    discovery.check_secret(workers, insecure=True)
+    discovery.check_secret(dataclasses.replace(workers, secret="hush"))
 
 
 @pytest.mark.parametrize("workers", ON_ONE_MACHINE)
 def test_workers_on_one_machine_need_no_secret(workers):
-    cluster.check_secret(workers)
+    discovery.check_secret(workers)
 
 
 def test_a_run_in_a_network_without_a_secret_is_refused_at_once(monkeypatch):
@@ -603,7 +603,7 @@ REFUSED = [
 @pytest.mark.parametrize("environ, message", REFUSED, ids=[message[:60] for _, message in REFUSED])
 def test_refused(environ, message):
     with pytest.raises(UserError) as error:
-        cluster.find(environ)
+        discovery.find(environ)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -719,13 +719,13 @@ def test_tasks_that_no_machine_has(spread, tasks):
     """They took the memory of the machine, one number for each."""
     environ = changed(SRUN, SLURM_STEP_TASKS_PER_NODE=spread, SLURM_STEP_NUM_TASKS=tasks, SLURM_NODEID="")
     if tasks == "899991":
-        assert cluster.find(environ).size == 899991
+        assert discovery.find(environ).size == 899991
     else:
         with pytest.raises(UserError, match="does not add up to"):
-            cluster.find(environ)
+            discovery.find(environ)
 
 
 def test_without_tensorflow():
     """The launcher and a failing start must not wait for it."""
-    code = "import sys, tfdist.cluster.job.cluster; sys.exit('tensorflow' in sys.modules or 'keras' in sys.modules)"
+    code = "import sys, tfdist.cluster.discovery; sys.exit('tensorflow' in sys.modules or 'keras' in sys.modules)"
     assert processes.run([sys.executable, "-c", code], real=True).returncode == 0

@@ -10,10 +10,8 @@ import threading
 
 import pytest
 
-from tfdist.cluster import rendezvous, standard_error
-from tfdist.cluster.connections import wire
-from tfdist.cluster.peers import watch
-from tfdist.cluster.peers.watch import Watch
+from tfdist.cluster import registration, standard_error, watch, wire
+from tfdist.cluster.watch import Watch
 from tfdist.errors import printable, shown
 from tfdist.launch import node_links, node_messages
 from tfdist.launch.event_loop import Events
@@ -39,10 +37,10 @@ VALID = [  # who reads it, and a message with every field that there is
     (node_messages.ORDERS, {"order": "stop"}),
     (node_messages.ORDERS, {"order": "kill"}),
     (node_messages.ORDERS, {"order": "over", "code": 0, "line": ""}),
-    (rendezvous._INTRODUCTION, dict(rank=1, facts={"a": "b"}, address="h:1", host="h", pid=3)),
-    (rendezvous.answer_to(2), {"welcome": PLACES}),
-    (rendezvous.answer_to(2), {"refused": "no"}),
-    (rendezvous.answer_to(2), {"missing": 1, "refused": "no"}),
+    (registration._INTRODUCTION, dict(rank=1, facts={"a": "b"}, address="h:1", host="h", pid=3)),
+    (registration.answer_to(2), {"welcome": PLACES}),
+    (registration.answer_to(2), {"refused": "no"}),
+    (registration.answer_to(2), {"missing": 1, "refused": "no"}),
     (watch.TO_CHIEF, {"beat": "call", "update": 3, "for": 0.5}),
     (watch.TO_CHIEF, {"gather": 0, "label": "x", "value": [1]}),
     (watch.TO_CHIEF, {"failed": "x"}),

@@ -3,8 +3,8 @@
 import pytest
 from support.launchers import launch  # noqa: F401
 
-from tfdist.cluster.job import cluster, platforms
-from tfdist.cluster.job.cluster import Cluster
+from tfdist.cluster import discovery, platforms
+from tfdist.cluster.discovery import Cluster
 from tfdist.errors import UserError
 
 
@@ -99,7 +99,7 @@ HOROVOD = env("HOROVOD_RANK=3 HOROVOD_SIZE=4 HOROVOD_LOCAL_RANK=1 HOROVOD_LOCAL_
     ],
 )
 def test_one_worker_on_each_node(environ, expected):
-    assert cluster.find(environ) == expected
+    assert discovery.find(environ) == expected
 
 
 def test_pods_that_count_workers_and_nodes_are_refused():
@@ -107,7 +107,7 @@ def test_pods_that_count_workers_and_nodes_are_refused():
     with pytest.raises(
         UserError, match=r"^this process is rank 1 of 8 by torchrun's variables and rank 1 of 2 by PET_NNO"
     ):
-        cluster.find(KUBEFLOW | env("RANK=1 WORLD_SIZE=8 MASTER_ADDR=a MASTER_PORT=1"))
+        discovery.find(KUBEFLOW | env("RANK=1 WORLD_SIZE=8 MASTER_ADDR=a MASTER_PORT=1"))
 
 
 @pytest.mark.parametrize(

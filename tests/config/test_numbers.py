@@ -5,7 +5,7 @@ import math
 import pytest
 
 from tfdist import config
-from tfdist.cluster.job import tf_config
+from tfdist.cluster import tf_config
 from tfdist.config import field_syntax, runtime_options, schedule, validation
 from tfdist.data import class_weights
 from tfdist.data.loaded import Loaded

@@ -180,7 +180,7 @@ def test_a_requeued_job_goes_on_with_fewer_nodes(slurm, hosts, start, tmp_path, 
 
 
 DETECT = (
-    "import os, dataclasses, json, tfdist.cluster.job.cluster as c; "
+    "import os, dataclasses, json, tfdist.cluster.discovery as c; "
     "print(json.dumps(dataclasses.asdict(c.find(os.environ))))"
 )
 TASKS = [

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist.cluster.job.cluster import ALONE, Cluster
+from tfdist.cluster.discovery import ALONE, Cluster
 from tfdist.config.runtime_options import Environment
 from tfdist.distributed import connect as connect_lib
 from tfdist.distributed import strategy_choice, tpu_host

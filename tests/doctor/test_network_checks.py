@@ -11,10 +11,8 @@ import time
 import pytest
 from support.doctor_findings import one
 
-from tfdist.cluster import rendezvous
-from tfdist.cluster.connections import wire
-from tfdist.cluster.job import cluster
-from tfdist.cluster.job.cluster import Cluster
+from tfdist.cluster import discovery, registration, wire
+from tfdist.cluster.discovery import Cluster
 from tfdist.cluster.peers import peers
 from tfdist.config import messages
 from tfdist.doctor import network, peer_query
@@ -201,7 +199,7 @@ def test_a_meeting_of_workers_is_not_disturbed(port, monkeypatch):
     met = {}
 
     def work(rank):
-        met[rank] = rendezvous.meet(Cluster("test", rank, 2, master=f"{HERE}:{port}"), {}, 60)
+        met[rank] = registration.meet(Cluster("test", rank, 2, master=f"{HERE}:{port}"), {}, 60)
 
     threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in (0, 1)]
     threads[0].start()
@@ -277,13 +275,13 @@ ADDRESSES = ("a:1", "b:2")
 @pytest.mark.parametrize(
     "workers, master_port, expected",
     [
-        (cluster.ALONE, None, [(network.ALL, 29500)]),
-        (cluster.ALONE, 1234, [(network.ALL, 1234)]),
-        (Cluster(cluster.TF_CONFIG, 1, 2, master="a:1", addresses=ADDRESSES), None, [("b", 2), (network.ALL, 2)]),
-        (Cluster(cluster.SLURM, 0, 2, master="n1:15000"), None, [("n1", 15000)]),
-        (Cluster(cluster.SLURM, 1, 2, master="n1:15000"), None, []),
-        (Cluster(cluster.PMI, 0, 2), None, []),
-        (Cluster(cluster.LAUNCH, 0, 2, master="n1:15000"), None, []),
+        (discovery.ALONE, None, [(network.ALL, 29500)]),
+        (discovery.ALONE, 1234, [(network.ALL, 1234)]),
+        (Cluster(discovery.TF_CONFIG, 1, 2, master="a:1", addresses=ADDRESSES), None, [("b", 2), (network.ALL, 2)]),
+        (Cluster(discovery.SLURM, 0, 2, master="n1:15000"), None, [("n1", 15000)]),
+        (Cluster(discovery.SLURM, 1, 2, master="n1:15000"), None, []),
+        (Cluster(discovery.PMI, 0, 2), None, []),
+        (Cluster(discovery.LAUNCH, 0, 2, master="n1:15000"), None, []),
     ],
 )
 def test_which_ports_a_run_would_open_here(workers, master_port, expected):

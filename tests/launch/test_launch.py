@@ -21,7 +21,7 @@ from conftest import REPOSITORY
 from support.launchers import TIMEOUT_S, account, launch, marked, pipes  # noqa: F401  launch is a fixture
 
 from tfdist.checkpoints.run_folder import RunFolder
-from tfdist.cluster.connections import wire
+from tfdist.cluster import wire
 from tfdist.errors import UserError
 from tfdist.launch import __main__ as launch_main
 from tfdist.launch import worker_process
@@ -289,11 +289,11 @@ def test_the_environment_of_the_workers(launch):  # noqa: F811
 
 
 def test_rank_0_inherits_a_socket_that_listens(launch, tmp_path):  # noqa: F811
-    """What `rendezvous.py` does: nobody can take the port between its choice and its use."""
+    """What `registration.py` does: nobody can take the port between its choice and its use."""
     (tmp_path / "meet.py").write_text(
         """
 import os, socket
-from tfdist.cluster.connections import wire
+from tfdist.cluster import wire
 at = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 if os.environ["RANK"] == "0":
     listener = socket.socket(fileno=int(os.environ["TFDIST_MEETING_FD"]))

@@ -9,7 +9,7 @@ import pytest
 from support.launchers import free_port, launch, pipes  # noqa: F401  launch is a fixture
 
 import tfdist
-from tfdist.cluster.connections import wire
+from tfdist.cluster import wire
 from tfdist.errors import UserError
 from tfdist.launch import coordinator, node_agent, node_links
 from tfdist.launch.event_loop import Events, Screen
@@ -47,7 +47,7 @@ def test_the_socket_of_rank_0_can_be_reached_from_the_other_node(node, tmp_path)
     (tmp_path / "meet.py").write_text(
         """
 import os, socket
-from tfdist.cluster.connections import wire
+from tfdist.cluster import wire
 if os.environ["RANK"] == "0":
     listener = socket.socket(fileno=int(os.environ["TFDIST_MEETING_FD"]))
     print(wire.accept(listener.accept()[0], os.environ["TFDIST_SECRET"]).receive(30))

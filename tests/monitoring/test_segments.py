@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tfdist.cluster.job.cluster import Cluster
+from tfdist.cluster.discovery import Cluster
 from tfdist.monitoring import segments as segments_lib
 from tfdist.monitoring.segments import Segments
 

@@ -136,7 +136,7 @@ def arrange(fault):
             sys.meta_path.insert(0, _Finder("tensorflow", lambda path: hit()))
         case "meeting":
             several = lambda cluster, *rest: cluster.size > 1 or "HOROVOD_RANK" not in os.environ
-            when_loaded("tfdist.cluster.rendezvous", lambda m: before(m, "meet", hit, several))
+            when_loaded("tfdist.cluster.registration", lambda m: before(m, "meet", hit, several))
         case "first compile":
             when_loaded("tfdist.step.replica", lambda m: before(m.Replica, "passes", hit))
         case "training":

@@ -21,7 +21,7 @@ import numpy as np
 
 from tfdist.checkpoints import earlier_run, files
 from tfdist.checkpoints.storage import DISK, Disk
-from tfdist.cluster.job import env_vars
+from tfdist.cluster import env_vars
 from tfdist.config import atomic_file, regular_file
 from tfdist.config.messages import logger
 from tfdist.errors import TrainingError, UserError

@@ -11,9 +11,9 @@ import json
 import os
 from typing import NamedTuple
 
-from tfdist.cluster.connections import schema
-from tfdist.cluster.connections.wire import WireError
-from tfdist.cluster.job.env_vars import EXIT_RECORD
+from tfdist.cluster import schema
+from tfdist.cluster.env_vars import EXIT_RECORD
+from tfdist.cluster.wire import WireError
 
 _NAME = "tfdist-exit-record"
 _LONGEST = 4000

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from tfdist import config
 from tfdist.checkpoints import run_folder
-from tfdist.cluster.job.env_vars import HOLD
+from tfdist.cluster.env_vars import HOLD
 from tfdist.compare import results, trial
 from tfdist.compare.results import Row
 from tfdist.config.messages import logger

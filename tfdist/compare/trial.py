@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import psutil
 
-from tfdist.cluster.job import env_vars
+from tfdist.cluster import env_vars
 from tfdist.config import messages
 from tfdist.distributed import gpus, horovod_install
 from tfdist.distributed.child_process import GRACE_S, end_with_the_parent

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from tfdist.cluster import rendezvous
-from tfdist.cluster.job import cluster
+from tfdist.cluster import discovery, registration
 from tfdist.cluster.peers import Peers
 from tfdist.config import cpu_kernels, keras_backend, messages
 from tfdist.config.messages import logger
@@ -35,7 +34,7 @@ class Site:
     environment: Environment
     survey: gpus.Survey
     selection: gpus.Selection
-    cluster: cluster.Cluster
+    cluster: discovery.Cluster
     choice: strategy_choice.StrategyChoice
 
     @property
@@ -56,13 +55,13 @@ def locate(environment: Environment) -> Site:
         raise UserError(f"TensorFlow cannot be imported: {unusable}")
     asks_for_cpu = environment.virtual_devices or environment.devices == "none"
     survey = gpus.Survey() if asks_for_cpu else gpus.survey()
-    workers = cluster.find(os.environ)
+    workers = discovery.find(os.environ)
     selection = gpus.select("none" if asks_for_cpu else environment.devices, survey, os.environ)
-    if workers.source != cluster.LAUNCH:  # which has divided them
+    if workers.source != discovery.LAUNCH:  # which has divided them
         selection = gpus.share(selection, workers.local_rank, workers.local_size)
     choice = strategy_choice.choose(environment, selection, workers, os.environ)
     if choice.name == "multi_worker":  # those of Horovod get a secret from it
-        cluster.check_secret(workers, environment.insecure)
+        discovery.check_secret(workers, environment.insecure)
     return Site(environment, survey, selection, workers, choice)
 
 
@@ -87,8 +86,8 @@ def create(site: Site, facts: Mapping[str, str] | None = None) -> Distribution:
     facts = {"replicas per worker": str(site.choice.replicas), **_versions(name), **(facts or {})}
     if not site.selection.gpus:
         facts["the CPU kernels (--cpu_kernels)"] = kernels
-    met_before = workers if name == "multi_worker" else cluster.ALONE
-    peers = rendezvous.meet(met_before, facts, where.start_timeout, where.stall_timeout)
+    met_before = workers if name == "multi_worker" else discovery.ALONE
+    peers = registration.meet(met_before, facts, where.start_timeout, where.stall_timeout)
     try:
         distribution = _start(site, facts, peers)
         cpu_kernels.check(where.cpu_kernels)
@@ -160,7 +159,7 @@ def _start(site: Site, facts: Mapping[str, str], peers: Peers) -> Distribution:
             return _tpu(site, devices, jit, refused)
         case _:
             started = horovod.start(where.start_timeout)
-            peers = rendezvous.meet(horovod.cluster(started), facts, where.start_timeout, where.stall_timeout)
+            peers = registration.meet(horovod.cluster(started), facts, where.start_timeout, where.stall_timeout)
             return horovod.create(started.module, devices.names[0], reason, peers, jit)
 
 
@@ -220,7 +219,7 @@ def _versions(strategy: str) -> dict[str, str]:
     return {f"the version of {name}": version for name, version in versions.items()}
 
 
-_CONNECTED: dict[tuple[Environment, str, cluster.Cluster], Distribution] = {}
+_CONNECTED: dict[tuple[Environment, str, discovery.Cluster], Distribution] = {}
 """What `connect` has returned, by what it was asked for."""
 _IN_ORDER: list[Distribution] = []
 """The same, the latest one last."""

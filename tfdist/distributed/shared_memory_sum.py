@@ -22,7 +22,7 @@ import zlib
 
 import numpy as np
 
-from tfdist.cluster.job import addresses
+from tfdist.cluster import addresses
 from tfdist.cluster.peers import Peers
 from tfdist.config import host_memory
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from tfdist.cluster.job.cluster import HOROVODRUN, Cluster
+from tfdist.cluster.discovery import HOROVODRUN, Cluster
 from tfdist.config.runtime_options import Environment
 from tfdist.distributed import tpu_host
 from tfdist.distributed.gpus import Selection

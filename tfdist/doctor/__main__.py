@@ -27,8 +27,8 @@ from typing import Any, NamedTuple, TypeVar
 from absl import flags
 
 from tfdist import config
-from tfdist.cluster.job import addresses
-from tfdist.cluster.job.cluster import Cluster
+from tfdist.cluster import addresses
+from tfdist.cluster.discovery import Cluster
 from tfdist.config import buckets, cpu_kernels, runtime_options, validation
 from tfdist.config.commands import command_line
 from tfdist.config.messages import aside

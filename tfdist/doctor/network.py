@@ -9,9 +9,8 @@ import time
 
 import psutil
 
-from tfdist.cluster.connections import wire
-from tfdist.cluster.job import cluster
-from tfdist.cluster.job.addresses import Address, join, split
+from tfdist.cluster import discovery, wire
+from tfdist.cluster.addresses import Address, join, split
 from tfdist.doctor import peer_query
 from tfdist.doctor.check import Check, fail, ok, warn
 
@@ -23,7 +22,7 @@ TIMEOUT_S = 3.0
 _LISTENS = "start there: python -m tfdist.doctor --listen={port}"
 
 
-def own_ports(workers: cluster.Cluster, master_port: int | None) -> list[Address]:
+def own_ports(workers: discovery.Cluster, master_port: int | None) -> list[Address]:
     """Returns the addresses that a run with these workers would open here before TensorFlow starts.
 
     Args:
@@ -34,7 +33,7 @@ def own_ports(workers: cluster.Cluster, master_port: int | None) -> list[Address
     if workers.addresses:  # TensorFlow then takes the same port, on all interfaces
         host, port = split(workers.addresses[workers.rank])
         return [Address(host, port), Address(ALL, port)]
-    if workers.source in (cluster.LAUNCH, cluster.TORCHRUN, cluster.HOROVODRUN):
+    if workers.source in (discovery.LAUNCH, discovery.TORCHRUN, discovery.HOROVODRUN):
         return []  # the launcher holds it already
     if workers.size > 1:
         return [split(workers.master)] if workers.master and workers.rank == 0 else []

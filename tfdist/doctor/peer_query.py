@@ -11,8 +11,8 @@ import dataclasses
 import platform
 import time
 
-from tfdist.cluster.connections import schema, wire
-from tfdist.cluster.connections.acceptor import Acceptor
+from tfdist.cluster import schema, wire
+from tfdist.cluster.acceptor import Acceptor
 from tfdist.config.messages import aside
 from tfdist.errors import printable
 

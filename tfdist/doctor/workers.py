@@ -6,8 +6,8 @@ import dataclasses
 import re
 from collections.abc import Mapping
 
-from tfdist.cluster.job import cluster
-from tfdist.cluster.job.cluster import ALONE, Cluster
+from tfdist.cluster import discovery
+from tfdist.cluster.discovery import ALONE, Cluster
 from tfdist.config.runtime_options import STRATEGIES, Environment
 from tfdist.distributed import gpus, strategy_choice, tpu_host
 from tfdist.distributed.strategy_choice import StrategyChoice
@@ -36,7 +36,7 @@ def find(environment: Environment, survey: gpus.Survey, environ: Mapping[str, st
     """
     checks = _tf_config(environ)
     try:
-        workers = cluster.find(environ)
+        workers = discovery.find(environ)
         checks.append(ok("workers", _describe(workers)))
     except UserError as error:
         workers, complaint = ALONE, refused("workers", error)
@@ -53,7 +53,7 @@ def find(environment: Environment, survey: gpus.Survey, environ: Mapping[str, st
         selection = gpus.Selection((), None)
         refusals.append(refused("strategy", error))
         checks.append(refusals[-1])
-    if workers.source != cluster.LAUNCH:  # which has divided them
+    if workers.source != discovery.LAUNCH:  # which has divided them
         selection = gpus.share(selection, workers.local_rank, workers.local_size)
     if refusals:
         return Place(workers, selection, None, {}, checks)
@@ -65,7 +65,7 @@ def find(environment: Environment, survey: gpus.Survey, environ: Mapping[str, st
     checks.append(ok("strategy", f"{choice.name}, because {choice.reason}"))
     if choice.name == "multi_worker":
         try:
-            cluster.check_secret(workers, environment.insecure)
+            discovery.check_secret(workers, environment.insecure)
         except UserError as error:
             checks.append(refused("secret", error))
     if (choice.name == "multi_worker" and workers.size > 1) or several:
@@ -79,7 +79,7 @@ def _tf_config(environ: Mapping[str, str]) -> list[Check]:
         return []
     alone = {k: v for k, v in environ.items() if k in ("TF_CONFIG", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     try:
-        described = cluster.find(alone)
+        described = discovery.find(alone)
     except UserError as error:
         return [refused("TF_CONFIG", error)]
     if described == ALONE:
@@ -95,7 +95,7 @@ def _describe(workers: Cluster) -> str:
     if workers.size == 1:
         return text
     here = f", {workers.local_rank + 1} of {workers.local_size} on this host" if workers.local_size > 1 else ""
-    if workers.source == cluster.HOROVODRUN:
+    if workers.source == discovery.HOROVODRUN:
         return text + here
     return f"{text}{here}; they meet at {workers.master or 'an address that nothing tells'}"
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import keras
 
-from tfdist.cluster.job.env_vars import HOLD
+from tfdist.cluster.env_vars import HOLD
 from tfdist.keras_bridge import keras_internals
 
 

@@ -10,7 +10,7 @@ import time
 from typing import NamedTuple
 
 from tfdist.checkpoints import bucket_folder
-from tfdist.cluster.connections import wire
+from tfdist.cluster import wire
 from tfdist.errors import UserError
 from tfdist.launch import node_agent, node_links, node_messages
 from tfdist.launch.event_loop import Events, Screen

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from tfdist.cluster.connections.wire import Message
+from tfdist.cluster.wire import Message
 from tfdist.launch import node_agent
 from tfdist.launch.failure_policy import BLAME_S, FINAL, STOP_S, Cause, Verdict
 from tfdist.launch.worker_process import Exit

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import signal
 
-from tfdist.cluster.connections.wire import Message
+from tfdist.cluster.wire import Message
 from tfdist.launch import node_agent
 from tfdist.launch.worker_process import Exit
 

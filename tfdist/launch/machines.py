@@ -8,8 +8,8 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from tfdist.cluster.job import cluster, platforms
-from tfdist.cluster.job.addresses import is_loopback
+from tfdist.cluster import discovery, platforms
+from tfdist.cluster.addresses import is_loopback
 from tfdist.errors import UserError
 
 PORT = platforms.PORT
@@ -182,7 +182,7 @@ def secret(nodes: Nodes, insecure: bool, environ: Mapping[str, str]) -> str:
     if nodes.nnodes > 1 and not (words or insecure or is_loopback(nodes.addr)):
         raise UserError(
             f"{nodes.size} needs TFDIST_SECRET in the environment, since whoever reaches {nodes.addr} could "
-            f"take part: {cluster.HOW_TO_SHARE}, or give --insecure in a network that only you can reach"
+            f"take part: {discovery.HOW_TO_SHARE}, or give --insecure in a network that only you can reach"
         )
     return words
 

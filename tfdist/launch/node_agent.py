@@ -17,8 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfdist.checkpoints.run_folder import RunFolder
-from tfdist.cluster.connections import wire
-from tfdist.cluster.job import env_vars
+from tfdist.cluster import env_vars, wire
 from tfdist.config import messages
 from tfdist.errors import UserError
 from tfdist.launch import node_links

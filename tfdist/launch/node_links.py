@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from tfdist import __version__
-from tfdist.cluster.connections import wire
-from tfdist.cluster.connections.acceptor import Acceptor
-from tfdist.cluster.connections.schema import Reader
+from tfdist.cluster import wire
+from tfdist.cluster.acceptor import Acceptor
+from tfdist.cluster.schema import Reader
 from tfdist.errors import UserError, printable
 from tfdist.launch import node_messages
 from tfdist.launch.event_loop import Events, Screen

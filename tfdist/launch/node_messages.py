@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tfdist.cluster.connections import schema
-from tfdist.cluster.connections.schema import whole
+from tfdist.cluster import schema
+from tfdist.cluster.schema import whole
 
 _LINE = schema.line(4000)
 _HOST = schema.line(253)

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from tfdist.cluster.job import env_vars
+from tfdist.cluster import env_vars
 from tfdist.distributed import child_process
 from tfdist.errors import TrainingError, UserError, one_line
 

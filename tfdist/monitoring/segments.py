@@ -9,8 +9,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tfdist.checkpoints import state_shape
-from tfdist.cluster.job.cluster import ALONE, Cluster
-from tfdist.cluster.job.env_vars import ROUNDS
+from tfdist.cluster.discovery import ALONE, Cluster
+from tfdist.cluster.env_vars import ROUNDS
 
 
 class _Round(NamedTuple):

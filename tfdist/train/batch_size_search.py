@@ -22,7 +22,7 @@ import psutil
 
 from tfdist import config
 from tfdist.checkpoints.run_folder import RunFolder
-from tfdist.cluster.job import env_vars
+from tfdist.cluster import env_vars
 from tfdist.config import field_syntax
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import Environment

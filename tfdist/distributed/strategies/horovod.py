@@ -13,9 +13,9 @@ import socket
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
-from tfdist.cluster.connections import wire
-from tfdist.cluster.job.addresses import join
-from tfdist.cluster.job.cluster import HOROVODRUN, Cluster
+from tfdist.cluster import wire
+from tfdist.cluster.addresses import join
+from tfdist.cluster.discovery import HOROVODRUN, Cluster
 from tfdist.cluster.peers import Peers
 from tfdist.distributed import horovod_install
 from tfdist.distributed.distribution import Distribution

@@ -15,8 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 
-from tfdist.cluster import standard_error
-from tfdist.cluster.connections import schema, wire
+from tfdist.cluster import schema, standard_error, wire
 from tfdist.errors import UserError, one_line, printable
 
 _UNREACHABLE_S = 15.0

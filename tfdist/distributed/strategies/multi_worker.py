@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tfdist.cluster.job.addresses import split
+from tfdist.cluster.addresses import split
 from tfdist.cluster.peers import Peers
 from tfdist.distributed.distribution import Distribution
 from tfdist.distributed.shared_memory_sum import SharedMemorySum

@@ -17,11 +17,10 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from tfdist.cluster import standard_error
-from tfdist.cluster.connections.wire import Connection
-from tfdist.cluster.peers import signals, stall_detection, votes
-from tfdist.cluster.peers.activity import SILENT_S
-from tfdist.cluster.peers.watch import BEAT_S, END, Watch
+from tfdist.cluster import heartbeat, signals, standard_error, votes
+from tfdist.cluster.activity import SILENT_S
+from tfdist.cluster.watch import BEAT_S, END, Watch
+from tfdist.cluster.wire import Connection
 from tfdist.errors import PeerError, UserError, one_line
 
 FAREWELL_S = 20.0
@@ -109,19 +108,19 @@ class Peers:
         """Notes what this worker is about to do, for the watch on stalled workers.
 
         Args:
-          phase: see `stall_detection.State`.
+          phase: see `heartbeat.State`.
           update: updates made so far; as before if not given.
 
         Raises:
           UserError: all workers have a part in that phase, and this one is `apart`.
         """
-        if phase in stall_detection.TOGETHER:
+        if phase in heartbeat.TOGETHER:
             self._needs_others()
         before = self._watch.activity.own.phase
         self._watch.activity.begin(phase, update)
         # Said at once when it begins, since the next beat may have to wait for Python's lock; and when it ends, since
         # one that is stopped before its next beat would be given the time that saving may take.
-        if {before, phase} & set(stall_detection.EXEMPT):
+        if {before, phase} & set(heartbeat.EXEMPT):
             self._watch.transport.tell({"beat": phase, "update": self._watch.activity.own.update, "for": 0.0})
 
     @contextlib.contextmanager

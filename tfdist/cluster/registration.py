@@ -16,12 +16,11 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple, NoReturn
 
-from tfdist.cluster import exit_record
-from tfdist.cluster.connections import schema, wire
-from tfdist.cluster.connections.acceptor import Acceptor
+from tfdist.cluster import exit_record, schema, wire
+from tfdist.cluster.acceptor import Acceptor
+from tfdist.cluster.addresses import join, split
+from tfdist.cluster.discovery import Cluster
 from tfdist.cluster.exit_record import LostWorker
-from tfdist.cluster.job.addresses import join, split
-from tfdist.cluster.job.cluster import Cluster
 from tfdist.cluster.peers import Peers
 from tfdist.config.messages import aside
 from tfdist.errors import UserError, printable

@@ -10,7 +10,7 @@ import socket
 import threading
 from collections.abc import Callable
 
-from tfdist.cluster.connections import wire
+from tfdist.cluster import wire
 
 AT_ONCE = 64
 """Handshakes at the same time."""

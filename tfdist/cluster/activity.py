@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-from tfdist.cluster.peers.stall_detection import State
+from tfdist.cluster.heartbeat import State
 
 SILENT_S = 10.0
 """A worker that says nothing for so long is lost."""

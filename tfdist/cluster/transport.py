@@ -9,7 +9,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from tfdist.cluster.connections.wire import Connection, Message
+from tfdist.cluster.wire import Connection, Message
 
 
 class Arrivals(NamedTuple):

@@ -15,8 +15,8 @@ import zlib
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from tfdist.cluster.job import env_vars, platforms, tf_config
-from tfdist.cluster.job.addresses import MOST_HOSTS, expand, is_loopback, join, split
+from tfdist.cluster import env_vars, platforms, tf_config
+from tfdist.cluster.addresses import MOST_HOSTS, expand, is_loopback, join, split
 from tfdist.errors import UserError
 
 LAUNCH, TORCHRUN, TF_CONFIG, HOROVODRUN = "tfdist.launch", "torchrun's variables", "TF_CONFIG", "horovodrun"

@@ -9,15 +9,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tfdist.cluster import exit_record, standard_error
-from tfdist.cluster.connections import schema
-from tfdist.cluster.connections.wire import ClosedError, Connection, Message, WireError
+from tfdist.cluster import exit_record, heartbeat, schema, signals, standard_error, votes
+from tfdist.cluster.activity import SILENT_S, Activity
 from tfdist.cluster.exit_record import LostWorker
-from tfdist.cluster.peers import signals, stall_detection, votes
-from tfdist.cluster.peers.activity import SILENT_S, Activity
-from tfdist.cluster.peers.signals import GRACE_S, IN_CALL_S
-from tfdist.cluster.peers.stall_detection import PHASES, State
-from tfdist.cluster.peers.transport import Transport
+from tfdist.cluster.heartbeat import PHASES, State
+from tfdist.cluster.signals import GRACE_S, IN_CALL_S
+from tfdist.cluster.transport import Transport
+from tfdist.cluster.wire import ClosedError, Connection, Message, WireError
 from tfdist.errors import one_line
 
 _BEAT = schema.record(**{"beat": schema.one_of(*PHASES), "update": schema.whole(), "for": schema.number})
@@ -233,7 +231,7 @@ class Watch:
         if self._rank == 0:
             ended = self._votes.waiting_at(END)
             states = {0: self.activity.own, **self.activity.others}
-            stall = stall_detection.find(states, ended, now, self._stall_timeout)
+            stall = heartbeat.find(states, ended, now, self._stall_timeout)
             if stall is None:
                 return
             if stall.rank is None:

@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from tfdist.cluster.job import env_vars
-from tfdist.cluster.job.addresses import checked_host
+from tfdist.cluster import env_vars
+from tfdist.cluster.addresses import checked_host
 from tfdist.errors import UserError, one_line
 
 PORT = 29500

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from tfdist.cluster.connections.wire import WireError
+from tfdist.cluster.wire import WireError
 from tfdist.errors import printable
 
 Reader: TypeAlias = Callable[[object], Any]

@@ -13,22 +13,15 @@ import pytest
 from conftest import REPOSITORY
 from support import processes
 
-from tfdist.cluster.connections import wire
-from tfdist.cluster.peers import stall_detection
-from tfdist.cluster.peers.stall_detection import State
+from tfdist.cluster import heartbeat, wire
+from tfdist.cluster.heartbeat import State
 
 MEMBER = r'''
 """One worker: meets the others as the JSON in argv says, then does as it is told."""
 import ctypes, dataclasses, json, logging, os, signal, sys, threading, time
+from tfdist.cluster import activity, discovery, heartbeat, registration, signals, watch, wire
+from tfdist.cluster import peers as peers_lib
 from tfdist.config import messages
-from tfdist.cluster import rendezvous
-from tfdist.cluster.job import cluster
-from tfdist.cluster.connections import wire
-from tfdist.cluster.peers import activity
-from tfdist.cluster.peers import signals
-from tfdist.cluster.peers import stall_detection
-from tfdist.cluster.peers import watch
-from tfdist.cluster.peers import peers as peers_lib
 from tfdist.errors import TrainingError, UserError
 signal.alarm(30)  # nothing here may hang
 given = json.loads(sys.argv[1])
@@ -45,11 +38,11 @@ class Said(logging.Handler):
 messages.aside.addHandler(Said())
 exec(given["before"])
 for name, value in given["constants"].items():
-    for module in (peers_lib, watch, activity, signals, stall_detection, wire, rendezvous):
+    for module in (peers_lib, watch, activity, signals, heartbeat, wire, registration):
         if hasattr(module, name):
             setattr(module, name, value)
 try:
-    peers = rendezvous.meet(cluster.Cluster("a test", **given["cluster"]), given["facts"], *given["timeouts"])
+    peers = registration.meet(discovery.Cluster("a test", **given["cluster"]), given["facts"], *given["timeouts"])
     say("met")
     exec(given["then"])
 except UserError as error:
@@ -385,7 +378,7 @@ def give(self, *vote):
     theirs(self, *vote)
     open("voted", "w").close()
 watch.Watch.give = give
-from tfdist.cluster.peers import transport
+from tfdist.cluster import transport
 told = transport.Transport.tell
 def tell(self, message):
     if message.get("gathered") == 0 and passed.wait(0.3):
@@ -672,7 +665,7 @@ STALLS = [  # at 100 s, with 10 s allowed
 
 @pytest.mark.parametrize("found, ended, expected", STALLS)
 def test_who_is_to_blame_for_a_stall(found, ended, expected):
-    assert stall_detection.find(found, ended, 100.0, 10.0) == expected
+    assert heartbeat.find(found, ended, 100.0, 10.0) == expected
 
 
 # -- the wire -----------------------------------------------------------------------

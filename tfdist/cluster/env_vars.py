@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from tfdist.cluster.job.addresses import checked_host, checked_port, join
+from tfdist.cluster.addresses import checked_host, checked_port, join
 from tfdist.errors import UserError, one_line
 
 ROUNDS = "TFDIST_ROUNDS"

@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from tfdist.cluster.job import env_vars
-from tfdist.cluster.job.addresses import join, split
+from tfdist.cluster import env_vars
+from tfdist.cluster.addresses import join, split
 from tfdist.errors import UserError, one_line
 
 

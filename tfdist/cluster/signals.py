@@ -6,8 +6,8 @@ import signal
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from tfdist.cluster.peers import stall_detection
-from tfdist.cluster.peers.stall_detection import State
+from tfdist.cluster import heartbeat
+from tfdist.cluster.heartbeat import State
 
 GRACE_S = 4.0
 """Time for the main thread to notice a loss or a second Ctrl-C and to leave in order, before the process is ended."""
@@ -56,7 +56,7 @@ def overdue(seen: Sequence[Seen], own: State, others: Iterable[State], longest_c
     if len(interrupts) > 1 and now - interrupts[1] > GRACE_S:
         name, code = signal.SIGINT, 130
     else:
-        others_are_busy = any(state.phase in stall_detection.EXEMPT for state in others)
+        others_are_busy = any(state.phase in heartbeat.EXEMPT for state in others)
         waited = now - max(seen[0].at, own.since) if own.phase in ("call", "waiting") else 0.0
         if others_are_busy or waited <= max(SIGNAL_S, 2 * longest_call):
             return None

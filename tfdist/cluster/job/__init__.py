@@ -1,1 +1,0 @@
-"""Who the workers of a job are, from environment variables alone."""
