@@ -6,8 +6,17 @@ import sys
 class UserError(Exception):
     """The input or the environment is wrong: one line, exit code 2, no traceback.
 
-    The message says what is wrong, what was received, and what to change.
+    Args:
+      what: what is wrong, and what was received.
+      fix: what to change; "" where `what` says that already ("must be at least 1, got 0").
     """
+
+    def __init__(self, what: object, fix: str = ""):
+        super().__init__(*(what, fix) if fix else (what,))
+        self.what, self.fix = str(what), fix
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.fix}" if self.fix else self.what
 
 
 class TrainingError(Exception):
