@@ -28,10 +28,10 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
 
 # Here and not in a fixture: test modules make tensors while they are collected.
 EIGHT = tfdist.connect("mirrored", virtual_devices=8, threads=1)
-from tfdist.verification import passed_checks  # noqa: E402  it loads TensorFlow, which must not have started before
+from tfdist.verification import equivalence_check  # noqa: E402  it loads TensorFlow, which must not have started before
 
 # Else models that have passed in an earlier run of the tests would not be checked in this one.
-passed_checks._folder = functools.cache(lambda: pathlib.Path(tempfile.mkdtemp(prefix="checked-models-")))
+equivalence_check._cache_folder = functools.cache(lambda: pathlib.Path(tempfile.mkdtemp(prefix="checked-models-")))
 processes.settle()
 
 

@@ -13,7 +13,7 @@ from tfdist.config import validation
 from tfdist.distributed import collectives
 from tfdist.errors import TrainingError, UserError
 from tfdist.models import optimizers
-from tfdist.verification import replica_check
+from tfdist.verification import replica_sync_check
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_an_unknown_type(connect):
 def test_replicas_that_have_come_apart_are_noticed(connect):
     distribution = connect(3)
     model = training_cases.build(CASE, distribution, "float32")
-    check = replica_check.ReplicaSyncCheck(distribution, every=10)
+    check = replica_sync_check.ReplicaSyncCheck(distribution, every=10)
     check.check_if_due(model, 0)
     kernel = model.layers[-1].kernel
     copy = kernel.value.values[2]

@@ -17,8 +17,8 @@ from support import tpu_cores, training_cases
 import tfdist
 from tfdist.data import batching, sources
 from tfdist.step import step_calls
-from tfdist.verification import strategy_check
-from tfdist.verification.replica_check import ReplicaSyncCheck
+from tfdist.verification import equivalence_check
+from tfdist.verification.replica_sync_check import ReplicaSyncCheck
 
 FORBIDDEN = re.compile(
     "Timestamp|.*PyFunc.*|Print.*|StringFormat|.*String.*|LookupTable.*|HashTable.*|Iterator.*|Optional.*|"
@@ -124,7 +124,7 @@ def test_what_else_runs_in_replicas_is_traced_for_a_tpu(cores):
     for trace in (
         lambda: sync.check(prepared.model, ""),
         prepared.step.reset,
-        lambda: strategy_check.check(prepared.step, "on"),
+        lambda: equivalence_check.check_training(prepared.step, "on"),
     ):
         with contextlib.suppress(tf.errors.OpError, tfdist.TrainingError):  # traced, and nobody is there to run it
             trace()

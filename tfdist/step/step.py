@@ -76,7 +76,7 @@ class Step:
         self.outputs = 0
         """How many the model has."""
         self.agreed: set[tuple] = set()
-        """What replicas, or shards, have been found to agree on, see `strategy_check`."""
+        """What replicas, or shards, have been found to agree on, see `equivalence_check`."""
         self._adding: list[str] = []
         """The layers that call `add_loss`."""
         self._log_names: dict[str, LogNames] = {}

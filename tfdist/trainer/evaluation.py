@@ -22,7 +22,7 @@ from tfdist.trainer import steps_per_call as pace_lib
 from tfdist.trainer.arguments import Callbacks, Data
 from tfdist.trainer.callbacks import callback_list
 from tfdist.trainer.measuring import Evaluation, read_once
-from tfdist.verification import replica_check, strategy_check
+from tfdist.verification import equivalence_check, replica_sync_check
 
 PREDICT_ROWS = 4096
 """Rows that `predict` holds on the device before they are copied out."""
@@ -66,13 +66,13 @@ def evaluate(
     """
     distribution = distribution or connect.current(model.distribute_strategy)
     source = sources.as_source(arguments.renamed(x, dataset), y, sample_weight)
-    preconditions.among("check_agreement", check_agreement, strategy_check.CHOICES)
+    preconditions.among("check_agreement", check_agreement, equivalence_check.CHOICES)
     preconditions.model_fits(model, distribution, 1, shards)
     layer_statistics.average(model, distribution, shards)
     steps = arguments.steps_at_most(steps)
     batch_size = batching.batch_size_of(source, batch_size, steps)
     measured = Evaluation(model, source, distribution, batch_size, steps, shards)
-    replica_check.check_weights(model, distribution, "before an evaluation")
+    replica_sync_check.check_weights(model, distribution, "before an evaluation")
     measured.check(check_agreement)
     called = callback_list.for_measuring(callbacks, model, distribution, verbose, measured.batches)
     with keras_internals.variables_as_numbers(), callback_list.apart(called, distribution):
@@ -196,7 +196,7 @@ def _pieces(
       should_stop: asked after each batch, if given.
     """
     steps, shards = options.steps, options.shards
-    preconditions.among("check_agreement", options.check_agreement, strategy_check.CHOICES)
+    preconditions.among("check_agreement", options.check_agreement, equivalence_check.CHOICES)
     preconditions.scope(model, distribution)
     if shards:
         preconditions.sharded(model, distribution, shards)
@@ -204,8 +204,8 @@ def _pieces(
     layout = batching.layout_of(source, batch_size, distribution, 1, least=False, shards=shards)
     feed, batches = read_once(source, layout, steps, "predict from")
     step = step_calls.step_of(model, distribution, source, outputs_only=True)
-    replica_check.check_weights(model, distribution, "before a prediction")
-    strategy_check.check_forward(step, "predict", options.check_agreement, shards, sources.entries(source))
+    replica_sync_check.check_weights(model, distribution, "before a prediction")
+    equivalence_check.check_forward(step, "predict", options.check_agreement, shards, sources.entries(source))
     callbacks = callback_list.for_measuring(options.callbacks, model, distribution, options.verbose, batches)
     stoppable = any(pace_lib.looks_at_predictions(callback) for callback in callbacks.callbacks)
     (stoppable,) = agreement.anywhere(distribution, "whether a callback may stop", stoppable)

@@ -27,7 +27,7 @@ from tfdist.trainer.checkpointing import Keeper
 from tfdist.trainer.fit_options import FitOptions, is_due
 from tfdist.trainer.measuring import Evaluation
 from tfdist.trainer.update_loop import UpdateLoop
-from tfdist.verification import strategy_check
+from tfdist.verification import equivalence_check
 
 
 class FitLoop:
@@ -65,7 +65,7 @@ class FitLoop:
         self._per_epoch = options.steps_per_epoch or self._feed.batches or None
         self._callbacks = callback_list.for_fit(options, model, self._per_epoch)
         preconditions.reduce_dtype(options.reduce_dtype, distribution)
-        preconditions.among("check_agreement", options.check_agreement, strategy_check.CHOICES)
+        preconditions.among("check_agreement", options.check_agreement, equivalence_check.CHOICES)
         preconditions.on_nonfinite(options.on_nonfinite, options.checkpoints is not None)
         looks = any(pace_lib.looks_at_batches(callback) for callback in self._callbacks.callbacks)
         (looks,) = agreement.anywhere(distribution, "whether a callback wants every update", looks)
@@ -186,7 +186,7 @@ class FitLoop:
         with layer_state.unchanged(training_state.gathered_variables(self._model)):
             if first is not None:
                 first.put_back()
-            strategy_check.check(self._step, choice, self._options.shards, self._layout.accumulate)
+            equivalence_check.check_training(self._step, choice, self._options.shards, self._layout.accumulate)
             if self._validation:
                 self._validation.check(choice, within_fit=True)
 

@@ -18,7 +18,7 @@ from tfdist.step.results import CallResult
 from tfdist.trainer import agreement
 from tfdist.trainer import steps_per_call as pace_lib
 from tfdist.trainer.steps_per_call import Pace
-from tfdist.verification import strategy_check
+from tfdist.verification import equivalence_check
 
 
 def read_once(source: sources.Source, layout: Layout, steps: int | None, what: str) -> tuple[batching.Feed, int | None]:
@@ -79,7 +79,7 @@ class Evaluation:
           choice: as `check_agreement` of `fit`.
           within_fit: whether a training with these data has been checked.
         """
-        strategy_check.check_forward(self._step, "test", choice, self._shards, self._entries, within_fit)
+        equivalence_check.check_forward(self._step, "test", choice, self._shards, self._entries, within_fit)
 
     def run(
         self, callbacks: keras.callbacks.CallbackList | None, should_stop: Callable[[], str] = agreement.never

@@ -24,7 +24,7 @@ from tfdist.trainer.callbacks import callback, callback_list
 from tfdist.trainer.checkpointing import Keeper
 from tfdist.trainer.steps_per_call import Pace
 from tfdist.trainer.timing import Call, Spent
-from tfdist.verification.replica_check import ReplicaSyncCheck
+from tfdist.verification.replica_sync_check import ReplicaSyncCheck
 
 
 class UpdateLoop:

@@ -1,7 +1,7 @@
 """Compares replicated state, weights and optimizers, over all replicas bit by bit.
 
 It starts equal and gets equal updates, so it stays equal; unless a weight or a learning rate was changed on one worker
-alone, or memory or a network is broken. Then every further update would be wrong without a word.
+alone, or memory or a network is broken. Then every further update would be silently wrong.
 """
 
 from __future__ import annotations
@@ -63,15 +63,14 @@ class ReplicaSyncCheck:
         variables = [*model.trainable_variables, *freezing.fixed(model)]
         if self._optimizers:
             variables += [v for optimizer in own_steps.optimizers(model) for v in optimizer.variables]
-        mine = [sums.numpy().tolist() for sums in self._checksums(variables)]
-        digest = [hashlib.sha256(repr(sums).encode()).hexdigest() for sums in mine]
+        local = [sums.numpy().tolist() for sums in self._checksums(variables)]
+        digest = [hashlib.sha256(repr(sums).encode()).hexdigest() for sums in local]
         gather = self._distribution.peers.gather
-        digests = [d for worker in gather(f"the weights {when}", digest) for d in worker]
-        if len(set(digests)) == 1:
+        if len({d for worker in gather(f"the weights {when}", digest) for d in worker}) == 1:
             return
-        everyone = [sums for worker in gather("the weights in detail", mine) for sums in worker]
+        sums = [own for worker in gather("the weights in detail", local) for own in worker]
         for i, variable in enumerate(variables):
-            different = [self._place(r) for r, sums in enumerate(everyone) if sums[i : i + 1] != everyone[0][i : i + 1]]
+            different = [self._place(r) for r, own in enumerate(sums) if own[i : i + 1] != sums[0][i : i + 1]]
             if different:
                 raise TrainingError(
                     f"the replicas are no longer the same {when}: {variable.path} differs on {', '.join(different)} "
@@ -87,29 +86,25 @@ class ReplicaSyncCheck:
         distribution = self._distribution
         worker, device = divmod(replica, len(distribution.devices))
         on = f" {distribution.devices[device]}" if len(distribution.devices) > 1 else ""
-        name = f"worker {worker} ({distribution.peers.hosts[worker]}){on}" if distribution.workers > 1 else on.strip()
-        return name
+        return f"worker {worker} ({distribution.peers.hosts[worker]}){on}" if distribution.workers > 1 else on.strip()
 
     def _checksums(self, variables: list[keras.Variable]) -> tuple[tf.Tensor, ...]:
         """Returns two numbers per variable, int64 [variables, 2], of each replica of this worker."""
         ids = [id(variable) for variable in variables]
         if self._traced[0] != ids:
+            distribution = self._distribution
 
-            def one() -> tf.Tensor:
+            def of_replica() -> tf.Tensor:
                 if not variables:  # a model of Rescaling alone: nothing to stack
                     return tf.zeros([0, 2], tf.int64)
                 return tf.stack([_checksum(tf.convert_to_tensor(v.value)) for v in variables])
 
-            distribution = self._distribution
-
-            def sums() -> tuple[tf.Tensor, ...]:
-                return distribution.local(distribution.run(one, ()))
-
-            self._traced = ids, tf.function(sums, autograph=False)
+            call = lambda: distribution.local(distribution.run(of_replica, ()))
+            self._traced = ids, tf.function(call, autograph=False)
         return self._traced[1]()
 
 
-_OF_WEIGHTS: dict[int, tuple[tf.distribute.Strategy, ReplicaSyncCheck]] = {}
+_CHECKS_OF_WEIGHTS: dict[int, tuple[tf.distribute.Strategy, ReplicaSyncCheck]] = {}
 """By the id of the model, until it is gone: `evaluate` may be called again and again, and tracing takes longer."""
 
 
@@ -119,12 +114,12 @@ def check_weights(model: keras.Model, distribution: Distribution, when: str) -> 
     Raises:
       TrainingError: as `ReplicaSyncCheck.check`.
     """
-    strategy, check = _OF_WEIGHTS.get(id(model), (None, None))
+    strategy, check = _CHECKS_OF_WEIGHTS.get(id(model), (None, None))
     if check is None or strategy is not distribution.strategy:
         if check is None:
-            weakref.finalize(model, _OF_WEIGHTS.pop, id(model), None).atexit = False
+            weakref.finalize(model, _CHECKS_OF_WEIGHTS.pop, id(model), None).atexit = False
         check = ReplicaSyncCheck(distribution, optimizers=False)
-        _OF_WEIGHTS[id(model)] = distribution.strategy, check
+        _CHECKS_OF_WEIGHTS[id(model)] = distribution.strategy, check
     check.check(model, when)
 
 

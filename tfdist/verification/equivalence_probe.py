@@ -1,4 +1,4 @@
-"""A few rows of the data, computed in two ways: by one replica that has them all, and by the parts that share them.
+"""Computes a few rows of the data in two ways: one replica has the whole batch, or its parts share it.
 
 The number of rows does not divide evenly. Nothing of what is computed stays in the model.
 """
@@ -27,96 +27,144 @@ from tfdist.step.replica import Replica, Taken
 from tfdist.step.results import LogNames
 from tfdist.step.shards.shard_loop import ShardLoop
 from tfdist.step.step import Step
-from tfdist.verification import computed
-from tfdist.verification.computed import METRIC, OUTPUT, STATE, Computed
+
+STATE, METRIC, OUTPUT = "the variable", "metric", "output"
+"""Prefixes of the names of some values."""
 
 
-class Question(NamedTuple):
-    """What is compared with the work of one replica on a whole batch."""
+class ProbeResult(NamedTuple):
+    """Numbers computed from some rows."""
+
+    values: dict[str, np.ndarray]
+    """Losses, logs, metrics, outputs and the state of layers, by their names in messages."""
+    gradient: list[np.ndarray]
+    """One array per weight that has one."""
+
+    def is_finite(self) -> bool:
+        """Returns whether all but the outputs, which a model may mean to be infinite, are finite."""
+        values = [value for name, value in self.values.items() if not name.startswith(OUTPUT)]
+        return all(np.isfinite(array).all() for array in (*values, *self.gradient))
+
+    def distance(self, other: ProbeResult) -> dict[str, float]:
+        """Returns relative differences by name; of the gradient the norm over all weights.
+
+        By weight it would raise false alarms: biases that change nothing are pure rounding.
+        """
+        distances = {name: _relative([value], [other.values[name]]) for name, value in self.values.items()}
+        if self.gradient:
+            distances["the gradient"] = _relative(self.gradient, other.gradient)
+        return distances
+
+
+def _as_numbers(value: tf.Tensor) -> np.ndarray:
+    """Returns a value as numbers; text as it is."""
+    array = np.asarray(tf.cast(value, tf.float32) if value.dtype == tf.bfloat16 else value)
+    return array if array.dtype.kind in "OSU" else array.astype(np.float64)
+
+
+def _relative(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
+    size = apart = 0.0
+    for a, b in zip(ours, theirs, strict=True):
+        if a.shape != b.shape:
+            return np.inf
+        if a.dtype.kind in "OSU":
+            apart += float((a != b).sum())
+            size += a.size
+            continue
+        alike = (a == b) | (np.isnan(a) & np.isnan(b))  # infinities, too
+        difference = np.where(alike, 0.0, a) - np.where(alike, 0.0, b)
+        if not np.isfinite(difference).all():
+            return np.inf
+        apart += np.square(difference).sum()
+        size += np.square(np.where(np.isfinite(a), a, 0.0)).sum()
+    return float(np.sqrt(apart) / max(np.sqrt(size), 1e-6)) if apart else 0.0
+
+
+class Comparison(NamedTuple):
+    """Parts of a batch that are compared with one replica on the whole batch."""
 
     kind: str
-    """Of what is computed: `train`, `test` or `predict`."""
+    """Kind of computation: `train`, `test` or `predict`."""
     parts: str
-    """What shares the rows: `replicas`, `shards` or `micro-batches`."""
+    """`replicas`, `shards` or `micro-batches`."""
     number: int
-    """Of the parts."""
+    """Number of the parts."""
 
     def __str__(self) -> str:
         return (
-            f"1 and {self.number} replicas"
-            if self.parts == "replicas"
-            else f"a batch and its {self.number} {self.parts}"
+            f"{f'1 and {self.number}' if self.parts == 'replicas' else f'a batch and its {self.number}'} {self.parts}"
         )
 
 
 class _Function(NamedTuple):
-    """One of the two ways."""
+    """The compiled function of one of the two ways."""
 
     call: Callable
     """Given the order of the rows, it returns values and gradient."""
     others: list[tf.Variable]
-    """What it may write besides what `_unchanged` knows: weights to train, which SpectralNormalization sets, and what
-    is none of the model's, such as the generator of all calls of keras.random without a seed."""
+    """Variables that it may write besides those of `_unchanged`: weights to train, which SpectralNormalization sets,
+    and some outside of the model, such as the generator of all calls of keras.random without a seed."""
 
 
-class TwoWays:
-    """The functions that compute the same rows in two ways.
+class EquivalenceProbe:
+    """Computes the same rows on one replica, and in the parts that share them.
 
     Args:
       step: of the model.
       rows: (x, y, weight), as far as they are needed.
-      question: what is compared.
+      comparison: the parts.
     """
 
-    def __init__(self, step: Step, rows: tuple[Structure, ...], question: Question):
-        self._step, self._rows, self._question = step, rows, question
+    def __init__(self, step: Step, rows: tuple[Structure, ...], comparison: Comparison):
+        self._step, self._rows, self._comparison = step, rows, comparison
         self.model = step.model
         self._distribution = step.distribution
-        self._training = question.kind == "train"
-        self._own = "" if question.kind == "predict" else step.own_step(question.kind)
-        least = int(keras.tree.flatten(rows)[0].shape[0])
-        self._count = least - (least % question.number == 0)
+        self._training = comparison.kind == "train"
+        self._own = "" if comparison.kind == "predict" else step.own_step(comparison.kind)
+        available = int(keras.tree.flatten(rows)[0].shape[0])
+        self._count = available - (available % comparison.number == 0)
         if self._distribution.static_shapes and self._own:  # which must see no filler
-            self._count = least - least % self._distribution.replicas or least
+            self._count = available - available % self._distribution.replicas or available
         self.adding: list[str] = []
         """The layers that call `add_loss`."""
         self._compiled: dict[bool, _Function] = {}
 
-    def alone(self, backwards: bool = False) -> Computed:
-        """Computes all rows on every replica, as if it were the only one; backwards in the opposite order."""
-        return self._run(True, backwards)
+    def whole(self, backwards: bool = False, times: int = 1) -> ProbeResult:
+        """Computes all rows on every replica, as if it were the only one.
 
-    def again(self) -> Computed:
-        """Computes the same as `alone` a second time, where random generators have moved on."""
-        return self._run(True, False, times=2)
+        Args:
+          backwards: whether in the opposite order.
+          times: returns the last of so many results, for which random generators have moved on.
+        """
+        return self._run(True, backwards, times)
 
-    def shared(self) -> Computed:
+    def in_parts(self) -> ProbeResult:
         """Computes the rows in the parts that share them."""
-        return self._run(False, False)
+        return self._run(False, False, 1)
 
-    def _run(self, alone: bool, backwards: bool, times: int = 1) -> Computed:
+    def _run(self, whole: bool, backwards: bool, times: int) -> ProbeResult:
         order = tf.range(self._count)[::-1] if backwards else tf.range(self._count)
         with self._unchanged():
-            function = self._function(alone)
+            function = self._function(whole)
             before = [variable.numpy() for variable in function.others]
             try:
                 for _ in range(times):
-                    if self._question.kind != "predict":
+                    if self._comparison.kind != "predict":
                         self._step.reset()
                     values, gradient = function.call(order)
             finally:
                 for variable, value in zip(function.others, before):
                     variable.assign(value)
-        arrays = {name: computed.array(value) for name, value in values.items()}
+        arrays = {name: _as_numbers(value) for name, value in values.items()}
         if backwards:
             arrays.update({name: value[::-1] for name, value in arrays.items() if name.startswith(OUTPUT)})
-        return Computed(arrays, [computed.array(g) for g in gradient])
+        return ProbeResult(arrays, [_as_numbers(g) for g in gradient])
 
-    def _function(self, alone: bool) -> _Function:
-        if alone in self._compiled:
-            return self._compiled[alone]
+    def _function(self, whole: bool) -> _Function:
+        if whole in self._compiled:
+            return self._compiled[whole]
         model = self._step.model
-        call = tf.function(self._traced(alone), autograph=False)
+        call = tf.function(self._traced(whole), autograph=False)
         trained = [] if self._own else [c for v in model.trainable_variables for c in training_state.copies(v)]
         if tf.config.functions_run_eagerly():
             others = trained
@@ -128,21 +176,21 @@ class TwoWays:
             known = {id(c) for v in [*model.variables, *model.metrics_variables] for c in training_state.copies(v)}
             others = [v for v in call.graph.variables if id(v) not in known]
             others += _writable(call.graph, trained)
-        self._compiled[alone] = _Function(call, others)
-        return self._compiled[alone]
+        self._compiled[whole] = _Function(call, others)
+        return self._compiled[whole]
 
-    def _layout(self, alone: bool) -> Layout:
-        question, distribution = self._question, self._distribution
-        if alone or question.parts == "micro-batches":
-            micro = 1 if alone else question.number
+    def _layout(self, whole: bool) -> Layout:
+        comparison, distribution = self._comparison, self._distribution
+        if whole or comparison.parts == "micro-batches":
+            micro = 1 if whole else comparison.number
             return Layout(self._count, 1, micro, static=distribution.static_shapes)
-        if question.parts == "shards":
-            layout = Layout(self._count, question.number, 1, shards=True)
+        if comparison.parts == "shards":
+            layout = Layout(self._count, comparison.number, 1, shards=True)
         else:
-            layout = Layout(self._count, question.number, 1, static=distribution.static_shapes)
-        if question.kind != "predict" or distribution.workers == 1:
+            layout = Layout(self._count, comparison.number, 1, static=distribution.static_shapes)
+        if comparison.kind != "predict" or distribution.workers == 1:
             return layout
-        # Outputs are gathered over the workers, which wants to know who has which.
+        # Outputs are gathered over the workers, which needs the rows of each.
         here = len(distribution.devices)
         if not layout.shards:
             return dataclasses.replace(layout, first=distribution.first, local=here)
@@ -150,18 +198,18 @@ class TwoWays:
         last = layout.of_device(distribution.replicas, distribution.first + here - 1)
         return dataclasses.replace(layout, first=first.start, local=last.start + last.rows - first.start)
 
-    def _traced(self, alone: bool) -> Callable:
-        model, distribution, question = self._step.model, self._distribution, self._question
-        replica, single = self._step.replica, alone or question.parts == "micro-batches"
+    def _traced(self, whole: bool) -> Callable:
+        model, distribution, comparison = self._step.model, self._distribution, self._comparison
+        replica, single = self._step.replica, whole or comparison.parts == "micro-batches"
         if single:
             bare, replica = replica.bare, Replica(model, _single(distribution), jit=False)
             replica.bare = bare
-        layout = self._layout(alone)
+        layout = self._layout(whole)
         predicted = prediction_call.rows_predicted(replica, layout)
 
         def one(taken: Given | tf.Tensor) -> Any:
             batch = taken if isinstance(taken, Given) else Batch(self._rows, taken, tf.size(taken))
-            if question.kind == "predict":
+            if comparison.kind == "predict":
                 return predicted(batch)
             if single:  # which has all that a metric begins with
                 for metric in model.metrics:
@@ -183,10 +231,10 @@ class TwoWays:
                 changes.enter_context(keras_internals.one_replica_in_sync() if single else contextlib.nullcontext())
                 changes.enter_context(own_step_call.recording(model, bool(self._own)))
                 # Of a batch that is taken apart on one replica, too, BatchNorm would normalize each part.
-                apart = question.parts != "replicas" and self._training
+                apart = comparison.parts != "replicas" and self._training
                 changes.enter_context(random_layers.held(model, batch_norm.batch_norms(model) if apart else ()))
                 results = distribution.run(one, (of_replicas,))
-            if question.kind == "predict":
+            if comparison.kind == "predict":
                 outputs = keras.tree.map_structure(first, results) if single else None
                 outputs = prediction_call.joined(distribution, layout, results) if outputs is None else outputs
                 return {f"{OUTPUT} {name}": o for name, o in self._output_names(outputs)}, []
@@ -199,14 +247,11 @@ class TwoWays:
         return call
 
     def _output_names(self, outputs: Structure) -> list[tuple[str, tf.Tensor]]:
-        """Returns the outputs beside what a message calls them: Keras' names, or their number."""
+        """Returns the outputs with their names in messages: Keras' names, or their number."""
         leaves = keras.tree.flatten(outputs)
         names = getattr(self._step.model, "output_names", None) or []
-        return (
-            list(zip((f"{name!r}" for name in names), leaves))
-            if len(names) == len(leaves)
-            else [(f"{i}", leaf) for i, leaf in enumerate(leaves)]
-        )
+        labels = [repr(name) for name in names] if len(names) == len(leaves) else map(str, range(len(leaves)))
+        return list(zip(labels, leaves))
 
     def _compiled_pass(self, replica: Replica, layout: Layout, batch: Taken) -> tuple[dict, list[tf.Tensor]]:
         model = self._step.model
@@ -225,14 +270,14 @@ class TwoWays:
         return payload.by_part(), [g for g in payload.gradients() if g is not None]
 
     def _kept(self, replica: Replica) -> dict[str, tf.Tensor]:
-        """Returns what the pass has made of the variables that no optimizer writes.
+        """Returns the values after the pass of the variables that no optimizer writes.
 
-        Statistics are averaged over the replicas before anybody looks at them, so a layer that counts its examples, or
+        Statistics are averaged over the replicas before they are read, so a layer that counts its examples, or
         sums them up, has another state than on one replica. A weight that a step of the user's own assigns has the
         gradient of one replica's rows. Micro-batches are calls of their own to a layer, which may count them.
         """
         model = self._step.model
-        if self._question.parts == "micro-batches":
+        if self._comparison.parts == "micro-batches":
             return {}
         alike = [*freezing.fixed(model), *model.trainable_variables] if self._training and self._own else []
         gathered = training_state.gathered_variables(model)
@@ -245,16 +290,16 @@ class TwoWays:
 
     def _own_step(self, replica: Replica, layout: Layout, batch: Taken) -> tuple[dict, list[tf.Tensor]]:
         count, names = replica.count(layout, batch), LogNames()
-        method = {"train": "train_step", "test": "test_step"}[self._question.kind]
+        method = {"train": "train_step", "test": "test_step"}[self._comparison.kind]
         logs = own_step_call.run_step(replica, method, replica.take(layout, batch, count), count, names)
         values = {f"log {name!r}": logs[1 + i] for i, name in enumerate(names.plain)}
         return values, own_step_call.recorded()
 
     @contextlib.contextmanager
     def _unchanged(self) -> Iterator[None]:
-        """Gives all that a step may write back, after it, what it had, on every replica; optimizers do nothing in it.
+        """Restores, on every replica, all that a step may write; optimizers do nothing in it.
 
-        What Python draws from its own generators is drawn again, too.
+        Python's and NumPy's own generators are restored, too.
         """
         model = self._step.model
         frozen = set() if self._own else {id(v) for v in freezing.fixed(model)}  # which may be gigabytes
@@ -270,7 +315,7 @@ class TwoWays:
 
 
 _READING = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"}
-"""Operations that write nothing to the variable that they are given."""
+"""Operations that only read their variable."""
 
 
 def _writable(graph: tf.Graph, variables: list[tf.Variable]) -> list[tf.Variable]:
@@ -288,7 +333,7 @@ def _named(results: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
 
 
 def _single(distribution: Distribution) -> Distribution:
-    """Returns the same, with which a replica believes itself to be the only one."""
+    """Returns the same with one replica, and sums that are the identity."""
     return dataclasses.replace(
         distribution,
         replicas=1,

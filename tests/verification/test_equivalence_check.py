@@ -11,14 +11,14 @@ from support import training_cases
 
 import tfdist
 from tfdist.keras_bridge import batch_norm, batch_norm_ops, keras_internals, layer_state
-from tfdist.verification import passed_checks
+from tfdist.verification import equivalence_check
 
 L = keras.layers
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(passed_checks, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(equivalence_check, "_cache_folder", lambda: tmp_path)
 
 
 def data(n=24):

@@ -1,0 +1,472 @@
+"""Refuses a model that replicas, shards or micro-batches would not train or measure as one device does.
+
+Before the first update, the first few rows of the data, a number that does not divide evenly, go forward and backward
+through one replica that has them all, and through the parts that share them. Losses, metrics and the gradient must
+agree to rounding. Evaluations and predictions are checked forward, unless a training has been. Models that have passed
+are recorded in the user's cache, so that only a new one pays for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import os
+import pathlib
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.config import cpu_kernels
+from tfdist.config.messages import logger
+from tfdist.data.structures import Structure
+from tfdist.distributed.distribution import Distribution
+from tfdist.errors import UserError, one_line
+from tfdist.keras_bridge import batch_norm, keras_internals, layer_state, own_steps
+from tfdist.step import step_calls
+from tfdist.step.step import Step
+from tfdist.verification.equivalence_probe import METRIC, OUTPUT, STATE, Comparison, EquivalenceProbe, ProbeResult
+
+CHOICES = ("auto", "on", "off")
+MICRO_BATCHES = 2
+"""Into which the rows are divided with `accumulate`, whatever that is."""
+ROUNDING = 1e-5
+"""Relative difference that is rounding in any model; deep ones have more, which is measured."""
+ROUNDING_OF_HALF_PRECISION = {"float16": 5e-3, "bfloat16": 5e-2}
+"""The same for models that compute in these types: about ten times the distance of two neighboring numbers."""
+MOST_ROUNDING = 1e-3
+"""Where rounding alone makes more than this, the comparison is inconclusive."""
+NO_ROUNDING = 0.05
+"""Relative change of a loss, metric or output that rounding never makes, if the same rows give the same again."""
+_ACROSS_ROWS = 1e-3
+"""Relative difference of a layer's outputs that is more than rounding."""
+_VERB = {"train": "agree on", "test": "agree on measuring", "predict": "agree on predicting with"}
+_CONTEXT = {"train": "", "test": " in an evaluation", "predict": " in a prediction"}
+
+
+def check_training(step: Step, choice: str, shards: int = 0, accumulate: int = 1) -> None:
+    """Refuses, before its first update, a training that would not be what it is on one replica.
+
+    Args:
+      step: of the compiled model, prepared for training.
+      choice: `on`, `off`, or `auto` to leave out models that have passed before.
+      shards: virtual replicas, which are compared with the whole batch; 0 for none.
+      accumulate: micro-batches of an update, which are compared with the whole batch if there are several.
+
+    Raises:
+      UserError: the replicas, shards or micro-batches disagree; it names the part of the model.
+    """
+    if choice == "off":
+        return
+    if step.sample_rows is None:
+        return _refuse_by_structure(step, _comparisons(step, "train", shards))
+    for comparison in _comparisons(step, "train", shards, accumulate):
+        if _agree(step, step.sample_rows, comparison, choice) and comparison.parts != "micro-batches":
+            _record_forward(step, comparison, choice == "auto")
+
+
+def check_forward(
+    step: Step, kind: str, choice: str, shards: int = 0, entries: int = 3, within_fit: bool = False
+) -> None:
+    """Refuses, before its first batch, an evaluation or a prediction that would not be what it is on one replica.
+
+    Args:
+      step: of the model.
+      kind: `test` or `predict`.
+      choice, shards: as for `check_training`.
+      entries: number of inputs, targets and weights that a model's own step is given.
+      within_fit: whether it belongs to a training that has been checked.
+
+    Raises:
+      UserError: the replicas, or shards, disagree; it names the part of the model.
+    """
+    if choice == "off" or step.sample_rows is None or (within_fit and _trains_as_it_measures(step)):
+        return
+    rows = _rows_for(step, step.sample_rows[:entries], kind)
+    for comparison in _comparisons(step, kind, shards):
+        if _agree(step, rows, comparison, choice, passed=choice == "auto" and comparison in step.agreed):
+            step.agreed.add(comparison)
+
+
+def _comparisons(step: Step, kind: str, shards: int, accumulate: int = 1) -> list[Comparison]:
+    if shards:
+        return [Comparison(kind, "shards", shards)]
+    replicas = step.distribution.replicas
+    comparisons = [Comparison(kind, "replicas", replicas)] if replicas > 1 else []
+    return comparisons + ([Comparison(kind, "micro-batches", MICRO_BATCHES)] if accumulate > 1 else [])
+
+
+def _rows_for(step: Step, rows: tuple[Structure, ...], kind: str) -> tuple[Structure, ...]:
+    inputs_only = kind == "predict" and not own_steps.replaced(step.model, own_steps.PREDICTION)
+    return rows[:1] if inputs_only else rows
+
+
+def _record_forward(step: Step, comparison: Comparison, persist: bool) -> None:
+    """Records which forward checks a passed training covers, since it computes the same.
+
+    Args:
+      persist: whether also for later processes.
+    """
+    model = step.model
+    if not _trains_as_it_measures(step):
+        return
+    compiled = keras_internals.compiled_loss(model)
+    losses = len(keras_internals.loss_entries(compiled)) if compiled else 0
+    every = losses and losses == step.outputs and not own_steps.replaced(model, own_steps.PREDICTION)
+    for kind in ("test", "predict") if every else ("test",):
+        other = comparison._replace(kind=kind)
+        step.agreed.add(other)
+        if persist:
+            record_pass(fingerprint(model, step.distribution, _rows_for(step, step.sample_rows or (), kind), other))
+
+
+def _trains_as_it_measures(step: Step) -> bool:
+    """Returns whether no code of the user's own takes `training`: it could compute something else where it is false."""
+    if step.own_step("train") or step.own_step("test"):
+        return False
+    layers = keras_internals.flat_layers(step.model)
+    own = [layer for layer in layers if not (layer.call.__module__ or "").startswith(("keras.", "tfdist."))]
+    return not any("training" in inspect.signature(layer.call).parameters for layer in own)
+
+
+class _Outcome(NamedTuple):
+    """The same rows computed in both ways."""
+
+    whole: ProbeResult
+    noise: dict[str, float]
+    """Relative differences that the order of the rows alone makes."""
+    distances: dict[str, float]
+    """Relative differences of the two ways."""
+    rounding: float
+    """Relative difference that counts as none."""
+
+    @classmethod
+    def of(cls, probe: EquivalenceProbe) -> _Outcome:
+        """Computes the rows in both ways, and as a whole in the opposite order."""
+        whole, backwards, parts = probe.whole(), probe.whole(backwards=True), probe.in_parts()
+        types = {layer.compute_dtype for layer in keras_internals.flat_layers(probe.model)}
+        rounding = max(ROUNDING_OF_HALF_PRECISION.get(kind, ROUNDING) for kind in types)
+        return cls(whole, whole.distance(backwards), whole.distance(parts), rounding)
+
+    @property
+    def is_conclusive(self) -> bool:
+        """Whether a difference would show in spite of rounding and random numbers."""
+        most = max(MOST_ROUNDING, 4 * self.rounding)
+        return self.whole.is_finite() and 20 * max(self.noise.values(), default=0.0) <= most
+
+    def disagreements(self) -> dict[str, float]:
+        """Returns what differs by more than rounding."""
+        limit = max(self.rounding, 20 * max(self.noise.values(), default=0.0))
+        return {name: distance for name, distance in self.distances.items() if not distance <= limit}
+
+
+def _compare_in_float64(step: Step, rows: tuple[Structure, ...], comparison: Comparison) -> _Outcome | None:
+    """Compares again with hardly any rounding, as deep networks need it; None where that is inconclusive, too."""
+    try:
+        with keras_internals.computing_in(step.model, "float64"):
+            outcome = _Outcome.of(EquivalenceProbe(step, rows, comparison))
+    except (ValueError, TypeError, tf.errors.OpError):  # of a layer that is written for one type
+        return None
+    return outcome if outcome.is_conclusive else None
+
+
+def _refuse_by_structure(step: Step, comparisons: Sequence[Comparison], whole: ProbeResult | None = None) -> None:
+    """Refuses what is known to differ between replicas, where numbers cannot show it.
+
+    Args:
+      whole: what one replica has computed, if it has: a layer called with `training=False` kept its statistics.
+
+    Raises:
+      UserError: a BatchNormalization layer trains with the rows of its own replica.
+    """
+    for comparison in comparisons:
+        if (comparison.kind, comparison.parts) != ("train", "replicas"):
+            continue
+        for layer in batch_norm.normalizing_alone(step.model):
+            kept = whole.values.get(f"{STATE} {layer.moving_mean.path!r}") if whole and layer.built else None
+            if kept is None or layer.momentum == 1 or not np.array_equal(kept, np.asarray(layer.moving_mean)):
+                reason = _batch_norm_reason(layer, _fix(comparison))
+                raise UserError(f"{comparison} would train different models: {reason}")
+
+
+def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choice: str, passed: bool = False) -> bool:
+    """Compares on all workers; returns whether both ways agree, now or before, and False where it is inconclusive.
+
+    Args:
+      passed: whether they have agreed in this process.
+
+    Raises:
+      UserError: they do not.
+    """
+    distribution = step.distribution
+    mark = fingerprint(step.model, distribution, rows, comparison) if choice == "auto" else ""
+    states = distribution.peers.gather("whether the model has been checked", [passed or has_passed(mark), _crc(rows)])
+    if all(passed for passed, _ in states):
+        return True
+    if any(checksum != states[0][1] for _, checksum in states):
+        # Of no use to compare them. If it is not only their inputs that are random, the first batches will say so.
+        _refuse_by_structure(step, [comparison])
+        logger.info(f"WARNING: not checked whether {comparison} agree: the workers have read other rows")
+        return False
+    start = time.perf_counter()
+    probe = EquivalenceProbe(step, rows, comparison)
+    repeated: dict[str, float] = {}
+    try:
+        with distribution.peers.during("compiling"), step_calls.eagerly(step.model):
+            outcome = _Outcome.of(probe)
+            if not outcome.is_conclusive:
+                outcome = _compare_in_float64(step, rows, comparison) or outcome
+            if not outcome.is_conclusive and outcome.whole.is_finite():
+                repeated = outcome.whole.distance(probe.whole(times=2))
+    except tf.errors.ResourceExhaustedError:
+        _refuse_by_structure(step, [comparison])
+        return False  # of which the first batch will say more
+    except (ValueError, TypeError, tf.errors.OpError) as error:
+        if comparison.kind == "train":
+            raise
+        # The batches may have a shape that these few rows have not; what is wrong with those, too, they will say.
+        logger.info(f"WARNING: not checked whether {comparison} agree: {type(error).__name__}: {one_line(error, 200)}")
+        return False
+    seconds = time.perf_counter() - start
+    if not outcome.is_conclusive:
+        _refuse_by_structure(step, [comparison], outcome.whole)
+        name = _order_dependent(outcome, repeated) if repeated else ""
+        if name:
+            raise UserError(
+                f"{comparison} disagree on this model{_CONTEXT[comparison.kind]}: {name} differs by "
+                f"{outcome.noise[name]:.0e} if the rows of a batch come in the opposite order: make it depend on each "
+                f"row alone, {_fix(comparison)}"
+            )
+        logger.info(f"WARNING: not checked whether {comparison} agree: {_inconclusive_reason(outcome, repeated)}")
+        return False
+    disagreements = outcome.disagreements()
+    if disagreements:
+        raise UserError(_message(step, rows, comparison, disagreements, probe.adding))
+    record_pass(mark)
+    most = max((d for n, d in outcome.distances.items() if n != "the gradient"), default=0.0)
+    numbers = f"{'outputs' if comparison.kind == 'predict' else 'loss'} {most:.0e}"
+    if comparison.kind == "train":
+        numbers += f", gradient {outcome.distances.get('the gradient', 0.0):.0e}"
+    logger.info(f"checked: {comparison} {_VERB[comparison.kind]} this model, {numbers} ({seconds:.1f} s)")
+    return True
+
+
+def _crc(rows: tuple[Structure, ...]) -> int:
+    checksum = 0
+    for tensor in keras.tree.flatten(rows):
+        array = np.asarray(tensor)
+        checksum = zlib.crc32(repr(array.tolist()).encode() if array.dtype == object else array.tobytes(), checksum)
+    return checksum
+
+
+def _order_dependent(outcome: _Outcome, repeated: dict[str, float]) -> str:
+    """Returns the first value that changes with the order of the rows, where nothing random does; or an empty string.
+
+    Args:
+      repeated: differences of the same rows in the same order.
+    """
+    if any(distance > ROUNDING for distance in repeated.values()):
+        return ""
+    names = [n for n in outcome.whole.values if not n.startswith(STATE) and outcome.noise[n] > NO_ROUNDING]
+    return next(iter(sorted(names, key=lambda name: name.startswith(METRIC))), "")
+
+
+def _inconclusive_reason(outcome: _Outcome, repeated: dict[str, float]) -> str:
+    if not outcome.whole.is_finite():
+        return "loss, metrics or gradient are not finite"
+    # The state of layers moves on with each pass, random or not.
+    if any(distance > ROUNDING for name, distance in repeated.items() if not name.startswith(STATE)):
+        return "the model draws random numbers of its own"
+    name = max(outcome.noise, key=outcome.noise.__getitem__)
+    return f"rounding alone changes {name} by {outcome.noise[name]:.0e}"
+
+
+def _message(
+    step: Step, rows: tuple[Structure, ...], comparison: Comparison, disagreements: dict[str, float], adding: list[str]
+) -> str:
+    """Returns the line that names the part of the model that disagrees, and the fix.
+
+    Args:
+      rows: that were computed.
+      disagreements: names of values, and by how much they differ.
+      adding: the layers that call `add_loss`.
+    """
+    model, kind, fix = step.model, comparison.kind, _fix(comparison)
+    # A loss may differ since a layer's state does, and a metric since the outputs do.
+    rank = lambda name: 0 if name.startswith(STATE) else 2 if name.startswith(METRIC) else 1
+    first = min(disagreements, key=rank)
+    start = f"{comparison} disagree on this model{_CONTEXT[kind]}: {first} differs by {disagreements[first]:.0e}"
+    alone = batch_norm.normalizing_alone(model)
+    beyond_metrics = any(not name.startswith(METRIC) for name in disagreements)
+    if kind == "train" and alone and comparison.parts == "replicas" and beyond_metrics:
+        return f"{start}, since {_batch_norm_reason(alone[0], fix)}"
+    if first.startswith(STATE):
+        after = "after an update" if kind == "train" else "after it"
+        if comparison.parts == "shards":
+            return (
+                f"{start} {after}, since shards average the floats, and add up the whole numbers, that layers change: "
+                f"leave shards out, {fix}"
+            )
+        return f"{start} {after}: add it up over the replicas (tf.distribute.get_replica_context()), {fix}"
+    own = "" if kind == "predict" else step.own_step(kind)
+    if own and kind == "train":
+        return f"{start}: what {own} of {type(model).__name__} computes is no mean over examples; make it one, {fix}"
+    if first == "add_loss":
+        return f"{start}, which layer {', '.join(adding)} gives: make it a mean over the examples, {fix}"
+    if first.startswith(METRIC):
+        return f"{start}: leave it out, {fix}"
+    layer = _layer_across_rows(step, rows)
+    if layer:
+        return f"{start}, since layer {layer!r} looks at the other rows of a batch: change that, {fix}"
+    if own:
+        return f"{start}: what {own} of {type(model).__name__} gives is no mean over examples; make it one, {fix}"
+    if first.startswith(OUTPUT):
+        method = own_steps.replaced(model, own_steps.PREDICTION)
+        whose = f"{method} of {type(model).__name__}" if method else "the model"
+        return f"{start}: {whose} looks at the other rows of a batch; change that, {fix}"
+    return f"{start}: use a loss with a value per example, {fix}"
+
+
+def _batch_norm_reason(layer: keras.Layer, fix: str) -> str:
+    return (
+        f"layer {layer.name!r} normalizes with the rows of its own replica: call tfdist.synchronize_batch_norm(model) "
+        f"before compile(), or freeze it (trainable=False), {fix}"
+    )
+
+
+def _fix(comparison: Comparison) -> str:
+    accept = "or accept it with --check_agreement=off"
+    if comparison.parts == "micro-batches":
+        return f"leave accumulate out, {accept}"
+    if comparison.kind == "train":
+        return accept
+    return f"{'leave shards out' if comparison.parts == 'shards' else 'use --strategy=default'}, {accept}"
+
+
+def _layer_across_rows(step: Step, rows: tuple[Structure, ...]) -> str:
+    """Returns the first layer whose output for a row depends on the rows beside it; an empty string if there is none.
+
+    It is searched for in Python, op by op: only a model that is refused pays for that.
+    """
+    model = step.model
+    half = max(1, int(keras.tree.flatten(rows)[0].shape[0]) // 2)
+    try:
+        variables = {id(v): v for v in [*model.non_trainable_variables, *model.metrics_variables]}
+        with step.distribution.scope(), layer_state.unchanged(list(variables.values())):
+            whole = _layer_outputs(step, rows[0])
+            part = _layer_outputs(step, keras.tree.map_structure(lambda t: t[:half], rows[0]))
+    except Exception:  # whatever a layer of the user's own may do outside of a replica
+        return ""
+    for (name, all_rows), (_, first_rows) in zip(whole, part):
+        for a, b in zip(all_rows, first_rows):
+            if a.shape[:1] == b.shape[:1] or a[: len(b)].shape != b.shape or a.dtype.kind not in "fc":
+                continue
+            if np.linalg.norm(a[: len(b)] - b) > _ACROSS_ROWS * max(float(np.linalg.norm(b)), 1e-6):
+                return name
+    return ""
+
+
+def _layer_outputs(step: Step, x: Structure) -> list[tuple[str, list[np.ndarray]]]:
+    """Returns the floating outputs of each layer by name, inner layers before the outer one."""
+    outputs_by_layer: list[tuple[str, list[np.ndarray]]] = []
+
+    def recording(layer: keras.Layer) -> Callable:
+        original = layer.call
+
+        def call(*args: object, **kwargs: object) -> Structure:
+            outputs = original(*args, **kwargs)
+            leaves = [leaf for leaf in keras.tree.flatten(outputs) if tf.is_tensor(leaf) and leaf.dtype.is_floating]
+            outputs_by_layer.append((layer.name, [np.asarray(leaf, np.float64) for leaf in leaves]))
+            return outputs
+
+        return call
+
+    layers = keras_internals.flat_layers(step.model, include_self=False)
+    with keras_internals.calls({layer: recording(layer) for layer in layers}):
+        step.replica.forward(x, training=False)
+    return outputs_by_layer
+
+
+def fingerprint(model: keras.Model, distribution: Distribution, rows: Structure, comparison: Comparison) -> str:
+    """Returns a digest of all that decides whether replicas agree on a model: its code, its settings and the versions.
+
+    Args:
+      rows: some of the data.
+      comparison: only a training depends on optimizers, and a prediction not even on losses.
+
+    Returns:
+      Hexadecimal digits; an empty string if some of the code cannot be read, and the model is to be checked each time.
+    """
+    import tfdist
+
+    kind = comparison.kind
+    methods = {"train": own_steps.TRAINING, "test": own_steps.EVALUATION, "predict": own_steps.PREDICTION}
+    if own_steps.replaced(model, methods[kind]):
+        return ""  # what its step uses may be anything
+    optimizers = own_steps.optimizers(model) if kind == "train" else []
+    layers = keras_internals.flat_layers(model)
+    parts: list[str] = [tf.__version__, keras.__version__, tfdist.__version__, distribution.name]
+    parts += [str(distribution.replicas), kind, str(comparison), distribution.jit, cpu_kernels.in_use()]
+    parts += [f"{tuple(t.shape[1:])} {t.dtype}" for t in keras.tree.flatten(rows)]
+    try:
+        for layer in layers:
+            parts += _description(layer)
+        parts += [f"{v.name} {v.shape} {v.dtype} {v.trainable}" for v in model.variables]
+        for used in [*optimizers, *(keras_internals.compiled_with(model) if kind != "predict" else [])]:
+            parts += _description(used)
+    except (OSError, TypeError, ValueError, NotImplementedError):
+        return ""
+    text = "\n".join(parts)
+    # Keras numbers the layers of a process: the same model has other names each time that it is built.
+    for number, name in enumerate(dict.fromkeys(thing.name for thing in [*layers, *optimizers])):
+        text = text.replace(repr(name), f"#{number}")
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def has_passed(mark: str) -> bool:
+    """Returns whether a model with this fingerprint has passed."""
+    return bool(mark) and (_cache_folder() / mark).exists()
+
+
+def record_pass(mark: str) -> None:
+    """Records that a model with this fingerprint, if any, has passed; without a writable cache it is checked again."""
+    if not mark:
+        return
+    try:
+        _cache_folder().mkdir(parents=True, exist_ok=True)
+        (_cache_folder() / mark).touch()
+    except OSError:
+        return
+
+
+def _cache_folder() -> pathlib.Path:
+    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(base, "tfdist", "checked")
+
+
+def _description(thing: object) -> list[str]:
+    """Returns the settings of an object of Keras', and the code of what is the user's own.
+
+    Raises:
+      OSError, TypeError: there is no source to read.
+    """
+    if isinstance(thing, str | int | float | bool | None):
+        return [repr(thing)]
+    if isinstance(thing, dict):
+        return [part for key, value in thing.items() for part in (repr(key), *_description(value))]
+    if isinstance(thing, list | tuple):
+        return [part for value in thing for part in _description(value)]
+    if inspect.isfunction(thing):
+        closure = [cell.cell_contents for cell in thing.__closure__ or ()]
+        return [inspect.getsource(thing), *(part for value in closure for part in _description(value))]
+    kind = thing if isinstance(thing, type) else type(thing)
+    parts = [f"{kind.__module__}.{kind.__qualname__}"]
+    if not kind.__module__.startswith(("keras.", "tfdist.")):
+        parts.append(inspect.getsource(kind))
+    if not isinstance(thing, type) and hasattr(thing, "get_config"):
+        parts.append(repr(thing.get_config()))
+    return parts
