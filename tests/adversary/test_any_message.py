@@ -9,6 +9,7 @@ import copy
 import hmac
 import json
 import queue
+import selectors
 import socket
 import threading
 
@@ -18,8 +19,8 @@ from hypothesis import strategies as st
 from support import adversary
 
 from tfdist.cluster import registration, watch, wire
-from tfdist.cluster.acceptor import Acceptor
 from tfdist.cluster.watch import Watch
+from tfdist.cluster.wire import Acceptor
 from tfdist.doctor import peer_query
 from tfdist.launch import node_links, node_messages
 from tfdist.launch.event_loop import Events
@@ -37,7 +38,7 @@ READERS = [  # who reads it, and messages that are right
     (registration.answer_to(2), [{"welcome": {"addresses": ["h:1", "i:2"], "hosts": ["h", "i"]}}, {"refused": "no"}]),
     (watch.TO_CHIEF, [{"beat": "call", "update": 3, "for": 0.5}, {"gather": 0, "label": "x", "value": [1]}]),
     (
-        watch.of_chief(2),
+        watch.from_chief(2),
         [{"gathered": 0, "values": [None, 1]}, {"failed": "x"}, {"lost": "x", "worker": 1, "why": "y"}],
     ),
     (peer_query._ANSWER, [{"doctor": {"host": "h", "versions": {"a": "1"}, "clock": 1.5}}]),
@@ -238,9 +239,10 @@ def another_worker(pieces):
     watch = Watch(0, ("h", "i"), {1: connection}, LIMIT_S, LIMIT_S, lambda failure: None)
     speaker = threading.Thread(target=spoken, args=(near, pieces))
     speaker.start()
-    with watch.transport.waiting():
-        while not watch.failure and not watch.transport.gone:
-            assert watch.transport.wait(LIMIT_S).ranks == (1,)
+    with selectors.DefaultSelector() as watch._selector:
+        watch._selector.register(connection, selectors.EVENT_READ)
+        while not watch.failure and not watch.gone:
+            assert watch._selector.select(LIMIT_S)
             watch._read(1)
     speaker.join(LIMIT_S)
     connection.close()

@@ -13,7 +13,7 @@ import threading
 import pytest
 
 from tfdist.cluster import wire
-from tfdist.cluster.acceptor import Acceptor
+from tfdist.cluster.wire import Acceptor
 
 LIMIT_S = 30
 
@@ -96,13 +96,13 @@ def test_why_somebody_was_turned_away(door):
     one = door(8)
     with pytest.raises(wire.WireError, match="does not know the secret"):
         wire.connect(*one.at, "guess")
-    assert one.stranger() == ("127.0.0.1", "it does not know the secret of this run")
+    assert one.stranger() == ("127.0.0.1", "it does not know the secret of this job")
 
 
 SHORT_OF_DESCRIPTORS = """
 import json, os, resource, sys
 from tfdist.cluster import wire
-from tfdist.cluster.acceptor import Acceptor
+from tfdist.cluster.wire import Acceptor
 
 def let_in(connection, host):
     connection.send({"welcome": True})

@@ -5,6 +5,7 @@ import hmac
 import json
 import math
 import os
+import selectors
 import socket
 import threading
 
@@ -44,10 +45,10 @@ VALID = [  # who reads it, and a message with every field that there is
     (watch.TO_CHIEF, {"beat": "call", "update": 3, "for": 0.5}),
     (watch.TO_CHIEF, {"gather": 0, "label": "x", "value": [1]}),
     (watch.TO_CHIEF, {"failed": "x"}),
-    (watch.of_chief(2), {"beat": "python", "update": 3, "for": 1}),
-    (watch.of_chief(2), {"gathered": 0, "values": [None, 1]}),
-    (watch.of_chief(2), {"failed": "x"}),
-    (watch.of_chief(2), {"lost": "x", "worker": -1, "why": ""}),
+    (watch.from_chief(2), {"beat": "python", "update": 3, "for": 1}),
+    (watch.from_chief(2), {"gathered": 0, "values": [None, 1]}),
+    (watch.from_chief(2), {"failed": "x"}),
+    (watch.from_chief(2), {"lost": "x", "worker": -1, "why": ""}),
 ]
 ODD = [None, True, -2, 2**70, 1e300, math.inf, math.nan, "", "\x1b[2J", "\u202e", "\ud800", "x" * 10**7, [], [[]], {}]
 FREE = ("agreed", "--jit", "value", "values", "facts", "a", "label")
@@ -124,8 +125,9 @@ def test_another_worker_that_speaks_nonsense_is_lost():
     with near, far:
         watch = Watch(0, ("h", "i"), {1: wire.Connection(far)}, 10, 10, print)
         near.sendall(b'{"gather": 0, "label": "x"}\n')
-        with watch.transport.waiting():
-            assert watch.transport.wait(30).ranks == (1,)
+        with selectors.DefaultSelector() as watch._selector:
+            watch._selector.register(watch._connections[1], selectors.EVENT_READ)
+            assert watch._selector.select(30)
             watch._read(1)
         assert watch.failure == "lost worker 1 (i): it sent what no process of tfdist sends"
 
@@ -183,7 +185,7 @@ def test_last_words_are_seen_while_standard_error_is_kept_back(capfd):
     with standard_error.kept() as file:
         os.write(2, b"noise\n")
         with standard_error.kept():
-            watch.say_last_line()
+            watch.print_failure()
         file.seek(0)
         assert file.read() == b"noise\n"
     os.write(2, b"later\n")

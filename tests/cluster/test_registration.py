@@ -19,7 +19,7 @@ from tfdist.cluster.heartbeat import State
 MEMBER = r'''
 """One worker: meets the others as the JSON in argv says, then does as it is told."""
 import ctypes, dataclasses, json, logging, os, signal, sys, threading, time
-from tfdist.cluster import activity, discovery, heartbeat, registration, signals, watch, wire
+from tfdist.cluster import discovery, heartbeat, registration, watch, wire
 from tfdist.cluster import peers as peers_lib
 from tfdist.config import messages
 from tfdist.errors import TrainingError, UserError
@@ -38,7 +38,7 @@ class Said(logging.Handler):
 messages.aside.addHandler(Said())
 exec(given["before"])
 for name, value in given["constants"].items():
-    for module in (peers_lib, watch, activity, signals, heartbeat, wire, registration):
+    for module in (peers_lib, watch, heartbeat, wire, registration):
         if hasattr(module, name):
             setattr(module, name, value)
 try:
@@ -277,7 +277,7 @@ def test_another_secret(member, master):
     chief, other = member(0, start=2, master=master, secret="a"), member(1, master=master, secret="b")
     code, text = other.end()
     assert code == 2
-    assert "(it does not know the secret of this run): another program or run has this port" in text
+    assert "(it does not know the secret of this job): another program or run has this port" in text
     code, text = chief.end()
     assert code == 2
     assert "error: worker 1 of 2 has not come within 2 s" in text
@@ -378,13 +378,12 @@ def give(self, *vote):
     theirs(self, *vote)
     open("voted", "w").close()
 watch.Watch.give = give
-from tfdist.cluster import transport
-told = transport.Transport.tell
-def tell(self, message):
+send = watch.Watch.send
+def delayed(self, message):
     if message.get("gathered") == 0 and passed.wait(0.3):
         say("went ahead")
-    told(self, message)
-transport.Transport.tell = tell
+    send(self, message)
+watch.Watch.send = delayed
 """
 
 
@@ -493,13 +492,13 @@ LOSSES = [  # what workers 0, 1 and 2 do, their exit codes, and what those with 
     ),
     (
         "a message without its parts",
-        ["stuck()", "peers._watch.transport.tell({'beat': 'call'}); stuck()", "stuck()"],
+        ["stuck()", "peers._watch.send({'beat': 'call'}); stuck()", "stuck()"],
         [1, 1, 1],
         r"lost worker 1 \(HOST\): it sent what no process of tfdist sends|lost worker 0 \(HOST\): its process ended",
     ),
     (
         "a watch that breaks",
-        ["peers._watch._look = None; stuck()", "stuck()", "stuck()"],
+        ["peers._watch._check = None; stuck()", "stuck()", "stuck()"],
         [1, 1, 1],
         r"the watch on the other workers has failed: TypeError|lost worker 0 \(HOST\): (its process ended|it stopped)",
     ),
@@ -587,7 +586,7 @@ def test_a_worker_that_is_stopped_when_it_has_just_saved(member, master):
 
 def test_a_worker_that_is_stopped_when_all_is_over(member, master):
     """Nobody needs it any more, but whoever has started the workers waits for its end."""
-    options = {"master": master, "constants": {"SILENT_S": 1.0, "FAREWELL_S": 1.5}}
+    options = {"master": master, "constants": {"SILENT_S": 1.0, "EXIT_WAIT_S": 1.5}}
     words = "peers.last_words = lambda why: say('the result is lost'); peers.leave()"
     first, other = (
         member(0, words, **options),
@@ -665,7 +664,7 @@ STALLS = [  # at 100 s, with 10 s allowed
 
 @pytest.mark.parametrize("found, ended, expected", STALLS)
 def test_who_is_to_blame_for_a_stall(found, ended, expected):
-    assert heartbeat.find(found, ended, 100.0, 10.0) == expected
+    assert heartbeat.find_stall(found, ended, 100.0, 10.0) == expected
 
 
 # -- the wire -----------------------------------------------------------------------
@@ -711,8 +710,8 @@ def test_messages_arrive_whole_and_in_order():
 @pytest.mark.parametrize("mine, theirs", [("", "a"), ("a", ""), ("a", "b")])
 def test_a_secret_is_proved_by_the_client_first(mine, theirs):
     client, server = shake(mine, theirs)
-    assert server == "it does not know the secret of this run"
-    assert client == "it does not know the secret of this run"
+    assert server == "it does not know the secret of this job"
+    assert client == "it does not know the secret of this job"
 
 
 def test_the_server_must_know_the_secret_too():

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from tfdist import config
-from tfdist.cluster import tf_config
+from tfdist.cluster import discovery
 from tfdist.config import field_syntax, runtime_options, schedule, validation
 from tfdist.data import class_weights
 from tfdist.data.loaded import Loaded
@@ -80,7 +80,7 @@ def test_threads_that_would_take_all_memory(field):
 
 
 def test_a_tf_config_of_brackets():
-    assert "TF_CONFIG is not a JSON object" in refused(tf_config.read, {"TF_CONFIG": "[" * 100_000})
+    assert "TF_CONFIG is not a JSON object" in refused(discovery.read_tf_config, {"TF_CONFIG": "[" * 100_000})
 
 
 @pytest.mark.parametrize("text", ["0=0, 1=0.0", "no=0, yes=0"])

@@ -221,7 +221,7 @@ def test_secrets(doctor):
     one(ask(port, secret="guess"), "warn", "a tfdist with another secret answers", "set TFDIST_SECRET to the same")
     # Each is answered in a thread of its own, which says so after the other side has heard.
     said = {doctor.said(), doctor.said()}
-    assert said == {f"answered {HERE}", f"{HERE} was not answered: it does not know the secret of this run"}
+    assert said == {f"answered {HERE}", f"{HERE} was not answered: it does not know the secret of this job"}
 
 
 def test_strangers_do_not_keep_others_from_being_answered(doctor, monkeypatch):

@@ -304,7 +304,7 @@ def test_the_secret_keeps_others_out(node):
     )
     one = node(1, "actor.py", "*=say:done", TFDIST_SECRET="right")
     assert (zero.end(), one.end()) == (0, 0)
-    assert zero.err == ["tfdist: turned away a connection from 127.0.0.1: it does not know the secret of this run"]
+    assert zero.err == ["tfdist: turned away a connection from 127.0.0.1: it does not know the secret of this job"]
 
 
 def test_strangers_do_not_disturb_the_meeting(node):

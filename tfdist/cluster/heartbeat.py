@@ -1,19 +1,34 @@
-"""Who holds up the others, judged from what each worker says that it is doing. No TensorFlow, no sockets."""
+"""Judges from heartbeats which worker is lost, stuck, or cannot stop in order. No TensorFlow, no sockets, no clock."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import signal
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+BEAT_S = 1.0
+"""Seconds between heartbeats."""
+SILENT_S = 10.0
+"""A worker or launcher that sends nothing for this long is lost: its process, its machine or the network is gone."""
 EXEMPT = ("starting", "compiling", "saving")
 """Phases that may take long, and in which a worker may hold Python's lock; the stall timeout is longer for them."""
 PHASES = (*EXEMPT, "call", "waiting", "python")
-"""All of them; see `State`."""
+"""All phases; see `State`."""
 TOGETHER = ("compiling", "call", "waiting")
 """Phases in which a worker needs the others."""
+_MAY_HOLD_LOCK = ("starting", "saving")
+"""Phases in which a worker may hold Python's lock for so long that its heartbeats fail to come."""
 EXEMPT_FACTOR = 6
 AHEAD_S = 10.0
-"""A call of the others that has not ended so long after a worker has finished will not end."""
+"""If a call of the others has not ended this long after a worker finished, it never will."""
+GRACE_S = 4.0
+"""Time for the main thread to notice a loss or a second Ctrl-C and to exit in order, before the process is ended."""
+IN_CALL_S = 1.0
+"""The same while it is in a call, in C++: TensorFlow reports a loss at once, or after ten seconds, or never."""
+SIGNAL_S = 25.0
+"""A worker that was signaled and has waited this long for another cannot stop in order; platforms kill after 30 s."""
+BY_SIGNAL = (130, 143)
+"""Exit codes that stay, whatever else a signal's end brings about."""
 
 
 class State(NamedTuple):
@@ -27,31 +42,47 @@ class State(NamedTuple):
     """When it began, by this process' monotonic clock."""
 
 
-class Stall(NamedTuple):
-    """Why the run stands still."""
+class Finding(NamedTuple):
+    """Why the run cannot go on."""
 
     rank: int | None
-    """The worker to blame; None if it cannot be told."""
+    """The worker that caused it; None if that cannot be determined."""
     why: str
-    """What is wrong with it, or with all."""
 
 
-def find(states: Mapping[int, State], ended: Collection[int], now: float, stall_timeout: float) -> Stall | None:
-    """Judges whether the run stands still, and who is to blame.
+def find_silent(
+    heard: Mapping[int, float], states: Mapping[int, State], gone: Collection[int], start_timeout: float, now: float
+) -> Finding | None:
+    """Finds a worker that has been silent for too long.
+
+    Args:
+      heard: when each other worker was last heard.
+      states: what each is doing.
+      gone: workers that have disconnected.
+      start_timeout: seconds allowed to a worker that may hold Python's lock.
+      now: the time.
+    """
+    for rank, last in heard.items():
+        limit = max(SILENT_S, start_timeout) if states[rank].phase in _MAY_HOLD_LOCK else SILENT_S
+        if now - last > limit and rank not in gone:
+            return Finding(rank, f"silent for {now - last:.0f} s")
+    return None
+
+
+def find_stall(states: Mapping[int, State], ended: Collection[int], now: float, stall_timeout: float) -> Finding | None:
+    """Decides whether the run stands still, and which worker holds it up.
 
     Args:
       states: of all workers by rank.
       ended: workers that wait for the end of the run.
-      stall_timeout: seconds without movement that are allowed.
-
-    Returns:
-      None while all is well.
+      now: the time.
+      stall_timeout: seconds without progress that are allowed.
     """
     others = {rank: state for rank, state in states.items() if rank not in ended}
     if ended:
         # They may wait for ever for a worker that is busy with something of its own, but a call needs all of them.
         if others and all(s.phase == "call" and now - s.since > AHEAD_S for s in others.values()):
-            return Stall(
+            return Finding(
                 min(ended), "it has finished while the others wait for it: every worker must make the same updates"
             )
         return None
@@ -59,8 +90,54 @@ def find(states: Mapping[int, State], ended: Collection[int], now: float, stall_
         return None
     for rank, (phase, update, since) in others.items():
         if phase not in ("call", "waiting"):
-            what = "stuck in Python" if phase == "python" else phase
-            return Stall(rank, f"{what} for {now - since:.0f} s after update {update} (--stall_timeout)")
+            activity = "stuck in Python" if phase == "python" else phase
+            return Finding(rank, f"{activity} for {now - since:.0f} s after update {update} (--stall_timeout)")
     update = min(s.update for s in others.values())
     waited = min(now - s.since for s in others.values())
-    return Stall(None, f"no worker has finished a call for {waited:.0f} s since update {update} (--stall_timeout)")
+    return Finding(None, f"no worker has finished a call for {waited:.0f} s since update {update} (--stall_timeout)")
+
+
+class ReceivedSignal(NamedTuple):
+    """A signal that this process received."""
+
+    signal: signal.Signals
+    at: float
+    """When, by this process' monotonic clock."""
+
+
+class Stop(NamedTuple):
+    """The end of a worker whose main thread does not see its signal."""
+
+    code: int
+    """Exit code of the process."""
+    why: str
+
+
+def overdue_stop(
+    signals: Sequence[ReceivedSignal], own: State, others: Iterable[State], longest_call: float, now: float
+) -> Stop | None:
+    """Decides whether the main thread, which may wait in C++ for another worker, will ever see its signal.
+
+    Args:
+      signals: those received.
+      own: what this worker is doing.
+      others: what the others are doing.
+      longest_call: seconds of this worker's longest call so far.
+      now: the time.
+
+    Returns:
+      How the worker has to end; None while it may still end in order.
+    """
+    if not signals:
+        return None
+    name, code = signals[0].signal, 143
+    interrupts = [s.at for s in signals if s.signal == signal.SIGINT]
+    if len(interrupts) > 1 and now - interrupts[1] > GRACE_S:
+        name, code = signal.SIGINT, 130
+    else:
+        others_are_busy = any(state.phase in EXEMPT for state in others)
+        waited = now - max(signals[0].at, own.since) if own.phase in ("call", "waiting") else 0.0
+        if others_are_busy or waited <= max(SIGNAL_S, 2 * longest_call):
+            return None
+    why = f"stopped by {name.name} after update {own.update}, which cannot be saved: no update has ended since"
+    return Stop(code, why)

@@ -1,9 +1,7 @@
 """The other workers of a run, as the main thread of one of them sees them. No TensorFlow.
 
-Every worker has a connection to the chief. Over it go heartbeats, what each
-worker is doing, small values that all must agree on, and the end of the run.
-TensorFlow's own collectives notice a dead peer after ten seconds or never, and
-cannot say which: this can.
+Every worker has a connection to the chief, which carries heartbeats, small values that all must agree on, and the end
+of the run. TensorFlow's own collectives notice a dead peer after ten seconds or never, and cannot say which: this can.
 """
 
 from __future__ import annotations
@@ -17,17 +15,17 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from tfdist.cluster import heartbeat, signals, standard_error, votes
-from tfdist.cluster.activity import SILENT_S
-from tfdist.cluster.watch import BEAT_S, END, Watch
+from tfdist.cluster import heartbeat, standard_error, votes
+from tfdist.cluster.heartbeat import BEAT_S, SILENT_S
+from tfdist.cluster.watch import END, Watch
 from tfdist.cluster.wire import Connection
 from tfdist.errors import PeerError, UserError, one_line
 
-FAREWELL_S = 20.0
-"""How long the chief waits at the end for the others' processes to be gone."""
+EXIT_WAIT_S = 20.0
+"""How long the chief waits at the end for the others' processes to exit."""
 
 _OPEN: weakref.WeakSet[Peers] = weakref.WeakSet()
-"""Those of this process, which a child that it forks is not among."""
+"""The workers that this process is; a forked child is none."""
 
 T = TypeVar("T")
 N = TypeVar("N")
@@ -83,16 +81,14 @@ class Peers:
             _OPEN.add(self)
 
     def abandon(self) -> None:
-        """Takes leave of the others in a forked child, without a word: it is no worker, whatever becomes of it.
+        """Disconnects in a forked child without notice: it is no worker, whatever happens to it.
 
         Its exit handlers would end the run for its parent, or wait for a thread that the child does not have.
         """
         atexit.unregister(self._at_exit)
-        self._watch.transport.abandon()
-        self._watch.finished = True
+        self._watch.abandon()
         self._apart = f"a process that worker {self.rank} has forked is no worker"
-        for sock in self._held:
-            sock.close()
+        self.release_ports()
 
     @property
     def failure(self) -> str:
@@ -105,7 +101,7 @@ class Peers:
             sock.close()
 
     def doing(self, phase: str, update: int | None = None) -> None:
-        """Notes what this worker is about to do, for the watch on stalled workers.
+        """Records what this worker is about to do, for the detection of stalled workers.
 
         Args:
           phase: see `heartbeat.State`.
@@ -116,17 +112,12 @@ class Peers:
         """
         if phase in heartbeat.TOGETHER:
             self._needs_others()
-        before = self._watch.activity.own.phase
-        self._watch.activity.begin(phase, update)
-        # Said at once when it begins, since the next beat may have to wait for Python's lock; and when it ends, since
-        # one that is stopped before its next beat would be given the time that saving may take.
-        if {before, phase} & set(heartbeat.EXEMPT):
-            self._watch.transport.tell({"beat": phase, "update": self._watch.activity.own.update, "for": 0.0})
+        self._watch.begin(phase, update)
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """Notes that this worker is in another phase meanwhile."""
-        before = self._watch.activity.own.phase
+        before = self._watch.state.phase
         self.doing(phase)
         try:
             yield
@@ -151,17 +142,9 @@ class Peers:
         if self._apart:
             raise UserError(f"{self._apart}, and calls what needs all workers: leave that out, or set chief_only=False")
 
-    @contextlib.contextmanager
-    def seeing_signals(self) -> Iterator[None]:
+    def seeing_signals(self) -> contextlib.AbstractContextManager[None]:
         """Sees signals even while the main thread, which handles them, waits in C++ for a lost worker."""
-        if self._alone:
-            yield
-            return
-        try:
-            with self._watch.transport.seeing_signals():
-                yield
-        finally:
-            self._watch.signals.clear()
+        return contextlib.nullcontext() if self._alone else self._watch.seeing_signals()
 
     def gather(self, label: str, value: object = None) -> list[Any]:
         """Waits until all workers have called this with the same label.
@@ -254,7 +237,7 @@ class Peers:
           code: exit code of this process.
         """
         self._watch.acknowledged.set()
-        if self._watch.code not in signals.BY_SIGNAL:
+        if self._watch.code not in heartbeat.BY_SIGNAL:
             self._watch.code = code
         if not self._alone:
             self._watch.stop(message)
@@ -269,10 +252,10 @@ class Peers:
         try:
             self.gather(END)
         except PeerError:
-            self._watch.say_last_line()
+            self._watch.print_failure()
             return
         self._watch.finished = True
-        if self.rank == 0 and self._watch.wait_for_departures(FAREWELL_S):
+        if self.rank == 0 and self._watch.wait_for_departures(EXIT_WAIT_S):
             # Whoever has started the workers would wait for that one for ever. The run itself is over, and has its
             # result: there are no last words.
             self._watch.acknowledged.set()
@@ -289,13 +272,13 @@ class Peers:
                 and not self._watch.acknowledged.is_set()
                 and self.verdict()
             ):
-                self._watch.say_last_line()
+                self._watch.print_failure()
             self.fail(f"{type(error).__name__}: {one_line(error, 400)}")
         if not self.failure:
             self.leave()
         elif not self._watch.acknowledged.is_set():
             self._watch.acknowledged.set()
-            self._watch.say_last_line()
+            self._watch.print_failure()
         if not self.failure or self._watch.finished:
             return
         for stream in (sys.stdout, sys.stderr):

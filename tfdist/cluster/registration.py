@@ -17,11 +17,11 @@ from collections.abc import Mapping
 from typing import NamedTuple, NoReturn
 
 from tfdist.cluster import exit_record, schema, wire
-from tfdist.cluster.acceptor import Acceptor
 from tfdist.cluster.addresses import join, split
 from tfdist.cluster.discovery import Cluster
 from tfdist.cluster.exit_record import LostWorker
 from tfdist.cluster.peers import Peers
+from tfdist.cluster.wire import Acceptor
 from tfdist.config.messages import aside
 from tfdist.errors import UserError, printable
 

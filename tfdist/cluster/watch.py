@@ -4,33 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import os
+import selectors
+import signal
+import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tfdist.cluster import exit_record, heartbeat, schema, signals, standard_error, votes
-from tfdist.cluster.activity import SILENT_S, Activity
+from tfdist.cluster import exit_record, heartbeat, schema, standard_error, votes
 from tfdist.cluster.exit_record import LostWorker
-from tfdist.cluster.heartbeat import PHASES, State
-from tfdist.cluster.signals import GRACE_S, IN_CALL_S
-from tfdist.cluster.transport import Transport
-from tfdist.cluster.wire import ClosedError, Connection, Message, WireError
+from tfdist.cluster.heartbeat import BEAT_S, GRACE_S, IN_CALL_S, PHASES, SILENT_S, ReceivedSignal, State
+from tfdist.cluster.wire import ClosedError, Connection, Message
 from tfdist.errors import one_line
 
 _BEAT = schema.record(**{"beat": schema.one_of(*PHASES), "update": schema.whole(), "for": schema.number})
 _FAILED = schema.record(failed=schema.line(4000))
-
 TO_CHIEF = schema.named(
     beat=_BEAT,
     gather=schema.record(gather=schema.whole(), label=schema.text(1000), value=schema.anything),
     failed=_FAILED,
 )
-"""What other workers say to the chief."""
+"""Messages of other workers to the chief."""
 
 
-def of_chief(size: int) -> schema.Reader:
-    """Returns what reads the words of the chief of so many workers."""
+def from_chief(size: int) -> schema.Reader:
+    """Returns the reader for messages of the chief of `size` workers."""
     values = schema.each(schema.anything, size, size)
     return schema.named(
         beat=_BEAT,
@@ -40,12 +39,10 @@ def of_chief(size: int) -> schema.Reader:
     )
 
 
-BEAT_S = 1.0
-"""Seconds between heartbeats."""
 EXIT_S = 15.0
 """Time for a program to end after its main thread has, when a worker is lost: a thread of it may wait for that one."""
 END = "the end of the run"
-"""The gather with which workers leave."""
+"""The gather with which workers exit."""
 
 
 class Watch:
@@ -71,25 +68,35 @@ class Watch:
         last_words: Callable[[str], None],
         on_loss: Callable[[], None] = lambda: None,
     ):
+        now = time.monotonic()
         self.failure = ""
         """Why the run cannot go on, once a worker is lost."""
         self.acknowledged = threading.Event()
-        """Set when the main thread sees to the failure itself."""
+        """Set when the main thread handles the failure itself."""
         self.code = 1
         """Exit code of the process after a failure."""
         self.finished = False
         """Whether all workers have reached the end of the run."""
-        self.transport = Transport(connections)
-        self.activity = Activity(self.transport.ranks)
-        self.signals: list[signals.Seen] = []
+        self.state = State("starting", 0, now)
+        """What this worker is doing."""
+        self.signals: list[ReceivedSignal] = []
+        self.gone: set[int] = set()
+        """Ranks that have disconnected."""
         self.start_timeout, self._stall_timeout = start_timeout, stall_timeout
         self._rank, self._hosts, self._last_words, self._on_loss = rank, hosts, last_words, on_loss
+        self._connections = dict(connections)
+        self._states = dict.fromkeys(connections, self.state)
+        self._longest_call = 0.0
         self._died = False
-        """Whether the failure is that a worker has died or fallen silent, which has told no reason."""
-        self._reader = of_chief(len(hosts)) if rank else TO_CHIEF
+        """Whether the failure is that a worker has died or fallen silent, without giving a reason."""
         self._votes = votes.Votes(hosts)
         self._gathered: dict[int, list[Any]] = {}
         self._changed = threading.Condition()
+        for connection in connections.values():
+            connection.reader, connection.heard = from_chief(len(hosts)) if rank else TO_CHIEF, now
+        if connections:
+            self._woken, self._wakeup = socket.socketpair()
+            self._wakeup.setblocking(False)
 
     def start(self) -> None:
         """Starts the thread."""
@@ -97,15 +104,56 @@ class Watch:
 
     # -- for the main thread ------------------------------------------------
 
+    def begin(self, phase: str, update: int | None = None) -> None:
+        """Records what this worker is about to do; `update` as before if not given."""
+        now = time.monotonic()
+        if self.state.phase == "call":
+            self._longest_call = max(self._longest_call, now - self.state.since)
+        before, self.state = self.state.phase, State(phase, self.state.update if update is None else update, now)
+        # Sent at once when it begins, since the next beat may have to wait for Python's lock; and when it ends, since
+        # one that is stopped before its next beat would be given the time that saving may take.
+        if {before, phase} & set(heartbeat.EXEMPT):
+            self.send({"beat": phase, "update": self.state.update, "for": 0.0})
+
+    def send(self, message: Message) -> None:
+        """Sends a message to all who are still connected; any thread may."""
+        for rank, connection in self._connections.items():
+            if rank not in self.gone:
+                connection.tell(message)  # the reading side finds out who has gone
+
+    @contextlib.contextmanager
+    def seeing_signals(self) -> Iterator[None]:
+        """Lets the thread see signals, even while the main thread, which handles them, waits in C++."""
+        before = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(before)
+            self.signals.clear()
+
+    def abandon(self) -> None:
+        """Closes this side in a forked child: messages sent there would seem to come from its parent.
+
+        The parent's connections stay open, and end with the parent alone.
+        """
+        if self._connections:
+            signal.set_wakeup_fd(-1)  # the parent would take a signal to the child for its own
+            self._woken.close()
+            self._wakeup.close()
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
+        self.finished = True
+
     def give(self, number: int, label: str, value: object) -> None:
         """Gives this worker's value to a `Peers.gather`, to be collected by the chief."""
         if self._rank == 0:
             self._collect(0, number, label, value)
         else:
-            self.transport.tell({"gather": number, "label": label, "value": value})
+            self.send({"gather": number, "label": label, "value": value})
 
     def wait_for_values(self, number: int) -> list[object] | None:
-        """Waits for all values of a `Peers.gather`; None when the run fails before they are there."""
+        """Waits for all values of a `Peers.gather`; None when the run fails before."""
         with self._changed:
             self._changed.wait_for(lambda: number in self._gathered or self.failure)
             return self._gathered.pop(number, None)
@@ -116,15 +164,15 @@ class Watch:
             self._changed.wait_for(lambda: self.failure, seconds)
 
     def wait_for_departures(self, seconds: float) -> bool:
-        """Waits until the processes of all others are gone; returns whether one has been silent instead."""
+        """Waits until the processes of all others are gone; returns whether one has fallen silent instead."""
         with self._changed:
-            self._changed.wait_for(lambda: len(self.transport.gone) == len(self.transport.ranks), seconds)
-            silence = self.activity.silence(self.transport.gone, SILENT_S, time.monotonic())
-            if silence:
-                why = f"silent for {silence.seconds:.0f} s at the end of the run"
-                self.failure = f"lost worker {silence.rank} ({self._hosts[silence.rank]}): {why}"
-                exit_record.leave(LostWorker(silence.rank, f"({self._hosts[silence.rank]}): {why}"))
-        return silence is not None
+            self._changed.wait_for(lambda: len(self.gone) == len(self._connections), seconds)
+            silent = self._find_silent(SILENT_S, time.monotonic())
+            if silent:
+                rank, why = silent.rank or 0, f"{silent.why} at the end of the run"
+                self.failure = f"lost worker {rank} ({self._hosts[rank]}): {why}"
+                exit_record.leave(LostWorker(rank, f"({self._hosts[rank]}): {why}"))
+        return silent is not None
 
     def stop(self, message: str) -> None:
         """Ends the run by a failure of this worker, and tells the others."""
@@ -132,10 +180,10 @@ class Watch:
             if self.failure or self.finished:
                 return
             self.failure = message
-        self.transport.tell({"failed": one_line(message, 4000)})
+        self.send({"failed": one_line(message, 4000)})
 
-    def say_last_line(self) -> None:
-        """Says the failure on standard error, and whatever `last_words` does with it."""
+    def print_failure(self) -> None:
+        """Writes the failure to standard error, and calls `last_words`."""
         # Not by print: the main thread may hold the lock of its stream, or keep back what is printed.
         with contextlib.suppress(OSError):
             standard_error.write(f"tfdist: failed: {self.failure}\n")
@@ -146,53 +194,54 @@ class Watch:
 
     def _serve(self) -> None:
         try:
-            with self.transport.waiting():
-                self._attend()
-        except Exception as error:  # without this thread nobody would ever be missed
+            self._listen()
+        except Exception as error:  # without this thread no loss would ever be noticed
             self._fail(f"the watch on the other workers has failed: {type(error).__name__}: {error}")
         self._end()
 
-    def _attend(self) -> None:
-        """Talks with the others until one is lost."""
-        beaten = last = time.monotonic()
-        while not self.failure:
-            arrivals = self.transport.wait(BEAT_S / 2)
-            now = time.monotonic()
-            if now - last > 3 * BEAT_S:  # this process itself was stopped, or its lock was held
-                self.activity.pardon(now)
-            last = now
-            self.signals += [signals.Seen(number, now) for number in arrivals.signals]
-            for rank in arrivals.ranks:
-                self._read(rank)
-            if now - beaten >= BEAT_S:
-                beaten = now
-                phase, update, since = self.activity.own
-                self.transport.tell({"beat": phase, "update": update, "for": now - since})
-            self._look(now)
+    def _listen(self) -> None:
+        """Exchanges messages with the others until one is lost."""
+        with selectors.DefaultSelector() as self._selector:
+            self._selector.register(self._woken, selectors.EVENT_READ, -1)
+            for rank, connection in self._connections.items():
+                self._selector.register(connection, selectors.EVENT_READ, rank)
+            beaten = last = time.monotonic()
+            while not self.failure:
+                ready = [key.data for key, _ in self._selector.select(BEAT_S / 2)]
+                now = time.monotonic()
+                if now - last > 3 * BEAT_S:  # this process itself was stopped, or its lock was held
+                    for connection in self._connections.values():
+                        connection.heard = now
+                last = now
+                for rank in ready:
+                    if rank < 0:
+                        self.signals += [ReceivedSignal(signal.Signals(n), now) for n in self._woken.recv(64)]
+                    else:
+                        self._read(rank)
+                if now - beaten >= BEAT_S:
+                    beaten = now
+                    phase, update, since = self.state
+                    self.send({"beat": phase, "update": update, "for": now - since})
+                self._check(now)
 
     def _read(self, rank: int) -> None:
-        """Takes in what worker `rank` says, or that it has gone."""
-        try:
-            for message in self.transport.read(rank):
-                self._hear(rank, self._reader(message))
-        except ClosedError:
-            self._forget(rank, "its process ended")
-        except WireError as error:
-            self._forget(rank, str(error))
+        """Handles what worker `rank` has sent, or that it has disconnected."""
+        connection = self._connections[rank]
+        for message in connection.read():
+            self._handle(rank, message)
+        if connection.lost:
+            with self._changed:
+                self.gone.add(rank)
+                self._selector.unregister(connection)
+                self._changed.notify_all()
+            if not self.finished:
+                self._miss(
+                    rank, "its process ended" if isinstance(connection.lost, ClosedError) else str(connection.lost)
+                )
 
-    def _forget(self, rank: int, why: str) -> None:
-        """Listens no longer to a worker of which nothing more can be expected."""
-        with self._changed:
-            self.transport.forget(rank)
-            self._changed.notify_all()
-        if not self.finished:
-            self._miss(rank, why)
-
-    def _hear(self, rank: int, message: Message) -> None:
-        now = time.monotonic()
-        self.activity.hear(rank, now)
+    def _handle(self, rank: int, message: Message) -> None:
         if "beat" in message:
-            self.activity.others[rank] = State(message["beat"], message["update"], now - message["for"])
+            self._states[rank] = State(message["beat"], message["update"], time.monotonic() - message["for"])
         elif "gather" in message:
             self._collect(rank, message["gather"], message["label"], message["value"])
         elif "gathered" in message:
@@ -206,7 +255,7 @@ class Watch:
             self._fail(message["lost"], lost)
 
     def _collect(self, rank: int, number: int, label: str, value: object) -> None:
-        """Takes in, on the chief, one worker's part of a `Peers.gather`."""
+        """Adds, on the chief, one worker's value to a `Peers.gather`."""
         with self._changed:
             try:
                 values = self._votes.cast(rank, number, label, value)
@@ -216,45 +265,41 @@ class Watch:
         if values is None:
             return
         # First: once the main thread knows, it may hold Python's lock until all others have gone on, too.
-        self.transport.tell({"gathered": number, "values": values})
+        self.send({"gathered": number, "values": values})
         with self._changed:
             self._gathered[number] = values
             self._changed.notify_all()
 
-    def _look(self, now: float) -> None:
-        """Looks for workers that are silent, stuck, or gone ahead."""
-        silence = self.activity.silence(self.transport.gone, self.start_timeout, now)
-        if silence:
-            self._miss(silence.rank, f"silent for {silence.seconds:.0f} s")
-            return
-        self._heed(now)
-        if self._rank == 0:
-            ended = self._votes.waiting_at(END)
-            states = {0: self.activity.own, **self.activity.others}
-            stall = heartbeat.find(states, ended, now, self._stall_timeout)
-            if stall is None:
-                return
-            if stall.rank is None:
-                self._fail(stall.why)
-            else:
-                self._lose(stall.rank, stall.why)
+    def _find_silent(self, start_timeout: float, now: float) -> heartbeat.Finding | None:
+        heard = {rank: connection.heard for rank, connection in self._connections.items()}
+        return heartbeat.find_silent(heard, self._states, self.gone, start_timeout, now)
 
-    def _heed(self, now: float) -> None:
-        """Stops this worker after a signal that its main thread, waiting in C++ for another worker, does not see."""
-        if self.failure:
+    def _check(self, now: float) -> None:
+        """Looks for workers that are silent or stuck, and for a signal that the main thread does not see."""
+        silent = self._find_silent(self.start_timeout, now)
+        if silent:
+            self._miss(silent.rank or 0, silent.why)
             return
-        activity = self.activity
-        stop = signals.overdue(tuple(self.signals), activity.own, activity.others.values(), activity.longest_call, now)
-        if stop is None:
-            return
-        self.code = stop.code
-        self.transport.tell({"failed": stop.why})
-        with self._changed:
-            self.failure = self.failure or stop.why
-            self._changed.notify_all()
+        if not self.failure:
+            stop = heartbeat.overdue_stop(
+                tuple(self.signals), self.state, self._states.values(), self._longest_call, now
+            )
+            if stop:
+                self.code = stop.code
+                self.send({"failed": stop.why})
+                with self._changed:
+                    self.failure = self.failure or stop.why
+                    self._changed.notify_all()
+        if self._rank == 0:
+            states = {0: self.state, **self._states}
+            stall = heartbeat.find_stall(states, self._votes.waiting_at(END), now, self._stall_timeout)
+            if stall and stall.rank is None:
+                self._fail(stall.why)
+            elif stall:
+                self._lose(stall.rank or 0, stall.why)
 
     def _miss(self, rank: int, why: str) -> None:
-        """Ends the run because nothing is heard of a worker, which has not said why."""
+        """Ends the run because a worker is lost that has given no reason."""
         self._died = self._died or not self.failure
         self._lose(rank, why)
 
@@ -268,7 +313,7 @@ class Watch:
         if self._rank == 0:
             worker, why = lost or (-1, "")
             # First: from the next line on the main thread may end the process.
-            self.transport.tell({"lost": message, "worker": worker, "why": why})
+            self.send({"lost": message, "worker": worker, "why": why})
         if lost:
             exit_record.leave(lost)
         with self._changed:
@@ -282,27 +327,23 @@ class Watch:
         if self._died and self._rank == 0:
             with contextlib.suppress(Exception):
                 self._on_loss()
-        if not self._seen_to(deadline):
-            self.say_last_line()
-            _end_threads(max(deadline, begun + EXIT_S) if self._died else deadline)
+        if not self._main_thread_acknowledges(deadline):
+            self.print_failure()
+            # The interpreter would wait for threads of tfdist, too: one may be writing a checkpoint.
+            until = max(deadline, begun + EXIT_S) if self._died else deadline
+            for thread in threading.enumerate():
+                if thread.name.startswith("tfdist ") and not thread.daemon:  # threads of other pools may never end
+                    thread.join(max(0.0, until - time.monotonic()))
             os._exit(self.code)
         # The program may go on after the error, but other threads of it must not keep it from its end.
         threading.main_thread().join()
         time.sleep(EXIT_S)
         os._exit(self.code)
 
-    def _seen_to(self, deadline: float) -> bool:
-        """Returns whether the main thread sees to the failure, once that is known."""
+    def _main_thread_acknowledges(self, deadline: float) -> bool:
         begun = time.monotonic()
         while not self.acknowledged.wait(max(0.0, min(IN_CALL_S / 4, deadline - time.monotonic()))):
-            now, own = time.monotonic(), self.activity.own
-            if now >= deadline or (own.phase == "call" and now - max(own.since, begun) >= IN_CALL_S):
+            now, state = time.monotonic(), self.state
+            if now >= deadline or (state.phase == "call" and now - max(state.since, begun) >= IN_CALL_S):
                 return False
         return True
-
-
-def _end_threads(deadline: float) -> None:
-    """Lets threads of tfdist end for which the interpreter would wait, too: one may be writing a checkpoint."""
-    for thread in threading.enumerate():
-        if thread.name.startswith("tfdist ") and not thread.daemon:  # pools have threads that never end by themselves
-            thread.join(max(0.0, deadline - time.monotonic()))

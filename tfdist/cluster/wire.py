@@ -1,52 +1,54 @@
-"""Messages between the processes of a run: JSON objects, one per line, over TCP. No TensorFlow, no pickles.
+"""Messages between the processes of a job: JSON objects, one per line, over TCP. No TensorFlow, no pickles.
 
-A connection opens with a challenge from both sides (HMAC-SHA256 over both
-nonces, as in RFC 2104), so that with a shared secret neither a stranger's
-process nor another run's is taken for a peer. Without a secret the key is
-empty and the handshake only tells tfdist from other programs.
+A connection opens with a challenge from both sides (HMAC-SHA256 over both nonces, as in RFC 2104), so that with a
+shared secret neither an unknown process nor one of another job is taken for a peer. Without a secret the key is empty,
+and the handshake only tells tfdist from other programs.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import errno
 import hmac
 import json
 import os
 import re
+import resource
 import secrets
 import select
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 Message: TypeAlias = dict[str, Any]
-"""What one process says to another: a JSON object."""
+"""A JSON object."""
 VERSION = 1
 HANDSHAKE_S = 5.0
-"""Time for the first words of a connection: a port scanner must not hold up a meeting."""
+"""Time limit of the handshake: a port scanner must not delay a job."""
 LONGEST = 1 << 24
 """Bytes of the longest message."""
-LONGEST_OF_STRANGERS = 1 << 12
+LONGEST_UNAUTHENTICATED = 1 << 12
 """Bytes of the longest message before the handshake has ended."""
 DEEPEST = 64
-"""How deeply a message may be nested: Python's own parser gives up with a RecursionError, much later."""
+"""Deepest nesting of a message: Python's own parser raises a RecursionError, much later."""
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _NONCE = re.compile(r"[0-9a-f]{32}")
 _PROOF = re.compile(r"([0-9a-f]{64})?")
 
 
 class WireError(Exception):
-    """The other side has gone, is silent, or is not a tfdist process that knows the secret."""
+    """The other side is lost, silent, or no tfdist process that knows the secret."""
 
 
 class SilenceError(WireError):
-    """Nothing came in time."""
+    """Nothing arrived in time."""
 
 
 class ClosedError(WireError):
-    """The other side has gone."""
+    """The other side has closed the connection, or it broke."""
 
 
 class ForeignError(WireError):
@@ -66,16 +68,22 @@ class UnreachableError(WireError):
     def __init__(self, error: OSError):
         super().__init__(str(error.strerror or error).lower())
         self.closed = isinstance(error, ConnectionRefusedError)
-        """The host is there, and nobody listens at the port."""
+        """The host answers, but nothing listens at the port."""
         self.timed_out = isinstance(error, TimeoutError)
 
 
 class Connection:
-    """A connection to one peer. `send` may be called from any thread, `receive` from one at a time."""
+    """A connection to one peer. Any thread may send, one at a time may receive."""
 
     def __init__(self, sock: socket.socket):
-        self.longest = LONGEST_OF_STRANGERS
-        """Bytes of the longest message that is taken from the other side."""
+        self.reader: Callable[[object], Message] = lambda message: message  # type: ignore[assignment, return-value]
+        """Checks a message that `read` returns (see `schema`)."""
+        self.heard = time.monotonic()
+        """When something last arrived."""
+        self.lost: WireError | None = None
+        """Why `read` will return no more, once that is so."""
+        self.longest = LONGEST_UNAUTHENTICATED
+        """Bytes of the longest message that is accepted."""
         self._socket = sock
         self._buffer = bytearray()
         self._sending = threading.Lock()
@@ -88,14 +96,14 @@ class Connection:
 
     @property
     def local_host(self) -> str:
-        """Address of this side, of the interface that leads to the peer."""
+        """Address of the local interface that leads to the peer."""
         return self._socket.getsockname()[0]
 
     def send(self, message: Message) -> None:
         """Sends a message.
 
         Raises:
-          WireError: the peer has gone.
+          ClosedError: the peer has disconnected.
         """
         data = json.dumps(message).encode() + b"\n"
         try:
@@ -105,16 +113,16 @@ class Connection:
             raise ClosedError(f"connection lost ({error})") from None
 
     def tell(self, message: Message) -> None:
-        """Sends a message to a peer that may have gone."""
+        """Sends a message to a peer that may have disconnected."""
         with contextlib.suppress(WireError):
             self.send(message)
 
     def is_open(self) -> bool:
-        """Returns whether the other side is still there, without taking in what it has said."""
+        """Returns whether the other side is still connected, without reading its messages."""
         try:
-            # No copy of the descriptor is made: where none is left, a peer that is there would seem to have gone.
+            # No copy of the descriptor is made: where none is left, a connected peer would seem lost.
             return not _readable(self._socket, 0) or self._socket.recv(1, socket.MSG_PEEK) != b""
-        except TimeoutError:  # another thread has read it meanwhile
+        except TimeoutError:  # another thread read it first
             return True
         except OSError:
             return False
@@ -123,7 +131,7 @@ class Connection:
         """Waits for the next message.
 
         Args:
-          timeout: seconds to wait for it; None waits for ever.
+          timeout: in seconds; None waits for ever.
 
         Raises:
           WireError: end of the connection, silence, or no JSON object.
@@ -136,20 +144,33 @@ class Connection:
             self.fill()
         return self.take()
 
+    def read(self) -> list[Message]:
+        """Returns the messages that have arrived, checked by `reader`, without waiting; sets `lost` after the last."""
+        messages: list[Message] = []
+        try:
+            if _readable(self._socket, 0):
+                self.fill()
+            while self.pending():
+                messages.append(self.reader(self.take()))
+        except (WireError, OSError) as error:
+            self.lost = error if isinstance(error, WireError) else ClosedError(f"connection lost ({error})")
+        return messages
+
     def pending(self) -> bool:
-        """Returns whether a whole message has been read."""
+        """Returns whether a whole message has been received."""
         return b"\n" in self._buffer
 
     def fill(self) -> None:
-        """Reads what has arrived; call it when the socket is readable."""
+        """Receives what has arrived; call it when the socket is readable."""
         try:
             data = self._socket.recv(65536)
         except OSError as error:
             raise ClosedError(f"connection lost ({error})") from None
         if not data:
             raise ClosedError("connection closed")
+        self.heard = time.monotonic()
         self._buffer += data
-        if self._buffer[:1] != b"{":  # a gRPC server, say, whose words have no end of line to wait for
+        if self._buffer[:1] != b"{":  # such as a gRPC server, which sends no end of line to wait for
             raise ForeignError()
         end = self._buffer.find(b"\n")
         if (len(self._buffer) if end < 0 else end) > self.longest:
@@ -207,10 +228,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def connect(host: str, port: int, secret: str = "", timeout: float = HANDSHAKE_S) -> Connection:
-    """Opens a connection and shakes hands.
+    """Opens a connection and performs the handshake.
 
     Raises:
-      WireError: nobody there, or not a tfdist process that knows the secret.
+      WireError: nothing listens there, or no tfdist process that knows the secret.
     """
     try:
         connection = Connection(socket.create_connection((host, port), timeout))
@@ -231,10 +252,10 @@ def connect(host: str, port: int, secret: str = "", timeout: float = HANDSHAKE_S
 
 
 def accept(sock: socket.socket, secret: str = "") -> Connection:
-    """Shakes hands with whoever has just connected; `sock` is what the listener's `accept` gave.
+    """Performs the handshake on a socket that a listener has accepted.
 
     Raises:
-      WireError: not a tfdist process that knows the secret.
+      WireError: the other side is no tfdist process that knows the secret.
     """
     connection = Connection(sock)
     mine = secrets.token_hex(16)
@@ -245,9 +266,11 @@ def accept(sock: socket.socket, secret: str = "") -> Connection:
         try:
             _check(answer, _proof(secret, "client", mine, theirs))
         except WireError:
-            connection.send({"proof": ""})  # a silent end would look like an accident, after which one tries again
+            connection.send(
+                {"proof": ""}
+            )  # closing without an answer would look like an accident, after which the other side retries
             raise
-        connection.longest = LONGEST  # what follows may be longer, and may come together with what is read here
+        connection.longest = LONGEST  # the next messages may be longer, and may arrive with this one
         connection.send({"proof": _proof(secret, "server", theirs, mine)})
     except WireError:
         connection.close()
@@ -256,7 +279,7 @@ def accept(sock: socket.socket, secret: str = "") -> Connection:
 
 
 def derived(secret: str, salt: str) -> str:
-    """Returns a secret that all who know `secret` can make, and nobody else, from a salt that anybody may read."""
+    """Derives from a public salt a secret that only those who know `secret` can compute."""
     return hmac.new(_secret_bytes(secret), f"derived {salt}".encode(), "sha256").hexdigest()
 
 
@@ -266,11 +289,11 @@ def _proof(secret: str, role: str, challenge: str, nonce: str) -> str:
 
 def _check(message: Message, expected: str) -> None:
     if not hmac.compare_digest(_matching(message, "proof", _PROOF), expected):
-        raise SecretError("it does not know the secret of this run")
+        raise SecretError("it does not know the secret of this job")
 
 
 def _matching(message: Message, name: str, pattern: re.Pattern[str]) -> str:
-    """Returns a text of a stranger's message, which may hold anything, among it what cannot be encoded."""
+    """Returns a field of an unauthenticated message, which may hold anything, even what cannot be encoded."""
     text = message.get(name)
     if not isinstance(text, str) or not pattern.fullmatch(text):
         raise ForeignError()
@@ -278,7 +301,7 @@ def _matching(message: Message, name: str, pattern: re.Pattern[str]) -> str:
 
 
 def _depth(line: bytes) -> int:
-    """Returns how deeply the brackets of a message are nested, in one pass, whatever the message is."""
+    """Returns the nesting depth of any message in one pass."""
     brackets = line.count(b"[") + line.count(b"{")
     if brackets <= DEEPEST:
         return brackets
@@ -293,3 +316,115 @@ def _depth(line: bytes) -> int:
 def _secret_bytes(secret: str) -> bytes:
     """Returns the bytes of TFDIST_SECRET as the environment holds them, which need not be UTF-8."""
     return secret.encode("utf-8", "surrogateescape")
+
+
+AT_ONCE = 64
+"""Most simultaneous handshakes."""
+_RETRY_S = 1.0
+"""Longest wait before the next attempt to accept while this process has no descriptor, thread or memory for it."""
+_CLOSED = (errno.EBADF, errno.EINVAL, errno.ENOTSOCK)
+"""Errors of `accept` on a listening socket that was closed."""
+
+
+class Acceptor:
+    """Accepts connections in the background, and performs each handshake in a thread of its own.
+
+    An unknown program may hold a connection for as long as a handshake may take, and open many. So that nobody waits
+    for a slot, a new connection takes that of the longest handshake from the address that holds the most. Handshakes
+    take at most a quarter of this process' descriptors; if none is left all the same, the slowest is dropped too, and
+    the port stays open.
+
+    Args:
+      listener: a listening socket.
+      secret: that clients must know.
+      admit: called in that thread with each authenticated connection and its address.
+      reject: called there with the address of one that failed, and the reason.
+      at_once: most simultaneous handshakes.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        secret: str,
+        admit: Callable[[Connection, str], None],
+        reject: Callable[[str, str], None] = lambda host, why: None,
+        at_once: int = AT_ONCE,
+    ):
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if descriptors != resource.RLIM_INFINITY:
+            at_once = min(at_once, max(1, descriptors // 4))
+        self._listener, self._secret, self._at_once = listener, secret, at_once
+        self._admit, self._reject = admit, reject
+        self._handshakes: dict[socket.socket, str] = {}
+        """Sockets in a handshake, oldest first, each with its address."""
+        self._lock = threading.Lock()
+        self._released = threading.Event()
+        """Set when a handshake has ended, and when the port is closed."""
+        threading.Thread(target=self._accept, name="acceptor", daemon=True).start()
+
+    def close(self) -> None:
+        """Stops accepting connections, and frees the port, which a thread in `accept` would hold until the next."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._released.set()
+
+    def _accept(self) -> None:
+        while True:
+            self._released.clear()
+            try:
+                sock, address = self._listener.accept()
+            except ConnectionAbortedError:
+                continue
+            except OSError as error:
+                if error.errno in _CLOSED:
+                    return
+                # No descriptor or memory is left (EMFILE, ENFILE, ENOBUFS, ENOMEM), or the network failed for a moment:
+                # ending here would close the port to everyone.
+                self._recover()
+                continue
+            with self._lock:
+                if len(self._handshakes) >= self._at_once:
+                    self._drop_slowest()
+                self._handshakes[sock] = address[0]
+            try:
+                threading.Thread(target=self._serve, args=(sock, address[0]), daemon=True).start()
+            except (RuntimeError, MemoryError):  # no thread can be started, as beyond RLIMIT_NPROC
+                with self._lock:
+                    self._handshakes.pop(sock, None)
+                sock.close()
+                self._reject(address[0], "no thread could be started to answer it")
+                self._recover()
+
+    def _recover(self) -> None:
+        """Drops the slowest handshake, and waits a bounded time until one has ended."""
+        with self._lock:
+            if self._handshakes:
+                self._drop_slowest()
+        self._released.wait(_RETRY_S)
+
+    def _drop_slowest(self) -> None:
+        """Drops the slowest handshake. Its thread, which waits for the other side, closes the socket."""
+        count = collections.Counter(self._handshakes.values())
+        most = max(count, key=count.__getitem__)  # `most_common` imports a module, which takes a descriptor
+        slowest = next(sock for sock, host in self._handshakes.items() if host == most)
+        del self._handshakes[slowest]
+        with contextlib.suppress(OSError):
+            slowest.shutdown(socket.SHUT_RDWR)
+
+    def _serve(self, sock: socket.socket, host: str) -> None:
+        why = ""
+        try:
+            connection = accept(sock, self._secret)
+        except (WireError, OSError) as error:
+            why = str(error)
+        with self._lock:
+            kept = self._handshakes.pop(sock, None) is not None
+        admitted = kept and not why
+        if not admitted:
+            sock.close()
+        self._released.set()
+        if admitted:
+            self._admit(connection, host)
+        else:
+            self._reject(host, why if kept else f"it was the slowest of {self._at_once}")

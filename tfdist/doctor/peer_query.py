@@ -12,7 +12,7 @@ import platform
 import time
 
 from tfdist.cluster import schema, wire
-from tfdist.cluster.acceptor import Acceptor
+from tfdist.cluster.wire import Acceptor
 from tfdist.config.messages import aside
 from tfdist.errors import printable
 

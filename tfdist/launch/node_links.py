@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 from tfdist import __version__
 from tfdist.cluster import wire
-from tfdist.cluster.acceptor import Acceptor
 from tfdist.cluster.schema import Reader
+from tfdist.cluster.wire import Acceptor
 from tfdist.errors import UserError, printable
 from tfdist.launch import node_messages
 from tfdist.launch.event_loop import Events, Screen
