@@ -4,10 +4,12 @@ import dataclasses
 import types
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from programs.surface.metrics import Highest, Lowest
 
+import tfdist
 from tfdist.keras_bridge import metrics, whole_metrics
 
 
@@ -64,3 +66,21 @@ def test_workers_sum_all_that_metrics_have_counted_in_one_message(connect):
     for name in found[0]:
         tf.debugging.assert_near(found[0][name], found[1][name])
     tf.debugging.assert_equal(found[1]["top"], results(far)["top"])  # what was counted is still there
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "uint8", "int64"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_accuracy_of_labels_of_every_type_is_that_of_keras(connect, replicas, dtype):
+    """Labels of 2.4 stand for no class: Keras counts them as wrong."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(40, 4)).astype("float32"), rng.integers(0, 3, 40) + 0.4 * (np.arange(40) % 2)
+    with connect(replicas).scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, kernel_initializer="orthogonal")])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("sgd", loss, metrics=["accuracy", "sparse_categorical_accuracy"])
+    alone = keras.models.clone_model(model)
+    alone.set_weights(model.get_weights())
+    alone.compile("sgd", loss, metrics=["accuracy", "sparse_categorical_accuracy"])
+    mine = tfdist.evaluate(model, x, y.astype(dtype), distribution=connect(replicas), verbose=0)
+    theirs = alone.evaluate(x, y.astype(dtype), return_dict=True, verbose=0)
+    assert mine == pytest.approx(theirs, rel=1e-6)

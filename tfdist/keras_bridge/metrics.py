@@ -198,8 +198,9 @@ def _is_mean(metric: keras.Metric) -> bool:
 def _add_to_mean(metric: keras.metrics.MeanMetricWrapper, y_true: tf.Tensor, y_pred: tf.Tensor) -> None:
     """Does what keras.metrics.MeanMetricWrapper.update_state does, for unweighted, unmasked examples."""
     function, options = keras_internals.averaged_function(metric)
-    if function is keras.metrics.sparse_categorical_accuracy and y_true.shape.rank == y_pred.shape.rank - 1:
-        # Keras' argmax first rewrites every output, to tell 0.0 from -0.0.
+    same_rank = y_true.shape.rank == y_pred.shape.rank - 1
+    if function is keras.metrics.sparse_categorical_accuracy and same_rank and y_true.dtype.is_integer:
+        # Keras' argmax first rewrites every output, to tell 0.0 from -0.0. A label of 2.4 is no class, and never right.
         values = tf.cast(tf.equal(tf.argmax(y_pred, -1, tf.int32), tf.cast(y_true, tf.int32)), metric.dtype)
     else:
         values = tf.convert_to_tensor(function(y_true, y_pred, **options))  # a Python number, too
