@@ -39,7 +39,7 @@ SPECIMENS = {
     "data.image_size": ["8", "16x12"],
     "data.resize": config.RESIZES,
     "data.augment": ["flip, crop(4), color(0.4), mixup(0.2)", "randaugment(2, 9)", "cutout(3)"],
-    "data.broken": config.ON_BROKEN,
+    "data.on_error": config.ON_ERROR,
     "model.name": ["mlp", "cnn", "conv_bn", "vit", "char_transformer", "gpt", "table_mlp", "resnet_cifar"],
     "model.options": ["dropout=0.1, units=64", "width=8", "depth=1"],
     "model.freeze": ["conv*, !head", "*"],

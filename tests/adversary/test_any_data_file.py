@@ -133,10 +133,10 @@ def a_table(content, options, broken):
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "t.csv")
         path.write_bytes(content)
-        read(folder, name=f"csv:{path}", options=options, broken=broken, train_split="train", eval_split="test")
+        read(folder, name=f"csv:{path}", options=options, on_error=broken, train_split="train", eval_split="test")
 
 
-TABLE = dict(content=tables(), options=CSV_OPTIONS, broken=st.sampled_from(config.ON_BROKEN))
+TABLE = dict(content=tables(), options=CSV_OPTIONS, broken=st.sampled_from(config.ON_ERROR))
 
 
 @pytest.mark.whole
@@ -195,12 +195,12 @@ def a_folder_of_images(images, broken, size):
             path = pathlib.Path(folder, "data", "ab"[i % 2], f"{i}.png")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(image)
-        read(folder, name=f"image_folder:{folder}/data", broken=broken, image_size=size)
+        read(folder, name=f"image_folder:{folder}/data", on_error=broken, image_size=size)
 
 
 PICTURES = dict(
     images=st.lists(IMAGES, min_size=1, max_size=3),
-    broken=st.sampled_from(config.ON_BROKEN),
+    broken=st.sampled_from(config.ON_ERROR),
     size=st.sampled_from(["", "4", "4x6"]),
 )
 
@@ -273,7 +273,7 @@ def a_record_file(content, options, **data):
 RECORD_FILE = dict(
     content=record_files(),
     options=RECORD_OPTIONS,
-    broken=st.sampled_from(config.ON_BROKEN),
+    broken=st.sampled_from(config.ON_ERROR),
     image_size=st.sampled_from(["", "4"]),
     cache=st.sampled_from(["auto", "stream"]),
 )
@@ -427,7 +427,7 @@ TAR_FILE = dict(
         st.sampled_from(["y=json", "y=json, field=a", "x=npy"]),
         adversary.mutated("x=png, y=cls"),
     ),
-    broken=st.sampled_from(config.ON_BROKEN),
+    broken=st.sampled_from(config.ON_ERROR),
     cache=st.sampled_from(["auto", "stream"]),
 )
 
@@ -449,7 +449,7 @@ def a_tar_file(content, options, broken, cache):
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "a.tar")
         path.write_bytes(content)
-        read(folder, name=f"webdataset:{path}", options=options, broken=broken, cache=cache)
+        read(folder, name=f"webdataset:{path}", options=options, on_error=broken, cache=cache)
 
 
 # -- prepared data sets of TFDS ---------------------------------------------------------

@@ -273,7 +273,7 @@ def test_with_shards_nothing_but_the_same_bits_will_do():
     )
     assert judge().weights == "identical"
     other = judge(1e-9, weights_sha256="a493")
-    assert (other.weights, other.why) == ("different", "with train.shards all bits must be the same")
+    assert (other.weights, other.why) == ("different", "with train.virtual_replicas all bits must be the same")
     assert judge(loss=(0.5, 0.2500001)).why.startswith("the weights are the same to the last bit, and the losses")
     assert judge(evaluation_difference={"loss": 1e-9}).weights == "different"
     assert "ends with OTHER WEIGHTS" in results.verdict([one, other], 2)[0]

@@ -24,7 +24,7 @@ LIMIT_S = 180
 """For anything that happens while programs start: no test depends on how fast that is."""
 EPOCHS, UPDATES, EVERY = 7, 210, 10
 FLAGS = [
-    *("--config=digits_mlp", "--config.train.shards=4", f"--config.train.epochs={EPOCHS}"),
+    *("--config=digits_mlp", "--config.train.virtual_replicas=4", f"--config.train.epochs={EPOCHS}"),
     *("--config.train.steps_per_call=1", f"--config.checkpoint.every={EVERY} steps"),
     *("--progress=plain", "--notensorboard", "--workdir=run"),
 ]

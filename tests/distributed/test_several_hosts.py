@@ -147,7 +147,7 @@ def test_the_batch_script_of_deploy(slurm, hosts, start, tmp_path, reference):
 @pytest.mark.faults
 def test_a_requeued_job_goes_on_with_fewer_nodes(slurm, hosts, start, tmp_path, tfds_dir):
     """It saves at Slurm's signal, puts itself back, gets one node where it had two, and ends with the bits of one."""
-    flags = [*FLAGS, "--config.train.shards=2", "--config.train.epochs=60"]
+    flags = [*FLAGS, "--config.train.virtual_replicas=2", "--config.train.epochs=60"]
     environ = {"SLURM_CONF": str(slurm), "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
     (tmp_path / "said").touch()
 

@@ -423,8 +423,8 @@ def model(spec):
     e.data.name = "csv:new.csv"
     with pytest.raises(UserError, match=r"all rows of another table are taken: leave out --config.data.eval_split"):
         job.new_rows(e, table, asked, True)
-    asked = dataclasses.replace(asked, changes={"config.data.broken": "skip"})
-    with pytest.raises(UserError, match=r"every row of a table gets a prediction: .* leave out data.broken=skip"):
+    asked = dataclasses.replace(asked, changes={"config.data.on_error": "skip"})
+    with pytest.raises(UserError, match=r"every row of a table gets a prediction: .* leave out data.on_error=skip"):
         job.new_rows(e, table, asked, True)
 
 

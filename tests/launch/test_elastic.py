@@ -361,7 +361,11 @@ def test_what_does_not_go_with_a_range_of_nodes(arguments, environ, message, pla
             False,
             "may become 4 workers, too many for train.batch_size=48: use at least 52, or fewer",
         ),
-        ({"shards": 3}, False, "may become 4 workers, too many for train.shards=3: use at least 4, or fewer nodes"),
+        (
+            {"virtual_replicas": 3},
+            False,
+            "may become 4 workers, too many for train.virtual_replicas=3: use at least 4, or fewer nodes",
+        ),
         (None, False, "--nnodes=2:4 needs checkpoints to go on from, and checkpoint.every=off: set it to a time"),
     ],
 )
@@ -377,7 +381,7 @@ def test_experiments_that_do_not_go_with_a_range_of_nodes(fields, requeue, messa
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--config.train.shards=3"], "may become 4 workers, too many for train.shards=3"),
+        (["--config.train.virtual_replicas=3"], "may become 4 workers, too many for train.virtual_replicas=3"),
         pytest.param(["--strategy=horovod"], "--strategy=horovod is not for workers of", marks=pytest.mark.whole),
         pytest.param(["--config.train.batch_size=auto"], "train.batch_size=auto looks for", marks=pytest.mark.whole),
     ],

@@ -74,7 +74,7 @@ def test_batch_norm_is_that_of_keras_on_each_shard(connect):
     rng = np.random.default_rng(0)
     x, y = rng.normal(3, 2, size=(14, 3)).astype("float32"), rng.normal(size=(14, 2)).astype("float32")
     model, judge = build(), build()
-    tfdist.fit(model, x, y, batch_size=14, shards=4, shuffle=False, verbose=0, distribution=connect(1))
+    tfdist.fit(model, x, y, batch_size=14, virtual_replicas=4, shuffle=False, verbose=0, distribution=connect(1))
     start = [v.numpy() for v in judge.non_trainable_variables]
     gradients, statistics = [], []
     for rows in np.array_split(np.arange(14), 4):
@@ -95,7 +95,7 @@ def test_each_shard_of_each_batch_has_masks_of_its_own(connect):
     always = sharded_cases.Always()
     model = keras.Sequential([keras.Input((40,)), always])
     ones = np.ones((32, 40), "float32")
-    predict = lambda: tfdist.predict(model, ones, batch_size=16, shards=4, verbose=0, distribution=connect(1))
+    predict = lambda: tfdist.predict(model, ones, batch_size=16, virtual_replicas=4, verbose=0, distribution=connect(1))
     masks, again = predict(), predict()
     assert len({row.tobytes() for row in masks} | {row.tobytes() for row in again}) == 64
     always.generator.state.assign([4, 0])
@@ -120,11 +120,11 @@ def test_shards_resume_to_the_same_bits_on_another_number_of_replicas(connect, t
 
 
 def test_micro_batches_belong_to_the_experiment_where_there_are_shards():
-    there = {"config.train.shards": "8", "config.train.accumulate": "1"}
+    there = {"config.train.virtual_replicas": "8", "config.train.accumulate": "1"}
     assert resume.differences({**there, "config.train.accumulate": "2"}, there) == [
         "config.train.accumulate is 1 there and 2 here"
     ]
-    plain = {"config.train.shards": "0", "config.train.accumulate": "1"}
+    plain = {"config.train.virtual_replicas": "0", "config.train.accumulate": "1"}
     assert resume.differences({**plain, "config.train.accumulate": "2"}, plain) == []
 
 
@@ -356,7 +356,7 @@ def test_what_is_another_in_shards_than_in_the_whole_batch_is_refused(layer, mes
     """Without a word, it would be another number than without shards, if the same on any number of devices."""
     with connect(replicas).scope():
         model = with_layer(layer)()
-    given = {"batch_size": 24, "shards": 4, "verbose": 0, "distribution": connect(replicas)}
+    given = {"batch_size": 24, "virtual_replicas": 4, "verbose": 0, "distribution": connect(replicas)}
     with pytest.raises(tfdist.UserError, match=f"^a batch and its 4 shards disagree on this model: .*{message}"):
         tfdist.fit(model, X, Y, **given)
 
@@ -365,7 +365,7 @@ def test_what_is_the_same_in_shards_says_so(connect, said):
     """BatchNorm and Dropout, which are not, are left out of the comparison."""
     layers = [L.Flatten(), L.Dense(6), L.BatchNormalization(), L.Dropout(0.5), L.Dense(5)]
     model = training_cases.compiled(keras.Sequential([keras.Input((4, 4, 1)), *layers]))
-    tfdist.fit(model, X, Y, batch_size=24, shards=4, verbose=0, distribution=connect(1), check_agreement="on")
+    tfdist.fit(model, X, Y, batch_size=24, virtual_replicas=4, verbose=0, distribution=connect(1), check_agreement="on")
     assert any(line.startswith("checked: a batch and its 4 shards agree on this model") for line in said)
 
 
@@ -394,7 +394,7 @@ def smoothed(connect, replicas, shards):
     keras.utils.set_random_seed(1)
     with connect(replicas).scope():
         model = training_cases.compiled(training_cases.dense(), metrics=[Smoothed()])
-    given = {"batch_size": 20, "shards": shards, "verbose": 0, "distribution": connect(replicas)}
+    given = {"batch_size": 20, "virtual_replicas": shards, "verbose": 0, "distribution": connect(replicas)}
     return tfdist.fit(model, X, Y, shuffle=False, **given).history["smoothed"]
 
 
@@ -414,11 +414,16 @@ def largest(y, outputs):
 @pytest.mark.parametrize(
     "model, replicas, options, message",
     [
-        (training_cases.dense, 8, {"shards": 4}, "shards=4 must be a whole number, and at least the 8 replicas"),
-        (training_cases.dense, 1, {"shards": -1}, "shards=-1 must be a whole number"),
-        (training_cases.dense, 1, {"shards": 2.0}, "shards=2.0 must be a whole number"),
+        (
+            training_cases.dense,
+            8,
+            {"virtual_replicas": 4},
+            "virtual_replicas=4 must be a whole number, and at least the 8",
+        ),
+        (training_cases.dense, 1, {"virtual_replicas": -1}, "virtual_replicas=-1 must be a whole number"),
+        (training_cases.dense, 1, {"virtual_replicas": 2.0}, "virtual_replicas=2.0 must be a whole number"),
         (training_cases.dense, 1, {"batch_size": 5}, "batch_size=5 is smaller than 8 shards: use at least 8"),
-        (training_cases.dense, 1, {"reduce_dtype": "float16"}, "reduce_dtype cannot be used with shards"),
+        (training_cases.dense, 1, {"reduce_dtype": "float16"}, "reduce_dtype cannot be used with virtual_replicas"),
         (training_cases.batch_norm, 1, {}, "synchronized=True needs the rows of all shards at once"),
         (own_step, 1, {}, "has its own train_step"),
         (with_layer(OfTensorFlow), 1, {}, "by TensorFlow's RandomStandardNormal, which depend on the device"),
@@ -437,7 +442,7 @@ def test_what_shards_refuse(model, replicas, options, message, connect):
         if not made.compiled:
             training_cases.compiled(made)
     with pytest.raises(tfdist.UserError, match=message):
-        given = {"batch_size": 24, "shards": SHARDS, **options}
+        given = {"batch_size": 24, "virtual_replicas": SHARDS, **options}
         tfdist.fit(made, X, Y, distribution=connect(replicas), verbose=0, **given)
 
 
@@ -448,7 +453,7 @@ def test_python_that_says_it_has_no_state_is_the_same_in_shards(connect):
         keras.utils.set_random_seed(1)
         with connect(replicas).scope():
             model = with_layer(ComputesByPython)()
-        tfdist.fit(model, X, Y, batch_size=24, shards=4, verbose=0, distribution=connect(replicas))
+        tfdist.fit(model, X, Y, batch_size=24, virtual_replicas=4, verbose=0, distribution=connect(replicas))
         weights.append(training_cases.weights(model))
     np.testing.assert_array_equal(*weights)
 
@@ -456,16 +461,19 @@ def test_python_that_says_it_has_no_state_is_the_same_in_shards(connect):
 @pytest.mark.parametrize(
     "compiled, message",
     [
-        ({"loss": keras.losses.Dice()}, "looks across the batch, which shards=8 takes apart"),
-        ({"loss": "mse", "metrics": [largest]}, "does not add up over parts of a batch, which shards=8 takes apart"),
-        ({"run_eagerly": True}, "shards are compiled, and the model has run_eagerly=True"),
+        ({"loss": keras.losses.Dice()}, "looks across the batch, which virtual_replicas=8 takes apart"),
+        (
+            {"loss": "mse", "metrics": [largest]},
+            "not add up over parts of a batch, which virtual_replicas=8 takes apart",
+        ),
+        ({"run_eagerly": True}, "virtual_replicas are compiled, and the model has run_eagerly=True"),
     ],
 )
 def test_what_shards_refuse_to_compute(compiled, message, connect):
     model = dense(connect(1), **compiled)
     with pytest.raises(tfdist.UserError, match=message):
         y = Y if "loss" not in compiled else np.eye(5, dtype="float32")[Y]
-        tfdist.fit(model, X, y, batch_size=24, shards=SHARDS, verbose=0, distribution=connect(1))
+        tfdist.fit(model, X, y, batch_size=24, virtual_replicas=SHARDS, verbose=0, distribution=connect(1))
 
 
 def test_no_smaller_micro_batches_for_want_of_memory(connect, monkeypatch):
@@ -474,15 +482,15 @@ def test_no_smaller_micro_batches_for_want_of_memory(connect, monkeypatch):
 
     model = dense(connect(1))
     monkeypatch.setattr(step_calls, "run", run)
-    with pytest.raises(call_errors.OutOfMemory, match="in update 1: use more shards, which are smaller, or more dev"):
-        tfdist.fit(model, X, Y, batch_size=24, shards=8, verbose=0, distribution=connect(1))
+    with pytest.raises(call_errors.OutOfMemory, match="in update 1: use more virtual_replicas, which are smaller"):
+        tfdist.fit(model, X, Y, batch_size=24, virtual_replicas=8, verbose=0, distribution=connect(1))
 
 
 def test_stateful_layers_and_static_shapes_are_refused(connect):
     model = keras.Sequential([keras.Input((4, 4), batch_size=24), L.LSTM(3, stateful=True), L.Dense(5)])
     training_cases.compiled(model)
     with pytest.raises(tfdist.UserError, match="is stateful"):
-        tfdist.fit(model, X[..., 0], Y, batch_size=24, shards=2, verbose=0, distribution=connect(1))
+        tfdist.fit(model, X[..., 0], Y, batch_size=24, virtual_replicas=2, verbose=0, distribution=connect(1))
     static = dataclasses.replace(connect(1), static_shapes=True)
-    with pytest.raises(tfdist.UserError, match="shards cannot be used with --strategy=default"):
-        tfdist.predict(dense(connect(1)), X, shards=2, verbose=0, distribution=static)
+    with pytest.raises(tfdist.UserError, match="virtual_replicas cannot be used with --strategy=default"):
+        tfdist.predict(dense(connect(1)), X, virtual_replicas=2, verbose=0, distribution=static)

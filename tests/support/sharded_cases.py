@@ -94,12 +94,19 @@ def trained(case, distribution, **fit):
     model = training_cases.build(case, distribution, case.precision)
     given = case.data(case.examples)
     options = {"distribution": distribution, "batch_size": case.batch, "verbose": 0}
-    arguments = {"epochs": training_cases.EPOCHS, "accumulate": case.accumulate, "shards": SHARDS, **case.fit, **fit}
+    arguments = {
+        "epochs": training_cases.EPOCHS,
+        "accumulate": case.accumulate,
+        "virtual_replicas": SHARDS,
+        **case.fit,
+        **fit,
+    }
     history = tfdist.fit(model, given, **options, **arguments).history
     options["check_agreement"] = "off"  # the training has asked
-    evaluation = tfdist.evaluate(model, given, shards=arguments["shards"], **options)
+    options["virtual_replicas"] = arguments["virtual_replicas"]
+    evaluation = tfdist.evaluate(model, given, **options)
     inputs = given[0] if isinstance(given, tuple) else given
-    outputs = keras.tree.flatten(tfdist.predict(model, inputs, shards=arguments["shards"], **options))
+    outputs = keras.tree.flatten(tfdist.predict(model, inputs, **options))
     return model, history, evaluation, outputs
 
 

@@ -110,7 +110,7 @@ def test_what_says_nothing_beside_it_is_refused(other):
 def test_shards_are_those_of_the_experiment(monkeypatch):
     """Else dropout's masks, and so the losses, would depend on the number of devices."""
     experiment, given = config.Experiment(), {}
-    experiment.train.shards, experiment.train.accumulate = 8, 2
+    experiment.train.virtual_replicas, experiment.train.accumulate = 8, 2
     experiment.model.sync_batch_norm = False
     unused = {field.name: None for field in dataclasses.fields(preparation.Preparation)}
     data = types.SimpleNamespace(train=None)
@@ -118,7 +118,7 @@ def test_shards_are_those_of_the_experiment(monkeypatch):
     monkeypatch.setattr(rate_search.fit, "fit", lambda *arguments, **options: given.update(options))
     with pytest.raises(TrainingError):  # no update was made
         rate_search.run(prepared, runtime_options.Environment(), None, None)
-    assert (given["shards"], given["accumulate"], given["check_agreement"]) == (8, 2, "auto")
+    assert (given["virtual_replicas"], given["accumulate"], given["check_agreement"]) == (8, 2, "auto")
 
 
 def test_losses_that_were_never_finite(run, tmp_path):

@@ -37,13 +37,13 @@ def made(distribution, *layers, model=keras.Model, loss="mse", compiled=True):
 
 def evaluated(distribution, *layers, choice="auto", shards=0, **of_model):
     model = made(distribution, *layers, **of_model)
-    options = dict(distribution=distribution, batch_size=8, verbose=0, shards=shards)
+    options = dict(distribution=distribution, batch_size=8, verbose=0, virtual_replicas=shards)
     return tfdist.evaluate(model, X, Y, check_agreement=choice, **options)
 
 
 def predicted(distribution, *layers, choice="auto", shards=0, **of_model):
     model = made(distribution, *layers, **of_model)
-    options = dict(distribution=distribution, batch_size=8, verbose=0, shards=shards)
+    options = dict(distribution=distribution, batch_size=8, verbose=0, virtual_replicas=shards)
     return tfdist.predict(model, X, check_agreement=choice, **options)
 
 

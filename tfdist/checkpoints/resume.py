@@ -12,7 +12,7 @@ from tfdist.checkpoints import files
 from tfdist.checkpoints.files import DamagedError
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.checkpoints.storage import DISK, Disk
-from tfdist.config import Experiment, flat
+from tfdist.config import Experiment, current_name, flat
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import Environment
 from tfdist.config.user_functions import as_now
@@ -162,11 +162,11 @@ def differences(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
     """
     defaults = flat(Experiment())
     here, there = (
-        {**defaults, **{name: as_now(text) for name, text in fields.items()}} if fields else fields
+        {**defaults, **{current_name(name): as_now(text) for name, text in fields.items()}} if fields else fields
         for fields in (here, there)
     )
     # With shards the micro-batches decide about the last bits, which are promised.
-    exact = ("config.train.accumulate",) if there.get("config.train.shards", "0") != "0" else ()
+    exact = ("config.train.accumulate",) if there.get("config.train.virtual_replicas", "0") != "0" else ()
     names = [name for name in {**here, **there} if not name.startswith(HARMLESS) or name in exact]
     return [
         f"{name} is {there.get(name, 'missing')} there and {here.get(name, 'missing')} here"

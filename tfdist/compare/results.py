@@ -158,7 +158,9 @@ def judged(row: Row, reference: Row, difference: Difference, tolerance: float) -
 def _exactly(row: Row, reference: Row, verdict: str) -> Row:
     """Returns a row that must have the bits of the reference, in its weights and in what was measured on the way."""
     if verdict != "identical":
-        return dataclasses.replace(row, weights="different", why="with train.shards all bits must be the same")
+        return dataclasses.replace(
+            row, weights="different", why="with train.virtual_replicas all bits must be the same"
+        )
     if row.loss != reference.loss or any(row.evaluation_difference.values()):
         why = "the weights are the same to the last bit, and the losses on the way or the evaluation are not"
         return dataclasses.replace(row, weights="different", why=why)

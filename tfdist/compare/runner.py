@@ -72,7 +72,7 @@ class Comparison:
         s = self._settings
         given = self._train_flags({})
         trials = trial.plan(s.strategies, s.replicas, s.machine, self._folder.path, given, s.threads)
-        if not self._experiment.train.shards:
+        if not self._experiment.train.virtual_replicas:
             return trials
         return [t for t in trials if t.threads == s.threads]  # with others the bits are others
 
@@ -148,7 +148,7 @@ class Comparison:
         from tfdist.verification import weight_distance
 
         e = self._experiment
-        exact = e.train.shards > 0
+        exact = e.train.virtual_replicas > 0
         tolerance = 0.0 if exact else weight_distance.tolerance(e.train.precision, e.optimizer.reduce_dtype)
         reference = self._rows[0] = dataclasses.replace(self._rows[0], weights="reference")
         for i, row in enumerate(self._rows[1:], 1):

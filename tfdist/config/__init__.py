@@ -10,9 +10,10 @@ from tfdist.config.experiment import (
     DATASETS,
     FILE,
     FILES,
+    FORMER_NAMES,
     LR_SCALINGS,
     MODELS,
-    ON_BROKEN,
+    ON_ERROR,
     ON_NONFINITE,
     OPTIMIZERS,
     PRECISIONS,
@@ -26,7 +27,9 @@ from tfdist.config.experiment import (
     Model,
     Optimizer,
     Train,
+    current_name,
     flat,
+    renamed,
 )
 
 __all__ = [
@@ -35,9 +38,10 @@ __all__ = [
     "DATASETS",
     "FILE",
     "FILES",
+    "FORMER_NAMES",
     "LR_SCALINGS",
     "MODELS",
-    "ON_BROKEN",
+    "ON_ERROR",
     "ON_NONFINITE",
     "OPTIMIZERS",
     "PRECISIONS",
@@ -51,5 +55,7 @@ __all__ = [
     "Model",
     "Optimizer",
     "Train",
+    "current_name",
     "flat",
+    "renamed",
 ]

@@ -9,6 +9,14 @@ before any device is touched.
 # the types of the fields and cannot do so from strings.
 
 import dataclasses
+import functools
+import operator
+from typing import Any, TypeVar
+
+from tfdist.config.messages import logger
+from tfdist.errors import UserError
+
+T = TypeVar("T")
 
 MODELS = (
     "cnn", "mlp", "conv_bn", "alexnet", "resnet_cifar", "vit", "char_transformer", "gpt", "table_mlp",
@@ -47,7 +55,7 @@ CACHES = ("auto", "memory", "stream")
 FILES = ("csv", "hf", "image_folder", "numpy", "parquet", "text", "tfrecord", "webdataset")
 """What `data.name` may begin with to read files, as in `image_folder:/path`."""
 RESIZES = ("crop", "stretch", "pad")
-ON_BROKEN = ("refuse", "skip")
+ON_ERROR = ("refuse", "skip")
 
 
 # The defaults are those of the digits experiment, which runs without a config.
@@ -79,8 +87,8 @@ class Data:
     """How to: `crop` cuts the longer side, `stretch` changes the proportions, `pad` adds black borders."""
     augment: str = ""
     """Random changes of training images, in order, such as `flip, crop(4), color(0.4), mixup(0.2)`."""
-    broken: str = "refuse"
-    """Files that are no images, rows that are no rows: `refuse` to train, or `skip` them; they are named either way."""
+    on_error: str = "refuse"
+    """What to do with unreadable files or rows: `refuse` to train, or `skip` them; they are named either way."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -150,7 +158,7 @@ class Train:
     for the largest that fits (see tfdist.train.batch_size_search)."""
     accumulate: int = 1
     """Micro-batches per update and replica: less memory, same result."""
-    shards: int = 0
+    virtual_replicas: int = 0
     """Slices into which every batch is cut, also on one device: the same bits on any number of replicas up to this one
     (see docs/sameness.md); 0 for off."""
     precision: str = "float32"
@@ -220,6 +228,62 @@ class Experiment:
     checkpoint: Checkpoint = dataclasses.field(default_factory=Checkpoint)
 
 
+FORMER_NAMES = {"shards": "virtual_replicas", "broken": "on_error"}
+"""Deprecated names of fields by which 0.1 knew them, accepted for one release; their groups do not matter."""
+
+
+def current_name(name: str) -> str:
+    """Returns the present name of a field such as `config.train.shards`, which earlier versions may have recorded."""
+    group, dot, field = name.rpartition(".")
+    return f"{group}{dot}{FORMER_NAMES.get(field, field)}"
+
+
+def renamed(name: str, value: T, former_name: str, former: T | None, default: T | None = None) -> T:
+    """Returns the value of an option that may also be given under its deprecated name.
+
+    Args:
+      former: None if the deprecated name is not used.
+      default: of the option, which counts as not given; 0 if None.
+
+    Raises:
+      UserError: both are given and differ.
+    """
+    if former is None:
+        return value
+    if value != (default or type(value)()) and value != former:
+        raise UserError(
+            f"{former_name}={former!r} and {name}={value!r} differ, and {former_name} is the deprecated name of {name}",
+            f"give {name} alone",
+        )
+    logger.info(f"WARNING: {former_name} is deprecated and will be removed in the next release: use {name}")
+    return former
+
+
+def _accept_former_name(owner: type, group: str, former: str) -> None:
+    """Lets a field be given to the constructor, read and set under its deprecated name, too."""
+    name = FORMER_NAMES[former]
+    default = {field.name: field.default for field in dataclasses.fields(owner)}[name]
+    of_dataclass: Any = vars(owner)["__init__"]
+
+    @functools.wraps(of_dataclass)
+    def init(self, *args, **options):
+        if former in options:
+            value = options.get(name, default)
+            options[name] = renamed(f"{group}.{name}", value, f"{group}.{former}", options.pop(former), default)
+        of_dataclass(self, *args, **options)
+
+    def assign(self, value):
+        setattr(self, name, renamed(f"{group}.{name}", default, f"{group}.{former}", value, default))
+
+    attributes = {"__init__": init, former: property(operator.attrgetter(name), assign)}
+    for attribute, value in attributes.items():
+        setattr(owner, attribute, value)
+
+
+_accept_former_name(Train, "train", "shards")
+_accept_former_name(Data, "data", "broken")
+
+
 def flat(experiment: Experiment | dict[str, object]) -> dict[str, str]:
     """Returns every field by its name on the command line, for comparing experiments.
 
@@ -229,7 +293,7 @@ def flat(experiment: Experiment | dict[str, object]) -> dict[str, str]:
 
     def fields(prefix: str, value: object) -> dict[str, str]:
         if not isinstance(value, dict):
-            return {prefix: str(value)}
+            return {current_name(prefix): str(value)}
         return {name: text for key, inner in value.items() for name, text in fields(f"{prefix}.{key}", inner).items()}
 
     return fields("config", experiment if isinstance(experiment, dict) else dataclasses.asdict(experiment))

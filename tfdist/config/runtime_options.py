@@ -182,7 +182,9 @@ def _define_devices(d: Environment) -> None:
     )
     flags.DEFINE_string("tpu", d.tpu, "Which TPU: local for that of this machine, or the name of one in the Cloud.")
     flags.DEFINE_integer(
-        "threads", d.threads, "Threads per device for TensorFlow; its own default if not given, 1 with train.shards."
+        "threads",
+        d.threads,
+        "Threads per device for TensorFlow; its own default if not given, 1 with train.virtual_replicas.",
     )
     flags.DEFINE_enum(
         "cpu_kernels",

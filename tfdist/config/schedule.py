@@ -104,7 +104,7 @@ def make(experiment: Experiment, examples: int, replicas: int) -> Plan:
       replicas: copies of the model over all workers.
     """
     train = experiment.train
-    check_batch(train.batch_size, replicas, train.accumulate, shards=train.shards)
+    check_batch(train.batch_size, replicas, train.accumulate, shards=train.virtual_replicas)
     per_epoch = -(-examples // train.batch_size)
     updates = train.steps or train.epochs * per_epoch
     if updates > LARGEST:

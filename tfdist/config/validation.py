@@ -14,7 +14,7 @@ from tfdist.config import (
     FILE,
     LR_SCALINGS,
     MODELS,
-    ON_BROKEN,
+    ON_ERROR,
     ON_NONFINITE,
     OPTIMIZERS,
     PRECISIONS,
@@ -112,7 +112,7 @@ def _data(data: Data) -> None:
         buckets.check("data.data_dir", data.data_dir)
     _among("data.cache", data.cache, CACHES, reference=False)
     _among("data.resize", data.resize, RESIZES, reference=False)
-    _among("data.broken", data.broken, ON_BROKEN, reference=False)
+    _among("data.on_error", data.on_error, ON_ERROR, reference=False)
     field_syntax.image_size(data.image_size)
     augment_syntax.steps(data.augment, "data.augment")
 
@@ -140,7 +140,7 @@ def _counts(experiment: Experiment) -> None:
         ("train.epochs", train.epochs),
         ("train.steps", train.steps),
         ("train.steps_per_call", train.steps_per_call),
-        ("train.shards", train.shards),
+        ("train.virtual_replicas", train.virtual_replicas),
         ("train.patience", train.patience),
         ("train.batch_size", train.batch_size),
         ("optimizer.weight_decay", optimizer.weight_decay),
@@ -158,15 +158,15 @@ def _counts(experiment: Experiment) -> None:
 def _shards(experiment: Experiment) -> None:
     """Refuses what would depend on the machine where the same bits are wanted on any."""
     train = experiment.train
-    if train.shards and not train.batch_size:
+    if train.virtual_replicas and not train.batch_size:
         raise UserError(
-            "train.batch_size=auto depends on the memory of this machine, and train.shards are for the same bits on "
-            "any: give a number"
+            "train.batch_size=auto depends on the memory of this machine, and train.virtual_replicas are for the same "
+            "bits on any: give a number"
         )
-    if train.shards and experiment.optimizer.reduce_dtype != "float32":
+    if train.virtual_replicas and experiment.optimizer.reduce_dtype != "float32":
         raise UserError(
-            f"optimizer.reduce_dtype={experiment.optimizer.reduce_dtype} cannot be used with train.shards, whose sums "
-            "are exact: leave out one of them"
+            f"optimizer.reduce_dtype={experiment.optimizer.reduce_dtype} cannot be used with train.virtual_replicas, "
+            "whose sums are exact: leave out one of them"
         )
 
 

@@ -89,7 +89,7 @@ class Layout:
         """Returns by which argument a batch is taken apart on any number of devices; nothing if by none."""
         if self.accumulate > 1:
             return f"accumulate={self.accumulate}"
-        return f"shards={self.replicas}" if self.shards and self.replicas > 1 else ""
+        return f"virtual_replicas={self.replicas}" if self.shards and self.replicas > 1 else ""
 
     def of_device(self, devices: int, device: int | tf.Tensor) -> Share:
         """Returns the shards that one device of so many computes: the first of them, and how many there are."""

@@ -67,7 +67,7 @@ def _evaluated(ready: job.Ready, check_agreement: str, should_stop: Callable[[],
     else:
         with distribution.scope():  # with the loss of the training; nothing is going to be updated
             data = models.compiled(model, keras.optimizers.SGD(), ready.experiment, data)
-    batch, shards = ready.experiment.eval.batch_size, ready.experiment.train.shards
+    batch, shards = ready.experiment.eval.batch_size, ready.experiment.train.virtual_replicas
     preconditions.model_fits(model, distribution, 1, shards)
     measure = measuring.Evaluation(model, data.eval, distribution, batch, None, shards)
     measure.check(check_agreement)

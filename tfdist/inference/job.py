@@ -238,11 +238,13 @@ def new_rows(experiment: config.Experiment, spec: Spec, asked: ModelRequest, row
     path = bucket_files.local(path, f"data.name={experiment.data.name}")
     options = field_syntax.options("data.options", experiment.data.options)
     if rows_alone:
-        if asked.changes.get("config.data.broken") == "skip":
-            raise UserError("every row of a table gets a prediction: correct bad ones, and leave out data.broken=skip")
+        if asked.changes.get("config.data.on_error") == "skip":
+            raise UserError(
+                "every row of a table gets a prediction", "correct bad ones, and leave out data.on_error=skip"
+            )
         rows = Arrays((table_inference.read_inputs(path, spec.columns, options, kind),))
     else:
-        skip = experiment.data.broken == "skip"
+        skip = experiment.data.on_error == "skip"
         target = cast("Column", spec.target)  # a table without one could not have been trained on
         rows = Arrays(table_inference.read_rows(path, spec.columns, target, options, skip, kind))
     return loaded.Loaded(rows, rows, rows.size, spec)

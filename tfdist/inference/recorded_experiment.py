@@ -86,6 +86,7 @@ def _made(kind: type[T], fields: dict[str, Any], what: str) -> T:
     """
     made = kind()
     for name, value in fields.items():
+        name = config.current_name(name)
         if not hasattr(made, name):
             raise UserError(f"{what} has a field {name!r}, which this tfdist does not know: use the version of the run")
         inner = getattr(made, name)

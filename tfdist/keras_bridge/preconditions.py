@@ -17,7 +17,7 @@ from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
 from tfdist.keras_bridge import keras_internals, own_steps
 
-OF_OUR_STEP = ("accumulate", "shards", "reduce_dtype", "learning_rates", "layer_decay")
+OF_OUR_STEP = ("accumulate", "virtual_replicas", "reduce_dtype", "learning_rates", "layer_decay")
 """Options that a step of the model's own knows nothing of."""
 
 FILLED = (
@@ -140,13 +140,13 @@ def sharded(model: keras.Model, distribution: Distribution, shards: int) -> None
     """Refuses a number of shards, a strategy or a model with which not every device can compute the same bits."""
     if not isinstance(shards, int) or shards < distribution.replicas:
         raise UserError(
-            f"shards={shards!r} must be a whole number, and at least the {distribution.replicas} replicas, each of "
-            "which computes one: use more shards or fewer devices"
+            f"virtual_replicas={shards!r} must be a whole number, and at least the {distribution.replicas} replicas, "
+            "each of which computes one: use more virtual_replicas or fewer devices"
         )
     if distribution.static_shapes:
-        raise UserError(f"shards cannot be used with --strategy={distribution.name}: leave them out")
+        raise UserError(f"virtual_replicas cannot be used with --strategy={distribution.name}: leave them out")
     if model.run_eagerly:
-        raise UserError("shards are compiled, and the model has run_eagerly=True: leave out one of them")
+        raise UserError("virtual_replicas are compiled, and the model has run_eagerly=True: leave out one of them")
     if synchronizes(model):
         raise UserError(
             "a BatchNormalization with synchronized=True needs the rows of all shards at once, and a device computes "

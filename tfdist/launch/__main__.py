@@ -140,6 +140,7 @@ def make_plan(options: argparse.Namespace, rest: Sequence[str], environ: Mapping
         command = _program(rest)
         agreed["the command"] = shlex.join(rest)
     else:
+        rest = _current_names(rest)
         command = (sys.executable, "-m", "tfdist.train", *rest)
         train = _train_flags(rest)
         where, workdir = train.where, train.workdir
@@ -192,8 +193,8 @@ def _check_elastic(train: _TrainFlags, nodes: machines.Nodes, nproc: int) -> Non
             "--requeue after -- would put the whole job into the queue whenever a node comes or goes: leave it out, "
             f"or give --nnodes one number instead of {nodes.size.partition('=')[2]}"
         )
-    batch, accumulate, shards = (
-        int(train.experiment[f"config.train.{n}"]) for n in ("batch_size", "accumulate", "shards")
+    batch, accumulate, virtual_replicas = (
+        int(train.experiment[f"config.train.{n}"]) for n in ("batch_size", "accumulate", "virtual_replicas")
     )
     if train.experiment["config.checkpoint.every"] == "off":
         raise UserError(f"{nodes.size} needs checkpoints to go on from, and checkpoint.every=off: set it to a time")
@@ -203,7 +204,11 @@ def _check_elastic(train: _TrainFlags, nodes: machines.Nodes, nproc: int) -> Non
             "the start: give a number"
         )
     workers = nodes.nnodes * nproc
-    field, given, needed = ("shards", shards, workers) if shards else ("batch_size", batch, workers * accumulate)
+    field, given, needed = (
+        ("virtual_replicas", virtual_replicas, workers)
+        if virtual_replicas
+        else ("batch_size", batch, workers * accumulate)
+    )
     if given < needed:
         raise UserError(
             f"{nodes.size} may become {workers} workers, too many for train.{field}={given}: use at least {needed}, "
@@ -217,6 +222,15 @@ def _program(rest: Sequence[str]) -> tuple[str, ...]:
     if rest[0] != "-m" and not os.path.isfile(rest[0]):
         raise UserError(f"there is no script {rest[0]!r}: flags of tfdist.train begin with --, a script is a file")
     return (sys.executable, *rest)
+
+
+def _current_names(rest: Sequence[str]) -> list[str]:
+    """Replaces deprecated names of fields, so that no worker warns of them again."""
+    from tfdist.config.commands import command_line
+
+    current = list(rest)
+    command_line.replace_former_names(current)
+    return current
 
 
 def _train_flags(rest: Sequence[str]) -> _TrainFlags:

@@ -65,7 +65,7 @@ def of_run(
     try:
         batch = None if isinstance(first, sources.Batches) else batch_size
         scores = evaluation.predict(  # the training has asked whether replicas agree
-            model, first, batch, 0, distribution=distribution, shards=shards, check_agreement="off"
+            model, first, batch, 0, distribution=distribution, virtual_replicas=shards, check_agreement="off"
         )
     except Exception as error:
         if distribution.workers > 1 and not isinstance(error, UserError):

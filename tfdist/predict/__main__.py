@@ -71,7 +71,7 @@ def _write(
         example=names_of(data.eval),
     )
     count, settled = 0, False
-    shards, check = ready.experiment.train.shards, values.check_agreement
+    shards, check = ready.experiment.train.virtual_replicas, values.check_agreement
     pieces = evaluation.predict_batches(ready.model, data.eval, ready.distribution, batch, should_stop, shards, check)
     for outputs, targets in pieces:
         if not settled:

@@ -68,7 +68,7 @@ def explained(error: tf.errors.OpError | UnicodeDecodeError, feed: Feed, update:
     if isinstance(feed, RecordFeed) and (isinstance(error, UnicodeDecodeError) or _IN_PIPELINE.search(str(error))):
         broken = feed.broken()
         if broken:
-            return UserError(f"{broken}: mend or remove it, or set data.broken=skip")
+            return UserError(f"{broken}: mend or remove it, or set data.on_error=skip")
     if isinstance(error, tf.errors.ResourceExhaustedError) and re.search("OOM|[Mm]emory|alloc", str(error)):
         return _out_of_memory(error, update)
     return cause(error, peers)

@@ -179,7 +179,7 @@ class Step:
         """Refuses losses and metrics that cannot be computed from the parts in which a batch is laid out."""
         own = self.own_step(kind)
         if own and (layout.accumulate > 1 or layout.shards):
-            parts, given = "shards", f"shards={layout.replicas}"
+            parts, given = "virtual replicas", f"virtual_replicas={layout.replicas}"
             if layout.accumulate > 1:
                 parts, given = "micro-batches", layout.taken_apart
             raise UserError(

@@ -47,7 +47,7 @@ def train_and_evaluate(experiment: config.Experiment, environment: runtime_optio
     from tfdist.trainer import worker_session
 
     _check(experiment, environment)
-    site = _pinned(ahead_of_time.locate(environment), experiment.train.shards)
+    site = _pinned(ahead_of_time.locate(environment), experiment.train.virtual_replicas)
     _check_batch(experiment, site)
     writes = site.cluster.is_chief and not environment.dry_run
     folder = bucket_folder.opened(runtime_options.workdir(experiment, environment), writes, site.cluster.is_chief)
@@ -79,8 +79,8 @@ def _check(experiment: config.Experiment, environment: runtime_options.Environme
     from tfdist.train import ahead_of_time, slurm_requeue
 
     validation.validate(experiment)
-    if environment.topology and experiment.train.shards:
-        raise UserError("--topology compiles the step without shards: set train.shards=0")
+    if environment.topology and experiment.train.virtual_replicas:
+        raise UserError("--topology compiles the step without shards: set train.virtual_replicas=0")
     ahead_of_time.check(environment, experiment.train.batch_size)
     schedule.interval("checkpoint.every", experiment.checkpoint.every)
     schedule.better(experiment.checkpoint.best)
@@ -109,7 +109,7 @@ def _check_batch(experiment: config.Experiment, site: Site) -> None:
 
     if not batch_size_search.is_auto(experiment):
         train = experiment.train
-        schedule.check_batch(train.batch_size, site.replicas, train.accumulate, shards=train.shards)
+        schedule.check_batch(train.batch_size, site.replicas, train.accumulate, shards=train.virtual_replicas)
 
 
 def _run(

@@ -80,7 +80,7 @@ def lines(
     layout = Layout(plan.global_batch, plan.replicas, plan.accumulate)
     tail = plan.examples % plan.global_batch
     asked = {name: getattr(experiment.train, name) for name in ("loss", "metrics", "callbacks")}
-    shards = experiment.train.shards
+    shards = experiment.train.virtual_replicas
     shared = f"in {shards} shards over" if shards else f"{layout.share} examples per replica,"
     micro = f" in {plan.accumulate} micro-batches of {layout.micro}" if plan.accumulate > 1 else ""
     rows = [

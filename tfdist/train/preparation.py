@@ -47,7 +47,9 @@ class Preparation:
 
     def check_agreement(self, asked: str) -> str:
         """Returns the choice; `auto` leaves out a model of which it was said that replicas normalize by themselves."""
-        accepted = not self.experiment.model.sync_batch_norm and not self.experiment.train.shards  # which need it so
+        accepted = (
+            not self.experiment.model.sync_batch_norm and not self.experiment.train.virtual_replicas
+        )  # which need it so
         return "off" if asked == "auto" and accepted else asked
 
 
@@ -72,7 +74,7 @@ def prepare(
     Raises:
       UserError: experiment, data or model cannot be used.
     """
-    _announce(distribution, site, experiment.train.shards)
+    _announce(distribution, site, experiment.train.virtual_replicas)
     experiment = batch_size_search.agreed(experiment, proposal, distribution)
     experiment, learnt = _with_learnt_accumulate(experiment, environment, site, folder, distribution)
     models.set_precision(experiment.train.precision)
@@ -90,7 +92,7 @@ def prepare(
         optimizer = optimizers.build(experiment, schedule)
         data = models.compiled(model, optimizer, experiment, data)
         optimizers.exclude(model, experiment.optimizer)
-    if distribution.replicas > 1 and not experiment.train.shards and batch_norm.normalizing_alone(model):
+    if distribution.replicas > 1 and not experiment.train.virtual_replicas and batch_norm.normalizing_alone(model):
         logger.info(
             "WARNING: model.sync_batch_norm=False: each replica normalizes with its own rows, so results depend on the "
             "number of replicas, and only --check_agreement=on compares them"
@@ -133,7 +135,7 @@ def _with_learnt_accumulate(
     noted_here = oom_note.noted(folder) if resume.unfinished(folder, environment, site.cluster.attempt) else 1
     most = experiment.train.batch_size // distribution.replicas
     noted = min(distribution.peers.gather("micro-batches of the run before", noted_here)[0], most)
-    if noted <= experiment.train.accumulate or experiment.train.shards:  # which promise the same bits
+    if noted <= experiment.train.accumulate or experiment.train.virtual_replicas:  # which promise the same bits
         return experiment, 0
     logger.info(f"train.accumulate={noted} instead of {experiment.train.accumulate}: the run before ran out of memory")
     train = dataclasses.replace(experiment.train, accumulate=noted)

@@ -113,7 +113,7 @@ def run(prepared: Preparation, environment: Environment, folder: RunFolder, dist
         steps_per_epoch=1,
         steps_per_call=1,
         accumulate=experiment.train.accumulate,
-        shards=experiment.train.shards,
+        virtual_replicas=experiment.train.virtual_replicas,
         shuffle=experiment.data.shuffle,
         seed=experiment.seed,
         class_weight=prepared.class_weights,

@@ -192,7 +192,7 @@ class Run:
                 reason = "".join(callback.reason for callback in self._early_stopping)
         except Interrupted as stopped:
             status, reason = "preempted", str(stopped)
-            layer_statistics.settle(self._model, self._distribution, self._experiment.train.shards)
+            layer_statistics.settle(self._model, self._distribution, self._experiment.train.virtual_replicas)
         except PeerError:
             raise
         except TrainingError:
@@ -247,7 +247,7 @@ class Run:
             epochs=schedule.epochs,
             steps=schedule.updates,
             accumulate=experiment.train.accumulate,
-            shards=experiment.train.shards,
+            virtual_replicas=experiment.train.virtual_replicas,
             steps_per_call=experiment.train.steps_per_call or "auto",
             shuffle=experiment.data.shuffle,
             seed=experiment.seed,
@@ -280,7 +280,7 @@ class Run:
             self._data.eval,
             distribution=self._distribution,
             batch_size=self._experiment.eval.batch_size,
-            shards=self._experiment.train.shards,
+            virtual_replicas=self._experiment.train.virtual_replicas,
             check_agreement="off",  # the training has asked
             verbose=0,
             should_stop=signals.reason,
@@ -300,7 +300,7 @@ class Run:
         result = self._result(status, reason)
         mistakes = None
         if status == "completed":  # a run that is pre-empted has no time for it
-            batch, shards = self._experiment.eval.batch_size, self._experiment.train.shards
+            batch, shards = self._experiment.eval.batch_size, self._experiment.train.virtual_replicas
             mistakes = error_analysis.of_run(self._model, self._data.eval, self._data.spec, distribution, batch, shards)
         write_result(folder, result, mistakes)
         logger.info(result_lines(result, folder))
@@ -337,7 +337,7 @@ class Run:
             resumed_from=self._checkpoints.resumed_from,
             rollbacks=recorder.rollbacks,
             accumulate=recorder.accumulate,
-            shards=self._experiment.train.shards,
+            shards=self._experiment.train.virtual_replicas,
             arithmetic=arithmetic.facts(distribution),
             restarts=self._site.cluster.attempt,
             segments=self._segments.record(recorder.updates, reason or status),

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist import config
 from tfdist.data import batching, sources
 from tfdist.data.structures import Structure
 from tfdist.distributed import connect
@@ -41,9 +42,10 @@ def evaluate(
     *,
     dataset: Data = None,
     distribution: Distribution | None = None,
-    shards: int = 0,
+    virtual_replicas: int = 0,
     check_agreement: str = "auto",
     should_stop: Callable[[], str] = agreement.never,
+    shards: int | None = None,
 ) -> Any:
     """Measures loss and metrics over a data set, every example once.
 
@@ -54,7 +56,8 @@ def evaluate(
       steps: evaluate this many batches only.
       callbacks: Keras callbacks; their `on_test_*` methods are called, as in `fit` on the chief alone or everywhere.
       return_dict: unlike in Keras, True if not given.
-      shards, check_agreement, should_stop: as for `fit`; a model that it has checked is not checked again.
+      virtual_replicas, check_agreement, should_stop, shards: as for `fit`; a model that it has checked is not checked
+        again.
 
     Returns:
       Values by the names that Keras gives them; without `return_dict` a list of them in Keras' order, or the only one.
@@ -64,14 +67,15 @@ def evaluate(
       TrainingError: a worker is lost, or a call has failed.
       Interrupted: `should_stop` gave a reason.
     """
+    virtual_replicas = config.renamed("virtual_replicas", virtual_replicas, "shards", shards)
     distribution = distribution or connect.current(model.distribute_strategy)
     source = sources.as_source(arguments.renamed(x, dataset), y, sample_weight)
     preconditions.among("check_agreement", check_agreement, equivalence_check.CHOICES)
-    preconditions.model_fits(model, distribution, 1, shards)
-    layer_statistics.average(model, distribution, shards)
+    preconditions.model_fits(model, distribution, 1, virtual_replicas)
+    layer_statistics.average(model, distribution, virtual_replicas)
     steps = arguments.steps_at_most(steps)
     batch_size = batching.batch_size_of(source, batch_size, steps)
-    measured = Evaluation(model, source, distribution, batch_size, steps, shards)
+    measured = Evaluation(model, source, distribution, batch_size, steps, virtual_replicas)
     replica_sync_check.check_weights(model, distribution, "before an evaluation")
     measured.check(check_agreement)
     called = callback_list.for_measuring(callbacks, model, distribution, verbose, measured.batches)
@@ -90,8 +94,9 @@ def predict(
     *,
     dataset: Data = None,
     distribution: Distribution | None = None,
-    shards: int = 0,
+    virtual_replicas: int = 0,
     check_agreement: str = "auto",
+    shards: int | None = None,
 ) -> Structure:
     """Returns the model's outputs, one row per example, in the order of the input.
 
@@ -103,7 +108,7 @@ def predict(
       steps: predict from this many batches only.
       callbacks: Keras callbacks; their `on_predict_*` methods are called.
       dataset: the name that `x` had before.
-      shards, check_agreement: as for `fit`; a model that it has checked is not checked again.
+      virtual_replicas, check_agreement, shards: as for `fit`; a model that it has checked is not checked again.
 
     Returns:
       NumPy arrays of shape [examples, ...] in the structure of the outputs.
@@ -112,11 +117,12 @@ def predict(
       UserError: the model, data or arguments do not fit together.
       TrainingError: a worker is lost, or a call has failed.
     """
+    virtual_replicas = config.renamed("virtual_replicas", virtual_replicas, "shards", shards)
     distribution = distribution or connect.current(model.distribute_strategy)
     source = arguments.inputs(model, arguments.renamed(x, dataset))
     steps = arguments.steps_at_most(steps)
     batch_size = batching.batch_size_of(source, batch_size, steps)
-    options = _Options(steps, callbacks, verbose, shards, check_agreement)
+    options = _Options(steps, callbacks, verbose, virtual_replicas, check_agreement)
     made = _pieces(model, source, distribution, batch_size, "predict", None, options)
     pieces, rows = [], 0
     whole: list[Structure] = []
@@ -137,7 +143,7 @@ def predict_batches(
     distribution: Distribution,
     batch_size: int | None = None,
     should_stop: Callable[[], str] = agreement.never,
-    shards: int = 0,
+    virtual_replicas: int = 0,
     check_agreement: str = "auto",
 ) -> Iterator[tuple[Structure, Structure]]:
     """Predicts batch by batch, beside the targets, in memory that does not grow. Every worker must read on.
@@ -145,7 +151,7 @@ def predict_batches(
     Args:
       source: read in its own order.
       batch_size: global batch of arrays; 32 if not given.
-      should_stop, shards, check_agreement: as for `fit`.
+      should_stop, virtual_replicas, check_agreement: as for `fit`.
 
     Yields:
       (outputs, targets) of a global batch, NumPy arrays [n, ...]; targets are () where there are none.
@@ -154,7 +160,7 @@ def predict_batches(
       Interrupted: `should_stop` gave a reason, on any worker.
     """
     kind = "predict beside targets"
-    options = _Options(shards=shards, check_agreement=check_agreement)
+    options = _Options(virtual_replicas=virtual_replicas, check_agreement=check_agreement)
     for both, _ in _pieces(model, source, distribution, batch_size, kind, should_stop, options):
         outputs, targets = both
         yield keras.tree.map_structure(np.asarray, outputs), keras.tree.map_structure(np.asarray, targets)
@@ -176,7 +182,7 @@ class _Options(NamedTuple):
     callbacks: Callbacks = None
     verbose: int | str = 0
     """Of Keras."""
-    shards: int = 0
+    virtual_replicas: int = 0
     check_agreement: str = "auto"
 
 
@@ -195,17 +201,17 @@ def _pieces(
       kind: of the function, see `Step.compiled`.
       should_stop: asked after each batch, if given.
     """
-    steps, shards = options.steps, options.shards
+    steps, virtual_replicas = options.steps, options.virtual_replicas
     preconditions.among("check_agreement", options.check_agreement, equivalence_check.CHOICES)
     preconditions.scope(model, distribution)
-    if shards:
-        preconditions.sharded(model, distribution, shards)
-    layer_statistics.average(model, distribution, shards)
-    layout = batching.layout_of(source, batch_size, distribution, 1, least=False, shards=shards)
+    if virtual_replicas:
+        preconditions.sharded(model, distribution, virtual_replicas)
+    layer_statistics.average(model, distribution, virtual_replicas)
+    layout = batching.layout_of(source, batch_size, distribution, 1, least=False, shards=virtual_replicas)
     feed, batches = read_once(source, layout, steps, "predict from")
     step = step_calls.step_of(model, distribution, source, outputs_only=True)
     replica_sync_check.check_weights(model, distribution, "before a prediction")
-    equivalence_check.check_forward(step, "predict", options.check_agreement, shards, sources.entries(source))
+    equivalence_check.check_forward(step, "predict", options.check_agreement, virtual_replicas, sources.entries(source))
     callbacks = callback_list.for_measuring(options.callbacks, model, distribution, options.verbose, batches)
     stoppable = any(pace_lib.looks_at_predictions(callback) for callback in callbacks.callbacks)
     (stoppable,) = agreement.anywhere(distribution, "whether a callback may stop", stoppable)

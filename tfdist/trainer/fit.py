@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 
 import keras
 
+from tfdist import config
 from tfdist.checkpoints.manager import Checkpoints
 from tfdist.data import sources
 from tfdist.data.structures import Structure
@@ -43,7 +44,7 @@ def fit(
     steps: int | None = None,
     seed: int = 0,
     accumulate: int = 1,
-    shards: int = 0,
+    virtual_replicas: int = 0,
     steps_per_call: int | str = "auto",
     reduce_dtype: str = "float32",
     checkpoints: Checkpoints | None = None,
@@ -54,6 +55,7 @@ def fit(
     layer_decay: float = 1.0,
     check_agreement: str = "auto",
     should_stop: Callable[[], str] = agreement.never,
+    shards: int | None = None,
 ) -> keras.callbacks.History:
     """Trains a compiled model as `model.fit` does, with the same result under every strategy.
 
@@ -82,8 +84,8 @@ def fit(
       steps: stop after this many updates, even within an epoch.
       seed: decides the order of the examples, together with the epoch.
       accumulate: micro-batches per update; less memory, the same result.
-      shards: slices into which every batch is cut, also on one device; then weights, history and predictions are the
-        same bits on any number of replicas up to this one. 0 for off.
+      virtual_replicas: slices into which every batch is cut, also on one device; then weights, history and predictions
+        are the same bits on any number of replicas up to this one. 0 for off.
       steps_per_call: updates per call of the compiled function, `auto` to
         choose by time. A callback that looks at batches makes it 1.
       reduce_dtype: type in which gradients travel between replicas: `float32`
@@ -103,6 +105,7 @@ def fit(
         stop if losses, metrics or gradient differ: `on`, `off`, or `auto` to leave out models that have passed before.
       should_stop: asked after every call; a reason, on any worker, ends the
         training on all of them after the same update.
+      shards: the deprecated name of `virtual_replicas`.
 
     Returns:
       The Keras `History`, with what was there before a resume.
@@ -113,6 +116,7 @@ def fit(
         replicas have come apart.
       Interrupted: `should_stop` gave a reason.
     """
+    virtual_replicas = config.renamed("virtual_replicas", virtual_replicas, "shards", shards)
     x = arguments.renamed(x, dataset)
     source = sources.as_source(x, y, sample_weight)
     if validation_split:
@@ -135,7 +139,7 @@ def fit(
         initial_epoch=initial_epoch,
         steps_per_epoch=arguments.steps_at_most(steps_per_epoch),
         accumulate=accumulate,
-        shards=shards,
+        virtual_replicas=virtual_replicas,
         steps_per_call=steps_per_call,
         reduce_dtype=reduce_dtype,
         checkpoints=checkpoints,
@@ -151,8 +155,10 @@ def fit(
     fit_options.check_reading(source, options)
     if class_weight:
         source = sources.weigh_classes(source, class_weight)
-    preconditions.model_fits(model, options.distribution, accumulate, shards)
+    preconditions.model_fits(model, options.distribution, accumulate, virtual_replicas)
     preconditions.own_train_step(model, options.given(preconditions.OF_OUR_STEP))
-    if options.shards and options.reduce_dtype != "float32":
-        raise UserError("reduce_dtype cannot be used with shards, whose sums are exact: leave out one of them")
+    if options.virtual_replicas and options.reduce_dtype != "float32":
+        raise UserError(
+            "reduce_dtype cannot be used with virtual_replicas, whose sums are exact: leave out one of them"
+        )
     return FitLoop(model, source, options).run()

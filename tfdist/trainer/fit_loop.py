@@ -46,10 +46,12 @@ class FitLoop:
         distribution = options.distribution
         self._model, self._source, self._options = model, source, options
         self._reader = sources.reader(source)
-        if options.shards and distribution.workers > 1:
+        if options.virtual_replicas and distribution.workers > 1:
             distribution.peers.check_same(arithmetic.facts(distribution), "what decides about the last bit")
         batch = batching.batch_size_of(source, options.batch_size, options.steps_per_epoch)
-        self._layout = batching.layout_of(source, batch, distribution, options.accumulate, shards=options.shards)
+        self._layout = batching.layout_of(
+            source, batch, distribution, options.accumulate, shards=options.virtual_replicas
+        )
         self._feed = self._read()
         if options.steps_per_epoch is None and self._feed.batches == 0:
             raise UserError("the data set never ends: give steps_per_epoch")
@@ -61,7 +63,7 @@ class FitLoop:
         preconditions.targets(model, self._step.output_shape, source)
         self._validation = self._prepared_validation()
         self._factors = layerwise_rates.factors(model, options.learning_rates or {}, options.layer_decay)
-        training_state.separate_streams(model, distribution, apart=not options.shards)
+        training_state.separate_streams(model, distribution, apart=not options.virtual_replicas)
         self._per_epoch = options.steps_per_epoch or self._feed.batches or None
         self._callbacks = callback_list.for_fit(options, model, self._per_epoch)
         preconditions.reduce_dtype(options.reduce_dtype, distribution)
@@ -83,7 +85,7 @@ class FitLoop:
             self._per_epoch,
             options.seed,
             None if isinstance(source, sources.Batches) else source.size,
-            options.shards,
+            options.virtual_replicas,
         )
         self._keeper = Keeper(options.checkpoints, run)
         self._updates: UpdateLoop
@@ -134,7 +136,7 @@ class FitLoop:
         if not self._model.stop_training:  # as Keras, which leaves an epoch there
             self._reader.end()
         if not position.measured:
-            layer_statistics.average(self._model, self._options.distribution, self._options.shards)
+            layer_statistics.average(self._model, self._options.distribution, self._options.virtual_replicas)
             position.measured = True
         self._logs = dict(position.logs)
         with self._averaged():
@@ -161,8 +163,8 @@ class FitLoop:
           TrainingError: that is not wanted, or cannot be.
         """
         if isinstance(error, OutOfMemory):
-            if self._options.shards:  # smaller micro-batches would have other bits
-                raise OutOfMemory(f"{error}: use more shards, which are smaller, or more devices") from error
+            if self._options.virtual_replicas:  # smaller micro-batches would have other bits
+                raise OutOfMemory(f"{error}: use more virtual_replicas, which are smaller, or more devices") from error
             if self._step.own_step("train"):
                 raise error  # its updates cannot be made of smaller micro-batches
             ordered = not isinstance(self._source, sources.Batches)
@@ -186,7 +188,9 @@ class FitLoop:
         with layer_state.unchanged(training_state.gathered_variables(self._model)):
             if first is not None:
                 first.put_back()
-            equivalence_check.check_training(self._step, choice, self._options.shards, self._layout.accumulate)
+            equivalence_check.check_training(
+                self._step, choice, self._options.virtual_replicas, self._layout.accumulate
+            )
             if self._validation:
                 self._validation.check(choice, within_fit=True)
 
@@ -208,7 +212,7 @@ class FitLoop:
         steps = arguments.steps_at_most(options.validation_steps)
         if not isinstance(source, sources.Batches):
             batch = batching.batch_size_of(source, batch or options.batch_size, steps)
-        return Evaluation(self._model, source, options.distribution, batch, steps, options.shards)
+        return Evaluation(self._model, source, options.distribution, batch, steps, options.virtual_replicas)
 
     def _update_loop(self) -> UpdateLoop:
         compiled = functools.partial(
@@ -227,7 +231,7 @@ class FitLoop:
             self._options.should_stop,
             self._keeper,
             self._position.update,
-            self._options.shards,
+            self._options.virtual_replicas,
         )
 
     def _measured_by_callbacks(self) -> contextlib.AbstractContextManager:
@@ -239,7 +243,9 @@ class FitLoop:
         if distribution.workers == 1 or distribution.name == "horovod":
             return contextlib.nullcontext()
         choice = "off" if options.check_agreement == "off" else "auto"  # a callback may measure again and again
-        known: dict[str, Any] = dict(distribution=distribution, shards=options.shards, check_agreement=choice)
+        known: dict[str, Any] = dict(
+            distribution=distribution, virtual_replicas=options.virtual_replicas, check_agreement=choice
+        )
         measure: Callable[..., object] = functools.partial(evaluation.evaluate, **known)
         predict: Callable[..., object] = functools.partial(evaluation.predict, **known)
 

@@ -34,7 +34,7 @@ class FitOptions:
     initial_epoch: int = 0
     steps_per_epoch: int | None = None
     accumulate: int = 1
-    shards: int = 0
+    virtual_replicas: int = 0
     steps_per_call: int | str = "auto"
     reduce_dtype: str = "float32"
     checkpoints: Checkpoints | None = None

@@ -197,7 +197,7 @@ def test_broken_files_are_named_and_counted(tmp_path):
     assert str(refused.value).startswith(
         f"data.name='image_folder:{tmp_path}': {len(broken)} of 34 files are no images: cat/colours.bmp is a BMP with"
     )
-    assert str(refused.value).endswith(", ...: remove them, or set data.broken=skip")
+    assert str(refused.value).endswith(", ...: remove them, or set data.on_error=skip")
     for name, said in broken.items():  # one by one: a message names three
         others = tmp_path.with_name("one")
         folder(others)
@@ -236,7 +236,7 @@ def trained(given, distribution, epochs=2):
     with distribution.scope():
         layers = [keras.Input(loaded.spec.shape), keras.layers.Rescaling(1 / 255), keras.layers.Flatten()]
         model = keras.Sequential([*layers, keras.layers.Dense(len(loaded.spec.names))])
-        reduction = "mean_with_sample_weight" if given.data.broken == "skip" else "sum_over_batch_size"
+        reduction = "mean_with_sample_weight" if given.data.on_error == "skip" else "sum_over_batch_size"
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
         model.compile("adam", loss, weighted_metrics=[])
     options = dict(distribution=distribution, batch_size=4)
@@ -327,7 +327,7 @@ def test_a_file_that_breaks_during_the_training(tmp_path, connect, run):
             lambda d, m, **o: tfdist.evaluate(m, loaded.train, distribution=d, batch_size=4),
             lambda d, m, **o: tfdist.predict(m, loaded.train, distribution=d, batch_size=4),
         ):
-            with pytest.raises(UserError, match=f"^{victim} cannot be decoded: .*or set data.broken=skip$"):
+            with pytest.raises(UserError, match=f"^{victim} cannot be decoded: .*or set data.on_error=skip$"):
                 use(distribution, model)
     victim.write_bytes(whole)
 
@@ -335,7 +335,7 @@ def test_a_file_that_breaks_during_the_training(tmp_path, connect, run):
 def test_a_file_that_breaks_during_the_training_weighs_nothing(tmp_path, connect, capfd):
     """As if it were not there: the same as with a weight of 0 for it in memory."""
     folder(tmp_path)
-    given = experiment(tmp_path, image_size="8", broken="skip")
+    given = experiment(tmp_path, image_size="8", on_error="skip")
     loaded = registry.load(given)
     x, y, _ = everything(loaded.train)
     victim = pathlib.Path(loaded.train.name(6))
@@ -366,7 +366,7 @@ def test_the_command(tmp_path, run):
     refused = run("tfdist.train", *flags)
     assert refused.returncode == 2
     assert refused.stderr.count("\n") == 1 and "1 of 31 files is no image: cat/empty.jpg is empty" in refused.stderr
-    augmented = ["--config.data.broken=skip", "--config.data.augment=flip, mixup(0.2)", "--config.data.cache=stream"]
+    augmented = ["--config.data.on_error=skip", "--config.data.augment=flip, mixup(0.2)", "--config.data.cache=stream"]
     done = run("tfdist.train", *flags, *augmented, "--virtual_devices=2")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("WARNING: 1 of 31 files is no image and skipped: cat/empty.jpg is empty") == 1
@@ -571,7 +571,7 @@ def test_huge_images_are_skipped_or_allowed(tmp_path, said):
     folder(tmp_path)
     save(tmp_path / "cat" / "large.png", picture(1, (20, 30)))
     both = dict(image_size="8", train_split="train", eval_split="train")
-    skipped = registry.load(experiment(tmp_path, options="max_pixels=599", broken="skip", **both))
+    skipped = registry.load(experiment(tmp_path, options="max_pixels=599", on_error="skip", **both))
     assert skipped.train.size == 21
     assert said == [
         "WARNING: 1 of 22 files is no image and skipped: cat/large.png has 30 x 20 pixels, more than max_pixels=599"

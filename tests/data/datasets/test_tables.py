@@ -217,7 +217,7 @@ def test_bad_rows_are_named_by_their_line(tmp_path, capfd):
     options = {"target": "n", "in_order": True, "classify": False}
     with pytest.raises(tfdist.UserError) as error:
         tables.prepare(str(path), options, ALL)
-    assert str(error.value) == f"{expected}: correct the file, or leave such rows out with data.broken=skip"
+    assert str(error.value) == f"{expected}: correct the file, or leave such rows out with data.on_error=skip"
     got = tables.prepare(str(path), options, ALL, skip=True)
     assert capfd.readouterr().out == f"tfdist: WARNING: left out: {expected}\n"
     np.testing.assert_allclose(got.train[1], [1, 4, 7, *[8] * 60])
@@ -394,7 +394,7 @@ def test_infinite_numbers_make_no_category(huge, count, tmp_path):
     with pytest.raises(tfdist.UserError) as error:
         tables.prepare(path, {"target": "y"}, ALL)
     assert f"a.csv line 2 has {huge!r} for a number in column 'x'" in str(error.value)
-    assert "correct the file, or leave such rows out with data.broken=skip" in str(error.value)
+    assert "correct the file, or leave such rows out with data.on_error=skip" in str(error.value)
     assert tables.prepare(path, {"target": "y"}, ALL, skip=True).columns[0].kind == "number"
 
 

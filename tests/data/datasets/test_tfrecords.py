@@ -112,7 +112,7 @@ def test_damaged_files_are_named(damaged, said):
     message = f"{folder}/b is cut off behind 2 records; {folder}/c is damaged at byte {at}, behind 2 good records"
     with pytest.raises(tfdist.UserError) as error:
         tfrecords.load(str(folder), SPLITS, PICTURE)
-    assert str(error.value) == f"{message}: write them again, or leave out what is lost with data.broken=skip"
+    assert str(error.value) == f"{message}: write them again, or leave out what is lost with data.on_error=skip"
     found = tfrecords.load(str(folder), SPLITS, PICTURE, skip=True)
     assert said == [f"WARNING: {message}: left out"]
     assert both(found.train)[0][:, 0, 0, 0].tolist() == [0, 3, 6, 9, 0, 3, 0, 3]

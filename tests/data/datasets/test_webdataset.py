@@ -295,7 +295,7 @@ def test_a_damaged_file_is_not_taken_for_a_short_one(way, tmp_path, said):
     message = f"{path} is cut off or damaged at byte [0-9,]+, behind {4 if way == 'two in one' else 2} good files"
     with pytest.raises(UserError, match=f"{message}: write them again"):
         tfdist.load_data(f"webdataset:{path}", **ALL)
-    data = tfdist.load_data(f"webdataset:{path}", broken="skip", **ALL)
+    data = tfdist.load_data(f"webdataset:{path}", on_error="skip", **ALL)
     assert data.examples == (2 if way == "two in one" else 1)
     assert len(said) == 1 and said[0].startswith("WARNING: ") and said[0].endswith("good files: left out")
 

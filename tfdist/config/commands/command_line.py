@@ -34,9 +34,27 @@ _BATCH = "config.train.batch_size"
 OF_THE_ENVIRONMENT = tuple(f.name for f in dataclasses.fields(runtime_options.Environment))
 
 
+def replace_former_names(argv: list[str]) -> None:
+    """Replaces deprecated names of fields in a command line, in place, since config_flags reads sys.argv besides.
+
+    Raises:
+      UserError: a field is given under both names, with different values.
+    """
+    former_fields = {"--config.train.shards", "--config.data.broken"}
+    for i, argument in enumerate(argv):
+        former, equals, text = re.sub("^-(?=[^-])", "--", argument).partition("=")
+        if former in former_fields:
+            name = config.current_name(former)
+            given = {a.partition("=")[2] for a in argv if re.sub("^-(?=[^-])", "--", a).startswith(f"{name}=")}
+            text = text if equals else "".join(argv[i + 1 : i + 2])
+            config.renamed(name, next(iter(given - {text}), ""), former, text)
+            argv[i] = name + equals + text * bool(equals)
+
+
 def _check_config_arguments(argv: list[str]) -> None:
     """Finds a missing file or a misspelt field, which absl and config_flags report with a traceback."""
     shipped.fill_in(argv)
+    replace_former_names(argv)
     for argument in argv:
         name = argument.lstrip("-").partition("=")[0]
         if argument.startswith("-") and name.startswith("config."):

@@ -130,7 +130,7 @@ def _from_table(experiment: config.Experiment, kind: str, path: str, options: Op
     from tfdist.data.datasets.tabular import tables
 
     data = experiment.data
-    made = tables.prepare(path, options, (data.train_split, data.eval_split), data.broken == "skip", kind)
+    made = tables.prepare(path, options, (data.train_split, data.eval_split), data.on_error == "skip", kind)
     train, evaluation = Arrays(made.train), Arrays(made.eval)
     spec = Spec((len(made.columns),), "float32", made.classes, 1.0, made.names, made.columns, made.target)
     return Loaded(train, evaluation, train.size, spec)
@@ -147,7 +147,7 @@ def _from_image_folder(experiment: config.Experiment, path: str, options: Option
     size = field_syntax.image_size(data.image_size)
     from_whole = ops.parse(data.augment).smallest is not None
     folder = image_folder.load(
-        path, data.train_split, data.eval_split, data.broken, size, data.resize, from_whole, most, hold_out
+        path, data.train_split, data.eval_split, data.on_error, size, data.resize, from_whole, most, hold_out
     )
     shape = size or folder.size
     if shape is None:
@@ -163,7 +163,7 @@ def _from_tfrecords(experiment: config.Experiment, path: str, options: Options) 
 
     data = experiment.data
     size = field_syntax.image_size(data.image_size)
-    files = tfrecords.load(path, _splits(data), options, data.broken == "skip", size is not None)
+    files = tfrecords.load(path, _splits(data), options, data.on_error == "skip", size is not None)
     if files.dtype != "uint8":
         size = None
     shape = files.shape if size is None else (*size, files.shape[-1])
@@ -195,7 +195,7 @@ def _from_webdataset(experiment: config.Experiment, pattern: str, options: Optio
 
     data = experiment.data
     size = field_syntax.image_size(data.image_size)
-    found = samples.load(pattern, _splits(data), options, data.broken == "skip", size is not None)
+    found = samples.load(pattern, _splits(data), options, data.on_error == "skip", size is not None)
     return _of_one_size(data, size, *found)
 
 

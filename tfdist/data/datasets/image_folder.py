@@ -122,7 +122,7 @@ def _none_huge(
         first = min(huge, key=paths.__getitem__)
         raise UserError(
             f"{what}: {paths[first]} has {looks[first].extent}, more than {most:,}: make it smaller, set "
-            f"data.broken=skip, or allow it with data.options=max_pixels={max(looks[i].pixels for i in huge)}"
+            f"data.on_error=skip, or allow it with data.options=max_pixels={max(looks[i].pixels for i in huge)}"
         )
     for i in huge:
         problem = f"has {looks[i].extent}, more than max_pixels={most}"
@@ -139,7 +139,7 @@ def _tell_broken(paths: list[str], looks: list[image_scan.Look], root: str, what
     count = f"{len(bad):,} of {len(paths):,} files {'are no images' if len(bad) > 1 else 'is no image'}"
     more = ", ..." if len(bad) > _NAMED else ""
     if not skip:
-        raise UserError(f"{what}: {count}: {named}{more}: remove them, or set data.broken=skip")
+        raise UserError(f"{what}: {count}: {named}{more}: remove them, or set data.on_error=skip")
     logger.info(f"WARNING: {count} and skipped: {named}{more}")
 
 

@@ -67,7 +67,7 @@ def load_data(name: str, *, batch_size: int = 32, seed: int = 0, **options: obje
       UserError: whatever the command would refuse.
     """
     known = {f.name for f in dataclasses.fields(config.Data)} - {"name", "shuffle"}  # fit shuffles what it can
-    if unknown := sorted(set(options) - known):
+    if unknown := sorted(set(options) - known - set(config.FORMER_NAMES)):
         raise UserError(
             f"load_data() has no option {unknown[0]!r}{field_syntax.suggest(unknown[0], tuple(sorted(known)))}"
         )

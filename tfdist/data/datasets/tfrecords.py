@@ -84,7 +84,7 @@ def load(
         more = f", and {len(bad) - _NAMED} more files" if len(bad) > _NAMED else ""
         line = "; ".join(bad[:_NAMED]) + more
         if not skip:
-            raise UserError(f"{line}: write them again, or leave out what is lost with data.broken=skip")
+            raise UserError(f"{line}: write them again, or leave out what is lost with data.on_error=skip")
         logger.info(f"WARNING: {line}: left out")
     sizes = {name: len(indexes[name].offsets) if name in indexes else 0 for name in by_split}
     sources: list[Records] = []
@@ -97,7 +97,7 @@ def load(
                 first = parts[0][0].read(parts[0][1][:1])[0]
             except OSError as error:
                 raise UserError(
-                    f"{where} cannot be read: {reason(error)}: mend or remove it, or set data.broken=skip"
+                    f"{where} cannot be read: {reason(error)}: mend or remove it, or set data.on_error=skip"
                 ) from None
             _check(first, features, where)
             if features[0].is_image:

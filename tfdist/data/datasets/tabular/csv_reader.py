@@ -220,7 +220,7 @@ class _Reader:
             if name not in self._given and self._wrong[name] > (1 - NUMBERS) * self._present[name]:
                 raise _ManyTexts(name)
         if self._bad and not self._skip:
-            instead = "" if self._skip is None else ", or leave such rows out with data.broken=skip"
+            instead = "" if self._skip is None else ", or leave such rows out with data.on_error=skip"
             raise UserError(f"{described(self._bad)}: correct the file{instead}")
 
 

@@ -71,7 +71,7 @@ def read(paths: Sequence[str], columns: Iterable[str], kinds: dict[str, str], sk
         for name, part in chunk.items():
             parts[name].append(part[keep])
     if bad and not skip:
-        instead = "" if skip is None else ", or leave such rows out with data.broken=skip"
+        instead = "" if skip is None else ", or leave such rows out with data.on_error=skip"
         raise UserError(f"{described(bad)}: correct the file{instead}")
     if not size:
         raise UserError(f"{paths[0]} has no rows" + " that can be used" * bool(bad))

@@ -123,7 +123,7 @@ def _samples(paths: Sequence[str], names: Sequence[str], field: str, skip: bool)
         more = f", and {len(problems) - _NAMED:,} more" if len(problems) > _NAMED else ""
         line = "; ".join(problems[:_NAMED]) + more
         if not skip:
-            raise UserError(f"{line}: write them again, or leave out what is lost with data.broken=skip")
+            raise UserError(f"{line}: write them again, or leave out what is lost with data.on_error=skip")
         logger.info(f"WARNING: {line}: left out")
     tables = []
     for column, name in enumerate(names[1:]):
