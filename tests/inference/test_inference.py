@@ -314,6 +314,26 @@ def test_a_changed_digit_is_found(name, before, after, copy):
     assert [finding.status for finding in findings] == ["fail", "fail"] and name in findings[0].finding
 
 
+def test_a_changed_layer_of_a_model_from_a_file_is_found(run, tmp_path):
+    """Its weights are those that `result.json` names; only the layers that they are put into are others."""
+    layers = [keras.layers.Flatten(), keras.layers.Dense(8, activation="relu"), keras.layers.Dense(10)]
+    keras.Sequential([keras.Input((8, 8, 1)), *layers]).save(tmp_path / "mine.keras")
+    flags = ["--config=digits_mlp", "--config.name=own", "--config.model.name=mine.keras", "--config.model.options="]
+    done = run("tfdist.train", *flags, "--config.train.steps=3", "--config.train.epochs=0", "--progress=none")
+    assert done.returncode == 0, done.stderr
+    path = tmp_path / "runs/own/model.keras"
+    with zipfile.ZipFile(path) as file:
+        content = {name: file.read(name) for name in file.namelist()}
+    assert content["config.json"].count(b'"relu"') == 1
+    content["config.json"] = content["config.json"].replace(b'"relu"', b'"tanh"')
+    with zipfile.ZipFile(path, "w") as file:
+        for name, data in content.items():
+            file.writestr(name, data)
+    for flags in ([], ["--checkpoint=latest"]):
+        done = run("tfdist.evaluate", "--workdir=runs/own", *flags)
+        assert done.returncode == 2 and "runs/own is damaged: model.keras has changed" in done.stderr, done.stderr
+
+
 def test_a_changed_result_is_found(copy):
     digit_changed(copy, "result.json", '"updates": 60', '"updates": 61')
     with pytest.raises(UserError, match=r"is damaged: result.json has changed: its checksum is wrong"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tfdist.checkpoints import files, resume
@@ -76,18 +76,19 @@ def problems(folder: pathlib.Path) -> list[str]:
     return found
 
 
-def check_trusted(folder: pathlib.Path, name: str) -> None:
+def check_trusted(folder: pathlib.Path, name: str, trusted: Iterable[str] = TRUSTED) -> None:
     """Checks the files that a finished model is built from.
 
     Args:
-      name: of the folder, for a person.
+      name: the folder's name in messages.
+      trusted: the files.
 
     Raises:
       UserError: one is not as the run wrote it.
     """
     try:
         result = read_result(folder)
-        for file in TRUSTED:
+        for file in trusted:
             check_file(folder, file, result)
     except DamagedError as error:
         raise UserError(f"--workdir={name} is damaged: {error}: {REPAIR}") from None

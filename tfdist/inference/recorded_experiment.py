@@ -42,6 +42,8 @@ def read_experiment(asked: ModelRequest) -> config.Experiment:
     # The files that its training began with may be gone by now.
     experiment.model.weights = ""
     if experiment.model.name.endswith(config.FILE) and (path / trained_model.MODEL).is_file():
+        # The layers come from this file, also where the weights are from a checkpoint.
+        integrity.check_trusted(path, asked.name, [trained_model.MODEL])
         experiment.model.name = str(path / trained_model.MODEL)
     return validation.validate(experiment)
 
