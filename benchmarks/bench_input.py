@@ -25,7 +25,7 @@ import tensorflow_datasets as tfds
 from tfdist.data import image_sources
 from tfdist.data.batch_layout import Layout
 from tfdist.data.datasets import image_folder
-from tfdist.data.feeds.record_feed import RecordFeed, in_order
+from tfdist.data.records import RecordFeed
 
 BATCH = 128
 
@@ -61,7 +61,7 @@ def check(source, folder, size):
     for number, row in enumerate(rows):
         pixels, _ = source.decode(tf.nest.map_structure(lambda t, n=number: t[n], by_row), tf.zeros([2], tf.int32))
         assert np.abs(pixels.numpy() - theirs[source.name(row)]).max() <= 0.5 + 1e-3, "other pixels"
-    assert len(rows) == BATCH and next(iter(in_order(source, 1)))[0].shape == (1, *size, 3)
+    assert len(rows) == BATCH and next(iter(source.in_order(1)))[0].shape == (1, *size, 3)
 
 
 def speed(dataset, batches):

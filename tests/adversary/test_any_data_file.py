@@ -22,9 +22,9 @@ from support import adversary
 
 from tfdist import config
 from tfdist.config import validation
+from tfdist.data import records
 from tfdist.data.batch_layout import Layout
 from tfdist.data.datasets import registry
-from tfdist.data.feeds import record_feed
 from tfdist.data.sources import Records
 from tfdist.errors import UserError, shown
 
@@ -75,11 +75,11 @@ def read(folder, **data):
         loaded = registry.load(validation.validate(experiment))
         for source in (loaded.train, loaded.eval):
             if isinstance(source, Records):
-                feed = record_feed.RecordFeed(source, Layout(4, 1, 1))
+                feed = records.RecordFeed(source, Layout(4, 1, 1))
                 try:
-                    for _ in record_feed.in_order(source, 4):
+                    for _ in source.in_order(4):
                         pass
-                except record_feed.UNREADABLE:
+                except records.UNREADABLE:
                     line = first_broken(feed)
                     assert line, "an error in the pipeline that nobody can name"
                     adversary.is_one_line(shown(line))
@@ -95,7 +95,7 @@ def first_broken(feed):
     update = 0
     while update < feed.batches:
         update = feed.next(update, feed.batches).last
-        if line := feed.broken():
+        if line := feed.first_unreadable():
             return line
     return ""
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfdist.data import batches
 from tfdist.data.batch_layout import Layout
-from tfdist.data.feeds import batch_feed
-from tfdist.data.feeds.batch_feed import BatchFeed
+from tfdist.data.batches import BatchFeed
 from tfdist.data.sources import Batches
 
 X = np.random.default_rng(1).normal(size=(12, 3)).astype("float32")
@@ -27,18 +27,18 @@ COLUMNS = {
 def test_another_order_has_another_checksum(name):
     y = COLUMNS[name]
     orders = y, y, np.roll(y, 1, 0), y[::-1], y[[1, 0, *range(2, 12)]]
-    one, again, *others = (int(batch_feed.checksum((X, tf.constant(order)))) for order in orders)
+    one, again, *others = (int(batches.checksum((X, tf.constant(order)))) for order in orders)
     assert one == again and one not in others
 
 
 def test_what_counts():
     y, weight = tf.constant(np.arange(12)), tf.constant(X[:, 0])
-    base = batch_feed.checksum((X, y))
-    assert batch_feed.checksum((X + 1, y)) == base, "inputs may be changed at random"
-    assert batch_feed.checksum((X, y, weight)) != batch_feed.checksum((X, y, weight[::-1]))
-    assert batch_feed.checksum((tf.constant(X),)) != batch_feed.checksum((tf.constant(X[::-1]),))
-    assert batch_feed.checksum(({"a": X, "b": tf.constant(X[:, :0])},)) != base
-    short = batch_feed.checksum((X[:8], y[:8]))
+    base = batches.checksum((X, y))
+    assert batches.checksum((X + 1, y)) == base, "inputs may be changed at random"
+    assert batches.checksum((X, y, weight)) != batches.checksum((X, y, weight[::-1]))
+    assert batches.checksum((tf.constant(X),)) != batches.checksum((tf.constant(X[::-1]),))
+    assert batches.checksum(({"a": X, "b": tf.constant(X[:, :0])},)) != base
+    short = batches.checksum((X[:8], y[:8]))
     assert short != base
 
 

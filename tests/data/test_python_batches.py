@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfdist.data import python_batches, sources
 from tfdist.data.batch_layout import Layout, fetch
-from tfdist.data.feeds.batch_feed import BatchFeed, SequenceFeed
+from tfdist.data.batches import BatchFeed, SequenceFeed
 
 SIZES = (24, 24, 7)
 
@@ -95,7 +95,7 @@ def test_types_stay_and_shapes_that_differ_are_open():
     x, y = source.dataset.element_spec
     assert x["word"] == tf.TensorSpec([None], tf.string) and y == tf.TensorSpec([None], tf.int8)
     assert x["x"] == (tf.TensorSpec([None, None], tf.float64), tf.TensorSpec([None, 3], tf.bfloat16))
-    assert sources.first_batch(source)[0]["x"][0].shape == (2, 3)
+    assert source.first_batch()[0]["x"][0].shape == (2, 3)
     assert [b[0]["x"][0].shape[1] for b in source.dataset] == [3, 4], "the look at the first has lost nothing"
 
 

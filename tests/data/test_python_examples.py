@@ -9,7 +9,7 @@ import pytest
 
 import tfdist
 from tfdist.data.batch_layout import Layout
-from tfdist.data.feeds.record_feed import RecordFeed, in_order
+from tfdist.data.records import RecordFeed
 from tfdist.data.sources import Arrays, Records
 from tfdist.errors import UserError
 
@@ -48,7 +48,7 @@ def load(monkeypatch):
 def columns(source):
     if isinstance(source, Arrays):
         return source.columns
-    return tuple(np.concatenate(c) for c in zip(*in_order(source, 7).as_numpy_iterator()))
+    return tuple(np.concatenate(c) for c in zip(*source.in_order(7).as_numpy_iterator()))
 
 
 def grains():

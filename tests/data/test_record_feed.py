@@ -10,9 +10,9 @@ import tensorflow as tf
 
 import tfdist
 from tfdist.data import sources
+from tfdist.data.arrays import ArrayFeed
 from tfdist.data.batch_layout import Layout, fetch
-from tfdist.data.feeds.array_feed import ArrayFeed
-from tfdist.data.feeds.record_feed import RecordFeed, example_seeds, in_order
+from tfdist.data.records import RecordFeed, example_seeds
 from tfdist.trainer import evaluation
 
 SIZE, BATCH = 61, 24
@@ -125,10 +125,10 @@ def test_measuring_again_and_again_sees_the_same():
         np.testing.assert_array_equal(a, b)
     rows = np.concatenate([batch[0][: (24, 24, 13)[i]] for i, batch in enumerate(rounds[0])])
     np.testing.assert_array_equal(rows, np.arange(SIZE))
-    plain = list(in_order(numbers(), BATCH))
+    plain = list(numbers().in_order(BATCH))
     assert [len(batch[0]) for batch in plain] == [24, 24, 13]
     np.testing.assert_array_equal(np.concatenate([b[0] for b in plain]), np.arange(SIZE))
-    assert next(iter(in_order(numbers(), 3)))[0].shape == (3,)
+    assert next(iter(numbers().in_order(3)))[0].shape == (3,)
 
 
 def test_seeds_are_all_different_and_look_random():
@@ -203,11 +203,11 @@ def test_a_model_with_its_own_train_step(connect):
 
 def test_one_hot_targets_are_there_before_examples_are_mixed():
     source = sources.Records(5, lambda rows: rows, lambda row, seed: (row, row % 3), mix=lambda c, p, s: (c[0], p[1]))
-    ((_, y),) = in_order(sources.one_hot(source, 3), 5)
+    ((_, y),) = sources.one_hot(source, 3).in_order(5)
     assert y.dtype == tf.float32
     np.testing.assert_array_equal(y, np.eye(3)[[1, 2, 0, 1, 0]])
     plain = sources.one_hot(dataclasses.replace(source, mix=None), 3)
-    assert next(iter(in_order(plain, 5)))[1].dtype == tf.uint8
+    assert next(iter(plain.in_order(5)))[1].dtype == tf.uint8
 
 
 @pytest.mark.parametrize(
@@ -222,6 +222,6 @@ def test_one_hot_targets_are_there_before_examples_are_mixed():
 )
 def test_unusable_records(source, message, connect):
     with pytest.raises(tfdist.UserError, match=message):
-        next(iter(in_order(source(), 1)))
+        next(iter(source().in_order(1)))
     with pytest.raises(tfdist.UserError, match="targets and weights belong into the data set itself"):
         sources.as_source(numbers(), y=np.ones(SIZE))

@@ -11,10 +11,10 @@ import tensorflow as tf
 
 import tfdist
 from tfdist.cluster.peers import Peers
-from tfdist.data import batching, loaded, sources, worker_facts
+from tfdist.data import batching, loaded, sources
+from tfdist.data.arrays import ArrayFeed
 from tfdist.data.batch_layout import Layout, fetch, rows_of
-from tfdist.data.feeds.array_feed import ArrayFeed
-from tfdist.data.feeds.batch_feed import BatchFeed
+from tfdist.data.batches import BatchFeed
 
 BATCH = 8
 
@@ -318,14 +318,14 @@ SHARED = {
 
 @pytest.mark.parametrize("kind", SHARED)
 def test_all_workers_have_the_same_data(kind):
-    facts = worker_facts.facts(SHARED[kind]())
+    facts = SHARED[kind]().facts()
     Others(facts).check_same(facts, "it")
     for name, other in SHARED.items():
         if {name, kind} & {"records"} and "batches" not in (name, kind):
-            Others(worker_facts.facts(other())).check_same(facts, "what fits into the memory of one alone")
+            Others(other().facts()).check_same(facts, "what fits into the memory of one alone")
         elif name != kind:
             with pytest.raises(tfdist.UserError, match=r"worker 1 \(there\) has other data than worker 0 \("):
-                Others(worker_facts.facts(other())).check_same(facts, "it")
+                Others(other().facts()).check_same(facts, "it")
 
 
 def test_numbers_are_the_same_to_rounding_and_texts_are_alike():
@@ -333,16 +333,16 @@ def test_numbers_are_the_same_to_rounding_and_texts_are_alike():
     r = np.random.default_rng(0)
     columns = [{"a": r.normal(size=(500, 3)), "b": r.integers(0, 255, (500, 2, 2), "uint8"), "c": np.full(500, "x")}]
     columns += [1e4 * r.normal(size=500).astype("float32"), np.r_[np.nan, np.inf, r.uniform(size=498)]]
-    mine = worker_facts.facts(sources.Arrays(tuple(columns)))
+    mine = sources.Arrays(tuple(columns)).facts()
     assert all(isinstance(v, (float, str)) for name in ("an input", "a target", "a weight") for v in mine[name])
     rounded = [columns[0] | {"a": columns[0]["a"] * (1 + 1e-7) + 1e-7}, columns[1] * np.float32(1 + 1e-6), columns[2]]
-    Others(worker_facts.facts(sources.Arrays(tuple(rounded)))).check_same(mine, "it")
+    Others(sources.Arrays(tuple(rounded)).facts()).check_same(mine, "it")
     for i, name in enumerate(["an input", "a target", "a weight"]):
         # As `y[rank::size]` leaves them, with the others as they were.
         other = list(columns)
         other[i] = keras.tree.map_structure(lambda a: np.roll(a, 1, 0), columns[i])
         with pytest.raises(tfdist.UserError, match=rf"\({name}: .* and not .*\): give all workers the same"):
-            Others(worker_facts.facts(sources.Arrays(tuple(other)))).check_same(mine, "it")
+            Others(sources.Arrays(tuple(other)).facts()).check_same(mine, "it")
 
 
 @pytest.mark.parametrize(
@@ -357,13 +357,13 @@ def test_numbers_are_the_same_to_rounding_and_texts_are_alike():
 )
 def test_a_worker_with_other_arrays_is_named(theirs, what, connect):
     """Before a call of one worker waits for ever for that of another."""
-    second = worker_facts.facts(sources.as_source(theirs)) | {"batch": 4}
+    second = sources.as_source(theirs).facts() | {"batch": 4}
     distribution = dataclasses.replace(connect(2), peers=Others(second))
     with pytest.raises(
         tfdist.UserError, match=rf"^worker 1 \(there\) has other data than worker 0 \({what}\): give all"
     ):
         batching.layout_of(sources.as_source((X, Y)), 4, distribution, 1)
-    second = worker_facts.facts(SHARED["arrays"]()) | {"batch": 5}
+    second = SHARED["arrays"]().facts() | {"batch": 5}
     distribution = dataclasses.replace(connect(2), peers=Others(second))
     with pytest.raises(tfdist.UserError, match=r"\(batch: 5 and not 4\)"):
         batching.layout_of(sources.as_source((X, Y)), 4, distribution, 1)

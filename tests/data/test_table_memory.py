@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import tfdist
 from tfdist.config import host_memory
-from tfdist.data import shared_tables, table_memory
+from tfdist.data import arrays, shared_tables
 from tfdist.data.loaded import Loaded
 from tfdist.data.sources import Arrays, Batches
 from tfdist.data.spec import Column, Spec
@@ -39,14 +39,14 @@ def place(tensor):
 @pytest.mark.parametrize("dtype", ["u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8"])
 def test_what_nobody_can_write_to_is_not_copied(dtype, tmp_path):
     array = mapped(tmp_path, table(dtype=np.dtype(dtype)))
-    tensor = table_memory.tensor(array)
+    tensor = arrays.tensor(array)
     assert place(tensor) == array.ctypes.data and tensor.device.endswith("CPU:0")
     np.testing.assert_array_equal(tensor, table(dtype=np.dtype(dtype)), strict=True)
     np.testing.assert_array_equal(tf.gather(tensor, [7, 0]), table(dtype=np.dtype(dtype))[[7, 0]])
 
 
 def test_the_memory_lives_as_long_as_the_tensor(tmp_path):
-    tensor = table_memory.tensor(mapped(tmp_path, table()))
+    tensor = arrays.tensor(mapped(tmp_path, table()))
     os.remove(tmp_path / "x.npy")
     np.testing.assert_array_equal(tensor + 1, table() + 1)
 
@@ -70,10 +70,10 @@ def test_whatever_else_is_copied(array, writable):
     """And begins where a kernel with AVX-512 can read it: it would end the process over one that does not."""
     base = array.copy() if writable else array
     base.flags.writeable = writable
-    tensor = table_memory.tensor(base)
+    tensor = arrays.tensor(base)
     np.testing.assert_array_equal(tensor, array)
     assert tensor.dtype.as_numpy_dtype == array.dtype.newbyteorder("=")
-    assert place(tensor) % table_memory.ALIGNMENT == 0 or array.nbytes < table_memory.SMALL or array.dtype == bool
+    assert place(tensor) % arrays.ALIGNMENT == 0 or array.nbytes < arrays._SMALL or array.dtype == bool
     if writable:
         base[...] = 0
         np.testing.assert_array_equal(tensor, array)
@@ -83,15 +83,15 @@ def test_a_view_that_cannot_be_written_to_of_an_array_that_can():
     array = table()
     view = array[:]
     view.flags.writeable = False
-    tensor = table_memory.tensor(view)
+    tensor = arrays.tensor(view)
     array[...] = 0
     np.testing.assert_array_equal(tensor, table())
 
 
 def test_rows_of_a_file_that_begin_anywhere(tmp_path):
     array = mapped(tmp_path, table()[:, :255].copy(), start=1)
-    assert array.ctypes.data % table_memory.ALIGNMENT
-    np.testing.assert_array_equal(table_memory.tensor(array) * 2, table()[1:, :255] * 2)
+    assert array.ctypes.data % arrays.ALIGNMENT
+    np.testing.assert_array_equal(arrays.tensor(array) * 2, table()[1:, :255] * 2)
 
 
 def test_a_training_from_a_file_ends_as_from_memory(connect, tmp_path):
@@ -139,7 +139,7 @@ def test_what_is_offered_is_taken_without_a_copy(tables):
     assert_same(moved, given)
     assert_same(taken, given)
     x = taken.train.columns[0]["numbers"]
-    assert place(table_memory.tensor(x)) == x.ctypes.data
+    assert place(arrays.tensor(x)) == x.ctypes.data
     with pytest.raises(ValueError, match="read-only"):
         x[0] = 0
     with pytest.raises(PermissionError):  # by whoever else finds it
@@ -199,12 +199,10 @@ def test_workers_of_a_host_load_once_but_each_calls_a_function_of_the_user():
     """The others of three find what one has read. A function may leave a mean behind, at which the model looks."""
 
     def work():
-
         import tfdist
         from tfdist import config
         from tfdist.data import data_loading
         from tfdist.data.datasets import registry
-        from tfdist.data.worker_facts import facts
 
         peers = tfdist.connect("multi_worker").peers
         calls = []
@@ -221,7 +219,7 @@ def test_workers_of_a_host_load_once_but_each_calls_a_function_of_the_user():
         with open("/proc/self/maps") as file:
             shared = "memfd:tfdist data" in file.read()
         again = load("of_the_user:function")
-        return calls, shared, str(facts(data.train)), str(facts(again.train))
+        return calls, shared, str(data.train.facts()), str(again.train.facts())
 
     one, *others = tfdist.launch(work, nproc=3)
     function = ["of_the_user:function"]
@@ -250,4 +248,4 @@ def test_numbers_of_other_libraries_are_left_alone(tables):
     data = loaded(train=Arrays((np.zeros((1 << 24, 2), ml_dtypes.float8_e5m2), np.zeros(1 << 24))))
     assert tables.offer(data) == (data, None)
     with pytest.raises(ValueError, match="NPY_LONGDOUBLE"):
-        table_memory.tensor(np.zeros(1 << 20, np.longdouble))
+        arrays.tensor(np.zeros(1 << 20, np.longdouble))

@@ -12,7 +12,7 @@ import tfdist
 from tfdist import config
 from tfdist.config import training_objects
 from tfdist.data.loaded import Loaded
-from tfdist.data.sources import Arrays, targets_of
+from tfdist.data.sources import Arrays
 from tfdist.data.spec import Spec
 from tfdist.errors import UserError
 from tfdist.models import build as models
@@ -108,7 +108,7 @@ def test_a_model_is_trained_and_measured_as_by_keras(train, loss, metrics, rows,
 def test_probabilities_are_no_logits():
     model = model_of(activation="softmax")
     data = models.compiled(model, keras.optimizers.SGD(), experiment(loss="categorical_crossentropy"), loaded())
-    assert model.loss.from_logits is False and targets_of(data.train).shape == (40, 4)
+    assert model.loss.from_logits is False and data.train.targets.shape == (40, 4)
     model = model_of(activation="softmax")
     asked = experiment(loss="categorical_crossentropy(from_logits=True)")
     models.compiled(model, keras.optimizers.SGD(), asked, loaded())
@@ -119,7 +119,7 @@ def test_a_single_score_takes_class_numbers():
     spec, model = dataclasses.replace(SPEC, classes=2), model_of(units=1)
     asked = experiment(loss="binary_crossentropy", metrics="BinaryAccuracy(threshold=0.0)")
     data = models.compiled(model, keras.optimizers.SGD(), asked, loaded(y=Y % 2, spec=spec))
-    assert model.loss.from_logits and targets_of(data.train).shape == (40,)
+    assert model.loss.from_logits and data.train.targets.shape == (40,)
 
 
 def test_numbers_may_have_another_loss():

@@ -15,7 +15,6 @@ import tfdist
 from tfdist.config import schedule
 from tfdist.data import class_weights
 from tfdist.data.augmentation import mixup
-from tfdist.data.feeds.record_feed import in_order
 from tfdist.data.loaded import Loaded
 from tfdist.data.sources import Arrays, Batches, Records, weigh_classes
 from tfdist.data.spec import Spec
@@ -226,7 +225,7 @@ def test_examples_are_weighed_before_they_are_mixed():
     """MixUp of half and half: the loss must be that of the one and the other, each with the weight of its class."""
     half = lambda own, partners, seeds: (own[0], *mixup.weighed(own[1:], partners[1:], tf.fill([3], 0.5)))
     source = weigh_classes(by_number([0, 1, 2], mix=half), {0: 4.0, 2: 0.5})
-    ((_, y, weight),) = in_order(source, 3)
+    ((_, y, weight),) = source.in_order(3)
     np.testing.assert_allclose(weight, [(4 + 1) / 2, (1 + 0.5) / 2, (0.5 + 4) / 2])
     expected = np.array([[2, 0.5, 0], [0, 0.5, 0.25], [2, 0, 0.25]])  # half a weight for each of both classes
     np.testing.assert_allclose(y * weight[:, None], expected)

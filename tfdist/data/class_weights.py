@@ -7,9 +7,8 @@ import tensorflow as tf
 
 from tfdist.config import field_syntax
 from tfdist.config.messages import logger
-from tfdist.data.feeds.record_feed import in_order
 from tfdist.data.loaded import Loaded
-from tfdist.data.sources import Arrays, Records, Source
+from tfdist.data.sources import Source
 from tfdist.errors import UserError
 
 
@@ -29,7 +28,7 @@ def of(text: str, data: Loaded) -> dict[int, float] | None:
     if classes is None or not _one_class_each(data.train):
         raise UserError(f"train.class_weight={text!r} is for data with one class per example: leave it out")
     if text == "balanced":
-        return balanced(_counts(data.train, classes))
+        return balanced(data.train.class_counts(classes))
     weights = {}
     for name, value in field_syntax.class_weights(text).items():
         number = names.index(name) if name in names else int(name) if name.isdecimal() else -1
@@ -68,30 +67,7 @@ def describe(weights: dict[int, float], names: tuple[str, ...]) -> str:
 
 
 def _one_class_each(source: Source) -> bool:
-    if isinstance(source, Records):
-        columns = in_order(source, 1).element_spec
-    else:
-        columns = source.columns if isinstance(source, Arrays) else source.dataset.element_spec
+    columns = source.specs
     if len(columns) < 2 or tf.nest.is_nested(columns[1]) or not tf.as_dtype(columns[1].dtype).is_integer:
         return False
     return len(columns[1].shape) == 1 or tuple(columns[1].shape[1:]) == (1,)
-
-
-def _counts(source: Source, classes: int) -> np.ndarray:
-    """Counts the examples of each class; a data set that is not in memory is read once for it."""
-    if isinstance(source, Arrays):
-        return np.bincount(np.reshape(source.columns[1], [-1]), minlength=classes)
-    if isinstance(source, Records):
-        if source.labels is None:
-            raise UserError(
-                "train.class_weight=balanced would have to read all examples first to count them: write the weights, "
-                "such as 0=3.0, 2=0.2"
-            )
-        return np.bincount(source.labels, minlength=classes)
-
-    def add(total, _, y, *weight):
-        labels = tf.cast(tf.reshape(y, [-1]), tf.int32)
-        return total + tf.math.bincount(labels, minlength=classes, maxlength=classes, dtype=tf.int64)
-
-    total = source.dataset.reduce(tf.zeros([classes], tf.int64), lambda total, batch: add(total, *batch))
-    return total.numpy()

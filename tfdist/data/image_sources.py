@@ -8,11 +8,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.data import table_memory
+from tfdist.data.arrays import Arrays
 from tfdist.data.augmentation import ops
 from tfdist.data.batch_layout import Layout
-from tfdist.data.feeds.record_feed import UNREADABLE, RecordFeed, in_order
-from tfdist.data.sources import Arrays, Batches, Records, Source, targets_of
+from tfdist.data.protocol import Source
+from tfdist.data.records import UNREADABLE, RecordFeed, Records
 from tfdist.data.structures import Structure
 from tfdist.errors import UserError
 
@@ -32,8 +32,8 @@ def sized(source: Records, size: tuple[int, int], policy: str) -> Records:
 
 def resized(source: Source, size: tuple[int, int], policy: str) -> Arrays | Records:
     """Makes the images of any source `size`; those in memory at once."""
-    made = sized(_by_number(source, "data.image_size"), size, policy)
-    return in_memory(made) if isinstance(source, Arrays) else made
+    made = sized(source.by_number("data.image_size"), size, policy)
+    return made if source.columns is None else in_memory(made)
 
 
 def augmented(source: Source, recipe: ops.Recipe, size: tuple[int, int]) -> Records:
@@ -42,7 +42,7 @@ def augmented(source: Source, recipe: ops.Recipe, size: tuple[int, int]) -> Reco
     Args:
       size: height and width that they have afterwards.
     """
-    source = _by_number(source, "data.augment")
+    source = source.by_number("data.augment")
     decode = source.decode
 
     def changed(stored: Structure, seed: tf.Tensor) -> tuple:
@@ -55,42 +55,26 @@ def augmented(source: Source, recipe: ops.Recipe, size: tuple[int, int]) -> Reco
 
 def in_memory(source: Records) -> Arrays:
     """Decodes all examples once, and keeps them."""
-    spec = in_order(source, 1).element_spec
+    spec = source.specs
     columns = keras.tree.map_structure(
         lambda s: np.empty([source.size, *s.shape[1:]], s.dtype.as_numpy_dtype), tuple(spec)
     )
     row = 0
     try:
-        for batch in in_order(source, _PIECE):
+        for batch in source.in_order(_PIECE):
             for column, part in zip(keras.tree.flatten(columns), keras.tree.flatten(batch)):
                 column[row : row + len(part)] = part
             row += len(part)
     except UNREADABLE:
         feed = RecordFeed(source, Layout(_PIECE, 1, 1))
         feed.next(row // _PIECE, 1)
-        if broken := feed.broken():
-            raise UserError(f"{broken}: remove it, or write it anew") from None
+        if unreadable := feed.first_unreadable():
+            raise UserError(f"{unreadable}: remove it, or write it anew") from None
         raise
     return Arrays(columns)
 
 
 def size_in_memory(source: Records) -> int:
     """Returns the bytes that `in_memory` takes."""
-    specs = tf.nest.flatten(in_order(source, 1).element_spec)
+    specs = tf.nest.flatten(source.specs)
     return source.size * sum(int(np.prod(s.shape[1:])) * s.dtype.size for s in specs)
-
-
-def _by_number(source: Source, field: str) -> Records:
-    match source:
-        case Batches():
-            raise UserError(
-                f"{field} needs examples that can be read by number, and this data set is a stream of batches: "
-                "set data.cache=memory, or do it in the data set itself"
-            )
-        case Arrays():
-            table = keras.tree.map_structure(table_memory.tensor, source.columns)
-            read = lambda rows: keras.tree.map_structure(lambda t: tf.gather(t, rows), table)
-            y = targets_of(source)
-            known = isinstance(y, np.ndarray) and np.issubdtype(y.dtype, np.integer) and y[0].size == 1
-            return Records(source.size, read, lambda stored, seed: stored, labels=y.reshape(-1) if known else None)
-    return source

@@ -7,8 +7,7 @@ import dataclasses
 import numpy as np
 import tensorflow as tf
 
-from tfdist.data.feeds.record_feed import in_order
-from tfdist.data.sources import Batches, Records, Source, check_labels, targets_of
+from tfdist.data.sources import Source, check_labels
 from tfdist.data.spec import Spec
 from tfdist.errors import UserError
 
@@ -39,28 +38,25 @@ def described(train: Source, evaluation: Source) -> Loaded:
       UserError: a stream of batches, which does not tell its length, or labels
         of the evaluation that no training example has.
     """
-    if isinstance(train, Batches):
+    if train.size is None:
         raise UserError(
             "a data function must return arrays, or its number of examples stays unknown: "
             "return NumPy arrays, or use the Python API (tfdist.fit) with a tf.data.Dataset"
         )
-    if isinstance(evaluation, Batches) and evaluation.reader.once:
+    if evaluation.reader.once:
         raise UserError("a data function returned a generator, which can be read once: return a keras.utils.PyDataset")
     classes, maximum = None, 1.0
-    if isinstance(train, Records):
-        first = tf.nest.flatten(in_order(train, 1).element_spec)[0]
-        shape, dtype, y = tuple(first.shape[1:]), np.dtype(first.dtype.as_numpy_dtype), train.labels
-        if dtype == np.uint8:
-            maximum = 255.0
-    else:
-        first, y = tf.nest.flatten(train.columns[0])[0], targets_of(train)
-        shape, dtype = np.shape(first)[1:], np.dtype(first.dtype)
-        if dtype.kind in "fui":
-            maximum = float(first.max()) or 1.0
+    first = tf.nest.flatten(train.specs[0])[0]
+    shape, dtype = tuple(first.shape[1:]), np.dtype(getattr(first.dtype, "as_numpy_dtype", first.dtype))
+    if train.columns is None:
+        maximum = 255.0 if dtype == np.uint8 else 1.0
+    elif dtype.kind in "fui":
+        maximum = float(first.max()) or 1.0
+    y = train.targets if train.labels is None else train.labels
     if y is not None and not tf.nest.is_nested(y) and np.issubdtype(y.dtype, np.integer):
         classes = int(y.max()) + 1
         for source in (train, evaluation):
-            targets = source.labels if isinstance(source, Records) else targets_of(source)
+            targets = source.targets if source.labels is None else source.labels
             if targets is not None and not tf.nest.is_nested(targets):
                 check_labels(targets, classes, "the data set")
-    return Loaded(train, evaluation, train.size, Spec(tuple(shape), dtype.name, classes, maximum))
+    return Loaded(train, evaluation, train.size, Spec(shape, dtype.name, classes, maximum))

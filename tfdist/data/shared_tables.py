@@ -17,10 +17,10 @@ import numpy as np
 from tfdist.config import host_memory
 from tfdist.config.host_memory import Note
 from tfdist.data import spec_file
+from tfdist.data.arrays import ALIGNMENT, Arrays
 from tfdist.data.loaded import Loaded
-from tfdist.data.sources import Arrays
+from tfdist.data.protocol import Source
 from tfdist.data.structures import Structure
-from tfdist.data.table_memory import ALIGNMENT
 
 SMALLEST = 1 << 24
 """Arrays that take fewer bytes together are not worth it."""
@@ -92,7 +92,7 @@ def take(note: Note) -> Loaded | None:
             return None
     about = json.loads(memory[host_memory.Offer.TOKEN_BYTES : memory.find(b"\0")])
     arrays = [
-        np.ndarray(tuple(shape), np.dtype(dtype), memory, place)  # which begins where `table_memory` wants it
+        np.ndarray(tuple(shape), np.dtype(dtype), memory, place)  # which begins where `arrays.tensor` wants it
         for dtype, shape, place in about["arrays"]
     ]
     train, evaluation = (Arrays(tuple(_filled(part, arrays) for part in columns)) for columns in about["columns"])
@@ -103,13 +103,13 @@ def _rounded(place: int) -> int:
     return math.ceil(place / ALIGNMENT) * ALIGNMENT
 
 
-def _numbered(source: object, arrays: list[np.ndarray]) -> list[object]:
+def _numbered(source: Source, arrays: list[np.ndarray]) -> list[object]:
     """Adds a source's arrays to the list; returns its columns as JSON can hold them, by the arrays' numbers.
 
     Raises:
       TypeError: there is something else.
     """
-    if not isinstance(source, Arrays):
+    if source.columns is None:
         raise TypeError
 
     def number(part: Structure) -> object:

@@ -11,11 +11,10 @@ import numpy as np
 from tfdist import config
 from tfdist.checkpoints import training_state
 from tfdist.config.messages import logger
-from tfdist.data import batching, sources, spec_file
+from tfdist.data import sources, spec_file
 from tfdist.data.datasets import registry
 from tfdist.data.spec import Spec
 from tfdist.data.structures import Structure
-from tfdist.distributed import connect
 from tfdist.errors import UserError
 from tfdist.export import saved_model
 from tfdist.inference import compatibility, job, trained_model
@@ -33,12 +32,7 @@ COUNT = 8
 
 def first_examples(source: sources.Source) -> Structure:
     """Returns the inputs of the first examples, arrays [COUNT, ...]."""
-    if isinstance(source, sources.Arrays):
-        columns = source.columns
-    else:
-        layout = batching.layout_of(source, COUNT, connect.default(""), 1, least=False)
-        feed, _ = batching.read_once(source, layout)
-        columns = next(iter(feed.next(0, 1).feed[0]))
+    columns = source.first_rows(COUNT)
     return keras.tree.map_structure(lambda array: np.asarray(array)[:COUNT], columns[0])
 
 

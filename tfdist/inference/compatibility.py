@@ -71,7 +71,7 @@ def for_own_loss(model: keras.Model, data: Loaded, source: str) -> Loaded:
     Raises:
       UserError: it brings no loss, or the data have more classes than the model.
     """
-    from tfdist.data.sources import one_hot, targets_of
+    from tfdist.data.sources import one_hot
 
     if not model.compiled or model.loss is None:
         raise UserError(
@@ -83,7 +83,7 @@ def for_own_loss(model: keras.Model, data: Loaded, source: str) -> Loaded:
     # All of Keras' losses but the sparse ones compare rows with rows; some would do so with numbers, and mean nothing.
     if not name or "sparse" in name or not isinstance(shape, tuple) or len(shape) != 2 or shape[1] == 1:
         return data
-    if data.spec.classes is not None and getattr(targets_of(data.eval), "ndim", 1) == 1:
+    if data.spec.classes is not None and getattr(data.eval.targets, "ndim", 1) == 1:
         classes = shape[1]
         if data.spec.classes > classes:
             raise UserError(

@@ -249,7 +249,7 @@ def targets(model: keras.Model, output_shape: tuple, source: sources.Source) -> 
     """Refuses labels of sparse cross-entropy that are no classes of the output: on a GPU they would turn into NaN."""
     if own_steps.replaced(model, (*own_steps.TRAINING, *own_steps.EVALUATION)):
         return  # only its author knows what the targets mean
-    y = sources.targets_of(source)
+    y = source.targets
     compiled = keras_internals.compiled_loss(model)
     losses = [] if compiled is None else keras_internals.loss_entries(compiled)
     if y is None or keras.tree.is_nested(y) or len(losses) != 1:

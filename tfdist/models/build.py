@@ -11,7 +11,7 @@ from tfdist import config
 from tfdist.config import field_syntax, user_functions
 from tfdist.config.messages import logger
 from tfdist.data.loaded import Loaded
-from tfdist.data.sources import Arrays, Records, Source, one_hot, targets_of
+from tfdist.data.sources import Source, one_hot
 from tfdist.data.spec import Spec
 from tfdist.errors import UserError, one_line
 from tfdist.keras_bridge import batch_norm, freezing, keras_internals
@@ -89,7 +89,7 @@ def compiled(
                     "leave out one of them"
                 )
     if model.compiled or data.spec.classes is None:
-        if isinstance(data.train, Records) and data.train.mix is not None:
+        if data.train.mixes:
             raise UserError(
                 f"data.augment={experiment.data.augment!r} mixes classes, which is for classification "
                 "with tfdist's own loss: leave out mixup and cutmix"
@@ -149,7 +149,7 @@ def _made(name: str, options: dict[str, object], spec: Spec) -> keras.Model:
 
 def _check_inputs(name: str, model: keras.Model, train: Source) -> None:
     wanted = len(keras.tree.flatten(getattr(model, "inputs", None) or []))
-    given = len(keras.tree.flatten(train.columns[0])) if isinstance(train, Arrays) else wanted
+    given = len(keras.tree.flatten(train.specs[0]))
     if wanted and wanted != given:
         raise UserError(f"model.name={name!r} takes {wanted} arrays as input, the data has {given}: give it as many")
 
@@ -157,7 +157,7 @@ def _check_inputs(name: str, model: keras.Model, train: Source) -> None:
 def _check_targets(name: str, model: keras.Model, train: Source) -> None:
     """Refuses outputs that the squared error would compare with each of the targets, in a batch of as many."""
     outputs = keras.tree.flatten(getattr(model, "outputs", None) or [])
-    targets = targets_of(train)
+    targets = train.targets
     if len(outputs) != 1 or targets is None or keras.tree.is_nested(targets):
         return
     made, wanted = tuple(outputs[0].shape[1:]), tuple(targets.shape[1:])

@@ -11,9 +11,7 @@ import keras
 from tfdist import config
 from tfdist.config import training_objects, user_functions
 from tfdist.config.training_objects import Asked
-from tfdist.data.feeds.record_feed import is_weighted
 from tfdist.data.loaded import Loaded
-from tfdist.data.sources import Records
 from tfdist.errors import UserError
 from tfdist.keras_bridge import keras_internals
 
@@ -47,8 +45,7 @@ def of(experiment: config.Experiment, model: keras.Model, data: Loaded) -> LossA
         loss = _loss(asked, model, {}) if asked else "mse"
         return LossAndMetrics(loss, _metrics(metrics, model) or ["mae"], False, False, bool(asked and not asked.kind))
     smoothing = experiment.train.label_smoothing
-    mixes = isinstance(data.train, Records) and data.train.mix is not None
-    weighted = is_weighted(data.train)
+    mixes, weighted = data.train.mixes, data.train.weighted
     fitting: dict[str, object] = {"reduction": "mean_with_sample_weight"} if weighted else {}
     if asked is None:
         rows = bool(smoothing) or mixes or any(_takes_rows(metric, model) for metric in metrics)

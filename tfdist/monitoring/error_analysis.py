@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 import keras
 import numpy as np
@@ -11,7 +10,6 @@ import tensorflow as tf
 
 from tfdist.config.messages import logger
 from tfdist.data import sources
-from tfdist.data.feeds.record_feed import in_order
 from tfdist.data.spec import Spec
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
@@ -25,7 +23,7 @@ SCORES = 20_000_000
 """Scores that are held at most: fewer examples where there are very many classes."""
 PICTURE = 96
 """Pixels that a picture has at most in either direction."""
-_PIECE = 1024
+_PIECE = 128
 
 
 def of_run(
@@ -56,14 +54,14 @@ def of_run(
     lost = lambda error: logger.info(f"WARNING: no look at the mistakes: {type(error).__name__}: {error}")
     first, partial, usable = source, False, False
     try:
-        first, partial = _first(source, min(limit, max(1, SCORES // spec.classes)))
-        usable = evaluation.same_order(first)
+        first, partial = source.head(min(limit, max(1, SCORES // spec.classes)))
+        usable = first.repeats_order()
     except Exception as error:
         lost(error)
     if not all(distribution.peers.gather("the evaluation data for the report", usable)):
         return None
     try:
-        batch = None if isinstance(first, sources.Batches) else batch_size
+        batch = first.requested_batch(None, batch_size)
         scores = evaluation.predict(  # the training has asked whether replicas agree
             model, first, batch, 0, distribution=distribution, virtual_replicas=shards, check_agreement="off"
         )
@@ -89,7 +87,7 @@ def _findings(source: sources.Source, scores: np.ndarray, spec: Spec, from_logit
         return None
     tally = confusion.Tally(scores.shape[1], from_logits)
     row = 0
-    for x, y in _pieces(source):
+    for x, y, *_ in source.pieces(_PIECE):
         labels = _labels(y, scores.shape[1])
         if labels is None:
             return None
@@ -123,30 +121,6 @@ def _scores(model: keras.Model, classes: int) -> bool:
     except (AttributeError, ValueError):  # a model that is a class of its own
         return True
     return isinstance(shape, tuple) and len(shape) == 2 and shape[1] in (classes, None)
-
-
-def _first(source: sources.Source, limit: int) -> tuple[sources.Source, bool]:
-    """Returns the first examples, and whether there may be more."""
-    if isinstance(source, sources.Arrays):
-        cut = keras.tree.map_structure(lambda a: a[:limit], source.columns)
-        return sources.Arrays(cut), source.size > limit
-    if isinstance(source, sources.Records):
-        return dataclasses.replace(source, size=min(limit, source.size)), source.size > limit
-    batch = len(keras.tree.flatten(sources.first_batch(source))[0])
-    wanted = max(1, limit // batch)
-    return sources.Batches(source.dataset.take(wanted), source.decode), not 0 < (source.batches or 0) <= wanted
-
-
-def _pieces(source: sources.Source) -> Iterator[tuple[Structure, Structure]]:
-    """Yields (x, y), a few examples at a time."""
-    if isinstance(source, sources.Arrays):
-        for i in range(0, source.size, _PIECE):
-            x, y, *_ = keras.tree.map_structure(lambda a, i=i: a[i : i + _PIECE], source.columns)
-            yield x, y
-    else:
-        batches = in_order(source, _PIECE // 8) if isinstance(source, sources.Records) else source.decoded
-        for x, y, *_ in batches:
-            yield keras.tree.map_structure(np.asarray, x), keras.tree.map_structure(np.asarray, y)
 
 
 def _labels(y: Structure, classes: int) -> np.ndarray | None:

@@ -15,7 +15,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.data.feeds.record_feed import columns_of
 from tfdist.data.sources import Source
 from tfdist.data.structures import Structure
 
@@ -72,7 +71,7 @@ class Work:
 
     def count(self) -> None:
         """Traces the model; on the main thread, between two calls."""
-        self.per_example = per_example(self._model, columns_of(self._source)[0])
+        self.per_example = per_example(self._model, self._source.specs[0])
 
     def measures(self, examples_per_second: float | None) -> dict[str, Any]:
         """Returns `flops_per_example`, `flops_per_second` and `flops_share` of the peak."""

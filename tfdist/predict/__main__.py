@@ -23,7 +23,7 @@ from tfdist.inference import compatibility, job, prediction_rows
 from tfdist.inference.output_file import STDOUT, OutputFile
 
 if TYPE_CHECKING:
-    from tfdist.data.sources import Source
+    pass
 
 
 def _run(values: flags.FlagValues) -> int:
@@ -53,22 +53,21 @@ def _write(
     """Writes the predictions batch by batch; returns how many."""
     import keras
 
-    from tfdist.data import sources
     from tfdist.trainer import evaluation
 
     data, experiment = ready.data, ready.experiment
-    if not evaluation.same_order(data.eval):
+    if not data.eval.repeats_order():
         raise UserError(
             f"data.name={experiment.data.name!r} comes in another order each time that it is read, so no line would "
             "belong to an example: do not shuffle data.eval_split"
         )
-    batch = experiment.eval.batch_size if not isinstance(data.eval, sources.Batches) else None
+    batch = data.eval.requested_batch(None, experiment.eval.batch_size)
     reader = prediction_rows.OutputReader(
         classes=data.spec.classes,
         names=data.spec.names,
         from_logits=compatibility.from_logits(ready.model, ready.from_file),
         scores=values.scores,
-        example=names_of(data.eval),
+        example=data.eval.name,
     )
     count, settled = 0, False
     shards, check = ready.experiment.train.virtual_replicas, values.check_agreement
@@ -81,13 +80,6 @@ def _write(
         if ready.distribution.is_chief:
             file.write(lines.text(rows))
     return count
-
-
-def names_of(source: Source) -> Callable[[int], str] | None:
-    """Returns what gives an example's name by its number, such as a path; None where they have no names."""
-    from tfdist.data.sources import Records
-
-    return source.name if isinstance(source, Records) else None
 
 
 def main() -> None:

@@ -7,9 +7,8 @@ import re
 import tensorflow as tf
 
 from tfdist.cluster.peers import Peers
-from tfdist.data.batching import Feed
-from tfdist.data.feeds.record_feed import RecordFeed
-from tfdist.data.feeds.static_feed import StaticFeed
+from tfdist.data.protocol import Feed
+from tfdist.data.records import REPAIR
 from tfdist.distributed import shared_memory_sum
 from tfdist.errors import TrainingError, UserError, one_line
 from tfdist.step import next_batch
@@ -40,7 +39,9 @@ class NotFinite(TrainingError):  # noqa: N818
         self.update = update
 
 
-def explained(error: tf.errors.OpError | UnicodeDecodeError, feed: Feed, update: int | None, peers: Peers) -> Exception:
+def explained(
+    error: tf.errors.OpError | UnicodeDecodeError, feed: Feed | None, update: int | None, peers: Peers
+) -> Exception:
     """Returns the error to raise instead of TensorFlow's.
 
     Args:
@@ -64,11 +65,10 @@ def explained(error: tf.errors.OpError | UnicodeDecodeError, feed: Feed, update:
         complaint = re.search(pattern, str(error))
         if complaint:
             return UserError(f"{complaint[0]}{advice}")
-    feed = feed.inner if isinstance(feed, StaticFeed) else feed
-    if isinstance(feed, RecordFeed) and (isinstance(error, UnicodeDecodeError) or _IN_PIPELINE.search(str(error))):
-        broken = feed.broken()
-        if broken:
-            return UserError(f"{broken}: mend or remove it, or set data.on_error=skip")
+    if feed and (isinstance(error, UnicodeDecodeError) or _IN_PIPELINE.search(str(error))):
+        unreadable = feed.first_unreadable()
+        if unreadable:
+            return UserError(f"{unreadable}: {REPAIR}")
     if isinstance(error, tf.errors.ResourceExhaustedError) and re.search("OOM|[Mm]emory|alloc", str(error)):
         return _out_of_memory(error, update)
     return cause(error, peers)

@@ -8,14 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import keras
-import numpy as np
 import tensorflow as tf
 
-from tfdist.data import sources
-from tfdist.data.batch_layout import Layout
-from tfdist.data.batching import Feed
-from tfdist.data.feeds.array_feed import FeedCall
-from tfdist.data.feeds.record_feed import UNREADABLE, RecordFeed
+from tfdist.data.protocol import Feed, FeedCall
+from tfdist.data.records import UNREADABLE
+from tfdist.data.sources import Source
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
 from tfdist.keras_bridge import batch_norm, keras_internals, loss_kinds, own_steps
@@ -40,7 +37,7 @@ _STEPS: dict[int, _Kept] = {}
 """By the id of the model, until it is gone; by the model itself those without a hash could have none."""
 
 
-def step_of(model: keras.Model, distribution: Distribution, source: sources.Source, outputs_only: bool = False) -> Step:
+def step_of(model: keras.Model, distribution: Distribution, source: Source, outputs_only: bool = False) -> Step:
     """Returns the compiled functions of this model; kept with it until it is compiled anew or its weights change.
 
     Args:
@@ -50,23 +47,14 @@ def step_of(model: keras.Model, distribution: Distribution, source: sources.Sour
     key = _key(model, distribution)
     kept = _STEPS.get(id(model))
     if kept is not None and kept.key == key:
-        kept.step.data_is(sources.is_bare(source))
+        kept.step.data_is(source.bare)
         return kept.step
     step = Step(model, distribution)
-    match source:
-        case sources.Arrays():
-            some = _spread(source.size)
-            rows = keras.tree.map_structure(lambda a: tf.convert_to_tensor(a[some]), source.columns)
-        case sources.Records():
-            rows = _some_records(source, distribution)
-        case _:
-            rows = sources.first_batch(source)
-            total = len(keras.tree.flatten(rows)[0])
-            some = _spread(total)
-            # All of them, since a model may be built for a batch of just this size.
-            order = np.concatenate([some, np.setdiff1d(np.arange(total), some)])
-            rows = keras.tree.map_structure(lambda a: tf.gather(a, order), rows)
-    step.build(rows, sources.is_bare(source), outputs_only)
+    try:
+        rows = source.spread_rows(loss_kinds.ROWS)
+    except UNREADABLE as error:
+        raise call_errors.explained(error, None, None, distribution.peers) from error
+    step.build(rows, source.bare, outputs_only)
     optimizer = [] if outputs_only else [v for o in own_steps.optimizers(model) for v in o.variables]
     distribution.broadcast([*model.variables, *optimizer])
     # Building may have created the weights.
@@ -98,25 +86,6 @@ def trains(model: keras.Model) -> None:
             "is trainable, compile() the model again"
         )
     _STEPS[id(model)] = kept._replace(trained=now)
-
-
-def _spread(total: int) -> np.ndarray:
-    """Returns numbers of rows from all over: the first ones of sorted data are all of a class, or of one length."""
-    return np.linspace(0, total - 1, min(loss_kinds.ROWS, total)).astype(np.int64)
-
-
-def _some_records(source: sources.Records, distribution: Distribution) -> tuple:
-    """Returns examples from all over the source, as a batch.
-
-    Raises:
-      UserError: one of them cannot be decoded.
-    """
-    feed = RecordFeed(source, Layout(min(loss_kinds.ROWS, source.size), 1, 1), shuffle=0)
-    (iterator,) = feed.next(0, 1).feed
-    try:
-        return next(iterator)
-    except UNREADABLE as error:
-        raise call_errors.explained(error, feed, None, distribution.peers) from error
 
 
 def _owners(model: keras.Model, distribution: Distribution) -> tuple:

@@ -22,7 +22,6 @@ from tensorflow.python.framework import auto_control_deps_utils
 
 from tfdist.data import static_rows
 from tfdist.data.batch_layout import Layout
-from tfdist.data.feeds.record_feed import columns_of
 from tfdist.data.sources import Source
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
@@ -198,7 +197,7 @@ def _specs(source: Source, layout: Layout) -> tuple[list[tf.TensorSpec], Structu
     Raises:
       UserError: examples of various sizes, which a program of static shapes cannot take.
     """
-    columns = columns_of(source)
+    columns = source.specs
     specs = []
     for column in keras.tree.flatten(columns):
         if None in tuple(column.shape[1:]):

@@ -180,12 +180,11 @@ def lines(result: compiler.Compiled, rows: int, topology: known.Topology) -> lis
 
 def _counted(result: compiler.Compiled, prepared: Preparation, rows: int) -> compiler.Compiled:
     """Returns what a compiler says, with the least there can be of what it does not count, as the one for GPUs."""
-    from tfdist.data.feeds.record_feed import columns_of
     from tfdist.monitoring import flops
 
     if result.flops and result.traffic:
         return result
-    products = flops.per_example(prepared.model, columns_of(prepared.data.train)[0]) or 0
+    products = flops.per_example(prepared.model, prepared.data.train.specs[0]) or 0
     return dataclasses.replace(
         result, flops=result.flops or products * rows, traffic=result.traffic or result.arguments + result.outputs
     )

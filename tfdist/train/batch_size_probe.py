@@ -86,9 +86,7 @@ class _Trial:
 
         import tfdist
         from tfdist.config import schedule
-        from tfdist.data import sources
         from tfdist.data.datasets import registry
-        from tfdist.data.feeds.record_feed import in_order
         from tfdist.models import build as models
         from tfdist.models import optimizers
 
@@ -104,14 +102,7 @@ class _Trial:
             optimizer = optimizers.build(experiment, schedule.make(experiment, data.examples, 1))
             data = models.compiled(self._model, optimizer, experiment, data)
             optimizers.exclude(self._model, experiment.optimizer)
-        source = data.train
-        match source:
-            case sources.Arrays():
-                columns = source.columns
-            case sources.Records():
-                columns = next(iter(in_order(source, min(ROWS, source.size))))
-            case _:
-                columns = sources.first_batch(source)
+        columns = data.train.first_rows(ROWS)
         self._columns = keras.tree.map_structure(np.asarray, columns)
         self._experiment = experiment
 

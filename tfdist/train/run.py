@@ -14,7 +14,7 @@ from tfdist.config import field_syntax
 from tfdist.config import schedule as schedule_lib
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import Environment
-from tfdist.data import sources, spec_file
+from tfdist.data import spec_file
 from tfdist.distributed import arithmetic
 from tfdist.distributed.connect import Site
 from tfdist.distributed.distribution import Distribution
@@ -158,7 +158,7 @@ class Run:
     def _check_resume(self) -> None:
         """Reads the checkpoint that the run would go on from."""
         schedule, source, identity = self._schedule, self._data.train, {}
-        if not isinstance(source, sources.Batches):  # whose batches only the feed knows
+        if source.size is not None:  # else only the feed knows its batches
             identity = training_run.identity(
                 schedule.global_batch, schedule.updates_per_epoch, self._experiment.seed, source.size
             )

@@ -74,7 +74,7 @@ def evaluate(
     preconditions.model_fits(model, distribution, 1, virtual_replicas)
     layer_statistics.average(model, distribution, virtual_replicas)
     steps = arguments.steps_at_most(steps)
-    batch_size = batching.batch_size_of(source, batch_size, steps)
+    batch_size = source.requested_batch(batch_size, steps=steps)
     measured = Evaluation(model, source, distribution, batch_size, steps, virtual_replicas)
     replica_sync_check.check_weights(model, distribution, "before an evaluation")
     measured.check(check_agreement)
@@ -121,7 +121,7 @@ def predict(
     distribution = distribution or connect.current(model.distribute_strategy)
     source = arguments.inputs(model, arguments.renamed(x, dataset))
     steps = arguments.steps_at_most(steps)
-    batch_size = batching.batch_size_of(source, batch_size, steps)
+    batch_size = source.requested_batch(batch_size, steps=steps)
     options = _Options(steps, callbacks, verbose, virtual_replicas, check_agreement)
     made = _pieces(model, source, distribution, batch_size, "predict", None, options)
     pieces, rows = [], 0
@@ -211,11 +211,11 @@ def _pieces(
     feed, batches = read_once(source, layout, steps, "predict from")
     step = step_calls.step_of(model, distribution, source, outputs_only=True)
     replica_sync_check.check_weights(model, distribution, "before a prediction")
-    equivalence_check.check_forward(step, "predict", options.check_agreement, virtual_replicas, sources.entries(source))
+    equivalence_check.check_forward(step, "predict", options.check_agreement, virtual_replicas, source.entries)
     callbacks = callback_list.for_measuring(options.callbacks, model, distribution, options.verbose, batches)
     stoppable = any(pace_lib.looks_at_predictions(callback) for callback in callbacks.callbacks)
     (stoppable,) = agreement.anywhere(distribution, "whether a callback may stop", stoppable)
-    sources.reader(source).begin()
+    source.reader.begin()
     model.stop_predicting = False
     callbacks.on_predict_begin()
     i = 0
@@ -233,22 +233,14 @@ def _pieces(
         callbacks.on_predict_batch_end(i, {"outputs": piece.outputs})
         i += 1
         yield piece
-        read = batching.digest(feed, 1)
+        read = feed.digest(1)
         if should_stop or read or stoppable:
             label = f"batch {i} of the predictions"
             agreement.agree(step, label, 0.0, should_stop or agreement.never, read=read, stops="stop_predicting")
     if not i:
         raise UserError("the data set to predict from is empty: give it at least one batch")
     callbacks.on_predict_end()
-    sources.reader(source).end()
-
-
-def same_order(source: sources.Source) -> bool:
-    """Tells whether a second look finds the same; a data set may shuffle each time that it is read."""
-    if not isinstance(source, sources.Batches):
-        return True
-    one, two = (keras.tree.flatten(sources.first_batch(source)) for _ in range(2))
-    return all(np.array_equal(a, b) for a, b in zip(one, two))
+    source.reader.end()
 
 
 def _joined(pieces: list[Structure]) -> Structure:

@@ -122,7 +122,7 @@ def fit(
     if validation_split:
         if validation_data is not None:
             raise UserError("validation_split and validation_data both say what to validate with: give one of them")
-        source, validation_data = sources.split(source, validation_split)
+        source, validation_data = source.split(validation_split)
     options = FitOptions(
         distribution=distribution or connect.current(model.distribute_strategy),
         batch_size=batch_size,

@@ -45,10 +45,10 @@ class FitLoop:
     def __init__(self, model: keras.Model, source: sources.Source, options: FitOptions):
         distribution = options.distribution
         self._model, self._source, self._options = model, source, options
-        self._reader = sources.reader(source)
+        self._reader = source.reader
         if options.virtual_replicas and distribution.workers > 1:
             distribution.peers.check_same(arithmetic.facts(distribution), "what decides about the last bit")
-        batch = batching.batch_size_of(source, options.batch_size, options.steps_per_epoch)
+        batch = source.requested_batch(options.batch_size, steps=options.steps_per_epoch)
         self._layout = batching.layout_of(
             source, batch, distribution, options.accumulate, shards=options.virtual_replicas
         )
@@ -56,7 +56,7 @@ class FitLoop:
         if options.steps_per_epoch is None and self._feed.batches == 0:
             raise UserError("the data set never ends: give steps_per_epoch")
         self._step = step_calls.step_of(model, distribution, source)
-        self._step.check_batches("train", self._layout, batching.sizes(source, self._layout))
+        self._step.check_batches("train", self._layout, source.sizes(self._layout.batch))
         step_calls.trains(model)
         self._step.prepare_training()
         preconditions.trains(model)
@@ -84,7 +84,7 @@ class FitLoop:
             self._layout.batch,
             self._per_epoch,
             options.seed,
-            None if isinstance(source, sources.Batches) else source.size,
+            source.size,
             options.virtual_replicas,
         )
         self._keeper = Keeper(options.checkpoints, run)
@@ -167,7 +167,7 @@ class FitLoop:
                 raise OutOfMemory(f"{error}: use more virtual_replicas, which are smaller, or more devices") from error
             if self._step.own_step("train"):
                 raise error  # its updates cannot be made of smaller micro-batches
-            ordered = not isinstance(self._source, sources.Batches)
+            ordered = self._source.size is not None
             self._layout, self._position = self._keeper.smaller(error, self._layout, ordered)
             self._feed = self._read()
             self._check()
@@ -208,10 +208,9 @@ class FitLoop:
         options = self._options
         if options.validation_data is None:
             return None
-        source, batch = sources.as_source(options.validation_data), options.validation_batch_size
+        source = sources.as_source(options.validation_data)
         steps = arguments.steps_at_most(options.validation_steps)
-        if not isinstance(source, sources.Batches):
-            batch = batching.batch_size_of(source, batch or options.batch_size, steps)
+        batch = source.requested_batch(options.validation_batch_size or None, options.batch_size, steps)
         return Evaluation(self._model, source, options.distribution, batch, steps, options.virtual_replicas)
 
     def _update_loop(self) -> UpdateLoop:

@@ -63,7 +63,7 @@ def check_reading(source: sources.Source, options: FitOptions) -> None:
     """Refuses a generator where it would have to be read again."""
     first, epochs = options.initial_epoch, options.epochs
     advice = "or a keras.utils.PyDataset, which has an index"
-    if sources.reader(source).once:
+    if source.reader.once:
         if epochs - first > 1 and options.steps_per_epoch is None:
             raise UserError(
                 f"a generator can be read once, and there are {epochs - first} epochs: give steps_per_epoch, {advice}"

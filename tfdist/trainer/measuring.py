@@ -29,9 +29,9 @@ def read_once(source: sources.Source, layout: Layout, steps: int | None, what: s
     """
     if steps is not None and steps < 1:
         raise UserError(f"steps must be at least 1, got {steps}")
-    feed, batches = batching.read_once(source, layout)
-    batches = steps if batches is None else min(batches, steps or batches)
-    if batches is None and isinstance(source, sources.Batches) and source.batches == 0:
+    feed = batching.read_once(source, layout)
+    batches = min(feed.batches, steps or feed.batches) if feed.batches else steps
+    if batches is None and source.endless:
         raise UserError(f"the data set to {what} never ends: give the number of steps")
     return feed, batches
 
@@ -62,13 +62,13 @@ class Evaluation:
     ):
         self._layout = layout = batching.layout_of(source, batch, distribution, 1, least=False, shards=shards)
         self._feed, self.batches = read_once(source, layout, steps, "evaluate")
-        self._reader = sources.reader(source)
+        self._reader = source.reader
         self._step = step_calls.step_of(model, distribution, source)
         preconditions.targets(model, self._step.output_shape, source)
         self._step.compiled("test", layout)  # refuses what cannot be measured
-        self._step.check_batches("test", layout, batching.sizes(source, layout))
+        self._step.check_batches("test", layout, source.sizes(layout.batch))
         self._pace = Pace(None)
-        self._shards, self._entries = shards, sources.entries(source)
+        self._shards, self._entries = shards, source.entries
         self.examples = 0
         """That the last run has measured."""
 
@@ -119,7 +119,7 @@ class Evaluation:
             seconds = time.perf_counter() - start
             logs, done = totals.add(result), done + fresh
             callbacks.on_test_batch_end(done - 1, logs)
-            read = batching.digest(self._feed, fresh)
+            read = self._feed.digest(fresh)
             label = f"batch {done} of an evaluation"
             agreed = agreement.agree(step, label, seconds, should_stop, read=read, stops="stop_evaluating")
             pace.took(agreed.seconds, fresh, part.full)

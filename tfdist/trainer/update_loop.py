@@ -149,7 +149,7 @@ class UpdateLoop:
         if self._averages:  # a callback may save the model
             layer_statistics.average(self._model, self._step.distribution, self._shards)
         self._callbacks.on_train_batch_end(now.begun - 1, now.logs)
-        label, read = f"update {now.update}", batching.digest(self._feed, done)
+        label, read = f"update {now.update}", self._feed.digest(done)
         due = self._keeper.due()
         agreed = agreement.agree(self._step, label, seconds, self._should_stop, due, read, between=python)
         self._pace.took(agreed.seconds, done, part.full, agreed.between)

@@ -6,7 +6,7 @@ import pytest
 
 import tfdist
 from tfdist.data.batch_layout import Layout
-from tfdist.data.feeds.record_feed import RecordFeed, in_order
+from tfdist.data.records import RecordFeed
 from tfdist.data.sources import Arrays, Records
 from tfdist.errors import UserError
 
@@ -33,7 +33,7 @@ def columns(source):
     """All of a source, in its order."""
     if isinstance(source, Arrays):
         return source.columns
-    return tuple(np.concatenate(c) for c in zip(*([t.numpy() for t in batch] for batch in in_order(source, 7))))
+    return tuple(np.concatenate(c) for c in zip(*([t.numpy() for t in batch] for batch in source.in_order(7))))
 
 
 @pytest.mark.parametrize("write, cache", [(npz, "auto"), (npy, "auto"), (npy, "stream")])

@@ -12,7 +12,7 @@ import tfdist
 from tfdist import config
 from tfdist.data.batch_layout import Layout
 from tfdist.data.datasets import registry
-from tfdist.data.feeds.record_feed import RecordFeed, in_order
+from tfdist.data.records import RecordFeed
 from tfdist.data.sources import Arrays, Records
 from tfdist.doctor import dataset
 from tfdist.errors import UserError
@@ -64,7 +64,7 @@ def saved(tmp_path_factory):
 def columns(source):
     if isinstance(source, Arrays):
         return source.columns
-    return tuple(np.concatenate(c) for c in zip(*([t.numpy() for t in batch] for batch in in_order(source, 7))))
+    return tuple(np.concatenate(c) for c in zip(*([t.numpy() for t in batch] for batch in source.in_order(7))))
 
 
 @pytest.mark.parametrize("cache", ["stream", pytest.param("memory", marks=pytest.mark.whole)])
@@ -132,7 +132,7 @@ def test_what_has_no_image_is_named(saved, tmp_path):
     data = tfdist.load_data(f"hf:{tmp_path / 'gaps'}", cache="stream", **CUT)
     feed = RecordFeed(data.train, Layout(20, 1, 1))
     feed.next(0, 1)
-    assert feed.broken().startswith(f"example 3 of hf:{tmp_path / 'gaps'} cannot be decoded")
+    assert feed.first_unreadable().startswith(f"example 3 of hf:{tmp_path / 'gaps'} cannot be decoded")
 
 
 def offline(name, config):

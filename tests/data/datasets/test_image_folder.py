@@ -17,7 +17,6 @@ from tfdist import config
 from tfdist.data import image_decoding, image_sources, sources, splits
 from tfdist.data.augmentation import ops
 from tfdist.data.datasets import image_folder, image_scan, registry
-from tfdist.data.feeds.record_feed import in_order
 from tfdist.errors import UserError
 from tfdist.models import build as models
 
@@ -51,7 +50,7 @@ def experiment(root, **fields):
 
 def everything(source):
     """Columns of all examples."""
-    return [np.concatenate(column) for column in zip(*([c.numpy() for c in batch] for batch in in_order(source, 5)))]
+    return [np.concatenate(column) for column in zip(*([c.numpy() for c in batch] for batch in source.in_order(5)))]
 
 
 def test_classes_and_nested_folders(tmp_path):
@@ -285,7 +284,7 @@ def test_a_random_crop_is_cut_from_the_whole_image(tmp_path):
     loaded = registry.load(experiment(tmp_path, image_size="8", augment="resized_crop(0.01)"))
     found = image_folder.load(str(tmp_path), "train[:70%]", "train[70%:]")
     recipe = ops.parse("resized_crop(0.01)")
-    from tfdist.data.feeds.record_feed import example_seeds
+    from tfdist.data.records import example_seeds
 
     seeds = example_seeds(0, 0, np.arange(loaded.train.size))
     whole = everything(found.train)[0]
@@ -435,7 +434,7 @@ def test_mixing_is_for_the_loss_of_tfdist(tmp_path, connect):
     given.train.label_smoothing = 0.0
     mixed = models.compiled(model, keras.optimizers.SGD(), given, loaded)
     assert isinstance(model.loss, keras.losses.CategoricalCrossentropy)
-    ((_, y), *_) = in_order(mixed.train, 4)
+    ((_, y), *_) = mixed.train.in_order(4)
     assert y.shape == (4, 3) and ((y.numpy() > 0).sum(1) == 2).any(), "targets are not mixed"
     own = keras.Sequential(layers)
     own.compile(loss="sparse_categorical_crossentropy")
@@ -473,7 +472,7 @@ def test_by_name_from_python(tmp_path, connect):
     loaded = tfdist.load_data(f"image_folder:{tmp_path}", augment="flip, mixup(0.4)", **options)
     assert loaded.spec.names == ("cat", "dog", "owl") and loaded.spec.shape == (8, 8, 3)
     for source, size, blended in ((loaded.train, 15, True), (loaded.eval, 6, False)):
-        ((x, y),) = in_order(source, 32)
+        ((x, y),) = source.in_order(32)
         assert x.shape == (size, 8, 8, 3) and y.shape == (size, 3)
         np.testing.assert_allclose(np.sum(y, 1), 1, rtol=1e-6)
         assert (np.max(y, 1) < 0.999).any() == blended
@@ -486,7 +485,7 @@ def test_by_name_from_python(tmp_path, connect):
     assert tfdist.predict(model, loaded.eval, distribution=distribution).shape == (6, 3)
 
     labels = tfdist.load_data(f"image_folder:{tmp_path}", **options)
-    assert next(iter(in_order(labels.train, 4)))[1].dtype == tf.int32
+    assert next(iter(labels.train.in_order(4)))[1].dtype == tf.int32
     with pytest.raises(UserError, match=r"load_data\(\) has no option 'imagesize': did you mean 'image_size'"):
         tfdist.load_data("digits", imagesize="8")
     with pytest.raises(UserError, match=r"unknown data.resize 'zoom'"):

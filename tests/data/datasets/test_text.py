@@ -11,7 +11,6 @@ from tfdist import config
 from tfdist.config import validation
 from tfdist.data import spec as spec_lib
 from tfdist.data.datasets import registry, stdlib_text, text
-from tfdist.data.feeds import record_feed
 from tfdist.data.sources import Arrays, Records
 
 TEXTS = {"b.txt": b"to be, or not to be", "a/x.py": b"print('hi')\n", "a/empty": b"", "a/.hidden": b"no", "c.txt": b"z"}
@@ -32,7 +31,7 @@ def both(source):
     """x and y of all examples, in order."""
     if isinstance(source, Arrays):
         return source.columns
-    batches = list(record_feed.in_order(source, 4).as_numpy_iterator())
+    batches = list(source.in_order(4).as_numpy_iterator())
     return tuple(np.concatenate(column) for column in zip(*batches))
 
 

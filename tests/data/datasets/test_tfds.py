@@ -19,7 +19,6 @@ from tfdist.config import validation
 from tfdist.data import spec as spec_lib
 from tfdist.data.datasets import registry, tfds_preparation
 from tfdist.data.datasets import tfds as tfds_lib
-from tfdist.data.feeds import record_feed
 from tfdist.data.sources import Arrays, Batches, Records
 
 SIZE = 30
@@ -65,7 +64,7 @@ def experiment(tmp_path, **data):
 def colours(source):
     """First pixel and label of each example, in order."""
     if isinstance(source, Records):
-        source = record_feed.in_order(source, 7)
+        source = source.in_order(7)
     if isinstance(source, Batches):
         source = source.decoded
     if isinstance(source, Arrays):
@@ -129,7 +128,7 @@ def test_a_set_of_fixed_size_in_memory_or_by_number(tmp_path):
             experiment(tmp_path, name="digits", cache=cache, train_split="train[:100]", eval_split="test[:10]")
         )
         assert isinstance(loaded.train, source) and loaded.spec.maximum == 16
-        x, y = loaded.train.columns if source is Arrays else next(iter(record_feed.in_order(loaded.train, 100)))
+        x, y = loaded.train.columns if source is Arrays else next(iter(loaded.train.in_order(100)))
         whole[cache] = np.concatenate([np.reshape(x, [100, -1]), np.reshape(y, [100, 1])], 1)
     assert [p.name.split(".")[1].split("-")[0] for p in tmp_path.rglob("digits-t*")] == ["array_record"] * 2
     np.testing.assert_array_equal(whole["memory"], whole["stream"])

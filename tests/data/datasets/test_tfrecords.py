@@ -13,7 +13,6 @@ from tfdist import config
 from tfdist.config import validation
 from tfdist.data import spec as spec_lib
 from tfdist.data.datasets import registry, tfrecord_index, tfrecords
-from tfdist.data.feeds import record_feed
 from tfdist.data.sources import Arrays, Records
 
 PICTURE = {"image": "png", "label": "int64", "classes": 3}
@@ -48,7 +47,7 @@ def pictures(first, count, height=6):
 def both(source):
     if isinstance(source, Arrays):
         return source.columns
-    return tuple(np.concatenate(c) for c in zip(*record_feed.in_order(source, 4).as_numpy_iterator()))
+    return tuple(np.concatenate(c) for c in zip(*source.in_order(4).as_numpy_iterator()))
 
 
 def test_records_are_those_that_tensorflow_reads(tmp_path):

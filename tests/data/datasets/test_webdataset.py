@@ -16,7 +16,7 @@ from tfdist.config import field_syntax
 from tfdist.config.buckets import Bucket
 from tfdist.data.batch_layout import Layout
 from tfdist.data.datasets.webdataset import shards
-from tfdist.data.feeds.record_feed import RecordFeed, in_order
+from tfdist.data.records import RecordFeed
 from tfdist.data.sources import Arrays, Records
 from tfdist.doctor import dataset
 from tfdist.errors import Interrupted, UserError
@@ -74,7 +74,7 @@ def tars(tmp_path):
 def columns(source):
     if isinstance(source, Arrays):
         return source.columns
-    return tuple(np.concatenate(c) for c in zip(*in_order(source, 7).as_numpy_iterator()))
+    return tuple(np.concatenate(c) for c in zip(*source.in_order(7).as_numpy_iterator()))
 
 
 def test_images_and_labels(tars):

@@ -17,7 +17,7 @@ from tfdist.config.field_syntax import Options
 from tfdist.data import image_decoding, image_sources, python_examples
 from tfdist.data.augmentation import ops
 from tfdist.data.loaded import Loaded, described
-from tfdist.data.sources import Arrays, Batches, Records, Source, as_source, check_labels
+from tfdist.data.sources import Arrays, Records, Source, as_source, check_labels
 from tfdist.data.spec import Spec
 from tfdist.errors import UserError
 
@@ -255,8 +255,8 @@ def _from_function(experiment: config.Experiment, function: Callable, options: O
         if python_examples.is_by_number(made):
             return by_number(made, whole)
         source = as_source(made)
-        if isinstance(source, Batches):
-            spec = tf.nest.flatten(source.decoded.element_spec)[0].shape
+        if source.size is None:
+            spec = tf.nest.flatten(source.specs)[0].shape
             if spec[0] not in (None, batch):
                 raise UserError(
                     f"{data.name} returned batches of {spec[0]} examples for a batch size of {batch}: "
@@ -275,7 +275,7 @@ def _from_tfds(experiment: config.Experiment, prepare: bool) -> Loaded:
 
     splits = tfds.load(experiment, _memory(), prepare)
     for source in (splits.train, splits.eval):
-        if isinstance(source, Arrays) and splits.classes is not None:
+        if source.columns is not None and splits.classes is not None:
             check_labels(source.columns[1], splits.classes, "the data set")
     spec = Spec(splits.shape, splits.dtype, splits.classes, splits.maximum, splits.names)
     return Loaded(splits.train, splits.eval, splits.examples, spec)

@@ -15,7 +15,7 @@ from tfdist.config import field_syntax
 from tfdist.config.field_syntax import Options
 from tfdist.data import image_decoding
 from tfdist.data.datasets import class_targets
-from tfdist.data.feeds.record_feed import reason
+from tfdist.data.records import reason
 from tfdist.data.sources import Records
 from tfdist.data.spec import Spec
 from tfdist.data.splits import select

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfdist.config.messages import logger
 from tfdist.data import image_decoding, splits
 from tfdist.data.datasets import image_scan
-from tfdist.data.feeds.record_feed import reason
+from tfdist.data.records import reason
 from tfdist.data.sources import Records
 from tfdist.errors import UserError
 

@@ -15,8 +15,7 @@ from tfdist.data import bucket_files, image_sources
 from tfdist.data.augmentation import ops
 from tfdist.data.datasets import formats
 from tfdist.data.loaded import Loaded
-from tfdist.data.sources import Arrays, Records, one_hot
-from tfdist.data.worker_facts import facts as data_facts
+from tfdist.data.sources import one_hot
 from tfdist.errors import UserError
 
 
@@ -33,17 +32,17 @@ def load(experiment: config.Experiment, prepare: bool = True, hold_out: bool = T
     """
     here = dataclasses.replace(experiment, data=bucket_files.here(experiment.data, prepare))
     loaded = formats.load(here, prepare, hold_out)
-    if experiment.data.cache == "stream" and isinstance(loaded.train, Arrays):
+    if experiment.data.cache == "stream" and loaded.train.columns is not None:
         raise UserError(f"data.cache=stream: {experiment.data.name} can only be read into memory as a whole: use auto")
     return _pictured(experiment, loaded)
 
 
 def facts(loaded: Loaded) -> dict[str, object]:
-    """Returns `worker_facts.facts` of the training split, with what the model is built for."""
+    """Returns `Source.facts` of the training split, with what the model is built for."""
     spec = loaded.spec
     known = [spec.names, [(c.name, c.kind, c.vocabulary) for c in (*spec.columns, *filter(None, [spec.target]))]]
     return {
-        **data_facts(loaded.train),
+        **loaded.train.facts(),
         "shape": list(spec.shape),
         "classes": spec.classes,
         "checksum of names": zlib.crc32(repr(known).encode()),
@@ -77,7 +76,7 @@ def load_data(name: str, *, batch_size: int = 32, seed: int = 0, **options: obje
     experiment = config.Experiment(seed=seed, data=config.Data(name=name, **texts))
     experiment.train.batch_size = experiment.eval.batch_size = batch_size
     loaded = load(validation.validate(experiment))
-    if isinstance(loaded.train, Records) and loaded.train.mix and loaded.spec.classes:
+    if loaded.train.mixes and loaded.spec.classes:
         train, evaluation = (one_hot(source, loaded.spec.classes) for source in (loaded.train, loaded.eval))
         return dataclasses.replace(loaded, train=train, eval=evaluation)
     return loaded
@@ -97,10 +96,11 @@ def _pictured(experiment: config.Experiment, loaded: Loaded) -> Loaded:
         )
     shape = spec.shape if size is None else (*size, spec.shape[-1])
     train, evaluation = loaded.train, loaded.eval
-    if isinstance(train, Arrays) and tf.nest.is_nested(train.columns[0]) and not spec.columns:
+    images = None if train.columns is None else train.columns[0]
+    if tf.nest.is_nested(images) and not spec.columns:
         field = "data.image_size" if data.augment == "" else "data.augment"
         raise UserError(f"{field} is for data whose input is one array of images, and this has several: leave it empty")
-    lowest = float(train.columns[0].min()) if isinstance(train, Arrays) and len(shape) == 3 else 0.0
+    lowest = 0.0 if images is None or len(shape) != 3 else float(images.min())
     recipe.check(shape, spec.dtype, spec.classes, lowest)
     if size is not None and spec.shape[:2] != size:
         evaluation = image_sources.resized(evaluation, size, data.resize)

@@ -13,7 +13,6 @@ from tfdist import config
 from tfdist.config import field_syntax
 from tfdist.data.augmentation.ops import parse, resize
 from tfdist.data.datasets.tfds_preparation import BY_NUMBER, is_fixed, prepared
-from tfdist.data.feeds.record_feed import in_order
 from tfdist.data.sources import Arrays, Batches, Records, Source
 from tfdist.data.structures import Structure
 from tfdist.errors import UserError
@@ -182,7 +181,7 @@ def _records(
 
 
 def _in_memory(source: Records) -> Arrays:
-    batches = in_order(source, _READ).as_numpy_iterator()
+    batches = source.in_order(_READ).as_numpy_iterator()
     return Arrays(tuple(np.concatenate(column) for column in zip(*batches)))
 
 

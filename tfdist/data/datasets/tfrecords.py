@@ -12,7 +12,7 @@ from tfdist.config.field_syntax import Options, check_whole, suggest
 from tfdist.config.messages import logger
 from tfdist.data import image_decoding
 from tfdist.data.datasets import tfrecord_index
-from tfdist.data.feeds.record_feed import UNREADABLE, reason
+from tfdist.data.records import UNREADABLE, reason
 from tfdist.data.sources import Records
 from tfdist.data.splits import named, select
 from tfdist.errors import UserError

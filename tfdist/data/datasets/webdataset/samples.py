@@ -18,7 +18,7 @@ from tfdist.data import image_decoding
 from tfdist.data.datasets import class_targets
 from tfdist.data.datasets.tfrecord_index import Index
 from tfdist.data.datasets.webdataset import columns, shards
-from tfdist.data.feeds.record_feed import reason
+from tfdist.data.records import reason
 from tfdist.data.sources import Records
 from tfdist.data.spec import Spec
 from tfdist.data.splits import named, select

@@ -1,4 +1,4 @@
-"""How the compiled step reads batches: of a `tf.data.Dataset`, or of a `keras.utils.PyDataset`.
+"""Global batches that come as they are: of a `tf.data.Dataset`, or of what Python makes.
 
 Each worker reads whole global batches and keeps its own rows of them. A `shuffle()` without a seed has another order on
 each worker, and then some examples would be trained on twice and others never. A look at the data set beforehand shows
@@ -8,22 +8,171 @@ read, which workers compare.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import struct
 import zlib
+from collections.abc import Callable, Iterator
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.config import schedule
+from tfdist.data import python_batches
 from tfdist.data.batch_layout import Layout, own_rows, unpack
-from tfdist.data.feeds.array_feed import FeedCall
+from tfdist.data.protocol import Feed, FeedCall, Source, order, spread
 from tfdist.data.python_batches import SequenceReader
-from tfdist.data.sources import Batches, order
+from tfdist.data.records import Records
 from tfdist.data.structures import Structure
+from tfdist.errors import UserError
 
 
-class BatchFeed:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Batches(Source):
+    """A `tf.data.Dataset` of global batches, each (x,), (x, y) or (x, y, weight).
+
+    The first batch decides the batch size; later ones may be smaller. It is
+    read in the order that it has: shuffle it yourself.
+
+    Args:
+      dataset: the batches.
+      decode: turns a batch as it is stored into one to train on, such as JPEGs
+        into images. A worker decodes its own rows only; None if there is
+        nothing to decode.
+      reader: what else there is to know of it, where Python makes the batches.
+    """
+
+    dataset: tf.data.Dataset
+    decode: Callable[..., tuple] | None = None
+    reader: python_batches.Reader = python_batches.TENSORFLOWS
+    bare: bool = dataclasses.field(default=False, init=False)
+    """Whether its elements are inputs alone, and not a tuple."""
+    size = None
+    columns = None
+
+    def __post_init__(self):
+        if not isinstance(self.dataset.element_spec, tuple):
+            object.__setattr__(self, "bare", True)
+            object.__setattr__(self, "dataset", self.dataset.map(lambda x: (x,)))
+        for spec in keras.tree.flatten(self.decoded.element_spec):
+            if not isinstance(spec, tf.TensorSpec):
+                raise UserError(f"a data set of {type(spec).__name__} cannot be batched evenly: make its tensors dense")
+            if spec.shape.rank == 0:
+                raise UserError("the data set has scalar elements: batch it (dataset.batch(64))")
+
+    @property
+    def decoded(self) -> tf.data.Dataset:
+        """Returns the data set of whole batches to train on."""
+        return self.dataset.map(self.decode, tf.data.AUTOTUNE) if self.decode else self.dataset
+
+    @property
+    def batches(self) -> int | None:
+        """Returns the batches per epoch, None if the data set does not know, 0 if it has no end."""
+        count = self.reader.cardinality(self.dataset)
+        if count == 0:
+            raise UserError("the data set is empty: give it at least one batch")
+        if count == tf.data.INFINITE_CARDINALITY:
+            return 0
+        return count if count > 0 else None
+
+    @property
+    def endless(self) -> bool:
+        return self.batches == 0
+
+    @property
+    def ends_anywhere(self) -> bool:
+        return self.batches is None
+
+    @property
+    def specs(self) -> Structure:
+        return self.decoded.element_spec
+
+    def facts(self) -> dict[str, object]:
+        return {"kind": "batches", "batches": self.batches, "elements": str(self.dataset.element_spec)}
+
+    def requested_batch(self, batch: int | None, default: int | None = None, steps: int | None = None) -> int | None:
+        return batch
+
+    def global_batch(self, batch: int | None) -> int:
+        own = int(tf.nest.flatten(self.specs)[0].shape[0] or 0) or len(keras.tree.flatten(self.first_batch())[0])
+        # A data set of a single, smaller batch is all of it; one of unknown length may be.
+        if batch not in (None, own) and not (own < batch and self.batches in (1, None)):
+            raise UserError(f"batch_size={batch} does not fit a data set of batches of {own}: leave it out")
+        return own
+
+    def sizes(self, batch: int) -> set[int]:
+        return {batch}
+
+    def check_parts(self, batch: int, replicas: int, accumulate: int, shards: int) -> None:
+        if self.batches != 1:  # a single one is all there is, and no more than an epoch's tail
+            schedule.check_batch(batch, replicas, accumulate, "the data set's first batch (of {})", shards)
+
+    def feed(self, layout: Layout, shuffle: int | None, seed: int, across: bool) -> Feed:
+        if isinstance(self.reader, SequenceReader):
+            return SequenceFeed(self, layout, shuffle)
+        return BatchFeed(self, layout, across=across)
+
+    def feed_once(self, layout: Layout) -> Feed:
+        if isinstance(self.reader, SequenceReader):
+            return SequenceFeed(self, layout)
+        return BatchFeed(self, layout, once=True)
+
+    def first_batch(self) -> tuple:
+        """Returns the first global batch.
+
+        A data set that shuffles anew each time it is read is one order further then.
+        """
+        if self.reader.first is not None:
+            first = keras.tree.map_structure(tf.convert_to_tensor, self.reader.first)
+            return self.decode(*first) if self.decode else first
+        for batch in self.decoded.take(1):
+            return batch
+        raise UserError("the data set is empty: give it at least one batch")
+
+    def first_rows(self, count: int) -> tuple:
+        return self.first_batch()
+
+    def spread_rows(self, count: int) -> tuple:
+        batch = self.first_batch()
+        total = len(keras.tree.flatten(batch)[0])
+        some = spread(total, count)
+        # All of them, since a model may be built for a batch of just this size.
+        rows = np.concatenate([some, np.setdiff1d(np.arange(total), some)])
+        return keras.tree.map_structure(lambda a: tf.gather(a, rows), batch)
+
+    def head(self, limit: int) -> tuple[Source, bool]:
+        batches = max(1, limit // len(keras.tree.flatten(self.first_batch())[0]))
+        return Batches(self.dataset.take(batches), self.decode), not 0 < (self.batches or 0) <= batches
+
+    def pieces(self, count: int) -> Iterator[tuple]:
+        for batch in self.decoded:
+            yield keras.tree.map_structure(np.asarray, batch)
+
+    def repeats_order(self) -> bool:
+        one, two = (keras.tree.flatten(self.first_batch()) for _ in range(2))
+        return all(np.array_equal(a, b) for a, b in zip(one, two))
+
+    def class_counts(self, classes: int) -> np.ndarray:
+        def add(total, _, y, *weight):
+            labels = tf.cast(tf.reshape(y, [-1]), tf.int32)
+            return total + tf.math.bincount(labels, minlength=classes, maxlength=classes, dtype=tf.int64)
+
+        total = tf.zeros([classes], tf.int64)
+        return self.dataset.reduce(total, lambda total, batch: add(total, *batch)).numpy()
+
+    def map_targets(self, function: Callable[..., tuple]) -> Batches:
+        decode = self.decode
+        return dataclasses.replace(self, decode=function if decode is None else lambda *b: function(*decode(*b)))
+
+    def by_number(self, field: str) -> Records:
+        raise UserError(
+            f"{field} needs examples that can be read by number, and this data set is a stream of batches: "
+            "set data.cache=memory, or do it in the data set itself"
+        )
+
+
+class BatchFeed(Feed):
     """Reads global batches from a `tf.data.Dataset`, which lives across epochs where their length is known.
 
     Args:
@@ -41,7 +190,7 @@ class BatchFeed:
             # A new iterator per epoch would start with empty buffers; one that repeats goes on reading.
             self._stored = self._stored.repeat()
         self._endless = not once and (across or self.batches is not None)
-        sizes = {spec.shape[0] for spec in tf.nest.flatten(source.decoded.element_spec)}
+        sizes = {spec.shape[0] for spec in tf.nest.flatten(source.specs)}
         self._full = layout.even and sizes == {layout.batch}
         self._order = BatchOrder()
         self._dataset = self._decoded(self._stored)
@@ -68,10 +217,6 @@ class BatchFeed:
         return FeedCall((self._iterator,), 0, limit, self._full)
 
     def digest(self, batches: int) -> str:
-        """Returns a checksum of all batches that were read so far, `batches` more than before; the same on all workers.
-
-        It is "" where there is no other worker.
-        """
         return self._order.digest(batches) if self._layout.local else ""
 
     def resume(self, update: int, epoch: int, begun: int) -> None:

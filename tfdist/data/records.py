@@ -1,9 +1,12 @@
-"""How the compiled step reads examples by number: an endless `tf.data` pipeline that can begin at any update."""
+"""Examples by number, and how the compiled step reads them: an endless `tf.data` pipeline that can begin anywhere."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
+import zlib
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import keras
@@ -11,8 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.data.batch_layout import Layout
-from tfdist.data.feeds.array_feed import FeedCall
-from tfdist.data.sources import Arrays, Batches, Records, Source, order
+from tfdist.data.protocol import Feed, FeedCall, Source, order
 from tfdist.data.structures import Structure
 from tfdist.errors import UserError, one_line
 
@@ -21,9 +23,120 @@ AHEAD = 2
 
 WAITING = 2
 """Examples in work for each thread that decodes, so that none waits for a file."""
+_COMPARED = 2**16
+"""Examples, about, whose labels workers compare bit by bit."""
 
 
-class RecordFeed:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Records(Source):
+    """Examples by number, read and decoded when they are needed, by the worker that trains on them.
+
+    Args:
+      size: examples.
+      read: (rows int64 [n]) -> structure of tensors [n, ...] as they are stored, such as paths and labels. Called
+        inside a `tf.data` pipeline.
+      decode: (one stored example, seed int32 [2]) -> (x,), (x, y) or (x, y, weight) of that example, with static
+        shapes. Many run side by side inside the pipeline. `seed` depends on the run's seed, the epoch and the row
+        alone, so an example is augmented alike by whichever worker has it.
+      mix: None, or (columns, partners, seeds int32 [n, 2]) -> columns, over the rows of a batch [n, ...]. The partner
+        of an example is the next one of the global batch, and of the last one the first.
+      name: what to call an example in a message, by its row.
+      labels: int [size], the class of each example, where that is known without reading them.
+    """
+
+    size: int
+    read: Callable[[tf.Tensor], Structure]
+    decode: Callable[[Structure, tf.Tensor], tuple]
+    mix: Callable[[tuple, tuple, tf.Tensor], tuple] | None = None
+    name: Callable[[int], str] = "example {}".format
+    labels: np.ndarray | None = None
+
+    def __post_init__(self):
+        if self.size < 1:
+            raise UserError("the data set is empty: give it at least one example")
+
+    columns = None
+
+    @property
+    def specs(self) -> Structure:
+        return self.in_order(1).element_spec
+
+    @property
+    def entries(self) -> int:
+        return 3
+
+    @property
+    def mixes(self) -> bool:
+        return self.mix is not None
+
+    def facts(self) -> dict[str, object]:
+        # By number or in memory is the same data; that depends on how much memory there is.
+        facts: dict[str, object] = {"kind": "examples", "examples": self.size}
+        if self.labels is not None:
+            facts["checksum of labels"] = checksum_of_labels(self.labels)
+        return facts
+
+    def feed(self, layout: Layout, shuffle: int | None, seed: int, across: bool) -> Feed:
+        return RecordFeed(self, layout, shuffle, seed)
+
+    def feed_once(self, layout: Layout) -> Feed:
+        return RecordFeed(self, layout)
+
+    def in_order(self, batch: int) -> tf.data.Dataset:
+        """Returns all examples once, as plain batches in the order of the source; what is random is always the same."""
+        feed = RecordFeed(self, Layout(batch, 1, 1))
+        return feed.dataset(0).take(feed.batches).apply(tf.data.experimental.assert_cardinality(feed.batches))
+
+    def first_rows(self, count: int) -> tuple:
+        return next(iter(self.in_order(min(count, self.size))))
+
+    def spread_rows(self, count: int) -> tuple:
+        feed = RecordFeed(self, Layout(min(count, self.size), 1, 1), shuffle=0)
+        (iterator,) = feed.next(0, 1).feed
+        try:
+            return next(iterator)
+        except UNREADABLE as error:
+            if unreadable := feed.first_unreadable():
+                raise UserError(f"{unreadable}: {REPAIR}") from error
+            raise
+
+    def head(self, limit: int) -> tuple[Source, bool]:
+        return dataclasses.replace(self, size=min(limit, self.size)), self.size > limit
+
+    def pieces(self, count: int) -> Iterator[tuple]:
+        for batch in self.in_order(count):
+            yield keras.tree.map_structure(np.asarray, batch)
+
+    def class_counts(self, classes: int) -> np.ndarray:
+        if self.labels is None:
+            raise UserError(
+                "train.class_weight=balanced would have to read all examples first to count them: write the weights, "
+                "such as 0=3.0, 2=0.2"
+            )
+        return np.bincount(self.labels, minlength=classes)
+
+    def map_targets(self, function: Callable[..., tuple]) -> Records:
+        decode = self.decode
+
+        def mapped(stored: Structure, seed: tf.Tensor) -> tuple:
+            x, *rest = decode(stored, seed)
+            _, *rest = function(x, *keras.tree.map_structure(lambda t: tf.expand_dims(t, 0), rest))
+            return x, *keras.tree.map_structure(lambda t: t[0], rest)
+
+        return dataclasses.replace(self, decode=mapped)
+
+    def by_number(self, field: str) -> Records:
+        return self
+
+
+UNREADABLE = (tf.errors.OpError, UnicodeDecodeError)
+"""Raised by TensorFlow for a record that it cannot read; the latter where its message repeats bytes of the record."""
+
+REPAIR = "mend or remove it, or set data.on_error=skip"
+"""How to fix an example that cannot be decoded."""
+
+
+class RecordFeed(Feed):
     """Global batches of examples by number; a worker reads and decodes its own rows.
 
     Args:
@@ -36,7 +149,7 @@ class RecordFeed:
     def __init__(self, source: Records, layout: Layout, shuffle: int | None = None, seed: int | None = None):
         self._source, self._layout = source, layout
         self._shuffle, self._seed = shuffle, seed
-        self.batches = -(-source.size // layout.batch)
+        self.batches: int = -(-source.size // layout.batch)
         self._tail = source.size - (self.batches - 1) * layout.batch
         self._full = source.size // layout.batch if layout.even else 0
         self._by_count = {count: _Decoded.of(layout, count, bool(source.mix)) for count in (layout.batch, self._tail)}
@@ -51,7 +164,6 @@ class RecordFeed:
         """The updates of the last call."""
 
     def next(self, update: int, limit: int) -> FeedCall:
-        """Returns at most `limit` batches from `update` on, none beyond its epoch."""
         number = update % self.batches
         full = number < self._full
         last = min(number + limit, self._full if full else self.batches)
@@ -65,8 +177,7 @@ class RecordFeed:
             self._at %= self.batches
         return FeedCall((self._iterator,), number, last, full)
 
-    def broken(self) -> str:
-        """Names, after an error in the pipeline, the first example of the last call that cannot be decoded, and why."""
+    def first_unreadable(self) -> str:
         first, last = self._called
         for row in np.concatenate([self._rows(np.int64(update))[0] for update in range(first, last)]):
             try:
@@ -75,12 +186,6 @@ class RecordFeed:
             except Exception as error:  # of TensorFlow, or of Python that reads for it, which is called as it is here
                 return f"{self._source.name(int(row))} cannot be decoded: {reason(error)}"
         return ""
-
-    def restart(self) -> None:
-        """Does nothing: the position is a function of the update."""
-
-    def resume(self, update: int, epoch: int, begun: int) -> None:
-        """Does nothing: the position is a function of the update."""
 
     def dataset(self, update: int) -> tf.data.Dataset:
         """Returns the batches from that of `update` on, without end.
@@ -188,36 +293,12 @@ def example_seeds(seed: int, epoch: int, rows: np.ndarray) -> np.ndarray:
     return state.view(np.int32).reshape(-1, 2)
 
 
-def in_order(source: Records, batch: int) -> tf.data.Dataset:
-    """Returns all examples once, as plain batches in the order of the source; what is random is always the same."""
-    feed = RecordFeed(source, Layout(batch, 1, 1))
-    return feed.dataset(0).take(feed.batches).apply(tf.data.experimental.assert_cardinality(feed.batches))
-
-
-def columns_of(source: Source) -> Structure:
-    """Returns what a batch of `source` consists of: arrays in memory, else the specs of its tensors."""
-    if isinstance(source, Arrays):
-        return source.columns
-    return (source.decoded if isinstance(source, Batches) else in_order(source, 1)).element_spec
-
-
-UNREADABLE = (tf.errors.OpError, UnicodeDecodeError)
-"""What TensorFlow raises for a record that it cannot read; the latter where its message repeats bytes of the record."""
-
-
 def reason(error: Exception) -> str:
     """Returns what TensorFlow says is wrong, without where in its graph, or what Python does."""
     if not isinstance(error, tf.errors.OpError):
         return one_line(error, 120).rstrip(".") or type(error).__name__
     text = str(error.message).split("}} ")[-1].split(" [Op:")[0].split("\nCondition x")[0]
     return one_line(text, 80).rstrip(".")
-
-
-def is_weighted(source: Source) -> bool:
-    """Whether examples in memory or by number bring weights of their own."""
-    if isinstance(source, Records):
-        return len(in_order(source, 1).element_spec) == 3
-    return isinstance(source, Arrays) and len(source.columns) == 3
 
 
 def _columns(decoded: Structure) -> tuple:
@@ -231,3 +312,11 @@ def _check(specs: Structure) -> None:
                 f"the decoder gives {spec} for an example: all must have one shape to be batched, "
                 "resize them or set the shape"
             )
+
+
+def checksum_of_labels(*columns: np.ndarray) -> int:
+    checksum = 0
+    for column in columns:
+        some = column[:: max(1, len(column) // _COMPARED)]
+        checksum = zlib.crc32(some.astype("<i8").tobytes(), checksum)
+    return checksum

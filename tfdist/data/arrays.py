@@ -1,0 +1,230 @@
+"""Examples in memory, and how the compiled step reads them: out of tables, by row numbers."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import math
+import mmap
+from collections.abc import Iterator
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.data.batch_layout import Layout, unpack
+from tfdist.data.protocol import Feed, FeedCall, Source, order, spread
+from tfdist.data.records import Records, checksum_of_labels
+from tfdist.data.structures import Structure
+from tfdist.errors import UserError
+
+ALIGNMENT = 64
+"""Bytes: EIGEN_MAX_ALIGN_BYTES with AVX-512. A kernel ends the process over a tensor that begins elsewhere."""
+_LARGEST_ITEM = 8
+"""Bytes of a number that TensorFlow knows, of those that are not complex."""
+_SMALL = 1 << 20
+"""Arrays of fewer bytes are copied as TensorFlow does it."""
+_COMPARED = 256
+"""Numbers of inputs, targets and weights each that workers compare, to rounding."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Arrays(Source):
+    """Examples in memory.
+
+    Args:
+      columns: (x,), (x, y) or (x, y, weight); each a structure of arrays of
+        shape [examples, ...].
+    """
+
+    columns: tuple
+    size: int = dataclasses.field(init=False, repr=False)
+
+    def __post_init__(self):
+        sizes = {len(a) for a in keras.tree.flatten(self.columns)}
+        if len(sizes) != 1:
+            raise UserError(f"x, y and weights must have one entry per example each, got lengths {sorted(sizes)}")
+        if sizes == {0}:
+            raise UserError("the data set is empty: give it at least one example")
+        object.__setattr__(self, "size", sizes.pop())
+
+    @property
+    def specs(self) -> Structure:
+        return self.columns
+
+    @property
+    def bare(self) -> bool:
+        return not isinstance(self.columns[0], tuple | list)
+
+    def facts(self) -> dict[str, object]:
+        elements = keras.tree.map_structure(lambda a: f"{a.shape[1:]} {a.dtype}", self.columns)
+        targets = [y for y in keras.tree.flatten(self.targets) if isinstance(y, np.ndarray) and y.dtype.kind in "iub"]
+        facts: dict[str, object] = {"kind": "examples", "examples": self.size, "elements": str(elements)}
+        facts["checksum of targets"] = checksum_of_labels(*targets)
+        for name, part in zip(("an input", "a target", "a weight"), unpack(self.columns)):
+            columns = [column for column in keras.tree.flatten(part) if column is not None]
+            each = max(1, _COMPARED // max(1, len(columns)))
+            facts[name] = [number for column in columns[:_COMPARED] for number in _some_numbers(column, each)]
+        return facts
+
+    def requested_batch(self, batch: int | None, default: int | None = None, steps: int | None = None) -> int | None:
+        batch = default if batch is None else batch
+        return -(-self.size // steps) if batch is None and steps else batch
+
+    def feed(self, layout: Layout, shuffle: int | None, seed: int, across: bool) -> Feed:
+        return ArrayFeed(self, layout, shuffle)
+
+    def feed_once(self, layout: Layout) -> Feed:
+        return ArrayFeed(self, layout)
+
+    def first_rows(self, count: int) -> tuple:
+        return self._part(slice(count)).columns
+
+    def spread_rows(self, count: int) -> tuple:
+        rows = spread(self.size, count)
+        return keras.tree.map_structure(lambda a: tf.convert_to_tensor(a[rows]), self.columns)
+
+    def head(self, limit: int) -> tuple[Source, bool]:
+        return self._part(slice(limit)), self.size > limit
+
+    def pieces(self, count: int) -> Iterator[tuple]:
+        for i in range(0, self.size, count):
+            yield self._part(slice(i, i + count)).columns
+
+    def class_counts(self, classes: int) -> np.ndarray:
+        return np.bincount(np.reshape(self.columns[1], [-1]), minlength=classes)
+
+    def map_targets(self, function) -> Arrays:
+        return Arrays(tuple(c.numpy() if isinstance(c, tf.Tensor) else c for c in function(*self.columns)))
+
+    def by_number(self, field: str) -> Records:
+        table = keras.tree.map_structure(tensor, self.columns)
+        read = lambda rows: keras.tree.map_structure(lambda t: tf.gather(t, rows), table)
+        y = self.targets
+        classes = isinstance(y, np.ndarray) and np.issubdtype(y.dtype, np.integer) and y[0].size == 1
+        return Records(self.size, read, lambda stored, seed: stored, labels=y.reshape(-1) if classes else None)
+
+    def split(self, fraction: float) -> tuple[Arrays, Arrays]:
+        first = math.floor(self.size * (1.0 - fraction)) if 0 < fraction < 1 else 0
+        if not 0 < first < self.size:
+            raise UserError(
+                f"validation_split={fraction} leaves nothing of {self.size} examples on one side: use another part of 1"
+            )
+        return self._part(slice(first)), self._part(slice(first, None))
+
+    def _part(self, rows: slice) -> Arrays:
+        return Arrays(keras.tree.map_structure(lambda a: a[rows], self.columns))
+
+
+def _some_numbers(column: np.ndarray, count: int) -> list[float | str]:
+    """Returns numbers that are evenly spread over a column."""
+    width = math.prod(column.shape[1:])
+    places = np.unique(np.linspace(0, len(column) * width - 1, count).astype(np.int64)) if width else ()
+    values = [np.asarray(column[place // width]).reshape(-1)[place % width] for place in places]
+    return [float(v) if np.issubdtype(np.asarray(v).dtype, np.number) else str(v)[:40] for v in values]
+
+
+class ArrayFeed(Feed):
+    """Reads global batches out of tables in memory, by row numbers.
+
+    Args:
+      source: examples in memory.
+      layout: batch size, replicas and micro-batches.
+      shuffle: seed of the order, or None for the order of the source.
+    """
+
+    def __init__(self, source: Arrays, layout: Layout, shuffle: int | None = None):
+        self._layout = layout
+        self._size = source.size
+        self._seed = shuffle
+        # On the host, since a data set may be larger than a GPU's memory.
+        self._table = keras.tree.map_structure(tensor, source.columns)
+        self.batches: int = -(-self._size // layout.batch)
+        self._full = self._size // layout.batch if layout.even else 0
+        self._ahead: dict[int, concurrent.futures.Future] = {}
+        self._executor = concurrent.futures.ThreadPoolExecutor(1)
+        self._rows: tuple[int, tuple] = (-1, ())
+        counts = np.full(self.batches, layout.batch, np.int32)
+        counts[-1] = self._size - (self.batches - 1) * layout.batch
+        self._counts = counts
+
+    def next(self, update: int, limit: int) -> FeedCall:
+        epoch, first = divmod(update, self.batches)
+        last = min(first + limit, self.batches)
+        full = first < self._full
+        if full:
+            last = min(last, self._full)
+        return FeedCall((self._table, *self._of_epoch(epoch)), first, last, full)
+
+    def same_length(self, update: int) -> tuple[int, int]:
+        first, full = update % self.batches, self._size // self._layout.batch
+        return int(self._counts[first]), full - first if first < full else 1
+
+    def _of_epoch(self, epoch: int) -> tuple:
+        if self._seed is None:
+            epoch = 0
+        if self._rows[0] != epoch:
+            ready = self._ahead.pop(epoch, None)
+            rows = ready.result() if ready else self._layout_rows(epoch)
+            self._ahead.clear()
+            with tf.device("CPU:0"):
+                self._rows = epoch, (tf.convert_to_tensor(rows), tf.convert_to_tensor(self._counts))
+            if self._seed is not None:  # so that the next epoch begins without a pause
+                self._ahead[epoch + 1] = self._executor.submit(self._layout_rows, epoch + 1)
+        return self._rows[1]
+
+    def _layout_rows(self, epoch: int) -> np.ndarray:
+        """Returns [batches, layout.batch] row numbers of the whole global batches; -1 behind the last."""
+        batch = self._layout.batch
+        rows = np.arange(self._size, dtype=np.int32) if self._seed is None else order(self._seed, epoch, self._size)
+        missing = self.batches * batch - self._size
+        return np.pad(rows, (0, missing), constant_values=-1).reshape(-1, batch)
+
+
+class _Memory:
+    """An array that NumPy takes to be writable, since DLPack knows of no other; TensorFlow does not write to inputs."""
+
+    def __init__(self, array: np.ndarray):
+        self._array = array  # kept as long as the tensor
+        about = array.__array_interface__
+        self.__array_interface__ = {**about, "data": (about["data"][0], False)}
+
+
+def tensor(array: object) -> tf.Tensor:
+    """Returns an array as a tensor in the memory of the host, without the copies that can be left out.
+
+    `tf.convert_to_tensor` copies an array, and for a moment has it twice: 1 GB of examples took 3 GB. A tensor can also
+    lie where the array does, if it begins where TensorFlow's kernels require it, and if nobody changes it meanwhile.
+    An array that nobody can write to, such as a file that is mapped with `np.load(path, mmap_mode="r")`, is not copied
+    where it begins at a multiple of 64 bytes. Any other is copied once.
+    """
+    with tf.device("CPU:0"):
+        if not isinstance(array, np.ndarray) or array.nbytes < _SMALL or array.dtype.kind not in "fiu":
+            return tf.convert_to_tensor(array)
+        if array.dtype.itemsize > _LARGEST_ITEM:
+            return tf.convert_to_tensor(array)  # which refuses it in its own words
+        fits = array.flags.c_contiguous and array.dtype.isnative and array.ctypes.data % ALIGNMENT == 0
+        return _alias(array if fits and _is_constant(array) else _aligned(array))
+
+
+def _is_constant(array: np.ndarray) -> bool:
+    """Whether neither this array nor one of which it is a part can be written to."""
+    base: object = array
+    while isinstance(base, np.ndarray):
+        if base.flags.writeable:
+            return False
+        base = base.base
+    return base is None or isinstance(base, mmap.mmap)
+
+
+def _aligned(array: np.ndarray) -> np.ndarray:
+    memory = np.empty(array.nbytes + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    copy = memory[start : start + array.nbytes].view(array.dtype.newbyteorder("=")).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+def _alias(array: np.ndarray) -> tf.Tensor:
+    """Returns a tensor in the memory of an array, which lives as long as the tensor does."""
+    return tf.experimental.dlpack.from_dlpack(np.asarray(_Memory(array)).__dlpack__())

@@ -1,1 +1,0 @@
-"""How a step gets its global batches, by the kind of source."""

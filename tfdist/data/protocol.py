@@ -1,0 +1,363 @@
+"""The two protocols of this package, `Source` and `Feed`, and how both divide an epoch.
+
+An example takes this way from a data set to an update:
+
+1. A source holds the examples: `Arrays` in memory (arrays.py), `Batches`, a `tf.data.Dataset` of global batches (also
+   of those that Python makes, see python_batches.py), or `Records`, which are read by number. It knows nothing of
+   replicas, of workers, or of when it is read.
+2. A layout (batch_layout.py) says which rows of a global batch each worker, replica and micro-batch takes.
+3. A feed joins the two. Asked for the batches from update u on, it puts the examples into the order of that epoch,
+   which seed and epoch alone decide, picks the rows that the layout gives to this worker, and hands over what the
+   compiled step reads them from.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.config import schedule
+from tfdist.data import python_batches
+from tfdist.data.batch_layout import Layout, unpack
+from tfdist.data.structures import Structure
+from tfdist.errors import UserError
+
+
+def order(seed: int, epoch: int, size: int) -> np.ndarray:
+    """Returns the order of one epoch: a permutation of `size` by a counter-based generator (Philox), int32."""
+    key = np.array([seed, epoch], np.uint64)
+    return np.random.Generator(np.random.Philox(key=key)).permutation(size).astype(np.int32)
+
+
+def spread(total: int, count: int) -> np.ndarray:
+    """Returns `count` row numbers from all over: the first rows of sorted data are all of a class, or of one length."""
+    return np.linspace(0, total - 1, min(count, total)).astype(np.int64)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FeedCall:
+    """The arguments of one call of a compiled function: the next global batches.
+
+    The call reads the batches `first` to `last - 1` of `feed`, of which `batch_layout.fetch` takes one.
+    """
+
+    feed: tuple
+    first: int
+    last: int
+    full: bool
+    """All batches are full and divide evenly over replicas and micro-batches; of a `StaticFeed`, that they are full."""
+    count: int | None = None
+    """Examples of each of these batches, where the step needs it; see `StaticFeed`."""
+
+
+class Feed:
+    """Global batches of a source for the compiled step.
+
+    Update `u` of a run reads global batch `u mod n` of epoch `u div n`, in an order that depends on the seed and that
+    epoch alone, so a feed of examples needs no state, and `restart` and `resume` have nothing to do.
+    """
+
+    batches: int | None
+    """Global batches of an epoch; None if unknown, 0 if it has no end."""
+
+    def next(self, update: int, limit: int) -> FeedCall:
+        """Returns at most `limit` batches from `update` on, none beyond its epoch."""
+        raise NotImplementedError
+
+    def restart(self) -> None:
+        """Begins a pass over the data."""
+
+    def resume(self, update: int, epoch: int, begun: int) -> None:
+        """Goes to an update, `begun` batches after the beginning of `epoch`."""
+
+    def digest(self, batches: int) -> str:
+        """Returns a checksum of all batches read so far, `batches` more than before, which workers compare.
+
+        It is "" where the order is a function of seed and epoch, and so the same on all workers.
+        """
+        del batches
+        return ""
+
+    def first_unreadable(self) -> str:
+        """Names, after an error, the first example of the last call that cannot be decoded, and why; "" for none."""
+        return ""
+
+    def same_length(self, update: int) -> tuple[int, int] | None:
+        """Returns the examples of the batch of `update`, and the batches from it on with as many; None if unknown."""
+        del update
+        return None
+
+
+_MOST = 32
+"""Batches that a `StaticFeed` reads for one call; they lie in memory together."""
+
+
+class StaticFeed(Feed):
+    """Reads what another feed reads for a step whose shapes are all static: batches of one length at a time.
+
+    Python reads what a pipeline gives, since within a compiled function the length of the next batch is unknown.
+
+    Args:
+      inner: the feed.
+      layout: of full batches.
+    """
+
+    def __init__(self, inner: Feed, layout: Layout):
+        self.inner, self._layout = inner, layout
+        self.batches = inner.batches
+        self._ahead: list[Structure] = []
+        """Batches that have been read for a call and belong to the next one."""
+        self._shapes: list[list[int]] | None = None
+        """Of an example, which all must have alike."""
+
+    def next(self, update: int, limit: int) -> FeedCall:
+        """Returns at most `limit` batches from `update` on, none beyond its epoch; none at the end of the data."""
+        if same := self.inner.same_length(update):
+            count, alike = same
+            part = self.inner.next(update, min(limit, alike))
+            return dataclasses.replace(part, full=count == self._layout.batch, count=count)
+        if not self._ahead:
+            part = self.inner.next(update, min(limit, _MOST))
+            self._ahead = [self._checked(batch) for _, batch in zip(range(part.last - part.first), part.feed[0])]
+        if not self._ahead:
+            return FeedCall((), 0, 0, False)
+        count = _examples(self._ahead[0])
+        batches = list(itertools.takewhile(lambda batch: _examples(batch) == count, self._ahead[:limit]))
+        self._ahead = self._ahead[len(batches) :]
+        with tf.device("CPU:0"):
+            table = batches[0]
+            if len(batches) > 1:
+                table = keras.tree.map_structure(lambda *parts: tf.concat(parts, 0), *batches)
+            rows = tf.constant(np.arange(len(batches) * count, dtype=np.int32).reshape(-1, count))
+            counts = tf.fill([len(batches)], count)
+        return FeedCall((table, rows, counts), 0, len(batches), count == self._layout.batch, count)
+
+    def restart(self) -> None:
+        self._ahead = []
+        self.inner.restart()
+
+    def resume(self, update: int, epoch: int, begun: int) -> None:
+        self._ahead = []
+        self.inner.resume(update, epoch, begun)
+
+    def first_unreadable(self) -> str:
+        return self.inner.first_unreadable()
+
+    def _checked(self, batch: Structure) -> Structure:
+        shapes = [leaf.shape[1:].as_list() for leaf in keras.tree.flatten(batch)]
+        self._shapes = self._shapes or shapes
+        if shapes != self._shapes:
+            raise UserError(
+                f"the data set gives examples of shapes {shapes} after {self._shapes}, and each would be compiled anew "
+                "here: pad them to one, or cut them (dataset.padded_batch with padded_shapes)"
+            )
+        return batch
+
+
+def _examples(batch: Structure) -> int:
+    return int(keras.tree.flatten(batch)[0].shape[0])
+
+
+class Source(abc.ABC):
+    """The examples of a split."""
+
+    __slots__ = ()
+
+    size: int | None
+    """Examples; None where only reading tells."""
+    columns: tuple | None
+    """(x,), (x, y) or (x, y, weight) in memory, each a structure of arrays [examples, ...]; None if not in memory."""
+    labels: np.ndarray | None = None
+    """The class of each example of records, int [size], where it is known without reading them."""
+    name: Callable[[int], str] | None = None
+    """Names an example in a message, by its row; None where examples have no names."""
+    reader: python_batches.Reader = python_batches.TENSORFLOWS
+    """Is notified of epochs, and knows what cannot be done with the data."""
+
+    # What a batch is.
+
+    @property
+    @abc.abstractmethod
+    def specs(self) -> Structure:
+        """(x,), (x, y) or (x, y, weight): the columns in memory, else the specs of a batch's tensors."""
+
+    @property
+    def targets(self) -> Structure:
+        """The targets in memory, or None where there are none."""
+        return None if self.columns is None else unpack(self.columns)[1]
+
+    @property
+    def bare(self) -> bool:
+        """Whether Keras' `fit` would hand the inputs to a `train_step` as they are, and not as a tuple of one."""
+        return True
+
+    @property
+    def entries(self) -> int:
+        """How many of inputs, targets and weights a batch has; 3 where only reading tells."""
+        return len(self.specs)
+
+    @property
+    def weighted(self) -> bool:
+        """Whether examples have weights of their own."""
+        return len(self.specs) == 3
+
+    @property
+    def mixes(self) -> bool:
+        """Whether examples are mixed with each other, so that targets are rows of shares."""
+        return False
+
+    @abc.abstractmethod
+    def facts(self) -> dict[str, object]:
+        """Returns what the data of all workers must have in common, since each takes its own rows of it, as JSON.
+
+        A few numbers of arrays are lists, for which rounding counts as no difference: machines prepare them with other
+        instructions.
+        """
+
+    # How it is divided into global batches.
+
+    @property
+    def endless(self) -> bool:
+        """Whether the data never ends."""
+        return False
+
+    @property
+    def ends_anywhere(self) -> bool:
+        """Whether the number of batches is unknown until they are read."""
+        return False
+
+    def requested_batch(self, batch: int | None, default: int | None = None, steps: int | None = None) -> int | None:
+        """Returns the batch size to ask `global_batch` for.
+
+        Args:
+          batch: given by the user, or None.
+          default: where it is None, unless the data brings its own.
+          steps: batches into which arrays are divided without either, as Keras does.
+        """
+        del steps
+        return default if batch is None else batch
+
+    def global_batch(self, batch: int | None) -> int:
+        """Returns the examples of a full global batch: `batch`, or 32; a data set of batches brings its own size."""
+        return 32 if batch is None else batch
+
+    def sizes(self, batch: int) -> set[int]:
+        """Returns how many examples its global batches have, as far as known before they are read."""
+        assert self.size is not None
+        return {min(batch, self.size), self.size % batch or batch}
+
+    def check_parts(self, batch: int, replicas: int, accumulate: int, shards: int) -> None:
+        """Raises UserError where a global batch has no example for each replica, or shard, and micro-batch."""
+        schedule.check_batch(batch, replicas, accumulate, "batch_size={}", shards)
+
+    @abc.abstractmethod
+    def feed(self, layout: Layout, shuffle: int | None, seed: int, across: bool) -> Feed:
+        """Returns a feed that reads the source again and again.
+
+        Args:
+          layout: batch size, replicas and micro-batches.
+          shuffle: seed of the order, a new one each epoch; None for the order of the source.
+          seed: decides what is random in an example, drawn anew each epoch.
+          across: epochs have a length of their own, and go on in a data set where the one before has ended.
+        """
+
+    @abc.abstractmethod
+    def feed_once(self, layout: Layout) -> Feed:
+        """Returns a feed that reads the source in its own order, from the beginning at each `restart`."""
+
+    # Some of its examples.
+
+    @abc.abstractmethod
+    def first_rows(self, count: int) -> tuple:
+        """Returns the first examples as a batch, `count` or more where that costs nothing."""
+
+    @abc.abstractmethod
+    def spread_rows(self, count: int) -> tuple:
+        """Returns a batch that begins with `count` examples from all over the source, or of its first batch.
+
+        Raises:
+          UserError: one of them cannot be decoded.
+        """
+
+    @abc.abstractmethod
+    def head(self, limit: int) -> tuple[Source, bool]:
+        """Returns a source of the first examples, about `limit`, and whether there may be more."""
+
+    @abc.abstractmethod
+    def pieces(self, count: int) -> Iterator[tuple]:
+        """Yields all examples once in their order, as NumPy batches of `count`, or as they are stored."""
+
+    def repeats_order(self) -> bool:
+        """Tells whether a second reading finds the same; a data set may shuffle each time that it is read."""
+        return True
+
+    @abc.abstractmethod
+    def class_counts(self, classes: int) -> np.ndarray:
+        """Returns the examples of each class, int64 [classes]."""
+
+    # Sources made of it.
+
+    @abc.abstractmethod
+    def map_targets(self, function: Callable[..., tuple]) -> Source:
+        """Returns a source of function(x, y, weight), which gets batches and leaves x alone.
+
+        Records are changed before they are mixed.
+        """
+
+    @abc.abstractmethod
+    def by_number(self, field: str) -> Any:
+        """Returns the examples as `Records`.
+
+        Raises:
+          UserError: naming `field`, for a stream of batches.
+        """
+
+    def split(self, fraction: float) -> tuple[Source, Source]:
+        """Returns the first examples, and the last ones, which are `fraction` of them, as Keras divides arrays."""
+        del fraction
+        raise UserError(
+            "validation_split takes the last examples of arrays, and the data is none: give validation_data instead"
+        )
+
+
+def weigh_classes(source: Source, weights: Mapping[int, float]) -> Source:
+    """Multiplies each example's weight by that of its class, as Keras' `class_weight` does.
+
+    Args:
+      source: its targets are class numbers [n] or [n, 1], or one-hot rows.
+      weights: factor by class; classes that are missing keep 1.
+    """
+    classes = max(weights) + 1
+    factors = np.ones(classes + 1, keras.config.floatx())
+    for number, factor in weights.items():
+        factors[number] = factor
+
+    def add(x, y=None, weight=None):
+        if y is None or keras.tree.is_nested(y):
+            raise UserError("class_weight needs a model with a single output and targets for it: use sample weights")
+        y = tf.convert_to_tensor(y)
+        if y.shape.rank > 1 and y.shape[-1] != 1:
+            labels = tf.argmax(y, -1, tf.int32)
+        else:
+            labels = tf.cast(tf.reshape(y, [-1]), tf.int32)
+        factor = tf.gather(factors, tf.minimum(labels, classes))
+        return x, y, factor if weight is None else factor * tf.cast(weight, factor.dtype)
+
+    return source.map_targets(add)
+
+
+def one_hot(source: Source, classes: int) -> Source:
+    """Returns class numbers [n] as rows [n, classes] of 0 and 1: uint8, or float32 where examples are mixed."""
+    dtype = tf.float32 if source.mixes else tf.uint8
+
+    def rows(x, y, *weight):
+        return (x, tf.one_hot(y, classes, on_value=1, off_value=0, dtype=dtype), *weight)
+
+    return source.map_targets(rows)
