@@ -42,15 +42,15 @@ def augmented(source: Source, recipe: ops.Recipe, size: tuple[int, int]) -> Reco
     Args:
       size: height and width that they have afterwards.
     """
-    source = source.by_number("data.augment")
-    decode = source.decode
+    records: Records = source.by_number("data.augment")
+    decode = records.decode
 
     def changed(stored: Structure, seed: tf.Tensor) -> tuple:
         x, *rest = decode(stored, seed)
         x = recipe.example(x, seed, size)
         return tf.ensure_shape(x, [*size, x.shape[-1]]), *rest
 
-    return dataclasses.replace(source, decode=changed, mix=recipe.mix)
+    return dataclasses.replace(records, decode=changed, mix=recipe.mix)
 
 
 def in_memory(source: Records) -> Arrays:
