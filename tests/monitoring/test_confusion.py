@@ -145,10 +145,10 @@ def test_no_findings_where_the_order_changes(classifier, connect):
     assert error_analysis.of_run(model, Batches(steady), SPEC, connect(2)) is not None
 
 
-@pytest.mark.parametrize("broken", ["_first", "_findings"])
-def test_no_run_fails_for_it(broken, classifier, connect, monkeypatch, said):
+@pytest.mark.parametrize("owner, broken", [(Arrays, "head"), (error_analysis, "_findings")])
+def test_no_run_fails_for_it(owner, broken, classifier, connect, monkeypatch, said):
     model, x, y, _ = classifier
-    monkeypatch.setattr(error_analysis, broken, lambda *_: 1 / 0)
+    monkeypatch.setattr(owner, broken, lambda *_: 1 / 0)
     assert error_analysis.of_run(model, Arrays((x, y)), SPEC, connect(2)) is None
     assert said == ["WARNING: no look at the mistakes: ZeroDivisionError: division by zero"]
 
