@@ -147,7 +147,7 @@ def readers(folder):
     refused(recorded_experiment.read_experiment, asked)
     with contextlib.suppress(UserError):
         for path in files.found(folder / "checkpoints"):
-            refused(trained_model._read, path, Disk())
+            refused(resume.load, path, Disk())
     with contextlib.suppress(UserError):
         for finding in doctor.examine(folder / "checkpoints"):
             adversary.is_one_line(shown(finding.problem))
@@ -161,7 +161,7 @@ def readers(folder):
     refused(run.create)
     assert run.completed in (True, False)
     run.earlier()
-    assert oom_note.noted(run) >= 1
+    assert oom_note.read(run) >= 1
     refused(run.cut, "history.jsonl", lambda line: True)
     refused(run.append, "history.jsonl", {"a": 1})
     run.release()

@@ -21,7 +21,7 @@ import tfdist
 from tfdist.checkpoints import files as files_lib
 from tfdist.checkpoints import storage as storage_lib
 from tfdist.checkpoints.bucket_folder import BucketFolder, opened
-from tfdist.checkpoints.run_folder import LOCK
+from tfdist.checkpoints.folder_lock import LOCK
 from tfdist.cluster import env_vars
 from tfdist.config import buckets
 from tfdist.config.buckets import Bucket, BucketError, MissingError
@@ -489,9 +489,7 @@ def test_results_that_cannot_be_brought_there_stay_here(place, faulty):
     first = folder(place)
     faulty.fault = Broken("hang up", ("PUT", "GET"))
     first.write("experiment.json", {"name": "first"})
-    with pytest.raises(
-        TrainingError, match=rf"{place}\S* cannot be written .*: what the run has left is in|keys"
-    ) as error:
+    with pytest.raises(TrainingError, match=rf"{place}\S* cannot be written .*: the run's files are in|keys") as error:
         first.push()
     assert str(first.path) in str(error.value)
     first.release()
@@ -620,7 +618,7 @@ def test_results_that_cannot_be_written_end_with_exit_code_1(s3, run, server, tm
     server.fault = Broken("403", ("PUT",), named="model.keras")
     program = run("tfdist.train", *FLAGS, f"--workdir={s3}", XDG_CACHE_HOME=str(tmp_path / "kept"), **server.environ)
     assert program.returncode == 1
-    assert f"{s3}/model.keras cannot be written" in program.stderr and "what the run has left is in" in program.stderr
+    assert f"{s3}/model.keras cannot be written" in program.stderr and "the run's files are in" in program.stderr
     assert "secret" not in program.stdout + program.stderr
     assert len(list((tmp_path / "kept").rglob("model.keras"))) == 1
     server.fault = lambda method, key: None

@@ -16,7 +16,7 @@ from support import training_cases
 import tfdist
 from tfdist.checkpoints import files as files_lib
 from tfdist.checkpoints import resume, training_state
-from tfdist.checkpoints.writer import CheckpointWriter
+from tfdist.checkpoints.manager import CheckpointWriter
 from tfdist.config import atomic_file
 from tfdist.data.sources import Records
 from tfdist.doctor import checkpoints as checkpoints_lib
@@ -256,7 +256,7 @@ def test_the_newest_valid_one_is_used_and_the_damaged_one_set_aside(two, tmp_pat
     data.write_bytes(data.read_bytes()[:-1])
     findings = checkpoints_lib.examine(folder)
     assert [(f.update, bool(f.problem), f.next) for f in findings] == [(20, True, False), (10, False, True)]
-    assert choice(folder).newest(looks_only=True).path.name == "10"  # as a dry run
+    assert choice(folder).newest(read_only=True).path.name == "10"  # as a dry run
     assert [p.name for p in files_lib.found(folder)] == ["20", "10"]
     said.clear()
     chosen = choice(folder).newest()
@@ -304,7 +304,7 @@ def test_data_that_has_lost_an_example_is_refused(connect, tmp_path):
 
 def test_another_model_is_refused(connect, tmp_path):
     train(connect(1), checkpoints=kept(tmp_path, every="1 epoch"))
-    with pytest.raises(UserError, match=r"the checkpoint is of another model .*kernel is float32"):
+    with pytest.raises(UserError, match=r"the checkpoint does not match this model .*kernel is float32"):
         other = model(connect(1), kernels=4)
         train(connect(1), made=other, checkpoints=kept(tmp_path, every="1 epoch"))
 

@@ -96,7 +96,7 @@ def test_a_forged_state_is_not_used(text, why, folder, said):
     assert len(said) == 2 and all(why in line and "\n" not in line for line in said)
     assert all(why in finding.problem for finding in doctor.examine(folder / "checkpoints"))
     asked = trained_model.ModelRequest(str(folder), "", "latest", config.Experiment(), {})
-    assert trained_model._read(folder / "checkpoints" / "40", Disk()) is None
+    assert resume.load(folder / "checkpoints" / "40", Disk()) is None
     assert recorded_experiment.read_experiment(asked).name == "small"
 
 
@@ -178,7 +178,7 @@ def test_other_files_of_another_shape(text, folder):
         (folder / name).write_text(text)
     (folder / "history.jsonl").write_text(text + "\n[1]\n" + '{"updates": 1}\n')
     run = RunFolder(str(folder))
-    assert not run.completed and oom_note.noted(run) == 1
+    assert not run.completed and oom_note.read(run) == 1
     run.cut("history.jsonl", lambda line: line.get("updates", 0) == 1)
     assert (folder / "history.jsonl").read_text() == '{"updates": 1}\n'
     run_files.read(folder)
@@ -261,7 +261,7 @@ def test_what_is_no_file_is_not_waited_for(kind, folder):
         recorded_experiment.read_experiment(asked)
     run = RunFolder(str(folder))
     run.could_be_created()
-    assert run.earlier() is None and not run.completed and oom_note.noted(run) == 1
+    assert run.earlier() is None and not run.completed and oom_note.read(run) == 1
     with pytest.raises(UserError, match=r"data.json cannot be used"):
         spec_file.read(folder)
     with pytest.raises(UserError, match=r"none of the 2 checkpoints in .* is valid"):

@@ -21,8 +21,9 @@ from conftest import REPOSITORY
 from support import processes
 
 from tfdist import config
-from tfdist.checkpoints import own_work, run_folder
-from tfdist.checkpoints.run_folder import LOCK, RunFolder
+from tfdist.checkpoints import folder_lock, own_work
+from tfdist.checkpoints.folder_lock import LOCK
+from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.cluster import env_vars
 from tfdist.config import schedule, validation
 from tfdist.errors import TrainingError, UserError
@@ -172,7 +173,7 @@ def test_a_folder_that_another_run_has_taken(begun, tmp_path):
         lambda: begun.write("result.json", {}),
         lambda: begun.save_model(None),
     ):
-        with pytest.raises(TrainingError, match="was deleted while this run went on, and another one has taken its"):
+        with pytest.raises(TrainingError, match="was deleted while this run went on, and another run has taken its"):
             action()
     assert names(begun.path) == [LOCK]
     begun.release()
@@ -269,7 +270,7 @@ def test_the_lines_at_the_end_name_only_what_is_there(begun, monkeypatch):
             (begun.checkpoints / "7").mkdir(parents=True)
         with pytest.raises(TrainingError) as error:
             begun.write_text("report.html", "")
-        assert str(error.value).endswith("; the checkpoints that are there stay") == there
+        assert str(error.value).endswith("; the existing checkpoints are kept") == there
 
 
 def test_seconds_of_a_run_are_those_that_have_passed(begun, monkeypatch):
@@ -348,7 +349,7 @@ def test_who_keeps_a_folder_whose_run_is_gone_is_named(orphan, tmp_path):
     """Python does not see the fork of a C library, and the lock goes with it."""
     with orphan("C") as (owner, child), pytest.raises(UserError) as error:
         RunFolder(str(tmp_path / "run")).create()
-    assert f"is locked by process {child}, which a run that is gone (process {owner} on " in str(error.value)
+    assert f"is locked by process {child}, left behind by a run that has ended (process {owner} on " in str(error.value)
 
 
 def test_a_lock_whose_owner_is_dead_is_waited_for(orphan, tmp_path, monkeypatch):
@@ -361,7 +362,7 @@ def test_a_lock_whose_owner_is_dead_is_waited_for(orphan, tmp_path, monkeypatch)
             dying.kill()
             dying.wait()
 
-        monkeypatch.setattr(run_folder.time, "sleep", end)
+        monkeypatch.setattr(folder_lock.time, "sleep", end)
         again.create()
     assert not dying.is_running()
     again.release()

@@ -126,10 +126,10 @@ def test_an_unknown_kind(run):
 
 
 def test_a_resume_with_other_kernels_says_so(connect, said):
-    training_run._tell_of_kernels(connect(1), HERE)
-    training_run._tell_of_kernels(connect(1), None)  # a checkpoint of an earlier version
+    training_run._log_other_kernels(connect(1), HERE)
+    training_run._log_other_kernels(connect(1), None)  # a checkpoint of an earlier version
     assert said == []
-    training_run._tell_of_kernels(connect(1), OTHER[HERE])
+    training_run._log_other_kernels(connect(1), OTHER[HERE])
     assert said == [
         f"the checkpoint was made with --cpu_kernels={OTHER[HERE]} and this run has {HERE}: it goes on, "
         "and agrees to rounding"

@@ -225,13 +225,13 @@ def test_notes_that_say_nothing(tmp_path):
     from tfdist.checkpoints.run_folder import RunFolder
 
     folder = RunFolder(str(tmp_path), True)
-    assert oom_note.noted(folder) == 1
+    assert oom_note.read(folder) == 1
     for text in ("", "{", "[]", '{"accumulate": "many"}', '{"accumulate": -3}'):
         (tmp_path / oom_note.NAME).write_text(text)
-        assert oom_note.noted(folder) == 1
-    oom_note.heed(
+        assert oom_note.read(folder) == 1
+    oom_note.record_advice(
         folder, "lost worker 1 (here): it stopped: out of memory (x), at 8 examples at a time: " + oom_note.advice(6)
     )
-    assert oom_note.noted(folder) == 6
-    oom_note.heed(folder, "something else")
-    assert oom_note.noted(folder) == 6
+    assert oom_note.read(folder) == 6
+    oom_note.record_advice(folder, "something else")
+    assert oom_note.read(folder) == 6

@@ -1,4 +1,4 @@
-"""What Keras' callbacks remember from epoch to epoch, and would forget in a new process."""
+"""State of Keras' callbacks that a checkpoint keeps: their counters and best weights."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import keras
 import numpy as np
 
 from tfdist.checkpoints import state_shape
-from tfdist.data.structures import Structure
 from tfdist.errors import UserError, one_line
 from tfdist.keras_bridge import keras_internals
 
 State: TypeAlias = dict[str, Any]
-"""What a callback remembers, by name, as JSON can hold it."""
+"""A callback's state by name, as JSON can hold it."""
 _KNOWN: dict[type, tuple[str, ...]] = {
     keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "stopped_epoch"),
     keras.callbacks.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
@@ -34,7 +33,7 @@ class Stateful(Protocol):
 
 
 def capture(callbacks: keras.callbacks.CallbackList) -> dict[str, State]:
-    """Returns by name what the callbacks remember, as far as JSON can hold it."""
+    """Returns the callbacks' states by name, as far as JSON can hold them."""
     states = {}
     for name, callback in _named(callbacks):
         own = callback.get_state() if isinstance(callback, Stateful) else None
@@ -43,21 +42,25 @@ def capture(callbacks: keras.callbacks.CallbackList) -> dict[str, State]:
             continue
         for kind, fields in _KNOWN.items():
             if isinstance(callback, kind):
-                states[name] = {f: _plain(getattr(callback, f, None)) for f in fields}
+                values = {field: getattr(callback, field, None) for field in fields}
+                numpy = (np.generic, np.ndarray)
+                states[name] = {
+                    f: v.item() if isinstance(v, numpy) and np.ndim(v) == 0 else v for f, v in values.items()
+                }
     return states
 
 
 def restore(callbacks: keras.callbacks.CallbackList, states: dict[str, State]) -> None:
-    """Gives callbacks their state back; after `on_train_begin`, in which they forget it.
+    """Restores the callbacks' states; after `on_train_begin`, in which they reset it.
 
     Raises:
-      UserError: one cannot take it.
+      UserError: one cannot restore it.
     """
     for name, callback in _named(callbacks):
         if name not in states:
             continue
         try:
-            _give_back(callback, states[name])
+            _set_state(callback, states[name])
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise UserError(
                 f"the checkpoint has no state that the callback {name} can go on with ({one_line(error, 120)}): "
@@ -65,12 +68,12 @@ def restore(callbacks: keras.callbacks.CallbackList, states: dict[str, State]) -
             ) from error
 
 
-def _give_back(callback: keras.callbacks.Callback, state: State) -> None:
+def _set_state(callback: keras.callbacks.Callback, state: State) -> None:
     if isinstance(callback, Stateful):
         callback.set_state(state)
         return
-    known = {field for kind, fields in _KNOWN.items() if isinstance(callback, kind) for field in fields}
-    for field in known & state.keys():  # a file decides about nothing else of the callback
+    names = {field for kind, fields in _KNOWN.items() if isinstance(callback, kind) for field in fields}
+    for field in names & state.keys():  # a file sets no other attribute of the callback
         if not state_shape.optional(state_shape.number)(state[field]):
             raise ValueError(f"{field} is {state[field]!r}")
         setattr(callback, field, state[field])
@@ -88,7 +91,7 @@ def arrays(callbacks: keras.callbacks.CallbackList) -> dict[str, np.ndarray]:
 
 
 def set_arrays(callbacks: keras.callbacks.CallbackList, stored: dict[str, np.ndarray]) -> None:
-    """Puts back what `arrays` gave."""
+    """Restores what `arrays` returned."""
     for name, callback in _named(callbacks):
         mine = [stored[key] for key in sorted(stored) if key.rpartition("/")[0] == name]
         for kind, field in _ARRAYS.items():
@@ -105,8 +108,3 @@ def _named(callbacks: keras.callbacks.CallbackList) -> list[tuple[str, keras.cal
         seen[kind] = seen.get(kind, -1) + 1
         named.append((f"{kind}.{seen[kind]}", callback))
     return named
-
-
-def _plain(value: Structure) -> object:
-    """Returns a number of NumPy as one of Python, and anything else as it is."""
-    return value.item() if isinstance(value, (np.generic, np.ndarray)) and np.ndim(value) == 0 else value

@@ -1,10 +1,9 @@
-"""Checkpoints on disk: written whole or not at all, and read only when every byte is as it was written. No TensorFlow.
+"""Checkpoints on disk: written atomically, and read only when every byte is as it was written. No TensorFlow.
 
-A checkpoint is a folder `<update>` with the tensors in TensorFlow's own format
-(`tensors.index`, `tensors.data-*`: `tf.train.load_checkpoint("<update>/tensors")`
-reads them), `state.json` for all that is no tensor, and `manifest.json` with the
-size and SHA-256 of each file and that of the experiment. It is written under another name, synced to the disk and
-renamed; then the file `latest` names it, for people: readers look at the folders.
+A checkpoint is a folder `<update>` with the tensors in TensorFlow's own format (`tensors.index`, `tensors.data-*`:
+`tf.train.load_checkpoint("<update>/tensors")` reads them), `state.json` for all that is no tensor, and `manifest.json`
+with the size and SHA-256 of each file and that of the experiment. It is written under another name, synced to the disk
+and renamed; then the file `latest` names it, for users: tfdist lists the folders.
 """
 
 from __future__ import annotations
@@ -38,11 +37,7 @@ class DamagedError(Exception):
 
 
 def found(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Lists all checkpoints in a folder, valid or not, the newest first.
-
-    Raises:
-      UserError: the folder is there and cannot be read.
-    """
+    """Lists all checkpoints in a folder, valid or not, the newest first; raises UserError if it cannot be read."""
     try:
         return _listed(folder)
     except OSError as error:
@@ -78,30 +73,22 @@ def verify(path: pathlib.Path) -> int:
     Raises:
       DamagedError: anything differs from what was written.
     """
-    total = 0
-    for name, wanted in _manifest(path).items():
-        check(path / name, wanted)
-        total += wanted["bytes"]
-    return total
+    checksums = _manifest(path)
+    for name, expected in checksums.items():
+        check(path / name, expected)
+    return sum(expected["bytes"] for expected in checksums.values())
 
 
-def check(file: pathlib.Path, wanted: Mapping[str, Any]) -> None:
-    """Reads every byte of a file.
-
-    Args:
-      wanted: what `checksum` returned of it.
-
-    Raises:
-      DamagedError: it differs from that.
-    """
+def check(file: pathlib.Path, expected: Mapping[str, Any]) -> None:
+    """Reads every byte of a file; raises DamagedError if its `checksum` is not the expected one."""
     try:
         size = file.stat().st_size
-        if size != wanted["bytes"]:
-            raise DamagedError(f"{file.name} has {size} bytes instead of {wanted['bytes']}")
+        if size != expected["bytes"]:
+            raise DamagedError(f"{file.name} has {size} bytes instead of {expected['bytes']}")
         digest = _sha256(file)
     except OSError as error:
         raise DamagedError(f"{file.name}: {(error.strerror or str(error)).lower()}") from None
-    if digest != wanted["sha256"]:
+    if digest != expected["sha256"]:
         raise DamagedError(f"{file.name} has changed: its checksum is wrong")
 
 
@@ -111,16 +98,12 @@ def checksum(file: pathlib.Path) -> dict[str, Any]:
 
 
 def checksum_of(content: bytes) -> dict[str, Any]:
-    """Returns what `checksum` returns of a file with this content."""
+    """Returns the `checksum` of a file with this content."""
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
 def read_state(path: pathlib.Path) -> dict:
-    """Returns what `write` was given as `state`; verify the checkpoint first.
-
-    Raises:
-      DamagedError: it cannot be read.
-    """
+    """Returns the `state` that `write` wrote; verify the checkpoint first. Raises DamagedError if it is invalid."""
     try:
         state = json.loads(regular_file.content(path / STATE))
     except (OSError, ValueError, RecursionError) as error:
@@ -140,7 +123,7 @@ def _manifest(path: pathlib.Path) -> dict[str, dict]:
     try:
         manifest = json.loads(raw)
         files, number, experiment = manifest["files"], manifest["format"], manifest["experiment"]
-        # Written anew from what was read, it must be the same bytes: that finds a change anywhere in it.
+        # Written again from its content, it must be the same bytes: that finds a change anywhere in it.
         intact = raw == _manifest_bytes(files, experiment, number) and all(map(is_described, files.items()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         intact = False
@@ -152,10 +135,10 @@ def _manifest(path: pathlib.Path) -> dict[str, dict]:
 
 
 def is_described(file: tuple[str, object]) -> bool:
-    """Tells whether there is a checksum of a file, which is in the folder itself, as `checksum` returns it."""
-    name, about = file
-    sizes = isinstance(about, dict) and isinstance(about.get("bytes"), int) and isinstance(about.get("sha256"), str)
-    return sizes and is_inside(name)
+    """Tells whether a name is of a file in the folder itself, and its value what `checksum` returns."""
+    name, value = file
+    valid = isinstance(value, dict) and isinstance(value.get("bytes"), int) and isinstance(value.get("sha256"), str)
+    return valid and is_inside(name)
 
 
 def is_inside(name: object) -> bool:
@@ -188,13 +171,13 @@ def write(
       update: updates made so far.
       state: anything that JSON can hold (with NaN and infinity); the manifest takes the hash of its `experiment`.
       tensors: called with the prefix of the files that it writes.
-      publish: called with the folder of the files and its name to be, before it gets that.
+      publish: called with the folder of the files and its final name, before it gets that.
 
     Returns:
       The checkpoint.
 
     Raises:
-      OSError: it cannot be written, because the disk is full for example; what was there before is as it was.
+      OSError: it cannot be written, because the disk is full for example; earlier checkpoints are unchanged.
     """
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f".{update}.{os.getpid()}"
@@ -205,10 +188,11 @@ def write(
         (temporary / STATE).write_text(json.dumps(state), encoding="utf-8")
         written = sorted(path for path in temporary.iterdir() if path.is_file())
         files = {path.name: checksum(path) for path in written}
-        (temporary / MANIFEST).write_bytes(_manifest_bytes(files, _hash(state.get("experiment"))))
+        experiment = hashlib.sha256(json.dumps(state.get("experiment"), sort_keys=True).encode()).hexdigest()
+        (temporary / MANIFEST).write_bytes(_manifest_bytes(files, experiment))
         for path in [*written, temporary / MANIFEST, temporary]:
             atomic_file.sync(path)
-        # One that is there already stays until it is pruned: replacing it would leave a moment with none.
+        # An existing one stays until it is pruned: replacing it would leave a moment with none.
         same = [path for path in _listed(folder) if update_of(path) == update]
         final = folder / (f"{update}.{_age(same[0])[1] + 1}" if same else str(update))
         publish(temporary, final.name)
@@ -236,18 +220,12 @@ def prune(folder: pathlib.Path, keep: set[pathlib.Path]) -> None:
 
 
 def set_aside(path: pathlib.Path) -> pathlib.Path:
-    """Renames a checkpoint that is not to be resumed from, so that no reader takes it for one."""
-    moved = path.with_name(f"unused-{path.name}")
-    number = 0
-    while moved.exists():
-        number += 1
-        moved = path.with_name(f"unused-{path.name}-{number}")
+    """Renames a checkpoint that is not to be resumed from, so that it no longer counts as one."""
+    suffixes = ("", *(f"-{number}" for number in range(1, 10_000)))
+    names = (path.with_name(f"unused-{path.name}{suffix}") for suffix in suffixes)
+    moved = next(name for name in names if not name.exists())
     path.rename(moved)
     return moved
-
-
-def _hash(fields: object) -> str:
-    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def _sha256(path: pathlib.Path) -> str:
@@ -259,7 +237,7 @@ def _sha256(path: pathlib.Path) -> str:
 
 
 def is_being_written(folder: pathlib.Path) -> bool:
-    """Tells whether a folder of checkpoints has one without its name."""
+    """Tells whether a folder has a checkpoint without its final name."""
     try:
         return any(_UNFINISHED.match(path.name) for path in folder.iterdir())
     except OSError:

@@ -1,4 +1,4 @@
-"""Tells whether the files of a run folder are as the run wrote them. No TensorFlow.
+"""Checks that the files of a run folder are as the run wrote them. No TensorFlow.
 
 `result.json` has the size and the SHA-256 of each file that later commands use, and a checksum of its own. A checkpoint
 has the experiment, and the SHA-256 of what `data.json` says. Folders of earlier versions have neither, and pass.
@@ -52,18 +52,14 @@ def read_result(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def check_file(folder: pathlib.Path, name: str, result: Mapping[str, Any]) -> None:
-    """Compares a file with what `result.json` says of it, if anything.
-
-    Raises:
-      DamagedError: it is another, or there is none.
-    """
+    """Compares a file with its entry in `result.json`, if any; raises DamagedError if it differs or is missing."""
     if name in result.get("files", {}):
         files.check(folder / name, result["files"][name])
 
 
 def problems(folder: pathlib.Path) -> list[str]:
-    """Compares all files with what `result.json` says of them; returns what is wrong."""
-    found: list[str] = []
+    """Compares all files with `result.json`; returns what is wrong."""
+    errors: list[str] = []
     try:
         result = read_result(folder)
     except DamagedError as error:
@@ -72,8 +68,8 @@ def problems(folder: pathlib.Path) -> list[str]:
         try:
             check_file(folder, name, result)
         except DamagedError as error:
-            found.append(str(error))
-    return found
+            errors.append(str(error))
+    return errors
 
 
 def check_trusted(folder: pathlib.Path, name: str, trusted: Iterable[str] = TRUSTED) -> None:
@@ -95,14 +91,11 @@ def check_trusted(folder: pathlib.Path, name: str, trusted: Iterable[str] = TRUS
 
 
 def check_state(folder: pathlib.Path, state: Mapping[str, Any], checkpoint: str) -> None:
-    """Compares the files that a model is built from with what a checkpoint was made with.
+    """Compares the files that a model is built from with what a checkpoint was made with; raises UserError.
 
     Args:
       state: of the checkpoint.
-      checkpoint: its name, for a person.
-
-    Raises:
-      UserError: they differ.
+      checkpoint: its name, for messages.
     """
     recorded = RunFolder(str(folder), writes=False).earlier()
     if recorded is not None and state["experiment"]:

@@ -1,4 +1,4 @@
-"""The checkpoints of one run: when they are taken, and which one a run goes on from."""
+"""The checkpoints of one run: when they are taken, written and deleted, and which one a run resumes from."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import copy
 import math
 import os
 import pathlib
+import re
+import threading
 import time
 from collections.abc import Mapping
 
@@ -13,42 +15,41 @@ import numpy as np
 
 from tfdist.checkpoints import files, training_run, training_state
 from tfdist.checkpoints import storage as storage_lib
-from tfdist.checkpoints.options import CheckpointOptions
 from tfdist.checkpoints.resume import LoadedCheckpoint, Position, ResumeChoice
+from tfdist.checkpoints.storage import DISK, Disk
 from tfdist.checkpoints.training_run import BestEpoch, TrainingRun
-from tfdist.checkpoints.writer import CheckpointWriter
 from tfdist.config import buckets, schedule
+from tfdist.config.buckets import BucketError
 from tfdist.config.messages import logger
 from tfdist.data.structures import Structure
-from tfdist.errors import TrainingError, UserError
+from tfdist.errors import TrainingError, UserError, one_line, printable
 
 HELD_S = 1.0
-"""Seconds of training, at least, between two states that are held in memory for when a worker is lost."""
+"""Least seconds of training between two states that are held in memory for when a worker is lost."""
 HELD_SHARE = 0.01
-"""The part of the time, at most, that holding them may take."""
+"""The largest share of the time that holding them may take."""
 
 
 class Checkpoints:
-    """The checkpoints of one run, for `fit(checkpoints=...)`.
-
-    What becomes of them is said by the logger `tfdist`, on the chief only.
+    """The checkpoints of one run, for `fit(checkpoints=...)`. Progress is logged on the chief only.
 
     Args:
-      folder: where they are, a path or such as `s3://bucket/folder`; only the chief's matters.
+      folder: a path or such as `s3://bucket/folder`; only the chief's matters.
       every: a duration as in the experiment (`100 steps`, `1 epoch`) or a time (`60 seconds`, `5 minutes`); `off` for
-        none at all.
-      keep: how many of the newest to keep.
-      best: metric whose best epoch is kept besides, such as `val_accuracy`; `min` or `max` before it says which is
+        no checkpoints.
+      keep: number of newest checkpoints to keep.
+      best: metric whose best epoch is kept, too, such as `val_accuracy`; `min` or `max` before it says which is
         better where the name does not.
-      asynchronous: write beside the training, one at a time.
-      resume: `auto` goes on from the newest valid one if there is any, `require` insists on one, `never` begins anew.
-      changed: resume though experiment, batch or data have changed; only where an epoch has ended.
+      asynchronous: write in a thread beside the training, one at a time.
+      resume: `auto` resumes from the newest valid one if there is any, `require` insists on one, `never` starts from
+        scratch.
+      changed: resume though experiment, batch or data have changed; only at the end of an epoch.
       experiment: fields of the experiment, kept in each checkpoint and compared on resume.
       data_sha256: digest of what the model was built for (`spec_file.digest`), kept in each checkpoint.
-      storage: what stands behind the folder, if that is a copy that somebody else has made.
+      storage: what stands behind the folder, if that is a copy made by the caller.
 
     Raises:
-      UserError: one of these cannot be.
+      UserError: an argument is invalid.
     """
 
     def __init__(
@@ -63,33 +64,27 @@ class Checkpoints:
         changed: bool = False,
         experiment: Mapping[str, str] | None = None,
         data_sha256: str = "",
-        storage: storage_lib.Disk | None = None,
+        storage: Disk | None = None,
     ):
         buckets.check("folder", os.fspath(folder))  # before it is a path, which takes gs:// for gs:/
-        here, kept_at = storage_lib.at(folder)
+        schedule.interval("checkpoint.every", every)
+        if keep < 1:
+            raise UserError(f"checkpoint.keep must be at least 1, got {keep}")
+        self._best_metric = schedule.better(best)
+        self.folder, kept_at = storage_lib.at(folder)
         self._storage = storage or kept_at
-        self._name = self._storage.shown(here)
-        self._options = CheckpointOptions(
-            here, every, keep, best, asynchronous, resume, changed, dict(experiment or {}), data_sha256
-        )
+        self._name = self._storage.shown(self.folder)
+        self._every, self._asynchronous, self._resume, self._changed = every, asynchronous, resume, changed
+        self._experiment, self._data_sha256 = dict(experiment or {}), data_sha256
+        self.off = every == "off"
         self._writer = CheckpointWriter(self.folder, keep, self._storage)
         self.resumed_from: int | None = None
-        """The update that the run went on from."""
+        """The update that the run resumed from."""
         self.paused = 0.0
         """Seconds for which training has waited for checkpoints."""
         self._updates, self._seconds = math.inf, math.inf
         self._last = self._hold_at = time.monotonic()
         self._best = BestEpoch()
-
-    @property
-    def folder(self) -> pathlib.Path:
-        """Returns where the checkpoints are on this machine."""
-        return self._options.folder
-
-    @property
-    def off(self) -> bool:
-        """Tells whether there are to be no checkpoints at all."""
-        return self._options.off
 
     @property
     def failure(self) -> str:
@@ -98,33 +93,30 @@ class Checkpoints:
 
     @property
     def saved(self) -> int:
-        """Returns how many have been written."""
+        """Returns the number of checkpoints written."""
         return self._writer.saved
 
     @property
     def writing(self) -> float:
-        """Returns the seconds that taking and writing them took in all."""
+        """Returns the total seconds that taking and writing them took."""
         return self._writer.seconds
 
     # -- resuming -----------------------------------------------------------
 
     def begin(self, run: TrainingRun) -> Position | None:
-        """Puts the newest valid checkpoint back into the run: where it goes on, or None for its beginning.
-
-        To be called on all workers.
+        """Restores the newest valid checkpoint, if any, and returns its position; called on all workers.
 
         Raises:
-          UserError: there is none to be used, though there should be.
+          UserError: there is none that can be used, though there should be.
         """
-        options = self._options
         self._updates, self._seconds = schedule.interval(
-            "checkpoint.every", options.every, run.updates_per_epoch, run.global_batch, math.inf
+            "checkpoint.every", self._every, run.updates_per_epoch, run.global_batch, math.inf
         )
         chosen = None
         if run.distribution.is_chief:
             self._storage.begin()
-        if run.distribution.is_chief and options.resume != "never":
-            chosen = self._choice(run, options.changed).newest(options.resume == "require")
+            if self._resume != "never":
+                chosen = self._choice(run, self._changed).newest(self._resume == "require")
         position = self._put_back(run, chosen)
         if position is None:
             return None
@@ -136,9 +128,7 @@ class Checkpoints:
         return position
 
     def back(self, run: TrainingRun, bad: int) -> Position:
-        """Puts the newest checkpoint with finite weights from before update `bad` back, after training has gone wrong.
-
-        To be called on all workers.
+        """Restores the newest checkpoint with finite weights from before update `bad`; called on all workers.
 
         Raises:
           TrainingError: there is none.
@@ -162,34 +152,8 @@ class Checkpoints:
             if all(np.isfinite(np.asarray(w, np.float64)).all() for w in run.model.get_weights()):
                 return position
 
-    def hold(self, run: TrainingRun, position: Position) -> None:
-        """Keeps the state in memory for `again` and `write_held`, until one as new is on the disk.
-
-        To be called on all workers at the same update; it is held on the chief.
-        """
-        start = time.monotonic()
-        tensors = training_state.capture(run.model, run.distribution, run.callbacks)
-        if not run.distribution.is_chief:
-            return
-        # Copied here, and not by TensorFlow in the next update, so that the time that it takes is known.
-        copied = {name: np.array(tensor) for name, tensor in tensors.items()}
-        self._writer.in_memory = LoadedCheckpoint(self.folder, copy.deepcopy(self._state(run, position)), copied)
-        now = time.monotonic()
-        self._hold_at = now + max(HELD_S, (now - start) / HELD_SHARE)
-
-    def should_hold(self) -> bool:
-        """Tells whether it is time to hold the state once more, by the clock of this worker; the chief's counts."""
-        return time.monotonic() >= self._hold_at
-
-    def write_held(self) -> None:
-        """Begins to write what `hold` keeps, if it is newer than what is on the disk; from any thread of the chief.
-
-        What the others still have when a worker is lost is no use: as a rule they are in the middle of an update.
-        """
-        self._writer.write_held()
-
     def again(self, run: TrainingRun) -> Position:
-        """Puts the newest checkpoint of this run back, or its beginning; in one process.
+        """Restores the newest checkpoint of this run, or its beginning; in one process.
 
         Raises:
           TrainingError: there is none that can be read.
@@ -206,10 +170,10 @@ class Checkpoints:
         return position
 
     def _choice(self, run: TrainingRun, changed: bool = False) -> ResumeChoice:
-        return ResumeChoice(self.folder, run.identity(), self._options.experiment, changed, self._storage)
+        return ResumeChoice(self.folder, run.identity(), self._experiment, changed, self._storage)
 
     def _put_back(self, run: TrainingRun, checkpoint: LoadedCheckpoint | None) -> Position | None:
-        restored = training_run.put_back(run, checkpoint, self._options.experiment)
+        restored = training_run.put_back(run, checkpoint, self._experiment)
         if restored is None:
             return None
         position, self._best = restored
@@ -218,7 +182,7 @@ class Checkpoints:
     # -- saving -------------------------------------------------------------
 
     def limit(self, done: int) -> float:
-        """Returns how many more updates there are to the next checkpoint that is due by count."""
+        """Returns the number of updates until the next checkpoint that is due by count."""
         return math.inf if self._updates == math.inf else self._updates - done % self._updates
 
     def due(self, done: int) -> bool:
@@ -231,24 +195,24 @@ class Checkpoints:
 
     def improved(self, logs: Mapping[str, Structure], done: int) -> bool:
         """Tells whether the epoch that has ended is the best so far; the same on all workers."""
-        metric, sign = self._options.best_metric
+        metric, sign = self._best_metric
         if not metric:
             return False
         if metric.startswith("val_") and not any(name.startswith("val_") for name in logs):
             return False  # no validation after this epoch
         if metric not in logs:
             raise UserError(f"checkpoint.best={metric} is not measured: choose one of {', '.join(sorted(logs))}")
-        value, before = float(logs[metric]), self._best.value
-        if not math.isfinite(value) or (before is not None and sign * value <= sign * before):
+        value, best = float(logs[metric]), self._best.value
+        if not math.isfinite(value) or (best is not None and sign * value <= sign * best):
             return False
         self._best = BestEpoch(value, done)
         return True
 
     def save(self, run: TrainingRun, position: Position, wait: bool = False) -> None:
-        """Takes a checkpoint; to be called on all workers at the same update.
+        """Takes a checkpoint; called on all workers at the same update.
 
         Args:
-          wait: come back when it is on the disk; nobody trains meanwhile.
+          wait: return when it is on the disk; training has ended.
         """
         start = time.perf_counter()
         self.wait()  # one at a time: a slow disk slows down training instead of filling the memory
@@ -260,17 +224,43 @@ class Checkpoints:
         state = self._state(run, position)
         self._writer.seconds += time.perf_counter() - captured
         self._writer.start(position.update, state, tensors, self._best.update)
-        if wait or not self._options.asynchronous:
+        if wait or not self._asynchronous:
             self.wait()
         if not wait:
             self.paused += time.perf_counter() - start
+
+    def hold(self, run: TrainingRun, position: Position) -> None:
+        """Keeps the state in the chief's memory for `again` and `write_held`, until a newer one is on the disk.
+
+        Called on all workers at the same update.
+        """
+        start = time.monotonic()
+        tensors = training_state.capture(run.model, run.distribution, run.callbacks)
+        if not run.distribution.is_chief:
+            return
+        # Copied here, and not by TensorFlow in the next update, so that the time that it takes is known.
+        copied = {name: np.array(tensor) for name, tensor in tensors.items()}
+        self._writer.in_memory = LoadedCheckpoint(self.folder, copy.deepcopy(self._state(run, position)), copied)
+        now = time.monotonic()
+        self._hold_at = now + max(HELD_S, (now - start) / HELD_SHARE)
+
+    def should_hold(self) -> bool:
+        """Tells whether it is time to hold the state again, by the clock of this worker; the chief's counts."""
+        return time.monotonic() >= self._hold_at
+
+    def write_held(self) -> None:
+        """Begins to write what `hold` keeps, if it is newer than what is on the disk; from any thread of the chief.
+
+        The state of the other workers is no use when a worker is lost: they are in the middle of an update.
+        """
+        self._writer.write_held()
 
     def wait(self) -> None:
         """Returns when the checkpoint that is being written is on the disk, or has failed."""
         self._writer.wait()
 
     def finish(self) -> None:
-        """Waits for the last one, and says what they have cost."""
+        """Waits for the last checkpoint, and logs what checkpoints have cost."""
         self.wait()
         if len(self._writer.unwritten) > 1:
             logger.info(f"WARNING: the last {len(self._writer.unwritten)} checkpoints could not be written")
@@ -281,5 +271,117 @@ class Checkpoints:
             )
 
     def _state(self, run: TrainingRun, position: Position) -> dict[str, object]:
-        options = self._options
-        return training_run.state_of(run, position, options.experiment, options.data_sha256, self._best)
+        return training_run.state_of(run, position, self._experiment, self._data_sha256, self._best)
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of one run in a thread, one at a time, and deletes old ones; on the chief only.
+
+    Args:
+      folder: where they are.
+      keep: number of newest to keep, besides the best.
+      storage: what stands behind the folder.
+    """
+
+    def __init__(self, folder: pathlib.Path, keep: int, storage: Disk = DISK):
+        self._folder, self._keep, self._storage = folder, keep, storage
+        self._thread: threading.Thread | None = None
+        self.kept: list[pathlib.Path] = []
+        """Those of this run that are on the disk, the oldest first."""
+        self.in_memory: LoadedCheckpoint | None = None
+        """A state of this run newer than what is on the disk, if any is held."""
+        self.failure = ""
+        """Why the last one could not be written, or nothing."""
+        self.unwritten: set[int] = set()
+        """Updates whose checkpoints could not be written, since the last one that was."""
+        self._warned = ""
+        """The reason that was last given in a warning."""
+        self.saved = 0
+        self.seconds = 0.0
+        """Total time that taking and writing them took."""
+
+    def start(self, update: int, state: dict, tensors: dict[str, Structure], best: int | None) -> None:
+        """Begins to write a checkpoint; call `wait` for the previous one first.
+
+        Args:
+          update: updates made so far.
+          state: content of `state.json`.
+          tensors: of `training_state.capture`.
+          best: the update whose checkpoint is kept though newer ones are written, or None.
+        """
+        arguments = (update, state, tensors, best)
+        self._thread = threading.Thread(target=self._write, args=arguments, name="tfdist checkpoint")
+        self._thread.start()
+
+    def write_held(self) -> None:
+        """Begins to write what is in memory, after the one that is being written; from any thread."""
+        held, before = self.in_memory, self._thread
+        if held is None:
+            return
+        state, tensors = held.state, held.tensors
+
+        def write() -> None:
+            if before is not None:
+                before.join()
+            update = state["position"]["update"]
+            if self._write(update, state, tensors, state["best"]["update"]):
+                logger.info(f"the state after update {update} was in memory and is saved, since a worker is lost")
+
+        # Else it would be a daemon, as the thread that calls this may be, and the exit would not wait for it.
+        self._thread = threading.Thread(target=write, name="tfdist checkpoint", daemon=False)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Returns when the one that is being written is on the disk, or has failed."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _write(self, update: int, state: dict, tensors: dict[str, Structure], best: int | None) -> bool:
+        """Writes a checkpoint; returns whether it is on the disk."""
+        start = time.perf_counter()
+        missing = not self._folder.parent.exists()
+        try:
+            write = lambda prefix: training_state.write(prefix, tensors)
+            path = files.write(self._folder, update, state, write, self._storage.publish)
+        except Exception as error:  # TensorFlow's differ by version, and a callback's state may be anything
+            self._fail(update, error)
+            return False
+        finally:
+            self.seconds += time.perf_counter() - start
+        if missing and self.saved:
+            logger.info(f"WARNING: {self._folder.parent} was deleted and has been made again")
+        if len(self.unwritten) > 1:
+            logger.info(f"checkpoints are written again; {len(self.unwritten)} before update {update} were not")
+        self.unwritten, self._warned = set(), ""
+        self.failure, self.saved = "", self.saved + 1
+        if self.in_memory and self.in_memory.state["position"]["update"] <= update:
+            self.in_memory = None
+        self.kept.append(path)
+        newest = self.kept[-self._keep :]
+        best_ones = [kept for kept in self.kept if files.update_of(kept) == best]
+        self.kept = [kept for kept in self.kept if kept in newest or kept in best_ones[-1:]]
+        files.prune(self._folder, set(self.kept))
+        self._storage.prune({kept.name for kept in self.kept})
+        return True
+
+    def _fail(self, update: int, error: Exception) -> None:
+        """Records that a checkpoint could not be written, and warns once for each reason."""
+        why, folder = _reason(error, self._folder), self._folder
+        fix = f"look at {error.place}" if isinstance(error, BucketError) else f"free or repair {folder}"
+        kept = f"the one of update {files.update_of(self.kept[-1])} is kept" if self.kept else "there is none"
+        self.failure = f"the checkpoint after update {update} could not be written ({why})"
+        self.unwritten.add(update)
+        if why != self._warned:
+            self._warned = why
+            logger.info(f"WARNING: {self.failure}: training goes on, {kept}; {fix}")
+
+
+def _reason(error: Exception, folder: pathlib.Path) -> str:
+    """Returns why a file could not be written, without TensorFlow's names of nodes and files."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror.lower()
+    text = one_line(getattr(error, "message", None) or error)
+    text = re.sub(r"\{\{.*?\}\}|\[Op:.*", "", text)  # {{function_node ...}} and [Op:SaveV2] name: ...
+    text = re.sub(re.escape(str(folder)) + r"\S*", "", text)  # each checkpoint has another path
+    return printable(text.strip(" ;:,") or type(error).__name__, 120)

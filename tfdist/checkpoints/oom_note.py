@@ -1,4 +1,4 @@
-"""What a run has learnt about its memory, for the next attempt: into how many micro-batches an update must be cut."""
+"""The number of micro-batches into which an update must be cut after a run was out of memory, for its next attempt."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ _ADVICE = re.compile(r"out of memory.* train\.accumulate=(\d+) ")
 
 
 def advice(accumulate: int) -> str:
-    """Returns the end of a message, which `heed` understands on whichever worker it arrives."""
+    """Returns the end of an error message, which `record_advice` parses on whichever worker it arrives."""
     return f"train.accumulate={accumulate} needs less of it and changes nothing else"
 
 
-def note(folder: RunFolder, accumulate: int) -> None:
-    """Keeps the number of micro-batches for the next attempt."""
+def write(folder: RunFolder, accumulate: int) -> None:
+    """Records the number of micro-batches for the next attempt."""
     folder.write(NAME, {"accumulate": accumulate})
 
 
-def heed(folder: RunFolder, message: str) -> None:
-    """Notes what the message of an error advises, whether this worker has failed or another one."""
-    advised = _ADVICE.search(message)
-    if advised:
-        note(folder, int(advised[1]))
+def record_advice(folder: RunFolder, message: str) -> None:
+    """Records what an error message advises, of this worker or another one."""
+    if advised := _ADVICE.search(message):
+        write(folder, int(advised[1]))
 
 
-def noted(folder: RunFolder) -> int:
-    """Returns what the attempt before has noted; 1 if nothing."""
+def read(folder: RunFolder) -> int:
+    """Returns what the previous attempt has recorded; 1 if nothing."""
     try:
         return max(1, int(json.loads(regular_file.content(folder.path / NAME))["accumulate"]))
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from: the newest that is valid, and of the same experiment."""
+"""Selects the checkpoint that a run resumes from: the newest that is valid, and of the same experiment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tfdist.config import Experiment, current_name, flat
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import Environment
 from tfdist.config.user_functions import as_now
-from tfdist.errors import UserError
+from tfdist.errors import UserError, one_line
 
 HARMLESS = (
     "config.train.accumulate",
@@ -27,19 +27,19 @@ HARMLESS = (
     "config.data.data_dir",
     "config.checkpoint.",
 )
-"""Fields of the experiment that change how it runs and not what comes out."""
+"""Fields of the experiment that change how it runs and not its result."""
 
 
 @dataclasses.dataclass(slots=True)
 class Position:
-    """Where a run is."""
+    """Position of a run in its training."""
 
     update: int = 0
     """Updates made."""
     epoch: int = 0
     """The running epoch, from 0."""
     begun: int = 0
-    """How many updates of that epoch are made."""
+    """Updates made in that epoch."""
     measured: bool = False
     """All its updates are made, and the replicas' statistics averaged."""
     stopped: bool = False
@@ -49,18 +49,32 @@ class Position:
     sums: list[float] = dataclasses.field(default_factory=list)
     """Losses times examples in the running epoch; see `results.Totals`."""
     examples: float = 0.0
-    """How many examples of the running epoch have been seen."""
+    """Examples seen in the running epoch."""
     skipped: list[int] = dataclasses.field(default_factory=list)
     """Updates that are left out, since the loss was not finite there."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadedCheckpoint:
-    """A checkpoint that has been read."""
+    """A checkpoint in memory."""
 
     path: pathlib.Path
     state: dict[str, Any]
     tensors: dict[str, Any]
+
+
+def load(path: pathlib.Path, storage: Disk = DISK) -> LoadedCheckpoint | None:
+    """Reads a checkpoint; returns None, with a warning, if any byte of it is not as it was written."""
+    from tfdist.checkpoints import training_state
+
+    storage.fetch(path)
+    try:
+        files.verify(path)
+        return LoadedCheckpoint(path, files.read_state(path), training_state.read(str(path / files.TENSORS)))
+    except (DamagedError, OSError) as error:  # OSError: a run that goes on has deleted it
+        why = one_line(error, 200) or type(error).__name__
+        logger.info(f"WARNING: checkpoint {storage.shown(path)} is not used: {why}")
+        return None
 
 
 class ResumeChoice:
@@ -70,7 +84,7 @@ class ResumeChoice:
       folder: where they are.
       identity: batch, length and seed of an epoch.
       experiment: its fields by name.
-      changed: accept another identity or experiment where an epoch has ended.
+      changed: accept another identity or experiment at the end of an epoch.
       storage: what stands behind the folder.
     """
 
@@ -85,12 +99,12 @@ class ResumeChoice:
         self._folder, self._identity, self._experiment = folder, dict(identity), experiment
         self._changed, self._storage, self._name = changed, storage, storage.shown(folder)
 
-    def newest(self, required: bool = False, looks_only: bool = False) -> LoadedCheckpoint | None:
+    def newest(self, required: bool = False, read_only: bool = False) -> LoadedCheckpoint | None:
         """Returns the one to resume from; None if there is none at all.
 
         Args:
-          required: whether there has to be one.
-          looks_only: leave newer ones, which are not to be used, where they are.
+          required: raise if there is none.
+          read_only: do not rename newer ones that cannot be used.
 
         Raises:
           UserError: there are some and none can be used, or there is none and one is required.
@@ -102,7 +116,7 @@ class ResumeChoice:
             valid += chosen is not None
             if chosen is None or not self._agrees(chosen):
                 continue
-            for newer in [] if looks_only else paths[:number]:  # or they would be the newest once more
+            for newer in [] if read_only else paths[:number]:  # or they would be the newest again
                 moved = files.set_aside(newer)
                 self._storage.set_aside(newer, moved)
                 logger.info(f"{self._storage.shown(newer)} is now {moved.name}")
@@ -121,17 +135,8 @@ class ResumeChoice:
         return None
 
     def load(self, path: pathlib.Path) -> LoadedCheckpoint | None:
-        """Reads a checkpoint; returns None if any byte of it is not as it was written, and says so."""
-        from tfdist.checkpoints import training_state
-
-        self._storage.fetch(path)
-        try:
-            files.verify(path)
-            content = files.read_state(path)
-            return LoadedCheckpoint(path, content, training_state.read(str(path / files.TENSORS)))
-        except DamagedError as error:
-            logger.info(f"WARNING: checkpoint {self._storage.shown(path)} is not used: {error}")
-            return None
+        """Reads a checkpoint, as the function `load`."""
+        return load(path, self._storage)
 
     def _agrees(self, chosen: LoadedCheckpoint) -> bool:
         odd = differences(self._experiment, chosen.state["experiment"])
@@ -156,16 +161,16 @@ class ResumeChoice:
 
 
 def differences(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
-    """Returns the fields that differ, in words, without the harmless ones.
+    """Returns messages for the fields that differ, without the harmless ones.
 
-    A field that was not there yet, or is not any more, had its default.
+    A field that one version of tfdist does not have has its default.
     """
     defaults = flat(Experiment())
     here, there = (
         {**defaults, **{current_name(name): as_now(text) for name, text in fields.items()}} if fields else fields
         for fields in (here, there)
     )
-    # With shards the micro-batches decide about the last bits, which are promised.
+    # With virtual replicas the micro-batches change the last bits, which are guaranteed.
     exact = ("config.train.accumulate",) if there.get("config.train.virtual_replicas", "0") != "0" else ()
     names = [name for name in {**here, **there} if not name.startswith(HARMLESS) or name in exact]
     return [
@@ -176,7 +181,7 @@ def differences(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
 
 
 def refusal(what: str, odd: list[str]) -> str:
-    """Returns the line for a run folder or checkpoint of another experiment."""
+    """Returns the error message for a run folder or checkpoint of another experiment."""
     return (
         f"{what} is of another experiment ({'; '.join(odd[:5])}{'; ...' if len(odd) > 5 else ''}): "
         "choose another --workdir or --config.name, or --resume=never, which sets the earlier run aside, "
@@ -187,11 +192,17 @@ def refusal(what: str, odd: list[str]) -> str:
 def same_experiment(folder: RunFolder, experiment: Experiment, where: Environment, attempt: int) -> None:
     """Refuses a folder that holds a run of another experiment."""
     earlier = folder.earlier() if folder.holds_run else None
-    if earlier is None or where.resume_changed or _begins_anew(where, attempt):
+    if earlier is None or where.resume_changed or _from_scratch(where, attempt):
         return
     here = flat(experiment)
     odd = differences(here, flat(earlier))
-    state = _newest_state(folder) if odd else None
+    state = None
+    for path in files.found(folder.checkpoints) if odd else []:
+        folder.storage.fetch(path)
+        with contextlib.suppress(DamagedError):
+            files.verify(path)
+            state = files.read_state(path)
+            break
     if odd and (state is None or differences(here, state["experiment"])):
         raise UserError(refusal(folder.name, odd))
     if odd:
@@ -201,42 +212,32 @@ def same_experiment(folder: RunFolder, experiment: Experiment, where: Environmen
         )
 
 
-def _newest_state(folder: RunFolder) -> dict[str, Any] | None:
-    """Returns the state of the newest valid checkpoint."""
-    for path in files.found(folder.checkpoints):
-        folder.storage.fetch(path)
-        with contextlib.suppress(DamagedError):
-            files.verify(path)
-            return files.read_state(path)
-    return None
-
-
-def _begins_anew(where: Environment, attempt: int) -> bool:
-    """Tells whether the run begins anew; one that the launcher starts again goes on, whatever was asked for."""
+def _from_scratch(where: Environment, attempt: int) -> bool:
+    """Tells whether the run starts from scratch; one that the launcher restarts resumes, whatever the flags say."""
     return where.resume == "never" and attempt == 0
 
 
 def unfinished(folder: RunFolder, where: Environment, attempt: int) -> bool:
-    """Tells whether the folder's run has not come to its end, and is not to begin anew."""
-    return attempt > 0 or not (_begins_anew(where, attempt) or folder.completed)
+    """Tells whether the folder's run has not completed, and is not to start from scratch."""
+    return attempt > 0 or not (_from_scratch(where, attempt) or folder.completed)
 
 
 def goes_on(folder: RunFolder, where: Environment, attempt: int, no_checkpoints: bool) -> bool:
     """Tells whether this run continues the one in the folder, instead of setting it aside."""
     if attempt > 0:
         return True
-    if _begins_anew(where, attempt) or no_checkpoints:
+    if _from_scratch(where, attempt) or no_checkpoints:
         return False
     if where.resume == "require" or where.resume_changed:
         return True
     try:
         return not folder.completed and bool(files.found(folder.checkpoints))
     except UserError:
-        return True  # and the resume says what is wrong
+        return True  # and the resume reports the error
 
 
 def intent(folder: RunFolder, goes_on: bool) -> str:
-    """Returns what will be done with the run folder, in words for a person."""
+    """Describes what will be done with the run folder."""
     if not goes_on:
         return f"{folder.name}, the run in it set aside" if folder.holds_run else folder.name
     newest = files.found(folder.checkpoints)

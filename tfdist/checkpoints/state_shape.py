@@ -1,4 +1,4 @@
-"""What `state.json` of a checkpoint must hold, whoever has written it: checksums tell of damage, not of forgery."""
+"""Schema of a checkpoint's `state.json`: checksums find damage, not forgery."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from typing import Any, TypeAlias
 import numpy as np
 
 Shape: TypeAlias = Mapping[str, Callable[[Any], bool]]
-"""What the fields of an object may be, by name."""
+"""Checks of the fields of an object, by name."""
 _MOST = 10**15
 """More updates or epochs than a run can have."""
 
 
 def count(value: object) -> bool:
-    """Tells whether a value is a number of updates, epochs or the like."""
+    """Accepts a number of updates or epochs."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST
 
 
 def number(value: object) -> bool:
-    """Tells whether a value is a number that a float can hold, infinity and NaN included."""
+    """Accepts a number that a float can hold, infinity and NaN included."""
     return isinstance(value, float) or (isinstance(value, int) and abs(value) <= 2**63)
 
 
 def finite(value: object) -> bool:
-    """Tells whether a value is a number, and neither infinite nor NaN."""
+    """Accepts a number that is neither infinite nor NaN."""
     return number(value) and math.isfinite(value)  # type: ignore[arg-type]
 
 
 def optional(check: Callable[[Any], bool]) -> Callable[[object], bool]:
-    """Returns a check that takes None, too."""
+    """Returns a check that accepts None, too."""
     return lambda value: value is None or check(value)
 
 
 def array(value: object) -> bool:
-    """Tells whether a value is a number, or lists within lists of numbers, all of a level as long as each other."""
+    """Accepts a number, or nested lists of numbers that form an array."""
     try:
         return number(value) or (isinstance(value, list) and np.asarray(value).dtype.kind in "biuf")
     except (ValueError, OverflowError, RecursionError):  # ragged, or deeper than arrays can be
@@ -43,22 +43,22 @@ def array(value: object) -> bool:
 
 
 def _measure(value: object) -> bool:
-    """Tells whether a value is a number, or an array as lists of them."""
+    """Accepts a metric: a number, or an array as nested lists."""
     return number(value) or (isinstance(value, dict) and value.keys() == {"array"} and array(value["array"]))
 
 
 def list_of(check: Callable[[Any], bool]) -> Callable[[object], bool]:
-    """Returns a check of a list whose entries are all of a kind."""
+    """Returns a check of all entries of a list."""
     return lambda value: isinstance(value, list) and all(map(check, value))
 
 
 def by_name(check: Callable[[Any], bool]) -> Callable[[object], bool]:
-    """Returns a check of an object whose values are all of a kind."""
+    """Returns a check of all values of an object."""
     return lambda value: isinstance(value, dict) and all(map(check, value.values()))
 
 
 def misfit(content: object, shape: Shape) -> str:
-    """Returns the name of a field that is missing or not as it should be; nothing if all fit."""
+    """Returns the name of a field that is missing or invalid; empty if none is."""
     if not isinstance(content, dict):
         return "fields"
     return next((name for name, check in shape.items() if name not in content or not check(content[name])), "")
@@ -91,15 +91,15 @@ _BEST: Shape = {
 
 
 def wrong(state: object) -> str:
-    """Returns what is wrong with the content of a `state.json`, in a few words; nothing if it can be put back."""
+    """Returns what is wrong with the content of a `state.json`, in a few words; empty if it can be restored."""
     if not isinstance(state, dict):
         return f"a {type(state).__name__} instead of an object"
-    for name, known in (("position", _POSITION), ("best", _BEST)):
+    for name, shape in (("position", _POSITION), ("best", _BEST)):
         part = state.get(name)
         if not isinstance(part, dict):
             return f"no object {name!r}"
-        for field, value in part.items():  # what is left out has its default: earlier versions had fewer
-            if field not in known or not known[field](value):
+        for field, value in part.items():  # missing fields have their defaults: earlier versions had fewer
+            if field not in shape or not shape[field](value):
                 return f"{field!r} in {name!r}"
     for field in ("update", "epoch", "begun"):
         if field not in state["position"]:
@@ -113,7 +113,7 @@ def wrong(state: object) -> str:
 
 
 def _contradiction(state: dict[str, Any]) -> str:
-    """Returns which fields cannot be of the same run. Epochs may end early, so there may be fewer updates than fit."""
+    """Returns which fields contradict each other. Epochs may end early, so there may be fewer updates than fit."""
     position, run, epochs = state["position"], state["run"], state["epochs"]
     update, epoch, begun = (position[name] for name in ("update", "epoch", "begun"))
     if begun > update:

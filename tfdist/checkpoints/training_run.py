@@ -1,4 +1,4 @@
-"""The running training as a checkpoint sees it: what is taken of it, and how it is put back."""
+"""The state of a training that a checkpoint holds beside its tensors (`state.json`): capture and restore."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tfdist.keras_bridge import keras_internals
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrainingRun:
-    """What a checkpoint is taken of and put back into."""
+    """A training that checkpoints are taken of and restored into."""
 
     model: keras.Model
     distribution: Distribution
@@ -30,26 +30,21 @@ class TrainingRun:
     updates_per_epoch: int | None
     seed: int
     examples: int | None = None
-    """How many examples the data has, where that is known: with one more, each would come at another place."""
+    """Examples of the data, where known: with one more, each would come at another place."""
     shards: int = 0
     """Of a batch; 0 for none."""
 
     def identity(self) -> dict[str, int | None]:
-        """Returns what must be the same for the order of the examples to be the same."""
+        """Returns what determines the order of the examples."""
         return identity(self.global_batch, self.updates_per_epoch, self.seed, self.examples)
 
 
 def identity(
     global_batch: int, updates_per_epoch: int | None, seed: int, examples: int | None
 ) -> dict[str, int | None]:
-    """Returns what decides about the order of the examples, by names for people."""
-    known: dict[str, int | None] = {} if examples is None else {"number of examples": examples}
-    return {
-        "global batch": global_batch,
-        "updates per epoch": updates_per_epoch,
-        "seed of the order": seed,
-        **known,
-    }
+    """Returns what determines the order of the examples, by names for messages."""
+    sizes: dict[str, int | None] = {} if examples is None else {"number of examples": examples}
+    return {"global batch": global_batch, "updates per epoch": updates_per_epoch, "seed of the order": seed, **sizes}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,7 +59,7 @@ class BestEpoch:
 def state_of(
     run: TrainingRun, position: Position, experiment: Mapping[str, str], data_sha256: str, best: BestEpoch
 ) -> dict[str, object]:
-    """Returns what `state.json` holds: all that training has changed and that is no tensor."""
+    """Returns the content of `state.json`: all that training has changed and that is no tensor."""
     return {
         "position": dataclasses.asdict(position) | {"logs": {k: _plain(v) for k, v in position.logs.items()}},
         "run": run.identity(),
@@ -84,26 +79,26 @@ def state_of(
 def put_back(
     run: TrainingRun, checkpoint: LoadedCheckpoint | None, experiment: Mapping[str, str]
 ) -> tuple[Position, BestEpoch] | None:
-    """Puts a checkpoint back into the run; to be called on all workers, with the checkpoint on the chief.
+    """Restores a checkpoint into the run; called on all workers, with the checkpoint on the chief.
 
     Args:
       checkpoint: None if there is none to go back to.
-      experiment: fields of the experiment here. Where they differ from those of the checkpoint, the learning rate
-        stays that of the optimizer here.
+      experiment: fields of the current experiment. If they differ from the checkpoint's, the optimizer keeps its
+        current learning rate.
 
     Returns:
-      Where the run goes on, and its best epoch; None without a checkpoint.
+      The position where the run resumes, and its best epoch; None without a checkpoint.
 
     Raises:
-      UserError: the checkpoint is of another model.
+      UserError: the checkpoint does not match the model.
     """
     model = run.model
     mine = checkpoint.state if checkpoint else None
     state = run.distribution.peers.gather("the checkpoint to resume from", mine)[0]
     if state is None:
         return None
-    if not run.shards:  # else it is one of the things that decide about the bits
-        _tell_of_kernels(run.distribution, state.get("cpu_kernels"))
+    if not run.shards:  # else `arithmetic` has it
+        _log_other_kernels(run.distribution, state.get("cpu_kernels"))
     optimizer = keras_internals.inner_optimizer(model.optimizer)
     setting = keras_internals.rate_setting(optimizer)
     rate = setting if isinstance(setting, keras.Variable) else None
@@ -113,7 +108,7 @@ def put_back(
         training_state.separate_streams(model, run.distribution, apart=not run.shards)
     odd = arithmetic.differences(arithmetic.facts(run.distribution), state.get("arithmetic", {})) if run.shards else []
     if odd and state.get("arithmetic") and run.distribution.is_chief:
-        logger.info(f"WARNING: from here on the bits may be others than where the checkpoint is from: {'; '.join(odd)}")
+        logger.info(f"WARNING: results may not be bit-identical from here on: {'; '.join(odd)}")
     callback_state.restore(run.callbacks, state["callbacks"])
     model.history.history = {name: [_value(v) for v in values] for name, values in state["history"].items()}
     model.history.epoch = list(state["epochs"])
@@ -127,8 +122,8 @@ def put_back(
     return position, BestEpoch(**state["best"])
 
 
-def _tell_of_kernels(distribution: Distribution, before: str | None) -> None:
-    """Says that the run goes on with other kernels, so that its bits may differ from an undisturbed run's."""
+def _log_other_kernels(distribution: Distribution, before: str | None) -> None:
+    """Logs that the run resumes with other kernels, so that it may not be bit-identical to an uninterrupted one."""
     here = cpu_kernels.in_use()
     if distribution.devices[0].startswith("CPU") and before not in (None, here):
         logger.info(
@@ -143,10 +138,10 @@ def _assign(variable: keras.Variable, value: float) -> None:
 
 
 def _plain(value: Structure) -> object:
-    """Returns a measure as JSON can hold it; metrics by class are arrays."""
+    """Returns a metric as JSON can hold it; metrics by class are arrays."""
     return {"array": np.asarray(value).tolist()} if np.ndim(value) else float(value)
 
 
 def _value(stored: float | dict) -> float | np.ndarray:
-    """Returns a measure as `_plain` was given it."""
+    """Returns a metric from what `_plain` returned."""
     return np.asarray(stored["array"]) if isinstance(stored, dict) else stored

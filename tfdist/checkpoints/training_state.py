@@ -1,10 +1,9 @@
-"""All that training has changed, as tensors: taken from a running model, and put back into one, on any world.
+"""The tensors of a checkpoint: captured from a model under training, and restored on any number of replicas.
 
-What every replica has alike (weights, trained or frozen, and optimizer) is kept
-once. What each has of its own (BatchNorm's statistics between two averages,
-random generators, sums of metrics) is kept per replica: on as many replicas
-every one gets its own back, bit for bit; on another number, statistics are
-averaged, sums added up, and random streams begin anew from the first replica's.
+Variables that are the same on every replica (weights, trained or frozen, and optimizer) are kept once, others
+(BatchNorm's statistics between two averages, random generators, sums of metrics) per replica: the same number of
+replicas gets them back bit for bit; on another number, statistics are averaged, sums added up, and random streams
+start again from the first replica's.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from tfdist.errors import UserError, one_line
 from tfdist.keras_bridge import freezing, keras_internals, own_steps, whole_metrics
 
 WORDS = 1 << 22
-"""64-bit words that travel to the other workers at a time."""
+"""64-bit words per broadcast to the other workers."""
 SHARED, OWN, CALLBACKS = "shared", "replicas", "callbacks"
 """First part of the tensors' names: kept once, [replicas, ...], and of callbacks."""
 
@@ -33,7 +32,7 @@ def capture(
 ) -> dict[str, Structure]:
     """Returns the state by name, tensors and arrays, without a copy where TensorFlow makes one before the next change.
 
-    To be called on all workers; only the chief's result is whole.
+    Called on all workers; empty on those other than the chief.
     """
     own = {name: np.stack([_read(copy).numpy() for copy in copies(v)]) for name, v in _own(model)}
     if distribution.workers > 1:
@@ -55,7 +54,7 @@ def capture(
 
 
 def write(prefix: str, tensors: dict[str, Structure]) -> None:
-    """Writes what `capture` gave; from any thread."""
+    """Writes what `capture` returned; from any thread."""
     with tf.device("CPU:0"):
         values = [tf.convert_to_tensor(t) for t in tensors.values()]
         tf.raw_ops.SaveV2(
@@ -64,11 +63,7 @@ def write(prefix: str, tensors: dict[str, Structure]) -> None:
 
 
 def read(prefix: str) -> dict[str, np.ndarray]:
-    """Reads what `write` has written.
-
-    Raises:
-      DamagedError: it is no such thing, though its checksum may be right.
-    """
+    """Reads what `write` has written; raises DamagedError if it cannot, though its checksum may be right."""
     try:
         reader = tf.train.load_checkpoint(prefix)
         return {name: np.asarray(reader.get_tensor(name)) for name in reader.get_variable_to_shape_map()}
@@ -82,15 +77,14 @@ def restore(
     callbacks: keras.callbacks.CallbackList,
     tensors: dict[str, np.ndarray],
 ) -> None:
-    """Puts a state back; to be called on all workers, with the tensors on the chief.
+    """Restores a state; called on all workers, with the tensors on the chief.
 
     Raises:
-      UserError: they are of another model.
+      UserError: they do not match the model.
     """
     kinds = [[name, str(t.dtype), list(t.shape)] for name, t in sorted(tensors.items())]
     kinds = distribution.peers.gather("the tensors to restore", kinds)[0]
-    wanted = dict((*_shared(model), *_own(model)))
-    _fits(wanted, kinds)
+    _check_match(dict((*_shared(model), *_own(model))), kinds)
     values = [tensors.get(name, np.zeros(shape, dtype)) for name, dtype, shape in kinds]
     if distribution.workers > 1:
         values = together(distribution, values)
@@ -110,7 +104,7 @@ def restore(
 
 
 def weights(model: keras.Model, tensors: dict[str, np.ndarray], averaged: bool) -> list[np.ndarray]:
-    """Returns the weights that a state holds, as the training would have ended with them.
+    """Returns the weights in a state, as the training would have ended with them.
 
     Args:
       model: like the one that the state was taken of, under no strategy.
@@ -121,20 +115,17 @@ def weights(model: keras.Model, tensors: dict[str, np.ndarray], averaged: bool) 
       Arrays in the order of `model.weights`; statistics are the mean over the replicas.
 
     Raises:
-      UserError: they are of another model.
+      UserError: they do not match the model.
     """
     shared, own = _parts(model)
-    wanted = dict((*_named(SHARED, {"model": shared}), *_named(OWN, {"model": own})))
+    variables = dict((*_named(SHARED, {"model": shared}), *_named(OWN, {"model": own})))
     kept = {name: t for name, t in tensors.items() if name.split("/")[1] == "model"}
-    _fits(wanted, [[name, str(t.dtype), list(t.shape)] for name, t in sorted(kept.items())])
+    _check_match(variables, [[name, str(t.dtype), list(t.shape)] for name, t in sorted(kept.items())])
     by_place = {_place(name): t for name, t in kept.items()}
     values = {}
-    for name, variable in wanted.items():
+    for name, variable in variables.items():
         value = by_place[_place(name)]
-        if name.startswith(f"{OWN}/"):
-            mean = value.dtype.kind == "f" or value.dtype.name == "bfloat16"
-            value = value.astype(np.float64).mean(0).astype(value.dtype) if mean else value[0]
-        values[id(variable)] = value
+        values[id(variable)] = _combined(value) if name.startswith(f"{OWN}/") else value
     if averaged:
         of_optimizer = [n for n in sorted(tensors) if n.startswith(f"{SHARED}/optimizer/") and n.endswith("_average")]
         trained = model.trainable_variables
@@ -149,7 +140,7 @@ def weights(model: keras.Model, tensors: dict[str, np.ndarray], averaged: bool) 
 
 
 def assign(model: keras.Model, distribution: Distribution, arrays: list[np.ndarray]) -> None:
-    """Gives a model the chief's weights; to be called on all workers, with the arrays on the chief."""
+    """Assigns the chief's weights to a model; called on all workers, with the arrays on the chief."""
     if distribution.workers > 1:
         empty = [np.zeros(v.shape, copies(v)[0].dtype.as_numpy_dtype) for v in model.weights]
         arrays = together(distribution, arrays if distribution.is_chief else empty)
@@ -160,9 +151,9 @@ def assign(model: keras.Model, distribution: Distribution, arrays: list[np.ndarr
 
 
 def share(model: keras.Model, distribution: Distribution) -> None:
-    """Gives all replicas of all workers what the chief's first one has: weights, statistics, seeds and optimizer.
+    """Broadcasts weights, statistics, seeds and optimizer from the chief's first replica; called on all workers.
 
-    The random layers of the replicas have other seeds than each other again. To be called on all workers.
+    The random layers of each replica get seeds of their own again.
     """
     optimizers = [v for optimizer in own_steps.optimizers(model) for v in optimizer.variables]
     variables = [*model.trainable_variables, *model.non_trainable_variables, *optimizers]
@@ -177,14 +168,14 @@ def share(model: keras.Model, distribution: Distribution) -> None:
 
 
 def refresh(model: keras.Model) -> None:
-    """Lets layers see weights that were assigned: Keras' Normalization computes with constants that it made of them."""
+    """Makes layers use assigned weights: Keras' Normalization computes with constants derived from them."""
     for layer in keras_internals.flat_layers(model):
         if isinstance(layer, keras.layers.Normalization):
             layer.finalize_state()
 
 
 def separate_streams(model: keras.Model, distribution: Distribution, apart: bool = True) -> None:
-    """Gives the random layers of each replica a stream of their own; replica 0 keeps Keras' own.
+    """Gives the random layers of each replica a stream of its own; replica 0 keeps Keras'.
 
     Args:
       apart: False gives all replicas that of replica 0.
@@ -201,7 +192,7 @@ def separate_streams(model: keras.Model, distribution: Distribution, apart: bool
 
 
 def together(distribution: Distribution, arrays: list[np.ndarray]) -> list[np.ndarray]:
-    """Returns the arrays of whichever worker has other than zeros, on all workers, bit for bit.
+    """Sums arrays bit by bit over the workers, of which all but one have zeros in a place.
 
     Bits are added as integers, which is exact for every type, minus zero and NaN included.
     """
@@ -219,11 +210,11 @@ def together(distribution: Distribution, arrays: list[np.ndarray]) -> list[np.nd
 
 
 _sums: dict[int, Callable[[tf.Tensor], tf.Tensor]] = {}
-"""The compiled sums, by the id of the strategy."""
+"""Compiled sums by the id of the strategy."""
 
 
 def _sum(distribution: Distribution, words: tf.Tensor) -> tf.Tensor:
-    """Sums int64 [n] over all workers, taking of each its first replica's."""
+    """Sums int64 [n] over the first replicas of all workers."""
     key = id(distribution.strategy)
     if key not in _sums:
 
@@ -234,7 +225,7 @@ def _sum(distribution: Distribution, words: tf.Tensor) -> tf.Tensor:
         def call(part):
             return distribution.local(distribution.run(one, (part,)))[0]
 
-        # Not with unknown sizes: what travels is packed by size.
+        # Not with unknown sizes: tensors are packed for the all-reduce by size.
         _sums[key] = tf.function(call, autograph=False)
     return _sums[key](words)
 
@@ -253,12 +244,12 @@ def _own(model: keras.Model) -> list[tuple[str, keras.Variable]]:
 def _parts(model: keras.Model) -> tuple[list, list]:
     """Returns the model's variables that are the same on every replica, and those that are not."""
     fixed = freezing.fixed(model)
-    known = {id(v) for v in fixed}
-    return [*model.trainable_variables, *fixed], [v for v in model.non_trainable_variables if id(v) not in known]
+    ids = {id(v) for v in fixed}
+    return [*model.trainable_variables, *fixed], [v for v in model.non_trainable_variables if id(v) not in ids]
 
 
 def gathered_variables(model: keras.Model) -> list[keras.Variable]:
-    """Returns what layers gather on each replica, less the state of random generators."""
+    """Returns the variables with statistics of each replica, without the state of random generators."""
     return [v for v in _parts(model)[1] if not keras_internals.is_seed(v)]
 
 
@@ -276,59 +267,59 @@ def _read(copy: tf.Variable) -> tf.Tensor:
 
 
 def _assign_own(name: str, variables: Sequence[tf.Variable], rows: np.ndarray, distribution: Distribution) -> None:
-    """Gives each of this worker's copies of a variable its value.
+    """Assigns this worker's copies of a variable.
 
     Args:
       name: of the variable, as in the checkpoint.
       variables: this worker's copies, in order of replicas.
-      rows: [replicas, ...], the replicas being those of the world that the checkpoint was taken in.
+      rows: [replicas, ...], of the replicas that the checkpoint was taken of.
     """
     if len(rows) == distribution.replicas:
-        given = list(rows[distribution.first : distribution.first + len(variables)])
+        values = list(rows[distribution.first : distribution.first + len(variables)])
     elif name.startswith(f"{OWN}/metrics/"):
         total = rows.sum(0, dtype=np.float64 if rows.dtype.kind == "f" else None).astype(rows.dtype)
-        given = [total if replica == 0 else np.zeros_like(total) for replica in _replicas(distribution)]
-    elif rows.dtype.kind == "f" or rows.dtype.name == "bfloat16":
-        given = [rows.astype(np.float64).mean(0).astype(rows.dtype)] * len(variables)
+        own = range(distribution.first, distribution.first + len(variables))
+        values = [total if replica == 0 else np.zeros_like(total) for replica in own]
     else:
-        given = [rows[0]] * len(variables)
-    for copy, value in zip(variables, given):
+        values = [_combined(rows)] * len(variables)
+    for copy, value in zip(variables, values):
         copy.assign(value)
 
 
-def _replicas(distribution: Distribution) -> range:
-    """Returns the numbers of this worker's replicas."""
-    return range(distribution.first, distribution.first + len(distribution.devices))
+def _combined(rows: np.ndarray) -> np.ndarray:
+    """Returns the mean over replicas [replicas, ...] of floating-point values, the first replica's of others."""
+    mean = rows.dtype.kind == "f" or rows.dtype.name == "bfloat16"
+    return rows.astype(np.float64).mean(0).astype(rows.dtype) if mean else rows[0]
 
 
-def _fits(wanted: dict[str, keras.Variable], kinds: list[list]) -> None:
+def _check_match(variables: dict[str, keras.Variable], kinds: list[list]) -> None:
     """Checks that each variable is in the checkpoint, and each of the checkpoint's in the model.
 
     Args:
-      wanted: the model's and the optimizer's variables by name.
+      variables: the model's and the optimizer's by name.
       kinds: name, dtype and shape of each tensor of the checkpoint.
 
     Raises:
-      UserError: naming the first variable that does not fit.
+      UserError: naming the first variable that does not match.
     """
-    have = {name: (dtype, shape) for name, dtype, shape in kinds if not name.startswith(f"{CALLBACKS}/")}
-    ours = {_place(name): name for name in wanted}
-    theirs = {_place(name): name for name in have}
-    odd = sorted(ours.keys() ^ theirs.keys())
+    error = lambda why: UserError(
+        f"the checkpoint does not match this model ({why}): build the same model, or start from scratch"
+    )
+    tensors = {_place(n): (n, dtype, shape) for n, dtype, shape in kinds if not n.startswith(f"{CALLBACKS}/")}
+    names = {_place(name): name for name in variables}
+    odd = sorted(names.keys() ^ tensors.keys())
     if odd:
-        name = ours.get(odd[0]) or theirs[odd[0]]
-        where = "the model has no such variable" if odd[0] in theirs else "the checkpoint has none for it"
-        raise UserError(f"the checkpoint is of another model ({name}: {where}): build the same model, or start anew")
-    for place, name in ours.items():
-        variable, (dtype, shape) = wanted[name], have[theirs[place]]
+        extra = odd[0] in tensors
+        where = "the model has no such variable" if extra else "the checkpoint has none for it"
+        raise error(f"{tensors[odd[0]][0] if extra else names[odd[0]]}: {where}")
+    for place, name in names.items():
+        variable, (_, dtype, shape) = variables[name], tensors[place]
         shape = shape[1:] if name.startswith(f"{OWN}/") else shape
-        if list(variable.shape) != shape or copies(variable)[0].dtype.name != dtype:
-            raise UserError(
-                f"the checkpoint is of another model ({name} is {dtype}{shape} there and "
-                f"{copies(variable)[0].dtype.name}{list(variable.shape)} here): build the same model, or start anew"
-            )
+        mine = copies(variable)[0].dtype.name
+        if list(variable.shape) != shape or mine != dtype:
+            raise error(f"{name} is {dtype}{shape} in the checkpoint and {mine}{list(variable.shape)} in the model")
 
 
 def _place(name: str) -> str:
-    """Returns kind and number: Keras counts names up within a process, so the same model may have others."""
+    """Returns kind and number: Keras numbers names within a process, so the same model may have others."""
     return "/".join(name.split("/")[:3])

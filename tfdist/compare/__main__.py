@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from absl import flags
 
 from tfdist import config
-from tfdist.checkpoints import run_folder
+from tfdist.checkpoints import folder_lock, run_folder
 from tfdist.compare import runner, trial
 from tfdist.compare.runner import Comparison
 from tfdist.config import field_syntax, runtime_options, validation
@@ -102,7 +102,7 @@ def _own_folder(path: pathlib.Path) -> Iterator[run_folder.RunFolder]:
     """
     folder = run_folder.RunFolder(str(path))
     with contextlib.suppress(OSError):
-        strange = sorted({entry.name for entry in path.iterdir()} - {run_folder.LOCK})
+        strange = sorted({entry.name for entry in path.iterdir()} - {folder_lock.LOCK})
         if strange and not (path / runner.RECORD).is_file():
             raise UserError(f"--workdir={path} holds no comparison but {strange[0]}: choose another folder")
     folder.create()
@@ -112,7 +112,7 @@ def _own_folder(path: pathlib.Path) -> Iterator[run_folder.RunFolder]:
             moved = next(name for name in names if not name.exists())
             path.rename(moved)
             folder.release()
-            (moved / run_folder.LOCK).unlink(missing_ok=True)
+            (moved / folder_lock.LOCK).unlink(missing_ok=True)
             logger.info(f"the earlier comparison in {path} is now in {moved}")
             folder.create()
         yield folder

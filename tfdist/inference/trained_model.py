@@ -14,18 +14,16 @@ import pathlib
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from tfdist import config
-from tfdist.checkpoints import files, integrity
+from tfdist.checkpoints import files, integrity, resume
 from tfdist.checkpoints.bucket_folder import BucketFolder
-from tfdist.checkpoints.files import DamagedError
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.checkpoints.storage import DISK, Disk
 from tfdist.config import buckets, field_syntax, regular_file, validation
-from tfdist.config.messages import logger
 from tfdist.errors import UserError, one_line
 
 if TYPE_CHECKING:
@@ -172,13 +170,6 @@ class Weights:
     """In the order of `model.weights`."""
 
 
-class _Content(NamedTuple):
-    """What a checkpoint holds."""
-
-    state: dict[str, Any]
-    tensors: dict[str, np.ndarray]
-
-
 def read_weights(asked: ModelRequest, experiment: config.Experiment, build: Callable[[], keras.Model]) -> Weights:
     """Reads the weights of a run, and makes sure that they are the ones that it has written.
 
@@ -267,7 +258,7 @@ def _from_checkpoint(asked: ModelRequest, experiment: config.Experiment, plain: 
     elif asked.checkpoint != LATEST:
         paths = _at(int(asked.checkpoint), asked.checkpoint, paths)
     for path in paths:
-        content = _read(path, asked.storage)
+        content = resume.load(path, asked.storage)
         if content is not None:
             integrity.check_state(asked.path, content.state, asked.shown(path))
             averaged = experiment.optimizer.ema_momentum > 0
@@ -279,7 +270,7 @@ def _best_update(paths: list[pathlib.Path], experiment: config.Experiment, stora
     """Returns the update of the best checkpoint, as the newest valid one knows it."""
     if not experiment.checkpoint.best:
         raise UserError("--checkpoint=best, and the run has not looked for it (checkpoint.best): use latest")
-    newest = next((content for path in paths if (content := _read(path, storage))), None)
+    newest = next((content for path in paths if (content := resume.load(path, storage))), None)
     return newest.state["best"]["update"] if newest else None
 
 
@@ -295,19 +286,6 @@ def _at(update: int | None, name: str, paths: list[pathlib.Path]) -> list[pathli
 def _no_such(name: str, paths: list[pathlib.Path]) -> NoReturn:
     updates = ", ".join(str(files.update_of(path)) for path in reversed(paths))
     raise UserError(f"--checkpoint={name} is not there: the updates that have one are {updates}")
-
-
-def _read(path: pathlib.Path, storage: Disk) -> _Content | None:
-    """Reads a checkpoint, if every byte of it is right; a run that goes on may delete it meanwhile."""
-    from tfdist.checkpoints import training_state
-
-    storage.fetch(path)
-    try:
-        files.verify(path)
-        return _Content(files.read_state(path), training_state.read(str(path / files.TENSORS)))
-    except (DamagedError, OSError) as error:
-        logger.info(f"WARNING: checkpoint {storage.shown(path)} is not used: {line(error)}")
-        return None
 
 
 @contextlib.contextmanager

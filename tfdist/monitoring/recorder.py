@@ -171,7 +171,7 @@ class Recorder(Callback):
     def on_accumulate(self, accumulate: int) -> None:
         """Notes that micro-batches have become smaller, for this run and its next attempt."""
         self.accumulate = accumulate
-        oom_note.note(self._folder, accumulate)
+        oom_note.write(self._folder, accumulate)
 
     def on_epoch_begin(self, epoch, logs=None):
         if not self._knows_file:  # an attempt that was killed before its first checkpoint has left lines

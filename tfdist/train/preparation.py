@@ -132,7 +132,7 @@ def _with_learnt_accumulate(
     experiment: config.Experiment, environment: Environment, site: Site, folder: RunFolder, distribution: Distribution
 ) -> tuple[config.Experiment, int]:
     """Returns the experiment with as many micro-batches as an earlier attempt has needed, and how many; 0 if none."""
-    noted_here = oom_note.noted(folder) if resume.unfinished(folder, environment, site.cluster.attempt) else 1
+    noted_here = oom_note.read(folder) if resume.unfinished(folder, environment, site.cluster.attempt) else 1
     most = experiment.train.batch_size // distribution.replicas
     noted = min(distribution.peers.gather("micro-batches of the run before", noted_here)[0], most)
     if noted <= experiment.train.accumulate or experiment.train.virtual_replicas:  # which promise the same bits

@@ -169,7 +169,7 @@ class Run:
             self._environment.resume_changed,
             self._folder.storage,
         )
-        choice.newest(self._environment.resume == "require", looks_only=True)
+        choice.newest(self._environment.resume == "require", read_only=True)
 
     def train(self) -> recorder_lib.Result:
         """Trains, evaluates and saves.
@@ -209,7 +209,7 @@ class Run:
         if moved:
             logger.info(f"the earlier run in {folder.name} is now in {moved}")
         if self._prepared.learnt_accumulate:
-            oom_note.note(folder, self._prepared.learnt_accumulate)
+            oom_note.write(folder, self._prepared.learnt_accumulate)
         own_work.write_experiment(folder, self._experiment)
         spec_file.write(folder.write_text, self._data.spec)
         folder.write("environment.json", run_environment.environment(self._distribution, self._site))
@@ -233,7 +233,7 @@ class Run:
 
     def _write_failure(self, reason: str) -> None:
         """Leaves the result of a run that another worker or an error has ended."""
-        oom_note.heed(self._folder, reason)
+        oom_note.record_advice(self._folder, reason)
         # In silence: a thread may call this, while the main thread holds the lock of the logger or of the stream.
         write_result(self._folder, self._result("failed", reason), None, silent=True)
 
