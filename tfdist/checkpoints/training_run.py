@@ -125,7 +125,7 @@ def put_back(
 def _log_other_kernels(distribution: Distribution, before: str | None) -> None:
     """Logs that the run resumes with other kernels, so that it may not be bit-identical to an uninterrupted one."""
     here = cpu_kernels.in_use()
-    if distribution.devices[0].startswith("CPU") and before not in (None, here):
+    if distribution.device_kind == "CPU" and before not in (None, here):
         logger.info(
             f"the checkpoint was made with --cpu_kernels={before} and this run has {here}: it goes on, "
             "and agrees to rounding"

@@ -35,17 +35,16 @@ def capture(
     Called on all workers; empty on those other than the chief.
     """
     own = {name: np.stack([_read(copy).numpy() for copy in copies(v)]) for name, v in _own(model)}
-    if distribution.workers > 1:
-        places = slice(distribution.first, distribution.first + len(distribution.devices))
-        rows = []
-        for value in own.values():
-            whole = np.zeros((distribution.replicas, *value.shape[1:]), value.dtype)
-            whole[places] = value
-            rows.append(whole)
-        own = dict(zip(own, together(distribution, rows)))
+    places = slice(distribution.first, distribution.first + len(distribution.devices))
+    rows = []
+    for value in own.values():
+        whole = np.zeros((distribution.replicas, *value.shape[1:]), value.dtype)
+        whole[places] = value
+        rows.append(whole)
+    own = dict(zip(own, together(distribution, rows)))
     if not distribution.is_chief:
         return {}
-    on_cpu = distribution.devices[0].startswith("CPU")  # elsewhere a copy on write would need twice the memory
+    on_cpu = distribution.device_kind == "CPU"  # elsewhere a copy on write would need twice the memory
     shared = {name: _read(copies(v)[0]) for name, v in _shared(model)}
     if not on_cpu:
         shared = {name: value.numpy() for name, value in shared.items()}
@@ -86,8 +85,7 @@ def restore(
     kinds = distribution.peers.gather("the tensors to restore", kinds)[0]
     _check_match(dict((*_shared(model), *_own(model))), kinds)
     values = [tensors.get(name, np.zeros(shape, dtype)) for name, dtype, shape in kinds]
-    if distribution.workers > 1:
-        values = together(distribution, values)
+    values = together(distribution, values)
     by_place = dict(zip((_place(name) for name, _, _ in kinds), values))
     for name, variable in _shared(model):
         for copy in copies(variable):
@@ -141,9 +139,8 @@ def weights(model: keras.Model, tensors: dict[str, np.ndarray], averaged: bool) 
 
 def assign(model: keras.Model, distribution: Distribution, arrays: list[np.ndarray]) -> None:
     """Assigns the chief's weights to a model; called on all workers, with the arrays on the chief."""
-    if distribution.workers > 1:
-        empty = [np.zeros(v.shape, copies(v)[0].dtype.as_numpy_dtype) for v in model.weights]
-        arrays = together(distribution, arrays if distribution.is_chief else empty)
+    empty = [np.zeros(v.shape, copies(v)[0].dtype.as_numpy_dtype) for v in model.weights]
+    arrays = together(distribution, arrays if distribution.is_chief else empty)
     for variable, value in zip(model.weights, arrays, strict=True):
         for copy in copies(variable):
             copy.assign(value)
@@ -158,8 +155,7 @@ def share(model: keras.Model, distribution: Distribution) -> None:
     optimizers = [v for optimizer in own_steps.optimizers(model) for v in optimizer.variables]
     variables = [*model.trainable_variables, *model.non_trainable_variables, *optimizers]
     values = [_read(copies(v)[0]).numpy() for v in variables]
-    if distribution.workers > 1:
-        values = together(distribution, values if distribution.is_chief else [np.zeros_like(v) for v in values])
+    values = together(distribution, values if distribution.is_chief else [np.zeros_like(v) for v in values])
     for variable, value in zip(variables, values):
         for copy in copies(variable):
             copy.assign(value)
@@ -196,6 +192,8 @@ def together(distribution: Distribution, arrays: list[np.ndarray]) -> list[np.nd
 
     Bits are added as integers, which is exact for every type, minus zero and NaN included.
     """
+    if distribution.workers == 1:
+        return arrays
     raw = b"".join(np.ascontiguousarray(a).tobytes() for a in arrays)
     words = np.frombuffer(raw + bytes(-len(raw) % 8), np.int64)
     parts = []

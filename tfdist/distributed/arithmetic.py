@@ -26,7 +26,7 @@ def facts(distribution: Distribution) -> dict[str, str]:
         "instructions": " ".join(name for name in INSTRUCTIONS if name in cpu_kernels.cpu_flags()),
         "XLA": distribution.jit,
     }
-    seen = tf.config.list_physical_devices("GPU") if distribution.devices[0].startswith("GPU") else []
+    seen = tf.config.list_physical_devices("GPU") if distribution.device_kind == "GPU" else []
     names = {str(tf.config.experimental.get_device_details(device).get("device_name")) for device in seen}
     return {**found, **({"GPU": ", ".join(sorted(names))} if names else {})}
 

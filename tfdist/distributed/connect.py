@@ -91,7 +91,7 @@ def create(site: Site, facts: Mapping[str, str] | None = None) -> Distribution:
     try:
         distribution = _start(site, facts, peers)
         cpu_kernels.check(where.cpu_kernels)
-        if distribution.devices[0].startswith("CPU"):
+        if distribution.device_kind == "CPU":
             cpu_kernels.keep_nan()
     except Exception as error:
         # The others would wait for this worker in a constructor that nothing interrupts.
@@ -100,7 +100,7 @@ def create(site: Site, facts: Mapping[str, str] | None = None) -> Distribution:
     messages.chief_only(distribution.is_chief)
     if not distribution.is_chief:
         _silence_keras()
-    elif late and distribution.devices[0].startswith("CPU") and cpu_kernels.wanted() != kernels:
+    elif late and distribution.device_kind == "CPU" and cpu_kernels.wanted() != kernels:
         logger.info(
             "TensorFlow was imported before tfdist.connect() and computes with Eigen's kernels, where oneDNN's are "
             "mostly faster on this CPU: connect first, or set TF_ENABLE_ONEDNN_OPTS=1 before Python starts"

@@ -61,6 +61,28 @@ class Distribution:
     """How workers sum: `shared memory`, `ring`, `nccl` or `horovod`; "" for a strategy of one process."""
     lacks: tuple[str, ...] = ()
     """Types in which its devices cannot compute."""
+    unsummed: tuple[str, ...] = ()
+    """Types in which gradients cannot travel, besides."""
+
+    @property
+    def device_kind(self) -> str:
+        """The kind of its devices: `CPU`, `GPU` or `TPU`."""
+        return self.devices[0].partition(":")[0]
+
+    @property
+    def timed(self) -> bool:
+        """Whether the host's clock tells what a replica waits for: a GPU computes behind its back, a TPU has none."""
+        return self.device_kind == "CPU" and not self.static_shapes
+
+    @property
+    def variables_span_workers(self) -> bool:
+        """Whether TensorFlow keeps each variable on all workers, so that one of them alone cannot read it."""
+        return self.workers > 1 and self.strategy.num_replicas_in_sync > len(self.devices)
+
+    @property
+    def concurrent_iterations(self) -> int:
+        """Rounds of a loop around collectives that may run at a time; two would have one name in flight twice."""
+        return 1 if self.workers > 1 else 10
 
     @property
     def workers(self) -> int:

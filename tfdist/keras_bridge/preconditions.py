@@ -172,10 +172,9 @@ def reduce_dtype(name: str, distribution: Distribution) -> None:
     """Refuses a type in which gradients cannot travel."""
     if name not in config.REDUCE_DTYPES:
         raise UserError(f"unknown reduce_dtype {name!r}{field_syntax.suggest(name, config.REDUCE_DTYPES)}")
-    if name in distribution.lacks:
-        raise UserError(f"reduce_dtype={name!r} cannot be used with --strategy={distribution.name}: use bfloat16")
-    if name == "bfloat16" and distribution.name == "horovod":
-        raise UserError("reduce_dtype='bfloat16' cannot be used with Horovod, which does not sum it: use float16")
+    if name in (*distribution.lacks, *distribution.unsummed):
+        instead = "bfloat16" if name == "float16" else "float16"
+        raise UserError(f"reduce_dtype={name!r} cannot be used with --strategy={distribution.name}", f"use {instead}")
 
 
 def own_train_step(model: keras.Model, asked: Sequence[str]) -> None:

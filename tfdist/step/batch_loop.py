@@ -138,8 +138,7 @@ def batch_loop(replica: Replica, layout: Layout, losses: int | None, one: Callab
             body,
             start,
             shape_invariants=start.shapes(any_losses=losses is None),
-            # Two rounds at a time would have a collective in flight twice under one name.
-            parallel_iterations=1 if distribution.workers > 1 else 10,
+            parallel_iterations=distribution.concurrent_iterations,
         )
         return CallResult(
             sums=end.sums,

@@ -76,8 +76,7 @@ class Replica:
         self.distribution = distribution
         self.jit = jit
         """Whether XLA compiles the passes."""
-        # A GPU works behind the back of the host, whose clock then tells nothing.
-        self.timed = distribution.devices[0].startswith("CPU") and not distribution.static_shapes
+        self.timed = distribution.timed
         """Whether the compiled functions can tell what they wait for."""
         # A TPU has no float64 in hardware: what a replica tells is added up on the host.
         self.totals = tf.float32 if distribution.static_shapes else tf.float64
@@ -135,7 +134,7 @@ class Replica:
         replica = replica if shard is None else shard
         share, in_own = layout.shared(count, micro, replica), layout.in_own(count, micro, replica)
         # The table stays with the host: on a GPU, each batch would first bring the whole data set there.
-        on_gpu = self.distribution.devices[0].startswith("GPU")
+        on_gpu = self.distribution.device_kind == "GPU"
         with tf.device("CPU:0") if on_gpu else contextlib.nullcontext():
             data = rows_of(batch, share, in_own)
         whole = layout.micro_batch(count, micro).rows

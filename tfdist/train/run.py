@@ -219,7 +219,7 @@ class Run:
         """Starts what records the run, and what shows it to a person."""
         distribution, precision = self._distribution, self._experiment.train.precision
         self._recorder = recorder_lib.Recorder(self._folder, self._schedule, self._segments)
-        gpus = [] if distribution.devices[0].startswith("CPU") else list(self._site.selection.gpus)
+        gpus = [] if distribution.device_kind == "CPU" else list(self._site.selection.gpus)
         work = flops.Work(self._model, self._data.train, [g.name for g in gpus], distribution.workers, precision)
         self._monitors = monitors.Watching(
             self._environment,

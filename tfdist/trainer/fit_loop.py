@@ -46,7 +46,7 @@ class FitLoop:
         distribution = options.distribution
         self._model, self._source, self._options = model, source, options
         self._reader = source.reader
-        if options.virtual_replicas and distribution.workers > 1:
+        if options.virtual_replicas:
             distribution.peers.check_same(arithmetic.facts(distribution), "what decides about the last bit")
         batch = source.requested_batch(options.batch_size, steps=options.steps_per_epoch)
         self._layout = batching.layout_of(
@@ -239,7 +239,7 @@ class FitLoop:
         Keras' own end there with an error, and are used everywhere else.
         """
         distribution, options = self._options.distribution, self._options
-        if distribution.workers == 1 or distribution.name == "horovod":
+        if not distribution.variables_span_workers:
             return contextlib.nullcontext()
         choice = "off" if options.check_agreement == "off" else "auto"  # a callback may measure again and again
         known: dict[str, Any] = dict(

@@ -130,6 +130,7 @@ def create(hvd: ModuleType, name: str, reason: str, peers: Peers, jit: str) -> D
         average=collectives.average,
         broadcast=collectives.broadcast,
         communication="horovod",
+        unsummed=("bfloat16",),
         peers=peers,
     )
 
