@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support import adversary
 
 from tfdist.cluster import discovery
-from tfdist.config.runtime_options import Environment
+from tfdist.config.runtime_options import PlacementOptions
 from tfdist.distributed import connect
 from tfdist.errors import UserError, shown
 
@@ -160,7 +160,7 @@ def test_where_a_worker_would_be(environ, strategy):
     before = dict(os.environ)
     os.environ.update({name: value for name, value in environ.items() if "\ud800" not in value})
     try:
-        connect.locate(Environment(strategy=strategy))
+        connect.locate(PlacementOptions(strategy=strategy))
     except UserError as error:
         adversary.is_one_line(shown(error))
     finally:

@@ -25,7 +25,7 @@ from tfdist.checkpoints import callback_state, files, integrity, oom_note, resum
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.checkpoints.storage import Disk
 from tfdist.config import schedule
-from tfdist.config.runtime_options import Environment
+from tfdist.config.runtime_options import ResumeOptions
 from tfdist.data import spec_file
 from tfdist.doctor import checkpoints as doctor
 from tfdist.errors import TrainingError, UserError, shown
@@ -152,7 +152,7 @@ def readers(folder):
         for finding in doctor.examine(folder / "checkpoints"):
             adversary.is_one_line(shown(finding.problem))
     doctor.newest_size(folder / "checkpoints")
-    refused(resume.goes_on, RunFolder(str(folder)), Environment(), 0, False)
+    refused(resume.goes_on, RunFolder(str(folder)), ResumeOptions(), 0, False)
     fields = config.flat(config.Experiment())
     refused(lambda: resume.ResumeChoice(folder / "checkpoints", {}, fields, True).newest())
     refused(spec_file.read, folder)

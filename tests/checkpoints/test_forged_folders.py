@@ -18,7 +18,7 @@ from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.checkpoints.storage import Disk
 from tfdist.cluster import env_vars
 from tfdist.config import schedule
-from tfdist.config.runtime_options import Environment
+from tfdist.config.runtime_options import ResumeOptions
 from tfdist.data import spec_file
 from tfdist.doctor import checkpoints as doctor
 from tfdist.errors import TrainingError, UserError
@@ -162,14 +162,14 @@ def test_a_resume_believes_the_newest_checkpoint(folder, said):
     experiment = recorded_experiment.experiment_from(fields)
     (folder / "experiment.json").write_text(json.dumps(fields | {"seed": 77}))
     run = RunFolder(str(folder))
-    resume.same_experiment(run, experiment, Environment(), 0)
+    resume.same_experiment(run, experiment, ResumeOptions(), 0)
     assert said == [
         f"WARNING: {folder}/experiment.json is damaged (config.seed is 77 there and {experiment.seed} here): "
         "it is written again, since the newest checkpoint is of this experiment"
     ]
     experiment.seed = 78
     with pytest.raises(UserError, match=r"is of another experiment \(config.seed is 77 there and 78 here\)"):
-        resume.same_experiment(run, experiment, Environment(), 0)
+        resume.same_experiment(run, experiment, ResumeOptions(), 0)
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", "3", DEEP, '{"status": []}', '{"accumulate": 1e999}'])
@@ -276,5 +276,5 @@ def test_a_folder_of_checkpoints_that_leads_to_itself(folder):
     (folder / "checkpoints").symlink_to("checkpoints")
     with pytest.raises(UserError, match=r"checkpoints cannot be read \(Too many levels of symbolic links\): correct "):
         resumed(folder)
-    assert resume.goes_on(RunFolder(str(folder)), Environment(), 0, False)
+    assert resume.goes_on(RunFolder(str(folder)), ResumeOptions(), 0, False)
     assert doctor.newest_size(folder / "checkpoints") == 0

@@ -9,7 +9,7 @@ from support import processes
 
 from tfdist.cluster import addresses, discovery
 from tfdist.cluster.discovery import ALONE, Cluster
-from tfdist.config.runtime_options import Environment
+from tfdist.config.runtime_options import PlacementOptions
 from tfdist.distributed import connect
 from tfdist.errors import UserError
 
@@ -361,8 +361,8 @@ def test_a_run_in_a_network_without_a_secret_is_refused_at_once(monkeypatch):
     for name, value in env("RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.5 MASTER_PORT=29500").items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=r"2 workers meet at 10\.0\.0\.5:29500 without a secret"):
-        connect.locate(Environment(devices="none"))
-    connect.locate(Environment(devices="none", insecure=True))
+        connect.locate(PlacementOptions(devices="none"))
+    connect.locate(PlacementOptions(devices="none", insecure=True))
 
 
 def test_the_secret_is_in_no_description_of_a_cluster():

@@ -75,8 +75,8 @@ def test_a_run_of_too_many_updates():
 
 @pytest.mark.parametrize("field", ["threads", "virtual_devices"])
 def test_threads_that_would_take_all_memory(field):
-    assert refused(runtime_options.Environment, **{field: 99_999}) == f"--{field} must be at most 1024, got 99999"
-    runtime_options.Environment(**{field: 1024})
+    assert refused(runtime_options.PlacementOptions, **{field: 99_999}) == f"--{field} must be at most 1024, got 99999"
+    runtime_options.PlacementOptions(**{field: 1024})
 
 
 def test_a_tf_config_of_brackets():

@@ -32,7 +32,7 @@ def anywhere(url):
     data += [] if url.startswith("gs:") else [config.Data(data_dir=url)]  # which TFDS reads
     return [
         *(lambda d=d: validation.validate(config.Experiment(data=d)) for d in data),
-        lambda: runtime_options.Environment(workdir=url),
+        lambda: runtime_options.ResumeOptions(workdir=url),
         lambda: trained_model.request(url, "", "", config.Experiment(), {}, False),
         lambda: tfdist.Checkpoints(url),
     ]
@@ -80,7 +80,7 @@ def test_a_bucket_is_a_place_if_its_package_is_there(url, tmp_path, monkeypatch)
 
 def test_what_is_no_url():
     for path in ("runs/a:b", "C:/x", "a//b", "~/x", "://x", ""):
-        runtime_options.Environment(workdir=path)
+        runtime_options.ResumeOptions(workdir=path)
     tfdist.Checkpoints(pathlib.Path("runs") / "a")
     experiment = config.Experiment(data=config.Data(data_dir="gs://tfds-data/datasets"))
     validation.validate(experiment)  # TFDS reads it, through TensorFlow

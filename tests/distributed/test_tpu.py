@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import tfdist
 from tfdist.cluster.discovery import ALONE, Cluster
-from tfdist.config.runtime_options import Environment
+from tfdist.config.runtime_options import PlacementOptions
 from tfdist.distributed import connect as connect_lib
 from tfdist.distributed import strategy_choice, tpu_host
 from tfdist.distributed.gpus import Selection
@@ -91,7 +91,7 @@ def test_what_to_install(installed, library, problem, machine):
 def test_a_libtpu_with_which_tensorflow_cannot_be_imported_is_refused_before(machine):
     machine(installed={"tensorflow-tpu": "2.20.0", "libtpu": "0.0.52"})
     with pytest.raises(tfdist.UserError, match=r"TensorFlow cannot be imported: libtpu 0\.0\.52 is too new for"):
-        connect_lib.locate(Environment(devices="none"))
+        connect_lib.locate(PlacementOptions(devices="none"))
 
 
 def test_the_cloud_is_asked_for_a_tpu_only_where_there_is_a_sign_of_one(machine):
@@ -122,7 +122,7 @@ def test_what_tensorflow_reads_is_set_before_its_import(machine):
 
 
 def chosen(environ, **flags):
-    return strategy_choice.choose(Environment(**flags), Selection((), None), ALONE, environ)
+    return strategy_choice.choose(PlacementOptions(**flags), Selection((), None), ALONE, environ)
 
 
 def test_auto_takes_a_tpu_that_tensorflow_can_use(machine):
@@ -149,7 +149,7 @@ def test_one_process_drives_a_tpu(machine):
     machine(installed=FOR_TPUS)
     workers = Cluster("TF_CONFIG", 0, 2)
     with pytest.raises(tfdist.UserError, match=r"one process and there are 2 workers \(TF_CONFIG\): start one"):
-        strategy_choice.choose(Environment(strategy="tpu"), Selection((), None), workers, {})
+        strategy_choice.choose(PlacementOptions(strategy="tpu"), Selection((), None), workers, {})
 
 
 RESOLVER = "distribute.cluster_resolver.TPUClusterResolver"

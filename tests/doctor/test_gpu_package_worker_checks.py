@@ -12,7 +12,7 @@ import pytest
 from support.doctor_findings import of, one
 from support.nvidia_drivers import FOUR, printing
 
-from tfdist.config.runtime_options import Environment
+from tfdist.config.runtime_options import PlacementOptions
 from tfdist.distributed import gpus, horovod_install
 from tfdist.doctor import check as check_lib
 from tfdist.doctor import packages, tensorflow_probe, workers
@@ -300,7 +300,7 @@ def test_horovod(tmp_path, monkeypatch):
 
 
 def place(environ=None, gpus_here=(), several=False, **environment):
-    return workers.find(Environment(**environment), gpus.Survey(gpus_here), environ or {}, several)
+    return workers.find(PlacementOptions(**environment), gpus.Survey(gpus_here), environ or {}, several)
 
 
 def test_alone_on_a_cpu():

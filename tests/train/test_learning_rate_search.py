@@ -117,7 +117,7 @@ def test_shards_are_those_of_the_experiment(monkeypatch):
     prepared = preparation.Preparation(**unused | {"experiment": experiment, "data": data})
     monkeypatch.setattr(rate_search.fit, "fit", lambda *arguments, **options: given.update(options))
     with pytest.raises(TrainingError):  # no update was made
-        rate_search.run(prepared, runtime_options.Environment(), None, None)
+        rate_search.run(prepared, "auto", None, None)
     assert (given["virtual_replicas"], given["accumulate"], given["check_agreement"]) == (8, 2, "auto")
 
 

@@ -14,7 +14,7 @@ from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.checkpoints.storage import DISK, Disk
 from tfdist.config import Experiment, current_name, flat
 from tfdist.config.messages import logger
-from tfdist.config.runtime_options import Environment
+from tfdist.config.runtime_options import ResumeOptions
 from tfdist.config.user_functions import as_now
 from tfdist.errors import UserError, one_line
 
@@ -189,10 +189,10 @@ def refusal(what: str, odd: list[str]) -> str:
     )
 
 
-def same_experiment(folder: RunFolder, experiment: Experiment, where: Environment, attempt: int) -> None:
+def same_experiment(folder: RunFolder, experiment: Experiment, options: ResumeOptions, attempt: int) -> None:
     """Refuses a folder that holds a run of another experiment."""
     earlier = folder.earlier() if folder.holds_run else None
-    if earlier is None or where.resume_changed or _from_scratch(where, attempt):
+    if earlier is None or options.resume_changed or _from_scratch(options, attempt):
         return
     here = flat(experiment)
     odd = differences(here, flat(earlier))
@@ -212,23 +212,23 @@ def same_experiment(folder: RunFolder, experiment: Experiment, where: Environmen
         )
 
 
-def _from_scratch(where: Environment, attempt: int) -> bool:
+def _from_scratch(options: ResumeOptions, attempt: int) -> bool:
     """Tells whether the run starts from scratch; one that the launcher restarts resumes, whatever the flags say."""
-    return where.resume == "never" and attempt == 0
+    return options.resume == "never" and attempt == 0
 
 
-def unfinished(folder: RunFolder, where: Environment, attempt: int) -> bool:
+def unfinished(folder: RunFolder, options: ResumeOptions, attempt: int) -> bool:
     """Tells whether the folder's run has not completed, and is not to start from scratch."""
-    return attempt > 0 or not (_from_scratch(where, attempt) or folder.completed)
+    return attempt > 0 or not (_from_scratch(options, attempt) or folder.completed)
 
 
-def goes_on(folder: RunFolder, where: Environment, attempt: int, no_checkpoints: bool) -> bool:
+def goes_on(folder: RunFolder, options: ResumeOptions, attempt: int, no_checkpoints: bool) -> bool:
     """Tells whether this run continues the one in the folder, instead of setting it aside."""
     if attempt > 0:
         return True
-    if _from_scratch(where, attempt) or no_checkpoints:
+    if _from_scratch(options, attempt) or no_checkpoints:
         return False
-    if where.resume == "require" or where.resume_changed:
+    if options.resume == "require" or options.resume_changed:
         return True
     try:
         return not folder.completed and bool(files.found(folder.checkpoints))

@@ -57,7 +57,7 @@ def settings(values: flags.FlagValues) -> runner.Settings:
         raise UserError("--strategies names none: give some of " + ",".join(STRATEGIES))
     if not values.time_limit > 0:
         raise UserError(f"--time_limit must be a positive number of seconds, got {values.time_limit}")
-    environment = runtime_options.Environment(devices=values.devices, threads=values.threads, jit=values.jit)
+    environment = runtime_options.PlacementOptions(devices=values.devices, threads=values.threads, jit=values.jit)
     hardware = trial.find_hardware(environment.devices, os.environ)
     # One thread makes a CPU replica one core, so that two of them have twice as much to compute with.
     threads = environment.threads if environment.threads or hardware.gpus else 1
@@ -139,7 +139,7 @@ def _run(argv: list[str]) -> int:
 
 def main() -> None:
     """Entry point of `python -m tfdist.compare`."""
-    d = runtime_options.Environment()
+    d = runtime_options.PlacementOptions()
     flags.DEFINE_list("strategies", list(STRATEGIES[:4]), f"Strategies to compare, of {', '.join(STRATEGIES)}.")
     flags.DEFINE_list(
         "replicas",

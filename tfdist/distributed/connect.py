@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from tfdist.cluster import discovery, registration
 from tfdist.cluster.peers import Peers
-from tfdist.config import cpu_kernels, keras_backend, messages
+from tfdist.config import cpu_kernels, keras_backend, messages, runtime_options
 from tfdist.config.messages import logger
-from tfdist.config.runtime_options import OF_A_RUN, Environment
+from tfdist.config.runtime_options import PlacementOptions
 from tfdist.distributed import gpus, strategy_choice, tensorflow_trial, tf_devices, tpu_host
 from tfdist.distributed.distribution import Distribution
 from tfdist.distributed.strategies import horovod, multi_worker, tpu
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Site:
+class Placement:
     """The answer to "where does this run", found without TensorFlow."""
 
-    environment: Environment
+    options: PlacementOptions
     survey: gpus.Survey
     selection: gpus.Selection
     cluster: discovery.Cluster
@@ -43,7 +43,7 @@ class Site:
         return self.choice.replicas * self.cluster.size
 
 
-def locate(environment: Environment) -> Site:
+def locate(options: PlacementOptions) -> Placement:
     """Looks at GPUs and environment variables and chooses a strategy; takes no device.
 
     Raises:
@@ -53,43 +53,42 @@ def locate(environment: Environment) -> Site:
     unusable = tpu_host.unusable()
     if unusable:
         raise UserError(f"TensorFlow cannot be imported: {unusable}")
-    asks_for_cpu = environment.virtual_devices or environment.devices == "none"
-    survey = gpus.Survey() if asks_for_cpu else gpus.survey()
+    survey = gpus.Survey() if options.uses_cpu else gpus.survey()
     workers = discovery.find(os.environ)
-    selection = gpus.select("none" if asks_for_cpu else environment.devices, survey, os.environ)
+    selection = gpus.select("none" if options.uses_cpu else options.devices, survey, os.environ)
     if workers.source != discovery.LAUNCH:  # which has divided them
         selection = gpus.share(selection, workers.local_rank, workers.local_size)
-    choice = strategy_choice.choose(environment, selection, workers, os.environ)
+    choice = strategy_choice.choose(options, selection, workers, os.environ)
     if choice.name == "multi_worker":  # those of Horovod get a secret from it
-        discovery.check_secret(workers, environment.insecure)
-    return Site(environment, survey, selection, workers, choice)
+        discovery.check_secret(workers, options.insecure)
+    return Placement(options, survey, selection, workers, choice)
 
 
-def create(site: Site, facts: Mapping[str, str] | None = None) -> Distribution:
+def create(placement: Placement, facts: Mapping[str, str] | None = None) -> Distribution:
     """Starts TensorFlow on the chosen devices, once all workers have met.
 
     Args:
-      site: what `locate` has found.
+      placement: what `locate` has found.
       facts: what must be the same on all workers, by name.
 
     Raises:
       UserError: TensorFlow does not see the devices, or was started before; or
         the workers did not all come, or differ.
     """
-    where, name, workers = site.environment, site.choice.name, site.cluster
+    where, name, workers = placement.options, placement.choice.name, placement.cluster
     late = cpu_kernels.is_imported()
     cpu_kernels.ask_for(where.cpu_kernels)
     if not late:
-        compiles = where.jit == "on" or (where.jit == "auto" and bool(site.selection.gpus)) or name == "tpu"
+        compiles = where.jit == "on" or (where.jit == "auto" and bool(placement.selection.gpus)) or name == "tpu"
         tensorflow_trial.check(compiles, os.environ)
     kernels = cpu_kernels.in_use() if late else cpu_kernels.wanted()
-    facts = {"replicas per worker": str(site.choice.replicas), **_versions(name), **(facts or {})}
-    if not site.selection.gpus:
+    facts = {"replicas per worker": str(placement.choice.replicas), **_versions(name), **(facts or {})}
+    if not placement.selection.gpus:
         facts["the CPU kernels (--cpu_kernels)"] = kernels
     met_before = workers if name == "multi_worker" else discovery.ALONE
     peers = registration.meet(met_before, facts, where.start_timeout, where.stall_timeout)
     try:
-        distribution = _start(site, facts, peers)
+        distribution = _start(placement, facts, peers)
         cpu_kernels.check(where.cpu_kernels)
         if distribution.device_kind == "CPU":
             cpu_kernels.keep_nan()
@@ -136,19 +135,19 @@ def _quiet_tensorflow() -> None:
         log.setLevel(logging.WARNING)
 
 
-def _start(site: Site, facts: Mapping[str, str], peers: Peers) -> Distribution:
+def _start(placement: Placement, facts: Mapping[str, str], peers: Peers) -> Distribution:
     """Starts the strategy once the workers have met; those of Horovod meet here, since it knows where."""
-    where = site.environment
+    where = placement.options
     tpu_host.keep_from_asking(os.environ)
-    refused = _tried(site) if site.choice.name == "tpu" else None
-    if site.choice.name == "tpu" and not refused:
+    refused = _tried(placement) if placement.choice.name == "tpu" else None
+    if placement.choice.name == "tpu" and not refused:
         tpu_host.prepare(os.environ)
-    devices = tf_devices.prepare(where, site.survey, site.selection, site.cluster.local_size)
+    devices = tf_devices.prepare(where, placement.survey, placement.selection, placement.cluster.local_size)
     _quiet_tensorflow()
     # XLA loses on the CPU: forward and backward at 0.5 to 1.0 of the plain loop (benchmarks/README.md).
     jit = "off" if where.jit == "auto" and devices.kind == "CPU" else where.jit
-    reason = site.choice.reason
-    match site.choice.name:
+    reason = placement.choice.reason
+    match placement.choice.name:
         case "default":
             return default(reason, devices.names[0], jit)
         case "mirrored":
@@ -156,14 +155,14 @@ def _start(site: Site, facts: Mapping[str, str], peers: Peers) -> Distribution:
         case "multi_worker":
             return multi_worker.create(devices.names, reason, peers, jit, where.communication, where.bucket_bytes)
         case "tpu":
-            return _tpu(site, devices, jit, refused)
+            return _tpu(placement, devices, jit, refused)
         case _:
             started = horovod.start(where.start_timeout)
             peers = registration.meet(horovod.cluster(started), facts, where.start_timeout, where.stall_timeout)
             return horovod.create(started.module, devices.names[0], reason, peers, jit)
 
 
-def _tried(site: Site) -> UserError | None:
+def _tried(placement: Placement) -> UserError | None:
     """Tries elsewhere to start a TPU of which no device is seen here; returns why `auto` has to go on without.
 
     Before this process imports TensorFlow, which takes seconds.
@@ -171,7 +170,7 @@ def _tried(site: Site) -> UserError | None:
     Raises:
       UserError: it does not start, and somebody has asked for it.
     """
-    where = site.environment
+    where = placement.options
     if where.tpu != "local" or tpu_host.has_device():
         return None
     environ = dict(os.environ)
@@ -186,26 +185,26 @@ def _tried(site: Site) -> UserError | None:
     return None
 
 
-def _tpu(site: Site, devices: tf_devices.Devices, jit: str, refused: UserError | None) -> Distribution:
+def _tpu(placement: Placement, devices: tf_devices.Devices, jit: str, refused: UserError | None) -> Distribution:
     """Starts a TPU; where `auto` has found a sign of one and it does not start, what there is besides.
 
     Args:
       refused: why it would not start, if that is known.
     """
-    where = site.environment
+    where = placement.options
     sign = where.tpu != "local" or tpu_host.hint(os.environ)
     limit = where.start_timeout if sign else min(where.start_timeout, tpu.WITHOUT_A_SIGN_S)
     try:
         if refused:
             raise refused
-        return tpu.create(where.tpu, site.choice.reason, limit)
+        return tpu.create(where.tpu, placement.choice.reason, limit)
     except UserError as error:
         if where.strategy != "auto" or where.tpu != "local":
             raise
         logger.info(f"WARNING: {error}")
         names = devices.names
         here = f"{len(names)} {devices.kind}{'s' * (len(names) > 1)} here"
-        reason = f"{here}; not tpu, though {site.choice.reason}: it has not started"
+        reason = f"{here}; not tpu, though {placement.choice.reason}: it has not started"
         return mirrored(names, reason, jit) if len(names) > 1 else default(reason, names[0], jit)
 
 
@@ -219,7 +218,7 @@ def _versions(strategy: str) -> dict[str, str]:
     return {f"the version of {name}": version for name, version in versions.items()}
 
 
-_CONNECTED: dict[tuple[Environment, str, discovery.Cluster], Distribution] = {}
+_CONNECTED: dict[tuple[PlacementOptions, str, discovery.Cluster], Distribution] = {}
 """What `connect` has returned, by what it was asked for."""
 _IN_ORDER: list[Distribution] = []
 """The same, the latest one last."""
@@ -243,14 +242,14 @@ def connect(strategy: str = "auto", **environment: Any) -> Distribution:
     Raises:
       UserError: the strategy or an option cannot be used here.
     """
-    known = {f.name for f in dataclasses.fields(Environment)} - {"strategy", *OF_A_RUN}
+    known = set(runtime_options.names(PlacementOptions)) - {"strategy"}
     unknown = set(environment) - known
     if unknown:
         raise UserError(f"connect() has no option {sorted(unknown)[0]!r}: known are {', '.join(sorted(known))}")
-    site = locate(Environment(strategy=strategy, **environment))
-    asked = site.environment, site.choice.name, site.cluster
+    placement = locate(PlacementOptions(strategy=strategy, **environment))
+    asked = placement.options, placement.choice.name, placement.cluster
     if asked not in _CONNECTED:
-        _CONNECTED[asked] = create(site)
+        _CONNECTED[asked] = create(placement)
     latest = _CONNECTED[asked]
     _IN_ORDER[:] = [*(one for one in _IN_ORDER if one is not latest), latest]
     return latest

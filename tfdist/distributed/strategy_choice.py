@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from tfdist.cluster.discovery import HOROVODRUN, Cluster
-from tfdist.config.runtime_options import Environment
+from tfdist.config.runtime_options import PlacementOptions
 from tfdist.distributed import tpu_host
 from tfdist.distributed.gpus import Selection
 from tfdist.errors import UserError
@@ -23,7 +23,7 @@ class StrategyChoice:
 
 
 def choose(
-    environment: Environment, selection: Selection, cluster: Cluster, environ: Mapping[str, str]
+    options: PlacementOptions, selection: Selection, cluster: Cluster, environ: Mapping[str, str]
 ) -> StrategyChoice:
     """Applies the rules of `--strategy=auto`, or checks an explicit choice.
 
@@ -34,14 +34,14 @@ def choose(
     Raises:
       UserError: the strategy cannot run here; the message says what it needs.
     """
-    virtual = environment.virtual_devices
+    virtual = options.virtual_devices
     devices = virtual or max(1, len(selection.gpus))
     what = f"{virtual} virtual CPU devices" if virtual else f"{len(selection.gpus)} GPUs" if selection.gpus else "1 CPU"
-    name, reason = environment.strategy, "asked for by --strategy"
+    name, reason = options.strategy, "asked for by --strategy"
     if name == "auto":
-        name, reason = _automatic(devices, what, environment, cluster, environ)
+        name, reason = _automatic(devices, what, options, cluster, environ)
     if name == "tpu":
-        _check_tpu(environment, cluster)
+        _check_tpu(options, cluster)
     if name in ("default", "mirrored") and cluster.size > 1:
         raise UserError(
             f"--strategy={name} trains in one process and there are {cluster.size} workers ({cluster.source}): "
@@ -66,18 +66,18 @@ def choose(
 
 
 def _automatic(
-    devices: int, what: str, environment: Environment, cluster: Cluster, environ: Mapping[str, str]
+    devices: int, what: str, options: PlacementOptions, cluster: Cluster, environ: Mapping[str, str]
 ) -> tuple[str, str]:
     if cluster.source == HOROVODRUN:
         return "horovod", "started by horovodrun (HOROVOD_RANK is set)"
     if cluster.size > 1:
         return "multi_worker", f"there are {cluster.size} workers ({cluster.source})"
-    if environment.virtual_devices:  # somebody asks for this machine's CPU, whatever else there is
+    if options.virtual_devices:  # somebody asks for this machine's CPU, whatever else there is
         return ("mirrored" if devices > 1 else "default"), f"{what} here"
-    if environment.tpu != "local":
-        return "tpu", f"--tpu={environment.tpu} asks for it"
+    if options.tpu != "local":
+        return "tpu", f"--tpu={options.tpu} asks for it"
     without = ""
-    if environment.devices == "all":  # else somebody asks for GPUs, or for the CPU
+    if options.devices == "all":  # else somebody asks for GPUs, or for the CPU
         hint = tpu_host.hint(environ)
         problem = tpu_host.problem() if hint else ""
         if hint and not problem:
@@ -86,7 +86,7 @@ def _automatic(
     return ("mirrored" if devices > 1 else "default"), f"{what} here{without}"
 
 
-def _check_tpu(environment: Environment, cluster: Cluster) -> None:
+def _check_tpu(options: PlacementOptions, cluster: Cluster) -> None:
     if cluster.size > 1:
         raise UserError(
             f"--strategy=tpu drives all cores from one process and there are {cluster.size} workers "
@@ -97,7 +97,7 @@ def _check_tpu(environment: Environment, cluster: Cluster) -> None:
         raise UserError(f"--strategy=tpu cannot run here: {problem}")
 
 
-def check_visible(selection: Selection, seen: int, environment: Environment, said: str) -> None:
+def check_visible(selection: Selection, seen: int, options: PlacementOptions, said: str) -> None:
     """Refuses to train on the CPU in silence when the driver has GPUs that TensorFlow does not see.
 
     Args:

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 from tfdist.cluster import standard_error
-from tfdist.config.runtime_options import Environment
+from tfdist.config.runtime_options import PlacementOptions
 from tfdist.distributed import gpus, strategy_choice
 from tfdist.errors import UserError
 
@@ -30,7 +30,7 @@ class Devices:
         return self.names[0].partition(":")[0]
 
 
-def prepare(environment: Environment, survey: gpus.Survey, selection: gpus.Selection, local_size: int = 1) -> Devices:
+def prepare(options: PlacementOptions, survey: gpus.Survey, selection: gpus.Selection, local_size: int = 1) -> Devices:
     """Configures TensorFlow for this process.
 
     Args:
@@ -40,18 +40,18 @@ def prepare(environment: Environment, survey: gpus.Survey, selection: gpus.Selec
       UserError: GPUs that TensorFlow does not see, or a process that has
         already started TensorFlow with other settings.
     """
-    if not (environment.virtual_devices and not survey.gpus):
+    if not (options.virtual_devices and not survey.gpus):
         gpus.apply(selection)
     tf, seen, said = start()
-    strategy_choice.check_visible(selection, len(seen), environment, said)
-    virtual = environment.virtual_devices
-    threads = environment.threads
+    strategy_choice.check_visible(selection, len(seen), options, said)
+    virtual = options.virtual_devices
+    threads = options.threads
     if threads is None and local_size > 1:
         threads = max(1, len(os.sched_getaffinity(0)) // local_size)
     if threads is not None:
         # Operations of all logical CPUs share one inter-op pool: with one thread they would take turns.
         _threads(tf, threads, threads * (virtual or 1))
-    if seen and not virtual and environment.devices != "none":
+    if seen and not virtual and options.devices != "none":
         for device in seen:
             _configure(functools.partial(tf.config.experimental.set_memory_growth, device, True), "GPU memory growth")
         return Devices(tuple(f"GPU:{i}" for i in range(len(seen))))

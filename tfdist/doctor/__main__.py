@@ -64,7 +64,7 @@ class DoctorOptions:
     """What to examine."""
 
     experiment: config.Experiment
-    where: runtime_options.Environment
+    where: runtime_options.PlacementOptions
     workdir: str = ""
     """A run folder, which need not exist; empty for the machine in general."""
     peers: tuple[str, ...] = ()
@@ -306,9 +306,9 @@ def _wait(until: float) -> None:
 def _define_flags() -> None:
     runtime_options.define_flags()
     values: Any = flags.FLAGS
-    for field in dataclasses.fields(runtime_options.Environment):
-        if field.name not in _OF_TRAIN:  # what would change nothing here is refused
-            delattr(values, field.name)
+    for name in runtime_options.HELP:
+        if name not in _OF_TRAIN:  # what would change nothing here is refused
+            delattr(values, name)
     flags.DEFINE_string("workdir", "", "Folder of a run to examine, such as runs/digits; it need not exist yet.")
     flags.DEFINE_bool("json", False, "Print the findings as JSON.")
     flags.DEFINE_list("peers", [], "Ask the doctors of other hosts: host:port,... (start them with --listen).")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from tfdist.cluster import discovery
 from tfdist.cluster.discovery import ALONE, Cluster
-from tfdist.config.runtime_options import STRATEGIES, Environment
+from tfdist.config.runtime_options import STRATEGIES, PlacementOptions
 from tfdist.distributed import gpus, strategy_choice, tpu_host
 from tfdist.distributed.strategy_choice import StrategyChoice
 from tfdist.doctor.check import Check, ok, refused, warn
@@ -28,7 +28,7 @@ class Place:
     checks: list[Check]
 
 
-def find(environment: Environment, survey: gpus.Survey, environ: Mapping[str, str], several: bool = False) -> Place:
+def find(options: PlacementOptions, survey: gpus.Survey, environ: Mapping[str, str], several: bool = False) -> Place:
     """Applies the rules of `tfdist.train` (see `connect.locate`), and goes on where those stop.
 
     Args:
@@ -44,10 +44,10 @@ def find(environment: Environment, survey: gpus.Survey, environ: Mapping[str, st
             checks.append(complaint)
     refusals = [c for c in checks if c.status == "fail"]
     checks += _surroundings(workers, environ)
-    asks_for_cpu = environment.virtual_devices or environment.devices == "none"
+    asks_for_cpu = options.uses_cpu
     try:
         selection = gpus.select(
-            "none" if asks_for_cpu else environment.devices, gpus.Survey() if asks_for_cpu else survey, environ
+            "none" if asks_for_cpu else options.devices, gpus.Survey() if asks_for_cpu else survey, environ
         )
     except UserError as error:
         selection = gpus.Selection((), None)
@@ -58,19 +58,19 @@ def find(environment: Environment, survey: gpus.Survey, environ: Mapping[str, st
     if refusals:
         return Place(workers, selection, None, {}, checks)
     try:
-        choice = strategy_choice.choose(environment, selection, workers, environ)
+        choice = strategy_choice.choose(options, selection, workers, environ)
     except UserError as error:
         checks.append(refused("strategy", error))
-        return Place(workers, selection, None, _others(None, environment, selection, workers, environ), checks)
+        return Place(workers, selection, None, _others(None, options, selection, workers, environ), checks)
     checks.append(ok("strategy", f"{choice.name}, because {choice.reason}"))
     if choice.name == "multi_worker":
         try:
-            discovery.check_secret(workers, environment.insecure)
+            discovery.check_secret(workers, options.insecure)
         except UserError as error:
             checks.append(refused("secret", error))
     if (choice.name == "multi_worker" and workers.size > 1) or several:
         checks.append(_open_ports())
-    return Place(workers, selection, choice, _others(choice, environment, selection, workers, environ), checks)
+    return Place(workers, selection, choice, _others(choice, options, selection, workers, environ), checks)
 
 
 def _tf_config(environ: Mapping[str, str]) -> list[Check]:
@@ -130,7 +130,7 @@ def _open_ports() -> Check:
 
 def _others(
     chosen: StrategyChoice | None,
-    environment: Environment,
+    options: PlacementOptions,
     selection: gpus.Selection,
     workers: Cluster,
     environ: Mapping[str, str],
@@ -138,12 +138,12 @@ def _others(
     """Returns, by name, why each other strategy is not chosen."""
     reasons = {}
     for name in STRATEGIES:
-        if name in (environment.strategy, chosen and chosen.name):
+        if name in (options.strategy, chosen and chosen.name):
             continue
         try:
-            wanted = dataclasses.replace(environment, strategy=name)
+            wanted = dataclasses.replace(options, strategy=name)
             reasons[name] = _possible(
-                name, strategy_choice.choose(wanted, selection, workers, environ), chosen, environment
+                name, strategy_choice.choose(wanted, selection, workers, environ), chosen, options
             )
         except UserError as error:
             reasons[name] = str(error)
@@ -152,11 +152,11 @@ def _others(
     return reasons
 
 
-def _possible(name: str, instead: StrategyChoice, chosen: StrategyChoice | None, environment: Environment) -> str:
+def _possible(name: str, instead: StrategyChoice, chosen: StrategyChoice | None, options: PlacementOptions) -> str:
     """Returns why a strategy that would run is not chosen."""
     if name == "auto":
         return f"it would pick {instead.name}, because {instead.reason}"
-    if environment.strategy != "auto" and chosen:
+    if options.strategy != "auto" and chosen:
         return f"it would run; --strategy={chosen.name} was asked for"
     match name:
         case "multi_worker":

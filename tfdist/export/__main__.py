@@ -51,7 +51,7 @@ def export(asked: trained_model.ModelRequest, formats: list[str], output: pathli
     # TensorFlow is imported once it is known that there is something to do, and first here, which keeps back its noise.
     from tfdist.distributed import connect
 
-    connect.create(connect.locate(runtime_options.Environment(strategy="default", devices="none")))
+    connect.create(connect.locate(runtime_options.PlacementOptions(strategy="default", devices="none")))
     from tfdist.export.original import load
     from tfdist.monitoring import run_environment
 

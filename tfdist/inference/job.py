@@ -50,9 +50,9 @@ class Ready:
 def define_flags() -> None:
     """Registers the flags that both commands have."""
     runtime_options.define_flags()
-    for name in runtime_options.OF_A_RUN:  # what would change nothing here is refused
-        if name != "check_agreement":
-            delattr(flags.FLAGS, name)
+    for name in runtime_options.HELP:
+        if name not in (*runtime_options.names(runtime_options.PlacementOptions), "check_agreement"):
+            delattr(flags.FLAGS, name)  # it would change nothing here, and so is refused
     define_model_flags()
 
 
@@ -124,8 +124,8 @@ def with_model(
     from tfdist.distributed import connect
     from tfdist.trainer import worker_session
 
-    site = connect.locate(runtime_options.from_flags(values))
-    chief = site.cluster.is_chief
+    placement = connect.locate(runtime_options.from_flags(values))
+    chief = placement.cluster.is_chief
     if chief:
         output.check()
     if chief:
@@ -144,7 +144,7 @@ def with_model(
     # Standard output may be for the result alone; what is said to a person, and by TFDS, goes to standard error then.
     aside = contextlib.redirect_stdout(sys.stderr) if values.output == STDOUT else contextlib.nullcontext()
     with aside:
-        distribution = connect.create(site, facts)
+        distribution = connect.create(placement, facts)
         try:
             worker_session.in_touch(distribution.peers, do)
         except Interrupted as stopped:

@@ -108,7 +108,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
             )
         from tfdist.config import runtime_options
 
-        if name.partition(".")[0] in ("config", *runtime_options.Environment.__slots__):
+        if name.partition(".")[0] in ("config", *runtime_options.HELP):
             raise UserError(f"--{name} is a flag of tfdist.train: write it after --")
         known = tuple(sorted(vars(options)))
         begins = [k for k in known if k.startswith(name)]

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfdist import config
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.config import field_syntax
-from tfdist.config.runtime_options import Environment
+from tfdist.config.runtime_options import DisplayOptions
 from tfdist.config.schedule import Plan
 from tfdist.monitoring import progress
 from tfdist.monitoring.flops import Work
@@ -25,7 +25,7 @@ class Watching:
     """The watchers of one run on one worker.
 
     Args:
-      where: tells which of them are wanted.
+      display: which of them are wanted.
       folder: the run's.
       recorder: its callbacks come before theirs.
       plan: the run's.
@@ -35,14 +35,14 @@ class Watching:
 
     def __init__(
         self,
-        where: Environment,
+        display: DisplayOptions,
         folder: RunFolder,
         recorder: Recorder,
         plan: Plan,
         is_chief: bool,
         work: Work,
     ):
-        self._where, self._folder, self._recorder, self._plan = where, folder, recorder, plan
+        self._display, self._folder, self._recorder, self._plan = display, folder, recorder, plan
         self._is_chief, self._work = is_chief, work
         self.callbacks: list[keras.callbacks.Callback] = []
 
@@ -53,11 +53,11 @@ class Watching:
           gpus: numbers of this worker's GPUs, as the driver counts.
           profiled: first and last update of the profile, (0, 0) for none.
         """
-        where, folder, recorder = self._where, self._folder, self._recorder
+        display, folder, recorder = self._display, self._folder, self._recorder
         if self._is_chief:
             usage = Usage(tuple(gpus))
-            board = Board(folder.path / "tensorboard") if where.tensorboard else None
-            self.callbacks += progress.create(where.progress, self._plan, usage.latest)
+            board = Board(folder.path / "tensorboard") if display.tensorboard else None
+            self.callbacks += progress.create(display.progress, self._plan, usage.latest)
             fields = config.flat(experiment)
             self.callbacks.append(Timeline(folder, recorder, usage, self._work, fields, board, advice(experiment)))
         if profiled[1]:

@@ -12,14 +12,16 @@ from tfdist.config import cpu_kernels
 from tfdist.distributed.distribution import Distribution
 
 if TYPE_CHECKING:
-    from tfdist.distributed.connect import Site
+    from tfdist.config.runtime_options import Environment
+    from tfdist.distributed.connect import Placement
 
 
-def environment(distribution: Distribution, site: Site) -> dict[str, object]:
+def environment(distribution: Distribution, placement: Placement, options: Environment) -> dict[str, object]:
     """Returns the strategy and why, the devices, the hosts and the versions.
 
     Args:
-      site: what was found where it ran.
+      placement: where it ran.
+      options: the flags of the run; those of `placement` count where they differ.
     """
     return {
         "strategy": distribution.name,
@@ -28,12 +30,12 @@ def environment(distribution: Distribution, site: Site) -> dict[str, object]:
         "replicas": distribution.replicas,
         "workers": distribution.workers,
         "hosts": list(distribution.peers.hosts),
-        "found_by": site.cluster.source,
+        "found_by": placement.cluster.source,
         "communication": distribution.communication,
         "jit": distribution.jit,
-        "gpus": [dataclasses.asdict(g) for g in site.survey.gpus],
-        "driver_problem": site.survey.problem,
-        "flags": dataclasses.asdict(site.environment),
+        "gpus": [dataclasses.asdict(g) for g in placement.survey.gpus],
+        "driver_problem": placement.survey.problem,
+        "flags": {**dataclasses.asdict(options), **dataclasses.asdict(placement.options)},
         "host": platform.node(),
         "cpus": os.cpu_count(),
         "cpu_instructions": list(cpu_kernels.instruction_sets()),

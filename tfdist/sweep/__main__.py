@@ -16,7 +16,6 @@ wrong; 130 or 143 ended by a signal.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib.util
 import os
@@ -122,9 +121,9 @@ def _run(argv: list[str]) -> int:
 def main() -> None:
     """Entry point of `python -m tfdist.sweep`."""
     runtime_options.define_flags()
-    for field in dataclasses.fields(runtime_options.Environment):
-        if field.name not in OF_ALL_RUNS:
-            delattr(flags.FLAGS, field.name)
+    for name in runtime_options.HELP:
+        if name not in OF_ALL_RUNS:
+            delattr(flags.FLAGS, name)
     over = "Fields with values or ranges: optimizer.learning_rate=log:1e-4:1e-1; optimizer.weight_decay=uniform:0:0.1; "
     flags.DEFINE_string("over", "", f"{over}train.batch_size=32,64.")
     flags.DEFINE_integer("trials", 0, "Number of runs whose values are sampled; 0: all combinations.", lower_bound=0)

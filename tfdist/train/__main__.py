@@ -20,7 +20,7 @@ from tfdist.errors import UserError
 
 if TYPE_CHECKING:
     from tfdist.checkpoints.run_folder import RunFolder
-    from tfdist.distributed.connect import Site
+    from tfdist.distributed.connect import Placement
     from tfdist.distributed.distribution import Distribution
     from tfdist.monitoring.recorder import Result
     from tfdist.train.batch_size_search import BatchProposal
@@ -47,23 +47,23 @@ def train_and_evaluate(experiment: config.Experiment, environment: runtime_optio
     from tfdist.trainer import worker_session
 
     _check(experiment, environment)
-    site = _pinned(ahead_of_time.locate(environment), experiment.train.virtual_replicas)
-    _check_batch(experiment, site)
-    writes = site.cluster.is_chief and not environment.dry_run
-    folder = bucket_folder.opened(runtime_options.workdir(experiment, environment), writes, site.cluster.is_chief)
+    placement = _pinned(ahead_of_time.locate(environment), experiment.train.virtual_replicas)
+    _check_batch(experiment, placement)
+    writes = placement.cluster.is_chief and not environment.dry_run
+    folder = bucket_folder.opened(runtime_options.workdir(experiment, environment), writes, placement.cluster.is_chief)
     folder.create()
-    if environment.dry_run and site.cluster.is_chief:
+    if environment.dry_run and placement.cluster.is_chief:
         folder.could_be_created()
     try:
-        recorded = batch_size_search.recorded(experiment, folder, environment, site.cluster.attempt)
+        recorded = batch_size_search.recorded(experiment, folder, environment, placement.cluster.attempt)
         known = batch_size_search.with_batch(experiment, recorded) if recorded else experiment
-        resume.same_experiment(folder, known, environment, site.cluster.attempt)
+        resume.same_experiment(folder, known, environment, placement.cluster.attempt)
         proposal = batch_size_search.BatchProposal(recorded)
         if batch_size_search.is_auto(known):
-            proposal = batch_size_search.find(experiment, environment, site)
-        distribution = ahead_of_time.create(site, config.flat(experiment))
+            proposal = batch_size_search.find(experiment, environment, placement)
+        distribution = ahead_of_time.create(placement, environment.topology, config.flat(experiment))
         return worker_session.in_touch(
-            distribution.peers, lambda: _run(experiment, environment, site, folder, distribution, proposal)
+            distribution.peers, lambda: _run(experiment, environment, placement, folder, distribution, proposal)
         )
     finally:
         folder.release()
@@ -92,30 +92,30 @@ def _check(experiment: config.Experiment, environment: runtime_options.Environme
     slurm_requeue.check(environment.requeue, os.environ)
 
 
-def _pinned(site: Site, shards: int) -> Site:
-    """Returns a site where replicas on CPUs have one thread each, if none was asked for and there are shards.
+def _pinned(placement: Placement, shards: int) -> Placement:
+    """Returns a placement where replicas on CPUs have one thread each, if none was asked for and there are shards.
 
     The number of threads decides about the last bits, and TensorFlow's own is the number of cores.
     """
-    if not shards or site.environment.threads is not None or site.selection.gpus:
-        return site
-    return dataclasses.replace(site, environment=dataclasses.replace(site.environment, threads=1))
+    if not shards or placement.options.threads is not None or placement.selection.gpus:
+        return placement
+    return dataclasses.replace(placement, options=dataclasses.replace(placement.options, threads=1))
 
 
-def _check_batch(experiment: config.Experiment, site: Site) -> None:
+def _check_batch(experiment: config.Experiment, placement: Placement) -> None:
     """Checks that the global batch can be shared out, unless it is still to be looked for."""
     from tfdist.config import schedule
     from tfdist.train import batch_size_search
 
     if not batch_size_search.is_auto(experiment):
         train = experiment.train
-        schedule.check_batch(train.batch_size, site.replicas, train.accumulate, shards=train.virtual_replicas)
+        schedule.check_batch(train.batch_size, placement.replicas, train.accumulate, shards=train.virtual_replicas)
 
 
 def _run(
     experiment: config.Experiment,
     environment: runtime_options.Environment,
-    site: Site,
+    placement: Placement,
     folder: RunFolder,
     distribution: Distribution,
     proposal: BatchProposal,
@@ -124,13 +124,13 @@ def _run(
     from tfdist.train.preparation import prepare
     from tfdist.train.run import Run
 
-    prepared = prepare(experiment, environment, site, folder, distribution, proposal)
+    prepared = prepare(experiment, environment, placement, folder, distribution, proposal)
     if environment.find_learning_rate:
         from tfdist.train import rate_search
 
-        rate_search.run(prepared, environment, folder, distribution)
+        rate_search.run(prepared, environment.check_agreement, folder, distribution)
         return None
-    run = Run(prepared, environment, site, folder, distribution)
+    run = Run(prepared, environment, placement, folder, distribution)
     if environment.dry_run:
         run.rehearse()
         return None

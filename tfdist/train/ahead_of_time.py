@@ -90,7 +90,7 @@ def check(where: Environment, batch: int) -> None:
         )
 
 
-def locate(where: Environment) -> connect.Site:
+def locate(where: Environment) -> connect.Placement:
     """Looks around as `connect.locate`; with `--topology`, for this machine's CPU and as many replicas as it has.
 
     Raises:
@@ -99,21 +99,21 @@ def locate(where: Environment) -> connect.Site:
     if not where.topology:
         return connect.locate(where)
     topology = known.find(where.topology)
-    site = connect.locate(dataclasses.replace(where, strategy="default", devices="none"))
+    placement = connect.locate(dataclasses.replace(where, strategy="default", devices="none"))
     reason = f"--topology={topology.name} is compiled for, and nothing is trained"
-    return dataclasses.replace(site, choice=StrategyChoice("default", reason, topology.replicas))
+    return dataclasses.replace(placement, choice=StrategyChoice("default", reason, topology.replicas))
 
 
-def create(site: connect.Site, facts: dict[str, str]) -> Distribution:
+def create(placement: connect.Placement, topology: str, facts: dict[str, str]) -> Distribution:
     """Starts TensorFlow, as `connect.create`; with `--topology`, returns the strategy of a program for it."""
-    distribution = connect.create(site, facts)
-    if not site.environment.topology:
+    distribution = connect.create(placement, facts)
+    if not topology:
         return distribution
     from tfdist.topology import program
 
-    topology = known.find(site.environment.topology)
-    device = "TPU" if topology.compilers == "tpu" else "GPU"
-    return program.distribution(topology.replicas, device, site.choice.reason)
+    found = known.find(topology)
+    device = "TPU" if found.compilers == "tpu" else "GPU"
+    return program.distribution(found.replicas, device, placement.choice.reason)
 
 
 def available(name: str) -> dict[str, float]:

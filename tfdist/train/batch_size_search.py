@@ -25,12 +25,12 @@ from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.cluster import env_vars
 from tfdist.config import field_syntax
 from tfdist.config.messages import logger
-from tfdist.config.runtime_options import Environment
+from tfdist.config.runtime_options import Environment, ResumeOptions
 from tfdist.distributed.child_process import end_with_the_parent
 from tfdist.errors import UserError
 
 if TYPE_CHECKING:
-    from tfdist.distributed.connect import Site
+    from tfdist.distributed.connect import Placement
     from tfdist.distributed.distribution import Distribution
 
 SHARE = 0.5
@@ -63,12 +63,12 @@ def with_batch(experiment: config.Experiment, batch: int) -> config.Experiment:
     return dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, batch_size=batch))
 
 
-def recorded(experiment: config.Experiment, folder: RunFolder, environment: Environment, attempt: int) -> int:
+def recorded(experiment: config.Experiment, folder: RunFolder, options: ResumeOptions, attempt: int) -> int:
     """Returns the batch that the earlier run in this folder has found, 0 for none.
 
     A run that goes on, or is made again, keeps it.
     """
-    if not is_auto(experiment) or (environment.resume == "never" and attempt == 0) or not folder.holds_run:
+    if not is_auto(experiment) or (options.resume == "never" and attempt == 0) or not folder.holds_run:
         return 0
     try:
         found = int((folder.earlier() or {})["train"]["batch_size"])
@@ -77,15 +77,15 @@ def recorded(experiment: config.Experiment, folder: RunFolder, environment: Envi
     return found if 0 < found <= field_syntax.LARGEST else 0
 
 
-def find(experiment: config.Experiment, environment: Environment, site: Site) -> BatchProposal:
+def find(experiment: config.Experiment, environment: Environment, placement: Placement) -> BatchProposal:
     """Looks how many examples per replica fit on this worker; before TensorFlow has been started here.
 
     Raises:
       UserError: not even one does, it took too long, or the experiment cannot run at all.
     """
-    if site.choice.name == "tpu":  # which this process and another one cannot hold at once
+    if placement.choice.name == "tpu":  # which this process and another one cannot hold at once
         raise UserError("train.batch_size=auto is measured in a process of its own, and a TPU has one: give a number")
-    cluster, on_cpu = site.cluster, not site.selection.gpus and not site.selection.opaque
+    cluster, on_cpu = placement.cluster, not placement.selection.gpus and not placement.selection.opaque
     if on_cpu and cluster.local_rank > 0:  # they would measure each other
         return BatchProposal()
     budget = SHARE * psutil.virtual_memory().available / cluster.local_size if on_cpu else None
@@ -95,13 +95,13 @@ def find(experiment: config.Experiment, environment: Environment, site: Site) ->
         "threads": environment.threads,
         "jit": environment.jit,
         "prepare": not environment.dry_run,
-        "world": site.replicas,
-        "replicas": site.choice.replicas,
+        "world": placement.replicas,
+        "replicas": placement.choice.replicas,
         "budget": budget,
     }
     environ = env_vars.without(os.environ, env_vars.CLUSTER)
-    if site.selection.visible is not None:
-        environ["CUDA_VISIBLE_DEVICES"] = site.selection.visible.split(",")[0]
+    if placement.selection.visible is not None:
+        environ["CUDA_VISIBLE_DEVICES"] = placement.selection.visible.split(",")[0]
     limit = LIMIT_S if cluster.size == 1 else 0.75 * environment.start_timeout
     ends = time.monotonic() + limit
 

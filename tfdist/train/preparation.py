@@ -11,12 +11,12 @@ from tfdist.checkpoints import manager, oom_note, resume
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.config import schedule as schedule_lib
 from tfdist.config.messages import logger
-from tfdist.config.runtime_options import Environment
+from tfdist.config.runtime_options import Environment, ResumeOptions
 from tfdist.data import class_weights, data_loading, spec_file
 from tfdist.data.datasets import registry
 from tfdist.data.loaded import Loaded
 from tfdist.data.spec import Spec
-from tfdist.distributed.connect import Site
+from tfdist.distributed.connect import Placement
 from tfdist.distributed.distribution import Distribution
 from tfdist.keras_bridge import batch_norm
 from tfdist.models import build as models
@@ -56,7 +56,7 @@ class Preparation:
 def prepare(
     experiment: config.Experiment,
     environment: Environment,
-    site: Site,
+    placement: Placement,
     folder: RunFolder,
     distribution: Distribution,
     proposal: batch_size_search.BatchProposal,
@@ -66,7 +66,7 @@ def prepare(
     Args:
       experiment: what to train; its batch and its micro-batches may still change here.
       environment: where to run and what to show.
-      site: what was found there.
+      placement: what was found there.
       folder: the run folder.
       distribution: the strategy, started.
       proposal: what this worker knows of `train.batch_size=auto`.
@@ -74,9 +74,9 @@ def prepare(
     Raises:
       UserError: experiment, data or model cannot be used.
     """
-    _announce(distribution, site, experiment.train.virtual_replicas)
+    _announce(distribution, placement, experiment.train.virtual_replicas)
     experiment = batch_size_search.agreed(experiment, proposal, distribution)
-    experiment, learnt = _with_learnt_accumulate(experiment, environment, site, folder, distribution)
+    experiment, learnt = _with_learnt_accumulate(experiment, environment, placement, folder, distribution)
     models.set_precision(experiment.train.precision)
     data = data_loading.loaded(
         distribution.peers, experiment.data, lambda: registry.load(experiment, not environment.dry_run)
@@ -97,7 +97,7 @@ def prepare(
             "WARNING: model.sync_batch_norm=False: each replica normalizes with its own rows, so results depend on the "
             "number of replicas, and only --check_agreement=on compares them"
         )
-    checkpoints = _checkpoints(experiment, environment, site, folder, data.spec)
+    checkpoints = _checkpoints(experiment, environment, placement, folder, data.spec)
     return Preparation(
         experiment=experiment,
         learnt_accumulate=learnt,
@@ -108,31 +108,35 @@ def prepare(
         callbacks=objective.callbacks(experiment),
         checkpoints=checkpoints,
         profiled=schedule_lib.profiled(environment.profile, schedule),
-        resumes=resume.goes_on(folder, environment, site.cluster.attempt, checkpoints.off),
+        resumes=resume.goes_on(folder, environment, placement.cluster.attempt, checkpoints.off),
     )
 
 
-def _announce(distribution: Distribution, site: Site, shards: int) -> None:
+def _announce(distribution: Distribution, placement: Placement, shards: int) -> None:
     """Says which strategy runs on which devices, and what is wrong with the driver."""
     count = distribution.replicas
     xla = {"off": "", "on": ", compiled by XLA", "auto": ", compiled by XLA where it can"}[distribution.jit]
     replicas = f"{count} replica{'s' * (count > 1)} on {', '.join(distribution.devices)}{xla}"
     logger.info(f"strategy {distribution.name}, because {distribution.reason}: {replicas}")
     if shards:
-        threads = site.environment.threads
+        threads = placement.options.threads
         each = f"; --threads={threads} decides about the bits, too" if threads else ""
         logger.info(f"every batch in {shards} shards, with the same bits on any number of replicas up to that{each}")
-    if site.selection.gpus:
-        logger.info(f"devices: {site.selection.describe()}")
-    if site.survey.problem:
-        logger.info(f"WARNING: {site.survey.problem}: python -m tfdist.doctor says more")
+    if placement.selection.gpus:
+        logger.info(f"devices: {placement.selection.describe()}")
+    if placement.survey.problem:
+        logger.info(f"WARNING: {placement.survey.problem}: python -m tfdist.doctor says more")
 
 
 def _with_learnt_accumulate(
-    experiment: config.Experiment, environment: Environment, site: Site, folder: RunFolder, distribution: Distribution
+    experiment: config.Experiment,
+    options: ResumeOptions,
+    placement: Placement,
+    folder: RunFolder,
+    distribution: Distribution,
 ) -> tuple[config.Experiment, int]:
     """Returns the experiment with as many micro-batches as an earlier attempt has needed, and how many; 0 if none."""
-    noted_here = oom_note.read(folder) if resume.unfinished(folder, environment, site.cluster.attempt) else 1
+    noted_here = oom_note.read(folder) if resume.unfinished(folder, options, placement.cluster.attempt) else 1
     most = experiment.train.batch_size // distribution.replicas
     noted = min(distribution.peers.gather("micro-batches of the run before", noted_here)[0], most)
     if noted <= experiment.train.accumulate or experiment.train.virtual_replicas:  # which promise the same bits
@@ -143,7 +147,7 @@ def _with_learnt_accumulate(
 
 
 def _checkpoints(
-    experiment: config.Experiment, environment: Environment, site: Site, folder: RunFolder, spec: Spec
+    experiment: config.Experiment, options: ResumeOptions, placement: Placement, folder: RunFolder, spec: Spec
 ) -> manager.Checkpoints:
     """Returns the checkpoints that the experiment asks for."""
     asked = experiment.checkpoint
@@ -153,8 +157,8 @@ def _checkpoints(
         keep=asked.keep,
         best=asked.best,
         asynchronous=asked.asynchronous,
-        resume="auto" if site.cluster.attempt else environment.resume,
-        changed=environment.resume_changed,
+        resume="auto" if placement.cluster.attempt else options.resume,
+        changed=options.resume_changed,
         experiment=config.flat(experiment),
         data_sha256=spec_file.digest(spec),
         storage=folder.storage,

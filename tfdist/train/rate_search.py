@@ -18,7 +18,6 @@ import keras
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.config import atomic_file, field_syntax
 from tfdist.config.messages import logger
-from tfdist.config.runtime_options import Environment
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import TrainingError
 from tfdist.train import rate_range
@@ -90,12 +89,12 @@ class _Growing(keras.callbacks.TerminateOnNaN):
             self.model.stop_training = True
 
 
-def run(prepared: Preparation, environment: Environment, folder: RunFolder, distribution: Distribution) -> None:
+def run(prepared: Preparation, check_agreement: str, folder: RunFolder, distribution: Distribution) -> None:
     """Makes the test and leaves a table and a picture of it in the run folder, and nothing else.
 
     Args:
       prepared: the experiment, its optimizer made for `plan`.
-      environment: where it runs.
+      check_agreement: see `--check_agreement`.
       folder: the run folder.
       distribution: the strategy, started.
 
@@ -121,7 +120,7 @@ def run(prepared: Preparation, environment: Environment, folder: RunFolder, dist
         reduce_dtype=experiment.optimizer.reduce_dtype,
         learning_rates=field_syntax.layer_rates(experiment.optimizer),
         layer_decay=experiment.optimizer.layer_decay,
-        check_agreement=prepared.check_agreement(environment.check_agreement),
+        check_agreement=prepared.check_agreement(check_agreement),
         verbose=0,
     )
     found = rate_range.points(watch.losses)

@@ -16,7 +16,7 @@ from tfdist.config.messages import logger
 from tfdist.config.runtime_options import Environment
 from tfdist.data import spec_file
 from tfdist.distributed import arithmetic
-from tfdist.distributed.connect import Site
+from tfdist.distributed.connect import Placement
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import Interrupted, PeerError, TrainingError, shown
 from tfdist.keras_bridge import layer_statistics, own_steps
@@ -92,7 +92,7 @@ class Run:
     Args:
       prepared: the experiment with its data, schedule, model and checkpoints.
       environment: where it runs and what to show.
-      site: what was found there.
+      placement: what was found there.
       folder: the run folder.
       distribution: the strategy, started.
     """
@@ -101,18 +101,19 @@ class Run:
         self,
         prepared: Preparation,
         environment: Environment,
-        site: Site,
+        placement: Placement,
         folder: RunFolder,
         distribution: Distribution,
     ):
         self._prepared = prepared
-        self._environment, self._site, self._folder, self._distribution = environment, site, folder, distribution
+        self._environment, self._placement = environment, placement
+        self._folder, self._distribution = folder, distribution
         self._experiment, self._schedule = prepared.experiment, prepared.schedule
         self._model, self._data, self._checkpoints = prepared.model, prepared.data, prepared.checkpoints
         patience = self._experiment.train.patience
         self._early_stopping = [Patience(self._experiment.train.monitor, patience)] if patience else []
         self._measured = self._needed_metrics()
-        self._segments = Segments(site.cluster, os.environ)
+        self._segments = Segments(placement.cluster, os.environ)
         self._evaluation: dict[str, float] = {}
         self._weights_sha256, self._weights_norm = "", 0.0
 
@@ -126,7 +127,7 @@ class Run:
         available = (
             ahead_of_time.available(topology)
             if topology
-            else dry_run.available(len(self._distribution.devices), self._site.selection.gpus)
+            else dry_run.available(len(self._distribution.devices), self._placement.selection.gpus)
         )
         with self._distribution.scope():
             memory = dry_run.memory(self._model, available)
@@ -212,14 +213,15 @@ class Run:
             oom_note.write(folder, self._prepared.learnt_accumulate)
         own_work.write_experiment(folder, self._experiment)
         spec_file.write(folder.write_text, self._data.spec)
-        folder.write("environment.json", run_environment.environment(self._distribution, self._site))
+        where = run_environment.environment(self._distribution, self._placement, self._environment)
+        folder.write("environment.json", where)
         folder.push()
 
     def _begin_monitoring(self) -> None:
         """Starts what records the run, and what shows it to a person."""
         distribution, precision = self._distribution, self._experiment.train.precision
         self._recorder = recorder_lib.Recorder(self._folder, self._schedule, self._segments)
-        gpus = [] if distribution.device_kind == "CPU" else list(self._site.selection.gpus)
+        gpus = [] if distribution.device_kind == "CPU" else list(self._placement.selection.gpus)
         work = flops.Work(self._model, self._data.train, [g.name for g in gpus], distribution.workers, precision)
         self._monitors = monitors.Watching(
             self._environment,
@@ -339,7 +341,7 @@ class Run:
             accumulate=recorder.accumulate,
             shards=self._experiment.train.virtual_replicas,
             arithmetic=arithmetic.facts(distribution),
-            restarts=self._site.cluster.attempt,
+            restarts=self._placement.cluster.attempt,
             segments=self._segments.record(recorder.updates, reason or status),
             versions=run_environment.versions(),
             time=dataclasses.asdict(recorder.spent),

@@ -31,7 +31,7 @@ EXIT_S = 25.0
 _BY_SIGNAL = (129, 130, 143)
 _HELP_FULL = {"-helpfull", "--helpfull"}
 _BATCH = "config.train.batch_size"
-OF_THE_ENVIRONMENT = tuple(f.name for f in dataclasses.fields(runtime_options.Environment))
+OF_THE_ENVIRONMENT = tuple(runtime_options.HELP)
 
 
 def replace_former_names(argv: list[str]) -> None:
