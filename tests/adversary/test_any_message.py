@@ -22,20 +22,23 @@ from tfdist.cluster import registration, watch, wire
 from tfdist.cluster.watch import Watch
 from tfdist.cluster.wire import Acceptor
 from tfdist.doctor import peer_query
-from tfdist.launch import node_links, node_messages
+from tfdist.launch import node_link
 from tfdist.launch.event_loop import Events
 
 SECRET = "hush"
 LIMIT_S = 60
 EXIT = dict(rank=1, pid=2, host="h", code=-9, lost=True, lines=["a"], culprit=0, complaint="(h): silent")
 ROUND = dict(attempt=0, world=2, first=1, port=4000, salt="0f" * 16)
+NODE = dict(kind="node", rank=1, facts={"--jit": "on"}, host="h", pid=2, address="", nproc=1)
 READERS = [  # who reads it, and messages that are right
-    (node_messages.HELLO, [{"hello": dict(node=1, nnodes=2, nproc=1, host="h", agreed={"--jit": "on"})}]),
-    (node_messages.ANSWER, [{"welcome": "h"}, {"refused": "no"}]),
-    (node_messages.EVENTS, [{"beat": 1}, {"event": "exit", "exit": EXIT}, {"event": "signal", "name": "SIGTERM"}]),
-    (node_messages.ORDERS, [{"order": "round", "round": ROUND}, {"order": "over", "code": 0, "line": ""}]),
-    (registration._INTRODUCTION, [dict(rank=1, facts={"a": "b"}, address="h:1", host="h", pid=3)]),
-    (registration.answer_to(2), [{"welcome": {"addresses": ["h:1", "i:2"], "hosts": ["h", "i"]}}, {"refused": "no"}]),
+    (registration.MEMBER, [NODE, {**NODE, "kind": "worker", "address": "h:1"}]),
+    (registration.ANSWER_TO_NODE, [{"welcome": "h"}, {"refused": "no", "fix": "x"}]),
+    (node_link.EVENTS, [{"beat": 1}, {"event": "exit", "exit": EXIT}, {"event": "signal", "name": "SIGTERM"}]),
+    (node_link.ORDERS, [{"order": "round", "round": ROUND}, {"order": "over", "code": 0, "line": ""}]),
+    (
+        registration.answer_to_worker(2),
+        [{"welcome": {"addresses": ["h:1", "i:2"], "hosts": ["h", "i"]}}, {"refused": "no", "fix": "x"}],
+    ),
     (watch.TO_CHIEF, [{"beat": "call", "update": 3, "for": 0.5}, {"gather": 0, "label": "x", "value": [1]}]),
     (
         watch.from_chief(2),
@@ -222,10 +225,9 @@ def spoken(near, pieces):
 
 
 def another_node(pieces):
-    hello = node_links.Hello.read({"hello": dict(node=1, nnodes=2, nproc=1, host="h", agreed={})})
     near, connection = pair()
     with Events() as events:
-        link = node_links.Link(connection, hello, events, node_messages.EVENTS)
+        link = node_link.NodeLink(connection, registration.Member(**NODE), events, node_link.EVENTS)
         spoken(near, pieces)
         while not link.lost:
             events.wait(LIMIT_S)

@@ -14,34 +14,35 @@ import pytest
 from tfdist.cluster import registration, standard_error, watch, wire
 from tfdist.cluster.watch import Watch
 from tfdist.errors import printable, shown
-from tfdist.launch import node_links, node_messages
+from tfdist.launch import node_link
 from tfdist.launch.event_loop import Events
 
-HELLO = {"hello": dict(node=1, nnodes=2, nproc=1, host="h", agreed={"--jit": "on"})}
+WORKER = dict(kind="worker", rank=1, facts={"a": "b"}, host="h", pid=3, address="h:1", nproc=1)
+NODE = WORKER | dict(kind="node", facts={"--jit": "on"}, address="", nproc=2)
 EXIT = dict(rank=1, pid=2, host="h", code=-9, lost=True, lines=["a", "b"], culprit=0, complaint="(h): silent")
 ROUND = dict(attempt=0, node=0, world=2, first=1, port=4000, salt="0f" * 16)
 PLACES = {"addresses": ["h:1", "[::1]:2"], "hosts": ["h", "i"]}
 
 VALID = [  # who reads it, and a message with every field that there is
-    (node_messages.HELLO, HELLO),
-    (node_messages.ANSWER, {"welcome": "h"}),
-    (node_messages.ANSWER, {"refused": "no"}),
-    (node_messages.EVENTS, {"beat": 1}),
-    (node_messages.EVENTS, {"event": "exit", "exit": EXIT}),
-    (node_messages.EVENTS, {"event": "ended"}),
-    (node_messages.EVENTS, {"event": "cannot", "line": "no"}),
-    (node_messages.EVENTS, {"event": "signal", "name": "SIGTERM"}),
-    (node_messages.ORDERS, {"beat": 1}),
-    (node_messages.ORDERS, {"order": "round", "round": ROUND}),
-    (node_messages.ORDERS, {"order": "say", "line": "x", "error": False}),
-    (node_messages.ORDERS, {"order": "end", "text": "x", "lines": ["y"]}),
-    (node_messages.ORDERS, {"order": "stop"}),
-    (node_messages.ORDERS, {"order": "kill"}),
-    (node_messages.ORDERS, {"order": "over", "code": 0, "line": ""}),
-    (registration._INTRODUCTION, dict(rank=1, facts={"a": "b"}, address="h:1", host="h", pid=3)),
-    (registration.answer_to(2), {"welcome": PLACES}),
-    (registration.answer_to(2), {"refused": "no"}),
-    (registration.answer_to(2), {"missing": 1, "refused": "no"}),
+    (registration.MEMBER, NODE),
+    (registration.MEMBER, WORKER),
+    (registration.ANSWER_TO_NODE, {"welcome": "h"}),
+    (registration.ANSWER_TO_NODE, {"refused": "no", "fix": "x"}),
+    (node_link.EVENTS, {"beat": 1}),
+    (node_link.EVENTS, {"event": "exit", "exit": EXIT}),
+    (node_link.EVENTS, {"event": "ended"}),
+    (node_link.EVENTS, {"event": "cannot", "line": "no"}),
+    (node_link.EVENTS, {"event": "signal", "name": "SIGTERM"}),
+    (node_link.ORDERS, {"beat": 1}),
+    (node_link.ORDERS, {"order": "round", "round": ROUND}),
+    (node_link.ORDERS, {"order": "say", "line": "x", "error": False}),
+    (node_link.ORDERS, {"order": "end", "text": "x", "lines": ["y"]}),
+    (node_link.ORDERS, {"order": "stop"}),
+    (node_link.ORDERS, {"order": "kill"}),
+    (node_link.ORDERS, {"order": "over", "code": 0, "line": ""}),
+    (registration.answer_to_worker(2), {"welcome": PLACES}),
+    (registration.answer_to_worker(2), {"refused": "no", "fix": "x"}),
+    (registration.answer_to_worker(2), {"missing": 1, "refused": "no", "fix": "x"}),
     (watch.TO_CHIEF, {"beat": "call", "update": 3, "for": 0.5}),
     (watch.TO_CHIEF, {"gather": 0, "label": "x", "value": [1]}),
     (watch.TO_CHIEF, {"failed": "x"}),
@@ -51,7 +52,7 @@ VALID = [  # who reads it, and a message with every field that there is
     (watch.from_chief(2), {"lost": "x", "worker": -1, "why": ""}),
 ]
 ODD = [None, True, -2, 2**70, 1e300, math.inf, math.nan, "", "\x1b[2J", "\u202e", "\ud800", "x" * 10**7, [], [[]], {}]
-FREE = ("agreed", "--jit", "value", "values", "facts", "a", "label")
+FREE = ("--jit", "value", "values", "facts", "a", "label")
 """Fields that are compared or handed on as they are, and escaped where they are printed."""
 
 
@@ -108,9 +109,10 @@ def test_another_node_that_speaks_nonsense_is_lost():
     near, far = socket.socketpair(socket.AF_UNIX)
     with near, far, Events() as events:
         connection = object.__new__(wire.Connection)  # its constructor sets an option of TCP
-        connection.__dict__ |= dict(_socket=far, _buffer=bytearray(), longest=1000, _sending=threading.Lock())
-        hello = node_links.Hello.read(HELLO)
-        link = node_links.Link(connection, hello, events, node_messages.EVENTS)
+        connection.__dict__ |= dict(
+            lost=None, _socket=far, _buffer=bytearray(), longest=1000, _sending=threading.Lock()
+        )
+        link = node_link.NodeLink(connection, registration.Member(**NODE), events, node_link.EVENTS)
         near.sendall(b'{"event": "ended"}\n{"event": "exit"}\n')
         while not link.lost:
             events.wait(30)
@@ -133,23 +135,22 @@ def test_another_worker_that_speaks_nonsense_is_lost():
 
 
 def test_what_differs_is_printed_escaped():
-    theirs = node_links.Hello(1, 2, 1, "h", {"--jit": "\x1b[2J" * 100, "\x1b[3m": 1})
-    problem = theirs.problem(node_links.Hello(0, 2, 1, "i", {"--jit": "on"}))
-    assert problem.isprintable() and "\\x1b[2J" in problem and len(problem) < 400
-    problem = theirs.problem(node_links.Hello(0, 2, 1, "i", {"--jit": "\x1b[2J" * 100}))
+    theirs = registration.Member("node", 1, {"--jit": "\x1b[2J" * 1000, "\x1b[3m": 1}, "h", 2)
+    problem = str(theirs.conflict(registration.Member("node", 0, {"--jit": "on"}, "i", 3), None, 2))
+    assert problem.isprintable() and "\\x1b[2J" in problem and len(problem) < 2000
+    problem = str(theirs.conflict(registration.Member("node", 0, {"--jit": "\x1b[2J" * 1000}, "i", 3), None, 2))
     assert problem.isprintable() and "in \\x1b[3m: 1" in problem
 
 
 def test_lines_about_strangers_come_to_an_end():
-    with Events() as events:
-        listener = node_links.NodeListener("127.0.0.1", 0, "", events)
-        for i in range(50):
-            listener._turned_away(f"10.0.0.{i}", "it does not speak tfdist's protocol")
-        first = listener.strangers()
-        listener._turned_away("10.0.1.1", "another reason")
-        listener.close()
-        assert len(first) == node_links._MOST_LINES + 1 and "without a line" in first[-1]
-        assert listener.strangers() == []
+    registrar = registration.Registrar(wire.listen("127.0.0.1", 0), "", "node")
+    for i in range(50):
+        registrar._reject(f"10.0.0.{i}", "it does not speak tfdist's protocol")
+    first = registrar.rejections()
+    registrar._reject("10.0.1.1", "another reason")
+    registrar.close()
+    assert len(first) == registration._MOST_REJECTIONS + 1 and "without a line" in first[-1]
+    assert registrar.rejections() == []
 
 
 @pytest.mark.parametrize(

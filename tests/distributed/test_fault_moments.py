@@ -86,7 +86,7 @@ def disk(tmp_path):
 def named(text, victim, kind):
     """Whether a line tells of the victim by its rank and host."""
     # By its address, where it has never come to tell its host.
-    who = rf"(worker|rank) {victim}\b.*({re.escape(HOST)}|127\.0\.0\.1:\d+.*has not come)"
+    who = rf"(worker|rank) {victim}\b.*({re.escape(HOST)}|127\.0\.0\.1:\d+.*has not joined)"
     lines = [line for line in text.splitlines() if re.search(who, line)]
     # horovodrun itself tells of one that has ended before tfdist was there.
     return lines or [line for line in text.splitlines() if re.search(rf"Process name: {victim}$", line)]

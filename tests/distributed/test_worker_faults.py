@@ -202,7 +202,8 @@ def test_a_worker_never_starts(crew):
     worker = crew.train(*LONG, "--start_timeout=5", **crew.place(0))
     assert crew.ends() == [2]
     assert worker.said("error") == [
-        f"error: worker 1 ({HOST}) of 2 has not come within 5 s: start it, check its address, or raise --start_timeout"
+        f"error: timed out after 5 s waiting for worker 1 ({HOST}) of 2: start it, check its address, or raise "
+        "--start_timeout"
     ]
 
 
@@ -210,8 +211,8 @@ def test_the_chiefs_port_is_wrong_in_one_tf_config(crew, ports):
     first = crew.train(*LONG, "--start_timeout=5", **tf_config(ports[:2], 0))
     other = crew.train(*LONG, "--start_timeout=5", **tf_config([ports[2], ports[1]], 1))
     assert crew.ends() == [2, 2]
-    assert f"worker 1 (127.0.0.1:{ports[1]}) of 2 has not come within 5 s" in first.text
-    assert f"worker 0 (127.0.0.1:{ports[2]}) has not come within 5 s (connection refused)" in other.text
+    assert f"timed out after 5 s waiting for worker 1 (127.0.0.1:{ports[1]}) of 2" in first.text
+    assert f"timed out after 5 s waiting for worker 0 (127.0.0.1:{ports[2]}) (connection refused)" in other.text
 
 
 def test_a_workers_port_is_wrong_in_one_tf_config(crew, ports):
@@ -244,7 +245,7 @@ DIFFERENT = {
     "duplicate index": (
         lambda c: [c.place(0, 3), c.place(1, 3), c.place(1, 3)],
         [[], [], []],
-        "worker 1 is there twice",
+        "two processes joined as worker 1",
     ),
     "world sizes": (lambda c: [c.place(0, 2), c.place(1, 3)], [[], []], "in the number of workers: 3 and 2"),
     "experiments": (lambda c: [c.place(0), c.place(1)], [[], ["--config.seed=7"]], "in config.seed: 7 and 0"),

@@ -13,7 +13,7 @@ from tfdist import config
 from tfdist.errors import UserError
 from tfdist.launch import __main__ as launch_main
 from tfdist.launch import machines
-from tfdist.launch.elastic_policy import ElasticVerdict
+from tfdist.launch.failure_policy import AttemptOutcome
 
 HOST = socket.gethostname()
 STAGES = r'''
@@ -82,7 +82,7 @@ def test_a_node_that_dies_is_gone_on_without_and_no_restart_is_counted(restarts,
     flags = [f"--max_restarts={restarts}"]
     program = ["hold", f"exit:{3 * int(restarts)}", "end"]
     zero = node(*program, flags=flags)
-    zero.until("waiting for up to 1 node more")
+    zero.until("waiting for up to 1 more node")
     one = node(*program, flags=flags)
     zero.until(place(0, 0, 2, 0))
     one.until(place(0, 1, 2, 1))
@@ -121,15 +121,15 @@ def test_node_0_that_is_asked_to_stop_stops_all(node):
 def test_too_few_are_left_and_nobody_comes(node):
     flags = ["--rejoin_timeout=1"]
     zero = node("hold", nnodes="2:3", flags=[*flags, "--join_timeout=0"])
-    zero.until("waiting for 1 node more, at 127.0.0.1:")
+    zero.until("waiting for 1 more node of at least 2 at 127.0.0.1:")
     one = node("hold", nnodes="2:3", flags=flags)
     zero.until(place(0, 0, 2, 0))
     one.until(place(0, 1, 2, 1))
     one.signal(signal.SIGKILL)
     assert zero.end() == 1
     assert zero.err[-1] == (
-        f"tfdist: error: 1 node of at least 2 has not come back within 1 s to 127.0.0.1:{node.port}: start python -m "
-        f"tfdist.launch --nnodes=2:3 --master_addr=127.0.0.1 --master_port={node.port} ... there, or raise "
+        f"tfdist: error: timed out after 1 s waiting for 1 more node of at least 2 at 127.0.0.1:{node.port}: start "
+        f"python -m tfdist.launch --nnodes=2:3 --master_addr=127.0.0.1 --master_port={node.port} ... there, or raise "
         "--rejoin_timeout"
     )
 
@@ -137,7 +137,7 @@ def test_too_few_are_left_and_nobody_comes(node):
 def test_too_few_are_left_and_another_one_comes(node):
     program = ["hold", "end"]
     zero = node(*program, nnodes="2:3", flags=["--join_timeout=0"])
-    zero.until("waiting for 1 node more")
+    zero.until("waiting for 1 more node")
     one = node(*program, nnodes="2:3")
     zero.until(place(0, 0, 2, 0))
     one.until(place(0, 1, 2, 1))
@@ -153,13 +153,13 @@ def test_too_few_at_the_start(node):
     zero = node("end", nnodes="3:4", flags=["--start_timeout=1"])
     assert zero.end() == 2
     assert len(zero.err) == 1
-    assert "error: 2 nodes of at least 3 have not come within 1 s to 127.0.0.1:" in zero.err[0]
+    assert "error: timed out after 1 s waiting for 2 more nodes of at least 3 at 127.0.0.1:" in zero.err[0]
 
 
 @pytest.mark.whole
 def test_a_failure_of_the_program_is_none_of_the_membership(node):
     zero = node("exit:3")
-    zero.until("waiting for up to 1 node more")
+    zero.until("waiting for up to 1 more node")
     one = node("exit:3")
     assert (zero.end(), one.end()) == (3, 3)
     assert "root cause: rank " in zero.err[0] and not any("is lost" in line for line in zero.err + one.err)
@@ -168,7 +168,7 @@ def test_a_failure_of_the_program_is_none_of_the_membership(node):
 def test_one_that_finds_no_place_waits_for_one(node):
     program = ["hold", "hold", "end"]
     zero = node(*program)
-    zero.until("waiting for up to 1 node more")
+    zero.until("waiting for up to 1 more node")
     one = node(*program)
     zero.until(place(0, 0, 2, 0))
     one.until(place(0, 1, 2, 1))
@@ -193,7 +193,7 @@ def test_several_that_come_join_at_once(node):
     zero = node(*program, nnodes="1:3", flags=flags)
     zero.until(place(0, 0, 1, 0))
     one = node(*program, nnodes="1:3", flags=flags)
-    one.until("has come")
+    one.until("has joined")
     two = node(*program, nnodes="1:3", flags=flags)  # with it there are as many as there may be
     assert (zero.end(), one.end(), two.end()) == (0, 0, 0), zero.err
     assert zero.said("[0] ")[2] == place(1, 0, 3, 0)
@@ -210,7 +210,7 @@ def test_a_launcher_that_does_not_fit_is_turned_away_alone(node):
     zero.until(place(0, 0, 1, 0))
     for nnodes, flags, stages, message in [
         ("1:3", [], ["hold", "end"], "differs from node 0 in --nnodes: 1:3 and 1:2: start all nodes with the same"),
-        ("2", ["--node_rank=1"], ["hold", "end"], "differs from node 0 in --nnodes: nothing and 1:2"),
+        ("2", ["--node_rank=1"], ["hold", "end"], "differs from node 0 in --nnodes: 2 and 1:2"),
         ("1:2", [], ["hold"], "differs from node 0 in the command: "),
     ]:
         odd = node(*stages, nnodes=nnodes, flags=flags)
@@ -253,7 +253,7 @@ def test_a_node_that_is_cut_off_comes_back(node):
     """As when a cable is pulled and put back: no end of a connection is ever seen by the one who stays."""
     program = ["hold", "hold", "end"]
     zero = node(*program, flags=ALONE[1:])
-    zero.until("waiting for up to 1 node more")
+    zero.until("waiting for up to 1 more node")
     one = node(*program)
     zero.until(place(0, 0, 2, 0))
     one.until(place(0, 1, 2, 1))
@@ -269,13 +269,13 @@ def test_a_node_that_is_cut_off_comes_back(node):
 @pytest.mark.whole
 def test_node_0_that_dies_ends_the_job(node):
     zero = node("hold", flags=["--rejoin_timeout=1"])
-    zero.until("waiting for up to 1 node more")
+    zero.until("waiting for up to 1 more node")
     one = node("hold", flags=["--rejoin_timeout=1"])
     zero.until(place(0, 0, 2, 0))
     one.until(place(0, 1, 2, 1))
     zero.signal(signal.SIGKILL)
     assert one.end() == 1
-    assert f"error: node 0 at 127.0.0.1:{node.port} cannot be reached within 1 s" in one.err[-1]
+    assert f"error: timed out after 1 s waiting for node 0 at 127.0.0.1:{node.port} (" in one.err[-1]
 
 
 ELASTIC = ["--master_addr=127.0.0.1", "--nnodes=2:4"]
@@ -373,7 +373,7 @@ def test_experiments_that_do_not_go_with_a_range_of_nodes(fields, requeue, messa
     checkpoint = config.Checkpoint(every="60 seconds" if fields is not None else "off")
     experiment = config.Experiment(train=config.Train(**(fields or {})), checkpoint=checkpoint)
     train = launch_main._TrainFlags(config.flat(experiment), {"requeue": requeue}, "run")
-    nodes = machines.Nodes(4, 2, 0, "127.0.0.1", 29500, "1", machines.NO_WAITS)
+    nodes = machines.Nodes(4, 2, True, 0, "127.0.0.1", 29500, "1", machines.Waits())
     with pytest.raises(UserError, match=re.escape(message)):
         launch_main._check_elastic(train, nodes, 1)
 
@@ -404,7 +404,11 @@ def test_such_flags_are_refused_before_anything_starts(flags, message, launch): 
 )
 def test_which_node_this_is(flags, environ, node, planned):
     plan = planned(*ELASTIC, *flags, "--", "stages.py", **environ)
-    assert (plan.node, plan.least, plan.nnodes) == (node, 2, 4)
+    assert (plan.nodes.rank, plan.nodes.min, plan.nodes.max) == (node, 2, 4)
+
+
+def outcome_of(members=(0, 1, 2), new=()):
+    return AttemptOutcome({n: f"node {n} (h)" for n in members}, elastic=True, new=new)
 
 
 def exited(rank, code, node=None, lost=False, culprit=-1):
@@ -488,58 +492,58 @@ LEAVES, ENDS = ["say", "stop"], ["end", "say", "kill", "say"]
 )  # fmt: skip
 def test_what_a_round_comes_to(story, orders, code, changes):
     """The decisions alone, by a clock that the test sets."""
-    verdict = ElasticVerdict([0, 1, 2], [f"node {n} (h)" for n in range(3)])
+    outcome = outcome_of()
     given = []
     for now, news in story:
-        while verdict.deadline <= now:
-            given += verdict.orders(verdict.deadline)
+        while outcome.deadline <= now:
+            given += outcome.orders(outcome.deadline)
         if news is JOIN:
-            assert not verdict.settled
-            verdict.grow("node 3 (h) joined", now)
+            assert not outcome.settled
+            outcome.grow("node 3 (h) joined", now)
         elif news is SUSPECT:
-            verdict.suspect([1], now)
+            outcome.suspect([1], now)
         else:
-            verdict.hear(*news, now)
-        given += verdict.orders(now)
-    given += verdict.summary()
+            outcome.hear(*news, now)
+        given += outcome.orders(now)
+    given += outcome.summary()
     assert [o["order"] for o in given] == orders
-    assert (verdict.code, verdict.changes) == (code, changes)
-    assert verdict.changes <= bool(verdict.reason) and (verdict.since < math.inf) == bool(verdict.reason)
+    assert (outcome.code, outcome.changes) == (code, changes)
+    assert outcome.changes <= bool(outcome.reason) and (outcome.since < math.inf) == bool(outcome.reason)
 
 
 def heard(*news, members=(0, 1, 2), new=()):
-    """A verdict that has heard all of it at once, as when the launcher was busy."""
-    verdict = ElasticVerdict(members, [f"node {n} (h)" for n in members], new)
+    """A outcome that has heard all of it at once, as when the launcher was busy."""
+    outcome = outcome_of(members, new)
     for each in news:
-        verdict.hear(*each, 0.0)
-    return verdict
+        outcome.hear(*each, 0.0)
+    return outcome
 
 
-def orders(verdict, now):
-    return [order["order"] for order in verdict.orders(now)]
+def orders(outcome, now):
+    return [order["order"] for order in outcome.orders(now)]
 
 
 def test_a_failure_while_others_save_does_not_end_these():
-    verdict = heard()
-    verdict.grow("node 3 joined", 0.0)
-    assert orders(verdict, 0.0) == ["stop"] and verdict.deadline == 300.0
-    verdict.hear(*exited(0, 3), 1.0)
-    assert orders(verdict, 1.0) == [] and verdict.deadline == 1.0 + 30.0
-    verdict.hear(*exited(1, 3), 20.0)
-    assert orders(verdict, 20.0) == [] and verdict.deadline == 1.0 + 30.0
+    outcome = heard()
+    outcome.grow("node 3 joined", 0.0)
+    assert orders(outcome, 0.0) == ["stop"] and outcome.deadline == 300.0
+    outcome.hear(*exited(0, 3), 1.0)
+    assert orders(outcome, 1.0) == [] and outcome.deadline == 1.0 + 30.0
+    outcome.hear(*exited(1, 3), 20.0)
+    assert orders(outcome, 20.0) == [] and outcome.deadline == 1.0 + 30.0
 
 
 def test_why_and_since_when_there_are_other_nodes():
-    verdict = heard(lost(1))
-    assert (verdict.reason, verdict.since, verdict.busy) == ("node 1 (h) is lost: closed", 0.0, {0, 2})
-    verdict.hear(*lost(2), 1.0)
-    assert verdict.reason == "node 1 (h) is lost: closed; node 2 (h) is lost: closed"
-    assert (verdict.since, verdict.busy, verdict.leaving) == (0.0, {0}, {})
+    outcome = heard(lost(1))
+    assert (outcome.reason, outcome.since, outcome.busy) == ("node 1 (h) is lost: closed", 0.0, {0, 2})
+    outcome.hear(*lost(2), 1.0)
+    assert outcome.reason == "node 1 (h) is lost: closed; node 2 (h) is lost: closed"
+    assert (outcome.since, outcome.busy, outcome.leaving) == (0.0, {0}, {})
 
 
-def test_the_farewell_of_those_that_leave():
-    verdict = heard(signalled(1, "SIGINT"), signalled(1), signalled(2))
-    assert verdict.leaving == {
+def test_the_exit_of_nodes_that_leave():
+    outcome = heard(signalled(1, "SIGINT"), signalled(1), signalled(2))
+    assert outcome.leaving == {
         1: (130, "SIGINT: this node has left the job"),
         2: (143, "SIGTERM: this node has left the job"),
     }
@@ -556,30 +560,30 @@ def test_the_farewell_of_those_that_leave():
     ],
 )
 def test_how_long_the_blame_waits_for_a_silent_node(before, silent, later):
-    verdict = heard(*before)
-    verdict.orders(0.0)
-    verdict.suspect(silent, 1.5)
-    assert verdict.deadline == later
+    outcome = heard(*before)
+    outcome.orders(0.0)
+    outcome.suspect(silent, 1.5)
+    assert outcome.deadline == later
 
 
 def test_no_blame_waits_when_the_round_has_been_ended():
-    verdict = heard(GONE)
-    assert orders(verdict, 2.0) == ["end"]
-    verdict.suspect([1], 2.5)
-    assert verdict.deadline == 2.0 + 30.0
+    outcome = heard(GONE)
+    assert orders(outcome, 2.0) == ["end"]
+    outcome.suspect([1], 2.5)
+    assert outcome.deadline == 2.0 + 30.0
 
 
 def test_of_two_failures_heard_at_once_the_first_is_decided_at_once():
-    verdict = heard(exited(0, 3), exited(1, 4))
-    assert verdict.deadline == 0.0
-    [end] = verdict.orders(0.0)
-    assert (verdict.code, end["text"]) == (3, "rank 0 (on h, process 1) ended with exit code 3")
+    outcome = heard(exited(0, 3), exited(1, 4))
+    assert outcome.deadline == 0.0
+    [end] = outcome.orders(0.0)
+    assert (outcome.code, end["text"]) == (3, "rank 0 (on h, process 1) ended with exit code 3")
 
 
 def test_a_failure_is_told_though_another_node_is_lost_meanwhile():
-    verdict = heard(exited(1, 3), lost(2))
-    assert orders(verdict, 1.9) == ["say"]
-    [end] = verdict.orders(2.0)
+    outcome = heard(exited(1, 3), lost(2))
+    assert orders(outcome, 1.9) == ["say"]
+    [end] = outcome.orders(2.0)
     assert end["text"] == "rank 1 (on h, process 1) ended with exit code 3"
 
 
@@ -615,40 +619,40 @@ def test_whether_a_restart_may_help(story, may):
     ],
 )
 def test_when_a_refusal_is_laid_to_a_node_that_has_just_come(story, gone):
-    verdict = heard(*story, new=[1])
-    assert list(verdict.leaving) == gone
-    assert verdict.changes == (1 in gone or story[0] == lost(2))
+    outcome = heard(*story, new=[1])
+    assert list(outcome.leaving) == gone
+    assert outcome.changes == (1 in gone or story[0] == lost(2))
 
 
 def test_a_refusal_while_others_save_does_not_end_these():
-    verdict = heard(new=[1])
-    verdict.grow("node 3 joined", 0.0)
-    assert orders(verdict, 0.0) == ["stop"]
-    verdict.hear(*exited(1, 2), 1.0)
-    assert orders(verdict, 1.0) == ["say"] and verdict.deadline == 1.0 + 30.0 and verdict.changes
-    verdict = heard(signalled(2), new=[1])
-    verdict.orders(0.0)
-    verdict.hear(*exited(1, 2), 10.0)
-    assert verdict.deadline == 30.0
+    outcome = heard(new=[1])
+    outcome.grow("node 3 joined", 0.0)
+    assert orders(outcome, 0.0) == ["stop"]
+    outcome.hear(*exited(1, 2), 1.0)
+    assert orders(outcome, 1.0) == ["say"] and outcome.deadline == 1.0 + 30.0 and outcome.changes
+    outcome = heard(signalled(2), new=[1])
+    outcome.orders(0.0)
+    outcome.hear(*exited(1, 2), 10.0)
+    assert outcome.deadline == 30.0
 
 
 @pytest.mark.parametrize("code, new, changes", [(2, [1], True), (3, [1], False), (2, [], False)])
 def test_whether_a_refusal_is_laid_to_nodes_that_have_just_come(code, new, changes):
-    verdict = ElasticVerdict([0, 1], ["node 0 (h)", "node 1 (h)"], new)
+    outcome = outcome_of([0, 1], new)
     node, news = exited(0, code)
     news["exit"]["lines"] = ["tfdist: error: worker 1 has another processor", "more"]
-    verdict.hear(*exited(1, 1, lost=True), 0.0)  # it has noticed that before
-    verdict.hear(node, news, 0.0)
-    given = verdict.orders(0.0)
-    assert (verdict.changes, list(verdict.leaving)) == (changes, new if changes else [])
+    outcome.hear(*exited(1, 1, lost=True), 0.0)  # it has noticed that before
+    outcome.hear(node, news, 0.0)
+    given = outcome.orders(0.0)
+    assert (outcome.changes, list(outcome.leaving)) == (changes, new if changes else [])
     assert [order["order"] for order in given] == (["say", "end"] if changes else ["end"])
     if changes:
-        assert verdict.leaving[1] == (2, "error: node 1 (h) cannot take part: worker 1 has another processor")
+        assert outcome.leaving[1] == (2, "error: node 1 (h) cannot take part: worker 1 has another processor")
 
 
 @pytest.mark.parametrize("news", [exited(1, 0), exited(1, 143), exited(1, 3), lost(1), signalled(1), signalled(0)])
 def test_nobody_joins_a_round_that_is_about_to_end(news):
-    verdict = ElasticVerdict([0, 1, 2], ["a", "b", "c"])
-    assert not verdict.settled
-    verdict.hear(*news, 0.0)
-    assert verdict.settled
+    outcome = outcome_of()
+    assert not outcome.settled
+    outcome.hear(*news, 0.0)
+    assert outcome.settled

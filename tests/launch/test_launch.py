@@ -26,7 +26,7 @@ from tfdist.errors import UserError
 from tfdist.launch import __main__ as launch_main
 from tfdist.launch import worker_process
 from tfdist.launch.event_loop import Events, Screen
-from tfdist.launch.failure_policy import Verdict
+from tfdist.launch.failure_policy import AttemptOutcome
 
 TWO = ("--nproc_per_node=2", "--")
 ACT = (*TWO, "actor.py")
@@ -112,7 +112,7 @@ def test_a_worker_that_never_comes_is_the_cause(launch, tmp_path):  # noqa: F811
     launcher = launch(*TWO, "meets.py")
     assert launcher.end() == 1
     cause = launcher.until("root cause")
-    assert re.search(r"rank 1 \(.*\) has not come within 1 s, as rank 0 has noticed", cause)
+    assert re.search(r"rank 1 \(.*\) has not joined within 1 s, as rank 0 has noticed", cause)
 
 
 def test_workers_that_ignore_sigterm_and_what_they_started_are_killed(launch, tmp_path):  # noqa: F811
@@ -609,12 +609,12 @@ ENDED_TOO = dict(lost=True, culprit=0, complaint="(h): its process ended")
     ],
 )
 def test_the_silent_one_is_the_cause(story, text, lines):
-    verdict = Verdict(1)
+    outcome = AttemptOutcome({0: "node 0 (h)"})
     for news in story:
-        verdict.hear(*news, 0.0)
-    [order] = verdict.orders(verdict.deadline if verdict.deadline < math.inf else 0.0)
+        outcome.hear(*news, 0.0)
+    [order] = outcome.orders(outcome.deadline if outcome.deadline < math.inf else 0.0)
     assert order["order"] == "end" and order["text"].startswith(text) and len(order["lines"]) == lines
-    assert verdict.code == (137 if story[-1][1]["exit"]["code"] == -9 else 1) and verdict.may_restart
+    assert outcome.code == (137 if story[-1][1]["exit"]["code"] == -9 else 1) and outcome.may_restart
 
 
 def signalled(name="SIGINT", node=0):
@@ -668,16 +668,16 @@ ENDED = 0, {"event": "ended"}
 )
 def test_whom_to_blame_and_what_to_do(story, orders, code, restart):
     """The decisions alone, by a clock that the test sets."""
-    verdict = Verdict(2)
+    outcome = AttemptOutcome({0: "node 0 (h)", 1: "node 1 (h)"})
     given = []
     for now, news in story:
-        while verdict.deadline <= now:
-            given += verdict.orders(verdict.deadline)
-        verdict.hear(*news, now)
-        given += verdict.orders(now)
-    given += verdict.summary()
+        while outcome.deadline <= now:
+            given += outcome.orders(outcome.deadline)
+        outcome.hear(*news, now)
+        given += outcome.orders(now)
+    given += outcome.summary()
     assert [o["order"] for o in given] == orders
-    assert (verdict.code, verdict.may_restart) == (code, restart)
+    assert (outcome.code, outcome.may_restart) == (code, restart)
 
 
 def test_a_full_disk_ends_the_log_and_not_the_run(capfd, tmp_path):

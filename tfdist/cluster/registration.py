@@ -1,272 +1,384 @@
-"""How workers find each other before TensorFlow or Horovod is told about them. No TensorFlow.
+"""How the processes of a job find each other: workers register with worker 0, launchers with node 0. No TensorFlow.
 
-`MultiWorkerMirroredStrategy` waits for a missing peer for an hour, holding
-Python's lock, and says nothing. So the workers first meet over plain TCP at
-the chief's address, and go on only when all are there, agree, and can be reached.
+Both connect to one address, prove that they know the secret (see `wire`), and say who they are (`Member`). `register`
+does so for either; `Registrar` is the other side. `meet` is the registration of workers: all must be there, agree, and
+be reachable before TensorFlow starts, since `MultiWorkerMirroredStrategy` waits for a missing peer for an hour, holding
+Python's lock, and says nothing.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import queue
 import socket
 import threading
 import time
-from collections.abc import Mapping
-from typing import NamedTuple, NoReturn
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
+from tfdist import __version__
 from tfdist.cluster import exit_record, schema, wire
 from tfdist.cluster.addresses import join, split
 from tfdist.cluster.discovery import Cluster
 from tfdist.cluster.exit_record import LostWorker
 from tfdist.cluster.peers import Peers
-from tfdist.cluster.wire import Acceptor
 from tfdist.config.messages import aside
 from tfdist.errors import UserError, printable
 
+RETRY_S = 0.1
+"""Seconds between two attempts to connect."""
+PATIENCE_S = 5.0
+"""Seconds before a worker's first line about who is missing."""
+REPEAT_S = 15.0
+"""Seconds between such lines."""
+CHECK_S = 0.5
+"""Seconds between checks that registered workers are still connected."""
+_MOST_REJECTIONS = 20
+"""Lines about rejected connections, after which there are no more."""
+T = TypeVar("T")
+
 
 def _address(value: object) -> str:
-    """Takes `host:port`."""
+    """Reads `host:port`, or an empty text."""
     try:
-        return join(*split(schema.text(300)(value)))
+        return "" if value == "" else join(*split(schema.text(300)(value)))
     except UserError:
-        raise wire.WireError("it sent an address that is none") from None
+        raise wire.WireError("it sent no address") from None
 
 
 _HOST = schema.line(253)
-_INTRODUCTION = schema.record(
+_LINE = schema.line(4000)
+MEMBER = schema.record(
+    kind=schema.one_of("worker", "node"),
     rank=schema.whole(),
-    facts=schema.table(schema.text()),
-    address=lambda value: value if value == "" else _address(value),
+    facts=schema.table(schema.anything),
     host=_HOST,
     pid=schema.whole(),
+    address=_address,
+    nproc=schema.whole(1, 100_000),
 )
-"""What a worker says to the chief."""
+REFUSED = schema.record(refused=_LINE, fix=_LINE)
 
 
-def answer_to(size: int) -> schema.Reader:
-    """Returns what reads the chief's answer to a worker."""
+def answer_to_worker(size: int) -> schema.Reader:
+    """Returns the reader for the chief's answer to one of `size` workers."""
     places = {"addresses": schema.each(_address, size, size), "hosts": schema.each(_HOST, size, size)}
-    refused = schema.line(4000)
     return schema.named(
         welcome=schema.record(welcome=schema.record(**places)),
-        missing=schema.record(missing=schema.whole(), refused=refused),
-        refused=schema.record(refused=refused),
+        missing=schema.record(missing=schema.whole(), refused=_LINE, fix=_LINE),
+        refused=REFUSED,
     )
 
 
-class Introduction(NamedTuple):
-    """What a worker says of itself when it comes."""
+ANSWER_TO_NODE = schema.named(welcome=schema.record(welcome=_HOST), refused=REFUSED)
 
+
+class Member(NamedTuple):
+    """What a worker or launcher sends when it registers."""
+
+    kind: str
+    """`worker` or `node` (a launcher)."""
     rank: int
-    facts: dict[str, str]
-    """What must be the same everywhere, by name."""
-    address: str
-    """`host:port` for TensorFlow; empty where the list of workers tells."""
+    facts: Mapping[str, Any]
+    """What must be the same everywhere, by the name that messages give it."""
     host: str
     pid: int
-
-    @classmethod
-    def read(cls, message: wire.Message) -> Introduction | None:
-        """Returns the introduction in a message; None if it is something else."""
-        try:
-            return cls(**_INTRODUCTION(message))
-        except wire.WireError:
-            return None
+    address: str = ""
+    """`host:port` of a worker for TensorFlow; empty where the list of workers tells."""
+    nproc: int = 1
+    """Workers of a node."""
 
     @property
     def process(self) -> str:
-        """Which process this is, for a person."""
+        """Names this process in messages."""
         return f"{self.host}, process {self.pid}"
 
+    def conflict(self, own: Member, registered: Member | None, size: float) -> UserError | None:
+        """Returns why this member cannot join the job of `own`, which has rank 0.
 
-PATIENCE_S = 5.0
-"""Seconds before the first line about who is missing; the next ones follow at three times this."""
-LOOK_S = 0.5
-"""Seconds between looks whether those who have come are still there."""
+        Args:
+          own: the member that decides.
+          registered: who has this rank already.
+          size: number of members.
+        """
+        kind, name = own.kind, f"{self.kind} {self.rank}"
+        for fact in [*own.facts, *(f for f in self.facts if f not in own.facts)]:
+            theirs, ours = (printable(member.facts.get(fact, "nothing"), 300) for member in (self, own))
+            if own.facts.get(fact, "nothing") != self.facts.get(fact, "nothing"):
+                return UserError(
+                    f"{name} ({self.process}) differs from {kind} 0 in {printable(fact, 80)}: {theirs} and {ours}",
+                    "start all nodes with the same flags"
+                    if kind == "node"
+                    else "start all workers with the same cluster, experiment and versions",
+                )
+        if not 0 < self.rank < size:
+            registered = own
+        if registered:
+            return UserError(
+                f"two processes joined as {name} ({registered.process} and {self.process})",
+                "give each node its own --node_rank" if kind == "node" else "give each worker its own index",
+            )
+        return None
 
 
-class _Guest(NamedTuple):
-    """A worker that has come to the chief."""
+def refuse(connection: wire.Connection, error: UserError) -> None:
+    """Tells a member why it cannot take part."""
+    connection.tell({"refused": error.what, "fix": error.fix})
+    connection.close()
+
+
+class Arrival(NamedTuple):
+    """A member that asks to join."""
 
     connection: wire.Connection
-    who: Introduction
+    member: Member
+
+
+class Registrar:
+    """Queues the members that register at a port, and rejects everything else.
+
+    Args:
+      listener: a listening socket.
+      secret: that members must know.
+      kind: of the members.
+      notify: called in another thread when there is something new.
+    """
+
+    def __init__(self, listener: socket.socket, secret: str, kind: str, notify: Callable[[], object] = lambda: None):
+        self.arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
+        self._rejections: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._reported: set[str] = set()
+        self._kind, self._notify = kind, notify
+        # A name may resolve to the loopback address on the machine itself; the line about who is missing shows it.
+        self.address = "{}:{}".format(*listener.getsockname()[:2])
+        self._acceptor = wire.Acceptor(listener, secret, self._admit, self._reject)
+
+    def rejections(self) -> list[str]:
+        """Returns why connections were rejected, a line for each host and reason, once, and not more than a few."""
+        lines = [line for line in dict.fromkeys(drain(self._rejections)) if line not in self._reported]
+        lines = lines[: max(0, _MOST_REJECTIONS - len(self._reported))]
+        self._reported.update(lines)
+        if lines and len(self._reported) == _MOST_REJECTIONS:
+            lines.append("further connections are rejected without a line")
+        return lines
+
+    def close(self) -> None:
+        """Stops accepting connections."""
+        self._acceptor.close()
+
+    def _admit(self, connection: wire.Connection, host: str) -> None:
+        try:
+            message = connection.receive(wire.HANDSHAKE_S)
+        except wire.WireError as error:
+            connection.close()
+            self._reject(host, str(error))
+            return
+        try:
+            member = Member(**MEMBER(message))
+        except wire.WireError:
+            member = None
+        if member is None or member.kind != self._kind:
+            fix = "choose another port, or install the same version"
+            refuse(connection, UserError(f"this port is used by a job of tfdist {__version__}", fix))
+            self._reject(host, f"it sent no registration of a {self._kind} of tfdist {__version__}")
+            return
+        self.arrivals.put(Arrival(connection, member))
+        self._notify()
+
+    def _reject(self, host: str, why: str) -> None:
+        self._rejections.put(f"rejected a connection from {host}: {why}")
+        self._notify()
+
+
+def drain(waiting: queue.SimpleQueue[T]) -> list[T]:
+    """Empties a queue that no other thread reads."""
+    return [waiting.get_nowait() for _ in range(waiting.qsize())]
+
+
+class NotReachedError(wire.WireError):
+    """The other side could not be reached in time."""
+
+
+def reach(
+    attempt: Callable[[float], T],
+    deadline: float,
+    report: Callable[[wire.WireError, float], None],
+    hangups: float = math.inf,
+) -> T:
+    """Repeats an attempt to connect until it succeeds, since the other side may start later.
+
+    Args:
+      attempt: called with its time limit in seconds.
+      deadline: when to give up, by the monotonic clock.
+      report: called with the error and the time after an attempt that has failed.
+      hangups: attempts in a row that the other side may accept and not answer.
+
+    Raises:
+      NotReachedError: nothing answered before the deadline.
+      WireError: something else listens there, or a job with another secret.
+    """
+    unanswered = 0
+    while True:
+        try:
+            return attempt(min(max(deadline - time.monotonic(), 1.0), wire.HANDSHAKE_S))
+        except wire.WireError as error:
+            unanswered = unanswered + 1 if isinstance(error, (wire.ClosedError, wire.SilenceError)) else 0
+            if isinstance(error, (wire.SecretError, wire.ForeignError)) or unanswered >= hangups:
+                raise
+            now = time.monotonic()
+            if now >= deadline:
+                raise NotReachedError(str(error)) from None
+            report(error, now)
+        time.sleep(RETRY_S)
+
+
+class Reminder:
+    """Says from time to time who is missing."""
+
+    def __init__(self, say: Callable[[str], object], deadline: float, first_s: float = 0.0):
+        self.next = time.monotonic() + first_s
+        """When the next line is due."""
+        self._say, self._deadline = say, deadline
+
+    def __call__(self, missing: str, now: float) -> None:
+        """Says it if it is time."""
+        if now >= self.next:
+            self.next = now + REPEAT_S
+            self._say(f"waiting for {missing}, {self._deadline - now:.0f} s left")
+
+
+# -- workers ------------------------------------------------------------------
 
 
 def meet(
-    cluster: Cluster,
-    facts: Mapping[str, str],
-    start_timeout: float = 120.0,
-    stall_timeout: float = 600.0,
+    cluster: Cluster, facts: Mapping[str, str], start_timeout: float = 120.0, stall_timeout: float = 600.0
 ) -> Peers:
-    """Waits until all workers of the run are there.
+    """Waits until all workers of the run have registered.
 
     Args:
-      cluster: who this worker is; `master` says where to meet.
+      cluster: who this worker is; `master` is the chief's address.
       facts: what must be the same everywhere, by name: versions, the experiment.
       start_timeout: seconds to wait for the others.
       stall_timeout: for `Peers`.
 
     Raises:
-      UserError: a worker did not come, is there twice, or differs; or the address cannot be used.
+      UserError: a worker did not come, joined twice, or differs; or the address cannot be used.
     """
     if cluster.size == 1:
         return Peers(hosts=(platform.node(),))
     if not cluster.master:
         raise UserError(
-            f"{cluster.source} does not tell where worker 0 of {cluster.size} is: "
-            "set MASTER_ADDR and MASTER_PORT to the same address on all workers"
+            f"{cluster.source} does not tell where worker 0 of {cluster.size} is",
+            "set MASTER_ADDR and MASTER_PORT to the same address on all workers",
         )
     facts = {"the number of workers": str(cluster.size), **facts}
     if cluster.addresses:
         facts["the list of workers"] = ", ".join(cluster.addresses)
-    times = _Times(time.monotonic() + start_timeout, start_timeout, stall_timeout)
-    return _Chief(cluster, facts, times).host() if cluster.rank == 0 else _Worker(cluster, facts, times).attend()
+    own = Member("worker", cluster.rank, facts, platform.node(), os.getpid())
+    role = _Chief(cluster, own, start_timeout) if cluster.rank == 0 else _JoiningWorker(cluster, own, start_timeout)
+    connections, hosts, addresses, held = role.run()
+    return Peers(cluster.rank, hosts, addresses, connections, held, start_timeout, stall_timeout)
 
 
-class _Times(NamedTuple):
-    """How long the meeting and the run may wait."""
+class _Places(NamedTuple):
+    """All workers by rank, and this one's connections."""
 
-    deadline: float
-    """When the meeting gives up, by this process' monotonic clock."""
-    start_timeout: float
-    stall_timeout: float
+    connections: dict[int, wire.Connection]
+    hosts: tuple[str, ...]
+    addresses: tuple[str, ...]
+    held: tuple[socket.socket, ...] = ()
+    """Sockets that reserve ports for TensorFlow."""
 
 
-class _Meeting:
+class _Registration:
     """What the chief and the other workers have in common."""
 
-    def __init__(self, cluster: Cluster, facts: dict[str, str], times: _Times):
-        self._cluster, self._times = cluster, times
-        self._me = Introduction(cluster.rank, facts, "", platform.node(), os.getpid())
-        self._next_line = time.monotonic() + PATIENCE_S
+    def __init__(self, cluster: Cluster, own: Member, start_timeout: float):
+        self._cluster, self._own, self._start_timeout = cluster, own, start_timeout
+        self._deadline = time.monotonic() + start_timeout
+        self._remind = Reminder(aside.info, self._deadline, PATIENCE_S)
 
     def _name(self, rank: int) -> str:
         """Returns how messages call a worker."""
+        place = self._place(rank)
+        return f"worker {rank}" + (f" ({place})" if place else "")
+
+    def _place(self, rank: int) -> str:
         addresses = self._cluster.addresses
         at = addresses[rank] if addresses else self._cluster.master if rank == 0 else ""
         if self._cluster.hosts:
-            at = f"{self._cluster.hosts[rank]} at {at}" if at else self._cluster.hosts[rank]
-        elif not at and self._cluster.size == self._cluster.local_size:
-            at = self._me.host
-        return f"worker {rank}" + (f" ({at})" if at else "")
+            return f"{self._cluster.hosts[rank]} at {at}" if at else self._cluster.hosts[rank]
+        return at or (self._own.host if self._cluster.size == self._cluster.local_size else "")
 
     def _leave_record(self, missing: int) -> None:
         """Tells the launcher which worker has not come."""
-        host = self._name(missing).removeprefix(f"worker {missing}").lstrip()
-        exit_record.leave(LostWorker(missing, f"{host} has not come within {self._times.start_timeout:.0f} s".strip()))
-
-    def _say_for_whom(self, who: str, now: float, why: str = "") -> None:
-        """Says now and then for whom this worker waits."""
-        if now >= self._next_line:
-            self._next_line = now + 3 * PATIENCE_S
-            aside.info(f"waiting for {who}, {self._times.deadline - now:.0f} s left{f' ({why})' if why else ''}")
+        place, late = self._place(missing), f"has not joined within {self._start_timeout:.0f} s"
+        exit_record.leave(LostWorker(missing, f"({place}) {late}" if place else late))
 
 
-class _Chief(_Meeting):
-    """Worker 0, to which the others come."""
+class _Chief(_Registration):
+    """Worker 0, with which the others register."""
 
-    def __init__(self, cluster: Cluster, facts: dict[str, str], times: _Times):
-        super().__init__(cluster, facts, times)
-        self._arrivals: queue.Queue[_Guest] = queue.Queue()
-        self._present: dict[int, _Guest] = {}
-
-    def host(self) -> Peers:
+    def run(self) -> _Places:
         """Waits until all workers are there, and tells them so."""
-        cluster, times = self._cluster, self._times
-        if cluster.meeting_fd is not None:
-            listener = socket.socket(fileno=cluster.meeting_fd)
-        else:
-            listener = _listen(cluster.master, 0)
-        here = listener.getsockname()[0]
-        acceptor = Acceptor(listener, cluster.secret, self._greet)
+        cluster = self._cluster
+        self._present: dict[int, Arrival] = {}
+        fd = cluster.meeting_fd
+        listener = socket.socket(fileno=fd) if fd is not None else _listen(cluster.master, 0)
+        host = listener.getsockname()[0]
+        registrar = Registrar(listener, cluster.secret, "worker")
         while len(self._present) < cluster.size - 1:
-            self._wait_for_one()
-            self._forget_the_gone()
-        held = []
-        addresses = list(cluster.addresses)
+            self._wait_for_one(registrar)
+            for rank, arrival in list(self._present.items()):  # whatever started them may send them back
+                if not arrival.connection.is_open():
+                    del self._present[rank]
+                    who = f"worker {rank} ({arrival.member.process})"
+                    aside.info(f"{who} disconnected before all workers had joined: look at its output")
         present = {rank: self._present[rank] for rank in sorted(self._present)}
-        if addresses:
+        held: tuple[socket.socket, ...] = ()
+        if cluster.addresses:
+            addresses = cluster.addresses
             self._call_back()
             # TensorFlow needs this very port. Connections that are open do not stand in its way, a listener would.
-            acceptor.close()
+            registrar.close()
         else:
-            reserved, address = _reserve(here)
-            held.append(reserved)
-            addresses = [address, *(guest.who.address for guest in present.values())]
+            reserved, address = _reserve(host)
+            held, addresses = (reserved,), (address, *(arrival.member.address for arrival in present.values()))
             # Whoever comes later is told so, instead of being taken for a worker of TensorFlow.
-            threading.Thread(target=self._refuse_latecomers, daemon=True).start()
-        hosts = (self._me.host, *(guest.who.host for guest in present.values()))
-        for guest in present.values():
-            guest.connection.tell({"welcome": {"addresses": addresses, "hosts": hosts}})  # `Peers` sees who has gone
-        connections = {rank: guest.connection for rank, guest in present.items()}
-        return Peers(0, hosts, tuple(addresses), connections, tuple(held), times.start_timeout, times.stall_timeout)
+            threading.Thread(target=self._refuse_latecomers, args=[registrar], daemon=True).start()
+        hosts = (self._own.host, *(arrival.member.host for arrival in present.values()))
+        for arrival in present.values():  # `Peers` notices who has gone
+            arrival.connection.tell({"welcome": {"addresses": list(addresses), "hosts": list(hosts)}})
+        return _Places({rank: arrival.connection for rank, arrival in present.items()}, hosts, tuple(addresses), held)
 
-    def _greet(self, connection: wire.Connection, host: str) -> None:
-        """Lets in who is a worker."""
-        del host
-        try:
-            who = Introduction.read(connection.receive(wire.HANDSHAKE_S))
-        except wire.WireError:
-            connection.close()
-            return
-        if who:
-            self._arrivals.put(_Guest(connection, who))
-        else:
-            connection.tell({"refused": "this is the meeting of a run of tfdist: leave its port alone"})
-            connection.close()
-
-    def _wait_for_one(self) -> None:
-        """Takes in one arrival, or says who is missing."""
-        now, deadline = time.monotonic(), self._times.deadline
-        who = ", ".join(self._name(r) for r in range(1, self._cluster.size) if r not in self._present)
-        if now >= deadline:
-            missing = min(set(range(1, self._cluster.size)) - self._present.keys())
-            problem = (
-                f"{who} of {self._cluster.size} has not come within {self._times.start_timeout:.0f} s: "
-                "start it, check its address, or raise --start_timeout"
+    def _wait_for_one(self, registrar: Registrar) -> None:
+        """Registers one arrival, or gives up on those missing."""
+        now, size = time.monotonic(), self._cluster.size
+        missing = [rank for rank in range(1, size) if rank not in self._present]
+        who = f"{', '.join(map(self._name, missing))} of {size}"
+        if now >= self._deadline:
+            error = UserError(
+                f"timed out after {self._start_timeout:.0f} s waiting for {who}",
+                "start it, check its address, or raise --start_timeout",
             )
-            for guest in self._present.values():
-                guest.connection.tell({"missing": missing, "refused": problem})
-            self._leave_record(missing)
-            raise UserError(problem)
-        self._say_for_whom(f"{who} of {self._cluster.size}", now)
+            for arrival in self._present.values():
+                arrival.connection.tell({"missing": missing[0], "refused": error.what, "fix": error.fix})
+            self._leave_record(missing[0])
+            raise error
+        self._remind(who, now)
         try:
-            until = min(self._next_line, deadline, now + LOOK_S)
-            guest = self._arrivals.get(timeout=max(0.0, until - now))
+            until = min(self._remind.next, self._deadline, now + CHECK_S)
+            arrival = registrar.arrivals.get(timeout=max(0.0, until - now))
         except queue.Empty:
             return
-        problem = self._problem(guest.who)
+        before = self._present.get(arrival.member.rank)
+        connected = before is not None and before.connection.is_open()
+        problem = arrival.member.conflict(self._own, before.member if before and connected else None, size)
         if problem:
-            self._refuse_all(problem, guest)
-        self._present[guest.who.rank] = guest
-
-    def _forget_the_gone(self) -> None:
-        """Forgets workers that have gone again; whatever started them may send them back."""
-        for rank, guest in list(self._present.items()):
-            if not guest.connection.is_open():
-                del self._present[rank]
-                aside.info(f"worker {rank} ({guest.who.process}) has gone before all had met: look at its output")
-
-    def _problem(self, who: Introduction) -> str:
-        """Returns what is wrong with a worker that has come, in a line; "" if nothing is."""
-        for name, mine in self._me.facts.items():
-            theirs = who.facts.get(name, "missing")
-            if theirs != mine:
-                return (
-                    f"worker {who.rank} ({who.process}) differs from worker 0 in {name}: "
-                    f"{printable(theirs, 1000)} and {mine}: "
-                    "start all workers with the same cluster, experiment and versions"
-                )
-        before = self._present.get(who.rank)
-        if before and before.connection.is_open():
-            other = before.who.process
-        elif not 0 < who.rank < self._cluster.size:
-            other = self._me.process
-        else:
-            return ""
-        return f"worker {who.rank} is there twice ({other} and {who.process}): give each worker an index of its own"
+            self._refuse_all(problem, arrival)
+        self._present[arrival.member.rank] = arrival
 
     def _call_back(self) -> None:
         """Checks that each worker can be reached at its address in the list: TensorFlow would wait for it silently.
@@ -274,9 +386,10 @@ class _Chief(_Meeting):
         Raises:
           UserError: one cannot.
         """
-        for rank, guest in self._present.items():
+        for rank, arrival in self._present.items():
+            address = self._cluster.addresses[rank]
             try:
-                connection = wire.connect(*split(self._cluster.addresses[rank]), self._cluster.secret)
+                connection = wire.connect(*split(address), self._cluster.secret)
                 answer = connection.receive(wire.HANDSHAKE_S)
                 connection.close()
                 why = "" if answer == {"rank": rank} else "another worker answers there"
@@ -284,97 +397,83 @@ class _Chief(_Meeting):
                 why = str(error)
             if why:
                 self._refuse_all(
-                    f"worker {rank} ({guest.who.host}) cannot be reached at {self._cluster.addresses[rank]} ({why}): "
-                    "correct its address in the list, or open that port between the workers"
+                    UserError(
+                        f"worker {rank} ({arrival.member.host}) cannot be reached at {address} ({why})",
+                        "correct its address in the list, or open that port between the workers",
+                    )
                 )
 
-    def _refuse_all(self, problem: str, *others: _Guest) -> NoReturn:
-        """Ends the meeting for all who are there, and `others` besides."""
-        for guest in (*self._present.values(), *others):
-            guest.connection.tell({"refused": problem})
-        raise UserError(problem)
+    def _refuse_all(self, problem: UserError, *others: Arrival) -> NoReturn:
+        for arrival in (*self._present.values(), *others):
+            arrival.connection.tell({"refused": problem.what, "fix": problem.fix})
+        raise problem
 
-    def _refuse_latecomers(self) -> None:
+    def _refuse_latecomers(self, registrar: Registrar) -> None:
         while True:
-            guest = self._arrivals.get()
-            text = (
-                f"the run has begun with {self._cluster.size} workers, worker {guest.who.rank} is one of them: "
-                "give this one another port or index"
-            )
-            guest.connection.tell({"refused": text})
-            guest.connection.close()
+            connection, member = registrar.arrivals.get()
+            has_begun = f"the run has begun with {self._cluster.size} workers, worker {member.rank} is one of them"
+            refuse(connection, UserError(has_begun, "give this one another port or index"))
 
 
-class _Worker(_Meeting):
-    """A worker that comes to the chief."""
+class _JoiningWorker(_Registration):
+    """A worker that registers with the chief."""
 
-    def attend(self) -> Peers:
-        """Goes to the chief and waits until it says that all are there."""
-        cluster, times = self._cluster, self._times
-        held = []
+    def run(self) -> _Places:
+        """Connects to the chief and waits until it says that all are there."""
+        cluster = self._cluster
         if cluster.addresses:
+            answer_call_back = lambda connection, host: connection.tell({"rank": cluster.rank})
             listener = _listen(cluster.addresses[cluster.rank], cluster.rank)
-            acceptor = Acceptor(listener, cluster.secret, self._answer)
-        connection = self._reach()
+            acceptor = wire.Acceptor(listener, cluster.secret, answer_call_back)
+        connection = self._reach_chief()
+        held: tuple[socket.socket, ...] = ()
         address = cluster.addresses[cluster.rank] if cluster.addresses else ""
         if not address:
             reserved, address = _reserve(connection.local_host)
-            held.append(reserved)
+            held = (reserved,)
         chief = self._name(0)
         try:
-            connection.send(self._me._replace(address=address)._asdict())
+            connection.send(self._own._replace(address=address)._asdict())
             # The chief mostly gives up first and says why; but it may have started later, or hang.
-            limit = max(1.0, times.deadline - time.monotonic()) + 2 * wire.HANDSHAKE_S
-            answer = answer_to(cluster.size)(connection.receive(limit))
+            limit = max(1.0, self._deadline - time.monotonic()) + 2 * wire.HANDSHAKE_S
+            answer = answer_to_worker(cluster.size)(connection.receive(limit))
         except wire.SilenceError:
             raise UserError(
-                f"{chief} is there, but not all {cluster.size} workers have come within {times.start_timeout:.0f} s: "
-                "its output says who is missing; start that one, or raise --start_timeout"
+                f"timed out after {self._start_timeout:.0f} s waiting until {chief} has all {cluster.size} workers",
+                "its output says who is missing; start that one, or raise --start_timeout",
             ) from None
         except wire.WireError as error:
             exit_record.leave(LostWorker(-1, ""))
-            raise UserError(f"{chief} ended before all workers had met ({error}): look at its output") from None
+            raise UserError(f"{chief} ended before all workers had joined ({error})", "look at its output") from None
         if "missing" in answer:
             self._leave_record(answer["missing"])
         if "refused" in answer:
-            raise UserError(answer["refused"])
+            raise UserError(answer["refused"], answer["fix"])
         if cluster.addresses:
             acceptor.close()
         welcome = answer["welcome"]
-        hosts, addresses = tuple(welcome["hosts"]), tuple(welcome["addresses"])
-        return Peers(
-            cluster.rank, hosts, addresses, {0: connection}, tuple(held), times.start_timeout, times.stall_timeout
-        )
+        return _Places({0: connection}, tuple(welcome["hosts"]), tuple(welcome["addresses"]), held)
 
-    def _reach(self) -> wire.Connection:
-        """Connects to the chief, which may start later than this worker."""
+    def _reach_chief(self) -> wire.Connection:
         host, port = split(self._cluster.master)
-        chief, times = self._name(0), self._times
-        while True:
-            try:
-                left = times.deadline - time.monotonic()
-                return wire.connect(host, port, self._cluster.secret, min(max(left, 1.0), wire.HANDSHAKE_S))
-            except wire.WireError as error:
-                why, other = str(error), isinstance(error, (wire.SecretError, wire.ForeignError))
-            now = time.monotonic()
-            if other:
-                raise UserError(
-                    f"{chief} is not what answers at {host}:{port} ({why}): another program or run has this port, "
-                    "choose a free one"
-                )
-            if now >= times.deadline:
-                self._leave_record(0)
-                raise UserError(
-                    f"{chief} has not come within {times.start_timeout:.0f} s ({why}): "
-                    "start it, check its address, or raise --start_timeout"
-                )
-            self._say_for_whom(chief, now, why)
-            time.sleep(0.1)
-
-    def _answer(self, connection: wire.Connection, host: str) -> None:
-        """Says who is here to the chief's call back."""
-        del host
-        connection.tell({"rank": self._cluster.rank})
+        chief = self._name(0)
+        try:
+            return reach(
+                lambda limit: wire.connect(host, port, self._cluster.secret, limit),
+                self._deadline,
+                lambda error, now: self._remind(f"{chief} ({error})", now),
+            )
+        except NotReachedError as error:
+            self._leave_record(0)
+            raise UserError(
+                f"timed out after {self._start_timeout:.0f} s waiting for {chief} ({error})",
+                "start it, check its address, or raise --start_timeout",
+            ) from None
+        except wire.WireError as error:
+            raise UserError(
+                f"handshake with {chief} failed ({error})",
+                "another program or job has this port, choose a free one",
+            ) from None
 
 
 def _listen(address: str, rank: int) -> socket.socket:
@@ -383,13 +482,13 @@ def _listen(address: str, rank: int) -> socket.socket:
         return wire.listen(host, port)
     except OSError as error:
         raise UserError(
-            f"worker {rank} cannot listen at {address} ({(error.strerror or str(error)).lower()}): "
-            "it must be a free port on an address of this machine"
+            f"worker {rank} cannot listen at {address} ({(error.strerror or str(error)).lower()})",
+            "it must be a free port on an address of this machine",
         ) from None
 
 
 def _reserve(host: str) -> tuple[socket.socket, str]:
-    """Takes a free port that nobody else is given until TensorFlow binds it: bound, but not listening."""
+    """Reserves a free port until TensorFlow binds it: bound, but not listening."""
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.bind((host, 0))

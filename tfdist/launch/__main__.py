@@ -21,7 +21,7 @@ from tfdist.config.commands import standard_streams
 from tfdist.config.messages import aside
 from tfdist.distributed import gpus
 from tfdist.errors import UserError, shown
-from tfdist.launch import coordinator, elastic_coordinator, machines, node_agent, node_links
+from tfdist.launch import coordinator, machines, node_agent, node_link
 from tfdist.launch.event_loop import Events, Screen
 
 _OWN = ("devices", "workdir", "threads", "progress", "start_timeout", "stall_timeout")
@@ -121,7 +121,7 @@ def _underscored(argument: str) -> str:
     return name[:2] + name[2:].replace("-", "_") + equals + value if name.startswith("--") else argument
 
 
-def make_plan(options: argparse.Namespace, rest: Sequence[str], environ: Mapping[str, str]) -> node_agent.RoundPlan:
+def make_plan(options: argparse.Namespace, rest: Sequence[str], environ: Mapping[str, str]) -> node_agent.LaunchPlan:
     """Checks everything that can be known before a worker starts.
 
     Raises:
@@ -130,15 +130,17 @@ def make_plan(options: argparse.Namespace, rest: Sequence[str], environ: Mapping
     max_restarts = machines.whole("--max_restarts", options.max_restarts, 0)
     start_timeout = machines.seconds("--start_timeout", options.start_timeout)
     nodes = machines.find(options, environ, start_timeout)
-    agreed: dict[str, Any] = {"the version of tfdist": __version__, "--max_restarts": max_restarts}
-    if nodes.least:
-        agreed["--nnodes"] = nodes.size.partition("=")[2]
+    facts: dict[str, Any] = {
+        "the version of tfdist": __version__,
+        "--nnodes": nodes.size.partition("=")[2],
+        "--max_restarts": max_restarts,
+    }
     workdir, held, devices = "", "", "all"
     field_syntax.check_local("--log_dir", options.log_dir or "")
     own_program = bool(rest) and (not rest[0].startswith("-") or rest[0] == "-m")
     if own_program:
         command = _program(rest)
-        agreed["the command"] = shlex.join(rest)
+        facts["the command"] = shlex.join(rest)
     else:
         rest = _current_names(rest)
         command = (sys.executable, "-m", "tfdist.train", *rest)
@@ -147,36 +149,31 @@ def make_plan(options: argparse.Namespace, rest: Sequence[str], environ: Mapping
         held = "" if where["dry_run"] else workdir
         if where["insecure"]:
             raise UserError("--insecure after -- would change nothing, since workers get a secret: write it before --")
-        agreed |= {f"--{name}": value for name, value in train.experiment.items()}
-        agreed |= {f"--{name}": value for name, value in where.items() if name not in _OWN}
+        facts |= {f"--{name}": value for name, value in train.experiment.items()}
+        facts |= {f"--{name}": value for name, value in where.items() if name not in _OWN}
         devices = "none" if where["virtual_devices"] else where["devices"]
     nproc, shares = _divide(options.nproc_per_node or nodes.nproc, devices, environ)
-    if not own_program and (nproc > 1 or nodes.nnodes > 1) and where["strategy"] not in ("auto", "multi_worker"):
+    if not own_program and (nproc > 1 or nodes.max > 1) and where["strategy"] not in ("auto", "multi_worker"):
         instead = "start it with horovodrun" if where["strategy"] == "horovod" else "start python -m tfdist.train"
         raise UserError(
             f"--strategy={where['strategy']} is not for workers of tfdist.launch: {instead}, "
             "or use --strategy=multi_worker"
         )
-    if nodes.least and not own_program:
+    if nodes.elastic and not own_program:
         _check_elastic(train, nodes, nproc)
     if any(shares) and devices != "all" and not own_program:
         command += ("--devices=all",)  # of those that the launcher has picked by the flag
-    return node_agent.RoundPlan(
+    return node_agent.LaunchPlan(
         command=command,
         nproc=nproc,
-        nnodes=nodes.nnodes,
-        node=nodes.node,
-        addr=nodes.addr,
-        port=nodes.port,
+        nodes=nodes,
         max_restarts=max_restarts,
         start_timeout=start_timeout,
         shares=shares,
-        agreed=json.loads(json.dumps(agreed, default=str)),  # as it arrives on the other side
+        facts=json.loads(json.dumps(facts, default=str)),  # as it arrives on the other side
         workdir=held,
         log_dir=os.path.expanduser(options.log_dir or "") or _logs(workdir),
         secret=machines.secret(nodes, options.insecure, environ),
-        least=nodes.least,
-        waits=nodes.waits,
     )
 
 
@@ -203,7 +200,7 @@ def _check_elastic(train: _TrainFlags, nodes: machines.Nodes, nproc: int) -> Non
             f"{nodes.size} keeps to one global batch, and train.batch_size=auto looks for one that fits the workers at "
             "the start: give a number"
         )
-    workers = nodes.nnodes * nproc
+    workers = nodes.max * nproc
     field, given, needed = (
         ("virtual_replicas", virtual_replicas, workers)
         if virtual_replicas
@@ -280,16 +277,16 @@ def _divide(nproc: str, devices: str, environ: Mapping[str, str]) -> _Shares:
     return _Shares(count, tuple({**order, "CUDA_VISIBLE_DEVICES": part} for part in parts))
 
 
-def dry_run(plan: node_agent.RoundPlan, environ: Mapping[str, str]) -> str:
+def dry_run(plan: node_agent.LaunchPlan, environ: Mapping[str, str]) -> str:
     """Returns each worker of this node as a line for a shell, under a comment."""
-    port = plan.port
-    if plan.nnodes == 1:
-        with node_links.listen(plan.addr, plan.port) as listener:
+    port = plan.nodes.port
+    if plan.nodes.max == 1:
+        with node_link.listen(plan.nodes.addr, plan.nodes.port) as listener:
             port = listener.getsockname()[1]
-    node = max(0, plan.node)
-    world, first = plan.nnodes * plan.nproc, node * plan.nproc
-    assumed = f", if each of {plan.nnodes} nodes has as many" if plan.nnodes > 1 else ""
-    this = node_agent.Round(0, node, world, first, port, salt="")
+    node = max(0, plan.nodes.rank)
+    world, first = plan.nodes.max * plan.nproc, node * plan.nproc
+    assumed = f", if each of {plan.nodes.max} nodes has as many" if plan.nodes.max > 1 else ""
+    this = node_agent.Attempt(0, node, world, first, port, salt="")
     kept = node_agent.inherited(environ)
     lines = []
     for local_rank in range(plan.nproc):
@@ -308,11 +305,7 @@ def _run(argv: Sequence[str]) -> int:
         print(dry_run(plan, os.environ))
         return 0
     with Events() as events:
-        if plan.least:
-            return elastic_coordinator.run(plan, events, Screen())
-        if plan.node:
-            return node_agent.follow(plan, events, Screen())
-        return coordinator.Coordinator(plan, events, Screen()).run()
+        return coordinator.run(plan, events, Screen())
 
 
 def main() -> None:

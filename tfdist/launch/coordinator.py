@@ -1,4 +1,8 @@
-"""Node 0's launcher: gathers the nodes, starts rounds, finds the cause of a failure, starts again. No TensorFlow."""
+"""Node 0's launcher: waits for the nodes, starts attempts, decides how each ends, starts again. No TensorFlow.
+
+In an elastic job (`--nnodes=MIN:MAX`) a node that is lost, leaves or joins ends the attempt, and the next one begins
+with the nodes that are there then, from the newest checkpoint: no failure, and no restart of `--max_restarts`.
+"""
 
 from __future__ import annotations
 
@@ -7,68 +11,104 @@ import json
 import math
 import secrets
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 from tfdist.checkpoints import bucket_folder
 from tfdist.cluster import wire
+from tfdist.cluster.registration import Arrival, Registrar, Reminder, drain, refuse
 from tfdist.errors import UserError
-from tfdist.launch import node_agent, node_links, node_messages
+from tfdist.launch import node_agent, node_link
 from tfdist.launch.event_loop import Events, Screen
-from tfdist.launch.failure_policy import Verdict
+from tfdist.launch.failure_policy import AttemptOutcome, NodeExit
+from tfdist.launch.node_link import NodeLink
 
-FAREWELL_S = 3.0
-"""For the other launchers to hear the last word."""
-
-
+EXIT_WAIT_S = 3.0
+"""Time for the other launchers to receive the last message."""
 _RECORDED = 50
-"""The chief is told of so many rounds at most."""
+"""Most attempts that the chief records."""
+_POLL_S = 2.0
+"""Longest wait for an event."""
 
 
-class NodeNews(NamedTuple):
-    """What has happened on a node, as `Verdict.hear` takes it."""
+class NodeEvent(NamedTuple):
+    """An event on a node, for `AttemptOutcome.hear`."""
 
     node: int
-    news: wire.Message
+    event: wire.Message
 
 
 class _Stopped(Exception):  # noqa: N818  an event and no error
     """A signal came while no worker was running."""
 
 
+def run(plan: node_agent.LaunchPlan, events: Events, screen: Screen) -> int:
+    """Runs this node's launcher; in an elastic job the one that can listen at `plan.nodes.addr` is node 0.
+
+    Returns:
+      The exit code.
+
+    Raises:
+      UserError: node 0 cannot listen there, or cannot be reached there, or refuses this node.
+    """
+    if plan.nodes.rank <= 0:
+        try:
+            coordinator = Coordinator(dataclasses.replace(plan, nodes=plan.nodes._replace(rank=0)), events, screen)
+        except node_link.AddressInUseError:
+            if plan.nodes.rank == 0:
+                raise
+        else:
+            return coordinator.run()
+    return node_agent.follow(plan, events, screen)
+
+
 class Coordinator:
     """All of a launch, from beginning to end."""
 
-    def __init__(self, plan: node_agent.RoundPlan, events: Events, screen: Screen):
-        """Listens for the other nodes where there are some.
+    def __init__(self, plan: node_agent.LaunchPlan, events: Events, screen: Screen):
+        """Listens for the other nodes, if there are any.
 
         Raises:
-          UserError: that cannot be done at --master_addr and --master_port.
+          UserError: that is not possible at --master_addr and --master_port.
         """
-        self._plan, self._events, self._screen = plan, events, screen
-        self._node = node_agent.Node(plan, events, screen)
+        self._plan, self._nodes, self._events, self._screen = plan, plan.nodes, events, screen
+        self._agent = node_agent.NodeAgent(plan, events, screen)
         self._folder = bucket_folder.opened(plan.workdir, writes=True) if plan.workdir else None
-        """Held from before the first round until after the last: between two, no worker holds it."""
-        self._node.folder = self._folder
-        self._hello = node_agent.hello(plan)
-        self._links: dict[int, node_links.Link] = {}
-        self._news: list[NodeNews] = []
-        self._beats = node_links.Heartbeats()
+        """Locked from before the first attempt until after the last: between two, no worker holds it."""
+        self._agent.folder = self._folder
+        self._own = node_agent.member(plan)
+        self._links: dict[int, NodeLink] = {}
+        self._dismissed: list[NodeLink] = []
+        """Links to nodes that have left, until they have read so."""
+        self._joined: dict[int, float] = {}
+        """When the nodes registered that take no part in an attempt yet."""
+        self._numbered = 0
+        """Nodes of an elastic job that have ever registered; each keeps its number."""
+        self._taking_part: tuple[int, ...] = ()
+        """Nodes of the attempt in progress."""
+        self._trusted: set[int] = set()
+        """Nodes that have ever taken part."""
+        self._pending: list[NodeEvent] = []
+        self._heartbeats = node_link.Heartbeats()
         self._launch = secrets.token_hex(8)
-        self._rounds: list[list] = []
-        """Nodes, workers and end of each round so far, and the time when it began to end."""
-        self._due = math.inf
-        """When `_watch` has something to do by itself."""
-        self._listener = node_links.NodeListener(plan.addr, plan.port, plan.secret, events) if plan.nnodes > 1 else None
+        self._attempts: list[list] = []
+        """Number of nodes and workers, end, and its time, of each attempt so far."""
+        self._grow_at = math.inf
+        """When waiting nodes join, whatever happens."""
+        self._registrar: Registrar | None = None
+        if plan.nodes.max > 1:
+            self._registrar = Registrar(
+                node_link.listen(plan.nodes.addr, plan.nodes.port), plan.secret, "node", events.wake
+            )
 
     def run(self) -> int:
-        """Runs round after round.
+        """Runs attempt after attempt.
 
         Returns:
           The exit code.
 
         Raises:
-          UserError: a node does not come or does not fit, or another run has the run folder; those that are there
-            know it too.
+          UserError: a node does not come or conflicts, or another run has the run folder; the other nodes know it too.
         """
         attempt, failures, code, line, wrong = 0, 0, 2, "", None
         try:
@@ -76,12 +116,15 @@ class Coordinator:
                 self._gather(first=attempt == 0)
                 if self._folder:
                     self._folder.reserve()
-                verdict = self._round(attempt)
-                code = verdict.code
+                outcome = self._attempt(attempt)
+                code = outcome.code
                 attempt += 1
-                if self._other_nodes(verdict):
+                self._taking_part = ()
+                for node, node_exit in outcome.leaving.items():
+                    self._dismiss(node, node_exit)
+                if outcome.changes:
                     continue
-                if not verdict.may_restart or failures == self._plan.max_restarts:
+                if not outcome.may_restart or failures == self._plan.max_restarts:
                     break
                 failures += 1
                 self._back_off(failures)
@@ -91,7 +134,7 @@ class Coordinator:
             code, line = node_agent.code_of(str(stopped)), f"{stopped}: no worker was running"
         if self._folder:
             self._folder.release()
-        self._over(code, line)
+        self._finish(code, line)
         if wrong and attempt == 0:  # later it is not wrong input that has ended the run
             raise wrong
         if line:
@@ -101,174 +144,227 @@ class Coordinator:
     # -- the other nodes -----------------------------------------------------
 
     def _gather(self, first: bool) -> None:
-        """Waits until every node is here; `first` if none has ever been."""
-        plan, begun = self._plan, time.monotonic()
-        deadline, next_line = begun + plan.start_timeout, begun
-        while self._listener and len(self._links) < plan.nnodes - 1:
-            now = time.monotonic()
-            absent = [n for n in range(1, plan.nnodes) if n not in self._links]
-            who = f"node{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} of {plan.nnodes}"
-            if now >= deadline:
+        """Waits until there are nodes enough; at first also for those that may join soon after them."""
+        plan, nodes = self._plan, self._nodes
+        if not self._registrar:
+            return
+        again = nodes.elastic and not first
+        limit, flag = (nodes.waits.rejoin, "rejoin") if again else (plan.start_timeout, "start")
+        at = f"at {self._registrar.address}"
+        missing = lambda: nodes.min - 1 - len(self._links)
+        room = lambda: nodes.max - 1 - len(self._links)
+        while True:
+            if not self._wait(lambda: missing() <= 0, limit, lambda: f"{self._missing_nodes(missing())} {at}", first):
+                rank = "" if nodes.elastic else f"--node_rank={self._absent()[0]} "
                 raise UserError(
-                    f"{who} {'have' if len(absent) > 1 else 'has'} not come within {plan.start_timeout:g} s to "
-                    f"{self._listener.address}: start python -m tfdist.launch --nnodes={plan.nnodes} "
-                    f"--node_rank={absent[0]} --master_addr={plan.addr} --master_port={plan.port} ... there, "
-                    "or raise --start_timeout"
+                    f"timed out after {limit:g} s waiting for {self._missing_nodes(missing())} {at}",
+                    f"start python -m tfdist.launch {nodes.size} {rank}--master_addr={nodes.addr} "
+                    f"--master_port={nodes.port} ... there, or raise --{flag}_timeout",
                 )
-            if now >= next_line:
-                next_line += node_links.PATIENCE_S
-                left = f"{deadline - now:.0f} s left"
-                self._say(f"waiting for {who} at {self._listener.address}, {left}")
-            for node, news in self._pump(min(deadline, next_line), gathering=first):
-                self._idle(node, news)
+            if first and nodes.elastic:
+                self._wait(lambda: room() <= 0, nodes.waits.join, lambda: f"up to {_nodes(room())} {at}", first)
+            if missing() <= 0:  # else one has disconnected meanwhile
+                return
 
-    def _idle(self, node: int, news: wire.Message) -> None:
-        """Sees to what happens while no worker runs."""
-        if news["event"] == "signal":
-            raise _Stopped(news["name"])
-        if news["event"] == "lost":
-            self._screen.say(news["line"], error=True)
+    def _absent(self) -> list[int]:
+        return [node for node in range(1, self._nodes.max) if node not in self._links]
 
-    def _admit(self, connection: wire.Connection, theirs: node_links.Hello, gathering: bool) -> None:
-        """Lets a launcher in, or turns it away: before the first round for the good of all, later alone."""
-        problem = theirs.problem(self._hello)
-        theirs = self._numbered(theirs)
-        there = self._links.get(theirs.node)
-        if not problem and there and time.monotonic() - there.heard < node_links.SUPERSEDED_S:
-            problem = (
-                f"node {theirs.node} is there twice ({there.hello.host} and {theirs.host}): "
-                "give each node a --node_rank of its own"
-            )
+    def _missing_nodes(self, count: int) -> str:
+        if self._nodes.elastic:
+            return f"{_nodes(count)} of at least {self._nodes.min}"
+        absent = self._absent()
+        return f"node{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} of {self._nodes.max}"
+
+    def _wait(self, enough: Callable[[], bool], seconds: float, who: Callable[[], str], first: bool) -> bool:
+        """Waits until `enough`; returns False if that took too long."""
+        deadline = time.monotonic() + seconds
+        remind = Reminder(self._say, deadline)
+        while not enough():
+            now = time.monotonic()
+            if now >= deadline:
+                return False
+            remind(who(), now)
+            for node, event in self._poll(min(deadline, remind.next), gathering=first):
+                self._idle(node, event)
+        return True
+
+    def _idle(self, node: int, event: wire.Message) -> None:
+        """Handles the event of a node that takes no part in an attempt."""
+        if event["event"] == "signal":
+            if not (self._nodes.elastic and node):
+                raise _Stopped(event["name"])
+            self._dismiss(node, NodeExit.by_signal(event["name"]))
+        elif event["event"] == "lost":
+            self._screen.say(event["line"], error=True)
+
+    def _admit(self, arrival: Arrival, gathering: bool) -> None:
+        """Registers a launcher or refuses it, which ends a job of a fixed number of nodes before its first attempt."""
+        member = arrival.member
+        if self._nodes.elastic:
+            self._numbered += 1
+            member = member._replace(rank=self._numbered)
+        before = self._links.get(member.rank)
+        silent = before is not None and time.monotonic() - before.heard >= node_link.SUPERSEDED_S
+        size = math.inf if self._nodes.elastic else self._nodes.max
+        problem = member.conflict(self._own, before.member if before and not silent else None, size)
         if problem:
-            node_links.refuse(connection, problem)
-            if gathering:
-                raise UserError(problem)
-            self._screen.say(f"turned away: {problem}", error=True)
+            refuse(arrival.connection, problem)
+            if gathering and not self._nodes.elastic:
+                raise problem
+            self._screen.say(f"rejected: {problem}", error=True)
             return
-        if there:
-            there.lose(f"started again on {theirs.host}")
-            self._drop(there)
+        if before:
+            before.close(f"started again on {member.host}")
+            self._drop(before)
         try:
-            connection.send({"welcome": self._hello.host})
+            arrival.connection.send({"welcome": self._own.host})
         except wire.WireError:
-            connection.close()
+            arrival.connection.close()
             return
-        self._links[theirs.node] = node_links.Link(connection, theirs, self._events, node_messages.EVENTS)
-        self._beats.set(tuple(self._links.values()))
-        self._welcome(self._links[theirs.node])
+        link = NodeLink(arrival.connection, member, self._events, node_link.EVENTS)
+        self._links[member.rank] = link
+        self._heartbeats.set(tuple(self._links.values()))
+        self._joined[member.rank] = time.monotonic()
+        if self._nodes.elastic and self._taking_part:
+            full = len(self._taking_part) >= self._nodes.max
+            self._say(f"{link} {f'waits for a place among {self._nodes.max} nodes' if full else 'has joined'}")
 
-    def _numbered(self, theirs: node_links.Hello) -> node_links.Hello:
-        """Returns a hello with the number that its node has here: its own, where the nodes are fixed."""
-        return theirs
+    def _remove(self, node: int) -> None:
+        del self._links[node]
+        self._joined.pop(node, None)
+        self._heartbeats.set(tuple(self._links.values()))
 
-    def _welcome(self, link: node_links.Link) -> None:
-        """Sees to a node that has come."""
+    def _drop(self, link: NodeLink) -> None:
+        """Removes a node that is lost."""
+        self._remove(link.member.rank)
+        self._pending.append(NodeEvent(link.member.rank, {"event": "lost", "line": f"{link} is lost: {link.lost}"}))
 
-    def _drop(self, link: node_links.Link) -> None:
-        del self._links[link.hello.node]
-        self._beats.set(tuple(self._links.values()))
-        self._news.append(NodeNews(link.hello.node, {"event": "lost", "line": f"{link} is lost: {link.lost}"}))
+    def _dismiss(self, node: int, node_exit: NodeExit) -> None:
+        """Ends the launcher of a node that leaves the job."""
+        link = self._links.get(node)
+        if link:
+            self._remove(node)
+            self._dismissed.append(link)
+            link.send({"order": "over", "code": node_exit.code, "line": node_exit.line})
 
-    def _pump(self, until: float, gathering: bool = False) -> list[NodeNews]:
+    def _poll(self, until: float, gathering: bool = False) -> list[NodeEvent]:
         """Waits until something happens, or `until`; returns what it was, with the node."""
-        timeout = min(until - time.monotonic(), self._node.timeout(), node_links.BEAT_S)
-        self._events.wait(timeout)
-        self._news += [NodeNews(0, news) for news in self._node.news()]
+        self._events.wait(min(until - time.monotonic(), self._agent.timeout(), _POLL_S))
+        self._pending += [NodeEvent(0, event) for event in self._agent.events()]
         for link in list(self._links.values()):
-            self._news += [NodeNews(link.hello.node, news) for news in link.take()]
+            self._pending += [NodeEvent(link.member.rank, event) for event in link.take()]
             if link.lost:
                 self._drop(link)
-        if self._listener:
-            for line in self._listener.strangers():
+        for link in list(self._dismissed):
+            link.take()
+            if link.lost:
+                self._dismissed.remove(link)
+        if self._registrar:
+            for line in self._registrar.rejections():
                 self._screen.say(line, error=True)
-            for connection, theirs in self._listener.arrivals():
-                self._admit(connection, theirs, gathering)
-        news, self._news = self._news, []
-        return news
+            for arrival in drain(self._registrar.arrivals):
+                self._admit(arrival, gathering)
+        events, self._pending = self._pending, []
+        return events
 
     def _tell(self, order: wire.Message) -> None:
         """Gives an order to all nodes."""
         for link in self._links.values():
             link.send(order)
-        self._node.obey(order)
+        self._agent.obey(order)
 
     def _say(self, line: str) -> None:
         self._tell({"order": "say", "line": line, "error": False})
 
-    def _over(self, code: int, line: str) -> None:
-        """Tells the others that this is the end, and waits until they know it."""
+    def _finish(self, code: int, line: str) -> None:
+        """Ends the other launchers, and waits until they have closed their connections.
+
+        If this side closed at once, with their heartbeats unread, the system would discard what they have not read.
+        """
         for link in self._links.values():
             link.send({"order": "over", "code": code, "line": line})
-        self._see_off(list(self._links.values()))
-        self._beats.close()
-        if self._listener:
-            self._listener.close()
-
-    def _see_off(self, links: list[node_links.Link]) -> None:
-        """Waits until the others have closed their connections.
-
-        To close at once, with their beats unread, would make the system throw away what they have not read.
-        """
-        end = time.monotonic() + FAREWELL_S
+        links, end = [*self._links.values(), *self._dismissed], time.monotonic() + EXIT_WAIT_S
         while any(not link.lost for link in links) and time.monotonic() < end:
             self._events.wait(0.1)
+        self._heartbeats.close()
+        if self._registrar:
+            self._registrar.close()
 
-    # -- rounds --------------------------------------------------------------
+    # -- attempts ------------------------------------------------------------
 
-    def _round(self, attempt: int) -> Verdict:
-        """Starts all workers once, and sees to them until their end."""
-        verdict = self._start(attempt)
-        while verdict.busy:
-            for node, news in self._pump(min(verdict.deadline, self._due)):
-                verdict.hear(node, news, time.monotonic())
-            self._watch(verdict)
-            for order in verdict.orders(time.monotonic()):
+    def _attempt(self, attempt: int) -> AttemptOutcome:
+        """Starts all workers once, and follows them to their end."""
+        outcome = self._start(attempt)
+        while outcome.busy:
+            for node, event in self._poll(min(outcome.deadline, self._grow_at)):
+                if node and node not in self._taking_part:
+                    self._idle(node, event)
+                else:
+                    outcome.hear(node, event, time.monotonic())
+            if self._nodes.elastic:
+                self._watch_membership(outcome)
+            for order in outcome.orders(time.monotonic()):
                 self._tell(order)
-        for order in verdict.summary():
+        for order in outcome.summary():
             self._tell(order)
-        self._rounds[-1] += [verdict.reason, time.time() - max(0.0, time.monotonic() - verdict.since)]
-        return verdict
+        self._attempts[-1] += [outcome.reason, time.time() - max(0.0, time.monotonic() - outcome.since)]
+        return outcome
 
-    def _watch(self, verdict: Verdict) -> None:
-        """Sees during a round to what is no news: nothing, where the nodes are fixed."""
-
-    def _other_nodes(self, verdict: Verdict) -> bool:
-        """Tells whether a round has ended because other nodes take part in the next: never, where they are fixed."""
-        return False
-
-    def _members(self) -> list[int]:
-        """Returns the nodes that take part in the next round, in the order of their ranks."""
-        return [0, *sorted(self._links)]
-
-    def _verdict(self, members: list[int]) -> Verdict:
-        return Verdict(len(members))
-
-    def _start(self, attempt: int) -> Verdict:
-        """Has the nodes start their workers; returns what is to become of these."""
+    def _start(self, attempt: int) -> AttemptOutcome:
+        """Orders the nodes to start their workers."""
         plan = self._plan
-        # One machine: the port is for the workers. Several: the launchers have it, and each round meets elsewhere.
-        listener = node_links.listen(plan.addr, 0 if self._listener else plan.port)
+        # One machine: the port is for the workers. Several: the launchers have it, and each attempt uses another.
+        listener = node_link.listen(plan.nodes.addr, 0 if self._registrar else plan.nodes.port)
         salt = secrets.token_hex(16)
-        members = self._members()
-        counts = [self._links[n].hello.nproc if n else plan.nproc for n in members]
+        members = [0, *sorted(self._links)][: plan.nodes.max]
+        counts = [self._links[n].member.nproc if n else plan.nproc for n in members]
         world, port = sum(counts), listener.getsockname()[1]
-        self._node.listener = listener
-        told = {"launch": self._launch, "nodes": len(members), "rounds": self._rounds[-_RECORDED:]}
-        self._node.rounds = json.dumps(told)
-        self._rounds.append([len(members), world])
+        self._agent.listener = listener
+        self._agent.attempts = json.dumps(
+            {"launch": self._launch, "nodes": len(members), "rounds": self._attempts[-_RECORDED:]}
+        )
+        self._attempts.append([len(members), world])
         for place, node in enumerate(members):
-            this = node_agent.Round(attempt, place, world, sum(counts[:place]), port, salt)
+            this = node_agent.Attempt(attempt, place, world, sum(counts[:place]), port, salt)
             order: wire.Message = {"order": "round", "round": dataclasses.asdict(this)}
             if node:
                 self._links[node].send(order)
             else:
-                self._node.obey(order)
-        return self._verdict(members)
+                self._agent.obey(order)
+        self._taking_part = tuple(members)
+        for node in members:
+            self._joined.pop(node, None)
+        new = set(members) - self._trusted if self._trusted else set()
+        self._trusted.update(members)
+        names = {n: str(self._links[n]) if n else f"node 0 ({self._own.host})" for n in members}
+        return AttemptOutcome(names, plan.nodes.elastic, new if plan.nodes.elastic else ())
+
+    def _watch_membership(self, outcome: AttemptOutcome) -> None:
+        """Looks for nodes that are about to be lost, and for those that wait to join."""
+        now = time.monotonic()
+        links = [self._links[n] for n in self._taking_part if n in self._links]
+        outcome.suspect([link.member.rank for link in links if now - link.heard > node_link.SUPERSEDED_S], now)
+        self._grow_at = math.inf
+        room = self._nodes.max - len(self._taking_part)
+        if outcome.settled or not self._joined or room <= 0:
+            return
+        due = min(self._joined.values()) + self._nodes.waits.scale
+        if now < due and len(self._joined) < room:
+            self._grow_at = due
+            return
+        who = ", ".join(str(self._links[n]) for n in list(self._joined)[:room])
+        verb = "join" if len(self._joined) > 1 else "joins"
+        self._say(f"{who} {verb}: the workers stop after the update in progress")
+        outcome.grow(f"{who} joined", now)
 
     def _back_off(self, failures: int) -> None:
         seconds = min(30.0, 2.0 ** (failures - 1))
         self._say(f"restart {failures} of {self._plan.max_restarts} in {seconds:g} s")
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            for node, news in self._pump(end):
-                self._idle(node, news)
+            for node, event in self._poll(end):
+                self._idle(node, event)
+
+
+def _nodes(count: int) -> str:
+    return f"{count} more node{'s' * (count != 1)}"

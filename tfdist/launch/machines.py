@@ -32,19 +32,17 @@ class Waits(NamedTuple):
     """For others to come, too, before the workers are started again with a node that has come."""
 
 
-NO_WAITS = Waits()
-"""Where nothing is waited for in such a way."""
-
-
 class Nodes(NamedTuple):
     """The machines of a launch, and where they meet."""
 
-    nnodes: int
-    """How many there are; of an elastic job how many there can be."""
-    least: int
-    """How few an elastic job may have; 0 where their number is fixed."""
-    node: int
-    """Which of them this is; of an elastic job 0 for node 0, else 1, or -1 where the address of node 0 shall tell."""
+    max: int
+    """Number of nodes; in an elastic job the maximum."""
+    min: int
+    """Minimum number of nodes; `max` where it is fixed."""
+    elastic: bool
+    """Whether nodes may join and leave."""
+    rank: int
+    """Rank of this one; in an elastic job 0 for node 0, else 1, or -1 where the address of node 0 decides."""
     addr: str
     """Address of node 0."""
     port: int
@@ -56,7 +54,7 @@ class Nodes(NamedTuple):
     @property
     def size(self) -> str:
         """The flag that says how many there are."""
-        return f"--nnodes={self.least}:{self.nnodes}" if self.least else f"--nnodes={self.nnodes}"
+        return f"--nnodes={f'{self.min}:' if self.elastic else ''}{self.max}"
 
 
 def find(options: argparse.Namespace, environ: Mapping[str, str], start_timeout: float) -> Nodes:
@@ -100,7 +98,7 @@ def find(options: argparse.Namespace, environ: Mapping[str, str], start_timeout:
     port = whole("--master_port", options.master_port or default.port or (PORT if nnodes > 1 else 0), 0, 65535)
     if nnodes > 1:
         _check_port(port)
-    return Nodes(nnodes, 0, node, addr or "127.0.0.1", port, str(default.gpus or 1), NO_WAITS)
+    return Nodes(nnodes, nnodes, False, node, addr or "127.0.0.1", port, str(default.gpus or 1), Waits())
 
 
 def _check_port(port: int) -> None:
@@ -132,7 +130,7 @@ def _elastic(options: argparse.Namespace, environ: Mapping[str, str], start_time
         seconds("--rejoin_timeout", options.rejoin_timeout or str(start_timeout)),
         seconds("--scale_wait", options.scale_wait or str(SCALE_S), least=0),
     )
-    return Nodes(most, least, node, options.master_addr, port, "1", waits)
+    return Nodes(most, least, True, node, options.master_addr, port, "1", waits)
 
 
 def _range(text: str) -> tuple[int, int]:
@@ -176,10 +174,10 @@ def secret(nodes: Nodes, insecure: bool, environ: Mapping[str, str]) -> str:
       UserError: there are none, and whoever reaches node 0 could take part; or `insecure` would change nothing.
     """
     words = environ.get("TFDIST_SECRET", "").strip()
-    if insecure and (words or nodes.nnodes == 1):
+    if insecure and (words or nodes.max == 1):
         why = "TFDIST_SECRET is set" if words else "with one machine the launcher makes a secret by itself"
         raise UserError(f"--insecure would change nothing, because {why}: leave it out")
-    if nodes.nnodes > 1 and not (words or insecure or is_loopback(nodes.addr)):
+    if nodes.max > 1 and not (words or insecure or is_loopback(nodes.addr)):
         raise UserError(
             f"{nodes.size} needs TFDIST_SECRET in the environment, since whoever reaches {nodes.addr} could "
             f"take part: {discovery.HOW_TO_SHARE}, or give --insecure in a network that only you can reach"

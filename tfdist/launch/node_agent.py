@@ -1,7 +1,6 @@
-"""What a launcher does on its own node: rounds of workers, as node 0 orders them. No TensorFlow.
+"""Runs the workers of one node as node 0 orders. No TensorFlow.
 
-Node 0's launcher decides (coordinator.py), also for itself: a single machine is a
-node 0 alone.
+Node 0's launcher decides (see `coordinator`), also for itself: a single machine is a node 0 alone.
 """
 
 from __future__ import annotations
@@ -18,56 +17,49 @@ from typing import Any
 
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.cluster import env_vars, wire
+from tfdist.cluster.registration import Member
 from tfdist.config import messages
 from tfdist.errors import UserError
-from tfdist.launch import node_links
+from tfdist.launch import node_link
 from tfdist.launch.event_loop import Events, Screen, Signalled
-from tfdist.launch.machines import NO_WAITS, Waits
+from tfdist.launch.machines import Nodes
 from tfdist.launch.worker_process import Start, WorkerGroup
 
 END_S = 30.0
-"""After so long, a worker that cannot even be killed is left to the system."""
+"""After this time, a worker that cannot even be killed is left to the system."""
+_POLL_S = 2.0
+"""Longest wait for an event."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class RoundPlan:
-    """What the command line asks for, checked."""
+class LaunchPlan:
+    """The checked command line."""
 
     command: tuple[str, ...]
     """Program and arguments of every worker."""
     nproc: int
     """Workers on this node."""
-    nnodes: int
-    """How many nodes there are; in an elastic job how many there can be."""
-    node: int
-    """See `machines.Nodes`."""
-    addr: str
-    """Address of node 0."""
-    port: int
-    """Port of node 0's launcher where there are several nodes, else of rank 0; 0 for a free one."""
+    nodes: Nodes
     max_restarts: int
     start_timeout: float
     shares: tuple[Mapping[str, str], ...]
     """Variables by which each worker of this node gets its part of the GPUs."""
-    agreed: Mapping[str, Any]
-    """See `node_links.Hello`."""
+    facts: Mapping[str, Any]
+    """What must be the same on all nodes, by the name that messages give it."""
     workdir: str = ""
-    """The run folder, which node 0's launcher holds for its workers; empty where they write to none that is known."""
+    """The run folder, which node 0's launcher locks for its workers; empty if unknown, or if they write nothing."""
     log_dir: str = ""
     """Where each rank's lines are kept; empty for nowhere."""
     secret: str = dataclasses.field(default="", repr=False)
-    """Words by which the launchers know each other."""
-    least: int = 0
-    """How few nodes an elastic job may have; 0 where their number is fixed."""
-    waits: Waits = NO_WAITS
+    """Shared secret of the launchers."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Round:
-    """One start of all workers, as node 0 tells it to one node."""
+class Attempt:
+    """One start of all workers, as node 0 orders it from one node."""
 
     attempt: int
-    """How often there was one before."""
+    """Number of earlier ones."""
     node: int
     """Rank of the node."""
     world: int
@@ -75,16 +67,16 @@ class Round:
     first: int
     """Rank of the node's first worker."""
     port: int
-    """Where the workers meet, at node 0's address."""
+    """Where the workers register, at node 0's address."""
     salt: str
-    """From which the launchers make the secret of the workers; it travels between machines in clear."""
+    """From which the launchers derive the secret of the workers; it is sent in clear."""
 
 
-def variables(plan: RoundPlan, this: Round, local_rank: int, fd: int | None = None) -> dict[str, str]:
-    """Returns what the launcher sets in the environment of one worker.
+def variables(plan: LaunchPlan, this: Attempt, local_rank: int, fd: int | None = None) -> dict[str, str]:
+    """Returns the variables that the launcher sets for one worker.
 
     Args:
-      fd: number of the inherited socket at which rank 0 meets the others.
+      fd: of the inherited socket at which rank 0 listens.
     """
     values: dict[str, object] = {
         "RANK": this.first + local_rank,
@@ -92,11 +84,11 @@ def variables(plan: RoundPlan, this: Round, local_rank: int, fd: int | None = No
         "LOCAL_RANK": local_rank,
         "LOCAL_WORLD_SIZE": plan.nproc,
         "GROUP_RANK": this.node,
-        "MASTER_ADDR": plan.addr,
+        "MASTER_ADDR": plan.nodes.addr,
         "MASTER_PORT": this.port,
         "TFDIST_ATTEMPT": this.attempt,
         "TFDIST_SECRET": wire.derived(plan.secret, this.salt),
-        "PYTHONUNBUFFERED": 1,  # the last words of a worker that is killed would be in its buffer
+        "PYTHONUNBUFFERED": 1,  # else a killed worker takes its last lines along
     }
     if fd is not None:
         values["TFDIST_MEETING_FD"] = fd
@@ -104,58 +96,60 @@ def variables(plan: RoundPlan, this: Round, local_rank: int, fd: int | None = No
 
 
 def inherited(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the launcher's environment without what speaks of another cluster."""
+    """Returns the launcher's environment without variables of another cluster."""
     return env_vars.without(environ, env_vars.OTHER_LAUNCHERS)
 
 
-class Node:
-    """The workers of this machine, as orders from node 0 want them."""
+class NodeAgent:
+    """The workers of this node, controlled by orders from node 0."""
 
-    def __init__(self, plan: RoundPlan, events: Events, screen: Screen):
+    def __init__(self, plan: LaunchPlan, events: Events, screen: Screen):
         self.listener: socket.socket | None = None
         """On node 0: the socket that rank 0 of the next round inherits."""
         self.folder: RunFolder | None = None
         """On node 0: the run folder, whose lock rank 0 inherits."""
-        self.rounds = ""
-        """On node 0: what rank 0 is told of the rounds so far, for the record of the run."""
+        self.attempts = ""
+        """On node 0: the attempts so far, which rank 0 records."""
         self._plan, self._events, self._screen = plan, events, screen
         self._workers: WorkerGroup | None = None
-        self._news: list[wire.Message] = []
+        self._pending: list[wire.Message] = []
 
     def obey(self, order: wire.Message) -> None:
-        """Does what node 0 has ordered."""
+        """Executes an order of node 0."""
         kind = order["order"]
         if kind == "round":
-            self._start(Round(**order["round"]))
+            self._start(Attempt(**order["round"]))
         elif kind == "say":
             self._screen.say(order["line"], error=order["error"])
-        elif kind == "end":
-            self._blame(order["text"], order["lines"])
+        elif kind == "end" and order["text"]:  # else other nodes take part from now on
+            self._screen.say(f"root cause: {order['text']}{'; its last lines:' if order['lines'] else ''}", error=True)
+            for line in order["lines"]:
+                self._screen.say(f"  {line}", error=True)
         if self._workers is not None and kind in ("stop", "end", "kill"):
             {"stop": self._workers.stop, "end": self._workers.end, "kill": self._workers.kill}[kind]()
 
     def timeout(self) -> float:
-        """Returns the seconds until there is something to do by itself."""
+        """Returns the seconds until `events` has something to do by itself."""
         return self._workers.timeout() if self._workers else math.inf
 
-    def news(self) -> list[wire.Message]:
-        """Returns what has happened here since the last call."""
-        news, self._news = self._news, []
-        news += [{"event": "signal", "name": name} for name in self._events.signals]
+    def events(self) -> list[wire.Message]:
+        """Returns what has happened here since the last call, as messages to node 0."""
+        pending, self._pending = self._pending, []
+        pending += [{"event": "signal", "name": name} for name in self._events.signals]
         self._events.signals.clear()
         if self._workers is not None:
-            news += [{"event": "exit", "exit": dataclasses.asdict(e)} for e in self._workers.poll()]
+            pending += [{"event": "exit", "exit": dataclasses.asdict(e)} for e in self._workers.poll()]
             if not self._workers.alive:
                 self._workers = None
-                news.append({"event": "ended"})
-        return news
+                pending.append({"event": "ended"})
+        return pending
 
     @property
     def alive(self) -> tuple[int, ...]:
         """Ranks that run here."""
         return self._workers.alive if self._workers else ()
 
-    def _start(self, this: Round) -> None:
+    def _start(self, this: Attempt) -> None:
         plan, listener, lock = self._plan, self.listener, None
         try:
             log_dir = pathlib.Path(plan.log_dir) if plan.log_dir else None
@@ -174,8 +168,8 @@ class Node:
                 fd = listener.fileno() if listener is not None and rank == 0 else None
                 environ = inherited(os.environ) | variables(plan, this, local_rank, fd)
                 fds: tuple[int, ...] = () if fd is None else (fd,)
-                if rank == 0 and self.rounds:
-                    environ[env_vars.ROUNDS] = self.rounds
+                if rank == 0 and self.attempts:
+                    environ[env_vars.ROUNDS] = self.attempts
                 if rank == 0 and lock is not None:
                     environ[env_vars.FOLDER_LOCK] = str(lock)
                     fds += (lock,)
@@ -185,7 +179,7 @@ class Node:
         except OSError as error:
             what = f"{error.strerror}{f': {error.filename}' if error.filename else ''}"
             line = f"node {this.node} ({socket.gethostname()}) cannot start its workers: {what}"
-            self._news += [{"event": "cannot", "line": line}, {"event": "ended"}]
+            self._pending += [{"event": "cannot", "line": line}, {"event": "ended"}]
         finally:
             if lock is not None:
                 os.close(lock)
@@ -193,18 +187,13 @@ class Node:
                 listener.close()
                 self.listener = None
 
-    def _blame(self, text: str, lines: list[str]) -> None:
-        if not text:
-            return  # nobody: other nodes take part from now on
-        self._screen.say(f"root cause: {text}{'; its last lines:' if lines else ''}", error=True)
-        for line in lines:
-            self._screen.say(f"  {line}", error=True)
 
-
-def hello(plan: RoundPlan) -> node_links.Hello:
-    """Returns what this launcher says of itself to the others."""
-    node = int(plan.node != 0) if plan.least else plan.node  # in an elastic job node 0 numbers the others
-    return node_links.Hello(node, plan.nnodes, plan.nproc, socket.gethostname(), plan.agreed)
+def member(plan: LaunchPlan) -> Member:
+    """Returns what this launcher sends when it registers."""
+    node = (
+        int(plan.nodes.rank != 0) if plan.nodes.elastic else plan.nodes.rank
+    )  # in an elastic job node 0 numbers the others
+    return Member("node", node, plan.facts, socket.gethostname(), os.getpid(), nproc=plan.nproc)
 
 
 def code_of(name: str) -> int:
@@ -212,7 +201,7 @@ def code_of(name: str) -> int:
     return 130 if name == "SIGINT" else 143
 
 
-def follow(plan: RoundPlan, events: Events, screen: Screen) -> int:
+def follow(plan: LaunchPlan, events: Events, screen: Screen) -> int:
     """Runs the launcher of another node than 0.
 
     Returns:
@@ -221,20 +210,20 @@ def follow(plan: RoundPlan, events: Events, screen: Screen) -> int:
     Raises:
       UserError: node 0 cannot be reached or refuses this node.
     """
-    node, beats = Node(plan, events, screen), node_links.Heartbeats()
+    agent, heartbeats = NodeAgent(plan, events, screen), node_link.Heartbeats()
     try:
         # A node of an elastic job comes back as often as it is cut off.
-        for attempt in itertools.count() if plan.least else range(plan.max_restarts + 1):
-            wait = plan.waits.rejoin if plan.least and attempt else plan.start_timeout
+        for attempt in itertools.count() if plan.nodes.elastic else range(plan.max_restarts + 1):
+            wait = plan.nodes.waits.rejoin if plan.nodes.elastic and attempt else plan.start_timeout
             try:
-                link = node_links.join(plan.addr, plan.port, plan.secret, hello(plan), wait, events, screen)
+                link = node_link.join(plan.nodes.addr, plan.nodes.port, plan.secret, member(plan), wait, events, screen)
             except UserError as error:
                 if attempt == 0:
                     raise
                 screen.say(f"error: {error}", error=True)
                 break
-            beats.set((link,))
-            code = _serve(node, link, events, screen)
+            heartbeats.set((link,))
+            code = _serve(agent, link, events, screen)
             if code is not None:
                 return code
             # Node 0 is lost. Its launcher may be started again, where restarts are wanted, or this node was cut off.
@@ -243,26 +232,26 @@ def follow(plan: RoundPlan, events: Events, screen: Screen) -> int:
         screen.say(f"{name}: no worker was running", error=True)
         return code_of(name)
     finally:
-        beats.close()
+        heartbeats.close()
     return 1
 
 
-def _serve(node: Node, link: node_links.Link, events: Events, screen: Screen) -> int | None:
+def _serve(agent: NodeAgent, link: node_link.NodeLink, events: Events, screen: Screen) -> int | None:
     """Obeys node 0 to the end; returns the exit code, or None when node 0 was lost."""
     while not link.lost:
-        events.wait(min(node_links.BEAT_S, node.timeout()))
-        for news in node.news():
-            link.send(news)
+        events.wait(min(_POLL_S, agent.timeout()))
+        for event in agent.events():
+            link.send(event)
         for order in link.take():
             if order["order"] == "over":
                 if order["line"]:
                     screen.say(order["line"], error=True)
-                link.lose("over")
+                link.close("over")
                 return order["code"]
-            node.obey(order)
-    node.obey({"order": "end", "text": f"{link} is lost: {link.lost}", "lines": []})
+            agent.obey(order)
+    agent.obey({"order": "end", "text": f"{link} is lost: {link.lost}", "lines": []})
     deadline, stopped = time.monotonic() + END_S, False
-    while node.alive and time.monotonic() < deadline:
-        events.wait(min(node_links.BEAT_S, node.timeout()))
-        stopped = any(news["event"] == "signal" for news in node.news()) or stopped
+    while agent.alive and time.monotonic() < deadline:
+        events.wait(min(_POLL_S, agent.timeout()))
+        stopped = any(event["event"] == "signal" for event in agent.events()) or stopped
     return 1 if stopped else None
