@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Callback": "tfdist.trainer.callbacks.callback",
+    "Callback": "tfdist.trainer.callbacks",
     "Checkpoints": "tfdist.checkpoints.manager",
     "Distribution": "tfdist.distributed.distribution",
     "TrainingError": "tfdist.errors",

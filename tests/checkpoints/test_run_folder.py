@@ -448,7 +448,7 @@ def work():
 
 if sys.argv[1] == "training":
     try:
-        worker_session.in_touch(peers, work)
+        worker_session.reporting_failures(peers, work)
     finally:
         print("after the training", flush=True)
 else:

@@ -29,7 +29,7 @@ def model(distribution, scaled=False, **options):
 
 def train(distribution, epochs=EPOCHS, made=None, **options):
     made = made or model(distribution)
-    options = {"validation_data": VALIDATION, "measure_average": True, "steps_per_call": 2} | options
+    options = {"validation_data": VALIDATION, "evaluate_ema": True, "steps_per_call": 2} | options
     data = dict(batch_size=24, distribution=distribution, epochs=epochs, verbose=0)
     return made, tfdist.fit(made, *training_cases.images(109), check_agreement="off", **data, **options).history
 
@@ -46,7 +46,7 @@ def test_each_epoch_measures_what_a_training_that_ends_there_would(replicas, con
             found["loss"],
             found["accuracy"],
         )
-    raw, plain = train(distribution, measure_average=False)
+    raw, plain = train(distribution, evaluate_ema=False)
     assert plain["val_loss"] != history["val_loss"]
     assert (plain["loss"], fingerprint(raw)) == (history["loss"], fingerprint(made)), "measuring has changed something"
 
@@ -64,19 +64,19 @@ def test_the_api_measures_what_keras_measures(connect):
 
     def ours(**options):
         made = training_cases.build(case, connect(1), "float32")
-        return train(connect(1), made=made, shuffle=False, **{"measure_average": False} | options)[1]
+        return train(connect(1), made=made, shuffle=False, **{"evaluate_ema": False} | options)[1]
 
     np.testing.assert_allclose(ours()["val_loss"], of_keras([])["val_loss"], rtol=1e-5)
     swapped = of_keras([keras.callbacks.SwapEMAWeights()])["val_loss"]
     np.testing.assert_allclose(ours(callbacks=[keras.callbacks.SwapEMAWeights()])["val_loss"], swapped, rtol=1e-5)
-    np.testing.assert_allclose(ours(measure_average=True)["val_loss"], swapped, rtol=1e-5)
+    np.testing.assert_allclose(ours(evaluate_ema=True)["val_loss"], swapped, rtol=1e-5)
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("replicas", [3, pytest.param(1, marks=pytest.mark.whole)])
 def test_they_are_exchanged_bit_for_bit_on_every_replica(replicas, connect):
     distribution = connect(replicas)
-    made, _ = train(distribution, 1, measure_average=False)
+    made, _ = train(distribution, 1, evaluate_ema=False)
     optimizer, rng = made.optimizer, np.random.default_rng(0)
     copies = [c for v in made.trainable_variables for c in ema._copies(v)]
     others = [c for v in keras_internals.weight_averages(optimizer) for c in ema._copies(v)]

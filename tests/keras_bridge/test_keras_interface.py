@@ -16,8 +16,9 @@ import tfdist
 from tfdist.checkpoints import files
 from tfdist.errors import Interrupted
 from tfdist.keras_bridge import layer_state, optimizer_update, preconditions
-from tfdist.trainer import steps_per_call as steps_per_call_lib
-from tfdist.trainer.fit_options import FitOptions
+from tfdist.trainer.agreement import StepsPerCallTuner
+from tfdist.trainer.callbacks import needs_every_batch
+from tfdist.trainer.plan import FitOptions
 
 L = keras.layers
 
@@ -228,10 +229,10 @@ def test_the_update_with_the_first_bad_loss_is_named(connect):
 
 
 def test_calls_are_longer_where_workers_take_long_to_agree():
-    near, far = steps_per_call_lib.Pace(None), steps_per_call_lib.Pace(None)
+    near, far = StepsPerCallTuner(None), StepsPerCallTuner(None)
     for between in (0.03, 0.04, 5.0, 0.03):  # a callback may take long now and then
-        near.took(0.04 * near.updates, near.updates, full=True, between=0.002)
-        far.took(0.04 * far.updates, far.updates, full=True, between=between)
+        near.record(0.04 * near.updates, near.updates, full=True, between=0.002)
+        far.record(0.04 * far.updates, far.updates, full=True, between=between)
     assert (near.updates, far.updates) == (5, 15)
 
 
@@ -251,7 +252,7 @@ def test_calls_are_longer_where_workers_take_long_to_agree():
     ],
 )
 def test_only_callbacks_that_look_at_batches_cost_calls(callback, looks):
-    assert steps_per_call_lib.looks_at_batches(callback) is looks
+    assert needs_every_batch(callback) is looks
 
 
 class Hooked(tfdist.Callback):
@@ -385,7 +386,7 @@ def test_options_have_the_defaults_of_fit():
     for field in dataclasses.fields(FitOptions):
         if field.name != "distribution":
             assert field.default == given[field.name].default, field.name
-    apart = {"model", "x", "dataset", "y", "sample_weight", "class_weight", "validation_split"}
+    apart = {"model", "x", "y", "sample_weight", "class_weight", "validation_split"}
     assert set(given) - apart == {field.name for field in dataclasses.fields(FitOptions)}
 
 
@@ -609,7 +610,7 @@ def test_a_model_with_its_own_train_step(connect):
     model = training_cases.compiled(OwnStep())
     history = fit(model, connect(1), steps=16)
     assert model.calls and len(history.epoch) == 3
-    for options in (dict(accumulate=2), dict(learning_rates={"dense": 2.0}), dict(reduce_dtype="float16")):
+    for options in (dict(accumulate=2), dict(lr_multipliers={"dense": 2.0}), dict(reduce_dtype="float16")):
         with pytest.raises(tfdist.UserError, match="cannot be used with a model that has its own train_step: leave it"):
             fit(model, connect(1), **options)
 

@@ -129,7 +129,7 @@ def test_owned_leaves_the_optimizer_as_it_was():
 
 
 def test_a_rate_of_ones_own_for_each_variable():
-    """Else `learning_rates` would do nothing for optimizers that are not fused."""
+    """Else `lr_multipliers` would do nothing for optimizers that are not fused."""
     variables = [keras.Variable(1.0), keras.Variable(1.0)]
     optimizer = keras.optimizers.Lion(0.1, weight_decay=0.5)
     optimizer.build(variables)

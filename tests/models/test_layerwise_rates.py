@@ -152,7 +152,7 @@ def test_against_an_optimizer_per_layer(name, replicas, connect):
     x, y = training_cases.images(72)
     options = dict(batch_size=24, epochs=4, shuffle=False, verbose=0, distribution=connect(replicas))
     ours = model_of(connect, lambda: MAKE[name](0.01), replicas)
-    tfdist.fit(ours, x, y, learning_rates=RATES, **options)
+    tfdist.fit(ours, x, y, lr_multipliers=RATES, **options)
     theirs = model_of(connect, lambda: MAKE[name](0.01))
     groups = by_hand(theirs, MAKE[name])
     for update in range(12):
@@ -197,7 +197,7 @@ def test_sgd_against_numpy(connect):
         epochs=5,
         verbose=0,
         distribution=connect(2),
-        learning_rates={"kernel": 0.5, "bias": 2.0},
+        lr_multipliers={"kernel": 0.5, "bias": 2.0},
     )
     for _ in range(5):
         error = 2 * (x @ w + b - y) / len(x)
@@ -214,7 +214,7 @@ def test_another_factor_is_another_function(connect):
     start, ends = model.get_weights(), []
     for rates in ({}, {"last": 9.0}, {}):
         model.set_weights(start)
-        tfdist.fit(model, x, y, batch_size=24, verbose=0, learning_rates=rates)
+        tfdist.fit(model, x, y, batch_size=24, verbose=0, lr_multipliers=rates)
         ends.append(training_cases.weights(model))
     np.testing.assert_array_equal(ends[0], ends[2])
     assert training_cases.distance(ends[0], ends[1]) > 1e-3

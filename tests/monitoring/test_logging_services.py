@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import tfdist
-from tfdist.trainer.callbacks import callback_list
+from tfdist.trainer.callbacks import is_chief_only
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 
@@ -41,7 +41,7 @@ def trained(callback):
 
 def test_they_are_called_on_the_chief_alone(services):
     for made in (services.WeightsAndBiases("x"), services.MLflow("x", "y")):
-        assert callback_list.for_chief(made)
+        assert is_chief_only(made)
 
 
 def test_weights_and_biases(services, folder, monkeypatch):

@@ -141,7 +141,7 @@ def arrange(fault):
             when_loaded("tfdist.step.replica", lambda m: before(m.Replica, "passes", hit))
         case "training":
             late = lambda self, now, *rest: now.update >= MID_EPOCH
-            when_loaded("tfdist.trainer.update_loop", lambda m: before(m.UpdateLoop, "_call", hit, late))
+            when_loaded("tfdist.trainer.loop", lambda m: before(m.FitLoop, "_call", hit, late))
         case "evaluation":
             when_loaded("tfdist.trainer.evaluation", lambda m: before(m.Evaluation, "run", hit, counted(2)))
         case "checkpoint":

@@ -50,7 +50,7 @@ def on_one_device(experiment):
         epochs=epochs,
         accumulate=experiment.train.accumulate,
         seed=experiment.seed,
-        learning_rates=field_syntax.layer_rates(experiment.optimizer),
+        lr_multipliers=field_syntax.layer_rates(experiment.optimizer),
         layer_decay=experiment.optimizer.layer_decay,
         verbose=0,
     )

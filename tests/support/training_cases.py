@@ -229,7 +229,7 @@ def pictures(n):
 
 O = keras.optimizers  # noqa: E741
 
-BY_LAYER = {"learning_rates": {"bias": 3.0}, "layer_decay": 0.5}
+BY_LAYER = {"lr_multipliers": {"bias": 3.0}, "layer_decay": 0.5}
 
 CASES = [
     Case("even", lambda: compiled(dense())),
@@ -282,7 +282,7 @@ CASES = [
         lambda: compiled(dense(), O.Adam(1e-2, use_ema=True, ema_momentum=0.8, global_clipnorm=0.05)),
         examples=61,
         accumulate=3,
-        fit={"measure_average": True, "validation_data": images(31)},
+        fit={"evaluate_ema": True, "validation_data": images(31)},
         keras=False,
     ),
     Case(

@@ -80,7 +80,7 @@ def test_patience_counts_evaluations(connect):
 @pytest.mark.whole
 def test_with_an_average_the_best_weights_are_averaged(connect):
     stopping = Patience("val_loss", 2)
-    made, history = train(connect(2), stopping, model(connect(2), average=True), measure_average=True)
+    made, history = train(connect(2), stopping, model(connect(2), average=True), evaluate_ema=True)
     measured = tfdist.evaluate(made, *VALIDATION, distribution=connect(2), batch_size=24)
     assert measured["loss"] == min(history.history["val_loss"]) and len(history.epoch) < EPOCHS
 

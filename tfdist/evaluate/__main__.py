@@ -59,7 +59,7 @@ def _evaluated(ready: job.Ready, check_agreement: str, should_stop: Callable[[],
 
     from tfdist.keras_bridge import preconditions
     from tfdist.models import build as models
-    from tfdist.trainer import measuring
+    from tfdist.trainer.evaluation import Evaluation
 
     model, data, distribution = ready.model, ready.data, ready.distribution
     if ready.from_file:
@@ -69,7 +69,7 @@ def _evaluated(ready: job.Ready, check_agreement: str, should_stop: Callable[[],
             data = models.compiled(model, keras.optimizers.SGD(), ready.experiment, data)
     batch, shards = ready.experiment.eval.batch_size, ready.experiment.train.virtual_replicas
     preconditions.model_fits(model, distribution, 1, shards)
-    measure = measuring.Evaluation(model, data.eval, distribution, batch, None, shards)
+    measure = Evaluation(model, data.eval, distribution, batch, None, shards)
     measure.check(check_agreement)
     return measure.run(None, should_stop), measure.examples
 

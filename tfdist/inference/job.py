@@ -146,7 +146,7 @@ def with_model(
     with aside:
         distribution = connect.create(placement, facts)
         try:
-            worker_session.in_touch(distribution.peers, do)
+            worker_session.reporting_failures(distribution.peers, do)
         except Interrupted as stopped:
             logger.info(f"{stopped}: nothing was written")
             return 143

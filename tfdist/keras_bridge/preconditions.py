@@ -17,7 +17,7 @@ from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
 from tfdist.keras_bridge import keras_internals, own_steps
 
-OF_OUR_STEP = ("accumulate", "virtual_replicas", "reduce_dtype", "learning_rates", "layer_decay")
+OF_OUR_STEP = ("accumulate", "virtual_replicas", "reduce_dtype", "lr_multipliers", "layer_decay")
 """Options that a step of the model's own knows nothing of."""
 
 FILLED = (

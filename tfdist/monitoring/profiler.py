@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdist.config.messages import logger
 from tfdist.monitoring.recorder import Recorder
-from tfdist.trainer.callbacks.callback import Callback
+from tfdist.trainer.callbacks import Callback
 from tfdist.trainer.timing import Call, Spent
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from rich.table import Column
 from tfdist.checkpoints import state_shape
 from tfdist.config.schedule import Plan
 from tfdist.monitoring.system_usage import Sample
-from tfdist.trainer.callbacks.callback import Callback
+from tfdist.trainer.callbacks import Callback
 from tfdist.trainer.timing import Call, Spent
 
 PLAIN_EVERY_S = 30.0

@@ -16,7 +16,7 @@ from tfdist.checkpoints.run_folder import RunFolder, strict
 from tfdist.config.schedule import Plan
 from tfdist.keras_bridge import keras_internals
 from tfdist.monitoring.segments import Segments
-from tfdist.trainer.callbacks.callback import Callback
+from tfdist.trainer.callbacks import Callback
 from tfdist.trainer.timing import Call, Spent
 
 HISTORY, TIMELINE = "history.jsonl", "timeline.jsonl"

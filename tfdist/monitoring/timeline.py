@@ -12,7 +12,7 @@ from tfdist.monitoring.flops import Work
 from tfdist.monitoring.recorder import TIMELINE, Recorder, learning_rate, until
 from tfdist.monitoring.system_usage import Sample, Usage
 from tfdist.monitoring.tensorboard import Board
-from tfdist.trainer.callbacks.callback import Callback
+from tfdist.trainer.callbacks import Callback
 from tfdist.trainer.timing import INPUT_LIMIT, Call, Spent
 
 EVERY_S = 0.5

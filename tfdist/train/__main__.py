@@ -62,7 +62,7 @@ def train_and_evaluate(experiment: config.Experiment, environment: runtime_optio
         if batch_size_search.is_auto(known):
             proposal = batch_size_search.find(experiment, environment, placement)
         distribution = ahead_of_time.create(placement, environment.topology, config.flat(experiment))
-        return worker_session.in_touch(
+        return worker_session.reporting_failures(
             distribution.peers, lambda: _run(experiment, environment, placement, folder, distribution, proposal)
         )
     finally:

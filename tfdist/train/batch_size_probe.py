@@ -126,7 +126,7 @@ class _Trial:
             steps_per_call=1,
             shuffle=False,
             callbacks=[keras.callbacks.TerminateOnNaN()],  # whose presence makes NaN no error
-            learning_rates=field_syntax.layer_rates(experiment.optimizer),
+            lr_multipliers=field_syntax.layer_rates(experiment.optimizer),
             layer_decay=experiment.optimizer.layer_decay,
             check_agreement="off",
             verbose=0,

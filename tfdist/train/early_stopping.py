@@ -8,7 +8,7 @@ import keras
 
 from tfdist.config import schedule
 from tfdist.errors import UserError
-from tfdist.trainer.callbacks.callback import Callback
+from tfdist.trainer.callbacks import Callback
 
 
 def check_measured(field: str, metric: str, model: keras.Model) -> None:

@@ -118,7 +118,7 @@ def run(prepared: Preparation, check_agreement: str, folder: RunFolder, distribu
         class_weight=prepared.class_weights,
         callbacks=[watch],
         reduce_dtype=experiment.optimizer.reduce_dtype,
-        learning_rates=field_syntax.layer_rates(experiment.optimizer),
+        lr_multipliers=field_syntax.layer_rates(experiment.optimizer),
         layer_decay=experiment.optimizer.layer_decay,
         check_agreement=prepared.check_agreement(check_agreement),
         verbose=0,

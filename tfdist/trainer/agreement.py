@@ -1,96 +1,107 @@
-"""What all workers must do alike after a call, though each sees its own clock and its own signals."""
+"""Decisions after each call that all workers take alike, though each sees its own clock and its own signals."""
 
 from __future__ import annotations
 
+import collections
 import statistics
 from collections.abc import Callable
 from typing import NamedTuple
 
+import keras
+
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import Interrupted, UserError
-from tfdist.step.step import Step
+
+SHORTEST_CALL_S = 0.2
+"""Python's share of such a call is small, and progress stays lively."""
+TIMES_BETWEEN = 20
+"""A call lasts this many times the time between two calls, where that is more: far workers take long to agree."""
+LONGEST_CALL_S = 1.0
+"""A call never lasts longer than that, since signals and callbacks wait for its end."""
+RECENT_CALLS = 3
+"""The shortest time between these calls counts: a callback may take long now and then."""
 
 
 class Due(NamedTuple):
-    """What it is time for, by the clock of a worker; that of the chief counts."""
+    """Timed actions now due; the chief's clock decides."""
 
     save: bool = False
-    """A checkpoint."""
+    """Take a checkpoint."""
     hold: bool = False
-    """To hold the state in memory, should another worker be lost."""
+    """Hold the state in memory, in case another worker is lost."""
 
 
-NOTHING = Due()
+NOTHING_DUE = Due()
 
 
-class Agreed(NamedTuple):
-    """What the workers have agreed upon; the same on all of them."""
+class Decisions(NamedTuple):
+    """Agreed by the workers; the same on all of them."""
 
     seconds: float
-    """How long the call took, on average."""
+    """Mean duration of the call."""
     between: float
-    """How long it was from the call before to this one, on average."""
+    """Mean time from the call before to this one, in seconds."""
     due: Due
-    """As the chief sees it."""
 
 
-class _StopVote(NamedTuple):
-    """What one worker has to tell the others."""
+class _Vote(NamedTuple):
+    """One worker's view."""
 
     seconds: float
     between: float
-    reason: str
+    stop_reason: str
     stop: bool
     due: Due
-    read: str
+    digest: str
 
 
 def agree(
-    step: Step,
+    distribution: Distribution,
+    model: keras.Model,
     label: str,
     seconds: float,
     should_stop: Callable[[], str],
-    due: Due = NOTHING,
-    read: str = "",
-    stops: str = "stop_training",
+    due: Due = NOTHING_DUE,
+    digest: str = "",
+    stop_attribute: str = "stop_training",
     between: float = 0.0,
-) -> Agreed:
+) -> Decisions:
     """Exchanges what the workers see, and gives all models the same `stop_training`.
 
     Args:
       label: where this worker is.
-      seconds: how long the call took here.
-      should_stop: returns a reason to stop the run, or nothing.
-      due: what it is time for, by this worker's clock.
-      read: checksum of the batches that this worker has read.
-      stops: the attribute by which callbacks tell Keras' model to stop what it is doing.
+      seconds: duration of the call here.
+      should_stop: returns a reason to stop the run, or an empty string.
+      due: by this worker's clock.
+      digest: checksum of the batches that this worker has read.
+      stop_attribute: by which callbacks tell Keras' model to stop.
       between: seconds from the call before to this one here.
 
     Raises:
       UserError: another worker has read other batches.
       Interrupted: some worker has a reason to stop.
     """
-    peers = step.distribution.peers
-    mine = _StopVote(seconds, between, should_stop(), bool(getattr(step.model, stops, False)), due, read)
-    votes = [_StopVote(*vote) for vote in peers.gather(label, list(mine))]
+    peers = distribution.peers
+    vote = _Vote(seconds, between, should_stop(), bool(getattr(model, stop_attribute, False)), due, digest)
+    votes = [_Vote(*vote) for vote in peers.gather(label, list(vote))]
     for rank, vote in enumerate(votes):
-        if vote.read != votes[0].read:
+        if vote.digest != votes[0].digest:
             raise UserError(
                 f"worker {rank} ({peers.hosts[rank]}) has read other batches than worker 0 up to {label}: give "
                 "shuffle() a seed, as in shuffle(1000, seed=0), and set a global seed, if any, alike on all workers"
             )
     for rank, vote in enumerate(votes):
-        if vote.reason:
-            raise Interrupted(vote.reason + (f" (worker {rank})" if peers.size > 1 else ""))
-    setattr(step.model, stops, any(vote.stop for vote in votes))
-    seconds, between = (statistics.fmean(times) for times in zip(*((vote.seconds, vote.between) for vote in votes)))
-    return Agreed(seconds, between, Due(*votes[0].due))
+        if vote.stop_reason:
+            raise Interrupted(vote.stop_reason + (f" (worker {rank})" if peers.size > 1 else ""))
+    all_seconds, all_between, _, stops, dues, _ = zip(*votes)
+    setattr(model, stop_attribute, any(stops))
+    return Decisions(statistics.fmean(all_seconds), statistics.fmean(all_between), Due(*dues[0]))
 
 
-def anywhere(distribution: Distribution, label: str, *facts: bool) -> list[bool]:
-    """Returns of each fact whether it holds on any worker.
+def any_worker(distribution: Distribution, label: str, *facts: bool) -> list[bool]:
+    """Returns for each fact whether it holds on any worker.
 
-    Workers may have been given other callbacks; what these want, such as every single batch, all workers must do.
+    Workers may have other callbacks; what these need, such as every single batch, all workers must do.
 
     Args:
       label: what this is about.
@@ -101,3 +112,36 @@ def anywhere(distribution: Distribution, label: str, *facts: bool) -> list[bool]
 def never() -> str:
     """Returns no reason to stop."""
     return ""
+
+
+class StepsPerCallTuner:
+    """Decides the number of updates of the next call: as many as last between 0.2 and 1 seconds.
+
+    Args:
+      fixed: that many in any case, or None.
+    """
+
+    def __init__(self, fixed: int | None):
+        self._fixed = fixed
+        self._compiled: set[bool] = set()
+        self._between: collections.deque[float] = collections.deque(maxlen=RECENT_CALLS)
+        self.updates = fixed or 1
+
+    def record(self, seconds: float, updates: int, full: bool, between: float = 0.0) -> None:
+        """Records a call; the first of each kind is left out, since it was compiled in it.
+
+        Args:
+          seconds: duration of the call, the same on all workers.
+          updates: number of updates it made.
+          full: whether its batches were known to be full, which is another compiled function.
+          between: seconds from the call before to this one, the same on all workers.
+        """
+        if self._fixed:
+            return
+        self._between.append(between)
+        if full not in self._compiled:
+            self._compiled.add(full)
+            return
+        target = min(max(SHORTEST_CALL_S, TIMES_BETWEEN * min(self._between)), LONGEST_CALL_S)
+        # At most tenfold at a time: the first measured call is short and may have been lucky.
+        self.updates = max(1, min(int(target * updates / seconds), 10 * updates, 1 << 20))

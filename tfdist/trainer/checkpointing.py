@@ -1,11 +1,10 @@
-"""What `fit` does with checkpoints at each point of a training; nothing, where there are none."""
+"""The checkpoints of a training: when they are taken, and how it goes back to one; nothing where there are none."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from tfdist.checkpoints import oom_note
 from tfdist.checkpoints.manager import Checkpoints
@@ -16,53 +15,41 @@ from tfdist.data.batch_layout import Layout
 from tfdist.data.structures import Structure
 from tfdist.errors import TrainingError
 from tfdist.step.call_errors import OutOfMemory
-from tfdist.trainer import agreement
-from tfdist.trainer.agreement import Agreed, Due
-from tfdist.trainer.callbacks import callback
+from tfdist.trainer import callbacks as callbacks_lib
+from tfdist.trainer.agreement import NOTHING_DUE, Decisions, Due
 
 
-class _Place(NamedTuple):
-    """A place in a training, to tell whether a checkpoint was taken just there."""
-
-    update: int
-    epoch: int
-    begun: int
-    measured: bool
-
-    @classmethod
-    def of(cls, position: Position) -> _Place:
-        """Returns where a position is."""
-        return cls(position.update, position.epoch, position.begun, position.measured)
+def _place(position: Position) -> tuple[int, int, int, bool]:
+    return position.update, position.epoch, position.begun, position.measured
 
 
-class Keeper:
-    """The checkpoints of one training.
+class CheckpointHook:
+    """Called by the loop at each point where a checkpoint may be taken.
 
     Args:
       checkpoints: None for none.
-      run: what they are taken of.
+      run: the training.
     """
 
     def __init__(self, checkpoints: Checkpoints | None, run: TrainingRun):
         self._checkpoints = None if checkpoints is None or checkpoints.off else checkpoints
         self._run = run
-        self._saved: _Place | None = None
-        """Where the last one was taken."""
-        self._back = 0
-        """How often the training has gone back."""
+        self._saved: tuple[int, int, int, bool] | None = None
+        """Place of the last one."""
+        self._rollbacks = 0
 
     def begin(self, position: Position, rollback: bool) -> Position:
-        """Returns where the training begins, or goes on.
+        """Returns where the training begins, or resumes.
 
         Args:
-          rollback: whether `back` may be needed, and so something to go back to.
+          rollback: whether `roll_back` may be needed, and so a checkpoint to go back to.
         """
         if self._checkpoints is None:
             return position
         self._run.distribution.peers.on_loss = self._checkpoints.write_held
         resumed = self._checkpoints.begin(self._run)
         if resumed is not None:
-            self._saved = _Place.of(resumed)
+            self._saved = _place(resumed)
             return resumed
         if self._run.distribution.workers == 1:
             self._checkpoints.hold(self._run, position)
@@ -70,46 +57,46 @@ class Keeper:
             self._save(position)
         return position
 
-    def limit(self, now: Position) -> float:
+    def limit(self, position: Position) -> float:
         """Returns how many updates there may be before the next checkpoint, or the next one to skip."""
-        skip = min((u for u in now.skipped if u >= now.update), default=math.inf) - now.update
-        return min(skip, math.inf if self._checkpoints is None else self._checkpoints.limit(now.update))
+        limit = math.inf if self._checkpoints is None else self._checkpoints.limit(position.update)
+        return min([limit, *[u - position.update for u in position.skipped if u >= position.update]])
 
     def due(self) -> Due:
-        """Tells what it is time for, by this worker's clock."""
+        """Returns the actions that are due by this worker's clock."""
         if self._checkpoints is None:
-            return agreement.NOTHING
+            return NOTHING_DUE
         several = self._run.distribution.workers > 1
         return Due(self._checkpoints.late(), several and self._checkpoints.should_hold())
 
-    def after_call(self, now: Position, agreed: Agreed) -> None:
+    def after_call(self, position: Position, decisions: Decisions) -> None:
         """Takes a checkpoint in the middle of an epoch, if one is due by number or by the chief's clock."""
-        if self._checkpoints is not None and (agreed.due.save or self._checkpoints.due(now.update)):
-            self._save(now)
-        elif self._checkpoints is not None and agreed.due.hold:
-            self._checkpoints.hold(self._run, now)
+        if self._checkpoints is not None and (decisions.due.save or self._checkpoints.due(position.update)):
+            self._save(position)
+        elif self._checkpoints is not None and decisions.due.hold:
+            self._checkpoints.hold(self._run, position)
 
-    def after_epoch(self, now: Position, logs: Mapping[str, Structure], agreed: Agreed) -> None:
+    def after_epoch(self, position: Position, logs: Mapping[str, Structure], decisions: Decisions) -> None:
         """Takes a checkpoint between two epochs, if one is due or the epoch was the best."""
-        if self._checkpoints is not None and self._checkpoints.improved(logs, now.update):
-            self._save(now)
+        if self._checkpoints is not None and self._checkpoints.improved(logs, position.update):
+            self._save(position)
         else:
-            self.after_call(now, agreed)
+            self.after_call(position, decisions)
 
-    def end(self, now: Position) -> None:
+    def end(self, position: Position) -> None:
         """Takes the last checkpoint when training ends or is interrupted, and waits until it is on the disk."""
         if self._checkpoints is None:
             return
+        peers = self._run.distribution.peers
         self._checkpoints.wait()
-        gather = self._run.distribution.peers.gather
-        failed = gather("the last checkpoint", bool(self._checkpoints.failure))[0]
-        if failed or _Place.of(now) != self._saved:
-            with self._run.distribution.peers.during("saving"):
-                self._save(now, wait=True)
-        self._run.distribution.peers.on_loss = lambda: None
+        failed = peers.gather("the last checkpoint", bool(self._checkpoints.failure))[0]
+        if failed or _place(position) != self._saved:
+            with peers.during("saving"):
+                self._save(position, wait=True)
+        peers.on_loss = lambda: None
 
-    def back(self, error: TrainingError, update: int, position: Position, most: int) -> Position:
-        """Goes back to the last good checkpoint, from which the offending updates will be left out.
+    def roll_back(self, error: TrainingError, update: int, position: Position, most: int) -> Position:
+        """Returns to the last good checkpoint, from which the offending updates will be left out.
 
         The loss shows a weight that is not finite one update later than it came about: that one is left out as well.
 
@@ -117,11 +104,11 @@ class Keeper:
           error: to raise when this was tried `most` times.
           update: the first with a loss that is not finite.
           position: where the training was.
-          most: how often it may go back.
+          most: number of rollbacks allowed.
         """
-        if self._checkpoints is None or self._back == most:
+        if self._checkpoints is None or self._rollbacks == most:
             raise error
-        self._back += 1
+        self._rollbacks += 1
         bad = sorted({*position.skipped, max(0, update - 1), update})
         good = self._checkpoints.back(self._run, max(0, update - 1))
         good.skipped = bad
@@ -130,14 +117,14 @@ class Keeper:
         if self._run.distribution.is_chief:
             logger.info(
                 f"WARNING: {error}; back to update {good.update}, and without updates "
-                f"{', '.join(str(u + 1) for u in bad)} from there ({self._back} of {most} times)"
+                f"{', '.join(str(u + 1) for u in bad)} from there ({self._rollbacks} of {most} times)"
             )
-        for hooked in callback.with_hooks(self._run.callbacks):
-            hooked.on_rollback(good.update, bad)
+        for callback in callbacks_lib.with_hooks(self._run.callbacks):
+            callback.on_rollback(good.update, bad)
         return good
 
-    def smaller(self, error: OutOfMemory, layout: Layout, ordered: bool) -> tuple[Layout, Position]:
-        """Makes the micro-batches smaller after an update for which there was not the memory, and goes back.
+    def halve_micro_batches(self, error: OutOfMemory, layout: Layout, ordered: bool) -> tuple[Layout, Position]:
+        """Returns to the last good checkpoint after an update for which there was not the memory.
 
         Args:
           error: to raise where that cannot be: there are no checkpoints; or other workers, whose collectives are
@@ -146,7 +133,7 @@ class Keeper:
           ordered: the data has an order to go back in.
 
         Returns:
-          The layout to go on with, and the place of the last good checkpoint.
+          The layout with smaller micro-batches, and the place of the checkpoint.
         """
         accumulate = min(2 * layout.accumulate, layout.batch // layout.replicas)
         text = f"{error}, at {layout.micro} example{'s' * (layout.micro > 1)} at a time"
@@ -154,20 +141,20 @@ class Keeper:
             raise TrainingError(f"{text}, the fewest there can be: use a smaller model or more memory") from error
         if self._checkpoints is None or self._run.distribution.workers > 1 or not ordered:
             raise OutOfMemory(f"{text}: {oom_note.advice(accumulate)}") from error
-        smaller = dataclasses.replace(layout, accumulate=accumulate)
         position = self._checkpoints.again(self._run)
         self._saved = None
+        smaller = dataclasses.replace(layout, accumulate=accumulate)
         logger.info(
             f"WARNING: {text}: from update {position.update} on again, at {smaller.micro} "
             f"(train.accumulate={accumulate}), with the same result"
         )
-        for hooked in callback.with_hooks(self._run.callbacks):
-            hooked.on_accumulate(accumulate)
+        for callback in callbacks_lib.with_hooks(self._run.callbacks):
+            callback.on_accumulate(accumulate)
         return smaller, position
 
-    def _save(self, now: Position, wait: bool = False) -> None:
+    def _save(self, position: Position, wait: bool = False) -> None:
         assert self._checkpoints is not None
-        self._checkpoints.save(self._run, now, wait)
-        self._saved = _Place.of(now)
-        for hooked in callback.with_hooks(self._run.callbacks):
-            hooked.on_checkpoint(now.update)
+        self._checkpoints.save(self._run, position, wait)
+        self._saved = _place(position)
+        for callback in callbacks_lib.with_hooks(self._run.callbacks):
+            callback.on_checkpoint(position.update)

@@ -1,16 +1,23 @@
-"""The public `evaluate` and `predict`, and what else only looks at a model."""
+"""The public `evaluate` and `predict`, and the evaluation that a training runs again and again."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
+import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tfdist import config
+from tfdist.config.messages import logger
 from tfdist.data import batching, sources
+from tfdist.data.batch_layout import Layout
+from tfdist.data.protocol import Feed
 from tfdist.data.structures import Structure
 from tfdist.distributed import connect
 from tfdist.distributed.distribution import Distribution
@@ -18,17 +25,55 @@ from tfdist.errors import UserError
 from tfdist.keras_bridge import keras_internals, layer_statistics, preconditions
 from tfdist.step import step_calls
 from tfdist.step.call_errors import EndOfData
-from tfdist.trainer import agreement, arguments
-from tfdist.trainer import steps_per_call as pace_lib
-from tfdist.trainer.arguments import Callbacks, Data
-from tfdist.trainer.callbacks import callback_list
-from tfdist.trainer.measuring import Evaluation, read_once
+from tfdist.step.results import CallResult
+from tfdist.trainer import agreement
+from tfdist.trainer.agreement import StepsPerCallTuner
+from tfdist.trainer.callbacks import Callbacks, any_needs_every_batch, chief_alone, on_this_worker
 from tfdist.verification import equivalence_check, replica_sync_check
 
+Data: TypeAlias = Any
+"""Arrays, a tuple of them, a `tf.data.Dataset`, what `python_batches` reads, or a source of `tfdist.data.sources`."""
 PREDICT_ROWS = 4096
 """Rows that `predict` holds on the device before they are copied out."""
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
+def renamed_arguments(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Makes a function accept its keyword arguments by their former names, too, with a warning.
+
+    Args:
+      names: the name of an argument by its former name.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        parameters = inspect.signature(function).parameters
+
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> R:
+            for former in [former for former in names if former in kwargs]:
+                kwargs |= dict(zip(parameters, args))
+                args, name, value = (), names[former], kwargs.pop(former)
+                default = parameters[name].default
+                if default is None and value is not None and kwargs.get(name) is not None:
+                    raise UserError(f"{former} is the former name of {name}: give one of them")
+                kwargs[name] = config.renamed(name, kwargs.get(name, default), former, value, default)
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    return decorate
+
+
+def limited(number: int | None, most: int | None, what: str) -> int | None:
+    """Returns a number of epochs or steps, or what `keras.config.set_max_epochs` or `..._steps_per_epoch` allows."""
+    if not most or (number and number <= most):
+        return number
+    logger.info(f"WARNING: at most {most} {what}, since keras.config says so")
+    return most
+
+
+@renamed_arguments(dataset="x", shards="virtual_replicas")
 def evaluate(
     model: keras.Model,
     x: Data = None,
@@ -40,24 +85,21 @@ def evaluate(
     callbacks: Callbacks = None,
     return_dict: bool = True,
     *,
-    dataset: Data = None,
     distribution: Distribution | None = None,
     virtual_replicas: int = 0,
     check_agreement: str = "auto",
     should_stop: Callable[[], str] = agreement.never,
-    shards: int | None = None,
 ) -> Any:
     """Measures loss and metrics over a data set, every example once.
 
     Args:
-      x, y, sample_weight, dataset: as for `fit`.
+      x, y, sample_weight: as for `fit`.
       batch_size: global batch of arrays; 32 if not given.
       verbose: 0 for no progress bar.
       steps: evaluate this many batches only.
       callbacks: Keras callbacks; their `on_test_*` methods are called, as in `fit` on the chief alone or everywhere.
       return_dict: unlike in Keras, True if not given.
-      virtual_replicas, check_agreement, should_stop, shards: as for `fit`; a model that it has checked is not checked
-        again.
+      virtual_replicas, check_agreement, should_stop: as for `fit`; a model that it has checked is not checked again.
 
     Returns:
       Values by the names that Keras gives them; without `return_dict` a list of them in Keras' order, or the only one.
@@ -67,23 +109,135 @@ def evaluate(
       TrainingError: a worker is lost, or a call has failed.
       Interrupted: `should_stop` gave a reason.
     """
-    virtual_replicas = config.renamed("virtual_replicas", virtual_replicas, "shards", shards)
     distribution = distribution or connect.current(model.distribute_strategy)
-    source = sources.as_source(arguments.renamed(x, dataset), y, sample_weight)
+    source = sources.as_source(x, y, sample_weight)
     preconditions.among("check_agreement", check_agreement, equivalence_check.CHOICES)
     preconditions.model_fits(model, distribution, 1, virtual_replicas)
     layer_statistics.average(model, distribution, virtual_replicas)
-    steps = arguments.steps_at_most(steps)
+    steps = limited(steps, keras.config.max_steps_per_epoch(), "steps")
     batch_size = source.requested_batch(batch_size, steps=steps)
-    measured = Evaluation(model, source, distribution, batch_size, steps, virtual_replicas)
+    evaluation = Evaluation(model, source, distribution, batch_size, steps, virtual_replicas)
     replica_sync_check.check_weights(model, distribution, "before an evaluation")
-    measured.check(check_agreement)
-    called = callback_list.for_measuring(callbacks, model, distribution, verbose, measured.batches)
-    with keras_internals.variables_as_numbers(), callback_list.apart(called, distribution):
-        logs = measured.run(called, should_stop)
+    evaluation.check(check_agreement)
+    called = on_this_worker(callbacks, model, distribution, verbose, evaluation.batches)
+    with keras_internals.variables_as_numbers(), chief_alone(called, distribution):
+        logs = evaluation.run(called, should_stop)
     return logs if return_dict else keras_internals.metrics_in_order(model, logs)
 
 
+class Evaluation:
+    """Evaluates one source, any number of times.
+
+    Args:
+      model: compiled, and created in the distribution's scope.
+      source: the examples.
+      distribution: under which the model was created.
+      batch: global batch of arrays or records; 32 if not given.
+      steps: evaluate this many batches only.
+      virtual_replicas: as for `fit`.
+
+    Raises:
+      UserError: they do not fit together.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        source: sources.Source,
+        distribution: Distribution,
+        batch: int | None,
+        steps: int | None,
+        virtual_replicas: int = 0,
+    ):
+        self._layout = layout = batching.layout_of(source, batch, distribution, 1, least=False, shards=virtual_replicas)
+        self._feed, self.batches = _feed(source, layout, steps, "evaluate")
+        self._reader = source.reader
+        self._step = step_calls.step_of(model, distribution, source)
+        preconditions.targets(model, self._step.output_shape, source)
+        self._step.compiled("test", layout)  # refuses what cannot be evaluated
+        self._step.check_batches("test", layout, source.sizes(layout.batch))
+        self._tuner = StepsPerCallTuner(None)
+        self._virtual_replicas, self._entries = virtual_replicas, source.entries
+        self.examples = 0
+        """Examples evaluated by the last run."""
+
+    def check(self, choice: str, within_fit: bool = False) -> None:
+        """Refuses a model that replicas, or virtual_replicas, do not measure as one device does.
+
+        Args:
+          choice: as `check_agreement` of `fit`.
+          within_fit: whether a training with these data has been checked.
+        """
+        equivalence_check.check_forward(self._step, "test", choice, self._virtual_replicas, self._entries, within_fit)
+
+    def run(
+        self, callbacks: keras.callbacks.CallbackList | None, should_stop: Callable[[], str] = agreement.never
+    ) -> dict[str, float]:
+        """Returns loss and metrics by name.
+
+        Args:
+          callbacks: their `on_test_*` methods are called.
+          should_stop: returns a reason to stop the run, or an empty string.
+        """
+        step, model, distribution = self._step, self._step.model, self._step.distribution
+        step.reset()
+        self._feed.restart()
+        totals = step.totals("test", handed_on=self._layout.shards)
+        callbacks = callbacks or keras.callbacks.CallbackList()
+        every = any_needs_every_batch(callbacks, distribution, "test")
+        tuner = StepsPerCallTuner(model.steps_per_execution) if every else self._tuner
+        self._reader.end()  # Keras does, before an evaluation and not before a prediction
+        self._reader.begin()
+        model.stop_evaluating = False
+        callbacks.on_test_begin()
+        done, logs = 0, dict[str, float]()
+        while (self.batches is None or done < self.batches) and not model.stop_evaluating:
+            count = tuner.updates if self.batches is None else min(tuner.updates, self.batches - done)
+            part = step_calls.read(step, self._feed, done, count)
+            if part.first == part.last:
+                break
+            call = step.compiled("test", self._layout, count=part.count)
+            callbacks.on_test_batch_begin(done)
+            start = time.perf_counter()
+            arguments = (part.feed, tf.constant(part.first), tf.constant(part.last), *totals.arguments())
+            result = CallResult(*step_calls.run(step, call, arguments, self._feed))
+            fresh = int(result.done)
+            if not fresh:
+                break
+            seconds = time.perf_counter() - start
+            logs, done = totals.add(result), done + fresh
+            callbacks.on_test_batch_end(done - 1, logs)
+            digest, label = self._feed.digest(fresh), f"batch {done} of an evaluation"
+            decisions = agreement.agree(
+                distribution, model, label, seconds, should_stop, digest=digest, stop_attribute="stop_evaluating"
+            )
+            tuner.record(decisions.seconds, fresh, part.full)
+            if fresh < part.last - part.first:
+                break
+        if not done:
+            raise UserError("the data set to evaluate is empty: give it at least one batch")
+        self._reader.end()
+        self.examples = round(totals.examples)
+        callbacks.on_test_end(logs)
+        return logs
+
+
+def _feed(source: sources.Source, layout: Layout, steps: int | None, what: str) -> tuple[Feed, int | None]:
+    """Returns a feed that reads `source` in its own order, and the number of batches to read, if known.
+
+    Raises:
+      UserError: the data has no end, or `steps` is less than 1.
+    """
+    if steps is not None and steps < 1:
+        raise UserError(f"steps must be at least 1, got {steps}")
+    feed = batching.read_once(source, layout)
+    batches = min(feed.batches, steps or feed.batches) if feed.batches else steps
+    if batches is None and source.endless:
+        raise UserError(f"the data set to {what} never ends: give the number of steps")
+    return feed, batches
+
+
+@renamed_arguments(dataset="x", shards="virtual_replicas")
 def predict(
     model: keras.Model,
     x: Data = None,
@@ -92,11 +246,9 @@ def predict(
     steps: int | None = None,
     callbacks: Callbacks = None,
     *,
-    dataset: Data = None,
     distribution: Distribution | None = None,
     virtual_replicas: int = 0,
     check_agreement: str = "auto",
-    shards: int | None = None,
 ) -> Structure:
     """Returns the model's outputs, one row per example, in the order of the input.
 
@@ -107,8 +259,7 @@ def predict(
       verbose: 0 for no progress bar.
       steps: predict from this many batches only.
       callbacks: Keras callbacks; their `on_predict_*` methods are called.
-      dataset: the name that `x` had before.
-      virtual_replicas, check_agreement, shards: as for `fit`; a model that it has checked is not checked again.
+      virtual_replicas, check_agreement: as for `fit`; a model that it has checked is not checked again.
 
     Returns:
       NumPy arrays of shape [examples, ...] in the structure of the outputs.
@@ -117,24 +268,36 @@ def predict(
       UserError: the model, data or arguments do not fit together.
       TrainingError: a worker is lost, or a call has failed.
     """
-    virtual_replicas = config.renamed("virtual_replicas", virtual_replicas, "shards", shards)
     distribution = distribution or connect.current(model.distribute_strategy)
-    source = arguments.inputs(model, arguments.renamed(x, dataset))
-    steps = arguments.steps_at_most(steps)
+    inputs = getattr(model, "inputs", None)
+    # A tuple of arrays is the inputs of a model, as in Keras; but of one with a single input, which Keras would refuse,
+    # it is (x, y[, weight]), as `fit` takes it.
+    source = sources.as_source((x,) if isinstance(x, tuple) and (inputs is None or len(inputs) != 1) else x)
+    steps = limited(steps, keras.config.max_steps_per_epoch(), "steps")
     batch_size = source.requested_batch(batch_size, steps=steps)
-    options = _Options(steps, callbacks, verbose, virtual_replicas, check_agreement)
-    made = _pieces(model, source, distribution, batch_size, "predict", None, options)
     pieces, rows = [], 0
-    whole: list[Structure] = []
-    for outputs, count in made:
+    arrays: list[Structure] = []
+    for outputs, count in _predict(
+        "predict",
+        model,
+        source,
+        distribution,
+        batch_size,
+        virtual_replicas,
+        check_agreement,
+        None,
+        steps,
+        callbacks,
+        verbose,
+    ):
         pieces.append(outputs)
         rows += count
         if rows >= PREDICT_ROWS:
-            whole.append(_joined(pieces))
+            arrays.append(_concatenated(pieces))
             pieces, rows = [], 0
     if pieces:
-        whole.append(_joined(pieces))
-    return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *whole)
+        arrays.append(_concatenated(pieces))
+    return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *arrays)
 
 
 def predict_batches(
@@ -160,88 +323,97 @@ def predict_batches(
       Interrupted: `should_stop` gave a reason, on any worker.
     """
     kind = "predict beside targets"
-    options = _Options(virtual_replicas=virtual_replicas, check_agreement=check_agreement)
-    for both, _ in _pieces(model, source, distribution, batch_size, kind, should_stop, options):
-        outputs, targets = both
+    for (outputs, targets), _ in _predict(
+        kind, model, source, distribution, batch_size, virtual_replicas, check_agreement, should_stop
+    ):
         yield keras.tree.map_structure(np.asarray, outputs), keras.tree.map_structure(np.asarray, targets)
 
 
-class _Piece(NamedTuple):
-    """What a call that predicts gives of a global batch."""
-
-    outputs: Structure
-    """Tensors [rows, ...], or (outputs, targets) of them."""
-    rows: int
-
-
-class _Options(NamedTuple):
-    """How to predict, besides from what."""
-
-    steps: int | None = None
-    """End after this many batches."""
-    callbacks: Callbacks = None
-    verbose: int | str = 0
-    """Of Keras."""
-    virtual_replicas: int = 0
-    check_agreement: str = "auto"
-
-
-def _pieces(
+def _predict(
+    kind: str,
     model: keras.Model,
     source: sources.Source,
     distribution: Distribution,
     batch_size: int | None,
-    kind: str,
+    virtual_replicas: int,
+    check_agreement: str,
     should_stop: Callable[[], str] | None,
-    options: _Options,
-) -> Iterator[_Piece]:
-    """Yields what a compiled function of `Step` gives for each global batch.
+    steps: int | None = None,
+    callbacks: Callbacks = None,
+    verbose: int | str = 0,
+) -> Iterator[tuple[Structure, int]]:
+    """Yields for each global batch the outputs of a compiled function, tensors [rows, ...], and their number of rows.
 
     Args:
       kind: of the function, see `Step.compiled`.
-      should_stop: asked after each batch, if given.
+      should_stop: called after each batch, if given.
     """
-    steps, virtual_replicas = options.steps, options.virtual_replicas
-    preconditions.among("check_agreement", options.check_agreement, equivalence_check.CHOICES)
+    preconditions.among("check_agreement", check_agreement, equivalence_check.CHOICES)
     preconditions.scope(model, distribution)
     if virtual_replicas:
         preconditions.sharded(model, distribution, virtual_replicas)
     layer_statistics.average(model, distribution, virtual_replicas)
     layout = batching.layout_of(source, batch_size, distribution, 1, least=False, shards=virtual_replicas)
-    feed, batches = read_once(source, layout, steps, "predict from")
+    feed, batches = _feed(source, layout, steps, "predict from")
     step = step_calls.step_of(model, distribution, source, outputs_only=True)
     replica_sync_check.check_weights(model, distribution, "before a prediction")
-    equivalence_check.check_forward(step, "predict", options.check_agreement, virtual_replicas, source.entries)
-    callbacks = callback_list.for_measuring(options.callbacks, model, distribution, options.verbose, batches)
-    stoppable = any(pace_lib.looks_at_predictions(callback) for callback in callbacks.callbacks)
-    (stoppable,) = agreement.anywhere(distribution, "whether a callback may stop", stoppable)
+    equivalence_check.check_forward(step, "predict", check_agreement, virtual_replicas, source.entries)
+    called = on_this_worker(callbacks, model, distribution, verbose, batches)
+    stoppable = any_needs_every_batch(called, distribution, "predict")
     source.reader.begin()
     model.stop_predicting = False
-    callbacks.on_predict_begin()
+    called.on_predict_begin()
     i = 0
     while (batches is None or i < batches) and not model.stop_predicting:
         part = step_calls.read(step, feed, i, 1)
         if part.first == part.last:
             break
         call = step.compiled(kind, layout, count=part.count)
-        callbacks.on_predict_batch_begin(i)
+        called.on_predict_batch_begin(i)
         try:
             outputs, examples = step_calls.run(step, call, (part.feed, tf.constant(part.first)), feed)
         except EndOfData:
             break
-        piece = _Piece(keras.tree.map_structure(lambda o, n=int(examples): o[:n], outputs), int(examples))
-        callbacks.on_predict_batch_end(i, {"outputs": piece.outputs})
+        rows = int(examples)
+        outputs = keras.tree.map_structure(lambda o, n=rows: o[:n], outputs)
+        called.on_predict_batch_end(i, {"outputs": outputs})
         i += 1
-        yield piece
-        read = feed.digest(1)
-        if should_stop or read or stoppable:
-            label = f"batch {i} of the predictions"
-            agreement.agree(step, label, 0.0, should_stop or agreement.never, read=read, stops="stop_predicting")
+        yield outputs, rows
+        digest = feed.digest(1)
+        if should_stop or digest or stoppable:
+            agreement.agree(
+                distribution,
+                model,
+                f"batch {i} of the predictions",
+                0.0,
+                should_stop or agreement.never,
+                digest=digest,
+                stop_attribute="stop_predicting",
+            )
     if not i:
         raise UserError("the data set to predict from is empty: give it at least one batch")
-    callbacks.on_predict_end()
+    called.on_predict_end()
     source.reader.end()
 
 
-def _joined(pieces: list[Structure]) -> Structure:
+def _concatenated(pieces: list[Structure]) -> Structure:
     return keras.tree.map_structure(lambda *parts: np.concatenate([p.numpy() for p in parts]), *pieces)
+
+
+def answering_callbacks(
+    model: keras.Model, distribution: Distribution, virtual_replicas: int, check_agreement: str
+) -> contextlib.AbstractContextManager:
+    """Lets callbacks call `model.evaluate` and `model.predict`, within it, where workers share the model's variables.
+
+    Keras' own end there with an error, and are used everywhere else.
+    """
+    if not distribution.variables_span_workers:
+        return contextlib.nullcontext()
+    choice = "off" if check_agreement == "off" else "auto"  # a callback may evaluate again and again
+    options: dict[str, Any] = dict(distribution=distribution, virtual_replicas=virtual_replicas, check_agreement=choice)
+    evaluate_here: Callable[..., object] = functools.partial(evaluate, **options)
+
+    def answer(*args: object, **kwargs: object) -> object:
+        return evaluate_here(*args, **kwargs if len(args) > 8 else {"return_dict": False, **kwargs})
+
+    return keras_internals.measured_by(model, answer, functools.partial(predict, **options))

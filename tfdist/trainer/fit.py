@@ -1,12 +1,13 @@
-"""The public `fit`. What happens when is in `fit_loop`, and what one update computes in `step/`."""
+"""The public `fit`: its arguments and their checks. `plan` decides what is done, `loop` does it."""
 
 from __future__ import annotations
 
+import itertools
+import types
 from collections.abc import Callable, Collection, Mapping
 
 import keras
 
-from tfdist import config
 from tfdist.checkpoints.manager import Checkpoints
 from tfdist.data import sources
 from tfdist.data.structures import Structure
@@ -14,12 +15,17 @@ from tfdist.distributed import connect
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
 from tfdist.keras_bridge import preconditions
-from tfdist.trainer import agreement, arguments, fit_options
-from tfdist.trainer.arguments import Callbacks, Data
-from tfdist.trainer.fit_loop import FitLoop
-from tfdist.trainer.fit_options import FitOptions
+from tfdist.trainer import agreement
+from tfdist.trainer.callbacks import Callbacks
+from tfdist.trainer.evaluation import Data, limited, renamed_arguments
+from tfdist.trainer.loop import FitLoop
+from tfdist.trainer.plan import FitOptions, plan_training
+from tfdist.verification import equivalence_check
 
 
+@renamed_arguments(
+    dataset="x", shards="virtual_replicas", measure_average="evaluate_ema", learning_rates="lr_multipliers"
+)
 def fit(
     model: keras.Model,
     x: Data = None,
@@ -39,7 +45,6 @@ def fit(
     validation_batch_size: int | None = None,
     validation_freq: int | Collection[int] = 1,
     *,
-    dataset: Data = None,
     distribution: Distribution | None = None,
     steps: int | None = None,
     seed: int = 0,
@@ -50,12 +55,11 @@ def fit(
     checkpoints: Checkpoints | None = None,
     on_nonfinite: str = "stop",
     max_rollbacks: int = 3,
-    measure_average: bool = False,
-    learning_rates: Mapping[str, float] | None = None,
+    evaluate_ema: bool = False,
+    lr_multipliers: Mapping[str, float] | None = None,
     layer_decay: float = 1.0,
     check_agreement: str = "auto",
     should_stop: Callable[[], str] = agreement.never,
-    shards: int | None = None,
 ) -> keras.callbacks.History:
     """Trains a compiled model as `model.fit` does, with the same result under every strategy.
 
@@ -78,7 +82,6 @@ def fit(
       steps_per_epoch: updates that count as an epoch; needed for endless data, and for a generator and several epochs.
       validation_batch_size: as `batch_size`, and the same if not given.
       validation_freq: epochs between validations, or a list of epochs.
-      dataset: the name that `x` had before.
       distribution: of `tfdist.connect`; if not given, the connected one under which the model was created. Without any,
         one device.
       steps: stop after this many updates, even within an epoch.
@@ -96,16 +99,15 @@ def fit(
       on_nonfinite: `stop` with an error when the loss is NaN or infinite, or `rollback` to the last checkpoint and
         leave out the update at which it was, and the one before.
       max_rollbacks: how often; then stop.
-      measure_average: with an optimizer that has `use_ema`, validate the averaged weights, which the training will end
+      evaluate_ema: with an optimizer that has `use_ema`, validate the averaged weights, which the training will end
         with; callbacks' `on_epoch_end` sees them, too. Keras' fit validates the weights as they are.
-      learning_rates: factors on the optimizer's learning rate and weight decay, by pattern for names of layers:
+      lr_multipliers: factors on the optimizer's learning rate and weight decay, by pattern for names of layers:
         `{"head*": 10.0}`.
       layer_decay: factor on both from each layer to the one below it; see `layerwise_rates.factors`.
       check_agreement: with several replicas, compute a few rows on one replica and on all before the first update, and
         stop if losses, metrics or gradient differ: `on`, `off`, or `auto` to leave out models that have passed before.
       should_stop: asked after every call; a reason, on any worker, ends the
         training on all of them after the same update.
-      shards: the deprecated name of `virtual_replicas`.
 
     Returns:
       The Keras `History`, with what was there before a resume.
@@ -116,8 +118,6 @@ def fit(
         replicas have come apart.
       Interrupted: `should_stop` gave a reason.
     """
-    virtual_replicas = config.renamed("virtual_replicas", virtual_replicas, "shards", shards)
-    x = arguments.renamed(x, dataset)
     source = sources.as_source(x, y, sample_weight)
     if validation_split:
         if validation_data is not None:
@@ -126,7 +126,7 @@ def fit(
     options = FitOptions(
         distribution=distribution or connect.current(model.distribute_strategy),
         batch_size=batch_size,
-        epochs=arguments.epochs_at_most(epochs),
+        epochs=limited(epochs, keras.config.max_epochs(), "epochs") or 0,
         steps=steps,
         callbacks=callbacks,
         verbose=verbose,
@@ -137,7 +137,7 @@ def fit(
         shuffle=shuffle,
         seed=seed,
         initial_epoch=initial_epoch,
-        steps_per_epoch=arguments.steps_at_most(steps_per_epoch),
+        steps_per_epoch=limited(steps_per_epoch, keras.config.max_steps_per_epoch(), "steps"),
         accumulate=accumulate,
         virtual_replicas=virtual_replicas,
         steps_per_call=steps_per_call,
@@ -145,20 +145,49 @@ def fit(
         checkpoints=checkpoints,
         on_nonfinite=on_nonfinite,
         max_rollbacks=max_rollbacks,
-        measure_average=measure_average,
-        learning_rates=learning_rates,
+        evaluate_ema=evaluate_ema,
+        lr_multipliers=lr_multipliers,
         layer_decay=layer_decay,
         check_agreement=check_agreement,
         should_stop=should_stop,
     )
-    fit_options.check_validation(options)
-    fit_options.check_reading(source, options)
+    _check_generators(source, options)
+    _check_options(options)
     if class_weight:
         source = sources.weigh_classes(source, class_weight)
     preconditions.model_fits(model, options.distribution, accumulate, virtual_replicas)
-    preconditions.own_train_step(model, options.given(preconditions.OF_OUR_STEP))
+    preconditions.own_train_step(model, options.changed(preconditions.OF_OUR_STEP))
+    return FitLoop(plan_training(model, source, options)).run()
+
+
+def _check_options(options: FitOptions) -> None:
+    """Refuses options that do not fit together, whatever the model and its data."""
+    idle = options.changed(("validation_steps", "validation_batch_size", "validation_freq"))
+    if options.validation_data is None and idle:
+        raise UserError(f"{idle[0]} says how to validate, without data: give validation_data or validation_split")
     if options.virtual_replicas and options.reduce_dtype != "float32":
         raise UserError(
-            "reduce_dtype cannot be used with virtual_replicas, whose sums are exact: leave out one of them"
+            "reduce_dtype cannot be used with virtual_replicas, whose sums are exact", "leave out one of them"
         )
-    return FitLoop(model, source, options).run()
+    preconditions.among("check_agreement", options.check_agreement, equivalence_check.CHOICES)
+    preconditions.on_nonfinite(options.on_nonfinite, options.checkpoints is not None)
+    updates = options.steps_per_call
+    if updates != "auto" and (not isinstance(updates, int) or updates < 1):
+        raise UserError(f"steps_per_call must be 'auto' or a whole number of at least 1, got {updates!r}")
+
+
+def _check_generators(source: sources.Source, options: FitOptions) -> None:
+    """Refuses a generator where it would have to be read again."""
+    first, epochs = options.initial_epoch, options.epochs
+    advice = "or a keras.utils.PyDataset, which has an index"
+    if source.reader.once:
+        if epochs - first > 1 and options.steps_per_epoch is None:
+            raise UserError(
+                f"a generator can be read once, and there are {epochs - first} epochs: give steps_per_epoch, {advice}"
+            )
+        if options.on_nonfinite == "rollback":
+            raise UserError(f"on_nonfinite='rollback' goes back, and a generator cannot: give arrays {advice}")
+    if isinstance(options.validation_data, types.GeneratorType):
+        due = (epoch for epoch in range(first, epochs) if options.validates(epoch))
+        if len(list(itertools.islice(due, 2))) > 1:
+            raise UserError(f"a generator can be read once, and several epochs validate with it: give arrays, {advice}")

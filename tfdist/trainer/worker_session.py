@@ -1,4 +1,4 @@
-"""A command's work under a strategy that has been started: signals ask it to stop, failures are told to the others."""
+"""Runs a command's work under a started strategy: signals ask it to stop, and other workers learn of failures."""
 
 from __future__ import annotations
 
@@ -26,15 +26,11 @@ def _see_kill(event: str, arguments: tuple) -> None:
             page[0] = 1
 
 
-def in_touch(peers: Peers, work: Callable[[], T]) -> T:
-    """Does the work, and lets the other workers know when it fails here.
-
-    Args:
-      peers: of the distribution.
-      work: what to do.
+def reporting_failures(peers: Peers, work: Callable[[], T]) -> T:
+    """Runs the work, and reports to the other workers when it fails here.
 
     Raises:
-      UserError, TrainingError: what ended the work, in one line.
+      UserError, TrainingError: that ended the work, in one line.
     """
     process = os.getpid()
     try:
@@ -54,22 +50,22 @@ def in_touch(peers: Peers, work: Callable[[], T]) -> T:
 
 
 def _end_child(error: BaseException) -> NoReturn:
-    """Ends a child that code of the user has forked, and that has come here by sys.exit or an error.
+    """Ends a child that code of the user has forked, after its sys.exit or an error.
 
-    What follows is the parent's: its last words, its files, and the end of TensorFlow, whose threads a child has not.
+    What follows is the parent's: its report, its files, and the end of TensorFlow, whose threads a child has not.
     """
-    said = error.code if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
-    code = 0 if said is None else said & 0xFF if isinstance(said, int) else 1
+    status = error.code if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
+    code = 0 if status is None else status & 0xFF if isinstance(status, int) else 1
     with contextlib.suppress(Exception):
-        if isinstance(said, str):
-            print(said, file=sys.stderr)
+        if isinstance(status, str):
+            print(status, file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
 
 
 def _failure(error: BaseException, peers: Peers) -> BaseException:
-    """Returns what ends the work: an error of TensorFlow outside of a call may come from a lost worker."""
+    """Returns the error that ends the work: one of TensorFlow outside of a call may come from a lost worker."""
     import tensorflow as tf
 
     from tfdist.step import call_errors
@@ -91,8 +87,8 @@ class Signals:
         self.received = ""
         self._process = os.getpid()
         self._sent = mmap.mmap(-1, 1)
-        self._told_child = 0
-        """The child that has had its first signal."""
+        self._signaled_child = 0
+        """Process id of the child that has had its first signal."""
         self._before: dict = {}
 
     def __enter__(self) -> Signals:
@@ -108,7 +104,7 @@ class Signals:
             signal.signal(number, handler)
 
     def reason(self) -> str:
-        """Returns why the run shall stop, or nothing."""
+        """Returns why the run must stop, or an empty string."""
         return f"stopped by {self.received} after the update in progress" if self.received else ""
 
     def _receive(self, number: int, frame: object) -> None:
@@ -121,8 +117,8 @@ class Signals:
 
     def _receive_in_child(self, number: int) -> None:
         orphaned = os.getppid() != self._process
-        if not (self._sent[0] or self._told_child == os.getpid() or orphaned):
-            self._told_child = os.getpid()
+        if not (self._sent[0] or self._signaled_child == os.getpid() or orphaned):
+            self._signaled_child = os.getpid()
             return
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)  # os.kill would be seen, and end the other children

@@ -1,8 +1,7 @@
-"""Whether two runs have ended with the same weights: the distance between them, and where most of it is.
+"""Measures the distance between the weights with which two runs have ended, and names where most of it is.
 
-The weights are read from the checkpoint that a run leaves at its end, where they
-stand under the names that Keras gives them; `model.keras` has numbers instead of
-names, and may need the user's classes to be read. TensorFlow is imported to read.
+The weights are read from the checkpoint at the end of a run, which has Keras' names; `model.keras` has numbers instead
+of names, and may need the user's classes to be read. TensorFlow is imported to read.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import pathlib
 import re
 import zipfile
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -23,9 +22,9 @@ from tfdist.cluster import standard_error
 from tfdist.errors import UserError
 
 TOLERANCE = {"float32": 1e-5, "float64": 1e-11, "mixed_bfloat16": 1e-2, "mixed_float16": 1e-3}
-"""Largest distance after a whole run, by precision: ten times that of the tests' few updates, where there is room."""
+"""Largest distance after a whole run, by precision: ten times that of the tests' few updates."""
 TOLERANCE_OF_SUMS = {"float32": 0.0, "bfloat16": 1e-2, "float16": 1e-3}
-"""The least there is to allow when gradients travel in fewer bits."""
+"""Smallest tolerance when gradients travel in this type."""
 CHECK_TOLERANCE = 1e-6
 """Largest distance after the check in float64: rounding is 1e-12 there, a wrong sum 1e-3 or more."""
 CHECK_UPDATES = 100
@@ -35,12 +34,12 @@ _NAME = re.compile(r"(shared|replicas)/model/(\d+)/(.+)")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Difference:
-    """How far a run's weights, b, are from those of the reference, a."""
+    """Distance of a run's weights, b, from those of the reference, a."""
 
     distance: float
     """|a - b| / |a|, with the Euclidean norm over all weights of the model: 0 where all bits are the same."""
     variable: str
-    """Where most of it is; empty if nothing differs."""
+    """In which most of it is; empty if nothing differs."""
     largest: float
     """max |a - b| in that variable."""
     scale: float
@@ -57,34 +56,22 @@ class _CheckpointReader(Protocol):
     def get_variable_to_shape_map(self) -> dict[str, list[int]]: ...
 
 
-class _Worst(NamedTuple):
-    """The variable in which most of the distance is."""
-
-    name: str = ""
-    square: float = 0.0
-    """|a - b| squared; infinite where it is no number."""
-    largest: float = 0.0
-    scale: float = 0.0
-
-
 def tolerance(precision: str, reduce_dtype: str) -> float:
-    """Returns the distance up to which two runs count as the same."""
+    """Returns the largest distance at which two runs count as the same."""
     return max(TOLERANCE[precision], TOLERANCE_OF_SUMS[reduce_dtype])
 
 
 def check_flags(updates: int, epochs: int) -> dict[str, str]:
-    """Returns fields of an experiment that tell a wrong sum from rounding that has grown, whatever the model.
+    """Returns fields of an experiment that separate a wrong sum from rounding that has grown.
 
-    Rounding grows with time, in some models to a few percent (see the README).
-    In float64 it begins at 1e-16, and has not grown to anything after an epoch:
-    what differs then is no rounding. Nothing else of the experiment changes,
-    but that the warm-up fits into these few updates, and that BatchNorm is synchronized.
+    Rounding grows with time, in some models to a few percent (see the README). In float64 it begins at 1e-16, and is
+    still negligible after an epoch. Besides, the warm-up fits into these few updates, and BatchNorm is synchronized.
 
     Args:
       updates: number of updates of the whole run.
       epochs: number of its epochs.
     """
-    # An epoch and one more update have met the last batch of an epoch, which may be an uneven one.
+    # An epoch and one more update include the last batch of an epoch, which may be an uneven one.
     few = min(updates, CHECK_UPDATES, -(-updates // max(1, epochs)) + 1)
     return {
         "config.train.epochs": "0",
@@ -103,31 +90,30 @@ def difference(reference: pathlib.Path, other: pathlib.Path) -> Difference:
     Raises:
       ValueError: the weights cannot be read, or are of another model.
     """
-    ours, theirs = _reader(reference), _reader(other)
-    names = _names(ours)
-    if sorted(names) != sorted(_names(theirs)):
-        odd = sorted(set(names) ^ set(_names(theirs)))
-        raise ValueError(f"the models are not the same: {odd[0] if odd else 'their variables'} is in one of them only")
-    squares, norm, worst = {}, 0.0, _Worst()
+    readers = _reader(reference), _reader(other)
+    names, other_names = map(_names, readers)
+    if names.keys() != other_names.keys():
+        odd = min(names.keys() ^ other_names.keys())
+        raise ValueError(f"the models are not the same: {odd} is in one of them only")
     names = {place: name for place, name in names.items() if _SEED not in name}  # those differ on purpose
     shown = _shown(names)
+    squares, norm, worst, most = dict[str, float](), 0.0, ("", 0.0, 0.0), 0.0
     for place, name in names.items():
-        a, b = _values(ours, place, name), _values(theirs, place, _names(theirs)[place])
+        a, b = _values(readers[0], place, name), _values(readers[1], place, other_names[place])
         if a.shape != b.shape:
             raise ValueError(f"the models are not the same: {shown[place]} is {list(a.shape)} and {list(b.shape)}")
         norm += float(np.square(a).sum())
         squares[shown[place]] = square = float(np.square(a - b).sum())
-        if square > worst.square or math.isnan(square):
-            scale = float(np.abs(a).max(initial=0))
-            square = math.inf if math.isnan(square) else square
-            worst = _Worst(shown[place], square, float(np.abs(a - b).max()), scale)
+        if square > most or math.isnan(square):
+            worst = shown[place], float(np.abs(a - b).max()), float(np.abs(a).max(initial=0))
+            most = math.inf if math.isnan(square) else square
     unit = math.sqrt(norm) or 1.0
     parts = {name: math.sqrt(square) / unit for name, square in squares.items()}
-    return Difference(math.sqrt(sum(squares.values())) / unit, worst.name, worst.largest, worst.scale, parts)
+    return Difference(math.sqrt(sum(squares.values())) / unit, *worst, parts)
 
 
 def reasons_to_differ(folder: pathlib.Path, replicas: int) -> list[str]:
-    """Says which of a model's layers depend on the number of replicas; the check in float64 goes without them."""
+    """Returns which of a model's layers depend on the number of replicas; the check in float64 ignores them."""
     if replicas == 1:
         return []
     try:

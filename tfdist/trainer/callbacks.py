@@ -1,0 +1,291 @@
+"""Callbacks: tfdist's further hooks, and where each is called: those that write on the chief alone."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
+
+import keras
+
+from tfdist.checkpoints import training_state
+from tfdist.checkpoints.callback_state import State
+from tfdist.distributed.distribution import Distribution
+from tfdist.errors import UserError
+from tfdist.keras_bridge import keras_internals, preconditions
+from tfdist.trainer.agreement import any_worker
+from tfdist.trainer.timing import Call
+
+Callbacks: TypeAlias = Sequence[keras.callbacks.Callback] | keras.callbacks.CallbackList | None
+_NAMES = (
+    "BackupAndRestore",
+    "CSVLogger",
+    "ModelCheckpoint",
+    "OrbaxCheckpoint",
+    "ProgbarLogger",
+    "RemoteMonitor",
+    "TensorBoard",
+)
+WRITERS = tuple(getattr(keras.callbacks, name) for name in _NAMES if hasattr(keras.callbacks, name))
+"""Keras' callbacks that write to a disk, a terminal or a server: several workers would write over each other."""
+_BATCH_HOOKS = {
+    "train": ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end"),
+    "test": ("on_test_batch_begin", "on_test_batch_end"),
+    "predict": ("on_predict_batch_begin", "on_predict_batch_end"),
+}
+
+
+class Callback(keras.callbacks.Callback):
+    """A Keras callback with further hooks, which `tfdist.fit` calls; Keras' own `fit` ignores them.
+
+    Each does nothing until a subclass overrides it. They are called on every worker, or with `chief_only` on the chief;
+    what a callback does must not differ between workers where it changes the model.
+    """
+
+    chief_only: bool | None = None
+    """With True, the callback is called on worker 0 alone, which is for those that write: files, a terminal, a server.
+    It may save the model, but not change it, nor call what needs the other workers, such as `tfdist.evaluate`. Any
+    callback may have this attribute; without it, or with None, it is True for those of Keras that write."""
+
+    takes_many_updates: bool = False
+    """A call of the compiled function makes many updates, unless a callback overrides `on_train_batch_begin` or
+    `on_train_batch_end`: then it makes one. With True this callback gets one `on_train_batch_end` for all updates of a
+    call, for the last of them."""
+    wants_gradient_norm: bool = False
+    """With True, `on_call` gets the norm of the gradient, which costs a pass over it."""
+
+    def limit_call(self, update: int) -> float:
+        """Returns how many updates the next call may make at most, after `update` of them; the same on all workers."""
+        return math.inf
+
+    def on_call(self, call: Call) -> None:
+        """Is called after each call of the compiled function, before `on_train_batch_end`.
+
+        Args:
+          call: its number of updates and examples, and where this worker's time went.
+        """
+
+    def on_checkpoint(self, update: int) -> None:
+        """Is called when a checkpoint has been taken after `update` updates; it may not be on the disk yet."""
+
+    def on_rollback(self, update: int, skipped: list[int]) -> None:
+        """Is called when training has gone back to a checkpoint, after a loss that was not finite.
+
+        Args:
+          update: updates made when that checkpoint was taken.
+          skipped: the updates that will be left out, counted from 0.
+        """
+
+    def on_accumulate(self, accumulate: int) -> None:
+        """Is called when memory has run out and training goes on with smaller micro-batches.
+
+        Args:
+          accumulate: micro-batches per update from now on.
+        """
+
+    def get_state(self) -> State | None:
+        """Returns the state that a checkpoint keeps of this callback, as JSON can hold it.
+
+        None, which this method returns, keeps nothing, or the state that tfdist knows of the callback's Keras class.
+        """
+        return None
+
+    def set_state(self, state: State) -> None:
+        """Restores the state from a checkpoint, after `on_train_begin`; each entry becomes an attribute of that name.
+
+        Args:
+          state: returned by `get_state`.
+        """
+        for name, value in state.items():
+            setattr(self, name, value)
+
+
+class ChiefOnlyPlaceholder(Callback):
+    """Replaces, on the other workers, a callback that is called on the chief alone.
+
+    So that all workers have the same list: the same updates in a call, and the same names in checkpoints.
+
+    Args:
+      original: the callback.
+    """
+
+    def __init__(self, original: keras.callbacks.Callback):
+        super().__init__()
+        self.original = original
+        self.wants_gradient_norm = getattr(original, "wants_gradient_norm", False)
+
+    def set_state(self, state: dict[str, object]) -> None:
+        """Leaves the state to the chief."""
+
+
+def _original(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
+    return callback.original if isinstance(callback, ChiefOnlyPlaceholder) else callback
+
+
+def with_hooks(callbacks: keras.callbacks.CallbackList) -> list[Callback]:
+    """Returns those of the callbacks that have tfdist's hooks, in their order."""
+    return [callback for callback in callbacks.callbacks if isinstance(callback, Callback)]
+
+
+def is_chief_only(callback: keras.callbacks.Callback) -> bool:
+    """Returns whether a callback is called on the chief alone: by its attribute, or as one of Keras' that write."""
+    chief_only = getattr(callback, "chief_only", None)
+    return isinstance(callback, WRITERS) if chief_only is None else bool(chief_only)
+
+
+def needs_every_batch(callback: keras.callbacks.Callback, kind: str = "train") -> bool:
+    """Returns whether a callback needs a call of the compiled function for every single update or batch.
+
+    Args:
+      kind: `train`, `test` or `predict`.
+    """
+    callback = _original(callback)
+    if isinstance(callback, keras.callbacks.ProgbarLogger):
+        return False
+    if kind == "train":
+        match callback:
+            case keras.callbacks.ModelCheckpoint():
+                return callback.save_freq != "epoch"
+            case keras.callbacks.TensorBoard():
+                return callback.update_freq != "epoch" or keras_internals.profiles_batches(callback)
+            case keras.callbacks.TerminateOnNaN():
+                return False
+    if isinstance(callback, Callback) and callback.takes_many_updates:
+        return False
+    base, hooks = keras.callbacks.Callback, _BATCH_HOOKS[kind]
+    return any(getattr(getattr(callback, hook), "__func__", None) is not getattr(base, hook) for hook in hooks)
+
+
+def any_needs_every_batch(callbacks: keras.callbacks.CallbackList, distribution: Distribution, kind: str) -> bool:
+    """Returns whether a callback on any worker needs every single update or batch; all workers call this."""
+    needed = any(needs_every_batch(callback, kind) for callback in callbacks.callbacks)
+    return any_worker(distribution, "whether a callback needs every batch", needed)[0]
+
+
+def saves_within_epochs(callbacks: keras.callbacks.CallbackList) -> bool:
+    """Returns whether a callback may save the model within an epoch, which needs its statistics averaged before."""
+    return any(is_chief_only(_original(callback)) and needs_every_batch(callback) for callback in callbacks.callbacks)
+
+
+def on_this_worker(
+    callbacks: Callbacks,
+    model: keras.Model,
+    distribution: Distribution,
+    verbose: int | str,
+    steps: int | None,
+    epochs: int = 1,
+    fit: bool = False,
+) -> keras.callbacks.CallbackList:
+    """Returns the callbacks as Keras' fit, evaluate and predict would call them on this worker.
+
+    Args:
+      verbose: 0 for no progress bar.
+      steps: updates of an epoch, or batches, if known.
+      fit: with a History; a list that is a `CallbackList` keeps its settings.
+
+    Raises:
+      UserError: a callback for the chief alone has a hook that all workers must answer.
+    """
+    given = callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else callbacks
+    given = keras.tree.flatten(given) if given else []
+    preconditions.not_of_horovod("callback", given)
+    here = [_placed(callback, distribution) for callback in given]
+    if fit and isinstance(callbacks, keras.callbacks.CallbackList):
+        copied = copy.copy(callbacks)
+        copied.callbacks = here
+        return copied
+    return keras.callbacks.CallbackList(
+        here,
+        add_history=fit,
+        add_progbar=verbose != 0 and distribution.is_chief,
+        model=model,
+        verbose=verbose,
+        epochs=epochs,
+        steps=steps,
+    )
+
+
+def _placed(callback: keras.callbacks.Callback, distribution: Distribution) -> keras.callbacks.Callback:
+    if not is_chief_only(callback):
+        return callback
+    if isinstance(callback, Callback) and type(callback).limit_call is not Callback.limit_call:
+        raise UserError(
+            f"{type(callback).__name__} has chief_only=True and its own limit_call, which must be the same on all "
+            "workers: leave out one of them"
+        )
+    if distribution.is_chief:
+        return callback
+    # Under the name of its class: checkpoints count callbacks by it.
+    return type(type(callback).__name__, (ChiefOnlyPlaceholder,), {})(callback)
+
+
+@contextlib.contextmanager
+def chief_alone(callbacks: keras.callbacks.CallbackList | None, distribution: Distribution) -> Iterator[None]:
+    """Refuses, within it, that the chief's own callbacks call what needs the other workers, which would never answer.
+
+    They may take as long as saving does.
+    """
+    with contextlib.ExitStack() as stack:
+        if callbacks is not None and distribution.workers > 1 and distribution.is_chief:
+            for callback in callbacks.callbacks:
+                if is_chief_only(callback):
+                    stack.enter_context(_guarded(callback, distribution))
+        yield
+
+
+@contextlib.contextmanager
+def _guarded(callback: keras.callbacks.Callback, distribution: Distribution) -> Iterator[None]:
+    """Replaces the hooks that a callback overrides, within it."""
+    base = Callback if isinstance(callback, Callback) else keras.callbacks.Callback
+    before = {}
+    for name in (name for name in dir(base) if name.startswith("on_")):
+        hook = getattr(callback, name)
+        if getattr(hook, "__func__", None) is not getattr(base, name):
+            before[name] = vars(callback).get(name)
+            setattr(
+                callback, name, _called_alone(hook, f"{type(callback).__name__}.{name} runs on the chief", distribution)
+            )
+    try:
+        yield
+    finally:
+        for name, own in before.items():
+            if own is None:
+                delattr(callback, name)
+            else:
+                setattr(callback, name, own)
+
+
+def _called_alone(hook: Callable, what: str, distribution: Distribution) -> Callable:
+    strategy = distribution.strategy
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise UserError(
+            f"{what}, and reads what is summed over the workers, such as a metric: take it from the logs, or set "
+            "chief_only=False"
+        )
+
+    def called(*arguments: object, **options: object) -> object:
+        with distribution.peers.apart(what):
+            strategy.reduce = refuse
+            try:
+                return hook(*arguments, **options)
+            finally:
+                del strategy.reduce
+
+    return called
+
+
+def restored_epoch(model: keras.Model, callbacks: keras.callbacks.CallbackList, distribution: Distribution) -> int:
+    """Returns the epoch that BackupAndRestore has gone back to on the chief, 0 for none; all workers call this.
+
+    Afterwards all replicas have the state that it has restored on the chief.
+    """
+    epoch = keras_internals.restored_epoch(model)
+    kinds = [type(_original(callback)) for callback in callbacks.callbacks]
+    if not any(issubclass(kind, keras.callbacks.BackupAndRestore) for kind in kinds):
+        return epoch
+    epoch = distribution.peers.gather("the epoch to go back to", epoch)[0]
+    training_state.share(model, distribution)
+    return epoch

@@ -1,0 +1,272 @@
+"""The loop of a training over epochs, and over calls of the compiled function, many updates in each."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+
+import keras
+import tensorflow as tf
+
+from tfdist.checkpoints import training_state
+from tfdist.checkpoints.resume import Position
+from tfdist.config.messages import logger
+from tfdist.errors import Interrupted, UserError
+from tfdist.keras_bridge import ema, keras_internals, layer_state, layer_statistics
+from tfdist.step import step_calls
+from tfdist.step.call_errors import NotFinite, OutOfMemory
+from tfdist.step.results import CallResult, LastLogs, Totals
+from tfdist.trainer import agreement
+from tfdist.trainer import callbacks as callbacks_lib
+from tfdist.trainer.agreement import StepsPerCallTuner
+from tfdist.trainer.checkpointing import CheckpointHook
+from tfdist.trainer.evaluation import answering_callbacks
+from tfdist.trainer.plan import TrainingPlan
+from tfdist.trainer.timing import Call, Spent
+from tfdist.verification import equivalence_check
+from tfdist.verification.replica_sync_check import ReplicaSyncCheck
+
+
+class FitLoop:
+    """Carries out a `TrainingPlan`."""
+
+    def __init__(self, plan: TrainingPlan):
+        self._plan, self._options, self._step = plan, plan.options, plan.step
+        self._model, self._distribution, self._callbacks = plan.model, plan.options.distribution, plan.callbacks
+        self._reader = plan.source.reader
+        self._position = plan.start_of(plan.options.initial_epoch)
+        self._logs: dict = {}
+        self._checkpoints = CheckpointHook(plan.options.checkpoints, plan.run())
+        self._tuner = StepsPerCallTuner(plan.updates_per_call)
+        # Loss scaling skips such updates, and Keras' own callback ends the training in its own way.
+        self._allows_nan = hasattr(plan.model.optimizer, "inner_optimizer") or any(
+            isinstance(callback, keras.callbacks.TerminateOnNaN) for callback in plan.callbacks.callbacks
+        )
+        self._times_sums = plan.step.timed or self._distribution.replicas == 1
+        """Whether the time of the all-reduce is known."""
+        self._call_ended = 0.0
+        """When the last call ended, by `time.perf_counter`."""
+
+    def run(self) -> keras.callbacks.History:
+        """Trains from the beginning, or from where a checkpoint is, to the end."""
+        options, distribution = self._options, self._distribution
+        with (
+            keras_internals.variables_as_numbers(),
+            callbacks_lib.chief_alone(self._callbacks, distribution),
+            answering_callbacks(self._model, distribution, options.virtual_replicas, options.check_agreement),
+        ):
+            self._begin()
+            while self._goes_on():
+                try:
+                    self._run_epoch()
+                except Interrupted:
+                    self._checkpoints.end(self._position)
+                    raise
+                except (NotFinite, OutOfMemory) as error:
+                    self._recover(error)
+            # Before the last checkpoint, which would keep what is wrong.
+            self._sync_check.check(self._model, "after the last update")
+            self._checkpoints.end(self._position)
+            ema.finalize(keras_internals.inner_optimizer(self._model.optimizer), self._model.trainable_variables)
+            self._callbacks.on_train_end(self._logs)
+            self._sync_check.check(self._model, "at the end of fit")
+            return self._model.history
+
+    def _begin(self) -> None:
+        """Calls `on_train_begin`, resumes from a checkpoint, and checks the model."""
+        self._model.stop_training = False
+        initial = layer_state.Snapshot(training_state.gathered_variables(self._model))
+        keras_internals.restored_epoch(self._model)  # that of an earlier training
+        self._callbacks.on_train_begin()
+        epoch = callbacks_lib.restored_epoch(self._model, self._callbacks, self._distribution)
+        if epoch:
+            self._position = self._plan.start_of(epoch)
+        start = self._position
+        self._prepare_calls()
+        self._position = self._checkpoints.begin(start, rollback=self._options.on_nonfinite == "rollback")
+        self._sync_check.check_if_due(self._model, self._position.update)
+        if self._goes_on():
+            self._reader.catch_up(self._position.epoch - start.epoch, self._position.update - start.update)
+            self._check(initial)
+
+    def _prepare_calls(self) -> None:
+        """Sets what calls need, once `on_train_begin` of the callbacks has run, and anew with another plan."""
+        self._hooks = callbacks_lib.with_hooks(self._callbacks)
+        self._norm, self._averages = agreement.any_worker(
+            self._distribution,
+            "what callbacks want",
+            any(callback.wants_gradient_norm for callback in self._hooks),
+            callbacks_lib.saves_within_epochs(self._callbacks),
+        )
+        self._sync_check = ReplicaSyncCheck(self._distribution)
+        self._read = self._position.update
+        """The update up to which the feed has been read."""
+
+    def _check(self, initial: layer_state.Snapshot | None = None) -> None:
+        """Refuses a model that would train, or be evaluated, in another way than on one device in whole batches.
+
+        Args:
+          initial: the layers' state before the training. After a resume, which may be on more replicas than before,
+            they have gathered so much that a few rows change nothing: a maximum stays as it is.
+        """
+        plan, choice = self._plan, self._options.check_agreement
+        with layer_state.unchanged(training_state.gathered_variables(self._model)):
+            if initial is not None:
+                initial.put_back()
+            equivalence_check.check_training(self._step, choice, self._options.virtual_replicas, plan.layout.accumulate)
+            if plan.validation:
+                plan.validation.check(choice, within_fit=True)
+
+    def _goes_on(self) -> bool:
+        position = self._position
+        more = position.update < self._plan.last_update or position.begun > 0
+        return position.epoch < self._options.epochs and not position.stopped and more
+
+    def _run_epoch(self) -> None:
+        """Makes the updates of an epoch, or those that are left of it, and what follows them."""
+        position, epoch, options = self._position, self._position.epoch, self._options
+        self._callbacks.on_epoch_begin(epoch)
+        self._reader.begin()
+        until_last = self._plan.last_update - position.update + position.begun
+        self._run_updates(position, min(self._plan.updates_per_epoch or math.inf, until_last))
+        if not self._model.stop_training:  # as Keras, which leaves an epoch there
+            self._reader.end()
+        if not position.measured:
+            layer_statistics.average(self._model, self._distribution, options.virtual_replicas)
+            position.measured = True
+        self._logs = dict(position.logs)
+        with contextlib.ExitStack() as weights:
+            if options.evaluate_ema:
+                optimizer = keras_internals.inner_optimizer(self._model.optimizer)
+                weights.enter_context(ema.instead(optimizer, self._model.trainable_variables))
+            if self._plan.validation and options.validates(epoch):
+                values = self._plan.validation.run(self._callbacks, options.should_stop)
+                self._logs.update({f"val_{name}": value for name, value in values.items()})
+            self._callbacks.on_epoch_end(epoch, self._logs)
+        stopped = self._model.stop_training
+        self._position = Position(position.update, epoch + 1, stopped=stopped, skipped=position.skipped)
+        due, label = self._checkpoints.due(), f"the end of epoch {epoch + 1}"
+        decisions = agreement.agree(self._distribution, self._model, label, 0.0, options.should_stop, due)
+        self._position.stopped = self._model.stop_training
+        self._checkpoints.after_epoch(self._position, self._logs, decisions)
+
+    def _recover(self, error: NotFinite | OutOfMemory) -> None:
+        """Goes back to the last good checkpoint, to train on from there without what has failed.
+
+        Raises:
+          TrainingError: the options forbid that, or it cannot be.
+        """
+        plan, options = self._plan, self._options
+        if isinstance(error, OutOfMemory):
+            if options.virtual_replicas:  # smaller micro-batches would have other bits
+                raise OutOfMemory(f"{error}: use more virtual_replicas, which are smaller, or more devices") from error
+            if self._step.own_step("train"):
+                raise error  # its updates cannot be made of smaller micro-batches
+            ordered = plan.source.size is not None
+            layout, self._position = self._checkpoints.halve_micro_batches(error, plan.layout, ordered)
+            self._plan = plan.with_layout(layout)
+            self._check()
+            self._prepare_calls()
+        elif options.on_nonfinite == "stop":
+            raise error
+        else:
+            self._position = self._checkpoints.roll_back(error, error.update, self._position, options.max_rollbacks)
+
+    def _run_updates(self, position: Position, limit: float) -> None:
+        """Makes updates until there are `limit` in this epoch, the data ends or a callback stops.
+
+        Args:
+          position: moves on with each call.
+
+        Raises:
+          UserError: the data does not fit, or there is none.
+          NotFinite: a loss is not.
+          OutOfMemory: there is not enough for an update.
+          TrainingError: an update has failed.
+          Interrupted: some worker has a reason to stop.
+        """
+        if position.begun == 0:
+            self._step.reset()  # else they have just been restored
+        if position.measured or position.begun >= limit:
+            return  # stopped between the last update of an epoch and its end
+        feed = self._plan.feed
+        if self._read == position.update and position.begun == 0:
+            feed.restart()
+        else:  # once: each reading of a data set that shuffles anew is another order
+            feed.resume(position.update, position.epoch, position.begun)
+            self._read = position.update
+        totals = self._step.totals("train", position.sums, position.examples, bool(self._options.virtual_replicas))
+        self._call_ended = time.perf_counter()
+        more = True
+        while more and position.begun < limit and not self._model.stop_training:
+            if position.update in position.skipped:
+                position.update, position.begun = position.update + 1, position.begun + 1
+                feed.resume(position.update, position.epoch, position.begun)
+            else:
+                more = self._call(position, totals, limit)
+        if position.begun < limit < math.inf and not more:
+            logger.info(
+                f"WARNING: the data ended after {position.begun} updates of epoch {position.epoch + 1}, not {limit}"
+            )
+        if not position.begun:
+            raise UserError(
+                f"the data set ended before the first update of epoch {position.epoch + 1}: give it a batch at least"
+            )
+
+    def _call(self, position: Position, totals: Totals | LastLogs, limit: float) -> bool:
+        """Makes the updates of one call; returns whether the data of this epoch may have more."""
+        plan, step, model, feed = self._plan, self._step, self._model, self._plan.feed
+        limits = [limit - position.begun, self._checkpoints.limit(position)]
+        limits += [callback.limit_call(position.update) for callback in self._hooks]
+        read_began = time.perf_counter()
+        part = step_calls.read(step, feed, position.update, int(min(self._tuner.updates, *limits)))
+        if part.first == part.last:
+            return False
+        waited = time.perf_counter() - read_began
+        call = plan.compiled(part.full, self._norm, part.count)
+        self._sync_check.check_if_due(model, position.update)
+        self._callbacks.on_train_batch_begin(position.begun)
+        steady = id(call) in step.warm
+        start = time.perf_counter()
+        arguments = (part.feed, tf.constant(part.first), tf.constant(part.last), *totals.arguments())
+        result = CallResult(*step_calls.run(step, call, arguments, feed, position.update))
+        done = int(result.done)
+        if not done:
+            return False
+        seconds = time.perf_counter() - start
+        python, self._call_ended = start - self._call_ended - waited, start + seconds
+        position.logs = totals.add(result)
+        position.begun, position.update = position.begun + done, position.update + done
+        position.sums, position.examples = totals.sums.tolist(), totals.examples
+        self._read = position.update
+        self._distribution.peers.doing("python", position.update)
+        bad = int(result.nonfinite)
+        if bad >= 0 and not self._allows_nan:
+            update = position.update - done + bad - part.first
+            raise NotFinite(position.logs.get("loss", math.nan), update, position.epoch)
+        for_input, for_sums, norm = result.measures.numpy().tolist()
+        all_reduce = for_sums if self._times_sums else None
+        spent = Spent(waited + for_input, seconds - for_input - for_sums, all_reduce, python)
+        timing = Call(done, int(result.examples), spent, steady, norm if self._norm else None)
+        for callback in self._hooks:
+            callback.on_call(timing)
+        if self._averages:  # a callback may save the model
+            layer_statistics.average(model, self._distribution, self._options.virtual_replicas)
+        self._callbacks.on_train_batch_end(position.begun - 1, position.logs)
+        decisions = agreement.agree(
+            self._distribution,
+            model,
+            f"update {position.update}",
+            seconds,
+            self._options.should_stop,
+            self._checkpoints.due(),
+            feed.digest(done),
+            between=python,
+        )
+        self._tuner.record(decisions.seconds, done, part.full, decisions.between)
+        if done < part.last - part.first:
+            return False
+        if position.begun < limit and not model.stop_training:
+            self._checkpoints.after_call(position, decisions)
+        return True

@@ -1,0 +1,191 @@
+"""Decides before the first update what a training does: `plan_training` returns a `TrainingPlan`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import keras
+
+from tfdist.checkpoints import training_state
+from tfdist.checkpoints.manager import Checkpoints
+from tfdist.checkpoints.resume import Position
+from tfdist.checkpoints.training_run import TrainingRun
+from tfdist.data import batching, sources
+from tfdist.data.batch_layout import Layout
+from tfdist.data.protocol import Feed
+from tfdist.distributed import arithmetic
+from tfdist.distributed.distribution import Distribution
+from tfdist.errors import UserError
+from tfdist.keras_bridge import preconditions
+from tfdist.models import layerwise_rates
+from tfdist.step import step_calls
+from tfdist.step.step import Step
+from tfdist.trainer import agreement
+from tfdist.trainer.callbacks import Callbacks, any_needs_every_batch, on_this_worker
+from tfdist.trainer.evaluation import Data, Evaluation, limited
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FitOptions:
+    """The arguments of `tfdist.fit` but the model and its data; `fit` explains them and has the same defaults."""
+
+    distribution: Distribution
+    batch_size: int | None = None
+    epochs: int = 1
+    steps: int | None = None
+    callbacks: Callbacks = None
+    verbose: int | str = "auto"
+    validation_data: Data = None
+    validation_freq: int | Collection[int] = 1
+    validation_batch_size: int | None = None
+    validation_steps: int | None = None
+    shuffle: bool = True
+    seed: int = 0
+    initial_epoch: int = 0
+    steps_per_epoch: int | None = None
+    accumulate: int = 1
+    virtual_replicas: int = 0
+    steps_per_call: int | str = "auto"
+    reduce_dtype: str = "float32"
+    checkpoints: Checkpoints | None = None
+    on_nonfinite: str = "stop"
+    max_rollbacks: int = 3
+    evaluate_ema: bool = False
+    lr_multipliers: Mapping[str, float] | None = None
+    layer_decay: float = 1.0
+    check_agreement: str = "auto"
+    should_stop: Callable[[], str] = agreement.never
+
+    def changed(self, names: Sequence[str]) -> list[str]:
+        """Returns those of the options in `names` that do not have their default."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        return [name for name in names if getattr(self, name) != defaults[name]]
+
+    def validates(self, epoch: int) -> bool:
+        """Returns whether an epoch, counted from 0, ends with a validation, if there is data for it."""
+        frequency = self.validation_freq
+        return (epoch + 1) % frequency == 0 if isinstance(frequency, int) else epoch + 1 in frequency
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingPlan:
+    """Everything that is known of a training before its first update."""
+
+    model: keras.Model
+    source: sources.Source
+    options: FitOptions
+    step: Step
+    """The compiled functions."""
+    layout: Layout
+    """Of a global batch over replicas and micro-batches."""
+    feed: Feed
+    """Of the global batches."""
+    callbacks: keras.callbacks.CallbackList
+    """Those that are called on this worker."""
+    validation: Evaluation | None
+    lr_factors: tuple[float, ...]
+    """On the learning rate of each weight; empty for 1."""
+    updates_per_epoch: int | None
+    """None if the data has an end that is not known."""
+    updates_per_call: int | None
+    """None to choose by time."""
+    last_update: float
+    """The update that ends the training, if its epochs do not end it before."""
+
+    def start_of(self, epoch: int) -> Position:
+        """Returns the position at the beginning of an epoch."""
+        return Position(update=epoch * (self.updates_per_epoch or 0), epoch=epoch)
+
+    def run(self) -> TrainingRun:
+        """Returns the training as checkpoints see it."""
+        options = self.options
+        return TrainingRun(
+            self.model,
+            options.distribution,
+            self.callbacks,
+            self.layout.batch,
+            self.updates_per_epoch,
+            options.seed,
+            self.source.size,
+            options.virtual_replicas,
+        )
+
+    def compiled(self, full: bool, norm: bool, count: int | None) -> Callable:
+        """Returns the compiled function for the next updates, see `Step.compiled`."""
+        dtype, factors = self.options.reduce_dtype, self.lr_factors
+        return self.step.compiled("train", self.layout, full, dtype, norm, factors, count)
+
+    def with_layout(self, layout: Layout) -> TrainingPlan:
+        """Returns the same plan for other micro-batches, with a feed of its own."""
+        return dataclasses.replace(self, layout=layout, feed=_feed(self.source, layout, self.options))
+
+
+def plan_training(model: keras.Model, source: sources.Source, options: FitOptions) -> TrainingPlan:
+    """Returns the plan of one training.
+
+    Args:
+      model: compiled, and created in the distribution's scope.
+      source: the examples, weighed.
+      options: how to train.
+
+    Raises:
+      UserError: they do not fit together.
+    """
+    distribution = options.distribution
+    if options.virtual_replicas:
+        distribution.peers.check_same(arithmetic.facts(distribution), "what decides about the last bit")
+    batch = source.requested_batch(options.batch_size, steps=options.steps_per_epoch)
+    layout = batching.layout_of(source, batch, distribution, options.accumulate, shards=options.virtual_replicas)
+    feed = _feed(source, layout, options)
+    if options.steps_per_epoch is None and feed.batches == 0:
+        raise UserError("the data set never ends: give steps_per_epoch")
+    step = step_calls.step_of(model, distribution, source)
+    step.check_batches("train", layout, source.sizes(layout.batch))
+    step_calls.trains(model)
+    step.prepare_training()
+    preconditions.trains(model)
+    preconditions.targets(model, step.output_shape, source)
+    validation = _validation(model, options)
+    factors = layerwise_rates.factors(model, options.lr_multipliers or {}, options.layer_decay)
+    training_state.separate_streams(model, distribution, apart=not options.virtual_replicas)
+    updates_per_epoch = options.steps_per_epoch or feed.batches or None
+    callbacks = on_this_worker(
+        options.callbacks, model, distribution, options.verbose, updates_per_epoch, options.epochs, fit=True
+    )
+    preconditions.reduce_dtype(options.reduce_dtype, distribution)
+    updates_per_call = 1 if any_needs_every_batch(callbacks, distribution, "train") else None
+    if isinstance(options.steps_per_call, int):
+        updates_per_call = options.steps_per_call
+    elif model.steps_per_execution > 1:
+        updates_per_call = model.steps_per_execution
+    first_update = options.initial_epoch * (updates_per_epoch or 0)
+    last_update = math.inf if options.steps is None else first_update + options.steps
+    return TrainingPlan(
+        model=model,
+        source=source,
+        options=options,
+        step=step,
+        layout=layout,
+        feed=feed,
+        callbacks=callbacks,
+        validation=validation,
+        lr_factors=factors,
+        updates_per_epoch=updates_per_epoch,
+        updates_per_call=updates_per_call,
+        last_update=last_update,
+    )
+
+
+def _feed(source: sources.Source, layout: Layout, options: FitOptions) -> Feed:
+    return batching.read_epochs(source, layout, options.shuffle, options.seed, options.steps_per_epoch is not None)
+
+
+def _validation(model: keras.Model, options: FitOptions) -> Evaluation | None:
+    if options.validation_data is None:
+        return None
+    source = sources.as_source(options.validation_data)
+    steps = limited(options.validation_steps, keras.config.max_steps_per_epoch(), "steps")
+    batch = source.requested_batch(options.validation_batch_size or None, options.batch_size, steps)
+    return Evaluation(model, source, options.distribution, batch, steps, options.virtual_replicas)
