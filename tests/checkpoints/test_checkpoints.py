@@ -17,7 +17,7 @@ import tfdist
 from tfdist.checkpoints import files as files_lib
 from tfdist.checkpoints import resume, training_state
 from tfdist.checkpoints.manager import CheckpointWriter
-from tfdist.config import atomic_file
+from tfdist.config import local_files
 from tfdist.data.sources import Records
 from tfdist.doctor import checkpoints as checkpoints_lib
 from tfdist.errors import Interrupted, TrainingError, UserError
@@ -457,10 +457,10 @@ def test_what_is_held_in_memory_is_written_by_a_thread_that_is_waited_for(tmp_pa
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     path = tmp_path / "file"
-    with atomic_file.replacing(path) as temporary:
+    with local_files.replacing(path) as temporary:
         temporary.write_text("one")
         assert not path.exists()
-    with pytest.raises(ValueError), atomic_file.replacing(path) as temporary:
+    with pytest.raises(ValueError), local_files.replacing(path) as temporary:
         temporary.write_text("half of ano")
         raise ValueError
     assert path.read_text() == "one" and list(tmp_path.iterdir()) == [path]

@@ -434,11 +434,11 @@ def test_a_forked_child_leaves_the_folder_alone(begun):
 
 ENDS_BY_EXIT = """
 import os, sys
-from tfdist.config import temporary_folder
+from tfdist.config import local_files
 from tfdist.cluster.peers import Peers
 from tfdist.trainer import worker_session
 
-folder, peers, child = temporary_folder.make(), Peers(), 0
+folder, peers, child = local_files.temporary_folder(), Peers(), 0
 
 def work():
     global child

@@ -8,7 +8,7 @@ import pytest
 
 from tfdist import config
 from tfdist.checkpoints.run_folder import RunFolder
-from tfdist.config import regular_file, schedule
+from tfdist.config import local_files, schedule
 from tfdist.monitoring.recorder import HISTORY, TIMELINE, Recorder
 
 
@@ -102,15 +102,15 @@ def test_going_back_keeps_what_was_noted_of_going_back(recording, tmp_path, said
 
 
 def test_lines_that_wait_for_the_disk_come_into_their_own_file(tmp_path, monkeypatch):
-    folder, opened = RunFolder(str(tmp_path)), regular_file.opened_to_append
+    folder, opened = RunFolder(str(tmp_path)), local_files.opened_to_append
 
     def full(path):
         raise OSError(errno.ENOSPC, "no space left on device")
 
-    monkeypatch.setattr(regular_file, "opened_to_append", full)
+    monkeypatch.setattr(local_files, "opened_to_append", full)
     folder.append(TIMELINE, {"a": 1})
     folder.append(HISTORY, {"b": 1})
-    monkeypatch.setattr(regular_file, "opened_to_append", opened)
+    monkeypatch.setattr(local_files, "opened_to_append", opened)
     folder.append(HISTORY, {"b": 2})
     folder.append(TIMELINE, {"a": 2})
     assert (tmp_path / HISTORY).read_text() == '{"b": 1}\n{"b": 2}\n'

@@ -21,7 +21,7 @@ import threading
 from tfdist.checkpoints import files, storage
 from tfdist.checkpoints.folder_lock import LOCK, first_line
 from tfdist.checkpoints.run_folder import LOGS, RunFolder
-from tfdist.config import buckets, temporary_folder
+from tfdist.config import buckets, local_files
 from tfdist.config.buckets import Bucket, BucketError, MissingError
 from tfdist.config.messages import logger
 from tfdist.errors import TrainingError, UserError
@@ -49,7 +49,7 @@ class BucketFolder(RunFolder):
 
     def __init__(self, url: str, writes: bool, reads: bool = True):
         self._bucket = Bucket(url)
-        copy = buckets.copy_of(url) if writes or not reads else temporary_folder.make() / self._bucket.name
+        copy = buckets.copy_of(url) if writes or not reads else local_files.temporary_folder() / self._bucket.name
         super().__init__(str(copy if writes or reads else copy.with_name(".none")), writes, self._bucket.url)
         if writes or reads:
             bucket = Bucket(f"{self.name}/{self.checkpoints.name}")

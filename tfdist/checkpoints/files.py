@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tfdist.checkpoints import state_shape
-from tfdist.config import atomic_file, regular_file
+from tfdist.config import local_files
 from tfdist.errors import UserError
 
 FORMAT = 1
@@ -105,7 +105,7 @@ def checksum_of(content: bytes) -> dict[str, Any]:
 def read_state(path: pathlib.Path) -> dict:
     """Returns the `state` that `write` wrote; verify the checkpoint first. Raises DamagedError if it is invalid."""
     try:
-        state = json.loads(regular_file.content(path / STATE))
+        state = json.loads(local_files.content(path / STATE))
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedError(f"{STATE} cannot be read ({error})") from None
     if wrong := state_shape.wrong(state):
@@ -117,7 +117,7 @@ def read_state(path: pathlib.Path) -> dict:
 
 def _manifest(path: pathlib.Path) -> dict[str, dict]:
     try:
-        raw = regular_file.content(path / MANIFEST)
+        raw = local_files.content(path / MANIFEST)
     except OSError as error:
         raise DamagedError(f"{MANIFEST}: {(error.strerror or str(error)).lower()}") from None
     try:
@@ -191,17 +191,17 @@ def write(
         experiment = hashlib.sha256(json.dumps(state.get("experiment"), sort_keys=True).encode()).hexdigest()
         (temporary / MANIFEST).write_bytes(_manifest_bytes(files, experiment))
         for path in [*written, temporary / MANIFEST, temporary]:
-            atomic_file.sync(path)
+            local_files.sync(path)
         # An existing one stays until it is pruned: replacing it would leave a moment with none.
         same = [path for path in _listed(folder) if update_of(path) == update]
         final = folder / (f"{update}.{_age(same[0])[1] + 1}" if same else str(update))
         publish(temporary, final.name)
         temporary.rename(final)
-        atomic_file.sync(folder)
+        local_files.sync(folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    with atomic_file.replacing(folder / LATEST, folder / f".{LATEST}") as pointer:
+    with local_files.replacing(folder / LATEST, folder / f".{LATEST}") as pointer:
         pointer.write_text(final.name + "\n")
     return final
 
@@ -230,7 +230,7 @@ def set_aside(path: pathlib.Path) -> pathlib.Path:
 
 def _sha256(path: pathlib.Path) -> str:
     digest, block = hashlib.sha256(), memoryview(bytearray(1 << 20))
-    with regular_file.opened(path) as file:
+    with local_files.opened(path) as file:
         while count := file.readinto(block):
             digest.update(block[:count])
     return digest.hexdigest()

@@ -11,7 +11,7 @@ import re
 import time
 
 from tfdist.cluster import env_vars
-from tfdist.config import regular_file
+from tfdist.config import local_files
 from tfdist.config.messages import logger
 from tfdist.errors import TrainingError, UserError
 
@@ -102,7 +102,7 @@ class FolderLock:
 
     def check_free(self) -> None:
         """Raises UserError if another run has the lock; changes nothing."""
-        with contextlib.suppress(OSError), regular_file.opened(self._path) as lock:
+        with contextlib.suppress(OSError), local_files.opened(self._path) as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -15,7 +15,7 @@ from typing import Any
 from tfdist.checkpoints import files, resume
 from tfdist.checkpoints.files import DamagedError
 from tfdist.checkpoints.run_folder import RunFolder, strict
-from tfdist.config import flat, regular_file
+from tfdist.config import flat, local_files
 from tfdist.data import spec_file
 from tfdist.errors import UserError
 
@@ -38,7 +38,7 @@ def read_result(folder: pathlib.Path) -> dict[str, Any]:
       DamagedError: it cannot be read, or is not as it was written.
     """
     try:
-        content = json.loads(regular_file.content(folder / RESULT))
+        content = json.loads(local_files.content(folder / RESULT))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:

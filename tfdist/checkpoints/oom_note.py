@@ -6,7 +6,7 @@ import json
 import re
 
 from tfdist.checkpoints.run_folder import RunFolder
-from tfdist.config import regular_file
+from tfdist.config import local_files
 
 NAME = "accumulate.json"
 _ADVICE = re.compile(r"out of memory.* train\.accumulate=(\d+) ")
@@ -31,6 +31,6 @@ def record_advice(folder: RunFolder, message: str) -> None:
 def read(folder: RunFolder) -> int:
     """Returns what the previous attempt has recorded; 1 if nothing."""
     try:
-        return max(1, int(json.loads(regular_file.content(folder.path / NAME))["accumulate"]))
+        return max(1, int(json.loads(local_files.content(folder.path / NAME))["accumulate"]))
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return 1

@@ -17,7 +17,7 @@ import pathlib
 import secrets
 
 from tfdist.checkpoints.run_folder import RunFolder, strict
-from tfdist.config import Experiment, field_syntax, regular_file, training_objects
+from tfdist.config import Experiment, field_syntax, local_files, training_objects
 from tfdist.config.messages import logger
 from tfdist.errors import UserError
 
@@ -86,7 +86,7 @@ def _foreign(path: pathlib.Path, content: bytes, owner: int) -> str:
     if owner != os.geteuid():
         return f"{EXPERIMENT} belongs to another user (number {owner})"
     try:
-        mark = regular_file.content(path / MARK).decode("ascii").strip()
+        mark = local_files.content(path / MARK).decode("ascii").strip()
     except (OSError, ValueError):
         return f"there is no mark that you have made it ({MARK})"
     try:
@@ -111,7 +111,7 @@ def _key(create: bool = False) -> bytes:
         path = pathlib.Path(base, "tfdist", "run_folder_key")
         if create and not path.exists():
             _create(path)
-        with regular_file.opened(path) as file:
+        with local_files.opened(path) as file:
             status, key = os.fstat(file.fileno()), file.read(_BYTES + 1)
     except FileNotFoundError:
         raise _NoKeyError(f"there is no key to check its mark with ({path})") from None

@@ -21,7 +21,7 @@ import numpy as np
 from tfdist.checkpoints import files
 from tfdist.checkpoints.folder_lock import LOCK, FolderLock
 from tfdist.checkpoints.storage import DISK, Disk
-from tfdist.config import atomic_file, regular_file
+from tfdist.config import local_files
 from tfdist.config.messages import logger
 from tfdist.errors import TrainingError, UserError
 
@@ -152,7 +152,7 @@ class RunFolder:
     def earlier(self) -> dict[str, Any] | None:
         """Returns the experiment of the run that this folder holds; None if it holds none."""
         try:
-            fields = json.loads(regular_file.content(self.path / "experiment.json"))
+            fields = json.loads(local_files.content(self.path / "experiment.json"))
         except (OSError, ValueError, RecursionError):
             return None
         return fields if isinstance(fields, dict) else None
@@ -166,7 +166,7 @@ class RunFolder:
     def completed(self) -> bool:
         """Tells whether the earlier run completed."""
         try:
-            return json.loads(regular_file.content(self.path / "result.json"))["status"] == "completed"
+            return json.loads(local_files.content(self.path / "result.json"))["status"] == "completed"
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return False
 
@@ -229,7 +229,7 @@ class RunFolder:
             self.checksums[name] = files.checksum_of(text.encode(errors="replace"))
 
     def _put(self, name: str, text: str) -> None:
-        with atomic_file.replacing(self.path / name) as temporary:
+        with local_files.replacing(self.path / name) as temporary:
             temporary.write_bytes(text.encode(errors="replace"))  # file names in it need not be UTF-8
 
     def append(self, name: str, line: dict) -> None:
@@ -245,7 +245,7 @@ class RunFolder:
         lines.append(json.dumps(strict(line)) + "\n")
         try:
             self._restore()
-            with io.BufferedWriter(regular_file.opened_to_append(self.path / name)) as file:
+            with io.BufferedWriter(local_files.opened_to_append(self.path / name)) as file:
                 file.write("".join(lines).encode())
             del self._unwritten[name]
         except OSError as error:
@@ -266,7 +266,7 @@ class RunFolder:
         if not self.writes or not (recorded or path.exists()):
             return []
         with self._writing(name):
-            text = regular_file.content(path).decode(errors="replace") if path.exists() else ""
+            text = local_files.content(path).decode(errors="replace") if path.exists() else ""
         *whole, last = text.split("\n")
         damaged = sum(_json_line(line) is None for line in whole)
         lines = map(_json_line, [*whole, last, *self._unwritten.pop(name, [])])
@@ -278,7 +278,7 @@ class RunFolder:
             logger.info(f"WARNING: {path} is damaged: {missing} of its lines are written again from the checkpoint")
         elif damaged:
             logger.info(f"WARNING: {path} is damaged: {damaged} of its lines cannot be read and are left out")
-        with self._writing(name), atomic_file.replacing(path) as temporary:
+        with self._writing(name), local_files.replacing(path) as temporary:
             temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         return kept
 
@@ -304,7 +304,7 @@ class RunFolder:
             return
         with self._writing("model.keras"):
             path, temporary = self.path / "model.keras", self.path / f".model-{os.getpid()}.keras"  # Keras' suffix
-            with atomic_file.replacing(path, temporary), _undated_zip_entries():
+            with local_files.replacing(path, temporary), _undated_zip_entries():
                 model.save(temporary)
                 checksum = files.checksum(temporary)
             self.checksums[path.name] = checksum

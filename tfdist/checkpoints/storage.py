@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 
 from tfdist.checkpoints import files
-from tfdist.config import buckets, regular_file, temporary_folder
+from tfdist.config import buckets, local_files
 from tfdist.config.buckets import Bucket, BucketError, MissingError
 from tfdist.errors import UserError
 
@@ -86,7 +86,7 @@ class BucketStorage(Disk):
                     manifest = self._bucket.get_bytes(f"{name}/{files.MANIFEST}")
                     file = self._folder / name / files.MANIFEST
                     try:
-                        same = regular_file.content(file) == manifest
+                        same = local_files.content(file) == manifest
                     except OSError:
                         same = False
                     if not same:
@@ -118,7 +118,7 @@ class BucketStorage(Disk):
     def _download(self, path: pathlib.Path) -> None:
         """Downloads all files in the manifest; verifying them reports what is missing."""
         try:
-            names = json.loads(regular_file.content(path / files.MANIFEST))["files"]
+            names = json.loads(local_files.content(path / files.MANIFEST))["files"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return
         with self._user_errors():
@@ -163,5 +163,5 @@ def at(folder: str | os.PathLike) -> tuple[pathlib.Path, Disk]:
     text = os.fspath(folder)
     if not buckets.is_url(text):
         return pathlib.Path(text), DISK
-    copy = temporary_folder.make()
+    copy = local_files.temporary_folder()
     return copy, BucketStorage(copy, Bucket(text))

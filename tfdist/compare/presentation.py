@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tfdist.compare.results import Row
-from tfdist.config import atomic_file
+from tfdist.config import local_files
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -157,7 +157,7 @@ def draw(path: pathlib.Path, title: str, rows: Sequence[Row], caption: str) -> N
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
     try:
-        with atomic_file.replacing(path) as temporary:
+        with local_files.replacing(path) as temporary:
             figure.savefig(temporary, format="png")
     finally:
         pyplot.close(figure)

@@ -15,7 +15,7 @@ import re
 import shutil
 
 from tfdist import config
-from tfdist.config import buckets, field_syntax, file_lock
+from tfdist.config import buckets, field_syntax, local_files
 from tfdist.config.buckets import Bucket, BucketError, Entry
 from tfdist.config.messages import logger
 from tfdist.errors import UserError
@@ -83,7 +83,7 @@ def local(path: str, what: str, download: bool = True, braces: bool = False) -> 
             raise UserError(f"{what} is not in {base} yet, and a dry run downloads nothing: leave out --dry_run")
         try:
             base.mkdir(parents=True, exist_ok=True)
-            with file_lock.alone(base / f".{folder.name}.lock", f"another run that downloads {path}", LIMIT_S):
+            with local_files.locked(base / f".{folder.name}.lock", f"another run that downloads {path}", LIMIT_S):
                 if not folder.is_dir():
                     _download(bucket, wanted, folder)
         except BucketError as error:

@@ -13,7 +13,7 @@ import typing
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from tfdist.config import regular_file
+from tfdist.config import local_files
 from tfdist.data.spec import Spec
 from tfdist.errors import UserError
 
@@ -55,7 +55,7 @@ def read(path: pathlib.Path) -> Spec | None:
     """
     file = path / NAME
     try:
-        content = json.loads(regular_file.content(file))
+        content = json.loads(local_files.content(file))
         if content["format"] != FORMAT:
             raise ValueError(f"it has format {content['format']}, and this tfdist reads {FORMAT}")
         spec = made(content["spec"])

@@ -21,7 +21,7 @@ import tempfile
 
 from absl import flags
 
-from tfdist.config import atomic_file, file_lock
+from tfdist.config import local_files
 from tfdist.config.commands import command_line
 from tfdist.config.messages import logger
 from tfdist.distributed import horovod_install
@@ -55,7 +55,7 @@ def ensure(operations: tuple[str, ...], sdist: str = "") -> str:
         source_lib.check(archive)
     tools = requirements.find(wanted)
     kept = _kept_folder(wanted, tools)
-    with file_lock.alone(kept.parent / "lock", "another build of Horovod", LIMIT_S):
+    with local_files.locked(kept.parent / "lock", "another build of Horovod", LIMIT_S):
         there = _already(wanted)  # somebody else's build, after a wait
         if there:
             return there
@@ -106,7 +106,7 @@ def _build(workspace: Workspace, wanted: Build, kept: pathlib.Path, archive: pat
     wheel = workspace.compile(source)
     if not workspace.loads(wheel):
         raise TrainingError(f"Horovod is built and does not load: {workspace.last_line()}: the log is {workspace.log}")
-    with atomic_file.replacing(kept / wheel.name) as part:
+    with local_files.replacing(kept / wheel.name) as part:
         shutil.copyfile(wheel, part)
     return kept / wheel.name
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from tfdist import config
 from tfdist.checkpoints import integrity, own_work
 from tfdist.checkpoints.run_folder import RunFolder
-from tfdist.config import regular_file, user_functions, validation
+from tfdist.config import local_files, user_functions, validation
 from tfdist.errors import UserError
 from tfdist.inference import trained_model
 from tfdist.inference.trained_model import ModelRequest
@@ -51,8 +51,8 @@ def read_experiment(asked: ModelRequest) -> config.Experiment:
 def _recorded(asked: ModelRequest, path: pathlib.Path) -> config.Experiment:
     """Reads the experiment of a run folder, whose functions may be called."""
     try:
-        with regular_file.opened(path / own_work.EXPERIMENT) as file:
-            owner, content = os.fstat(file.fileno()).st_uid, file.read(regular_file.MOST)
+        with local_files.opened(path / own_work.EXPERIMENT) as file:
+            owner, content = os.fstat(file.fileno()).st_uid, file.read(local_files.MOST)
         fields = json.loads(content)
     except (OSError, ValueError, RecursionError):
         fields = None

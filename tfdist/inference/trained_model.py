@@ -23,7 +23,7 @@ from tfdist.checkpoints import files, integrity, resume
 from tfdist.checkpoints.bucket_folder import BucketFolder
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.checkpoints.storage import DISK, Disk
-from tfdist.config import buckets, field_syntax, regular_file, validation
+from tfdist.config import buckets, field_syntax, local_files, validation
 from tfdist.errors import UserError, one_line
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ def _from_file(asked: ModelRequest, plain: keras.Model) -> Weights:
         )
         raise UserError(f"{asked.name} has no {MODEL} yet: {hint}")
     try:
-        result = json.loads(regular_file.content(asked.path / "result.json"))
+        result = json.loads(local_files.content(asked.path / "result.json"))
         expected = str(result["weights_sha256"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         expected = ""

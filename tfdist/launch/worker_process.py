@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO
 
 from tfdist.cluster.exit_record import ExitRecord
-from tfdist.config import regular_file
+from tfdist.config import local_files
 from tfdist.distributed.child_process import GRACE_S, end_with_the_parent
 from tfdist.launch.event_loop import Events, Screen
 
@@ -106,7 +106,7 @@ class Worker:
         self._errors: collections.deque[str] = collections.deque(maxlen=TAIL)
         self._traceback = False
         self._log_path = start.log
-        self._log = regular_file.opened_to_append(start.log) if start.log else None
+        self._log = local_files.opened_to_append(start.log) if start.log else None
         self._record = ExitRecord()
         try:
             self._keep(f"{start.header}\n".encode())

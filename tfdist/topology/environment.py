@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 
-from tfdist.config import file_lock
+from tfdist.config import local_files
 from tfdist.config.messages import logger
 from tfdist.errors import TrainingError, UserError
 
@@ -122,7 +122,7 @@ def _alone(place: pathlib.Path) -> Iterator[None]:
         lock.touch()
     except OSError as error:
         raise UserError(f"{place.parent} cannot be written ({error.strerror}): set {PLACE} to another folder") from None
-    with file_lock.alone(lock, f"another installation in {place}", LIMIT_S):
+    with local_files.locked(lock, f"another installation in {place}", LIMIT_S):
         _log(place).write_bytes(b"")
         yield
 

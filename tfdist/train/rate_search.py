@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import keras
 
 from tfdist.checkpoints.run_folder import RunFolder
-from tfdist.config import atomic_file, field_syntax
+from tfdist.config import field_syntax, local_files
 from tfdist.config.messages import logger
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import TrainingError
@@ -63,7 +63,7 @@ def _draw(path: pathlib.Path, name: str, points: Sequence[Point], suggested: flo
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9)
     try:
-        with atomic_file.replacing(path) as temporary:
+        with local_files.replacing(path) as temporary:
             figure.savefig(temporary, format="png")
     finally:
         pyplot.close(figure)

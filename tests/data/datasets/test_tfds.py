@@ -208,7 +208,7 @@ def test_what_cannot_be_downloaded(data, message, tmp_path, monkeypatch):
 
 def test_two_runs_prepare_a_data_set_once(tmp_path, monkeypatch):
     """While this one waits for the lock, the other one has finished."""
-    held = tfds_preparation.file_lock.alone
+    held = tfds_preparation.local_files.locked
     locked = []
 
     @contextlib.contextmanager
@@ -218,7 +218,7 @@ def test_two_runs_prepare_a_data_set_once(tmp_path, monkeypatch):
             tfds.builder("digits", data_dir=tmp_path).download_and_prepare()
             yield
 
-    monkeypatch.setattr(tfds_preparation.file_lock, "alone", after_the_other_one)
+    monkeypatch.setattr(tfds_preparation.local_files, "locked", after_the_other_one)
     monkeypatch.setattr(tfds_preparation, "_prepare", lambda *a: pytest.fail("it is prepared a second time"))
     loaded = registry.load(experiment(tmp_path, name="digits", eval_split="test"))
     assert (loaded.train.size, loaded.eval.size, locked) == (1437, 360, [".digits.lock"])

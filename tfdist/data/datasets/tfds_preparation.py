@@ -20,7 +20,7 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from tfdist import config
-from tfdist.config import file_lock, temporary_folder
+from tfdist.config import local_files
 from tfdist.errors import UserError, one_line, shown
 
 BY_NUMBER = tfds.core.FileFormat.ARRAY_RECORD
@@ -51,7 +51,7 @@ def prepared(data: config.Data, memory: float, prepare: bool) -> tfds.core.Datas
             "leave out --dry_run, or prepare it first"
         )
     if not (prepare or there):  # the one of tfdist's takes no download, and goes with this process
-        builder = _builder(data.name, str(temporary_folder.make()))
+        builder = _builder(data.name, str(local_files.temporary_folder()))
         _prepare(builder, data.name, _will_not_fit(builder, data.cache, memory))
     elif not there:
         with _alone(str(builder.data_dir_root), data.name):
@@ -69,7 +69,7 @@ def _alone(folder: str, name: str) -> Iterator[None]:
             if "://" not in folder:
                 os.makedirs(folder, exist_ok=True)
                 lock = pathlib.Path(folder, f".{re.sub(r'[^A-Za-z0-9]+', '_', name)}.lock")
-                stack.enter_context(file_lock.alone(lock, f"another run that prepares {name}", LIMIT_S))
+                stack.enter_context(local_files.locked(lock, f"another run that prepares {name}", LIMIT_S))
         yield
 
 

@@ -10,7 +10,7 @@ import math
 import os
 import pathlib
 
-from tfdist.config import regular_file
+from tfdist.config import local_files
 
 LIMIT = 2000
 """Neighbours that are looked at: the parent of a run folder may hold anything."""
@@ -96,7 +96,7 @@ def sequence(value: object) -> list:
 
 def _object(path: pathlib.Path) -> dict:
     try:
-        return mapping(json.loads(regular_file.content(path)))
+        return mapping(json.loads(local_files.content(path)))
     except (OSError, ValueError, RecursionError):
         return {}
 
@@ -104,7 +104,7 @@ def _object(path: pathlib.Path) -> dict:
 def lines(path: pathlib.Path) -> list[dict]:
     """Reads the lines that are whole; the last may have been cut off by a kill."""
     try:
-        text = regular_file.content(path).decode(errors="replace")
+        text = local_files.content(path).decode(errors="replace")
     except OSError:
         return []
     objects = []
