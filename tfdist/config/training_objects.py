@@ -44,7 +44,7 @@ _SHORT = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Asked:
+class KerasObjectSpec:
     """One loss, metric or callback."""
 
     field: str
@@ -58,7 +58,7 @@ class Asked:
     """Whether arguments were written, if only ()."""
 
 
-def loss(train: Train) -> Asked | None:
+def loss(train: Train) -> KerasObjectSpec | None:
     """Returns what `train.loss` asks for, None for the loss that fits the data.
 
     Raises:
@@ -70,17 +70,17 @@ def loss(train: Train) -> Asked | None:
     return asked[0] if asked else None
 
 
-def metrics(train: Train) -> list[Asked]:
+def metrics(train: Train) -> list[KerasObjectSpec]:
     """Returns what `train.metrics` asks for; none for those that fit the data."""
     return _all("train.metrics", train.metrics, METRICS, ACCURACY)
 
 
-def callbacks(train: Train) -> list[Asked]:
+def callbacks(train: Train) -> list[KerasObjectSpec]:
     """Returns what `train.callbacks` asks for."""
     return _all("train.callbacks", train.callbacks, CALLBACKS, ())
 
 
-def _all(field: str, text: str, classes: tuple[str, ...], more: tuple[str, ...]) -> list[Asked]:
+def _all(field: str, text: str, classes: tuple[str, ...], more: tuple[str, ...]) -> list[KerasObjectSpec]:
     by_name = {name: name for name in (*classes, *more)}
     if field != "train.callbacks":  # losses and metrics have names in lower case, too, and some short ones
         by_name |= {_lower(name): name for name in classes}
@@ -95,7 +95,7 @@ def _all(field: str, text: str, classes: tuple[str, ...], more: tuple[str, ...])
             known = tuple(by_name) if field == "train.callbacks" else (*more, *map(_lower, classes))
             raise UserError(f"unknown {field} {name!r}{field_syntax.suggest(name, known)}, or package.module:function")
         options = field_syntax.options(f"the arguments of {name} in {field}", arguments or "")
-        found.append(Asked(field, name, by_name.get(name, ""), options, arguments is not None))
+        found.append(KerasObjectSpec(field, name, by_name.get(name, ""), options, arguments is not None))
     names = [one.name for one in found if one.field == "train.metrics"]
     for name in names:
         if names.count(name) > 1 and not all(one.options for one in found if one.name == name):

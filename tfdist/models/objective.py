@@ -1,4 +1,4 @@
-"""What a model is trained for and measured by: its loss and metrics, those that fit the data or those asked for."""
+"""What a model is trained for and measured by: its loss and metrics, those that fit the data or those spec for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import keras
 
 from tfdist import config
 from tfdist.config import training_objects, user_functions
-from tfdist.config.training_objects import Asked
+from tfdist.config.training_objects import KerasObjectSpec
 from tfdist.data.loaded import Loaded
 from tfdist.errors import UserError
 from tfdist.keras_bridge import keras_internals
@@ -40,30 +40,30 @@ def of(experiment: config.Experiment, model: keras.Model, data: Loaded) -> LossA
     Raises:
       UserError: a name or function that cannot be used, or that does not fit the data or the other fields.
     """
-    asked, metrics = training_objects.loss(experiment.train), training_objects.metrics(experiment.train)
+    spec, metrics = training_objects.loss(experiment.train), training_objects.metrics(experiment.train)
     if data.spec.classes is None:
-        loss = _loss(asked, model, {}) if asked else "mse"
-        return LossAndMetrics(loss, _metrics(metrics, model) or ["mae"], False, False, bool(asked and not asked.kind))
+        loss = _loss(spec, model, {}) if spec else "mse"
+        return LossAndMetrics(loss, _metrics(metrics, model) or ["mae"], False, False, bool(spec and not spec.kind))
     smoothing = experiment.train.label_smoothing
     mixes, weighted = data.train.mixes, data.train.weighted
     fitting: dict[str, object] = {"reduction": "mean_with_sample_weight"} if weighted else {}
-    if asked is None:
+    if spec is None:
         rows = bool(smoothing) or mixes or any(_takes_rows(metric, model) for metric in metrics)
         name = "CategoricalCrossentropy" if rows else "SparseCategoricalCrossentropy"
-        asked = Asked("train.loss", name, name, {}, False)
+        spec = KerasObjectSpec("train.loss", name, name, {}, False)
     else:
-        rows = bool(_takes_rows(asked, model))
+        rows = bool(_takes_rows(spec, model))
     if mixes and not rows:
         raise UserError(
-            f"data.augment={experiment.data.augment!r} mixes classes, and train.loss={asked.name} takes class numbers: "
+            f"data.augment={experiment.data.augment!r} mixes classes, and train.loss={spec.name} takes class numbers: "
             "leave out mixup and cutmix, or use categorical_crossentropy"
         )
     if smoothing:
-        fitting["label_smoothing"] = _smoothing(asked, smoothing)
+        fitting["label_smoothing"] = _smoothing(spec, smoothing)
     for metric in metrics:
         _check_targets(metric, _takes_rows(metric, model), rows)
     made = _metrics(metrics, model) or ["accuracy"]
-    return LossAndMetrics(_loss(asked, model, fitting), made, rows, weighted, not asked.kind)
+    return LossAndMetrics(_loss(spec, model, fitting), made, rows, weighted, not spec.kind)
 
 
 def callbacks(experiment: config.Experiment) -> list[keras.callbacks.Callback]:
@@ -73,16 +73,16 @@ def callbacks(experiment: config.Experiment) -> list[keras.callbacks.Callback]:
       UserError: something there makes no callbacks.
     """
     made = []
-    for asked in training_objects.callbacks(experiment.train):
-        if asked.kind:
-            found = _of_keras(keras.callbacks, asked, {})
+    for spec in training_objects.callbacks(experiment.train):
+        if spec.kind:
+            found = _of_keras(keras.callbacks, spec, {})
         else:
-            function = user_functions.resolve(asked.field, asked.name, called=False)
+            function = user_functions.resolve(spec.field, spec.name, called=False)
             single = isinstance(function, keras.callbacks.Callback)
-            found = function if single else user_functions.call(asked.field, function, asked.options)
+            found = function if single else user_functions.call(spec.field, function, spec.options)
         for callback in found if isinstance(found, (list, tuple)) else [found]:
             if not isinstance(callback, keras.callbacks.Callback):
-                raise UserError(f"{asked.field}: {asked.name} must return Keras callbacks, got {callback!r}")
+                raise UserError(f"{spec.field}: {spec.name} must return Keras callbacks, got {callback!r}")
             made.append(callback)
     return made
 
@@ -101,18 +101,18 @@ def ends_with_probabilities(model: keras.Model) -> str:
     return ""
 
 
-def _takes_rows(asked: Asked, model: keras.Model) -> bool | None:
+def _takes_rows(spec: KerasObjectSpec, model: keras.Model) -> bool | None:
     """Tells whether a loss or metric of Keras compares rows instead of class numbers; None for one that does either."""
-    if not asked.kind:
+    if not spec.kind:
         return None
-    if asked.kind in training_objects.ACCURACY:
+    if spec.kind in training_objects.ACCURACY:
         return None
     outputs = keras.tree.flatten(getattr(model, "outputs", None) or [])
     single = len(outputs) == 1 and outputs[0].shape[-1] == 1
-    return not (asked.kind.startswith("Sparse") or single)
+    return not (spec.kind.startswith("Sparse") or single)
 
 
-def _check_targets(metric: Asked, takes_rows: bool | None, rows: bool) -> None:
+def _check_targets(metric: KerasObjectSpec, takes_rows: bool | None, rows: bool) -> None:
     """Refuses a metric that would compare outputs with targets of another form, and mean nothing."""
     if takes_rows is None or takes_rows == rows:
         return
@@ -127,28 +127,28 @@ def _check_targets(metric: Asked, takes_rows: bool | None, rows: bool) -> None:
     )
 
 
-def _smoothing(asked: Asked, smoothing: float) -> float:
-    takes = asked.kind and "label_smoothing" in inspect.signature(getattr(keras.losses, asked.kind)).parameters
-    if not takes or "label_smoothing" in asked.options or asked.kind.startswith("Sparse"):
+def _smoothing(spec: KerasObjectSpec, smoothing: float) -> float:
+    takes = spec.kind and "label_smoothing" in inspect.signature(getattr(keras.losses, spec.kind)).parameters
+    if not takes or "label_smoothing" in spec.options or spec.kind.startswith("Sparse"):
         raise UserError(
-            f"train.label_smoothing={smoothing} does not go with train.loss={asked.name}"
-            f"{' and its own' * ('label_smoothing' in asked.options)}: set it to 0"
+            f"train.label_smoothing={smoothing} does not go with train.loss={spec.name}"
+            f"{' and its own' * ('label_smoothing' in spec.options)}: set it to 0"
         )
     return smoothing
 
 
-def _loss(asked: Asked, model: keras.Model, fitting: dict[str, object]) -> object:
+def _loss(spec: KerasObjectSpec, model: keras.Model, fitting: dict[str, object]) -> object:
     """Returns a loss.
 
     Args:
       fitting: arguments that Keras' own take besides.
     """
-    return _of_keras(keras.losses, asked, _logits(asked, model, keras.losses) | fitting) if asked.kind else _own(asked)
+    return _of_keras(keras.losses, spec, _logits(spec, model, keras.losses) | fitting) if spec.kind else _own(spec)
 
 
-def _metrics(asked: list[Asked], model: keras.Model) -> list[object]:
+def _metrics(specs: list[KerasObjectSpec], model: keras.Model) -> list[object]:
     made: list[Any] = []
-    for metric in asked:
+    for metric in specs:
         if metric.kind in training_objects.ACCURACY:
             made.append(metric.kind)
         elif metric.kind:
@@ -159,34 +159,34 @@ def _metrics(asked: list[Asked], model: keras.Model) -> list[object]:
     return made
 
 
-def _logits(asked: Asked, model: keras.Model, module: object) -> dict[str, object]:
+def _logits(spec: KerasObjectSpec, model: keras.Model, module: object) -> dict[str, object]:
     """Returns what outputs are: Keras takes them for probabilities, and would train logits as such without a word."""
-    kind = getattr(module, asked.kind, None)
+    kind = getattr(module, spec.kind, None)
     if kind is None or "from_logits" not in inspect.signature(kind).parameters:
         return {}
     return {"from_logits": not ends_with_probabilities(model)}
 
 
-def _of_keras(module: object, asked: Asked, fitting: dict[str, object]) -> object:
+def _of_keras(module: object, spec: KerasObjectSpec, fitting: dict[str, object]) -> object:
     """Returns an object of Keras.
 
     Args:
       fitting: arguments that stand back behind those that were written.
     """
-    kind = getattr(module, asked.kind, None)
+    kind = getattr(module, spec.kind, None)
     if kind is None:
-        raise UserError(f"{asked.field}={asked.name} needs a newer Keras than {keras.__version__}: upgrade it")
+        raise UserError(f"{spec.field}={spec.name} needs a newer Keras than {keras.__version__}: upgrade it")
     try:
-        return user_functions.call(f"{asked.name} in {asked.field}", kind, {**fitting, **asked.options})
+        return user_functions.call(f"{spec.name} in {spec.field}", kind, {**fitting, **spec.options})
     except (TypeError, ValueError) as error:
-        raise UserError(f"{asked.field}: {asked.name} cannot be made: {error}") from error
+        raise UserError(f"{spec.field}: {spec.name} cannot be made: {error}") from error
 
 
-def _own(asked: Asked) -> object:
+def _own(spec: KerasObjectSpec) -> object:
     """Returns a loss or metric of one's own: an object or a function as it is, a class or what has arguments called."""
-    found = user_functions.resolve(asked.field, asked.name)
-    if asked.called or inspect.isclass(found):
-        found = user_functions.call(asked.field, found, asked.options)
+    found = user_functions.resolve(spec.field, spec.name)
+    if spec.called or inspect.isclass(found):
+        found = user_functions.call(spec.field, found, spec.options)
     if not callable(found):
-        raise UserError(f"{asked.field}: {asked.name} must be what compile takes, got {found!r}")
+        raise UserError(f"{spec.field}: {spec.name} must be what compile takes, got {found!r}")
     return found

@@ -15,7 +15,7 @@ from absl import flags
 
 from tfdist import config
 from tfdist.config import runtime_options, validation
-from tfdist.config.commands import command_line, shipped, standard_streams
+from tfdist.config.commands import command_line, config_files, standard_streams
 from tfdist.errors import UserError
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def _run(
 def _main(argv: list[str]) -> int:
     del argv
     if flags.FLAGS.list:
-        print(shipped.listing())
+        print(config_files.listing())
         return 0
     if flags.FLAGS.print_config:
         validation.validate(flags.FLAGS.config)

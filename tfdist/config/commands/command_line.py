@@ -22,7 +22,7 @@ from ml_collections import config_flags
 
 from tfdist import __version__, config
 from tfdist.config import cpu_kernels, field_syntax, runtime_options
-from tfdist.config.commands import config_file, help_page, shipped, standard_streams
+from tfdist.config.commands import config_files, help_page, standard_streams
 from tfdist.errors import TrainingError, UserError, one_line, shown
 
 DEFAULT_CONFIG = os.path.join(os.path.dirname(config.__file__), "default_experiment.py")
@@ -53,7 +53,7 @@ def replace_former_names(argv: list[str]) -> None:
 
 def _check_config_arguments(argv: list[str]) -> None:
     """Finds a missing file or a misspelt field, which absl and config_flags report with a traceback."""
-    shipped.fill_in(argv)
+    config_files.fill_in(argv)
     replace_former_names(argv)
     for argument in argv:
         name = argument.lstrip("-").partition("=")[0]
@@ -99,7 +99,7 @@ def parse(argv: list[str], own: Sequence[str] = OF_THE_ENVIRONMENT) -> list[str]
     _auto_as_number(argv)
     path = _config_file(argv)
     try:
-        with config_file.guarded(path):
+        with config_files.guarded(path):
             # The definition itself reads the command line, so it belongs to what can fail.
             config_flags.DEFINE_config_file(
                 "config", DEFAULT_CONFIG, "Experiment: a Python file with get_config(), or a name."
@@ -149,7 +149,7 @@ def parse_own(argv: list[str]) -> list[str]:
     """Parses the flags of a command that takes no experiment, each complaint a `UserError` of one line."""
     if help_page.is_asked(argv):
         _help([])
-    shipped.fill_in(argv)
+    config_files.fill_in(argv)
     try:
         rest = flags.FLAGS(argv)
     except flags.Error as error:

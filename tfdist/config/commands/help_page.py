@@ -1,16 +1,24 @@
-"""What `--help` prints for a command with absl flags: the ones that most people need first. No TensorFlow."""
+"""`--help` of commands with absl flags, and the fields of an experiment for it and for docs/fields.md. No TensorFlow.
+
+`python -m tfdist.config.commands.help_page` prints docs/fields.md.
+"""
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import functools
+import inspect
+import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from absl import flags
 
-from tfdist.config import experiment
-from tfdist.config.commands import field_docs
+from tfdist.config import experiment as definition
 
 ASKED = frozenset(f"{dashes}{name}" for dashes in ("-", "--") for name in ("help", "helpshort", "?", "h"))
 FIRST = ("config", "strategy", "devices", "workdir", "resume", "dry_run")
@@ -22,7 +30,7 @@ def is_asked(argv: list[str]) -> bool:
     return bool(ASKED.intersection(argv))
 
 
-def page(names: Iterable[str], asked_for: experiment.Experiment | None) -> str:
+def page(names: Iterable[str], asked_for: definition.Experiment | None) -> str:
     """Returns the help of the command that runs.
 
     Args:
@@ -40,7 +48,7 @@ def page(names: Iterable[str], asked_for: experiment.Experiment | None) -> str:
     else:
         parts += ["Flags:", _described(sorted(there), width)]
     if asked_for is not None:
-        parts += ["Fields of this experiment:", field_docs.as_help(asked_for, width)]
+        parts += ["Fields of this experiment:", as_help(asked_for, width)]
     elif takes_config:
         hint = "--config.train.epochs=3 and the like set fields of the experiment: --config=NAME --help lists them with"
         parts.append(textwrap.fill(f"{hint} their values.", width))
@@ -57,3 +65,88 @@ def _flag(flag: flags.Flag, width: int) -> str:
     if not (flag.default in (None, "", False) or flag.name == "config"):
         text += f" (default {str(flag.default_as_str).strip(chr(39))})"
     return textwrap.fill(text, width, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)
+
+
+_LISTS = {
+    "`MODELS`": definition.MODELS,
+    "`APPLICATIONS`": ("a network of keras.applications",),
+}
+
+
+class FieldDoc(NamedTuple):
+    """What a person needs to know of a field."""
+
+    name: str
+    """On the command line, without dashes: `config.train.epochs`."""
+    kind: str
+    """Its type, as Python writes it."""
+    value: str
+    """Its value here; that of the default experiment where no other is looked at."""
+    meaning: str
+    """In a sentence or more, on one line."""
+
+
+@functools.cache
+def _meanings() -> dict[tuple[str, str], str]:
+    """Returns the docstrings of the fields, by class and field."""
+    found = {}
+    for owner in ast.parse(inspect.getsource(definition)).body:
+        if not isinstance(owner, ast.ClassDef):
+            continue
+        for field, text in zip(owner.body, owner.body[1:]):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+                found[owner.name, field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
+    return found
+
+
+def fields(experiment: definition.Experiment, prefix: str = "config") -> list[FieldDoc]:
+    """Returns all fields of an experiment with its values, in the order in which they are defined."""
+    return list(_fields(experiment, prefix))
+
+
+def _fields(owner: object, prefix: str) -> list[FieldDoc]:
+    found = []
+    for field in dataclasses.fields(owner):  # type: ignore[arg-type]
+        value, name = getattr(owner, field.name), f"{prefix}.{field.name}"
+        if dataclasses.is_dataclass(value):
+            found += _fields(value, name)
+            continue
+        meaning = _meanings().get((type(owner).__name__, field.name), "")
+        for listed, names in _LISTS.items():
+            meaning = meaning.replace(listed, ", ".join(names))
+        kind = field.type.__name__ if isinstance(field.type, type) else str(field.type)
+        found.append(FieldDoc(name, kind, repr(value) if isinstance(value, str) else str(value), meaning))
+    return found
+
+
+def as_help(experiment: definition.Experiment, width: int = 80) -> str:
+    """Returns the fields as a command's `--help` shows them."""
+    lines = []
+    for field in fields(experiment):
+        lines.append(f"  --{field.name}: {field.kind}, {field.value}")
+        lines += textwrap.wrap(field.meaning.replace("`", ""), width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(lines)
+
+
+def as_markdown() -> str:
+    """Returns docs/fields.md."""
+    lines = [
+        "# The fields of an experiment",
+        "",
+        "A config file sets them (`Experiment(train=Train(epochs=3))`), and so does the command line:",
+        "`--config.train.epochs=3`. `python -m tfdist.train --config=NAME --help` lists them with the values of an",
+        "experiment. This page is made from `tfdist/config/experiment.py` by `make docs`.",
+    ]
+    group = ""
+    for field in fields(definition.Experiment()):
+        *owner, name = field.name.removeprefix("config.").split(".")
+        if (heading := ".".join(owner) or "Experiment") != group:
+            group = heading
+            lines += ["", f"## {group}", "", "| field | type | default | meaning |", "|---|---|---|---|"]
+        meaning = re.sub(r"\s*\(see [^)]*\)", "", field.meaning).replace("|", "\\|")
+        lines.append(f"| `{'.'.join([*owner, name])}` | {field.kind} | `{field.value}` | {meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(as_markdown(), end="")

@@ -1,0 +1,137 @@
+"""Files on this machine's disks: written whole or not at all, read only if they are files, locked. No TensorFlow."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import fcntl
+import io
+import os
+import pathlib
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+
+from tfdist.config.messages import logger
+from tfdist.errors import UserError
+
+# In a folder that somebody else has made, a pipe or a device would be waited for without end, and a file may claim to
+# be as long as all disks of the world while it takes no room on any.
+_AT_ONCE = os.O_NONBLOCK | os.O_CLOEXEC
+MOST = 1 << 28
+"""Bytes that are read into memory; the longest history of a run has a hundredth of it."""
+
+
+@contextlib.contextmanager
+def replacing(path: pathlib.Path, temporary: pathlib.Path | None = None) -> Iterator[pathlib.Path]:
+    """Gives the block a path to write to, and replaces `path` by that file when the block has ended.
+
+    Readers find the earlier file or all of the new one, even after a power failure. After an error in the block the
+    earlier file is as it was, and nothing else is left.
+
+    Args:
+      path: the file to write or replace.
+      temporary: where the block writes, on the same file system; a hidden name beside `path` if not given.
+
+    Raises:
+      OSError: the file cannot be synced or renamed.
+    """
+    temporary = temporary or path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield temporary
+        sync(temporary)
+        os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def sync(path: pathlib.Path) -> None:
+    """Writes a file, or the entries of a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def opened(path: pathlib.Path) -> io.FileIO:
+    """Opens a file for reading, unbuffered.
+
+    Raises:
+      OSError: there is none, it cannot be read, or it is a pipe, a device or a folder.
+    """
+    descriptor = os.open(path, os.O_RDONLY | _AT_ONCE)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return io.FileIO(descriptor, "rb")
+
+
+def opened_to_append(path: pathlib.Path) -> io.FileIO:
+    """Opens a file for appending, unbuffered, and creates it if it is missing.
+
+    Raises:
+      OSError: it cannot be written, or it is a pipe or a folder.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | _AT_ONCE, 0o666)
+    if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "a pipe", str(path))
+    return io.FileIO(descriptor, "ab")
+
+
+def content(path: pathlib.Path) -> bytes:
+    """Returns all bytes of a file.
+
+    Raises:
+      OSError: as `opened`, or it has more than `MOST` bytes.
+    """
+    with opened(path) as file:
+        if os.fstat(file.fileno()).st_size > MOST:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG).lower(), str(path))
+        return file.readall()
+
+
+@contextlib.contextmanager
+def locked(path: pathlib.Path, who: str, limit: float) -> Iterator[None]:
+    """Holds a lock on a file, which the kernel drops if this process dies; logs once that it waits for another one.
+
+    Args:
+      path: of the file, which is created.
+      who: the other holder, for a person: `another build of Horovod`.
+      limit: seconds to wait at most.
+
+    Raises:
+      UserError: it is held for longer.
+      OSError: the file cannot be written.
+    """
+    with path.open("w") as file:
+        until, announced = time.monotonic() + limit, False
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise UserError(f"{who} holds {path} for {limit:g} s", "end it and run again") from None
+            if not announced:
+                announced = True
+                logger.info(f"{who} is running: waiting for it")
+            time.sleep(0.2)
+        yield
+
+
+def temporary_folder() -> pathlib.Path:
+    """Creates a folder that is removed when this process ends."""
+    folder, process = pathlib.Path(tempfile.mkdtemp(prefix="tfdist-")), os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == process:  # a forked child that ends by sys.exit has inherited this, and the folder is not its
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+    return folder
