@@ -8,7 +8,7 @@ import sys
 import pytest
 from support import processes
 
-from tfdist.distributed.strategies import horovod_start
+from tfdist.distributed.strategies import horovod
 from tfdist.errors import UserError
 
 http_server = pytest.importorskip("horovod.runner.http.http_server")
@@ -36,7 +36,7 @@ def met(*environs, limit=30.0):
 
     def meet(environ):
         try:
-            return horovod_start.meet(limit, environ)
+            return horovod.meet(limit, environ)
         except UserError as error:
             return str(error)
 
@@ -59,12 +59,12 @@ def test_all_hear_who_is_missing_on_other_hosts(store):
 
 
 def test_the_chief_is_missing(store, monkeypatch):
-    monkeypatch.setattr(horovod_start, "_GRACE_S", 0.0)
+    monkeypatch.setattr(horovod, "_GRACE_S", 0.0)
     assert met(store(1, 2), limit=0.2)[0].startswith(f"worker 0 ({HOST}) of 2 has not come within 0.2 s")
 
 
 def test_horovodrun_is_not_there(store, monkeypatch):
-    monkeypatch.setattr(horovod_start, "_UNREACHABLE_S", 0.0)
+    monkeypatch.setattr(horovod, "_UNREACHABLE_S", 0.0)
     environ = store(0, 2) | {"HOROVOD_GLOO_RENDEZVOUS_PORT": "1"}
     assert met(environ)[0].startswith("horovodrun cannot be reached at 127.0.0.1:1 ([Errno 111] Connection refused): ")
 
@@ -73,16 +73,16 @@ def test_horovodrun_is_not_there(store, monkeypatch):
 def test_what_a_stranger_leaves_in_the_store_is_passed_over(store, words):
     environ = store(1, 2)
     address, port = (environ[f"HOROVOD_GLOO_RENDEZVOUS_{name}"] for name in ("ADDR", "PORT"))
-    horovod_start._Store(address, int(port)).put("all", words)
+    horovod._Store(address, int(port)).put("all", words)
     assert met(environ) == [()]
 
 
 def test_a_start_that_does_not_end_in_cpp():
     """As MPI's, which has no such store."""
-    assert horovod_start.meet(1.0, {"OMPI_COMM_WORLD_SIZE": "2"}) == ()
+    assert horovod.meet(1.0, {"OMPI_COMM_WORLD_SIZE": "2"}) == ()
     waits = (
-        "import threading\nfrom tfdist.distributed.strategies import horovod_start\n"
-        "with horovod_start.bounded(0.2):\n    threading.Event().wait(30)"
+        "import threading\nfrom tfdist.distributed.strategies import horovod\n"
+        "with horovod.bounded(0.2):\n    threading.Event().wait(30)"
     )
     done = processes.run(
         [sys.executable, "-c", waits], env={**os.environ}, stdout=processes.PIPE, stderr=processes.STDOUT, text=True

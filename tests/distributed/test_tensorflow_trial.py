@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from tfdist.distributed import child_process, tensorflow_trial
+from tfdist.distributed import child_process, tf_devices
 from tfdist.errors import UserError
 
 UNKNOWN = "F0000 00:00:1.5    42 parse_flags_from_env.cc:234] Unknown flag in {}: --banana"
@@ -35,11 +35,11 @@ def limited(monkeypatch, size):
 
 def test_nothing_is_tried_where_nothing_is_set(child, monkeypatch):
     limited(monkeypatch, resource.RLIM_INFINITY)
-    tensorflow_trial.check(True, {"XLA_FLAGS": ""})
-    tensorflow_trial.check(False, {"XLA_FLAGS": "--xla_dump_to=x"})  # nothing is compiled, so nobody reads it
+    tf_devices.check_starts(True, {"XLA_FLAGS": ""})
+    tf_devices.check_starts(False, {"XLA_FLAGS": "--xla_dump_to=x"})  # nothing is compiled, so nobody reads it
     assert not child.started
-    tensorflow_trial.check(True, {"XLA_FLAGS": "--xla_dump_to=x"})
-    tensorflow_trial.check(False, {"TF_XLA_FLAGS": "--tf_xla_auto_jit=0"})
+    tf_devices.check_starts(True, {"XLA_FLAGS": "--xla_dump_to=x"})
+    tf_devices.check_starts(False, {"TF_XLA_FLAGS": "--tf_xla_auto_jit=0"})
     assert child.started == [["on", "0"], ["off", "0"]]
 
 
@@ -49,7 +49,7 @@ def test_a_flag_that_xla_does_not_know(name, child, monkeypatch):
     child(1, f"a line\n{UNKNOWN.format(name)}\n")
     said = rf"^{name}=--banana cannot be used \(Unknown flag in {name}: --banana\): correct or unset {name}$"
     with pytest.raises(UserError, match=said):
-        tensorflow_trial.check(True, {"XLA_FLAGS": "--good", "TF_XLA_FLAGS": "--good", name: "--banana"})
+        tf_devices.check_starts(True, {"XLA_FLAGS": "--good", "TF_XLA_FLAGS": "--good", name: "--banana"})
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_too_little_address_space(size, stderr, reason, child, monkeypatch):
         child.hangs()
     said = rf"ulimit -v allows {size / 1e9:.1f} GB of address space, too little .* \({reason}\): raise it, or run"
     with pytest.raises(UserError, match=said):
-        tensorflow_trial.check(True, {"XLA_FLAGS": "--good"})
+        tf_devices.check_starts(True, {"XLA_FLAGS": "--good"})
     assert size < 1e9 or child.started == [["on", "1572000000"]]
 
 

@@ -196,7 +196,7 @@ NO_SUCH = "the Cloud knows no such TPU in this project and zone"
         (RESOLVER, ValueError("Please provide a TPU Name to connect to."), NO_SUCH),
         ("config.experimental_connect_to_cluster", ValueError("No TPUs with the specified names exist."), NO_SUCH),
         ("config.experimental_connect_to_cluster", RuntimeError('TPU "mine" is not yet ready; state: "CREATING"'),
-         "the TPU is not ready: wait until the Cloud says READY of it"),
+         "the TPU is not ready: wait until its state is READY"),
         (SYSTEM, tf.errors.UnavailableError(None, None, "failed to connect to all addresses"),
          "the TPU does not answer: look"),
         (SYSTEM, RuntimeError("something\nnew"),

@@ -17,7 +17,7 @@ from tfdist.cluster.peers import Peers
 from tfdist.config import cpu_kernels, keras_backend, messages, runtime_options
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import PlacementOptions
-from tfdist.distributed import gpus, strategy_choice, tensorflow_trial, tf_devices, tpu_host
+from tfdist.distributed import gpus, strategy_choice, tf_devices, tpu_host
 from tfdist.distributed.distribution import Distribution
 from tfdist.distributed.strategies import horovod, multi_worker, tpu
 from tfdist.distributed.strategies.local import default, mirrored
@@ -80,7 +80,7 @@ def create(placement: Placement, facts: Mapping[str, str] | None = None) -> Dist
     cpu_kernels.ask_for(where.cpu_kernels)
     if not late:
         compiles = where.jit == "on" or (where.jit == "auto" and bool(placement.selection.gpus)) or name == "tpu"
-        tensorflow_trial.check(compiles, os.environ)
+        tf_devices.check_starts(compiles, os.environ)
     kernels = cpu_kernels.in_use() if late else cpu_kernels.wanted()
     facts = {"replicas per worker": str(placement.choice.replicas), **_versions(name), **(facts or {})}
     if not placement.selection.gpus:
@@ -219,7 +219,7 @@ def _versions(strategy: str) -> dict[str, str]:
 
 
 _CONNECTED: dict[tuple[PlacementOptions, str, discovery.Cluster], Distribution] = {}
-"""What `connect` has returned, by what it was asked for."""
+"""Results of `connect` by its arguments."""
 _IN_ORDER: list[Distribution] = []
 """The same, the latest one last."""
 

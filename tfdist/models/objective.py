@@ -1,4 +1,4 @@
-"""What a model is trained for and measured by: its loss and metrics, those that fit the data or those spec for."""
+"""What a model is trained for and measured by: its loss and metrics, those that fit the data or those requested."""
 
 from __future__ import annotations
 

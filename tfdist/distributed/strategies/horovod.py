@@ -2,29 +2,47 @@
 
 `horovod.tensorflow` works under Keras 3 as a library of collectives;
 `hvd.DistributedOptimizer` and its Keras callbacks do not (they reduce nothing,
-or crash), so only the former is used.
+or crash), so only the former is used. Its C++ side waits for processes that may never come, and then aborts; so the
+workers wait for each other first, where it can be said who is missing: through the store of horovodrun, in which Gloo's
+ranks leave their addresses, too. `mpirun` has none.
 """
 
 from __future__ import annotations
 
+import contextlib
+import http.client
+import json
 import os
+import platform
 import secrets
 import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
-from tfdist.cluster import wire
+from tfdist.cluster import schema, standard_error, wire
 from tfdist.cluster.addresses import join
 from tfdist.cluster.discovery import HOROVODRUN, Cluster
 from tfdist.cluster.peers import Peers
 from tfdist.distributed import horovod_install
 from tfdist.distributed.distribution import Distribution
-from tfdist.distributed.strategies import horovod_start
-from tfdist.errors import UserError, one_line
+from tfdist.errors import UserError, one_line, printable
 
 if TYPE_CHECKING:
     import keras
     import tensorflow as tf
+
+
+_UNREACHABLE_S = 15.0
+"""horovodrun is lost if it has not answered for so long."""
+_ASK_S = 3.0
+_PAUSE_S = (0.05, 1.0)
+"""Between two questions: at first, and at most, since horovodrun answers all workers of a job in one process."""
+_GRACE_S = 5.0
+"""How much longer than the chief the others wait, which hear from it who is missing."""
+_ALL = "all"
 
 
 class StartedHorovod(NamedTuple):
@@ -50,8 +68,8 @@ def start(limit: float) -> StartedHorovod:
     try:
         import horovod.tensorflow as hvd
 
-        hosts = horovod_start.meet(limit, os.environ)
-        with horovod_start.bounded(limit):
+        hosts = meet(limit, os.environ)
+        with bounded(limit):
             hvd.init()
     except UserError:
         raise
@@ -114,8 +132,28 @@ def create(hvd: ModuleType, name: str, reason: str, peers: Peers, jit: str) -> D
     """
     import tensorflow as tf
 
+    from tfdist.distributed.collectives import bucketed
+
+    def reduce(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        return hvd.grouped_allreduce(tensors, op=hvd.Sum) if tensors else []
+
+    def all_sum(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        if hvd.size() == 1:
+            return tensors
+        # It knows no bfloat16; a sum in float32 is at least as good.
+        known = [tf.cast(t, tf.float32) if t.dtype == tf.bfloat16 else t for t in tensors]
+        return [tf.cast(s, t.dtype) for s, t in zip(bucketed(known, reduce), tensors)]
+
+    def average(variables: list[keras.Variable]) -> None:
+        totals = all_sum([tf.convert_to_tensor(v.value) for v in variables])
+        for variable, total in zip(variables, totals):
+            variable.assign(total / hvd.size())
+
+    def broadcast(variables: list[keras.Variable]) -> None:
+        if hvd.size() > 1:
+            hvd.broadcast_variables([v.value for v in variables], root_rank=0)
+
     _reduce_in_layers(hvd)
-    collectives = _Collectives(hvd)
     return Distribution(
         name="horovod",
         reason=reason,
@@ -126,50 +164,13 @@ def create(hvd: ModuleType, name: str, reason: str, peers: Peers, jit: str) -> D
         run=lambda fn, args: fn(*args),
         local=lambda value: (value,),
         replica_id=hvd.rank,
-        all_sum=collectives.all_sum,
-        average=collectives.average,
-        broadcast=collectives.broadcast,
+        all_sum=all_sum,
+        average=average,
+        broadcast=broadcast,
         communication="horovod",
         unsummed=("bfloat16",),
         peers=peers,
     )
-
-
-class _Collectives:
-    """The operations of a `Distribution` in which Horovod talks to the other processes."""
-
-    def __init__(self, hvd: ModuleType):
-        self._hvd = hvd
-
-    def all_sum(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Sums each tensor over all processes."""
-        import tensorflow as tf
-
-        from tfdist.distributed.collectives import bucketed
-
-        hvd = self._hvd
-        if hvd.size() == 1:
-            return tensors
-
-        def reduce(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-            return hvd.grouped_allreduce(tensors, op=hvd.Sum) if tensors else []
-
-        # It knows no bfloat16; a sum in float32 is at least as good.
-        known = [tf.cast(t, tf.float32) if t.dtype == tf.bfloat16 else t for t in tensors]
-        return [tf.cast(s, t.dtype) for s, t in zip(bucketed(known, reduce), tensors)]
-
-    def average(self, variables: list[keras.Variable]) -> None:
-        """Sets each variable to its mean over all processes."""
-        import tensorflow as tf
-
-        totals = self.all_sum([tf.convert_to_tensor(v.value) for v in variables])
-        for variable, total in zip(variables, totals):
-            variable.assign(total / self._hvd.size())
-
-    def broadcast(self, variables: list[keras.Variable]) -> None:
-        """Gives each variable the chief's value."""
-        if self._hvd.size() > 1:
-            self._hvd.broadcast_variables([v.value for v in variables], root_rank=0)
 
 
 def _reduce_in_layers(hvd: ModuleType) -> None:
@@ -186,3 +187,133 @@ def _reduce_in_layers(hvd: ModuleType) -> None:
         return tf.nest.map_structure(lambda t: hvd.allreduce(t, op=op), value)
 
     tf.distribute.get_replica_context().all_reduce = all_reduce
+
+
+def meet(limit: float, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Waits until all workers that horovodrun has started are there.
+
+    Args:
+      limit: seconds.
+      environ: variables of horovodrun.
+
+    Returns:
+      The host name of each worker by rank; nothing where there is no horovodrun.
+
+    Raises:
+      UserError: one has not come, or horovodrun cannot be reached.
+    """
+    try:
+        rank, size = int(environ["HOROVOD_RANK"]), int(environ["HOROVOD_SIZE"])
+        store = _Store(environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], int(environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]))
+    except (KeyError, ValueError):
+        return ()
+    here = f" ({platform.node()})" if environ.get("HOROVOD_LOCAL_SIZE") == environ["HOROVOD_SIZE"] else ""
+    store.put(f"rank-{rank}", platform.node())
+    if rank:
+        return _hear(store, size, limit, here)
+    return _gather(store, size, limit, here)
+
+
+def _gather(store: _Store, size: int, limit: float, here: str) -> tuple[str, ...]:
+    """Waits for all, and tells them so, or who is missing."""
+    hosts: dict[int, str] = {}
+    for left in _pauses(limit):
+        for rank in set(range(size)) - set(hosts):
+            host = store.get(f"rank-{rank}")
+            if host is not None:
+                hosts[rank] = printable(host, 253)
+        if len(hosts) == size or not left:
+            break
+    missing = ", ".join(f"worker {r}{here}" for r in range(size) if r not in hosts)
+    if missing:
+        problem = f"{missing} of {size} has not come within {limit:g} s: look at its output, or raise --start_timeout"
+        store.put(_ALL, json.dumps({"problem": problem}))
+        raise UserError(problem)
+    store.put(_ALL, json.dumps({"hosts": [hosts[r] for r in range(size)]}))
+    return tuple(hosts[r] for r in range(size))
+
+
+def _hear(store: _Store, size: int, limit: float, here: str) -> tuple[str, ...]:
+    """Waits for what the chief has found."""
+    text = None
+    for left in _pauses(limit + _GRACE_S):
+        text = store.get(_ALL)
+        if text is not None or not left:
+            break
+    if text is None:
+        there = store.get("rank-0") is not None
+        who = f"worker 0{here} is there, but not all {size} workers" if there else f"worker 0{here} of {size}"
+        verb = "have" if there else "has not"
+        raise UserError(f"{who} {verb} come within {limit:g} s: look at its output, or raise --start_timeout")
+    try:
+        hosts = schema.each(schema.line(253), size, size)
+        read = schema.named(hosts=schema.record(hosts=hosts), problem=schema.record(problem=schema.line(4000)))
+        found = read(json.loads(text))
+    except (ValueError, RecursionError, wire.WireError):  # the store takes what anybody gives it
+        return ()
+    if "problem" in found:
+        raise UserError(found["problem"])
+    return tuple(found["hosts"])
+
+
+def _pauses(limit: float) -> Iterator[bool]:
+    """Gives turns with growing pauses between them; the value is False in the last one, so many seconds later."""
+    deadline, pause = time.monotonic() + limit, _PAUSE_S[0]
+    while (left := deadline - time.monotonic()) > 0:
+        yield True
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, _PAUSE_S[1])
+    yield False
+
+
+class _Store:
+    """Texts that horovodrun keeps for its workers."""
+
+    def __init__(self, address: str, port: int):
+        self._address, self._port = address, port
+
+    def put(self, key: str, text: str) -> None:
+        """Leaves a text for the others."""
+        self._ask("PUT", key, text.encode())
+
+    def get(self, key: str) -> str | None:
+        """Returns what somebody has left; None if nobody has."""
+        status, content = self._ask("GET", key)
+        return content.decode(errors="replace") if status == http.client.OK else None
+
+    def _ask(self, method: str, key: str, body: bytes | None = None) -> tuple[int, bytes]:
+        begun = time.monotonic()
+        while True:
+            try:
+                with contextlib.closing(http.client.HTTPConnection(self._address, self._port, timeout=_ASK_S)) as link:
+                    link.request(method, f"/tfdist/{key}", body)
+                    answer = link.getresponse()
+                    return answer.status, answer.read()
+            except (OSError, http.client.HTTPException) as error:
+                if time.monotonic() - begun >= _UNREACHABLE_S:
+                    raise UserError(
+                        f"horovodrun cannot be reached at {self._address}:{self._port} "
+                        f"({one_line(error, 200) or type(error).__name__}): look at its output, and at the network"
+                    ) from None
+            time.sleep(_PAUSE_S[1])
+
+
+@contextlib.contextmanager
+def bounded(limit: float) -> Iterator[None]:
+    """Ends this process with a line and exit code 2 if what is done inside, in C++, takes more seconds."""
+    started = threading.Event()
+
+    def watch() -> None:
+        if not started.wait(limit):
+            # The main thread is in C++, where no exception reaches it.
+            standard_error.write(
+                f"tfdist: error: Horovod has not started within {limit:g} s: look at the output of the other workers, "
+                "or raise --start_timeout\n"
+            )
+            os._exit(2)
+
+    threading.Thread(target=watch, name="tfdist horovod start", daemon=True).start()
+    try:
+        yield
+    finally:
+        started.set()

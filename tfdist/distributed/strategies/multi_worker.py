@@ -133,8 +133,11 @@ def create(
 
     from tfdist.distributed import collectives, shared_memory_sum
 
-    asked = communication
-    communication, options = _communication(names, communication)
+    may_share = communication == "auto" and names == ("CPU:0",)
+    if communication == "auto":
+        communication = "nccl" if names[0].startswith("GPU") else "ring"
+    implementation = getattr(tf.distribute.experimental.CommunicationImplementation, communication.upper())
+    options = tf.distribute.experimental.CommunicationOptions(implementation=implementation)
     strategy = _start(names, peers, options)
     bucket = collectives.BUCKET_BYTES if bucket_bytes is None else bucket_bytes
     replicas = len(names) * peers.size
@@ -145,7 +148,20 @@ def create(
     def all_sum(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         return collectives.bucketed(tensors, reduce, bucket)
 
-    shared = shared_memory_sum.between(peers) if asked == "auto" and names == ("CPU:0",) else None
+    averages: dict[tuple[int, ...], Callable[[], None]] = {}  # a compiled function for each list of variables
+
+    def average(variables: list[keras.Variable]) -> None:
+        def mean() -> None:
+            for variable, total in zip(variables, all_sum([tf.convert_to_tensor(v.value) for v in variables])):
+                variable.assign(total / replicas)
+
+        if variables:
+            key = tuple(id(v) for v in variables)
+            if key not in averages:
+                averages[key] = tf.function(lambda: strategy.run(mean), autograph=False)
+            averages[key]()
+
+    shared = shared_memory_sum.between(peers) if may_share else None
     if shared:
         reduce = SharedMemory(shared).reduce
     elif communication == "ring" and len(names) == 1:
@@ -167,7 +183,7 @@ def create(
         local=strategy.experimental_local_results,
         replica_id=lambda: context().replica_id_in_sync_group,
         all_sum=all_sum,
-        average=_Average(strategy, all_sum, replicas).assign,
+        average=average,
         creating=_saying_what_cannot_travel,
         peers=peers,
         communication="shared memory" if shared else communication,
@@ -194,44 +210,6 @@ def _saying_what_cannot_travel(scope: contextlib.AbstractContextManager[object])
 
     with scope as strategy, tf.variable_creator_scope(create):
         yield strategy
-
-
-def _communication(names: tuple[str, ...], asked: str) -> tuple[str, tf.distribute.experimental.CommunicationOptions]:
-    """Returns `ring` or `nccl`, also for `auto`, and the same as TensorFlow takes it."""
-    import tensorflow as tf
-
-    communication = asked
-    if asked == "auto":
-        communication = "nccl" if names[0].startswith("GPU") else "ring"
-    implementation = getattr(tf.distribute.experimental.CommunicationImplementation, communication.upper())
-    return communication, tf.distribute.experimental.CommunicationOptions(implementation=implementation)
-
-
-class _Average:
-    """Sets variables to their mean over all replicas, by one compiled function for each list of variables."""
-
-    def __init__(
-        self,
-        strategy: tf.distribute.Strategy,
-        all_sum: Callable[[list[tf.Tensor]], list[tf.Tensor]],
-        replicas: int,
-    ):
-        self._strategy, self._all_sum, self._replicas = strategy, all_sum, replicas
-        self._compiled: dict[tuple[int, ...], Callable[[], None]] = {}
-
-    def assign(self, variables: list[keras.Variable]) -> None:
-        """Sets each variable to its mean."""
-        import tensorflow as tf
-
-        def mean() -> None:
-            for variable, total in zip(variables, self._all_sum([tf.convert_to_tensor(v.value) for v in variables])):
-                variable.assign(total / self._replicas)
-
-        if variables:
-            key = tuple(id(v) for v in variables)
-            if key not in self._compiled:
-                self._compiled[key] = tf.function(lambda: self._strategy.run(mean), autograph=False)
-            self._compiled[key]()
 
 
 def _reduce_in_layers(

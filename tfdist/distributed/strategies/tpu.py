@@ -49,7 +49,7 @@ def create(name: str, reason: str, limit: float) -> Distribution:
     except TimeoutError:
         raise UserError(_late(name, limit)) from None
     except Exception as error:  # TensorFlow, its client of the Cloud and libtpu raise errors of many kinds
-        raise UserError(_explained(name, _told(error))) from error
+        raise UserError(_explained(name, f"{type(error).__name__}: {error}")) from error
     return of(strategy, reason)
 
 
@@ -160,79 +160,60 @@ def _late(name: str, limit: float) -> str:
     )
 
 
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _explained(name: str, told: str) -> str:
+def _explained(name: str, message: str) -> str:
     """Returns the line for an error, given with its type."""
-    kind, _, text = one_line(told, 240).partition(": ")
-    for pattern, what in _CURES:
-        if re.search(pattern, told):
-            return f"--tpu={name} cannot be used: {what()} ({text})"
+    kind, _, text = one_line(message, 240).partition(": ")
+    for pattern, what in _FIXES:
+        if re.search(pattern, message):
+            install = tpu_host.install_line()
+            what = what.format(install=install, build=tpu_host.problem().rpartition(": ")[2] or install)
+            return f"--tpu={name} cannot be used: {what} ({text})"
     return f"--tpu={name} cannot be used ({kind}: {text}): see what python -m tfdist.doctor finds"
 
 
 _NONE_HERE = "TensorFlow finds no TPU here: choose a runtime or machine with one, or leave --strategy=tpu out"
-
-_CURES: tuple[tuple[str, Callable[[], str]], ...] = (
-    (
-        "ConfigureDistributedTPU|No OpKernel",
-        lambda: (
-            "this TensorFlow was built without TPUs; end this process, and "
-            f"{tpu_host.problem().rpartition(': ')[2] or tpu_host.install_line()}"
-        ),
-    ),
+_FIXES = (
+    ("ConfigureDistributedTPU|No OpKernel", "this TensorFlow was built without TPUs; end this process, and {build}"),
     (
         "already in use|libtpu_lockfile|Device or resource busy",
-        lambda: "another process holds the TPU, and only one can: end that one, or restart the notebook that it is of",
+        "another process holds the TPU, and only one can: end that one, or restart the notebook that it is of",
     ),
     (
         "[Pp]ermission denied|EACCES|Operation not permitted",
-        lambda: "this user may not open the TPU's device files: run as one who may, or start the container privileged",
+        "this user may not open the TPU's device files: run as one who may, or start the container privileged",
     ),
     (
         r"libtpu\.so|libtpu.*not found|PJRT API version|Failed to (open|load).*libtpu",
-        lambda: f"libtpu is missing or of another version: {tpu_host.install_line()}",
+        "libtpu is missing or of another version: {install}",
     ),
     (
         r"TPUs not found|No TPU devices|failed to get TPU topology|TPU_SYSTEM|Cannot find any TPU cores|"
         r"tpu_node_interfaces\.cc",
-        lambda: _NONE_HERE,
+        _NONE_HERE,
     ),
     (
         "googleapiclient|oauth2client|cloud-tpu-client|ImportError|ModuleNotFoundError",
-        lambda: (
-            "a TPU by name is looked up with Google's client: pip install google-api-python-client oauth2client, or "
-            "use --tpu=local on the TPU machine itself"
-        ),
+        "a TPU by name is looked up with Google's client: pip install google-api-python-client oauth2client, or "
+        "use --tpu=local on the TPU machine itself",
     ),
     (
         "URLError|metadata.google.internal",
-        lambda: (
-            "a TPU by name is looked up from a machine of Google's Cloud, and this is none: start there, or use "
-            "--tpu=local on the TPU machine itself"
-        ),
+        "a TPU by name is looked up from a machine of Google's Cloud, and this is none: start there, or use "
+        "--tpu=local on the TPU machine itself",
     ),
-    (
-        "[Cc]redentials",
-        lambda: "Google's client has no credentials: run gcloud auth application-default login",
-    ),
-    (
-        "not yet ready",
-        lambda: "the TPU is not ready: wait until the Cloud says READY of it",
-    ),
+    ("[Cc]redentials", "Google's client has no credentials: run gcloud auth application-default login"),
+    ("not yet ready", "the TPU is not ready: wait until its state is READY"),
     (
         "TPU Name|provide a TPU|TPU metadata|specified names|HttpError|HTTP Error|not find TPU|does not exist|"
         "No such (tpu|node)",
-        lambda: "the Cloud knows no such TPU in this project and zone: correct the name, or use --tpu=local",
+        "the Cloud knows no such TPU in this project and zone: correct the name, or use --tpu=local",
     ),
     (
         "UnavailableError|DeadlineExceededError|failed to connect|Connection refused",
-        lambda: "the TPU does not answer: look whether it is running, and whether this machine may reach port 8470",
+        "the TPU does not answer: look whether it is running, and whether this machine may reach port 8470",
     ),
 )
-"""What is in an error of one of these kinds, and what is wrong and helps then."""
+"""Error patterns, each with its diagnosis and fix."""
 
 
 def main() -> None:
@@ -240,7 +221,7 @@ def main() -> None:
     try:
         _started(sys.argv[1])
     except Exception as error:
-        print(_told(error), flush=True)
+        print(f"{type(error).__name__}: {error}", flush=True)
         sys.exit(1)
 
 
