@@ -37,7 +37,7 @@ BAD_INPUT = [
     (["--config=syntax.py"], "--config=syntax.py cannot be used: SyntaxError: "),
     (["--config=raises.py"], "--config=raises.py cannot be used: ZeroDivisionError: division by zero"),
     (["--config=empty.py"], "--config=empty.py cannot be used: AttributeError: "),
-    (["--config=types.py"], "data.image_size must be text in quotes, got 224"),
+    (["--config=typed.py"], "data.image_size must be text in quotes, got 224"),
     (["--config=number.py"], "get_config() of --config must return a tfdist.config.Experiment, got int"),
     (["--config.model.name=cn"], "unknown model.name 'cn': did you mean 'cnn'? Known are cnn, mlp, "),
     (["--config.model.name=resnet50"], "unknown model.name 'resnet50': did you mean 'ResNet50'? Known are cnn, mlp, "),
@@ -251,7 +251,7 @@ def written(tmp_path):
     (tmp_path / "empty.py").write_text("\n")
     (tmp_path / "text.keras").write_text("not looked into")
     typed = "import tfdist.config as c\ndef get_config():\n    return c.Experiment(data=c.Data(image_size=224))\n"
-    (tmp_path / "types.py").write_text(typed)
+    (tmp_path / "typed.py").write_text(typed)
     (tmp_path / "number.py").write_text("def get_config():\n    return 3\n")
     poison = tmp_path / "poison"
     poison.mkdir()

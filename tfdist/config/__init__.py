@@ -4,7 +4,7 @@ Nothing here touches a device, a file of a run, or TensorFlow. What users' confi
 `from tfdist.config import Experiment`.
 """
 
-from tfdist.config.experiment import (
+from tfdist.config.experiment import (  # noqa: F401  what other packages import
     APPLICATIONS,
     CACHES,
     DATASETS,
@@ -31,31 +31,3 @@ from tfdist.config.experiment import (
     flat,
     renamed,
 )
-
-__all__ = [
-    "APPLICATIONS",
-    "CACHES",
-    "DATASETS",
-    "FILE",
-    "FILES",
-    "FORMER_NAMES",
-    "LR_SCALINGS",
-    "MODELS",
-    "ON_ERROR",
-    "ON_NONFINITE",
-    "OPTIMIZERS",
-    "PRECISIONS",
-    "REDUCE_DTYPES",
-    "RESIZES",
-    "SCHEDULES",
-    "Checkpoint",
-    "Data",
-    "Eval",
-    "Experiment",
-    "Model",
-    "Optimizer",
-    "Train",
-    "current_name",
-    "flat",
-    "renamed",
-]

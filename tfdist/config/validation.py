@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import operator
 import os
 import re
+from collections.abc import Callable
 from typing import Any
 
 from tfdist.config import (
@@ -21,10 +23,8 @@ from tfdist.config import (
     REDUCE_DTYPES,
     RESIZES,
     SCHEDULES,
-    Data,
     Experiment,
     Model,
-    Optimizer,
     augment_syntax,
     buckets,
     field_syntax,
@@ -44,6 +44,29 @@ OF_FIELDS = {
 
 LONGEST_NAME = 200
 """Bytes in the name of an experiment; file systems take 255 in that of a folder, with what comes before and after."""
+_CHOICES = {
+    "optimizer.name": OPTIMIZERS,
+    "optimizer.schedule": tuple(SCHEDULES),
+    "optimizer.reduce_dtype": REDUCE_DTYPES,
+    "optimizer.scale_learning_rate": LR_SCALINGS,
+    "train.precision": PRECISIONS,
+    "train.on_nonfinite": ON_NONFINITE,
+    "data.cache": CACHES,
+    "data.resize": RESIZES,
+    "data.on_error": ON_ERROR,
+}
+_FROM_ONE = ("eval.batch_size", "train.accumulate", "train.max_rollbacks", "checkpoint.keep")
+_FROM_ZERO = (
+    "train.epochs", "train.steps", "train.steps_per_call", "train.virtual_replicas", "train.patience",
+    "train.batch_size", "optimizer.weight_decay", "optimizer.clip_norm", "optimizer.base_batch",
+)  # fmt: skip
+_RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    ("optimizer.learning_rate", lambda value: value > 0, "positive"),
+    ("optimizer.layer_decay", lambda value: 0 < value <= 1, "in (0, 1]"),
+    ("optimizer.ema_momentum", lambda value: 0 <= value < 1, "in [0, 1)"),
+    ("train.label_smoothing", lambda value: 0 <= value < 1, "in [0, 1)"),
+    ("seed", lambda value: 0 <= value < 2**31, f"between 0 and {2**31 - 1}"),
+)
 
 
 def validate(experiment: object) -> Experiment:
@@ -54,20 +77,87 @@ def validate(experiment: object) -> Experiment:
     """
     if not isinstance(experiment, Experiment):
         raise UserError(
-            f"get_config() of --config must return a tfdist.config.Experiment, got {type(experiment).__name__}: "
-            "see configs/digits.py"
+            f"get_config() of --config must return a tfdist.config.Experiment, got {type(experiment).__name__}",
+            "see configs/digits.py",
         )
     _types(experiment)
     _model(experiment.model)
-    _choices_of_optimizer(experiment.optimizer)
-    _choices_of_training(experiment)
-    _data(experiment.data)
-    _options(experiment)
+    for field, choices in _CHOICES.items():
+        value = operator.attrgetter(field)(experiment)
+        function = field == "optimizer.name"
+        if value not in choices and not (function and field_syntax.is_reference(value)):
+            text = f"unknown {field} {value!r}{field_syntax.suggest(value, choices)}"
+            raise UserError(text + (", or package.module:function" if function else ""))
+    _parse_texts(experiment)
     _name(experiment.name)
-    _counts(experiment)
-    _shards(experiment)
-    _ranges(experiment)
+    for field in (*_FROM_ONE, *_FROM_ZERO):
+        number = operator.attrgetter(field)(experiment)
+        if number < (field in _FROM_ONE):
+            words = "be at least 1" if field in _FROM_ONE else "not be negative"
+            raise UserError(f"{field} must {words}, got {number}")
+    for field, within, words in _RANGES:
+        number = operator.attrgetter(field)(experiment)
+        if not within(number):
+            raise UserError(f"{field} must be {words}, got {number}")
+    _combinations(experiment)
     return experiment
+
+
+def _parse_texts(experiment: Experiment) -> None:
+    """Parses every text that has a syntax, so that a mistake in it shows before anything is started."""
+    data, train, optimizer = experiment.data, experiment.train, experiment.optimizer
+    field_syntax.schedule_options(optimizer)
+    field_syntax.layer_rates(optimizer)
+    training_objects.loss(train)
+    training_objects.metrics(train)
+    training_objects.callbacks(train)
+    field_syntax.class_weights(train.class_weight)
+    if kind_and_path := field_syntax.files(data.name):
+        buckets.check("data.name", kind_and_path[1])
+    if not data.data_dir.startswith("gs://"):  # TFDS reads it, through TensorFlow
+        buckets.check("data.data_dir", data.data_dir)
+    field_syntax.image_size(data.image_size)
+    augment_syntax.steps(data.augment, "data.augment")
+    field_syntax.options("data.options", data.options)
+    field_syntax.options("model.options", experiment.model.options)
+    for name in field_syntax.options("optimizer.options", optimizer.options):
+        if name in OF_FIELDS:
+            raise UserError(f"optimizer.options: {name} is set by {OF_FIELDS[name]}", "give it there")
+
+
+def _combinations(experiment: Experiment) -> None:
+    """Refuses fields that contradict each other."""
+    train, optimizer = experiment.train, experiment.optimizer
+    if bool(train.epochs) == bool(train.steps):
+        raise UserError(
+            f"give either train.epochs or train.steps and 0 for the other, got {train.epochs} and {train.steps}"
+        )
+    if (optimizer.scale_learning_rate == "none") != (optimizer.base_batch == 0):
+        raise UserError(
+            f"optimizer.scale_learning_rate={optimizer.scale_learning_rate} and "
+            f"optimizer.base_batch={optimizer.base_batch} do not go together",
+            "give the batch that the learning rate is for, or neither",
+        )
+    if train.on_nonfinite == "rollback" and experiment.checkpoint.every == "off":
+        raise UserError(
+            "train.on_nonfinite=rollback goes back to a checkpoint: it cannot be used with checkpoint.every=off"
+        )
+    if train.virtual_replicas and not train.batch_size:
+        raise UserError(
+            "train.batch_size=auto depends on the memory of this machine, and train.virtual_replicas are for the same "
+            "bits on any",
+            "give a number",
+        )
+    if train.virtual_replicas and optimizer.reduce_dtype != "float32":
+        raise UserError(
+            f"optimizer.reduce_dtype={optimizer.reduce_dtype} cannot be used with train.virtual_replicas, "
+            "whose sums are exact",
+            "leave out one of them",
+        )
+    if optimizer.decay_exclude and not optimizer.weight_decay:
+        raise UserError(
+            f"optimizer.decay_exclude={optimizer.decay_exclude!r} has nothing to exclude from", "set weight_decay"
+        )
 
 
 def _name(name: str) -> None:
@@ -76,119 +166,6 @@ def _name(name: str) -> None:
         raise UserError(f"name={name!r} becomes a folder: use letters, digits, '_', '-' and '.'")
     if len(name.encode()) > LONGEST_NAME:
         raise UserError(f"name={name[:20]!r}... becomes a folder and has {len(name)} characters: use fewer")
-
-
-def _choices_of_optimizer(optimizer: Optimizer) -> None:
-    _among("optimizer.name", optimizer.name, OPTIMIZERS)
-    _among("optimizer.schedule", optimizer.schedule, tuple(SCHEDULES), reference=False)
-    field_syntax.schedule_options(optimizer)
-    _among("optimizer.reduce_dtype", optimizer.reduce_dtype, REDUCE_DTYPES, reference=False)
-    _among("optimizer.scale_learning_rate", optimizer.scale_learning_rate, LR_SCALINGS, reference=False)
-    if (optimizer.scale_learning_rate == "none") != (optimizer.base_batch == 0):
-        raise UserError(
-            f"optimizer.scale_learning_rate={optimizer.scale_learning_rate} and "
-            f"optimizer.base_batch={optimizer.base_batch} do not go together: "
-            "give the batch that the learning rate is for, or neither"
-        )
-
-
-def _choices_of_training(experiment: Experiment) -> None:
-    train = experiment.train
-    _among("train.precision", train.precision, PRECISIONS, reference=False)
-    _among("train.on_nonfinite", train.on_nonfinite, ON_NONFINITE, reference=False)
-    if train.on_nonfinite == "rollback" and experiment.checkpoint.every == "off":
-        raise UserError(
-            "train.on_nonfinite=rollback goes back to a checkpoint: it cannot be used with checkpoint.every=off"
-        )
-    training_objects.loss(train)
-    training_objects.metrics(train)
-    training_objects.callbacks(train)
-
-
-def _data(data: Data) -> None:
-    if kind_and_path := field_syntax.files(data.name):
-        buckets.check("data.name", kind_and_path[1])
-    if not data.data_dir.startswith("gs://"):  # TFDS reads it, through TensorFlow
-        buckets.check("data.data_dir", data.data_dir)
-    _among("data.cache", data.cache, CACHES, reference=False)
-    _among("data.resize", data.resize, RESIZES, reference=False)
-    _among("data.on_error", data.on_error, ON_ERROR, reference=False)
-    field_syntax.image_size(data.image_size)
-    augment_syntax.steps(data.augment, "data.augment")
-
-
-def _options(experiment: Experiment) -> None:
-    field_syntax.options("data.options", experiment.data.options)
-    field_syntax.options("model.options", experiment.model.options)
-    for name in field_syntax.options("optimizer.options", experiment.optimizer.options):
-        if name in OF_FIELDS:
-            raise UserError(f"optimizer.options: {name} is set by {OF_FIELDS[name]}: give it there")
-
-
-def _counts(experiment: Experiment) -> None:
-    """Checks the numbers that must be at least 1, or at least 0."""
-    train, optimizer = experiment.train, experiment.optimizer
-    for field, value in (
-        ("eval.batch_size", experiment.eval.batch_size),
-        ("train.accumulate", train.accumulate),
-        ("train.max_rollbacks", train.max_rollbacks),
-        ("checkpoint.keep", experiment.checkpoint.keep),
-    ):
-        if value < 1:
-            raise UserError(f"{field} must be at least 1, got {value}")
-    for field, number in (
-        ("train.epochs", train.epochs),
-        ("train.steps", train.steps),
-        ("train.steps_per_call", train.steps_per_call),
-        ("train.virtual_replicas", train.virtual_replicas),
-        ("train.patience", train.patience),
-        ("train.batch_size", train.batch_size),
-        ("optimizer.weight_decay", optimizer.weight_decay),
-        ("optimizer.clip_norm", optimizer.clip_norm),
-        ("optimizer.base_batch", optimizer.base_batch),
-    ):
-        if number < 0:
-            raise UserError(f"{field} must not be negative, got {number}")
-    if bool(train.epochs) == bool(train.steps):
-        raise UserError(
-            f"give either train.epochs or train.steps and 0 for the other, got {train.epochs} and {train.steps}"
-        )
-
-
-def _shards(experiment: Experiment) -> None:
-    """Refuses what would depend on the machine where the same bits are wanted on any."""
-    train = experiment.train
-    if train.virtual_replicas and not train.batch_size:
-        raise UserError(
-            "train.batch_size=auto depends on the memory of this machine, and train.virtual_replicas are for the same "
-            "bits on any: give a number"
-        )
-    if train.virtual_replicas and experiment.optimizer.reduce_dtype != "float32":
-        raise UserError(
-            f"optimizer.reduce_dtype={experiment.optimizer.reduce_dtype} cannot be used with train.virtual_replicas, "
-            "whose sums are exact: leave out one of them"
-        )
-
-
-def _ranges(experiment: Experiment) -> None:
-    """Checks the numbers that have a range of their own."""
-    train, optimizer = experiment.train, experiment.optimizer
-    if optimizer.learning_rate <= 0:
-        raise UserError(f"optimizer.learning_rate must be positive, got {optimizer.learning_rate}")
-    field_syntax.layer_rates(optimizer)
-    if not 0 < optimizer.layer_decay <= 1:
-        raise UserError(f"optimizer.layer_decay must be in (0, 1], got {optimizer.layer_decay}")
-    if optimizer.decay_exclude and not optimizer.weight_decay:
-        raise UserError(
-            f"optimizer.decay_exclude={optimizer.decay_exclude!r} has nothing to exclude from: set weight_decay"
-        )
-    if not 0 <= optimizer.ema_momentum < 1:
-        raise UserError(f"optimizer.ema_momentum must be in [0, 1), got {optimizer.ema_momentum}")
-    if not 0 <= train.label_smoothing < 1:
-        raise UserError(f"train.label_smoothing must be in [0, 1), got {train.label_smoothing}")
-    field_syntax.class_weights(train.class_weight)
-    if not 0 <= experiment.seed < 2**31:
-        raise UserError(f"seed must be between 0 and {2**31 - 1}, got {experiment.seed}")
 
 
 def _types(group: object, above: str = "") -> None:
@@ -209,15 +186,6 @@ def _types(group: object, above: str = "") -> None:
             raise UserError(f"{name} must be {words}, got {value!r}")
         elif isinstance(value, (int, float)):
             field_syntax.check_size(name, value)
-
-
-def _among(field: str, value: str, known: tuple[str, ...], reference: bool = True) -> None:
-    if value in known or (reference and field_syntax.is_reference(value)):
-        return
-    raise UserError(
-        f"unknown {field} {value!r}{field_syntax.suggest(value, known)}"
-        + (", or package.module:function" if reference else "")
-    )
 
 
 def _model(model: Model) -> None:
