@@ -422,7 +422,7 @@ def largest(y, outputs):
         ),
         (training_cases.dense, 1, {"virtual_replicas": -1}, "virtual_replicas=-1 must be a whole number"),
         (training_cases.dense, 1, {"virtual_replicas": 2.0}, "virtual_replicas=2.0 must be a whole number"),
-        (training_cases.dense, 1, {"batch_size": 5}, "batch_size=5 is smaller than 8 shards: use at least 8"),
+        (training_cases.dense, 1, {"batch_size": 5}, "batch_size=5 is smaller than 8 virtual replicas: use at least 8"),
         (training_cases.dense, 1, {"reduce_dtype": "float16"}, "reduce_dtype cannot be used with virtual_replicas"),
         (training_cases.batch_norm, 1, {}, "synchronized=True needs the rows of all shards at once"),
         (own_step, 1, {}, "has its own train_step"),

@@ -82,17 +82,19 @@ class Plan:
         )
 
 
-def check_batch(batch: int, replicas: int, accumulate: int, what: str = "train.batch_size={}", shards: int = 0) -> None:
-    """Raises UserError unless every micro-batch of every replica, or of every shard, gets an example.
+def check_batch(
+    batch: int, replicas: int, accumulate: int, what: str = "train.batch_size={}", virtual_replicas: int = 0
+) -> None:
+    """Raises UserError unless every micro-batch of every replica, virtual ones included, gets an example.
 
     Args:
-      what: is too small, as a message says it, with a place for the number.
+      what: the batch in a message, with a place for the number.
     """
-    parts = (shards or replicas) * accumulate
+    parts = (virtual_replicas or replicas) * accumulate
     if batch < parts:
-        why = f"{shards} shards" if shards else f"{replicas} replicas"
+        why = f"{virtual_replicas} virtual replicas" if virtual_replicas else f"{replicas} replicas"
         why += f" x {accumulate} micro-batches" if accumulate > 1 else ""
-        raise UserError(f"{what.format(batch)} is smaller than {why}: use at least {parts}")
+        raise UserError(f"{what.format(batch)} is smaller than {why}", f"use at least {parts}")
 
 
 def make(experiment: Experiment, examples: int, replicas: int) -> Plan:
@@ -104,7 +106,7 @@ def make(experiment: Experiment, examples: int, replicas: int) -> Plan:
       replicas: copies of the model over all workers.
     """
     train = experiment.train
-    check_batch(train.batch_size, replicas, train.accumulate, shards=train.virtual_replicas)
+    check_batch(train.batch_size, replicas, train.accumulate, virtual_replicas=train.virtual_replicas)
     per_epoch = -(-examples // train.batch_size)
     updates = train.steps or train.epochs * per_epoch
     if updates > LARGEST:
@@ -115,7 +117,11 @@ def make(experiment: Experiment, examples: int, replicas: int) -> Plan:
     every = duration("eval.every", experiment.eval.every, per_epoch, train.batch_size, updates)
     if every % per_epoch:
         raise UserError(f"eval.every={experiment.eval.every!r} is not a whole number of epochs of {per_epoch} updates")
-    warmup = _warmup(experiment, per_epoch, updates)
+    requested = experiment.optimizer.warmup
+    warmup = duration("optimizer.warmup", requested, per_epoch, train.batch_size, updates)
+    if warmup >= updates and requested == Optimizer().warmup:  # the default, which a short run cannot have
+        warmup = updates // 10
+        logger.info(f"the warm-up is {warmup} of {updates} updates: optimizer.warmup={requested!r} would leave none")
     return Plan(
         examples=examples,
         global_batch=train.batch_size,
@@ -132,26 +138,20 @@ def make(experiment: Experiment, examples: int, replicas: int) -> Plan:
     )
 
 
-def _warmup(experiment: Experiment, per_epoch: int, updates: int) -> int:
-    """Returns the updates of the warm-up; that of a run too short for the default one is a tenth of the run."""
-    asked = experiment.optimizer.warmup
-    warmup = duration("optimizer.warmup", asked, per_epoch, experiment.train.batch_size, updates)
-    if warmup >= updates and asked == Optimizer().warmup:
-        warmup = updates // 10
-        logger.info(f"the warm-up is {warmup} of {updates} updates: optimizer.warmup={asked!r} would leave none")
-    return warmup
-
-
 def _decay(experiment: Experiment, per_epoch: int, updates: int, warmup: int) -> Decay:
-    wanted, batch = experiment.optimizer, experiment.train.batch_size
-    given, field = schedule_options(wanted), "optimizer.schedule_options"
+    optimizer, batch = experiment.optimizer, experiment.train.batch_size
+    options, field = schedule_options(optimizer), "optimizer.schedule_options"
     if warmup >= updates:
-        raise UserError(f"optimizer.warmup={wanted.warmup!r} is {warmup} updates of {updates}: leave some for training")
-    match wanted.schedule:
+        raise UserError(
+            f"optimizer.warmup={optimizer.warmup!r} is {warmup} updates of {updates}: leave some for training"
+        )
+    match optimizer.schedule:
         case "step":
-            texts = _DURATIONS.findall(given["boundaries"])
-            if "".join(texts).replace(" ", "") != given["boundaries"].replace(" ", ""):
-                raise UserError(f"boundaries in {field}={given['boundaries']!r} are not understood: write 30% 60% 80%")
+            texts = _DURATIONS.findall(options["boundaries"])
+            if "".join(texts).replace(" ", "") != options["boundaries"].replace(" ", ""):
+                raise UserError(
+                    f"boundaries in {field}={options['boundaries']!r} are not understood: write 30% 60% 80%"
+                )
             boundaries = tuple(duration(f"boundaries in {field}", text, per_epoch, batch, updates) for text in texts)
             if (
                 list(boundaries) != sorted(set(boundaries))
@@ -162,15 +162,15 @@ def _decay(experiment: Experiment, per_epoch: int, updates: int, warmup: int) ->
                     f"boundaries in {field} are updates {', '.join(map(str, boundaries))}: "
                     f"they must ascend from the end of the warm-up ({warmup}) to before the end of the run ({updates})"
                 )
-            return Decay("step", boundaries=boundaries, factor=given.get("factor", 0.1))
-        case "exponential" if "every" in given:
-            every = duration(f"every in {field}", given["every"], per_epoch, batch, updates)
+            return Decay("step", boundaries=boundaries, factor=options.get("factor", 0.1))
+        case "exponential" if "every" in options:
+            every = duration(f"every in {field}", options["every"], per_epoch, batch, updates)
             if not every:
-                raise UserError(f"every in {field}={given['every']!r} is less than an update: write more")
-            return Decay("exponential", factor=given["factor"], every=every)
+                raise UserError(f"every in {field}={options['every']!r} is less than an update: write more")
+            return Decay("exponential", factor=options["factor"], every=every)
         case "exponential":
-            return Decay("exponential", factor=given.get("end", 0.01), every=updates - warmup)
-    return Decay(wanted.schedule, given.get("end", 0.0))
+            return Decay("exponential", factor=options.get("end", 0.01), every=updates - warmup)
+    return Decay(optimizer.schedule, options.get("end", 0.0))
 
 
 def scaled_rate(experiment: Experiment) -> float:
@@ -179,9 +179,9 @@ def scaled_rate(experiment: Experiment) -> float:
     `linear` as in Goyal et al., *Accurate, Large Minibatch SGD* (2017); `sqrt`
     as in Krizhevsky, *One weird trick* (2014), which keeps the variance.
     """
-    wanted = experiment.optimizer
-    power = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[wanted.scale_learning_rate]
-    return wanted.learning_rate * (experiment.train.batch_size / (wanted.base_batch or 1)) ** power
+    optimizer = experiment.optimizer
+    power = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[optimizer.scale_learning_rate]
+    return optimizer.learning_rate * (experiment.train.batch_size / (optimizer.base_batch or 1)) ** power
 
 
 def duration(field: str, text: str, per_epoch: int, batch: int, updates: int) -> int:
@@ -190,14 +190,14 @@ def duration(field: str, text: str, per_epoch: int, batch: int, updates: int) ->
     if not match:
         raise UserError(f"{field}={text!r} is not a duration: write 100 steps, 2 epochs, 5000 examples or 5%")
     number, unit = float(match[1]), (match[2] or "steps").rstrip("s")
-    if number > LARGEST:
-        raise _too_much(field, text)
+    _check_largest(field, text, number)
     scale = {"%": updates / 100, "step": 1.0, "update": 1.0, "epoch": per_epoch, "example": 1 / batch}[unit]
     return round(number * scale)
 
 
-def _too_much(field: str, text: str) -> UserError:
-    return UserError(f"{field}={text[:40]!r} is more than {LARGEST:,}: write less")
+def _check_largest(field: str, text: str, number: float) -> None:
+    if number > LARGEST:
+        raise UserError(f"{field}={text[:40]!r} is more than {LARGEST:,}", "write less")
 
 
 def interval(field: str, text: str, per_epoch: int | None = 1, batch: int = 1, updates: float = math.inf) -> Interval:
@@ -209,9 +209,8 @@ def interval(field: str, text: str, per_epoch: int | None = 1, batch: int = 1, u
     if text == "off":
         return Interval(math.inf, math.inf)
     time = _TIME.match(text)
-    if time and float(time[1]) > LARGEST:
-        raise _too_much(field, text)
     if time:
+        _check_largest(field, text, float(time[1]))
         return Interval(math.inf, float(time[1]) * {"s": 1, "m": 60, "h": 3600}[time[2][0]])
     known = _DURATION.match(text)
     unit = (known[2] or "steps").rstrip("s") if known else ""

@@ -109,7 +109,9 @@ def _check_batch(experiment: config.Experiment, placement: Placement) -> None:
 
     if not batch_size_search.is_auto(experiment):
         train = experiment.train
-        schedule.check_batch(train.batch_size, placement.replicas, train.accumulate, shards=train.virtual_replicas)
+        schedule.check_batch(
+            train.batch_size, placement.replicas, train.accumulate, virtual_replicas=train.virtual_replicas
+        )
 
 
 def _run(

@@ -81,7 +81,7 @@ def lines(
     tail = plan.examples % plan.global_batch
     asked = {name: getattr(experiment.train, name) for name in ("loss", "metrics", "callbacks")}
     shards = experiment.train.virtual_replicas
-    shared = f"in {shards} shards over" if shards else f"{layout.share} examples per replica,"
+    shared = f"in {shards} virtual replicas over" if shards else f"{layout.share} examples per replica,"
     micro = f" in {plan.accumulate} micro-batches of {layout.micro}" if plan.accumulate > 1 else ""
     rows = [
         ("data", f"{experiment.data.name}, {plan.examples:,} examples, {list(data.spec.shape)} {data.spec.dtype}"),

@@ -121,7 +121,9 @@ def _announce(distribution: Distribution, placement: Placement, shards: int) -> 
     if shards:
         threads = placement.options.threads
         each = f"; --threads={threads} decides about the bits, too" if threads else ""
-        logger.info(f"every batch in {shards} shards, with the same bits on any number of replicas up to that{each}")
+        logger.info(
+            f"every batch in {shards} virtual replicas, with the same bits on any number of replicas up to that{each}"
+        )
     if placement.selection.gpus:
         logger.info(f"devices: {placement.selection.describe()}")
     if placement.survey.problem:

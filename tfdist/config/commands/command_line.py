@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import dataclasses
 import gc
+import itertools
 import multiprocessing
 import os
 import re
@@ -14,8 +15,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 from absl import app, flags, logging
 from ml_collections import config_flags
@@ -34,31 +35,38 @@ _BATCH = "config.train.batch_size"
 OF_THE_ENVIRONMENT = tuple(runtime_options.HELP)
 
 
+class _ConfigArgument(NamedTuple):
+    """An argument that says which experiment, or what of it is changed."""
+
+    place: int
+    """In the command line."""
+    name: str
+    """Without dashes: `config`, or a field such as `config.train.epochs`."""
+    value: str
+    separate: bool
+    """The value is the next argument."""
+
+
+def _config_arguments(argv: Sequence[str]) -> Iterator[_ConfigArgument]:
+    for i, argument in enumerate(argv):
+        name, equals, value = argument.partition("=")
+        if argument.startswith("-") and name.lstrip("-").partition(".")[0] in ("config", "noconfig"):
+            separate = not equals and i + 1 < len(argv) and not argv[i + 1].startswith("-")
+            yield _ConfigArgument(i, name.lstrip("-"), argv[i + 1] if separate else value, separate)
+
+
 def replace_former_names(argv: list[str]) -> None:
     """Replaces deprecated names of fields in a command line, in place, since config_flags reads sys.argv besides.
 
     Raises:
       UserError: a field is given under both names, with different values.
     """
-    former_fields = {"--config.train.shards", "--config.data.broken"}
-    for i, argument in enumerate(argv):
-        former, equals, text = re.sub("^-(?=[^-])", "--", argument).partition("=")
-        if former in former_fields:
-            name = config.current_name(former)
-            given = {a.partition("=")[2] for a in argv if re.sub("^-(?=[^-])", "--", a).startswith(f"{name}=")}
-            text = text if equals else "".join(argv[i + 1 : i + 2])
-            config.renamed(name, next(iter(given - {text}), ""), former, text)
-            argv[i] = name + equals + text * bool(equals)
-
-
-def _check_config_arguments(argv: list[str]) -> None:
-    """Finds a missing file or a misspelt field, which absl and config_flags report with a traceback."""
-    config_files.fill_in(argv)
-    replace_former_names(argv)
-    for argument in argv:
-        name = argument.lstrip("-").partition("=")[0]
-        if argument.startswith("-") and name.startswith("config."):
-            field(name)
+    arguments = list(_config_arguments(argv))
+    for one in arguments:
+        if (name := config.current_name(one.name)) != one.name:
+            others = [other.value for other in arguments if other.name == name and other.value != one.value]
+            config.renamed(f"--{name}", others[0] if others else "", f"--{one.name}", one.value)
+            argv[one.place] = f"--{name}" if one.separate else f"--{name}={one.value}"
 
 
 def field(name: str) -> Any:
@@ -76,16 +84,6 @@ def field(name: str) -> Any:
     return owner
 
 
-def _auto_as_number(argv: list[str]) -> None:
-    """Writes 0 for `train.batch_size=auto`, which config_flags knows as a whole number; it reads sys.argv besides."""
-    for i, argument in enumerate(argv):
-        name, _, value = argument.partition("=")
-        if name.startswith("-") and name.lstrip("-") == _BATCH and value == "auto":
-            argv[i] = f"{name}=0"
-        elif argument == "auto" and argv[i - 1].startswith("-") and argv[i - 1].lstrip("-") == _BATCH:
-            argv[i] = "0"
-
-
 def parse(argv: list[str], own: Sequence[str] = OF_THE_ENVIRONMENT) -> list[str]:
     """Parses the flags of a command that takes an experiment, each complaint a `UserError` of one line.
 
@@ -94,10 +92,19 @@ def parse(argv: list[str], own: Sequence[str] = OF_THE_ENVIRONMENT) -> list[str]
     """
     helps = help_page.is_asked(argv)
     if helps:  # whatever else is on the command line may be why
-        argv = sys.argv = [argv[0], *_config_arguments(argv)]
-    _check_config_arguments(argv)
-    _auto_as_number(argv)
-    path = _config_file(argv)
+        kept = [argv[one.place : one.place + 1 + one.separate] for one in _config_arguments(argv)]
+        argv = sys.argv = [argv[0], *itertools.chain(*kept)]
+    # A missing file or a misspelt field would be reported by absl and config_flags with a traceback.
+    config_files.fill_in(argv)
+    replace_former_names(argv)
+    path = DEFAULT_CONFIG
+    for one in _config_arguments(argv):
+        if one.name == "config":
+            path = one.value.partition(":")[0] or DEFAULT_CONFIG  # a colon is before what its get_config() gets
+        elif one.name.startswith("config."):
+            field(one.name)
+        if one.name == _BATCH and one.value == "auto":  # config_flags knows it as a whole number
+            argv[one.place + one.separate] = "0" if one.separate else f"--{_BATCH}=0"
     try:
         with config_files.guarded(path):
             # The definition itself reads the command line, so it belongs to what can fail.
@@ -122,27 +129,6 @@ def _help(names: Sequence[str], experiment: config.Experiment | None = None) -> 
     defined = [flag.name for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0])]
     print(help_page.page([*names, *defined], experiment))
     sys.exit(0)
-
-
-def _config_arguments(argv: list[str]) -> list[str]:
-    """Returns the arguments that say which experiment, and what of it is changed."""
-    taken = []
-    for i, argument in enumerate(argv):
-        name, equals, _ = argument.partition("=")
-        if argument.startswith("-") and name.lstrip("-").partition(".")[0] in ("config", "noconfig"):
-            bare = not equals and i + 1 < len(argv) and not argv[i + 1].startswith("-")
-            taken += argv[i : i + 2] if bare else [argument]
-    return taken
-
-
-def _config_file(argv: list[str]) -> str:
-    """Returns the path that `--config` gives, without what stands behind a colon for its `get_config()`."""
-    path = ""
-    for i, argument in enumerate(argv[1:], 1):
-        name, equals, value = argument.partition("=")
-        if re.fullmatch("--?config", name):
-            path = value if equals else "".join(argv[i + 1 : i + 2])
-    return path.partition(":")[0] or DEFAULT_CONFIG
 
 
 def parse_own(argv: list[str]) -> list[str]:
