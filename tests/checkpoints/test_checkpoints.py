@@ -302,6 +302,19 @@ def test_data_that_has_lost_an_example_is_refused(connect, tmp_path):
         train(connect(1), lambda: training_cases.images(EXAMPLES - 1), checkpoints=kept(tmp_path, every="1 steps"))
 
 
+@pytest.mark.parametrize("changed", ["labels", "inputs"])
+def test_other_examples_of_the_same_number_are_refused(connect, tmp_path, changed):
+    """Another table under the same name trained to other weights, and nothing was said."""
+    assert train(connect(1), stop=2, checkpoints=kept(tmp_path, every="1 steps")) is None
+    x, y = training_cases.images(EXAMPLES)
+    other = lambda: (x, np.roll(y, 7)) if changed == "labels" else (x[::-1], y)
+    name = "checksum of targets" if changed == "labels" else "an input"
+    with pytest.raises(UserError, match=rf"experiment .{name} is [-\d.e]+ there and [-\d.e]+ here[;)]"):
+        train(connect(1), other, checkpoints=kept(tmp_path, every="1 steps"))
+    as_wider = lambda: (x.astype("float64"), y)  # the same numbers in another form
+    assert train(connect(1), as_wider, checkpoints=kept(tmp_path, every="1 steps"))
+
+
 def test_another_model_is_refused(connect, tmp_path):
     train(connect(1), checkpoints=kept(tmp_path, every="1 epoch"))
     with pytest.raises(UserError, match=r"the checkpoint does not match this model .*kernel is float32"):

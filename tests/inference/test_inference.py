@@ -329,9 +329,16 @@ def test_a_changed_layer_of_a_model_from_a_file_is_found(run, tmp_path):
     with zipfile.ZipFile(path, "w") as file:
         for name, data in content.items():
             file.writestr(name, data)
-    for flags in ([], ["--checkpoint=latest"]):
-        done = run("tfdist.evaluate", "--workdir=runs/own", *flags)
+    for chosen in ([], ["--checkpoint=latest"]):
+        done = run("tfdist.evaluate", "--workdir=runs/own", *chosen)
         assert done.returncode == 2 and "runs/own is damaged: model.keras has changed" in done.stderr, done.stderr
+    # Of a run that was interrupted, the file that its model was built from.
+    (tmp_path / "runs/own/result.json").unlink()
+    path.rename(tmp_path / "mine.keras")
+    done = run("tfdist.evaluate", "--workdir=runs/own", "--checkpoint=latest")
+    assert done.returncode == 2 and "mine.keras is not what runs/own/checkpoints/3 was made with" in done.stderr
+    done = run("tfdist.train", *flags, "--config.train.steps=3", "--config.train.epochs=0", "--progress=none")
+    assert done.returncode == 2 and "of another experiment (the model's file has changed)" in done.stderr, done.stderr
 
 
 def test_a_changed_result_is_found(copy):

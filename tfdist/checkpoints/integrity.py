@@ -90,18 +90,22 @@ def check_trusted(folder: pathlib.Path, name: str, trusted: Iterable[str] = TRUS
         raise UserError(f"--workdir={name} is damaged: {error}: {REPAIR}") from None
 
 
-def check_state(folder: pathlib.Path, state: Mapping[str, Any], checkpoint: str) -> None:
+def check_state(folder: pathlib.Path, state: Mapping[str, Any], checkpoint: str, model_file: str = "") -> None:
     """Compares the files that a model is built from with what a checkpoint was made with; raises UserError.
 
     Args:
       state: of the checkpoint.
       checkpoint: its name, for messages.
+      model_file: outside of the folder, from which the model is built; "" if it is not.
     """
     recorded = RunFolder(str(folder), writes=False).earlier()
     if recorded is not None and state["experiment"]:
         odd = resume.differences(flat(recorded), state["experiment"])
         if odd:
             raise UserError(f"{TRUSTED[0]} is not what {checkpoint} was made with ({'; '.join(odd[:5])}): {REPAIR}")
+    expected = state.get("facts", {}).get(resume.MODEL_FILE)
+    if expected and model_file and files.checksum(pathlib.Path(model_file).expanduser())["sha256"] != expected:
+        raise UserError(f"{model_file} is not what {checkpoint} was made with", "copy it back")
     expected = state.get("data_sha256")
     if expected:
         spec = spec_file.read(folder)

@@ -15,7 +15,7 @@ import numpy as np
 
 from tfdist.checkpoints import files, training_run, training_state
 from tfdist.checkpoints import storage as storage_lib
-from tfdist.checkpoints.resume import LoadedCheckpoint, Position, ResumeChoice
+from tfdist.checkpoints.resume import MODEL_FILE, LoadedCheckpoint, Position, ResumeChoice
 from tfdist.checkpoints.storage import DISK, Disk
 from tfdist.checkpoints.training_run import BestEpoch, TrainingRun
 from tfdist.config import buckets, schedule
@@ -46,6 +46,7 @@ class Checkpoints:
       changed: resume though experiment, batch or data have changed; only at the end of an epoch.
       experiment: fields of the experiment, kept in each checkpoint and compared on resume.
       data_sha256: digest of what the model was built for (`spec_file.digest`), kept in each checkpoint.
+      model_sha256: digest of the file that the model was built from, if any; kept and compared likewise.
       storage: what stands behind the folder, if that is a copy made by the caller.
 
     Raises:
@@ -64,6 +65,7 @@ class Checkpoints:
         changed: bool = False,
         experiment: Mapping[str, str] | None = None,
         data_sha256: str = "",
+        model_sha256: str = "",
         storage: Disk | None = None,
     ):
         buckets.check("folder", os.fspath(folder))  # before it is a path, which takes gs:// for gs:/
@@ -76,6 +78,7 @@ class Checkpoints:
         self._name = self._storage.shown(self.folder)
         self._every, self._asynchronous, self._resume, self._changed = every, asynchronous, resume, changed
         self._experiment, self._data_sha256 = dict(experiment or {}), data_sha256
+        self._model_facts: dict[str, object] = {MODEL_FILE: model_sha256} if model_sha256 else {}
         self.off = every == "off"
         self._writer = CheckpointWriter(self.folder, keep, self._storage)
         self.resumed_from: int | None = None
@@ -170,7 +173,12 @@ class Checkpoints:
         return position
 
     def _choice(self, run: TrainingRun, changed: bool = False) -> ResumeChoice:
-        return ResumeChoice(self.folder, run.identity(), self._experiment, changed, self._storage)
+        return ResumeChoice(self.folder, run.identity(), self._experiment, changed, self._storage, self._facts(run))
+
+    def _facts(self, run: TrainingRun) -> dict[str, object]:
+        """Returns what is compared on resume besides the experiment: the data's content, which may change its form."""
+        form = ("kind", "examples", "elements", "batches")
+        return {name: fact for name, fact in run.facts.items() if name not in form} | self._model_facts
 
     def _put_back(self, run: TrainingRun, checkpoint: LoadedCheckpoint | None) -> Position | None:
         restored = training_run.put_back(run, checkpoint, self._experiment)
@@ -271,7 +279,7 @@ class Checkpoints:
             )
 
     def _state(self, run: TrainingRun, position: Position) -> dict[str, object]:
-        return training_run.state_of(run, position, self._experiment, self._data_sha256, self._best)
+        return training_run.state_of(run, position, self._experiment, self._data_sha256, self._facts(run), self._best)
 
 
 class CheckpointWriter:

@@ -12,11 +12,15 @@ from tfdist.checkpoints import files
 from tfdist.checkpoints.files import DamagedError
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.checkpoints.storage import DISK, Disk
+from tfdist.cluster.votes import differing_facts
 from tfdist.config import Experiment, current_name, flat
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import ResumeOptions
 from tfdist.config.user_functions import as_now
 from tfdist.errors import UserError, one_line
+
+MODEL_FILE = "the model's file"
+"""Name of the fact that is the SHA-256 of the file in `model.name`."""
 
 HARMLESS = (
     "config.train.accumulate",
@@ -84,8 +88,9 @@ class ResumeChoice:
       folder: where they are.
       identity: batch, length and seed of an epoch.
       experiment: its fields by name.
-      changed: accept another identity or experiment at the end of an epoch.
+      changed: accept another identity, experiment or data at the end of an epoch.
       storage: what stands behind the folder.
+      facts: of the data (`Source.facts`) and the model's file, as far as they are known.
     """
 
     def __init__(
@@ -95,7 +100,9 @@ class ResumeChoice:
         experiment: Mapping[str, str],
         changed: bool,
         storage: Disk = DISK,
+        facts: Mapping[str, object] | None = None,
     ):
+        self._facts = dict(facts or {})
         self._folder, self._identity, self._experiment = folder, dict(identity), experiment
         self._changed, self._storage, self._name = changed, storage, storage.shown(folder)
 
@@ -146,6 +153,12 @@ class ResumeChoice:
             for name, value in self._identity.items()
             if before.get(name, value) != value and not odd  # earlier versions had fewer
         ]
+        if not odd:  # else the data may well be other, too
+            there_and_here = differing_facts(chosen.state.get("facts", {}), self._facts)
+            odd = [
+                f"{MODEL_FILE} has changed" if name == MODEL_FILE else f"{name} is {there} there and {here} here"
+                for name, there, here in there_and_here
+            ]
         if not odd:
             return True
         if not self._changed:

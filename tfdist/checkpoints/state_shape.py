@@ -109,6 +109,8 @@ def wrong(state: object) -> str:
     for name in ("cpu_kernels", "data_sha256"):  # earlier versions had none
         if not isinstance(state.get(name, ""), str):
             return f"no {name!r} as it should be"
+    if not by_name(lambda value: isinstance(value, int | float | str | list))(state.get("facts", {})):
+        return "no 'facts' as they should be"
     return _contradiction(state)
 
 

@@ -33,6 +33,8 @@ class TrainingRun:
     """Examples of the data, where known: with one more, each would come at another place."""
     shards: int = 0
     """Of a batch; 0 for none."""
+    facts: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    """`Source.facts` of the data, by which a resume notices other data."""
 
     def identity(self) -> dict[str, int | None]:
         """Returns what determines the order of the examples."""
@@ -57,7 +59,12 @@ class BestEpoch:
 
 
 def state_of(
-    run: TrainingRun, position: Position, experiment: Mapping[str, str], data_sha256: str, best: BestEpoch
+    run: TrainingRun,
+    position: Position,
+    experiment: Mapping[str, str],
+    data_sha256: str,
+    facts: Mapping[str, object],
+    best: BestEpoch,
 ) -> dict[str, object]:
     """Returns the content of `state.json`: all that training has changed and that is no tensor."""
     return {
@@ -69,6 +76,7 @@ def state_of(
         "cpu_kernels": cpu_kernels.in_use(),
         "experiment": dict(experiment),
         "data_sha256": data_sha256,
+        "facts": dict(facts),
         "callbacks": callback_state.capture(run.callbacks),
         "history": {k: [_plain(v) for v in values] for k, values in run.model.history.history.items()},
         "epochs": list(run.model.history.epoch),

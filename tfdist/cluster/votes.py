@@ -68,17 +68,22 @@ def difference(facts: Sequence[Mapping[str, object]], hosts: Sequence[str]) -> s
     """
     first, *others = facts
     for rank, theirs in enumerate(others, 1):
-        for name in first:  # in its order, so that all say the same
-            there, here = theirs.get(name), first[name]
-            if isinstance(here, list) and isinstance(there, list) and any(isinstance(v, float) for v in here):
-                there, here = next(_differing(there, here), (None, None))
-            if name in theirs and there != here:
-                there, here = (str(v)[:100] for v in (there, here))
-                return (
-                    f"worker {rank} ({hosts[rank]}) has other data than worker 0 ({name}: {there} and not "
-                    f"{here}): give all workers the same, the whole of it, since each takes its own rows"
-                )
+        for name, there, here in differing_facts(theirs, first):
+            return (
+                f"worker {rank} ({hosts[rank]}) has other data than worker 0 ({name}: {there} and not "
+                f"{here}): give all workers the same, the whole of it, since each takes its own rows"
+            )
     return ""
+
+
+def differing_facts(theirs: Mapping[str, object], mine: Mapping[str, object]) -> Iterator[tuple[str, str, str]]:
+    """Yields name, their value and mine of each fact in which both differ, numbers in lists by more than rounding."""
+    for name, here in mine.items():  # in its order, so that all workers report the same
+        there = theirs.get(name)
+        if isinstance(here, list) and isinstance(there, list) and any(isinstance(v, float) for v in here):
+            there, here = next(_differing(there, here), (None, None))
+        if name in theirs and there != here:
+            yield name, str(there)[:100], str(here)[:100]
 
 
 def _differing(theirs: list[object], mine: list[object]) -> Iterator[tuple[object, object]]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 
 import keras
 
 from tfdist import config
-from tfdist.checkpoints import manager, oom_note, resume
+from tfdist.checkpoints import files, manager, oom_note, resume
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.config import schedule as schedule_lib
 from tfdist.config.messages import logger
@@ -153,6 +154,7 @@ def _checkpoints(
 ) -> manager.Checkpoints:
     """Returns the checkpoints that the experiment asks for."""
     asked = experiment.checkpoint
+    model_file = experiment.model.name if experiment.model.name.endswith(config.FILE) else ""
     return manager.Checkpoints(
         folder.checkpoints,
         every=asked.every,
@@ -163,5 +165,6 @@ def _checkpoints(
         changed=options.resume_changed,
         experiment=config.flat(experiment),
         data_sha256=spec_file.digest(spec),
+        model_sha256=files.checksum(pathlib.Path(model_file).expanduser())["sha256"] if model_file else "",
         storage=folder.storage,
     )

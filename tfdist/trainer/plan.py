@@ -110,6 +110,7 @@ class TrainingPlan:
             options.seed,
             self.source.size,
             options.virtual_replicas,
+            self.source.facts() if options.checkpoints else {},
         )
 
     def compiled(self, full: bool, norm: bool, count: int | None) -> Callable:
