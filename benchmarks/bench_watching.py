@@ -25,7 +25,6 @@ from tfdist.config import schedule as schedule_lib  # noqa: E402
 from tfdist.config.runtime_options import Environment  # noqa: E402
 from tfdist.data.sources import as_source  # noqa: E402
 from tfdist.monitoring import flops, monitors  # noqa: E402
-from tfdist.monitoring import recorder as recorder_lib  # noqa: E402
 
 EPOCHS = {"mlp": 30, "cnn": 2}
 WAYS = {
@@ -65,11 +64,9 @@ def prepared(name):
             called = []
             if where:
                 folder = RunFolder(path)
-                recorder = recorder_lib.Recorder(folder, schedule)
-                counted = flops.Work(model, as_source(x, y), [], 1, "float32")
-                watching = monitors.Watching(where, folder, recorder, schedule, True, counted)
-                watching.start(experiment, [], (0, 0))
-                called = [recorder, *watching.callbacks]
+                counted = flops.FlopsModel(model, as_source(x, y), [], 1, "float32")
+                watching = monitors.Monitors(where, folder, experiment, schedule, counted)
+                called = watching.callbacks
             tfdist.fit(
                 model, x, y, distribution=DISTRIBUTION, batch_size=work.batch, epochs=1 + EPOCHS[name],
                 callbacks=[*called, clock], verbose=0,

@@ -29,7 +29,7 @@ from tfdist.config.runtime_options import ResumeOptions
 from tfdist.data import spec_file
 from tfdist.doctor import checkpoints as doctor
 from tfdist.errors import TrainingError, UserError, shown
-from tfdist.inference import recorded_experiment, trained_model
+from tfdist.inference import trained_model
 from tfdist.monitoring.recorder import Recorder
 from tfdist.monitoring.report import page
 
@@ -144,7 +144,7 @@ def refused(work, *arguments):
 def readers(folder):
     """All that reads a run folder, in this process, but for the model and the tensors."""
     asked = trained_model.ModelRequest(str(folder), "", "", config.Experiment(), {})
-    refused(recorded_experiment.read_experiment, asked)
+    refused(trained_model.read_experiment, asked)
     with contextlib.suppress(UserError):
         for path in files.found(folder / "checkpoints"):
             refused(resume.load, path, Disk())
@@ -208,7 +208,7 @@ def finished(tmp_path_factory):
 def values(folder, state):
     """What later commands take from a folder, by way of `model.keras` or of a checkpoint."""
     asked = trained_model.ModelRequest(str(folder), "", "latest" if state else "", config.Experiment(), {})
-    fields = config.flat(dataclasses.asdict(recorded_experiment.read_experiment(asked)))
+    fields = config.flat(dataclasses.asdict(trained_model.read_experiment(asked)))
     if state:
         integrity.check_state(folder, state, "checkpoint")
         harmless = {name for name in fields if name.startswith(resume.HARMLESS)}

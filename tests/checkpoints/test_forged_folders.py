@@ -22,7 +22,7 @@ from tfdist.config.runtime_options import ResumeOptions
 from tfdist.data import spec_file
 from tfdist.doctor import checkpoints as doctor
 from tfdist.errors import TrainingError, UserError
-from tfdist.inference import recorded_experiment, trained_model
+from tfdist.inference import trained_model
 from tfdist.monitoring import progress, recorder, segments
 from tfdist.monitoring.report import run_files
 
@@ -97,7 +97,7 @@ def test_a_forged_state_is_not_used(text, why, folder, said):
     assert all(why in finding.problem for finding in doctor.examine(folder / "checkpoints"))
     asked = trained_model.ModelRequest(str(folder), "", "latest", config.Experiment(), {})
     assert resume.load(folder / "checkpoints" / "40", Disk()) is None
-    assert recorded_experiment.read_experiment(asked).name == "small"
+    assert trained_model.read_experiment(asked).name == "small"
 
 
 def test_a_state_of_another_update_than_its_folder(folder):
@@ -144,7 +144,7 @@ def test_a_forged_experiment(text, folder):
     (folder / "experiment.json").write_text(text)
     asked = trained_model.ModelRequest(str(folder), "", "", config.Experiment(), {})
     with pytest.raises(UserError, match=r"holds no run \(no experiment.json that can be read\): check the path"):
-        recorded_experiment.read_experiment(asked)
+        trained_model.read_experiment(asked)
     assert RunFolder(str(folder)).earlier() is None
 
 
@@ -153,13 +153,13 @@ def test_an_experiment_with_fields_of_another_kind(fields, folder):
     (folder / "experiment.json").write_text(json.dumps(fields))
     asked = trained_model.ModelRequest(str(folder), "", "", config.Experiment(), {})
     with pytest.raises(UserError, match="which it cannot have been written with: copy it back"):
-        recorded_experiment.read_experiment(asked)
+        trained_model.read_experiment(asked)
 
 
 def test_a_resume_believes_the_newest_checkpoint(folder, said):
     """A digit has changed in experiment.json, and the run was said to be of another experiment."""
     fields = json.loads((folder / "experiment.json").read_bytes())
-    experiment = recorded_experiment.experiment_from(fields)
+    experiment = trained_model.experiment_from(fields)
     (folder / "experiment.json").write_text(json.dumps(fields | {"seed": 77}))
     run = RunFolder(str(folder))
     resume.same_experiment(run, experiment, ResumeOptions(), 0)
@@ -258,7 +258,7 @@ def test_what_is_no_file_is_not_waited_for(kind, folder):
                 file.truncate(1 << 42)
     asked = trained_model.ModelRequest(str(folder), "", "", config.Experiment(), {})
     with pytest.raises(UserError, match=r"holds no run \(no experiment.json that can be read\)"):
-        recorded_experiment.read_experiment(asked)
+        trained_model.read_experiment(asked)
     run = RunFolder(str(folder))
     run.could_be_created()
     assert run.earlier() is None and not run.completed and oom_note.read(run) == 1

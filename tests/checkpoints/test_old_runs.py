@@ -17,7 +17,7 @@ from tfdist import config
 from tfdist.checkpoints import files, training_state
 from tfdist.config import schedule
 from tfdist.data import spec_file
-from tfdist.inference import job, recorded_experiment, trained_model
+from tfdist.inference import job, trained_model
 from tfdist.models import optimizers
 from tfdist.monitoring import recorder
 
@@ -65,7 +65,7 @@ def test_an_interrupted_run_goes_on_to_the_end_of_one_that_was_not(run, runs, tm
 def test_the_state_is_loaded_to_the_last_bit(name, checkpoint, runs, connect):
     """Weights, optimizer, averages and random streams."""
     folder = runs / name
-    experiment = recorded_experiment.read_experiment(request(folder))
+    experiment = trained_model.read_experiment(request(folder))
     spec = spec_file.read(folder)
     # The weights with which a run ends there are the averaged ones, whose checksum the run has left.
     weights = trained_model.read_weights(request(folder, checkpoint), experiment, lambda: job.built(experiment, spec))

@@ -14,7 +14,7 @@ from tfdist.checkpoints import own_work
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.errors import UserError
 from tfdist.export.__main__ import export
-from tfdist.inference import recorded_experiment, trained_model
+from tfdist.inference import trained_model
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def folder(tmp_path):
 
 def read(folder, changes=None, trust_code=False):
     asked = trained_model.ModelRequest(str(folder), "", "", config.Experiment(), changes or {}, trust_code)
-    return recorded_experiment.read_experiment(asked)
+    return trained_model.read_experiment(asked)
 
 
 def refused(folder, **kwargs):

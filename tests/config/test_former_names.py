@@ -11,7 +11,7 @@ from tfdist import config
 from tfdist.checkpoints import resume
 from tfdist.config.commands import command_line
 from tfdist.errors import UserError
-from tfdist.inference import recorded_experiment
+from tfdist.inference import trained_model
 from tfdist.sweep import space
 
 WARNING = "WARNING: train.shards is deprecated and will be removed in the next release: use train.virtual_replicas"
@@ -62,7 +62,7 @@ def test_a_sweep_may_use_the_former_names():
 
 def test_what_earlier_versions_recorded_is_understood(said):
     recorded = json.loads(json.dumps({"name": "old", "train": {"shards": 4}, "data": {"broken": "skip"}}))
-    experiment = recorded_experiment.experiment_from(recorded)
+    experiment = trained_model.experiment_from(recorded)
     assert (experiment.train.virtual_replicas, experiment.data.on_error) == (4, "skip")
     here = config.flat(experiment)
     assert here == {**config.flat(config.Experiment()), **config.flat(recorded)}

@@ -32,7 +32,7 @@ from tfdist.data import spec_file
 from tfdist.data.augmentation import ops
 from tfdist.doctor import checkpoints as doctor
 from tfdist.errors import TrainingError, UserError
-from tfdist.inference import compatibility, job, output_file, prediction_rows, recorded_experiment, trained_model
+from tfdist.inference import compatibility, job, output_file, prediction_rows, trained_model
 from tfdist.models import build as models
 
 pytest_plugins = ("support.finished_runs",)  # its fixtures
@@ -136,7 +136,7 @@ def wanted(folder, checkpoint=""):
 
 def weights(folder, checkpoint=""):
     asked = wanted(folder, checkpoint)
-    experiment = recorded_experiment.read_experiment(asked)
+    experiment = trained_model.read_experiment(asked)
     build = lambda: job.built(experiment, spec_file.read(folder))
     return trained_model.read_weights(asked, experiment, build)
 
@@ -161,7 +161,7 @@ def test_checkpoints_hold_what_the_run_would_have_ended_with(copy):
 
 
 def test_weights_reach_every_replica(copy, connect):
-    experiment = recorded_experiment.read_experiment(wanted(copy))
+    experiment = trained_model.read_experiment(wanted(copy))
     distribution = connect(3)
     with distribution.scope():
         model = job.built(experiment, spec_file.read(copy))
@@ -223,19 +223,19 @@ SPOILT = [
     (
         lambda f: edited(f / "experiment.json", checkpoint={"best": ""}),
         "best",
-        "--checkpoint=best, and the run has not looked for it (checkpoint.best): use latest",
+        "--checkpoint=best, and the run has not recorded it (checkpoint.best): use latest",
     ),
     (
         lambda f: (f / "result.json").unlink(),
         "",
-        "result.json does not tell the checksum of model.keras, so the run has not ended well",
+        "result.json has no checksum of model.keras, so the run has not completed",
     ),
     (lambda f: edited(f / "result.json", weights_sha256=""), "", "result.json has changed: its checksum is wrong: "),
-    (lambda f: [edited(f / "result.json", weights_sha256=""), unlisted(f)], "", "does not tell the checksum of model"),
+    (lambda f: [edited(f / "result.json", weights_sha256=""), unlisted(f)], "", "has no checksum of model"),
     (
         other_weights,
         "",
-        "model.keras has other weights than result.json tells (weights_sha256): it is of another run, or damaged",
+        "model.keras has other weights than result.json (weights_sha256): it is of another run, or damaged",
     ),
     (
         lambda f: (f / "model.keras").write_bytes((f / "model.keras").read_bytes()[:5000]),
@@ -350,7 +350,7 @@ def test_a_changed_result_is_found(copy):
 
 def test_averages_that_a_checkpoint_does_not_have(copy):
     """Nothing of a folder that earlier versions have written could say so."""
-    experiment = recorded_experiment.read_experiment(wanted(copy))
+    experiment = trained_model.read_experiment(wanted(copy))
     plain = job.built(experiment, spec_file.read(copy))
     tensors = training_state.read(str(copy / "checkpoints/60/tensors"))
     tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith("_average")}

@@ -150,7 +150,7 @@ def test_no_run_fails_for_it(owner, broken, classifier, connect, monkeypatch, sa
     model, x, y, _ = classifier
     monkeypatch.setattr(owner, broken, lambda *_: 1 / 0)
     assert error_analysis.of_run(model, Arrays((x, y)), SPEC, connect(2)) is None
-    assert said == ["WARNING: no look at the mistakes: ZeroDivisionError: division by zero"]
+    assert said == ["WARNING: no analysis of mistakes: ZeroDivisionError: division by zero"]
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -27,8 +27,7 @@ from tfdist.distributed import gpus
 from tfdist.errors import UserError
 from tfdist.monitoring import flops, progress, system_usage
 from tfdist.monitoring import profiler as profiler_lib
-from tfdist.monitoring.tensorboard import Board
-from tfdist.monitoring.timeline import Timeline
+from tfdist.monitoring.monitors import Board, Timeline
 from tfdist.train import dry_run
 from tfdist.trainer.timing import Call, Spent
 
@@ -283,7 +282,7 @@ def recorder(**values):
 
 def test_slow_input_is_said_once(connect, said):
     folder = types.SimpleNamespace(append=lambda *line: None, cut=lambda *line: None)
-    work = types.SimpleNamespace(count=lambda: None, measures=lambda rate: {"flops_per_second": None})
+    work = types.SimpleNamespace(count=lambda: None, rates=lambda rate: {"flops_per_second": None})
     for waited, lines in ((0.9, 1), (0.1, 0)):
         said.clear()
         timeline = Timeline(folder, recorder(begun=0.0), system_usage.Usage(()), work, {}, None, "do something")
@@ -342,7 +341,7 @@ def test_a_log_file_gets_whole_lines(capsys):
     assert isinstance(shown, progress.Plain)
     shown.on_train_begin()
     shown.on_epoch_begin(0)
-    shown._said = -1e9
+    shown._printed = -1e9
     shown.on_train_batch_end(14, {"loss": 2.0})
     shown.on_train_batch_end(29, {"loss": 1.0})
     shown.on_epoch_end(0, {"loss": 1.0, **{f"metric_{i}": 0.5 for i in range(9)}})
@@ -403,7 +402,7 @@ def test_a_profile_of_what_is_over(tmp_path, said):
     profiler = profiler_lib.Profiler(21, 30, recorder(updates=40), tmp_path, True)
     profiler.on_train_batch_begin(0)
     profiler.stop()
-    assert said == ["WARNING: no profile: training went on from update 40, behind --profile=21:30"]
+    assert said == ["WARNING: no profile: training resumed from update 40, after --profile=21:30"]
     assert not list(tmp_path.iterdir())
 
 

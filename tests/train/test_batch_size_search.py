@@ -66,20 +66,18 @@ def test_killed_by_the_kernel_is_too_much(find):
 
 def test_in_time_with_what_was_known_or_with_an_error(find, monkeypatch):
     monkeypatch.setattr(batch_size_search, "LIMIT_S", 1.0)
-    with pytest.raises(
-        UserError, match=r"train.batch_size=auto: no batch fits \(nothing was known after 1 s\): give a n"
-    ):
+    with pytest.raises(UserError, match=r"train.batch_size=auto: no batch fits \(no result after 1 s\): give a n"):
         find(most=0, kind="Stuck")
 
 
 @pytest.mark.faults
 def test_not_even_one(find, monkeypatch):
     with pytest.raises(
-        UserError, match=r"train.batch_size=auto: no batch fits \(1 do not\): give a number, or use a sm"
+        UserError, match=r"train.batch_size=auto: no batch fits \(not even 1 example fits\): give a number, or use a sm"
     ):
         find(most=0)
     monkeypatch.setattr(batch_size_search, "SHARE", 1e-6)  # the machine's memory bounds it on a CPU
-    with pytest.raises(UserError, match=r"no batch fits \(1 do not\)"):
+    with pytest.raises(UserError, match=r"no batch fits \(not even 1 example fits\)"):
         find(most=1000)
 
 
@@ -94,7 +92,7 @@ def test_what_has_nothing_to_do_with_memory(find):
         UserError, match=r"auto: trying it ended with ValueError: .*Faulty.*: give a number, and the run"
     ):
         find(most=0, kind="Faulty")
-    answer = batch_size_search._understood([], -6, False)
+    answer = batch_size_search._parsed([], -6, False)
     assert answer.end == "its process ended with code -6 before it had tried one"
 
 
@@ -110,7 +108,7 @@ def test_what_has_nothing_to_do_with_memory(find):
     ],
 )
 def test_what_a_child_says(lines, code, late, expected):
-    answer = batch_size_search._understood(lines, code, late)
+    answer = batch_size_search._parsed(lines, code, late)
     assert (answer.fits, answer.too_many) == expected
 
 
@@ -144,7 +142,7 @@ def test_a_run_takes_it_and_keeps_it(run, tmp_path):
     # Now the model has become smaller, say.
     again = run("tfdist.train", *flags[:-1], "--config.train.batch_size", "auto", "--dry_run", path=SUPPORT)
     assert again.returncode == 0, again.stderr
-    assert "tfdist: train.batch_size=40, as the run before has found" in again.stdout
+    assert "tfdist: train.batch_size=40, as found by the previous run" in again.stdout
 
 
 @pytest.mark.faults

@@ -15,7 +15,7 @@ from tfdist.config import runtime_options, schedule
 from tfdist.data.datasets import registry
 from tfdist.errors import TrainingError, UserError
 from tfdist.models import build as models
-from tfdist.train import preparation, rate_range, rate_search
+from tfdist.train import preparation, rate_search
 
 FIELDS = {
     "data.name": "synthetic",
@@ -67,34 +67,34 @@ def test_the_losses_are_those_of_keras_on_one_device(run, tmp_path):
 
 
 def made(losses):
-    return [dataclasses.replace(p, smoothed=p.loss) for p in rate_range.points(losses)]
+    return [dataclasses.replace(p, smoothed=p.loss) for p in rate_search.points(losses)]
 
 
 def test_a_tenth_of_the_rate_of_the_lowest_loss():
     falling = [*([2.0] * 100), *np.linspace(2, 1, 50), *np.linspace(1, 7, 50)]
     found = made(falling)
-    assert found[149].loss == 1.0 and rate_range.suggested(found) == float(f"{found[149].rate / 10:.1e}")
+    assert found[149].loss == 1.0 and rate_search.suggested(found) == float(f"{found[149].rate / 10:.1e}")
     assert (found[0].rate, found[-1].rate) == (1e-6, pytest.approx(10, rel=1e-9))
 
 
 @pytest.mark.parametrize("losses", [[2.0] * 200, [-2.0] * 200, np.linspace(2, 7, 200), [1.0] * 10])
 def test_no_rate_is_suggested_where_the_loss_has_not_fallen(losses):
-    assert rate_range.suggested(made(losses)) is None
+    assert rate_search.suggested(made(losses)) is None
 
 
 def test_smoothing_and_the_end():
-    assert rate_range.smoothed([3.0] * 30) == pytest.approx([3.0] * 30)
+    assert rate_search.smoothed([3.0] * 30) == pytest.approx([3.0] * 30)
     weights = 0.1 * 0.9 ** np.arange(2, -1, -1)
-    assert rate_range.smoothed([1.0, 2.0, 4.0])[2] == pytest.approx(np.average([1, 2, 4], weights=weights))
-    assert [p.loss for p in rate_range.points([2.0, 1.0, math.nan, 1.0])] == [2.0, 1.0]
-    assert not rate_range.diverged([1.0] * 5 + [9.0]), "nothing is judged by the first updates"
-    assert rate_range.diverged([1.0] * 15 + [4.1]) and not rate_range.diverged([1.0] * 15 + [3.9])
-    assert rate_range.diverged([-1.0] * 15 + [2.1]), "losses may be negative"
+    assert rate_search.smoothed([1.0, 2.0, 4.0])[2] == pytest.approx(np.average([1, 2, 4], weights=weights))
+    assert [p.loss for p in rate_search.points([2.0, 1.0, math.nan, 1.0])] == [2.0, 1.0]
+    assert not rate_search.diverged([1.0] * 5 + [9.0]), "nothing is judged by the first updates"
+    assert rate_search.diverged([1.0] * 15 + [4.1]) and not rate_search.diverged([1.0] * 15 + [3.9])
+    assert rate_search.diverged([-1.0] * 15 + [2.1]), "losses may be negative"
 
 
 def test_the_plan_is_that_of_the_run_with_other_rates():
     before = schedule.make(config.Experiment(), 1437, 2)
-    plan = rate_range.plan(before)
+    plan = rate_search.plan(before)
     assert (plan.updates, plan.warmup, plan.rate) == (200, 0, 1e-6)
     assert (plan.global_batch, plan.replicas, plan.updates_per_epoch) == (48, 2, 30)
 

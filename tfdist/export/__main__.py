@@ -29,7 +29,7 @@ from tfdist.config.commands import command_line
 from tfdist.config.messages import logger
 from tfdist.errors import TrainingError, UserError
 from tfdist.export import formats as formats_lib
-from tfdist.inference import job, recorded_experiment, trained_model
+from tfdist.inference import job, trained_model
 
 
 def export(asked: trained_model.ModelRequest, formats: list[str], output: pathlib.Path, overwrite: bool) -> None:
@@ -47,7 +47,7 @@ def export(asked: trained_model.ModelRequest, formats: list[str], output: pathli
     """
     formats_lib.check_libraries(formats)
     asked = asked.here()
-    experiment = recorded_experiment.read_experiment(asked)
+    experiment = trained_model.read_experiment(asked)
     # TensorFlow is imported once it is known that there is something to do, and first here, which keeps back its noise.
     from tfdist.distributed import connect
 

@@ -1,4 +1,4 @@
-"""Whether data are such as a trained model wants them, and what the model's own loss says of its outputs."""
+"""Checks that data match a trained model, and reads properties of its outputs from its loss."""
 
 from __future__ import annotations
 
@@ -15,61 +15,48 @@ if TYPE_CHECKING:
     from tfdist.data.spec import Spec
 
 
-def check_data(experiment: config.Experiment, here: Spec, there: Spec) -> None:
-    """Refuses data that the model was not trained for.
-
-    Args:
-      here: description of the data.
-      there: what the model was trained for.
-
-    Raises:
-      UserError: inputs, classes or columns are others.
-    """
+def check_data(experiment: config.Experiment, spec: Spec, trained: Spec) -> None:
+    """Raises UserError if the data have other inputs, classes or columns than those that the model was trained on."""
     what = f"data.name={experiment.data.name!r}"
-    for name, mine, its in (("shape", list(here.shape), list(there.shape)), ("type", here.dtype, there.dtype)):
+    for name, mine, its in (("shape", list(spec.shape), list(trained.shape)), ("type", spec.dtype, trained.dtype)):
         if mine != its:
             raise UserError(f"{what} has inputs of {name} {mine}, the model was trained on {its}: choose such data")
-    if here.names and there.names and here.names != there.names:
-        odd = sorted(set(here.names) ^ set(there.names))
+    if spec.names and trained.names and spec.names != trained.names:
+        odd = sorted(set(spec.names) ^ set(trained.names))
         why = f"{odd[0]!r} is a class of only one of them" if odd else "they are in another order"
         raise UserError(f"{what} has other classes than the model was trained on ({why}): choose data of those classes")
-    if there.classes is not None and (here.classes or 0) > there.classes:
+    if trained.classes is not None and (spec.classes or 0) > trained.classes:
+        why = f"{what} has {spec.classes} classes, the model was trained on {trained.classes}"
+        raise UserError(why, "choose other data")
+    if spec.columns != trained.columns:
+        pairs = zip(spec.columns, trained.columns)
+        odd_one = next((mine.name for mine, its in pairs if mine != its), f"there are {len(spec.columns)}")
         raise UserError(
-            f"{what} has {here.classes} classes, the model was trained on {there.classes}: choose other data"
-        )
-    if here.columns != there.columns:
-        pairs = zip(here.columns, there.columns)
-        odd_one = next((mine.name for mine, its in pairs if mine != its), f"there are {len(here.columns)}")
-        raise UserError(
-            f"{what} has other columns than the model was trained on, or other statistics of them ({odd_one}): "
-            "choose data of the same table"
+            f"{what} has other columns than the model was trained on, or other statistics of them ({odd_one})",
+            "choose data of the same table",
         )
 
 
 def check_inputs(model: keras.Model, experiment: config.Experiment, spec: Spec) -> None:
-    """Refuses data of a shape that a model without a description does not take.
-
-    Raises:
-      UserError: the shapes do not go together.
-    """
-    takes = getattr(model, "input_shape", None)
-    if not isinstance(takes, tuple) or any(isinstance(side, (tuple, list)) for side in takes):
+    """Raises UserError if a model without a description does not take inputs of the data's shape."""
+    shape = getattr(model, "input_shape", None)
+    if not isinstance(shape, tuple) or any(isinstance(side, (tuple, list)) for side in shape):
         return
-    if len(takes[1:]) != len(spec.shape) or any(a not in (None, b) for a, b in zip(takes[1:], spec.shape)):
+    if len(shape[1:]) != len(spec.shape) or any(a not in (None, b) for a, b in zip(shape[1:], spec.shape)):
         raise UserError(
             f"data.name={experiment.data.name!r} has inputs of shape {list(spec.shape)}, the model takes "
-            f"{list(takes[1:])}: choose its data with --config, or --config.data.name"
+            f"{list(shape[1:])}: choose its data with --config, or --config.data.name"
         )
 
 
 def for_own_loss(model: keras.Model, data: Loaded, source: str) -> Loaded:
-    """Returns the data as the loss that a file brings with its model wants them.
+    """Returns the data with the targets that the loss of a model from a file expects.
 
     Args:
       source: the file, for messages.
 
     Raises:
-      UserError: it brings no loss, or the data have more classes than the model.
+      UserError: it has no loss, or the data have more classes than the model.
     """
     from tfdist.data.sources import one_hot
 
@@ -86,18 +73,17 @@ def for_own_loss(model: keras.Model, data: Loaded, source: str) -> Loaded:
     if data.spec.classes is not None and getattr(data.eval.targets, "ndim", 1) == 1:
         classes = shape[1]
         if data.spec.classes > classes:
-            raise UserError(
-                f"the data has {data.spec.classes} classes, --model={source} knows {classes}: choose others"
-            )
+            why = f"the data has {data.spec.classes} classes, --model={source} knows {classes}"
+            raise UserError(why, "choose others")
         data = dataclasses.replace(data, eval=one_hot(data.eval, classes))
     return data
 
 
 def from_logits(model: keras.Model, from_file: bool) -> bool | None:
-    """Says whether scores of classes are logits, by the model's own loss; without one tfdist's, which takes logits.
+    """Tells whether scores of classes are logits, by the model's loss, or else tfdist's, which takes logits.
 
     Returns:
-      None where nothing tells.
+      None where that is unknown.
     """
     if not model.compiled:
         from tfdist.models import objective
@@ -107,9 +93,9 @@ def from_logits(model: keras.Model, from_file: bool) -> bool | None:
 
 
 def loss_name(model: keras.Model) -> str:
-    """Returns the name of the one loss of Keras that a model brings, such as `categoricalcrossentropy`.
+    """Returns the name of a model's Keras loss, such as `categoricalcrossentropy`, in whatever way it was specified.
 
-    It is the same in whatever way the loss was given; empty where there are none or several, or it is the user's own.
+    Empty where there are none or several, or it is the user's own.
     """
     import keras
 

@@ -1,4 +1,4 @@
-"""What `tfdist.evaluate` and `tfdist.predict` share: their flags, and a trained model beside data."""
+"""Shared by `tfdist.evaluate` and `tfdist.predict`: their flags, and a trained model with data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tfdist.config import field_syntax, runtime_options
 from tfdist.config.commands import command_line
 from tfdist.config.messages import logger
 from tfdist.errors import Interrupted, UserError
-from tfdist.inference import compatibility, recorded_experiment, trained_model
+from tfdist.inference import compatibility, trained_model
 from tfdist.inference.output_file import STDOUT, OutputFile
 from tfdist.inference.trained_model import ModelRequest
 
@@ -36,15 +36,15 @@ class Ready:
     """A model under a strategy, and data for it."""
 
     model: keras.Model
-    """Not compiled, unless it brings its own loss."""
+    """Not compiled, unless its file has a loss."""
     from_file: bool
-    """Whether it comes from `--model`, and was not built by the experiment."""
+    """It comes from `--model`, and was not built by the experiment."""
     experiment: config.Experiment
     data: Loaded
     """With the description that the model was trained for."""
     distribution: Distribution
     source: str
-    """Where the weights are from."""
+    """File or checkpoint with the weights."""
 
 
 def define_flags() -> None:
@@ -65,12 +65,12 @@ def define_model_flags() -> None:
 
 
 def main(run: Callable[[flags.FlagValues], int], own: Sequence[str], with_strategy: bool = True) -> None:
-    """Runs a command that works with a trained model.
+    """Runs a command that uses a trained model.
 
     Args:
-      run: its body, given the parsed flags.
+      run: its body, called with the parsed flags.
       own: names of the flags that only this command has.
-      with_strategy: whether it has the flags of the environment too.
+      with_strategy: it has the flags of the environment, too.
     """
     strategy = [name for name in command_line.OF_THE_ENVIRONMENT if name in flags.FLAGS] if with_strategy else []
     names = tuple(dict.fromkeys([*MODEL_FLAGS, *own, *strategy]))
@@ -79,25 +79,11 @@ def main(run: Callable[[flags.FlagValues], int], own: Sequence[str], with_strate
 
 
 def request(values: flags.FlagValues) -> ModelRequest:
-    """Returns which model the flags ask for.
-
-    Raises:
-      UserError: the flags do not go together.
-    """
-    given = {name: _field(values, name) for name in values if name.startswith("config.") and values[name].present}
-    return trained_model.request(
-        values.workdir,
-        values.model,
-        values.checkpoint,
-        values.config,
-        given,
-        bool(values["config"].present),
-        values.trust_code,
-    )
-
-
-def _field(values: flags.FlagValues, name: str) -> object:
-    return functools.reduce(getattr, name.split(".")[1:], values.config)
+    """Returns the model that the flags name; raises UserError if they contradict each other."""
+    names = [name for name in values if name.startswith("config.") and values[name].present]
+    changes = {name: functools.reduce(getattr, name.split(".")[1:], values.config) for name in names}
+    model, from_file = (values.workdir, values.model, values.checkpoint), bool(values["config"].present)
+    return trained_model.request(*model, values.config, changes, from_file, values.trust_code)
 
 
 def with_model(
@@ -106,13 +92,13 @@ def with_model(
     work: Callable[[Ready, Callable[[], str]], None],
     rows_alone: bool = False,
 ) -> int:
-    """Starts the strategy, puts the model under it, loads the data and does the work on all workers.
+    """Starts the strategy, loads model and data, and does the work on all workers.
 
     Args:
       values: the parsed flags.
-      output: what the chief is going to write.
-      work: called with the model, and with a function that returns why the work shall stop, or nothing.
-      rows_alone: whether another table than that of the training does without targets, and examples keep their names.
+      output: file that the chief is going to write.
+      work: called with the model, and with a function that returns why the work must stop, or an empty string.
+      rows_alone: another table than that of the training needs no targets, and examples keep their names.
 
     Returns:
       The exit code: 143 when a signal has ended it.
@@ -128,9 +114,8 @@ def with_model(
     chief = placement.cluster.is_chief
     if chief:
         output.check()
-    if chief:
         asked = asked.here()
-    experiment = recorded_experiment.read_experiment(asked) if chief else None
+    experiment = trained_model.read_experiment(asked) if chief else None
     facts = {**config.flat(values.config), "--checkpoint": asked.checkpoint, "--model": os.path.basename(asked.model)}
 
     def do() -> None:
@@ -141,7 +126,7 @@ def with_model(
             reason = lambda: signals.received and f"stopped by {signals.received}"
             work(_ready(asked, experiment, distribution, rows_alone), reason)
 
-    # Standard output may be for the result alone; what is said to a person, and by TFDS, goes to standard error then.
+    # Standard output may be for the result alone; log messages, and those of TFDS, go to standard error then.
     aside = contextlib.redirect_stdout(sys.stderr) if values.output == STDOUT else contextlib.nullcontext()
     with aside:
         distribution = connect.create(placement, facts)
@@ -156,10 +141,10 @@ def with_model(
 def _ready(
     asked: ModelRequest, recorded: config.Experiment | None, distribution: Distribution, rows_alone: bool
 ) -> Ready:
-    """Loads the data, and gives every worker the model with its weights.
+    """Loads the data, and the model with its weights, on all workers.
 
     Args:
-      recorded: what the model was trained for, on the chief; None on the others, which may not have the run folder.
+      recorded: the run's experiment, on the chief; None on the others, which may not have the run folder.
     """
     from tfdist.data import data_loading
     from tfdist.data.datasets import registry
@@ -173,7 +158,7 @@ def _ready(
     if trained_for and trained_for.columns and other_data:
         data = new_rows(experiment, trained_for, asked, rows_alone)
     else:
-        # Of another folder nothing was held out of a training.
+        # No part of another folder was held out of a training.
         data = data_loading.loaded(
             distribution.peers, experiment.data, lambda: registry.load(experiment, hold_out=not other_data)
         )
@@ -194,10 +179,11 @@ def _ready(
 def _agreed(
     asked: ModelRequest, recorded: config.Experiment | None, distribution: Distribution
 ) -> tuple[config.Experiment, Spec | None, bool]:
-    """Tells all workers what the chief has read in the run folder.
+    """Broadcasts what the chief has read in the run folder.
 
     Returns:
-      The experiment, what the model was trained for where that is known, and whether other data are asked for.
+      The experiment, the description of its training data where that is known, and whether the request names other
+      data.
     """
     from tfdist.data import spec_file
 
@@ -205,10 +191,10 @@ def _agreed(
     if recorded is not None:
         fields = dataclasses.asdict(recorded)
         spec = None if asked.model else spec_file.read(asked.path)
-        other = recorded_experiment.other_data(asked)
-    told = distribution.peers.gather("the run to look at", [fields, spec and spec_file.plain(spec), other])
-    fields, plain_spec, other = told[0]
-    experiment = recorded_experiment.experiment_from(fields)
+        other = trained_model.other_data(asked)
+    values = [fields, spec and spec_file.plain(spec), other]
+    fields, plain_spec, other = distribution.peers.gather("the run to look at", values)[0]
+    experiment = trained_model.experiment_from(fields)
     return experiment, spec_file.made(plain_spec) if plain_spec else None, other
 
 
@@ -216,8 +202,8 @@ def new_rows(experiment: config.Experiment, spec: Spec, asked: ModelRequest, row
     """Loads all rows of another table than that of the training, encoded by the statistics of the training.
 
     Args:
-      spec: what the model was trained for.
-      rows_alone: whether to leave out the targets.
+      spec: of the training data.
+      rows_alone: leave out the targets.
 
     Raises:
       UserError: it is no table, or lacks columns.
@@ -234,7 +220,7 @@ def new_rows(experiment: config.Experiment, spec: Spec, asked: ModelRequest, row
         )
     if "config.data.eval_split" in asked.changes:
         raise UserError("all rows of another table are taken: leave out --config.data.eval_split")
-    experiment.data.eval_split = "train"  # as a lone file is called; it is told to people
+    experiment.data.eval_split = "train"  # the name of a lone file, for messages
     path = bucket_files.local(path, f"data.name={experiment.data.name}")
     options = field_syntax.options("data.options", experiment.data.options)
     if rows_alone:
@@ -251,19 +237,19 @@ def new_rows(experiment: config.Experiment, spec: Spec, asked: ModelRequest, row
 
 
 def built(experiment: config.Experiment, spec: Spec) -> keras.Model:
-    """Returns the model of an experiment with all its variables, for weights to be put into."""
+    """Returns the model of an experiment with all its variables, to which weights can be assigned."""
     import tensorflow as tf
 
     from tfdist.models import build as models
 
     model = models.build(experiment, spec, quiet=True)
-    if not model.built:  # a class of one's own makes its variables when it is first called
+    if not model.built:  # a subclassed model creates its variables when it is first called
         model(tf.zeros((1, *spec.shape), spec.dtype))
     return model
 
 
 def share(model: keras.Model, distribution: Distribution, weights: trained_model.Weights | None) -> str:
-    """Gives the chief's weights to the model on all workers; returns where they are from."""
+    """Assigns the chief's weights to the model on all workers; returns their source."""
     from tfdist.checkpoints import training_state
 
     path = distribution.peers.gather("the weights", weights and weights.source)[0]
@@ -272,11 +258,7 @@ def share(model: keras.Model, distribution: Distribution, weights: trained_model
 
 
 def load(asked: ModelRequest, distribution: Distribution) -> keras.Model:
-    """Loads the model of a `.keras` file, which every worker must have.
-
-    Raises:
-      UserError: it cannot be loaded, or some workers have another file.
-    """
+    """Loads the model of a `.keras` file on all workers; raises UserError if it cannot, or if their files differ."""
     from tfdist.monitoring import recorder
 
     with distribution.scope():

@@ -1,4 +1,4 @@
-"""A file that a command is told to write: whole or not at all, and never over another one unasked. No TensorFlow."""
+"""The `--output` file: written atomically, and never over another one without `--overwrite`. No TensorFlow."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class OutputFile:
 
     Args:
       name: a path, or `-` for standard output.
-      overwrite: whether another file may be there.
+      overwrite: replace an existing file.
       writes: False on workers that write nothing.
     """
 
@@ -30,11 +30,7 @@ class OutputFile:
         self._file: IO[str] | None = None
 
     def check(self) -> None:
-        """Checks what can be known before there is anything to write.
-
-        Raises:
-          UserError: a file is there, or none can be made.
-        """
+        """Raises UserError if the file exists, or cannot be created."""
         if not self._writes:
             return
         if self._name == STDOUT:
@@ -43,7 +39,7 @@ class OutputFile:
             return
         if self.path.is_dir():
             raise UserError(f"--output={self.path} is a folder: give the name of a file")
-        if self.path.exists() and not self.path.is_file():  # a device or a pipe, whose place no file must take
+        if self.path.exists() and not self.path.is_file():  # a device or a pipe, which no file must replace
             raise UserError(f"--output={self.path} is no ordinary file: give another name, or - for standard output")
         if self.path.exists() and not self._overwrite:
             raise UserError(f"--output={self.path} is there already: give --overwrite, or choose another name")
@@ -52,11 +48,7 @@ class OutputFile:
             raise UserError(f"--output={self.path}: {self.path.parent} {why}: choose another one, or make it first")
 
     def write(self, text: str) -> None:
-        """Adds text.
-
-        Raises:
-          TrainingError: the disk is full, say.
-        """
+        """Appends text; raises TrainingError if the disk is full, for example."""
         if not self._writes:
             return
         with self._failing():
@@ -93,10 +85,10 @@ class OutputFile:
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """Turns an error of the disk into one that names the flag."""
+        """Converts an error of the disk to one that names the flag."""
         try:
             yield
         except BrokenPipeError:
-            raise  # `command_line.main` knows what that means
+            raise  # handled by `command_line.main`
         except OSError as error:
             raise TrainingError(f"--output={self._name} cannot be written ({error.strerror or error})") from None

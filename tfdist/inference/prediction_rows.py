@@ -1,4 +1,4 @@
-"""What a model says of each example, as rows to be written: numbers, names and probabilities. NumPy only."""
+"""Predictions as rows of a file: classes, names and probabilities. NumPy only."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ CSV, JSON_LINES = ".csv", ".jsonl"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OutputReader:
-    """Turns outputs of a model into rows.
+    """Converts outputs of a model to rows.
 
     Args:
       classes: number of classes, or None where the outputs are no scores of classes.
-      names: names of the classes, as far as they have some.
-      from_logits: whether scores are logits; None to see by the first batch.
-      scores: whether to give all scores of an example, too.
-      example: returns the name of an example by its number, such as a path, where they have names.
+      names: of the classes, if they have any.
+      from_logits: scores are logits; None to decide by the first batch.
+      scores: include all scores of an example.
+      example: returns the name of an example by its number, such as a path, if they have names.
     """
 
     classes: int | None
@@ -37,11 +37,7 @@ class OutputReader:
     example: Callable[[int], str] | None = None
 
     def settled(self, outputs: Structure) -> OutputReader:
-        """Returns a reader for outputs such as these of the first batch.
-
-        Raises:
-          UserError: scores are asked for, and there are none.
-        """
+        """Returns a reader for outputs such as these of the first batch; raises UserError if scores are missing."""
         by_class = self.classes is not None and isinstance(outputs, np.ndarray) and outputs.ndim >= 2
         classes = self.classes if by_class and outputs.shape[-1] == self.classes else None
         if classes is None and self.scores:
@@ -67,7 +63,7 @@ class OutputReader:
             yield row | {name: values[i] for name, values in columns.items()}
 
     def _answers(self, outputs: Structure) -> dict[str, list]:
-        """Returns what a model says, as columns of one entry per example."""
+        """Returns the columns of the outputs, with one entry per example."""
         if self.classes is None:
             return _leaves("output", outputs)
         flat = np.asarray(outputs, np.float64).reshape(-1, self.classes)
@@ -114,7 +110,7 @@ class Lines:
 
 
 def _flat(row: dict[str, object]) -> dict[str, object]:
-    """Returns a row whose lists have become columns of their own: `scores_0`, `scores_1`."""
+    """Returns a row whose lists are columns of their own: `scores_0`, `scores_1`."""
     flat: dict[str, object] = {}
     for name, value in row.items():
         if not isinstance(value, list):
@@ -142,16 +138,14 @@ def _leaves(name: str, structure: Structure) -> dict[str, list]:
 def _plain(array: np.ndarray) -> list:
     """Returns nested lists of Python numbers; a float has as many digits as its type holds, and no more."""
     array = np.asarray(array)
-    if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
-        return array.tolist()
-    if array.dtype == np.float64:
+    if array.dtype == np.float64 or (array.dtype.kind != "f" and array.dtype.name != "bfloat16"):
         return array.tolist()
     shortest = array.astype(np.float32).reshape(-1).astype(str)
     return _shaped([float(text) for text in shortest], array.shape)
 
 
 def _each(numbers: np.ndarray, name: Callable[[int], object]) -> list:
-    """Returns nested lists of what `name` says of each number."""
+    """Returns nested lists of `name` of each number."""
     return _shaped([name(int(k)) for k in numbers.reshape(-1)], numbers.shape)
 
 

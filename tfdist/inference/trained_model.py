@@ -1,8 +1,8 @@
-"""A model that has been trained: which one, what it was trained for, and its weights, from a run folder or a file.
+"""A trained model: its experiment and its weights, from a run folder or a `.keras` file.
 
-A run's model is built again from its code and given the weights, so that nothing in a file decides what is run; a
-`.keras` file alone is loaded by Keras, in its safe mode. Nothing in the run folder is changed or locked, so that a run
-may be looked at while it goes on.
+A run's model is built again from its code and gets the weights, so that no file determines which code runs; a `.keras`
+file alone is loaded by Keras, in its safe mode. Nothing in the run folder is changed or locked, so that it may be read
+while the run goes on.
 """
 
 from __future__ import annotations
@@ -10,42 +10,44 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import pathlib
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from tfdist import config
-from tfdist.checkpoints import files, integrity, resume
+from tfdist.checkpoints import files, integrity, own_work, resume
 from tfdist.checkpoints.bucket_folder import BucketFolder
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.checkpoints.storage import DISK, Disk
-from tfdist.config import buckets, field_syntax, local_files, validation
+from tfdist.config import buckets, field_syntax, local_files, user_functions, validation
 from tfdist.errors import UserError, one_line
 
 if TYPE_CHECKING:
     import keras
 
+T = TypeVar("T")
 MODEL = "model.keras"
 LATEST, BEST = "latest", "best"
 CHANGEABLE = ("config.data.", "config.eval.batch_size")
-"""Fields of the experiment that may be others after the training."""
+"""Fields of the experiment that may be changed after the training."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelRequest:
-    """Which model, as the flags say; nothing has been read yet.
+    """The model that the flags name; nothing has been read yet.
 
     Args:
-      workdir: a run folder, or nothing.
-      model: a `.keras` file, or nothing.
-      checkpoint: `latest`, `best` or an update of the run; nothing for its `model.keras`.
-      experiment: what stands in for a run's where there is only a file.
+      workdir: a run folder, or empty.
+      model: a `.keras` file, or empty.
+      checkpoint: `latest`, `best` or an update of the run; empty for its `model.keras`.
+      experiment: replaces a run's where there is only a file.
       changes: fields of the experiment by name, such as `config.data.eval_split`.
-      trust_code: whether functions that the run folder names are called though it is not the user's own work.
+      trust_code: call functions that the run folder names though it is not the user's own work.
       copy: of a run folder in a bucket, on this machine.
     """
 
@@ -59,16 +61,16 @@ class ModelRequest:
 
     @property
     def path(self) -> pathlib.Path:
-        """Path of the run folder or the file on this machine."""
+        """Returns the path of the run folder or the file on this machine."""
         return self.copy.path if self.copy else pathlib.Path(self.workdir or self.model).expanduser()
 
     @property
     def name(self) -> str:
-        """Returns the run folder or the file as a person writes it."""
+        """Returns the run folder or the file as the user writes it."""
         return self.copy.name if self.copy else str(self.path)
 
     def shown(self, path: pathlib.Path) -> str:
-        """Returns a path in the run folder as a person writes it."""
+        """Returns a path in the run folder as the user writes it."""
         return f"{self.name}/{path.relative_to(self.path)}"
 
     @property
@@ -77,11 +79,7 @@ class ModelRequest:
         return self.copy.storage if self.copy else DISK
 
     def here(self) -> ModelRequest:
-        """Returns the same request, with a copy of a run folder that is in a bucket.
-
-        Raises:
-          UserError: it cannot be read.
-        """
+        """Returns the same request with a local copy of a run folder in a bucket; raises UserError if unreadable."""
         if not buckets.is_url(self.workdir):
             return self
         folder = BucketFolder(self.workdir, writes=False)
@@ -95,23 +93,19 @@ def request(
     model: str,
     checkpoint: str,
     experiment: config.Experiment,
-    given: Mapping[str, object],
-    file_given: bool,
+    changes: Mapping[str, object],
+    from_file: bool,
     trust_code: bool = False,
 ) -> ModelRequest:
-    """Returns the request of these flags, and checks what can be known without looking at the disk.
+    """Returns the request of these flags, checked without access to the disk.
 
     Args:
-      workdir: `--workdir`, or nothing.
-      model: `--model`, or nothing.
-      checkpoint: `--checkpoint`, or nothing.
-      experiment: that of the command line.
-      given: its fields that were given there, by name.
-      file_given: whether a file of an experiment was given.
-      trust_code: `--trust_code`.
+      experiment: of the command line.
+      changes: its fields that were set there, by name.
+      from_file: the experiment was given as a file.
 
     Raises:
-      UserError: the flags do not go together.
+      UserError: the flags contradict each other.
     """
     if bool(workdir) == bool(model):
         both = "--workdir and --model name two models" if model else "neither --workdir nor --model says which model"
@@ -124,19 +118,107 @@ def request(
         raise UserError(f"--trust_code is for runs, of --model={model} no code is called: leave it out")
     if checkpoint not in ("", LATEST, BEST) and not (checkpoint.isascii() and checkpoint.isdigit()):
         raise UserError(f"--checkpoint={checkpoint} is not understood: use latest, best, or the number of an update")
-    if workdir and file_given:
+    if workdir and from_file:
         raise UserError("the experiment of --workdir is in the run folder: leave out --config, and set single fields")
-    for name in given:
+    for name in changes:
         if not name.startswith(CHANGEABLE):
             raise UserError(
                 f"--{name} changes nothing once a model is trained: leave it out "
                 f"(--config.data.* and --config.eval.batch_size can be set)"
             )
-    return ModelRequest(workdir, model, checkpoint, validation.validate(experiment), dict(given), trust_code)
+    return ModelRequest(workdir, model, checkpoint, validation.validate(experiment), dict(changes), trust_code)
+
+
+# -- the experiment -----------------------------------------------------------
+
+
+def read_experiment(request: ModelRequest) -> config.Experiment:
+    """Reads the experiment that the model was trained with, and applies the request's changes.
+
+    Raises:
+      UserError: there is no such run or file, its experiment cannot be used, or it names functions and is not the
+        user's own work.
+    """
+    path = request.path
+    if request.model:
+        if path.suffix != ".keras" or not path.is_file():
+            why = "is a folder: give it as --workdir" if path.is_dir() else "is not a file that ends in .keras"
+            raise UserError(f"--model={path} {why if path.exists() else 'does not exist'}")
+        return request.experiment
+    experiment = _recorded(request, path)
+    for name, value in request.changes.items():
+        owner: Any = experiment
+        *groups, field = name.split(".")[1:]
+        for group in groups:
+            owner = getattr(owner, group)
+        setattr(owner, field, value)
+    # The files that its training began with may no longer exist.
+    experiment.model.weights = ""
+    if experiment.model.name.endswith(config.FILE) and (path / MODEL).is_file():
+        # The layers come from this file, also where the weights are from a checkpoint.
+        integrity.check_trusted(path, request.name, [MODEL])
+        experiment.model.name = str(path / MODEL)
+    return validation.validate(experiment)
+
+
+def _recorded(request: ModelRequest, path: pathlib.Path) -> config.Experiment:
+    """Reads the experiment of a run folder, and checks that its functions may be called."""
+    try:
+        with local_files.opened(path / own_work.EXPERIMENT) as file:
+            owner, content = os.fstat(file.fileno()).st_uid, file.read(local_files.MOST)
+        fields = json.loads(content)
+    except (OSError, ValueError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict):
+        raise UserError(f"--workdir={request.name} holds no run (no experiment.json that can be read): check the path")
+    if not request.checkpoint:  # which is compared with its own record
+        integrity.check_trusted(path, request.name)
+    experiment = experiment_from(fields, str(path / own_work.EXPERIMENT))
+    experiment.data.name = user_functions.as_now(experiment.data.name)
+    if not request.trust_code:
+        changed = tuple(name.removeprefix("config.") for name in request.changes)
+        own_work.check(path, content, owner, experiment, changed, request.name)
+    return experiment
+
+
+def other_data(request: ModelRequest) -> bool:
+    """Tells whether the request names another data set than that of the run."""
+    name = request.changes.get("config.data.name")
+    recorded = RunFolder(str(request.path), writes=False).earlier() or {}
+    return name is not None and (bool(request.model) or name != recorded.get("data", {}).get("name"))
+
+
+def experiment_from(fields: dict[str, Any], what: str = "the experiment") -> config.Experiment:
+    """Returns the experiment from its `dataclasses.asdict`; missing fields of earlier versions get their defaults.
+
+    Args:
+      what: the source of the fields, for messages.
+
+    Raises:
+      UserError: a field is unknown or has an invalid value.
+    """
+    return _from_dict(config.Experiment, fields, what)
+
+
+def _from_dict(kind: type[T], fields: dict[str, Any], what: str) -> T:
+    instance = kind()
+    for name, value in fields.items():
+        name = config.current_name(name)
+        if not hasattr(instance, name):
+            raise UserError(f"{what} has a field {name!r}, which this tfdist does not know: use the version of the run")
+        default = getattr(instance, name)
+        nested = dataclasses.is_dataclass(default)
+        if not isinstance(value, dict if nested else str if isinstance(default, str) else (int, float)):
+            raise UserError(f"{what} has {name}={value!r}, which it cannot have been written with: copy it back")
+        setattr(instance, name, _from_dict(type(default), value, what) if isinstance(value, dict) else value)
+    return instance
+
+
+# -- the weights ----------------------------------------------------------------
 
 
 def load(path: pathlib.Path) -> keras.Model:
-    """Loads a `.keras` file of Keras' own layers and registered ones: safe mode runs no code out of it.
+    """Loads a `.keras` file of Keras' own and registered layers: safe mode runs no code in it.
 
     Raises:
       UserError: it cannot be read, or needs code that is not registered.
@@ -157,31 +239,28 @@ def load(path: pathlib.Path) -> keras.Model:
         ) from error
 
 
-# -- weights ----------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Weights:
-    """What to put into the model, on the chief."""
+    """Weights of a model, on the chief."""
 
     source: str
-    """Where they are from, for a person."""
+    """File or checkpoint, for messages."""
     arrays: list[np.ndarray]
     """In the order of `model.weights`."""
 
 
 def read_weights(asked: ModelRequest, experiment: config.Experiment, build: Callable[[], keras.Model]) -> Weights:
-    """Reads the weights of a run, and makes sure that they are the ones that it has written.
+    """Reads the weights of a run, and checks that they are as it has written them.
 
     Args:
-      build: makes the model anew, with any weights.
+      build: builds the model, with any weights.
 
     Raises:
-      UserError: there are none, they are damaged, or they are of another model.
+      UserError: there are none, they are damaged, or they do not match the model.
     """
     import tensorflow as tf
 
-    # A model of its own, on the host: it leaves the strategy's variables alone, which are assigned on all workers.
+    # A separate model on the host leaves the strategy's variables alone, which are assigned on all workers.
     with tf.device("CPU:0"):
         plain = build()
         if asked.checkpoint:
@@ -195,13 +274,9 @@ def _from_file(asked: ModelRequest, plain: keras.Model) -> Weights:
 
     path = asked.path / MODEL
     if not path.is_file():
-        checkpoints = files.found(asked.path / "checkpoints")
-        hint = (
-            "use its newest checkpoint with --checkpoint=latest"
-            if checkpoints
-            else "it has no checkpoint either: train it"
-        )
-        raise UserError(f"{asked.name} has no {MODEL} yet: {hint}")
+        some = files.found(asked.path / "checkpoints")
+        fix = "use its newest checkpoint with --checkpoint=latest" if some else "it has no checkpoint either: train it"
+        raise UserError(f"{asked.name} has no {MODEL} yet: {fix}")
     try:
         result = json.loads(local_files.content(asked.path / "result.json"))
         expected = str(result["weights_sha256"])
@@ -209,7 +284,7 @@ def _from_file(asked: ModelRequest, plain: keras.Model) -> Weights:
         expected = ""
     if not expected:
         raise UserError(
-            f"{asked.name}{'/'}result.json does not tell the checksum of {MODEL}, so the run has not ended well: "
+            f"{asked.name}/result.json has no checksum of {MODEL}, so the run has not completed: "
             f"use --checkpoint=latest, or --model={asked.shown(path)} for that file as it is"
         )
     _check_archive(path, asked.shown(path))
@@ -223,18 +298,14 @@ def _from_file(asked: ModelRequest, plain: keras.Model) -> Weights:
         ) from error
     if recorder.fingerprint(plain)[0] != expected:
         raise UserError(
-            f"{asked.shown(path)} has other weights than result.json tells (weights_sha256): it is of another run, or "
+            f"{asked.shown(path)} has other weights than result.json (weights_sha256): it is of another run, or "
             "damaged: use --checkpoint=latest, or train again"
         )
     return Weights(asked.shown(path), list(plain.get_weights()))
 
 
 def _check_archive(path: pathlib.Path, shown: str) -> None:
-    """Reads a file of Keras to its end: HDF5's reader, in the midst of damaged bytes, ends the process by a signal.
-
-    Raises:
-      UserError: it is damaged, or no such file.
-    """
+    """Reads a `.keras` file to its end: HDF5's reader of damaged bytes ends the process by a signal."""
     try:
         with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()
@@ -246,17 +317,21 @@ def _check_archive(path: pathlib.Path, shown: str) -> None:
 
 
 def _from_checkpoint(asked: ModelRequest, experiment: config.Experiment, plain: keras.Model) -> Weights:
-    """Reads the weights at a checkpoint, as the run would have ended with them there."""
+    """Reads the weights of a checkpoint, as the run would have ended with them."""
     from tfdist.checkpoints import training_state
 
     folder = asked.path / "checkpoints"
     paths = files.found(folder)
     if not paths:
         raise UserError(f"there is no checkpoint in {asked.shown(folder)}: leave out --checkpoint, or check --workdir")
-    if asked.checkpoint == BEST:
-        paths = _at(_best_update(paths, experiment, asked.storage), BEST, paths)
-    elif asked.checkpoint != LATEST:
-        paths = _at(int(asked.checkpoint), asked.checkpoint, paths)
+    if asked.checkpoint != LATEST:
+        best = asked.checkpoint == BEST
+        update = _best_update(paths, experiment, asked.storage) if best else int(asked.checkpoint)
+        chosen = [path for path in paths if files.update_of(path) == update]
+        if not chosen:
+            updates = ", ".join(str(files.update_of(path)) for path in reversed(paths))
+            raise UserError(f"--checkpoint={asked.checkpoint} is not there: the updates that have one are {updates}")
+        paths = chosen
     for path in paths:
         content = resume.load(path, asked.storage)
         if content is not None:
@@ -270,35 +345,21 @@ def _from_checkpoint(asked: ModelRequest, experiment: config.Experiment, plain: 
 
 
 def _best_update(paths: list[pathlib.Path], experiment: config.Experiment, storage: Disk) -> int | None:
-    """Returns the update of the best checkpoint, as the newest valid one knows it."""
+    """Returns the update of the best checkpoint, which the newest valid one records."""
     if not experiment.checkpoint.best:
-        raise UserError("--checkpoint=best, and the run has not looked for it (checkpoint.best): use latest")
+        raise UserError("--checkpoint=best, and the run has not recorded it (checkpoint.best): use latest")
     newest = next((content for path in paths if (content := resume.load(path, storage))), None)
     return newest.state["best"]["update"] if newest else None
 
 
-def _at(update: int | None, name: str, paths: list[pathlib.Path]) -> list[pathlib.Path]:
-    """Returns the checkpoints of an update, which `--checkpoint` calls by this name.
-
-    Raises:
-      UserError: there is none.
-    """
-    return [path for path in paths if files.update_of(path) == update] or _no_such(name, paths)
-
-
-def _no_such(name: str, paths: list[pathlib.Path]) -> NoReturn:
-    updates = ", ".join(str(files.update_of(path)) for path in reversed(paths))
-    raise UserError(f"--checkpoint={name} is not there: the updates that have one are {updates}")
-
-
 @contextlib.contextmanager
 def _optimizer_left_out() -> Iterator[None]:
-    """Keeps Keras from warning that an optimizer is another one: nothing is going to be updated."""
+    """Suppresses Keras' warning about another optimizer: nothing is going to be updated."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Skipping variable loading for optimizer")
         yield
 
 
 def line(error: BaseException) -> str:
-    """Returns what an error of another library says, in one line."""
+    """Returns the message of another library's error, in one line."""
     return one_line(error, 200) or type(error).__name__

@@ -1,10 +1,9 @@
-"""What a classifier gets wrong: which classes it takes for which, and its worst examples. NumPy only."""
+"""A classifier's mistakes: which classes it confuses, and its worst examples. NumPy only."""
 
 from __future__ import annotations
 
 import dataclasses
 import heapq
-from typing import NamedTuple
 
 import numpy as np
 
@@ -14,10 +13,10 @@ WORST = 24
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Example:
-    """One example that the model finds hard."""
+    """One example with a high loss."""
 
     row: int
-    """Its place in the data set."""
+    """Its index in the data set."""
     label: int
     prediction: int
     probability: float
@@ -30,17 +29,9 @@ class Example:
     """The same as a picture to show."""
 
 
-class Mistake(NamedTuple):
-    """How often one class is taken for another."""
-
-    label: int
-    prediction: int
-    times: int
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Findings:
-    """How the predictions compare with the labels."""
+    """Predictions compared with labels."""
 
     classes: int
     labels: np.ndarray
@@ -52,9 +43,9 @@ class Findings:
     left_out: int = 0
     """Examples that do not count: a score that is not finite, or a label that is no class."""
     partial: bool = False
-    """There were more examples than were looked at."""
+    """There were more examples than were examined."""
     names: tuple[str, ...] = ()
-    """Names of the classes, where they have some."""
+    """Names of the classes, if they have any."""
 
     @property
     def accuracy(self) -> float:
@@ -66,25 +57,25 @@ class Findings:
         both = self.labels.astype(np.int64) * self.classes + self.predictions
         return np.bincount(both, minlength=self.classes**2).reshape(self.classes, self.classes)
 
-    def mistakes(self, most: int) -> list[Mistake]:
-        """Returns the most frequent mistakes, the most frequent first."""
+    def mistakes(self, most: int) -> list[tuple[int, int, int]]:
+        """Returns label, prediction and count of the most frequent mistakes, the most frequent first."""
         wrong = self.labels != self.predictions
         pairs, counts = np.unique(np.stack([self.labels, self.predictions])[:, wrong], axis=1, return_counts=True)
         order = np.argsort(-counts, kind="stable")[:most]
-        return [Mistake(int(pairs[0, i]), int(pairs[1, i]), int(counts[i])) for i in order]
+        return [(int(pairs[0, i]), int(pairs[1, i]), int(counts[i])) for i in order]
 
     def name(self, number: int) -> str:
-        """Returns what to call a class."""
+        """Returns the name of a class, or its number."""
         return self.names[number] if number < len(self.names) else str(number)
 
 
 class Tally:
-    """Adds up findings piece by piece, so that no more images are held than are kept.
+    """Accumulates findings batch by batch, so that no more images are held than are kept.
 
     Args:
-      classes: number of them.
+      classes: their number.
       from_logits: the scores are logits; else probabilities.
-      worst: how many of the worst examples to keep.
+      worst: number of worst examples to keep.
     """
 
     def __init__(self, classes: int, from_logits: bool, worst: int = WORST):
@@ -95,7 +86,7 @@ class Tally:
         self._rows = self._left_out = 0
 
     def add(self, labels: np.ndarray, scores: np.ndarray, images: np.ndarray | None = None) -> None:
-        """Takes in the next examples.
+        """Adds the next examples.
 
         Args:
           labels: [n] class numbers.
@@ -127,7 +118,7 @@ class Tally:
         self._left_out += len(count) - len(rows)
 
     def findings(self, partial: bool = False, names: tuple[str, ...] = ()) -> Findings:
-        """Returns what all the examples together show."""
+        """Returns the findings of all examples."""
         return Findings(
             classes=self._classes,
             labels=np.concatenate([np.zeros(0, np.int64), *self._labels]),
@@ -140,7 +131,7 @@ class Tally:
 
 
 def log_probabilities(scores: np.ndarray, from_logits: bool) -> np.ndarray:
-    """Returns [n, classes] logarithms of the probabilities that scores stand for."""
+    """Returns [n, classes] logarithms of the probabilities that scores represent."""
     if not from_logits:
         scores = np.log(np.clip(scores, 1e-300, None))  # not of 0, which is minus infinity
     scores = scores - scores.max(1, keepdims=True) if len(scores) else scores
@@ -148,6 +139,6 @@ def log_probabilities(scores: np.ndarray, from_logits: bool) -> np.ndarray:
 
 
 def look_like_probabilities(scores: np.ndarray) -> bool:
-    """Whether each row is a distribution, where the loss does not tell."""
-    known = scores[np.isfinite(scores).all(1)]
-    return bool(len(known)) and bool((known >= 0).all()) and bool(np.allclose(known.sum(1), 1, atol=1e-2))
+    """Tells whether each row is a distribution, where the loss does not specify it."""
+    finite = scores[np.isfinite(scores).all(1)]
+    return bool(len(finite)) and bool((finite >= 0).all()) and bool(np.allclose(finite.sum(1), 1, atol=1e-2))

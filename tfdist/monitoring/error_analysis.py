@@ -1,4 +1,4 @@
-"""Looks through a trained classifier's predictions for the report."""
+"""Analyzes a trained classifier's predictions for the report."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tfdist.monitoring import confusion
 from tfdist.trainer import evaluation
 
 LIMIT = 10_000
-"""Examples that are looked at, from the first on."""
+"""Number of first examples that are analyzed."""
 SCORES = 20_000_000
-"""Scores that are held at most: fewer examples where there are very many classes."""
+"""Maximum number of scores held: fewer examples where there are very many classes."""
 PICTURE = 96
-"""Pixels that a picture has at most in either direction."""
+"""Maximum height and width of a picture, in pixels."""
 _PIECE = 128
 
 
@@ -35,7 +35,7 @@ def of_run(
     shards: int = 0,
     limit: int = LIMIT,
 ) -> confusion.Findings | None:
-    """Finds what a classifier gets wrong on its evaluation data. Every worker must call this.
+    """Analyzes a classifier's mistakes on its evaluation data. Every worker must call this.
 
     No run fails for it, except where one worker of several cannot predict and the others would wait for it.
 
@@ -43,15 +43,15 @@ def of_run(
       source: inputs and targets: class numbers, or one-hot rows.
       batch_size: global batch of arrays.
       shards: of each batch; 0 for one per replica.
-      limit: examples to look at.
+      limit: number of examples to analyze.
 
     Returns:
-      None on workers other than the chief, and where there are no classes, the model gives anything but one score
-      per class, or the data come in another order each time, so that no target can be told to belong to an output.
+      None on workers other than the chief, and where there are no classes, the model does not output one score per
+      class, or the data have another order each time, so that targets cannot be matched to outputs.
     """
-    if spec.classes is None or spec.classes < 2 or not _scores(model, spec.classes):
+    if spec.classes is None or spec.classes < 2 or not _outputs_scores(model, spec.classes):
         return None
-    lost = lambda error: logger.info(f"WARNING: no look at the mistakes: {type(error).__name__}: {error}")
+    lost = lambda error: logger.info(f"WARNING: no analysis of mistakes: {type(error).__name__}: {error}")
     first, partial, usable = source, False, False
     try:
         first, partial = source.head(min(limit, max(1, SCORES // spec.classes)))
@@ -62,7 +62,7 @@ def of_run(
         return None
     try:
         batch = first.requested_batch(None, batch_size)
-        scores = evaluation.predict(  # the training has asked whether replicas agree
+        scores = evaluation.predict(  # the training has run the equivalence check
             model, first, batch, 0, distribution=distribution, virtual_replicas=shards, check_agreement="off"
         )
     except Exception as error:
@@ -73,8 +73,11 @@ def of_run(
     if not distribution.is_chief:
         return None
     try:
-        with distribution.peers.during("saving"):  # no stall, though nothing is heard for long
-            findings = _findings(first, scores, spec, _from_logits(model, scores))
+        from_logits = getattr(getattr(model, "loss", None), "from_logits", None)
+        if from_logits is None:
+            from_logits = not confusion.look_like_probabilities(scores)
+        with distribution.peers.during("saving"):  # no stall, though it may take long
+            findings = _findings(first, scores, spec, bool(from_logits))
     except Exception as error:
         lost(error)
         return None
@@ -82,7 +85,7 @@ def of_run(
 
 
 def _findings(source: sources.Source, scores: np.ndarray, spec: Spec, from_logits: bool) -> confusion.Findings | None:
-    """Sets the scores beside the targets, and makes pictures of the worst examples."""
+    """Compares the scores with the targets, and makes pictures of the worst examples."""
     if scores.shape[1:] != (spec.classes,):
         return None
     tally = confusion.Tally(scores.shape[1], from_logits)
@@ -91,7 +94,8 @@ def _findings(source: sources.Source, scores: np.ndarray, spec: Spec, from_logit
         labels = _labels(y, scores.shape[1])
         if labels is None:
             return None
-        tally.add(labels, scores[row : row + len(labels)], x if _images(x) else None)
+        images = isinstance(x, np.ndarray) and x.ndim == 4 and x.shape[-1] in (1, 3) and min(x.shape[1:3]) > 1
+        tally.add(labels, scores[row : row + len(labels)], x if images else None)
         row += len(labels)
     findings = tally.findings(names=spec.names)
     pictures = (e if e.pixels is None else dataclasses.replace(e, png=png(e.pixels, spec)) for e in findings.worst)
@@ -99,10 +103,7 @@ def _findings(source: sources.Source, scores: np.ndarray, spec: Spec, from_logit
 
 
 def png(pixels: np.ndarray, spec: Spec) -> bytes:
-    """Draws an input as a small picture, PNG.
-
-    Whole numbers are scaled as for the models, others from the lowest to the highest.
-    """
+    """Encodes an input as a small PNG; integers are scaled as for the models, others by their own range."""
     image = np.nan_to_num(pixels.astype(np.float64))
     whole = np.issubdtype(np.dtype(spec.dtype), np.integer)
     low, high = (0.0, spec.maximum) if whole else (image.min(), image.max())
@@ -114,17 +115,17 @@ def png(pixels: np.ndarray, spec: Spec) -> bytes:
     return tf.io.encode_png(np.round(255 * image).astype(np.uint8)).numpy()
 
 
-def _scores(model: keras.Model, classes: int) -> bool:
-    """Whether the model gives one score per class, as far as can be told without calling it."""
+def _outputs_scores(model: keras.Model, classes: int) -> bool:
+    """Tells whether the model may output one score per class, without calling it."""
     try:
         shape = model.output_shape
-    except (AttributeError, ValueError):  # a model that is a class of its own
+    except (AttributeError, ValueError):  # a subclassed model
         return True
     return isinstance(shape, tuple) and len(shape) == 2 and shape[1] in (classes, None)
 
 
 def _labels(y: Structure, classes: int) -> np.ndarray | None:
-    """Returns [n] class numbers, or None where targets are something else, such as sequences."""
+    """Returns [n] class numbers, or None for other targets, such as sequences."""
     if not isinstance(y, np.ndarray):
         return None
     if y.shape[1:] == (classes,) and ((y == 0) | (y == 1)).all() and (y.sum(1) == 1).all():
@@ -132,13 +133,3 @@ def _labels(y: Structure, classes: int) -> np.ndarray | None:
     if y.shape[1:] in ((), (1,)) and np.issubdtype(y.dtype, np.integer):
         return y.reshape(-1).astype(np.int64)
     return None
-
-
-def _images(x: Structure) -> bool:
-    return isinstance(x, np.ndarray) and x.ndim == 4 and x.shape[-1] in (1, 3) and min(x.shape[1:3]) > 1
-
-
-def _from_logits(model: keras.Model, scores: np.ndarray) -> bool:
-    """Whether scores are logits, which the loss says; where it does not, scores that are no probabilities are."""
-    known = getattr(getattr(model, "loss", None), "from_logits", None)
-    return not confusion.look_like_probabilities(scores) if known is None else bool(known)

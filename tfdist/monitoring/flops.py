@@ -1,10 +1,8 @@
-"""How many floating-point operations a model takes for an example, and how many its devices could do.
+"""Floating-point operations of a model per example, and the peak of its devices.
 
-Counted are the multiplications and additions of matrix products and
-convolutions in the forward pass, three times: the backward pass makes one such
-product for the inputs and one for the weights. That is what is called model
-FLOPs (Chowdhery et al., *PaLM*, 2022, appendix B); element-wise operations do
-not count.
+Model FLOPs (Chowdhery et al., *PaLM*, 2022, appendix B) are the multiplications and additions of matrix products and
+convolutions in the forward pass, three times: the backward pass makes one such product for the inputs and one for the
+weights. Element-wise operations do not count.
 """
 
 from __future__ import annotations
@@ -36,10 +34,10 @@ PEAKS = {
 
 
 def peak(device: str, precision: str) -> float | None:
-    """Returns the FLOP/s that a GPU of this name can do at most, or None if it is not known.
+    """Returns the peak FLOP/s of a GPU, or None if it is not known.
 
     Args:
-      device: the name that nvidia-smi gives it, such as `NVIDIA A100-SXM4-80GB`.
+      device: its name in nvidia-smi, such as `NVIDIA A100-SXM4-80GB`.
       precision: `train.precision`.
     """
     words = device.replace("-", " ")
@@ -49,14 +47,14 @@ def peak(device: str, precision: str) -> float | None:
     return None
 
 
-class Work:
-    """What a run computes, and what its devices could.
+class FlopsModel:
+    """The model FLOPs of a run, and the peak of its devices.
 
     Args:
-      model: the one that is trained.
-      source: what it is trained on.
+      model: under training.
+      source: training data.
       gpus: names of this worker's, none for a CPU.
-      workers: all with as many GPUs of the same kind.
+      workers: all with the same GPUs.
       precision: `train.precision`.
     """
 
@@ -73,7 +71,7 @@ class Work:
         """Traces the model; on the main thread, between two calls."""
         self.per_example = per_example(self._model, self._source.specs[0])
 
-    def measures(self, examples_per_second: float | None) -> dict[str, Any]:
+    def rates(self, examples_per_second: float | None) -> dict[str, Any]:
         """Returns `flops_per_example`, `flops_per_second` and `flops_share` of the peak."""
         per = self.per_example
         rate = per * examples_per_second if per and examples_per_second else None
@@ -82,7 +80,7 @@ class Work:
 
 
 def words(rate: float, share: float | None) -> str:
-    """Returns a speed as a person reads it: `3.1 TFLOP/s, 42 % of the devices' peak`."""
+    """Formats a speed: `3.1 TFLOP/s, 42 % of the devices' peak`."""
     power = min(4, max(0, math.floor(math.log10(rate) / 3)))
     of = "" if share is None else f", {100 * share:.0f} % of the devices' peak"
     return f"{rate / 1000**power:.3g} {('', 'k', 'M', 'G', 'T')[power]}FLOP/s{of}"
@@ -96,13 +94,13 @@ def per_example(model: keras.Model, inputs: Structure) -> int | None:
       inputs: a structure of arrays or tensors, [examples, ...].
 
     Returns:
-      None for a model whose work the graph of one forward pass does not show, such as one with a loop.
+      None for a model whose FLOPs the graph of one forward pass does not show, such as one with a loop.
     """
     specs = keras.tree.map_structure(lambda c: tf.TensorSpec((1, *c.shape[1:]), c.dtype), inputs)
     try:
         graph = tf.function(lambda x: model(x, training=False), autograph=False).get_concrete_function(specs).graph
         forward = _of_graph(graph)
-    except Exception:  # any model is allowed to be one that cannot be traced like this
+    except Exception:  # not every model can be traced like this
         return None
     return None if forward is None else 3 * forward
 

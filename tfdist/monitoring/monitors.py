@@ -1,8 +1,13 @@
-"""Who watches a run, besides its recorder: the display, the timeline with TensorBoard, the profiler."""
+"""The recorder of a run and the sinks of its measurements: display, timeline, TensorBoard, profiler."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+import pathlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -10,77 +15,84 @@ import tensorflow as tf
 from tfdist import config
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.config import field_syntax
+from tfdist.config.messages import logger
 from tfdist.config.runtime_options import DisplayOptions
 from tfdist.config.schedule import Plan
+from tfdist.distributed.gpus import DriverGPU
 from tfdist.monitoring import progress
-from tfdist.monitoring.flops import Work
+from tfdist.monitoring.flops import FlopsModel
 from tfdist.monitoring.profiler import Profiler
-from tfdist.monitoring.recorder import Recorder
-from tfdist.monitoring.system_usage import Usage, peak_memory
-from tfdist.monitoring.tensorboard import Board
-from tfdist.monitoring.timeline import Timeline
+from tfdist.monitoring.recorder import TIMELINE, Recorder, learning_rate, until
+from tfdist.monitoring.segments import Segments
+from tfdist.monitoring.system_usage import Sample, Usage, peak_memory
+from tfdist.trainer.callbacks import Callback
+from tfdist.trainer.timing import INPUT_LIMIT, Call, Spent
+
+if TYPE_CHECKING:
+    from tensorboard.compat.proto import event_pb2
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+EVERY_S = 0.5
+"""Seconds between two samples at the beginning of a run."""
+THINNING = 400
+"""Later the interval is the run's seconds divided by this: a day has 2,000 samples, not 86,400."""
+JUDGED_S = 3.0
+"""Seconds of training before a warning."""
+FLUSH_S = 10
 
 
-class Watching:
-    """The watchers of one run on one worker.
+class Monitors:
+    """The monitors of one run on one worker; those other than the chief's only keep step with it.
 
     Args:
-      display: which of them are wanted.
-      folder: the run's.
-      recorder: its callbacks come before theirs.
-      plan: the run's.
-      is_chief: the others only keep step with it.
-      work: what the run computes.
+      display: which monitors to start.
+      gpus: this worker's.
+      flops: of the model.
+      profiled: first and last update of the profile, (0, 0) for none.
     """
 
     def __init__(
         self,
         display: DisplayOptions,
         folder: RunFolder,
-        recorder: Recorder,
+        experiment: config.Experiment,
         plan: Plan,
-        is_chief: bool,
-        work: Work,
+        flops: FlopsModel,
+        is_chief: bool = True,
+        gpus: Sequence[DriverGPU] = (),
+        segments: Segments | None = None,
+        profiled: tuple[int, int] = (0, 0),
     ):
-        self._display, self._folder, self._recorder, self._plan = display, folder, recorder, plan
-        self._is_chief, self._work = is_chief, work
-        self.callbacks: list[keras.callbacks.Callback] = []
-
-    def start(self, experiment: config.Experiment, gpus: list[int], profiled: tuple[int, int]) -> None:
-        """Makes the callbacks.
-
-        Args:
-          gpus: numbers of this worker's GPUs, as the driver counts.
-          profiled: first and last update of the profile, (0, 0) for none.
-        """
-        display, folder, recorder = self._display, self._folder, self._recorder
-        if self._is_chief:
-            usage = Usage(tuple(gpus))
+        self._flops = flops
+        self.recorder = Recorder(folder, plan, segments)
+        self.callbacks: list[keras.callbacks.Callback] = [self.recorder]  # whose values the others read
+        if is_chief:
+            usage = Usage(tuple(gpu.number for gpu in gpus))
             board = Board(folder.path / "tensorboard") if display.tensorboard else None
-            self.callbacks += progress.create(display.progress, self._plan, usage.latest)
+            self.callbacks += progress.create(display.progress, plan, usage.latest)
             fields = config.flat(experiment)
-            self.callbacks.append(Timeline(folder, recorder, usage, self._work, fields, board, advice(experiment)))
+            self.callbacks.append(Timeline(folder, self.recorder, usage, flops, fields, board, advice(experiment)))
         if profiled[1]:
-            self.callbacks.append(Profiler(*profiled, recorder, folder.path, self._is_chief))
+            self.callbacks.append(Profiler(*profiled, self.recorder, folder.path, is_chief))
 
-    def totals(self, examples_per_second: float | None) -> dict[str, Any]:
-        """Returns what `result.json` holds of memory and FLOPs."""
+    def totals(self) -> dict[str, Any]:
+        """Returns the fields of `result.json` about memory and FLOPs."""
         gpus = tf.config.list_logical_devices("GPU")
         peaks = [tf.config.experimental.get_memory_info(gpu.name)["peak"] for gpu in gpus]
         return {
             "peak_memory_bytes": peak_memory(),
             "peak_device_memory_bytes": max(peaks, default=None),
-            **self._work.measures(examples_per_second),
+            **self._flops.rates(self.recorder.examples_per_second),
         }
 
     def stop(self) -> None:
-        """Ends what threads and terminals they hold; also after an error."""
+        """Ends their threads, and restores the terminal; also after an error."""
         for callback in self.callbacks:
             getattr(callback, "stop", lambda: None)()
 
 
 def advice(experiment: config.Experiment) -> str:
-    """Says what to do when training waits for this experiment's data."""
+    """Returns what to change when training waits for this experiment's data."""
     if field_syntax.is_reference(experiment.data.name) and not field_syntax.files(experiment.data.name):
         return f"make the pipeline of {experiment.data.name} parallel (num_parallel_calls), or return arrays"
     if experiment.data.cache != "memory":
@@ -88,3 +100,207 @@ def advice(experiment: config.Experiment) -> str:
             "--config.data.cache=memory keeps the decoded examples, if they fit; else more CPU cores, or smaller images"
         )
     return "use more CPU cores for it (--threads)"
+
+
+class Timeline(Callback):
+    """Samples a run; on the chief only.
+
+    Args:
+      folder: where `timeline.jsonl` goes.
+      recorder: counts updates and time; its callbacks run before these.
+      usage: samples the machine.
+      flops: of the model.
+      experiment: fields by name, for TensorBoard.
+      board: TensorBoard's files, or None.
+      advice: what to change when the input is too slow.
+    """
+
+    takes_many_updates = True
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        recorder: Recorder,
+        usage: Usage,
+        flops: FlopsModel,
+        experiment: Mapping[str, str],
+        board: Board | None,
+        advice: str,
+    ):
+        super().__init__()
+        self._folder, self._recorder, self._usage, self._board = folder, recorder, usage, board
+        self._flops, self._experiment, self._advice = flops, experiment, advice
+        self._window, self._all = Spent(), Spent()
+        self._examples = 0
+        self._norm: float | None = None
+        self._last = -math.inf
+        self._opened = self._warned = False
+
+    def get_state(self) -> dict:
+        """Nothing: the recorder keeps it."""
+        return {}
+
+    def set_state(self, state: dict) -> None:
+        """Resumes from a checkpoint: later samples are dropped."""
+        self._folder.cut(TIMELINE, lambda line: until(line, self._recorder.updates))
+        if not self._opened:
+            self._open()
+            self._mark("resumed")
+
+    def on_checkpoint(self, update: int) -> None:
+        self._mark("checkpoint")
+
+    def on_rollback(self, update: int, skipped: list[int]) -> None:
+        self._mark("rollback")
+
+    def on_train_begin(self, logs=None):
+        self._usage.start()
+
+    def on_call(self, call: Call) -> None:
+        """Adds up the time and examples of a call."""
+        self._norm = call.gradient_norm
+        if call.steady:
+            self._examples += call.examples
+            self._window += call.spent
+            self._all += call.spent
+
+    def on_train_batch_end(self, batch, logs=None):
+        now = time.monotonic()
+        if now - self._last >= max(EVERY_S, (now - self._recorder.begun) / THINNING):
+            self._sample(now, logs or {})
+
+    def on_epoch_end(self, epoch, logs=None):
+        logs = logs or {}
+        if self._board and any(name.startswith("val_") for name in logs):
+            validation = {name.removeprefix("val_"): v for name, v in logs.items() if name.startswith("val_")}
+            self._board.scalars("validation", self._recorder.updates, validation)
+
+    def on_train_end(self, logs=None):
+        if self._examples:
+            self._sample(time.monotonic(), logs or {})
+
+    def stop(self) -> None:
+        """Ends the threads; also after an error."""
+        self._usage.stop()
+        if self._board:
+            self._board.close()
+
+    def _open(self) -> None:
+        if self._opened:
+            return
+        self._opened = True
+        self._flops.count()
+        if self._board:
+            self._board.begin(self._recorder.updates, self._experiment)
+
+    def _sample(self, now: float, logs: Mapping[str, object]) -> None:
+        self._open()
+        metrics = {name: v for name, v in logs.items() if isinstance(v, (int, float)) and not name.startswith("val_")}
+        spent = self._window
+        rate = self._examples / spent.seconds if self._examples else None
+        rest = {
+            "learning_rate": learning_rate(self.model),
+            "gradient_norm": self._norm,
+            "examples_per_second": rate,
+            "flops_per_second": self._flops.rates(rate)["flops_per_second"],
+            "input": spent.share("input"),
+            "all_reduce": spent.share("all_reduce"),
+            "python": spent.share("python"),
+        }
+        usage = self._usage.latest()
+        line = {"updates": self._recorder.updates, "seconds": round(now - self._recorder.begun, 3)}
+        self._folder.append(TIMELINE, {**line, **metrics, **rest, **usage})
+        if self._board:
+            self._board.scalars("train", self._recorder.updates, {**metrics, **_grouped(rest, usage)})
+        self._last, self._window, self._examples = now, Spent(), 0
+        share = self._all.share("input") or 0.0
+        if share > INPUT_LIMIT and self._all.seconds > JUDGED_S and not self._warned:
+            self._warned = True
+            logger.info(f"WARNING: {100 * share:.0f} % of the time goes into waiting for input: {self._advice}")
+
+    def _mark(self, what: str) -> None:
+        line = {"updates": self._recorder.updates, "seconds": round(self._recorder.seconds, 3), "mark": what}
+        self._folder.append(TIMELINE, line)
+
+
+def _grouped(rest: Mapping[str, float | None], usage: Sample) -> dict[str, float | None]:
+    """Returns the samples under the names by which TensorBoard groups them."""
+    scalars: dict[str, float | None] = {"learning_rate": rest["learning_rate"], "gradient_norm": rest["gradient_norm"]}
+    scalars |= {f"speed/{name}": rest[name] for name in ("examples_per_second", "flops_per_second")}
+    scalars |= {f"share/{name}": rest[name] for name in ("input", "all_reduce", "python")}
+    scalars |= {"device/cores": usage["cpu"], "device/memory_bytes": usage["memory"]}
+    for gpu in usage["gpus"]:
+        scalars[f"device/gpu_{gpu['number']}_load"] = gpu["load"]
+        scalars[f"device/gpu_{gpu['number']}_memory_MiB"] = gpu["memory_used"]
+    return scalars
+
+
+class Board:
+    """Writes `tensorboard/train` and `tensorboard/validation` below `folder`, in threads of their own.
+
+    A disk that is full stops this and nothing else.
+    """
+
+    def __init__(self, folder: pathlib.Path):
+        self._folder = folder
+        self._writers: dict[str, EventFileWriter] = {}
+        self._broken = False
+        self._report = threading.excepthook
+
+    def begin(self, update: int, experiment: Mapping[str, str]) -> None:
+        """Writes the experiment, and invalidates what was written of later updates."""
+        from tensorboard.compat.proto import event_pb2
+        from tensorboard.plugins.text.summary_v2 import text_pb
+
+        threading.excepthook = self._thread_failed
+        rows = "".join(f"| {name.removeprefix('config.')} | `{value}` |\n" for name, value in experiment.items())
+        text = text_pb("experiment", f"| field | value |\n|---|---|\n{rows}")
+        for run in ("train", "validation"):  # TensorBoard drops what an earlier file has of this step and later ones
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._add(run, event_pb2.Event(wall_time=time.time(), step=update + 1, session_log=start))
+        self._add("train", event_pb2.Event(wall_time=time.time(), step=update, summary=text))
+
+    def scalars(self, run: str, update: int, values: Mapping[str, object]) -> None:
+        """Adds the numbers among `values` to a run, `train` or `validation`."""
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.plugins.scalar.summary_v2 import scalar_pb
+
+        summary = summary_pb2.Summary()
+        for name, value in values.items():
+            if isinstance(value, (int, float)):
+                summary.MergeFrom(scalar_pb(name, value))
+        self._add(run, event_pb2.Event(wall_time=time.time(), step=update, summary=summary))
+
+    def close(self) -> None:
+        """Flushes and closes the files."""
+        for writer in self._writers.values():
+            self._try(writer.close)
+        self._writers.clear()
+        if threading.excepthook == self._thread_failed:
+            threading.excepthook = self._report
+
+    def _add(self, run: str, event: event_pb2.Event) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        if self._broken:
+            return
+        if run not in self._writers:
+            self._try(lambda: self._writers.update({run: EventFileWriter(str(self._folder / run), 100, FLUSH_S)}))
+        if not self._broken:
+            self._try(lambda: self._writers[run].add_event(event))
+
+    def _thread_failed(self, failure: threading.ExceptHookArgs) -> None:
+        """Suppresses the traceback of a writer's thread: the next event raises its error here, for the warning.
+
+        A launcher would report the traceback as the cause of whatever fails next.
+        """
+        if "tensorboard" not in type(failure.thread).__module__:
+            self._report(failure)
+
+    def _try(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except Exception as error:  # of the disk, by way of TensorBoard's thread
+            if not self._broken:
+                logger.info(f"WARNING: {self._folder} cannot be written ({error}): training goes on without it")
+            self._broken = True

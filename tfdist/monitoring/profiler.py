@@ -1,4 +1,4 @@
-"""`--profile=FROM:TO`: a trace of some updates for TensorBoard's profiler, and what it says in a page of text."""
+"""`--profile=FROM:TO`: a trace of some updates for TensorBoard's profiler, and its summary as text."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ FILE = "profile.txt"
 class Profiler(Callback):
     """Traces the updates `first` to `last`, counted from 1.
 
-    To be given to all workers, so that their calls stay equally long; the chief's is traced.
+    All workers need it, so that their calls have the same length; the chief is traced.
 
     Args:
-      recorder: knows the updates; its callbacks come before these.
+      recorder: counts updates; its callbacks run before these.
       folder: the run's.
-      traces: whether this worker is the one that is traced.
+      traces: True on the chief.
     """
 
     takes_many_updates = True
@@ -44,7 +44,7 @@ class Profiler(Callback):
         self._running = self._over = False
 
     def limit_call(self, update: int) -> float:
-        """How many updates a call may make after `update` of them, so that one ends at each end of the trace."""
+        """Returns the number of updates per call after `update`, so that a call ends at each end of the trace."""
         ends = [end - update for end in (self._first - 1, self._last) if end > update]
         return min(ends, default=float("inf"))
 
@@ -54,15 +54,16 @@ class Profiler(Callback):
             return
         if done >= self._last:
             self._over = True
-            logger.info(f"WARNING: no profile: training went on from update {done}, behind --profile={self._range}")
+            where = f"--profile={self._first}:{self._last}"
+            logger.info(f"WARNING: no profile: training resumed from update {done}, after {where}")
         elif done >= self._first - 1 and not self._running:
             self._running = True
-            # Python's own calls are no part of the trace: each would cost more than what it calls.
+            # Without Python's calls: tracing one would cost more than the call.
             options = tf.profiler.experimental.ProfilerOptions(python_tracer_level=0)
             tf.profiler.experimental.start(str(self._folder / "tensorboard"), options)
 
     def on_call(self, call: Call) -> None:
-        """Adds up where the traced time goes."""
+        """Adds up the traced time by category."""
         if self._running and call.steady:
             self._spent += call.spent
             self._updates += call.updates
@@ -76,10 +77,6 @@ class Profiler(Callback):
         if self._running:
             self._finish()
 
-    @property
-    def _range(self) -> str:
-        return f"{self._first}:{self._last}"
-
     def _finish(self) -> None:
         self._running, self._over = False, True
         tf.profiler.experimental.stop()
@@ -92,11 +89,11 @@ class Profiler(Callback):
 
 
 def summary(trace: bytes, updates: int, spent: Spent) -> str:
-    """Writes down the split of the time, and the operations that cost most.
+    """Returns the split of the time, and the most expensive operations.
 
     Args:
       trace: an XSpace, as TensorFlow's profiler writes it.
-      updates: how many of the traced ones compiled nothing.
+      updates: number of traced updates in calls that compiled nothing.
       spent: on these.
     """
     times, counts, communication = operations(trace)
@@ -123,10 +120,7 @@ _ENTRIES = (("input", "input"), ("compute", "compute"), ("all_reduce", "all-redu
 
 
 def operations(trace: bytes) -> tuple[collections.Counter, collections.Counter, float]:
-    """Adds up seconds and executions by operation, and the seconds of those that communicate.
-
-    Those of the GPUs, where there are any; else those of the CPU.
-    """
+    """Returns seconds and executions by operation, and the seconds of communication, of the GPUs or else the CPU."""
     from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
     space = xplane_pb2.XSpace.FromString(trace)
@@ -137,7 +131,7 @@ def operations(trace: bytes) -> tuple[collections.Counter, collections.Counter, 
     for plane in devices or [p for p in space.planes if p.name.startswith("/host:CPU")]:
         for line in plane.lines:
             if devices and not line.name.startswith("Stream"):
-                continue  # the same kernels once more, grouped by what caused them
+                continue  # the same kernels again, grouped by their cause
             for event in line.events:
                 name = _operation(plane, event)
                 if name:
@@ -152,9 +146,9 @@ _WRAPPINGS = re.compile(r"(while|body|cond|then|else)(/_\d+)?/|replica_\d+/")
 
 
 def _operation(plane: xplane_pb2.XPlane, event: xplane_pb2.XEvent) -> str:
-    """Returns `layer/name (Type)` of an event that is an operation of TensorFlow, or nothing."""
+    """Returns `layer/name (Type)` of an event that is an operation of TensorFlow, else an empty string."""
     name = plane.event_metadata[event.metadata_id].name
-    for stat in event.stats:  # a kernel of a GPU says which operation it belongs to
+    for stat in event.stats:  # a GPU's kernel has the operation that it belongs to
         if plane.stat_metadata[stat.metadata_id].name == "tf_op":
             name = stat.str_value or plane.stat_metadata[stat.ref_value].name
     path, colon, kind = name.rpartition(":")

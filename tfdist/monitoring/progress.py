@@ -1,4 +1,4 @@
-"""What a person sees while it runs: a bar on a terminal, plain lines anywhere else."""
+"""Display of a run: a progress bar on a terminal, plain lines anywhere else."""
 
 from __future__ import annotations
 
@@ -23,28 +23,22 @@ from tfdist.trainer.timing import Call, Spent
 PLAIN_EVERY_S = 30.0
 """Seconds between plain lines within an epoch."""
 INPUT_SHOWN = 0.05
-"""Share of the time spent waiting for input from which on it is shown."""
+"""Least share of the time spent waiting for input that is shown."""
 
 
 def create(
     kind: str, plan: Plan, usage: Callable[[], Sample] = lambda: Sample(cpu=0.0, memory=0, gpus=[])
 ) -> list[keras.callbacks.Callback]:
-    """Makes the callbacks for `--progress`; none for `none`.
-
-    Args:
-      usage: what of the machine is in use, as `Usage.latest` tells it.
-    """
+    """Returns the callbacks for `--progress`; `usage` samples the machine, as `Usage.latest`."""
     if kind == "none":
         return []
-    # A cell of a notebook that runs a command gives it a terminal, but shows it as a file.
+    # A notebook's cell that runs a command gives it a terminal, but displays it as a file.
     terminal = sys.stdout.isatty() and "JPY_PARENT_PID" not in os.environ
-    if kind == "bar" or (kind == "auto" and terminal):
-        return [Bar(plan, usage)]
-    return [Plain(plan, usage)]
+    return [(Bar if kind == "bar" or (kind == "auto" and terminal) else Plain)(plan, usage)]
 
 
 def numbers(logs: Mapping[str, object] | None) -> str:
-    """Writes metrics in one short line, the loss first, each with its value on validation data."""
+    """Formats metrics in one short line, the loss first, each with its value on validation data."""
     values = {k: v for k, v in (logs or {}).items() if isinstance(v, (int, float))}
     names = sorted(values, key=lambda k: (k != "loss", k))
     return "  ".join(
@@ -60,15 +54,13 @@ def _number(value: float) -> str:
 
 
 def rate(per_second: float) -> str:
-    """Writes examples per second, in at most 9 characters."""
-    for size, unit in ((1e7, "M"), (1e5, "k")):
-        if per_second >= size:
-            return f"{per_second / (1e6 if unit == 'M' else 1e3):,.0f}{unit} ex/s"
-    return f"{per_second:,.0f} ex/s"
+    """Formats examples per second, in at most 9 characters."""
+    unit, size = ("M", 1e6) if per_second >= 1e7 else ("k", 1e3) if per_second >= 1e5 else ("", 1)
+    return f"{per_second / size:,.0f}{unit} ex/s"
 
 
 def fold(line: str) -> str:
-    """Breaks a line as the terminal is wide; anywhere else it stays as it is."""
+    """Breaks a line at the width of the terminal, if stdout is one."""
     if not sys.stdout.isatty():
         return line
     width = max(40, shutil.get_terminal_size().columns)
@@ -86,7 +78,7 @@ class _Display(Callback):
         self._spent = Spent()
 
     def _speed(self) -> str:
-        """Writes the speed of this epoch, and what holds it up."""
+        """Formats the speed of this epoch, and the share of input that slows it down."""
         seconds, updates = self._last - self._start, self._updates - self._before
         if seconds <= 0 or updates <= 0:
             return ""
@@ -95,7 +87,7 @@ class _Display(Callback):
         return rate(examples / seconds) + (f"  input {100 * waits:.0f}%" if waits >= INPUT_SHOWN else "")
 
     def _gpus(self) -> str:
-        """Writes load and memory of the GPUs together."""
+        """Formats load and memory of all GPUs."""
         gpus = self._usage()["gpus"]
         loads = [g["load"] for g in gpus if g["load"] is not None]
         used = [g["memory_used"] for g in gpus if g["memory_used"] is not None]
@@ -114,11 +106,7 @@ class _Display(Callback):
         return {"in_epoch": self._updates}
 
     def set_state(self, state: dict) -> None:
-        """Goes on from a checkpoint.
-
-        Raises:
-          ValueError: it is not what `get_state` returns.
-        """
+        """Resumes from a checkpoint; raises ValueError if the state is not what `get_state` returns."""
         if name := state_shape.misfit(state, {"in_epoch": state_shape.count}):
             raise ValueError(f"{name} is {state.get(name)!r}")
         self._updates = state["in_epoch"]
@@ -129,7 +117,7 @@ class _Display(Callback):
         self._spent = Spent()
 
     def on_call(self, call: Call) -> None:
-        """Adds up what the speed is made of."""
+        """Adds up the time by category."""
         self._spent += call.spent
 
     def on_train_batch_end(self, batch, logs=None):
@@ -146,12 +134,12 @@ class Plain(_Display):
     """A line per epoch, and one every half minute in long epochs."""
 
     def on_train_begin(self, logs=None):
-        self._said = time.perf_counter()
+        self._printed = time.perf_counter()
 
     def on_train_batch_end(self, batch, logs=None):
         super().on_train_batch_end(batch, logs)
-        if self._last - self._said >= PLAIN_EVERY_S:
-            self._said = self._last
+        if self._last - self._printed >= PLAIN_EVERY_S:
+            self._printed = self._last
             share = f"update {batch + 1}/{self._plan.updates_per_epoch}"
             done = self._updates - self._before
             left = (self._plan.updates - self._done) * (self._last - self._start) / done
@@ -160,11 +148,11 @@ class Plain(_Display):
 
     def on_epoch_end(self, epoch, logs=None):
         print(self._line(self._epoch(epoch), numbers(logs), self._speed(), self._gpus()), flush=True)
-        self._said, self._updates = time.perf_counter(), 0
+        self._printed, self._updates = time.perf_counter(), 0
 
 
 def clock(seconds: float) -> str:
-    """Writes seconds as `3:07` or `1:03:07`."""
+    """Formats seconds as `3:07` or `1:03:07`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
@@ -176,14 +164,13 @@ class Bar(_Display):
     def __init__(self, plan: Plan, usage: Callable[[], Sample]):
         super().__init__(plan, usage)
         self._console = Console(highlight=False, soft_wrap=True)
+        # Without the widths, rich truncates these on a narrow terminal, instead of the bar.
+        count, clock = Column(min_width=2 * len(str(plan.updates)) + 1), Column(min_width=5)
         self._bar = rich_progress.Progress(
             rich_progress.TextColumn("{task.description}"),
             rich_progress.BarColumn(bar_width=None),
-            # Else rich cuts these on a narrow terminal, and leaves the bar.
-            rich_progress.MofNCompleteColumn(table_column=Column(min_width=2 * len(str(plan.updates)) + 1)),
-            rich_progress.TimeRemainingColumn(
-                compact=True, elapsed_when_finished=True, table_column=Column(min_width=5)
-            ),
+            rich_progress.MofNCompleteColumn(table_column=count),
+            rich_progress.TimeRemainingColumn(compact=True, elapsed_when_finished=True, table_column=clock),
             rich_progress.TextColumn("{task.fields[speed]}"),
             console=self._console,
             transient=True,
@@ -208,7 +195,7 @@ class Bar(_Display):
         self._updates = 0
 
     def stop(self) -> None:
-        """Gives the terminal back; also after an error."""
+        """Restores the terminal; also after an error."""
         self._bar.stop()
 
     def on_train_end(self, logs=None):

@@ -1,4 +1,4 @@
-"""The measurements of a run, and the record of its result."""
+"""Records the measurements of a run: `history.jsonl`, and the fields of `result.json`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tfdist.trainer.callbacks import Callback
 from tfdist.trainer.timing import Call, Spent
 
 HISTORY, TIMELINE = "history.jsonl", "timeline.jsonl"
-"""One line per epoch and evaluation; samples and marks over time (see `timeline`)."""
+"""One line per epoch and evaluation; samples and marks over time (see `monitors.Timeline`)."""
 
 
 @dataclasses.dataclass(slots=True)
 class Result:
-    """What `result.json` holds; the names are a contract."""
+    """The content of `result.json`; the names are a contract."""
 
     status: str
     """`completed`, `preempted` or `failed`."""
@@ -51,31 +51,31 @@ class Result:
     files: dict[str, dict]
     """Size and SHA-256 of each file that later commands use."""
     resumed_from: int | None
-    """The update that this process went on from."""
+    """The update that this process resumed from."""
     rollbacks: list[dict]
-    """Where training went back after a loss that was not finite, and which updates were left out."""
+    """Updates to which training went back after a loss that was not finite, and which updates were left out."""
     accumulate: int
-    """Micro-batches per update and replica at the end: more than asked for when memory has run out."""
+    """Micro-batches per update and replica at the end: more than `train.accumulate` after out-of-memory errors."""
     shards: int
     """Slices of every batch; 0 for one per replica."""
     arithmetic: dict[str, str]
-    """What decides about the last bit, besides the experiment (see `tfdist.distributed.arithmetic`)."""
+    """What determines the last bits, besides the experiment (see `tfdist.distributed.arithmetic`)."""
     restarts: int
-    """How often the launcher has started the workers anew."""
+    """Times that the launcher has restarted the workers."""
     segments: list[dict]
-    """Each start of the workers: how many, what they did, why they ended (see `segments.Segments`)."""
+    """Each start of the workers: their number, updates, why they ended (see `segments.Segments`)."""
     versions: dict[str, str]
     time: dict[str, float | None]
     """Seconds of this worker in steady state by `input`, `compute`, `all_reduce` and `python` (see `timing.Spent`)."""
     peak_memory_bytes: int
-    """Most bytes that the chief has held in the machine's memory."""
+    """Of the chief's process."""
     peak_device_memory_bytes: int | None
-    """Most bytes that its fullest GPU has held."""
+    """Of its fullest GPU."""
     flops_per_example: int | None
     """Model FLOPs, forward and backward (see `flops`)."""
     flops_per_second: float | None
     flops_share: float | None
-    """Share of what the devices can do at most, where that is known."""
+    """Share of the devices' peak, where that is known."""
 
 
 _STATE: state_shape.Shape = {
@@ -86,7 +86,7 @@ _STATE: state_shape.Shape = {
     "history": state_shape.by_name(state_shape.list_of(lambda v: state_shape.array(v) or isinstance(v, dict))),
     "rollbacks": state_shape.list_of(lambda value: isinstance(value, dict)),
 }
-"""What `Recorder.get_state` returns; earlier versions had no `lines`, and some no `segments`."""
+"""Schema of `Recorder.get_state`; earlier versions had no `lines`, and some no `segments`."""
 
 
 class Recorder(Callback):
@@ -98,12 +98,10 @@ class Recorder(Callback):
     def __init__(self, folder: RunFolder, plan: Plan, segments: Segments | None = None):
         super().__init__()
         self.segments = segments or Segments()
-        """Of the run, between two starts of its workers."""
-        self._folder = folder
-        self._plan = plan
+        self._folder, self._plan = folder, plan
         self._process_age = _process_age()
-        self._created = self.begun = time.monotonic()
         # Wall clocks jump (NTP, a board without a battery): a duration must not become negative by it.
+        self._created = self.begun = time.monotonic()
         self.first_update: float | None = None
         """Seconds from the start of the process to the end of the first update."""
         self.updates = 0
@@ -112,7 +110,7 @@ class Recorder(Callback):
         self.rollbacks: list[dict] = []
         self.accumulate = plan.accumulate
         self.spent = Spent()
-        """Where the time went in steady state."""
+        """Time by category in steady state."""
         self._of_epoch = Spent()
         self._norm: float | None = None
         self._rates: list[tuple[int, float]] = []
@@ -120,7 +118,7 @@ class Recorder(Callback):
         """Updates before the running epoch."""
         self._in_epoch = 0
         self._compiled = False
-        self._knows_file = False
+        self._file_is_cut = False
         self._lines: list[dict] = []
         """Of `history.jsonl`, without the evaluation at the end."""
 
@@ -131,14 +129,14 @@ class Recorder(Callback):
             "in_epoch": self._in_epoch,
             "epochs": self.epochs,
             "seconds": self.seconds,
-            "history": {name: _strict(values) for name, values in self.history.items()},
+            "history": {name: [np.asarray(v).tolist() for v in values] for name, values in self.history.items()},
             "rollbacks": self.rollbacks,
             "segments": self.segments.get_state(),
             "lines": list(self._lines),
         }
 
     def set_state(self, state: dict) -> None:
-        """Goes on from a checkpoint: what was recorded after it is dropped.
+        """Resumes from a checkpoint: later records are dropped.
 
         Raises:
           ValueError: it is not what `get_state` returns.
@@ -151,31 +149,31 @@ class Recorder(Callback):
         self._epoch_first = self.updates - self._in_epoch
         self.begun = time.monotonic() - state["seconds"]
         self.history = {name: list(values) for name, values in state["history"].items()}
-        # A checkpoint that training has gone back to knows nothing of what came after it.
+        # A checkpoint that training has gone back to has no later rollbacks.
         self.rollbacks = max(self.rollbacks, state["rollbacks"], key=len)
         self.segments.resume(self.updates, state.get("segments", {}))
-        self._knows_file = True
-        known = state.get("lines")
+        self._file_is_cut = True
+        recorded = state.get("lines")
 
         def keep(line: dict) -> bool:
-            epoch = known is None or "epoch" not in line or line in known  # not one of changed digits
+            epoch = recorded is None or "epoch" not in line or line in recorded  # not one of changed digits
             return epoch and "evaluation" not in line and until(line, self.updates)
 
-        self._lines = self._folder.cut(HISTORY, keep, known or [])
+        self._lines = self._folder.cut(HISTORY, keep, recorded or [])
 
     def on_rollback(self, update: int, skipped: list[int]) -> None:
-        """Notes that training went back."""
+        """Records that training went back."""
         self.rollbacks = [*self.rollbacks, {"to": update, "skipped": skipped}]
         self._write({"rollback": self.rollbacks[-1], "updates": update})
 
     def on_accumulate(self, accumulate: int) -> None:
-        """Notes that micro-batches have become smaller, for this run and its next attempt."""
+        """Records that micro-batches have become smaller, for this run and its next attempt."""
         self.accumulate = accumulate
         oom_note.write(self._folder, accumulate)
 
     def on_epoch_begin(self, epoch, logs=None):
-        if not self._knows_file:  # an attempt that was killed before its first checkpoint has left lines
-            self._knows_file = True
+        if not self._file_is_cut:  # an attempt that was killed before its first checkpoint has left lines
+            self._file_is_cut = True
             for name in (HISTORY, TIMELINE):
                 self._folder.cut(name, lambda line: False)
         self._of_epoch = Spent()
@@ -183,7 +181,7 @@ class Recorder(Callback):
         self._last = self._epoch_start
 
     def on_call(self, call: Call) -> None:
-        """Adds up where the time goes."""
+        """Adds up the time by category."""
         self._of_epoch += call.spent
         self._norm = call.gradient_norm
         if call.steady:
@@ -196,7 +194,7 @@ class Recorder(Callback):
             self.first_update = self._process_age + time.monotonic() - self._created
         self._in_epoch = batch + 1
         self.updates = self._epoch_first + self._in_epoch
-        if not self._compiled:  # what came before was compiled on the way
+        if not self._compiled:  # the time so far includes compilation
             self._compiled = True
             self._rate_from, self._epoch_start = self._in_epoch, self._last
 
@@ -218,7 +216,7 @@ class Recorder(Callback):
         self._folder.append(HISTORY, line)
 
     def evaluated(self, values: dict[str, float]) -> None:
-        """Notes an evaluation outside of an epoch."""
+        """Records an evaluation outside of an epoch."""
         self._folder.append(HISTORY, {"evaluation": values, "updates": self.updates})
 
     @property
@@ -244,7 +242,7 @@ class Recorder(Callback):
 
 
 def _process_age() -> float:
-    """Returns the seconds since this process started, by the clock that no one sets."""
+    """Returns the seconds since this process started, by a clock that is never set."""
     fields = pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")  # 22nd: starttime
 
@@ -268,7 +266,3 @@ def until(line: dict, updates: int) -> bool:
     """Tells whether a line was written before there were more updates than these."""
     number = line.get("updates", 0)
     return isinstance(number, (int, float)) and number <= updates
-
-
-def _strict(values: list) -> list:
-    return [np.asarray(v).tolist() for v in values]

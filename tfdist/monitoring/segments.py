@@ -1,4 +1,4 @@
-"""The parts of a run between two starts of its workers: how many there were, what they did, why they ended."""
+"""The segments of a run between two starts of its workers: number of workers, updates, and why they ended."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from tfdist.cluster.env_vars import ROUNDS
 
 
 class _Round(NamedTuple):
-    """A start of the workers, as the launcher tells of it."""
+    """A start of the workers, as the launcher reports it."""
 
     nodes: int
     workers: int
     ended: str = ""
     """Why."""
     at: float | None = None
-    """When that began."""
+    """Time at which the end began."""
 
 
 class _Started(NamedTuple):
-    """A segment, as a checkpoint knows it that was taken in it."""
+    """A segment, as a checkpoint taken in it records it."""
 
     attempt: int
     update: int
     """Updates before it."""
     first: float | None
-    """When its first one was made."""
+    """Time of its first update."""
 
 
 _STARTED: state_shape.Shape = {
@@ -42,17 +42,17 @@ _STARTED: state_shape.Shape = {
 
 
 class Segments:
-    """Keeps track of them: the launcher tells why those before have ended, checkpoints tell what was kept of them.
+    """Records segments: the launcher reports why earlier ones have ended, checkpoints which updates were kept.
 
     Args:
-      cluster: this worker's place.
-      environ: in which the launcher tells of the rounds of workers before this one.
+      environ: with the launcher's report.
     """
 
     def __init__(self, cluster: Cluster = ALONE, environ: Mapping[str, str] = MappingProxyType({})):
-        told = json.loads(environ.get(ROUNDS, "") or "{}")
-        self._launch: str = told.get("launch", "")
-        self._rounds = [*(_Round(*row) for row in told.get("rounds", [])), _Round(told.get("nodes", 1), cluster.size)]
+        report = json.loads(environ.get(ROUNDS, "") or "{}")
+        self._launch: str = report.get("launch", "")
+        rounds = [_Round(*row) for row in report.get("rounds", [])]
+        self._rounds = [*rounds, _Round(report.get("nodes", 1), cluster.size)]
         self._own = _Started(cluster.attempt, 0, None)
         self._before: dict[int, _Started] = {}
         """Earlier ones, by attempt."""
@@ -63,41 +63,41 @@ class Segments:
         return {"launch": self._launch, "begun": [list(begun) for begun in (*self._before.values(), self._own)]}
 
     def resume(self, update: int, state: Mapping[str, Any]) -> None:
-        """Goes on from a checkpoint, or back to one.
+        """Resumes from a checkpoint, or goes back to one.
 
         Raises:
           ValueError, TypeError, KeyError: the state is not what `get_state` returns.
         """
         self._own = self._own._replace(update=min(self._own.update, update) if self._began else update)
         self._began = True
-        # Of those of an earlier launch nobody could tell why they ended.
+        # The reasons why those of an earlier launch ended are not known.
         begun = [_Started(*row) for row in state["begun"]] if state.get("launch", "") == self._launch != "" else []
         if not all(state_shape.misfit(each._asdict(), _STARTED) == "" for each in begun):
             raise ValueError(f"begun is {state['begun']!r}")
         self._before = {each.attempt: each for each in begun if each.attempt < self._own.attempt}
 
     def updated(self) -> None:
-        """Notes that an update was made."""
+        """Records that an update was made."""
         self._began = True
         if self._own.first is None:
             self._own = self._own._replace(first=time.time())
 
     def record(self, updates: int, ended: str) -> list[dict[str, object]]:
-        """Returns all of them, the oldest first, for `result.json`.
+        """Returns all segments, the oldest first, for `result.json`.
 
         Args:
-          updates: made in all.
-          ended: how this one has.
+          updates: total of the run.
+          ended: why this one has.
         """
-        known = {**self._before, self._own.attempt: self._own}
+        started = {**self._before, self._own.attempt: self._own}
         rows: list[dict[str, object]] = []
         end, first = updates, None
         for back, this in enumerate(reversed(self._rounds)):
             attempt = self._own.attempt - back
-            # What came into no checkpoint was made again later: nothing was kept of such a segment.
-            begun = known.get(attempt, _Started(attempt, end, None))
+            # Updates that came into no checkpoint were repeated later: nothing was kept of such a segment.
+            begun = started.get(attempt, _Started(attempt, end, None))
             begin = min(begun.update, end)
-            # Clocks of two machines, or of one before and after it was set: never less than no time.
+            # Clocks of two machines, or of one before and after it was set: never negative.
             lost = round(max(first - this.at, 0.0), 3) if first is not None and this.at is not None else None
             row = {"attempt": attempt, "nodes": this.nodes, "workers": this.workers, "from_update": begin}
             rows.append(row | {"updates": end - begin, "ended": this.ended or ended, "seconds_lost": lost})

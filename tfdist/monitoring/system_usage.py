@@ -1,4 +1,4 @@
-"""What a process takes of its machine, looked at beside the training. No TensorFlow."""
+"""Samples of a process' CPU, memory and GPU usage beside the training. No TensorFlow."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import psutil
 from tfdist.distributed import gpus
 
 EVERY_S = 5.0
-"""Seconds between two looks; nvidia-smi alone takes a tenth of one."""
+"""Seconds between two samples; nvidia-smi alone takes a tenth of one."""
 
 
 class GpuSample(TypedDict):
-    """What one GPU does at a moment; None for what its driver does not tell."""
+    """Usage of one GPU; None for values that its driver does not report."""
 
     number: int
     """Its number in the driver."""
@@ -30,26 +30,26 @@ class GpuSample(TypedDict):
 
 
 class Sample(TypedDict):
-    """What a process takes of its machine at a moment."""
+    """Usage of a process."""
 
     cpu: float
-    """Cores that are busy with it."""
+    """Busy cores."""
     memory: int
     """Bytes."""
     gpus: list[GpuSample]
 
 
 def peak_memory() -> int:
-    """Returns the most bytes that this process has held in the machine's memory."""
+    """Returns the peak resident bytes of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class Usage:
-    """Samples cores, memory and GPUs in a thread of its own, so that a driver that is slow holds nothing up.
+    """Samples cores, memory and GPUs in a thread, so that a slow driver does not delay the training.
 
     Args:
-      numbers: GPUs to look at, as the driver numbers them.
-      survey: asks the driver.
+      numbers: of the GPUs, in the driver.
+      survey: queries the driver.
     """
 
     def __init__(self, numbers: tuple[int, ...], survey: Callable[[], gpus.Survey] = gpus.survey):
@@ -61,14 +61,14 @@ class Usage:
         self._thread = threading.Thread(target=self._watch, name="tfdist usage", daemon=True)
 
     def start(self) -> None:
-        self._look()
+        self._sample()
         if self._numbers:
             self._thread.start()
 
     def latest(self) -> Sample:
         """Returns the newest sample."""
         if not self._numbers:
-            self._look()  # two files of /proc
+            self._sample()  # two files of /proc
         return self._latest.copy()
 
     def stop(self) -> None:
@@ -76,25 +76,19 @@ class Usage:
 
     def _watch(self) -> None:
         while not self._over.wait(EVERY_S):
-            self._look()
+            self._sample()
 
-    def _look(self) -> None:
-        gpus_there = self._survey().gpus if self._numbers else ()
-        self._latest = {
-            "cpu": self._process.cpu_percent() / 100,
-            "memory": self._process.memory_info().rss,
-            "gpus": [
-                {
-                    "number": g.number,
-                    "load": _known(g.load),
-                    "memory_used": _known(g.memory_used),
-                    "memory_total": _known(g.memory_total),
-                }
-                for g in gpus_there
-                if g.number in self._numbers
-            ],
-        }
-
-
-def _known(value: float) -> float | None:
-    return None if math.isnan(value) else value
+    def _sample(self) -> None:
+        known = lambda value: None if math.isnan(value) else value
+        samples: list[GpuSample] = [
+            {
+                "number": gpu.number,
+                "load": known(gpu.load),
+                "memory_used": known(gpu.memory_used),
+                "memory_total": known(gpu.memory_total),
+            }
+            for gpu in (self._survey().gpus if self._numbers else ())
+            if gpu.number in self._numbers
+        ]
+        memory = self._process.memory_info().rss
+        self._latest = {"cpu": self._process.cpu_percent() / 100, "memory": memory, "gpus": samples}

@@ -13,7 +13,6 @@ wrong; 143 stopped by a signal.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from absl import flags
 
@@ -21,9 +20,6 @@ from tfdist.config.messages import logger
 from tfdist.errors import UserError
 from tfdist.inference import compatibility, job, prediction_rows
 from tfdist.inference.output_file import STDOUT, OutputFile
-
-if TYPE_CHECKING:
-    pass
 
 
 def _run(values: flags.FlagValues) -> int:
@@ -58,7 +54,7 @@ def _write(
     data, experiment = ready.data, ready.experiment
     if not data.eval.repeats_order():
         raise UserError(
-            f"data.name={experiment.data.name!r} comes in another order each time that it is read, so no line would "
+            f"data.name={experiment.data.name!r} has another order each time that it is read, so no line would "
             "belong to an example: do not shuffle data.eval_split"
         )
     batch = data.eval.requested_batch(None, experiment.eval.batch_size)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from tfdist import config
-from tfdist.config import runtime_options, validation
+from tfdist.config import runtime_options, schedule, validation
 from tfdist.config.commands import command_line, config_files, standard_streams
 from tfdist.errors import UserError
 
@@ -28,10 +28,6 @@ if TYPE_CHECKING:
 
 def train_and_evaluate(experiment: config.Experiment, environment: runtime_options.Environment) -> Result | None:
     """Runs an experiment from beginning to end.
-
-    Args:
-      experiment: what to train.
-      environment: where to run and what to show.
 
     Returns:
       The `tfdist.monitoring.recorder.Result` that was also written to `result.json`; None after a dry run and after
@@ -47,8 +43,15 @@ def train_and_evaluate(experiment: config.Experiment, environment: runtime_optio
     from tfdist.trainer import worker_session
 
     _check(experiment, environment)
-    placement = _pinned(ahead_of_time.locate(environment), experiment.train.virtual_replicas)
-    _check_batch(experiment, placement)
+    placement = ahead_of_time.locate(environment)
+    train = experiment.train
+    if train.virtual_replicas and placement.options.threads is None and not placement.selection.gpus:
+        # The number of threads changes the last bits, and TensorFlow's default is the number of cores.
+        placement = dataclasses.replace(placement, options=dataclasses.replace(placement.options, threads=1))
+    if not batch_size_search.is_auto(experiment):
+        schedule.check_batch(
+            train.batch_size, placement.replicas, train.accumulate, virtual_replicas=train.virtual_replicas
+        )
     writes = placement.cluster.is_chief and not environment.dry_run
     folder = bucket_folder.opened(runtime_options.workdir(experiment, environment), writes, placement.cluster.is_chief)
     folder.create()
@@ -56,10 +59,10 @@ def train_and_evaluate(experiment: config.Experiment, environment: runtime_optio
         folder.could_be_created()
     try:
         recorded = batch_size_search.recorded(experiment, folder, environment, placement.cluster.attempt)
-        known = batch_size_search.with_batch(experiment, recorded) if recorded else experiment
-        resume.same_experiment(folder, known, environment, placement.cluster.attempt)
+        resumed = batch_size_search.with_batch(experiment, recorded) if recorded else experiment
+        resume.same_experiment(folder, resumed, environment, placement.cluster.attempt)
         proposal = batch_size_search.BatchProposal(recorded)
-        if batch_size_search.is_auto(known):
+        if batch_size_search.is_auto(resumed):
             proposal = batch_size_search.find(experiment, environment, placement)
         distribution = ahead_of_time.create(placement, environment.topology, config.flat(experiment))
         return worker_session.reporting_failures(
@@ -70,12 +73,7 @@ def train_and_evaluate(experiment: config.Experiment, environment: runtime_optio
 
 
 def _check(experiment: config.Experiment, environment: runtime_options.Environment) -> None:
-    """Checks all that can be known before anything is looked for on this machine.
-
-    Raises:
-      UserError: a field or a flag cannot be used, or they contradict each other.
-    """
-    from tfdist.config import schedule
+    """Checks fields and flags before anything on this machine is looked at; raises UserError."""
     from tfdist.train import ahead_of_time, slurm_requeue
 
     validation.validate(experiment)
@@ -92,28 +90,6 @@ def _check(experiment: config.Experiment, environment: runtime_options.Environme
     slurm_requeue.check(environment.requeue, os.environ)
 
 
-def _pinned(placement: Placement, shards: int) -> Placement:
-    """Returns a placement where replicas on CPUs have one thread each, if none was asked for and there are shards.
-
-    The number of threads decides about the last bits, and TensorFlow's own is the number of cores.
-    """
-    if not shards or placement.options.threads is not None or placement.selection.gpus:
-        return placement
-    return dataclasses.replace(placement, options=dataclasses.replace(placement.options, threads=1))
-
-
-def _check_batch(experiment: config.Experiment, placement: Placement) -> None:
-    """Checks that the global batch can be shared out, unless it is still to be looked for."""
-    from tfdist.config import schedule
-    from tfdist.train import batch_size_search
-
-    if not batch_size_search.is_auto(experiment):
-        train = experiment.train
-        schedule.check_batch(
-            train.batch_size, placement.replicas, train.accumulate, virtual_replicas=train.virtual_replicas
-        )
-
-
 def _run(
     experiment: config.Experiment,
     environment: runtime_options.Environment,
@@ -122,21 +98,25 @@ def _run(
     distribution: Distribution,
     proposal: BatchProposal,
 ) -> Result | None:
-    """Does what every worker does once the strategy has been started."""
+    """Runs on every worker once the strategy has been started."""
     from tfdist.train.preparation import prepare
-    from tfdist.train.run import Run
 
-    prepared = prepare(experiment, environment, placement, folder, distribution, proposal)
+    arguments = (experiment, environment, placement, folder, distribution, proposal)
     if environment.find_learning_rate:
         from tfdist.train import rate_search
 
+        prepared = prepare(*arguments, rate_search.plan)
         rate_search.run(prepared, environment.check_agreement, folder, distribution)
         return None
-    run = Run(prepared, environment, placement, folder, distribution)
+    prepared = prepare(*arguments)
     if environment.dry_run:
-        run.rehearse()
+        from tfdist.train import dry_run
+
+        dry_run.rehearse(prepared, environment, placement, folder, distribution)
         return None
-    return run.train()
+    from tfdist.train.run import Run
+
+    return Run(prepared, environment, placement, folder, distribution).train()
 
 
 def _main(argv: list[str]) -> int:
@@ -150,7 +130,7 @@ def _main(argv: list[str]) -> int:
         return 0
     environment = runtime_options.from_flags(flags.FLAGS)
     if not environment.dry_run:
-        standard_streams.dispensable()  # what a run is for is in its folder
+        standard_streams.dispensable()  # the result of a run is in its folder
     result = train_and_evaluate(flags.FLAGS.config, environment)
     return 143 if result and result.status == "preempted" else 0
 

@@ -27,27 +27,26 @@ FINENESS = 16
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fit:
-    """What fits instead."""
+    """Alternatives that fit."""
 
     batch: int
-    """The largest global batch that was seen to fit, 0 for none."""
+    """The largest global batch that fits, 0 for none."""
     too_many: int
-    """The smallest one that was seen not to."""
+    """The smallest one that does not."""
     accumulate: int
-    """Micro-batches with which the batch that was asked for fits, 0 where none were found."""
+    """Micro-batches with which the requested batch fits, 0 where none were found."""
 
 
 def largest_fit(
     needs: Callable[[int, int], float], batch: int, replicas: int, accumulate: int, used: float, limit: float
 ) -> Fit:
-    """Looks for what fits.
+    """Searches for alternatives to a batch that does not fit.
 
     Args:
-      needs: compiles for a batch and a number of micro-batches; returns the bytes of a device.
-      batch: that does not fit.
-      accumulate: its micro-batches.
+      needs: compiles for a batch and a number of micro-batches; returns the bytes per device.
+      accumulate: micro-batches of the batch.
       used: bytes that it needs.
-      limit: bytes that there are.
+      limit: bytes of the device.
     """
     parts = replicas * accumulate
     fits, too_many = 0, -(-batch // parts)
@@ -62,15 +61,10 @@ def largest_fit(
         else:
             too_many = middle
         guess = (fits + too_many) // 2
-    found = 0
-    most = batch // replicas
     micro = accumulate * max(2, -(-batch // (fits * parts))) if fits else 2 * accumulate
-    for _ in range(TRIES):
-        if micro > most or found:
-            break
-        found = micro if needs(batch, micro) <= limit else 0
-        micro *= 2
-    return Fit(fits * parts, too_many * parts, found)
+    tries = (micro * 2**i for i in range(TRIES))
+    enough = (m for m in tries if m <= batch // replicas and needs(batch, m) <= limit)
+    return Fit(fits * parts, too_many * parts, next(enough, 0))
 
 
 AUTO = 0
@@ -78,7 +72,7 @@ AUTO = 0
 
 
 def check(where: Environment, batch: int) -> None:
-    """Refuses a topology that is not known or cannot be compiled for here; before anything is prepared."""
+    """Raises UserError for an unknown topology, or one whose compilers are missing; before anything is prepared."""
     if not where.topology:
         return
     topology = known.find(where.topology)
@@ -91,11 +85,7 @@ def check(where: Environment, batch: int) -> None:
 
 
 def locate(where: Environment) -> connect.Placement:
-    """Looks around as `connect.locate`; with `--topology`, for this machine's CPU and as many replicas as it has.
-
-    Raises:
-      UserError: what was asked for cannot run here.
-    """
+    """Returns `connect.locate`; with `--topology`, for this machine's CPU and as many replicas as the topology has."""
     if not where.topology:
         return connect.locate(where)
     topology = known.find(where.topology)
@@ -117,16 +107,16 @@ def create(placement: connect.Placement, topology: str, facts: dict[str, str]) -
 
 
 def available(name: str) -> dict[str, float]:
-    """Returns the bytes for one replica on a topology, by the name of what has them."""
+    """Returns the bytes for one replica on a topology, by the name of its device."""
     topology = known.find(name)
     return {f"a {topology.device} of --topology={name}": topology.memory}
 
 
 def rehearse(prepared: Preparation, distribution: Distribution, name: str) -> list[str]:
-    """Compiles the update, and returns what the compiler says of it, as lines for a terminal.
+    """Compiles the update, and returns the compiler's figures as lines for a terminal.
 
     Raises:
-      UserError: it cannot be compiled, or does not fit; the message says what does.
+      UserError: it cannot be compiled, or does not fit; the message names alternatives that do.
       TrainingError: the compiler has failed.
     """
     topology, train = known.find(name), prepared.experiment.train
@@ -147,11 +137,11 @@ def rehearse(prepared: Preparation, distribution: Distribution, name: str) -> li
 
 
 def refusal(topology: known.Topology, batch: int, accumulate: int, needs: int, fit: Fit) -> str:
-    """Returns the line that says that an update does not fit, and what does."""
+    """Returns the error message for an update that does not fit, with alternatives that do."""
     micro = f" and train.accumulate={accumulate}" if accumulate > 1 else ""
     text = (
-        f"an update with train.batch_size={batch}{micro} needs {_size(needs)} of each {topology.device} of "
-        f"{topology.name}, which has {_size(topology.memory)}: "
+        f"an update with train.batch_size={batch}{micro} needs {sized(needs)} of each {topology.device} of "
+        f"{topology.name}, which has {sized(topology.memory)}: "
     )
     ways = [f"use train.batch_size={fit.batch}, the largest seen to fit ({fit.too_many} do not)"] if fit.batch else []
     ways += [f"train.accumulate={fit.accumulate}"] if fit.accumulate else []
@@ -159,27 +149,27 @@ def refusal(topology: known.Topology, batch: int, accumulate: int, needs: int, f
 
 
 def lines(result: compiler.Compiled, rows: int, topology: known.Topology) -> list[str]:
-    """Returns what the compiler says of an update that fits."""
+    """Returns the compiler's figures of an update that fits."""
     count = f"{topology.replicas} x {topology.device}"
     flops = f", {result.flops / 1e9:,.1f} GFLOP per update and device" if result.flops else ""
     sums = f"{result.all_reduces} all-reduce{'s' * (result.all_reduces != 1)}"
-    exchanged = f"{sums} of {_size(result.exchanged)} per update"
+    exchanged = f"{sums} of {sized(result.exchanged)} per update"
+    rest = f"temporaries {sized(result.temporaries)}, output {sized(result.outputs)} besides, code {sized(result.code)}"
     texts = [
         ("topology", f"{topology.name}: {count}, {rows} rows on each"),
         ("compiled", f"in {result.seconds:.1f} s{flops}"),
-        ("fits", f"{_size(result.needs)} of {_size(topology.memory)} per device: arguments {_size(result.arguments)},"),
         (
-            "",
-            f"temporaries {_size(result.temporaries)}, output {_size(result.outputs)} besides, "
-            f"code {_size(result.code)}",
+            "fits",
+            f"{sized(result.needs)} of {sized(topology.memory)} per device: arguments {sized(result.arguments)},",
         ),
+        ("", rest),
         ("exchange", exchanged if topology.replicas > 1 else "none, there is one replica"),
     ]
     return [f"  {name:<12} {text}" for name, text in texts]
 
 
 def _counted(result: compiler.Compiled, prepared: Preparation, rows: int) -> compiler.Compiled:
-    """Returns what a compiler says, with the least there can be of what it does not count, as the one for GPUs."""
+    """Returns a compiler's figures, with lower bounds of those that it does not count, as the one for GPUs."""
     from tfdist.monitoring import flops
 
     if result.flops and result.traffic:
@@ -196,12 +186,8 @@ def roofline(result: compiler.Compiled, batch: int, precision: str, topology: kn
     An update takes at least as long as its FLOPs, its memory traffic or its all-reduces (a ring: `2 (W - 1) / W` times
     the bytes) take at the peak of the data sheet, if all three overlap.
 
-    Args:
-      batch: examples of an update.
-      precision: `train.precision`.
-
     Returns:
-      Nothing if the compiler has counted none of them, or the peak of a GPU at this precision is not known.
+      An empty list if the compiler has counted none of them, or the peak of a GPU at this precision is not known.
     """
     from tfdist.monitoring import flops
 
@@ -232,7 +218,7 @@ def _caveats(prepared: Preparation, topology: known.Topology) -> list[str]:
 
 
 def _export(prepared: Preparation, distribution: Distribution, batch: int, accumulate: int) -> Program:
-    """Returns the program of an update of this experiment, as `fit` would make it."""
+    """Returns the program of an update of this experiment, as in `fit`."""
     from tfdist.data import sources
     from tfdist.keras_bridge import preconditions
     from tfdist.models import layerwise_rates
@@ -246,8 +232,7 @@ def _export(prepared: Preparation, distribution: Distribution, batch: int, accum
     return program.export(model, source, distribution, batch, accumulate, wanted.reduce_dtype, tuple(factors))
 
 
-def _size(count: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6)):
-        if count >= size:
-            return f"{count / size:,.1f} {unit}"
-    return f"{count / 1e3:,.1f} kB"
+def sized(count: float) -> str:
+    """Formats bytes as `1.5 GB`."""
+    unit, size = ("GB", 1e9) if count >= 1e9 else ("MB", 1e6) if count >= 1e6 else ("kB", 1e3)
+    return f"{count / size:,.1f} {unit}"

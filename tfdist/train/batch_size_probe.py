@@ -1,6 +1,7 @@
-"""The child of `batch_size_search`: updates of the real model with more and more examples, as stdin asks.
+"""The child of `batch_size_search`: updates of the real model with growing batches.
 
-It answers with lines of JSON: `trying`, `fits` with the peak of its memory, `too_many`, `error`, `ended`.
+It reads a request from stdin and answers with lines of JSON: `trying`, `fits` with its peak memory, `too_many`,
+`error`, `ended`.
 """
 
 from __future__ import annotations
@@ -18,9 +19,7 @@ from tfdist.config import field_syntax
 from tfdist.errors import TrainingError, UserError, one_line
 
 ROWS = 32
-"""How many examples are read of data that is not in memory, to be repeated."""
-_MEMORY = "out of memory"
-_ADVICE = "give a number, and the run shows where"
+"""Examples that are read of data that is not in memory, to be repeated."""
 
 
 class SendAnswer(Protocol):
@@ -33,7 +32,7 @@ def main() -> None:
     """Tries the sizes in their order until one is too large."""
     work = json.load(sys.stdin)
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what others print is no answer
+    os.dup2(2, 1)  # other output must not be parsed as an answer
 
     def answer(**fields: str | int | bool) -> None:
         print(json.dumps(fields), file=answers, flush=True)
@@ -44,16 +43,16 @@ def main() -> None:
         _try(work, answer)
     except (UserError, TrainingError) as error:
         answer(error=str(error))
-    except Exception as error:  # of the user's code, say: another batch would not help
-        why = one_line(error, 200)
-        answer(error=f"train.batch_size=auto: trying it ended with {type(error).__name__}: {why}: {_ADVICE}")
+    except Exception as error:  # of the user's code, for example: another batch would not help
+        why = f"{type(error).__name__}: {one_line(error, 200)}"
+        fix = "give a number, and the run shows where"
+        answer(error=f"train.batch_size=auto: trying it ended with {why}: {fix}")
 
 
 def _try(work: dict[str, Any], answer: SendAnswer) -> None:
-    """Makes updates with each size, and answers what comes of it."""
-    experiment = _experiment(work["experiment"])
-    trial = _Trial(experiment, work)
-    import tensorflow as tf  # after the trial has started it, as the experiment wants it
+    """Makes updates with each size, and sends the results."""
+    trial = _Trial(_experiment(work["experiment"]), work)
+    import tensorflow as tf  # after the trial has started it with the experiment's options
 
     base = _peak()
     for size in work["sizes"]:
@@ -63,7 +62,7 @@ def _try(work: dict[str, Any], answer: SendAnswer) -> None:
         try:
             trial.update(size)
         except (TrainingError, MemoryError, tf.errors.ResourceExhaustedError) as error:
-            if isinstance(error, TrainingError) and _MEMORY not in str(error):
+            if isinstance(error, TrainingError) and "out of memory" not in str(error):
                 raise
             answer(too_many=size)
             return
@@ -134,7 +133,7 @@ class _Trial:
 
 
 def _experiment(fields: dict[str, Any]) -> config.Experiment:
-    """Returns the experiment that was sent, with a constant rate: schedules count updates, whose number is unknown."""
+    """Returns the requested experiment with a constant rate: schedules count updates, whose number is unknown."""
     groups = {f.name: f.default_factory for f in dataclasses.fields(config.Experiment) if callable(f.default_factory)}
     values = {name: groups[name](**value) if name in groups else value for name, value in fields.items()}
     experiment: config.Experiment = config.Experiment(**values)
@@ -146,7 +145,7 @@ def _experiment(fields: dict[str, Any]) -> config.Experiment:
 
 
 def _peak() -> int:
-    """Returns the bytes of memory that this process has had at most."""
+    """Returns the peak resident bytes of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

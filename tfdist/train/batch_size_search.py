@@ -1,8 +1,7 @@
 """`train.batch_size=auto`: the largest batch that fits, tried in a child process before this one takes a device.
 
-The child (`tfdist.train.batch_size_probe`) makes updates of the real model with more and more examples. What ends
-it is the answer: an error of TensorFlow, the kernel's out-of-memory killer, this machine's budget, or the end of the
-data. No TensorFlow.
+The child (`tfdist.train.batch_size_probe`) makes updates of the real model with growing batches, until an error of
+TensorFlow, the kernel's out-of-memory killer, this machine's budget, or the end of the data. No TensorFlow.
 """
 
 from __future__ import annotations
@@ -36,25 +35,25 @@ if TYPE_CHECKING:
 SHARE = 0.5
 """Share of the machine's available memory for a run on its CPU; other programs, checkpoints and data need some."""
 LIMIT_S = 300.0
-"""Seconds for all attempts of a process alone; those of several must be done before the others give up waiting."""
+"""Seconds for all attempts of a single process; with several, the others must not time out waiting."""
 FIRST = 16
 """Examples of a micro-batch with which the search begins."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchProposal:
-    """What one worker contributes to the choice of the batch."""
+    """One worker's proposal for the batch."""
 
     recorded: int = 0
-    """Global batch of the run that goes on, 0 for none."""
+    """Global batch of the run that is resumed, 0 for none."""
     share: int = 0
-    """Examples per replica that fit here, 0 where another worker of this host has looked."""
+    """Examples per replica that fit here, 0 where another worker of this host has searched."""
     why: str = ""
-    """How the share was found, in words."""
+    """Explanation of the share."""
 
 
 def is_auto(experiment: config.Experiment) -> bool:
-    """Says whether the batch is to be looked for."""
+    """Tells whether the batch is to be searched."""
     return experiment.train.batch_size == 0
 
 
@@ -64,26 +63,23 @@ def with_batch(experiment: config.Experiment, batch: int) -> config.Experiment:
 
 
 def recorded(experiment: config.Experiment, folder: RunFolder, options: ResumeOptions, attempt: int) -> int:
-    """Returns the batch that the earlier run in this folder has found, 0 for none.
-
-    A run that goes on, or is made again, keeps it.
-    """
+    """Returns the batch that the earlier run in this folder has found and a resumed run keeps, 0 for none."""
     if not is_auto(experiment) or (options.resume == "never" and attempt == 0) or not folder.holds_run:
         return 0
     try:
-        found = int((folder.earlier() or {})["train"]["batch_size"])
+        batch = int((folder.earlier() or {})["train"]["batch_size"])
     except (KeyError, TypeError, ValueError, OverflowError):
         return 0
-    return found if 0 < found <= field_syntax.LARGEST else 0
+    return batch if 0 < batch <= field_syntax.LARGEST else 0
 
 
 def find(experiment: config.Experiment, environment: Environment, placement: Placement) -> BatchProposal:
-    """Looks how many examples per replica fit on this worker; before TensorFlow has been started here.
+    """Searches the examples per replica that fit on this worker; before TensorFlow has been started here.
 
     Raises:
-      UserError: not even one does, it took too long, or the experiment cannot run at all.
+      UserError: not even one fits, it took too long, or the experiment cannot run at all.
     """
-    if placement.choice.name == "tpu":  # which this process and another one cannot hold at once
+    if placement.choice.name == "tpu":  # which two processes cannot hold at once
         raise UserError("train.batch_size=auto is measured in a process of its own, and a TPU has one: give a number")
     cluster, on_cpu = placement.cluster, not placement.selection.gpus and not placement.selection.opaque
     if on_cpu and cluster.local_rank > 0:  # they would measure each other
@@ -106,7 +102,7 @@ def find(experiment: config.Experiment, environment: Environment, placement: Pla
     ends = time.monotonic() + limit
 
     def attempt(sizes: Sequence[int]) -> _Answer:
-        return _ask({**work, "sizes": list(sizes)}, environ, max(1.0, ends - time.monotonic()))
+        return _probe({**work, "sizes": list(sizes)}, environ, max(1.0, ends - time.monotonic()))
 
     return _search(attempt, experiment.train.accumulate, limit, budget)
 
@@ -117,10 +113,10 @@ def _search(
     """Doubles the batch until it does not fit, and bisects once between the last two.
 
     Args:
-      attempt: has a child try these sizes in their order.
+      attempt: tries these sizes in a child, in their order.
       least: the smallest batch, of which all others are multiples.
       limit: seconds for all attempts.
-      budget: bytes that the replicas of this worker may take, None where their devices know.
+      budget: bytes for the replicas of this worker, None where their devices have a limit.
 
     Raises:
       UserError: no batch fits.
@@ -136,8 +132,9 @@ def _search(
     if not fits:
         if first.error:
             raise UserError(first.error)
-        why = f"{least} do not" if too_many else first.end or f"nothing was known after {limit:.0f} s"
-        raise UserError(f"train.batch_size=auto: no batch fits ({why}): give a number, or use a smaller model")
+        few = "1 example fits" if least == 1 else f"{least} examples fit"
+        why = f"not even {few}" if too_many else first.end or f"no result after {limit:.0f} s"
+        raise UserError(f"train.batch_size=auto: no batch fits ({why})", "give a number, or use a smaller model")
     middle = (fits + too_many) // 2 // least * least
     if too_many and middle > fits:
         answer = attempt([middle])
@@ -148,10 +145,7 @@ def _search(
 
 
 def agreed(experiment: config.Experiment, own: BatchProposal, distribution: Distribution) -> config.Experiment:
-    """Returns the experiment with the batch that all workers take.
-
-    It is the one that the chief's run folder tells, or one that fits on all of them.
-    """
+    """Returns the experiment with the batch for all workers: that in the chief's run folder, or one that fits all."""
     if not is_auto(experiment):
         return experiment
     proposals = [
@@ -159,7 +153,7 @@ def agreed(experiment: config.Experiment, own: BatchProposal, distribution: Dist
         for fields in distribution.peers.gather("the batch that fits", [own.recorded, own.share, own.why])
     ]
     if proposals[0].recorded:
-        logger.info(f"train.batch_size={proposals[0].recorded}, as the run before has found")
+        logger.info(f"train.batch_size={proposals[0].recorded}, as found by the previous run")
         return with_batch(experiment, proposals[0].recorded)
     smallest = min((proposal for proposal in proposals if proposal.share), key=lambda proposal: proposal.share)
     batch = smallest.share * distribution.replicas
@@ -169,21 +163,21 @@ def agreed(experiment: config.Experiment, own: BatchProposal, distribution: Dist
 
 @dataclasses.dataclass(slots=True)
 class _Answer:
-    """What a child has found out."""
+    """Result of a child."""
 
     fits: int = 0
     too_many: int = 0
     peak: int = 0
     """Bytes of all replicas of this worker with the batch that fits."""
     ended: bool = False
-    """Whether it has come to the end of its sizes."""
+    """It has tried all sizes."""
     error: str = ""
     end: str = ""
     """How its process ended, where nothing else explains it."""
 
 
-def _ask(work: dict, environ: dict[str, str], seconds: float) -> _Answer:
-    """Starts a child, and ends it in time with all that it has started; returns what it has found out."""
+def _probe(work: dict, environ: dict[str, str], seconds: float) -> _Answer:
+    """Runs a child within a time limit, and kills it with all its children."""
     child = subprocess.Popen(
         [sys.executable, "-m", "tfdist.train.batch_size_probe"],
         env=environ,
@@ -204,23 +198,23 @@ def _ask(work: dict, environ: dict[str, str], seconds: float) -> _Answer:
     finally:
         _kill(child)
         child.wait()
-    return _understood(lines.decode(errors="replace").splitlines(), child.returncode, late)
+    return _parsed(lines.decode(errors="replace").splitlines(), child.returncode, late)
 
 
-def _understood(lines: Sequence[str], code: int, late: bool) -> _Answer:
-    """Reads the lines of a child that has ended with this exit code, or was ended because it was late."""
+def _parsed(lines: Sequence[str], code: int, late: bool) -> _Answer:
+    """Parses the output of a child that has ended with this exit code, or was killed because it was late."""
     answer, trying = _Answer(), 0
     for line in lines:
         with contextlib.suppress(ValueError):
-            said = json.loads(line)
-            trying = said.get("trying", trying)
-            answer.too_many = said.get("too_many", answer.too_many)
-            answer.error = said.get("error", answer.error)
-            answer.ended = said.get("ended", answer.ended)
-            if "fits" in said:
-                answer.fits, answer.peak, trying = said["fits"], said["peak"], 0
+            fields = json.loads(line)
+            trying = fields.get("trying", trying)
+            answer.too_many = fields.get("too_many", answer.too_many)
+            answer.error = fields.get("error", answer.error)
+            answer.ended = fields.get("ended", answer.ended)
+            if "fits" in fields:
+                answer.fits, answer.peak, trying = fields["fits"], fields["peak"], 0
     if code and not late:
-        if trying:  # killed, or it crashed: the kernel has found that it is too much
+        if trying:  # it was killed, or it crashed: out of memory
             answer.too_many = answer.too_many or trying
         elif not answer.fits:
             answer.end = f"its process ended with code {code} before it had tried one"

@@ -1,4 +1,4 @@
-"""`--dry_run`: what a run would do, in words and numbers, without doing it."""
+"""`--dry_run`: prints what a run would do, without doing it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,69 @@ import numpy as np
 import psutil
 
 from tfdist import config
+from tfdist.checkpoints import resume, training_run
+from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.config import field_syntax
+from tfdist.config.runtime_options import Environment
 from tfdist.config.schedule import Plan
 from tfdist.data.batch_layout import Layout
 from tfdist.data.loaded import Loaded
+from tfdist.distributed.connect import Placement
+from tfdist.distributed.distribution import Distribution
 from tfdist.distributed.gpus import DriverGPU
-from tfdist.errors import UserError
+from tfdist.errors import UserError, shown
 from tfdist.keras_bridge import keras_internals
 from tfdist.models import layerwise_rates
+from tfdist.step import step_calls
+from tfdist.train import ahead_of_time, early_stopping
+from tfdist.train.ahead_of_time import sized
+from tfdist.train.preparation import Preparation
+
+
+def rehearse(
+    prepared: Preparation, environment: Environment, placement: Placement, folder: RunFolder, distribution: Distribution
+) -> None:
+    """Prints the plan of a prepared run.
+
+    Raises:
+      UserError: a replica does not fit on its device, or the run would be refused.
+    """
+    experiment, model, topology = prepared.experiment, prepared.model, environment.topology
+    if topology:
+        limits = ahead_of_time.available(topology)
+    else:
+        limits = available(len(distribution.devices), placement.selection.gpus)
+    with distribution.scope():
+        needs = memory(model, limits)
+    if metrics := early_stopping.monitored(experiment, model):
+        # Builds the metrics, as a training does.
+        step_calls.step_of(model, distribution, prepared.data.train).prepare_training()
+        early_stopping.check_measured(metrics, model)
+    if distribution.is_chief:
+        if prepared.resumes and not prepared.checkpoints.off:
+            _check_resume(prepared, environment, folder)
+        intent = resume.intent(folder, prepared.resumes)
+        rows = lines(experiment, prepared.schedule, model, prepared.data, needs, intent)
+        print("\n".join(map(shown, rows)), flush=True)
+    if topology:
+        print("\n".join(ahead_of_time.rehearse(prepared, distribution, topology)), flush=True)
+
+
+def _check_resume(prepared: Preparation, environment: Environment, folder: RunFolder) -> None:
+    """Reads the checkpoint that the run would resume from."""
+    schedule, source, identity = prepared.schedule, prepared.data.train, {}
+    if source.size is not None:  # else only the feed knows its batches
+        identity = training_run.identity(
+            schedule.global_batch, schedule.updates_per_epoch, prepared.experiment.seed, source.size
+        )
+    fields, changed = config.flat(prepared.experiment), environment.resume_changed
+    choice = resume.ResumeChoice(folder.checkpoints, identity, fields, changed, folder.storage)
+    choice.newest(environment.resume == "require", read_only=True)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes that one replica keeps through a run; the activations of a batch come on top."""
+    """Bytes of one replica throughout a run; the activations of a batch are additional."""
 
     weights: int
     gradients: int
@@ -34,14 +84,14 @@ class Memory:
 
 
 def memory(model: keras.Model, available: Mapping[str, float]) -> Memory:
-    """Returns the bytes that a replica needs, and makes sure that its device has them.
+    """Returns the bytes that a replica needs, and checks that its device has them.
 
     Args:
       model: built, with its optimizer.
-      available: bytes for one replica, by the name of what has them.
+      available: bytes for one replica, by the name of its device.
 
     Raises:
-      UserError: the devices do not have as much.
+      UserError: the devices have less.
     """
     optimizer = keras_internals.inner_optimizer(model.optimizer)
     if not optimizer.built:
@@ -50,14 +100,14 @@ def memory(model: keras.Model, available: Mapping[str, float]) -> Memory:
     for name, size in available.items():
         if needed.total > size:
             raise UserError(
-                f"a replica needs {_size(needed.total)} for weights, gradients and optimizer, "
-                f"{name} has {_size(size)} for it: use a smaller model or fewer replicas"
+                f"a replica needs {sized(needed.total)} for weights, gradients and optimizer, "
+                f"{name} has {sized(size)} for it: use a smaller model or fewer replicas"
             )
     return needed
 
 
 def available(replicas: int, gpus: tuple[DriverGPU, ...]) -> dict[str, float]:
-    """Returns the bytes for one replica on this worker, by the name of what has them.
+    """Returns the bytes for one replica on this worker, by the name of its device.
 
     Args:
       replicas: on this worker.
@@ -75,69 +125,45 @@ def lines(
 
     Args:
       needs: bytes of one replica.
-      folder: what will be done with the run folder, in words.
+      folder: description of what will be done with the run folder.
     """
+    train, optimizer, checkpoint = experiment.train, experiment.optimizer, experiment.checkpoint
     layout = Layout(plan.global_batch, plan.replicas, plan.accumulate)
     tail = plan.examples % plan.global_batch
-    asked = {name: getattr(experiment.train, name) for name in ("loss", "metrics", "callbacks")}
-    shards = experiment.train.virtual_replicas
-    shared = f"in {shards} virtual replicas over" if shards else f"{layout.share} examples per replica,"
+    batches = f"{plan.updates_per_epoch:,} per epoch of {plan.global_batch}"
+    exact = train.virtual_replicas
+    shared = f"in {exact} virtual replicas over" if exact else f"{layout.share} examples per replica,"
     micro = f" in {plan.accumulate} micro-batches of {layout.micro}" if plan.accumulate > 1 else ""
+    every = "every epoch" if plan.eval_every == 1 else f"every {plan.eval_every} epochs"
+    size = f"{sized(needs.total)} per replica: weights {sized(needs.weights)}, gradients {sized(needs.gradients)},"
+    factors = layerwise_rates.factors(model, field_syntax.layer_rates(optimizer), optimizer.layer_decay)
     rows = [
         ("data", f"{experiment.data.name}, {plan.examples:,} examples, {list(data.spec.shape)} {data.spec.dtype}"),
-        (
-            "batches",
-            f"{plan.updates_per_epoch:,} per epoch of {plan.global_batch}" + (f", the last of {tail}" if tail else ""),
-        ),
-        ("", f"{shared} {plan.replicas} {'replicas' if shards else 'of them'}{micro}"),
-        ("updates", f"{plan.updates:,} in {plan.epochs:,} epochs, evaluated {_every(plan.eval_every)}"),
-        ("checkpoints", f"every {experiment.checkpoint.every}, {experiment.checkpoint.keep} kept"),
-        ("optimizer", f"{experiment.optimizer.name}, {experiment.optimizer.schedule}"),
+        ("batches", batches + (f", the last of {tail}" if tail else "")),
+        ("", f"{shared} {plan.replicas} {'replicas' if exact else 'of them'}{micro}"),
+        ("updates", f"{plan.updates:,} in {plan.epochs:,} epochs, evaluated {every}"),
+        ("checkpoints", "none" if checkpoint.every == "off" else f"every {checkpoint.every}, {checkpoint.keep} kept"),
+        ("optimizer", f"{optimizer.name}, {optimizer.schedule}"),
         ("rate", _rates(keras_internals.rate_setting(keras_internals.inner_optimizer(model.optimizer)), plan)),
-        ("model", f"{experiment.model.name}, {model.count_params():,} parameters, {experiment.train.precision}"),
-        (
-            "memory",
-            f"{_size(needs.total)} per replica: weights {_size(needs.weights)}, gradients {_size(needs.gradients)},",
-        ),
-        ("", f"optimizer {_size(needs.optimizer)}; activations come on top"),
-        *((name, text) for name, text in asked.items() if text),
+        *([("", layerwise_rates.describe(model, factors))] if factors else []),
+        ("model", f"{experiment.model.name}, {model.count_params():,} parameters, {train.precision}"),
+        ("memory", size),
+        ("", f"optimizer {sized(needs.optimizer)}; activations come on top"),
+        *((name, text) for name in ("loss", "metrics", "callbacks") if (text := getattr(train, name))),
         ("folder", folder),
     ]
-    factors = layerwise_rates.factors(
-        model, field_syntax.layer_rates(experiment.optimizer), experiment.optimizer.layer_decay
-    )
-    if factors:
-        rows.insert(7, ("", layerwise_rates.describe(model, factors)))
-    if experiment.checkpoint.every == "off":
-        rows[4] = ("checkpoints", "none")
     return [f"  {name:<12} {text}" for name, text in rows]
-
-
-def _every(epochs: int) -> str:
-    return "every epoch" if epochs == 1 else f"every {epochs} epochs"
 
 
 def _rates(rate: float | keras.Variable | keras.optimizers.schedules.LearningRateSchedule, plan: Plan) -> str:
     """Describes the learning rate along the run."""
     if not isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
         return f"{float(rate):g} throughout"
-    wanted = {1, plan.warmup + 1, max(1, plan.updates // 2), *(b + 1 for b in plan.decay.boundaries), plan.updates}
-    points = sorted(p for p in wanted if p <= plan.updates)
+    updates = {1, plan.warmup + 1, max(1, plan.updates // 2), *(b + 1 for b in plan.decay.boundaries), plan.updates}
+    points = sorted(p for p in updates if p <= plan.updates)
     return "update " + ", ".join(f"{p:,}: {float(np.asarray(rate(p - 1))):.3g}" for p in points)
 
 
 def _bytes(variables: list[keras.Variable]) -> int:
-    """Returns what variables take in memory."""
-    return sum(int(np.prod(v.shape)) * np.dtype(_stored(v.dtype)).itemsize for v in variables)
-
-
-def _stored(dtype: str) -> str:
-    """Returns a type of NumPy that is as wide."""
-    return "float16" if dtype == "bfloat16" else dtype
-
-
-def _size(count: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6)):
-        if count >= size:
-            return f"{count / size:,.1f} {unit}"
-    return f"{count / 1e3:,.1f} kB"
+    width = lambda dtype: np.dtype("float16" if dtype == "bfloat16" else dtype).itemsize
+    return sum(int(np.prod(v.shape)) * width(v.dtype) for v in variables)

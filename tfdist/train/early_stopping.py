@@ -1,43 +1,46 @@
-"""Early stopping for the command: patience counted in evaluations, the best weights at the end."""
+"""Early stopping: patience counted in evaluations, the best weights at the end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import keras
 
+from tfdist import config
 from tfdist.config import schedule
 from tfdist.errors import UserError
+from tfdist.keras_bridge import own_steps
 from tfdist.trainer.callbacks import Callback
 
 
-def check_measured(field: str, metric: str, model: keras.Model) -> None:
-    """Checks before the first epoch that a metric is one that there is going to be.
-
-    Args:
-      field: that of the experiment which asks for it.
-      model: whose metrics are built.
-
-    Raises:
-      UserError: it is not.
-    """
-    known = {m.name for one in model.metrics for m in getattr(one, "metrics", [one])}
-    name = metric.removeprefix("val_")
-    # Of several outputs, each metric has the name of its output before its own.
-    if name not in known and not any(name.endswith(f"_{k}") for k in known):
-        raise _unknown(field, metric, {prefix + k for k in known for prefix in ("", "val_")})
+def monitored(experiment: config.Experiment, model: keras.Model) -> dict[str, str]:
+    """Returns the metrics that must be measured, by the field of the experiment that names them."""
+    fields = {}
+    if experiment.train.patience:
+        fields["train.monitor"] = schedule.better(experiment.train.monitor).metric
+    # The user's callbacks and steps may add numbers to the logs.
+    own = experiment.train.callbacks or own_steps.replaced(model, own_steps.TRAINING)
+    if experiment.checkpoint.best and not own:
+        fields["checkpoint.best"] = schedule.better(experiment.checkpoint.best).metric
+    return fields
 
 
-def _unknown(field: str, metric: str, known: Iterable[str]) -> UserError:
-    return UserError(f"{field}={metric} is not measured: choose one of {', '.join(sorted(known))}")
+def check_measured(metrics: Mapping[str, str], model: keras.Model) -> None:
+    """Raises UserError if one of the metrics by field will not be measured by a model whose metrics are built."""
+    names = {m.name for one in model.metrics for m in getattr(one, "metrics", [one])}
+    for field, metric in metrics.items():
+        name = metric.removeprefix("val_")
+        # With several outputs, each metric's name has the name of its output as a prefix.
+        if name not in names and not any(name.endswith(f"_{k}") for k in names):
+            raise _not_measured(field, metric, {prefix + k for k in names for prefix in ("", "val_")})
+
+
+def _not_measured(field: str, metric: str, names: Iterable[str]) -> UserError:
+    return UserError(f"{field}={metric} is not measured: choose one of {', '.join(sorted(names))}")
 
 
 class Measured(Callback):
-    """Checks before the first epoch that the metrics are measured which fields of the experiment name.
-
-    Args:
-      metrics: by field.
-    """
+    """Checks `monitored` metrics before the first epoch."""
 
     takes_many_updates = True
 
@@ -46,16 +49,15 @@ class Measured(Callback):
         self._metrics = metrics
 
     def on_train_begin(self, logs=None):
-        for field, metric in self._metrics.items():
-            check_measured(field, metric, self.model)
+        check_measured(self._metrics, self.model)
 
 
 class Patience(Callback, keras.callbacks.EarlyStopping):
-    """Ends the training when a metric has stopped improving, and puts the weights of its best evaluation back.
+    """Ends the training when a metric has stopped improving, and restores the weights of its best evaluation.
 
     Args:
       monitor: metric such as `val_loss`; `min` or `max` before it says which is better where the name does not.
-      patience: evaluations in a row without an improvement after which it ends.
+      patience: evaluations in a row without an improvement after which training ends.
     """
 
     takes_many_updates = True
@@ -71,12 +73,12 @@ class Patience(Callback, keras.callbacks.EarlyStopping):
         if self.monitor.startswith("val_") and not any(name.startswith("val_") for name in logs):
             return None
         if self.monitor not in logs:
-            raise _unknown("train.monitor", self.monitor, logs)
+            raise _not_measured("train.monitor", self.monitor, logs)
         return float(logs[self.monitor])
 
     @property
     def reason(self) -> str:
-        """Says why training has ended, or with which weights; nothing if it came to its end with the last ones."""
+        """Returns why training has ended, or with which weights; empty if it completed with the last ones."""
         if self.best_weights is None:
             return ""
         best = f"the weights are those of epoch {self.best_epoch + 1}"

@@ -1,9 +1,10 @@
-"""What stands before the first update: the experiment as it will run, its data, schedule, model and checkpoints."""
+"""Prepares a run: the experiment as it will run, its data, schedule, model and checkpoints."""
 
 from __future__ import annotations
 
 import dataclasses
 import pathlib
+from collections.abc import Callable
 
 import keras
 
@@ -16,23 +17,22 @@ from tfdist.config.runtime_options import Environment, ResumeOptions
 from tfdist.data import class_weights, data_loading, spec_file
 from tfdist.data.datasets import registry
 from tfdist.data.loaded import Loaded
-from tfdist.data.spec import Spec
 from tfdist.distributed.connect import Placement
 from tfdist.distributed.distribution import Distribution
 from tfdist.keras_bridge import batch_norm
 from tfdist.models import build as models
 from tfdist.models import objective, optimizers
-from tfdist.train import batch_size_search, rate_range
+from tfdist.train import batch_size_search
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Preparation:
-    """Everything that a run needs on one worker, ready to train."""
+    """A run on one worker, ready to train."""
 
     experiment: config.Experiment
-    """As it will run: with the batch that was looked for, and the micro-batches that an earlier attempt needed."""
-    learnt_accumulate: int
-    """Micro-batches that an earlier attempt has found to be needed; 0 if none did."""
+    """As it will run: with the batch that was found, and the micro-batches that an earlier attempt needed."""
+    recovered_accumulate: int
+    """Micro-batches that an earlier attempt, out of memory, has recorded; 0 if none did."""
     data: Loaded
     schedule: schedule_lib.Plan
     class_weights: dict[int, float] | None
@@ -44,14 +44,14 @@ class Preparation:
     profiled: tuple[int, int]
     """First and last update of the profile, (0, 0) for none."""
     resumes: bool
-    """Whether the run goes on from what an earlier one has left in its folder."""
+    """The run resumes the earlier one in its folder."""
 
-    def check_agreement(self, asked: str) -> str:
-        """Returns the choice; `auto` leaves out a model of which it was said that replicas normalize by themselves."""
+    def check_agreement(self, flag: str) -> str:
+        """Returns the flag, or `off` for `auto` and a model whose replicas normalize by themselves, as configured."""
         accepted = (
             not self.experiment.model.sync_batch_norm and not self.experiment.train.virtual_replicas
         )  # which need it so
-        return "off" if asked == "auto" and accepted else asked
+        return "off" if flag == "auto" and accepted else flag
 
 
 def prepare(
@@ -61,31 +61,29 @@ def prepare(
     folder: RunFolder,
     distribution: Distribution,
     proposal: batch_size_search.BatchProposal,
+    change_plan: Callable[[schedule_lib.Plan], schedule_lib.Plan] | None = None,
 ) -> Preparation:
     """Loads the data and builds the model. Every worker calls this with the same experiment.
 
     Args:
-      experiment: what to train; its batch and its micro-batches may still change here.
-      environment: where to run and what to show.
-      placement: what was found there.
-      folder: the run folder.
-      distribution: the strategy, started.
-      proposal: what this worker knows of `train.batch_size=auto`.
+      experiment: its batch and micro-batches may still change here.
+      proposal: this worker's for `train.batch_size=auto`.
+      change_plan: returns another plan in place of that of the run.
 
     Raises:
       UserError: experiment, data or model cannot be used.
     """
     _announce(distribution, placement, experiment.train.virtual_replicas)
     experiment = batch_size_search.agreed(experiment, proposal, distribution)
-    experiment, learnt = _with_learnt_accumulate(experiment, environment, placement, folder, distribution)
+    experiment, recovered = _with_recovered_accumulate(experiment, environment, placement, folder, distribution)
     models.set_precision(experiment.train.precision)
     data = data_loading.loaded(
         distribution.peers, experiment.data, lambda: registry.load(experiment, not environment.dry_run)
     )
     distribution.peers.check_same(registry.facts(data), "the data set")
     schedule = schedule_lib.make(experiment, data.examples, distribution.replicas)
-    if environment.find_learning_rate:
-        schedule = rate_range.plan(schedule)
+    if change_plan:
+        schedule = change_plan(schedule)
     logger.info(f"{experiment.name}: {schedule.describe()}")
     weights_of_classes = class_weights.told(experiment.train.class_weight, data)
     with distribution.scope():
@@ -98,10 +96,23 @@ def prepare(
             "WARNING: model.sync_batch_norm=False: each replica normalizes with its own rows, so results depend on the "
             "number of replicas, and only --check_agreement=on compares them"
         )
-    checkpoints = _checkpoints(experiment, environment, placement, folder, data.spec)
+    model_file = experiment.model.name if experiment.model.name.endswith(config.FILE) else ""
+    checkpoints = manager.Checkpoints(
+        folder.checkpoints,
+        every=experiment.checkpoint.every,
+        keep=experiment.checkpoint.keep,
+        best=experiment.checkpoint.best,
+        asynchronous=experiment.checkpoint.asynchronous,
+        resume="auto" if placement.cluster.attempt else environment.resume,
+        changed=environment.resume_changed,
+        experiment=config.flat(experiment),
+        data_sha256=spec_file.digest(data.spec),
+        model_sha256=files.checksum(pathlib.Path(model_file).expanduser())["sha256"] if model_file else "",
+        storage=folder.storage,
+    )
     return Preparation(
         experiment=experiment,
-        learnt_accumulate=learnt,
+        recovered_accumulate=recovered,
         data=data,
         schedule=schedule,
         class_weights=weights_of_classes,
@@ -114,7 +125,7 @@ def prepare(
 
 
 def _announce(distribution: Distribution, placement: Placement, shards: int) -> None:
-    """Says which strategy runs on which devices, and what is wrong with the driver."""
+    """Logs the strategy with its devices, and problems of the driver."""
     count = distribution.replicas
     xla = {"off": "", "on": ", compiled by XLA", "auto": ", compiled by XLA where it can"}[distribution.jit]
     replicas = f"{count} replica{'s' * (count > 1)} on {', '.join(distribution.devices)}{xla}"
@@ -131,40 +142,20 @@ def _announce(distribution: Distribution, placement: Placement, shards: int) -> 
         logger.info(f"WARNING: {placement.survey.problem}: python -m tfdist.doctor says more")
 
 
-def _with_learnt_accumulate(
+def _with_recovered_accumulate(
     experiment: config.Experiment,
     options: ResumeOptions,
     placement: Placement,
     folder: RunFolder,
     distribution: Distribution,
 ) -> tuple[config.Experiment, int]:
-    """Returns the experiment with as many micro-batches as an earlier attempt has needed, and how many; 0 if none."""
-    noted_here = oom_note.read(folder) if resume.unfinished(folder, options, placement.cluster.attempt) else 1
+    """Returns the experiment with the micro-batches that an earlier attempt needed, and their number; 0 if none."""
+    own = oom_note.read(folder) if resume.unfinished(folder, options, placement.cluster.attempt) else 1
     most = experiment.train.batch_size // distribution.replicas
-    noted = min(distribution.peers.gather("micro-batches of the run before", noted_here)[0], most)
-    if noted <= experiment.train.accumulate or experiment.train.virtual_replicas:  # which promise the same bits
+    recorded = min(distribution.peers.gather("micro-batches of the run before", own)[0], most)
+    accumulate = experiment.train.accumulate
+    if recorded <= accumulate or experiment.train.virtual_replicas:  # which guarantee the same bits
         return experiment, 0
-    logger.info(f"train.accumulate={noted} instead of {experiment.train.accumulate}: the run before ran out of memory")
-    train = dataclasses.replace(experiment.train, accumulate=noted)
-    return dataclasses.replace(experiment, train=train), noted
-
-
-def _checkpoints(
-    experiment: config.Experiment, options: ResumeOptions, placement: Placement, folder: RunFolder, spec: Spec
-) -> manager.Checkpoints:
-    """Returns the checkpoints that the experiment asks for."""
-    asked = experiment.checkpoint
-    model_file = experiment.model.name if experiment.model.name.endswith(config.FILE) else ""
-    return manager.Checkpoints(
-        folder.checkpoints,
-        every=asked.every,
-        keep=asked.keep,
-        best=asked.best,
-        asynchronous=asked.asynchronous,
-        resume="auto" if placement.cluster.attempt else options.resume,
-        changed=options.resume_changed,
-        experiment=config.flat(experiment),
-        data_sha256=spec_file.digest(spec),
-        model_sha256=files.checksum(pathlib.Path(model_file).expanduser())["sha256"] if model_file else "",
-        storage=folder.storage,
-    )
+    logger.info(f"train.accumulate={recorded} instead of {accumulate}: the run before ran out of memory")
+    train = dataclasses.replace(experiment.train, accumulate=recorded)
+    return dataclasses.replace(experiment, train=train), recorded

@@ -1,52 +1,40 @@
-"""The charts of a report: what the run learnt, how fast it was, and how busy the devices were."""
+"""The charts of a report: loss and metrics, speed, and load of the devices."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 from tfdist.monitoring.report.html import Html, join, table, tag
 from tfdist.monitoring.report.line_chart import Line, Mark, plot, value
 from tfdist.monitoring.report.run_files import Record, mapping, number, sequence
 
 NO_METRICS = {"epoch", "updates", "seconds", "examples_per_second", "time", "learning_rate", "gradient_norm"}
-"""What stands in a line about an epoch and is no metric."""
+"""Fields of an epoch's line that are no metrics."""
 SHARES = ("input", "all_reduce", "python")
 ROWS = 200
 """Epochs in the table at most."""
-_BYTES = ((2**30, "GiB"), (2**20, "MiB"))
+
 _TIMES = ((3 * 3600, 3600, "hours"), (180, 60, "minutes"), (0, 1, "seconds"))
 
 
 def learning(record: Record) -> Html:
     """Draws loss, metrics, learning rate and gradient norm over updates, with the epochs as a table."""
     epochs, samples = _latest(record.epochs), _latest(record.samples)
-    names = dict.fromkeys(name for line in epochs for name in line if name not in NO_METRICS)
+    names = {name.removeprefix("val_") for line in epochs for name in line if name not in NO_METRICS}
     if not epochs:
-        names = dict.fromkeys(["loss"] if samples else [])
-    plain = sorted({name.removeprefix("val_") for name in names}, key=lambda name: (name != "loss", name))
-    turns = [
-        Mark(x, m["mark"])
-        for m in record.marks
-        if (x := number(m.get("updates"))) is not None and m["mark"] != "checkpoint"
-    ]
+        names = {"loss"} if samples else set()
+    marks = [Mark(x, m["mark"]) for m in record.marks if (x := number(m.get("updates"))) is not None]
+    marks = [mark for mark in marks if mark.kind != "checkpoint"]
     charts = []
-    for name in plain:
-        lines = [
-            _line("within epochs", samples, name, faint=True),
-            _line("training", epochs, name),
-            _line("validation", epochs, f"val_{name}", colour=2),
-        ]
-        if any(y is not None for y in lines[1].ys):
-            lines = [*lines[1:], lines[0]]
-        charts.append(plot(title(name), lines, marks=turns, note=_not_finite(epochs, name), text=value))
-    charts.append(
-        plot("Learning rate", [_line("rate", samples or epochs, "learning_rate")], from_zero=True, marks=turns)
-    )
-    charts.append(plot("Gradient norm", [_line("norm", samples or epochs, "gradient_norm")], marks=turns))
-    return join(
-        tag("div", *charts, class_="charts") if any(charts) else tag("p", "Nothing was recorded.", class_="note"),
-        _table(epochs),
-    )
+    for name in sorted(names, key=lambda name: (name != "loss", name)):
+        within, training = _line("within epochs", samples, name, faint=True), _line("training", epochs, name)
+        validation = _line("validation", epochs, f"val_{name}", color=2)
+        known = any(y is not None for y in training.ys)
+        lines = [training, validation, within] if known else [within, training, validation]
+        charts.append(plot(title(name), lines, marks=marks, note=_not_finite(epochs, name), text=value))
+    rate = _line("rate", samples or epochs, "learning_rate")
+    charts.append(plot("Learning rate", [rate], from_zero=True, marks=marks))
+    charts.append(plot("Gradient norm", [_line("norm", samples or epochs, "gradient_norm")], marks=marks))
+    nothing = tag("p", "Nothing was recorded.", class_="note")
+    return join(tag("div", *charts, class_="charts") if any(charts) else nothing, _table(epochs))
 
 
 def speed(record: Record) -> Html:
@@ -58,9 +46,7 @@ def speed(record: Record) -> Html:
     last = max(number(line["seconds"]) or 0 for line in lines)
     _, unit, across = next(row for row in _TIMES if last >= row[0])
     marks = [Mark(x / unit, m["mark"]) for m in record.marks if (x := number(m.get("seconds"))) is not None]
-    over_time = lambda name, key, scale=1.0, **kwargs: _line(
-        name, lines, key, x="seconds", over=unit, scale=scale, **kwargs
-    )
+    over_time = lambda name, key, scale=1.0: _line(name, lines, key, x="seconds", over=unit, scale=scale)
     charts = [plot("Throughput", [over_time("rate", "examples_per_second")], across, "examples/s", True, marks=marks)]
     # A sample without a rate saw nothing but compilation.
     steady = [s if number(s.get("examples_per_second")) else s | dict.fromkeys(SHARES) for s in samples]
@@ -68,12 +54,12 @@ def speed(record: Record) -> Html:
     charts.append(plot("Time not spent computing", shares, across, "%", True))
     cores = number(record.environment.get("cpus"))
     charts.append(plot("CPU", [over_time("busy", "cpu")], across, f"cores of {cores:.0f}" if cores else "cores", True))
-    size, bytes_unit = _bytes(lines)
+    most = max((number(line.get("memory")) or 0 for line in lines), default=0)
+    size, bytes_unit = (2**30, "GiB") if most >= 2**30 else (2**20, "MiB")
     charts.append(plot("Memory of this process", [over_time("resident", "memory", size)], across, bytes_unit, True))
-    gpus = _gpus(samples)
-    charts.append(plot("GPU load", _of_gpus(samples, gpus, unit, lambda g: g.get("load"), 0.01), across, "%", True))
-    used = _of_gpus(samples, gpus, unit, lambda g: g.get("memory_used"), 1024.0)
-    total = max((number(g.get("memory_total")) or 0 for s in samples for g in _listed(s)), default=0)
+    charts.append(plot("GPU load", _gpu_lines(samples, "load", unit, 0.01), across, "%", True))
+    used = _gpu_lines(samples, "memory_used", unit, 1024.0)
+    total = max((number(g.get("memory_total")) or 0 for s in samples for g in _gpus(s)), default=0)
     charts.append(plot("GPU memory", used, across, f"GiB of {total / 1024:.0f}" if total else "GiB", True))
     return tag("div", *charts, class_="charts")
 
@@ -84,12 +70,12 @@ def title(name: str) -> str:
 
 
 def words(key: str) -> str:
-    """Returns in words what a share of time was spent on."""
+    """Returns the label of a share of time."""
     return {"input": "waiting for input", "all_reduce": "all-reduce", "python": "Python", "compute": "computing"}[key]
 
 
 def _latest(lines: list[dict]) -> list[dict]:
-    """Returns the lines by updates; what a rollback has undone is left out."""
+    """Returns the lines in order of updates, without those that a rollback has undone."""
     kept: list[dict] = []
     for line in reversed(lines):
         update = number(line.get("updates"))
@@ -102,35 +88,26 @@ def _line(
     name: str,
     lines: list[dict],
     key: str,
-    colour: int = 1,
+    color: int = 1,
     faint: bool = False,
     x: str = "updates",
     over: float = 1.0,
     scale: float = 1.0,
 ) -> Line:
-    there = [line for line in lines if key in line]
-    ys = [None if (y := number(line[key])) is None else y / scale for line in there]
-    return Line(name, [(number(line[x]) or 0) / over for line in there], ys, colour, faint)
+    lines = [line for line in lines if key in line]
+    ys = [None if (y := number(line[key])) is None else y / scale for line in lines]
+    return Line(name, [(number(line[x]) or 0) / over for line in lines], ys, color, faint)
 
 
-def _bytes(lines: list[dict]) -> tuple[float, str]:
-    most = max((number(line.get("memory")) or 0 for line in lines), default=0)
-    return _BYTES[0] if most >= _BYTES[0][0] else _BYTES[1]
-
-
-def _gpus(samples: list[dict]) -> list:
-    """Returns the numbers of the GPUs in the samples."""
-    return list(dict.fromkeys(g.get("number") for s in samples for g in _listed(s)))
-
-
-def _listed(sample: dict) -> list[dict]:
+def _gpus(sample: dict) -> list[dict]:
     return [mapping(g) for g in sequence(sample.get("gpus"))]
 
 
-def _of_gpus(samples: list[dict], gpus: list, unit: float, of: Callable[[dict], object], scale: float) -> list[Line]:
-    """Returns a line per GPU, or where they are too many to tell apart, the lowest, the mean and the highest."""
+def _gpu_lines(samples: list[dict], key: str, unit: float, scale: float) -> list[Line]:
+    """Returns a line per GPU, or where they are too many to distinguish, the lowest, the mean and the highest."""
     xs = [(number(s["seconds"]) or 0) / unit for s in samples]
-    tables = [{g.get("number"): number(of(g)) for g in _listed(s)} for s in samples]
+    tables = [{g.get("number"): number(g.get(key)) for g in _gpus(s)} for s in samples]
+    gpus = list(dict.fromkeys(gpu for row in tables for gpu in row))
     rows = [[None if (y := row.get(gpu)) is None else y / scale for gpu in gpus] for row in tables]
     if len(gpus) <= 4:
         return [Line(f"GPU {gpu}", xs, [row[i] for row in rows], i + 1) for i, gpu in enumerate(gpus)]
@@ -143,7 +120,7 @@ def _of_gpus(samples: list[dict], gpus: list, unit: float, of: Callable[[dict], 
 
 
 def _not_finite(epochs: list[dict], name: str) -> str:
-    """Says where a value is missing, which the curve shows as a gap."""
+    """Lists the epochs whose value is missing, which the curve shows as a gap."""
     texts = []
     for key, what in ((name, "training"), (f"val_{name}", "validation")):
         odd = [f"{line['epoch']:.0f}" for line in epochs if key in line and line[key] is None]
@@ -158,23 +135,16 @@ def _table(epochs: list[dict]) -> Html:
         return Html("")
     every = -(-len(epochs) // ROWS)
     shown = [line for i, line in enumerate(epochs) if i % every == 0 or i == len(epochs) - 1]
-    names = [n for n in dict.fromkeys(n for line in shown for n in line) if n not in ("time",)]
+    counts, losses = ("epoch", "updates"), ("loss", "val_loss")
+    names = [n for n in dict.fromkeys(n for line in shown for n in line) if n != "time"]
     names = [n for n in names if any(number(line.get(n)) is not None for line in shown)]
-    names.sort(
-        key=lambda n: (
-            n not in ("epoch", "updates"),
-            n in NO_METRICS,
-            n.startswith("val_"),
-            n not in ("loss", "val_loss"),
-        )
-    )
-    text = lambda line, n: (
-        "-" if (y := number(line.get(n))) is None else f"{y:,.0f}" if n in ("epoch", "updates") else value(y)
-    )
+    names.sort(key=lambda n: (n not in counts, n in NO_METRICS, n.startswith("val_"), n not in losses))
+
+    def text(line: dict, name: str) -> str:
+        y = number(line.get(name))
+        return "-" if y is None else f"{y:,.0f}" if name in counts else value(y)
+
     rows = [[text(line, name) for name in names] for line in shown]
     which = "Every epoch" if every == 1 else f"One epoch in {every}"
-    return tag(
-        "details",
-        tag("summary", f"{which} as a table"),
-        table([title(name) for name in names], rows, range(len(names)), id="epochs"),
-    )
+    cells = table([title(name) for name in names], rows, range(len(names)), id="epochs")
+    return tag("details", tag("summary", f"{which} as a table"), cells)

@@ -1,7 +1,7 @@
-"""Line charts as inline SVG: they take the colours of the page, stretch with it, and can be read without a script.
+"""Line charts as inline SVG in the colors of the page, readable without a script.
 
-Positions across are percentages and text has a fixed size, so that a chart is as legible on a phone as on a wide
-screen. The lines themselves lie in an inner drawing that is stretched to fit.
+Horizontal positions are percentages and text has a fixed size, so that a chart is as legible on a phone as on a wide
+screen. The lines themselves are in an inner SVG that is stretched to fit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from tfdist.monitoring.report.html import Html, join, tag
 
 POINTS = 500
-"""A line is thinned to about so many."""
+"""A line is thinned to about this number."""
 HEIGHT = 190
 """Height of the plot in pixels, without its labels."""
 _TICKS = 200
@@ -29,7 +29,7 @@ class Line:
     name: str
     xs: Sequence[float]
     ys: Sequence[float | None]
-    colour: int = 1
+    color: int = 1
     """1 to 6, as the page defines them."""
     faint: bool = False
     """Drawn thin, behind the others."""
@@ -37,7 +37,7 @@ class Line:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mark:
-    """Something that happened at one point of the axis."""
+    """An event at one point of the axis."""
 
     x: float
     kind: str
@@ -46,7 +46,7 @@ class Mark:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Axis:
-    """Values from `low` to `high`, and where its labels stand."""
+    """An axis from `low` to `high`, with the positions of its labels."""
 
     low: float
     high: float
@@ -54,7 +54,7 @@ class Axis:
     log: bool = False
 
     def share(self, value: float) -> float:
-        """Returns where a value lies, from 0 to 1."""
+        """Returns the position of a value, from 0 to 1."""
         if self.log:
             return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
@@ -70,57 +70,58 @@ def plot(
     note: str = "",
     text: Callable[[float], str] | None = None,
 ) -> Html:
-    """Draws a chart with title, legend, axes and read-out, or nothing when there is nothing to draw.
+    """Draws a chart with title, legend, axes and read-out; empty when there are no values.
 
     Args:
-      across: what the horizontal axis counts.
-      unit: the one in which the values are.
+      across: label of the horizontal axis.
+      unit: of the values.
       from_zero: the vertical axis begins at zero.
       note: a sentence below.
-      text: writes the values in the legend; `short` if not given.
+      text: formats the values in the legend; `short` if not given.
     """
     lines = [line for line in lines if any(y is not None for y in line.ys)]
     if not lines:
         return Html("")
+    text = text or short
     xs = [x for line in lines for x in line.xs] + [mark.x for mark in marks]
     ys = [y for line in lines for y in line.ys if y is not None]
     wide = linear(min(0.0, *xs), max(xs), 5, tight=True)
     high = vertical(ys, from_zero)
-    thinned = [_thinned(line) for line in lines]
     unit = ", ".join(filter(None, (unit, "log scale" if high.log else "")))
     texts = label_all(high.ticks)
-    described = "; ".join(f"{line.name}: {_ends(line, text or short)}" for line in lines)
+    left = f"--left:{max(3.1, 0.6 * max(len(t) for t in texts)):.1f}em"
+    summaries = []
+    for line in lines:
+        known = [y for y in line.ys if y is not None]
+        first, last, low, most = (text(y) for y in (known[0], known[-1], min(known), max(known)))
+        summaries.append(f"{line.name}: from {first} to {last}, lowest {low}, highest {most}")
+    pairs = [zip(*thin(line.xs, line.ys)) for line in lines]
+    lines = [dataclasses.replace(line, xs=xs, ys=ys) for line, (xs, ys) in zip(lines, pairs)]
+    svg = tag(
+        "svg",
+        tag("title", f"{title} over {across}"),
+        tag("desc", "; ".join(summaries) + (f". {note}" if note else "")),
+        *(_grid(wide, high, texts), _curves(wide, high, lines, marks), _dots(wide, high, lines)),
+        role="img",
+        width="100%",
+        height=HEIGHT,
+    )
     return tag(
         "figure",
-        tag("figcaption", tag("b", title), " ", tag("span", unit, class_="unit"), _legend(lines, marks, text or short)),
-        tag(
-            "div",
-            tag(
-                "svg",
-                tag("title", f"{title} over {across}"),
-                tag("desc", described + (f". {note}" if note else "")),
-                _grid(wide, high, texts),
-                _curves(wide, high, thinned, marks),
-                _dots(wide, high, thinned),
-                role="img",
-                width="100%",
-                height=HEIGHT,
-            ),
-            class_="plot",
-            style=f"--left:{max(3.1, 0.6 * max(len(t) for t in texts)):.1f}em",
-        ),
+        tag("figcaption", tag("b", title), " ", tag("span", unit, class_="unit"), _legend(lines, marks, text)),
+        tag("div", svg, class_="plot", style=left),
         tag("div", across, class_="across"),
         tag("p", note, class_="note") if note else "",
         class_="chart",
-        data_lines=_data(thinned),
-        data_from=_exact(wide.low),
-        data_to=_exact(wide.high),
+        data_lines=_data(lines),
+        data_from=f"{wide.low:.8g}",
+        data_to=f"{wide.high:.8g}",
         data_across=across,
     )
 
 
 def linear(low: float, high: float, count: int, tight: bool = False) -> Axis:
-    """Makes an axis with about `count` round labels; `tight` ends it with the values, else it ends with a label."""
+    """Returns an axis with about `count` round labels; `tight` ends it with the values, else it ends with a label."""
     if not high > low:
         pad = abs(low) * 0.1 or 1.0
         low, high = (low - pad, high + pad) if not tight else (low - 0.5, high + 0.5)
@@ -137,7 +138,7 @@ def linear(low: float, high: float, count: int, tight: bool = False) -> Axis:
 
 
 def vertical(ys: Sequence[float], from_zero: bool) -> Axis:
-    """Makes a linear axis, or a logarithmic one where values of one sign reach over more than two powers of ten."""
+    """Returns a linear axis, or a logarithmic one where positive values span more than two powers of ten."""
     low, high = min(ys), max(ys)
     if not from_zero and low > 0 and high / low > 100:
         powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
@@ -162,7 +163,7 @@ def thin(xs: Sequence[float], ys: Sequence[float | None], points: int = POINTS) 
 
 
 def label(value: float) -> str:
-    """Writes a value on an axis: `0.05`, `1,200`, `25k`, `1.5M`, `1e-6`."""
+    """Formats a value on an axis: `0.05`, `1,200`, `25k`, `1.5M`, `1e-6`."""
     size = abs(value)
     if size == 0:
         return "0"
@@ -175,7 +176,7 @@ def label(value: float) -> str:
 
 
 def label_all(ticks: Sequence[float]) -> list[str]:
-    """Writes labels with as many decimals each as the one that needs most."""
+    """Formats labels with as many decimals each as the one that needs most."""
     texts = [label(t) for t in ticks]
     if any(t[-1] in "kMGT" or "e" in t for t in texts):
         return texts
@@ -199,13 +200,8 @@ def _grid(wide: Axis, high: Axis, texts: list[str]) -> Html:
     return join(*parts)
 
 
-def _thinned(line: Line) -> Line:
-    xs, ys = zip(*thin(line.xs, line.ys))
-    return dataclasses.replace(line, xs=xs, ys=ys)
-
-
 def _curves(wide: Axis, high: Axis, lines: Sequence[Line], marks: Sequence[Mark]) -> Html:
-    """Draws what is stretched: the marks and, above them, the lines, the faint ones first."""
+    """Draws the stretched part: the marks and, above them, the lines, the faint ones first."""
     parts = []
     ticks = [m for m in marks if m.kind == "checkpoint"]
     rules = [m for m in marks if m.kind != "checkpoint"]
@@ -214,49 +210,35 @@ def _curves(wide: Axis, high: Axis, lines: Sequence[Line], marks: Sequence[Mark]
         top = 955 if mark.kind == "checkpoint" else 0
         parts.append(tag("line", x1=x, x2=x, y1=top, y2=1000, class_=f"mark {_kind(mark)}"))
     for line in sorted(lines, key=lambda line: not line.faint):
-        for there, group in itertools.groupby(zip(line.xs, line.ys), lambda point: point[1] is not None):
+        for defined, group in itertools.groupby(zip(line.xs, line.ys), lambda point: point[1] is not None):
             run = list(group)
-            if there and len(run) > 1:
-                points = " ".join(
-                    f"{_place(wide.share(x))},{_place(1 - high.share(y))}" for x, y in run if y is not None
-                )
-                parts.append(tag("polyline", points=points, class_=f"line c{line.colour}{' faint' * line.faint}"))
-    return tag(
-        "svg",
-        *parts,
-        viewBox="0 0 1000 1000",
-        preserveAspectRatio="none",
-        width="100%",
-        height="100%",
-        overflow="visible",
-        aria_hidden="true",
-    )
+            if defined and len(run) > 1:
+                points = (f"{_place(wide.share(x))},{_place(1 - high.share(y))}" for x, y in run if y is not None)
+                style = f"line c{line.color}{' faint' * line.faint}"
+                parts.append(tag("polyline", points=" ".join(points), class_=style))
+    box = {"viewBox": "0 0 1000 1000", "preserveAspectRatio": "none", "width": "100%", "height": "100%"}
+    return tag("svg", *parts, **box, overflow="visible", aria_hidden="true")
 
 
 def _dots(wide: Axis, high: Axis, lines: Sequence[Line]) -> Html:
     """Draws the points themselves, where they are few or stand alone."""
     parts = []
     for line in lines:
-        here = [None, *line.ys, None]
+        padded = [None, *line.ys, None]
         few = len(line.xs) <= 40 and not line.faint
         for i, (x, y) in enumerate(zip(line.xs, line.ys)):
-            if y is not None and (few or (here[i] is None and here[i + 2] is None)):
+            if y is not None and (few or (padded[i] is None and padded[i + 2] is None)):
                 x_at, y_at = f"{100 * wide.share(x):.2f}%", f"{100 * (1 - high.share(y)):.2f}%"
-                parts.append(tag("circle", cx=x_at, cy=y_at, r=2.2, class_=f"dot c{line.colour}"))
+                parts.append(tag("circle", cx=x_at, cy=y_at, r=2.2, class_=f"dot c{line.color}"))
     return join(*parts)
 
 
 def _legend(lines: Sequence[Line], marks: Sequence[Mark], text: Callable[[float], str]) -> Html:
-    entries = [
-        tag(
-            "span",
-            tag("i", class_=f"key c{line.colour}{' faint' * line.faint}"),
-            line.name,
-            " ",
-            tag("b", _last(line, text)),
-        )
-        for line in lines
-    ]
+    entries = []
+    for line in lines:
+        key = tag("i", class_=f"key c{line.color}{' faint' * line.faint}")
+        last = next((text(y) for y in reversed(line.ys) if y is not None), "")
+        entries.append(tag("span", key, line.name, " ", tag("b", last)))
     for kind in dict.fromkeys(_kind(mark) for mark in marks):
         count = sum(_kind(mark) == kind for mark in marks)
         entries.append(tag("span", tag("i", class_=f"key mark {kind}"), kind, f" ({count})" if count > 1 else ""))
@@ -267,18 +249,8 @@ def _kind(mark: Mark) -> str:
     return mark.kind if mark.kind in ("checkpoint", "resumed", "rollback") else "other"
 
 
-def _last(line: Line, text: Callable[[float], str]) -> str:
-    return next((text(y) for y in reversed(line.ys) if y is not None), "")
-
-
-def _ends(line: Line, text: Callable[[float], str]) -> str:
-    there = [y for y in line.ys if y is not None]
-    first, last, low, high = (text(y) for y in (there[0], there[-1], min(there), max(there)))
-    return f"from {first} to {last}, lowest {low}, highest {high}"
-
-
 def value(number: float) -> str:
-    """Writes a metric, as precise as on the terminal: `0.9806`, `12.346`, `1.2e-07`."""
+    """Formats a metric, as precise as on the terminal: `0.9806`, `12.346`, `1.2e-07`."""
     size = abs(number)
     if size >= 1e7 or 0 < size < 1e-3:
         return f"{number:.4g}"
@@ -286,28 +258,24 @@ def value(number: float) -> str:
 
 
 def short(number: float) -> str:
-    """Writes any other measurement, with three digits or more: `0.00352`, `75.1`, `5,860`."""
+    """Formats any other measurement, with three digits or more: `0.00352`, `75.1`, `5,860`."""
     return f"{number:,.0f}" if 100 <= abs(number) < 1e7 else f"{number:.3g}"
 
 
 def _data(lines: Sequence[Line]) -> str:
-    """Writes the curves as JSON for the read-out, which a script shows."""
+    """Returns the curves as JSON for the read-out, which a script shows."""
+
+    def rounded(value: float | None) -> float | int | None:
+        if value is None:
+            return None
+        short = float(f"{value:.5g}") if abs(value) < 1e5 else round(value)
+        return int(short) if short == int(short) else short
+
     curves = [
-        {"n": line.name, "c": line.colour, "x": [_rounded(x) for x in line.xs], "y": [_rounded(y) for y in line.ys]}
+        {"n": line.name, "c": line.color, "x": list(map(rounded, line.xs)), "y": list(map(rounded, line.ys))}
         for line in lines
     ]
     return json.dumps(curves, separators=(",", ":"))
-
-
-def _rounded(value: float | None) -> float | int | None:
-    if value is None:
-        return None
-    short = float(f"{value:.5g}") if abs(value) < 1e5 else round(value)
-    return int(short) if short == int(short) else short
-
-
-def _exact(value: float) -> str:
-    return f"{value:.8g}"
 
 
 def _place(share: float) -> str:

@@ -1,4 +1,4 @@
-"""The part of a report on what a classifier gets wrong: confusion matrix and worst examples."""
+"""A classifier's mistakes in a report: confusion matrix and worst examples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAIRS = 10
 
 
 def section(findings: Findings) -> Html:
-    """Returns the whole part: how many are right, the matrix, the most frequent mistakes and the worst examples."""
+    """Returns accuracy, the matrix, the most frequent mistakes and the worst examples."""
     count = len(findings.labels)
     over = f"the first {count:,} examples" if findings.partial else f"{count:,} examples"
     right = int((findings.labels == findings.predictions).sum())
@@ -33,95 +33,60 @@ def section(findings: Findings) -> Html:
 
 def _matrix(findings: Findings) -> Html:
     if findings.classes > AS_PICTURE:
-        return tag(
-            "p", f"{findings.classes:,} classes are too many for a matrix; these are confused most:", class_="note"
-        )
+        text = f"{findings.classes:,} classes are too many for a matrix; these are confused most:"
+        return tag("p", text, class_="note")
     counts = findings.confusion()
     if findings.classes > WITH_NUMBERS:
         return _picture(findings, counts)
-    totals, taken = counts.sum(1), counts.sum(0)
-    head = [tag("th", findings.name(i), scope="col") for i in range(findings.classes)]
-    rows = []
-    for i in range(findings.classes):
-        cells = [_cell(findings, counts, i, j) for j in range(findings.classes)]
-        rows.append(
-            tag(
-                "tr",
-                tag("th", findings.name(i), scope="row"),
-                *cells,
-                tag("td", _share(counts[i, i], totals[i]), class_="sum"),
-            )
-        )
-    precision = [tag("td", _share(counts[i, i], taken[i]), class_="sum") for i in range(findings.classes)]
+    classes, names = range(findings.classes), [findings.name(i) for i in range(findings.classes)]
+    share = lambda i, total: tag("td", f"{100 * counts[i, i] / total:.0f} %" if total else "-", class_="sum")
+
+    def cell(i: int, j: int) -> Html:
+        if not counts[i, j]:
+            return tag("td")
+        what = f"{counts[i, j]:,} of {counts[i].sum():,}: {names[i]} taken for {names[j]}"
+        kind, style = "hit" if i == j else "miss", f"--v:{_strength(counts, i, j):.0f}%"
+        return tag("td", f"{counts[i, j]:,}", class_=kind, style=style, title="" if i == j else what)
+
+    totals, predicted = counts.sum(1), counts.sum(0)
+    head = [tag("th", name, scope="col") for name in names]
+    rows = [
+        tag("tr", tag("th", names[i], scope="row"), *(cell(i, j) for j in classes), share(i, totals[i]))
+        for i in classes
+    ]
     matrix = tag(
-        "div",
-        tag(
-            "table",
-            tag("thead", tag("tr", tag("th", "true ↓ as →"), *head, tag("th", "recall", scope="col"))),
-            tag("tbody", *rows),
-            tag("tfoot", tag("tr", tag("th", "precision", scope="row"), *precision, tag("td"))),
-            class_="confusion long" if any(len(findings.name(i)) > 5 for i in range(findings.classes)) else "confusion",
-            id="confusion",
-        ),
-        class_="scroll",
-        tabindex="0",
+        "table",
+        tag("thead", tag("tr", tag("th", "true ↓ as →"), *head, tag("th", "recall", scope="col"))),
+        tag("tbody", *rows),
+        tag("tfoot", tag("tr", tag("th", "precision", scope="row"), *map(share, classes, predicted), tag("td"))),
+        class_="confusion long" if any(len(name) > 5 for name in names) else "confusion",
+        id="confusion",
     )
-    return tag("div", tag("p", "Rows are the true classes, columns the predictions.", class_="note"), matrix)
-
-
-def _cell(findings: Findings, counts: np.ndarray, i: int, j: int) -> Html:
-    count = int(counts[i, j])
-    if not count:
-        return tag("td")
-    what = f"{count:,} of {int(counts[i].sum()):,}: {findings.name(i)} taken for {findings.name(j)}"
-    return tag(
-        "td",
-        f"{count:,}",
-        class_="hit" if i == j else "miss",
-        style=f"--v:{_strength(counts, i, j):.0f}%",
-        title="" if i == j else what,
-    )
+    note = tag("p", "Rows are the true classes, columns the predictions.", class_="note")
+    return tag("div", note, tag("div", matrix, class_="scroll", tabindex="0"))
 
 
 def _strength(counts: np.ndarray, i: int, j: int) -> float:
-    """Returns how strong a colour is, in percent: of its row on the diagonal, of the largest mistake elsewhere."""
+    """Returns the strength of a color, in percent: of its row on the diagonal, of the largest mistake elsewhere."""
     if i == j:
         return 45 * counts[i, i] / counts[i].sum()
     largest = (counts - np.diag(np.diag(counts))).max()
     return 15 + 45 * counts[i, j] / largest
 
 
-def _share(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.0f} %" if whole else "-"
-
-
 def _picture(findings: Findings, counts: np.ndarray) -> Html:
     """Draws the matrix as squares, for more classes than numbers can be read."""
-    squares = []
+    squares, side = [], findings.classes
     for i, j in np.argwhere(counts):
-        what = f"{counts[i, j]:,}: {findings.name(i)}" + ("" if i == j else f" taken for {findings.name(j)}")
         style = f"--v:{_strength(counts, i, j) * 1.6:.0f}%"
-        kind = "hit" if i == j else "miss"
-        squares.append(
-            tag("rect", x=j, y=i, width=1, height=1, class_=kind, style=style)
-            if i == j
-            else tag("g", tag("title", what), tag("rect", x=j, y=i, width=1, height=1, class_=kind, style=style))
-        )
-    return tag(
-        "figure",
-        tag(
-            "svg",
-            tag("title", "Confusion matrix"),
-            tag("desc", f"{findings.classes} true classes from top to bottom, predictions from left to right"),
-            tag("rect", x=0, y=0, width=findings.classes, height=findings.classes, class_="ground"),
-            *squares,
-            viewBox=f"0 0 {findings.classes} {findings.classes}",
-            role="img",
-        ),
-        tag("figcaption", f"{findings.classes} true classes from top to bottom, predictions from left to right"),
-        class_="matrix",
-        id="confusion",
-    )
+        square = tag("rect", x=j, y=i, width=1, height=1, class_="hit" if i == j else "miss", style=style)
+        what = f"{counts[i, j]:,}: {findings.name(i)} taken for {findings.name(j)}"
+        squares.append(square if i == j else tag("g", tag("title", what), square))
+    caption = f"{side} true classes from top to bottom, predictions from left to right"
+    ground = tag("rect", x=0, y=0, width=side, height=side, class_="ground")
+    texts = (tag("title", "Confusion matrix"), tag("desc", caption))
+    svg = tag("svg", *texts, ground, *squares, viewBox=f"0 0 {side} {side}", role="img")
+    return tag("figure", svg, tag("figcaption", caption), class_="matrix", id="confusion")
 
 
 def _mistakes(findings: Findings) -> Html:
@@ -130,13 +95,8 @@ def _mistakes(findings: Findings) -> Html:
         return tag("p", "No mistake among them.", class_="note")
     totals = np.bincount(findings.labels, minlength=findings.classes)
     rows = [
-        [
-            findings.name(pair.label),
-            findings.name(pair.prediction),
-            f"{pair.times:,}",
-            f"{100 * pair.times / totals[pair.label]:.1f} %",
-        ]
-        for pair in pairs
+        [findings.name(label), findings.name(prediction), f"{times:,}", f"{100 * times / totals[label]:.1f} %"]
+        for label, prediction, times in pairs
     ]
     more = len(findings.mistakes(findings.classes**2)) - len(pairs)
     return tag(
@@ -149,34 +109,22 @@ def _mistakes(findings: Findings) -> Html:
 
 def _worst(findings: Findings) -> Html:
     cards = [_card(findings, example) for example in findings.worst]
-    return join(
-        tag("h3", "Worst examples"),
-        tag(
-            "p",
-            "Those with the highest cross-entropy: what they are, what they are taken for, how surely, and their row.",
-            class_="note",
-        ),
-        tag("ul", *cards, class_="worst", id="worst"),
-    )
+    note = "Those with the highest cross-entropy: what they are, what they are taken for, how surely, and their row."
+    note = tag("p", note, class_="note")
+    return join(tag("h3", "Worst examples"), note, tag("ul", *cards, class_="worst", id="worst"))
 
 
 def _card(findings: Findings, example: Example) -> Html:
-    wrong = example.label != example.prediction
-    shown = f"true {findings.name(example.label)}, predicted {findings.name(example.prediction)}"
+    label, prediction = findings.name(example.label), findings.name(example.prediction)
     picture: Html | str = ""
     if example.png:
         source = "data:image/png;base64," + base64.b64encode(example.png).decode()
-        picture = tag("img", src=source, alt=f"Example {example.row}: {shown}")
+        picture = tag("img", src=source, alt=f"Example {example.row}: true {label}, predicted {prediction}")
+    wrong = "wrong" if example.label != example.prediction else None
     return tag(
         "li",
         picture,
-        tag("span", "true ", tag("b", findings.name(example.label))),
-        tag(
-            "span",
-            "as ",
-            tag("b", findings.name(example.prediction)),
-            f" · {100 * example.probability:.0f}\u00a0%",
-            class_="wrong" if wrong else None,
-        ),
+        tag("span", "true ", tag("b", label)),
+        tag("span", "as ", tag("b", prediction), f" · {100 * example.probability:.0f}\u00a0%", class_=wrong),
         tag("small", f"loss {example.loss:.2f} · #{example.row}"),
     )

@@ -18,12 +18,12 @@ from tfdist.monitoring.confusion import Findings
 from tfdist.monitoring.report import curves, mistakes, run_files, tables
 from tfdist.monitoring.report.html import Html, join, tag
 from tfdist.monitoring.report.line_chart import label, value
-from tfdist.monitoring.report.run_files import Record, mapping, number
+from tfdist.monitoring.report.run_files import Record, mapping, number, sequence
 from tfdist.trainer.timing import INPUT_LIMIT
 
 NAME = "report.html"
 JUDGED_S = 3.0
-"""Seconds of training from which on there is something to say of where they went."""
+"""Least seconds of training for advice on where they went."""
 PARTS = ("compute", "input", "all_reduce", "python")
 ADVICE = {
     "input": "Input-bound: hold the decoded data in memory (data.cache=memory), or make reading and decoding cheaper.",
@@ -37,13 +37,13 @@ def write(folder: RunFolder, result: dict, findings: Findings | None) -> str:
     """Writes the report of a run that has ended. It never makes a run fail.
 
     Args:
-      folder: where all the rest has been written.
-      result: what `result.json` is going to hold; that file is written last.
-      findings: what a classifier gets wrong.
+      folder: with all other files of the run.
+      result: content that `result.json` is going to have; that file is written last.
+      findings: a classifier's mistakes.
 
     Returns:
-      A line about what went wrong, empty if nothing did. It is not said here: this is also called when a run has
-      failed and another thread may hold the lock of the stream.
+      A warning, empty if nothing went wrong. It is not logged here: this is also called when a run has failed and
+      another thread may hold the lock of the stream.
     """
     if not folder.writes:
         return ""
@@ -61,7 +61,7 @@ def render(path: pathlib.Path, result: dict | None = None, findings: Findings | 
 
     Args:
       path: a run folder, of which any file may be missing.
-      result: what `write` takes; None to read `result.json`.
+      result: as for `write`; None to read `result.json`.
     """
     record = run_files.read(path, result)
     sections = [
@@ -74,20 +74,19 @@ def render(path: pathlib.Path, result: dict | None = None, findings: Findings | 
         ("experiment", "Experiment", lambda: tables.experiment(record)),
         ("environment", "Environment", lambda: tables.environment(record)),
     ]
-    bodies = [(name, heading, _patient(make)) for name, heading, make in sections]
-    there = [(name, heading, body) for name, heading, body in bodies if body]
+    bodies = [(name, heading, _tolerant(make)) for name, heading, make in sections]
     written = f"tfdist {mapping(record.result.get('versions')).get('tfdist', '')}, {time.strftime('%Y-%m-%d %H:%M %Z')}"
     return assembled(
         f"{record.name}: {record.result.get('status', 'not finished')}",
-        _patient(lambda: _header(record)),
-        _patient(lambda: _figures(record)),
-        there,
+        _tolerant(lambda: _header(record)),
+        _tolerant(lambda: _figures(record)),
+        [section for section in bodies if section[2]],
         f"{path.absolute().name} · written by {written}",
     )
 
 
 def assembled(title: str, header: Html, figures: Html, sections: Sequence[tuple[str, str, Html]], footer: str) -> str:
-    """Returns a page of these parts, in the look that all pages have.
+    """Returns a page of these parts, in the style of all pages.
 
     Args:
       sections: anchor, heading and body of each.
@@ -108,8 +107,8 @@ def assembled(title: str, header: Html, figures: Html, sections: Sequence[tuple[
     )
 
 
-def _patient(make: Callable[[], Html]) -> Html:
-    """Returns a part of the page, or in words why there is none; a part that fails leaves the others alone."""
+def _tolerant(make: Callable[[], Html]) -> Html:
+    """Returns a part of the page, or an error message: a part that fails leaves the others alone."""
     try:
         return make()
     except Exception as error:
@@ -117,15 +116,14 @@ def _patient(make: Callable[[], Html]) -> Html:
 
 
 def _header(record: Record) -> Html:
-    result, asked = record.result, mapping(record.experiment.get("train"))
+    result, train = record.result, mapping(record.experiment.get("train"))
     status = str(result.get("status", "not finished"))
     kind = status if status in ("completed", "preempted", "failed") else "unknown"
     parts = [tag("h1", record.name, " ", tag("span", status, class_=f"pill {kind}"))]
     if result.get("reason"):
         parts.append(tag("p", str(result["reason"]), class_="warn" if kind == "failed" else "why", id="reason"))
     updates, epochs, batch = (number(result.get(key)) for key in ("updates", "epochs", "global_batch"))
-    wanted = number(asked.get("epochs"))
-    steps = number(asked.get("steps"))
+    total, steps = number(train.get("epochs")), number(train.get("steps"))
     plan = []
     if updates is not None:
         plan.append(f"{updates:,.0f}{f' of {steps:,.0f}' if steps else ''} updates")
@@ -134,36 +132,36 @@ def _header(record: Record) -> Html:
     if (replicas := number(result.get("replicas"))) and replicas > 1:
         plan.append(f"on {replicas:,.0f} replicas")
     if epochs is not None:
-        plan.append(f"· {epochs:,.0f}{f' of {wanted:,.0f}' if wanted else ''} epochs")
+        plan.append(f"· {epochs:,.0f}{f' of {total:,.0f}' if total else ''} epochs")
     names = [str(mapping(record.experiment.get(part)).get("name", "")) for part in ("data", "model", "optimizer")]
     parts.append(tag("p", " · ".join(filter(None, [*names, " ".join(plan)])), class_="plan", id="plan"))
-    where = record.environment
-    if where.get("reason"):
-        parts.append(tag("p", f"Strategy {where.get('strategy')}, because {where['reason']}.", class_="plan"))
-    happened = _happened(record)
-    if happened:
-        parts.append(tag("ul", *(tag("li", text) for text in happened), class_="happened", id="happened"))
+    environment = record.environment
+    if environment.get("reason"):
+        strategy = f"Strategy {environment.get('strategy')}, because {environment['reason']}."
+        parts.append(tag("p", strategy, class_="plan"))
+    if events := _events(record):
+        parts.append(tag("ul", *(tag("li", text) for text in events), class_="happened", id="happened"))
     return join(*parts)
 
 
-def _happened(record: Record) -> list[str]:
+def _events(record: Record) -> list[str]:
     result = record.result
     texts = []
     if number(result.get("resumed_from")) is not None:
         texts.append(f"Resumed from update {result['resumed_from']:,}.")
     if result.get("restarts"):
         texts.append(f"Started again by the launcher {result['restarts']} time{'s' * (result['restarts'] != 1)}.")
-    noted = [mapping(line["rollback"]) for line in record.lines if "rollback" in line]
+    logged = [mapping(line["rollback"]) for line in record.lines if "rollback" in line]
     # The file has those before a rollback to the same checkpoint too.
-    for rollback in max(noted, [mapping(r) for r in run_files.sequence(result.get("rollbacks"))], key=len)[:10]:
-        skipped = [str(update) for update in run_files.sequence(rollback.get("skipped"))]
+    for rollback in max(logged, [mapping(r) for r in sequence(result.get("rollbacks"))], key=len)[:10]:
+        skipped = [str(update) for update in sequence(rollback.get("skipped"))]
         left_out = ", ".join(skipped[:12]) + (f" and {len(skipped) - 12} more" if len(skipped) > 12 else "")
         texts.append(f"Loss not finite: went back to update {rollback.get('to')} and left out {left_out}.")
     return texts
 
 
 def _figures(record: Record) -> Html:
-    """Returns the numbers that one looks for first."""
+    """Returns the key figures."""
     result = record.result
     tiles = [
         (curves.title(name), value(y), "")
@@ -186,27 +184,18 @@ def _figures(record: Record) -> Html:
         tiles.append(("Peak GPU memory", size(memory), "per device"))
     if (flops := get("flops_per_second")) is not None:
         share = get("flops_share")
-        tiles.append(
-            (
-                "Model FLOP/s",
-                label(float(f"{flops:.3g}")),
-                "" if share is None else f"{100 * share:.1f} % of the peak (MFU)",
-            )
-        )
+        more = "" if share is None else f"{100 * share:.1f} % of the peak (MFU)"
+        tiles.append(("Model FLOP/s", label(float(f"{flops:.3g}")), more))
     columns = -(-len(tiles) // -(-len(tiles) // 7)) if tiles else 1  # rows of about the same length
-    return tag(
-        "dl",
-        *(
-            tag("div", tag("dt", name), tag("dd", tag("b", text), tag("small", more) if more else ""))
-            for name, text, more in tiles
-        ),
-        class_="figures",
-        style=f"--columns:{columns}",
-    )
+    boxes = [
+        tag("div", tag("dt", name), tag("dd", tag("b", text), tag("small", more) if more else ""))
+        for name, text, more in tiles
+    ]
+    return tag("dl", *boxes, class_="figures", style=f"--columns:{columns}")
 
 
 def _time(record: Record) -> Html:
-    """Draws one bar of what the seconds of training went into, and says what to do about it."""
+    """Draws a bar of where the seconds of training went, with advice."""
     spent = mapping(record.result.get("time"))
     seconds = {part: y for part in PARTS if (y := number(spent.get(part))) is not None and y >= 0}
     total = sum(seconds.values())
@@ -215,17 +204,10 @@ def _time(record: Record) -> Html:
     shares = {part: y / total for part, y in seconds.items()}
     named = {part: curves.words(part) for part in seconds}
     bar = [tag("span", class_=f"part {part}", style=f"width:{100 * share:.2f}%") for part, share in shares.items()]
-    legend = [
-        tag(
-            "li",
-            tag("i", class_=f"key part {part}"),
-            named[part],
-            " ",
-            tag("b", f"{100 * shares[part]:.1f} %"),
-            f" {duration(y)}",
-        )
-        for part, y in seconds.items()
-    ]
+    legend = []
+    for part, y in seconds.items():
+        key, share = tag("i", class_=f"key part {part}"), tag("b", f"{100 * shares[part]:.1f} %")
+        legend.append(tag("li", key, named[part], " ", share, f" {duration(y)}"))
     worst = max((part for part in seconds if part in ADVICE), key=lambda part: shares[part], default="")
     if total < JUDGED_S:
         advice = "Too short a time to judge by."
@@ -248,7 +230,7 @@ def _time(record: Record) -> Html:
 
 
 def duration(seconds: float) -> str:
-    """Writes seconds as `11.3 s`, `12 min 30 s` or `3 h 12 min`."""
+    """Formats seconds as `11.3 s`, `12 min 30 s` or `3 h 12 min`."""
     if seconds < 99.95:
         return f"{seconds:.1f} s" if seconds >= 0.95 else f"{seconds:.2f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -258,5 +240,5 @@ def duration(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """Writes bytes as `312 MiB` or `2.41 GiB`."""
+    """Formats bytes as `312 MiB` or `2.41 GiB`."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

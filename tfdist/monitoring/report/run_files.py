@@ -1,4 +1,4 @@
-"""What run folders hold, read with patience: any file may be missing, cut off, or of another version."""
+"""Tolerant reader of run folders: any file may be missing, cut off, or of another version."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pathlib
 from tfdist.config import local_files
 
 LIMIT = 2000
-"""Neighbours that are looked at: the parent of a run folder may hold anything."""
+"""Neighbors that are read: the parent of a run folder may hold anything."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,10 +41,10 @@ class Record:
 
 
 def read(path: pathlib.Path, result: dict | None = None) -> Record:
-    """Reads everything in a run folder.
+    """Reads a run folder.
 
     Args:
-      result: what `result.json` is going to hold; None to read it.
+      result: content that `result.json` is going to have; None to read it.
     """
     timeline = lines(path / "timeline.jsonl")
     return Record(

@@ -1,4 +1,4 @@
-"""The tables of a report: the experiment, the environment and why, and this run beside others in its folder."""
+"""The tables of a report: experiment, environment, starts of the workers, and other runs in the same folder."""
 
 from __future__ import annotations
 
@@ -20,27 +20,25 @@ def experiment(record: Record) -> Html:
     if not record.experiment:
         return tag("p", "experiment.json cannot be read.", class_="note")
     fields, defaults = config.flat(record.experiment), config.flat(config.Experiment())
-    changed = [
-        [_field(n), text, defaults.get(n, "no such field now")] for n, text in fields.items() if defaults.get(n) != text
-    ]
-    every = [[_field(n), text] for n, text in fields.items()]
-    first = (
-        table(["field", "here", "default"], changed, id="changed")
-        if changed
-        else tag("p", "All fields have their defaults.", id="changed")
-    )
-    return join(
-        first, tag("details", tag("summary", f"All {len(every)} fields"), table(["field", "value"], every, id="fields"))
-    )
+    every = [[n.removeprefix("config."), text] for n, text in fields.items()]
+    values = [defaults.get(n, "no such field now") for n in fields]
+    changed = [[*row, default] for row, default in zip(every, values) if row[1] != default]
+    first = tag("p", "All fields have their defaults.", id="changed")
+    if changed:
+        first = table(["field", "here", "default"], changed, id="changed")
+    rest = table(["field", "value"], every, id="fields")
+    return join(first, tag("details", tag("summary", f"All {len(every)} fields"), rest))
 
 
 def environment(record: Record) -> Html:
-    """Returns where it ran, and why under this strategy."""
+    """Returns strategy and the reason for it, devices, hosts and versions."""
     e, result = record.environment, record.result
     if not e:
         return tag("p", "environment.json cannot be read.", class_="note")
-    flags = mapping(e.get("flags"))
+    defaults = Environment()
+    flags = {k: v for k, v in mapping(e.get("flags")).items() if v != getattr(defaults, k, None)}
     hosts = [str(h) for h in sequence(e.get("hosts")) if h]
+    digest = result.get("weights_sha256")
     rows: list[list[Any]] = [
         ["Strategy", join(tag("b", e.get("strategy", "")), f", because {e['reason']}" if e.get("reason") else "")],
         ["Replicas", f"{e.get('replicas', '?')} on {e.get('workers', '?')} worker{'s' * (e.get('workers') != 1)}"],
@@ -52,40 +50,28 @@ def environment(record: Record) -> Html:
         ["Workers found by", e.get("found_by")],
         ["CPU kernels", e.get("cpu_kernels")],
         ["XLA", e.get("jit")],
-        ["Flags", " ".join(f"--{k}={v}" for k, v in flags.items() if _given(k, v))],
+        ["Flags", " ".join(f"--{k}={v}" for k, v in flags.items())],
         ["Versions", ", ".join(f"{k} {v}" for k, v in mapping(e.get("versions") or result.get("versions")).items())],
-        [
-            "Weights",
-            join(tag("code", str(result.get("weights_sha256", ""))), " (SHA-256)")
-            if result.get("weights_sha256")
-            else "",
-        ],
+        ["Weights", join(tag("code", str(digest)), " (SHA-256)") if digest else ""],
     ]
     return tag("dl", *(join(tag("dt", name), tag("dd", text)) for name, text in rows if text), id="environment-facts")
 
 
 def segments(record: Record) -> Html:
-    """Returns each start of the workers, if there was more than one: how many, what they did, why they ended."""
+    """Returns each start of the workers, if there was more than one: their number, updates, and why they ended."""
     starts = [mapping(s) for s in sequence(record.result.get("segments"))]
     if len(starts) < 2:
         return Html("")
-    rows = [
-        [
-            s.get("nodes"),
-            s.get("workers"),
-            s.get("from_update"),
-            s.get("updates"),
-            s.get("ended"),
-            s.get("seconds_lost"),
-        ]
-        for s in starts
-    ]
-    head = ["nodes", "workers", "from update", "updates kept", "ended", "seconds to the next first update"]
-    return table(head, [["" if cell is None else cell for cell in row] for row in rows], id="segment-rows")
-
-
-def _field(name: str) -> str:
-    return name.removeprefix("config.")
+    columns = {
+        "nodes": "nodes",
+        "workers": "workers",
+        "from_update": "from update",
+        "updates": "updates kept",
+        "ended": "ended",
+        "seconds_lost": "seconds to the next first update",
+    }
+    rows = [["" if s.get(key) is None else s[key] for key in columns] for s in starts]
+    return table(list(columns.values()), rows, id="segment-rows")
 
 
 def _short(values: list, most: int = 16) -> str:
@@ -98,16 +84,11 @@ def _gpu(gpu: dict) -> str:
     return f"{gpu.get('number', '?')}: {gpu.get('name', 'GPU')}" + (f" ({size / 1024:.0f} GiB)" if size else "")
 
 
-def _given(name: str, text: object) -> bool:
-    """Whether a flag says something: the environment's own defaults do not."""
-    return text != getattr(Environment(), name, None)
-
-
 SHOWN = 20
 """Other runs that are shown at most, the newest."""
 NOT_A_DIFFERENCE = ("config.name", "config.data.data_dir")
 SAME_TASK = ("config.data.name", "config.data.eval_split", "config.data.options")
-"""Fields in which runs must agree to be set side by side."""
+"""Fields in which runs must agree to be compared."""
 SMOOTHING = "config.train.label_smoothing"
 
 
@@ -122,13 +103,13 @@ class RunColumn:
     text: Callable[[float], str]
 
     def cell(self, i: int, done: list[bool]) -> Html | str:
-        """Returns the figure of run `i`, marked where it is the best of the runs that are done."""
+        """Returns the figure of run `i`, marked where it is the best of the completed runs."""
         figure = self.figures[i]
         if figure is None:
             return "-"
-        known = [y for y, whole in zip(self.figures, done) if y is not None and whole]
-        best = max(known, key=lambda y: self.better * y, default=None)
-        if self.better and done[i] and figure == best and len(set(known)) > 1:
+        completed = [y for y, complete in zip(self.figures, done) if y is not None and complete]
+        best = max(completed, key=lambda y: self.better * y, default=None)
+        if self.better and done[i] and figure == best and len(set(completed)) > 1:
             return tag("b", "★ ", self.text(figure), class_="best")
         return self.text(figure)
 
@@ -171,7 +152,7 @@ def direction(metric: str) -> int:
 
 
 def _fields(run: Record) -> dict[str, str]:
-    """Returns all fields; one that the run did not know had what is now the default."""
+    """Returns all fields; those that the run's version did not have have their defaults."""
     return {**config.flat(config.Experiment()), **config.flat(run.experiment)}
 
 
@@ -199,5 +180,5 @@ def _name(run: Record, this: bool) -> Html:
 
 def _differences(own: dict[str, str], other: dict[str, str]) -> Html | str:
     names = [n for n in {**own, **other} if own.get(n) != other.get(n) and n not in NOT_A_DIFFERENCE]
-    parts = [tag("code", f"{n.removeprefix('config.')}={other.get(n, '')}") for n in names]
-    return join(*(join(part, " ") for part in parts)) if parts else "nothing"
+    parts = [join(tag("code", f"{n.removeprefix('config.')}={other.get(n, '')}"), " ") for n in names]
+    return join(*parts) if parts else "nothing"
