@@ -75,6 +75,11 @@ class Distribution:
         return self.device_kind == "CPU" and not self.static_shapes
 
     @property
+    def times_sums(self) -> bool:
+        """Whether there is an all-reduce, and the host's clock tells how long it takes."""
+        return self.timed and self.replicas > 1
+
+    @property
     def variables_span_workers(self) -> bool:
         """Whether TensorFlow keeps each variable on all workers, so that one of them alone cannot read it."""
         return self.workers > 1 and self.strategy.num_replicas_in_sync > len(self.devices)
@@ -111,6 +116,12 @@ class Distribution:
         return self.strategy.experimental_distribute_values_from_function(
             lambda context: values[context.replica_id_in_sync_group]
         )
+
+    def place_of(self, replica: int) -> str:
+        """Returns where a replica is, for a person: its worker, host and device, as far as there are several."""
+        worker, device = divmod(replica, len(self.devices))
+        on = f" {self.devices[device]}" if len(self.devices) > 1 else ""
+        return f"worker {worker} ({self.peers.hosts[worker]}){on}" if self.workers > 1 else on.strip()
 
     def __repr__(self):
         here = f"{', '.join(self.devices)}" + (f" of worker {self.rank} of {self.workers}" if self.workers > 1 else "")

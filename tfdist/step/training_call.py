@@ -134,7 +134,7 @@ class _Update:
         else:
             payload = self._accumulated(batch, examples, scale)
         made, begun = payload.grads, None
-        if self._replica.timed and self._distribution.replicas > 1:
+        if self._distribution.times_sums:
             first, *others = payload.tensors()
             begun = graph_clock.now(first, *others)
             # What is sent last waits for the clock, so that the sums of the others begin within the backward pass.

@@ -65,28 +65,22 @@ class ReplicaSyncCheck:
             variables += [v for optimizer in own_steps.optimizers(model) for v in optimizer.variables]
         local = [sums.numpy().tolist() for sums in self._checksums(variables)]
         digest = [hashlib.sha256(repr(sums).encode()).hexdigest() for sums in local]
-        gather = self._distribution.peers.gather
+        gather, place_of = self._distribution.peers.gather, self._distribution.place_of
         if len({d for worker in gather(f"the weights {when}", digest) for d in worker}) == 1:
             return
         sums = [own for worker in gather("the weights in detail", local) for own in worker]
         for i, variable in enumerate(variables):
-            different = [self._place(r) for r, own in enumerate(sums) if own[i : i + 1] != sums[0][i : i + 1]]
+            different = [place_of(r) for r, own in enumerate(sums) if own[i : i + 1] != sums[0][i : i + 1]]
             if different:
                 raise TrainingError(
                     f"the replicas are no longer the same {when}: {variable.path} differs on {', '.join(different)} "
-                    f"from {self._place(0)}: change weights and optimizers on all workers alike, and look for broken "
+                    f"from {place_of(0)}: change weights and optimizers on all workers alike, and look for broken "
                     "memory if nothing did"
                 )
         raise TrainingError(
             f"the replicas are no longer the same {when}: worker 0 has fewer variables than others: build model and "
             "optimizer on all workers alike"
         )
-
-    def _place(self, replica: int) -> str:
-        distribution = self._distribution
-        worker, device = divmod(replica, len(distribution.devices))
-        on = f" {distribution.devices[device]}" if len(distribution.devices) > 1 else ""
-        return f"worker {worker} ({distribution.peers.hosts[worker]}){on}" if distribution.workers > 1 else on.strip()
 
     def _checksums(self, variables: list[keras.Variable]) -> tuple[tf.Tensor, ...]:
         """Returns two numbers per variable, int64 [variables, 2], of each replica of this worker."""

@@ -43,6 +43,7 @@ _PAUSE_S = (0.05, 1.0)
 _GRACE_S = 5.0
 """How much longer than the chief the others wait, which hear from it who is missing."""
 _ALL = "all"
+_LATE_FIX = "look at its output, or raise --start_timeout"
 
 
 class StartedHorovod(NamedTuple):
@@ -210,12 +211,12 @@ def meet(limit: float, environ: Mapping[str, str]) -> tuple[str, ...]:
     here = f" ({platform.node()})" if environ.get("HOROVOD_LOCAL_SIZE") == environ["HOROVOD_SIZE"] else ""
     store.put(f"rank-{rank}", platform.node())
     if rank:
-        return _hear(store, size, limit, here)
-    return _gather(store, size, limit, here)
+        return _await_chief(store, size, limit, here)
+    return _await_all(store, size, limit, here)
 
 
-def _gather(store: _Store, size: int, limit: float, here: str) -> tuple[str, ...]:
-    """Waits for all, and tells them so, or who is missing."""
+def _await_all(store: _Store, size: int, limit: float, here: str) -> tuple[str, ...]:
+    """Waits for all workers, and sends them all host names, or who is missing."""
     hosts: dict[int, str] = {}
     for left in _pauses(limit):
         for rank in set(range(size)) - set(hosts):
@@ -226,25 +227,24 @@ def _gather(store: _Store, size: int, limit: float, here: str) -> tuple[str, ...
             break
     missing = ", ".join(f"worker {r}{here}" for r in range(size) if r not in hosts)
     if missing:
-        problem = f"{missing} of {size} has not come within {limit:g} s: look at its output, or raise --start_timeout"
+        problem = f"timed out after {limit:g} s waiting for {missing} of {size}: {_LATE_FIX}"
         store.put(_ALL, json.dumps({"problem": problem}))
         raise UserError(problem)
     store.put(_ALL, json.dumps({"hosts": [hosts[r] for r in range(size)]}))
     return tuple(hosts[r] for r in range(size))
 
 
-def _hear(store: _Store, size: int, limit: float, here: str) -> tuple[str, ...]:
-    """Waits for what the chief has found."""
+def _await_chief(store: _Store, size: int, limit: float, here: str) -> tuple[str, ...]:
+    """Waits for the answer of the chief."""
     text = None
     for left in _pauses(limit + _GRACE_S):
         text = store.get(_ALL)
         if text is not None or not left:
             break
     if text is None:
-        there = store.get("rank-0") is not None
-        who = f"worker 0{here} is there, but not all {size} workers" if there else f"worker 0{here} of {size}"
-        verb = "have" if there else "has not"
-        raise UserError(f"{who} {verb} come within {limit:g} s: look at its output, or raise --start_timeout")
+        chief_joined = store.get("rank-0") is not None
+        who = f"all {size} workers to reach worker 0{here}" if chief_joined else f"worker 0{here} of {size}"
+        raise UserError(f"timed out after {limit:g} s waiting for {who}", _LATE_FIX)
     try:
         hosts = schema.each(schema.line(253), size, size)
         read = schema.named(hosts=schema.record(hosts=hosts), problem=schema.record(problem=schema.line(4000)))

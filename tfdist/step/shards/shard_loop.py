@@ -279,7 +279,7 @@ class ShardLoop:
 
         kept = self._over_own(work)
         begun = None
-        if replica.timed and distribution.replicas > 1:
+        if distribution.times_sums:
             begun = graph_clock.now(*kept.most, kept.sums, *(array.flow for array in kept.each))
             kept = kept._replace(sums=graph_clock.after(begun, kept.sums))
         totals = self._sum.total(distribution, *kept)
