@@ -15,7 +15,7 @@ import os
 import pathlib
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeVar
 
 from tfdist.config import field_syntax
@@ -183,7 +183,9 @@ class Bucket:
             inside = {str(strip_protocol(f"{self._scheme}://{path}")): about for path, about in found.items()}
             prefix = str(strip_protocol(root)).rstrip("/") + "/"
             return {
-                path.removeprefix(prefix): Entry(int(about.get("size") or 0), _tag(about))
+                path.removeprefix(prefix): Entry(
+                    int(about.get("size") or 0), next((str(about[name]) for name in _TAGS if about.get(name)), "")
+                )
                 for path, about in inside.items()
                 if path.startswith(prefix) and not path.endswith("/")
             }
@@ -244,20 +246,11 @@ class Bucket:
             except FileNotFoundError as error:
                 raise MissingError(self.place(name), _missing(name, error)) from None
             except Exception as error:  # each service has its own
-                if _of_this_disk(error):
-                    raise
+                if isinstance(error, OSError) and isinstance(error.filename, str) and error.filename.startswith("/"):
+                    raise  # it is this machine's disk that could not be read or written
                 if not left or {kind.__name__ for kind in type(error).__mro__} & set(_FINAL):
                     raise BucketError(self.place(name), _reason(error)) from None
             time.sleep(left.pop(0))
-
-
-def _of_this_disk(error: Exception) -> bool:
-    """Tells whether it is this machine's disk that could not be read or written."""
-    return isinstance(error, OSError) and isinstance(error.filename, str) and error.filename.startswith("/")
-
-
-def _tag(about: Mapping[str, object]) -> str:
-    return next((str(about[name]) for name in _TAGS if about.get(name)), "")
 
 
 def _missing(name: str, error: Exception) -> str:

@@ -33,19 +33,13 @@ class _Handler(logging.Handler):
 
 def shell(words: Iterable[str]) -> str:
     """Returns words as a line for a shell, which prints as one line whatever they hold."""
-    return " ".join(map(_quoted, words))
 
+    def escaped(c: str) -> str:
+        if c.isprintable():
+            return f"\\{c}" if c in "\\'" else c
+        return "".join(f"\\x{byte:02x}" for byte in os.fsencode(c))
 
-def _quoted(word: str) -> str:
-    if word.isprintable():
-        return shlex.quote(word)
-    return "$'" + "".join(map(_escaped, word)) + "'"
-
-
-def _escaped(c: str) -> str:
-    if c.isprintable():
-        return f"\\{c}" if c in "\\'" else c
-    return "".join(f"\\x{byte:02x}" for byte in os.fsencode(c))
+    return " ".join(shlex.quote(word) if word.isprintable() else f"$'{''.join(map(escaped, word))}'" for word in words)
 
 
 def chief_only(is_chief: bool) -> None:

@@ -112,7 +112,13 @@ class ResumeOptions:
         if self.resume == "never" and self.resume_changed:
             raise UserError("--resume=never and --resume_changed contradict each other", "give one")
         buckets.check("--workdir", self.workdir)
-        _check_utf8(self.workdir)
+        try:  # TensorFlow could not name the folder: training would reach its end without a single checkpoint
+            os.path.expanduser(self.workdir).encode()
+        except UnicodeEncodeError:
+            name = printable(os.fsencode(self.workdir).decode(errors="backslashreplace"))
+            raise UserError(
+                f"--workdir={name} is not UTF-8, as TensorFlow's file names are", "choose another name"
+            ) from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,15 +195,6 @@ def _check_choices(options: object) -> None:
         value = getattr(options, field, choices[0])
         if value not in choices:
             raise UserError(f"unknown --{field}={value}", f"choose one of {', '.join(choices)}")
-
-
-def _check_utf8(workdir: str) -> None:
-    """Refuses a folder that TensorFlow cannot name: training would reach its end without a single checkpoint."""
-    try:
-        os.path.expanduser(workdir).encode()
-    except UnicodeEncodeError:
-        name = printable(os.fsencode(workdir).decode(errors="backslashreplace"))
-        raise UserError(f"--workdir={name} is not UTF-8, as TensorFlow's file names are: choose another name") from None
 
 
 HELP = {

@@ -98,20 +98,15 @@ def create(placement: Placement, facts: Mapping[str, str] | None = None) -> Dist
         raise
     messages.chief_only(distribution.is_chief)
     if not distribution.is_chief:
-        _silence_keras()
+        import keras
+
+        keras.utils.disable_interactive_logging()  # what callbacks of Keras print, the chief prints
     elif late and distribution.device_kind == "CPU" and cpu_kernels.wanted() != kernels:
         logger.info(
             "TensorFlow was imported before tfdist.connect() and computes with Eigen's kernels, where oneDNN's are "
             "mostly faster on this CPU: connect first, or set TF_ENABLE_ONEDNN_OPTS=1 before Python starts"
         )
     return distribution
-
-
-def _silence_keras() -> None:
-    """Sends what callbacks of Keras print to the log: every worker would print it, and the chief does."""
-    import keras
-
-    keras.utils.disable_interactive_logging()
 
 
 _OWN_FUNCTION = re.compile(

@@ -66,13 +66,21 @@ def prepare(options: PlacementOptions, survey: gpus.Survey, selection: gpus.Sele
         threads = max(1, len(os.sched_getaffinity(0)) // local_size)
     if threads is not None:
         # Operations of all logical CPUs share one inter-op pool: with one thread they would take turns.
-        _threads(tf, threads, threads * (virtual or 1))
+        config, pools = tf.config.threading, (threads, threads * (virtual or 1))
+        if (config.get_intra_op_parallelism_threads(), config.get_inter_op_parallelism_threads()) != pools:
+            _configure(lambda: config.set_intra_op_parallelism_threads(pools[0]), f"--threads={threads}")
+            _configure(lambda: config.set_inter_op_parallelism_threads(pools[1]), f"--threads={threads}")
     if seen and not virtual and options.devices != "none":
         for device in seen:
             _configure(functools.partial(tf.config.experimental.set_memory_growth, device, True), "GPU memory growth")
         return Devices(tuple(f"GPU:{i}" for i in range(len(seen))))
     if virtual and virtual > 1:
-        _split_cpu(tf, virtual)
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        have = tf.config.get_logical_device_configuration(cpu) or [None]
+        if len(have) < virtual:  # TensorFlow allows it once, before its first op
+            split = [tf.config.LogicalDeviceConfiguration() for _ in range(virtual)]
+            change = functools.partial(tf.config.set_logical_device_configuration, cpu, split)
+            _configure(change, f"--virtual_devices={virtual}")
     return Devices(tuple(f"CPU:{i}" for i in range(virtual or 1)))
 
 
@@ -93,24 +101,6 @@ def start() -> Started:
         seen = tf.config.list_physical_devices("GPU")
         kept.seek(0)
         return Started(tf, seen, kept.read().decode(errors="replace"))
-
-
-def _threads(tf: ModuleType, intra: int, inter: int) -> None:
-    config = tf.config.threading
-    if (config.get_intra_op_parallelism_threads(), config.get_inter_op_parallelism_threads()) == (intra, inter):
-        return
-    _configure(lambda: config.set_intra_op_parallelism_threads(intra), f"--threads={intra}")
-    _configure(lambda: config.set_inter_op_parallelism_threads(inter), f"--threads={intra}")
-
-
-def _split_cpu(tf: ModuleType, count: int) -> None:
-    """Makes at least `count` logical CPUs; TensorFlow allows it once, before its first op."""
-    cpu = tf.config.list_physical_devices("CPU")[0]
-    have = tf.config.get_logical_device_configuration(cpu) or [None]
-    if len(have) >= count:
-        return
-    split = [tf.config.LogicalDeviceConfiguration() for _ in range(count)]
-    _configure(lambda: tf.config.set_logical_device_configuration(cpu, split), f"--virtual_devices={count}")
 
 
 def _configure(action: Callable[[], object], what: str) -> None:

@@ -78,20 +78,19 @@ def fill_in(argv: list[str]) -> None:
 
 def listing() -> str:
     """Returns a line for each experiment and flag file: what it is, and how it is asked for."""
+
+    def first_line(path: pathlib.Path) -> str:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".py":
+            text = ast.get_docstring(ast.parse(text)) or ""
+        return text.lstrip("# ").splitlines()[0].rstrip(".:") if text.strip() else ""
+
     lines = ["Experiments:"]
     for flag, heading in (("config", None), ("flagfile", "Flag files:")):
         lines += [] if heading is None else ["", heading]
         for name, path in files(flag).items():
-            lines += [f"  --{flag}={name}", f"      {_first_line(path)}"]
+            lines += [f"  --{flag}={name}", f"      {first_line(path)}"]
     return "\n".join(lines)
-
-
-def _first_line(path: pathlib.Path) -> str:
-    """Returns what the file says of itself in its first line."""
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".py":
-        text = ast.get_docstring(ast.parse(text)) or ""
-    return text.lstrip("# ").splitlines()[0].rstrip(".:") if text.strip() else ""
 
 
 @contextlib.contextmanager
