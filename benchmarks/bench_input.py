@@ -22,9 +22,8 @@ import numpy as np
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from tfdist.data import image_sources
 from tfdist.data.batch_layout import Layout
-from tfdist.data.datasets import image_folder
+from tfdist.data.datasets import image_folder, registry
 from tfdist.data.records import RecordFeed
 
 BATCH = 128
@@ -32,7 +31,7 @@ BATCH = 128
 
 def ours(folder, size):
     found = image_folder.load(str(folder), "train", "train[:1]", size=size, policy="stretch")
-    source = image_sources.sized(found.train, size, "stretch")
+    source = registry.sized(found.train, size, "stretch")
     return source, lambda: RecordFeed(source, Layout(BATCH, 1, 1), shuffle=0, seed=0).dataset(0)
 
 

@@ -89,7 +89,7 @@ def test_weights_that_leave_no_class(text):
 
     arrays = Arrays((np.zeros((4, 1), "float32"), np.array([0, 1, 1, 0])))
     data = Loaded(arrays, arrays, 4, Spec((1,), "float32", 2, 1.0, ("no", "yes")))
-    assert refused(class_weights.of, text, data) == (
+    assert refused(class_weights.resolve, text, data) == (
         f"train.class_weight={text!r} gives every class the weight 0: leave some to be learned"
     )
-    assert class_weights.of("0=0", data) == {0: 0.0}, "the other one weighs 1"
+    assert class_weights.resolve("0=0", data) == {0: 0.0}, "the other one weighs 1"

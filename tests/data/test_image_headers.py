@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 from PIL import Image
 
-from tfdist.data import image_decoding, image_headers
+from tfdist.data import image_decoding
 
 
 def saved(kind, width, height, **options):
@@ -63,7 +63,7 @@ def test_a_decoder_makes_no_more_pixels_than_are_counted():
 def test_what_is_cut_off_is_left_to_the_decoder(kind):
     content, pixels = SIZES[kind]
     for length in range(len(content)):
-        assert image_headers.pixels(content[:length]) <= pixels
+        assert image_decoding.pixels_by_header(content[:length]) <= pixels
 
 
 def test_in_a_pipeline():

@@ -6,6 +6,7 @@ import types
 import keras
 import numpy as np
 import pytest
+from support.source_columns import columns_of
 
 import tfdist
 from tfdist.data.batch_layout import Layout
@@ -45,12 +46,6 @@ def load(monkeypatch):
     return loaded
 
 
-def columns(source):
-    if isinstance(source, Arrays):
-        return source.columns
-    return tuple(np.concatenate(c) for c in zip(*source.in_order(7).as_numpy_iterator()))
-
-
 def grains():
     grain = pytest.importorskip("grain")
     return grain.MapDataset.source(Source(lambda i: i)).map(lambda i: (X[i], Y[i]))
@@ -82,9 +77,9 @@ def test_images_of_several_sizes_and_inputs_by_name(load):
     ragged = Source(lambda i: (PIXELS[i][: 5 + i % 2], np.float64(i)))
     data = load(ragged, image_size="4")
     assert (data.spec.shape, data.spec.classes) == ((4, 4, 3), None)
-    assert columns(data.train)[0].shape == (20, 4, 4, 3) and columns(data.train)[1].dtype == "float32"
+    assert columns_of(data.train)[0].shape == (20, 4, 4, 3) and columns_of(data.train)[1].dtype == "float32"
     whole = load(Source(lambda i: (PIXELS[i], Y[i]), labels=Y), image_size="4", augment="resized_crop(0.5)")
-    assert columns(whole.train)[0].shape == (20, 4, 4, 3)
+    assert columns_of(whole.train)[0].shape == (20, 4, 4, 3)
     np.testing.assert_array_equal(whole.train.labels, Y)
     named = load(Source(lambda i: ({"a": X[i], "b": PIXELS[i]}, Y[i])), cache="memory")
     np.testing.assert_array_equal(named.train.columns[0]["b"], PIXELS)

@@ -11,7 +11,8 @@ import tensorflow as tf
 
 import tfdist
 from tfdist.config import host_memory
-from tfdist.data import arrays, shared_tables
+from tfdist.data import arrays
+from tfdist.data import loaded as loaded_lib
 from tfdist.data.loaded import Loaded
 from tfdist.data.sources import Arrays, Batches
 from tfdist.data.spec import Column, Spec
@@ -127,7 +128,7 @@ def assert_same(one, other):
 
 @pytest.fixture
 def tables():
-    made = shared_tables.SharedTables()
+    made = loaded_lib.SharedTables()
     yield made
     made.close()
 
@@ -135,7 +136,7 @@ def tables():
 def test_what_is_offered_is_taken_without_a_copy(tables):
     given = loaded()
     moved, note = tables.offer(given)
-    taken = shared_tables.take(note)
+    taken = loaded_lib.take(note)
     assert_same(moved, given)
     assert_same(taken, given)
     x = taken.train.columns[0]["numbers"]
@@ -145,13 +146,13 @@ def test_what_is_offered_is_taken_without_a_copy(tables):
     with pytest.raises(PermissionError):  # by whoever else finds it
         os.pwrite(os.open(f"/proc/{os.getpid()}/fd/{note['file']}", os.O_RDWR), b"x", 0)
     tables.close()
-    assert shared_tables.take(note) is None
+    assert loaded_lib.take(note) is None
     assert_same(taken, given)
 
 
 def test_another_process_takes_it(tables):
     _, note = tables.offer(loaded())
-    program = f"from tfdist.data import shared_tables as s; print(s.take({note!r}).train.columns[0]['numbers'].sum())"
+    program = f"from tfdist.data import loaded as s; print(s.take({note!r}).train.columns[0]['numbers'].sum())"
     printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert float(printed) == table(20_000).sum()
 
@@ -161,14 +162,14 @@ def test_the_memory_of_somebody_else_is_not_taken(tables, tmp_path):
     _, note = tables.offer(loaded())
     with open(tmp_path / "x", "wb+") as other:
         other.truncate(note["size"])
-        assert shared_tables.take({**note, "file": other.fileno()}) is None
+        assert loaded_lib.take({**note, "file": other.fileno()}) is None
     another = host_memory.Offer("sum")
     os.truncate(another.fileno(), note["size"])
-    assert shared_tables.take({**note, "file": another.fileno()}) is None
+    assert loaded_lib.take({**note, "file": another.fileno()}) is None
     another.close()
-    assert shared_tables.take({**note, "size": note["size"] + 1}) is None
-    assert shared_tables.take({**note, "process": 2**22}) is None
-    assert shared_tables.take(note) is not None
+    assert loaded_lib.take({**note, "size": note["size"] + 1}) is None
+    assert loaded_lib.take({**note, "process": 2**22}) is None
+    assert loaded_lib.take(note) is not None
 
 
 @pytest.mark.parametrize(
@@ -188,9 +189,9 @@ def test_what_is_not_shared(data, tables):
 @pytest.mark.parametrize("missing", ["memfd_create", "memory"])
 def test_without_such_memory_each_has_its_own(missing, tables, monkeypatch):
     if missing == "memory":
-        monkeypatch.setattr(shared_tables.os, "memfd_create", lambda *_: os.open("/dev/full", os.O_WRONLY))
+        monkeypatch.setattr(loaded_lib.os, "memfd_create", lambda *_: os.open("/dev/full", os.O_WRONLY))
     else:
-        monkeypatch.delattr(shared_tables.os, "memfd_create")
+        monkeypatch.delattr(loaded_lib.os, "memfd_create")
     data = loaded()
     assert tables.offer(data) == (data, None)
 
@@ -201,7 +202,6 @@ def test_workers_of_a_host_load_once_but_each_calls_a_function_of_the_user():
     def work():
         import tfdist
         from tfdist import config
-        from tfdist.data import data_loading
         from tfdist.data.datasets import registry
 
         peers = tfdist.connect("multi_worker").peers
@@ -213,7 +213,7 @@ def test_workers_of_a_host_load_once_but_each_calls_a_function_of_the_user():
                 calls.append(name)
                 return registry.load_data("synthetic", options=options)
 
-            return data_loading.loaded(peers, config.Data(name=name), read)
+            return registry.load_together(peers, config.Data(name=name), read)
 
         data = load("synthetic")
         with open("/proc/self/maps") as file:
@@ -233,9 +233,9 @@ def test_a_pipe_at_the_place_of_the_memory_is_not_read(tables):
     _, note = tables.offer(loaded())
     out, into = os.pipe()
     try:
-        assert shared_tables.take({**note, "file": out}) is None  # and does not wait for it
+        assert loaded_lib.take({**note, "file": out}) is None  # and does not wait for it
         os.write(into, b"x" * 50)
-        assert shared_tables.take({**note, "file": out}) is None
+        assert loaded_lib.take({**note, "file": out}) is None
         assert os.read(out, 100) == b"x" * 50
     finally:
         os.close(out)

@@ -199,8 +199,8 @@ def loaded(y, classes=4, names=(), batches=False):
 def test_balanced_is_what_scikit_learn_documents(batches):
     y = np.array([0, 0, 0, 0, 1, 2, 2])
     expected = {0: 7 / (3 * 4), 1: 7 / 3, 2: 7 / (3 * 2)}  # n_samples / (n_classes * np.bincount(y)), classes in y
-    assert class_weights.of("balanced", loaded(y, batches=batches)) == pytest.approx(expected)
-    assert class_weights.of("balanced", loaded(y[:, None], batches=batches)) == pytest.approx(expected)
+    assert class_weights.resolve("balanced", loaded(y, batches=batches)) == pytest.approx(expected)
+    assert class_weights.resolve("balanced", loaded(y[:, None], batches=batches)) == pytest.approx(expected)
 
 
 def by_number(y, **options):
@@ -215,10 +215,10 @@ def test_examples_by_number_are_counted_by_their_labels():
     table = lambda numbers: tf.gather(y, numbers)
     source = Records(7, table, lambda label, seed: (tf.zeros([2]), label), labels=y)
     data = Loaded(source, source, 7, Spec((2,), "float32", 4, 1.0))
-    assert class_weights.of("balanced", data) == pytest.approx({0: 7 / (3 * 4), 1: 7 / 3, 2: 7 / (3 * 2)})
+    assert class_weights.resolve("balanced", data) == pytest.approx({0: 7 / (3 * 4), 1: 7 / 3, 2: 7 / (3 * 2)})
     source = Records(7, table, lambda label, seed: (tf.zeros([2]), label))
     with pytest.raises(UserError, match="would have to read all examples first to count them: write the weights"):
-        class_weights.of("balanced", Loaded(source, source, 7, data.spec))
+        class_weights.resolve("balanced", Loaded(source, source, 7, data.spec))
 
 
 def test_examples_are_weighed_before_they_are_mixed():
@@ -232,14 +232,14 @@ def test_examples_are_weighed_before_they_are_mixed():
 
 
 def test_by_number_and_by_name():
-    assert class_weights.of("", loaded([0, 1])) is None
-    assert class_weights.of("0=3.0, 2=0.2", loaded([0, 1])) == {0: 3.0, 2: 0.2}
-    assert class_weights.of("cat=3, 0=2", loaded([0, 1], 2, ("dog", "cat"))) == {1: 3.0, 0: 2.0}
-    assert class_weights.of("7=3", loaded([0, 1], 2, ("7", "3"))) == {0: 3.0}
+    assert class_weights.resolve("", loaded([0, 1])) is None
+    assert class_weights.resolve("0=3.0, 2=0.2", loaded([0, 1])) == {0: 3.0, 2: 0.2}
+    assert class_weights.resolve("cat=3, 0=2", loaded([0, 1], 2, ("dog", "cat"))) == {1: 3.0, 0: 2.0}
+    assert class_weights.resolve("7=3", loaded([0, 1], 2, ("7", "3"))) == {0: 3.0}
     with pytest.raises(UserError, match=r"unknown class 'cta' in train.class_weight: did you mean 'cat'"):
-        class_weights.of("cta=3", loaded([0, 1], 2, ("dog", "cat")))
+        class_weights.resolve("cta=3", loaded([0, 1], 2, ("dog", "cat")))
     with pytest.raises(UserError, match=r"unknown class '4' in train.class_weight"):
-        class_weights.of("4=3", loaded([0, 1]))
+        class_weights.resolve("4=3", loaded([0, 1]))
     assert class_weights.describe({0: 1.5, 1: 0.25}, ("dog",)) == "dog 1.5, 1 0.25"
     assert class_weights.describe({i: i + 1.0 for i in range(20)}, ()).startswith("19 20, 18 19, ")
 
@@ -247,4 +247,4 @@ def test_by_number_and_by_name():
 @pytest.mark.parametrize("y, classes", [(np.zeros((4, 7), int), 4), (np.zeros(4), None), (np.zeros(4), 4)])
 def test_weights_for_what_has_no_classes(y, classes):
     with pytest.raises(UserError, match=r"is for data with one class per example: leave it out"):
-        class_weights.of("balanced", loaded(y, classes))
+        class_weights.resolve("balanced", loaded(y, classes))

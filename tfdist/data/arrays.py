@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfdist.data.batch_layout import Layout, unpack
 from tfdist.data.protocol import Feed, FeedCall, Source, order, spread
-from tfdist.data.records import Records, checksum_of_labels
+from tfdist.data.records import UNREADABLE, RecordFeed, Records, checksum_of_labels
 from tfdist.data.structures import Structure
 from tfdist.errors import UserError
 
@@ -24,6 +24,8 @@ _LARGEST_ITEM = 8
 """Bytes of a number that TensorFlow knows, of those that are not complex."""
 _SMALL = 1 << 20
 """Arrays of fewer bytes are copied as TensorFlow does it."""
+_DECODED = 256
+"""Examples that are decoded together on their way into memory."""
 _COMPARED = 256
 """Numbers of inputs, targets and weights each that workers compare, to rounding."""
 
@@ -122,6 +124,33 @@ def _some_numbers(column: np.ndarray, count: int) -> list[float | str]:
     places = np.unique(np.linspace(0, len(column) * width - 1, count).astype(np.int64)) if width else ()
     values = [np.asarray(column[place // width]).reshape(-1)[place % width] for place in places]
     return [float(v) if np.issubdtype(np.asarray(v).dtype, np.number) else str(v)[:40] for v in values]
+
+
+def in_memory(source: Records) -> Arrays:
+    """Decodes all examples once, and keeps them."""
+    spec = source.specs
+    columns = keras.tree.map_structure(
+        lambda s: np.empty([source.size, *s.shape[1:]], s.dtype.as_numpy_dtype), tuple(spec)
+    )
+    row = 0
+    try:
+        for batch in source.in_order(_DECODED):
+            for column, part in zip(keras.tree.flatten(columns), keras.tree.flatten(batch)):
+                column[row : row + len(part)] = part
+            row += len(part)
+    except UNREADABLE:
+        feed = RecordFeed(source, Layout(_DECODED, 1, 1))
+        feed.next(row // _DECODED, 1)
+        if unreadable := feed.first_unreadable():
+            raise UserError(f"{unreadable}: remove it, or write it anew") from None
+        raise
+    return Arrays(columns)
+
+
+def size_in_memory(source: Records) -> int:
+    """Returns the bytes that `in_memory` takes."""
+    specs = tf.nest.flatten(source.specs)
+    return source.size * sum(int(np.prod(s.shape[1:])) * s.dtype.size for s in specs)
 
 
 class ArrayFeed(Feed):

@@ -36,8 +36,8 @@ def here(data: config.Data, download: bool = True) -> config.Data:
     files = field_syntax.files(data.name)
     if files:
         kind, path = files
-        there = local(path, f"data.name={data.name}", download, braces=kind == "webdataset")
-        return dataclasses.replace(data, name=f"{kind}:{there}")
+        local_path = local(path, f"data.name={data.name}", download, braces=kind == "webdataset")
+        return dataclasses.replace(data, name=f"{kind}:{local_path}")
     # TFDS itself reads gs://, through TensorFlow.
     if not buckets.is_url(data.data_dir) or data.data_dir.startswith("gs://") or field_syntax.is_reference(data.name):
         return data
@@ -72,12 +72,12 @@ def local(path: str, what: str, download: bool = True, braces: bool = False) -> 
     patterns = [
         re.compile(fnmatch.translate(p)) for p in (field_syntax.expanded(what, pattern) if braces else [pattern])
     ]
-    wanted = {n: e for n, e in listed.items() if fixed == path or any(p.match(n) for p in patterns)}
-    wanted = {n: e for n, e in wanted.items() if not {"..", ".", ""} & set(n.split("/"))}
-    if not wanted:
+    objects = {n: e for n, e in listed.items() if fixed == path or any(p.match(n) for p in patterns)}
+    objects = {n: e for n, e in objects.items() if not {"..", ".", ""} & set(n.split("/"))}
+    if not objects:
         raise UserError(f"{what} has no files: give the URL of a file, a folder or a pattern that has some")
     base = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "tfdist", "data")
-    folder = base / _digest(above, wanted)
+    folder = base / _digest(above, objects)
     if not folder.is_dir():
         if not download:
             raise UserError(f"{what} is not in {base} yet, and a dry run downloads nothing: leave out --dry_run")
@@ -85,7 +85,7 @@ def local(path: str, what: str, download: bool = True, braces: bool = False) -> 
             base.mkdir(parents=True, exist_ok=True)
             with local_files.locked(base / f".{folder.name}.lock", f"another run that downloads {path}", LIMIT_S):
                 if not folder.is_dir():
-                    _download(bucket, wanted, folder)
+                    _download(bucket, objects, folder)
         except BucketError as error:
             raise UserError(f"{error} ({what}): check the network, your keys and the URL") from None
         except OSError as error:
@@ -96,24 +96,24 @@ def local(path: str, what: str, download: bool = True, braces: bool = False) -> 
     return str(folder / pattern)
 
 
-def _digest(above: str, wanted: dict[str, Entry]) -> str:
-    objects = [[name, entry.size, entry.tag] for name, entry in sorted(wanted.items())]
-    return hashlib.sha256(json.dumps([above, objects]).encode()).hexdigest()[:16]
+def _digest(above: str, objects: dict[str, Entry]) -> str:
+    listed = [[name, entry.size, entry.tag] for name, entry in sorted(objects.items())]
+    return hashlib.sha256(json.dumps([above, listed]).encode()).hexdigest()[:16]
 
 
-def _download(bucket: Bucket, wanted: dict[str, Entry], folder: pathlib.Path) -> None:
+def _download(bucket: Bucket, objects: dict[str, Entry], folder: pathlib.Path) -> None:
     """Downloads objects into a folder, which appears when all of them are there."""
-    size = sum(entry.size for entry in wanted.values())
-    count = f"{len(wanted):,} file{'s' * (len(wanted) > 1)}"
+    size = sum(entry.size for entry in objects.values())
+    count = f"{len(objects):,} file{'s' * (len(objects) > 1)}"
     logger.info(f"downloading {count}, {size / 1e6:,.1f} MB, from {bucket.url} to {folder}")
     temporary = folder.with_name(f".{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        for name, entry in wanted.items():
+        for name, entry in objects.items():
             bucket.get(name, temporary / name)
-            found = (temporary / name).stat().st_size
-            if found != entry.size:
-                raise BucketError(f"{bucket.url}/{name}", f"it has {found} bytes and was listed with {entry.size}")
+            received = (temporary / name).stat().st_size
+            if received != entry.size:
+                raise BucketError(f"{bucket.url}/{name}", f"it has {received} bytes and was listed with {entry.size}")
         temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -12,8 +12,8 @@ from tfdist.data.sources import Source
 from tfdist.errors import UserError
 
 
-def of(text: str, data: Loaded) -> dict[int, float] | None:
-    """Returns the weight of each class, for `fit`; None for no weights.
+def resolve(text: str, data: Loaded) -> dict[int, float] | None:
+    """Returns the weight of each class, for `fit`, and logs them; None for no weights.
 
     Args:
       text: `balanced`, or weights by class number or name: `0=3.0, 2=0.2`.
@@ -27,8 +27,12 @@ def of(text: str, data: Loaded) -> dict[int, float] | None:
     classes, names = data.spec.classes, data.spec.names
     if classes is None or not _one_class_each(data.train):
         raise UserError(f"train.class_weight={text!r} is for data with one class per example: leave it out")
-    if text == "balanced":
-        return balanced(data.train.class_counts(classes))
+    weights = balanced(data.train.class_counts(classes)) if text == "balanced" else _parsed(text, classes, names)
+    logger.info(f"class weights: {describe(weights, names)}")
+    return weights
+
+
+def _parsed(text: str, classes: int, names: tuple[str, ...]) -> dict[int, float]:
     weights = {}
     for name, value in field_syntax.class_weights(text).items():
         number = names.index(name) if name in names else int(name) if name.isdecimal() else -1
@@ -41,21 +45,13 @@ def of(text: str, data: Loaded) -> dict[int, float] | None:
     return weights
 
 
-def told(text: str, data: Loaded) -> dict[int, float] | None:
-    """Returns what `of` returns, and shows it to a person."""
-    weights = of(text, data)
-    if weights:
-        logger.info(f"class weights: {describe(weights, data.spec.names)}")
-    return weights
-
-
 def balanced(counts: np.ndarray) -> dict[int, float]:
     """Returns n / (classes x examples of the class), so that all classes weigh the same together.
 
     It is what scikit-learn calls `balanced`.
     """
-    there = np.flatnonzero(counts)
-    return {int(c): float(counts.sum() / (len(there) * counts[c])) for c in there}
+    present = np.flatnonzero(counts)
+    return {int(c): float(counts.sum() / (len(present) * counts[c])) for c in present}
 
 
 def describe(weights: dict[int, float], names: tuple[str, ...]) -> str:

@@ -1,14 +1,83 @@
-"""Image files as pixels, inside a `tf.data` pipeline."""
+"""Image files as pixels, inside a `tf.data` pipeline, once their headers have told how much memory that takes.
+
+Pillow does not tell: it reads the size of a GIF's first frame alone, and allocates the canvas of a WebP to open it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import struct
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import tensorflow as tf
 
-from tfdist.data import image_headers
+from tfdist.config.field_syntax import Options
+
+
+def pixels_by_header(content: bytes) -> int:
+    """Returns the pixels that decoding a GIF, WebP or BMP takes, and 0 for what is none or is cut off in its header."""
+    try:
+        if content.startswith(b"GIF"):
+            (height, width), frames = gif_size(content)
+            return max(frames, height * width)
+        if content.startswith(b"RIFF"):
+            height, width = webp_size(content)
+        elif content.startswith(b"BM"):
+            height, width = bmp_size(content)
+        else:
+            return 0
+    except (IndexError, struct.error):
+        return 0
+    return height * width
+
+
+def gif_size(content: bytes) -> tuple[tuple[int, int], int]:
+    """Returns the largest height and width of the screen and of all frames, and the pixels of all frames together.
+
+    Decoders unpack all frames even where only the first one is used, for an image with the largest sides of all.
+    """
+    width, height = struct.unpack_from("<HH", content, 6)
+    frames = 0
+    try:
+        at = 13 + _color_table(content[10])
+        while (block := content[at]) in b",!":
+            if block == ord(","):
+                frame_width, frame_height, flags = struct.unpack_from("<HHB", content, at + 5)
+                width, height = max(width, frame_width), max(height, frame_height)
+                frames += frame_width * frame_height
+                at += 11 + _color_table(flags)
+            else:
+                at += 2
+            while length := content[at]:
+                at += 1 + length
+            at += 1
+    except (IndexError, struct.error):
+        pass  # cut off: decoders end here, too
+    return (height, width), frames
+
+
+def _color_table(flags: int) -> int:
+    """Returns the bytes of a GIF's color table."""
+    return 3 << (flags & 7) + 1 if flags & 0x80 else 0
+
+
+def webp_size(head: bytes) -> tuple[int, int]:
+    """Returns height and width in the first chunk of a WebP, of which there are three kinds."""
+    if head[12:16] == b"VP8X":
+        return int.from_bytes(head[27:30], "little") + 1, int.from_bytes(head[24:27], "little") + 1
+    if head[12:16] == b"VP8L":
+        bits = int.from_bytes(head[21:25], "little")
+        return (bits >> 14 & 0x3FFF) + 1, (bits & 0x3FFF) + 1
+    width, height = struct.unpack_from("<HH", head, 26)
+    return height & 0x3FFF, width & 0x3FFF
+
+
+def bmp_size(head: bytes) -> tuple[int, int]:
+    """Returns height and width of a BMP; a negative height tells that its rows go down."""
+    width, height = struct.unpack_from("<ii", head, 18)
+    return abs(height), abs(width)
+
 
 OTHER = 0
 """Way of decoding: any image, by its first bytes. The other ways are JPEGs in 1/1, 1/2, 1/4 or 1/8 of their size."""
@@ -25,8 +94,17 @@ class Pictures:
     most: int
     """Pixels in an image."""
 
+    @classmethod
+    def of(cls, options: Options) -> Pictures:
+        """Returns what `channels` and `max_pixels` of `data.options` say."""
+        return cls(options.get("channels", 3), options.get("max_pixels", MOST_PIXELS))
+
     def decode(self, contents: tf.Tensor) -> tf.Tensor:
         return tf.io.decode_image(bounded(contents, self.most), self.channels, expand_animations=False)
+
+    def decoder(self, shape: tuple[int, ...] | None) -> Callable[[tf.Tensor], tf.Tensor]:
+        """Returns a function (contents) -> image of this shape, or of any where it is None."""
+        return lambda contents: tf.ensure_shape(self.decode(contents), shape or [None, None, self.channels])
 
 
 def ways(kinds: Sequence[str], sizes: np.ndarray, size: tuple[int, int] | None, policy: str) -> np.ndarray:
@@ -85,7 +163,7 @@ def bounded(contents: tf.Tensor, most: int) -> tf.Tensor:
 
     def other() -> tf.Tensor:
         # A list of one, since a scalar would be bytes in a pipeline and an array outside.
-        count = lambda one: np.float64(image_headers.pixels(one[0]))
+        count = lambda one: np.float64(pixels_by_header(one[0]))
         return tf.ensure_shape(tf.numpy_function(count, [contents[tf.newaxis]], tf.float64, stateful=False), [])
 
     # JPEGs and PNGs are most images, so Python is left out of them.

@@ -1,14 +1,30 @@
-"""A data set that has been loaded: its two splits, and what a model must know of them."""
+"""A data set that has been loaded, and its arrays in memory once for all workers of a host.
+
+One worker loads them, the others map its memory, which is sealed, so that nobody can change it. Where memory cannot be
+shared, each worker has its own.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
+import json
+import math
+import mmap
+import os
 
 import numpy as np
 import tensorflow as tf
 
-from tfdist.data.sources import Source, check_labels
+from tfdist.config import host_memory
+from tfdist.config.host_memory import Note
+from tfdist.data import spec_file
+from tfdist.data.arrays import ALIGNMENT, Arrays
+from tfdist.data.protocol import Source
+from tfdist.data.sources import check_labels
 from tfdist.data.spec import Spec
+from tfdist.data.structures import Structure
 from tfdist.errors import UserError
 
 
@@ -60,3 +76,119 @@ def described(train: Source, evaluation: Source) -> Loaded:
             if targets is not None and not tf.nest.is_nested(targets):
                 check_labels(targets, classes, "the data set")
     return Loaded(train, evaluation, train.size, Spec(shape, dtype.name, classes, maximum))
+
+
+SMALLEST = 1 << 24
+"""Arrays that take fewer bytes together are not worth it."""
+_ROOM = 1 << 12
+
+
+class SharedTables:
+    """What a worker offers to the others of its host; to be closed when they have taken it."""
+
+    def __init__(self) -> None:
+        self._memory: host_memory.Offer | None = None
+
+    def offer(self, loaded: Loaded) -> tuple[Loaded, Note | None]:
+        """Moves the arrays to memory that others can map; returns the data that lies there, and where that is.
+
+        Data that is small, is not all arrays of numbers, or cannot be moved stays where it is, without a note.
+        """
+        arrays: list[np.ndarray] = []
+        try:
+            columns = [_numbered(source, arrays) for source in (loaded.train, loaded.eval)]
+        except TypeError:
+            return loaded, None
+        if sum(array.nbytes for array in arrays) < SMALLEST:
+            return loaded, None
+        about = {"columns": columns, "examples": loaded.examples, "spec": spec_file.plain(loaded.spec)}
+        try:
+            note = self._written(about, arrays)
+        except (OSError, TypeError):  # no memory, a kernel without it, or a description that JSON cannot hold
+            self.close()
+            return loaded, None
+        return take(note) or loaded, note
+
+    def close(self) -> None:
+        """Gives up the place at which others find the memory; what they have mapped stays."""
+        if self._memory:
+            self._memory.close()
+
+    def _written(self, about: dict[str, object], arrays: list[np.ndarray]) -> Note:
+        described = b""
+        for _ in range(2):  # the arrays begin behind the description, which says where they begin
+            at = _rounded(host_memory.Offer.TOKEN_BYTES + len(described) + _ROOM)
+            places = []
+            for array in arrays:
+                places.append(at)
+                at = _rounded(at + array.nbytes)
+            kinds = [(a.dtype.str, a.shape, place) for a, place in zip(arrays, places)]
+            described = json.dumps({**about, "arrays": kinds}).encode()
+        self._memory = host_memory.Offer("data")
+        with contextlib.closing(os.fdopen(os.dup(self._memory.fileno()), "wb")) as file:
+            file.write(described + b"\0")
+            for array, place in zip(arrays, places, strict=True):
+                file.seek(place)
+                file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+            file.truncate(at)
+        seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+        fcntl.fcntl(self._memory.fileno(), fcntl.F_ADD_SEALS, seals)
+        return self._memory.note()
+
+
+def take(note: Note) -> Loaded | None:
+    """Returns the data that a worker of this host has offered; None if its memory cannot be seen from here."""
+    file = host_memory.opened(note)
+    if file is None:
+        return None
+    with file:
+        try:
+            memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        except OSError:
+            return None
+    about = json.loads(memory[host_memory.Offer.TOKEN_BYTES : memory.find(b"\0")])
+    arrays = [
+        np.ndarray(tuple(shape), np.dtype(dtype), memory, place)  # which begins where `arrays.tensor` wants it
+        for dtype, shape, place in about["arrays"]
+    ]
+    train, evaluation = (Arrays(tuple(_filled(part, arrays) for part in columns)) for columns in about["columns"])
+    return Loaded(train, evaluation, about["examples"], spec_file.made(about["spec"]))
+
+
+def _rounded(place: int) -> int:
+    return math.ceil(place / ALIGNMENT) * ALIGNMENT
+
+
+def _numbered(source: Source, arrays: list[np.ndarray]) -> list[object]:
+    """Adds a source's arrays to the list; returns its columns as JSON can hold them, by the arrays' numbers.
+
+    Raises:
+      TypeError: there is something else.
+    """
+    if source.columns is None:
+        raise TypeError
+
+    def number(part: Structure) -> object:
+        if isinstance(part, dict) and all(isinstance(key, str) for key in part):
+            return {key: number(value) for key, value in part.items()}
+        if type(part) in (tuple, list):
+            return [type(part).__name__, *map(number, part)]
+        if type(part) is not np.ndarray or part.dtype.kind not in "fiub":
+            raise TypeError
+        if np.dtype(part.dtype.str) != part.dtype:  # of another library, such as float8
+            raise TypeError
+        arrays.append(part)
+        return len(arrays) - 1
+
+    return [number(column) for column in source.columns]
+
+
+def _filled(column: object, arrays: list[np.ndarray]) -> Structure:
+    """Returns a column, by what `_numbered` has made of it."""
+    match column:
+        case dict():
+            return {key: _filled(value, arrays) for key, value in column.items()}
+        case [kind, *parts]:
+            filled = [_filled(part, arrays) for part in parts]
+            return tuple(filled) if kind == "tuple" else filled
+    return arrays[column]  # type: ignore[call-overload]

@@ -77,23 +77,23 @@ class Examples:
 
     def labels(self) -> np.ndarray:
         """Returns the class of each example: what the attribute `labels` tells, else what is read of all of them."""
-        told = self._told()
-        if told is None:
+        classes = self._class_attribute()
+        if classes is None:
             line = f"reading {self.size:,} examples of {self._what} for their classes"
             logger.info(f"{line}: an attribute `labels`, with the class of each, would tell them")
-            told = np.array([self._example(row)[1] for row in range(self.size)])
-        return told
+            classes = np.array([self._example(row)[1] for row in range(self.size)])
+        return classes
 
-    def _told(self) -> np.ndarray | None:
+    def _class_attribute(self) -> np.ndarray | None:
         """Returns the class of each example, where there is an attribute that tells it."""
         labels = getattr(self._data, "labels", None) if self.have_classes else None
         if labels is None:
             return None
-        told = np.asarray(labels)
-        if told.shape != (self.size,) or told.dtype.kind not in "iu":
-            what = f"got {told.dtype} {list(told.shape)}"
+        classes = np.asarray(labels)
+        if classes.shape != (self.size,) or classes.dtype.kind not in "iu":
+            what = f"got {classes.dtype} {list(classes.shape)}"
             raise UserError(f"{self._what}: its attribute `labels` must have {self.size:,} whole numbers, {what}")
-        return told
+        return classes
 
     def source(self, free: bool) -> Records:
         """Returns a source of them.
@@ -101,7 +101,7 @@ class Examples:
         Args:
           free: images may have different sizes.
         """
-        flat, told = keras.tree.flatten(self._first), self._told()
+        flat, classes = keras.tree.flatten(self._first), self._class_attribute()
         shapes = [list(a.shape) for a in flat]
         if free and self.are_images:
             shapes[0][:2] = [None, None]
@@ -114,8 +114,8 @@ class Examples:
                 if part.dtype != first.dtype or (tf.TensorShape(shape) != part.shape and None not in shape):
                     was, now = (f"{a.dtype} {list(a.shape)}" for a in (first, part))
                     raise ValueError(f"it has {now} where the first has {was}")
-            if told is not None and example[1] != told[row]:
-                raise ValueError(f"its target is {example[1]}, and `labels` has {told[row]}")
+            if classes is not None and example[1] != classes[row]:
+                raise ValueError(f"its target is {example[1]}, and `labels` has {classes[row]}")
             return parts
 
         def decode(row: tf.Tensor, seed: tf.Tensor) -> tuple:

@@ -125,6 +125,16 @@ class Records(Source):
 
         return dataclasses.replace(self, decode=mapped)
 
+    def map_inputs(self, function: Callable[[Structure, tf.Tensor], Structure]) -> Records:
+        """Returns records whose inputs are function(input, seed), one by one."""
+        decode = self.decode
+
+        def mapped(stored: Structure, seed: tf.Tensor) -> tuple:
+            x, *rest = decode(stored, seed)
+            return function(x, seed), *rest
+
+        return dataclasses.replace(self, decode=mapped)
+
     def by_number(self, field: str) -> Records:
         return self
 

@@ -83,9 +83,8 @@ def select(text: str, sizes: Mapping[str, int], field: str, what: str) -> list[t
         name, first, last = written.groups()
         if name not in sizes:
             slices = f", and slices such as {min(sizes)}[:90%]" if sizes else ""
-            raise UserError(
-                f"{field}={text!r}: {what} has no split {name!r}{field_syntax.suggest(name, _names(sizes))}{slices}"
-            )
+            near = field_syntax.suggest(name, tuple(sorted(sizes)))
+            raise UserError(f"{field}={text!r}: {what} has no split {name!r}{near}{slices}")
         size = sizes[name]
         begin = 0 if first is None else _bound(first, size, text, field, what)
         end = size if last is None else _bound(last, size, text, field, what)
@@ -103,10 +102,6 @@ def _bound(text: str, size: int, whole: str, field: str, what: str) -> int:
     if text.startswith("-"):
         bound += size
     if not 0 <= bound <= size:
-        there = "100 %" if share else f"{size:,} examples"
-        raise UserError(f"{field}={whole!r} goes beyond the {there} of {what}: choose other bounds")
+        limit = "100 %" if share else f"{size:,} examples"
+        raise UserError(f"{field}={whole!r} goes beyond the {limit} of {what}: choose other bounds")
     return bound
-
-
-def _names(sizes: Mapping[str, int]) -> tuple[str, ...]:
-    return tuple(sorted(sizes))

@@ -146,7 +146,6 @@ def _ready(
     Args:
       recorded: the run's experiment, on the chief; None on the others, which may not have the run folder.
     """
-    from tfdist.data import data_loading
     from tfdist.data.datasets import registry
     from tfdist.models import build as models
 
@@ -159,7 +158,7 @@ def _ready(
         data = new_rows(experiment, trained_for, asked, rows_alone)
     else:
         # No part of another folder was held out of a training.
-        data = data_loading.loaded(
+        data = registry.load_together(
             distribution.peers, experiment.data, lambda: registry.load(experiment, hold_out=not other_data)
         )
     if trained_for:
@@ -208,8 +207,9 @@ def new_rows(experiment: config.Experiment, spec: Spec, asked: ModelRequest, row
     Raises:
       UserError: it is no table, or lacks columns.
     """
-    from tfdist.data import bucket_files, loaded
-    from tfdist.data.datasets.tabular import table_inference
+    from tfdist.data import bucket_files
+    from tfdist.data.datasets import tables
+    from tfdist.data.loaded import Loaded
     from tfdist.data.sources import Arrays
 
     kind, _, path = experiment.data.name.partition(":")
@@ -228,12 +228,12 @@ def new_rows(experiment: config.Experiment, spec: Spec, asked: ModelRequest, row
             raise UserError(
                 "every row of a table gets a prediction", "correct bad ones, and leave out data.on_error=skip"
             )
-        rows = Arrays((table_inference.read_inputs(path, spec.columns, options, kind),))
+        rows = Arrays((tables.read_inputs(path, spec.columns, options, kind),))
     else:
         skip = experiment.data.on_error == "skip"
         target = cast("Column", spec.target)  # a table without one could not have been trained on
-        rows = Arrays(table_inference.read_rows(path, spec.columns, target, options, skip, kind))
-    return loaded.Loaded(rows, rows, rows.size, spec)
+        rows = Arrays(tables.read_rows(path, spec.columns, target, options, skip, kind))
+    return Loaded(rows, rows, rows.size, spec)
 
 
 def built(experiment: config.Experiment, spec: Spec) -> keras.Model:

@@ -14,7 +14,7 @@ from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.config import schedule as schedule_lib
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import Environment, ResumeOptions
-from tfdist.data import class_weights, data_loading, spec_file
+from tfdist.data import class_weights, spec_file
 from tfdist.data.datasets import registry
 from tfdist.data.loaded import Loaded
 from tfdist.distributed.connect import Placement
@@ -77,7 +77,7 @@ def prepare(
     experiment = batch_size_search.agreed(experiment, proposal, distribution)
     experiment, recovered = _with_recovered_accumulate(experiment, environment, placement, folder, distribution)
     models.set_precision(experiment.train.precision)
-    data = data_loading.loaded(
+    data = registry.load_together(
         distribution.peers, experiment.data, lambda: registry.load(experiment, not environment.dry_run)
     )
     distribution.peers.check_same(registry.facts(data), "the data set")
@@ -85,7 +85,7 @@ def prepare(
     if change_plan:
         schedule = change_plan(schedule)
     logger.info(f"{experiment.name}: {schedule.describe()}")
-    weights_of_classes = class_weights.told(experiment.train.class_weight, data)
+    weights_of_classes = class_weights.resolve(experiment.train.class_weight, data)
     with distribution.scope():
         model = models.build(experiment, data.spec)
         optimizer = optimizers.build(experiment, schedule)

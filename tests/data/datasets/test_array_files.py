@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+from support.source_columns import columns_of
 
 import tfdist
 from tfdist.data.batch_layout import Layout
@@ -29,13 +30,6 @@ def npy(path, **arrays):
     return f"numpy:{path}"
 
 
-def columns(source):
-    """All of a source, in its order."""
-    if isinstance(source, Arrays):
-        return source.columns
-    return tuple(np.concatenate(c) for c in zip(*([t.numpy() for t in batch] for batch in source.in_order(7))))
-
-
 @pytest.mark.parametrize("write, cache", [(npz, "auto"), (npy, "auto"), (npy, "stream")])
 @pytest.mark.parametrize("kind", ["uint8", "float64", ">f4", "int64"])
 def test_the_same_wherever_it_is_read(write, cache, kind, tmp_path):
@@ -51,7 +45,7 @@ def test_the_same_wherever_it_is_read(write, cache, kind, tmp_path):
     assert (data.spec.shape, data.spec.dtype, data.spec.classes) == ((6, 4, 1), stored, 4)
     assert (data.spec.maximum, data.examples) == (largest, 40)
     for source, rows in ((data.train, slice(40)), (data.eval, slice(40, None))):
-        got = columns(source)
+        got = columns_of(source)
         np.testing.assert_array_equal(got[0], X[rows, ..., None])
         np.testing.assert_array_equal(got[1], Y[rows, 0])
         assert (got[0].dtype, got[1].dtype) == (stored, "int32")
@@ -78,7 +72,7 @@ def test_names_weights_and_slices(tmp_path):
     parts = npy(tmp_path / "b", train_images=X[:30], train_labels=Y[:30], val_images=X[30:], val_labels=Y[30:])
     options = dict(options="x=images, y=labels", train_split="train[:5]+val[2:]", eval_split="train[5:]")
     data = tfdist.load_data(parts, cache="stream", **options)
-    np.testing.assert_array_equal(columns(data.train)[0], np.concatenate([X[:5], X[32:]]))
+    np.testing.assert_array_equal(columns_of(data.train)[0], np.concatenate([X[:5], X[32:]]))
     assert data.train.name(4) == "example 4 of train_images.npy"
     assert data.train.name(5) == "example 2 of val_images.npy"
 

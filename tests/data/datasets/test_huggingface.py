@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 from PIL import Image
+from support.source_columns import columns_of
 
 import tfdist
 from tfdist import config
@@ -61,19 +62,13 @@ def saved(tmp_path_factory):
     return path
 
 
-def columns(source):
-    if isinstance(source, Arrays):
-        return source.columns
-    return tuple(np.concatenate(c) for c in zip(*([t.numpy() for t in batch] for batch in source.in_order(7))))
-
-
 @pytest.mark.parametrize("cache", ["stream", pytest.param("memory", marks=pytest.mark.whole)])
 def test_images(saved, cache):
     data = tfdist.load_data(f"hf:{saved}", cache=cache, options="channels=1", **CUT)
     assert isinstance(data.train, Records if cache == "stream" else Arrays)
     assert (data.spec.shape, data.spec.dtype, data.spec.classes) == ((8, 6, 1), "uint8", 3)
     assert data.spec.names == ("a", "b", "c")
-    x, y = columns(data.eval)
+    x, y = columns_of(data.eval)
     np.testing.assert_array_equal(x[..., 0], PIXELS[20:])
     np.testing.assert_array_equal(y, LABELS[20:])
     colour = tfdist.load_data(f"hf:{saved}", image_size="4", **CUT)
@@ -88,7 +83,7 @@ def test_numbers_to_the_bit(saved, floats, x, want, monkeypatch):
     monkeypatch.setattr(keras.config, "floatx", lambda: floats)
     data = tfdist.load_data(f"hf:{saved}", options=f"x={x}", **CUT)
     want = want.astype("float32" if x == "price" else floats).astype(floats)
-    np.testing.assert_array_equal(columns(data.train)[0], want[:20])
+    np.testing.assert_array_equal(columns_of(data.train)[0], want[:20])
     assert (data.spec.dtype, data.spec.shape) == (floats, want.shape[1:])
 
 
@@ -116,7 +111,7 @@ def test_splits_that_were_shuffled_and_are_taken_together(saved, tmp_path):
         eval_split="train[:10]",
     )
     order = [VALUES[:, 0, 0].astype("float32").tolist().index(v) for v in mixed["price"]]
-    x, y, weight = columns(data.train)
+    x, y, weight = columns_of(data.train)
     rows = [*range(5), *order[10:]]
     np.testing.assert_array_equal(x, VALUES[rows, 0].astype("float32"))
     np.testing.assert_array_equal(y, VALUES[rows, 0, 0].astype("float32"))

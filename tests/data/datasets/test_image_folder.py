@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from PIL import Image
+from support.source_columns import columns_of
 
 import tfdist
 from tfdist import config
-from tfdist.data import image_decoding, image_sources, sources, splits
+from tfdist.data import image_decoding, sources, splits
 from tfdist.data.augmentation import ops
-from tfdist.data.datasets import image_folder, image_scan, registry
+from tfdist.data.datasets import image_folder, registry
 from tfdist.errors import UserError
 from tfdist.models import build as models
 
@@ -48,11 +49,6 @@ def experiment(root, **fields):
     return found
 
 
-def everything(source):
-    """Columns of all examples."""
-    return [np.concatenate(column) for column in zip(*([c.numpy() for c in batch] for batch in source.in_order(5)))]
-
-
 def test_classes_and_nested_folders(tmp_path):
     folder(tmp_path)
     save(tmp_path / "cat" / "black" / "old" / "x.png", picture(1))
@@ -60,7 +56,7 @@ def test_classes_and_nested_folders(tmp_path):
     (tmp_path / "cat" / ".DS_Store").write_text("x")
     (tmp_path / "notes.txt").write_text("not in a class")
     (tmp_path / "cat" / "circle").symlink_to("../cat")
-    names, splits = image_scan.listing(str(tmp_path), "it")
+    names, splits = image_folder.listing(str(tmp_path), "it")
     assert names == ("cat", "dog", "owl") and set(splits) == {"train"}
     train = splits["train"]
     assert sorted(train.paths) == sorted(
@@ -71,7 +67,7 @@ def test_classes_and_nested_folders(tmp_path):
 
     moved = tmp_path.with_name("moved")
     tmp_path.rename(moved)
-    assert image_scan.listing(str(moved), "it")[1]["train"].paths == train.paths, "the order must not depend on where"
+    assert image_folder.listing(str(moved), "it")[1]["train"].paths == train.paths, "the order must not depend on where"
 
 
 def test_folders_for_splits_and_slices(tmp_path):
@@ -82,7 +78,7 @@ def test_folders_for_splits_and_slices(tmp_path):
     paths = [pathlib.Path(s.name(i)).relative_to(tmp_path) for s in (found.train, found.eval) for i in range(s.size)]
     assert len(set(paths)) == 36
     assert [p.parts[0] for p in paths] == ["train"] * 24 + ["val"] * 6 + ["train"] * 6
-    labels = np.concatenate([everything(source)[1] for source in (found.train, found.eval)])
+    labels = np.concatenate([columns_of(source)[1] for source in (found.train, found.eval)])
     assert [found.names[label] for label in labels] == [p.parts[1] for p in paths]
 
 
@@ -147,7 +143,7 @@ def test_formats_become_rgb_as_pil_has_it(tmp_path):
         save(tmp_path / "all" / f"{number}.dat", image, format=kind, **options)
     found = image_folder.load(str(tmp_path), "train", "train[:1]", size=(12, 16))
     assert found.size == (12, 16)
-    x, _ = everything(found.train)
+    x, _ = columns_of(found.train)
     for i in range(found.train.size):
         path = pathlib.Path(found.train.name(i))
         if path.parent.name == "all":
@@ -213,19 +209,19 @@ def test_broken_files_are_skipped(tmp_path, said):
     folder(tmp_path)
     before = image_folder.load(str(tmp_path), "train", "train[:5]")
     broken = break_some(tmp_path)
-    found = image_folder.load(str(tmp_path), "train", "train[:5]", broken="skip", size=(12, 16))
+    found = image_folder.load(str(tmp_path), "train", "train[:5]", on_error="skip", size=(12, 16))
     names = {pathlib.Path(found.train.name(i)).name for i in range(found.train.size)}
     assert found.train.size == before.train.size + 2 and not names & set(broken) and {"longer.jpg", "good.png"} <= names
     (line,) = said
     assert line.startswith(f"WARNING: {len(broken)} of 34 files are no images and skipped: cat/colours.bmp is a BMP")
-    assert everything(found.train)[2].tolist() == [1.0] * found.train.size
+    assert columns_of(found.train)[2].tolist() == [1.0] * found.train.size
     for name in names:
         (tmp_path / "dog" / name).write_bytes(b"")
     (tmp_path / "only").mkdir()
     with pytest.raises(UserError, match=r"all 1 files of data.eval_split are broken"):
-        paths = image_scan.listing(str(tmp_path), "it")[1]["train"].paths
+        paths = image_folder.listing(str(tmp_path), "it")[1]["train"].paths
         at = next(i for i, path in enumerate(paths) if path == "cat/empty.jpg")
-        image_folder.load(str(tmp_path), "train", f"train[{at}:{at + 1}]", broken="skip")
+        image_folder.load(str(tmp_path), "train", f"train[{at}:{at + 1}]", on_error="skip")
 
 
 def trained(given, distribution, epochs=2):
@@ -287,8 +283,8 @@ def test_a_random_crop_is_cut_from_the_whole_image(tmp_path):
     from tfdist.data.records import example_seeds
 
     seeds = example_seeds(0, 0, np.arange(loaded.train.size))
-    whole = everything(found.train)[0]
-    for got, image, seed in zip(everything(loaded.train)[0], whole, seeds):
+    whole = columns_of(found.train)[0]
+    for got, image, seed in zip(columns_of(loaded.train)[0], whole, seeds):
         np.testing.assert_array_equal(got, recipe.example(tf.constant(image), tf.constant(seed), (8, 8)))
 
 
@@ -336,10 +332,10 @@ def test_a_file_that_breaks_during_the_training_weighs_nothing(tmp_path, connect
     folder(tmp_path)
     given = experiment(tmp_path, image_size="8", on_error="skip")
     loaded = registry.load(given)
-    x, y, _ = everything(loaded.train)
+    x, y, _ = columns_of(loaded.train)
     victim = pathlib.Path(loaded.train.name(6))
     victim.write_bytes(victim.read_bytes()[:300])
-    black, same, without = everything(loaded.train)
+    black, same, without = columns_of(loaded.train)
     assert f"WARNING: {victim} cannot be decoded and is skipped" in capfd.readouterr().out
     np.testing.assert_array_equal(same, y)
     np.testing.assert_array_equal(np.flatnonzero(without == 0), [6])
@@ -447,9 +443,9 @@ def test_mixing_is_for_the_loss_of_tfdist(tmp_path, connect):
 def test_a_stream_has_no_numbers():
     stream = sources.Batches(tf.data.Dataset.from_tensors((np.zeros((2, 8, 8, 3), "uint8"),)))
     with pytest.raises(UserError, match=r"data.image_size needs examples that can be read by number"):
-        image_sources.resized(stream, (4, 4), "crop")
+        registry.resized(stream, (4, 4), "crop")
     with pytest.raises(UserError, match=r"data.augment needs examples that can be read by number"):
-        image_sources.augmented(stream, ops.parse("flip"), (8, 8))
+        registry.augmented(stream, ops.parse("flip"), (8, 8))
 
 
 def test_images_in_memory_are_made_one_size_at_once(connect):
@@ -520,10 +516,10 @@ def headers():
 def test_a_huge_image_is_refused_before_it_is_decoded(kind, tmp_path, monkeypatch):
     folder(tmp_path)
     (tmp_path / "cat" / f"huge.{kind}").write_bytes(headers()[kind])
-    monkeypatch.setattr(image_folder, "_certain", lambda paths, looks: pytest.fail("something is decoded"))
+    monkeypatch.setattr(image_folder.image_decoding, "decoder", lambda used: pytest.fail("something is decoded"))
     with pytest.raises(UserError) as error:
         registry.load(experiment(tmp_path, image_size="8", train_split="train", eval_split="train"))
-    assert f"/cat/huge.{kind} has 20000 x 30000 pixels, more than 178,956,970: make it smaller, set data.b" in str(
+    assert f"/cat/huge.{kind} has 20000 x 30000 pixels, more than 178,956,970: make it smaller, set data.o" in str(
         error.value
     )
     assert str(error.value).endswith("or allow it with data.options=max_pixels=600000000")
@@ -541,7 +537,7 @@ def test_the_frames_of_a_gif_count(sides, extent, tmp_path, monkeypatch):
     folder(tmp_path)
     frames = [b"," + struct.pack("<HHHHBBB", 0, 0, *side, 0, 2, 0) for side in [(8, 8), *sides]]
     (tmp_path / "cat" / "huge.gif").write_bytes(b"GIF89a\x08\0\x08\0\0\0\0" + b"".join(frames))
-    monkeypatch.setattr(image_folder, "_certain", lambda paths, looks: pytest.fail("something is decoded"))
+    monkeypatch.setattr(image_folder.image_decoding, "decoder", lambda used: pytest.fail("something is decoded"))
     with pytest.raises(UserError, match=f"/cat/huge.gif has {extent}, more than 178,956,970: make it smaller"):
         registry.load(experiment(tmp_path, image_size="8", train_split="train", eval_split="train"))
 
@@ -555,14 +551,14 @@ def test_a_marker_without_a_length_hides_no_size(marker, tmp_path):
     content = content.ljust(4 + int.from_bytes(true[2:4], "big"), b"\0") + b"\xff\xc0\0\x11\x08\0\1\0\1\3\xff\xd9"
     (tmp_path / "x.jpg").write_bytes(content)
     assert tf.io.decode_jpeg(content).shape == (13, 21, 3)
-    (look,) = image_scan.look_at([str(tmp_path / "x.jpg")])
+    (look,) = image_folder.look_at([str(tmp_path / "x.jpg")])
     assert look.canvas == (13, 21)
 
 
 def test_webp_sizes_are_read(tmp_path):
     for options in ({"lossless": True}, {"lossless": False}):
         save(tmp_path / "x.webp", picture(1, (13, 21)), **options)
-        (look,) = image_scan.look_at([str(tmp_path / "x.webp")])
+        (look,) = image_folder.look_at([str(tmp_path / "x.webp")])
         assert look.canvas == (13, 21)
 
 

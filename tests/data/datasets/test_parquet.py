@@ -9,7 +9,7 @@ import pytest
 from pyarrow import parquet
 
 import tfdist
-from tfdist.data.datasets.tabular import table_inference, tables
+from tfdist.data.datasets import tables
 from tfdist.errors import UserError
 
 RNG = np.random.default_rng(0)
@@ -69,7 +69,7 @@ def test_what_is_a_class(values, options, names, tmp_path):
     assert (got.names, got.classes) == (names, len(names) or None)
     told = [str(v).removesuffix(".0") for v in values]
     assert [names[i] for i in got.train[1]] == told if names else got.train[1].tolist() == values
-    again = table_inference.read_rows(path, got.columns, got.target, options, kind="parquet")
+    again = tables.read_rows(path, got.columns, got.target, options, kind="parquet")
     np.testing.assert_array_equal(again[1], got.train[1])
     np.testing.assert_array_equal(again[0]["numbers"], got.train[0]["numbers"])
 
@@ -83,7 +83,7 @@ def test_large_classes_are_not_merged(values, tmp_path):
         path = write(tmp_path / "t.parquet", {"x": [1.0, 2.0, 3.0], "y": kind})
         options = {"target": "y", "in_order": True, **({"classify": True} if kind is values else {})}
         got = load(path, options, ("train", "train"))
-        again = table_inference.read_rows(path, got.columns, got.target, options, kind="parquet")[1]
+        again = tables.read_rows(path, got.columns, got.target, options, kind="parquet")[1]
         for y in (got.train[1], again):
             assert [got.names[i] for i in y] == list(map(str, values))
 
@@ -119,12 +119,12 @@ def test_rows_that_float32_does_not_hold(tmp_path, caplog):
 def test_new_rows_need_no_target(tmp_path):
     got = load(write(tmp_path / "t.parquet", CARS), {"target": "price", "in_order": True}, ("train", "train"))
     new = write(tmp_path / "new.parquet", {name: CARS[name] for name in ("doors", "colour", "size")})
-    inputs = table_inference.read_inputs(new, got.columns, {"target": "price", "delimiter": ";"}, kind="parquet")
+    inputs = tables.read_inputs(new, got.columns, {"target": "price", "delimiter": ";"}, kind="parquet")
     for name, values in inputs.items():
         np.testing.assert_array_equal(values, got.train[0][name])
     lacking = write(tmp_path / "less.parquet", {"doors": DOORS})
     with pytest.raises(UserError, match="lacks the columns size, colour"):
-        table_inference.read_inputs(lacking, got.columns, {}, kind="parquet")
+        tables.read_inputs(lacking, got.columns, {}, kind="parquet")
 
 
 @pytest.mark.parametrize(

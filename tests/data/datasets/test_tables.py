@@ -12,8 +12,7 @@ import tfdist
 from tfdist import config
 from tfdist.config import validation
 from tfdist.data import spec as spec_lib
-from tfdist.data.datasets import registry
-from tfdist.data.datasets.tabular import csv_reader, table_inference, tables
+from tfdist.data.datasets import csv_reader, registry, tables
 
 ALL = ("train", "train")
 
@@ -113,7 +112,7 @@ def test_large_classes_are_not_merged(tmp_path):
     )
     got = tables.prepare(path, {"target": "y", "classify": True, "in_order": True}, ALL)
     assert (got.names, got.train[1].tolist()) == (tuple(LARGE), [0, 1, 2] * 3)
-    _, y = table_inference.read_rows(path, got.columns, got.target, {"classify": True})
+    _, y = tables.read_rows(path, got.columns, got.target, {"classify": True})
     assert y.tolist() == [0, 1, 2] * 3
     assert tables.prepare(path, {"target": "y", "classify": False}, ALL).classes is None
 
@@ -123,7 +122,7 @@ def test_classes_that_are_texts_are_not_merged(vocabulary, tmp_path):
     """Of new rows, where a model may have been trained on texts of Parquet."""
     path = write(tmp_path / "t.csv", [[i, text] for i, text in enumerate(vocabulary)], ["x", "y"])
     columns, target = (spec_lib.Column("x", "number"),), spec_lib.Column("y", "category", vocabulary=vocabulary)
-    _, y = table_inference.read_rows(path, columns, target, {})
+    _, y = tables.read_rows(path, columns, target, {})
     assert y.tolist() == list(range(len(vocabulary)))
 
 
@@ -166,20 +165,20 @@ def test_new_rows_are_read_as_the_model_knows_them(tmp_path):
     new = write(
         tmp_path / "new.csv", [["red", "7", "", "x"], ["pink", "77", "61", "x"]], ["colour", "doors", "size", "id"]
     )
-    x = table_inference.read_inputs(new, got.columns, {})
+    x = tables.read_inputs(new, got.columns, {})
     size, colour, doors = got.columns
     np.testing.assert_allclose(x["numbers"], [[0], [(61 - size.mean) / size.std]], rtol=1e-5)
     np.testing.assert_array_equal(
         x["categories"], [[colour.vocabulary.index("red") + 1, doors.vocabulary.index("7") + 1], [0, 0]]
     )
     with pytest.raises(tfdist.UserError, match=r"new\.csv lacks the columns a, b that the model was trained on"):
-        table_inference.read_inputs(new, (spec_lib.Column("a", "number"), size, spec_lib.Column("b", "category")), {})
+        tables.read_inputs(new, (spec_lib.Column("a", "number"), size, spec_lib.Column("b", "category")), {})
     with pytest.raises(
         tfdist.UserError, match=r"line 2 has 'red' for a number in column 'colour'.*: correct the file$"
     ):
-        table_inference.read_inputs(new, (spec_lib.Column("colour", "number"),), {})
+        tables.read_inputs(new, (spec_lib.Column("colour", "number"),), {})
     with pytest.raises(tfdist.UserError, match="delimiter must be one character, and no quote, got ';;'"):
-        table_inference.read_inputs(new, got.columns, {"delimiter": ";;"})
+        tables.read_inputs(new, got.columns, {"delimiter": ";;"})
 
 
 def test_new_rows_with_targets(tmp_path, said):
@@ -187,21 +186,21 @@ def test_new_rows_with_targets(tmp_path, said):
     row = lambda *values: dict(zip(("path", "columns", "target", "options"), values))
     age, pays = spec_lib.Column("age", "number", 40.0, 10.0), spec_lib.Column("pays", "category", vocabulary=("1", "3"))
     new = write(tmp_path / "new.csv", [["50", "3.0"], ["x", "1"], ["", "1"], ["20", ""]], ["age", "pays"])
-    x, y = table_inference.read_rows(**row(new, (age,), pays, {}), skip=True)
+    x, y = tables.read_rows(**row(new, (age,), pays, {}), skip=True)
     np.testing.assert_allclose(x["numbers"], [[1], [0]])
     assert y.tolist() == [1, 0] and y.dtype == np.int32
     assert "line 3 has 'x' for a number" in said[0] and "1 rows" in said[1] and len(said) == 2
     with pytest.raises(tfdist.UserError, match="line 3 has 'x' for a number in column 'age'"):
-        table_inference.read_rows(**row(new, (age,), pays, {}))
+        tables.read_rows(**row(new, (age,), pays, {}))
     with pytest.raises(tfdist.UserError, match=r"1 rows have a target 'pays' that no training row has, such as '3.0'"):
-        table_inference.read_rows(**row(new, (age,), pays, {"classify": True}), skip=True)
-    _, y = table_inference.read_rows(**row(new, (age,), spec_lib.Column("pays", "number"), {}), skip=True)
+        tables.read_rows(**row(new, (age,), pays, {"classify": True}), skip=True)
+    _, y = tables.read_rows(**row(new, (age,), spec_lib.Column("pays", "number"), {}), skip=True)
     assert y.tolist() == [3.0, 1.0] and y.dtype == np.float32
     with pytest.raises(tfdist.UserError, match=r"new\.csv lacks the columns wage that the model was trained on"):
-        table_inference.read_rows(**row(new, (age,), spec_lib.Column("wage", "number"), {}))
+        tables.read_rows(**row(new, (age,), spec_lib.Column("wage", "number"), {}))
     write(tmp_path / "new.csv", [["50", ""]], ["age", "pays"])
     with pytest.raises(tfdist.UserError, match="has no rows with a target 'pays': there is nothing to evaluate on"):
-        table_inference.read_rows(**row(new, (age,), pays, {}), skip=True)
+        tables.read_rows(**row(new, (age,), pays, {}), skip=True)
 
 
 BAD_ROWS = '"size",n\n1,1\n\n2,2,2\n3,"x\ny"\n4,4\n5\ninf,5\nabc,6\n7,7\n' + "8,8\n" * 60

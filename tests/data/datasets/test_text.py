@@ -5,12 +5,13 @@ import ast
 import numpy as np
 import pytest
 import tensorflow as tf
+from support.source_columns import columns_of
 
 import tfdist
 from tfdist import config
 from tfdist.config import validation
 from tfdist.data import spec as spec_lib
-from tfdist.data.datasets import registry, stdlib_text, text
+from tfdist.data.datasets import registry, text
 from tfdist.data.sources import Arrays, Records
 
 TEXTS = {"b.txt": b"to be, or not to be", "a/x.py": b"print('hi')\n", "a/empty": b"", "a/.hidden": b"no", "c.txt": b"z"}
@@ -27,20 +28,12 @@ def folder(tmp_path):
     return tmp_path
 
 
-def both(source):
-    """x and y of all examples, in order."""
-    if isinstance(source, Arrays):
-        return source.columns
-    batches = list(source.in_order(4).as_numpy_iterator())
-    return tuple(np.concatenate(column) for column in zip(*batches))
-
-
 @pytest.mark.parametrize("memory, kind", [(1e9, Arrays), (0, Records)])
 @pytest.mark.parametrize("length", [1, 5, 7, 34])
 def test_windows_are_the_files_without_gaps(length, memory, kind, folder):
-    (source,) = text.load(str(folder), {"f": "train"}, memory, length)
+    source = text.load(str(folder), {"f": "train", "e": "train[:1]"}, memory, length).train
     assert isinstance(source, kind)
-    x, y = both(source)
+    x, y = columns_of(source)
     assert x.shape == y.shape == ((len(WHOLE) - 1) // length, length) and x.dtype == y.dtype == "int32"
     count = x.size
     assert bytes(x.reshape(-1).tolist()) == WHOLE[:count]
@@ -49,12 +42,9 @@ def test_windows_are_the_files_without_gaps(length, memory, kind, folder):
 
 @pytest.mark.parametrize("memory", [1e9, 0])
 def test_slices_by_windows(memory, folder):
-    whole, first, rest, mixed = (
-        both(source)[0]
-        for source in text.load(
-            str(folder), {"a": "train", "b": "train[:60%]", "c": "train[60%:]", "d": "train[3:]+train[:2]"}, memory, 3
-        )
-    )
+    load = lambda one, other: text.load(str(folder), {"a": one, "b": other}, memory, 3)
+    data, parts = load("train", "train[3:]+train[:2]"), load("train[:60%]", "train[60%:]")
+    whole, mixed, first, rest = (columns_of(s)[0] for s in (data.train, data.eval, parts.train, parts.eval))
     np.testing.assert_array_equal(np.concatenate([first, rest]), whole)
     np.testing.assert_array_equal(mixed, np.concatenate([whole[3:], whole[:2]]))
 
@@ -67,8 +57,8 @@ def test_splits_by_file_and_patterns(folder, tmp_path):
     (folder / "train" / "one").write_bytes(b"abc")
     by_split = text.files(str(folder))
     assert by_split["train"] == [str(folder / "train" / "one")] and by_split["c"] == [str(folder / "c.txt")]
-    train, test = text.load(str(folder), {"a": "train", "b": "b[:2]"}, 1e9, 2)
-    assert train.size == 1 and bytes(test.columns[0].reshape(-1).tolist()) == b"to b"
+    data = text.load(str(folder), {"a": "train", "b": "b[:2]"}, 1e9, 2)
+    assert data.examples == data.train.size == 1 and bytes(data.eval.columns[0].reshape(-1).tolist()) == b"to b"
 
 
 @pytest.mark.parametrize(
@@ -95,10 +85,10 @@ def test_a_link_to_nothing_is_not_left_out(place, folder):
 
 
 def test_a_file_that_shrinks_is_no_zeros(folder):
-    (source,) = text.load(str(folder), {"f": "train"}, 0, 5)
+    source = text.load(str(folder), {"f": "train", "e": "train"}, 0, 5).train
     (folder / "b.txt").write_bytes(b"to be")
     with pytest.raises(tf.errors.OpError, match=r"b\.txt has become shorter since the run began"):
-        both(source)
+        columns_of(source)
 
 
 def test_an_experiment_on_text(folder):
@@ -133,9 +123,9 @@ def test_options_of_data_that_is_made(name, options, message):
 
 
 def test_the_standard_library_packed():
-    data = stdlib_text.load(length=32, examples=100, packed=True)
+    data = text.stdlib_text(length=32, examples=100, packed=True)
     x, y = data["train"]
     assert x.shape == (100, 32) and data["test"][0].shape == (10, 32)
     np.testing.assert_array_equal(x.reshape(-1)[1:], y.reshape(-1)[:-1])
-    first = stdlib_text._path(stdlib_text.pathlib.Path(ast.__file__).parent, "ast").read_bytes()
+    first = text._path(text.pathlib.Path(ast.__file__).parent, "ast").read_bytes()
     assert bytes(x.reshape(-1).tolist()) == first[:3200]

@@ -12,12 +12,13 @@ import pytest
 import tensorflow as tf
 import tensorflow_datasets as tfds
 from google.protobuf import json_format
+from support.source_columns import columns_of
 
 import tfdist
 from tfdist import config
 from tfdist.config import validation
 from tfdist.data import spec as spec_lib
-from tfdist.data.datasets import registry, tfds_preparation
+from tfdist.data.datasets import registry
 from tfdist.data.datasets import tfds as tfds_lib
 from tfdist.data.sources import Arrays, Batches, Records
 
@@ -63,14 +64,7 @@ def experiment(tmp_path, **data):
 
 def colours(source):
     """First pixel and label of each example, in order."""
-    if isinstance(source, Records):
-        source = source.in_order(7)
-    if isinstance(source, Batches):
-        source = source.decoded
-    if isinstance(source, Arrays):
-        x, y = source.columns
-    else:
-        x, y = (np.concatenate(c) for c in zip(*source.as_numpy_iterator()))
+    x, y = columns_of(source)
     assert x.dtype == np.uint8 and x.shape[1:] == (8, 8, 3)
     assert (x == x[:, :1, :1]).all()
     return list(zip(x[:, 0, 0, 0].tolist(), y.tolist()))
@@ -200,7 +194,7 @@ def no_network(*arguments):
 )
 def test_what_cannot_be_downloaded(data, message, tmp_path, monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", no_network)
-    monkeypatch.setattr(tfds_preparation.urllib.request, "getproxies", dict)
+    monkeypatch.setattr(tfds_lib.urllib.request, "getproxies", dict)
     with pytest.raises(tfdist.UserError, match=message) as error:
         registry.load(experiment(tmp_path, **data))
     assert "\n" not in str(error.value)
@@ -208,7 +202,7 @@ def test_what_cannot_be_downloaded(data, message, tmp_path, monkeypatch):
 
 def test_two_runs_prepare_a_data_set_once(tmp_path, monkeypatch):
     """While this one waits for the lock, the other one has finished."""
-    held = tfds_preparation.local_files.locked
+    held = tfds_lib.local_files.locked
     locked = []
 
     @contextlib.contextmanager
@@ -218,8 +212,8 @@ def test_two_runs_prepare_a_data_set_once(tmp_path, monkeypatch):
             tfds.builder("digits", data_dir=tmp_path).download_and_prepare()
             yield
 
-    monkeypatch.setattr(tfds_preparation.local_files, "locked", after_the_other_one)
-    monkeypatch.setattr(tfds_preparation, "_prepare", lambda *a: pytest.fail("it is prepared a second time"))
+    monkeypatch.setattr(tfds_lib.local_files, "locked", after_the_other_one)
+    monkeypatch.setattr(tfds_lib, "_prepare", lambda *a: pytest.fail("it is prepared a second time"))
     loaded = registry.load(experiment(tmp_path, name="digits", eval_split="test"))
     assert (loaded.train.size, loaded.eval.size, locked) == (1437, 360, [".digits.lock"])
     registry.load(experiment(tmp_path, name="digits", eval_split="test"))
@@ -230,7 +224,7 @@ def test_a_download_that_fails(tmp_path, monkeypatch):
     def fails(self, **kwargs):
         raise RuntimeError("the line\nis cut")
 
-    monkeypatch.setattr(tfds_preparation, "_unreachable", lambda builder: "")
+    monkeypatch.setattr(tfds_lib, "_unreachable", lambda builder: "")
     monkeypatch.setattr(tfds.core.DatasetBuilder, "download_and_prepare", fails)
     with pytest.raises(
         tfdist.UserError, match=r"'cifar10' cannot be prepared in .*: the line is cut: run `tfds build cifar10`"
@@ -272,7 +266,7 @@ def test_what_is_refused(data, message, folders):
 def test_a_crop_is_cut_from_the_whole_image(folders):
     e = experiment(folders["array_record"], name="photos", image_size="8", augment="resized_crop(0.5), flip")
     found = tfds_lib.load(e, 1e9)
-    assert found.shape == (8, 8, 3)
+    assert found.spec.shape == (8, 8, 3)
     stored = tf.squeeze(found.train.read(tf.constant([4], tf.int64)))
     assert found.train.decode(stored, None)[0].shape == photo(4).shape
     assert found.eval.decode(tf.squeeze(found.eval.read(tf.constant([4], tf.int64))), None)[0].shape == (8, 8, 3)

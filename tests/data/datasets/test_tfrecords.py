@@ -7,12 +7,13 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from support.source_columns import columns_of
 
 import tfdist
 from tfdist import config
 from tfdist.config import validation
 from tfdist.data import spec as spec_lib
-from tfdist.data.datasets import registry, tfrecord_index, tfrecords
+from tfdist.data.datasets import registry, tfrecords
 from tfdist.data.sources import Arrays, Records
 
 PICTURE = {"image": "png", "label": "int64", "classes": 3}
@@ -44,17 +45,11 @@ def pictures(first, count, height=6):
         yield {"image": png, "label": i % 3, "weight": float(i)}
 
 
-def both(source):
-    if isinstance(source, Arrays):
-        return source.columns
-    return tuple(np.concatenate(c) for c in zip(*source.in_order(4).as_numpy_iterator()))
-
-
 def test_records_are_those_that_tensorflow_reads(tmp_path):
     rng = np.random.default_rng(0)
     records = [rng.bytes(int(n)) for n in (0, 1, 7, 300, 70_000, 2**20, 3)]
     paths = [str(write(tmp_path / name, part)) for name, part in (("a", records[:4]), ("b", []), ("c", records[4:]))]
-    found = tfrecord_index.index([p for p in paths if p != paths[1]])
+    found = tfrecords.index([p for p in paths if p != paths[1]])
     rows = np.array([6, 0, 3, 5, 5, 1, 2, 4])
     assert found.read(rows).tolist() == [records[i] for i in rows] and not found.broken
     assert found.read(np.arange(7)).tolist() == list(tf.data.TFRecordDataset(paths).as_numpy_iterator())
@@ -67,31 +62,31 @@ def test_images_labels_and_weights(tmp_path):
     write(tmp_path / "set-validation-00000-of-00001", pictures(50, 2))
     splits = {"a": "train[:75%]", "b": "train[75%:]+validation"}
     found = tfrecords.load(str(tmp_path), splits, {"image": "png", "label": "int64", "weight": "float32", "classes": 3})
-    assert (found.shape, found.dtype, found.classes) == ((6, 5, 3), "uint8", 3)
-    x, y, weight = both(found.train)
+    assert (found.spec.shape, found.spec.dtype, found.spec.classes) == ((6, 5, 3), "uint8", 3)
+    x, y, weight = columns_of(found.train)
     assert x[:, 2, 2, 1].tolist() == [3 * i for i in range(9)] and (x == x[:, :1, :1, :1]).all()
     assert y.tolist() == [i % 3 for i in range(9)] and weight.tolist() == list(range(9)) and y.dtype == "int32"
-    assert both(found.eval)[2].tolist() == [9, 10, 11, 50, 51]
+    assert columns_of(found.eval)[2].tolist() == [9, 10, 11, 50, 51]
 
 
 def test_files_of_training_are_not_those_of_testing(tmp_path):
     for name in ("training-0", "training-1", "testing"):
         (tmp_path / name).write_bytes(b"")
-    assert {k: len(v) for k, v in tfrecord_index.files(str(tmp_path)).items()} == {"training": 2, "testing": 1}
+    assert {k: len(v) for k, v in tfrecords.files(str(tmp_path)).items()} == {"training": 2, "testing": 1}
 
 
 def test_numbers(tmp_path):
     rows = [{"x": np.arange(6.0) + i, "y": 0.5 * i, "t": np.arange(4) + i} for i in range(5)]
     path = write(tmp_path / "n.tfrecord", rows)
     found = tfrecords.load(str(path), SPLITS, {"x": "float32[2, 3]", "y": "float32"})
-    x, y = both(found.train)
+    x, y = columns_of(found.train)
     np.testing.assert_array_equal(x, [np.arange(6).reshape(2, 3) + i for i in range(5)])
-    assert y.tolist() == [0, 0.5, 1, 1.5, 2] and found.classes is None and found.shape == (2, 3)
+    assert y.tolist() == [0, 0.5, 1, 1.5, 2] and found.spec.classes is None and found.spec.shape == (2, 3)
     found = tfrecords.load(str(path), SPLITS, {"t": "int64[4]", "y": "float32"})
-    assert both(found.train)[0].dtype == found.dtype == "int32"
+    assert columns_of(found.train)[0].dtype == found.spec.dtype == "int32"
     path = write(tmp_path / "large.tfrecord", [{"t": np.array([1, 2**31]), "y": 0.5}])
     with pytest.raises(tf.errors.InvalidArgumentError, match="t has a number that int32 does not hold"):
-        both(tfrecords.load(str(path), SPLITS, {"t": "int64[2]", "y": "float32"}).train)
+        columns_of(tfrecords.load(str(path), SPLITS, {"t": "int64[2]", "y": "float32"}).train)
 
 
 @pytest.fixture
@@ -101,7 +96,7 @@ def damaged(tmp_path):
         write(tmp_path / name, pictures(0, 4))
     whole = (tmp_path / "a").read_bytes()
     (tmp_path / "b").write_bytes(whole[: len(whole) // 2])
-    third = tfrecord_index.index([str(tmp_path / "c")]).offsets[2] - 12
+    third = tfrecords.index([str(tmp_path / "c")]).offsets[2] - 12
     (tmp_path / "c").write_bytes(whole[:third] + bytes([whole[third] ^ 1]) + whole[third + 1 :])
     return tmp_path, third
 
@@ -114,7 +109,7 @@ def test_damaged_files_are_named(damaged, said):
     assert str(error.value) == f"{message}: write them again, or leave out what is lost with data.on_error=skip"
     found = tfrecords.load(str(folder), SPLITS, PICTURE, skip=True)
     assert said == [f"WARNING: {message}: left out"]
-    assert both(found.train)[0][:, 0, 0, 0].tolist() == [0, 3, 6, 9, 0, 3, 0, 3]
+    assert columns_of(found.train)[0][:, 0, 0, 0].tolist() == [0, 3, 6, 9, 0, 3, 0, 3]
 
 
 @pytest.fixture
@@ -124,7 +119,7 @@ def flipped(tmp_path):
     def flip(*numbers):
         path = write(tmp_path / "f.tfrecord", pictures(0, 9))
         whole = bytearray(path.read_bytes())
-        found = tfrecord_index.index([str(path)])
+        found = tfrecords.index([str(path)])
         for number in numbers:
             assert number % 3 != 2  # which would become no class at all
             at, length = int(found.offsets[number]), int(found.lengths[number])
@@ -160,7 +155,7 @@ def test_records_with_a_flipped_bit_are_left_out_on_demand(numbers, message, fli
     found = tfrecords.load(str(path), SPLITS, PICTURE, skip=True)
     assert said == [f"WARNING: {message.format(path)} the checksum (CRC-32C): left out"]
     kept = [i for i in range(9) if i not in numbers]
-    x, y = both(found.train)
+    x, y = columns_of(found.train)
     assert x[:, 0, 0, 0].tolist() == [3 * i for i in kept] and y.tolist() == [i % 3 for i in kept]
     assert [found.train.name(i) for i in range(len(kept))] == [f"record {i} of {path}" for i in kept]
 
@@ -243,9 +238,9 @@ def test_an_experiment_on_records(cache, kind, tmp_path):
     path = write(tmp_path / "a.tfrecord", [*pictures(0, 4), *pictures(4, 4, height=9)])
     loaded = registry.load(experiment(path, cache=cache, image_size="4x3"))
     assert isinstance(loaded.train, kind) and loaded.spec == spec_lib.Spec((4, 3, 3), "uint8", 3, 255.0)
-    assert both(loaded.train)[0][:, 0, 0, 0].tolist() == [3 * i for i in range(8)]
+    assert columns_of(loaded.train)[0][:, 0, 0, 0].tolist() == [3 * i for i in range(8)]
     crop = registry.load(experiment(path, cache="stream", image_size="4x3", augment="resized_crop(0.3)"))
-    assert both(crop.train)[0][:, 0, 0, 0].tolist() == [3 * i for i in range(8)]
+    assert columns_of(crop.train)[0][:, 0, 0, 0].tolist() == [3 * i for i in range(8)]
     if cache == "auto":
         with pytest.raises(tfdist.UserError, match=r"record 4 of .*a.tfrecord cannot be decoded.*: remove it"):
             registry.load(experiment(path, cache=cache))

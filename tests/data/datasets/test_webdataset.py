@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from support import training_cases
+from support.source_columns import columns_of
 
 import tfdist
 from tfdist import config
 from tfdist.config import field_syntax
 from tfdist.config.buckets import Bucket
 from tfdist.data.batch_layout import Layout
-from tfdist.data.datasets.webdataset import shards
+from tfdist.data.datasets import webdataset
 from tfdist.data.records import RecordFeed
 from tfdist.data.sources import Arrays, Records
 from tfdist.doctor import dataset
@@ -71,18 +72,12 @@ def tars(tmp_path):
     return tmp_path
 
 
-def columns(source):
-    if isinstance(source, Arrays):
-        return source.columns
-    return tuple(np.concatenate(c) for c in zip(*source.in_order(7).as_numpy_iterator()))
-
-
 def test_images_and_labels(tars):
     data = tfdist.load_data(f"webdataset:{tars}", cache="stream")
     assert (data.spec.shape, data.spec.dtype, data.spec.classes) == ((6, 5, 3), "uint8", 3)
     for source, rows in ((data.train, slice(16)), (data.eval, slice(16, 20))):
         assert isinstance(source, Records)
-        x, y = columns(source)
+        x, y = columns_of(source)
         np.testing.assert_array_equal(x, PIXELS[rows])
         np.testing.assert_array_equal(y, LABELS[rows])
     assert data.train.name(6).endswith(f"k000006.png in {tars}/train-001.tar")
@@ -108,7 +103,7 @@ def test_images_and_labels(tars):
 def test_what_other_files_hold(options, x, y, classes, tars):
     data = tfdist.load_data(f"webdataset:{tars}/tr*", cache="stream", options=options, **ALL)
     assert data.spec.classes == classes
-    found = columns(data.train)
+    found = columns_of(data.train)
     np.testing.assert_array_equal(found[1], y[:16].astype(found[1].dtype))
     assert x is None or np.array_equal(found[0], x[:16].astype(data.spec.dtype))
     assert data.spec.shape == (found[0].shape[1:] if x is None else x.shape[1:])
@@ -172,7 +167,7 @@ def test_what_is_where_is_what_tarfile_finds(kind, tmp_path):
             tar.addfile(info, io.BytesIO(bytes(info.size)))
     with tarfile.open(tmp_path / "t.tar") as tar:
         expected = [(m.name, m.offset_data, m.size) for m in tar if m.isreg()]
-    found, problem = shards.listing(tmp_path / "t.tar")
+    found, problem = webdataset.listing(tmp_path / "t.tar")
     assert [tuple(m) for sample in found.values() for m in sample.values()] == expected and not problem
     assert len(expected) == len(names)
 
@@ -182,7 +177,7 @@ def test_a_header_for_all_that_follow(tmp_path):
         tar.addfile(tarfile.TarInfo("a.x"))
     with tarfile.open(tmp_path / "t.tar") as tar:
         assert tar.getnames() == ["b.y"]
-    assert list(shards.listing(tmp_path / "t.tar").samples) == ["b"]
+    assert list(webdataset.listing(tmp_path / "t.tar").samples) == ["b"]
 
 
 A = [("a.png", tf.io.encode_png(PIXELS[0]).numpy()), ("a.cls", b"1")]
@@ -274,7 +269,7 @@ def test_files_that_cannot_be_read(tmp_path, tars):
 
 
 def damaged(whole, way):
-    second = next(m.offset for m in shards.listing(whole).samples["b"].values()) - 512
+    second = next(m.offset for m in webdataset.listing(whole).samples["b"].values()) - 512
     content = bytearray(whole.read_bytes())
     if way == "a header":
         content[second + 150] ^= 1  # in its checksum

@@ -36,8 +36,8 @@ def mixer(alphas: dict[str, float]) -> Callable[..., tuple]:
             share = tf.where(cuts, 1.0, _interpolated(quantiles["mixup"], drawn[0]))
             x = blended(x, partners[0], share)
         if "cutmix" in alphas:
-            wanted = tf.where(cuts, _interpolated(quantiles["cutmix"], drawn[0]), 1.0)
-            x, left = pasted(x, partners[0], wanted, drawn[1], drawn[2])
+            kept = tf.where(cuts, _interpolated(quantiles["cutmix"], drawn[0]), 1.0)
+            x, left = pasted(x, partners[0], kept, drawn[1], drawn[2])
             share = share * left
         return (x, *weighed(columns[1:], partners[1:], share))
 
@@ -118,11 +118,11 @@ def _right(value: tf.Tensor, bits: int) -> tf.Tensor:
 def _quantiles(alpha: float) -> np.ndarray:
     """Returns [_POINTS] quantiles of Beta(alpha, alpha), evenly spaced in probability; float32."""
     with tf.init_scope(), tf.device("CPU:0"):
-        wanted = tf.constant(np.linspace(0, 1, _POINTS))
-        low, high = tf.zeros_like(wanted), tf.ones_like(wanted)
+        probabilities = tf.constant(np.linspace(0, 1, _POINTS))
+        low, high = tf.zeros_like(probabilities), tf.ones_like(probabilities)
         for _ in range(60):
             middle = (low + high) / 2
-            under = tf.math.betainc(tf.cast(alpha, tf.float64), tf.cast(alpha, tf.float64), middle) < wanted
+            under = tf.math.betainc(tf.cast(alpha, tf.float64), tf.cast(alpha, tf.float64), middle) < probabilities
             low, high = tf.where(under, middle, low), tf.where(under, high, middle)
         return low.numpy().astype(np.float32)
 

@@ -1,8 +1,7 @@
 """Random changes of images, a function of the image and a seed alone: the same on any number of workers.
 
-Images are [h, w, c], uint8 or float, with values from 0 to `maximum`; they keep
-type and range, uint8 ones rounded. Seeds are int32 [2]. Normalising is left to
-the models, which take inputs as they are stored.
+Images are [h, w, c], uint8 or float, with values from 0 to `maximum`; they keep type and range, uint8 ones rounded.
+Seeds are int32 [2]. Normalizing is left to the models, which take inputs as they are stored.
 """
 
 from __future__ import annotations
@@ -15,10 +14,189 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.config import augment_syntax
-from tfdist.data.augmentation.color import jitter, seed_of, stored, uniform
 from tfdist.data.augmentation.mixup import mixer
-from tfdist.data.augmentation.randaugment import randaugment
 from tfdist.errors import UserError
+
+GREY = np.array([0.299, 0.587, 0.114], np.float32)
+"""Weights of red, green and blue in luma (ITU-R BT.601), as in PIL and `tf.image.rgb_to_grayscale`."""
+
+_YIQ = np.array([[0.299, 0.587, 0.114], [0.595716, -0.274453, -0.321263], [0.211456, -0.522591, 0.311135]]).T
+
+
+def uniform(seed: tf.Tensor, count: int, low: float = 0.0, high: float = 1.0) -> tf.Tensor:
+    """Returns `count` numbers in [low, high), float32, that `seed` (int32 [2]) alone decides, on any device."""
+    return tf.random.stateless_uniform([count], seed, low, high, alg="philox")
+
+
+def seed_of(seed: tf.Tensor, place: int) -> tf.Tensor:
+    """Returns a seed for the operation at `place`, so that two operations do not draw the same numbers."""
+    # Spread over all bits (golden ratio), since the seeds of two examples may be neighbours.
+    spread = np.array([0, (place + 1) * 0x9E3779B9 & 0xFFFFFFFF], np.uint32).view(np.int32)
+    return tf.bitwise.bitwise_xor(seed, spread)
+
+
+def stored(values: tf.Tensor, image: tf.Tensor, maximum: float) -> tf.Tensor:
+    """Returns `values`, cut to [0, maximum], in the type of `image`: rounded where that is whole numbers."""
+    values = tf.clip_by_value(values, 0.0, maximum)
+    return tf.cast(values if image.dtype.is_floating else tf.round(values), image.dtype)
+
+
+def recolored(image: tf.Tensor, matrix: tf.Tensor, offset: tf.Tensor, maximum: float) -> tf.Tensor:
+    """Returns each pixel times `matrix` [c, c] plus `offset` (broadcast to [c])."""
+    pixels = tf.reshape(tf.cast(image, tf.float32), [-1, image.shape[-1]])
+    return tf.reshape(stored(pixels @ matrix + offset, image, maximum), tf.shape(image))
+
+
+def mean_grey(image: tf.Tensor) -> tf.Tensor:
+    """Returns the mean over all pixels of their luma."""
+    means = tf.reduce_mean(tf.cast(image, tf.float32), [0, 1])
+    return means[0] if image.shape[-1] == 1 else tf.tensordot(means, GREY, 1)
+
+
+def jitter(image: tf.Tensor, factors: tf.Tensor, turn: tf.Tensor | float, maximum: float) -> tf.Tensor:
+    """Changes brightness, contrast (around the image's mean) and saturation by factors, and turns the hue.
+
+    One product per pixel: all four are linear, and hue is a rotation of the
+    plane of I and Q in YIQ, which keeps luma. Nothing is cut in between.
+
+    Args:
+      image: [h, w, 1] or [h, w, 3]; a grey one has neither saturation nor hue.
+      factors: [3], those of brightness, contrast and saturation.
+      turn: radians.
+    """
+    brightness, contrast, saturation = tf.unstack(factors)
+    factor = brightness * contrast
+    offset = (1.0 - contrast) * brightness * mean_grey(image)
+    if image.shape[-1] == 1:
+        return stored(tf.cast(image, tf.float32) * factor + offset, image, maximum)
+    parts = tf.stack([factor, factor * saturation * tf.cos(turn), factor * saturation * tf.sin(turn)])
+    return recolored(image, tf.reshape(parts[None] @ _HUE, [3, 3]), offset, maximum)
+
+
+def _hue() -> np.ndarray:
+    """Returns [3, 9]: the parts of a change of hue that stay, that go with its cosine and that go with its sine."""
+    back = np.linalg.inv(_YIQ)
+    stay, cosine, sine = np.zeros((3, 3, 3))
+    stay[0, 0] = cosine[1, 1] = cosine[2, 2] = sine[1, 2] = 1
+    sine[2, 1] = -1
+    return np.stack([(_YIQ @ part @ back).reshape(9) for part in (stay, cosine, sine)]).astype(np.float32)
+
+
+_HUE = _hue()
+
+
+OPERATIONS = (
+    "identity", "shear_x", "shear_y", "translate_x", "translate_y", "rotate", "brightness", "contrast", "saturation",
+    "autocontrast", "equalize", "solarize", "posterize", "sharpness",
+)  # fmt: skip
+
+
+def randaugment(image: tf.Tensor, seed: tf.Tensor, layers: int, magnitude: float, maximum: float = 255.0) -> tf.Tensor:
+    """Applies `layers` of the paper's 14 operations, each drawn anew and as likely as any other.
+
+    Args:
+      magnitude: 0 to 10. 10 is a rotation by 30 degrees, a shear of 0.3, a shift
+        by 0.45 of the side, a factor of 0.1 or 1.9 for brightness, contrast,
+        saturation and sharpness, 4 bits left, or all values inverted. Signs are
+        random. (torchvision counts the same strength up to 30.)
+    """
+    level = magnitude / 10
+    for layer in range(layers):
+        which, sign = tf.unstack(uniform(seed_of(seed, layer), 2))
+        number = tf.minimum(tf.cast(which * len(OPERATIONS), tf.int32), len(OPERATIONS) - 1)
+        image = apply(image, number, tf.where(sign < 0.5, -level, level), level, maximum)
+    return image
+
+
+def apply(image: tf.Tensor, number: tf.Tensor, signed: tf.Tensor, level: float, maximum: float) -> tf.Tensor:
+    """Applies operation `number` of `OPERATIONS` with strength `level` in [0, 1], `signed` being plus or minus that."""
+    factors = tf.where(tf.range(6, 9) == number, 1.0 + 0.9 * signed, 1.0)
+    # Operations that share their code share a branch: a branch costs time to build and optimise, taken or not.
+    branches = [
+        lambda: image,
+        lambda: _moved(image, number, signed),
+        lambda: jitter(image, factors, 0.0, maximum),
+        lambda: autocontrast(image, maximum),
+        lambda: equalize(image, maximum),
+        lambda: solarize(image, maximum * (1 - level), maximum),
+        lambda: posterize(image, 8 - round(4 * level), maximum),
+        lambda: sharpen(image, 1.0 + 0.9 * signed, maximum),
+    ]
+    branch = tf.gather([0, 1, 1, 1, 1, 1, 2, 2, 2, 3, 4, 5, 6, 7], number)
+    return tf.ensure_shape(tf.switch_case(branch, branches), image.shape)
+
+
+def _moved(image: tf.Tensor, number: tf.Tensor, signed: tf.Tensor) -> tf.Tensor:
+    """Shears, shifts or rotates around the middle; what comes from outside is 0."""
+    amounts = tf.where(tf.range(1, 6) == number, signed, 0.0) * [0.3, 0.3, 0.45, 0.45, math.pi / 6]
+    shear_x, shear_y, shift_x, shift_y, angle = tf.unstack(amounts)
+    height, width = tf.unstack(tf.cast(tf.shape(image)[:2], tf.float32))
+    cosine, sine = tf.cos(angle), tf.sin(angle)
+    # Where the pixel (x, y) of the result is taken from, relative to the middle (only one amount is not 0).
+    a, b, c, d = cosine, shear_x - sine, shear_y + sine, cosine
+    middle_x, middle_y = (width - 1) / 2, (height - 1) / 2
+    from_x = middle_x - a * middle_x - b * middle_y + shift_x * width
+    from_y = middle_y - c * middle_x - d * middle_y + shift_y * height
+    transform = tf.stack([a, b, from_x, c, d, from_y, 0.0, 0.0])
+    return tf.raw_ops.ImageProjectiveTransformV3(
+        images=image[None],
+        transforms=transform[None],
+        output_shape=tf.shape(image)[:2],
+        fill_value=0.0,
+        interpolation="NEAREST",
+    )[0]
+
+
+def autocontrast(image: tf.Tensor, maximum: float) -> tf.Tensor:
+    """Stretches each channel to the whole range, as `PIL.ImageOps.autocontrast` does, but rounded."""
+    values = tf.cast(image, tf.float32)
+    low, high = tf.reduce_min(values, [0, 1]), tf.reduce_max(values, [0, 1])
+    scale = tf.where(high > low, maximum / tf.maximum(high - low, 1e-6), 1.0)
+    return stored(values * scale - tf.where(high > low, low * scale, 0.0), image, maximum)
+
+
+def equalize(image: tf.Tensor, maximum: float) -> tf.Tensor:
+    """Gives each channel a flat histogram of 256 levels, as `PIL.ImageOps.equalize` does."""
+    channels = image.shape[-1]
+    levels = tf.cast(tf.cast(image, tf.float32) * (255 / maximum), tf.int32)
+    columns = tf.transpose(tf.reshape(levels, [-1, channels]))
+    counts = tf.math.bincount(columns, minlength=256, maxlength=256, axis=-1)
+    # As in PIL, the highest level that occurs has no part in the step.
+    last = tf.gather(counts, tf.reduce_max(columns, 1), axis=1, batch_dims=1)
+    step = (tf.shape(columns)[1] - last)[:, None] // 255
+    below = tf.cumsum(counts, axis=1, exclusive=True)
+    table = tf.minimum((step // 2 + below) // tf.maximum(step, 1), 255)
+    table = tf.where(step == 0, tf.range(256), table)
+    equalized = tf.reshape(tf.gather(table, columns, axis=1, batch_dims=1), [channels, -1])
+    equalized = tf.reshape(tf.transpose(equalized), tf.shape(image))
+    return stored(tf.cast(equalized, tf.float32) * (maximum / 255), image, maximum)
+
+
+def solarize(image: tf.Tensor, threshold: float, maximum: float) -> tf.Tensor:
+    """Inverts the values from `threshold` on."""
+    values = tf.cast(image, tf.float32)
+    return stored(tf.where(values < threshold, values, maximum - values), image, maximum)
+
+
+def posterize(image: tf.Tensor, bits: int, maximum: float) -> tf.Tensor:
+    """Keeps the upper `bits` of 8."""
+    size = maximum / 255 * 2 ** (8 - bits)
+    return stored(tf.floor(tf.cast(image, tf.float32) / size) * size, image, maximum)
+
+
+def sharpen(image: tf.Tensor, factor: tf.Tensor | float, maximum: float) -> tf.Tensor:
+    """Sharpens by a factor: 0 gives PIL's smoothed image, 1 the image, more the opposite of smoothing.
+
+    The border stays as it is.
+    """
+    if any(side is not None and side < 3 for side in image.shape[:2]):
+        return image  # all of it is border
+    values = tf.cast(image, tf.float32)
+    kernel = np.array([[1, 1, 1], [1, 5, 1], [1, 1, 1]], np.float32)[..., None, None] / 13
+    smooth = tf.nn.depthwise_conv2d(values[None], np.tile(kernel, [1, 1, image.shape[-1], 1]), [1] * 4, "VALID")[0]
+    inner = values[1:-1, 1:-1]
+    change = tf.pad((factor - 1) * (inner - smooth), [[1, 1], [1, 1], [0, 0]])
+    return stored(values + change, image, maximum)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -215,7 +393,7 @@ def color(image: tf.Tensor, seed: tf.Tensor, strength: float, maximum: float = 2
     Brightness, contrast and saturation get factors of 1 - strength to 1 + strength, and the hue is turned by up to
     strength / 4 turns.
 
-    The proportions are those of SimCLR (Chen et al., 2020); see `color.jitter`.
+    The proportions are those of SimCLR (Chen et al., 2020); see `jitter`.
     """
     drawn = uniform(seed, 4, -strength, strength)
     return jitter(image, drawn[:3] + 1.0, drawn[3] * (math.pi / 2), maximum)
@@ -234,8 +412,8 @@ def erase(image: tf.Tensor, seed: tf.Tensor, probability: float, maximum: float 
     # As likely wide as high: proportions of 0.3 to 1 / 0.3, evenly in their logarithm.
     stretch = tf.exp((2 * ratio - 1) * math.log(1 / 0.3) / 2)
     length = tf.sqrt(share * tf.reduce_prod(sides))
-    wanted = tf.round(length * tf.stack([stretch, 1 / stretch]))
-    extent = tf.clip_by_value(wanted, 1.0, sides)
+    rectangle = tf.round(length * tf.stack([stretch, 1 / stretch]))
+    extent = tf.clip_by_value(rectangle, 1.0, sides)
     begin = tf.floor(tf.stack([top, left]) * (sides - extent + 1))
 
     def erased():

@@ -5,7 +5,6 @@ An array is a column of a split: `x_train`, `train_x`, or `x` where there are no
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import glob
 import math
@@ -15,11 +14,11 @@ from typing import TypeVar
 
 import keras
 import numpy as np
-import tensorflow as tf
 
-from tfdist.config import field_syntax
 from tfdist.config.field_syntax import Options
-from tfdist.data.datasets import class_targets
+from tfdist.data.datasets import examples
+from tfdist.data.datasets.examples import Rows
+from tfdist.data.loaded import Loaded
 from tfdist.data.sources import Arrays, Records
 from tfdist.data.spec import Spec
 from tfdist.data.splits import NAMES, select
@@ -37,33 +36,23 @@ Part = tuple[str, np.ndarray, slice]
 """An array's name, the array, and which of its rows."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ArraySplits:
-    """Both splits, and what a model must know."""
-
-    train: Arrays | Records
-    eval: Arrays | Records
-    spec: Spec
-
-
-def load(path: str, splits: Mapping[str, str], options: Options, fits: Callable[[float], bool]) -> ArraySplits:
+def load(path: str, splits: Mapping[str, str], options: Options, fits: Callable[[float], bool]) -> Loaded:
     """Reads the arrays of both splits; those of `.npy` files that do not fit stay in their files.
 
     Args:
       path: a `.npz` file, or a folder of `.npy` files.
       splits: those for training and evaluation, by the field that asks for each.
       options: names of the columns where they are others (`x=images, y=labels`), `shape=(28, 28, 1)` that an input has,
-        and `classes` and `classify`, see `class_targets.targets`.
+        and `classes` and `classify`, see `examples.targets_and_weights`.
       fits: whether so many bytes are to be held in memory.
 
     Raises:
       UserError: no such files or arrays, arrays that do not belong together, labels out of range.
     """
     what = f"numpy:{path}"
-    if unknown := [name for name in options if name not in _OPTIONS]:
-        raise UserError(f"unknown {unknown[0]!r} in data.options{field_syntax.suggest(unknown[0], _OPTIONS)}")
+    examples.check_options(options, _OPTIONS, COLUMNS)
     arrays, in_files = _opened(os.path.expanduser(path), what)
-    named = {column: _name(column, options) for column in COLUMNS}
+    named = {column: options.get(column, column) for column in COLUMNS}
     by_split = _by_split(arrays, named, "weight" in options, what)
     sizes = {split: len(columns["x"][1]) for split, columns in by_split.items()}
     cut = {
@@ -79,19 +68,22 @@ def load(path: str, splits: Mapping[str, str], options: Options, fits: Callable[
     train, evaluation = parts.values()
     if set(train) != set(evaluation):
         raise UserError(f"{what}: some splits have weights and others have none: give them to all, or to none")
-    targets = class_targets.targets(_joined(train["y"]), _joined(evaluation["y"]), options, keras.config.floatx())
+    *tables, classes = examples.targets_and_weights(
+        ([_joined(split[column]) for column in COLUMNS[1:] if column in split] for split in (train, evaluation)),
+        options,
+        what,
+    )
     shape = _shape([part for split in parts.values() for part in split["x"]], options, what)
     dtype = _stored(train["x"][0][1].dtype)
     sources: list[Arrays | Records] = []
-    for split, y in ((train, targets.train), (evaluation, targets.eval)):
-        columns = [y, *([class_targets.weights(_joined(split["weight"]), what)] if "weight" in split else [])]
-        size = len(y) * math.prod(shape) * dtype.itemsize
+    for split, table in zip((train, evaluation), tables):
+        size = len(table[0]) * math.prod(shape) * dtype.itemsize
         if in_files and not fits(size):
-            sources.append(_by_number(split["x"], columns, shape, dtype))
+            sources.append(_by_number(split["x"], table, shape, dtype))
         else:
-            sources.append(Arrays((_joined(split["x"]).astype(dtype).reshape(-1, *shape), *columns)))
+            sources.append(Arrays((_joined(split["x"]).astype(dtype).reshape(-1, *shape), *table)))
     maximum = _PIXEL if dtype == np.uint8 else _maximum(train["x"], what)
-    return ArraySplits(sources[0], sources[1], Spec(shape, dtype.name, targets.classes, maximum))
+    return Loaded(sources[0], sources[1], len(tables[0][0]), Spec(shape, dtype.name, classes, maximum))
 
 
 def _opened(path: str, what: str) -> tuple[dict[str, Callable[[], np.ndarray]], bool]:
@@ -121,13 +113,6 @@ def _read(path: str, read: Callable[[], T]) -> T:
         hint = "write it without Python objects" if objects else "write it anew with numpy.save or numpy.savez"
         why = one_line(error, 100).rstrip(".:") or type(error).__name__
         raise UserError(f"{path} cannot be read: {why}: {hint}") from None
-
-
-def _name(column: str, options: Options) -> str:
-    name = options.get(column, column)
-    if not isinstance(name, str) or not name:
-        raise UserError(f"data.options: {column} must be the name of an array, got {name!r}")
-    return name
 
 
 def _by_split(
@@ -163,8 +148,8 @@ def _by_split(
                 raise UserError(f"{what}: {name} is {array.dtype} {list(array.shape)}: give numbers for each example")
         lengths = {name: len(array) for name, array in columns.values()}
         if len(set(lengths.values())) > 1:
-            told = ", ".join(f"{name} has {length:,}" for name, length in lengths.items())
-            raise UserError(f"{what}: {split} has arrays of different lengths: {told}")
+            listed = ", ".join(f"{name} has {length:,}" for name, length in lengths.items())
+            raise UserError(f"{what}: {split} has arrays of different lengths: {listed}")
     return by_split
 
 
@@ -172,8 +157,8 @@ def _joined(parts: Sequence[Part]) -> np.ndarray:
     """Returns the rows of all parts, in memory."""
     shapes = {name: array.shape[1:] for name, array, _ in parts}
     if len(set(shapes.values())) > 1:
-        told = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
-        raise UserError(f"arrays that are taken together have other shapes: {told}")
+        listed = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+        raise UserError(f"arrays that are taken together have other shapes: {listed}")
     return np.concatenate([array[rows] for _, array, rows in parts])
 
 
@@ -192,44 +177,33 @@ def _shape(parts: Sequence[Part], options: Options, what: str) -> tuple[int, ...
                 f"{list(first.shape[1:])} for each example: make them alike"
             )
     shape = first.shape[1:] or (1,)
-    wanted = options.get("shape", shape)
-    wanted = (wanted,) if isinstance(wanted, int) else wanted
-    if not isinstance(wanted, (tuple, list)) or not all(type(n) is int and n > 0 for n in wanted):
+    requested = options.get("shape", shape)
+    requested = (requested,) if isinstance(requested, int) else requested
+    if not isinstance(requested, (tuple, list)) or not all(type(n) is int and n > 0 for n in requested):
         raise UserError(f"data.options: shape must be whole numbers such as (28, 28, 1), got {options.get('shape')!r}")
-    if math.prod(wanted) != math.prod(shape) or not math.prod(shape):
-        raise UserError(f"data.options: shape={tuple(wanted)} does not fit {name}, of {list(shape)} for each example")
-    return tuple(wanted)
+    if math.prod(requested) != math.prod(shape) or not math.prod(shape):
+        raise UserError(
+            f"data.options: shape={tuple(requested)} does not fit {name}, of {list(shape)} for each example"
+        )
+    return tuple(requested)
 
 
 def _by_number(parts: Sequence[Part], columns: list[np.ndarray], shape: tuple[int, ...], dtype: np.dtype) -> Records:
     """Returns a source whose inputs stay in their files."""
-    ends = np.cumsum([rows.stop - rows.start for _, _, rows in parts])
-
-    def place(number: int) -> tuple[int, int]:
-        part = int(np.searchsorted(ends, number, "right"))
-        return part, int(number - ends[part]) + parts[part][2].stop
+    places = Rows([np.arange(rows.start, rows.stop) for _, _, rows in parts])
 
     def get(numbers: np.ndarray) -> np.ndarray:
-        rows = np.empty([len(numbers), *shape], dtype)
-        for i, number in enumerate(numbers.tolist()):
-            part, row = place(number)
-            rows[i] = parts[part][1][row].reshape(shape)
-        return rows
-
-    with tf.device("CPU:0"):
-        tables = [tf.constant(column) for column in columns]
-
-    def read(numbers: tf.Tensor) -> tuple:
-        x = tf.ensure_shape(tf.numpy_function(get, [numbers], dtype), [None, *shape])
-        return x, *(tf.gather(table, numbers) for table in tables)
+        inputs = np.empty([len(numbers), *shape], dtype)
+        for part, which, rows in places.by_part(numbers):
+            for i, row in zip(which, rows):
+                inputs[i] = parts[part][1][row].reshape(shape)
+        return inputs
 
     def name(number: int) -> str:
-        part, row = place(number)
+        part, row = places.place(number)
         return f"example {row} of {parts[part][0]}.npy"
 
-    y = columns[0]
-    labels = y if y.dtype.kind == "i" and y.ndim == 1 else None
-    return Records(len(y), read, lambda stored, seed: stored, name=name, labels=labels)
+    return examples.records(examples.stored_reader(get, dtype, shape), lambda x: x, columns, name)
 
 
 def _maximum(parts: Sequence[Part], what: str) -> float:

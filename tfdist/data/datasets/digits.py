@@ -77,10 +77,10 @@ def some(split: str = "train", first: int = 0, last: int = 9, each: int = 0) -> 
         raise UserError(f"the digits from {first} to {last} are not at least two of 0 to 9: correct data.options")
     rows = _rows()
     rows = rows[:TRAIN] if split == "train" else rows[TRAIN:]
-    wanted = [np.flatnonzero(rows[:, 64] == digit) for digit in range(first, last + 1)]
+    chosen = [np.flatnonzero(rows[:, 64] == digit) for digit in range(first, last + 1)]
     if each and split == "train":
-        wanted = [places[:each] for places in wanted]
-    rows = rows[np.sort(np.concatenate(wanted))]
+        chosen = [places[:each] for places in chosen]
+    rows = rows[np.sort(np.concatenate(chosen))]
     return rows[:, :64].reshape(-1, 8, 8, 1).astype(np.uint8), rows[:, 64] - first
 
 

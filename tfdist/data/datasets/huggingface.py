@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.config import field_syntax
 from tfdist.config.field_syntax import Options
 from tfdist.data import image_decoding
-from tfdist.data.datasets import class_targets
+from tfdist.data.datasets import examples
+from tfdist.data.datasets.examples import Rows
+from tfdist.data.loaded import Loaded
 from tfdist.data.records import reason
 from tfdist.data.sources import Records
 from tfdist.data.spec import Spec
@@ -27,16 +27,7 @@ Part = tuple[Any, np.ndarray]
 """A split as `datasets` has it, and which of its rows."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class HuggingFaceSplits:
-    """Both splits, and what a model must know; images have the shape of the first one."""
-
-    train: Records
-    eval: Records
-    spec: Spec
-
-
-def load(name: str, splits: Mapping[str, str], options: Options, free: bool, prepare: bool) -> HuggingFaceSplits:
+def load(name: str, splits: Mapping[str, str], options: Options, free: bool, prepare: bool) -> Loaded:
     """Opens a data set, and looks at its targets and at its first input.
 
     Args:
@@ -44,7 +35,7 @@ def load(name: str, splits: Mapping[str, str], options: Options, free: bool, pre
       splits: those for training and evaluation, by the field that asks for each.
       options: `x=NAME, y=NAME` and `weight=NAME`, the columns, where it is not plain which; `config=NAME` of a data set
         that has several; `channels=1` for images that are not to be RGB; `max_pixels`; `classes` and `classify`, see
-        `class_targets.targets`.
+        `examples.targets_and_weights`.
       free: images are made one size later; otherwise all must have the size of the first.
       prepare: False to refuse what would have to be downloaded first.
 
@@ -52,13 +43,7 @@ def load(name: str, splits: Mapping[str, str], options: Options, free: bool, pre
       UserError: the package or the data set is not there, or columns that cannot be trained on.
     """
     what = f"hf:{name}"
-    for option, value in options.items():
-        if option not in _OPTIONS:
-            raise UserError(f"unknown {option!r} in data.options{field_syntax.suggest(option, _OPTIONS)}")
-        if option in ("x", "y", "weight", "config") and not isinstance(value, str):
-            raise UserError(f"data.options: {option} must be a name, got {value!r}")
-        if option in ("channels", "max_pixels"):
-            field_syntax.check_whole(f"data.options: {option}", value)
+    examples.check_options(options, _OPTIONS, ("x", "y", "weight", "config"))
     opened = _opened(name, options, prepare)
     sizes = {split: len(rows) for split, rows in opened.items()}
     parts = {
@@ -72,27 +57,28 @@ def load(name: str, splits: Mapping[str, str], options: Options, free: bool, pre
     for data, _ in (*train, *evaluation):
         if missing := [column for column in (x, y, *weights) if column not in data.features]:
             raise UserError(f"{what}: a split has no column {missing[0]!r}: it has {', '.join(data.features)}")
-    both = [_column(part, y, what) for part in (train, evaluation)]
-    targets = class_targets.targets(both[0], both[1], _with_classes(features[y], options), keras.config.floatx())
-    tables = [[targets.train], [targets.eval]]
-    for table, part in zip(tables, (train, evaluation)):
-        table += [class_targets.weights(_column(part, column, what), what) for column in weights]
-    names = tuple(getattr(features[y], "names", None) or ()) if targets.classes else ()
+    *tables, classes = examples.targets_and_weights(
+        ([_column(part, column, what) for column in (y, *weights)] for part in (train, evaluation)),
+        _with_classes(features[y], options),
+        what,
+    )
+    names = tuple(getattr(features[y], "names", None) or ()) if classes else ()
     if type(features[x]).__name__ == "Image":
-        pictures = image_decoding.Pictures(
-            options.get("channels", 3), options.get("max_pixels", image_decoding.MOST_PIXELS)
-        )
+        pictures = image_decoding.Pictures.of(options)
         shape = _image_shape(train, x, pictures, what)
+        spec = Spec(shape, "uint8", classes, 255.0, names)
         made = [
-            _images(part, x, t, pictures, None if free else shape, what) for part, t in zip((train, evaluation), tables)
+            _images(part, x, t, pictures.decoder(None if free else shape), what)
+            for part, t in zip((train, evaluation), tables)
         ]
-        return HuggingFaceSplits(made[0], made[1], Spec(shape, "uint8", targets.classes, 255.0, names))
-    first = _column([(train[0][0], train[0][1][:1])], x, what)
-    shape, dtype = first.shape[1:] or (1,), first.dtype
-    dtype = np.dtype(keras.config.floatx()) if dtype.kind == "f" else dtype
-    made = [_rows(part, x, t, shape, dtype, what) for part, t in zip((train, evaluation), tables)]
-    maximum = 255.0 if dtype == np.uint8 else float(_column(train, x, what).max()) or 1.0
-    return HuggingFaceSplits(made[0], made[1], Spec(shape, dtype.name, targets.classes, maximum, names))
+    else:
+        first = _column([(train[0][0], train[0][1][:1])], x, what)
+        shape, dtype = first.shape[1:] or (1,), first.dtype
+        dtype = np.dtype(keras.config.floatx()) if dtype.kind == "f" else dtype
+        maximum = 255.0 if dtype == np.uint8 else float(_column(train, x, what).max()) or 1.0
+        spec = Spec(shape, dtype.name, classes, maximum, names)
+        made = [_numbers_by_row(part, x, t, shape, dtype, what) for part, t in zip((train, evaluation), tables)]
+    return Loaded(made[0], made[1], made[0].size, spec)
 
 
 def _opened(name: str, options: Options, prepare: bool) -> dict[str, Any]:
@@ -161,10 +147,10 @@ def _is_numeric(feature: Any) -> bool:
 def _with_classes(feature: Any, options: Options) -> Options:
     """Returns the options, with as many classes as a ClassLabel has names."""
     names = getattr(feature, "names", None)
-    given: Options = {name: options[name] for name in ("classes", "classify") if name in options}
-    if names and given.get("classify") is not False:
-        given.setdefault("classes", len(names))
-    return given
+    target_options: Options = {name: options[name] for name in ("classes", "classify") if name in options}
+    if names and target_options.get("classify") is not False:
+        target_options.setdefault("classes", len(names))
+    return target_options
 
 
 def _as_arrow(data: Any, column: str) -> Any:
@@ -207,77 +193,39 @@ def _column(parts: Sequence[Part], column: str, what: str) -> np.ndarray:
     return np.concatenate([_numbers(table, column, what) for table in tables])
 
 
-class _Places:
-    """Where the examples of several parts are."""
-
-    def __init__(self, parts: Sequence[Part]):
-        self._rows, self._ends = [rows for _, rows in parts], np.cumsum([len(rows) for _, rows in parts])
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def of(self, numbers: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Yields the parts that these examples are in: which of the numbers, and their rows there."""
-        part_of = np.searchsorted(self._ends, numbers, "right")
-        for part in np.unique(part_of).tolist():
-            which = np.flatnonzero(part_of == part)
-            yield part, which, self._rows[part][numbers[which] - (self._ends[part] - len(self._rows[part]))]
-
-
-def _rows(
+def _numbers_by_row(
     parts: Sequence[Part], column: str, tables: list[np.ndarray], shape: tuple[int, ...], dtype: np.dtype, what: str
 ) -> Records:
     """Returns a source of inputs that are numbers."""
-    places, stored = _Places(parts), [_as_arrow(data, column) for data, _ in parts]
+    places, stored = Rows([rows for _, rows in parts]), [_as_arrow(data, column) for data, _ in parts]
 
     def get(numbers: np.ndarray) -> np.ndarray:
-        found = np.empty([len(numbers), *shape], dtype)
-        for part, which, rows in places.of(numbers):
+        inputs = np.empty([len(numbers), *shape], dtype)
+        for part, which, rows in places.by_part(numbers):
             values = _numbers(stored[part][rows], column, what)
             if (values.shape[1:] or (1,)) != shape:
                 raise ValueError(f"its shape is {list(values.shape[1:])} and that of the first {list(shape)}")
-            found[which] = values.reshape(-1, *shape)
-        return found
+            inputs[which] = values.reshape(-1, *shape)
+        return inputs
 
-    read = lambda numbers: tf.ensure_shape(tf.numpy_function(get, [numbers], dtype), [None, *shape])
-    return _records(places, read, lambda x: x, tables, what)
+    name = lambda number: f"example {places.place(number)[1]} of {what}"
+    return examples.records(examples.stored_reader(get, dtype, shape), lambda x: x, tables, name)
 
 
 def _images(
-    parts: Sequence[Part],
-    column: str,
-    tables: list[np.ndarray],
-    pictures: image_decoding.Pictures,
-    shape: tuple[int, ...] | None,
-    what: str,
+    parts: Sequence[Part], column: str, tables: list[np.ndarray], decode: Callable[[tf.Tensor], tf.Tensor], what: str
 ) -> Records:
     """Returns a source of images, decoded by TensorFlow."""
-    places, stored = _Places(parts), [_as_arrow(data, column) for data, _ in parts]
+    places, stored = Rows([rows for _, rows in parts]), [_as_arrow(data, column) for data, _ in parts]
 
     def get(numbers: np.ndarray) -> np.ndarray:
         contents = np.empty(len(numbers), object)
-        for part, which, rows in places.of(numbers):
+        for part, which, rows in places.by_part(numbers):
             contents[which] = [_contents(value) for value in stored[part][rows].column(column).to_pylist()]
         return contents
 
-    def decode(contents: tf.Tensor) -> tf.Tensor:
-        return tf.ensure_shape(pictures.decode(contents), shape or [None, None, pictures.channels])
-
-    read = lambda numbers: tf.ensure_shape(tf.numpy_function(get, [numbers], tf.string), [None])
-    return _records(places, read, decode, tables, what)
-
-
-def _records(places: _Places, read: Any, decode: Any, tables: list[np.ndarray], what: str) -> Records:
-    with tf.device("CPU:0"):
-        constants = [tf.constant(table) for table in tables]
-    y = tables[0]
-    return Records(
-        len(places),
-        lambda numbers: (read(numbers), *(tf.gather(table, numbers) for table in constants)),
-        lambda stored, seed: (decode(stored[0]), *stored[1:]),
-        name=lambda number: f"example {next(places.of(np.array([number])))[2][0]} of {what}",
-        labels=y if y.dtype.kind == "i" and y.ndim == 1 else None,
-    )
+    name = lambda number: f"example {places.place(number)[1]} of {what}"
+    return examples.records(examples.stored_reader(get, tf.string), decode, tables, name)
 
 
 def _contents(value: dict[str, Any] | None) -> bytes:

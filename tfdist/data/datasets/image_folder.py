@@ -4,18 +4,225 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import hashlib
 import os
+import struct
 import sys
+from collections.abc import Iterator
 
 import numpy as np
 import tensorflow as tf
 
 from tfdist.config.messages import logger
 from tfdist.data import image_decoding, splits
-from tfdist.data.datasets import image_scan
 from tfdist.data.records import reason
 from tfdist.data.sources import Records
+from tfdist.data.splits import NAMES
 from tfdist.errors import UserError
+
+_HEAD, _TAIL = 512, 16
+_THREADS = 16
+"""More than cores: on a disk of the network most of the time is waiting."""
+_PIECE = 256
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Split:
+    """Files of a split, in an order that depends on their relative paths alone and mixes the classes."""
+
+    folder: str
+    paths: tuple[str, ...]
+    """Relative to `folder`."""
+    labels: tuple[int, ...]
+
+    def path(self, number: int) -> str:
+        return os.path.join(self.folder, self.paths[number])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Look:
+    """What the first and last bytes of a file tell.
+
+    Args:
+      kind: `jpeg`, `png`, `gif`, `bmp` or `webp`; empty for something else.
+      size: height and width, or (0, 0) where they cannot be told.
+      problem: what is wrong, or empty.
+      doubtful: only decoding it tells whether it is an image.
+      canvas: height and width by the header alone, for which memory is taken before a byte is decoded.
+      frames: pixels of all frames of a GIF, which are all unpacked.
+    """
+
+    kind: str = ""
+    size: tuple[int, int] = (0, 0)
+    problem: str = ""
+    doubtful: bool = False
+    canvas: tuple[int, int] = (0, 0)
+    frames: int = 0
+
+    @property
+    def pixels(self) -> int:
+        return max(self.frames, self.canvas[0] * self.canvas[1])
+
+    @property
+    def extent(self) -> str:
+        """Describes the pixels in a message."""
+        height, width = self.canvas
+        if self.frames > height * width:
+            return f"{self.frames:,} pixels in its frames"
+        return f"{width} x {height} pixels"
+
+
+def listing(root: str, what: str) -> tuple[tuple[str, ...], dict[str, Split]]:
+    """Finds the classes, sorted, and the files of each split.
+
+    A folder is a class, and what is in folders below it belongs to that class. Folders at the top with one of
+    `splits.NAMES` are splits of such folders; without any, all of it is one split, `train`. Names that begin with a
+    dot are left out.
+
+    Args:
+      what: the data set, for messages.
+
+    Raises:
+      UserError: no folder, fewer than two classes, no files, or a name that is not in UTF-8.
+    """
+    if not os.path.isdir(root):
+        raise UserError(f"{what}: there is no such folder: give the path of one that has a folder for each class")
+    tops = _folders(root)
+    if any(name.lower() in NAMES and _folders(os.path.join(root, name)) for name in tops):
+        folders = {name: os.path.join(root, name) for name in tops if _folders(os.path.join(root, name))}
+    else:
+        folders = {"train": root}
+    by_split = {
+        split: {name: sorted(_files(os.path.join(folder, name), name)) for name in _folders(folder)}
+        for split, folder in folders.items()
+    }
+    names = tuple(sorted({name for classes in by_split.values() for name, files in classes.items() if files}))
+    if not names:
+        raise UserError(f"{what}: there are no images: put those of each class into a folder of its own in it")
+    if len(names) == 1:
+        raise UserError(
+            f"{what}: there is only one class, {names[0]!r}: put the images of each into a folder of its own"
+        )
+    number = {name: i for i, name in enumerate(names)}
+    splits = {}
+    for split, classes in by_split.items():
+        files = [(path, number[name]) for name, paths in classes.items() for path in paths]
+        for path, _ in files:
+            if not path.isascii() and path != os.fsencode(path).decode(errors="replace"):
+                readable = os.fsencode(path).decode(errors="backslashreplace")
+                raise UserError(f"{what}: the name of {readable} is not written in UTF-8: rename it")
+        files.sort(key=lambda file: (hashlib.blake2b(file[0].encode(), digest_size=8).digest(), file[0]))
+        if files:
+            splits[split] = Split(folders[split], tuple(f[0] for f in files), tuple(f[1] for f in files))
+    return names, splits
+
+
+def _folders(path: str) -> list[str]:
+    try:
+        return sorted(e.name for e in os.scandir(path) if not e.name.startswith(".") and e.is_dir())
+    except OSError as error:
+        raise UserError(f"the folder {path} cannot be read ({error.strerror}): correct its permissions") from None
+
+
+def _files(folder: str, below: str, above: tuple = ()) -> Iterator[str]:
+    """Finds all files in `folder` and below, as paths from `below` on; it follows links, but not in a circle."""
+    status = os.stat(folder)
+    if (status.st_dev, status.st_ino) in above:
+        return
+    above = (*above, (status.st_dev, status.st_ino))
+    try:
+        entries = list(os.scandir(folder))
+    except OSError as error:
+        raise UserError(f"the folder {folder} cannot be read ({error.strerror}): correct its permissions") from None
+    for entry in entries:
+        if entry.name.startswith("."):
+            continue
+        if entry.is_dir():
+            yield from _files(entry.path, f"{below}/{entry.name}", above)
+        else:
+            yield f"{below}/{entry.name}"
+
+
+def look_at(paths: list[str]) -> list[Look]:
+    """Tells what there is at each path, by its first and last bytes."""
+    pieces = [paths[i : i + _PIECE] for i in range(0, len(paths), _PIECE)]
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+        return [look for piece in pool.map(lambda piece: [_look(path) for path in piece], pieces) for look in piece]
+
+
+def _look(path: str) -> Look:
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for somebody to write into it
+    except OSError as error:
+        return Look(problem=f"cannot be read: {error.strerror}")
+    try:
+        length = os.fstat(file).st_size
+        head = os.pread(file, _HEAD, 0)
+        if not head:
+            return Look(problem="is empty")
+        tail = os.pread(file, _TAIL, max(0, length - _TAIL))
+        return _judged(file, head, tail, length)
+    except OSError as error:
+        return Look(problem=f"cannot be read: {error.strerror}")
+    except (IndexError, struct.error):  # it ends where its header says that there is more
+        return Look(problem="is cut off")
+    finally:
+        os.close(file)
+
+
+def _judged(file: int, head: bytes, tail: bytes, length: int) -> Look:
+    if head.startswith(b"\xff\xd8\xff"):
+        size = _jpeg_size(file, head)
+        if size == (0, 0):
+            return Look("jpeg", problem="is cut off")
+        # Behind the end there may be more, such as zeros or a film: those are decoded to be sure.
+        return Look("jpeg", size, doubtful=not tail.endswith(b"\xff\xd9"), canvas=size)
+    if head.startswith(b"\x89PNG\r\n\x1a\n"):
+        width, height = struct.unpack(">II", head[16:24])
+        return Look("png", (height, width), doubtful=b"IEND" not in tail, canvas=(height, width))
+    if head.startswith((b"GIF87a", b"GIF89a")):
+        # A frame may be smaller than the whole, so the size is left to the decoder.
+        canvas, frames = image_decoding.gif_size(os.pread(file, length, 0))
+        return Look("gif", doubtful=True, canvas=canvas, frames=frames)
+    if head.startswith(b"BM"):
+        bits = struct.unpack("<H", head[28:30])[0]
+        if bits < 24 and _has_colors(head, os.pread(file, 2048, 0)):
+            return Look("bmp", problem="is a BMP with a palette, which TensorFlow does not decode")
+        return Look("bmp", doubtful=True, canvas=image_decoding.bmp_size(head))
+    if head.startswith(b"RIFF") and head[8:12] == b"WEBP":
+        return Look("webp", doubtful=True, canvas=image_decoding.webp_size(head))
+    return Look(problem="is no JPEG, PNG, GIF, BMP or WebP image")
+
+
+def _jpeg_size(file: int, head: bytes) -> tuple[int, int]:
+    """Reads height and width in the frame header, which the segments before it lead to; (0, 0) if there is none."""
+    at = 2
+    for _ in range(100):
+        here = head[at : at + 9] if at + 9 <= len(head) else os.pread(file, 9, at)
+        if len(here) < 9 or here[0] != 0xFF:
+            return 0, 0
+        marker = here[1]
+        if marker == 0xFF:  # fill bytes
+            at += 1
+            continue
+        if marker in (0x00, 0x01) or 0xD0 <= marker <= 0xD7:  # without a length, and decoders pass over them
+            at += 2
+            continue
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+            height, width = struct.unpack(">HH", here[5:9])
+            return (height, width) if height and width else (0, 0)
+        if marker in (0xD9, 0xDA):
+            return 0, 0
+        at += 2 + struct.unpack(">H", here[2:4])[0]
+    return 0, 0
+
+
+def _has_colors(head: bytes, start: bytes) -> bool:
+    """Whether the palette of a BMP has anything but greys in their order; TensorFlow takes its numbers for greys."""
+    begin, end = 14 + struct.unpack("<I", head[14:18])[0], struct.unpack("<I", head[10:14])[0]
+    colors = [start[i : i + 3] for i in range(begin, min(end, len(start)) - 3, 4)]
+    return any(color != bytes([i] * 3) for i, color in enumerate(colors))
+
 
 _NAMED = 3
 """Broken files that a message names."""
@@ -36,7 +243,7 @@ def load(
     root: str,
     train_split: str,
     eval_split: str,
-    broken: str = "refuse",
+    on_error: str = "refuse",
     size: tuple[int, int] | None = None,
     policy: str = "crop",
     whole: bool = False,
@@ -49,8 +256,8 @@ def load(
     with weight 0 instead, as if it were not there: the others keep their places, so nothing else changes.
 
     Args:
-      root: the folder, see `image_scan.listing`.
-      broken: `refuse`, or `skip` the files that are no images.
+      root: the folder, see `listing`.
+      on_error: `refuse`, or `skip` the files that are no images.
       size: height and width that the images will be made, or None. JPEGs are decoded no larger than it takes.
       policy: how images are made that size, see `ops.resize`.
       whole: the training images are needed in their full size.
@@ -62,17 +269,21 @@ def load(
     """
     root = os.path.expanduser(root)
     what = f"data.name='image_folder:{root}'"
-    names, listed = image_scan.listing(root, what)
+    names, listed = listing(root, what)
     sizes = {name: len(split.paths) for name, split in listed.items()}
-    if hold_out:
-        train_split, eval_split = _held_out(train_split, eval_split, sizes, what)
+    if hold_out and (held := splits.held_out(train_split, eval_split, sizes)) != (train_split, eval_split):
+        logger.info(
+            f"{what} has no split {eval_split!r}: a tenth of its images, the same at every run, is held out for the "
+            f"evaluation (data.train_split={held[0]}, data.eval_split={held[1]} of {sizes['train']:,})"
+        )
+        train_split, eval_split = held
     train, evaluation = (
         [(part, row) for part, rows in splits.select(text, sizes, field, root) for row in rows.tolist()]
         for field, text in (("data.train_split", train_split), ("data.eval_split", eval_split))
     )
     needed = sorted({*train, *evaluation})
     paths = [listed[part].path(row) for part, row in needed]
-    by_file = dict(zip(needed, _looked_at(paths, most, root, what, broken == "skip")))
+    by_file = dict(zip(needed, _examined(paths, most, root, what, on_error == "skip")))
     shapes = {look.size for look in by_file.values() if not look.problem}
     every = shapes.pop() if len(shapes) == 1 else None
 
@@ -86,68 +297,29 @@ def load(
         )
         labels = np.array([listed[part].labels[row] for part, row in good], np.int32)
         files = [listed[part].path(row) for part, row in good]
-        return _records(files, labels, ways, every if max(ways) < 2 else None, broken == "skip")
+        return _records(files, labels, ways, every if max(ways) < 2 else None, on_error == "skip")
 
     trained = records("data.train_split", train, shrink=size is not None and not whole)
     return Folder(trained, records("data.eval_split", evaluation, shrink=True), names, every)
 
 
-def _held_out(train: str, evaluation: str, sizes: dict[str, int], what: str) -> tuple[str, str]:
-    """Returns the splits, and says where a tenth is held out."""
-    held = splits.held_out(train, evaluation, sizes)
-    if held != (train, evaluation):
-        logger.info(
-            f"{what} has no split {evaluation!r}: a tenth of its images, the same at every run, is held out for the "
-            f"evaluation (data.train_split={held[0]}, data.eval_split={held[1]} of {sizes['train']:,})"
-        )
-    return held
-
-
-def _looked_at(paths: list[str], most: int, root: str, what: str, skip: bool) -> list[image_scan.Look]:
-    """Returns what each file is, after the broken ones have been named."""
-    looks = _certain(paths, _none_huge(paths, image_scan.look_at(paths), most, what, skip))
-    _tell_broken(paths, looks, root, what, skip)
-    return looks
-
-
-def _none_huge(
-    paths: list[str], looks: list[image_scan.Look], most: int, what: str, skip: bool
-) -> list[image_scan.Look]:
-    """Returns the looks, with images of more than so many pixels as broken ones; refuses these unless they are skipped.
-
-    To be called before anything is decoded.
-    """
+def _examined(paths: list[str], most: int, root: str, what: str, skip: bool) -> list[Look]:
+    """Returns what each file is; refuses those that are no images, or names them in a line if they are skipped."""
+    looks = look_at(paths)
+    # Before anything is decoded, which takes all the memory that a header tells.
     huge = [i for i, look in enumerate(looks) if look.pixels > most]
     if huge and not skip:
         first = min(huge, key=paths.__getitem__)
         raise UserError(
-            f"{what}: {paths[first]} has {looks[first].extent}, more than {most:,}: make it smaller, set "
-            f"data.on_error=skip, or allow it with data.options=max_pixels={max(looks[i].pixels for i in huge)}"
+            f"{what}: {paths[first]} has {looks[first].extent}, more than {most:,}",
+            "make it smaller, set data.on_error=skip, or allow it with "
+            f"data.options=max_pixels={max(looks[i].pixels for i in huge)}",
         )
     for i in huge:
         problem = f"has {looks[i].extent}, more than max_pixels={most}"
         looks[i] = dataclasses.replace(looks[i], problem=problem, doubtful=False)
-    return looks
 
-
-def _tell_broken(paths: list[str], looks: list[image_scan.Look], root: str, what: str, skip: bool) -> None:
-    """Names the files that are no images: in a line if they are skipped, else in an error."""
-    bad = sorted((i for i, look in enumerate(looks) if look.problem), key=paths.__getitem__)
-    if not bad:
-        return
-    named = ", ".join(f"{os.path.relpath(paths[i], root)} {looks[i].problem}" for i in bad[:_NAMED])
-    count = f"{len(bad):,} of {len(paths):,} files {'are no images' if len(bad) > 1 else 'is no image'}"
-    more = ", ..." if len(bad) > _NAMED else ""
-    if not skip:
-        raise UserError(f"{what}: {count}: {named}{more}: remove them, or set data.on_error=skip")
-    logger.info(f"WARNING: {count} and skipped: {named}{more}")
-
-
-def _certain(paths: list[str], looks: list[image_scan.Look]) -> list[image_scan.Look]:
-    """Decodes the files that are in doubt, and returns the looks at all of them."""
-    doubtful = [i for i, look in enumerate(looks) if look.doubtful]
-
-    def decoded(i: int) -> image_scan.Look:
+    def decoded(i: int) -> Look:
         try:
             with tf.device("CPU:0"):
                 shape = image_decoding.decoder([image_decoding.OTHER])(tf.io.read_file(paths[i]), 0).shape
@@ -155,9 +327,18 @@ def _certain(paths: list[str], looks: list[image_scan.Look]) -> list[image_scan.
             return dataclasses.replace(looks[i], problem=f"cannot be decoded: {reason(error)}")
         return dataclasses.replace(looks[i], size=(int(shape[0]), int(shape[1])))
 
+    doubtful = [i for i, look in enumerate(looks) if look.doubtful]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         for i, look in zip(doubtful, pool.map(decoded, doubtful)):
             looks[i] = look
+    bad = sorted((i for i, look in enumerate(looks) if look.problem), key=paths.__getitem__)
+    if bad:
+        named = ", ".join(f"{os.path.relpath(paths[i], root)} {looks[i].problem}" for i in bad[:_NAMED])
+        named += ", ..." * (len(bad) > _NAMED)
+        count = f"{len(bad):,} of {len(paths):,} files {'are no images' if len(bad) > 1 else 'is no image'}"
+        if not skip:
+            raise UserError(f"{what}: {count}: {named}", "remove them, or set data.on_error=skip")
+        logger.info(f"WARNING: {count} and skipped: {named}")
     return looks
 
 

@@ -1,22 +1,37 @@
-"""Data sets by name: TFDS, the ones that tfdist makes or packages, and the user's own functions."""
+"""Data sets by name: one case of `_stored` for each format that `data.name` can have."""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import math
 import os
 import zlib
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist import config
-from tfdist.config import field_syntax, validation
-from tfdist.data import bucket_files, image_sources
+from tfdist.cluster.peers import Peers
+from tfdist.config import field_syntax, user_functions, validation
+from tfdist.config.field_syntax import Options
+from tfdist.data import bucket_files, image_decoding, python_examples
+from tfdist.data import loaded as loaded_lib
+from tfdist.data.arrays import Arrays, in_memory, size_in_memory
 from tfdist.data.augmentation import ops
-from tfdist.data.datasets import formats
-from tfdist.data.loaded import Loaded
-from tfdist.data.sources import one_hot
+from tfdist.data.loaded import Loaded, described
+from tfdist.data.protocol import Source
+from tfdist.data.records import Records
+from tfdist.data.sources import as_source, one_hot
+from tfdist.data.spec import Spec
 from tfdist.errors import UserError
+
+_MEMORY_SHARE = 0.25
+"""Share of the machine's memory that `data.cache=auto` lets a decoded split take."""
+_KINDS = ("csv", "hf", "image_folder", "numpy", "parquet", "text", "tfrecord", "webdataset")
+"""What `data.name` begins with, before a colon, where `load` knows the format."""
 
 
 def load(experiment: config.Experiment, prepare: bool = True, hold_out: bool = True) -> Loaded:
@@ -30,11 +45,35 @@ def load(experiment: config.Experiment, prepare: bool = True, hold_out: bool = T
       UserError: unknown name or split, no examples, labels out of range, or
         data that would have to be downloaded and cannot be.
     """
-    here = dataclasses.replace(experiment, data=bucket_files.here(experiment.data, prepare))
-    loaded = formats.load(here, prepare, hold_out)
+    local = dataclasses.replace(experiment, data=bucket_files.here(experiment.data, prepare))
+    loaded = _stored(local, prepare, hold_out)
     if experiment.data.cache == "stream" and loaded.train.columns is not None:
-        raise UserError(f"data.cache=stream: {experiment.data.name} can only be read into memory as a whole: use auto")
+        raise UserError(
+            f"data.cache=stream: {experiment.data.name} can only be read into memory as a whole", "use auto"
+        )
     return _pictured(experiment, loaded)
+
+
+def load_together(peers: Peers, data: config.Data, load: Callable[[], Loaded]) -> Loaded:
+    """Loads data on all workers, each of which calls this with the same `load`.
+
+    It runs first on the chief, then on one worker of each host, and then on those others that cannot share with it. A
+    function of the user runs on all of them: it may leave something behind that the model or the loss look at.
+
+    Args:
+      data: what is loaded.
+
+    Raises:
+      UserError: as `load` does.
+      PeerError: a worker was lost meanwhile.
+    """
+    if _is_function(data.name):
+        return peers.once(load)
+    tables = loaded_lib.SharedTables()
+    try:
+        return peers.once(load, tables.offer, loaded_lib.take)
+    finally:
+        tables.close()
 
 
 def facts(loaded: Loaded) -> dict[str, object]:
@@ -82,6 +121,228 @@ def load_data(name: str, *, batch_size: int = 32, seed: int = 0, **options: obje
     return loaded
 
 
+def _is_function(name: str) -> bool:
+    """Returns whether a `data.name` is that of a function, `package.module:function`."""
+    return name.partition(":")[0] not in _KINDS and field_syntax.is_reference(name)
+
+
+def _stored(experiment: config.Experiment, prepare: bool, hold_out: bool) -> Loaded:
+    """Loads the data set that `data.name` names, as it is stored: images keep their sizes where they may."""
+    data = experiment.data
+    options = field_syntax.options("data.options", data.options)
+    splits = {"data.train_split": data.train_split, "data.eval_split": data.eval_split}
+    size, skip = field_syntax.image_size(data.image_size), data.on_error == "skip"
+    # Formats are imported when they are needed: TFDS takes a second.
+    match data.name.partition(":"):
+        case ["synthetic", "", ""]:
+            return _from_splits(user_functions.call("data.options", synthetic, options), splits)
+        case ["stdlib_text", "", ""]:
+            from tfdist.data.datasets import text
+
+            return _from_splits(user_functions.call("data.options", text.stdlib_text, options), splits)
+        case ["csv" | "parquet" as kind, ":", path]:
+            from tfdist.data.datasets import tables
+
+            made = tables.prepare(path, options, (data.train_split, data.eval_split), skip, kind)
+            train = Arrays(made.train)
+            spec = Spec((len(made.columns),), "float32", made.classes, 1.0, made.names, made.columns, made.target)
+            return Loaded(train, Arrays(made.eval), train.size, spec)
+        case ["hf", ":", name]:
+            from tfdist.data.datasets import huggingface
+
+            return _of_one_size(data, size, huggingface.load(name, splits, options, size is not None, prepare))
+        case ["image_folder", ":", path]:
+            return _from_image_folder(data, path, options, size, hold_out)
+        case ["numpy", ":", path]:
+            from tfdist.data.datasets import array_files
+
+            return array_files.load(path, splits, options, lambda size: _fits(size, data.cache))
+        case ["text", ":", path]:
+            from tfdist.data.datasets import text
+
+            room = {"memory": math.inf, "stream": 0.0, "auto": _memory()}[data.cache]
+            return user_functions.call("data.options", text.load, options, path, splits, room)
+        case ["tfrecord", ":", path]:
+            from tfdist.data.datasets import tfrecords
+
+            return _of_one_size(data, size, tfrecords.load(path, splits, options, skip, size is not None))
+        case ["webdataset", ":", pattern]:
+            from tfdist.data.datasets import webdataset
+
+            return _of_one_size(data, size, webdataset.load(pattern, splits, options, skip, size is not None))
+    if _is_function(data.name):
+        return _from_function(experiment, user_functions.resolve("data.name", data.name), options)
+    if options:
+        raise UserError(f"data.options={data.options!r} is for functions, the TFDS data set {data.name!r} takes none")
+    from tfdist.data.datasets import tfds
+
+    return tfds.load(experiment, _memory(), prepare)
+
+
+def synthetic(examples: int = 4096, shape: tuple = (32, 32, 3), classes: int = 10, noise: float = 0.5) -> dict:
+    """Makes images of one random pattern per class, under noise.
+
+    Args:
+      examples: number of training images.
+      shape: height, width and channels of an image, or any other shape.
+      noise: standard deviation of what is added to a pattern, whose own is 1.
+
+    Returns:
+      Arrays by split: `train` of `examples`, and a quarter as many to `test`.
+
+    Raises:
+      UserError: an argument of another kind or range.
+    """
+    field_syntax.check_whole("data.options: examples", examples)
+    field_syntax.check_whole("data.options: classes", classes)
+    if not isinstance(shape, (tuple, list)) or not shape:
+        raise UserError(f"data.options: shape must be that of an example, such as (8, 8, 3), got {shape!r}")
+    for side in shape:
+        field_syntax.check_whole("data.options: each side of shape", side)
+    if not isinstance(noise, (int, float)):
+        raise UserError(f"data.options: noise must be a number, got {noise!r}")
+    rng = np.random.default_rng(0)
+    patterns = rng.normal(size=(classes, *shape)).astype("float32")
+
+    def make(count: int) -> tuple[np.ndarray, np.ndarray]:
+        y = rng.integers(0, classes, count).astype("int32")
+        return patterns[y] + noise * rng.normal(size=(count, *shape)).astype("float32"), y
+
+    return {"train": make(examples), "test": make(max(1, examples // 4))}
+
+
+def _from_splits(made: dict[str, tuple], splits: dict[str, str]) -> Loaded:
+    """Chooses two of the splits that a function of tfdist has made."""
+    for field, name in splits.items():
+        if name not in made:
+            raise UserError(f"unknown {field} {name!r}{field_syntax.suggest(name, tuple(made))}")
+    train, evaluation = (Arrays(made[name]) for name in splits.values())
+    return described(train, evaluation)
+
+
+def _from_image_folder(
+    data: config.Data, path: str, options: Options, size: tuple[int, int] | None, hold_out: bool
+) -> Loaded:
+    from tfdist.data.datasets import image_folder
+
+    most = options.get("max_pixels", image_decoding.MOST_PIXELS)
+    if options.keys() - {"max_pixels"}:
+        raise UserError(f"data.options={data.options!r}: image_folder knows max_pixels alone")
+    field_syntax.check_whole("max_pixels in data.options", most)
+    whole = _crops(data)
+    folder = image_folder.load(
+        path, data.train_split, data.eval_split, data.on_error, size, data.resize, whole, most, hold_out
+    )
+    shape = size or folder.size
+    if shape is None:
+        raise UserError("data.image_size is needed, since the images have different sizes: write one such as 224")
+    train, evaluation = _held(folder.train, data, shape, whole), _held(folder.eval, data, shape)
+    return Loaded(
+        train, evaluation, folder.train.size, Spec((*shape, 3), "uint8", len(folder.names), 255.0, folder.names)
+    )
+
+
+def _from_function(experiment: config.Experiment, function: Callable, options: Options) -> Loaded:
+    """Calls `function(split=..., batch_size=..., **options)`, with what of the first two it names."""
+    data = experiment.data
+    named = inspect.signature(function).parameters
+    every = any(p.kind is p.VAR_KEYWORD for p in named.values())
+
+    size = field_syntax.image_size(data.image_size)
+    from_whole = size is not None and _crops(data)
+
+    def by_number(made: object, whole: bool) -> Source:
+        examples = python_examples.Examples(made, data.name)
+        target = size if examples.are_images else None
+        held = _held(examples.source(free=target is not None and not whole), data, None if whole else target, whole)
+        if isinstance(held, Records) and examples.have_classes:
+            return dataclasses.replace(held, labels=examples.labels())
+        return held
+
+    def split(name: str, batch: int, whole: bool = False) -> Source:
+        offered = {"split": name, "batch_size": batch}
+        named_arguments = {k: v for k, v in offered.items() if k in named or every}
+        made = user_functions.call("data.options", function, {**named_arguments, **options})
+        if python_examples.is_by_number(made):
+            return by_number(made, whole)
+        source = as_source(made)
+        if source.size is None:
+            spec = tf.nest.flatten(source.specs)[0].shape
+            if spec[0] not in (None, batch):
+                raise UserError(
+                    f"{data.name} returned batches of {spec[0]} examples for a batch size of {batch}: "
+                    "take the argument batch_size and batch by it"
+                )
+        return source
+
+    return described(
+        split(data.train_split, experiment.train.batch_size, from_whole),
+        split(data.eval_split, experiment.eval.batch_size),
+    )
+
+
+def _crops(data: config.Data) -> bool:
+    """Returns whether training images are needed whole, since a crop that is resized is cut from them."""
+    return ops.parse(data.augment).smallest is not None
+
+
+def _of_one_size(data: config.Data, size: tuple[int, int] | None, loaded: Loaded) -> Loaded:
+    """Makes what is an image `size`, if there is one, and reads the splits into memory if they fit."""
+    spec = loaded.spec
+    if spec.dtype != "uint8" or len(spec.shape) != 3:
+        size = None
+    shape = spec.shape if size is None else (*size, spec.shape[-1])
+    train = _held(loaded.train, data, size, size is not None and _crops(data))
+    evaluation = _held(loaded.eval, data, size)
+    return Loaded(train, evaluation, loaded.examples, dataclasses.replace(spec, shape=shape))
+
+
+def _held(source: Source, data: config.Data, size: tuple[int, int] | None, whole: bool = False) -> Source:
+    """Makes the images `size`, unless they are needed whole, and reads them into memory if they fit."""
+    if whole:
+        if data.cache == "memory":
+            raise UserError("data.cache=memory holds images of one size, and resized_crop needs them whole: use auto")
+        return source
+    made: Records = source.by_number("data.image_size")
+    if size is not None:
+        made = sized(made, size, data.resize)
+    return in_memory(made) if _fits(size_in_memory(made), data.cache) else made
+
+
+def _fits(size: float, cache: str) -> bool:
+    """Whether a decoded split of `size` bytes is held in memory."""
+    if cache != "auto":
+        return cache == "memory"
+    return size < _memory()
+
+
+def _memory() -> float:
+    """Returns how many bytes a split may take in memory."""
+    return _MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def sized(source: Records, size: tuple[int, int], policy: str) -> Records:
+    """Makes the images of a source `size`, as `ops.resize` does it."""
+    return source.map_inputs(lambda x, seed: ops.resize(x, size, policy))
+
+
+def resized(source: Source, size: tuple[int, int], policy: str) -> Arrays | Records:
+    """Makes the images of any source `size`; those in memory at once."""
+    made = sized(source.by_number("data.image_size"), size, policy)
+    return made if source.columns is None else in_memory(made)
+
+
+def augmented(source: Source, recipe: ops.Recipe, size: tuple[int, int]) -> Records:
+    """Changes the images of a source at random, in another way each epoch; they are of this size afterwards."""
+
+    def changed(x: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
+        x = recipe.example(x, seed, size)
+        return tf.ensure_shape(x, [*size, x.shape[-1]])
+
+    records: Records = source.by_number("data.augment")
+    return dataclasses.replace(records.map_inputs(changed), mix=recipe.mix)
+
+
 def _pictured(experiment: config.Experiment, loaded: Loaded) -> Loaded:
     """Makes the images one size and, to train on, changes them at random."""
     data, spec = experiment.data, loaded.spec
@@ -103,9 +364,9 @@ def _pictured(experiment: config.Experiment, loaded: Loaded) -> Loaded:
     lowest = 0.0 if images is None or len(shape) != 3 else float(images.min())
     recipe.check(shape, spec.dtype, spec.classes, lowest)
     if size is not None and spec.shape[:2] != size:
-        evaluation = image_sources.resized(evaluation, size, data.resize)
+        evaluation = resized(evaluation, size, data.resize)
         if recipe.smallest is None:  # a crop that is resized is cut from the whole image
-            train = image_sources.resized(train, size, data.resize)
+            train = resized(train, size, data.resize)
     if data.augment:
-        train = image_sources.augmented(train, recipe, (shape[0], shape[1]))
+        train = augmented(train, recipe, (shape[0], shape[1]))
     return dataclasses.replace(loaded, train=train, eval=evaluation, spec=dataclasses.replace(spec, shape=shape))

@@ -1,17 +1,22 @@
-"""Text files for language models: bytes as tokens, packed into windows without padding."""
+"""Text for language models: bytes as tokens, of files in windows without padding, or of Python's standard library."""
 
 from __future__ import annotations
 
 import dataclasses
 import glob
 import os
+import pathlib
+import sysconfig
 from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
 
 from tfdist.config import field_syntax
+from tfdist.data.datasets.examples import Rows, stored_reader
+from tfdist.data.loaded import Loaded
 from tfdist.data.sources import Arrays, Records
+from tfdist.data.spec import Spec
 from tfdist.data.splits import select
 from tfdist.errors import UserError
 
@@ -52,11 +57,11 @@ class Packed:
 
     def _piece(self, number: int, offset: int, count: int) -> bytes:
         size = int(self.starts[number + 1] - self.starts[number]) - 1
-        wanted = max(0, min(count, size - offset))
+        length = max(0, min(count, size - offset))
         with open(self.paths[number], "rb") as file:
             file.seek(offset)
-            piece = file.read(wanted)
-        if len(piece) < wanted:
+            piece = file.read(length)
+        if len(piece) < length:
             raise OSError(f"{self.paths[number]} has become shorter since the run began")
         return piece
 
@@ -105,8 +110,8 @@ def _below(entry: str) -> list[str]:
     )
 
 
-def load(path: str, splits: dict[str, str], memory: float, length: int = LENGTH) -> list[Arrays | Records]:
-    """Returns the sources of `text:path`.
+def load(path: str, splits: dict[str, str], memory: float, length: int = LENGTH) -> Loaded:
+    """Loads `text:path`.
 
     Args:
       splits: those for training and evaluation, by the field that asks for each.
@@ -118,10 +123,11 @@ def load(path: str, splits: dict[str, str], memory: float, length: int = LENGTH)
     """
     field_syntax.check_whole("data.options: length", length)
     try:
-        return _load(files(path), f"text:{path} in windows of {length} bytes", splits, memory, length)
+        train, evaluation = _load(files(path), f"text:{path} in windows of {length} bytes", splits, memory, length)
     except OSError as error:
         where = f"{error.filename} cannot be read: {error.strerror}" if error.filename else error
         raise UserError(f"{where}: correct or remove it") from None
+    return Loaded(train, evaluation, train.size, Spec((length,), "int32", VOCABULARY, VOCABULARY - 1.0))
 
 
 def _load(
@@ -142,18 +148,113 @@ def _load(
 
 
 def _records(size: int, parts: list[tuple[Packed, np.ndarray]], length: int) -> Records:
-    ends = np.cumsum([len(rows) for _, rows in parts])
+    places = Rows([rows for _, rows in parts])
 
-    def read(numbers: np.ndarray) -> np.ndarray:
+    def get(numbers: np.ndarray) -> np.ndarray:
         tokens = np.empty((len(numbers), length + 1), np.uint8)
-        part = np.searchsorted(ends, numbers, "right")
-        for i, (packed, rows) in enumerate(parts):
-            here = part == i
-            tokens[here] = packed.read(rows[numbers[here] - (ends[i] - len(rows))])
+        for part, which, rows in places.by_part(numbers):
+            tokens[which] = parts[part][0].read(rows)
         return tokens
 
-    def windows(rows: tf.Tensor) -> tf.Tensor:
-        tokens = tf.numpy_function(read, [rows], tf.uint8)
-        return tf.ensure_shape(tokens, [None, length + 1])
+    read = stored_reader(get, tf.uint8, (length + 1,))
+    return Records(size, read, lambda window, seed: pairs(window), name="window {}".format)
 
-    return Records(size, windows, lambda window, seed: pairs(window), name="window {}".format)
+
+_NAMES = (
+    "argparse ast base64 bisect calendar cmd code codecs collections/__init__ configparser contextlib copy csv "
+    "dataclasses datetime decimal difflib dis doctest enum fileinput fnmatch fractions ftplib functools getopt "
+    "glob gzip hashlib heapq hmac html/parser http/client inspect io json/decoder json/encoder locale "
+    "logging/__init__ mailbox mimetypes numbers operator optparse os pathlib pdb pickle pkgutil platform "
+    "pprint profile queue random re reprlib sched selectors shelve shlex shutil smtplib socket socketserver "
+    "statistics string subprocess tarfile tempfile textwrap threading timeit tokenize trace traceback types "
+    "typing unittest/case urllib/parse uuid weakref "
+)
+MODULES = _NAMES.split()
+
+
+def stdlib_text(length: int = 64, examples: int = 4096, packed: bool = False) -> dict:
+    """Makes sequences of bytes, each with the byte that follows every byte.
+
+    Args:
+      length: bytes per sequence.
+      examples: training sequences; a tenth as many are held out, of other modules.
+      packed: for language models: all text without padding and weights, x and y
+        int32 [n, length], at most `examples` (see py). Otherwise whole
+        lines, padded with 0.
+
+    Returns:
+      By split (`train`, `test`): x and y int32 [n, length], weight float32
+      [n, length]: 1 for a byte, half for white space at the beginning of a line
+      (easy to guess and a quarter of all text), 0 for padding.
+    """
+    field_syntax.check_whole("data.options: length", length)
+    field_syntax.check_whole("data.options: examples", examples)
+    root = pathlib.Path(sysconfig.get_path("stdlib"))
+    paths = [p for m in MODULES if (p := _path(root, m)).is_file()]
+    if packed:
+        return {
+            "train": _packed([p for i, p in enumerate(paths) if i % 10], length, examples),
+            "test": _packed(paths[::10], length, max(1, examples // 10)),
+        }
+    texts = [p.read_bytes() for p in paths]
+    held_out = texts[::10]
+    kept = [t for i, t in enumerate(texts) if i % 10]
+    return {"train": _sequences(kept, length, examples), "test": _sequences(held_out, length, max(1, examples // 10))}
+
+
+def _packed(paths: list[pathlib.Path], length: int, limit: int) -> tuple:
+    whole = pack([str(p) for p in paths], length)
+    windows = whole.read(np.arange(min(limit, whole.windows))).astype(np.int32)
+    return windows[:, :-1], windows[:, 1:]
+
+
+def _path(root: pathlib.Path, module: str) -> pathlib.Path:
+    """Finds the file of a module; some became packages in later versions of Python."""
+    path = root / f"{module}.py"
+    return path if path.is_file() else root / module / "__init__.py"
+
+
+def _sequences(texts: list[bytes], length: int, limit: int) -> tuple:
+    """Returns the first `limit` sequences, taken from all texts in turn, as x, y and weight."""
+    streams = [_cut(text, length) for text in texts]
+    pieces: list[bytes] = []
+    while len(pieces) < limit and streams:
+        for stream in list(streams):
+            piece = next(stream, None)
+            if piece is None:
+                streams.remove(stream)
+            elif len(pieces) < limit:
+                pieces.append(piece)
+    x = np.zeros((len(pieces), length), np.int32)
+    y = np.zeros_like(x)
+    weight = np.zeros(x.shape, np.float32)
+    for row, piece in enumerate(pieces):
+        codes = np.frombuffer(piece, np.uint8)
+        n = len(codes) - 1
+        x[row, :n], y[row, :n] = codes[:-1], codes[1:]
+        weight[row, :n] = np.where(_indent(piece)[1:], 0.5, 1.0)
+    return x, y, weight
+
+
+def _cut(text: bytes, length: int):
+    """Cuts pieces of 2 to `length` + 1 bytes, which begin and, where they can, end with a line."""
+    piece = b""
+    for line in text.splitlines(keepends=True):
+        if len(piece) > 1 and len(piece) + len(line) > length + 1:
+            yield piece
+            piece = b""
+        piece += line[: length + 1 - len(piece)]
+        if len(piece) > length:
+            yield piece
+            piece = b""
+    if len(piece) > 1:
+        yield piece
+
+
+def _indent(piece: bytes) -> np.ndarray:
+    marks = [
+        c == " " and not line[:i].strip()
+        for line in piece.decode("latin-1").splitlines(keepends=True)
+        for i, c in enumerate(line)
+    ]
+    return np.array(marks, bool)

@@ -1,21 +1,198 @@
-"""`tfrecord:/pattern`: examples in TFRecord files, read by number, their features as the experiment says."""
+"""`tfrecord:/pattern`: examples in TFRecord files, read by number, their features as the experiment says.
+
+One look at the lengths of records finds where each begins. The checksum of a length is compared when a file is indexed,
+that of a record when it is read.
+"""
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
+import glob
+import mmap
+import os
 import re
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
 
+import google_crc32c
 import numpy as np
 import tensorflow as tf
 
 from tfdist.config.field_syntax import Options, check_whole, suggest
-from tfdist.config.messages import logger
 from tfdist.data import image_decoding
-from tfdist.data.datasets import tfrecord_index
+from tfdist.data.datasets import examples
+from tfdist.data.datasets.examples import ByteRanges, Rows
+from tfdist.data.loaded import Loaded
 from tfdist.data.records import UNREADABLE, reason
 from tfdist.data.sources import Records
-from tfdist.data.splits import named, select
+from tfdist.data.spec import Spec
+from tfdist.data.splits import by_file_name, named, select
 from tfdist.errors import UserError
+
+_THREADS = 16
+_HEAD = struct.Struct("<QI")
+"""Length of a record and the check of that length; the check of its bytes follows the record."""
+_CHECK = struct.Struct("<I")
+"""The check of a record's bytes."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TFRecordIndex(ByteRanges):
+    """Records of several TFRecord files, compared with their checksums, which follow them, as they are read."""
+
+    numbers: np.ndarray
+    """int64 [records], the number of each in its file."""
+    broken: tuple[str, ...]
+    """Files that are cut off or damaged: where, and what is wrong. Records before that place are good."""
+
+    def read(self, rows: np.ndarray) -> np.ndarray:
+        contents = ByteRanges.read(self, rows)
+        for i, content in enumerate(contents):
+            contents[i] = content[: -_CHECK.size]
+            if not _is_whole(contents[i], content[-_CHECK.size :]):
+                raise OSError("its bytes do not match their checksum (CRC-32C)")
+        return contents
+
+    def name(self, row: int) -> str:
+        """Names a record in a message."""
+        return f"record {self.numbers[row]} of {self.paths[self.files[row]]}"
+
+
+def files(path: str) -> dict[str, list[str]]:
+    """Finds the files of each split, sorted, see `splits.by_file_name`.
+
+    Args:
+      path: a file, a pattern, or a folder, of which all files count but hidden ones.
+    """
+    path = os.path.expanduser(path)
+    pattern = os.path.join(glob.escape(path), "*") if os.path.isdir(path) else path
+    paths = sorted(f for f in glob.glob(pattern, recursive=True) if os.path.isfile(f))
+    if not paths:
+        raise UserError(
+            f"data.name=tfrecord:{path} has no files: give a file, a folder, or a pattern such as *.tfrecord"
+        )
+    return by_file_name(paths)
+
+
+def index(paths: Sequence[str], thorough: bool = False) -> TFRecordIndex:
+    """Finds the records of all files.
+
+    Args:
+      paths: the files.
+      thorough: read all records now, and leave out those that do not match their checksums. Else bytes of records are
+        not read, and one that is damaged ends whatever reads it.
+
+    Raises:
+      UserError: a file that is compressed, or no TFRecord file at all.
+    """
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+        scans = list(pool.map(lambda path: _scan(path, thorough), paths))
+    joined = lambda field: np.concatenate([getattr(scan, field) for scan in scans])
+    return TFRecordIndex(
+        tuple(paths),
+        np.repeat(np.arange(len(scans), dtype=np.int32), [len(scan.offsets) for scan in scans]),
+        joined("offsets"),
+        joined("lengths") + _CHECK.size,
+        joined("numbers"),
+        tuple(problem for scan in scans for problem in scan.problems),
+    )
+
+
+class _Scan(NamedTuple):
+    """What one file holds."""
+
+    offsets: np.ndarray
+    """int64 [records], where a record's bytes begin."""
+    lengths: np.ndarray
+    """int64 [records]."""
+    numbers: np.ndarray
+    """int64 [records], the number of each in the file."""
+    problems: tuple[str, ...]
+    """What is wrong with single records, and from some place on."""
+
+
+def _scan(path: str, thorough: bool) -> _Scan:
+    try:
+        size = os.path.getsize(path)
+        with open(path, "rb") as file:
+            whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    if whole is None:
+        return _Scan(*(np.zeros(0, np.int64),) * 3, (f"{path} is empty",))
+    with whole:
+        if whole[:2] == b"\x1f\x8b":
+            raise UserError(
+                f"{path} is compressed with GZIP, which cannot be read by number: "
+                "write it again with tf.io.TFRecordWriter(path), which does not compress"
+            )
+        offsets, lengths, checks, at = [], [], [], 0
+        while at + _HEAD.size <= size:
+            length, check = _HEAD.unpack_from(whole, at)
+            if at + _HEAD.size + length + 4 > size:
+                break
+            offsets.append(at + _HEAD.size)
+            lengths.append(length)
+            checks.append(check)
+            at += _HEAD.size + length + 4
+        wrong = np.flatnonzero(_masked_crc(np.array(lengths, np.uint64)) != np.array(checks, np.uint32))
+        good = int(wrong[0]) if len(wrong) else len(offsets)
+        head = whole[: _HEAD.size]
+        damaged = _damaged(whole, offsets[:good], lengths[:good]) if thorough else []
+    if not good and (
+        len(head) < _HEAD.size or _masked_crc(np.frombuffer(head[:8], np.uint64))[0] != _HEAD.unpack(head)[1]
+    ):
+        raise UserError(f"{path} is no TFRecord file, or is compressed: give files of tf.io.TFRecordWriter")
+    problems = []
+    if damaged:
+        more = f" and {len(damaged) - 1:,} more of its records do" if len(damaged) > 1 else " does"
+        problems.append(f"record {damaged[0]} of {path}{more} not match the checksum (CRC-32C)")
+    if good < len(offsets):
+        problems.append(f"{path} is damaged at byte {offsets[good] - _HEAD.size:,}, behind {good:,} good records")
+    elif at != size:
+        problems.append(f"{path} is cut off behind {good:,} records")
+    kept = np.delete(np.arange(good), np.array(damaged, np.int64))
+    return _Scan(np.array(offsets, np.int64)[kept], np.array(lengths, np.int64)[kept], kept, tuple(problems))
+
+
+def _damaged(whole: mmap.mmap, offsets: list[int], lengths: list[int]) -> list[int]:
+    """Returns the numbers of the records whose bytes do not match their checksums."""
+    damaged = []
+    for number, (offset, length) in enumerate(zip(offsets, lengths)):
+        end = offset + length
+        if not _is_whole(whole[offset:end], whole[end : end + _CHECK.size]):
+            damaged.append(number)
+    return damaged
+
+
+def _is_whole(record: bytes, check: bytes) -> bool:
+    """Returns whether the bytes of a record have the masked CRC-32C that was written behind them."""
+    crc = google_crc32c.value(record)
+    return _CHECK.pack(((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF) == check
+
+
+def _table() -> np.ndarray:
+    """Returns the CRC-32C (Castagnoli, 1993) of each byte, reflected."""
+    table = np.arange(256, dtype=np.uint32)
+    for _ in range(8):
+        table = np.where(table & 1, (table >> 1) ^ np.uint32(0x82F63B78), table >> 1).astype(np.uint32)
+    return table
+
+
+_CRC = _table()
+
+
+def _masked_crc(lengths: np.ndarray) -> np.ndarray:
+    """Returns the check that TFRecord has for each length [n] of 8 bytes."""
+    crc = np.full(len(lengths), 0xFFFFFFFF, np.uint32)
+    for i in range(8):
+        byte = (lengths >> np.uint64(8 * i)).astype(np.uint32)
+        crc = _CRC[(crc ^ byte) & np.uint32(0xFF)] ^ (crc >> np.uint32(8))
+    crc = ~crc
+    return ((crc >> np.uint32(15)) | (crc << np.uint32(17))) + np.uint32(0xA282EAD8)
+
 
 TYPES = ("jpeg", "png", "int64", "float32")
 _WRITTEN = re.compile(r"^(\w+)(?:\[([\d, ]+)\])?$")
@@ -40,29 +217,17 @@ class Feature:
         return tf.io.FixedLenFeature(self.shape, dtype)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TFRecordSplits:
-    """Both splits, and what a model must know."""
-
-    train: Records
-    eval: Records
-    shape: tuple[int, ...]
-    """Shape of an input; images have that of the first one."""
-    dtype: str
-    classes: int | None
-
-
 def load(
     path: str,
     splits: dict[str, str],
     options: Options,
     skip: bool = False,
     free: bool = False,
-) -> TFRecordSplits:
+) -> Loaded:
     """Finds the records of the files, and checks the first one.
 
     Args:
-      path: a file, a pattern, or a folder, see `tfrecord_index.files`.
+      path: a file, a pattern, or a folder, see `files`.
       splits: those for training and evaluation, by the field that asks for each.
       options: the features, in the order x, y, weight: `image=jpeg, label=int64`. Types are `jpeg`, `png`, `int64` and
         `float32`, the last two with a shape in quotes where they have one: `x='float32[28, 28, 1]'`. Besides
@@ -76,16 +241,9 @@ def load(
       UserError: no files or records, damaged ones, or features that are not in the first record.
     """
     features, classes, pictures = _features(options)
-    by_split = tfrecord_index.files(path)
-    wanted = named(splits.values())
-    indexes = {name: tfrecord_index.index(paths, skip) for name, paths in by_split.items() if name in wanted}
-    bad = [problem for index in indexes.values() for problem in index.broken]
-    if bad:
-        more = f", and {len(bad) - _NAMED} more files" if len(bad) > _NAMED else ""
-        line = "; ".join(bad[:_NAMED]) + more
-        if not skip:
-            raise UserError(f"{line}: write them again, or leave out what is lost with data.on_error=skip")
-        logger.info(f"WARNING: {line}: left out")
+    by_split = files(path)
+    indexes = {name: index(by_split[name], skip) for name in by_split if name in named(splits.values())}
+    examples.report_damage([problem for index in indexes.values() for problem in index.broken], skip, "more files")
     sizes = {name: len(indexes[name].offsets) if name in indexes else 0 for name in by_split}
     sources: list[Records] = []
     shape = features[0].shape
@@ -104,7 +262,8 @@ def load(
                 shape = _image_shape(first, features[0], pictures, where)
         sources.append(_records(parts, features, classes, pictures, None if free else shape))
     dtype = {"int64": "int32", "float32": "float32"}.get(features[0].kind, "uint8")
-    return TFRecordSplits(sources[0], sources[1], shape, dtype, classes)
+    spec = Spec(shape, dtype, classes, 255.0 if dtype == "uint8" else 1.0)
+    return Loaded(sources[0], sources[1], sources[0].size, spec)
 
 
 def _features(options: Options) -> tuple[list[Feature], int | None, image_decoding.Pictures]:
@@ -149,18 +308,18 @@ def _feature(name: str, text: object) -> Feature:
 def _check(record: bytes, features: list[Feature], where: str) -> None:
     """Compares the first record with what the experiment says."""
     try:
-        there = tf.train.Example.FromString(record).features.feature
+        stored = tf.train.Example.FromString(record).features.feature
     except Exception:  # protobuf has its own errors in each of its versions
         raise UserError(f"{where} is no tf.train.Example: only those can be read") from None
-    kinds = {name: value.WhichOneof("kind") or "empty" for name, value in there.items()}
+    kinds = {name: value.WhichOneof("kind") or "empty" for name, value in stored.items()}
     listed = ", ".join(f"{name} ({kind.removesuffix('_list')})" for name, kind in sorted(kinds.items()))
     for feature in features:
-        wanted = "bytes_list" if feature.is_image else "int64_list" if feature.kind == "int64" else "float_list"
+        kind = "bytes_list" if feature.is_image else "int64_list" if feature.kind == "int64" else "float_list"
         if feature.name not in kinds:
             raise UserError(f"data.options: there is no feature {feature.name!r} in {where}: it has {listed}")
-        if kinds[feature.name] != wanted:
+        if kinds[feature.name] != kind:
             raise UserError(f"data.options: {feature.name}={feature.kind} does not fit {where}, which has {listed}")
-        count = len(getattr(there[feature.name], wanted).value)
+        count = len(getattr(stored[feature.name], kind).value)
         if count != int(np.prod(feature.shape)):
             raise UserError(
                 f"data.options: {feature.name} has {count} values in {where}: give its shape, "
@@ -183,25 +342,19 @@ def _pixels(stored: tf.Tensor, feature: Feature, pictures: image_decoding.Pictur
 
 
 def _records(
-    parts: list[tuple[tfrecord_index.TFRecordIndex, np.ndarray]],
+    parts: list[tuple[TFRecordIndex, np.ndarray]],
     features: list[Feature],
     classes: int | None,
     pictures: image_decoding.Pictures,
     shape: tuple[int, ...] | None,
 ) -> Records:
-    ends = np.cumsum([len(rows) for _, rows in parts])
-
-    def place(number: int) -> tuple[tfrecord_index.TFRecordIndex, int]:
-        part = int(np.searchsorted(ends, number, "right"))
-        index, rows = parts[part]
-        return index, int(rows[number - (ends[part] - len(rows))])
+    places = Rows([rows for _, rows in parts])
 
     def get(numbers: np.ndarray) -> np.ndarray:
-        records = np.empty(len(numbers), object)
-        for i, number in enumerate(numbers.tolist()):
-            index, row = place(number)
-            records[i] = index.read(np.array([row]))[0]
-        return records
+        contents = np.empty(len(numbers), object)
+        for part, which, rows in places.by_part(numbers):
+            contents[which] = parts[part][0].read(rows)
+        return contents
 
     def decode(record: tf.Tensor, seed: tf.Tensor) -> tuple:
         del seed  # nothing in it is random
@@ -213,27 +366,26 @@ def _records(
         elif features[0].kind == "int64":
             whole, x = x, tf.cast(x, tf.int32)
             line = f"{features[0].name} has a number that int32 does not hold"
-            check = tf.debugging.assert_equal(tf.cast(x, tf.int64), whole, line)
-            with tf.control_dependencies([check] if check is not None else []):
-                x = tf.identity(x)
+            x = _checked(x, tf.debugging.assert_equal(tf.cast(x, tf.int64), whole, line))
         if classes is not None:
             # A GPU would train on NaN instead of failing.
             line = f"{features[1].name} is not in 0 to {classes - 1} (classes={classes})"
-            checks = [tf.debugging.assert_non_negative(y, line), tf.debugging.assert_less(y, np.int64(classes), line)]
-            with tf.control_dependencies([check for check in checks if check is not None]):
-                y = tf.cast(y, tf.int32)
+            low, high = tf.debugging.assert_non_negative(y, line), tf.debugging.assert_less(y, np.int64(classes), line)
+            y = tf.cast(_checked(y, low, high), tf.int32)
         for w in weight:
             line = f"{features[2].name} is negative, NaN or infinite"
-            checks = [tf.debugging.assert_non_negative(w, line), tf.debugging.assert_less(w, np.float32(np.inf), line)]
-            with tf.control_dependencies([check for check in checks if check is not None]):
-                weight = [tf.identity(w)]
+            low, high = tf.debugging.assert_non_negative(w, line), tf.debugging.assert_less(w, np.float32(np.inf), line)
+            weight = [_checked(w, low, high)]
         return x, y, *weight
 
     def name(number: int) -> str:
-        index, row = place(number)
-        return index.name(row)
+        part, row = places.place(number)
+        return parts[part][0].name(row)
 
-    def read(numbers: tf.Tensor) -> tf.Tensor:
-        return tf.ensure_shape(tf.numpy_function(get, [numbers], tf.string), [None])
+    return Records(len(places), examples.stored_reader(get, tf.string), decode, name=name)
 
-    return Records(int(ends[-1]), read, decode, name=name)
+
+def _checked(value: tf.Tensor, *checks: tf.Operation | None) -> tf.Tensor:
+    """Returns the value once these checks have passed, which are None outside of a graph."""
+    with tf.control_dependencies([check for check in checks if check is not None]):
+        return tf.identity(value)

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, TextIO
 
 import numpy as np
 
+from tfdist.data.datasets.examples import first_few
 from tfdist.errors import UserError
 
 if TYPE_CHECKING:
     import _csv
+
 
 MISSING = frozenset(("", "na", "n/a", "nan", "null", "none", "?"))
 """What stands for a missing number, in any case. Of a category only an empty text is missing."""
@@ -29,8 +31,7 @@ NUMBERS = 0.95
 LARGEST = float(np.finfo(np.float32).max)
 """More than this would be infinite as a target."""
 _CHUNK = 20_000
-_NAMED = 3
-"""Bad rows that a message names."""
+BAD_ROWS = "more bad rows"
 
 
 @dataclasses.dataclass(slots=True)
@@ -66,6 +67,73 @@ class _ManyTexts(Exception):  # noqa: N818  a reason to begin anew and no error
     """A column that began with numbers is a category after all."""
 
 
+class TableBuilder:
+    """Adds up the columns of a table, chunk by chunk.
+
+    Args:
+      columns: their names.
+      kinds: `number` or `category` of the columns for which it is known; completed by whoever adds chunks.
+    """
+
+    def __init__(self, columns: Iterable[str], kinds: dict[str, str]):
+        self.columns, self.kinds = list(columns), dict(kinds)
+        self.bad: list[str] = []
+        """Bad rows so far: where, and what is wrong."""
+        self._parts: dict[str, list[np.ndarray]] = {name: [] for name in self.columns}
+        self._places: dict[str, dict[str, int]] = {name: {} for name in self.columns}
+        self._size = 0
+
+    def numbered(self, name: str, texts: Iterable[str]) -> np.ndarray:
+        """Returns the places of stripped texts in a column's `texts`, int32 [rows]."""
+        places = self._places[name]
+        return np.array([places.setdefault(text, len(places)) for text in texts], np.int32)
+
+    def add(self, chunk: dict[str, np.ndarray], bad: dict[int, str], size: int) -> None:
+        """Adds a chunk of `size` rows by column; those in `bad` are left out, each with what is wrong."""
+        keep = np.ones(size, bool)
+        keep[list(bad)] = False
+        self.bad += [bad[i] for i in sorted(bad)]
+        self._size += int(keep.sum())
+        for name, part in chunk.items():
+            self._parts[name].append(part[keep])
+
+    def table(self, empty: str, skip: bool | None) -> Table:
+        """Returns the table.
+
+        Args:
+          empty: what is wrong with one without rows.
+          skip: see `read`.
+        """
+        if self.bad and not skip:
+            instead = "" if skip is None else ", or leave such rows out with data.on_error=skip"
+            raise UserError(first_few(self.bad, BAD_ROWS), f"correct the file{instead}")
+        if not self._size:
+            raise UserError(empty + " that can be used" * bool(self.bad))
+        kind = lambda kind: [name for name in self.columns if self.kinds[name] == kind]
+        joined = {name: np.concatenate(parts) for name, parts in self._parts.items()}
+        return Table(
+            {name: joined[name] for name in kind("number")},
+            {name: joined[name] for name in kind("category")},
+            {name: list(self._places[name]) for name in kind("category")},
+            self._size,
+            self.bad,
+        )
+
+
+def check_names(path: str, names: list[str]) -> None:
+    """Refuses a name that two columns have."""
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"{path} has two columns named {name!r}", "rename one of them")
+
+
+def check_alike(path: str, names: list[str], first_path: str, first: list[str]) -> None:
+    """Refuses files that have other columns than the first one."""
+    if sorted(names) != sorted(first):
+        other = ", ".join(sorted(set(names) ^ set(first)))
+        raise UserError(f"{path} has other columns than {first_path} ({other})", "give files of one table")
+
+
 def joined(tables: list[Table]) -> Table:
     """Returns a table of all rows, those of one table after those of the other."""
     numbers = {name: np.concatenate([t.numbers[name] for t in tables]) for name in tables[0].numbers}
@@ -93,9 +161,7 @@ def header(path: str, delimiter: str = ",") -> list[str]:
         raise UserError(f"{path} has a NUL in its header: give CSV in UTF-8")
     if not any(names):
         raise UserError(f"{path} has no header: its first line must name the columns")
-    for name in names:
-        if names.count(name) > 1:
-            raise UserError(f"{path} has two columns named {name!r}: rename one of them")
+    check_names(path, names)
     return names
 
 
@@ -123,7 +189,7 @@ def read(
     try:
         while True:
             try:
-                return _Reader(columns, kinds, delimiter, skip).read(paths)
+                return _Reader(columns, kinds, delimiter).read(paths, skip)
             except _ManyTexts as column:
                 kinds[str(column)] = "category"
     finally:
@@ -131,45 +197,31 @@ def read(
             gc.enable()
 
 
-class _Reader:
-    """One pass over files of a table, which adds up its columns chunk by chunk."""
+class _Reader(TableBuilder):
+    """One pass over files of a table."""
 
-    def __init__(self, columns: list[str], kinds: dict[str, str], delimiter: str, skip: bool | None):
-        self._columns, self._given, self._delimiter, self._skip = columns, kinds, delimiter, skip
-        self._kinds = dict(kinds)
-        self._parts: dict[str, list[np.ndarray]] = {name: [] for name in columns}
-        self._places: dict[str, dict[str, int]] = {name: {} for name in columns}
+    def __init__(self, columns: list[str], kinds: dict[str, str], delimiter: str):
+        super().__init__(columns, kinds)
+        self._given, self._delimiter = kinds, delimiter
         self._wrong = dict.fromkeys(columns, 0)
         self._present = dict.fromkeys(columns, 0)
-        self._bad: list[str] = []
-        self._size = 0
 
-    def read(self, paths: Sequence[str]) -> Table:
+    def read(self, paths: Sequence[str], skip: bool | None) -> Table:
         first = header(paths[0], self._delimiter)
         for path in paths:
             names = header(path, self._delimiter)
-            if sorted(names) != sorted(first):
-                other = ", ".join(sorted(set(names) ^ set(first)))
-                raise UserError(f"{path} has other columns than {paths[0]} ({other}): give files of one table")
+            check_alike(path, names, paths[0], first)
             with _open(path) as file:
                 reader = _parser(file, self._delimiter)
                 next(reader)
                 self._read_file(path, reader, names)
-        self._judge()
-        if not self._size:
-            raise UserError(f"{paths[0]} has no rows below its header" + " that can be used" * bool(self._bad))
-        kind = lambda wanted: [name for name in self._columns if self._kinds[name] == wanted]
-        joined = {name: np.concatenate(parts) for name, parts in self._parts.items()}
-        return Table(
-            {name: joined[name] for name in kind("number")},
-            {name: joined[name] for name in kind("category")},
-            {name: list(self._places[name]) for name in kind("category")},
-            self._size,
-            self._bad,
-        )
+        for name in self.columns:
+            if name not in self._given and self._wrong[name] > (1 - NUMBERS) * self._present[name]:
+                raise _ManyTexts(name)
+        return self.table(f"{paths[0]} has no rows below its header", skip)
 
     def _read_file(self, path: str, reader: _csv.Reader, names: list[str]) -> None:
-        where = [names.index(name) for name in self._columns]
+        where = [names.index(name) for name in self.columns]
         while True:
             line = reader.line_num
             rows, wrong = _taken(path, reader, _CHUNK)
@@ -180,54 +232,34 @@ class _Reader:
             if set(map(len, rows)) != {len(names)}:
                 for row, number in zip(rows, lines):
                     if row and len(row) != len(names):
-                        self._bad.append(f"{path} line {number} has {len(row)} fields and the header {len(names)}")
+                        self.bad.append(f"{path} line {number} has {len(row)} fields and the header {len(names)}")
                 kept = [i for i, row in enumerate(rows) if len(row) == len(names)]
                 rows, lines = [rows[i] for i in kept], [lines[i] for i in kept]
             if rows:
                 values = list(zip(*rows))
-                self._add(path, {name: values[i] for name, i in zip(self._columns, where)}, lines)
+                self._add_texts(path, {name: values[i] for name, i in zip(self.columns, where)}, lines)
             if wrong:
-                self._bad.append(f"{path} line {end} {wrong}")
+                self.bad.append(f"{path} line {end} {wrong}")
 
-    def _add(self, path: str, values: dict[str, tuple[str, ...]], lines: Sequence[int]) -> None:
+    def _add_texts(self, path: str, values: dict[str, tuple[str, ...]], lines: Sequence[int]) -> None:
         """Adds a chunk of rows; those are left out that have no number where there should be one."""
         bad: dict[int, str] = {}
         chunk = {}
         for name, column in values.items():
-            if name not in self._kinds:
-                self._kinds[name] = _kind(column)
-            if self._kinds[name] == "category":
+            if name not in self.kinds:
+                self.kinds[name] = _kind(column)
+            if self.kinds[name] == "category":
                 if "\0" in "".join(column):
                     for i in (i for i, text in enumerate(column) if "\0" in text):
                         bad.setdefault(i, f"{path} line {lines[i]} has {column[i]!r}, with a NUL, in column {name!r}")
-                places = self._places[name]
-                chunk[name] = np.array([places.setdefault(v.strip(), len(places)) for v in column], np.int32)
+                chunk[name] = self.numbered(name, map(str.strip, column))
                 continue
             chunk[name], wrong, huge = numbers(column)
             self._wrong[name] += len(wrong)
             self._present[name] += _present(chunk[name], wrong, huge)
             for i in (*wrong, *huge):
                 bad.setdefault(i, f"{path} line {lines[i]} has {column[i]!r} for a number in column {name!r}")
-        keep = np.ones(len(lines), bool)
-        keep[list(bad)] = False
-        self._bad += [bad[i] for i in sorted(bad)]
-        self._size += int(keep.sum())
-        for name, part in chunk.items():
-            self._parts[name].append(part[keep])
-
-    def _judge(self) -> None:
-        for name in self._columns:
-            if name not in self._given and self._wrong[name] > (1 - NUMBERS) * self._present[name]:
-                raise _ManyTexts(name)
-        if self._bad and not self._skip:
-            instead = "" if self._skip is None else ", or leave such rows out with data.on_error=skip"
-            raise UserError(f"{described(self._bad)}: correct the file{instead}")
-
-
-def described(bad: list[str]) -> str:
-    """Names the first of these rows, and how many more there are."""
-    more = f", and {len(bad) - _NAMED:,} more bad rows" if len(bad) > _NAMED else ""
-    return "; ".join(bad[:_NAMED]) + more
+        self.add(chunk, bad, len(lines))
 
 
 def _open(path: str) -> TextIO:

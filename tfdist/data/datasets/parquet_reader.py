@@ -1,4 +1,4 @@
-"""Reads Parquet files into columns, as `csv_reader` does CSV: what is a number and what a category, its types say."""
+"""Reads Parquet files into columns, as `csv_reader` does CSV; types tell numbers from categories."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tfdist.data.datasets.tabular import csv_reader
-from tfdist.data.datasets.tabular.csv_reader import Table, described
+from tfdist.data.datasets import csv_reader
+from tfdist.data.datasets.csv_reader import Table
 from tfdist.errors import UserError, one_line
 
 if TYPE_CHECKING:
@@ -23,9 +23,7 @@ def header(path: str) -> list[str]:
       UserError: it is no Parquet file, or a name is given twice.
     """
     names = _file(path).schema_arrow.names
-    for name in names:
-        if names.count(name) > 1:
-            raise UserError(f"{path} has two columns named {name!r}: rename one of them")
+    csv_reader.check_names(path, names)
     return names
 
 
@@ -39,51 +37,22 @@ def read(paths: Sequence[str], columns: Iterable[str], kinds: dict[str, str], sk
     Raises:
       UserError: bad rows, types that are neither numbers nor texts, or files of different tables.
     """
-    columns, kinds = list(columns), dict(kinds)
-    first = header(paths[0])
-    parts: dict[str, list[np.ndarray]] = {name: [] for name in columns}
-    places: dict[str, dict[str, int]] = {name: {} for name in columns}
-    bad: list[str] = []
-    size = 0
+    first, builder = header(paths[0]), csv_reader.TableBuilder(columns, kinds)
     for path in paths:
-        names = header(path)
-        if sorted(names) != sorted(first):
-            other = ", ".join(sorted(set(names) ^ set(first)))
-            raise UserError(f"{path} has other columns than {paths[0]} ({other}): give files of one table")
-        table = _taken(path, columns)
-        wrong: dict[int, str] = {}
+        csv_reader.check_alike(path, header(path), paths[0], first)
+        table = _taken(path, builder.columns)
+        bad: dict[int, str] = {}
         chunk = {}
-        for name in columns:
+        for name in builder.columns:
             values = table.column(name).combine_chunks()
-            kind = kinds.setdefault(name, _kind(path, name, values.type))
-            if kind == "number":
-                chunk[name], bounds = _numbers(path, name, values)
-                for i in bounds:
-                    wrong.setdefault(i, f"{path} row {i + 1} has {values[i].as_py()!r} for a number in column {name!r}")
+            if builder.kinds.setdefault(name, _kind(path, name, values.type)) == "number":
+                chunk[name], wrong = _numbers(path, name, values)
+                for i in wrong:
+                    bad.setdefault(i, f"{path} row {i + 1} has {values[i].as_py()!r} for a number in column {name!r}")
             else:
-                known = places[name]
-                texts = _texts(path, name, values)
-                chunk[name] = np.array([known.setdefault(text, len(known)) for text in texts], np.int32)
-        keep = np.ones(table.num_rows, bool)
-        keep[list(wrong)] = False
-        bad += [wrong[i] for i in sorted(wrong)]
-        size += int(keep.sum())
-        for name, part in chunk.items():
-            parts[name].append(part[keep])
-    if bad and not skip:
-        instead = "" if skip is None else ", or leave such rows out with data.on_error=skip"
-        raise UserError(f"{described(bad)}: correct the file{instead}")
-    if not size:
-        raise UserError(f"{paths[0]} has no rows" + " that can be used" * bool(bad))
-    joined = {name: np.concatenate(column) for name, column in parts.items()}
-    of = lambda wanted: [name for name in columns if kinds[name] == wanted]
-    return Table(
-        {name: joined[name] for name in of("number")},
-        {name: joined[name] for name in of("category")},
-        {name: list(places[name]) for name in of("category")},
-        size,
-        bad,
-    )
+                chunk[name] = builder.numbered(name, _texts(path, name, values))
+        builder.add(chunk, bad, table.num_rows)
+    return builder.table(f"{paths[0]} has no rows", skip)
 
 
 def _file(path: str) -> ParquetFile:

@@ -1,0 +1,204 @@
+"""What the adapters share: where examples lie, their targets and weights, and the one way to make records of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.config import field_syntax
+from tfdist.config.field_syntax import Options
+from tfdist.config.messages import logger
+from tfdist.data.records import Records
+from tfdist.data.sources import check_labels
+from tfdist.errors import UserError
+
+_MOST_CLASSES = 1000
+"""Classes that there may be more of than examples."""
+_NAMED = 3
+"""Problems that a message names."""
+
+
+class Rows:
+    """Examples of several parts, one part after the other.
+
+    Args:
+      rows: of each part, which of its rows are taken.
+    """
+
+    def __init__(self, rows: Sequence[np.ndarray]):
+        self._rows, self._ends = list(rows), np.cumsum([len(part) for part in rows])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def by_part(self, numbers: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """Yields the parts that these examples are in: which of the numbers, and their rows there."""
+        part_of = np.searchsorted(self._ends, numbers, "right")
+        for part in np.unique(part_of).tolist():
+            which = np.flatnonzero(part_of == part)
+            yield part, which, self._rows[part][numbers[which] - (self._ends[part] - len(self._rows[part]))]
+
+    def place(self, number: int) -> tuple[int, int]:
+        """Returns the part that an example is in, and its row there."""
+        ((part, _, rows),) = self.by_part(np.array([number]))
+        return part, int(rows[0])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ByteRanges:
+    """Where the bytes of examples are in several files, one file after the other."""
+
+    paths: tuple[str, ...]
+    files: np.ndarray
+    """int32 [examples], places in `paths`."""
+    offsets: np.ndarray
+    """int64 [examples], where an example's bytes begin."""
+    lengths: np.ndarray
+    """int64 [examples]."""
+
+    def read(self, rows: np.ndarray) -> np.ndarray:
+        """Reads the bytes of examples by number: object [n]."""
+        contents = np.empty(len(rows), object)
+        for i, row in enumerate(rows):
+            path, length = self.paths[self.files[row]], int(self.lengths[row])
+            file = os.open(path, os.O_RDONLY)
+            try:
+                contents[i] = os.pread(file, length, int(self.offsets[row]))
+            finally:
+                os.close(file)
+            if len(contents[i]) < length:
+                raise OSError(f"{path} has become shorter since the run began")
+        return contents
+
+
+def stored_reader(get: Callable[[np.ndarray], np.ndarray], dtype: Any, shape: tuple = ()) -> Callable[..., tf.Tensor]:
+    """Returns the `read` of `Records` that Python reads: `get`(numbers int64 [n]) gives an array [n, *shape]."""
+    return lambda numbers: tf.ensure_shape(tf.numpy_function(get, [numbers], dtype), [None, *shape])
+
+
+def records(
+    read: Callable[[tf.Tensor], tf.Tensor],
+    decode: Callable[[tf.Tensor], tf.Tensor],
+    tables: Sequence[np.ndarray],
+    name: Callable[[int], str],
+) -> Records:
+    """Returns records whose inputs are read when they are needed, and whose targets and weights are in memory.
+
+    Args:
+      read: inputs as they are stored, by number.
+      decode: of one stored input.
+      tables: targets, and weights where there are some.
+      name: names an example in a message.
+    """
+    with tf.device("CPU:0"):
+        constants = [tf.constant(table) for table in tables]
+    y = tables[0]
+    return Records(
+        len(y),
+        lambda numbers: (read(numbers), *(tf.gather(table, numbers) for table in constants)),
+        lambda stored, seed: (decode(stored[0]), *stored[1:]),
+        name=name,
+        labels=y if y.dtype.kind == "i" and y.ndim == 1 else None,
+    )
+
+
+def check_options(options: Options, known: Collection[str], names: Collection[str] = ()) -> None:
+    """Refuses `data.options` that a format does not know, and values of another kind.
+
+    Args:
+      known: all options; `channels` and `max_pixels` are whole numbers.
+      names: options that name something.
+    """
+    for option, value in options.items():
+        if option not in known:
+            raise UserError(f"unknown {option!r} in data.options{field_syntax.suggest(option, tuple(known))}")
+        if option in names and not (isinstance(value, str) and value):
+            raise UserError(f"data.options: {option} must be a name, got {value!r}")
+        if option in ("channels", "max_pixels"):
+            field_syntax.check_whole(f"data.options: {option}", value)
+
+
+def first_few(problems: Sequence[str], rest: str = "more") -> str:
+    """Names the first of these problems, and how many more there are."""
+    more = f", and {len(problems) - _NAMED:,} {rest}" if len(problems) > _NAMED else ""
+    return "; ".join(problems[:_NAMED]) + more
+
+
+def report_damage(problems: Sequence[str], skip: bool, rest: str = "more") -> None:
+    """Refuses damaged files, or says in a line what is left out of them."""
+    if problems and not skip:
+        raise UserError(
+            first_few(problems, rest), "write them again, or leave out what is lost with data.on_error=skip"
+        )
+    if problems:
+        logger.info(f"WARNING: {first_few(problems, rest)}: left out")
+
+
+def targets_and_weights(
+    splits: Iterable[Sequence[np.ndarray]], options: Options, what: str
+) -> tuple[list[np.ndarray], list[np.ndarray], int | None]:
+    """Returns targets and weights of both splits as a model wants them, and the number of classes, if they are classes.
+
+    Args:
+      splits: of both, targets [n, ...] as they are stored, and weights where there are some.
+      options: `classify=False` where whole numbers are no classes, `classes=N` where not all of them occur.
+      what: names the data set.
+
+    Returns:
+      Classes are int32; other targets, and weights, have Keras' float type.
+
+    Raises:
+      UserError: labels out of range, options that contradict the targets, or weights that cannot weigh.
+    """
+    train, evaluation = splits
+    y, other, classes = _targets(train[0], evaluation[0], options)
+    return (
+        [y, *(_weights(weight, what) for weight in train[1:])],
+        [other, *(_weights(weight, what) for weight in evaluation[1:])],
+        classes,
+    )
+
+
+def _targets(train: np.ndarray, evaluation: np.ndarray, options: Options) -> tuple[np.ndarray, np.ndarray, int | None]:
+    classify, number = options.get("classify"), options.get("classes")
+    if not (classify is None or isinstance(classify, bool)):
+        raise UserError(f"data.options: classify must be True or False, got {classify!r}")
+    whole = train.dtype.kind in "iub" and evaluation.dtype.kind in "iub"
+    if (classify or number is not None) and (not whole or classify is False):
+        option = "classify=True" if classify else f"classes={number}"
+        raise UserError(f"data.options: {option} is for targets that are whole numbers, and these are no classes")
+    if not whole or classify is False:
+        if not (np.isfinite(train).all() and np.isfinite(evaluation).all()):
+            raise UserError("some targets are NaN or infinite", "leave out those examples, or correct them")
+        floats = keras.config.floatx()
+        return train.astype(floats), evaluation.astype(floats), None
+    if number is not None:
+        field_syntax.check_whole("data.options: classes", number)
+    one_each = [y.reshape(len(y)) if y.ndim == 2 and y.shape[1] == 1 else y for y in (train, evaluation)]
+    classes = int(number) if isinstance(number, int) else int(train.max()) + 1
+    if number is None and classes > max(_MOST_CLASSES, len(train)):
+        raise UserError(
+            f"targets are whole numbers up to {classes - 1:,}, more classes than examples",
+            "set classify=False in data.options if they are numbers, or classes=N",
+        )
+    for y in one_each:
+        check_labels(y, classes, "the data set")
+    return one_each[0].astype(np.int32), one_each[1].astype(np.int32), classes
+
+
+def _weights(values: np.ndarray, what: str) -> np.ndarray:
+    """Returns sample weights; a negative one would make a loss grow."""
+    with np.errstate(over="ignore"):  # is infinite then
+        weights = values.astype(keras.config.floatx())
+    wrong = weights[~((weights >= 0) & (weights < np.inf))]
+    if wrong.size:
+        raise UserError(
+            f"{what} has the weight {float(wrong[0]):g}", "give finite ones of 0 or more, and 0 to leave an example out"
+        )
+    return weights

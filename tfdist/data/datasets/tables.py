@@ -1,0 +1,390 @@
+"""Tables for a model: columns standardized and numbered by what the training rows show.
+
+An input is a dictionary: `numbers` float32 [n, columns], standardized, a missing one being the mean; `categories` int32
+[n, columns], places in the vocabulary, 0 for what no training row has. Whichever is empty is left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import glob
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tfdist.config import field_syntax
+from tfdist.config.field_syntax import Options
+from tfdist.config.messages import logger
+from tfdist.data.datasets import csv_reader, parquet_reader
+from tfdist.data.datasets.csv_reader import Table
+from tfdist.data.datasets.examples import first_few
+from tfdist.data.sources import order
+from tfdist.data.spec import Column
+from tfdist.data.splits import named, select
+from tfdist.errors import UserError
+
+ENDINGS = {"csv": ("csv", "csv.gz"), "parquet": ("parquet",)}
+"""How the names of files end, by kind."""
+_PIECE = re.compile(r"-\d+-of-\d+$")
+
+
+def files_by_split(kind: str, path: str) -> dict[str, list[str]]:
+    """Finds the files of each split.
+
+    These are `train.csv` and `test.csv` of a folder, or `train-00000-of-00002.parquet`; else all that the folder or
+    pattern has are `train`.
+
+    Args:
+      kind: one of `ENDINGS`.
+      path: a file, a folder or a pattern.
+    """
+    endings, path = ENDINGS[kind], os.path.expanduser(path)
+    if os.path.isdir(path):
+        paths = sorted(f for end in endings for f in glob.glob(os.path.join(glob.escape(path), f"*.{end}")))
+        stems = {f: next(f.removesuffix(f".{e}") for e in reversed(endings) if f.endswith(f".{e}")) for f in paths}
+        named: dict[str, list[str]] = {}
+        for file, stem in stems.items():
+            named.setdefault(_PIECE.sub("", os.path.basename(stem)), []).append(file)
+        if "train" in named:
+            for stem in {stem for stem in stems.values() if list(stems.values()).count(stem) > 1}:
+                raise UserError(f"{stem}.csv is there as .csv and as .csv.gz: remove one of them")
+            return named
+    else:
+        paths = [path] if os.path.isfile(path) else sorted(f for f in glob.glob(path) if os.path.isfile(f))
+    if not paths:
+        word = {"csv": "CSV", "parquet": "Parquet"}[kind]
+        raise UserError(
+            f"data.name={kind}:{path} has no files: give a {word} file, a folder of *.{endings[0]} files, or a pattern"
+        )
+    return {"train": paths}
+
+
+def _readers(kind: str, options: field_syntax.Options) -> tuple[Callable[..., list[str]], Callable[..., Table]]:
+    """Returns `header` and `read` of `csv_reader` or `parquet_reader`, by one of `ENDINGS`."""
+    if kind == "parquet":
+        if "delimiter" in options:
+            raise UserError("data.options: delimiter is for CSV, and data.name begins with parquet: leave it out")
+        return parquet_reader.header, parquet_reader.read
+    delimiter = options.get("delimiter", ",")
+    if not isinstance(delimiter, str) or len(delimiter) != 1 or delimiter in '"\r\n':
+        raise UserError(f"data.options: delimiter must be one character, and no quote, got {delimiter!r}")
+    return tuple(functools.partial(f, delimiter=delimiter) for f in (csv_reader.header, csv_reader.read))  # type: ignore[return-value]
+
+
+EXACT = 2.0**53
+"""From here on, whole numbers are merged by 64-bit floats, in which tables hold them."""
+
+
+def encode(table: Table, columns: tuple[Column, ...]) -> dict[str, np.ndarray]:
+    """Returns the rows of a table as a model's inputs, by the statistics in `columns`."""
+    numbers = [
+        np.nan_to_num((table.numbers[c.name] - c.mean) / c.std, nan=0.0).astype(np.float32)
+        for c in columns
+        if c.kind == "number"
+    ]
+    categories = [table.places(c.name, c.vocabulary, first=1).astype(np.int32) for c in columns if c.kind == "category"]
+    inputs: dict[str, list[np.ndarray]] = {"numbers": numbers, "categories": categories}
+    return {name: np.stack(values, 1) for name, values in inputs.items() if values}
+
+
+def encode_target(table: Table, target: Column, classes: int | None) -> np.ndarray:
+    """Returns the targets: float32 [n], or int32 [n] where they are classes.
+
+    Raises:
+      UserError: a class that no training row has.
+    """
+    name = target.name
+    if classes is None:
+        return table.numbers[name].astype(np.float32)
+    if name in table.numbers:
+        values = table.numbers[name]
+        known = np.array([float(text) for text in target.vocabulary])
+        places = np.minimum(np.searchsorted(known, values), len(known) - 1)
+        unknown = [f"{value:g}" for value in values[known[places] != values]]
+    else:
+        places = table.places(name, target.vocabulary, first=0)
+        unknown = [table.texts[name][i] for i in table.categories[name][places < 0]]
+    if unknown:
+        raise UserError(
+            f"{len(unknown):,} rows have a target {name!r} that no training row has, such as {unknown[0]!r}: choose "
+            "other splits, leave them out of the file, or set classify=False in data.options if it is no class"
+        )
+    return places.astype(np.int32)
+
+
+def leave_out_without(table: Table, name: str, what: str, skip: bool) -> Table:
+    """Returns `table` without the rows that have no target `name`.
+
+    Args:
+      what: names the table to a person.
+      skip: leave them out with a line that says so; otherwise they are an error.
+    """
+    if name in table.numbers:
+        missing = np.isnan(table.numbers[name])
+    else:
+        missing = np.array([not text for text in table.texts[name]], bool)[table.categories[name]]
+    if not missing.any():
+        return table
+    if not skip:
+        raise UserError(
+            f"{int(missing.sum()):,} rows in {what} have no target {name!r}: "
+            "fill it in, or leave such rows out with data.on_error=skip"
+        )
+    logger.info(f"WARNING: left out: {int(missing.sum()):,} rows in {what} that have no target {name!r}")
+    return table.taken(np.flatnonzero(~missing))
+
+
+def by_value(text: str) -> tuple:
+    """Sorts numbers by value, before texts."""
+    try:
+        return 0, csv_reader.number(text), text
+    except ValueError:
+        return 1, 0.0, text
+
+
+def is_found_by_value(text: str) -> bool:
+    """Returns whether a class is a whole number as `tables` writes it, which no other class equals in value."""
+    _, value, _ = by_value(text)
+    return abs(value) < EXACT and text == f"{value:.0f}"
+
+
+FEW = 20
+"""At most so many different whole numbers as targets are classes."""
+
+TEXTS = 1000
+"""More different texts than this, in more than half of the rows, are names and no category."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TableOptions:
+    """`data.options` of a table.
+
+    Args:
+      target: name of the column to predict.
+      delimiter: between fields.
+      use: names of the columns that are inputs; empty for all but the target.
+      leave_out: names of columns that are not.
+      categories: names of columns that hold numbers and are categories.
+      classify: whether the target is a class. None finds it out: it is when it
+        has texts or at most `FEW` different whole numbers.
+      in_order: leave the rows in the file's order. Otherwise they are mixed
+        (always alike) before splits are cut, since files are often sorted.
+    """
+
+    target: str
+    delimiter: str = ","
+    use: tuple[str, ...] = ()
+    leave_out: tuple[str, ...] = ()
+    categories: tuple[str, ...] = ()
+    classify: bool | None = None
+    in_order: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prepared:
+    """Both splits as arrays, and what a model must know."""
+
+    train: tuple[dict[str, np.ndarray], np.ndarray]
+    eval: tuple[dict[str, np.ndarray], np.ndarray]
+    columns: tuple[Column, ...]
+    target: Column
+    classes: int | None
+    names: tuple[str, ...]
+
+
+def prepare(
+    path: str,
+    options: field_syntax.Options,
+    splits: tuple[str, str],
+    skip: bool = False,
+    kind: str = "csv",
+) -> Prepared:
+    """Reads the tables of `csv:path`, or of `parquet:path`.
+
+    Args:
+      options: see `TableOptions`.
+      splits: those for training and evaluation, such as `train[:80%]` and `train[80%:]`.
+      skip: leave bad rows out, with a line that says which.
+      kind: `csv` or `parquet`.
+
+    Raises:
+      UserError: no files, unknown columns or splits, bad rows, or targets that cannot be learned.
+    """
+    by_split = files_by_split(kind, path)
+    read_header, read = _readers(kind, options)
+    what = f"{kind}:{path}"
+    names = read_header(by_split["train"][0])
+    chosen = _options(options, names, what)
+    inputs = _inputs(chosen, names)
+    kinds = dict.fromkeys(chosen.categories, "category")
+    if chosen.classify is not None:
+        kinds[chosen.target] = "category" if chosen.classify else "number"
+    parts: dict[str, csv_reader.Table] = {}
+    wanted = named(splits)
+    # The file to train on first: it decides what the columns of the others are.
+    for name in sorted(by_split, key=lambda name: (name != "train", name)):
+        if name in wanted or name == "train":
+            table = read(by_split[name], [*inputs, chosen.target], kinds, skip=skip)
+            if table.skipped:
+                logger.info(f"WARNING: left out: {first_few(table.skipped, csv_reader.BAD_ROWS)}")
+            table = leave_out_without(table, chosen.target, f"{name} of {what}", skip)
+            kinds |= dict.fromkeys(table.numbers, "number") | dict.fromkeys(table.categories, "category")
+            parts[name] = table
+    sizes = {name: parts[name].size if name in parts else 0 for name in by_split}
+    cut = lambda field, text: _cut(select(text, sizes, field, what), parts, chosen.in_order)
+    train, evaluation = cut("data.train_split", splits[0]), cut("data.eval_split", splits[1])
+    columns = tuple(_described(train, name) for name in inputs)
+    target, classes = _target(train, chosen)
+    made = [(encode(t, columns), encode_target(t, target, classes)) for t in (train, evaluation)]
+    return Prepared(made[0], made[1], columns, target, classes, target.vocabulary if classes else ())
+
+
+def _options(given: field_syntax.Options, names: list[str], what: str) -> TableOptions:
+    columns = ", ".join(names)
+    known = [field.name for field in dataclasses.fields(TableOptions)]
+    for name in given:
+        if name not in known:
+            raise UserError(f"unknown {name!r} in data.options{field_syntax.suggest(name, tuple(known))}")
+    if "target" not in given:
+        raise UserError(f"{what} needs data.options=target=NAME, the column to predict, one of: {columns}")
+    lists = ("use", "leave_out", "categories")
+    values: dict[str, Any] = {k: _listed(k, v) if k in lists else v for k, v in given.items()}
+    chosen = TableOptions(**values)
+    for field in ("target", "use", "leave_out", "categories"):
+        value = getattr(chosen, field)
+        for name in (value,) if field == "target" else value:
+            if name not in names:
+                raise UserError(f"data.options: there is no column {name!r} for {field} in {what}: it has {columns}")
+    for field, value in (("classify", chosen.classify), ("in_order", chosen.in_order)):
+        if not isinstance(value, bool) and not (value is None and field == "classify"):
+            raise UserError(f"data.options: {field} must be True or False, got {value!r}")
+    return chosen
+
+
+def _listed(field: str, value: object) -> tuple:
+    names = (value,) if isinstance(value, str) else value
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        raise UserError(f"data.options: {field} must be a column name or a list of them, got {value!r}")
+    return tuple(names)
+
+
+def _inputs(chosen: TableOptions, names: list[str]) -> list[str]:
+    inputs = [n for n in names if n not in (chosen.target, *chosen.leave_out) and (not chosen.use or n in chosen.use)]
+    if "" in inputs and "" not in chosen.use:
+        raise UserError(
+            "a column without a name, often the number of the row, would be an input: "
+            "leave it out with data.options=\"leave_out=['']\", or name it"
+        )
+    if not inputs:
+        raise UserError(
+            f"data.options leaves no column to predict {chosen.target!r} from: there are {', '.join(names)}"
+        )
+    return inputs
+
+
+def _cut(wanted: list[tuple[str, np.ndarray]], parts: dict[str, csv_reader.Table], in_order: bool) -> csv_reader.Table:
+    pieces = []
+    for name, rows in wanted:
+        table = parts[name]
+        pieces.append(table.taken(rows if in_order else order(0, 0, table.size)[rows]))
+    return pieces[0] if len(pieces) == 1 else csv_reader.joined(pieces)
+
+
+def _described(table: csv_reader.Table, name: str) -> Column:
+    """Describes a column by what the training rows show of it."""
+    if name in table.numbers:
+        values = table.numbers[name]
+        present = values[~np.isnan(values)]
+        if not len(present):
+            logger.info(
+                f"WARNING: column {name!r} has no value in any training row, so nothing can be learned from it: "
+                f"leave it out with data.options=leave_out={[name]}"
+            )
+            return Column(name, "number")
+        if present.min() == present.max():  # by rounding, their deviation would be 1e-17 and another value 1e16
+            return Column(name, "number", float(present[0]))
+        return Column(name, "number", float(present.mean()), float(present.std()) or 1.0)
+    occur = np.unique(table.categories[name])
+    if len(occur) > TEXTS and len(occur) > table.size / 2:
+        raise UserError(
+            f"column {name!r} has {len(occur):,} different texts in {table.size:,} training rows, "
+            f"more than a category has: leave it out with data.options=leave_out={[name]}"
+        )
+    return Column(name, "category", vocabulary=tuple(sorted(table.texts[name][i] for i in occur)))
+
+
+def _target(table: csv_reader.Table, chosen: TableOptions) -> tuple[Column, int | None]:
+    """Describes the target by what the training rows show; returns the number of classes too, if it is one."""
+    name = chosen.target
+    if name in table.numbers:
+        values = table.numbers[name]
+        different = np.unique(values[~np.isnan(values)])
+        if chosen.classify is None and len(different) <= FEW and (different == np.round(different)).all():
+            if (np.abs(different) >= EXACT).any():
+                raise UserError(
+                    f"target {name!r} has whole numbers of 2^53 or more, of which 64-bit floats merge some: set "
+                    "classify=True in data.options if they are classes, or classify=False if they are numbers"
+                )
+            return Column(name, "category", vocabulary=tuple(f"{v:.0f}" for v in different)), len(different)
+        return _described(table, name), None
+    occur = [table.texts[name][i] for i in np.unique(table.categories[name])]
+    return Column(name, "category", vocabulary=tuple(sorted(occur, key=by_value))), len(occur)
+
+
+def read_inputs(path: str, columns: tuple[Column, ...], options: Options, kind: str = "csv") -> dict[str, np.ndarray]:
+    """Reads new rows as a model's inputs, in the order of the file, to predict on them.
+
+    Args:
+      options: see `tables.TableOptions`; only the delimiter matters here.
+      kind: `csv` or `parquet`.
+
+    Raises:
+      UserError: columns that are missing, or bad rows.
+    """
+    kinds = {c.name: c.kind for c in columns}
+    return encode(_read_known(path, kinds, options, None, kind), columns)
+
+
+def read_rows(
+    path: str,
+    columns: tuple[Column, ...],
+    target: Column,
+    options: Options,
+    skip: bool = False,
+    kind: str = "csv",
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Reads new rows with their targets, to evaluate on them.
+
+    Args:
+      options: those that the model was trained with, see `tables.TableOptions`.
+      skip: leave bad rows out, with a line that says which.
+      kind: `csv` or `parquet`.
+    """
+    numbers = target.kind == "number"
+    if not numbers and not options.get("classify"):  # few whole numbers were read as numbers, and "1.0" is a 1
+        numbers = all(map(is_found_by_value, target.vocabulary))
+    kinds = {c.name: c.kind for c in columns} | {target.name: "number" if numbers else "category"}
+    table = _read_known(path, kinds, options, skip, kind)
+    if table.skipped:
+        logger.info(f"WARNING: left out: {first_few(table.skipped, csv_reader.BAD_ROWS)}")
+    table = leave_out_without(table, target.name, path, skip)
+    if not table.size:
+        raise UserError(f"{path} has no rows with a target {target.name!r}: there is nothing to evaluate on")
+    classes = len(target.vocabulary) if target.kind == "category" else None
+    return encode(table, columns), encode_target(table, target, classes)
+
+
+def _read_known(path: str, kinds: dict[str, str], options: Options, skip: bool | None, kind: str) -> csv_reader.Table:
+    """Reads the columns of `kinds` of a file of this kind."""
+    given = options if kind == "csv" else {name: value for name, value in options.items() if name != "delimiter"}
+    path = os.path.expanduser(path)
+    read_header, read = _readers(kind, given)  # the training's may have been CSV
+    names = read_header(path)
+    missing = [name for name in kinds if name not in names]
+    if missing:
+        raise UserError(f"{path} lacks the columns {', '.join(missing)} that the model was trained on")
+    return read([path], kinds, kinds, skip=skip)

@@ -1,1 +1,0 @@
-"""Tables: rows of numbers and categories, from CSV and Parquet files."""
