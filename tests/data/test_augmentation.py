@@ -192,7 +192,7 @@ def test_hue_keeps_grey_and_turns_back():
     image = tf.constant(picture() / 255 * 100 + 70, tf.float32)
     turned = ops.jitter(image, tf.ones(3), 0.5, 255.0)
     assert np.abs(turned - image).max() > 5
-    np.testing.assert_allclose(turned @ ops.GREY[:, None], image @ ops.GREY[:, None], atol=1e-2)
+    np.testing.assert_allclose(turned @ ops.GRAY[:, None], image @ ops.GRAY[:, None], atol=1e-2)
     np.testing.assert_allclose(ops.jitter(turned, tf.ones(3), -0.5, 255.0), image, atol=1e-2)
     third = ops.jitter(tf.constant([[[200.0, 100, 100]]]), tf.ones(3), 2 * np.pi / 3, 255.0).numpy()[0, 0]
     assert sorted(third)[-1] > 1.2 * sorted(third)[0] and third.argmax() != 0

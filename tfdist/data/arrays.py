@@ -223,8 +223,8 @@ def tensor(array: object) -> tf.Tensor:
     """Returns an array as a tensor in the memory of the host, without the copies that can be left out.
 
     `tf.convert_to_tensor` copies an array, and for a moment has it twice: 1 GB of examples took 3 GB. A tensor can also
-    lie where the array does, if it begins where TensorFlow's kernels require it, and if nobody changes it meanwhile.
-    An array that nobody can write to, such as a file that is mapped with `np.load(path, mmap_mode="r")`, is not copied
+    lie where the array does, if it begins where TensorFlow's kernels require it, and if it does not change meanwhile.
+    A read-only array, such as a file that is mapped with `np.load(path, mmap_mode="r")`, is not copied
     where it begins at a multiple of 64 bytes. Any other is copied once.
     """
     with tf.device("CPU:0"):
@@ -237,7 +237,7 @@ def tensor(array: object) -> tf.Tensor:
 
 
 def _is_constant(array: np.ndarray) -> bool:
-    """Whether neither this array nor one of which it is a part can be written to."""
+    """Returns whether neither this array nor one of which it is a part can be written to."""
     base: object = array
     while isinstance(base, np.ndarray):
         if base.flags.writeable:

@@ -47,7 +47,7 @@ class Batches(Source):
     decode: Callable[..., tuple] | None = None
     reader: python_batches.Reader = python_batches.TENSORFLOWS
     bare: bool = dataclasses.field(default=False, init=False)
-    """Whether its elements are inputs alone, and not a tuple."""
+    """Its elements are inputs alone, and not a tuple."""
     size = None
     columns = None
 

@@ -21,7 +21,7 @@ from tfdist.config.messages import logger
 from tfdist.errors import UserError
 
 LIMIT_S = 24 * 3600.0
-"""How long another run may take for the same download."""
+"""Limit for another run's download of the same files."""
 
 
 def here(data: config.Data, download: bool = True) -> config.Data:

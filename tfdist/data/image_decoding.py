@@ -88,7 +88,7 @@ MOST_PIXELS = 178_956_970
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pictures:
-    """How images are decoded that nobody has looked at."""
+    """Decoding of images whose files were not examined before."""
 
     channels: int
     most: int
@@ -130,7 +130,7 @@ def ways(kinds: Sequence[str], sizes: np.ndarray, size: tuple[int, int] | None, 
 
 
 def shrinking(size: tuple[int, int], policy: str) -> Callable[[tf.Tensor], tf.Tensor]:
-    """Returns a function (contents) -> uint8 [h, w, 3], for files that nobody has looked at.
+    """Returns a function (contents) -> uint8 [h, w, 3], for files that were not examined before.
 
     It decodes in the way that `ways` would choose for this size.
     """
@@ -148,7 +148,7 @@ def shrinking(size: tuple[int, int], policy: str) -> Callable[[tf.Tensor], tf.Te
 
 
 def bounded(contents: tf.Tensor, most: int) -> tf.Tensor:
-    """Returns the contents of an image, once its header has told that decoding takes no more than so many pixels.
+    """Returns the contents of an image, once its header has told that decoding takes at most this many pixels.
 
     Whatever is decoded takes the memory for what its header tells, before a byte of it is looked at.
     """

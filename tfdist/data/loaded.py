@@ -1,6 +1,6 @@
 """A data set that has been loaded, and its arrays in memory once for all workers of a host.
 
-One worker loads them, the others map its memory, which is sealed, so that nobody can change it. Where memory cannot be
+One worker loads them, the others map its memory, which is sealed against changes. Where memory cannot be
 shared, each worker has its own.
 """
 
@@ -84,7 +84,7 @@ _ROOM = 1 << 12
 
 
 class SharedTables:
-    """What a worker offers to the others of its host; to be closed when they have taken it."""
+    """Arrays that a worker offers to the others of its host; closed when they have mapped them."""
 
     def __init__(self) -> None:
         self._memory: host_memory.Offer | None = None
@@ -148,7 +148,7 @@ def take(note: Note) -> Loaded | None:
             return None
     about = json.loads(memory[host_memory.Offer.TOKEN_BYTES : memory.find(b"\0")])
     arrays = [
-        np.ndarray(tuple(shape), np.dtype(dtype), memory, place)  # which begins where `arrays.tensor` wants it
+        np.ndarray(tuple(shape), np.dtype(dtype), memory, place)  # which begins where `arrays.tensor` needs it
         for dtype, shape, place in about["arrays"]
     ]
     train, evaluation = (Arrays(tuple(_filled(part, arrays) for part in columns)) for columns in about["columns"])

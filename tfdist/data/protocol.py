@@ -115,7 +115,7 @@ class StaticFeed(Feed):
         self._ahead: list[Structure] = []
         """Batches that have been read for a call and belong to the next one."""
         self._shapes: list[list[int]] | None = None
-        """Of an example, which all must have alike."""
+        """Shapes of an example, the same for all."""
 
     def next(self, update: int, limit: int) -> FeedCall:
         """Returns at most `limit` batches from `update` on, none beyond its epoch; none at the end of the data."""
@@ -195,22 +195,22 @@ class Source(abc.ABC):
 
     @property
     def bare(self) -> bool:
-        """Whether Keras' `fit` would hand the inputs to a `train_step` as they are, and not as a tuple of one."""
+        """True where Keras' `fit` would hand the inputs to a `train_step` as they are, and not as a tuple of one."""
         return True
 
     @property
     def entries(self) -> int:
-        """How many of inputs, targets and weights a batch has; 3 where only reading tells."""
+        """Number of columns of a batch; 3 where only reading tells."""
         return len(self.specs)
 
     @property
     def weighted(self) -> bool:
-        """Whether examples have weights of their own."""
+        """True if examples have weights."""
         return len(self.specs) == 3
 
     @property
     def mixes(self) -> bool:
-        """Whether examples are mixed with each other, so that targets are rows of shares."""
+        """True if examples are mixed with each other, so that targets are rows of shares."""
         return False
 
     @abc.abstractmethod
@@ -225,12 +225,12 @@ class Source(abc.ABC):
 
     @property
     def endless(self) -> bool:
-        """Whether the data never ends."""
+        """True if the data never ends."""
         return False
 
     @property
     def ends_anywhere(self) -> bool:
-        """Whether the number of batches is unknown until they are read."""
+        """True if the number of batches is unknown until they are read."""
         return False
 
     def requested_batch(self, batch: int | None, default: int | None = None, steps: int | None = None) -> int | None:
@@ -295,7 +295,7 @@ class Source(abc.ABC):
         """Yields all examples once in their order, as NumPy batches of `count`, or as they are stored."""
 
     def repeats_order(self) -> bool:
-        """Tells whether a second reading finds the same; a data set may shuffle each time that it is read."""
+        """Returns whether two readings give the same; a data set may shuffle each time that it is read."""
         return True
 
     @abc.abstractmethod

@@ -28,7 +28,7 @@ _LOOKED_AT = 2
 
 
 class Reader:
-    """What else there is to know of a data set of batches; nothing, of one that TensorFlow reads by itself."""
+    """Hooks and limits of a data set of batches; this one is for those that TensorFlow reads."""
 
     once = False
     """It cannot be read from its beginning again."""
@@ -136,7 +136,7 @@ class SequenceReader(PythonReader):
             else "",
         )
         self.numbers: Iterable[int] = range(self.size) if self.size is not None else range(2**63 - 1)
-        """Of the batches that the next reading makes, in their order."""
+        """Numbers of the batches of the next reading, in order."""
 
     def cardinality(self, dataset: tf.data.Dataset) -> int:
         return tf.data.INFINITE_CARDINALITY if self.size is None else self.size
@@ -162,7 +162,7 @@ class SequenceReader(PythonReader):
 
 
 _held: list[keras.utils.PyDataset] = []
-"""What a process of a pool makes batches of."""
+"""The data set of a process of a pool."""
 
 
 def _hold(sequence: keras.utils.PyDataset) -> None:
@@ -190,7 +190,7 @@ def _in_order(
 
 
 TENSORFLOWS = Reader()
-"""Of all data sets that TensorFlow reads by itself."""
+"""The reader of all data sets that TensorFlow reads."""
 
 
 def reader(data: Any) -> PythonReader | None:

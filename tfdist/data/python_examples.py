@@ -20,7 +20,7 @@ from tfdist.errors import UserError, one_line
 
 
 def is_by_number(data: object) -> bool:
-    """Whether `data` has a length and items, and is no array, table, or sequence of batches."""
+    """Returns whether `data` has a length and items, and is no array, table, or sequence of batches."""
     known = isinstance(data, (Sequence, Mapping, tf.Tensor, keras.utils.PyDataset)) or hasattr(data, "__array__")
     if known or not hasattr(data, "__getitem__"):
         return False
@@ -65,13 +65,13 @@ class Examples:
 
     @property
     def are_images(self) -> bool:
-        """Whether the input is one image of bytes."""
+        """True if the input is one image of bytes."""
         x = self._first[0] if self._first else None
         return isinstance(x, np.ndarray) and x.dtype == np.uint8 and x.ndim == 3
 
     @property
     def have_classes(self) -> bool:
-        """Whether the target is one whole number."""
+        """True if the target is one whole number."""
         y = self._first[1] if self._first else None
         return isinstance(y, np.ndarray) and y.ndim == 0 and y.dtype.kind in "iu"
 

@@ -143,7 +143,7 @@ UNREADABLE = (tf.errors.OpError, UnicodeDecodeError)
 """Raised by TensorFlow for a record that it cannot read; the latter where its message repeats bytes of the record."""
 
 REPAIR = "mend or remove it, or set data.on_error=skip"
-"""How to fix an example that cannot be decoded."""
+"""The fix for an example that cannot be decoded."""
 
 
 class RecordFeed(Feed):
@@ -200,7 +200,7 @@ class RecordFeed(Feed):
     def dataset(self, update: int) -> tf.data.Dataset:
         """Returns the batches from that of `update` on, without end.
 
-        Each is what `batch_layout.fetch` wants: columns of a global batch, or with several workers this one's rows
+        Each is for `batch_layout.fetch`: columns of a global batch, or with several workers this one's rows
         of it, at least one, and the number of examples in the whole.
         """
         source, layout, width = self._source, self._layout, self._width
@@ -269,12 +269,12 @@ class RecordFeed(Feed):
 
 
 class _Decoded(NamedTuple):
-    """What is decoded for a global batch with so many examples."""
+    """The examples that a worker decodes for a global batch of a given size."""
 
     positions: np.ndarray
-    """Where the decoded examples are in the global batch, int64 [n], at least one."""
+    """Places of the decoded examples in the global batch, int64 [n], at least one."""
     own: np.ndarray
-    """Which of them are rows of this worker and not partners, int32 [m], at least one."""
+    """Those that are rows of this worker and not partners, int32 [m], at least one."""
 
     @classmethod
     def of(cls, layout: Layout, count: int, mix: bool) -> _Decoded:

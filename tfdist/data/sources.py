@@ -53,7 +53,7 @@ def _batched(data: object) -> Source | None:
 
 def _column(value: object) -> np.ndarray:
     array, floats = python_batches.array(value), keras.config.floatx()
-    # As Keras does: else float64, NumPy's own type, would meet float32 in whatever a model computes by itself.
+    # As Keras does: else float64, NumPy's own type, would meet the float32 of a model's own constants.
     return array.astype(floats) if array.dtype.kind == "f" and array.dtype != floats else array
 
 

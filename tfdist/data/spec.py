@@ -1,4 +1,4 @@
-"""What a model must know of the data that it is built for."""
+"""The description of data that a model is built for."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ class Column:
 
     name: str
     kind: str
-    """`number`, standardised to (value - mean) / std, or `category`, the place of its text in `vocabulary` plus one."""
+    """`number`, standardized to (value - mean) / std, or `category`, the place of its text in `vocabulary` plus one."""
     mean: float = 0.0
-    """Mean of the values present. A missing one becomes the mean, which is 0 when standardised."""
+    """Mean of the values present. A missing one becomes the mean, which is 0 when standardized."""
     std: float = 1.0
     """Their standard deviation."""
     vocabulary: tuple[str, ...] = ()
@@ -22,7 +22,7 @@ class Column:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Spec:
-    """What a model must know of the data it is built for."""
+    """The description of data that a model is built for."""
 
     shape: tuple[int, ...]
     """Shape of one example's input."""
@@ -36,4 +36,4 @@ class Spec:
     columns: tuple[Column, ...] = ()
     """Inputs of a table, in the order of x["numbers"] and of x["categories"]."""
     target: Column | None = None
-    """What is predicted of a table. One of kind `number` is not standardised: mean and std are for the model."""
+    """The predicted column of a table. One of kind `number` is not standardized: mean and std are for the model."""

@@ -30,7 +30,7 @@ _KINDS: dict[object, tuple[tuple[type, ...], str]] = {
 }
 
 Json: TypeAlias = Any
-"""What JSON can hold: None, truth values, numbers, texts, and lists and dicts of them."""
+"""A value that JSON can hold: None, truth values, numbers, texts, and lists and dicts of them."""
 
 
 def write(write_text: Callable[[str, str], None], spec: Spec) -> None:

@@ -17,7 +17,7 @@ from tfdist.config import augment_syntax
 from tfdist.data.augmentation.mixup import mixer
 from tfdist.errors import UserError
 
-GREY = np.array([0.299, 0.587, 0.114], np.float32)
+GRAY = np.array([0.299, 0.587, 0.114], np.float32)
 """Weights of red, green and blue in luma (ITU-R BT.601), as in PIL and `tf.image.rgb_to_grayscale`."""
 
 _YIQ = np.array([[0.299, 0.587, 0.114], [0.595716, -0.274453, -0.321263], [0.211456, -0.522591, 0.311135]]).T
@@ -30,7 +30,7 @@ def uniform(seed: tf.Tensor, count: int, low: float = 0.0, high: float = 1.0) ->
 
 def seed_of(seed: tf.Tensor, place: int) -> tf.Tensor:
     """Returns a seed for the operation at `place`, so that two operations do not draw the same numbers."""
-    # Spread over all bits (golden ratio), since the seeds of two examples may be neighbours.
+    # Spread over all bits (golden ratio), since the seeds of two examples may be neighbors.
     spread = np.array([0, (place + 1) * 0x9E3779B9 & 0xFFFFFFFF], np.uint32).view(np.int32)
     return tf.bitwise.bitwise_xor(seed, spread)
 
@@ -47,10 +47,10 @@ def recolored(image: tf.Tensor, matrix: tf.Tensor, offset: tf.Tensor, maximum: f
     return tf.reshape(stored(pixels @ matrix + offset, image, maximum), tf.shape(image))
 
 
-def mean_grey(image: tf.Tensor) -> tf.Tensor:
+def mean_gray(image: tf.Tensor) -> tf.Tensor:
     """Returns the mean over all pixels of their luma."""
     means = tf.reduce_mean(tf.cast(image, tf.float32), [0, 1])
-    return means[0] if image.shape[-1] == 1 else tf.tensordot(means, GREY, 1)
+    return means[0] if image.shape[-1] == 1 else tf.tensordot(means, GRAY, 1)
 
 
 def jitter(image: tf.Tensor, factors: tf.Tensor, turn: tf.Tensor | float, maximum: float) -> tf.Tensor:
@@ -60,13 +60,13 @@ def jitter(image: tf.Tensor, factors: tf.Tensor, turn: tf.Tensor | float, maximu
     plane of I and Q in YIQ, which keeps luma. Nothing is cut in between.
 
     Args:
-      image: [h, w, 1] or [h, w, 3]; a grey one has neither saturation nor hue.
+      image: [h, w, 1] or [h, w, 3]; a gray one has neither saturation nor hue.
       factors: [3], those of brightness, contrast and saturation.
       turn: radians.
     """
     brightness, contrast, saturation = tf.unstack(factors)
     factor = brightness * contrast
-    offset = (1.0 - contrast) * brightness * mean_grey(image)
+    offset = (1.0 - contrast) * brightness * mean_gray(image)
     if image.shape[-1] == 1:
         return stored(tf.cast(image, tf.float32) * factor + offset, image, maximum)
     parts = tf.stack([factor, factor * saturation * tf.cos(turn), factor * saturation * tf.sin(turn)])
@@ -201,7 +201,7 @@ def sharpen(image: tf.Tensor, factor: tf.Tensor | float, maximum: float) -> tf.T
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recipe:
-    """What `data.augment` asks for.
+    """The changes that `data.augment` requests.
 
     Args:
       steps: operations on one image, in order.
@@ -240,7 +240,7 @@ class Recipe:
         if lowest < 0 and tinted:
             raise UserError(
                 f"{tinted[0]} in data.augment is for images with values from 0 to {self.maximum:g}, "
-                f"and these have {lowest:g}: leave it out, or give images that are not normalised"
+                f"and these have {lowest:g}: leave it out, or give images that are not normalized"
             )
         if self.mixing and classes is None:
             raise UserError(
@@ -388,7 +388,7 @@ def resized_crop(image: tf.Tensor, seed: tf.Tensor, size: tuple[int, int], small
 
 
 def color(image: tf.Tensor, seed: tf.Tensor, strength: float, maximum: float = 255.0) -> tf.Tensor:
-    """Changes the colours of an image at random.
+    """Changes the colors of an image at random.
 
     Brightness, contrast and saturation get factors of 1 - strength to 1 + strength, and the hue is turned by up to
     strength / 4 turns.

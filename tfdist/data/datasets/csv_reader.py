@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 MISSING = frozenset(("", "na", "n/a", "nan", "null", "none", "?"))
-"""What stands for a missing number, in any case. Of a category only an empty text is missing."""
+"""Texts that stand for a missing number, in any case. Of a category only an empty text is missing."""
 
 NUMBERS = 0.95
 """Share of a column's values that must be numbers, or it is a category; the rest are bad rows."""

@@ -1,4 +1,4 @@
-"""What the adapters share: where examples lie, their targets and weights, and the one way to make records of them."""
+"""Shared by the adapters: where examples lie, their targets and weights, and the one way to make records of them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ByteRanges:
-    """Where the bytes of examples are in several files, one file after the other."""
+    """Byte ranges of examples in several files, one file after the other."""
 
     paths: tuple[str, ...]
     files: np.ndarray
@@ -143,7 +143,7 @@ def report_damage(problems: Sequence[str], skip: bool, rest: str = "more") -> No
 def targets_and_weights(
     splits: Iterable[Sequence[np.ndarray]], options: Options, what: str
 ) -> tuple[list[np.ndarray], list[np.ndarray], int | None]:
-    """Returns targets and weights of both splits as a model wants them, and the number of classes, if they are classes.
+    """Returns targets and weights of both splits for a model, and the number of classes, if they are classes.
 
     Args:
       splits: of both, targets [n, ...] as they are stored, and weights where there are some.

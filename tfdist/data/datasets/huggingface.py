@@ -137,7 +137,7 @@ def _kind(feature: object) -> str:
 
 
 def _is_numeric(feature: Any) -> bool:
-    """Whether a feature is a number, or a list or an array of them."""
+    """Returns whether a feature is a number, or a list or an array of them."""
     inner = getattr(feature, "feature", None)
     if inner is not None:
         return _is_numeric(inner)

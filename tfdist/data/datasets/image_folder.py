@@ -41,7 +41,7 @@ class Split:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Look:
-    """What the first and last bytes of a file tell.
+    """A file's kind and size by its first and last bytes.
 
     Args:
       kind: `jpeg`, `png`, `gif`, `bmp` or `webp`; empty for something else.
@@ -144,7 +144,7 @@ def _files(folder: str, below: str, above: tuple = ()) -> Iterator[str]:
 
 
 def look_at(paths: list[str]) -> list[Look]:
-    """Tells what there is at each path, by its first and last bytes."""
+    """Classifies each file by its first and last bytes."""
     pieces = [paths[i : i + _PIECE] for i in range(0, len(paths), _PIECE)]
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
         return [look for piece in pool.map(lambda piece: [_look(path) for path in piece], pieces) for look in piece]
@@ -152,7 +152,7 @@ def look_at(paths: list[str]) -> list[Look]:
 
 def _look(path: str) -> Look:
     try:
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for somebody to write into it
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for a writer
     except OSError as error:
         return Look(problem=f"cannot be read: {error.strerror}")
     try:
@@ -218,7 +218,7 @@ def _jpeg_size(file: int, head: bytes) -> tuple[int, int]:
 
 
 def _has_colors(head: bytes, start: bytes) -> bool:
-    """Whether the palette of a BMP has anything but greys in their order; TensorFlow takes its numbers for greys."""
+    """Returns whether a BMP's palette is more than grays in order; TensorFlow takes its numbers for grays."""
     begin, end = 14 + struct.unpack("<I", head[14:18])[0], struct.unpack("<I", head[10:14])[0]
     colors = [start[i : i + 3] for i in range(begin, min(end, len(start)) - 3, 4)]
     return any(color != bytes([i] * 3) for i, color in enumerate(colors))

@@ -31,7 +31,7 @@ from tfdist.errors import UserError
 _MEMORY_SHARE = 0.25
 """Share of the machine's memory that `data.cache=auto` lets a decoded split take."""
 _KINDS = ("csv", "hf", "image_folder", "numpy", "parquet", "text", "tfrecord", "webdataset")
-"""What `data.name` begins with, before a colon, where `load` knows the format."""
+"""Formats of `data.name`, before its colon."""
 
 
 def load(experiment: config.Experiment, prepare: bool = True, hold_out: bool = True) -> Loaded:
@@ -310,7 +310,7 @@ def _held(source: Source, data: config.Data, size: tuple[int, int] | None, whole
 
 
 def _fits(size: float, cache: str) -> bool:
-    """Whether a decoded split of `size` bytes is held in memory."""
+    """Returns whether a decoded split of `size` bytes is held in memory."""
     if cache != "auto":
         return cache == "memory"
     return size < _memory()

@@ -28,7 +28,7 @@ from tfdist.data.splits import named, select
 from tfdist.errors import UserError
 
 ENDINGS = {"csv": ("csv", "csv.gz"), "parquet": ("parquet",)}
-"""How the names of files end, by kind."""
+"""Endings of file names, by kind."""
 _PIECE = re.compile(r"-\d+-of-\d+$")
 
 
@@ -153,7 +153,7 @@ def is_found_by_value(text: str) -> bool:
 
 
 FEW = 20
-"""At most so many different whole numbers as targets are classes."""
+"""Targets of at most this many different whole numbers are classes."""
 
 TEXTS = 1000
 """More different texts than this, in more than half of the rows, are names and no category."""

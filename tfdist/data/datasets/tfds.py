@@ -37,7 +37,7 @@ from tfdist.errors import UserError, one_line, shown
 BY_NUMBER = tfds.core.FileFormat.ARRAY_RECORD
 """The format that TFDS reads by number."""
 LIMIT_S = 24 * 3600.0
-"""How long another run may take to prepare a data set."""
+"""Limit for another run that prepares the same data set."""
 _RESOLVING = threading.Lock()
 
 
@@ -74,7 +74,7 @@ def prepared(data: config.Data, memory: float, prepare: bool) -> tfds.core.Datas
 
 @contextlib.contextmanager
 def _alone(folder: str, name: str) -> Iterator[None]:
-    """Lets one run at a time prepare a data set: of several, TFDS lets all but the first one fail at their end."""
+    """Serializes runs that prepare a data set: of several, TFDS lets all but the first one fail at their end."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # TFDS has more to say of a folder that cannot be written
             if "://" not in folder:
@@ -85,7 +85,7 @@ def _alone(folder: str, name: str) -> Iterator[None]:
 
 
 def is_fixed(features: tfds.features.FeatureConnector) -> bool:
-    """Whether these features have the same shape in all examples."""
+    """Returns whether these features have the same shape in all examples."""
     return all(spec.shape.is_fully_defined() for spec in tf.nest.flatten(features.get_tensor_spec()))
 
 
@@ -118,7 +118,7 @@ def _builder(name: str, data_dir: str | None) -> tfds.core.DatasetBuilder:
 def _importing_no_features(name: str) -> Iterator[None]:
     """Refuses features of other packages: TFDS imports every module that the files of a data set name for a feature.
 
-    Both a run folder and a data set may be somebody else's. What is imported already may be used.
+    Both a run folder and a data set may come from others. Modules imported already may be used.
     """
     connector = tfds.features.FeatureConnector
     with _RESOLVING:
@@ -184,7 +184,7 @@ def _unreachable(builder: tfds.core.DatasetBuilder) -> str:
 
 
 def _will_not_fit(builder: tfds.core.DatasetBuilder, cache: str, memory: float) -> bool:
-    """Whether a set that is not prepared yet, and so of unknown size, is one to read by number."""
+    """Returns whether a set that is not prepared yet, and so of unknown size, is to be read by number."""
     if cache != "auto":
         return cache == "stream"
     # What is downloaded is at least compressed; images of all sizes are not kept in memory at all.
@@ -199,7 +199,7 @@ def _quieten() -> None:
 
 
 def _quiet(record: logging.LogRecord) -> bool:
-    """Lets TFDS' chatter about folders and file formats pass only when it is a warning."""
+    """Drops TFDS' records about folders and file formats, except warnings."""
     return record.levelno >= logging.WARNING or "tensorflow_datasets" not in record.pathname
 
 

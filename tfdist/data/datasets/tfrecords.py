@@ -101,7 +101,7 @@ def index(paths: Sequence[str], thorough: bool = False) -> TFRecordIndex:
 
 
 class _Scan(NamedTuple):
-    """What one file holds."""
+    """The records of one file."""
 
     offsets: np.ndarray
     """int64 [records], where a record's bytes begin."""
@@ -110,7 +110,7 @@ class _Scan(NamedTuple):
     numbers: np.ndarray
     """int64 [records], the number of each in the file."""
     problems: tuple[str, ...]
-    """What is wrong with single records, and from some place on."""
+    """Damage of single records, and from some place on."""
 
 
 def _scan(path: str, thorough: bool) -> _Scan:

@@ -34,7 +34,7 @@ from tfdist.data.splits import by_file_name, named, select
 from tfdist.errors import UserError, one_line
 
 _PACKED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd")
-"""How files of gzip, bzip2, xz and zstd begin."""
+"""First bytes of gzip, bzip2, xz and zstd files."""
 _PIECE = 1 << 20
 _OCTAL = re.compile(rb"[0-7]+")
 
@@ -44,17 +44,17 @@ class Member(NamedTuple):
 
     name: str
     offset: int
-    """Where its bytes begin in the tar file."""
+    """Offset of its bytes in the tar file."""
     size: int
 
 
 class Listing(NamedTuple):
-    """What a tar file holds."""
+    """The samples of a tar file."""
 
     samples: dict[str, dict[str, Member]]
     """By key, then by extension, in the order of the file."""
     problem: str
-    """What is wrong from some place on, or nothing."""
+    """Damage from some place on, or ""."""
 
 
 def files(path: str) -> dict[str, list[str]]:
@@ -171,7 +171,7 @@ class _Members:
         return Member(found.name, found.offset_data, found.size), tar.offset
 
     def _only_zeros_from(self, at: int, size: int) -> bool:
-        """Whether the file ends as tar files do: by blocks of zeros, and nothing behind them."""
+        """Returns whether the file ends as tar files do: by blocks of zeros, and nothing behind them."""
         self._file.seek(at)
         while piece := self._file.read(_PIECE):
             if piece.strip(b"\0"):
@@ -180,7 +180,7 @@ class _Members:
 
 
 def _plain(header: bytes) -> Member | None:
-    """Returns the name and the size of a file whose header is all by itself, and intact; else None."""
+    """Returns the name and the size of a file whose header is plain and intact; else None."""
     if len(header) < tarfile.BLOCKSIZE or header[156:157] != tarfile.REGTYPE:
         return None
     size, check = header[124:136].strip(b" \0"), header[148:156].strip(b" \0")
@@ -353,7 +353,7 @@ def load(path: str, splits: Mapping[str, str], options: Options, skip: bool, fre
 
 
 _Part = tuple[ByteRanges, list[np.ndarray], np.ndarray]
-"""Where the inputs of a split are, its targets and weights, and which of its rows are taken."""
+"""The inputs of a split, its targets and weights, and which of its rows are used."""
 
 
 def _columns(paths: Sequence[str], options: Options) -> list[str]:
@@ -391,7 +391,7 @@ def _samples(paths: Sequence[str], names: Sequence[str], field: str, skip: bool)
 
 @dataclasses.dataclass(slots=True)
 class _TarScan:
-    """What one tar file holds that can be trained on."""
+    """The usable samples of one tar file."""
 
     offsets: list[int]
     lengths: list[int]
