@@ -17,7 +17,7 @@ BAD_INPUT = [
         "flag --strategy=mirored: value should be one of <auto|default|mirrored|multi_worker|tpu|horovod>",
     ),
     (["--stratgy=mirrored"], "Unknown command line flag 'stratgy'. Did you mean: strategy ?"),
-    (["--topology=v5e-8"], "--topology=v5e-8 compiles for what is not here: give --dry_run with it"),
+    (["--topology=v5e-8"], "--topology=v5e-8 compiles ahead of time and requires --dry_run"),
     (["--dry_run", "--topology=v5e-9"], "unknown --topology=v5e-9: did you mean 'v5e-8'? Known are v5e-1, v5e-4"),
     (
         ["--dry_run", "--topology=v5e-8", "--devices=0"],

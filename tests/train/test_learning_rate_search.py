@@ -103,7 +103,7 @@ def test_the_plan_is_that_of_the_run_with_other_rates():
     "other", [dict(dry_run=True), dict(resume="require"), dict(profile="1:2"), dict(resume_changed=True)]
 )
 def test_what_says_nothing_beside_it_is_refused(other):
-    with pytest.raises(UserError, match=f"--find_learning_rate tests rates .* so --{next(iter(other))} says nothing"):
+    with pytest.raises(UserError, match=f"--find_learning_rate does not train, so --{next(iter(other))} has no"):
         runtime_options.Environment(find_learning_rate=True, **other)
 
 

@@ -1,4 +1,4 @@
-"""What is asked for: the experiment, the runtime options, their parsing and checks, and the plan in updates.
+"""The experiment, the runtime options, their parsing and checks, and the schedule in updates.
 
 Nothing here touches a device, a file of a run, or TensorFlow. What users' configs import stands here by name:
 `from tfdist.config import Experiment`.

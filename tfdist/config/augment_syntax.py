@@ -22,7 +22,7 @@ class AugmentStep:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Argument:
-    """What an argument of an operation may be."""
+    """Bounds of an argument of an operation."""
 
     name: str
     low: float

@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "memory": "fsspec"}
-"""What reads each scheme."""
+"""Package that reads each scheme."""
 EXTRAS = {"s3": "tfdist[s3]", "gs": "tfdist[gcs]", "memory": "fsspec"}
-"""What pip installs for it."""
+"""Requirement for pip."""
 WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds between two attempts; as many and one are made."""
 _FINAL = ("PermissionError", "NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError")
 """Classes of errors that another attempt meets as well."""
 _TAGS = ("ETag", "etag", "md5Hash", "generation", "created")
-"""What changes with an object's content, by the names of the services."""
+"""Fields that change with an object's content, by the names of the services."""
 
 
 class BucketError(OSError):
@@ -67,7 +67,7 @@ class Entry:
 
 
 def is_url(path: str) -> bool:
-    """Tells whether a path is in a bucket of a kind that is known."""
+    """Returns whether a path is in a bucket of a supported kind."""
     return path.partition("://")[0] in PACKAGES and "://" in path
 
 

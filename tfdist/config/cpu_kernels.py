@@ -1,4 +1,4 @@
-"""Which kernels TensorFlow computes with on a CPU: Eigen's, or oneDNN's, which it leaves off on many CPUs.
+"""The kernels that TensorFlow computes with on a CPU: Eigen's, or oneDNN's, which it leaves off on many CPUs.
 
 TensorFlow turns oneDNN on by itself on CPUs with AVX-512 VNNI and the like
 alone; with AVX2 it is ahead too (docs/speed.md). It decides once, when it is
@@ -80,7 +80,7 @@ def keep_nan() -> None:
 
 
 def is_imported() -> bool:
-    """Tells whether TensorFlow has been imported, so that asking comes too late."""
+    """Returns whether TensorFlow has been imported, so that asking comes too late."""
     return "tensorflow" in sys.modules
 
 

@@ -1,4 +1,4 @@
-"""What is trained: the experiment, as typed dataclasses.
+"""The experiment to train, as typed dataclasses.
 
 A config file is a Python file with a `get_config()` that returns an
 `Experiment`. Slots make a misspelt field an error while flags are parsed,
@@ -33,7 +33,7 @@ APPLICATIONS = (
 )  # fmt: skip
 """Functions of keras.applications, listed here so that a misspelt name needs no Keras."""
 FILE = ".keras"
-"""How the name of a file ends that is a model."""
+"""Suffix of model files."""
 DATASETS = ("digits", "synthetic", "stdlib_text")
 OPTIMIZERS = (
     "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "ftrl", "lamb", "lion",
@@ -53,7 +53,7 @@ LR_SCALINGS = ("none", "linear", "sqrt")
 ON_NONFINITE = ("stop", "rollback")
 CACHES = ("auto", "memory", "stream")
 FILES = ("csv", "hf", "image_folder", "numpy", "parquet", "text", "tfrecord", "webdataset")
-"""What `data.name` may begin with to read files, as in `image_folder:/path`."""
+"""Prefixes of `data.name` for files, as in `image_folder:/path`."""
 RESIZES = ("crop", "stretch", "pad")
 ON_ERROR = ("refuse", "skip")
 
@@ -82,9 +82,9 @@ class Data:
     options: str = ""
     """Keyword arguments of the data set's function, such as `examples=1000, classes=5`."""
     image_size: str = ""
-    """Height and width that images are made: `224` or `192x256`; empty to leave them as they are."""
+    """Target height and width of images: `224` or `192x256`; empty to leave them as they are."""
     resize: str = "crop"
-    """How to: `crop` cuts the longer side, `stretch` changes the proportions, `pad` adds black borders."""
+    """Way to resize: `crop` cuts the longer side, `stretch` changes the proportions, `pad` adds black borders."""
     augment: str = ""
     """Random changes of training images, in order, such as `flip, crop(4), color(0.4), mixup(0.2)`."""
     on_error: str = "refuse"
@@ -124,7 +124,7 @@ class Optimizer:
     warmup: str = "2 epochs"
     """Linear warm-up from zero: a duration (`5%`, `100 steps`, `1 epoch`, `5000 examples`)."""
     weight_decay: float = 0.02
-    """Share by which weights shrink per update, times the learning rate, apart from the gradient; 0 for none."""
+    """Decoupled weight decay (as in AdamW), times the learning rate; 0 for none."""
     decay_exclude: str = ""
     """Patterns for layers and variables without weight decay, such as `bias, gamma, beta, embedding*`."""
     layer_rates: str = ""
@@ -260,7 +260,7 @@ def renamed(name: str, value: T, former_name: str, former: T | None, default: T 
 
 
 def _accept_former_name(owner: type, group: str, former: str) -> None:
-    """Lets a field be given to the constructor, read and set under its deprecated name, too."""
+    """Accepts a field under its deprecated name, too: in the constructor, and to read and set."""
     name = FORMER_NAMES[former]
     default = {field.name: field.default for field in dataclasses.fields(owner)}[name]
     of_dataclass: Any = vars(owner)["__init__"]

@@ -18,7 +18,7 @@ Options: TypeAlias = dict[str, Any]
 LARGEST = 10**12
 """No count of an experiment is larger; TensorFlow's numbers of 64 bits hold the products of two."""
 MOST_PATHS = 10**6
-"""That braces in a pattern may stand for."""
+"""Upper bound on the paths that braces in a pattern expand to."""
 _BRACKETS = {"(": ")", "[": "]", "{": "}"}
 _REFERENCE = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
 
@@ -244,7 +244,7 @@ def check_local(field: str, path: str, also: tuple[str, ...] = ()) -> None:
 
 
 def is_reference(name: str) -> bool:
-    """Whether `name` is written as `package.module:function`."""
+    """Returns whether `name` is written as `package.module:function`."""
     return bool(_REFERENCE.match(name))
 
 

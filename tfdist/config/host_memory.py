@@ -12,7 +12,7 @@ import uuid
 from typing import BinaryIO, TypeAlias
 
 Note: TypeAlias = dict[str, str | int]
-"""Where memory is, as JSON can hold it."""
+"""Location of memory, as JSON can hold it."""
 
 _MEMORY = "/memfd:tfdist "
 

@@ -1,4 +1,4 @@
-"""Which backend Keras runs on; tfdist needs TensorFlow. Imports neither."""
+"""The backend that Keras runs on; tfdist needs TensorFlow. Imports neither."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class KerasBackend(NamedTuple):
     name: str
     chosen_by: str
     fix: str
-    """How to choose TensorFlow instead."""
+    """Fix: how to choose TensorFlow instead."""
 
 
 def find(environ: Mapping[str, str]) -> KerasBackend:

@@ -1,4 +1,4 @@
-"""What tfdist says to a person: the logger `tfdist`, whose lines go to standard output. No TensorFlow.
+"""Messages to a person: the logger `tfdist`, whose lines go to standard output. No TensorFlow.
 
 `logging.getLogger("tfdist").setLevel("WARNING")` silences them; a handler added to it gets a copy of each.
 """
@@ -15,7 +15,7 @@ from tfdist.errors import shown
 
 logger = logging.getLogger("tfdist")
 aside = logging.getLogger("tfdist.aside")
-"""What any process says on standard error, beside what it prints: for whom it waits, whom it has answered."""
+"""Logger for progress of any process on standard error, such as for whom it waits."""
 
 
 class _Handler(logging.Handler):

@@ -1,4 +1,4 @@
-"""Where it runs: the environment, as absl flags and as a plain record."""
+"""Runtime options: where a command runs, what it shows and how it resumes, as absl flags and as plain records."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MOST_PROFILED = 100
 
 @dataclasses.dataclass(frozen=True)
 class PlacementOptions:
-    """Which devices compute, and how processes are connected; see `HELP` for what each field means."""
+    """Devices to use, and how processes are connected; see `HELP` for the fields."""
 
     strategy: str = "auto"
     devices: str = "all"
@@ -100,7 +100,7 @@ class PlacementOptions:
 
 @dataclasses.dataclass(frozen=True)
 class ResumeOptions:
-    """Where results go, and whether an earlier run goes on there."""
+    """Run folder, and whether to resume from it."""
 
     workdir: str = ""
     resume: str = "auto"
@@ -123,7 +123,7 @@ class ResumeOptions:
 
 @dataclasses.dataclass(frozen=True)
 class DisplayOptions:
-    """What is shown and recorded of a run."""
+    """Progress display and recordings of a run."""
 
     progress: str = "auto"
     tensorboard: bool = True
@@ -165,19 +165,17 @@ class Environment(DisplayOptions, ResumeOptions, PlacementOptions):
         self._check_topology()
 
     def _check_search(self) -> None:
-        asked = {"resume": self.resume == "require", "resume_changed": self.resume_changed, "requeue": self.requeue}
-        asked |= {"profile": bool(self.profile), "dry_run": self.dry_run}
-        if self.find_learning_rate and any(asked.values()):
-            name = next(name for name, given in asked.items() if given)
-            raise UserError(
-                f"--find_learning_rate tests rates and trains nothing, so --{name} says nothing: leave it out"
-            )
+        unused = {"resume": self.resume == "require", "resume_changed": self.resume_changed, "requeue": self.requeue}
+        unused |= {"profile": bool(self.profile), "dry_run": self.dry_run}
+        if self.find_learning_rate and any(unused.values()):
+            name = next(name for name, present in unused.items() if present)
+            raise UserError(f"--find_learning_rate does not train, so --{name} has no effect", "leave it out")
 
     def _check_topology(self) -> None:
         if not self.topology:
             return
         if not self.dry_run:
-            raise UserError(f"--topology={self.topology} compiles for what is not here: give --dry_run with it")
+            raise UserError(f"--topology={self.topology} compiles ahead of time and requires --dry_run")
         if self.strategy not in ("auto", "default") or self.devices not in ("all", "none") or self.virtual_devices:
             raise UserError(
                 f"--topology={self.topology} says on which devices: leave out --strategy, --devices and "
@@ -226,7 +224,7 @@ HELP = {
     "start_timeout": "Seconds that workers wait for each other at the start.",
     "stall_timeout": "Seconds without an update before a worker counts as stuck.",
 }
-"""What each flag means, in the order of `--help`."""
+"""Help text of each flag."""
 
 
 def define_flags() -> None:

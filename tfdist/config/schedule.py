@@ -18,7 +18,7 @@ _DURATIONS = re.compile(r"\d+(?:\.\d+)?\s*(?:%|[a-z]+)?")
 
 
 class Interval(NamedTuple):
-    """How often something is done; at least one of the two is infinite."""
+    """Interval in updates or seconds; at least one of the two is infinite."""
 
     updates: float
     seconds: float
@@ -34,7 +34,7 @@ class Aim(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Decay:
-    """How the learning rate falls from its peak, which it has at the end of the warm-up."""
+    """Decay of the learning rate from its peak at the end of the warm-up."""
 
     kind: str
     """`constant`, `cosine`, `linear`, `step` or `exponential`."""
@@ -240,7 +240,7 @@ _GROWS = re.compile(
 _SHRINKS = re.compile(
     "error|entropy|hinge|divergence|poisson|log_?cosh|huber|perplexity|false_|(^|_)(mae|mse|mape|msle|rmse)(_|$)"
 )
-"""What the names of metrics have in them of which more, or less, is better."""
+"""Patterns in names of metrics of which more, or less, is better."""
 
 
 def better(text: str, field: str = "checkpoint.best") -> Aim:

@@ -48,7 +48,7 @@ class KerasObjectSpec:
     """One loss, metric or callback."""
 
     field: str
-    """Where it was asked for, such as `train.loss`."""
+    """The experiment's field, such as `train.loss`."""
     name: str
     """As it was written, without its arguments."""
     kind: str
@@ -64,10 +64,10 @@ def loss(train: Train) -> KerasObjectSpec | None:
     Raises:
       UserError: it is not understood, no name of Keras, or more than one.
     """
-    asked = _all("train.loss", train.loss, LOSSES, ())
-    if len(asked) > 1:
-        raise UserError(f"train.loss={train.loss!r} names {len(asked)} losses: give one, or a function that adds them")
-    return asked[0] if asked else None
+    specs = _all("train.loss", train.loss, LOSSES, ())
+    if len(specs) > 1:
+        raise UserError(f"train.loss={train.loss!r} names {len(specs)} losses: give one, or a function that adds them")
+    return specs[0] if specs else None
 
 
 def metrics(train: Train) -> list[KerasObjectSpec]:

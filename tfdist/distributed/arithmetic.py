@@ -1,4 +1,4 @@
-"""What decides about the last bit of a result, besides the experiment: with shards, all of it must be alike."""
+"""Facts besides the experiment that decide about the last bit: with virtual replicas, workers must agree on them."""
 
 from __future__ import annotations
 

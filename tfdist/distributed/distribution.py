@@ -1,4 +1,4 @@
-"""What the rest of tfdist knows about a strategy: the few operations in which the strategies differ."""
+"""A started strategy for the rest of tfdist: the few operations in which the strategies differ."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Distribution:
     devices: tuple[str, ...]
     """TensorFlow names of this worker's devices, one per replica, e.g. `CPU:1`."""
     jit: str
-    """Whether XLA compiles forward and backward pass: `on`, `off`, or `auto` for where the model allows it."""
+    """Compilation by XLA of forward and backward pass: `on`, `off`, or `auto` for where the model allows it."""
     run: Callable[[Callable[..., Any], tuple[Any, ...]], Any]
     """`run(fn, args)`: calls `fn(*args)` once per local replica, returns per-replica values."""
     local: Callable[[Any], tuple[Any, ...]]
@@ -51,14 +51,14 @@ class Distribution:
     broadcast: Callable[[list[keras.Variable]], None] = lambda variables: None
     """Gives each variable the chief's value, where creating it under `scope` did not."""
     creating: Callable[[AbstractContextManager[object]], AbstractContextManager[object]] = lambda scope: scope
-    """What variables are created in, given the scope of the strategy."""
+    """Wraps the scope of the strategy in which variables are created."""
     peers: Peers = dataclasses.field(default_factory=Peers)
     """The workers, in touch with each other."""
     static_shapes: bool = False
     """Whether replicas want shapes that are known when a step is traced, as those on a TPU do. The host then gathers
     their rows, fills them up to one number and gives them to the replicas, in which no clock is read."""
     communication: str = ""
-    """How workers sum: `shared memory`, `ring`, `nccl` or `horovod`; "" for a strategy of one process."""
+    """Transport of sums between workers: `shared memory`, `ring`, `nccl` or `horovod`; "" in one process."""
     lacks: tuple[str, ...] = ()
     """Types in which its devices cannot compute."""
     unsummed: tuple[str, ...] = ()

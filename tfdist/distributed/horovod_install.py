@@ -1,4 +1,4 @@
-"""Which Horovod is installed, and for which TensorFlow it was built. Imports neither of the two."""
+"""The installed Horovod, and the TensorFlow that it was built for. Imports neither of the two."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TensorFlow:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Build:
-    """What a Horovod was built for, and what it can do."""
+    """Target and operations of a build of Horovod."""
 
     tensorflow: TensorFlow
     python: str

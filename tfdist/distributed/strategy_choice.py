@@ -1,4 +1,4 @@
-"""Which strategy, and why, from what the process can see. No TensorFlow."""
+"""Chooses a strategy, with the reason, from what the process can see. No TensorFlow."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _ALWAYS_READ = ("TF_XLA_FLAGS", "TF_JITRT_FLAGS")
 """Variables that TensorFlow reads when it starts; it reads XLA_FLAGS when XLA compiles for the first time."""
 _OF_FLAGS = re.compile(r"[EF]\d{4} \S+ +\d+ (?:command_line_flags|parse_flags_from_env)\.cc:\d+\] ")
-"""How a line of TensorFlow's begins that names a flag which it cannot read."""
+"""Beginning of a log line of TensorFlow's about a flag that it cannot read."""
 _LIMIT_S = 120.0
 """Seconds until a child that does not end counts as one that cannot: with too little memory, threads may wait."""
 _A_RUN = 1_500_000_000
@@ -90,7 +90,7 @@ class Started(NamedTuple):
     tf: ModuleType
     gpus: list[tf.config.PhysicalDevice]
     printed: str
-    """What it printed meanwhile, which tells why it does not see a GPU."""
+    """Its output meanwhile, which tells why it does not see a GPU."""
 
 
 def start() -> Started:

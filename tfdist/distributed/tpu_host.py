@@ -1,4 +1,4 @@
-"""What this machine shows of a TPU, and what its TensorFlow can do with one, from files and pip's records alone.
+"""Signs of a TPU on this machine, and whether its TensorFlow can use one, from files and pip's records alone.
 
 No TensorFlow. Whether there is a TPU is known only when its system has been started, see `strategies.tpu`.
 """
@@ -59,7 +59,7 @@ def hint(environ: Mapping[str, str]) -> str:
 
 
 def has_device() -> bool:
-    """Whether there is what may be a TPU, a device file or a chip, and not just a variable that tells of one."""
+    """Returns whether there is a device file or a chip that may be a TPU, and not just a variable."""
     return bool(glob.glob(_NODES) or glob.glob(_VFIO) or _chips())
 
 

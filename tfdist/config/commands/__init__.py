@@ -1,1 +1,1 @@
-"""What commands share: flags in, help, exit codes and one line per error out."""
+"""Shared by commands: flags in, help, exit codes and one line per error out."""

@@ -1,4 +1,4 @@
-"""What every command does before its own work: flags in, exit codes and one line per error out. No TensorFlow."""
+"""Shared by all commands: flags in, exit codes and one line per error out. No TensorFlow."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tfdist.errors import TrainingError, UserError, one_line, shown
 
 DEFAULT_CONFIG = os.path.join(os.path.dirname(config.__file__), "default_experiment.py")
 EXIT_S = 25.0
-"""How long a process that a signal has stopped may take to end after its last message: platforms kill after 30 s."""
+"""Time limit for a process to end after a signal and its last message: platforms kill after 30 s."""
 _BY_SIGNAL = (129, 130, 143)
 _HELP_FULL = {"-helpfull", "--helpfull"}
 _BATCH = "config.train.batch_size"
@@ -212,7 +212,7 @@ def _guarded(run: Callable[[list[str]], int], flags_parser: Callable[[list[str]]
 
 
 def _end_within_limit(code: int) -> None:
-    """Sees to it that this process ends, even if threads or processes that the user's code has begun do not."""
+    """Ends this process even if threads or processes that the user's code has started do not end."""
 
     def end() -> None:
         time.sleep(EXIT_S)
@@ -228,7 +228,7 @@ def _end_within_limit(code: int) -> None:
 
 
 def clean_up_when_ended(words: str = "") -> None:
-    """Lets SIGTERM and SIGHUP end this process by SystemExit, with a shell's code, so that `finally` is run.
+    """Makes SIGTERM and SIGHUP end this process by SystemExit, with a shell's code, so that `finally` is run.
 
     Args:
       words: what is then said on standard error, with `{}` for the signal.

@@ -22,11 +22,11 @@ from tfdist.config import experiment as definition
 
 ASKED = frozenset(f"{dashes}{name}" for dashes in ("-", "--") for name in ("help", "helpshort", "?", "h"))
 FIRST = ("config", "strategy", "devices", "workdir", "resume", "dry_run")
-"""What most people need."""
+"""Flags that most people need."""
 
 
 def is_asked(argv: list[str]) -> bool:
-    """Tells whether a command line asks for help."""
+    """Returns whether a command line asks for help."""
     return bool(ASKED.intersection(argv))
 
 
@@ -50,15 +50,15 @@ def page(names: Iterable[str], asked_for: definition.Experiment | None) -> str:
             )
         return "\n".join(lines)
 
-    there = [name for name in dict.fromkeys(names) if name in flags.FLAGS]
-    first = [name for name in FIRST if name in there]
-    rest = sorted(set(there) - set(first))
+    defined = [name for name in dict.fromkeys(names) if name in flags.FLAGS]
+    first = [name for name in FIRST if name in defined]
+    rest = sorted(set(defined) - set(first))
     parts = [str(sys.modules["__main__"].__doc__ or "").strip()]
-    takes_config = "config" in there
+    takes_config = "config" in defined
     if takes_config and len(first) > 3:
         parts += ["What most people need:", described(first), "More flags:", described(rest)]
     else:
-        parts += ["Flags:", described(sorted(there))]
+        parts += ["Flags:", described(sorted(defined))]
     if asked_for is not None:
         parts += ["Fields of this experiment:", as_help(asked_for, width)]
     elif takes_config:
@@ -74,7 +74,7 @@ _LISTS = {
 
 
 class FieldDoc(NamedTuple):
-    """What a person needs to know of a field."""
+    """Documentation of a field."""
 
     name: str
     """On the command line, without dashes: `config.train.epochs`."""

@@ -93,6 +93,6 @@ def secured() -> Iterator[None]:
 
 
 def dispensable() -> None:
-    """Says that what is printed from now on is about the work, and not the work itself."""
+    """Declares further output to be about the work, and not the work itself."""
     if isinstance(sys.stdout, _Stream):
         sys.stdout.needed = False

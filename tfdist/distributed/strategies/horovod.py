@@ -41,7 +41,7 @@ _ASK_S = 3.0
 _PAUSE_S = (0.05, 1.0)
 """Between two questions: at first, and at most, since horovodrun answers all workers of a job in one process."""
 _GRACE_S = 5.0
-"""How much longer than the chief the others wait, which hear from it who is missing."""
+"""Extra seconds for the others, which hear from the chief who is missing."""
 _ALL = "all"
 _LATE_FIX = "look at its output, or raise --start_timeout"
 
@@ -51,7 +51,7 @@ class StartedHorovod(NamedTuple):
 
     module: ModuleType
     hosts: tuple[str, ...]
-    """Of each process, by rank; none where nobody can tell."""
+    """Host name of each process, by rank; empty if unknown."""
 
 
 def start(limit: float) -> StartedHorovod:
@@ -175,7 +175,7 @@ def create(hvd: ModuleType, name: str, reason: str, peers: Peers, jit: str) -> D
 
 
 def _reduce_in_layers(hvd: ModuleType) -> None:
-    """Lets layers reduce over the processes.
+    """Makes layers reduce over the processes.
 
     They do so through the replica context, as synchronized BatchNorm does,
     which here would reduce over one replica.

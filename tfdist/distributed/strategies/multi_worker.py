@@ -215,7 +215,7 @@ def _saying_what_cannot_travel(scope: contextlib.AbstractContextManager[object])
 def _reduce_in_layers(
     strategy: tf.distribute.MultiWorkerMirroredStrategy, reduce: Callable[[list[tf.Tensor]], list[tf.Tensor]]
 ) -> None:
-    """Lets layers sum as gradients are: they do so through the replica context, as synchronized BatchNorm does.
+    """Makes layers sum as gradients are: they do so through the replica context, as synchronized BatchNorm does.
 
     Args:
       reduce: all-reduces a list of tensors.
@@ -299,7 +299,7 @@ def _wait_for_the_chief(peers: Peers) -> None:
 
 
 def _resolver(peers: Peers) -> tf.distribute.cluster_resolver.ClusterResolver:
-    """Tells TensorFlow who the workers are, and how long to wait for them."""
+    """Configures TensorFlow with the workers' addresses and time limits."""
     import tensorflow as tf
     from tensorflow.python.distribute import collective_all_reduce_strategy as home
     from tensorflow.python.distribute import multi_worker_util

@@ -1,6 +1,6 @@
 """`tf.distribute.TPUStrategy`: one replica on each core of a TPU, all of them driven by this process.
 
-Traced under cores that are not there, and never run on a TPU: see docs/strategies.md.
+Traced for emulated cores, and never run on a TPU: see docs/strategies.md.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 WITHOUT_A_SIGN_S = 8.0
-"""How long a TPU may take to start on a machine that shows no sign of one."""
+"""Time limit for the start of a TPU on a machine that shows no sign of one."""
 IMPORT_S = 8.0
-"""What a trial in another process may take besides, to import TensorFlow."""
+"""Extra seconds for a trial in another process, which imports TensorFlow."""
 _GRACE_S = 10.0
 
 
@@ -217,7 +217,7 @@ _FIXES = (
 
 
 def main() -> None:
-    """What `try_elsewhere` runs: ends with 1 and the error on standard output if the TPU does not start."""
+    """The program of `try_elsewhere`: ends with 1 and the error on standard output if the TPU does not start."""
     try:
         _started(sys.argv[1])
     except Exception as error:
