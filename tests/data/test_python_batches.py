@@ -38,7 +38,7 @@ def test_workers_divide_every_batch(kind, feed, accumulate):
         for reading, layout in workers:
             now = reading.next(number, 1)
             batch = fetch(now.feed, now.first, layout)[1]()
-            own = np.concatenate(layout.own_positions(size))
+            own = np.concatenate(layout.worker_positions(size))
             assert int(batch.count) == size
             assert batch.table[0].numpy().tolist() == (24 * number + (own if len(own) else np.zeros(1, int))).tolist()
             seen += own.tolist()

@@ -51,7 +51,7 @@ def taken(feed, layout, update):
 
 def positions(layout, count):
     """Of the own rows, in the global batch; of none, the first."""
-    own = np.concatenate(layout.own_positions(count))
+    own = np.concatenate(layout.worker_positions(count))
     return own if len(own) else np.zeros(1, int)
 
 

@@ -13,7 +13,7 @@ import tfdist
 from tfdist.cluster.peers import Peers
 from tfdist.data import batching, loaded, sources
 from tfdist.data.arrays import ArrayFeed
-from tfdist.data.batch_layout import Layout, fetch, rows_of
+from tfdist.data.batch_layout import Layout, fetch
 from tfdist.data.batches import BatchFeed
 
 BATCH = 8
@@ -270,12 +270,12 @@ def taken(batch, layout):
     """The rows of each micro-batch and replica of this worker."""
 
     def rows(micro, replica):
-        share = layout.shared(batch.count, micro, replica)
-        data = rows_of(batch, share, layout.in_own(batch.count, micro, replica))[0].numpy()
-        assert len(data) == max(int(share.rows), 1), "there is always a row to compute on"
-        return data[: int(share.rows)].tolist()
+        own = batch.micro_batch(layout, batch.count, micro, replica)
+        data = own.data[0].numpy()
+        assert len(data) == max(int(own.size), 1), "there is always a row to compute on"
+        return data[: int(own.size)].tolist()
 
-    own = range(layout.first, layout.first + layout.here)
+    own = range(layout.first, layout.first + (layout.local or layout.replicas))
     return [[rows(micro, replica) for replica in own] for micro in range(layout.accumulate)]
 
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 from programs.surface.metrics import Highest, Lowest
 
 import tfdist
-from tfdist.keras_bridge import metrics, whole_metrics
+from tfdist.keras_bridge import metrics
 
 
 @pytest.mark.parametrize(
@@ -28,8 +28,8 @@ def test_a_metric_that_does_not_add_up_is_noticed(metric, outputs):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
     model.compile("sgd", "mse", metrics=[metric()])
     metrics.create_variables(model, y, y_pred)
-    metrics.look(model, y, y_pred)
-    found = [type(m) for m in whole_metrics.of(model)]
+    metrics.classify(model, y, y_pred)
+    found = [type(m) for m in metrics.whole_metrics(model)]
     assert found == ([metric] if metric in (Highest, Lowest) else [])
 
 

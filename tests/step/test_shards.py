@@ -16,9 +16,8 @@ import tfdist
 from tfdist.checkpoints import resume
 from tfdist.distributed import arithmetic
 from tfdist.errors import Interrupted
-from tfdist.step import call_errors, step_calls
-from tfdist.step.shards import shard_loop
-from tfdist.step.shards.exact_sum import ExactSum
+from tfdist.step import step_calls, virtual_replicas
+from tfdist.step.exact_sum import ExactSum
 
 REPLICAS = (1, 2, 3, 4, 8)
 SHORT = {"together": (3,), "two outputs": (2,)}
@@ -208,7 +207,7 @@ def by_replica(self, state):
 
 @pytest.mark.whole
 @pytest.mark.parametrize(
-    "owner, name, mutant", [(ExactSum, "total", in_floats), (shard_loop.ShardState, "_stream", by_replica)]
+    "owner, name, mutant", [(ExactSum, "total", in_floats), (virtual_replicas.VirtualState, "_stream", by_replica)]
 )
 def test_a_mutant_is_noticed(owner, name, mutant, connect, monkeypatch):
     case = next(c for c in sharded_cases.CASES if c.name == "dropout")
@@ -478,11 +477,11 @@ def test_what_shards_refuse_to_compute(compiled, message, connect):
 
 def test_no_smaller_micro_batches_for_want_of_memory(connect, monkeypatch):
     def run(*arguments):
-        raise call_errors.OutOfMemory("out of memory in update 1")
+        raise step_calls.OutOfMemory("out of memory in update 1")
 
     model = dense(connect(1))
     monkeypatch.setattr(step_calls, "run", run)
-    with pytest.raises(call_errors.OutOfMemory, match="in update 1: use more virtual_replicas, which are smaller"):
+    with pytest.raises(step_calls.OutOfMemory, match="in update 1: use more virtual_replicas, which are smaller"):
         tfdist.fit(model, X, Y, batch_size=24, virtual_replicas=8, verbose=0, distribution=connect(1))
 
 

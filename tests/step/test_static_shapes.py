@@ -11,8 +11,7 @@ from support import training_cases
 from support.training_cases import L
 
 import tfdist
-from tfdist.data import static_rows
-from tfdist.data.batch_layout import Batch, Layout
+from tfdist.data.batch_layout import Batch, Layout, host_slices
 from tfdist.step.replica import Replica
 
 
@@ -79,18 +78,18 @@ def test_static_shapes_agree_with_keras_fit(static):
 @pytest.mark.parametrize("count", [1, 2, 5, 7, 12, 13])
 @pytest.mark.parametrize("replicas, accumulate", [(1, 1), (3, 1), (2, 3), (1, 4)])
 def test_every_row_is_given_once(count, replicas, accumulate):
-    """In the order of the layout that takes rows in the replica; a share is filled up by one row at most."""
+    """In the order of the layout that takes rows in the replica; a slice is padded by one row at most."""
     layout = Layout(count, replicas, accumulate, static=True)
     batch = Batch((tf.range(100, 100 + count),), (), tf.constant(count))
-    given = static_rows.given(batch, layout)
+    slices = host_slices(batch, layout)
     seen = []
     for micro in range(accumulate):
-        for one in given:
-            rows = static_rows.rows_of(one, layout, micro)
+        for one in slices:
+            rows = one.micro_batch(layout, count, micro, 0)
             (data,) = rows.data
-            number = int(rows.number)
-            assert data.shape == [rows.most] and rows.most - number in (0, 1)
-            assert rows.filled == (rows.most > 1 and count % (replicas * accumulate) > 0)
+            number = int(rows.size)
+            assert data.shape == [rows.max_size] and rows.max_size - number in (0, 1)
+            assert rows.padded == (rows.max_size > 1 and count % (replicas * accumulate) > 0)
             assert rows.present is None or bool(rows.present) == (number > 0)
             seen += data[:number].numpy().tolist()
     assert seen == list(range(100, 100 + count))

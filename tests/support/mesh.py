@@ -17,8 +17,8 @@ import tfdist
 from support import training_cases
 from tfdist import config
 from tfdist.config import field_syntax, schedule
-from tfdist.data import batching, static_rows
-from tfdist.data.batch_layout import Layout, fetch
+from tfdist.data import batching
+from tfdist.data.batch_layout import Layout, fetch, host_slices
 from tfdist.data.datasets import registry
 from tfdist.distributed import connect
 from tfdist.models import build as models
@@ -76,8 +76,8 @@ def on_mesh(experiment, replicas):
             )
         updates.append(list(programs).index(part.count))
         _, take = fetch(part.feed, part.first, layout)
-        of_replicas = static_rows.given(take(), Layout(part.count, replicas, train.accumulate, static=True))
-        flat = [[*keras.tree.flatten(own.data), own.numbers] for own in of_replicas]
+        of_replicas = host_slices(take(), Layout(part.count, replicas, train.accumulate, static=True))
+        flat = [[*keras.tree.flatten(own.data), own.sizes] for own in of_replicas]
         for k, columns in enumerate(zip(*flat)):
             values[f"rows{update}_{k}"] = np.stack([np.asarray(column) for column in columns])
     return _executed(model, list(programs.values()), values, updates, replicas), len(programs), len(updates)

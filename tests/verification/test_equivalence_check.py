@@ -10,7 +10,7 @@ from programs.surface.layers import CountsExamples
 from support import training_cases
 
 import tfdist
-from tfdist.keras_bridge import batch_norm, batch_norm_ops, keras_internals, layer_state
+from tfdist.keras_bridge import batch_norm, keras_internals, layer_state
 from tfdist.verification import equivalence_check
 
 L = keras.layers
@@ -426,7 +426,7 @@ def nothing(*arguments):
     [
         (keras_internals, "unscaled_losses", [], mean_loss),
         (layer_state, "separate_losses", [SumOfSquares, lambda: L.BatchNormalization(synchronized=True)], "mse"),
-        (batch_norm_ops, "synchronized", [lambda: L.BatchNormalization(synchronized=True)], "mse"),
+        (batch_norm, "synchronized", [lambda: L.BatchNormalization(synchronized=True)], "mse"),
     ],
 )
 def test_what_was_wrong_before_is_caught(connect, monkeypatch, module, name, layers, loss):

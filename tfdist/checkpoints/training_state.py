@@ -19,7 +19,7 @@ from tfdist.checkpoints.files import DamagedError
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError, one_line
-from tfdist.keras_bridge import freezing, keras_internals, own_steps, whole_metrics
+from tfdist.keras_bridge import keras_internals, layer_state, metrics, own_steps
 
 WORDS = 1 << 22
 """64-bit words per broadcast to the other workers."""
@@ -90,7 +90,7 @@ def restore(
     for name, variable in _shared(model):
         for copy in copies(variable):
             copy.assign(by_place[_place(name)])
-    whole = {id(v) for metric in whole_metrics.of(model) for v in metric.variables}
+    whole = {id(v) for metric in metrics.whole_metrics(model) for v in metric.variables}
     for name, variable in _own(model):
         rows = by_place[_place(name)]
         if id(variable) in whole and len(rows) != distribution.replicas:
@@ -241,7 +241,7 @@ def _own(model: keras.Model) -> list[tuple[str, keras.Variable]]:
 
 def _parts(model: keras.Model) -> tuple[list, list]:
     """Returns the model's variables that are the same on every replica, and those that are not."""
-    fixed = freezing.fixed(model)
+    fixed = layer_state.fixed_variables(model)
     ids = {id(v) for v in fixed}
     return [*model.trainable_variables, *fixed], [v for v in model.non_trainable_variables if id(v) not in ids]
 

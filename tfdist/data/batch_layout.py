@@ -1,15 +1,15 @@
-"""How a global batch is shared out: over micro-batches, and each micro-batch over the replicas.
+"""The layout of a global batch: over micro-batches, and each micro-batch over the replicas.
 
-A global batch reaches a replica as a table of examples and, for data in memory, row numbers into it. Every part is a
-run of rows that follow each other, and the parts are as even as they can be: a short batch is shared out like a full
-one, and no row is added. Only a replica for which there is no row at all computes on one that is another's, and
-nothing of it counts.
+A global batch reaches a replica as a table of examples and, for data in memory, row numbers into it (`Batch`), or as
+the rows that the host has sliced for it (`HostSlice`, where all shapes must be static). Every slice is a range of
+consecutive rows, and slices are as even as possible: a short batch is divided like a full one, and no row is added.
+Only a replica without any row computes on one of another replica, and the result is discarded.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import keras
 import numpy as np
@@ -18,37 +18,37 @@ import tensorflow as tf
 from tfdist.data.structures import Structure
 
 
-class Share(NamedTuple):
-    """The rows of one replica in one micro-batch, or of a worker's replicas together."""
+class RowRange(NamedTuple):
+    """Consecutive rows of a global batch."""
 
     start: int | tf.Tensor
-    """The first of them."""
-    rows: int | tf.Tensor
-    """How many there are, possibly none."""
+    size: int | tf.Tensor
+    """Number of rows, possibly 0."""
 
 
-def _part(whole: int | tf.Tensor, parts: int, index: int | tf.Tensor) -> Share:
-    """Returns part `index` of `parts` of so many rows; where they do not divide evenly, earlier ones have one more."""
+def _split(size: int | tf.Tensor, parts: int, index: int | tf.Tensor) -> RowRange:
+    """Returns part `index` of `size` rows in `parts`; where they do not divide evenly, earlier ones have one more."""
     if parts == 1:
-        return Share(0, whole)
-    least, more = whole // parts, whole % parts
-    if isinstance(whole, int) and isinstance(index, int):
-        return Share(index * least + min(index, more), least + (index < more))
-    return Share(index * least + tf.minimum(index, more), least + tf.cast(index < more, tf.int32))
+        return RowRange(0, size)
+    least, more = size // parts, size % parts
+    if isinstance(size, int) and isinstance(index, int):
+        return RowRange(index * least + min(index, more), least + (index < more))
+    return RowRange(index * least + tf.minimum(index, more), least + tf.cast(index < more, tf.int32))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout:
     """How a global batch is laid out over replicas and micro-batches.
 
-    With shards, each of them is a replica here, though a device computes several one after the other: then nothing
-    depends on how many devices there are.
+    Virtual replicas are laid out like replicas, though a device computes several one after the other: so nothing
+    depends on the number of devices. In the methods, `count` is the number of examples in the global batch, where an
+    int says that it is full; `micro` and `replica` are numbers from 0, among all workers.
     """
 
     batch: int
     """Examples of a full global batch."""
     replicas: int
-    """Copies of the model over all workers, or shards."""
+    """Replicas over all workers, virtual ones if there are any."""
     accumulate: int
     """Micro-batches of an update."""
     first: int = 0
@@ -56,23 +56,23 @@ class Layout:
     local: int = 0
     """This worker's replicas; 0 for all of them."""
     static: bool = False
-    """All shapes are known when a step is traced: every batch has `batch` examples, see static_rows.py."""
-    shards: bool = False
-    """The replicas are shards, whose shapes depend on the number of examples alone."""
+    """All shapes are known when a step is traced: every batch has `batch` examples, and the host slices it."""
+    virtual: bool = False
+    """The replicas are virtual: shapes depend on the number of examples alone, and sums are exact."""
     ends_anywhere: bool = False
-    """The number of batches is not known, and may differ on other workers; see `step/next_batch.py`."""
+    """The number of batches is not known, and may differ on other workers; see `step.batch_loop.next_batch`."""
     none_empty: bool = False
-    """Every batch that there will be has a row for each shard of each micro-batch."""
+    """Every batch has a row for each virtual replica of each micro-batch."""
 
     @property
-    def micro(self) -> int:
-        """Returns the most rows of one micro-batch of one replica."""
+    def max_micro_rows(self) -> int:
+        """Returns the most rows that a replica has of one micro-batch."""
         return -(-self.batch // (self.replicas * self.accumulate))
 
     @property
-    def share(self) -> int:
-        """Returns the most rows of one replica."""
-        return sum(-(-_part(self.batch, self.accumulate, i)[1] // self.replicas) for i in range(self.accumulate))
+    def max_rows(self) -> int:
+        """Returns the most rows that a replica has of a global batch."""
+        return sum(-(-_split(self.batch, self.accumulate, i)[1] // self.replicas) for i in range(self.accumulate))
 
     @property
     def even(self) -> bool:
@@ -80,76 +80,96 @@ class Layout:
         return self.batch % (self.replicas * self.accumulate) == 0
 
     @property
-    def here(self) -> int:
-        """Returns the number of this worker's replicas."""
-        return self.local or self.replicas
-
-    @property
-    def taken_apart(self) -> str:
-        """Returns by which argument a batch is taken apart on any number of devices; nothing if by none."""
+    def split_by(self) -> str:
+        """Returns the argument that splits a batch on any number of devices, as `accumulate=2`; empty for none."""
         if self.accumulate > 1:
             return f"accumulate={self.accumulate}"
-        return f"virtual_replicas={self.replicas}" if self.shards and self.replicas > 1 else ""
+        return f"virtual_replicas={self.replicas}" if self.virtual and self.replicas > 1 else ""
 
-    def of_device(self, devices: int, device: int | tf.Tensor) -> Share:
-        """Returns the shards that one device of so many computes: the first of them, and how many there are."""
-        return _part(self.replicas, devices, device)
+    def of_device(self, devices: int, device: int | tf.Tensor) -> RowRange:
+        """Returns which of the virtual replicas one device of `devices` computes."""
+        return _split(self.replicas, devices, device)
 
-    def shared(self, count: int | tf.Tensor, micro: int | tf.Tensor, replica: int | tf.Tensor) -> Share:
-        """Returns the rows of a replica in a micro-batch, counted in the global batch.
+    def for_worker(self, devices: int, first: int, local: int) -> Layout:
+        """Returns the layout for a worker with `local` of all `devices`, the first of which is `first`."""
+        if self.virtual:
+            start, last = self.of_device(devices, first).start, self.of_device(devices, first + local - 1)
+            first, local = start, last.start + last.size - start
+        return dataclasses.replace(self, first=first, local=local)
 
-        The micro-batches are the same on any number of replicas: what looks across one, as synchronized BatchNorm does,
-        finds the same examples together.
+    def micro_batch(self, count: int | tf.Tensor, micro: int | tf.Tensor) -> RowRange:
+        """Returns the rows of a micro-batch.
 
-        Args:
-          count: examples in the global batch; an int says that it is full.
-          micro: number of the micro-batch.
-          replica: number among all replicas.
+        They are the same on any number of replicas: what computes across a micro-batch, as synchronized BatchNorm
+        does, sees the same examples.
         """
+        return _split(count, self.accumulate, micro)
+
+    def of_replica(self, count: int | tf.Tensor, micro: int | tf.Tensor, replica: int | tf.Tensor) -> RowRange:
+        """Returns the rows of a replica in a micro-batch."""
         if isinstance(count, int) and self.even:
-            return Share((micro * self.replicas + replica) * self.micro, self.micro)
-        before, rows = self.micro_batch(count, micro)
-        start, rows = _part(rows, self.replicas, replica)
-        return Share(before + start, rows)
+            return RowRange((micro * self.replicas + replica) * self.max_micro_rows, self.max_micro_rows)
+        before, size = self.micro_batch(count, micro)
+        start, size = _split(size, self.replicas, replica)
+        return RowRange(before + start, size)
 
-    def micro_batch(self, count: int | tf.Tensor, micro: int | tf.Tensor) -> Share:
-        """Returns the rows of all replicas in a micro-batch; arguments as for `shared`."""
-        return _part(count, self.accumulate, micro)
+    def of_worker(self, count: int | tf.Tensor, micro: int | tf.Tensor) -> RowRange:
+        """Returns the rows of this worker in a micro-batch."""
+        start = self.of_replica(count, micro, self.first).start
+        last = self.of_replica(count, micro, self.first + (self.local or self.replicas) - 1)
+        return RowRange(start, last.start + last.size - start)
 
-    def of_worker(self, count: int | tf.Tensor, micro: int | tf.Tensor) -> Share:
-        """Returns the rows of this worker in a micro-batch, which follow each other in the global batch."""
-        start = self.shared(count, micro, self.first).start
-        last = self.shared(count, micro, self.first + self.here - 1)
-        return Share(start, last.start + last.rows - start)
-
-    def in_own(self, count: int | tf.Tensor, micro: int | tf.Tensor, replica: int | tf.Tensor) -> Share:
-        """Returns the same as `shared`, counted in the rows that this worker has taken by `own_positions`."""
-        share = self.shared(count, micro, replica)
+    def start_in_worker(
+        self, count: int | tf.Tensor, micro: int | tf.Tensor, start: int | tf.Tensor
+    ) -> int | tf.Tensor:
+        """Returns where row `start` of a micro-batch is among the rows of this worker, see `worker_positions`."""
         if not self.local:
-            return share
+            return start
         before = self.of_worker(count, micro).start
-        taken: int | tf.Tensor = 0
-        for earlier in range(self.accumulate):
-            taken += self.of_worker(count, earlier).rows * _as_number(earlier < micro)
-        return Share(share.start - before + taken, share.rows)
+        earlier: int | tf.Tensor = 0
+        for m in range(self.accumulate):
+            is_earlier = m < micro
+            earlier += self.of_worker(count, m).size * (
+                int(is_earlier) if isinstance(is_earlier, bool) else tf.cast(is_earlier, tf.int32)
+            )
+        return start - before + earlier
 
-    def own_positions(self, count: int) -> list[np.ndarray]:
-        """Returns this worker's rows of a global batch of `count` examples: for each micro-batch, int64 [n]."""
+    def worker_positions(self, count: int) -> list[np.ndarray]:
+        """Returns this worker's rows of a global batch: for each micro-batch, int64 [n]."""
         if not self.local:
             return [np.arange(count)]
         positions = []
-        for whole in np.array_split(np.arange(count), self.accumulate):
-            of_replica = np.array_split(whole, self.replicas)
+        for micro in np.array_split(np.arange(count), self.accumulate):
+            of_replica = np.array_split(micro, self.replicas)
             positions.append(np.concatenate(of_replica[self.first : self.first + self.local]))
         return positions
 
 
-def _as_number(condition: bool | tf.Tensor) -> int | tf.Tensor:
-    return int(condition) if isinstance(condition, bool) else tf.cast(condition, tf.int32)
+class MicroBatch(NamedTuple):
+    """The rows of a replica in a micro-batch."""
+
+    data: Structure
+    """(x, y, weight), tensors [n, ...]; of no rows, a row of another replica, of which nothing may count."""
+    size: int | tf.Tensor
+    """Number of rows, possibly 0."""
+    total: int | tf.Tensor
+    """Number of rows of all replicas."""
+    parts: int
+    """Into how many parts a device takes the global batch apart: micro-batches, times virtual replicas."""
+    max_size: int
+    """The most rows that a replica ever has of a micro-batch, where collectives between workers need it; else 0."""
+    present: tf.Tensor | None
+    """Whether there is a row, a bool scalar; None for certainly."""
+    padded: bool = False
+    """Whether `data` has `max_size` rows though `size`, a tensor, may be one less: then the last one is padding."""
+
+    def row_mask(self) -> tf.Tensor | None:
+        """Returns which rows of `data` count, bool [max_size]; None for all, as far as `present` allows."""
+        return tf.range(self.max_size) < self.size if self.padded else None
 
 
 class Batch(NamedTuple):
-    """A global batch, or a worker's part of it."""
+    """A global batch, or a worker's part of it, out of which each replica takes its rows."""
 
     table: Structure
     """Examples, tensors [n, ...]."""
@@ -159,6 +179,104 @@ class Batch(NamedTuple):
     A tensor is a whole global batch, also for a worker."""
     count: tf.Tensor
     """Examples in the global batch, an int32 scalar."""
+
+    def micro_batch(
+        self, layout: Layout, count: int | tf.Tensor, micro: int | tf.Tensor, replica: int | tf.Tensor
+    ) -> MicroBatch:
+        """Takes the rows of a replica in a micro-batch; arguments as for `Layout`."""
+        rows = layout.of_replica(count, micro, replica)
+        certain = layout.replicas * layout.accumulate == 1 or isinstance(count, int) or layout.none_empty
+        return MicroBatch(
+            data=self._take(rows, layout.start_in_worker(count, micro, rows.start)),
+            size=rows.size,
+            total=layout.micro_batch(count, micro).size,
+            parts=layout.accumulate * (layout.replicas if layout.virtual else 1),
+            max_size=layout.max_micro_rows if layout.local else 0,
+            present=None if certain else rows.size > 0,
+        )
+
+    def _take(self, rows: RowRange, start_in_worker: int | tf.Tensor) -> Structure:
+        """Returns tensors [rows.size, ...]; of no rows, the first row there is."""
+        in_table = isinstance(self.rows, tuple)
+        start = start_in_worker if in_table else rows.start
+        size = rows.size if isinstance(rows.size, int) else None
+        if size is not None:
+            end = start + size
+        else:  # behind the end there is nothing to take
+            start = tf.where(rows.size > 0, start, 0)
+            end = start + tf.maximum(rows.size, 1)
+
+        def sliced(tensor: tf.Tensor) -> tf.Tensor:
+            return with_shape(tensor[start:end], [size, *tensor.shape[1:]])
+
+        if in_table:
+            return keras.tree.map_structure(sliced, self.table)
+        numbers: tf.Tensor = self.rows
+        if size is None or size != numbers.shape[0]:  # all of them begin at the first
+            numbers = sliced(numbers)
+        return keras.tree.map_structure(lambda t: tf.gather(t, numbers), self.table)
+
+
+class HostSlice(NamedTuple):
+    """The rows of a global batch that the host has sliced for one replica, which needs static shapes, as on a TPU.
+
+    The number of examples is known then, too: slices differ by one row at most, and the shorter ones are padded.
+    """
+
+    data: Structure
+    """Tensors [micro-batches, layout.max_micro_rows, ...]."""
+    sizes: tf.Tensor
+    """How many rows of each micro-batch count, int32 [micro-batches]."""
+
+    def micro_batch(
+        self, layout: Layout, count: int | tf.Tensor, micro: int | tf.Tensor, replica: int | tf.Tensor
+    ) -> MicroBatch:
+        """Returns the rows of this replica in a micro-batch."""
+        del count, replica
+        least = layout.batch // (layout.replicas * layout.accumulate)
+        size = layout.max_micro_rows if layout.even else self.sizes[micro]
+        return MicroBatch(
+            data=keras.tree.map_structure(lambda tensor: tensor[micro], self.data),
+            size=size,
+            total=layout.micro_batch(layout.batch, micro).size,
+            parts=layout.accumulate,
+            max_size=layout.max_micro_rows,
+            present=None if least else size > 0,
+            padded=bool(least) and not layout.even,
+        )
+
+
+ReplicaBatch: TypeAlias = Batch | HostSlice
+"""What a replica gets of a global batch."""
+
+
+def host_slices(batch: Batch, layout: Layout) -> list[HostSlice]:
+    """Slices a global batch of `layout.batch` examples for each replica."""
+    ranges = [
+        [layout.of_replica(layout.batch, micro, replica) for micro in range(layout.accumulate)]
+        for replica in range(layout.replicas)
+    ]
+    sizes = np.array([[rows.size for rows in of_one] for of_one in ranges], np.int32)
+    starts = np.array([[rows.start for rows in of_one] for of_one in ranges])
+    # Behind its last row a replica has that one again; without any it has the first of the batch.
+    at = np.minimum(np.arange(layout.max_micro_rows), np.maximum(sizes - 1, 0)[..., None])
+    positions = np.where(sizes[..., None] > 0, starts[..., None] + at, 0)
+    with tf.device("CPU:0"):
+        rows = tf.constant(positions.reshape(-1), tf.int32)
+        if not isinstance(batch.rows, tuple):
+            rows = tf.gather(batch.rows, rows)
+
+        def of_replicas(tensor: tf.Tensor) -> list[tf.Tensor]:
+            return tf.unstack(tf.reshape(tf.gather(tensor, rows), [*positions.shape, *tensor.shape[1:]]))
+
+        columns = [of_replicas(tensor) for tensor in keras.tree.flatten(batch.table)]
+        return [
+            HostSlice(
+                keras.tree.pack_sequence_as(batch.table, [column[replica] for column in columns]),
+                tf.constant(sizes[replica]),
+            )
+            for replica in range(layout.replicas)
+        ]
 
 
 def fetch(feed: tuple, i: tf.Tensor, layout: Layout) -> tuple:
@@ -187,59 +305,6 @@ def fetch(feed: tuple, i: tf.Tensor, layout: Layout) -> tuple:
     return element.has_value(), take
 
 
-class Rows(NamedTuple):
-    """What a replica has of a micro-batch."""
-
-    data: Structure
-    """Tensors [n, ...]; where there is no row, one that is not this replica's, of which nothing may count."""
-    number: int | tf.Tensor
-    """How many rows there are, possibly none."""
-    whole: int | tf.Tensor
-    """How many rows all replicas have together."""
-    micro_batches: int
-    """Of the global batch."""
-    most: int
-    """The most rows that a replica ever has of one, where collectives between workers want to know; or 0."""
-    present: tf.Tensor | None
-    """Whether there is a row, a bool scalar; None for certainly."""
-    filled: bool = False
-    """Whether `data` has `most` rows though `number`, a tensor, may be one less: then the last one counts nowhere."""
-
-    def real(self) -> tf.Tensor | None:
-        """Returns which rows of `data` count, bool [most]; None for all, as far as `present` allows."""
-        return tf.range(self.most) < self.number if self.filled else None
-
-
-def rows_of(batch: Batch, share: Share, in_own: Share) -> Structure:
-    """Takes some rows of a global batch.
-
-    Args:
-      batch: see `Batch`.
-      share: the rows, counted in the global batch.
-      in_own: the same, counted in the part of this worker.
-
-    Returns:
-      Tensors [share.rows, ...]; of no rows, the first row there is.
-    """
-    of_table = isinstance(batch.rows, tuple)
-    start = in_own.start if of_table else share.start
-    if isinstance(share.rows, int):
-        end, known = start + share.rows, share.rows
-    else:  # behind the end there is nothing to take
-        start = tf.where(share.rows > 0, start, 0)
-        end, known = start + tf.maximum(share.rows, 1), None
-
-    def some(tensor: tf.Tensor) -> tf.Tensor:
-        return with_shape(tensor[start:end], [known, *tensor.shape[1:]])
-
-    if of_table:
-        return keras.tree.map_structure(some, batch.table)
-    rows: tf.Tensor = batch.rows
-    if known is None or known != rows.shape[0]:  # all of them begin at the first
-        rows = some(rows)
-    return keras.tree.map_structure(lambda t: tf.gather(t, rows), batch.table)
-
-
 def own_rows(batch: tuple, layout: Layout) -> tuple:
     """Takes this worker's rows of a global batch inside a data set; at least one, for replicas that have none.
 
@@ -251,8 +316,8 @@ def own_rows(batch: tuple, layout: Layout) -> tuple:
     )
     with tf.control_dependencies([fits] if fits is not None else []):
         count = tf.identity(count)
-    shares = [layout.of_worker(count, micro) for micro in range(layout.accumulate)]
-    rows = tf.concat([tf.range(share.start, share.start + share.rows) for share in shares], 0)
+    ranges = [layout.of_worker(count, micro) for micro in range(layout.accumulate)]
+    rows = tf.concat([tf.range(own.start, own.start + own.size) for own in ranges], 0)
     rows = tf.cond(tf.size(rows) > 0, lambda: rows, lambda: tf.zeros([1], tf.int32))
     return keras.tree.map_structure(lambda t: tf.gather(t, rows), batch), count
 

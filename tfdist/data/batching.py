@@ -39,30 +39,16 @@ def layout_of(
         raise UserError(f"accumulate must be at least 1, got {accumulate}")
     if least:
         source.check_parts(batch, distribution.replicas, accumulate, shards)
-    if distribution.workers == 1 and not shards:
-        return Layout(batch, distribution.replicas, accumulate, static=distribution.static_shapes)
-    if shards:
-        layout = _in_shards(source, Layout(batch, shards, accumulate, shards=True), distribution)
-    else:
-        layout = Layout(batch, distribution.replicas, accumulate, distribution.first, len(distribution.devices))
+    layout = Layout(batch, shards or distribution.replicas, accumulate, virtual=bool(shards))
+    if shards and source.size is not None:
+        layout = dataclasses.replace(layout, none_empty=min(source.sizes(batch)) >= shards * accumulate)
     if distribution.workers == 1:
-        return layout
+        return dataclasses.replace(layout, static=distribution.static_shapes and not shards)
+    layout = layout.for_worker(distribution.replicas, distribution.first, len(distribution.devices))
     if source.reader.alone:
         raise UserError(source.reader.alone)
     distribution.peers.check_same({**source.facts(), "batch": batch}, "the data")
     return dataclasses.replace(layout, ends_anywhere=source.ends_anywhere)
-
-
-def _in_shards(source: Source, layout: Layout, distribution: Distribution) -> Layout:
-    """Returns `layout` with what is known of the shards of this worker, and of those without rows."""
-    parts = layout.replicas * layout.accumulate
-    certain = source.size is not None and min(source.sizes(layout.batch)) >= parts
-    layout = dataclasses.replace(layout, none_empty=certain)
-    if distribution.workers == 1:
-        return layout
-    first = layout.of_device(distribution.replicas, distribution.first)
-    last = layout.of_device(distribution.replicas, distribution.first + len(distribution.devices) - 1)
-    return dataclasses.replace(layout, first=first.start, local=last.start + last.rows - first.start)
 
 
 def read_epochs(source: Source, layout: Layout, shuffle: bool, seed: int, across: bool = False) -> Feed:

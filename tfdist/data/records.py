@@ -279,7 +279,7 @@ class _Decoded(NamedTuple):
     @classmethod
     def of(cls, layout: Layout, count: int, mix: bool) -> _Decoded:
         """Returns this worker's rows; to mix, behind each run of rows the partner of its last."""
-        blocks = [block for block in layout.own_positions(count) if len(block)] or [np.zeros(1, np.int64)]
+        blocks = [block for block in layout.worker_positions(count) if len(block)] or [np.zeros(1, np.int64)]
         parts, own, at = [], [], 0
         for block in blocks:
             own.append(np.arange(at, at + len(block), dtype=np.int32))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+
 import keras
+import tensorflow as tf
 
 from tfdist.errors import UserError
-from tfdist.keras_bridge import keras_internals
+from tfdist.keras_bridge import keras_internals, layer_state
 
 
 def synchronize_batch_norm(model: keras.Model) -> keras.Model:
@@ -47,3 +51,124 @@ def batch_norms(model: keras.Layer) -> list[keras.layers.BatchNormalization]:
 def normalizing_alone(model: keras.Layer) -> list[keras.layers.BatchNormalization]:
     """Returns the layers that normalize, while they train, with the rows of their own replica."""
     return [layer for layer in batch_norms(model) if layer.trainable and not layer.synchronized]
+
+
+SMALLEST_EPSILON = 1.001e-5
+"""cuDNN takes no smaller one."""
+
+
+@contextlib.contextmanager
+def fused(model: keras.Model | None) -> Iterator[None]:
+    """Lets BatchNormalization layers use the fused op while `model` is traced, where it computes the same.
+
+    Replicas are traced in threads: this surrounds them all.
+
+    Args:
+      model: the model, or None to change nothing.
+    """
+    layers = [layer for layer in (keras_internals.flat_layers(model) if model else ()) if _can_fuse(layer)]
+    with keras_internals.calls({layer: _call(layer) for layer in layers}):
+        yield
+
+
+def _can_fuse(layer: keras.Layer) -> bool:
+    """Exact class only: a subclass may compute something else. Images with channels last only."""
+    return (
+        type(layer) is keras.layers.BatchNormalization
+        and layer.built
+        and layer.input_spec.ndim == 4
+        and layer.axis in (-1, 3)
+        and layer.epsilon >= SMALLEST_EPSILON
+        and not layer.synchronized
+        and not getattr(layer, "renorm", False)  # older Keras has none
+        and "call" not in vars(layer)
+    )
+
+
+def _call(layer: keras.layers.BatchNormalization) -> Callable[..., tf.Tensor]:
+    composed = layer.call
+
+    def call(inputs: tf.Tensor, training: bool | None = None, mask: tf.Tensor | None = None) -> tf.Tensor:
+        if not training or not layer.trainable or mask is not None or inputs.dtype != tf.float32:
+            return composed(inputs, training=training, mask=mask)
+        channels = inputs.shape[-1]
+        outputs, mean, variance, *_ = tf.raw_ops.FusedBatchNormV3(
+            x=inputs,
+            scale=tf.convert_to_tensor(layer.gamma.value) if layer.scale else tf.ones([channels]),
+            offset=tf.convert_to_tensor(layer.beta.value) if layer.center else tf.zeros([channels]),
+            mean=tf.zeros([0]),
+            variance=tf.zeros([0]),
+            epsilon=layer.epsilon,
+            is_training=True,
+        )
+        # It gives the unbiased variance (n - 1), and Keras keeps the biased one.
+        count = tf.cast(tf.size(inputs) // channels, tf.float32)
+        for average, value in ((layer.moving_mean, mean), (layer.moving_variance, variance * ((count - 1) / count))):
+            average.assign(average.value * layer.momentum + value * (1 - layer.momentum))
+        return outputs
+
+    return call
+
+
+@contextlib.contextmanager
+def synchronized(model: keras.Model, replicas: int) -> Iterator[None]:
+    """Lets the synchronized layers of a model share their sums while it is traced.
+
+    Args:
+      replicas: over all workers; nothing changes for one.
+    """
+    layers = [layer for layer in keras_internals.flat_layers(model) if replicas > 1 and _can_synchronize(layer)]
+    with keras_internals.batch_moments({layer: _moments(layer) for layer in layers}):
+        yield
+
+
+def _can_synchronize(layer: keras.Layer) -> bool:
+    return isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized
+
+
+def _inside(layer: keras.layers.BatchNormalization, inputs: tf.Tensor, mask: tf.Tensor | None) -> tf.Tensor | None:
+    """Returns which values of the inputs count, in a shape that broadcasts to theirs; None for all.
+
+    Raises:
+      UserError: some rows of the batch do not count, and the inputs have other rows.
+    """
+    inside = None if mask is None else tf.cast(mask, tf.bool)[..., None]
+    real = layer_state.real_rows()
+    if real is None:
+        return inside
+    if inputs.shape[0] != real.shape[0]:
+        raise UserError(
+            f"layer {layer.name!r} normalizes other rows ({inputs.shape[0]}) than those of a batch that is filled up "
+            f"({real.shape[0]}): make the batch size and the examples of an epoch divisible by the number of replicas"
+        )
+    real = tf.reshape(real, [-1, *[1] * (inputs.shape.rank - 1)])
+    return real if inside is None else tf.logical_and(inside, real)
+
+
+def _moments(layer: keras.layers.BatchNormalization) -> Callable:
+    def moments(inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns mean and variance of all replicas' rows, [channels] each."""
+        axis = layer.axis % inputs.shape.rank
+        axes = [i for i in range(inputs.shape.rank) if i != axis]
+        broadcast = [inputs.shape[i] if i == axis else 1 for i in range(inputs.shape.rank)]
+        # Sums of squares of values far from zero would leave few digits for the variance.
+        shift = tf.stop_gradient(tf.cast(layer.moving_mean.value, inputs.dtype))
+        values = inputs - tf.reshape(shift, broadcast)
+        inside = _inside(layer, inputs, mask)
+        if inside is None:
+            count = tf.cast(tf.size(inputs) // inputs.shape[axis], inputs.dtype)
+        else:
+            inside = tf.broadcast_to(inside, tf.shape(inputs))
+            values = tf.where(inside, values, tf.zeros_like(values))
+            count = tf.reduce_sum(tf.cast(inside, inputs.dtype)) / inputs.shape[axis]
+        own = tf.concat([tf.reduce_sum(values, axes), tf.reduce_sum(tf.square(values), axes), [count]], 0)
+        present = layer_state.present()
+        if present is not None:
+            own = tf.where(present, own, tf.zeros_like(own))
+        total = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, own)
+        sums, squares, rows = tf.split(total, [inputs.shape[axis], inputs.shape[axis], 1])
+        mean = tf.math.divide_no_nan(sums, rows)
+        variance = tf.maximum(tf.math.divide_no_nan(squares, rows) - tf.square(mean), 0.0)
+        return mean + shift, variance
+
+    return moments

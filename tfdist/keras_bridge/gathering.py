@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.data.batch_layout import Layout, Rows, with_shape
+from tfdist.data.batch_layout import Layout, MicroBatch, with_shape
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.keras_bridge import keras_internals
@@ -17,7 +17,7 @@ _LONG = (tf.int64, tf.uint64)
 """Types that those of a TPU do not know, either."""
 
 
-def gathered(distribution: Distribution, values: Structure, rows: Rows) -> Structure:
+def gathered(distribution: Distribution, values: Structure, rows: MicroBatch) -> Structure:
     """Returns the rows of all replicas in the order of the global batch; to be called by all in replica context.
 
     They travel as a sum of zeros and one replica's rows: there is one kind of collective to rely on.
@@ -27,7 +27,7 @@ def gathered(distribution: Distribution, values: Structure, rows: Rows) -> Struc
       rows: how many these are, and how many all are.
 
     Returns:
-      Tensors [rows.whole, ...] with masks. A gradient flows to this replica's rows alone.
+      Tensors [rows.total, ...] with masks. A gradient flows to this replica's rows alone.
     """
     if distribution.replicas == 1:
         return values
@@ -45,18 +45,18 @@ def gathered(distribution: Distribution, values: Structure, rows: Rows) -> Struc
     return keras.tree.pack_sequence_as(values, results)
 
 
-def of_shards(distribution: Distribution, values: Structure, layout: Layout, count: tf.Tensor) -> Structure:
-    """Returns the rows of all shards in the order of the global batch, of which each replica has those of its own.
+def of_virtual_replicas(distribution: Distribution, values: Structure, layout: Layout, count: tf.Tensor) -> Structure:
+    """Returns the rows of all virtual replicas in the order of the global batch.
 
     Args:
-      values: tensors [n, ...] of the rows of this replica's shards.
-      layout: with shards, and one micro-batch.
+      values: tensors [n, ...] of the rows of this replica's virtual replicas.
+      layout: of virtual replicas, with one micro-batch.
       count: examples in the global batch, an int32 scalar.
     """
     if distribution.replicas == 1:
         return values
     own = layout.of_device(distribution.replicas, distribution.replica_id())
-    start = layout.shared(count, 0, own.start).start
+    start = layout.of_replica(count, 0, own.start).start
     leaves = keras.tree.flatten(values)
 
     def spread(value: tf.Tensor) -> tf.Tensor:
@@ -97,19 +97,19 @@ def _sums(distribution: Distribution, tensors: list[tf.Tensor]) -> list[tf.Tenso
 class _RowsOfReplica:
     """Where the rows of a replica are among places for the rows of all, of which each has as many as the first."""
 
-    def __init__(self, distribution: Distribution, rows: Rows):
+    def __init__(self, distribution: Distribution, rows: MicroBatch):
         replicas = distribution.replicas
-        self._number, self._whole = rows.number, rows.whole
+        self._number, self._whole = rows.size, rows.total
         # Between workers a collective has one shape for good; TensorFlow ends with "Shape mismatch" otherwise.
-        self._width = rows.most or -(-rows.whole // replicas)
+        self._width = rows.max_size or -(-rows.total // replicas)
         self._places = replicas * self._width
         self._before = distribution.replica_id() * self._width
         at = tf.range(self._places)
-        self._mine = (at >= self._before) & (at < self._before + rows.number)
+        self._mine = (at >= self._before) & (at < self._before + rows.size)
         # Earlier replicas have one row more where the rows do not divide evenly.
-        sizes = rows.whole // replicas + tf.cast(at // self._width < rows.whole % replicas, tf.int32)
+        sizes = rows.total // replicas + tf.cast(at // self._width < rows.total % replicas, tf.int32)
         self._taken = at % self._width < sizes
-        self._even = isinstance(rows.whole, int)
+        self._even = isinstance(rows.total, int)
         self._static = isinstance(self._width, int)
 
     def spread(self, value: tf.Tensor) -> tf.Tensor:
@@ -134,12 +134,12 @@ class _RowsOfReplica:
 class _StaticRows:
     """The same where every shape is known: how many rows there are in all is, and how many a replica has at most."""
 
-    def __init__(self, distribution: Distribution, rows: Rows):
-        width, replicas = rows.most, distribution.replicas
-        sizes = [len(part) for part in np.array_split(np.arange(rows.whole), replicas)]
+    def __init__(self, distribution: Distribution, rows: MicroBatch):
+        width, replicas = rows.max_size, distribution.replicas
+        sizes = [len(part) for part in np.array_split(np.arange(rows.total), replicas)]
         self._taken = np.concatenate([replica * width + np.arange(size) for replica, size in enumerate(sizes)])
         place = tf.equal(tf.range(replicas), distribution.replica_id())[:, None]
-        own = tf.range(width)[None] < tf.broadcast_to(rows.number, [1, 1])
+        own = tf.range(width)[None] < tf.broadcast_to(rows.size, [1, 1])
         self._mine = tf.logical_and(place, own)
 
     def spread(self, value: tf.Tensor) -> tf.Tensor:

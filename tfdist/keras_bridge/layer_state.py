@@ -12,7 +12,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_bridge import freezing, keras_internals
+from tfdist.distributed.distribution import Distribution
+from tfdist.keras_bridge import ema, keras_internals
 
 _tracing = threading.local()  # replicas are traced in threads
 
@@ -40,7 +41,7 @@ class LayerState:
         self._replicas = replicas
 
     @contextlib.contextmanager
-    def of_real_rows(
+    def restored_without_rows(
         self, present: tf.Tensor | None, real: tf.Tensor | None = None, compiled_metrics: bool = False
     ) -> Iterator[None]:
         """Undoes, after it, what a forward pass over a row that is not this replica's has changed in the layers.
@@ -76,7 +77,7 @@ class LayerState:
         with it the mean over the replicas.
 
         Args:
-          present: as for `of_real_rows`.
+          present: as for `restored_without_rows`.
           all_sum: sums tensors over the replicas.
         """
         if present is None or self._replicas == 1:
@@ -102,12 +103,25 @@ class LayerState:
         model = self._model()
         compiled = keras_internals.compiled_metrics(model)
         others = [] if compiled_metrics else [*keras_internals.loss_metrics(model), *([compiled] if compiled else [])]
-        kept = {id(v) for metric in others for v in metric.variables} | {id(v) for v in freezing.fixed(model)}
+        kept = {id(v) for metric in others for v in metric.variables} | {id(v) for v in fixed_variables(model)}
         for layer in keras_internals.flat_layers(model):
             if self._replicas > 1 and getattr(layer, "synchronized", False):
                 kept.update(id(v) for v in keras_internals.own_variables(layer))
         variables = {id(v): v for v in [*model.non_trainable_variables, *model.metrics_variables]}
         return [v for key, v in variables.items() if key not in kept and not keras_internals.is_seed(v)]
+
+
+def fixed_variables(model: keras.Model) -> list[keras.Variable]:
+    """Returns the variables that training does not change: weights of frozen layers, statistics of a frozen BatchNorm.
+
+    They are the same on every replica. What else a frozen layer has of state is not known to stay.
+    """
+    frozen: set[int] = set()
+    for layer in keras_internals.flat_layers(model):
+        if not layer.trainable:
+            whole = isinstance(layer, keras.layers.BatchNormalization)
+            frozen |= {id(v) for v in (layer.weights if whole else keras_internals.own_trainable_variables(layer))}
+    return [v for v in model.non_trainable_variables if id(v) in frozen]
 
 
 class Snapshot:
@@ -182,3 +196,23 @@ def separate_losses(model: keras.Model) -> Iterator[None]:
     """
     with keras_internals.added_losses(model, _Losses):
         yield
+
+
+def average_statistics(model: keras.Model, distribution: Distribution, shards: int = 0) -> None:
+    """Averages what each replica has gathered by itself (BatchNorm), before anybody looks at it.
+
+    With shards every replica has the same, and a mean over three of them would round it.
+    """
+    if shards:
+        return
+    with distribution.peers.during("call"):
+        # Rounding would let go of what is frozen, bit by bit.
+        kept = {id(v) for v in fixed_variables(model)}
+        gathered = [v for v in model.non_trainable_variables if id(v) not in kept]
+        distribution.average([v for v in gathered if v.dtype.startswith(("float", "bfloat"))])
+
+
+def settle(model: keras.Model, distribution: Distribution, shards: int = 0) -> None:
+    """Makes of a model whose training was interrupted what it would be had it ended there."""
+    average_statistics(model, distribution, shards)
+    ema.finalize(keras_internals.inner_optimizer(model.optimizer), model.trainable_variables)

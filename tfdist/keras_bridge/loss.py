@@ -1,55 +1,57 @@
-"""A compiled Keras loss as sums and counts, so that it can be added up over replicas.
+"""A compiled Keras loss as numerators and denominators, so that it can be added up over replicas.
 
-Keras reduces a batch to one number, and a mean of means is not the mean when
-the parts differ in size. Here each loss is taken apart into a numerator that
-adds up over micro-batches and replicas and the denominator that belongs to it.
+Keras reduces a batch to one number, and a mean of means is not the mean when the parts differ in size. Here each loss
+is taken apart into a numerator, which adds up over micro-batches and replicas, and the denominator that belongs to it.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+import enum
 import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from tfdist.data.batch_layout import Rows
+from tfdist.data.batch_layout import MicroBatch
 from tfdist.data.structures import Structure
+from tfdist.distributed.collectives import sum_in_order
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError, one_line
-from tfdist.keras_bridge import gathering, keras_internals, layer_state, loss_kinds
+from tfdist.keras_bridge import gathering, keras_internals, layer_state
 from tfdist.keras_bridge.keras_internals import MatchedLoss
-from tfdist.keras_bridge.loss_kinds import Kind
-from tfdist.keras_bridge.preconditions import FILLED
+from tfdist.keras_bridge.preconditions import PADDED
 
 MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
+SAMPLE_ROWS = 8
+"""Rows with which losses and metrics are classified."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Part:
+class LossTerm(NamedTuple):
     """One loss of one output, for a slice of the global batch.
 
-    `numerator / denominator`, each summed over the slices, is the loss of the
-    whole global batch.
+    `numerator / denominator`, each summed over the slices, is the loss of the whole global batch.
     """
 
     name: str
-    """Of the output; empty for what `add_loss` has collected."""
+    """Of the output; empty for `add_loss`."""
     weight: float | tf.Tensor
     """Of this loss in the total."""
     numerator: tf.Tensor
     """A scalar."""
-    denominator: tf.Tensor | None
-    """A scalar; None where the host knew it beforehand and the numerator has been divided already."""
+    denominator: tf.Tensor | None = None
+    """A scalar; None where it is known beforehand and the numerator has been divided already."""
 
 
-class _Quotient(NamedTuple):
-    """The two scalars of a `Part`."""
+class Kind(enum.Enum):
+    """How a loss depends on the examples of a batch."""
 
-    numerator: tf.Tensor
-    denominator: tf.Tensor | None
+    ROWS = "a value per example, which depends on that example alone"
+    MEAN = "one number, the mean of what it is for each example"
+    ACROSS = "a number, or values, that depend on the other examples too"
 
 
 class Objective:
@@ -61,30 +63,30 @@ class Objective:
         self._jit = jit
         self._kinds: list[Kind] = []
         self.regularized = [v for v in model.trainable_variables if v.regularizer is not None]
-        """The variables with a regulariser."""
+        """The variables with a regularizer."""
 
     def names(self, y: Structure, y_pred: Structure) -> list[str]:
         """Returns the names under which Keras logs the single losses; none for fewer than two."""
         names = [f"{matched.entry.name}_loss" for matched in self._matched(y, y_pred, None)]
         return names if len(names) > 1 else []
 
-    def look(self, y: Structure, y_pred: Structure) -> None:
-        """Finds out which losses look across the batch, by trying them; not within a traced function.
+    def classify(self, y: Structure, y_pred: Structure) -> None:
+        """Classifies the losses by probing them; not within a traced function.
 
         Args:
-          y: targets of `loss_kinds.ROWS` rows.
+          y: targets of `SAMPLE_ROWS` rows.
           y_pred: outputs for as many.
         """
         every = self._matched(y, y_pred, None)
-        counted = layer_state.attribute_variables((m.entry.loss for m in every), keras.Variable, tf.Variable)
-        with layer_state.unchanged(counted):  # a loss may count its batches, of which these are none
-            self._kinds = [loss_kinds.look(matched) for matched in every]
+        counters = layer_state.attribute_variables((m.entry.loss for m in every), keras.Variable, tf.Variable)
+        with layer_state.unchanged(counters):  # a loss may count its batches, of which these are none
+            self._kinds = [_kind_of(matched) for matched in every]
 
-    def check(self, taken_apart: str) -> None:
+    def check(self, split_by: str) -> None:
         """Refuses losses that cannot be computed from parts of a batch, or within what XLA compiles.
 
         Args:
-          taken_apart: see `Layout.taken_apart`.
+          split_by: see `Layout.split_by`.
 
         Raises:
           UserError: naming the loss.
@@ -92,70 +94,74 @@ class Objective:
         compiled = keras_internals.compiled_loss(self._model())
         entries = [] if compiled is None else keras_internals.loss_entries(compiled)
         for entry, kind in zip(entries, self._kinds):
-            if taken_apart and kind is Kind.ACROSS:
+            if split_by and kind is Kind.ACROSS:
                 raise UserError(
-                    f"loss {entry.loss.name!r} looks across the batch, which {taken_apart} takes apart: "
-                    "use a smaller batch, or a loss with a value per example"
+                    f"loss {entry.loss.name!r} looks across the batch, which {split_by} takes apart",
+                    "use a smaller batch, or a loss with a value per example",
                 )
             if self._jit and self._distribution.replicas > 1 and kind is not Kind.ROWS:
                 raise UserError(
-                    f"loss {entry.loss.name!r} looks across the batch, which --jit=on cannot exchange between "
-                    "replicas: use --jit=off, or a loss with a value per example"
+                    f"loss {entry.loss.name!r} looks across the batch, which --jit=on cannot exchange between replicas",
+                    "use --jit=off, or a loss with a value per example",
                 )
 
-    def gathers(self, micro_batches: int) -> bool:
-        """Returns whether some loss is computed on the rows of all replicas."""
-        return any(self._gathered(kind, micro_batches) for kind in self._kinds)
+    def gathers(self, parts: int) -> bool:
+        """Returns whether some loss is computed on the rows of all replicas; see `MicroBatch.parts`."""
+        return any(_is_gathered(kind, parts) for kind in self._kinds)
 
-    @staticmethod
-    def _gathered(kind: Kind, micro_batches: int) -> bool:
-        # Also of what seems to be a mean: on other rows it may not be one, as where masked ones are left out of it.
-        return kind is Kind.ACROSS or (kind is Kind.MEAN and micro_batches == 1)
-
-    def parts(
-        self, y: Structure, y_pred: Structure, weight: Structure | None, rows: Rows, count: tf.Tensor | int
-    ) -> list[Part]:
-        """Takes the losses of one slice apart.
+    def terms(
+        self, y: Structure, y_pred: Structure, weight: Structure | None, rows: MicroBatch, count: tf.Tensor | int
+    ) -> list[LossTerm]:
+        """Computes the losses of a slice.
 
         Args:
           y: targets, structure of tensors of shape [slice, ...].
           y_pred: model outputs, with Keras masks attached where there are any.
           weight: sample weights (structure or tensor) or None.
-          rows: which part of the global batch the slice is.
+          rows: the slice.
           count: examples in the whole global batch, int32 scalar or int.
 
         Returns:
-          One `Part` per loss and one per `add_loss` value, which counts as a
-          mean over examples, as Keras' own activity regularizers are.
+          One term per loss and one per `add_loss` value, which counts as a mean over examples, as Keras' own activity
+          regularizers are.
 
         Raises:
           UserError: losses that cannot be taken apart, or that do not fit targets and outputs.
         """
-        parts = []
+        terms = []
         for i, matched in enumerate(self._matched(y, y_pred, weight)):
             entry = matched.entry
-            if self._gathered(self._kinds[i] if self._kinds else Kind.ROWS, rows.micro_batches):
+            if _is_gathered(self._kinds[i] if self._kinds else Kind.ROWS, rows.parts):
                 numerator, denominator = self._of_all_rows(matched, rows)
             else:
-                numerator, denominator = self._quotient(matched, rows, count)
+                numerator, denominator = self._of_slice(matched, rows, count)
             scale = 1.0 if entry.loss_weights is None else entry.loss_weights
-            parts.append(Part(entry.name, scale, numerator, denominator))
-        added = self._collected()
-        if added and rows.filled:
-            raise UserError(f"a layer calls add_loss or has an activity regularizer, {FILLED}")
-        for value in added:
-            parts.append(Part("", 1.0, _counted(value, rows) * _share(rows, count, value.dtype), None))
-        return parts
+            terms.append(LossTerm(entry.name, scale, numerator, denominator))
+        # Keras appends one loss per regularized weight to those that `add_loss` has collected.
+        losses = self._model().losses
+        for loss in losses[: len(losses) - len(self.regularized)]:
+            if rows.padded:
+                raise UserError(f"a layer calls add_loss or has an activity regularizer, {PADDED}")
+            value = tf.convert_to_tensor(loss)
+            value = tf.reduce_sum(value if value.dtype.is_floating else tf.cast(value, keras.config.floatx()))
+            terms.append(LossTerm("", 1.0, _counted(value, rows) * _fraction(rows, count, value.dtype)))
+        return terms
 
-    def regularization(self) -> list[tf.Tensor]:
+    def penalties(self) -> list[tf.Tensor]:
         """Returns the penalty of each variable in `regularized`, a scalar that is the same on every replica."""
         return [variable.regularizer(variable) for variable in self.regularized]
 
-    def _collected(self) -> list[tf.Tensor]:
-        """What `add_loss` has collected: Keras appends one loss per regularised weight after it."""
-        losses = self._model().losses
-        added = [tf.convert_to_tensor(v) for v in losses[: len(losses) - len(self.regularized)]]
-        return [tf.reduce_sum(v if v.dtype.is_floating else tf.cast(v, keras.config.floatx())) for v in added]
+    def penalties_with_gradients(self) -> tuple[list[tf.Tensor], list[tf.Tensor | None]]:
+        """Returns the penalties, and for each trainable variable the gradient of their sum or None."""
+        variables = self._model().trainable_variables
+        if not self.regularized:
+            return [], [None] * len(variables)
+        with tf.GradientTape() as tape:
+            penalties = self.penalties()
+            total = sum_in_order([tf.cast(p, penalties[0].dtype) for p in penalties])
+        gradients = tape.gradient(total, [v.value for v in self.regularized])
+        by_variable = dict(zip(map(id, self.regularized), gradients))
+        return penalties, [by_variable.get(id(v)) for v in variables]
 
     def _matched(self, y: Structure, y_pred: Structure, weight: Structure | None) -> list[MatchedLoss]:
         compiled = keras_internals.compiled_loss(self._model())
@@ -167,28 +173,34 @@ class Objective:
             except (ValueError, KeyError, TypeError, tf.errors.InvalidArgumentError) as error:
                 raise _misfit("loss does", y, y_pred, error) from error
             for entry in keras_internals.loss_entries(compiled):
-                _check(entry.loss)
+                if entry.loss.reduction in (None, "none"):
+                    raise UserError(
+                        f"loss {entry.loss.name!r} has reduction={entry.loss.reduction!r}, which leaves nothing to "
+                        "minimise",
+                        f"use 'sum' or one of {', '.join(MEANS)}",
+                    )
         try:
             return keras_internals.matched_losses(compiled, y, y_pred, weight)
         except (ValueError, KeyError, TypeError, tf.errors.InvalidArgumentError) as error:
             raise _misfit("targets do", y, y_pred, error) from error
 
-    def _quotient(self, matched: MatchedLoss, rows: Rows, count: tf.Tensor | int) -> _Quotient:
-        """Follows keras.losses.Loss.__call__ and reduce_weighted_values (Keras 3) for the rows of a slice."""
+    def _of_slice(
+        self, matched: MatchedLoss, rows: MicroBatch, count: tf.Tensor | int
+    ) -> tuple[tf.Tensor, tf.Tensor | None]:
+        """Returns numerator and denominator, as keras.losses.Loss.__call__ and reduce_weighted_values (Keras 3) do."""
         loss, weight = matched.entry.loss, matched.sample_weight
         if type(loss).__call__ is not keras.losses.Loss.__call__:
             return self._of_all_rows(matched, rows)
         mask = keras_internals.mask_of(matched.y_pred)
-        y_true, y_pred = loss_kinds.arguments(matched)
-        values = loss.call(y_true, y_pred)
+        values = loss.call(*_call_arguments(matched))
         out_mask = keras_internals.mask_of(values)
         if out_mask is not None:
             mask = out_mask if mask is None else mask & out_mask
         values = tf.cast(values, loss.dtype)
         if values.shape.rank == 0:
-            if rows.micro_batches * self._distribution.replicas == 1:
+            if rows.parts * self._distribution.replicas == 1:
                 return self._of_all_rows(matched, rows)
-            return self._of_scalar(loss, values, weight, rows, count)
+            return _of_scalar(loss, values, weight, rows, count), None
 
         scaled = values
         if weight is not None:
@@ -199,48 +211,50 @@ class Objective:
             mask = tf.cast(mask, values.dtype)
             scaled, mask = _same_rank(scaled, mask)
             scaled = scaled * mask
-        total = lambda tensor: _counted(tf.reduce_sum(_of_real_rows(tensor, rows)), rows)
+        total = lambda tensor: _counted(tf.reduce_sum(_without_padding(tensor, rows)), rows)
         numerator = total(scaled)
 
         if loss.reduction == "sum":
-            return _Quotient(numerator, None)
+            return numerator, None
         if loss.reduction == "mean_with_sample_weight" and (weight is not None or mask is not None):
             counted = mask if weight is None else weight if mask is None else weight * mask
-            return _Quotient(numerator, total(counted))
+            return numerator, total(counted)
         if mask is not None:
-            return _Quotient(numerator, total(mask) * _elements(scaled) / _elements(mask))
-        return _Quotient(numerator / (tf.cast(count, values.dtype) * _elements(scaled)), None)
+            return numerator, total(mask) * _values_per_row(scaled) / _values_per_row(mask)
+        return numerator / (tf.cast(count, values.dtype) * _values_per_row(scaled)), None
 
-    def _of_scalar(
-        self, loss: keras.Loss, value: tf.Tensor, weight: tf.Tensor | None, rows: Rows, count: tf.Tensor | int
-    ) -> _Quotient:
-        """Takes a user's loss that returns one number for a micro-batch as a mean over examples."""
-        if rows.filled:
-            raise UserError(f"loss {loss.name!r} returns one number per batch, {FILLED}")
-        if weight is not None:
-            raise UserError(
-                f"loss {loss.name!r} returns one number per batch and cannot be combined with "
-                "sample weights: return one value per example"
-            )
-        if loss.reduction == "sum":
-            return _Quotient(_counted(value, rows), None)
-        return _Quotient(_counted(value, rows) * _share(rows, count, value.dtype), None)
-
-    def _of_all_rows(self, matched: MatchedLoss, rows: Rows) -> _Quotient:
+    def _of_all_rows(self, matched: MatchedLoss, rows: MicroBatch) -> tuple[tf.Tensor, None]:
         """Computes a loss that looks across the batch on the rows of all replicas, as Keras does on one device.
 
         Every replica has the same value, which counts once; its gradient flows through each replica's own rows.
         """
-        entry, *values = matched
-        weighted = values[2] is not None
-        y_true, y_pred, *weight = gathering.gathered(
-            self._distribution, tuple(values if weighted else values[:2]), rows
-        )
-        value = entry.loss(y_true, y_pred, *weight)
+        weight = () if matched.sample_weight is None else (matched.sample_weight,)
+        arguments = gathering.gathered(self._distribution, (matched.y_true, matched.y_pred, *weight), rows)
+        value = matched.entry.loss(*arguments)
         if self._distribution.replicas == 1:
-            return _Quotient(value, None)
+            return value, None
         once = tf.equal(self._distribution.replica_id(), 0)
-        return _Quotient(value - tf.stop_gradient(tf.where(once, tf.zeros_like(value), value)), None)
+        return value - tf.stop_gradient(tf.where(once, tf.zeros_like(value), value)), None
+
+
+def _is_gathered(kind: Kind, parts: int) -> bool:
+    # Also of what seems to be a mean: on other rows it may not be one, as where masked ones are left out of it.
+    return kind is Kind.ACROSS or (kind is Kind.MEAN and parts == 1)
+
+
+def _of_scalar(
+    loss: keras.Loss, value: tf.Tensor, weight: tf.Tensor | None, rows: MicroBatch, count: tf.Tensor | int
+) -> tf.Tensor:
+    """Takes a user's loss that returns one number for a micro-batch as a mean over examples."""
+    if rows.padded:
+        raise UserError(f"loss {loss.name!r} returns one number per batch, {PADDED}")
+    if weight is not None:
+        raise UserError(
+            f"loss {loss.name!r} returns one number per batch and cannot be combined with sample weights",
+            "return one value per example",
+        )
+    value = _counted(value, rows)
+    return value if loss.reduction == "sum" else value * _fraction(rows, count, value.dtype)
 
 
 def _misfit(what: str, y: Structure, y_pred: Structure, error: Exception) -> UserError:
@@ -253,43 +267,35 @@ def _misfit(what: str, y: Structure, y_pred: Structure, error: Exception) -> Use
     )
 
 
-def _check(loss: keras.Loss) -> None:
-    if loss.reduction in (None, "none"):
-        raise UserError(
-            f"loss {loss.name!r} has reduction={loss.reduction!r}, which leaves nothing to minimise: "
-            f"use 'sum' or one of {', '.join(MEANS)}"
-        )
-
-
-def _elements(values: tf.Tensor) -> tf.Tensor:
-    """Loss values per example (product of all dimensions but the first)."""
+def _values_per_row(values: tf.Tensor) -> tf.Tensor:
+    """Returns the number of loss values per example (product of all dimensions but the first)."""
     inner = values.shape[1:]
     if inner.is_fully_defined():
         return tf.constant(inner.num_elements(), values.dtype)
     return tf.cast(tf.reduce_prod(tf.shape(values)[1:]), values.dtype)
 
 
-def _counted(total: tf.Tensor, rows: Rows) -> tf.Tensor:
+def _counted(total: tf.Tensor, rows: MicroBatch) -> tf.Tensor:
     """Returns a sum over rows, 0 where there are none."""
     # where() and not a product: an inf of a row that does not count times 0 would be NaN.
     return total if rows.present is None else tf.where(rows.present, total, tf.zeros_like(total))
 
 
-def _of_real_rows(values: tf.Tensor, rows: Rows) -> tf.Tensor:
-    """Returns values [rows, ...] with zeros for the rows that do not count."""
-    real = rows.real()
-    if real is None:
+def _without_padding(values: tf.Tensor, rows: MicroBatch) -> tf.Tensor:
+    """Returns values [rows, ...] with zeros for the padding."""
+    mask = rows.row_mask()
+    if mask is None:
         return values
-    return tf.where(tf.reshape(real, [-1, *[1] * (values.shape.rank - 1)]), values, tf.zeros_like(values))
+    return tf.where(tf.reshape(mask, [-1, *[1] * (values.shape.rank - 1)]), values, tf.zeros_like(values))
 
 
-def _share(rows: Rows, count: tf.Tensor | int, dtype: tf.DType) -> tf.Tensor:
-    """Returns the part of the global batch that a slice is."""
-    return tf.cast(rows.number, dtype) / tf.cast(count, dtype)
+def _fraction(rows: MicroBatch, count: tf.Tensor | int, dtype: tf.DType) -> tf.Tensor:
+    """Returns the fraction of the global batch in a slice."""
+    return tf.cast(rows.size, dtype) / tf.cast(count, dtype)
 
 
 def _same_rank(values: tf.Tensor, weight: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Keras' squeeze_or_expand_to_same_rank: ranks that differ by one meet at a last axis of 1."""
+    """Follows Keras' squeeze_or_expand_to_same_rank: ranks that differ by one meet at a last axis of 1."""
     if values.shape.rank == weight.shape.rank + 1 and weight.shape.rank == 1:
         if values.shape[-1] == 1:
             return tf.squeeze(values, -1), weight
@@ -300,3 +306,66 @@ def _same_rank(values: tf.Tensor, weight: tf.Tensor) -> tuple[tf.Tensor, tf.Tens
     if weight.shape.rank == values.shape.rank + 1 and weight.shape[-1] == 1:
         return values, tf.squeeze(weight, -1)
     return values, weight
+
+
+def _call_arguments(matched: MatchedLoss) -> tuple[Structure, Structure]:
+    """Returns targets and outputs as `keras.losses.Loss.__call__` passes them to `call`."""
+    to_tensor = lambda t: keras.ops.convert_to_tensor(t, dtype=matched.entry.loss.dtype)
+    return tuple(keras.tree.map_structure(to_tensor, values) for values in (matched.y_true, matched.y_pred))
+
+
+def _kind_of(matched: MatchedLoss) -> Kind:
+    """Classifies a loss by probing it with `SAMPLE_ROWS` rows together and one by one, with other outputs too."""
+    loss = matched.entry.loss
+    if type(loss).__call__ is not keras.losses.Loss.__call__:
+        return Kind.ACROSS
+    y_true, y_pred = _call_arguments(matched)
+    kinds = {_kind_for(loss, y_true, prediction) for prediction in variants(y_pred)}
+    with contextlib.suppress(ValueError, TypeError, tf.errors.OpError):
+        kinds.add(_kind_for(loss, y_true, negated(y_pred)))
+    return Kind.ACROSS if len(kinds) > 1 else kinds.pop()
+
+
+def _kind_for(loss: keras.Loss, y_true: Structure, y_pred: Structure) -> Kind:
+    def same(one: tf.Tensor, other: tf.Tensor) -> bool:
+        rounding = 1e-4 if loss.dtype in ("float32", "float64") else 3e-2
+        one, other = (tf.cast(value, tf.float64) for value in (one, other))
+        return one.shape == other.shape and np.allclose(one, other, rounding, rounding, equal_nan=True)
+
+    whole = tf.convert_to_tensor(loss.call(y_true, y_pred))
+    if not same(whole, tf.convert_to_tensor(loss.call(y_true, y_pred))):
+        return Kind.ROWS if whole.shape.rank else Kind.MEAN  # it draws random numbers: nothing can be told
+    try:
+        single = [
+            tf.convert_to_tensor(loss.call(*keras.tree.map_structure(lambda t, i=i: t[i : i + 1], (y_true, y_pred))))
+            for i in range(SAMPLE_ROWS)
+        ]
+    except (ValueError, TypeError, IndexError, tf.errors.OpError):
+        return Kind.ACROSS  # it needs more than one example
+    if whole.shape.rank == 0:
+        return Kind.MEAN if same(whole, tf.reduce_mean(tf.stack(single), 0)) else Kind.ACROSS
+    if whole.shape[0] != SAMPLE_ROWS or any(value.shape[:1] != [1] for value in single):
+        return Kind.ACROSS
+    return Kind.ROWS if same(whole, tf.concat(single, 0)) else Kind.ACROSS
+
+
+def variants(y_pred: Structure) -> list[Structure]:
+    """Returns outputs as they are, in another order, and with differences: a new model may give all rows alike."""
+    return [y_pred, _changed(y_pred, lambda t: tf.reverse(t, [0])), _changed(y_pred, _spread)]
+
+
+def negated(y_pred: Structure) -> Structure:
+    """Returns outputs of another sign, which a model need not be able to give.
+
+    Where all are below zero, a maximum that begins there seems to add up.
+    """
+    return _changed(y_pred, lambda t: -_spread(t))
+
+
+def _changed(y_pred: Structure, change: Callable[[tf.Tensor], tf.Tensor]) -> Structure:
+    return keras.tree.map_structure(lambda t: change(t) if t.dtype.is_floating else t, y_pred)
+
+
+def _spread(t: tf.Tensor) -> tf.Tensor:
+    factors = tf.constant(np.random.default_rng(0).uniform(0.5, 1.0, [SAMPLE_ROWS]))
+    return t * tf.cast(tf.reshape(factors, [-1, *[1] * (t.shape.rank - 1)]), t.dtype)

@@ -4,6 +4,7 @@ and their results."""
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -11,14 +12,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.data.batch_layout import Rows, unpack
+from tfdist.data.batch_layout import MicroBatch, unpack
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
-from tfdist.keras_bridge import gathering, keras_internals, loss_kinds, whole_metrics
+from tfdist.keras_bridge import gathering, keras_internals
+from tfdist.keras_bridge.loss import negated, variants
 
 
-def update(model: keras.Model, distribution: Distribution, rows: Rows, y_pred: Structure) -> None:
+def update(model: keras.Model, distribution: Distribution, rows: MicroBatch, y_pred: Structure) -> None:
     """Updates the compiled metrics as Keras does; in replica context.
 
     Args:
@@ -33,22 +35,22 @@ def update(model: keras.Model, distribution: Distribution, rows: Rows, y_pred: S
     _, y, weight = unpack(rows.data)
     pairs = _pairs(compiled, y, y_pred, weight)
     for pair in pairs:
-        if any(whole_metrics.is_whole(metric) for metric in pair.metrics):
+        if any(is_whole(metric) for metric in pair.metrics):
             given = (pair.y_true, pair.y_pred) + (() if pair.weight is None else (pair.weight,))
             every, prediction, *weights = gathering.gathered(distribution, given, rows)
             for metric in pair.metrics:
-                if whole_metrics.is_whole(metric):
+                if is_whole(metric):
                     metric.update_state(every, prediction, sample_weight=weights[0] if weights else None)
 
     def add_up(pairs: list[_Pair] = pairs) -> tf.Tensor:
         for pair in pairs:
             for metric in pair.metrics:
-                if not whole_metrics.is_whole(metric):
+                if not is_whole(metric):
                     _update(metric, pair)
         return tf.constant(0)
 
-    if rows.filled:  # a metric need not take weights
-        tf.cond(tf.equal(rows.number, rows.most), add_up, lambda: add_up([pair.without_last() for pair in pairs]))
+    if rows.padded:  # a metric need not take weights
+        tf.cond(tf.equal(rows.size, rows.max_size), add_up, lambda: add_up([pair.without_last() for pair in pairs]))
     elif rows.present is None:
         add_up()
     else:  # of no rows, a metric may make NaN, or count a batch
@@ -91,35 +93,35 @@ def _pairs(compiled: object, y: Structure, y_pred: Structure, weight: Structure 
     return pairs + [_Pair(g.metrics, t, o, w) for g, t, o, w in zip(weighted, targets, outputs, weights) if g]
 
 
-def look(model: keras.Model, y: Structure, y_pred: Structure) -> None:
+def classify(model: keras.Model, y: Structure, y_pred: Structure) -> None:
     """Finds out which compiled metrics must see a whole batch, by trying them; not within a traced function.
 
     Args:
       model: built, its metrics too.
-      y: targets of `loss_kinds.ROWS` rows.
+      y: targets of `SAMPLE_ROWS` rows.
       y_pred: outputs for as many.
     """
     compiled = keras_internals.compiled_metrics(model)
     for pair in _pairs(compiled, y, y_pred, None) if compiled else []:
         for metric in pair.metrics:
-            usual = [_adds_up(metric, pair.y_true, prediction) for prediction in loss_kinds.variants(pair.y_pred)]
-            unlikely = _adds_up(metric, pair.y_true, loss_kinds.negated(pair.y_pred))
+            usual = [_adds_up(metric, pair.y_true, prediction) for prediction in variants(pair.y_pred)]
+            unlikely = _adds_up(metric, pair.y_true, negated(pair.y_pred))
             if not all(usual) or unlikely is False:
-                whole_metrics.remember(metric)
+                _WHOLE.add(metric)
 
 
-def check(model: keras.Model, taken_apart: str) -> None:
+def check(model: keras.Model, split_by: str) -> None:
     """Refuses metrics that must see a whole batch where that is taken apart on one device, too.
 
     Args:
-      taken_apart: see `Layout.taken_apart`.
+      split_by: see `Layout.split_by`.
 
     Raises:
       UserError: naming the metric.
     """
-    for metric in whole_metrics.of(model) if taken_apart else []:
+    for metric in whole_metrics(model) if split_by else []:
         raise UserError(
-            f"metric {metric.name!r} does not add up over parts of a batch, which {taken_apart} takes apart: "
+            f"metric {metric.name!r} does not add up over parts of a batch, which {split_by} takes apart: "
             "use a smaller batch, or leave the metric out"
         )
 
@@ -130,7 +132,7 @@ def check_summed(model: keras.Model, own: str) -> None:
     Raises:
       UserError: naming the metric.
     """
-    for metric in whole_metrics.of(model):
+    for metric in whole_metrics(model):
         raise UserError(
             f"metric {metric.name!r} does not add up over parts of a batch, and {own} of {type(model).__name__} shows "
             "it those of the replicas: use --strategy=default, or leave the metric out"
@@ -222,7 +224,7 @@ def results(model: keras.Model, distribution: Distribution, losses: bool = False
     Args:
       losses: also of those in which Keras averages the losses; without a step of the model's own nothing updates them.
     """
-    whole = whole_metrics.of(model)
+    whole = whole_metrics(model)
     others = {id(v) for metric in whole for v in metric.variables}
     others |= set() if losses else {id(v) for m in keras_internals.loss_metrics(model) for v in m.variables}
     summed = [v for metric in model.metrics for v in metric.variables if id(v) not in others]
@@ -304,7 +306,7 @@ def reset(model: keras.Model, distribution: Distribution) -> None:
     sum is right. What a metric keeps of its state is what the first makes of the sum. Metrics that must see a whole
     batch have theirs everywhere.
     """
-    whole = {id(v) for metric in whole_metrics.of(model) for v in metric.variables}
+    whole = {id(v) for metric in whole_metrics(model) for v in metric.variables}
     summed = [v for metric in model.metrics for v in metric.variables if id(v) not in whole]
     many = distribution.replicas > 1
     keeping = [v for metric in model.metrics if many and _keeps(metric) for v in metric.variables if id(v) not in whole]
@@ -335,3 +337,17 @@ def _keeps(metric: keras.Metric) -> bool:
 def _assign(variable: keras.Variable, value: tf.Tensor) -> None:
     """Writes the copy of this replica; the variable's own assign would meet the other replicas."""
     tf.raw_ops.AssignVariableOp(resource=variable.value.handle, value=value)
+
+
+_WHOLE: weakref.WeakSet[keras.Metric] = weakref.WeakSet()
+
+
+def is_whole(metric: keras.Metric) -> bool:
+    """Returns whether `metric` was noted so: each replica then keeps its state for all examples, and not for a part."""
+    return metric in _WHOLE
+
+
+def whole_metrics(model: keras.Model) -> list[keras.Metric]:
+    """Returns the compiled metrics of a model that were noted so."""
+    every = [inner for metric in model.metrics for inner in getattr(metric, "metrics", [metric])]
+    return [metric for metric in dict.fromkeys(every) if is_whole(metric)]

@@ -120,46 +120,43 @@ class OwnedOptimizer:
         self,
         grads: Gradients,
         variables: list[keras.Variable],
-        regularized: Callable[[Gradients], Gradients],
-        made: list[tf.Tensor],
+        penalty_grads: Gradients,
+        after: list[tf.Tensor],
     ) -> None:
         """Updates `variables` and the optimizer's state; called in replica context, within `owned`.
 
         Args:
           grads: the same on every replica; the scale of a `LossScaleOptimizer` is still in them.
           variables: the model's trainable variables, for which the optimizer was built.
-          regularized: adds the gradients of the regularisers.
-          made: the gradients of this replica, or their sums. Once they are there, nothing reads a weight any more.
+          penalty_grads: of the regularizers, without that scale.
+          after: tensors of the backward pass: once they exist, nothing reads a weight anymore.
 
         Raises:
           UserError: there is not one gradient.
         """
         if not variables:
             return  # as in Keras, which says that there is nothing to train
-        if not any(g is not None for g in (*grads, *regularized([None] * len(grads)))):
+        if not any(g is not None for g in (*grads, *penalty_grads)):
             raise UserError("no trainable variable has a gradient: the loss does not depend on the model's weights")
         if not is_fused(self._optimizer):
-            self._apply_keras(grads, variables, regularized)
+            self._apply_keras(grads, variables, penalty_grads)
         elif self._optimizer is self._base:
-            self._apply_fused(regularized(grads), variables, made)
+            self._apply_fused(_added(grads, penalty_grads), variables, after)
         else:
-            self._apply_scaled(grads, variables, regularized)
+            self._apply_scaled(grads, variables, penalty_grads)
 
-    def _apply_keras(
-        self, grads: Gradients, variables: list[keras.Variable], regularized: Callable[[Gradients], Gradients]
-    ) -> None:
-        scale = self.loss_scale()
+    def _apply_keras(self, grads: Gradients, variables: list[keras.Variable], penalty_grads: Gradients) -> None:
+        # The optimizer divides by its loss scale; nobody has multiplied the loss by a `loss_scale_factor`.
+        scale, factor = self.loss_scale(), self._base.loss_scale_factor
         if scale is not None:
-            extra = regularized([None] * len(grads))
-            grads = [_added(g, None if e is None else e * tf.cast(scale, e.dtype)) for g, e in zip(grads, extra)]
+            grads = _added(grads, [None if g is None else g * tf.cast(scale, g.dtype) for g in penalty_grads])
         else:
-            grads = regularized(grads)
-            factor = self._base.loss_scale_factor
-            if factor is not None:  # the optimizer divides by it, and nobody has multiplied the loss
+            grads = _added(grads, penalty_grads)
+            if factor is not None:
                 grads = [None if g is None else g * tf.constant(factor, g.dtype) for g in grads]
         before = tf.identity(self._base.iterations.value)
         # And not apply(), as Keras: a subclass may have changed it. Those without a gradient go along: MultiOptimizer
-        # wants as many gradients as it has variables.
+        # needs as many gradients as it has variables.
         self._optimizer.apply_gradients(list(zip(grads, variables)))
         updated = tf.not_equal(before, tf.identity(self._base.iterations.value))
         if self._averages:
@@ -167,10 +164,8 @@ class OwnedOptimizer:
             present = [v for g, v in zip(grads, variables) if g is not None]
             ema.constrain(self.constraints, present, updated)
 
-    def _apply_scaled(
-        self, grads: Gradients, variables: list[keras.Variable], regularized: Callable[[Gradients], Gradients]
-    ) -> None:
-        """keras.optimizers.LossScaleOptimizer, deciding on the sum over all replicas."""
+    def _apply_scaled(self, grads: Gradients, variables: list[keras.Variable], penalty_grads: Gradients) -> None:
+        """Does what keras.optimizers.LossScaleOptimizer does, deciding on the sum over all replicas."""
         present = [g for g in grads if g is not None]
         finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(g)) for g in present])
         scale, steps = self._optimizer.dynamic_scale, self._optimizer.step_counter
@@ -178,7 +173,7 @@ class OwnedOptimizer:
         def good() -> tf.Tensor:
             factor = 1.0 / tf.convert_to_tensor(scale)
             unscaled = [None if g is None else g * tf.cast(factor, g.dtype) for g in grads]
-            self._apply_fused(regularized(unscaled), variables, [])  # all sums are there: they were looked at
+            self._apply_fused(_added(unscaled, penalty_grads), variables, [])  # all sums exist: they were looked at
             grow = tf.equal(tf.convert_to_tensor(steps), self._optimizer.dynamic_growth_steps - 1)
             scale.assign(tf.where(grow, scale * 2.0, scale))
             steps.assign(tf.where(grow, tf.zeros_like(steps), steps + 1))
@@ -191,7 +186,8 @@ class OwnedOptimizer:
 
         tf.cond(finite, good, bad)
 
-    def _apply_fused(self, grads: Gradients, variables: list[keras.Variable], made: list[tf.Tensor]) -> None:
+    def _apply_fused(self, grads: Gradients, variables: list[keras.Variable], after: list[tf.Tensor]) -> None:
+        """Clips, decays weights, and updates by TensorFlow's fused ops."""
         optimizer = self._base
         grads = clip(optimizer, grads)
         rate = tf.convert_to_tensor(optimizer.learning_rate)
@@ -203,8 +199,8 @@ class OwnedOptimizer:
                 variable.assign_sub(tf.cast(tf.cast(variable, exact) * decay, variable.dtype))
         update = self._sgd(rate) if isinstance(optimizer, keras.optimizers.SGD) else self._adam(rate)
         # A weight that the backward pass still reads would be copied before it is written. The sums of other gradients
-        # need not be there yet.
-        with tf.control_dependencies(made):
+        # need not exist yet.
+        with tf.control_dependencies(after):
             for i, grad, variable in triples:
                 update(i, tf.cast(grad, variable.dtype), variable)
         before = tf.identity(optimizer.iterations.value)
@@ -348,5 +344,7 @@ def clip(optimizer: keras.optimizers.Optimizer, grads: Gradients) -> Gradients:
     return [None if g is None else next(clipped) for g in grads]
 
 
-def _added(a: tf.Tensor | None, b: tf.Tensor | None) -> tf.Tensor | None:
-    return b if a is None else a if b is None else a + b
+def _added(grads: Gradients, others: Gradients) -> Gradients:
+    """Adds gradients variable by variable, in the type of the first."""
+    pairs = zip(grads, others)
+    return [b if a is None else a if b is None else a + tf.cast(b, a.dtype) for a, b in pairs]

@@ -20,11 +20,11 @@ from tfdist.keras_bridge import keras_internals, own_steps
 OF_OUR_STEP = ("accumulate", "virtual_replicas", "reduce_dtype", "lr_multipliers", "layer_decay")
 """Options that a step of the model's own knows nothing of."""
 
-FILLED = (
+PADDED = (
     "which is not exact where the rows of some replicas are filled up and all exchange statistics or losses: make the "
     "batch size and the examples of an epoch divisible by the number of replicas, times accumulate"
 )
-"""What is wrong, and what helps, with what would count the filler of `static_rows`."""
+"""What is wrong, and what helps, with what would count the padding of `HostSlice`."""
 
 
 def scope(model: keras.Model, distribution: Distribution) -> None:
@@ -229,19 +229,19 @@ def use_xla(model: keras.Model, distribution: Distribution) -> bool:
     return True
 
 
-def filled(model: keras.Model, adding: Sequence[str]) -> None:
+def padded(model: keras.Model, adding: Sequence[str]) -> None:
     """Refuses layers that would count filler, in a pass that all replicas must run alike.
 
     Args:
       adding: the layers that call `add_loss`.
     """
     if adding:
-        raise UserError(f"layer {adding[0]!r} calls add_loss or has an activity regularizer, {FILLED}")
+        raise UserError(f"layer {adding[0]!r} calls add_loss or has an activity regularizer, {PADDED}")
     for layer in keras_internals.flat_layers(model, include_self=False):
         alone = isinstance(layer, keras.layers.BatchNormalization) and layer.trainable and not layer.synchronized
         if alone or keras_internals.own_metrics(layer):
             what = "normalizes with the rows of its own replica" if alone else "has a metric"
-            raise UserError(f"layer {layer.name!r} {what}, {FILLED}")
+            raise UserError(f"layer {layer.name!r} {what}, {PADDED}")
 
 
 def targets(model: keras.Model, output_shape: tuple, source: sources.Source) -> None:

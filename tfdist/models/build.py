@@ -14,8 +14,8 @@ from tfdist.data.loaded import Loaded
 from tfdist.data.sources import Source, one_hot
 from tfdist.data.spec import Spec
 from tfdist.errors import UserError, one_line
-from tfdist.keras_bridge import batch_norm, freezing, keras_internals
-from tfdist.models import objective, pretrained
+from tfdist.keras_bridge import batch_norm, keras_internals
+from tfdist.models import freezing, objective, pretrained
 from tfdist.models.zoo import keras_applications, layers, small, vision
 
 

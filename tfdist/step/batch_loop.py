@@ -1,104 +1,60 @@
-"""The loop over global batches within a call: what is added up from batch to batch."""
+"""The loop over global batches within a call, and what it adds up from batch to batch."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import NamedTuple
 
 import tensorflow as tf
 
-from tfdist.data import static_rows
-from tfdist.data.batch_layout import Batch, Layout
+from tfdist.cluster.peers import Peers
+from tfdist.data.batch_layout import Batch, Layout, ReplicaBatch, fetch, host_slices
 from tfdist.distributed.distribution import Distribution
 from tfdist.keras_bridge import metrics
-from tfdist.step import graph_clock
-from tfdist.step.next_batch import next_batch
 from tfdist.step.replica import Replica
 from tfdist.step.results import CallResult
+from tfdist.step.sums import seconds_now
 
 
 class LoopState(NamedTuple):
-    """What the loop hands from one global batch to the next."""
+    """The state of the loop between two global batches."""
 
     i: tf.Tensor
     """Number of the next batch, an int32 scalar."""
     sums: tf.Tensor
-    """As in `CallResult`."""
+    """As in `CallResult`, and so are `examples` and `nonfinite`."""
     examples: tf.Tensor
-    """As in `CallResult`."""
     nonfinite: tf.Tensor
-    """As in `CallResult`."""
     more: tf.Tensor
     """Whether there may be another batch, a bool scalar."""
-    measures: tf.Tensor
-    """As in `CallResult`."""
+    waited: tf.Tensor
+    """Seconds this worker waited for input, float64."""
+    reduced: tf.Tensor
+    """Seconds its first replica spent in the all-reduce, float64."""
+    norm: tf.Tensor
+    """Norm of the last gradient, float64."""
     ended: tf.Tensor
     """When the last batch was done, in seconds since 1970."""
 
-    @classmethod
-    def start(cls, first: tf.Tensor, losses: int | None, sums: tf.Tensor | None) -> LoopState:
-        """Returns the state before the batch with the number `first`, for this number of loss values; None for any.
-
-        Args:
-          sums: to go on with; zeros if not given.
-        """
-        return cls(
-            i=first,
-            sums=tf.zeros([losses or 0], tf.float64) if sums is None else sums,
-            examples=tf.zeros([], tf.float64),
-            nonfinite=tf.constant(-1),
-            more=tf.constant(True),
-            measures=tf.zeros([3], tf.float64),
-            ended=graph_clock.now(),
-        )
-
-    def shapes(self, any_losses: bool) -> LoopState:
-        """Returns the shapes that the tensors keep; of the sums none, where the number of losses is not known yet."""
-        shapes = LoopState(*(tensor.shape for tensor in self))
-        return shapes._replace(sums=tf.TensorShape([None])) if any_losses else shapes
-
 
 class StepOutput(NamedTuple):
-    """What one replica gives for one global batch. It travels as one vector, since one is what a replica can return."""
+    """The output of one replica for one global batch."""
 
     losses: tf.Tensor
     """[1 + outputs], the same on every replica."""
-    measures: tf.Tensor
-    """Seconds that the all-reduce took here and the norm of the gradient, [2]; [0] where neither was taken."""
-
-    @staticmethod
-    def packed(
-        losses: tf.Tensor, seconds: tf.Tensor | None, norm: tf.Tensor | None, dtype: tf.DType = tf.float64
-    ) -> tf.Tensor:
-        """Returns the losses [n], and behind them [2] the measures if there is one of them; all of `dtype` then."""
-        if seconds is None and norm is None:
-            return losses
-        none = tf.zeros([], dtype)
-        measures = tf.stack([none if seconds is None else seconds, none if norm is None else tf.cast(norm, dtype)])
-        return tf.concat([tf.cast(losses, dtype), measures], 0)
-
-    @classmethod
-    def unpacked(cls, values: tf.Tensor, losses: int | None) -> StepOutput:
-        """Takes apart what `packed` has put together with this number of losses; None for no measures."""
-        if losses is None or values.shape[0] == losses:
-            return cls(values, tf.zeros([0], values.dtype))
-        return cls(values[:losses], values[losses:])
+    seconds: tf.Tensor | None = None
+    """Seconds that the all-reduce took here."""
+    norm: tf.Tensor | None = None
+    """Norm of the gradient."""
 
 
-def _run(distribution: Distribution, layout: Layout, one: Callable, batch: Batch, is_last: tf.Tensor) -> tf.Tensor:
-    """Lets all replicas do their work for a global batch; returns what this worker's first one gives."""
-    of_replica = distribution.per_replica(static_rows.given(batch, layout)) if layout.static else batch
-    return distribution.local(distribution.run(one, (of_replica, is_last)))[0]
-
-
-def batch_loop(replica: Replica, layout: Layout, losses: int | None, one: Callable) -> Callable[..., CallResult]:
-    """Makes a function of a feed and two batch numbers, to be compiled, that goes over these global batches.
+def batch_loop(replica: Replica, layout: Layout, losses: int | None, step: Callable) -> Callable[..., CallResult]:
+    """Makes a function of a feed and two batch numbers, to be compiled, that loops over these global batches.
 
     Args:
-      losses: how many values `one` gives before its measures. None for values of which the last batch's are kept, and
-        none are added up.
-      one: `one(batch, is_last)` does the work of one replica for one global batch, a `replica.Taken`, and returns a
-        `StepOutput.packed`.
+      losses: number of loss values of `step`; None for any number, of which the last batch's are kept and none summed.
+      step: `step(batch, is_last)` does the work of one replica for one global batch and returns a `StepOutput`.
 
     Returns:
       `call(feed, first, last, sums=None)`; the sums, if given, are those to which it adds.
@@ -106,38 +62,61 @@ def batch_loop(replica: Replica, layout: Layout, losses: int | None, one: Callab
     distribution = replica.distribution
 
     def call(feed: tuple, first: tf.Tensor, last: tf.Tensor, sums: tf.Tensor | None = None) -> CallResult:
+        # A data set in memory never waits for input: its order comes from Python.
+        waits = replica.timed and len(feed) == 1
+
         def body(*entries: tf.Tensor) -> LoopState:
             state = LoopState(*entries)
             more, take = next_batch(feed, state.i, layout, distribution)
-            waited = graph_clock.wait(state.ended, more) if replica.timed and graph_clock.can_wait(feed) else None
+            waited = tf.maximum(seconds_now(more) - state.ended, 0.0) if waits else None
 
             def work() -> LoopState:
-                before = graph_clock.count()
+                graph = tf.compat.v1.get_default_graph()
+                before = len(graph.get_operations()) if waits else 0
                 batch = take()
-                is_last = tf.equal(state.i + 1, last)
-                output = StepOutput.unpacked(_run(distribution, layout, one, batch, is_last), losses)
-                weight = tf.cast(batch.count, tf.float64)
+                arguments = per_replica(distribution, layout, batch), tf.equal(state.i + 1, last)
+                output: StepOutput = distribution.local(distribution.run(step, arguments))[0]
+                count = tf.cast(batch.count, tf.float64)
                 finite, values = tf.math.is_finite(output.losses[0]), tf.cast(output.losses, tf.float64)
+                ended = state.ended
+                if waits:  # a loss is there long before the operations that change something have run
+                    traced = graph.get_operations()[before:]
+                    writes = [op for op in traced if op.op_def.is_stateful and op.type != "ReadVariableOp"]
+                    ended = seconds_now(finite, *writes)
                 return LoopState(
                     i=state.i + 1,
-                    sums=values if losses is None else state.sums + values * weight,
-                    examples=state.examples + weight,
+                    sums=values if losses is None else state.sums + values * count,
+                    examples=state.examples + count,
                     nonfinite=tf.where(tf.logical_or(finite, state.nonfinite >= 0), state.nonfinite, state.i),
                     more=tf.constant(True),
-                    measures=graph_clock.add(state.measures, waited, tf.cast(output.measures, tf.float64)),
-                    ended=state.ended if waited is None else graph_clock.now(finite, *graph_clock.changes(before)),
+                    waited=state.waited if waited is None else state.waited + waited,
+                    reduced=state.reduced if output.seconds is None else state.reduced + output.seconds,
+                    norm=state.norm if output.norm is None else tf.cast(output.norm, tf.float64),
+                    ended=ended,
                 )
 
             if more is True:
                 return work()
             return tf.cond(more, work, lambda: state._replace(more=more))
 
-        start = LoopState.start(first, losses, sums)
+        zero = tf.zeros([], tf.float64)
+        start = LoopState(
+            i=first,
+            sums=tf.zeros([losses or 0], tf.float64) if sums is None else sums,
+            examples=zero,
+            nonfinite=tf.constant(-1),
+            more=tf.constant(True),
+            waited=zero,
+            reduced=zero,
+            norm=zero,
+            ended=seconds_now(),
+        )
+        shapes = LoopState(*(tensor.shape for tensor in start))
         end = tf.while_loop(
             lambda *entries: tf.logical_and(LoopState(*entries).i < last, LoopState(*entries).more),
             body,
             start,
-            shape_invariants=start.shapes(any_losses=losses is None),
+            shape_invariants=shapes._replace(sums=tf.TensorShape([None])) if losses is None else shapes,
             parallel_iterations=distribution.concurrent_iterations,
         )
         return CallResult(
@@ -146,7 +125,53 @@ def batch_loop(replica: Replica, layout: Layout, losses: int | None, one: Callab
             nonfinite=end.nonfinite,
             done=end.i - first,
             metrics=metrics.results(replica.model, distribution, losses is None),
-            measures=end.measures,
+            measures=tf.stack([end.waited, end.reduced, end.norm]),
         )
 
     return call
+
+
+def per_replica(distribution: Distribution, layout: Layout, batch: Batch) -> ReplicaBatch:
+    """Returns the argument of `Distribution.run` from which each replica takes its rows of a global batch."""
+    return distribution.per_replica(host_slices(batch, layout)) if layout.static else batch
+
+
+_ENDED = "the data ends on some workers alone"
+_TOLD = re.compile(rf"{_ENDED}\] \[([01 ]+)\] \[?(\d+)")
+
+
+def next_batch(
+    feed: tuple, i: tf.Tensor, layout: Layout, distribution: Distribution
+) -> tuple[bool | tf.Tensor, Callable[[], Batch]]:
+    """Returns the same as `fetch`.
+
+    Data of unknown length may end earlier on one worker than on others. It would leave the loop while they wait for its
+    gradients: silently over a ring, and adding whatever it sums next through shared memory. So workers compare first,
+    which fails in this case on all of them. It costs a small all-reduce for each batch.
+    """
+    more, take = fetch(feed, i, layout)
+    if more is True or not layout.ends_anywhere or distribution.workers == 1:
+        return more, take
+    mine = tf.one_hot(distribution.rank, distribution.workers) * tf.cast(more, tf.float32)
+    have = distribution.local(distribution.run(lambda: distribution.all_sum([mine])[0], ()))[0] > 0
+    alike = tf.reduce_all(tf.equal(have, more))
+    check = tf.debugging.Assert(alike, [_ENDED, tf.cast(have, tf.int32), i], summarize=distribution.workers)
+    with tf.control_dependencies([check]):
+        return tf.identity(more), take
+
+
+def uneven_end(error: str, update: int | None, peers: Peers) -> str:
+    """Returns a line that explains an error of `next_batch`; empty for other errors.
+
+    Args:
+      update: updates made before the call; None where it makes none.
+    """
+    match = _TOLD.search(error)
+    if not match:
+        return ""
+    workers: dict[str, list[str]] = {"0": [], "1": []}
+    for rank, more in enumerate(match[1].split()):
+        workers[more].append(f"{rank} ({peers.hosts[rank]})")
+    ended, on = (f"worker{'s' * (len(w) > 1)} {', '.join(w)}" for w in workers.values())
+    where = "earlier" if update is None else f"after update {update + int(match[2])}"
+    return f"the data of {ended} ended {where}, that of {on} goes on: give all workers the same batches"

@@ -1,75 +1,35 @@
-"""What one replica does with its rows of a global batch: taking them, the forward and the backward pass."""
+"""The part of a step that one replica computes by itself: its rows, the forward and the backward pass."""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
 
-from tfdist.data import static_rows
-from tfdist.data.batch_layout import Batch, Layout, Rows, rows_of, unpack
-from tfdist.data.static_rows import Given
+from tfdist.data.batch_layout import HostSlice, Layout, MicroBatch, ReplicaBatch, unpack
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
-from tfdist.keras_bridge import (
-    batch_norm_ops,
-    keras_internals,
-    layer_state,
-    own_steps,
-    preconditions,
-    random_layers,
-    trace_patches,
-)
+from tfdist.keras_bridge import keras_internals, own_steps, preconditions, tracing
 from tfdist.keras_bridge.layer_state import LayerState
 from tfdist.keras_bridge.loss import Objective
-from tfdist.step.partial_sums import Payload, goals
-
-Taken: TypeAlias = Batch | Given
-"""What a replica gets of a global batch: all of it, its worker's part, or what the host has taken out for it."""
+from tfdist.step.sums import StepSums, objectives
 
 
 class PassResult(NamedTuple):
-    """What a pass over a micro-batch gives."""
+    """The result of a pass over a micro-batch."""
 
-    payload: Payload
-    """Gradients, if it trains, and sums, to be added up over replicas and micro-batches."""
+    sums: StepSums
     outputs: Structure
     """The model's, for the metrics, with Keras masks attached where there are any."""
 
 
-class _Form:
-    """The Python structure of a `PassResult` whose tensors come out of a function of their own."""
-
-    def __init__(self) -> None:
-        self._payload: Payload
-        self._outputs: Structure = None
-        self._masked: list[bool] = []
-
-    def flat(self, result: PassResult, missing: int = 0) -> tuple[list[tf.Tensor], list[tf.Tensor], list[tf.Tensor]]:
-        """Returns the tensors, outputs and masks of a result within that function; so many rows are added to them."""
-        more = lambda tensor: tf.concat([tensor, *[tensor[-1:]] * missing], 0) if missing else tensor
-        leaves = keras.tree.flatten(result.outputs)
-        masks = [keras_internals.mask_of(leaf) for leaf in leaves]
-        self._payload, self._outputs = result.payload, result.outputs
-        self._masked = [mask is not None for mask in masks]
-        return result.payload.tensors(), list(map(more, leaves)), [more(mask) for mask in masks if mask is not None]
-
-    def packed(self, tensors: list[tf.Tensor], leaves: list[tf.Tensor], masks: list[tf.Tensor]) -> PassResult:
-        """Returns the result outside of that function, given what `flat` has returned within."""
-        remaining = iter(masks)
-        for leaf, masked in zip(leaves, self._masked):
-            if masked:
-                keras_internals.set_mask(leaf, next(remaining))
-        return PassResult(self._payload.with_tensors(tensors), keras.tree.pack_sequence_as(self._outputs, leaves))
-
-
 class Replica:
-    """The part of a step that one replica computes by itself; called in replica context, while a step is traced."""
+    """One replica of a model; called in replica context, while a step is traced."""
 
     def __init__(self, model: keras.Model, distribution: Distribution, jit: bool):
         self._model: Callable[[], keras.Model] = weakref.ref(model)  # see Step.model
@@ -77,14 +37,14 @@ class Replica:
         self.jit = jit
         """Whether XLA compiles the passes."""
         self.timed = distribution.timed
-        """Whether the compiled functions can tell what they wait for."""
-        # A TPU has no float64 in hardware: what a replica tells is added up on the host.
+        """Whether the compiled functions can measure what they wait for."""
+        # A TPU has no float64 in hardware: numbers of single batches are added up on the host.
         self.totals = tf.float32 if distribution.static_shapes else tf.float64
-        """Type of the numbers that a replica tells of a batch, besides its losses."""
+        """Type of the numbers that a replica returns for a batch, besides its losses."""
         self.objective = Objective(model, distribution, jit=jit)
         self.state = LayerState(model, distribution.replicas)
         self.bare = False
-        """Whether Keras would hand inputs alone to a step as they are, and not as a tuple of one."""
+        """Whether Keras would pass inputs alone to a step as they are, and not as a tuple of one."""
 
     @property
     def model(self) -> keras.Model:
@@ -93,55 +53,37 @@ class Replica:
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
-        """Puts right, while a step is traced, what Keras does for a replica that is not all there is.
+        """Patches Keras code that assumes a single replica, while a step is traced.
 
         Replicas are traced in threads: this surrounds them all.
         """
-        with (
-            trace_patches.recomputation_refused(),
-            random_layers.as_the_environment_says(self.model),
-            trace_patches.without_gradient_registry(),
-            keras_internals.unscaled_losses(),
-            layer_state.separate_losses(self.model),
-            batch_norm_ops.synchronized(self.model, self.distribution.replicas),
-        ):
+        with tracing.patched(self.model, self.distribution.replicas):
             yield
 
-    def count(self, layout: Layout, batch: Taken) -> tf.Tensor | int:
-        """Returns how many examples a global batch has."""
-        return layout.batch if isinstance(batch, Given) else batch.count
+    def count(self, layout: Layout, batch: ReplicaBatch) -> tf.Tensor | int:
+        """Returns the number of examples in a global batch."""
+        return layout.batch if isinstance(batch, HostSlice) else batch.count
 
-    def take(
+    def micro_batch(
         self,
         layout: Layout,
-        batch: Taken,
+        batch: ReplicaBatch,
         count: tf.Tensor | int,
         micro: tf.Tensor | int = 0,
-        shard: tf.Tensor | None = None,
-    ) -> Rows:
+        virtual: tf.Tensor | None = None,
+    ) -> MicroBatch:
         """Returns this replica's rows of a micro-batch.
 
         Args:
-          batch: see `Taken`.
           count: examples in the global batch; an int says that it is full and divides evenly, or that shapes are
             static.
-          micro: number of the micro-batch.
-          shard: which one's rows, where there are shards.
+          virtual: number of a virtual replica, whose rows to take instead.
         """
-        if isinstance(batch, Given):
-            return static_rows.rows_of(batch, layout, micro)
-        replica = self.distribution.replica_id() if layout.replicas > 1 else 0
-        replica = replica if shard is None else shard
-        share, in_own = layout.shared(count, micro, replica), layout.in_own(count, micro, replica)
+        replica = self.distribution.replica_id() if layout.replicas > 1 and virtual is None else 0
         # The table stays with the host: on a GPU, each batch would first bring the whole data set there.
-        on_gpu = self.distribution.device_kind == "GPU"
+        on_gpu = self.distribution.device_kind == "GPU" and not isinstance(batch, HostSlice)
         with tf.device("CPU:0") if on_gpu else contextlib.nullcontext():
-            data = rows_of(batch, share, in_own)
-        whole = layout.micro_batch(count, micro).rows
-        certain = layout.replicas * layout.accumulate == 1 or isinstance(count, int) or layout.none_empty
-        most = layout.micro if layout.local else 0
-        apart = layout.accumulate * (layout.replicas if layout.shards else 1)
-        return Rows(data, share.rows, whole, apart, most, None if certain else share.rows > 0)
+            return batch.micro_batch(layout, count, micro, replica if virtual is None else virtual)
 
     def forward(self, x: Structure, training: bool) -> Structure:
         """Calls the model."""
@@ -150,7 +92,7 @@ class Replica:
         return self.model(x)
 
     def as_keras_gives(self, data: tuple[Structure, ...]) -> Structure:
-        """Returns a batch in the form in which Keras' `fit` hands it to a model's own step."""
+        """Returns a batch in the form in which Keras' `fit` passes it to a model's own step."""
         return data[0] if self.bare and len(data) == 1 else data
 
     def predict(self, data: tuple[Structure, ...]) -> Structure:
@@ -159,8 +101,10 @@ class Replica:
             return self.model.predict_step(self.as_keras_gives(data))
         return self.forward(data[0], training=False)
 
-    def passes(self, rows: Rows, count: tf.Tensor | int, training: bool, scale: tf.Tensor | None = None) -> PassResult:
-        """Runs forward, and for training backward, over one micro-batch; by XLA when asked for.
+    def passes(
+        self, rows: MicroBatch, count: tf.Tensor | int, training: bool, scale: tf.Tensor | None = None
+    ) -> PassResult:
+        """Runs forward, and for training backward, over one micro-batch; by XLA if configured.
 
         Args:
           rows: (x, y, weight) of this replica.
@@ -170,47 +114,40 @@ class Replica:
         Raises:
           UserError: there is nothing to train.
         """
-        if rows.filled and not self.exchanges(rows.micro_batches):
-            return self._of_either_number(rows, lambda some: self._passes(some, count, training, scale))
+        run = lambda rows, count, scale: self._passes(rows, count, training, scale)
+        if rows.padded and not self.exchanges(rows.parts):
+            # Both sizes are traced and one of them runs, so that layers never count, average or add the padding.
+            def branch(size: int, flat: Callable[..., list]) -> Callable[[], list]:
+                data = keras.tree.map_structure(lambda tensor: tensor[:size], rows.data)
+                real = rows._replace(data=data, size=size, padded=False)
+                return lambda: flat(real, count, scale, padding=rows.max_size - size)
+
+            is_full = tf.equal(rows.size, rows.max_size)
+            return _across_function(
+                run, lambda flat: tf.cond(is_full, branch(rows.max_size, flat), branch(rows.max_size - 1, flat))
+            )
         if not self.jit:
-            return self._passes(rows, count, training, scale)
-        form = _Form()
+            return run(rows, count, scale)
+        return _across_function(
+            run, lambda flat: tf.function(flat, autograph=False, jit_compile=True)(rows, count, scale)
+        )
 
-        def flat(rows, count, scale):
-            return form.flat(self._passes(rows, count, training, scale))
-
-        return form.packed(*tf.function(flat, autograph=False, jit_compile=True)(rows, count, scale))
-
-    def exchanges(self, micro_batches: int) -> bool:
+    def exchanges(self, parts: int) -> bool:
         """Returns whether the replicas exchange something within a pass, so that all must run the same one."""
         if self.distribution.replicas == 1:
             return False
-        return preconditions.synchronizes(self.model) or self.objective.gathers(micro_batches)
+        return preconditions.synchronizes(self.model) or self.objective.gathers(parts)
 
-    def _of_either_number(self, rows: Rows, passes: Callable[[Rows], PassResult]) -> PassResult:
-        """Runs a pass over the rows that count: all there are, or all but the last.
-
-        Both are traced and one of them runs, so that the filler is in nothing that layers count, average or add.
-        """
-        form = _Form()
-
-        def of(number: int) -> Callable[[], tuple]:
-            data = keras.tree.map_structure(lambda tensor: tensor[:number], rows.data)
-            some = rows._replace(data=data, number=number, filled=False)
-            return lambda: form.flat(passes(some), missing=rows.most - number)
-
-        return form.packed(*tf.cond(tf.equal(rows.number, rows.most), of(rows.most), of(rows.most - 1)))
-
-    def _passes(self, rows: Rows, count: tf.Tensor | int, training: bool, scale: tf.Tensor | None) -> PassResult:
+    def _passes(self, rows: MicroBatch, count: tf.Tensor | int, training: bool, scale: tf.Tensor | None) -> PassResult:
         x, y, weight = unpack(rows.data)
         targets = [v.value for v in self.model.trainable_variables]
         with tf.GradientTape(persistent=True) as tape:
-            with self.state.of_real_rows(rows.present, rows.real()):
+            with self.state.restored_without_rows(rows.present, rows.row_mask()):
                 outputs = self.forward(x, training)
-            parts = self.objective.parts(y, outputs, weight, rows, count)
-            if not parts and training and not self.objective.regularized:
+            terms = self.objective.terms(y, outputs, weight, rows, count)
+            if not terms and training and not self.objective.regularized:
                 raise UserError("the model has no loss: give compile() a loss, or call add_loss() in a layer")
-            scalars = goals(parts)
+            scalars = objectives(terms)
             if scale is not None:
                 scalars = [scalar * tf.cast(scale, scalar.dtype) for scalar in scalars]
         # Regularization alone is added after the sum.
@@ -221,4 +158,30 @@ class Replica:
                 # Embeddings give IndexedSlices; Keras' optimizers treat them as dense, and so does the sum.
                 groups.append([None if g is None else tf.convert_to_tensor(g) for g in gradients])
         del tape
-        return PassResult(Payload.of(groups, parts), outputs)
+        return PassResult(StepSums.of(groups, terms), outputs)
+
+
+def _across_function(passes: Callable[..., PassResult], run: Callable[[Callable[..., list]], list]) -> PassResult:
+    """Returns the result of `passes` where `run` calls it in a graph of its own, out of which only tensors come.
+
+    Args:
+      run: given a function that takes the arguments of `passes` and how many rows to append to the outputs, it returns
+        what that has returned.
+    """
+    traced: list[PassResult] = []
+
+    def flat(*arguments: object, padding: int = 0) -> list:
+        result = passes(*arguments)
+        traced[:] = [result]
+        padded = lambda tensor: tf.concat([tensor, *[tensor[-1:]] * padding], 0) if padding else tensor
+        leaves = keras.tree.flatten(result.outputs)
+        masks = {
+            str(i): padded(mask) for i, mask in enumerate(map(keras_internals.mask_of, leaves)) if mask is not None
+        }
+        return [result.sums.tensors(), [padded(leaf) for leaf in leaves], masks]
+
+    tensors, leaves, masks = run(flat)
+    for i, mask in masks.items():
+        keras_internals.set_mask(leaves[int(i)], mask)
+    (result,) = traced
+    return PassResult(result.sums.with_tensors(tensors), keras.tree.pack_sequence_as(result.outputs, leaves))

@@ -1,4 +1,4 @@
-"""The compiled functions of a model: which there are, each made once, and what must be there before."""
+"""The compiled functions of a model, each made once, and what must exist before the first is compiled."""
 
 from __future__ import annotations
 
@@ -13,50 +13,20 @@ from tfdist.data.batch_layout import Layout, unpack
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError, one_line
-from tfdist.keras_bridge import freezing, keras_internals, layer_state, loss_kinds, metrics, own_steps, preconditions
-from tfdist.step import own_step_call
-from tfdist.step.batch_loop import batch_loop
-from tfdist.step.prediction_call import NO_BATCH as NO_BATCH  # those who run the functions look for it
-from tfdist.step.prediction_call import prediction_call
-from tfdist.step.replica import Replica, Taken
-from tfdist.step.results import CallResult, LastLogs, LogNames, Totals
-from tfdist.step.shards.shard_loop import ShardLoop
-from tfdist.step.training_call import TrainingOptions, training_call
-
-
-def evaluation_call(replica: Replica, layout: Layout, losses: int) -> Callable[..., CallResult]:
-    """Makes `call(feed, first, last, sums=None)`, which measures these global batches and changes nothing but metrics.
-
-    Args:
-      losses: loss values of a batch, the total included.
-    """
-
-    def one(batch: Taken, is_last: tf.Tensor) -> tf.Tensor:
-        del is_last
-        count = replica.count(layout, batch)
-        if layout.shards:
-            payload = ShardLoop(replica, layout).run(batch, count, False).payload
-            return payload.losses(replica.objective.regularization())
-        rows = replica.take(layout, batch, count)
-        payload, outputs = replica.passes(rows, count, False)
-        metrics.update(replica.model, replica.distribution, rows, outputs)
-        payload = payload.with_tensors(replica.distribution.all_sum(payload.tensors()))
-        return payload.losses(replica.objective.regularization())
-
-    measured = batch_loop(replica, layout, losses, one)
-
-    def call(feed: tuple, first: tf.Tensor, last: tf.Tensor, sums: tf.Tensor | None = None) -> CallResult:
-        with replica.tracing():
-            return measured(feed, first, last, sums)
-
-    return tf.function(call, autograph=False, reduce_retracing=True)
+from tfdist.keras_bridge import keras_internals, layer_state, metrics, own_steps, preconditions
+from tfdist.keras_bridge.loss import SAMPLE_ROWS
+from tfdist.step import own_step
+from tfdist.step.evaluation import evaluation_call, prediction_call
+from tfdist.step.replica import Replica
+from tfdist.step.results import LastLogs, LogNames, Totals
+from tfdist.step.training import TrainingOptions, training_call
 
 
 class Step:
-    """Compiled functions for one compiled model under one distribution.
+    """The compiled functions of one compiled model under one distribution.
 
-    The functions take many global batches at once: a call lasts long enough to
-    hide Python. They are traced once per structure of the data.
+    They take many global batches at once: a call lasts long enough to hide Python. They are traced once per structure
+    of the data.
     """
 
     def __init__(self, model: keras.Model, distribution: Distribution):
@@ -65,38 +35,31 @@ class Step:
         """Names under which Keras logs the single losses; empty for fewer than two."""
         self.output_shape: tuple[int | None, ...] = ()
         """Of the first output, for one example."""
+        self.outputs = 0
+        """Number of outputs of the model."""
         self.warm: set[int] = set()
         """Ids of the functions that have been called, and so compiled."""
-        self._replica = Replica(model, distribution, preconditions.use_xla(model, distribution))
-        self._compiled: dict[tuple, Callable] = {}
-        self._sample: tuple[Structure, Structure] | None = None
-        """Targets and outputs of a few rows, until losses and metrics have been tried on them."""
+        self.replica = Replica(model, distribution, preconditions.use_xla(model, distribution))
         self.sample_rows: tuple[Structure, ...] | None = None
-        """A few rows of the data, until the model has been checked with them."""
-        self.outputs = 0
-        """How many the model has."""
-        self.agreed: set[tuple] = set()
-        """What replicas, or shards, have been found to agree on, see `equivalence_check`."""
+        """A few rows of the data."""
+        self._sample: tuple[Structure, Structure] | None = None
+        """Targets and outputs of a few rows, until losses and metrics have been classified by them."""
         self._adding: list[str] = []
         """The layers that call `add_loss`."""
+        self._compiled: dict[tuple, Callable] = {}
         self._log_names: dict[str, LogNames] = {}
         self._reset: Callable | None = None
         self._reset_variables: tuple[int, ...] = ()
 
     @property
     def model(self) -> keras.Model:
-        """The model, which the caller keeps alive: a step that did would itself be kept by `step_calls`, for good."""
-        return self._replica.model
-
-    @property
-    def replica(self) -> Replica:
-        """What a replica does in the compiled functions."""
-        return self._replica
+        """The model, which the caller keeps alive: a strong reference here would keep it in `step_calls` forever."""
+        return self.replica.model
 
     @property
     def timed(self) -> bool:
-        """Whether the compiled functions can tell what they wait for."""
-        return self._replica.timed
+        """Whether the compiled functions can measure what they wait for."""
+        return self.replica.timed
 
     def compiled(
         self,
@@ -117,30 +80,26 @@ class Step:
         """
         if count is not None:
             layout = dataclasses.replace(layout, batch=count)
-        # With shards one function computes batches of any length: whether a call has full ones alone depends on time.
-        options = TrainingOptions(full and not layout.shards, reduce_dtype, norm, factors)
-        key = (kind, layout, options, self._replica.bare)
+        # Of virtual replicas one function computes batches of any length: the end of a call depends on time.
+        options = TrainingOptions(full and not layout.virtual, reduce_dtype, norm, factors)
+        key = (kind, layout, options, self.replica.bare)
         if key not in self._compiled:
             if not kind.startswith("predict"):
                 self._check(layout, kind)
             losses = 1 + len(self.part_names)
+            call: Callable
             match kind:
                 case "train" | "test" if self.own_step(kind):
                     names = self._log_names.setdefault(kind, LogNames())
-                    self._compiled[key] = own_step_call.own_step_call(self._replica, layout, f"{kind}_step", names)
+                    call = own_step.own_step_call(self.replica, layout, f"{kind}_step", names)
                 case "train":
-                    self._compiled[key] = training_call(self._replica, layout, losses, options)
+                    call = training_call(self.replica, layout, losses, options)
                 case "test":
-                    self._compiled[key] = evaluation_call(self._replica, layout, losses)
-                case "predict":
-                    self._compiled[key] = prediction_call(self._replica, layout)
-                case "predict beside targets":
-                    self._compiled[key] = prediction_call(self._replica, layout, beside_targets=True)
+                    call = evaluation_call(self.replica, layout, losses)
+                case _:
+                    call = prediction_call(self.replica, layout, with_targets=kind != "predict")
+            self._compiled[key] = call
         return self._compiled[key]
-
-    def data_is(self, bare: bool) -> None:
-        """Says in which form a step of the model's own wants its data, see `Replica.bare`."""
-        self._replica.bare = bare
 
     def own_step(self, kind: str) -> str:
         """Returns the method by which the model replaces Keras' step of a kind, `train` or `test`; empty for none."""
@@ -153,7 +112,7 @@ class Step:
 
         Args:
           kind: `train` or `test`.
-          sums, examples: what an interrupted epoch has come to.
+          sums, examples: of an interrupted epoch.
           handed_on: see `Totals`.
         """
         if self.own_step(kind):
@@ -164,7 +123,7 @@ class Step:
         """Creates what only an update of the model's own creates: the variables of its optimizers."""
         if self.own_step("train") and self.sample_rows is not None:
             with self.distribution.peers.during("call"):
-                own_step_call.prepare(self._replica, self.sample_rows)
+                own_step.prepare(self.replica, self.sample_rows)
 
     def check_batches(self, kind: str, layout: Layout, counts: Iterable[int]) -> None:
         """Refuses what cannot be computed of batches of these sizes, before the first of them is compiled.
@@ -172,24 +131,24 @@ class Step:
         Raises:
           UserError: naming the loss, metric or layer.
         """
-        for count in counts if layout.static or layout.taken_apart else ():
+        for count in counts if layout.static or layout.split_by else ():
             self._check(dataclasses.replace(layout, batch=count), kind)
 
     def _check(self, layout: Layout, kind: str) -> None:
-        """Refuses losses and metrics that cannot be computed from the parts in which a batch is laid out."""
+        """Refuses losses and metrics that cannot be computed from the slices of a batch."""
         own = self.own_step(kind)
-        if own and (layout.accumulate > 1 or layout.shards):
-            parts, given = "virtual replicas", f"virtual_replicas={layout.replicas}"
+        if own and (layout.accumulate > 1 or layout.virtual):
+            parts, option = "virtual replicas", f"virtual_replicas={layout.replicas}"
             if layout.accumulate > 1:
-                parts, given = "micro-batches", layout.taken_apart
+                parts, option = "micro-batches", layout.split_by
             raise UserError(
                 f"{type(self.model).__name__} has its own {own}, whose sums over {parts} tfdist cannot know: "
-                f"leave out {given}"
+                f"leave out {option}"
             )
         if layout.replicas * layout.accumulate == 1:
             return
-        filled = layout.static and not layout.even and layout.batch > layout.replicas * layout.accumulate
-        if own and filled:
+        padded = layout.static and not layout.even and layout.batch > layout.replicas * layout.accumulate
+        if own and padded:
             raise UserError(
                 f"{type(self.model).__name__} has its own {own}, which would see rows that are filled up: make the "
                 f"batch size and the examples of an epoch divisible by {layout.replicas}, the number of replicas"
@@ -197,15 +156,15 @@ class Step:
         if self._sample is not None:
             y, y_pred = self._sample
             self._sample = None
-            self._replica.objective.look(y, y_pred)
-            metrics.look(self.model, y, y_pred)
+            self.replica.objective.classify(y, y_pred)
+            metrics.classify(self.model, y, y_pred)
         if own:
             metrics.check_summed(self.model, own)
             return
-        self._replica.objective.check(layout.taken_apart)
-        metrics.check(self.model, layout.taken_apart)
-        if filled and self._replica.exchanges(layout.accumulate):
-            preconditions.filled(self.model, self._adding)
+        self.replica.objective.check(layout.split_by)
+        metrics.check(self.model, layout.split_by)
+        if padded and self.replica.exchanges(layout.accumulate):
+            preconditions.padded(self.model, self._adding)
 
     def reset(self) -> None:
         """Resets all metrics; anew for each set of variables, since a metric may create its own at its first update."""
@@ -224,7 +183,7 @@ class Step:
         """Creates what Keras creates lazily (weights, metric and optimizer variables), under the scope.
 
         Args:
-          data: (x, y, weight) of at least one row; losses and metrics are tried on `loss_kinds.ROWS`, if there are.
+          data: (x, y, weight) of at least one row; losses and metrics are tried on `SAMPLE_ROWS`, if there are.
           bare: see `Replica.bare`.
           outputs_only: the model need not be compiled, nor `data` have targets.
 
@@ -238,23 +197,23 @@ class Step:
         with self.distribution.scope():
             outputs = self._outputs(x)
             if outputs_only:
-                self._replica.bare, self.sample_rows = bare, _rows(data, loss_kinds.ROWS)
+                self.replica.bare, self.sample_rows = bare, _rows(data, SAMPLE_ROWS)
                 return
             if outputs is not None:
                 self._create(y, outputs)
         # Anew: which variables have a regulariser is known only now.
-        self._replica = Replica(model, self.distribution, self._replica.jit)
-        self._replica.bare = bare
-        self.sample_rows = _rows(data, loss_kinds.ROWS)
+        self.replica = Replica(model, self.distribution, self.replica.jit)
+        self.replica.bare = bare
+        self.sample_rows = _rows(data, SAMPLE_ROWS)
         if y is not None and outputs is not None:
-            self._sample = unpack(self.sample_rows)[1], _rows(_rows(outputs, 1), loss_kinds.ROWS)
+            self._sample = unpack(self.sample_rows)[1], _rows(_rows(outputs, 1), SAMPLE_ROWS)
         if self.distribution.replicas > 1 and self._sample is not None:
-            self._check(Layout(loss_kinds.ROWS, self.distribution.replicas, 1), "test")  # before a state is restored
+            self._check(Layout(SAMPLE_ROWS, self.distribution.replicas, 1), "test")  # before a state is restored
 
     def _outputs(self, x: Structure) -> Structure:
         """Returns the model's outputs; None of a model that is only trained, by a step of its own."""
         model = self.model
-        frozen = {id(v) for v in freezing.fixed(model)}  # which no call changes, and which may be gigabytes
+        frozen = {id(v) for v in layer_state.fixed_variables(model)}  # may be gigabytes
         kept = {id(v): v for v in [*model.non_trainable_variables, *model.metrics_variables] if id(v) not in frozen}
         counted = layer_state.attribute_variables(keras_internals.flat_layers(model), tf.Variable)
         static = self.distribution.static_shapes
@@ -264,9 +223,9 @@ class Step:
                 layer_state.unchanged([*kept.values(), *counted]),
                 tf.device("CPU:0") if static else contextlib.nullcontext(),
             ):
-                outputs = self._replica.forward(x, training=False)
+                outputs = self.replica.forward(x, training=False)
                 if static:
-                    preconditions.static(model, lambda rows: self._replica.forward(rows, training=False), x)
+                    preconditions.static(model, lambda rows: self.replica.forward(rows, training=False), x)
         except Exception as error:
             # Its own step may call something else, where there is no `call`, or give it all that fit was given.
             if isinstance(error, UserError) or not self.own_step("train"):
@@ -289,7 +248,7 @@ class Step:
                 losses = keras.tree.flatten(getattr(model, "loss", None))
                 counted = layer_state.attribute_variables(losses, keras.Variable, tf.Variable)
                 with layer_state.unchanged(counted):  # keras_internals.matched_losses calls them once
-                    self.part_names = self._replica.objective.names(y, outputs)
+                    self.part_names = self.replica.objective.names(y, outputs)
             metrics.create_variables(model, y, outputs)
         except ValueError as error:
             raise UserError(f"metrics do not fit the outputs: {one_line(error)}") from error

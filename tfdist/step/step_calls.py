@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -10,13 +11,16 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
+from tfdist.cluster.peers import Peers
 from tfdist.data.protocol import Feed, FeedCall
-from tfdist.data.records import UNREADABLE
+from tfdist.data.records import REPAIR, UNREADABLE
 from tfdist.data.sources import Source
+from tfdist.distributed import shared_memory_sum
 from tfdist.distributed.distribution import Distribution
-from tfdist.errors import UserError
-from tfdist.keras_bridge import batch_norm, keras_internals, loss_kinds, own_steps
-from tfdist.step import call_errors
+from tfdist.errors import TrainingError, UserError, one_line
+from tfdist.keras_bridge import batch_norm, keras_internals, loss, own_steps
+from tfdist.step.batch_loop import uneven_end
+from tfdist.step.evaluation import NO_BATCH
 from tfdist.step.step import Step
 
 
@@ -47,13 +51,13 @@ def step_of(model: keras.Model, distribution: Distribution, source: Source, outp
     key = _key(model, distribution)
     kept = _STEPS.get(id(model))
     if kept is not None and kept.key == key:
-        kept.step.data_is(source.bare)
+        kept.step.replica.bare = source.bare
         return kept.step
     step = Step(model, distribution)
     try:
-        rows = source.spread_rows(loss_kinds.ROWS)
+        rows = source.spread_rows(loss.SAMPLE_ROWS)
     except UNREADABLE as error:
-        raise call_errors.explained(error, None, None, distribution.peers) from error
+        raise explained(error, None, None, distribution.peers) from error
     step.build(rows, source.bare, outputs_only)
     optimizer = [] if outputs_only else [v for o in own_steps.optimizers(model) for v in o.variables]
     distribution.broadcast([*model.variables, *optimizer])
@@ -116,12 +120,12 @@ def read(step: Step, feed: Feed, update: int, limit: int) -> FeedCall:
     """Returns the next batches of a feed, see `ArrayFeed.next`; a pipeline that Python reads may fail in this.
 
     Raises:
-      UserError, TrainingError: see `call_errors.explained`.
+      UserError, TrainingError: see `explained`.
     """
     try:
         return feed.next(update, limit)
     except UNREADABLE as error:
-        raise call_errors.explained(error, feed, update, step.distribution.peers) from error
+        raise explained(error, feed, update, step.distribution.peers) from error
 
 
 def run(step: Step, call: Callable[..., tuple], arguments: tuple, feed: Feed, update: int | None = None) -> tuple:
@@ -137,7 +141,7 @@ def run(step: Step, call: Callable[..., tuple], arguments: tuple, feed: Feed, up
       What the function returns: the fields of a `CallResult`, or (outputs, examples) of one that predicts.
 
     Raises:
-      EndOfData, UserError, PeerError, OutOfMemory, TrainingError: see `call_errors.explained`.
+      EndOfData, UserError, PeerError, OutOfMemory, TrainingError: see `explained`.
     """
     peers = step.distribution.peers
     peers.doing("call" if id(call) in step.warm else "compiling", update)
@@ -147,8 +151,108 @@ def run(step: Step, call: Callable[..., tuple], arguments: tuple, feed: Feed, up
         first, *_ = result
         keras.tree.map_structure(lambda t: t.numpy(), first)  # waits for the end, where TensorFlow has not
     except UNREADABLE as error:
-        raise call_errors.explained(error, feed, update, peers) from error
+        raise explained(error, feed, update, peers) from error
     finally:
         peers.doing("python", update)
     step.warm.add(id(call))
     return result
+
+
+class EndOfData(Exception):  # noqa: N818  an event and no error
+    """There is no further batch."""
+
+
+class OutOfMemory(TrainingError):  # noqa: N818
+    """A device has not had the memory for an update; the weights may be between two updates."""
+
+
+class NotFinite(TrainingError):  # noqa: N818
+    """The loss is NaN or infinite since an update.
+
+    Args:
+      loss: of the epoch so far.
+      update, epoch: where it came about, counted from 0 as in `Position`; people count from 1.
+    """
+
+    def __init__(self, loss: float, update: int, epoch: int):
+        super().__init__(
+            f"the loss is {loss} since update {update + 1} (epoch {epoch + 1}): "
+            "try a lower learning rate, warm-up, or gradient clipping, and look for NaN in the data"
+        )
+        self.update = update
+
+
+def explained(
+    error: tf.errors.OpError | UnicodeDecodeError, feed: Feed | None, update: int | None, peers: Peers
+) -> Exception:
+    """Returns the error to raise instead of TensorFlow's.
+
+    Args:
+      feed: what the call has read.
+      update: updates made so far; None where a call makes none.
+      peers: the workers.
+
+    Returns:
+      EndOfData: a data set of unknown length has no more batches.
+      UserError: the data does not fit.
+      PeerError: another worker is lost.
+      OutOfMemory: there is not enough memory for an update.
+      TrainingError: anything else that TensorFlow reports.
+    """
+    if NO_BATCH in str(error):
+        return EndOfData()
+    ended = uneven_end(str(error), update, peers)
+    if ended:
+        return UserError(ended)
+    for pattern, advice in _COMPLAINTS:
+        complaint = re.search(pattern, str(error))
+        if complaint:
+            return UserError(f"{complaint[0]}{advice}")
+    if feed and (isinstance(error, UnicodeDecodeError) or _IN_PIPELINE.search(str(error))):
+        unreadable = feed.first_unreadable()
+        if unreadable:
+            return UserError(unreadable, REPAIR)
+    if isinstance(error, tf.errors.ResourceExhaustedError) and re.search("OOM|[Mm]emory|alloc", str(error)):
+        return _out_of_memory(error, update)
+    return cause(error, peers)
+
+
+def _out_of_memory(error: tf.errors.ResourceExhaustedError, update: int | None) -> TrainingError:
+    text = one_line(error)
+    tensor = re.search(r"allocating tensor with shape\[[\d,]*\]", text)
+    text = f"out of memory ({tensor[0] if tensor else text[:200]})"
+    if update is None:
+        return TrainingError(f"{text}: measure with a smaller batch (eval.batch_size)")
+    return OutOfMemory(text)
+
+
+def cause(error: tf.errors.OpError | UnicodeDecodeError, peers: Peers) -> TrainingError:
+    """Returns what an error of TensorFlow means: a lost worker, if the others know of one and it may be that."""
+    text = one_line(error)
+    mine = isinstance(error, _OWN_FAULTS) and not re.search("[Cc]ollective|Horovod", text)
+    if not mine and peers.verdict():
+        return peers.error()
+    return TrainingError(text[:400])
+
+
+_OWN_FAULTS = (
+    tf.errors.FailedPreconditionError,
+    tf.errors.InvalidArgumentError,
+    tf.errors.NotFoundError,
+    tf.errors.OutOfRangeError,
+    tf.errors.ResourceExhaustedError,
+    tf.errors.UnimplementedError,
+)
+"""Without a word of a collective in them, these have nothing to do with the other workers."""
+_IN_PIPELINE = re.compile("IteratorGetNext|OptionalGetValue")
+_COMPLAINTS = (
+    (
+        shared_memory_sum.OUT_OF_STEP.format(r"\d+", r"\d+"),
+        ": what layers, losses and steps sum with all_reduce must not depend on the worker",
+    ),
+    (r"a batch of the data set is larger than the first one \(.*?\)", ": make the first batch the largest"),
+    (
+        r"Received a label value of .*? outside the valid range of \[.*?\)",
+        ": correct the labels or the model's last layer",
+    ),
+)

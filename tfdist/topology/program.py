@@ -1,6 +1,6 @@
 """An update of a real training as a program of its own: StableHLO for one of N replicas, of static shapes.
 
-It is the update of `tfdist.step.training_call` under a `Distribution` whose sum is XLA's all-reduce. Its
+It is the update of `tfdist.step.training` under a `Distribution` whose sum is XLA's all-reduce. Its
 arguments are a replica's rows of a global batch and the variables that the update reads; its results are the losses and
 the new values of those that it writes.
 """
@@ -20,14 +20,13 @@ import tensorflow as tf
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tensorflow.python.framework import auto_control_deps_utils
 
-from tfdist.data import static_rows
-from tfdist.data.batch_layout import Layout
+from tfdist.data.batch_layout import HostSlice, Layout
 from tfdist.data.sources import Source
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError, one_line
 from tfdist.keras_bridge import keras_internals
-from tfdist.step import step_calls, training_call
+from tfdist.step import step_calls, training
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class Program:
     rows: int
     """Rows of a global batch that a replica is given."""
     specs: list[tf.TensorSpec]
-    """Of the first arguments, a flat `tfdist.data.static_rows.Given`."""
+    """Of the first arguments, a flat `HostSlice`."""
     variables: list[keras.Variable | tf.Tensor]
     """What the other arguments are, in their order; a tensor is a constant of the model."""
     results: int
@@ -144,7 +143,7 @@ def export(
       batch: examples of a global batch. Where they do not divide evenly, each replica gets as many rows as the first:
         shapes are static, and some are filler.
       accumulate: micro-batches.
-      reduce_dtype, factors: see `training_call.TrainingOptions`.
+      reduce_dtype, factors: see `training.TrainingOptions`.
 
     Raises:
       UserError: the model cannot be compiled by XLA; the message names what cannot.
@@ -159,13 +158,13 @@ def export(
         )
     step.compiled("train", layout, full=True)  # refuses what cannot be computed from parts of a batch
     specs, structure = _specs(source, layout)
-    options = training_call.TrainingOptions(full=True, reduce_dtype=reduce_dtype, factors=factors)
+    options = training.TrainingOptions(full=True, reduce_dtype=reduce_dtype, factors=factors)
 
     def update(*rows: tf.Tensor) -> tf.Tensor:
         *columns, numbers = rows
-        own = static_rows.Given(keras.tree.pack_sequence_as(structure, columns), numbers)
-        with _reducing_in_layers(given.replicas), training_call.update(step.replica, layout, options) as one:
-            return one(own, tf.constant(False))
+        own = HostSlice(keras.tree.pack_sequence_as(structure, columns), numbers)
+        with _reducing_in_layers(given.replicas), training.train_step(step.replica, layout, options) as train_step:
+            return train_step(own, tf.constant(False)).losses
 
     function = tf.function(update, autograph=False, jit_compile=True)
     try:
@@ -192,7 +191,7 @@ def _unpacked(constant: re.Match[str]) -> str:
 
 
 def _specs(source: Source, layout: Layout) -> tuple[list[tf.TensorSpec], Structure]:
-    """Returns what a replica is given of a batch, a flat `static_rows.Given`, and the structure of its data.
+    """Returns what a replica is given of a batch, a flat `HostSlice`, and the structure of its data.
 
     Raises:
       UserError: examples of various sizes, which a program of static shapes cannot take.
@@ -205,7 +204,7 @@ def _specs(source: Source, layout: Layout) -> tuple[list[tf.TensorSpec], Structu
                 f"--topology compiles for examples of one shape, and the data has {tuple(column.shape[1:])}: "
                 "crop or pad them to one size"
             )
-        specs.append(tf.TensorSpec((layout.accumulate, layout.micro, *column.shape[1:]), column.dtype))
+        specs.append(tf.TensorSpec((layout.accumulate, layout.max_micro_rows, *column.shape[1:]), column.dtype))
     return [*specs, tf.TensorSpec((layout.accumulate,), tf.int32)], columns
 
 
@@ -225,7 +224,7 @@ def _program(text: str, traced: Any, specs: list[tf.TensorSpec], layout: Layout,
         raise RuntimeError(f"the program has {known} results, and not {results} and {len(changed)} variables")
     return Program(
         text,
-        layout.micro * layout.accumulate,
+        layout.max_micro_rows * layout.accumulate,
         specs,
         variables,
         results,

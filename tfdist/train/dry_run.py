@@ -132,8 +132,8 @@ def lines(
     tail = plan.examples % plan.global_batch
     batches = f"{plan.updates_per_epoch:,} per epoch of {plan.global_batch}"
     exact = train.virtual_replicas
-    shared = f"in {exact} virtual replicas over" if exact else f"{layout.share} examples per replica,"
-    micro = f" in {plan.accumulate} micro-batches of {layout.micro}" if plan.accumulate > 1 else ""
+    shared = f"in {exact} virtual replicas over" if exact else f"{layout.max_rows} examples per replica,"
+    micro = f" in {plan.accumulate} micro-batches of {layout.max_micro_rows}" if plan.accumulate > 1 else ""
     every = "every epoch" if plan.eval_every == 1 else f"every {plan.eval_every} epochs"
     size = f"{sized(needs.total)} per replica: weights {sized(needs.weights)}, gradients {sized(needs.gradients)},"
     factors = layerwise_rates.factors(model, field_syntax.layer_rates(optimizer), optimizer.layer_decay)

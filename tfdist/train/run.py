@@ -17,7 +17,7 @@ from tfdist.distributed import arithmetic
 from tfdist.distributed.connect import Placement
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import Interrupted, PeerError, TrainingError
-from tfdist.keras_bridge import layer_statistics
+from tfdist.keras_bridge import layer_state
 from tfdist.models import optimizers
 from tfdist.monitoring import error_analysis, flops, run_environment
 from tfdist.monitoring.confusion import Findings
@@ -80,7 +80,7 @@ class Run:
                 reason = "".join(callback.reason for callback in self._early_stopping)
         except Interrupted as stopped:
             status, reason = "preempted", str(stopped)
-            layer_statistics.settle(self._model, self._distribution, self._experiment.train.virtual_replicas)
+            layer_state.settle(self._model, self._distribution, self._experiment.train.virtual_replicas)
         except PeerError:
             raise
         except TrainingError:

@@ -14,7 +14,7 @@ from tfdist.config.messages import logger
 from tfdist.data.batch_layout import Layout
 from tfdist.data.structures import Structure
 from tfdist.errors import TrainingError
-from tfdist.step.call_errors import OutOfMemory
+from tfdist.step.step_calls import OutOfMemory
 from tfdist.trainer import callbacks as callbacks_lib
 from tfdist.trainer.agreement import NOTHING_DUE, Decisions, Due
 
@@ -136,7 +136,7 @@ class CheckpointHook:
           The layout with smaller micro-batches, and the place of the checkpoint.
         """
         accumulate = min(2 * layout.accumulate, layout.batch // layout.replicas)
-        text = f"{error}, at {layout.micro} example{'s' * (layout.micro > 1)} at a time"
+        text = f"{error}, at {layout.max_micro_rows} example{'s' * (layout.max_micro_rows > 1)} at a time"
         if accumulate == layout.accumulate:
             raise TrainingError(f"{text}, the fewest there can be: use a smaller model or more memory") from error
         if self._checkpoints is None or self._run.distribution.workers > 1 or not ordered:
@@ -145,7 +145,7 @@ class CheckpointHook:
         self._saved = None
         smaller = dataclasses.replace(layout, accumulate=accumulate)
         logger.info(
-            f"WARNING: {text}: from update {position.update} on again, at {smaller.micro} "
+            f"WARNING: {text}: from update {position.update} on again, at {smaller.max_micro_rows} "
             f"(train.accumulate={accumulate}), with the same result"
         )
         for callback in callbacks_lib.with_hooks(self._run.callbacks):

@@ -22,10 +22,10 @@ from tfdist.data.structures import Structure
 from tfdist.distributed import connect
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
-from tfdist.keras_bridge import keras_internals, layer_statistics, preconditions
+from tfdist.keras_bridge import keras_internals, layer_state, preconditions
 from tfdist.step import step_calls
-from tfdist.step.call_errors import EndOfData
 from tfdist.step.results import CallResult
+from tfdist.step.step_calls import EndOfData
 from tfdist.trainer import agreement
 from tfdist.trainer.agreement import StepsPerCallTuner
 from tfdist.trainer.callbacks import Callbacks, any_needs_every_batch, chief_alone, on_this_worker
@@ -113,7 +113,7 @@ def evaluate(
     source = sources.as_source(x, y, sample_weight)
     preconditions.among("check_agreement", check_agreement, equivalence_check.CHOICES)
     preconditions.model_fits(model, distribution, 1, virtual_replicas)
-    layer_statistics.average(model, distribution, virtual_replicas)
+    layer_state.average_statistics(model, distribution, virtual_replicas)
     steps = limited(steps, keras.config.max_steps_per_epoch(), "steps")
     batch_size = source.requested_batch(batch_size, steps=steps)
     evaluation = Evaluation(model, source, distribution, batch_size, steps, virtual_replicas)
@@ -182,7 +182,7 @@ class Evaluation:
         step, model, distribution = self._step, self._step.model, self._step.distribution
         step.reset()
         self._feed.restart()
-        totals = step.totals("test", handed_on=self._layout.shards)
+        totals = step.totals("test", handed_on=self._layout.virtual)
         callbacks = callbacks or keras.callbacks.CallbackList()
         every = any_needs_every_batch(callbacks, distribution, "test")
         tuner = StepsPerCallTuner(model.steps_per_execution) if every else self._tuner
@@ -352,7 +352,7 @@ def _predict(
     preconditions.scope(model, distribution)
     if virtual_replicas:
         preconditions.sharded(model, distribution, virtual_replicas)
-    layer_statistics.average(model, distribution, virtual_replicas)
+    layer_state.average_statistics(model, distribution, virtual_replicas)
     layout = batching.layout_of(source, batch_size, distribution, 1, least=False, shards=virtual_replicas)
     feed, batches = _feed(source, layout, steps, "predict from")
     step = step_calls.step_of(model, distribution, source, outputs_only=True)

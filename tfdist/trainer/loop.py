@@ -13,10 +13,10 @@ from tfdist.checkpoints import training_state
 from tfdist.checkpoints.resume import Position
 from tfdist.config.messages import logger
 from tfdist.errors import Interrupted, UserError
-from tfdist.keras_bridge import ema, keras_internals, layer_state, layer_statistics
+from tfdist.keras_bridge import ema, keras_internals, layer_state
 from tfdist.step import step_calls
-from tfdist.step.call_errors import NotFinite, OutOfMemory
 from tfdist.step.results import CallResult, LastLogs, Totals
+from tfdist.step.step_calls import NotFinite, OutOfMemory
 from tfdist.trainer import agreement
 from tfdist.trainer import callbacks as callbacks_lib
 from tfdist.trainer.agreement import StepsPerCallTuner
@@ -133,7 +133,7 @@ class FitLoop:
         if not self._model.stop_training:  # as Keras, which leaves an epoch there
             self._reader.end()
         if not position.measured:
-            layer_statistics.average(self._model, self._distribution, options.virtual_replicas)
+            layer_state.average_statistics(self._model, self._distribution, options.virtual_replicas)
             position.measured = True
         self._logs = dict(position.logs)
         with contextlib.ExitStack() as weights:
@@ -252,7 +252,7 @@ class FitLoop:
         for callback in self._hooks:
             callback.on_call(timing)
         if self._averages:  # a callback may save the model
-            layer_statistics.average(model, self._distribution, self._options.virtual_replicas)
+            layer_state.average_statistics(model, self._distribution, self._options.virtual_replicas)
         self._callbacks.on_train_batch_end(position.begun - 1, position.logs)
         decisions = agreement.agree(
             self._distribution,

@@ -68,11 +68,11 @@ def _failure(error: BaseException, peers: Peers) -> BaseException:
     """Returns the error that ends the work: one of TensorFlow outside of a call may come from a lost worker."""
     import tensorflow as tf
 
-    from tfdist.step import call_errors
+    from tfdist.step import step_calls
 
     if isinstance(error, SystemExit):
         return TrainingError(f"something in the run called sys.exit({error.code!r}): let the training end by itself")
-    return call_errors.cause(error, peers) if isinstance(error, tf.errors.OpError) else error
+    return step_calls.cause(error, peers) if isinstance(error, tf.errors.OpError) else error
 
 
 class Signals:

@@ -13,6 +13,7 @@ import inspect
 import os
 import pathlib
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -46,6 +47,14 @@ _ACROSS_ROWS = 1e-3
 """Relative difference of a layer's outputs that is more than rounding."""
 _VERB = {"train": "agree on", "test": "agree on measuring", "predict": "agree on predicting with"}
 _CONTEXT = {"train": "", "test": " in an evaluation", "predict": " in a prediction"}
+
+
+_AGREED: weakref.WeakKeyDictionary[Step, set[Comparison]] = weakref.WeakKeyDictionary()
+"""Comparisons that have passed."""
+
+
+def _agreed(step: Step) -> set[Comparison]:
+    return _AGREED.setdefault(step, set())
 
 
 def check_training(step: Step, choice: str, shards: int = 0, accumulate: int = 1) -> None:
@@ -88,8 +97,8 @@ def check_forward(
         return
     rows = _rows_for(step, step.sample_rows[:entries], kind)
     for comparison in _comparisons(step, kind, shards):
-        if _agree(step, rows, comparison, choice, passed=choice == "auto" and comparison in step.agreed):
-            step.agreed.add(comparison)
+        if _agree(step, rows, comparison, choice, passed=choice == "auto" and comparison in _agreed(step)):
+            _agreed(step).add(comparison)
 
 
 def _comparisons(step: Step, kind: str, shards: int, accumulate: int = 1) -> list[Comparison]:
@@ -119,7 +128,7 @@ def _record_forward(step: Step, comparison: Comparison, persist: bool) -> None:
     every = losses and losses == step.outputs and not own_steps.replaced(model, own_steps.PREDICTION)
     for kind in ("test", "predict") if every else ("test",):
         other = comparison._replace(kind=kind)
-        step.agreed.add(other)
+        _agreed(step).add(other)
         if persist:
             record_pass(fingerprint(model, step.distribution, _rows_for(step, step.sample_rows or (), kind), other))
 

@@ -16,16 +16,14 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.checkpoints import training_state
-from tfdist.data import static_rows
-from tfdist.data.batch_layout import Batch, Layout
-from tfdist.data.static_rows import Given
+from tfdist.data.batch_layout import Batch, HostSlice, Layout, ReplicaBatch, host_slices
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
-from tfdist.keras_bridge import batch_norm, freezing, keras_internals, layer_state, metrics, random_layers
-from tfdist.step import own_step_call, prediction_call
-from tfdist.step.replica import Replica, Taken
+from tfdist.keras_bridge import batch_norm, keras_internals, layer_state, metrics, tracing
+from tfdist.step import evaluation, own_step
+from tfdist.step.global_sums import global_sums
+from tfdist.step.replica import Replica
 from tfdist.step.results import LogNames
-from tfdist.step.shards.shard_loop import ShardLoop
 from tfdist.step.step import Step
 
 STATE, METRIC, OUTPUT = "the variable", "metric", "output"
@@ -185,18 +183,13 @@ class EquivalenceProbe:
             micro = 1 if whole else comparison.number
             return Layout(self._count, 1, micro, static=distribution.static_shapes)
         if comparison.parts == "shards":
-            layout = Layout(self._count, comparison.number, 1, shards=True)
+            layout = Layout(self._count, comparison.number, 1, virtual=True)
         else:
             layout = Layout(self._count, comparison.number, 1, static=distribution.static_shapes)
         if comparison.kind != "predict" or distribution.workers == 1:
             return layout
         # Outputs are gathered over the workers, which needs the rows of each.
-        here = len(distribution.devices)
-        if not layout.shards:
-            return dataclasses.replace(layout, first=distribution.first, local=here)
-        first = layout.of_device(distribution.replicas, distribution.first)
-        last = layout.of_device(distribution.replicas, distribution.first + here - 1)
-        return dataclasses.replace(layout, first=first.start, local=last.start + last.rows - first.start)
+        return layout.for_worker(distribution.replicas, distribution.first, len(distribution.devices))
 
     def _traced(self, whole: bool) -> Callable:
         model, distribution, comparison = self._step.model, self._distribution, self._comparison
@@ -205,10 +198,10 @@ class EquivalenceProbe:
             bare, replica = replica.bare, Replica(model, _single(distribution), jit=False)
             replica.bare = bare
         layout = self._layout(whole)
-        predicted = prediction_call.rows_predicted(replica, layout)
+        predicted = evaluation.prediction_step(replica, layout)
 
-        def one(taken: Given | tf.Tensor) -> Any:
-            batch = taken if isinstance(taken, Given) else Batch(self._rows, taken, tf.size(taken))
+        def one(taken: HostSlice | tf.Tensor) -> Any:
+            batch = taken if isinstance(taken, HostSlice) else Batch(self._rows, taken, tf.size(taken))
             if comparison.kind == "predict":
                 return predicted(batch)
             if single:  # which has all that a metric begins with
@@ -223,20 +216,20 @@ class EquivalenceProbe:
         def call(order: tf.Tensor) -> tuple[dict[str, tf.Tensor], list[tf.Tensor]]:
             of_replicas = order
             if layout.static:
-                given = static_rows.given(Batch(self._rows, order, tf.size(order)), layout)
+                given = host_slices(Batch(self._rows, order, tf.size(order)), layout)
                 of_replicas = given[0] if single else distribution.per_replica(given)
             first = lambda value: distribution.local(value)[0]
             with contextlib.ExitStack() as changes:
                 changes.enter_context(replica.tracing())
                 changes.enter_context(keras_internals.one_replica_in_sync() if single else contextlib.nullcontext())
-                changes.enter_context(own_step_call.recording(model, bool(self._own)))
+                changes.enter_context(own_step.recording(model, bool(self._own)))
                 # Of a batch that is taken apart on one replica, too, BatchNorm would normalize each part.
                 apart = comparison.parts != "replicas" and self._training
-                changes.enter_context(random_layers.held(model, batch_norm.batch_norms(model) if apart else ()))
+                changes.enter_context(tracing.inference_only(model, batch_norm.batch_norms(model) if apart else ()))
                 results = distribution.run(one, (of_replicas,))
             if comparison.kind == "predict":
                 outputs = keras.tree.map_structure(first, results) if single else None
-                outputs = prediction_call.joined(distribution, layout, results) if outputs is None else outputs
+                outputs = evaluation.joined(distribution, layout, results) if outputs is None else outputs
                 return {f"{OUTPUT} {name}": o for name, o in self._output_names(outputs)}, []
             values, gradient = results
             values, gradient = {n: first(v) for n, v in values.items()}, [first(g) for g in gradient]
@@ -253,21 +246,10 @@ class EquivalenceProbe:
         labels = [repr(name) for name in names] if len(names) == len(leaves) else map(str, range(len(leaves)))
         return list(zip(labels, leaves))
 
-    def _compiled_pass(self, replica: Replica, layout: Layout, batch: Taken) -> tuple[dict, list[tf.Tensor]]:
-        model = self._step.model
-        count = replica.count(layout, batch)
-        if layout.shards:
-            payload = ShardLoop(replica, layout).run(batch, count, self._training).payload
-        else:
-            sums: list[tf.Tensor] = []
-            for micro in range(layout.accumulate):
-                rows = replica.take(layout, batch, count, micro)
-                payload, outputs = replica.passes(rows, count, self._training)
-                self.adding = keras_internals.adding_losses(model)
-                metrics.update(model, replica.distribution, rows, outputs)
-                sums = payload.plus(sums).tensors() if sums else payload.tensors()
-            payload = payload.with_tensors(replica.distribution.all_sum(sums))
-        return payload.by_part(), [g for g in payload.gradients() if g is not None]
+    def _compiled_pass(self, replica: Replica, layout: Layout, batch: ReplicaBatch) -> tuple[dict, list[tf.Tensor]]:
+        sums = global_sums(replica, layout, batch, replica.count(layout, batch), self._training).sums
+        self.adding = keras_internals.adding_losses(self._step.model)
+        return sums.by_term(), [g for g in sums.gradients() if g is not None]
 
     def _kept(self, replica: Replica) -> dict[str, tf.Tensor]:
         """Returns the values after the pass of the variables that no optimizer writes.
@@ -279,7 +261,9 @@ class EquivalenceProbe:
         model = self._step.model
         if self._comparison.parts == "micro-batches":
             return {}
-        alike = [*freezing.fixed(model), *model.trainable_variables] if self._training and self._own else []
+        alike = (
+            [*layer_state.fixed_variables(model), *model.trainable_variables] if self._training and self._own else []
+        )
         gathered = training_state.gathered_variables(model)
         means = [tf.cast(tf.convert_to_tensor(v.value), replica.totals) for v in gathered]
         if means:  # TensorFlow cannot reduce nothing
@@ -288,12 +272,12 @@ class EquivalenceProbe:
         kept.update({v.path: tf.convert_to_tensor(v.value) for v in alike})
         return {f"{STATE} {path!r}": value for path, value in kept.items()}
 
-    def _own_step(self, replica: Replica, layout: Layout, batch: Taken) -> tuple[dict, list[tf.Tensor]]:
+    def _own_step(self, replica: Replica, layout: Layout, batch: ReplicaBatch) -> tuple[dict, list[tf.Tensor]]:
         count, names = replica.count(layout, batch), LogNames()
         method = {"train": "train_step", "test": "test_step"}[self._comparison.kind]
-        logs = own_step_call.run_step(replica, method, replica.take(layout, batch, count), count, names)
+        logs = own_step.run_step(replica, method, replica.micro_batch(layout, batch, count), count, names)
         values = {f"log {name!r}": logs[1 + i] for i, name in enumerate(names.plain)}
-        return values, own_step_call.recorded()
+        return values, own_step.recorded()
 
     @contextlib.contextmanager
     def _unchanged(self) -> Iterator[None]:
@@ -302,7 +286,7 @@ class EquivalenceProbe:
         Python's and NumPy's own generators are restored, too.
         """
         model = self._step.model
-        frozen = set() if self._own else {id(v) for v in freezing.fixed(model)}  # which may be gigabytes
+        frozen = set() if self._own else {id(v) for v in layer_state.fixed_variables(model)}  # which may be gigabytes
         written = model.variables if self._own else model.non_trainable_variables
         variables = {id(v): v for v in [*written, *model.metrics_variables] if id(v) not in frozen}
         of_numpy, of_python = np.random.get_state(), random.getstate()

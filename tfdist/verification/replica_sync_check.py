@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import TrainingError
-from tfdist.keras_bridge import freezing, own_steps
+from tfdist.keras_bridge import layer_state, own_steps
 
 EVERY = 1000
 """Updates between two comparisons."""
@@ -60,7 +60,7 @@ class ReplicaSyncCheck:
         """
         if self._distribution.replicas == 1:
             return
-        variables = [*model.trainable_variables, *freezing.fixed(model)]
+        variables = [*model.trainable_variables, *layer_state.fixed_variables(model)]
         if self._optimizers:
             variables += [v for optimizer in own_steps.optimizers(model) for v in optimizer.variables]
         local = [sums.numpy().tolist() for sums in self._checksums(variables)]

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist.keras_bridge import batch_norm_ops
+from tfdist.keras_bridge import batch_norm
 
 L = keras.layers
 RENORM = "renorm" in inspect.signature(L.BatchNormalization).parameters
@@ -21,7 +21,7 @@ def measured(model, replaced):
 
     @tf.function
     def passes():
-        with batch_norm_ops.fused(replaced), tf.GradientTape() as tape:
+        with batch_norm.fused(replaced), tf.GradientTape() as tape:
             tape.watch(x)
             y = model(x, training=True)
             total = tf.reduce_sum(tf.sin(y))

@@ -1,4 +1,4 @@
-"""Layers that do not train: found by patterns of their names, and which of a model's variables then never change."""
+"""Freezes layers by patterns of their names."""
 
 from __future__ import annotations
 
@@ -65,19 +65,6 @@ def thaw(model: keras.Model) -> None:
     """Lets all layers train; `model.trainable = True` leaves out the inside of one that a file has frozen."""
     for layer in keras_internals.flat_layers(model):
         layer.trainable = True
-
-
-def fixed(model: keras.Model) -> list[keras.Variable]:
-    """Returns the variables that training does not change: weights of frozen layers, statistics of a frozen BatchNorm.
-
-    They are the same on every replica. What else a frozen layer has of state is not known to stay.
-    """
-    frozen: set[int] = set()
-    for layer in keras_internals.flat_layers(model):
-        if not layer.trainable:
-            whole = isinstance(layer, keras.layers.BatchNormalization)
-            frozen |= {id(v) for v in (layer.weights if whole else keras_internals.own_trainable_variables(layer))}
-    return [v for v in model.non_trainable_variables if id(v) in frozen]
 
 
 def _with_weights(layer: keras.Layer, names: tuple[str, ...]) -> Iterator[_Named]:

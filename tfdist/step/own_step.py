@@ -17,13 +17,13 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
-from tfdist.data.batch_layout import Layout, Rows
+from tfdist.data.batch_layout import Layout, MicroBatch, ReplicaBatch
 from tfdist.data.structures import Structure
 from tfdist.errors import UserError, one_line
 from tfdist.keras_bridge import ema, keras_internals, optimizer_update, own_steps
 from tfdist.keras_bridge.keras_internals import inner_optimizer
 from tfdist.step.batch_loop import StepOutput, batch_loop
-from tfdist.step.replica import Replica, Taken
+from tfdist.step.replica import Replica
 from tfdist.step.results import CallResult, LogNames, computed_from
 
 _tracing = threading.local()  # replicas are traced in threads
@@ -35,7 +35,7 @@ class _Part(NamedTuple):
     replica: Replica
     share: tf.Tensor
     """Its part of the examples, a float32 scalar."""
-    rows: Rows
+    rows: MicroBatch
     inside: list[keras.optimizers.Optimizer]
     """The optimizer that is applying a sum."""
     gradients: list[tf.Tensor]
@@ -69,11 +69,10 @@ def own_step_call(replica: Replica, layout: Layout, method: str, names: LogNames
     if method == "train_step" and optimizer is not None:
         optimizer_update.check_methods(optimizer, ("finalize_variable_values",))
 
-    def one(batch: Taken, is_last: tf.Tensor) -> tf.Tensor:
+    def one(batch: ReplicaBatch, is_last: tf.Tensor) -> StepOutput:
         del is_last
         count = replica.count(layout, batch)
-        logs = run_step(replica, method, replica.take(layout, batch, count), count, names)
-        return StepOutput.packed(logs, None, None)
+        return StepOutput(run_step(replica, method, replica.micro_batch(layout, batch, count), count, names))
 
     looped = batch_loop(replica, layout, None, one)
 
@@ -84,7 +83,7 @@ def own_step_call(replica: Replica, layout: Layout, method: str, names: LogNames
     return tf.function(call, autograph=False, reduce_retracing=True)
 
 
-def run_step(replica: Replica, method: str, rows: Rows, count: tf.Tensor | int, names: LogNames) -> tf.Tensor:
+def run_step(replica: Replica, method: str, rows: MicroBatch, count: tf.Tensor | int, names: LogNames) -> tf.Tensor:
     """Runs the model's own step on one replica's rows; in replica context, while it is traced.
 
     Returns:
@@ -94,10 +93,10 @@ def run_step(replica: Replica, method: str, rows: Rows, count: tf.Tensor | int, 
     Raises:
       UserError: what the step returns cannot be combined over replicas.
     """
-    share = tf.cast(rows.number, tf.float32) / tf.cast(count, tf.float32)
+    share = tf.cast(rows.size, tf.float32) / tf.cast(count, tf.float32)
     part = _tracing.part = _Part(replica, share, rows, [], [], {}, tf.compat.v1.get_default_graph(), [])
     try:
-        with replica.state.of_real_rows(rows.present, compiled_metrics=True):
+        with replica.state.restored_without_rows(rows.present, compiled_metrics=True):
             logs = _logged(part, method, replica.as_keras_gives(rows.data))
         if method == "train_step":
             replica.state.share(rows.present, replica.distribution.all_sum)
@@ -149,7 +148,7 @@ def prepare(replica: Replica, data: tuple[Structure, ...]) -> None:
 
     def one() -> tf.Tensor:
         number = int(keras.tree.flatten(data)[0].shape[0])
-        rows = Rows(data, number, number * distribution.replicas, 1, number, None)
+        rows = MicroBatch(data, number, number * distribution.replicas, 1, number, None)
         return run_step(replica, "train_step", rows, number * distribution.replicas, LogNames())
 
     with replica.tracing(), _over_replicas(replica.model, _build):

@@ -1,4 +1,4 @@
-"""What is changed in TensorFlow while a step is traced: gradients of all-reduces, and refused recomputation.
+"""Patches of Keras and TensorFlow while a step is traced.
 
 `tf.custom_gradient` walks back through the graph to find the variables that the function has read. An all-reduce reads
 none, and the walk leads through the whole model of the other replicas, anew for each synchronized BatchNorm and
@@ -13,15 +13,32 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfdist.cluster.env_vars import HOLD
 from tfdist.errors import UserError
-from tfdist.keras_bridge import keras_internals
+from tfdist.keras_bridge import batch_norm, keras_internals, layer_state
+
+
+@contextlib.contextmanager
+def patched(model: keras.Model, replicas: int) -> Iterator[None]:
+    """Lets Keras and TensorFlow trace a step for `replicas` replicas, over all workers, of which each is a part."""
+    with (
+        recomputation_refused(),
+        inference_only(model) if os.environ.get(HOLD) else contextlib.nullcontext(),  # a run that only checks others
+        without_gradient_registry(),
+        keras_internals.unscaled_losses(),
+        layer_state.separate_losses(model),
+        batch_norm.synchronized(model, replicas),
+    ):
+        yield
+
 
 _inside = threading.local()  # replicas are traced in threads that take turns within an all-reduce
 
@@ -106,3 +123,20 @@ def _recomputing() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+@contextlib.contextmanager
+def inference_only(model: keras.Model, others: Iterable[keras.Layer] = ()) -> Iterator[None]:
+    """Calls random layers, while a step is traced within it, as for inference: they pass on what they get.
+
+    Args:
+      others: layers that are called so, too.
+    """
+    layers = {layer: layer for layer in keras_internals.flat_layers(model) if keras_internals.is_random(layer)}
+    layers |= {layer: layer for layer in others}
+    with keras_internals.calls({layer: _inference(layer.call) for layer in layers}):
+        yield
+
+
+def _inference(call: Callable) -> Callable:
+    return lambda *args, **kwargs: call(*args, **{**kwargs, "training": False})

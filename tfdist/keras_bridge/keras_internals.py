@@ -1,0 +1,631 @@
+"""All private names of Keras that tfdist uses, and of TensorFlow where it meets Keras, each behind a small function.
+
+Each docstring gives the reason why nothing public does. tests/keras_bridge/test_keras_internals.py has a test for
+each, which says when a new version has moved one and what that would break, and a test that these names are used
+nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import keras
+import tensorflow as tf
+from keras.src.utils import naming
+from tensorflow.python.distribute.distribute_lib import ReplicaContextBase, StrategyBase
+from tensorflow.python.distribute.values import DistributedVariable
+from tensorflow.python.framework import ops
+from tensorflow.python.framework.func_graph import FuncGraph
+from tensorflow.python.ops import custom_gradient, gen_math_ops
+
+from tfdist.data.structures import Structure
+
+if TYPE_CHECKING:
+    from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics
+
+
+PATCHED = threading.RLock()
+"""Held while a class or module of Keras is changed: of two threads that trace at once, one would undo the other's."""
+
+
+@contextlib.contextmanager
+def replaced(name: str, by_object: Mapping[object, object]) -> Iterator[None]:
+    """Gives objects another attribute, within it; past Keras' tracker of attributes, for it is none to keep."""
+    # The end of an inner change must leave what an outer one has set.
+    before = [(owner, vars(owner)[name]) for owner in by_object if name in vars(owner)]
+    for owner, value in by_object.items():
+        vars(owner)[name] = value
+    try:
+        yield
+    finally:
+        for owner in by_object:
+            del vars(owner)[name]
+        for owner, value in before:
+            vars(owner)[name] = value
+
+
+# Layers and models.
+
+
+def flat_layers(layer: keras.Layer, include_self: bool = True, recursive: bool = True) -> list[keras.Layer]:
+    """Returns the layers within a layer or model; `model.layers` leaves out those inside of layers."""
+    return list(layer._flatten_layers(include_self, recursive))
+
+
+def own_trainable_variables(layer: keras.Layer) -> list[keras.Variable]:
+    """Returns the weights that a layer has itself and trains unless it is frozen.
+
+    `layer.trainable_variables` also has those of layers inside it, and none at all of a frozen layer.
+    """
+    return list(layer._trainable_variables)
+
+
+def own_variables(layer: keras.Layer) -> list[keras.Variable]:
+    """Returns the weights that a layer has itself; `layer.weights` also has those of the layers inside it."""
+    return [*layer._trainable_variables, *layer._non_trainable_variables]
+
+
+def own_metrics(layer: keras.Layer) -> list[keras.Metric]:
+    """Returns the metrics that a layer has itself; `layer.metrics` also has those of the layers inside it."""
+    return list(layer._metrics)
+
+
+def takes_training(model: keras.Model) -> bool:
+    """Returns whether the model's `call` has an argument `training`; Keras has read the signature, wrappers and all."""
+    return bool(model._call_has_training_arg)
+
+
+def fixed_batch(model: keras.Model) -> int | None:
+    """Returns the batch size that a model was made for, or None; a model that is no graph of layers has no inputs."""
+    inputs = keras.tree.flatten(getattr(model, "inputs", None) or [])
+    return inputs[0].shape[0] if inputs else None
+
+
+def input_structure(model: keras.Model) -> Structure:
+    """Returns the inputs nested as the model takes them, where Keras' own exporters look; `model.inputs` is flat."""
+    return getattr(model, "_inputs_struct", model.inputs[0])
+
+
+def producing_layer(tensor: keras.KerasTensor) -> object:
+    """Returns the layer or operation that a symbolic tensor comes from; in public, only layers know their outputs."""
+    return tensor._keras_history.operation
+
+
+def is_seed(variable: keras.Variable) -> bool:
+    """Returns whether a variable is the state of a random generator, which only its path tells."""
+    return "seed_generator" in variable.path
+
+
+@contextlib.contextmanager
+def added_losses(model: keras.Model, make: Callable[[], object]) -> Iterator[None]:
+    """Replaces, within it, the list in which each layer collects its `add_loss`; nothing public says where to.
+
+    Args:
+      make: makes an empty one, with `extend`, `clear` and slices.
+    """
+    layers = flat_layers(model)
+    theirs = [layer._losses for layer in layers]
+    for layer in layers:
+        vars(layer)["_losses"] = make()
+    try:
+        yield
+    finally:
+        for layer, losses in zip(layers, theirs):
+            losses.clear()
+            vars(layer)["_losses"] = losses
+
+
+def adding_losses(model: keras.Model) -> list[str]:
+    """Returns the names of the layers that have added losses in the last call; in public there is only one list."""
+    return [layer.name for layer in flat_layers(model) if len(layer._losses)]
+
+
+def is_random(layer: keras.Layer) -> bool:
+    """Returns whether a layer draws random numbers in training alone; only its attributes and signature tell."""
+    seeded = any(isinstance(value, keras.random.SeedGenerator) for value in vars(layer).values())
+    return seeded and bool(layer._call_has_training_arg)
+
+
+def calls(by_layer: Mapping[keras.Layer, Callable]) -> AbstractContextManager[None]:
+    """Gives layers another `call`, within it."""
+    return replaced("call", by_layer)
+
+
+def batch_moments(by_layer: Mapping[keras.layers.BatchNormalization, Callable]) -> AbstractContextManager[None]:
+    """Replaces, within it, what computes mean and variance of (inputs, mask) in each of these layers.
+
+    Keras has no option for how they are summed over replicas.
+    """
+    return replaced("_moments", by_layer)
+
+
+def remat_mode(layer: keras.Layer) -> str:
+    """Returns the mode of the `keras.RematScope` in which a layer was created, empty for none; only a record says."""
+    return getattr(getattr(layer, "_remat_mode", None), "mode", None) or ""
+
+
+@contextlib.contextmanager
+def computing_in(model: keras.Model, dtype: str) -> Iterator[None]:
+    """Lets all layers, within it, compute in a type, and leaves their variables as they are.
+
+    A policy has a public name for float16 and bfloat16 on float32 variables only.
+    """
+    layers = flat_layers(model)
+    theirs = [vars(layer)["_dtype_policy"] for layer in layers]
+    for layer in layers:
+        policy = keras.DTypePolicy("float32")
+        policy._compute_dtype, policy._variable_dtype = dtype, layer.variable_dtype
+        vars(layer)["_dtype_policy"] = policy
+    try:
+        yield
+    finally:
+        for layer, policy in zip(layers, theirs):
+            vars(layer)["_dtype_policy"] = policy
+
+
+def reset_layer_names() -> None:
+    """Lets Keras number layers from the start; the public `clear_session` would also delete the state of others."""
+    naming.reset_uids()
+
+
+def mask_of(tensor: tf.Tensor) -> tf.Tensor | None:
+    """Returns the mask that a layer has attached to its output, or None; Keras hands it on as an attribute only."""
+    return getattr(tensor, "_keras_mask", None)
+
+
+def set_mask(tensor: tf.Tensor, mask: tf.Tensor) -> None:
+    """Attaches a mask to a tensor that tfdist has sliced or brought out of XLA, which loses it."""
+    tensor._keras_mask = mask
+
+
+# Compiled losses and metrics.
+
+
+class MatchedLoss(NamedTuple):
+    """One loss of a compiled model with what Keras would call it with."""
+
+    entry: Any
+    """Keras' record: `loss`, `loss_weights`, `name`."""
+    y_true: Structure
+    y_pred: Structure
+    sample_weight: tf.Tensor | None
+
+
+def compiled_loss(model: keras.Model) -> CompileLoss | None:
+    """Returns Keras' CompileLoss, or None; `model.loss` is only what the user has given, in any mixture of forms."""
+    return model._compile_loss
+
+
+def loss_entries(compiled: CompileLoss) -> list[Any]:
+    """Returns the single losses of a built CompileLoss; in public there is only their weighted sum."""
+    return list(compiled._flat_losses or [])
+
+
+def matched_losses(
+    compiled: CompileLoss, y: Structure, y_pred: Structure, sample_weight: Structure
+) -> list[MatchedLoss]:
+    """Returns which targets and outputs belong to which loss, matched by Keras itself.
+
+    Keras accepts targets, outputs and losses in many mixtures of lists and dicts. Rather than repeat its rules, a
+    built CompileLoss is called here with each loss replaced by a recorder.
+    """
+    entries, metrics = list(compiled._flat_losses), compiled._metrics
+    matched: list[MatchedLoss] = []
+
+    def recorder(entry: object) -> Callable:
+        def record(y_true: Structure, prediction: Structure, sample_weight: tf.Tensor | None = None) -> tf.Tensor:
+            matched.append(MatchedLoss(entry, y_true, prediction, sample_weight))
+            return tf.zeros(())
+
+        return record
+
+    compiled._flat_losses = [entry._replace(loss=recorder(entry)) for entry in entries]
+    compiled._metrics = [None] * len(entries)
+    try:
+        compiled(y, y_pred, sample_weight)
+    finally:
+        compiled._flat_losses, compiled._metrics = entries, metrics
+    return matched
+
+
+@contextlib.contextmanager
+def unscaled_losses() -> Iterator[None]:
+    """Lets the Keras losses that users call in a loss function or beside `add_loss` return their own value.
+
+    Keras divides it by the strategy's number of replicas, since its `fit` adds the replicas' gradients up. tfdist
+    weighs each replica by its rows, and the loss would be divided twice. Nothing public turns the division off.
+    """
+    from keras.src.losses import loss
+
+    with PATCHED:  # two threads that trace at once would put the wrong one back
+        theirs = loss.scale_loss_for_distribution, loss.unscale_loss_for_distribution
+        loss.scale_loss_for_distribution = loss.unscale_loss_for_distribution = lambda value: value
+        try:
+            yield
+        finally:
+            loss.scale_loss_for_distribution, loss.unscale_loss_for_distribution = theirs
+
+
+def compiled_with(model: keras.Model) -> list[object]:
+    """Returns losses, weights and metrics as `compile` was given them; in public only what they serialise to."""
+    given = model._compile_config.config
+    return [given[name] for name in ("loss", "loss_weights", "metrics", "weighted_metrics")]
+
+
+def loss_metrics(model: keras.Model) -> list[keras.Metric]:
+    """Returns the metrics in which Keras itself averages the losses; `model.metrics` does not tell them from others."""
+    compiled = model._compile_loss
+    return [model._loss_tracker] + (compiled.metrics if compiled else [])
+
+
+def compiled_metrics(model: keras.Model) -> CompileMetrics | None:
+    """Returns Keras' CompileMetrics, or None; `model.metrics` does not tell which output a metric is for."""
+    return model._compile_metrics
+
+
+def metrics_by_output(compiled: CompileMetrics) -> tuple[list[Any], list[Any]]:
+    """Returns the groups of metrics of each output, unweighted and weighted; None where an output has none.
+
+    In public there is only `update_state` for all, which takes no slices of weights and many small operations.
+    """
+    return compiled._flat_metrics, compiled._flat_weighted_metrics
+
+
+def by_output(compiled: CompileMetrics, structure: Structure) -> list[Structure]:
+    """Returns targets, outputs or weights as a list in the order of `metrics_by_output`, by Keras' own rules."""
+    return compiled._flatten_y(structure)
+
+
+def create_late_variables(metric: keras.Metric, y_true: tf.Tensor, y_pred: tf.Tensor) -> None:
+    """Creates the variables of a metric of Keras that makes them at its first update, once it knows the shapes.
+
+    Nothing public does. Made during the first update, they would be missing where metrics are reset and in checkpoints.
+    """
+    kinds = (keras.metrics.AUC, keras.metrics.FBetaScore, keras.metrics.R2Score)
+    # A subclass with an `update_state` of its own may hand on other shapes than it is given.
+    if any(type(metric).update_state is kind.update_state for kind in kinds) and not metric._built:
+        metric._build(*([] if isinstance(metric, keras.metrics.AUC) else [y_true.shape]), y_pred.shape)
+
+
+def results(by_metric: Mapping[keras.Metric, Callable[[], object]]) -> AbstractContextManager[None]:
+    """Gives metrics another `result`, within it.
+
+    Keras names the results of compiled metrics by the outputs, and only while it asks them all; and a step's logs do
+    not say which of them are results of metrics.
+    """
+    return replaced("result", by_metric)
+
+
+@contextlib.contextmanager
+def mean_updates(update: Callable) -> Iterator[None]:
+    """Replaces, within it, what updates `keras.metrics.Mean`, by class: a step's means need not be the model's metrics.
+
+    Args:
+      update: called with (theirs, metric, values, weights or None); `theirs` takes the last three.
+    """
+    kind = keras.metrics.Mean
+    with PATCHED:
+        theirs = kind.__dict__["update_state"]
+        kind.update_state = lambda self, values, sample_weight=None: update(theirs, self, values, sample_weight)
+        try:
+            yield
+        finally:
+            kind.update_state = theirs
+
+
+def restored_epoch(model: keras.Model) -> int:
+    """Returns the epoch that `keras.callbacks.BackupAndRestore` has gone back to, and forgets it; 0 for none.
+
+    The callback leaves it in this attribute for Keras' `fit`, and nowhere else.
+    """
+    epoch, model._initial_epoch = model._initial_epoch, None
+    return epoch or 0
+
+
+def metrics_in_order(model: keras.Model, logs: dict[str, Any]) -> list[float] | float:
+    """Returns the values of `logs` as Keras' `evaluate` does with return_dict=False: a list, or its only entry.
+
+    Nothing public tells the order: `model.metrics_names` has one name for all compiled metrics.
+    """
+    return model._flatten_metrics_in_order(logs)
+
+
+def averaged_function(metric: keras.metrics.MeanMetricWrapper) -> tuple[Callable, dict[str, object]]:
+    """Returns the function that the metric averages, and its options; `get_config` gives them serialised."""
+    return metric._fn, metric._fn_kwargs
+
+
+# Optimizers.
+
+
+def inner_optimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """Returns the optimizer itself, out of a `LossScaleOptimizer` if it is wrapped in one; this name is public."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def updating(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
+    """Returns those that write weights: what is in a `MultiOptimizer`, or the optimizer; these names are public."""
+    inner = inner_optimizer(optimizer)
+    return list(getattr(inner, "optimizers", [inner]))
+
+
+def rate_setting(
+    optimizer: keras.optimizers.Optimizer,
+) -> keras.Variable | keras.optimizers.schedules.LearningRateSchedule | None:
+    """Returns a variable or the schedule of the learning rate; `optimizer.learning_rate` is a schedule's value now."""
+    return getattr(optimizer, "_learning_rate", None)
+
+
+def weight_averages(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """Returns the moving averages of the weights, one each; in public they can only replace the weights for good."""
+    return optimizer._model_variables_moving_average
+
+
+def adam_slots(optimizer: keras.optimizers.Adam, index: int) -> tuple[keras.Variable, keras.Variable]:
+    """Returns the first and second moment of variable `index`, which `optimizer.variables` has without a name."""
+    return optimizer._momentums[index], optimizer._velocities[index]
+
+
+def decays(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> bool:
+    """Returns whether weight decay is for this variable; what `exclude_from_weight_decay` was told is private."""
+    return optimizer._use_weight_decay(variable)
+
+
+def variable_key(optimizer: keras.optimizers.Optimizer, variable: keras.Variable | tf.Variable) -> str:
+    """Returns what the optimizer knows a variable by: the same for a Keras variable, its tf.Variable and its copies."""
+    return optimizer._var_key(variable)
+
+
+@contextlib.contextmanager
+def without_reduction() -> Iterator[None]:
+    """Keeps optimizers, within it, from summing gradients over replicas; Keras has an option for that no longer.
+
+    By class: an optimizer may hand its gradients on to others that it holds, Keras' own or anybody's.
+    """
+    from keras.src.backend.tensorflow.optimizer import TFOptimizer
+
+    with PATCHED:
+        theirs = TFOptimizer._all_reduce_sum_gradients
+        TFOptimizer._all_reduce_sum_gradients = lambda self, grads_and_vars: grads_and_vars
+        try:
+            yield
+        finally:
+            TFOptimizer._all_reduce_sum_gradients = theirs
+
+
+@contextlib.contextmanager
+def scaled_rates(
+    optimizer: keras.optimizers.Optimizer, factor: Callable[[keras.Variable | tf.Variable], float]
+) -> Iterator[None]:
+    """Lets an optimizer, within it, multiply its learning rate by `factor` of each variable; Keras has one rate.
+
+    Weight decay and the optimizers that look the rate up for themselves go through private methods.
+    """
+    step, decay, rate = optimizer.update_step, optimizer._apply_weight_decay, optimizer._get_current_learning_rate
+    # Replicas are traced in threads that meet in each update of a variable, so they are at the same one.
+    now = [1.0]
+
+    def scaled_step(gradient: tf.Tensor, variable: tf.Variable, rate: tf.Tensor) -> None:
+        own = factor(variable)
+        step(gradient, variable, rate if own == 1 else rate * own)
+
+    def scaled_decay(variables: list[keras.Variable]) -> None:
+        for variable in variables:
+            now[0] = factor(variable)
+            decay([variable])
+        now[0] = 1.0
+
+    optimizer.update_step, optimizer._apply_weight_decay = scaled_step, scaled_decay
+    optimizer._get_current_learning_rate = lambda: rate() if now[0] == 1 else rate() * now[0]
+    try:
+        yield
+    finally:
+        del optimizer.update_step, optimizer._apply_weight_decay, optimizer._get_current_learning_rate
+
+
+@contextlib.contextmanager
+def optimizer_updates(update: Callable) -> Iterator[None]:
+    """Replaces, within it, what optimizers do when a `train_step` of the user's gives them gradients.
+
+    By class: an optimizer may be anybody's, and an attribute of its own would stay with it if it is copied.
+
+    Args:
+      update: called with (theirs, optimizer, gradients, variables or None); `theirs` takes the last three.
+    """
+    from keras.src.optimizers.base_optimizer import BaseOptimizer
+
+    kinds = BaseOptimizer, keras.optimizers.LossScaleOptimizer
+    with PATCHED:
+        theirs = [kind.__dict__["apply"] for kind in kinds]
+
+        def apply(own: Callable) -> Callable:
+            return lambda self, grads, trainable_variables=None: update(own, self, grads, trainable_variables)
+
+        for kind, own in zip(kinds, theirs):
+            kind.apply = apply(own)
+        try:
+            yield
+        finally:
+            for kind, own in zip(kinds, theirs):
+                kind.apply = own
+
+
+def optimized_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """Returns the weights that an optimizer was built for; in public it tells only its own variables."""
+    return optimizer._trainable_variables
+
+
+# Callbacks.
+
+
+BATCHES_SEEN = "_batches_seen_since_last_saving"
+"""ModelCheckpoint counts in this attribute the batches since its last file, and nothing public tells the number."""
+
+
+def profiles_batches(callback: keras.callbacks.TensorBoard) -> bool:
+    """Returns whether the callback profiles; what it has read from `profile_batch` is kept privately."""
+    return bool(callback._should_trace)
+
+
+@contextlib.contextmanager
+def measured_by(model: keras.Model, evaluate: Callable, predict: Callable) -> Iterator[None]:
+    """Answers `model.evaluate` and `model.predict`, within it, for this model alone.
+
+    Nothing else lets what a callback calls reach anybody but Keras. An attribute of the model would go with its copies,
+    for which it would speak, too.
+
+    Args:
+      evaluate, predict: called with the model and what the callback has given.
+    """
+    with PATCHED:
+        if not _ANSWERS:
+            for name in _METHODS:
+                _OWN[name] = vars(keras.Model).get(name)
+                setattr(keras.Model, name, _answering(name, getattr(keras.Model, name)))
+        before = _ANSWERS.get(id(model))
+        _ANSWERS[id(model)] = dict(zip(_METHODS, (evaluate, predict)))
+    try:
+        yield
+    finally:
+        with PATCHED:
+            if before is None:
+                del _ANSWERS[id(model)]
+            else:
+                _ANSWERS[id(model)] = before
+            if not _ANSWERS:
+                for name, own in _OWN.items():
+                    setattr(keras.Model, name, own) if own else delattr(keras.Model, name)
+
+
+_METHODS = ("evaluate", "predict")
+_OWN: dict[str, Callable | None] = {}
+"""What the class itself had by these names."""
+_ANSWERS: dict[int, dict[str, Callable]] = {}
+"""Who answers, by the id of the model."""
+
+
+def _answering(name: str, theirs: Callable) -> Callable:
+    @functools.wraps(theirs)
+    def method(self: keras.Model, *arguments: object, **options: object) -> object:
+        answer = _ANSWERS.get(id(self), {}).get(name)
+        return answer(self, *arguments, **options) if answer else theirs(self, *arguments, **options)
+
+    return method
+
+
+# TensorFlow: strategies, and its bookkeeping of gradients.
+
+
+@contextlib.contextmanager
+def one_replica_in_sync() -> Iterator[None]:
+    """Lets strategies say, within it, that they have one replica: to Keras' losses, and to losses that ask for it.
+
+    They say so in a replica only; a TPU's counts, outside of them, for how many it traces.
+    """
+    with PATCHED:
+        theirs = StrategyBase.num_replicas_in_sync
+        StrategyBase.num_replicas_in_sync = property(
+            lambda strategy: theirs.fget(strategy) if tf.distribute.in_cross_replica_context() else 1
+        )
+        try:
+            yield
+        finally:
+            StrategyBase.num_replicas_in_sync = theirs
+
+
+@contextlib.contextmanager
+def variables_as_numbers() -> Iterator[None]:
+    """Lets `float(optimizer.learning_rate)` and `int(optimizer.iterations)` work, within it, under every strategy.
+
+    Keras hands both to TensorFlow's variable, and that of a strategy has neither method, though the plain one has. So a
+    callback that works on one device would end the training on two. Nothing public is between the two: the methods are
+    added to TensorFlow's class.
+    """
+
+    def number(kind: type) -> Callable[[tf.Variable], object]:
+        return lambda variable: kind(variable.numpy())
+
+    added = [kind for kind in (float, int) if f"__{kind.__name__}__" not in vars(DistributedVariable)]
+    for kind in added:
+        setattr(DistributedVariable, f"__{kind.__name__}__", number(kind))
+    try:
+        yield
+    finally:
+        for kind in added:
+            delattr(DistributedVariable, f"__{kind.__name__}__")
+
+
+@contextlib.contextmanager
+def gradient_bookkeeping(
+    search: Callable[[Callable], Callable], entry: Callable[[Callable], Callable]
+) -> Iterator[None]:
+    """Replaces, within it, two functions of `tf.custom_gradient`, which has no option for either.
+
+    Args:
+      search: makes of TensorFlow's search for the variables that a function has read another one.
+      entry: makes of what names a gradient's entry in TensorFlow's registry another one.
+    """
+    theirs = custom_gradient._get_dependent_variables, custom_gradient.generate_name
+    custom_gradient._get_dependent_variables, custom_gradient.generate_name = search(theirs[0]), entry(theirs[1])
+    try:
+        yield
+    finally:
+        custom_gradient._get_dependent_variables, custom_gradient.generate_name = theirs
+
+
+@contextlib.contextmanager
+def sums_in_order() -> Iterator[None]:
+    """Lets TensorFlow add up three tensors and more, within it, always from first to last.
+
+    A gradient tape adds up with `add_n` what flows back into a tensor that is used several times, and has no option for
+    how. That operation begins with whichever tensor's memory it may reuse, which is a matter of time.
+    """
+
+    def add_n(inputs: list[tf.Tensor], name: str | None = None) -> tf.Tensor:
+        if len(inputs) < 3 or not (inputs[0].dtype.is_floating or inputs[0].dtype.is_integer):
+            return theirs(inputs, name=name)
+        return tf.reduce_sum(tf.stack(inputs), 0, name=name)
+
+    with PATCHED:
+        theirs = gen_math_ops.add_n
+        gen_math_ops.add_n = add_n
+        try:
+            yield
+        finally:
+            gen_math_ops.add_n = theirs
+
+
+def replica_context() -> type[tf.distribute.ReplicaContext]:
+    """Returns the class with TensorFlow's `all_reduce`; the public `ReplicaContext` only inherits it."""
+    return ReplicaContextBase
+
+
+def forget_gradient(name: str) -> None:
+    """Takes a gradient out of TensorFlow's registry, which in public only grows, and keeps the graphs of all."""
+    ops.gradient_registry._registry.pop(name, None)
+
+
+def only_read(op: tf.Operation) -> list[int] | None:
+    """Returns the places of the resources that a branch, a loop or a call of a function leaves as they are.
+
+    TensorFlow notes it for what must run in order. None of other operations; nothing public says what is changed in a
+    function that another one calls.
+    """
+    try:
+        return list(op.get_attr("_read_only_resource_inputs"))
+    except ValueError:
+        return None
+
+
+def another_function(graph: tf.Graph) -> bool:
+    """Returns whether what is being traced is a tf.function within that of `graph`, and not a branch or loop of it.
+
+    Nothing public tells these apart.
+    """
+    now = tf.compat.v1.get_default_graph()
+    return now is not graph and type(now) is FuncGraph
