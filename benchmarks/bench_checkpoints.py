@@ -87,7 +87,7 @@ def cost(name, rounds, seconds):
             for way in ways if number % 2 else ways[::-1]:
                 speeds[way is not None], kept = rate(model, columns, batch, seconds, way)
                 if kept:
-                    pauses = (kept.saved, kept.paused, kept.writing)
+                    pauses = (kept.saved, kept.paused, kept.seconds)
                     size = files.verify(files.found(way)[0])
                     shutil.rmtree(way)
             rounds_measured.append({"with": speeds[True], "without": speeds[False], "pauses": pauses, "bytes": size})

@@ -30,7 +30,113 @@ HELD_SHARE = 0.01
 """The largest share of the time that holding them may take."""
 
 
-class Checkpoints:
+class CheckpointWriter:
+    """Writes the checkpoints of one run in a thread, one at a time, and deletes old ones; on the chief only.
+
+    Args:
+      folder: where they are.
+      keep: number of newest to keep, besides the best.
+      storage: what stands behind the folder.
+    """
+
+    def __init__(self, folder: pathlib.Path, keep: int, storage: Disk = DISK):
+        self._folder, self._keep, self._storage = folder, keep, storage
+        self._thread: threading.Thread | None = None
+        self.kept: list[pathlib.Path] = []
+        """Those of this run that are on the disk, the oldest first."""
+        self.in_memory: LoadedCheckpoint | None = None
+        """A state of this run newer than what is on the disk, if any is held."""
+        self.failure = ""
+        """Why the last one could not be written, or nothing."""
+        self.unwritten: set[int] = set()
+        """Updates whose checkpoints could not be written, since the last one that was."""
+        self._warned = ""
+        """The reason that was last given in a warning."""
+        self.saved = 0
+        self.seconds = 0.0
+        """Total time that taking and writing them took."""
+
+    def start(self, update: int, state: dict, tensors: dict[str, Structure], best: int | None) -> None:
+        """Begins to write a checkpoint; call `wait` for the previous one first.
+
+        Args:
+          update: updates made so far.
+          state: content of `state.json`.
+          tensors: of `training_state.capture`.
+          best: the update whose checkpoint is kept though newer ones are written, or None.
+        """
+        arguments = (update, state, tensors, best)
+        self._thread = threading.Thread(target=self._write, args=arguments, name="tfdist checkpoint")
+        self._thread.start()
+
+    def write_held(self) -> None:
+        """Begins to write what is in memory, after the one that is being written; from any thread.
+
+        The state of the other workers is no use when a worker is lost: they are in the middle of an update.
+        """
+        held, before = self.in_memory, self._thread
+        if held is None:
+            return
+        state, tensors = held.state, held.tensors
+
+        def write() -> None:
+            if before is not None:
+                before.join()
+            update = state["position"]["update"]
+            if self._write(update, state, tensors, state["best"]["update"]):
+                logger.info(f"the state after update {update} was in memory and is saved, since a worker is lost")
+
+        # Else it would be a daemon, as the thread that calls this may be, and the exit would not wait for it.
+        self._thread = threading.Thread(target=write, name="tfdist checkpoint", daemon=False)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Returns when the one that is being written is on the disk, or has failed."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _write(self, update: int, state: dict, tensors: dict[str, Structure], best: int | None) -> bool:
+        """Writes a checkpoint; returns whether it is on the disk."""
+        start = time.perf_counter()
+        missing = not self._folder.parent.exists()
+        try:
+            write = lambda prefix: training_state.write(prefix, tensors)
+            path = files.write(self._folder, update, state, write, self._storage.publish)
+        except Exception as error:  # TensorFlow's differ by version, and a callback's state may be anything
+            self._fail(update, error)
+            return False
+        finally:
+            self.seconds += time.perf_counter() - start
+        if missing and self.saved:
+            logger.info(f"WARNING: {self._folder.parent} was deleted and has been made again")
+        if len(self.unwritten) > 1:
+            logger.info(f"checkpoints are written again; {len(self.unwritten)} before update {update} were not")
+        self.unwritten, self._warned = set(), ""
+        self.failure, self.saved = "", self.saved + 1
+        if self.in_memory and self.in_memory.state["position"]["update"] <= update:
+            self.in_memory = None
+        self.kept.append(path)
+        newest = self.kept[-self._keep :]
+        best_ones = [kept for kept in self.kept if files.update_of(kept) == best]
+        self.kept = [kept for kept in self.kept if kept in newest or kept in best_ones[-1:]]
+        files.prune(self._folder, set(self.kept))
+        self._storage.prune({kept.name for kept in self.kept})
+        return True
+
+    def _fail(self, update: int, error: Exception) -> None:
+        """Records that a checkpoint could not be written, and warns once for each reason."""
+        why, folder = _reason(error, self._folder), self._folder
+        fix = f"look at {error.place}" if isinstance(error, BucketError) else f"free or repair {folder}"
+        kept = f"the one of update {files.update_of(self.kept[-1])} is kept" if self.kept else "there is none"
+        self.failure = f"the checkpoint after update {update} could not be written ({why})"
+        self.unwritten.add(update)
+        if why != self._warned:
+            self._warned = why
+            logger.info(f"WARNING: {self.failure}: training goes on, {kept}; {fix}")
+
+
+class Checkpoints(CheckpointWriter):
     """The checkpoints of one run, for `fit(checkpoints=...)`. Progress is logged on the chief only.
 
     Args:
@@ -74,13 +180,12 @@ class Checkpoints:
             raise UserError(f"checkpoint.keep must be at least 1, got {keep}")
         self._best_metric = schedule.better(best)
         self.folder, kept_at = storage_lib.at(folder)
-        self._storage = storage or kept_at
+        super().__init__(self.folder, keep, storage or kept_at)
         self._name = self._storage.shown(self.folder)
         self._every, self._asynchronous, self._resume, self._changed = every, asynchronous, resume, changed
         self._experiment, self._data_sha256 = dict(experiment or {}), data_sha256
         self._model_facts: dict[str, object] = {MODEL_FILE: model_sha256} if model_sha256 else {}
         self.off = every == "off"
-        self._writer = CheckpointWriter(self.folder, keep, self._storage)
         self.resumed_from: int | None = None
         """The update that the run resumed from."""
         self.paused = 0.0
@@ -88,21 +193,6 @@ class Checkpoints:
         self._updates, self._seconds = math.inf, math.inf
         self._last = self._hold_at = time.monotonic()
         self._best = BestEpoch()
-
-    @property
-    def failure(self) -> str:
-        """Returns why the last checkpoint could not be written, or nothing."""
-        return self._writer.failure
-
-    @property
-    def saved(self) -> int:
-        """Returns the number of checkpoints written."""
-        return self._writer.saved
-
-    @property
-    def writing(self) -> float:
-        """Returns the total seconds that taking and writing them took."""
-        return self._writer.seconds
 
     # -- resuming -----------------------------------------------------------
 
@@ -125,7 +215,7 @@ class Checkpoints:
             return None
         self.resumed_from = position.update
         if chosen:
-            self._writer.kept = files.found(self.folder)[::-1]
+            self.kept = files.found(self.folder)[::-1]
             logger.info(f"resuming after update {position.update} from {self._storage.shown(chosen.path)}")
         self._last = time.monotonic()
         return position
@@ -137,7 +227,7 @@ class Checkpoints:
           TrainingError: there is none.
         """
         self.wait()
-        self._writer.in_memory = None
+        self.in_memory = None
         paths = files.found(self.folder) if run.distribution.is_chief else []
         choice = self._choice(run)
         while True:
@@ -163,8 +253,8 @@ class Checkpoints:
         """
         self.wait()
         choice = self._choice(run)
-        chosen = next(filter(None, (choice.load(path) for path in reversed(self._writer.kept))), None)
-        held = self._writer.in_memory
+        chosen = next(filter(None, (choice.load(path) for path in reversed(self.kept))), None)
+        held = self.in_memory
         if chosen is None and held is not None:
             chosen = LoadedCheckpoint(self.folder, copy.deepcopy(held.state), held.tensors)
         position = self._put_back(run, chosen)
@@ -230,8 +320,8 @@ class Checkpoints:
         if not run.distribution.is_chief:
             return
         state = self._state(run, position)
-        self._writer.seconds += time.perf_counter() - captured
-        self._writer.start(position.update, state, tensors, self._best.update)
+        self.seconds += time.perf_counter() - captured
+        self.start(position.update, state, tensors, self._best.update)
         if wait or not self._asynchronous:
             self.wait()
         if not wait:
@@ -248,7 +338,7 @@ class Checkpoints:
             return
         # Copied here, and not by TensorFlow in the next update, so that the time that it takes is known.
         copied = {name: np.array(tensor) for name, tensor in tensors.items()}
-        self._writer.in_memory = LoadedCheckpoint(self.folder, copy.deepcopy(self._state(run, position)), copied)
+        self.in_memory = LoadedCheckpoint(self.folder, copy.deepcopy(self._state(run, position)), copied)
         now = time.monotonic()
         self._hold_at = now + max(HELD_S, (now - start) / HELD_SHARE)
 
@@ -256,133 +346,19 @@ class Checkpoints:
         """Tells whether it is time to hold the state again, by the clock of this worker; the chief's counts."""
         return time.monotonic() >= self._hold_at
 
-    def write_held(self) -> None:
-        """Begins to write what `hold` keeps, if it is newer than what is on the disk; from any thread of the chief.
-
-        The state of the other workers is no use when a worker is lost: they are in the middle of an update.
-        """
-        self._writer.write_held()
-
-    def wait(self) -> None:
-        """Returns when the checkpoint that is being written is on the disk, or has failed."""
-        self._writer.wait()
-
     def finish(self) -> None:
         """Waits for the last checkpoint, and logs what checkpoints have cost."""
         self.wait()
-        if len(self._writer.unwritten) > 1:
-            logger.info(f"WARNING: the last {len(self._writer.unwritten)} checkpoints could not be written")
+        if len(self.unwritten) > 1:
+            logger.info(f"WARNING: the last {len(self.unwritten)} checkpoints could not be written")
         if self.saved:
             logger.info(
                 f"{self.saved} checkpoint{'s' * (self.saved > 1)} in {self._name}: training waited "
-                f"{self.paused:.2f} s of the {self.writing:.2f} s that writing took"
+                f"{self.paused:.2f} s of the {self.seconds:.2f} s that writing took"
             )
 
     def _state(self, run: TrainingRun, position: Position) -> dict[str, object]:
         return training_run.state_of(run, position, self._experiment, self._data_sha256, self._facts(run), self._best)
-
-
-class CheckpointWriter:
-    """Writes the checkpoints of one run in a thread, one at a time, and deletes old ones; on the chief only.
-
-    Args:
-      folder: where they are.
-      keep: number of newest to keep, besides the best.
-      storage: what stands behind the folder.
-    """
-
-    def __init__(self, folder: pathlib.Path, keep: int, storage: Disk = DISK):
-        self._folder, self._keep, self._storage = folder, keep, storage
-        self._thread: threading.Thread | None = None
-        self.kept: list[pathlib.Path] = []
-        """Those of this run that are on the disk, the oldest first."""
-        self.in_memory: LoadedCheckpoint | None = None
-        """A state of this run newer than what is on the disk, if any is held."""
-        self.failure = ""
-        """Why the last one could not be written, or nothing."""
-        self.unwritten: set[int] = set()
-        """Updates whose checkpoints could not be written, since the last one that was."""
-        self._warned = ""
-        """The reason that was last given in a warning."""
-        self.saved = 0
-        self.seconds = 0.0
-        """Total time that taking and writing them took."""
-
-    def start(self, update: int, state: dict, tensors: dict[str, Structure], best: int | None) -> None:
-        """Begins to write a checkpoint; call `wait` for the previous one first.
-
-        Args:
-          update: updates made so far.
-          state: content of `state.json`.
-          tensors: of `training_state.capture`.
-          best: the update whose checkpoint is kept though newer ones are written, or None.
-        """
-        arguments = (update, state, tensors, best)
-        self._thread = threading.Thread(target=self._write, args=arguments, name="tfdist checkpoint")
-        self._thread.start()
-
-    def write_held(self) -> None:
-        """Begins to write what is in memory, after the one that is being written; from any thread."""
-        held, before = self.in_memory, self._thread
-        if held is None:
-            return
-        state, tensors = held.state, held.tensors
-
-        def write() -> None:
-            if before is not None:
-                before.join()
-            update = state["position"]["update"]
-            if self._write(update, state, tensors, state["best"]["update"]):
-                logger.info(f"the state after update {update} was in memory and is saved, since a worker is lost")
-
-        # Else it would be a daemon, as the thread that calls this may be, and the exit would not wait for it.
-        self._thread = threading.Thread(target=write, name="tfdist checkpoint", daemon=False)
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Returns when the one that is being written is on the disk, or has failed."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-    def _write(self, update: int, state: dict, tensors: dict[str, Structure], best: int | None) -> bool:
-        """Writes a checkpoint; returns whether it is on the disk."""
-        start = time.perf_counter()
-        missing = not self._folder.parent.exists()
-        try:
-            write = lambda prefix: training_state.write(prefix, tensors)
-            path = files.write(self._folder, update, state, write, self._storage.publish)
-        except Exception as error:  # TensorFlow's differ by version, and a callback's state may be anything
-            self._fail(update, error)
-            return False
-        finally:
-            self.seconds += time.perf_counter() - start
-        if missing and self.saved:
-            logger.info(f"WARNING: {self._folder.parent} was deleted and has been made again")
-        if len(self.unwritten) > 1:
-            logger.info(f"checkpoints are written again; {len(self.unwritten)} before update {update} were not")
-        self.unwritten, self._warned = set(), ""
-        self.failure, self.saved = "", self.saved + 1
-        if self.in_memory and self.in_memory.state["position"]["update"] <= update:
-            self.in_memory = None
-        self.kept.append(path)
-        newest = self.kept[-self._keep :]
-        best_ones = [kept for kept in self.kept if files.update_of(kept) == best]
-        self.kept = [kept for kept in self.kept if kept in newest or kept in best_ones[-1:]]
-        files.prune(self._folder, set(self.kept))
-        self._storage.prune({kept.name for kept in self.kept})
-        return True
-
-    def _fail(self, update: int, error: Exception) -> None:
-        """Records that a checkpoint could not be written, and warns once for each reason."""
-        why, folder = _reason(error, self._folder), self._folder
-        fix = f"look at {error.place}" if isinstance(error, BucketError) else f"free or repair {folder}"
-        kept = f"the one of update {files.update_of(self.kept[-1])} is kept" if self.kept else "there is none"
-        self.failure = f"the checkpoint after update {update} could not be written ({why})"
-        self.unwritten.add(update)
-        if why != self._warned:
-            self._warned = why
-            logger.info(f"WARNING: {self.failure}: training goes on, {kept}; {fix}")
 
 
 def _reason(error: Exception, folder: pathlib.Path) -> str:
