@@ -146,13 +146,13 @@ def readers(folder):
     asked = trained_model.ModelRequest(str(folder), "", "", config.Experiment(), {})
     refused(trained_model.read_experiment, asked)
     with contextlib.suppress(UserError):
-        for path in files.found(folder / "checkpoints"):
+        for path in files.newest_first(folder / "checkpoints"):
             refused(resume.load, path, Disk())
     with contextlib.suppress(UserError):
         for finding in doctor.examine(folder / "checkpoints"):
             adversary.is_one_line(shown(finding.problem))
     doctor.newest_size(folder / "checkpoints")
-    refused(resume.goes_on, RunFolder(str(folder)), ResumeOptions(), 0, False)
+    refused(resume.continues, RunFolder(str(folder)), ResumeOptions(), 0, False)
     fields = config.flat(config.Experiment())
     refused(lambda: resume.ResumeChoice(folder / "checkpoints", {}, fields, True).newest())
     refused(spec_file.read, folder)
@@ -201,7 +201,7 @@ def finished(tmp_path_factory):
     result = json.loads((folder / "result.json").read_bytes())
     listed = {name: files.checksum(folder / name) for name in VALUED[:2]}
     (folder / "result.json").write_text(json.dumps(integrity.sealed(result | {"files": listed}), indent=2))
-    state = files.read_state(files.found(folder / "checkpoints")[0])
+    state = files.read_state(files.newest_first(folder / "checkpoints")[0])
     return folder, state | {"data_sha256": spec_file.digest(spec_file.read(folder))}
 
 

@@ -301,7 +301,7 @@ def test_a_checkpoint_counts_when_its_manifest_is_there(place, faulty):
     faulty.fault = lambda method, key: None
     assert any(n.startswith("3/tensors") for n in Bucket(place).listing())
     folder, kept_at = look(place)
-    assert [path.name for path in files_lib.found(folder)] == ["2", "1"]
+    assert [path.name for path in files_lib.newest_first(folder)] == ["2", "1"]
     assert [path.name for path in (folder / "2").iterdir()] == ["manifest.json"]  # the rest comes when it is needed
     kept_at.fetch(folder / "2")
     assert files_lib.verify(folder / "2") and (folder / "2" / "tensors.data").read_bytes() == bytes([2]) * 100

@@ -164,7 +164,7 @@ def test_taking_checkpoints_changes_nothing_and_keeps_the_newest_and_the_best(co
     done = train(connect(1), checkpoints=checkpoints)
     assert done[:2] == whole[:2]
     best = 5 * (1 + int(np.argmin(whole[1]["val_loss"])))
-    left = [files_lib.update_of(p) for p in files_lib.found(tmp_path / "checkpoints")]
+    left = [files_lib.update_of(p) for p in files_lib.newest_first(tmp_path / "checkpoints")]
     assert set(left) == {20, 18, best}
     assert not [p for p in (tmp_path / "checkpoints").iterdir() if p.name.startswith(".")]
     assert (tmp_path / "checkpoints" / "latest").read_text().strip() == "20"
@@ -173,7 +173,7 @@ def test_taking_checkpoints_changes_nothing_and_keeps_the_newest_and_the_best(co
 def test_the_best_epoch_is_one_that_was_validated(connect, tmp_path):
     done = train(connect(1), checkpoints=kept(tmp_path, every="9 epochs", best="max val_loss"), validation_freq=2)
     best = 10 * (1 + int(np.argmax(done[1]["val_loss"])))
-    assert {files_lib.update_of(p) for p in files_lib.found(tmp_path / "checkpoints")} >= {best}
+    assert {files_lib.update_of(p) for p in files_lib.newest_first(tmp_path / "checkpoints")} >= {best}
 
 
 @pytest.mark.whole
@@ -205,7 +205,7 @@ def two(connect, tmp_path_factory):
     """A folder with two checkpoints, of updates 10 and 20."""
     folder = tmp_path_factory.mktemp("two")
     train(connect(1), checkpoints=kept(folder, every="2 epochs"))
-    found = files_lib.found(folder / "checkpoints")
+    found = files_lib.newest_first(folder / "checkpoints")
     assert [files_lib.update_of(p) for p in found] == [20, 10]
     return folder / "checkpoints"
 
@@ -257,13 +257,13 @@ def test_the_newest_valid_one_is_used_and_the_damaged_one_set_aside(two, tmp_pat
     findings = checkpoints_lib.examine(folder)
     assert [(f.update, bool(f.problem), f.next) for f in findings] == [(20, True, False), (10, False, True)]
     assert choice(folder).newest(read_only=True).path.name == "10"  # as a dry run
-    assert [p.name for p in files_lib.found(folder)] == ["20", "10"]
+    assert [p.name for p in files_lib.newest_first(folder)] == ["20", "10"]
     said.clear()
     chosen = choice(folder).newest()
     assert chosen.path.name == "10"
     assert "20 is not used: tensors.data-00000-of-00001 has" in said[0]
     assert said[1].endswith("is now unused-20")
-    assert [p.name for p in files_lib.found(folder)] == ["10"]
+    assert [p.name for p in files_lib.newest_first(folder)] == ["10"]
 
 
 def test_with_none_valid_it_does_not_begin_anew_in_silence(two, tmp_path):
@@ -292,7 +292,7 @@ def test_another_batch_is_refused_or_taken_between_epochs(connect, tmp_path, sai
     assert train(connect(1), data, checkpoints=checkpoints)
     assert any("is not used: it is from the middle of an epoch" in line for line in said)
     assert checkpoints.resumed_from == 20  # two epochs of ten updates
-    assert files_lib.update_of(files_lib.found(tmp_path / "checkpoints")[0]) == 40
+    assert files_lib.update_of(files_lib.newest_first(tmp_path / "checkpoints")[0]) == 40
 
 
 def test_data_that_has_lost_an_example_is_refused(connect, tmp_path):
@@ -463,7 +463,7 @@ def test_what_is_held_in_memory_is_written_by_a_thread_that_is_waited_for(tmp_pa
     watch.join()
     gate.set()
     writer.wait()
-    assert [path.name for path in files_lib.found(tmp_path)] == ["7", "5"] and daemons == [False, False]
+    assert [path.name for path in files_lib.newest_first(tmp_path)] == ["7", "5"] and daemons == [False, False]
     assert said == ["the state after update 7 was in memory and is saved, since a worker is lost"]
     assert writer.in_memory is None  # it is on the disk
 

@@ -136,7 +136,7 @@ def test_a_forged_state_of_a_callback(name, state, why, tmp_path):
 
 def test_what_a_run_writes_is_taken():
     for path in OLD.parent.glob("*/checkpoints/*/state.json"):
-        assert state_shape.wrong(json.loads(path.read_bytes())) == ""
+        assert state_shape.error_in(json.loads(path.read_bytes())) == ""
 
 
 @pytest.mark.parametrize("text", ["[]", "3", "null", '"x"', DEEP, "{", ""])

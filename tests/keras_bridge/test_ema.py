@@ -112,7 +112,7 @@ def test_stopped_within_a_validation_and_resumed(connect, tmp_path):
     assert calls > 6
     assert (fingerprint(done[0]), done[1]) == (fingerprint(whole[0]), whole[1])
     best = 5 * (1 + int(np.argmin(whole[1]["val_loss"])))
-    assert best in [files.update_of(p) for p in files.found(tmp_path / "checkpoints")]
+    assert best in [files.update_of(p) for p in files.newest_first(tmp_path / "checkpoints")]
 
 
 def test_without_a_single_update_there_is_no_average(connect):

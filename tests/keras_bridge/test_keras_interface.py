@@ -373,7 +373,7 @@ def test_a_callback_keeps_its_state_over_a_resume(connect, tmp_path):
         )
     done = first[0].seen
     assert 6 < done < 18
-    kept = files.read_state(files.found(tmp_path)[0])["callbacks"]
+    kept = files.read_state(files.newest_first(tmp_path)[0])["callbacks"]
     assert kept["Own.0"] == {"seen": done} and kept["Plain.0"] == {"so far": done}
     assert kept["Stopping.0"]["best_epoch"] == 0 and "Callback.0" not in kept
     fit(small(connect(1)), connect(1), callbacks=second, checkpoints=tfdist.Checkpoints(tmp_path), **options)

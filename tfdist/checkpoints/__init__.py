@@ -1,1 +1,1 @@
-"""What outlives the process: the run folder, checkpoints and what is in them, and the choice which one to resume."""
+"""The run folder, its checkpoints and their content, and the choice of the checkpoint to resume."""

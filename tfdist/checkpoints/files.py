@@ -36,7 +36,7 @@ class DamagedError(Exception):
     """A checkpoint is not as it was written: the reason, in a few words."""
 
 
-def found(folder: pathlib.Path) -> list[pathlib.Path]:
+def newest_first(folder: pathlib.Path) -> list[pathlib.Path]:
     """Lists all checkpoints in a folder, valid or not, the newest first; raises UserError if it cannot be read."""
     try:
         return _listed(folder)
@@ -108,8 +108,8 @@ def read_state(path: pathlib.Path) -> dict:
         state = json.loads(local_files.content(path / STATE))
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedError(f"{STATE} cannot be read ({error})") from None
-    if wrong := state_shape.wrong(state):
-        raise DamagedError(f"{STATE} is not what a run writes: {wrong}")
+    if problem := state_shape.error_in(state):
+        raise DamagedError(f"{STATE} is not what a run writes: {problem}")
     if update_of(path) != state["position"]["update"]:
         raise DamagedError(f"{STATE} is of update {state['position']['update']}, and the folder is called {path.name}")
     return state

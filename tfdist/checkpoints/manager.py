@@ -210,12 +210,12 @@ class Checkpoints(CheckpointWriter):
             self._storage.begin()
             if self._resume != "never":
                 chosen = self._choice(run, self._changed).newest(self._resume == "require")
-        position = self._put_back(run, chosen)
+        position = self._restore(run, chosen)
         if position is None:
             return None
         self.resumed_from = position.update
         if chosen:
-            self.kept = files.found(self.folder)[::-1]
+            self.kept = files.newest_first(self.folder)[::-1]
             logger.info(f"resuming after update {position.update} from {self._storage.shown(chosen.path)}")
         self._last = time.monotonic()
         return position
@@ -228,7 +228,7 @@ class Checkpoints(CheckpointWriter):
         """
         self.wait()
         self.in_memory = None
-        paths = files.found(self.folder) if run.distribution.is_chief else []
+        paths = files.newest_first(self.folder) if run.distribution.is_chief else []
         choice = self._choice(run)
         while True:
             chosen = None
@@ -236,7 +236,7 @@ class Checkpoints(CheckpointWriter):
                 path = paths.pop(0)
                 if files.update_of(path) <= bad:
                     chosen = choice.load(path)
-            position = self._put_back(run, chosen)
+            position = self._restore(run, chosen)
             if position is None:
                 raise TrainingError(
                     f"the loss is no longer finite after update {bad}, and no checkpoint from before can be used: "
@@ -257,7 +257,7 @@ class Checkpoints(CheckpointWriter):
         held = self.in_memory
         if chosen is None and held is not None:
             chosen = LoadedCheckpoint(self.folder, copy.deepcopy(held.state), held.tensors)
-        position = self._put_back(run, chosen)
+        position = self._restore(run, chosen)
         if position is None:
             raise TrainingError(f"no checkpoint in {self._name} can be used to go back to: start the run again")
         return position
@@ -270,8 +270,8 @@ class Checkpoints(CheckpointWriter):
         form = ("kind", "examples", "elements", "batches")
         return {name: fact for name, fact in run.facts.items() if name not in form} | self._model_facts
 
-    def _put_back(self, run: TrainingRun, checkpoint: LoadedCheckpoint | None) -> Position | None:
-        restored = training_run.put_back(run, checkpoint, self._experiment)
+    def _restore(self, run: TrainingRun, checkpoint: LoadedCheckpoint | None) -> Position | None:
+        restored = training_run.restore(run, checkpoint, self._experiment)
         if restored is None:
             return None
         position, self._best = restored

@@ -116,7 +116,7 @@ class ResumeChoice:
         Raises:
           UserError: there are some and none can be used, or there is none and one is required.
         """
-        paths = files.found(self._folder)
+        paths = files.newest_first(self._folder)
         valid = 0
         for number, path in enumerate(paths):
             chosen = self.load(path)
@@ -210,7 +210,7 @@ def same_experiment(folder: RunFolder, experiment: Experiment, options: ResumeOp
     here = flat(experiment)
     odd = differences(here, flat(earlier))
     state = None
-    for path in files.found(folder.checkpoints) if odd else []:
+    for path in files.newest_first(folder.checkpoints) if odd else []:
         folder.storage.fetch(path)
         with contextlib.suppress(DamagedError):
             files.verify(path)
@@ -235,7 +235,7 @@ def unfinished(folder: RunFolder, options: ResumeOptions, attempt: int) -> bool:
     return attempt > 0 or not (_from_scratch(options, attempt) or folder.completed)
 
 
-def goes_on(folder: RunFolder, options: ResumeOptions, attempt: int, no_checkpoints: bool) -> bool:
+def continues(folder: RunFolder, options: ResumeOptions, attempt: int, no_checkpoints: bool) -> bool:
     """Tells whether this run continues the one in the folder, instead of setting it aside."""
     if attempt > 0:
         return True
@@ -244,14 +244,14 @@ def goes_on(folder: RunFolder, options: ResumeOptions, attempt: int, no_checkpoi
     if options.resume == "require" or options.resume_changed:
         return True
     try:
-        return not folder.completed and bool(files.found(folder.checkpoints))
+        return not folder.completed and bool(files.newest_first(folder.checkpoints))
     except UserError:
         return True  # and the resume reports the error
 
 
-def intent(folder: RunFolder, goes_on: bool) -> str:
+def intent(folder: RunFolder, continues: bool) -> str:
     """Describes what will be done with the run folder."""
-    if not goes_on:
+    if not continues:
         return f"{folder.name}, the run in it set aside" if folder.holds_run else folder.name
-    newest = files.found(folder.checkpoints)
+    newest = files.newest_first(folder.checkpoints)
     return f"{folder.name}, from update {files.update_of(newest[0])} on" if newest else folder.name

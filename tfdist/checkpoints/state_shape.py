@@ -57,7 +57,7 @@ def by_name(check: Callable[[Any], bool]) -> Callable[[object], bool]:
     return lambda value: isinstance(value, dict) and all(map(check, value.values()))
 
 
-def misfit(content: object, shape: Shape) -> str:
+def invalid_field(content: object, shape: Shape) -> str:
     """Returns the name of a field that is missing or invalid; empty if none is."""
     if not isinstance(content, dict):
         return "fields"
@@ -90,7 +90,7 @@ _BEST: Shape = {
 }
 
 
-def wrong(state: object) -> str:
+def error_in(state: object) -> str:
     """Returns what is wrong with the content of a `state.json`, in a few words; empty if it can be restored."""
     if not isinstance(state, dict):
         return f"a {type(state).__name__} instead of an object"
@@ -104,7 +104,7 @@ def wrong(state: object) -> str:
     for field in ("update", "epoch", "begun"):
         if field not in state["position"]:
             return f"no {field!r} in 'position'"
-    if name := misfit(state, _STATE):
+    if name := invalid_field(state, _STATE):
         return f"no {name!r} as it should be"
     for name in ("cpu_kernels", "data_sha256"):  # earlier versions had none
         if not isinstance(state.get(name, ""), str):

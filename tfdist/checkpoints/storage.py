@@ -1,4 +1,4 @@
-"""What stands behind a folder of checkpoints: the disk alone, or a bucket of which the folder is a copy.
+"""Storage of a folder of checkpoints: the disk alone, or a bucket of which the folder is a copy.
 
 A bucket has no rename. Therefore `manifest.json` is written last, and a checkpoint without one does not count. Whatever
 is in the folder is in the bucket, too; of a checkpoint in the bucket, only the manifest is here until it is read.
@@ -78,7 +78,7 @@ class BucketStorage(Disk):
         self._begun = True
         with self._user_errors():
             names = {name.partition("/")[0] for name in self._bucket.listing() if name.endswith(f"/{files.MANIFEST}")}
-            for path in files.found(self._folder):
+            for path in files.newest_first(self._folder):
                 if path.name not in names:
                     shutil.rmtree(path, ignore_errors=True)
             for name in sorted(filter(files.is_name, names)):

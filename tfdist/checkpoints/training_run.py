@@ -84,7 +84,7 @@ def state_of(
     }
 
 
-def put_back(
+def restore(
     run: TrainingRun, checkpoint: LoadedCheckpoint | None, experiment: Mapping[str, str]
 ) -> tuple[Position, BestEpoch] | None:
     """Restores a checkpoint into the run; called on all workers, with the checkpoint on the chief.

@@ -41,7 +41,7 @@ def capture(
         whole = np.zeros((distribution.replicas, *value.shape[1:]), value.dtype)
         whole[places] = value
         rows.append(whole)
-    own = dict(zip(own, together(distribution, rows)))
+    own = dict(zip(own, broadcast_bits(distribution, rows)))
     if not distribution.is_chief:
         return {}
     on_cpu = distribution.device_kind == "CPU"  # elsewhere a copy on write would need twice the memory
@@ -85,7 +85,7 @@ def restore(
     kinds = distribution.peers.gather("the tensors to restore", kinds)[0]
     _check_match(dict((*_shared(model), *_own(model))), kinds)
     values = [tensors.get(name, np.zeros(shape, dtype)) for name, dtype, shape in kinds]
-    values = together(distribution, values)
+    values = broadcast_bits(distribution, values)
     by_place = dict(zip((_place(name) for name, _, _ in kinds), values))
     for name, variable in _shared(model):
         for copy in copies(variable):
@@ -140,7 +140,7 @@ def weights(model: keras.Model, tensors: dict[str, np.ndarray], averaged: bool) 
 def assign(model: keras.Model, distribution: Distribution, arrays: list[np.ndarray]) -> None:
     """Assigns the chief's weights to a model; called on all workers, with the arrays on the chief."""
     empty = [np.zeros(v.shape, copies(v)[0].dtype.as_numpy_dtype) for v in model.weights]
-    arrays = together(distribution, arrays if distribution.is_chief else empty)
+    arrays = broadcast_bits(distribution, arrays if distribution.is_chief else empty)
     for variable, value in zip(model.weights, arrays, strict=True):
         for copy in copies(variable):
             copy.assign(value)
@@ -155,7 +155,7 @@ def share(model: keras.Model, distribution: Distribution) -> None:
     optimizers = [v for optimizer in own_steps.optimizers(model) for v in optimizer.variables]
     variables = [*model.trainable_variables, *model.non_trainable_variables, *optimizers]
     values = [_read(copies(v)[0]).numpy() for v in variables]
-    values = together(distribution, values if distribution.is_chief else [np.zeros_like(v) for v in values])
+    values = broadcast_bits(distribution, values if distribution.is_chief else [np.zeros_like(v) for v in values])
     for variable, value in zip(variables, values):
         for copy in copies(variable):
             copy.assign(value)
@@ -187,7 +187,7 @@ def separate_streams(model: keras.Model, distribution: Distribution, apart: bool
             copy.assign(((np.array(state, np.uint64) + offset) % 2**32).astype(copy.dtype.as_numpy_dtype))
 
 
-def together(distribution: Distribution, arrays: list[np.ndarray]) -> list[np.ndarray]:
+def broadcast_bits(distribution: Distribution, arrays: list[np.ndarray]) -> list[np.ndarray]:
     """Sums arrays bit by bit over the workers, of which all but one have zeros in a place.
 
     Bits are added as integers, which is exact for every type, minus zero and NaN included.

@@ -40,7 +40,7 @@ def examine(folder: pathlib.Path) -> list[Finding]:
       UserError: the folder is there and cannot be read.
     """
     findings: list[Finding] = []
-    for path in files.found(folder):
+    for path in files.newest_first(folder):
         size, epochs, begun, problem = None, None, None, ""
         try:
             size = files.verify(path)
@@ -65,7 +65,7 @@ def of_bucket(url: str) -> list[Finding]:
     """
     folder, kept = storage.at(f"{url.rstrip('/')}/checkpoints")
     kept.begin()
-    for path in files.found(folder):
+    for path in files.newest_first(folder):
         kept.fetch(path)
     found = [(kept.shown(pathlib.Path(finding.path)), finding) for finding in examine(folder)]
     return [dataclasses.replace(finding, path=path, written="in the bucket") for path, finding in found]
@@ -117,6 +117,6 @@ def run_files(workdir: str, findings: list[Finding]) -> list[Check]:
 def newest_size(folder: pathlib.Path) -> int:
     """Returns the bytes of the newest checkpoint, valid or not; 0 without one."""
     try:
-        return next((sum(f.stat().st_size for f in p.iterdir()) for p in files.found(folder)), 0)
+        return next((sum(f.stat().st_size for f in p.iterdir()) for p in files.newest_first(folder)), 0)
     except (OSError, UserError):  # `examine` says so
         return 0

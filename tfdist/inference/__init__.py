@@ -1,1 +1,1 @@
-"""What `tfdist.evaluate`, `tfdist.predict` and `tfdist.export` share: a trained model, and its data."""
+"""Shared by `tfdist.evaluate`, `tfdist.predict` and `tfdist.export`: a trained model, and its data."""

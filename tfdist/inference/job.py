@@ -103,7 +103,7 @@ def with_model(
     Returns:
       The exit code: 143 when a signal has ended it.
     """
-    asked = request(values)
+    requested = request(values)
     field_syntax.check_local("--output", values.output)
     if values.overwrite and values.output in ("", STDOUT):
         raise UserError("--overwrite without a file in --output has nothing to replace: leave it out")
@@ -114,9 +114,13 @@ def with_model(
     chief = placement.cluster.is_chief
     if chief:
         output.check()
-        asked = asked.here()
-    experiment = trained_model.read_experiment(asked) if chief else None
-    facts = {**config.flat(values.config), "--checkpoint": asked.checkpoint, "--model": os.path.basename(asked.model)}
+        requested = requested.here()
+    experiment = trained_model.read_experiment(requested) if chief else None
+    facts = {
+        **config.flat(values.config),
+        "--checkpoint": requested.checkpoint,
+        "--model": os.path.basename(requested.model),
+    }
 
     def do() -> None:
         from tfdist.trainer.worker_session import Signals
@@ -124,7 +128,7 @@ def with_model(
         with distribution.peers.seeing_signals(), Signals() as signals:
             # Their handlers come after the strategy, which swallows SIGTERM.
             reason = lambda: signals.received and f"stopped by {signals.received}"
-            work(_ready(asked, experiment, distribution, rows_alone), reason)
+            work(_ready(requested, experiment, distribution, rows_alone), reason)
 
     # Standard output may be for the result alone; log messages, and those of TFDS, go to standard error then.
     aside = contextlib.redirect_stdout(sys.stderr) if values.output == STDOUT else contextlib.nullcontext()
@@ -139,7 +143,7 @@ def with_model(
 
 
 def _ready(
-    asked: ModelRequest, recorded: config.Experiment | None, distribution: Distribution, rows_alone: bool
+    requested: ModelRequest, recorded: config.Experiment | None, distribution: Distribution, rows_alone: bool
 ) -> Ready:
     """Loads the data, and the model with its weights, on all workers.
 
@@ -149,13 +153,13 @@ def _ready(
     from tfdist.data.datasets import registry
     from tfdist.models import build as models
 
-    experiment, trained_for, other_data = _agreed(asked, recorded, distribution)
+    experiment, trained_for, other_data = _agreed(requested, recorded, distribution)
     logger.info(f"strategy {distribution.name}, because {distribution.reason}")
     models.set_precision(experiment.train.precision)
     if rows_alone and experiment.data.cache == "auto" and experiment.data.name.startswith("image_folder:"):
         experiment.data.cache = "stream"  # in memory, images would have lost the names of their files
     if trained_for and trained_for.columns and other_data:
-        data = new_rows(experiment, trained_for, asked, rows_alone)
+        data = new_rows(experiment, trained_for, requested, rows_alone)
     else:
         # No part of another folder was held out of a training.
         data = registry.load_together(
@@ -164,19 +168,19 @@ def _ready(
     if trained_for:
         compatibility.check_data(experiment, data.spec, trained_for)
         data = dataclasses.replace(data, spec=trained_for)
-    if asked.model:
-        model = load(asked, distribution)
+    if requested.model:
+        model = load(requested, distribution)
         compatibility.check_inputs(model, experiment, data.spec)
-        return Ready(model, True, experiment, data, distribution, str(asked.path))
+        return Ready(model, True, experiment, data, distribution, str(requested.path))
     build = functools.partial(built, experiment, data.spec)
     with distribution.scope():
         model = build()
-    weights = trained_model.read_weights(asked, experiment, build) if distribution.is_chief else None
+    weights = trained_model.read_weights(requested, experiment, build) if distribution.is_chief else None
     return Ready(model, False, experiment, data, distribution, share(model, distribution, weights))
 
 
 def _agreed(
-    asked: ModelRequest, recorded: config.Experiment | None, distribution: Distribution
+    requested: ModelRequest, recorded: config.Experiment | None, distribution: Distribution
 ) -> tuple[config.Experiment, Spec | None, bool]:
     """Broadcasts what the chief has read in the run folder.
 
@@ -189,15 +193,15 @@ def _agreed(
     fields = spec = other = None
     if recorded is not None:
         fields = dataclasses.asdict(recorded)
-        spec = None if asked.model else spec_file.read(asked.path)
-        other = trained_model.other_data(asked)
+        spec = None if requested.model else spec_file.read(requested.path)
+        other = trained_model.other_data(requested)
     values = [fields, spec and spec_file.plain(spec), other]
     fields, plain_spec, other = distribution.peers.gather("the run to look at", values)[0]
     experiment = trained_model.experiment_from(fields)
     return experiment, spec_file.made(plain_spec) if plain_spec else None, other
 
 
-def new_rows(experiment: config.Experiment, spec: Spec, asked: ModelRequest, rows_alone: bool) -> Loaded:
+def new_rows(experiment: config.Experiment, spec: Spec, requested: ModelRequest, rows_alone: bool) -> Loaded:
     """Loads all rows of another table than that of the training, encoded by the statistics of the training.
 
     Args:
@@ -218,13 +222,13 @@ def new_rows(experiment: config.Experiment, spec: Spec, asked: ModelRequest, row
             f"data.name={experiment.data.name!r} is no table, and the model was trained on one: "
             "give csv:PATH or parquet:PATH"
         )
-    if "config.data.eval_split" in asked.changes:
+    if "config.data.eval_split" in requested.changes:
         raise UserError("all rows of another table are taken: leave out --config.data.eval_split")
     experiment.data.eval_split = "train"  # the name of a lone file, for messages
     path = bucket_files.local(path, f"data.name={experiment.data.name}")
     options = field_syntax.options("data.options", experiment.data.options)
     if rows_alone:
-        if asked.changes.get("config.data.on_error") == "skip":
+        if requested.changes.get("config.data.on_error") == "skip":
             raise UserError(
                 "every row of a table gets a prediction", "correct bad ones, and leave out data.on_error=skip"
             )
@@ -257,13 +261,13 @@ def share(model: keras.Model, distribution: Distribution, weights: trained_model
     return path
 
 
-def load(asked: ModelRequest, distribution: Distribution) -> keras.Model:
+def load(requested: ModelRequest, distribution: Distribution) -> keras.Model:
     """Loads the model of a `.keras` file on all workers; raises UserError if it cannot, or if their files differ."""
     from tfdist.monitoring import recorder
 
     with distribution.scope():
-        model = trained_model.load(asked.path)
+        model = trained_model.load(requested.path)
     digests = distribution.peers.gather("the model's weights", recorder.fingerprint(model)[0])
     if len(set(digests)) > 1:
-        raise UserError(f"--model={asked.path} is another file on some workers: copy the same to all of them")
+        raise UserError(f"--model={requested.path} is another file on some workers: copy the same to all of them")
     return model

@@ -249,7 +249,7 @@ class Weights:
     """In the order of `model.weights`."""
 
 
-def read_weights(asked: ModelRequest, experiment: config.Experiment, build: Callable[[], keras.Model]) -> Weights:
+def read_weights(requested: ModelRequest, experiment: config.Experiment, build: Callable[[], keras.Model]) -> Weights:
     """Reads the weights of a run, and checks that they are as it has written them.
 
     Args:
@@ -263,45 +263,45 @@ def read_weights(asked: ModelRequest, experiment: config.Experiment, build: Call
     # A separate model on the host leaves the strategy's variables alone, which are assigned on all workers.
     with tf.device("CPU:0"):
         plain = build()
-        if asked.checkpoint:
-            return _from_checkpoint(asked, experiment, plain)
-        return _from_file(asked, plain)
+        if requested.checkpoint:
+            return _from_checkpoint(requested, experiment, plain)
+        return _from_file(requested, plain)
 
 
-def _from_file(asked: ModelRequest, plain: keras.Model) -> Weights:
+def _from_file(requested: ModelRequest, plain: keras.Model) -> Weights:
     """Reads `model.keras`, with which the run has ended."""
     from tfdist.monitoring import recorder
 
-    path = asked.path / MODEL
+    path = requested.path / MODEL
     if not path.is_file():
-        some = files.found(asked.path / "checkpoints")
+        some = files.newest_first(requested.path / "checkpoints")
         fix = "use its newest checkpoint with --checkpoint=latest" if some else "it has no checkpoint either: train it"
-        raise UserError(f"{asked.name} has no {MODEL} yet: {fix}")
+        raise UserError(f"{requested.name} has no {MODEL} yet: {fix}")
     try:
-        result = json.loads(local_files.content(asked.path / "result.json"))
+        result = json.loads(local_files.content(requested.path / "result.json"))
         expected = str(result["weights_sha256"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         expected = ""
     if not expected:
         raise UserError(
-            f"{asked.name}/result.json has no checksum of {MODEL}, so the run has not completed: "
-            f"use --checkpoint=latest, or --model={asked.shown(path)} for that file as it is"
+            f"{requested.name}/result.json has no checksum of {MODEL}, so the run has not completed: "
+            f"use --checkpoint=latest, or --model={requested.shown(path)} for that file as it is"
         )
-    _check_archive(path, asked.shown(path))
+    _check_archive(path, requested.shown(path))
     try:
         with _optimizer_left_out():
             plain.load_weights(path)
     except Exception as error:  # Keras' and those of zip and HDF5 readers
         raise UserError(
-            f"{asked.shown(path)} does not fit the model that {plain.name!r} is now ({line(error)}): "
-            f"bring back the code that it was trained with, or use --model={asked.shown(path)}"
+            f"{requested.shown(path)} does not fit the model that {plain.name!r} is now ({line(error)}): "
+            f"bring back the code that it was trained with, or use --model={requested.shown(path)}"
         ) from error
     if recorder.fingerprint(plain)[0] != expected:
         raise UserError(
-            f"{asked.shown(path)} has other weights than result.json (weights_sha256): it is of another run, or "
+            f"{requested.shown(path)} has other weights than result.json (weights_sha256): it is of another run, or "
             "damaged: use --checkpoint=latest, or train again"
         )
-    return Weights(asked.shown(path), list(plain.get_weights()))
+    return Weights(requested.shown(path), list(plain.get_weights()))
 
 
 def _check_archive(path: pathlib.Path, shown: str) -> None:
@@ -316,32 +316,36 @@ def _check_archive(path: pathlib.Path, shown: str) -> None:
         raise UserError(f"{shown} is damaged ({why}): use --checkpoint=latest, or train again")
 
 
-def _from_checkpoint(asked: ModelRequest, experiment: config.Experiment, plain: keras.Model) -> Weights:
+def _from_checkpoint(requested: ModelRequest, experiment: config.Experiment, plain: keras.Model) -> Weights:
     """Reads the weights of a checkpoint, as the run would have ended with them."""
     from tfdist.checkpoints import training_state
 
-    folder = asked.path / "checkpoints"
-    paths = files.found(folder)
+    folder = requested.path / "checkpoints"
+    paths = files.newest_first(folder)
     if not paths:
-        raise UserError(f"there is no checkpoint in {asked.shown(folder)}: leave out --checkpoint, or check --workdir")
-    if asked.checkpoint != LATEST:
-        best = asked.checkpoint == BEST
-        update = _best_update(paths, experiment, asked.storage) if best else int(asked.checkpoint)
+        raise UserError(
+            f"there is no checkpoint in {requested.shown(folder)}: leave out --checkpoint, or check --workdir"
+        )
+    if requested.checkpoint != LATEST:
+        best = requested.checkpoint == BEST
+        update = _best_update(paths, experiment, requested.storage) if best else int(requested.checkpoint)
         chosen = [path for path in paths if files.update_of(path) == update]
         if not chosen:
             updates = ", ".join(str(files.update_of(path)) for path in reversed(paths))
-            raise UserError(f"--checkpoint={asked.checkpoint} is not there: the updates that have one are {updates}")
+            raise UserError(
+                f"--checkpoint={requested.checkpoint} is not there: the updates that have one are {updates}"
+            )
         paths = chosen
     for path in paths:
-        content = resume.load(path, asked.storage)
+        content = resume.load(path, requested.storage)
         if content is not None:
             # A finished run has a copy of its own, with other weights, which `result.json` tells the checksum of.
             name = experiment.model.name
-            outside = name if name.endswith(config.FILE) and pathlib.Path(name) != asked.path / MODEL else ""
-            integrity.check_state(asked.path, content.state, asked.shown(path), outside)
+            outside = name if name.endswith(config.FILE) and pathlib.Path(name) != requested.path / MODEL else ""
+            integrity.check_state(requested.path, content.state, requested.shown(path), outside)
             averaged = experiment.optimizer.ema_momentum > 0
-            return Weights(asked.shown(path), training_state.weights(plain, content.tensors, averaged))
-    raise UserError(f"none of the checkpoints that --checkpoint={asked.checkpoint} means is valid: choose another")
+            return Weights(requested.shown(path), training_state.weights(plain, content.tensors, averaged))
+    raise UserError(f"none of the checkpoints that --checkpoint={requested.checkpoint} means is valid: choose another")
 
 
 def _best_update(paths: list[pathlib.Path], experiment: config.Experiment, storage: Disk) -> int | None:

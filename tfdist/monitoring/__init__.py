@@ -1,1 +1,1 @@
-"""What can be seen of a run: its record, progress, timeline, TensorBoard, profile and, in `report/`, its page."""
+"""Monitoring of a run: its record, progress, timeline, TensorBoard, profile and, in `report/`, its page."""

@@ -107,7 +107,7 @@ class _Display(Callback):
 
     def set_state(self, state: dict) -> None:
         """Resumes from a checkpoint; raises ValueError if the state is not what `get_state` returns."""
-        if name := state_shape.misfit(state, {"in_epoch": state_shape.count}):
+        if name := state_shape.invalid_field(state, {"in_epoch": state_shape.count}):
             raise ValueError(f"{name} is {state.get(name)!r}")
         self._updates = state["in_epoch"]
 

@@ -141,7 +141,7 @@ class Recorder(Callback):
         Raises:
           ValueError: it is not what `get_state` returns.
         """
-        if name := state_shape.misfit(state, _STATE):
+        if name := state_shape.invalid_field(state, _STATE):
             raise ValueError(f"{name} is {state.get(name)!r}")
         if not state_shape.list_of(lambda line: isinstance(line, dict))(state.get("lines", [])):
             raise ValueError(f"lines is {state['lines']!r}")

@@ -1,4 +1,4 @@
-"""Where a run took place: what `environment.json` says."""
+"""The content of `environment.json`: strategy, devices, hosts and versions of a run."""
 
 from __future__ import annotations
 

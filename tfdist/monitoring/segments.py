@@ -72,7 +72,7 @@ class Segments:
         self._began = True
         # The reasons why those of an earlier launch ended are not known.
         begun = [_Started(*row) for row in state["begun"]] if state.get("launch", "") == self._launch != "" else []
-        if not all(state_shape.misfit(each._asdict(), _STARTED) == "" for each in begun):
+        if not all(state_shape.invalid_field(each._asdict(), _STARTED) == "" for each in begun):
             raise ValueError(f"begun is {state['begun']!r}")
         self._before = {each.attempt: each for each in begun if each.attempt < self._own.attempt}
 

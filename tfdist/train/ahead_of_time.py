@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 TRIES = 6
 """Compilations that each of the two searches may take; a deep network takes minutes for one."""
 FINENESS = 16
-"""The largest batch is looked for to this part of what did not fit."""
+"""The largest batch is searched with this relative precision."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def largest_fit(
 
 
 AUTO = 0
-"""What `train.batch_size=auto` is as a number."""
+"""`train.batch_size=auto` as a number."""
 
 
 def check(where: Environment, batch: int) -> None:
@@ -101,9 +101,9 @@ def create(placement: connect.Placement, topology: str, facts: dict[str, str]) -
         return distribution
     from tfdist.topology import program
 
-    found = known.find(topology)
-    device = "TPU" if found.compilers == "tpu" else "GPU"
-    return program.distribution(found.replicas, device, placement.choice.reason)
+    spec = known.find(topology)
+    device = "TPU" if spec.compilers == "tpu" else "GPU"
+    return program.distribution(spec.replicas, device, placement.choice.reason)
 
 
 def available(name: str) -> dict[str, float]:
@@ -224,12 +224,12 @@ def _export(prepared: Preparation, distribution: Distribution, batch: int, accum
     from tfdist.models import layerwise_rates
     from tfdist.topology import program
 
-    model, wanted, source = prepared.model, prepared.experiment.optimizer, prepared.data.train
+    model, optimizer, source = prepared.model, prepared.experiment.optimizer, prepared.data.train
     preconditions.model_fits(model, distribution, accumulate)
     if prepared.class_weights:
         source = sources.weigh_classes(source, prepared.class_weights)
-    factors = layerwise_rates.factors(model, field_syntax.layer_rates(wanted), wanted.layer_decay)
-    return program.export(model, source, distribution, batch, accumulate, wanted.reduce_dtype, tuple(factors))
+    factors = layerwise_rates.factors(model, field_syntax.layer_rates(optimizer), optimizer.layer_decay)
+    return program.export(model, source, distribution, batch, accumulate, optimizer.reduce_dtype, tuple(factors))
 
 
 def sized(count: float) -> str:

@@ -120,7 +120,7 @@ def prepare(
         callbacks=objective.callbacks(experiment),
         checkpoints=checkpoints,
         profiled=schedule_lib.profiled(environment.profile, schedule),
-        resumes=resume.goes_on(folder, environment, placement.cluster.attempt, checkpoints.off),
+        resumes=resume.continues(folder, environment, placement.cluster.attempt, checkpoints.off),
     )
 
 

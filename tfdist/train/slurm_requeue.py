@@ -12,9 +12,9 @@ LIMIT_S = 30.0
 """Seconds to wait for an answer of Slurm's controller: the job's time is nearly over."""
 
 
-def check(wanted: bool, environ: Mapping[str, str]) -> None:
+def check(requeue: bool, environ: Mapping[str, str]) -> None:
     """Raises UserError when a job cannot be put back."""
-    if not wanted:
+    if not requeue:
         return
     if not environ.get("SLURM_JOB_ID"):
         raise UserError(

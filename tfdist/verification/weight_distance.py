@@ -138,7 +138,7 @@ def _reader(folder: pathlib.Path) -> _CheckpointReader:
       ValueError: there is none, or it cannot be read.
     """
     try:
-        path = files.found(folder / "checkpoints")[0]
+        path = files.newest_first(folder / "checkpoints")[0]
         files.verify(path)
     except IndexError:
         raise ValueError(f"{folder} has no checkpoint") from None
