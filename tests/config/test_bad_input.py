@@ -338,7 +338,7 @@ WITH_TENSORFLOW = [
         "label -2 of example 2 is out of range for the data set with 2 classes (0 to 1)",
     ),
     (["--config.data.name=mine:text"], "cannot train on str: give NumPy arrays"),
-    (["--config.data.name=mine:none"], "there is no data, but None: give NumPy arrays"),
+    (["--config.data.name=mine:none"], r"no data given (got None): give NumPy arrays"),
     (
         ["--config.data.name=mine:several", "--config.data.augment=flip"],
         "data.augment is for data whose input is one array of images",

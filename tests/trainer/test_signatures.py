@@ -87,7 +87,7 @@ def test_the_former_name_of_x(connect):
     for call in (tfdist.fit, tfdist.evaluate, tfdist.predict):
         with pytest.raises(tfdist.UserError, match="dataset is the former name of x: give one of them"):
             call(model, X, dataset=X)
-        with pytest.raises(tfdist.UserError, match="there is no data, but None"):
+        with pytest.raises(tfdist.UserError, match=r"no data given \(got None\)"):
             call(model)
 
 

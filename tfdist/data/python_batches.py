@@ -239,7 +239,7 @@ def without_missing(parts: tuple) -> tuple:
     while parts and parts[-1] is None:
         parts = parts[:-1]
     if not parts:
-        raise UserError("there is no data, but None: give NumPy arrays, a tf.data.Dataset of batches, or a source")
+        raise UserError("no data given (got None)", "give NumPy arrays, a tf.data.Dataset of batches, or a source")
     if len(parts) == 3 and parts[1] is None:
         raise UserError("sample weights without targets have nothing to weigh: give y as well")
     if len(parts) == 3 and any(weight is None for weight in keras.tree.flatten(parts[2])):

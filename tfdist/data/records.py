@@ -142,7 +142,7 @@ class Records(Source):
 UNREADABLE = (tf.errors.OpError, UnicodeDecodeError)
 """Raised by TensorFlow for a record that it cannot read; the latter where its message repeats bytes of the record."""
 
-REPAIR = "mend or remove it, or set data.on_error=skip"
+REPAIR = "repair or remove it, or set data.on_error=skip"
 """The fix for an example that cannot be decoded."""
 
 

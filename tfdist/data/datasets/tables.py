@@ -224,10 +224,9 @@ def prepare(
     if chosen.classify is not None:
         kinds[chosen.target] = "category" if chosen.classify else "number"
     parts: dict[str, csv_reader.Table] = {}
-    wanted = named(splits)
     # The file to train on first: it decides what the columns of the others are.
     for name in sorted(by_split, key=lambda name: (name != "train", name)):
-        if name in wanted or name == "train":
+        if name in named(splits) or name == "train":
             table = read(by_split[name], [*inputs, chosen.target], kinds, skip=skip)
             if table.skipped:
                 logger.info(f"WARNING: left out: {first_few(table.skipped, csv_reader.BAD_ROWS)}")
@@ -286,9 +285,11 @@ def _inputs(chosen: TableOptions, names: list[str]) -> list[str]:
     return inputs
 
 
-def _cut(wanted: list[tuple[str, np.ndarray]], parts: dict[str, csv_reader.Table], in_order: bool) -> csv_reader.Table:
+def _cut(
+    selected: list[tuple[str, np.ndarray]], parts: dict[str, csv_reader.Table], in_order: bool
+) -> csv_reader.Table:
     pieces = []
-    for name, rows in wanted:
+    for name, rows in selected:
         table = parts[name]
         pieces.append(table.taken(rows if in_order else order(0, 0, table.size)[rows]))
     return pieces[0] if len(pieces) == 1 else csv_reader.joined(pieces)

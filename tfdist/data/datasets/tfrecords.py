@@ -25,7 +25,7 @@ from tfdist.data import image_decoding
 from tfdist.data.datasets import examples
 from tfdist.data.datasets.examples import ByteRanges, Rows
 from tfdist.data.loaded import Loaded
-from tfdist.data.records import UNREADABLE, reason
+from tfdist.data.records import REPAIR, UNREADABLE, reason
 from tfdist.data.sources import Records
 from tfdist.data.spec import Spec
 from tfdist.data.splits import by_file_name, named, select
@@ -254,9 +254,7 @@ def load(
             try:
                 first = parts[0][0].read(parts[0][1][:1])[0]
             except OSError as error:
-                raise UserError(
-                    f"{where} cannot be read: {reason(error)}: mend or remove it, or set data.on_error=skip"
-                ) from None
+                raise UserError(f"{where} cannot be read: {reason(error)}", REPAIR) from None
             _check(first, features, where)
             if features[0].is_image:
                 shape = _image_shape(first, features[0], pictures, where)
