@@ -149,7 +149,7 @@ def _made(name: str, options: dict[str, object], spec: Spec) -> keras.Model:
 
 def _check_inputs(name: str, model: keras.Model, train: Source) -> None:
     wanted = len(keras.tree.flatten(getattr(model, "inputs", None) or []))
-    given = len(keras.tree.flatten(train.specs[0]))
+    given = wanted if train.columns is None else len(keras.tree.flatten(train.columns[0]))
     if wanted and wanted != given:
         raise UserError(f"model.name={name!r} takes {wanted} arrays as input, the data has {given}: give it as many")
 
