@@ -418,3 +418,37 @@ def test_digits_that_do_not_exist(given, message):
 
     with pytest.raises(tfdist.UserError, match=re.escape(message)):
         digits.some(**given)
+
+
+X9, Y9 = np.arange(18.0, dtype="float32").reshape(9, 2), np.arange(9, dtype="int32") % 3
+KINDS = {
+    "arrays": lambda: sources.Arrays((X9, Y9)),
+    "batches": lambda: sources.Batches(tf.data.Dataset.from_tensor_slices((X9, Y9)).batch(4)),
+    "records": lambda: sources.Records(
+        9, lambda rows: (tf.gather(X9, rows), tf.gather(Y9, rows)), lambda stored, seed: stored, labels=Y9
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_answers_alike(kind):
+    source = KINDS[kind]()
+    pieces = list(source.pieces(4))
+    np.testing.assert_array_equal(np.concatenate([x for x, _ in pieces]), X9)
+    np.testing.assert_array_equal(source.first_rows(4)[1][:4], Y9[:4])
+    x, y = source.spread_rows(3)
+    assert {tuple(row) for row in np.asarray(x)} <= {tuple(row) for row in X9} and len(y) >= 3
+    head, more = source.head(4)
+    assert more and sum(len(y) for _, y in head.pieces(4)) == 4
+    assert source.class_counts(3).tolist() == [3, 3, 3] and source.repeats_order() and not source.weighted
+    weighed = sources.weigh_classes(source, {1: 2.0})
+    weights = np.concatenate([weight for *_, weight in weighed.pieces(4)])
+    assert weighed.weighted and weights.tolist() == [1, 2, 1] * 3
+    rows = np.concatenate([y for _, y in sources.one_hot(source, 3).pieces(4)])
+    np.testing.assert_array_equal(rows, np.eye(3)[Y9])
+    assert (source.size is None) == (kind == "batches") and (source.columns is None) == (kind != "arrays")
+
+
+def test_batches_that_change_their_order_are_noticed():
+    shuffled = tf.data.Dataset.range(100).shuffle(100).batch(50)
+    assert not sources.Batches(shuffled).repeats_order()
