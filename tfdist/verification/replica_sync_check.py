@@ -93,8 +93,10 @@ class ReplicaSyncCheck:
                     return tf.zeros([0, 2], tf.int64)
                 return tf.stack([_checksum(tf.convert_to_tensor(v.value)) for v in variables])
 
-            call = lambda: distribution.local(distribution.run(of_replica, ()))
-            self._traced = ids, tf.function(call, autograph=False)
+            def checksums() -> tuple[tf.Tensor, ...]:  # a scope on a TPU cannot be named <lambda>
+                return distribution.local(distribution.run(of_replica, ()))
+
+            self._traced = ids, tf.function(checksums, autograph=False)
         return self._traced[1]()
 
 
