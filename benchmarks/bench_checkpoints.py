@@ -88,7 +88,7 @@ def cost(name, rounds, seconds):
                 speeds[way is not None], kept = rate(model, columns, batch, seconds, way)
                 if kept:
                     pauses = (kept.saved, kept.paused, kept.seconds)
-                    size = files.verify(files.found(way)[0])
+                    size = files.verify(files.newest_first(way)[0])
                     shutil.rmtree(way)
             rounds_measured.append({"with": speeds[True], "without": speeds[False], "pauses": pauses, "bytes": size})
     return rounds_measured
@@ -109,7 +109,7 @@ def resume(update, examples=10_000_000, batch=8):
             return clock.start - begin, kept.resumed_from
 
         fit(steps=1, steps_per_call=1)
-        path = files.found(pathlib.Path(folder))[0]
+        path = files.newest_first(pathlib.Path(folder))[0]
         state = files.read_state(path)
         # Moved there by hand: what was trained on the way plays no part in finding the place again.
         state["position"] |= {

@@ -276,5 +276,5 @@ def test_a_folder_of_checkpoints_that_leads_to_itself(folder):
     (folder / "checkpoints").symlink_to("checkpoints")
     with pytest.raises(UserError, match=r"checkpoints cannot be read \(Too many levels of symbolic links\): correct "):
         resumed(folder)
-    assert resume.goes_on(RunFolder(str(folder)), ResumeOptions(), 0, False)
+    assert resume.continues(RunFolder(str(folder)), ResumeOptions(), 0, False)
     assert doctor.newest_size(folder / "checkpoints") == 0
