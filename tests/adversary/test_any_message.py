@@ -27,7 +27,7 @@ from tfdist.launch.event_loop import Events
 
 SECRET = "hush"
 LIMIT_S = 60
-EXIT = dict(rank=1, pid=2, host="h", code=-9, lost=True, lines=["a"], culprit=0, complaint="(h): silent")
+EXIT = dict(rank=1, pid=2, host="h", code=-9, lost=True, lines=["a"], culprit=0, complaint="(h): silent", error="")
 ROUND = dict(attempt=0, world=2, first=1, port=4000, salt="0f" * 16)
 NODE = dict(kind="node", rank=1, facts={"--jit": "on"}, host="h", pid=2, address="", nproc=1)
 READERS = [  # who reads it, and messages that are right

@@ -360,7 +360,7 @@ def test_workers_on_one_machine_need_no_secret(workers):
 def test_a_run_in_a_network_without_a_secret_is_refused_at_once(monkeypatch):
     for name, value in env("RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.5 MASTER_PORT=29500").items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=r"2 workers meet at 10\.0\.0\.5:29500 without a secret"):
+    with pytest.raises(UserError, match=r"2 workers connect to 10\.0\.0\.5:29500 without a secret"):
         connect.locate(PlacementOptions(devices="none"))
     connect.locate(PlacementOptions(devices="none", insecure=True))
 
@@ -445,19 +445,19 @@ REFUSED = [
     (tf_config(["worker"], 0, **THREE), """TF_CONFIG's task is {"type": ["worker"], "index": 0}: write"""),
     (
         tf_config("evaluator", 0, **THREE),
-        "TF_CONFIG's task is an evaluator, for which tfdist has no use (its rank 0 evaluates): start none",
+        "TF_CONFIG's task is an evaluator, which tfdist does not support (its rank 0 evaluates): start none",
     ),
     (
         tf_config("chief", 0, **THREE, evaluator=["c:1"]),
-        "TF_CONFIG's cluster has 'evaluator', for which tfdist has no use (its rank 0 evaluates): remove it",
+        "TF_CONFIG's cluster has 'evaluator', which tfdist does not support (its rank 0 evaluates): remove it",
     ),
     (
         tf_config("chief", 0, **THREE, ps=["c:1"]),
-        "TF_CONFIG's cluster has 'ps', for which tfdist has no use (it has no parameter servers)",
+        "TF_CONFIG's cluster has 'ps', which tfdist does not support (it has no parameter servers)",
     ),
     (
         tf_config("worker", 0, worker=["b:1"], master=["c:1"]),
-        "TF_CONFIG's cluster has 'master', for which tfdist has no use (it has chief and worker)",
+        "TF_CONFIG's cluster has 'master', which tfdist does not support (it has chief and worker)",
     ),
     (tf_config("chief", 0, chief=["a:1", "b:1"]), "TF_CONFIG names 2 chiefs: name one, and the others as workers"),
     (

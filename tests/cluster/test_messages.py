@@ -19,7 +19,9 @@ from tfdist.launch.event_loop import Events
 
 WORKER = dict(kind="worker", rank=1, facts={"a": "b"}, host="h", pid=3, address="h:1", nproc=1)
 NODE = WORKER | dict(kind="node", facts={"--jit": "on"}, address="", nproc=2)
-EXIT = dict(rank=1, pid=2, host="h", code=-9, lost=True, lines=["a", "b"], culprit=0, complaint="(h): silent")
+EXIT = dict(
+    rank=1, pid=2, host="h", code=-9, lost=True, lines=["a", "b"], culprit=0, complaint="(h): silent", error="e"
+)
 ROUND = dict(attempt=0, node=0, world=2, first=1, port=4000, salt="0f" * 16)
 PLACES = {"addresses": ["h:1", "[::1]:2"], "hosts": ["h", "i"]}
 

@@ -342,7 +342,7 @@ def test_tf_config_is_explained():
     text = "this is worker 1 of 3 by TF_CONFIG; they meet at a:1; in order of rank: a:1, b:2, c:3"
     one(of(found.checks, "TF_CONFIG"), "ok", text)
     one(of(found.checks, "open ports"), "warn", "listens on all interfaces without authentication", "private network")
-    one(of(found.checks, "secret"), "fail", "3 workers meet at a:1 without a secret", "set TFDIST_SECRET to the same")
+    one(of(found.checks, "secret"), "fail", "connect to a:1 without a secret", "set TFDIST_SECRET to the same")
     assert not of(place({"TF_CONFIG": json.dumps(TF_CONFIG)}, insecure=True).checks, "secret")
     assert found.choice.name == "multi_worker" and "there are 3 workers (TF_CONFIG)" in found.others["default"]
 

@@ -571,7 +571,11 @@ def test_who_needs_no_secret_or_has_one(arguments, environ, secret, planned):
 @pytest.mark.parametrize(
     "arguments, environ, message",
     [
-        (TWO_MACHINES, {}, "--nnodes=2 needs TFDIST_SECRET in the environment, since whoever reaches 10.0.0.5 could"),
+        (
+            TWO_MACHINES,
+            {},
+            "--nnodes=2 needs TFDIST_SECRET in the environment, since anyone who reaches 10.0.0.5 could",
+        ),
         (["--insecure", *TWO_MACHINES], dict(TFDIST_SECRET="hush"), "because TFDIST_SECRET is set: leave it out"),
         (["--insecure", *ONE_MACHINE], {}, "because with one machine the launcher makes a secret by itself: leave"),
         (["--nproc_per_node=2", "--", "--insecure"], {}, "--insecure after -- would change nothing, since workers"),
@@ -696,7 +700,7 @@ def test_a_full_disk_ends_the_log_and_not_the_run(capfd, tmp_path):
     out, err = capfd.readouterr()
     assert [e.code for e in exits] == [0]
     assert out == "[0] line\n"
-    assert err == "tfdist: /dev/full cannot be written (No space left on device): it ends here\n"
+    assert err == "tfdist: /dev/full cannot be written (No space left on device): the log ends here\n"
 
 
 HOLDER = """

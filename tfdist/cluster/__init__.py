@@ -1,1 +1,4 @@
-"""Who the workers and launchers of a job are: links, registration, heartbeats, votes. Imports no TensorFlow."""
+"""Membership of a job: discovery of workers, authenticated messages, registration, heartbeats, votes. No TensorFlow.
+
+For workers and launchers alike. What workers compute together belongs in `distributed`, what launchers do in `launch`.
+"""

@@ -1,4 +1,4 @@
-"""Addresses of workers as people, Slurm and TensorFlow write them. No TensorFlow."""
+"""Parses addresses of workers as users, Slurm and TensorFlow write them. No TensorFlow."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from tfdist.errors import UserError
 
 MOST_HOSTS = 100_000
-"""Hosts in a list of Slurm's, ten times as many as the largest machines have; more are a slip of the pen."""
+"""Most hosts in a Slurm list, ten times those of the largest machines; more are a typing error."""
 
 
 def join(host: str, port: int) -> str:
@@ -26,7 +26,7 @@ def join(host: str, port: int) -> str:
 
 
 class Address(NamedTuple):
-    """Where somebody listens."""
+    """Host and port of a listener."""
 
     host: str
     """Host name or IP address, IPv6 without brackets."""
@@ -37,7 +37,7 @@ def split(address: str, name: str = "address") -> Address:
     """Reads `host:port`.
 
     Args:
-      name: what an error shall call the address.
+      name: of the address in errors.
 
     Raises:
       UserError: not an address.
@@ -52,7 +52,7 @@ def expand(hosts: str, name: str = "host list") -> tuple[str, ...]:
     """Returns the hosts of a Slurm host list such as `n[1-3,07],gpu[01-02]x`, in its order.
 
     Args:
-      name: what an error shall call the list.
+      name: of the list in errors.
 
     Raises:
       UserError: it cannot be read.
@@ -80,14 +80,14 @@ def _numbers(ranges: str) -> list[str]:
         if int(first) > int(last):
             return []
         if int(last) - int(first) >= MOST_HOSTS:
-            return [""] * (MOST_HOSTS + 1)  # too many to be written down
+            return [""] * (MOST_HOSTS + 1)  # more than the limit, not listed
         # Slurm pads to the width of the first number: 08, 09, 10, but 8, 9, 10.
         numbers += [f"{n:0{len(first)}d}" for n in range(int(first), int(last) + 1)]
     return numbers
 
 
 def checked_host(text: str, name: str) -> str:
-    """Returns a host without brackets; raises UserError, in which it is called `name`, if it cannot be one."""
+    """Returns a host without brackets; raises UserError, which calls it `name`, if it is none."""
     bare = text[1:-1] if text.startswith("[") and text.endswith("]") and ":" in text else text
     if not is_host(bare):
         raise UserError(f"{name}={text} is not a host name or IP address: correct it")
@@ -95,7 +95,7 @@ def checked_host(text: str, name: str) -> str:
 
 
 def is_host(text: str) -> bool:
-    """Returns whether a text may be a host name or an IP address."""
+    """Returns whether a text can be a host name or IP address."""
     if ":" not in text:
         # Python's resolver raises no OSError at a part that is empty or too long.
         return len(text) <= 253 and bool(
@@ -109,7 +109,7 @@ def is_host(text: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether a host name or IP address, without brackets, is that of the machine itself for itself only."""
+    """Returns whether a host name or IP address, without brackets, is a loopback address."""
     if host.lower().rstrip(".") in ("localhost", "ip6-localhost"):
         return True
     try:
@@ -119,7 +119,7 @@ def is_loopback(host: str) -> bool:
 
 
 def checked_port(text: str, name: str) -> int:
-    """Returns a port; raises UserError, in which it is called `name`, if it cannot be one."""
+    """Returns a port; raises UserError, which calls it `name`, if it is none."""
     if not re.fullmatch(r"\d{1,5}", text, re.ASCII) or not 1 <= int(text) <= 65535:
         raise UserError(f"{name}={text} is not a port: use a number from 1 to 65535")
     return int(text)

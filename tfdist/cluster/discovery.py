@@ -1,8 +1,8 @@
-"""Who this worker is and who the others are, from environment variables alone. No TensorFlow.
+"""Discovers from environment variables alone who this worker is and who the others are. No TensorFlow.
 
-A launcher that has started this very process (tfdist.launch, torchrun) is believed, whatever stands around
-it: it may run inside a Slurm task or a pod, whose variables then describe nodes, or the launcher itself.
-All other sources must agree with each other, because one worker with a wrong rank lets all of them hang.
+The launcher that has started this very process (tfdist.launch, torchrun) takes precedence: it may run inside a Slurm
+task or a pod, whose variables then describe nodes, or the launcher itself. All other sources must agree, because one
+worker with a wrong rank makes all of them hang.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _COUNTS = {
     OPEN_MPI: _Counts(*(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
     PMI: _Counts("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
-# Of a platform the name of its source is the variable.
+# The source of a platform is named after its variable.
 _UNSET = {source: f"{names.rank} and {names.size}" for source, names in _COUNTS.items()}
 _UNSET |= {TF_CONFIG: "TF_CONFIG", SLURM: "SLURM_STEP_ID"}
 
@@ -54,7 +54,7 @@ class Cluster:
     """This worker's place among the workers (processes) of a job."""
 
     source: str
-    """Which variables said so, for a person; empty for a process alone."""
+    """Which variables describe it, for messages; empty for a process alone."""
     rank: int = 0
     size: int = 1
     """Workers in all."""
@@ -63,17 +63,17 @@ class Cluster:
     local_size: int = 1
     """Workers of this host, as far as known."""
     master: str = ""
-    """`host:port` at which the workers meet, where rank 0 listens; empty if nothing tells."""
+    """`host:port` at which rank 0 listens; empty if unknown."""
     addresses: tuple[str, ...] = ()
     """`host:port` of every worker in rank order; empty unless the source lists them (TF_CONFIG)."""
     secret: str = dataclasses.field(default="", repr=False)
-    """Shared by the workers of a job, so that they know each other; empty if there is none."""
+    """Shared secret of the workers; empty if there is none."""
     attempt: int = 0
-    """How often the launcher has started the workers again."""
+    """Number of restarts by the launcher."""
     meeting_fd: int | None = None
     """Socket that the launcher opened at `master` for rank 0 to listen on."""
     hosts: tuple[str, ...] = ()
-    """Host name of every worker in rank order, where the source tells them."""
+    """Host name of every worker in rank order, where the source lists them."""
 
     @property
     def is_chief(self) -> bool:
@@ -86,7 +86,7 @@ HOW_TO_SHARE = "set TFDIST_SECRET to the same long random text on all machines (
 
 
 def find(environ: Mapping[str, str]) -> Cluster:
-    """Finds the cluster that the environment describes; `ALONE` if nothing says that there are others.
+    """Returns the cluster that the environment describes; `ALONE` if it describes none.
 
     Raises:
       UserError: a variable is missing or makes no sense, or two sources disagree.
@@ -97,26 +97,19 @@ def find(environ: Mapping[str, str]) -> Cluster:
 
 
 def check_secret(workers: Cluster, insecure: bool = False) -> None:
-    """Makes sure that workers which meet in a network know each other by a secret.
-
-    Args:
-      insecure: they need not, as somebody has said who knows the network.
-
-    Raises:
-      UserError: there is no secret, and whoever reaches the port could take part.
-    """
+    """Raises UserError if workers connect over a network without a secret, unless `insecure` allows it."""
     places = [place for place in (workers.master, *workers.addresses) if place]
     if workers.size == 1 or workers.secret or insecure or all(is_loopback(split(place).host) for place in places):
         return
     raise UserError(
-        f"{workers.size} workers meet at {workers.master} without a secret, where whoever reaches that port could take "
-        f"part: {HOW_TO_SHARE}, or give --insecure in a network that only you can reach; on one machine let them meet "
-        "at 127.0.0.1"
+        f"{workers.size} workers connect to {workers.master} without a secret, so that anyone who reaches that port "
+        "could join",
+        f"{HOW_TO_SHARE}, or give --insecure in a network that only you can reach; on one machine use 127.0.0.1",
     )
 
 
 def _launched(environ: Mapping[str, str]) -> Cluster | None:
-    """Reads what the launcher that started this process says."""
+    """Reads the variables of the launcher that started this process."""
     mark = next((n for n in ("TFDIST_ATTEMPT", "TORCHELASTIC_RUN_ID") if n in environ), None)
     if mark is None:
         return None
@@ -131,12 +124,12 @@ def _launched(environ: Mapping[str, str]) -> Cluster | None:
     # The agent's own store listens at MASTER_PORT for as long as the workers live.
     host, port = split(cluster.master)
     if cluster.local_size == cluster.size > 1 and "LOCAL_WORLD_SIZE" in environ:
-        host = "127.0.0.1"  # the agent names its host, though nobody has to come from elsewhere
+        host = "127.0.0.1"  # the agent names its host, though all workers are here
     return dataclasses.replace(cluster, master=join(host, port + 1 if port < 65535 else port - 1))
 
 
 def _agreed(environ: Mapping[str, str]) -> Cluster:
-    """Finds what all sources agree on that are not launchers; those that know more come first."""
+    """Returns what all sources other than launchers agree on; those that know more come first."""
     by_config = read_tf_config(environ)
     sparse = by_config is not None and not by_config.addresses  # WORLD_SIZE then only completes TF_CONFIG
     by_hand = None if sparse and "RANK" not in environ else _torchrun(environ)
@@ -150,7 +143,7 @@ def _agreed(environ: Mapping[str, str]) -> Cluster:
     # A node's number is no worker's number where something starts workers on the nodes.
     if all(c.source in (TF_CONFIG, TORCHRUN) and c.local_size == 1 for c in sources):
         sources += filter(None, [_platform(environ)])
-    # `srun -n1`, `mpirun -np 1` and a single node say where something was started, not that it is alone.
+    # `srun -n1`, `mpirun -np 1` and a single node do not mean that a process is alone.
     sources = [c for c in sources if c.size > 1 or c.source in (TF_CONFIG, TORCHRUN, HOROVODRUN)] or sources
     if not sources:
         return ALONE
@@ -173,7 +166,7 @@ def _place(cluster: Cluster) -> tuple[int, int]:
 
 
 def _torchrun(environ: Mapping[str, str]) -> Cluster | None:
-    """Reads torchrun's variables as a person or a script sets them."""
+    """Reads torchrun's variables as a user or a script sets them."""
     if not _has(environ, TORCHRUN) or platforms.counts_nodes(environ):
         return None
     cluster = _counted(environ, TORCHRUN)
@@ -182,7 +175,7 @@ def _torchrun(environ: Mapping[str, str]) -> Cluster | None:
     cluster = dataclasses.replace(cluster, master=env_vars.master(environ))
     if "LOCAL_WORLD_SIZE" in environ or not re.match(r"localhost:|127\.|\[::1\]:", cluster.master):
         return cluster
-    # Workers that meet at a loopback address are all on this host.
+    # With a loopback address, all workers are on this host.
     local_rank = cluster.local_rank if "LOCAL_RANK" in environ else cluster.rank
     return dataclasses.replace(cluster, local_rank=local_rank, local_size=cluster.size)
 
@@ -238,7 +231,7 @@ def _slurm(environ: Mapping[str, str]) -> Cluster | None:
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """Reads `2(x3),1` as [2, 2, 2, 1]; empty if it is not of this form, or too long to be true."""
+    """Reads `2(x3),1` as [2, 2, 2, 1]; empty if it is not of this form, or too long."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part, re.ASCII)
@@ -251,7 +244,7 @@ def _tasks_per_node(text: str) -> list[int]:
 
 
 def _platform(environ: Mapping[str, str]) -> Cluster | None:
-    """Reads the place of a process that the platform starts: one worker on each node."""
+    """Reads the rank of a process that the platform starts: one worker on each node."""
     node = platforms.node(environ)
     if node is None:
         return None
@@ -259,14 +252,7 @@ def _platform(environ: Mapping[str, str]) -> Cluster | None:
 
 
 def read_tf_config(environ: Mapping[str, str]) -> Cluster | None:
-    """Reads TF_CONFIG, where the chief has rank 0 and the workers follow, as in TensorFlow.
-
-    Returns:
-      None if it is not set, or names no cluster.
-
-    Raises:
-      UserError: it makes no sense.
-    """
+    """Reads TF_CONFIG, where the chief has rank 0 and the workers follow; None without a cluster in it."""
     if "TF_CONFIG" not in environ:
         return None
     try:
@@ -283,11 +269,11 @@ def read_tf_config(environ: Mapping[str, str]) -> Cluster | None:
         why = {"ps": "it has no parameter servers", "evaluator": "its rank 0 evaluates"}.get(
             job, "it has chief and worker"
         )
-        raise UserError(f"TF_CONFIG's cluster has {job!r}, for which tfdist has no use ({why}): remove it")
+        raise UserError(f"TF_CONFIG's cluster has {job!r}, which tfdist does not support ({why}): remove it")
     if sparse:
-        whole = None if "sparseCluster" in config else _whole(jobs.get("worker", {}))
+        whole = None if "sparseCluster" in config else _complete_list(jobs.get("worker", {}))
         if whole is None:
-            return _dynamic(environ, kind, index)
+            return _dynamic_tf_job(environ, kind, index)
         jobs["worker"] = whole
     for job, tasks in jobs.items():
         if not isinstance(tasks, list):
@@ -317,7 +303,7 @@ def _task(config: dict[str, object]) -> tuple[str, int]:
     kind, index = (task.get("type"), task.get("index")) if isinstance(task, dict) else (None, None)
     if kind == "evaluator":
         raise UserError(
-            "TF_CONFIG's task is an evaluator, for which tfdist has no use (its rank 0 evaluates): start none"
+            "TF_CONFIG's task is an evaluator, which tfdist does not support (its rank 0 evaluates): start none"
         )
     if kind not in ("chief", "worker") or not re.fullmatch(r"\d{1,9}", str(index), re.ASCII):
         raise UserError(
@@ -327,16 +313,16 @@ def _task(config: dict[str, object]) -> tuple[str, int]:
     return kind, int(str(index))
 
 
-def _whole(tasks: dict[str, str]) -> list[str] | None:
-    """Returns the addresses of a map from index to address, if it leaves none out. A map of one may be one of many."""
+def _complete_list(tasks: dict[str, str]) -> list[str] | None:
+    """Returns the addresses of a complete map from index to address. A map of one may be one of many."""
     indices = [str(i) for i in range(len(tasks))]
     return [tasks[i] for i in indices] if len(tasks) > 1 and tasks.keys() == set(indices) else None
 
 
-def _dynamic(environ: Mapping[str, str], kind: str, index: int) -> Cluster:
-    """Finds the place of a worker of a TFJob with enableDynamicWorker, whose TF_CONFIG names nobody else.
+def _dynamic_tf_job(environ: Mapping[str, str], kind: str, index: int) -> Cluster:
+    """Reads a worker of a TFJob with enableDynamicWorker, whose TF_CONFIG lists no other worker.
 
-    The pod template, which is the same for all workers, can tell the rest.
+    The pod template, which is the same for all workers, can set the rest.
     """
     if kind != "worker":
         raise UserError(

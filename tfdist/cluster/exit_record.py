@@ -1,4 +1,4 @@
-"""What a worker tells its launcher of why it ended: which other worker it has lost. No TensorFlow.
+"""Why a worker ended, reported to its launcher: its own error, or the worker that it has lost. No TensorFlow.
 
 The launcher shows the cause of a failure and not its consequences. It keeps the record in memory, under a path that any
 descendant can write to: a shell or another program may stand between it and the worker.
@@ -23,36 +23,49 @@ class LostWorker(NamedTuple):
     """Another worker, because of which one ended."""
 
     rank: int
-    """-1 if it is not known which one."""
+    """-1 if unknown."""
     why: str
-    """Follows its name in a line: its host, and what was seen of it."""
+    """Follows its name in a line: its host, and how it was lost."""
 
 
-_READ = schema.record(rank=schema.whole(-1), why=schema.line(_LONGEST))
+class Report(NamedTuple):
+    """What a worker has reported."""
+
+    error: str = ""
+    """Its own error."""
+    lost: LostWorker | None = None
 
 
-def leave(lost: LostWorker) -> None:
-    """Tells the launcher, if there is one, in case this process fails; the last word counts."""
+_LINE = schema.line(_LONGEST)
+_READ = schema.named(
+    error=schema.record(error=_LINE), lost=schema.record(lost=schema.record(rank=schema.whole(-1), why=_LINE))
+)
+
+
+def leave(report: LostWorker | str) -> None:
+    """Tells the launcher, if there is one, why this process is about to fail: an error of its own or a lost worker."""
     path = os.environ.get(EXIT_RECORD, "")
+    record = {"error": report} if isinstance(report, str) else {"lost": report._asdict()}
     with contextlib.suppress(OSError):
         if os.readlink(path).startswith(f"/memfd:{_NAME}"):  # the launcher may be gone, and its number another's
             with open(path, "wb") as file:
-                file.write(json.dumps(lost._asdict()).encode())
+                file.write(json.dumps(record).encode())
 
 
 class ExitRecord:
-    """A launcher's place for what one worker leaves."""
+    """A launcher's place for the report of one worker."""
 
     def __init__(self):
         self._fd = os.memfd_create(_NAME)
         self.environ = {EXIT_RECORD: f"/proc/{os.getpid()}/fd/{self._fd}"}
-        """What the worker must be given."""
+        """The worker's environment must include it."""
 
-    def read(self) -> LostWorker | None:
-        """Returns what the worker has left, if anything, and gives the memory back."""
+    def read(self) -> Report:
+        """Returns what the worker has reported, and frees the memory."""
         try:
-            return LostWorker(**_READ(json.loads(os.pread(self._fd, 2 * _LONGEST, 0))))
+            record = _READ(json.loads(os.pread(self._fd, 4 * _LONGEST, 0)))
         except (ValueError, RecursionError, WireError):
-            return None
+            return Report()
         finally:
             os.close(self._fd)
+        return Report(record["error"]) if "error" in record else Report(lost=LostWorker(**record["lost"]))

@@ -1,4 +1,4 @@
-"""What training platforms tell each of their nodes (machines or containers) by environment variables. No TensorFlow.
+"""Variables of training platforms, which describe each node (machine or container) of a job. No TensorFlow.
 
 They count nodes, not workers: a launcher on each node starts the workers, or there is one worker on each.
 """
@@ -16,21 +16,21 @@ from tfdist.cluster.addresses import checked_host
 from tfdist.errors import UserError, one_line
 
 PORT = 29500
-"""Where the nodes of a platform meet that names no port; torchrun's."""
+"""Port of node 0 where a platform names none; torchrun's."""
 
 
 class PlatformNode(NamedTuple):
     """A node of a job, as its platform describes it."""
 
     source: str
-    """The variable that counts the nodes, by which a person knows the platform."""
+    """The variable that counts the nodes, which identifies the platform in messages."""
     nnodes: int
     node_rank: int
     gpus: int = 0
     """GPUs of each node; 0 if the platform names none."""
     addr: str = ""
     port: int = 0
-    """Where node 0 can be met; a single node may leave it out, which gives "" and 0."""
+    """Address of node 0; "" and 0 where a single node has none."""
 
 
 def node(environ: Mapping[str, str]) -> PlatformNode | None:
@@ -40,18 +40,18 @@ def node(environ: Mapping[str, str]) -> PlatformNode | None:
       UserError: they are incomplete or make no sense, or those of two platforms disagree.
     """
     environ = env_vars.filled(environ)
-    found = [one for read in (_mlp, _kubeflow, _sagemaker, _skypilot, _dlc) if (one := read(environ))]
-    for one, other in itertools.pairwise(found):
+    nodes = [node for read in (_mlp, _kubeflow, _sagemaker, _skypilot, _dlc) if (node := read(environ))]
+    for one, other in itertools.pairwise(nodes):
         if (one.node_rank, one.nnodes) != (other.node_rank, other.nnodes):
             raise UserError(
                 f"this is node {one.node_rank} of {one.nnodes} by {one.source} and node {other.node_rank} of "
                 f"{other.nnodes} by {other.source}: unset {one.source}, or unset {other.source}"
             )
-    return found[0] if found else None
+    return nodes[0] if nodes else None
 
 
 def counts_nodes(environ: Mapping[str, str]) -> bool:
-    """Tells whether `RANK` and `WORLD_SIZE` count nodes, as PAI-DLC has it, which sets NPROC_PER_NODE beside them.
+    """Returns whether `RANK` and `WORLD_SIZE` count nodes, as on PAI-DLC, which also sets NPROC_PER_NODE.
 
     https://www.alibabacloud.com/help/en/pai/general-environment-variables
     """
@@ -71,7 +71,7 @@ def _mlp(environ: Mapping[str, str]) -> PlatformNode | None:
 
 
 def _kubeflow(environ: Mapping[str, str]) -> PlatformNode | None:
-    """Reads what torchrun reads as defaults of its flags, which Kubeflow sets for it in each pod."""
+    """Reads torchrun's defaults of flags, which Kubeflow sets in each pod."""
     if "PET_NNODES" not in environ:
         return None
     if ":" in environ["PET_NNODES"]:
@@ -106,7 +106,7 @@ def _sagemaker(environ: Mapping[str, str]) -> PlatformNode | None:
 
 
 def _natural(host: str) -> list[tuple[int, str]]:
-    """Returns what sorts algo-2 before algo-10, on every host alike."""
+    """Returns a key that sorts algo-2 before algo-10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", host)]
 
 
@@ -114,7 +114,7 @@ def _skypilot(environ: Mapping[str, str]) -> PlatformNode | None:
     if "SKYPILOT_NODE_RANK" not in environ:
         return None
     env_vars.need(environ, "SKYPILOT_NODE_IPS", beside="SKYPILOT_NODE_RANK")
-    # A line for each host, and `filled` has made one line of them.
+    # One host per line, which `filled` has joined.
     hosts = [checked_host(host, "SKYPILOT_NODE_IPS") for host in environ["SKYPILOT_NODE_IPS"].split()]
     counted = {**environ, "SKYPILOT_NODE_IPS": str(len(hosts))}
     rank, nodes = env_vars.pair(counted, "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS")

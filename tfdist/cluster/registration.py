@@ -278,7 +278,12 @@ def meet(
         facts["the list of workers"] = ", ".join(cluster.addresses)
     own = Member("worker", cluster.rank, facts, platform.node(), os.getpid())
     role = _Chief(cluster, own, start_timeout) if cluster.rank == 0 else _JoiningWorker(cluster, own, start_timeout)
-    connections, hosts, addresses, held = role.run()
+    try:
+        connections, hosts, addresses, held = role.run()
+    except UserError as error:
+        if not role.reported:
+            exit_record.leave(str(error)[:4000])
+        raise
     return Peers(cluster.rank, hosts, addresses, connections, held, start_timeout, stall_timeout)
 
 
@@ -299,6 +304,8 @@ class _Registration:
         self._cluster, self._own, self._start_timeout = cluster, own, start_timeout
         self._deadline = time.monotonic() + start_timeout
         self._remind = Reminder(aside.info, self._deadline, PATIENCE_S)
+        self.reported = False
+        """Whether the launcher knows which worker is missing."""
 
     def _name(self, rank: int) -> str:
         """Returns how messages call a worker."""
@@ -312,10 +319,14 @@ class _Registration:
             return f"{self._cluster.hosts[rank]} at {at}" if at else self._cluster.hosts[rank]
         return at or (self._own.host if self._cluster.size == self._cluster.local_size else "")
 
-    def _leave_record(self, missing: int) -> None:
-        """Tells the launcher which worker has not come."""
-        place, late = self._place(missing), f"has not joined within {self._start_timeout:.0f} s"
-        exit_record.leave(LostWorker(missing, f"({place}) {late}" if place else late))
+    def _report_missing(self, rank: int, why: str = "") -> None:
+        """Tells the launcher which worker is missing; -1 if unknown."""
+        self.reported = True
+        exit_record.leave(LostWorker(rank, why))
+
+    def _report_late(self, rank: int) -> None:
+        place, late = self._place(rank), f"has not joined within {self._start_timeout:.0f} s"
+        self._report_missing(rank, f"({place}) {late}" if place else late)
 
 
 class _Chief(_Registration):
@@ -365,7 +376,7 @@ class _Chief(_Registration):
             )
             for arrival in self._present.values():
                 arrival.connection.tell({"missing": missing[0], "refused": error.what, "fix": error.fix})
-            self._leave_record(missing[0])
+            self._report_late(missing[0])
             raise error
         self._remind(who, now)
         try:
@@ -443,10 +454,10 @@ class _JoiningWorker(_Registration):
                 "its output says who is missing; start that one, or raise --start_timeout",
             ) from None
         except wire.WireError as error:
-            exit_record.leave(LostWorker(-1, ""))
+            self._report_missing(-1)
             raise UserError(f"{chief} ended before all workers had joined ({error})", "look at its output") from None
         if "missing" in answer:
-            self._leave_record(answer["missing"])
+            self._report_late(answer["missing"])
         if "refused" in answer:
             raise UserError(answer["refused"], answer["fix"])
         if cluster.addresses:
@@ -464,7 +475,7 @@ class _JoiningWorker(_Registration):
                 lambda error, now: self._remind(f"{chief} ({error})", now),
             )
         except NotReachedError as error:
-            self._leave_record(0)
+            self._report_late(0)
             raise UserError(
                 f"timed out after {self._start_timeout:.0f} s waiting for {chief} ({error})",
                 "start it, check its address, or raise --start_timeout",

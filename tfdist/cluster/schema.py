@@ -1,7 +1,7 @@
-"""What messages may hold: readers that check a value of JSON before anybody uses it, and make it fit to be printed.
+"""Readers that check a JSON value from another process before use, and make it printable. No TensorFlow.
 
-A reader takes a value and returns it, or raises `WireError`. Texts that a person may see come out escaped and cut
-(`line`); texts that are compared stay as they are (`text`), and are escaped where they are printed. No TensorFlow.
+A reader takes a value and returns it, or raises `WireError`. Texts that a person may see are escaped and cut (`line`);
+texts that are compared stay as they are (`text`), and are escaped where they are printed.
 """
 
 from __future__ import annotations
@@ -17,140 +17,117 @@ from tfdist.errors import printable
 Reader: TypeAlias = Callable[[object], Any]
 
 
-def _wrong() -> WireError:
-    return WireError("it sent what no process of tfdist sends")
+def _require(valid: object) -> None:
+    if not valid:
+        raise WireError("it sent what no process of tfdist sends")
 
 
 def whole(least: int = 0, most: int = 2**31 - 1) -> Reader:
-    """Takes a whole number within limits."""
+    """Reads a whole number within limits."""
 
-    def read(value: object) -> int:
-        if type(value) is not int or not least <= value <= most:
-            raise _wrong()
+    def read(value: Any) -> int:
+        _require(type(value) is int and least <= value <= most)
         return value
 
     return read
 
 
-def number(value: object) -> float:
-    """Takes a number that is finite as a float."""
-    if type(value) is int and abs(value) < 2**63:
-        return float(value)
-    if not isinstance(value, float) or not math.isfinite(value):
-        raise _wrong()
-    return value
+def number(value: Any) -> float:
+    """Reads a finite number as a float."""
+    _require((type(value) is float and math.isfinite(value)) or (type(value) is int and abs(value) < 2**63))
+    return float(value)
 
 
-def flag(value: object) -> bool:
-    """Takes true or false."""
-    if not isinstance(value, bool):
-        raise _wrong()
+def flag(value: Any) -> bool:
+    """Reads true or false."""
+    _require(isinstance(value, bool))
     return value
 
 
 def line(longest: int = 1000) -> Reader:
-    """Takes a text, and returns it as `printable` does."""
+    """Reads a text, and makes it `printable`."""
 
-    def read(value: object) -> str:
-        if not isinstance(value, str):
-            raise _wrong()
+    def read(value: Any) -> str:
+        _require(isinstance(value, str))
         return printable(value, longest)
 
     return read
 
 
 def text(longest: int = 1 << 20) -> Reader:
-    """Takes a text that can be encoded, and returns it as it is: to be compared, not to be printed."""
+    """Reads a text that can be encoded, and returns it unchanged: to be compared, not to be printed."""
 
-    def read(value: object) -> str:
-        if not isinstance(value, str) or len(value) > longest or re.search("[\ud800-\udfff]", value):
-            raise _wrong()
-        return value
-
-    return read
-
-
-def matching(pattern: str) -> Reader:
-    """Takes a text of a certain form."""
-
-    def read(value: object) -> str:
-        if not isinstance(value, str) or not re.fullmatch(pattern, value, re.ASCII):
-            raise _wrong()
+    def read(value: Any) -> str:
+        _require(isinstance(value, str) and len(value) <= longest and not re.search("[\ud800-\udfff]", value))
         return value
 
     return read
 
 
 def one_of(*values: str) -> Reader:
-    """Takes one of these texts."""
+    """Reads one of these texts."""
 
-    def read(value: object) -> str:
-        if not isinstance(value, str) or value not in values:
-            raise _wrong()
+    def read(value: Any) -> str:
+        _require(isinstance(value, str) and value in values)
         return value
 
     return read
 
 
 def each(reader: Reader, least: int = 0, most: int = 100_000) -> Reader:
-    """Takes a list of so many things."""
+    """Reads a list of limited length."""
 
-    def read(value: object) -> list[object]:
-        if not isinstance(value, list) or not least <= len(value) <= most:
-            raise _wrong()
+    def read(value: Any) -> list[object]:
+        _require(isinstance(value, list) and least <= len(value) <= most)
         return [reader(item) for item in value]
 
     return read
 
 
 def table(reader: Reader, most: int = 10_000) -> Reader:
-    """Takes an object with any names, up to so many."""
+    """Reads an object with any names, of limited size."""
     name_reader = text(1000)
 
-    def read(value: object) -> dict[str, object]:
-        if not isinstance(value, dict) or len(value) > most:
-            raise _wrong()
+    def read(value: Any) -> dict[str, object]:
+        _require(isinstance(value, dict) and len(value) <= most)
         return {name_reader(name): reader(item) for name, item in value.items()}
 
     return read
 
 
 def record(**readers: Reader) -> Reader:
-    """Takes an object with just these names."""
+    """Reads an object with exactly these names."""
 
-    def read(value: object) -> dict[str, object]:
-        if not isinstance(value, dict) or value.keys() != readers.keys():
-            raise _wrong()
+    def read(value: Any) -> dict[str, object]:
+        _require(isinstance(value, dict) and value.keys() == readers.keys())
         return {name: reader(value[name]) for name, reader in readers.items()}
 
     return read
 
 
 def tagged(tag: str, records: Mapping[str, Mapping[str, Reader]]) -> Reader:
-    """Takes an object whose `tag` says which kind it is, and which has the names that belong to that kind."""
-    known = {kind: record(**{tag: one_of(kind)}, **readers) for kind, readers in records.items()}
+    """Reads an object whose `tag` names its kind, which determines the other names."""
+    readers = {kind: record(**{tag: one_of(kind)}, **fields) for kind, fields in records.items()}
 
-    def read(value: object) -> dict[str, object]:
+    def read(value: Any) -> dict[str, object]:
         kind = value.get(tag) if isinstance(value, dict) else None
-        if not isinstance(kind, str) or kind not in known:
-            raise _wrong()
-        return known[kind](value)
+        _require(isinstance(kind, str) and kind in readers)
+        return readers[str(kind)](value)
 
     return read
 
 
 def named(**records: Reader) -> Reader:
-    """Takes an object that has one of these names, by the reader that belongs to the name."""
+    """Reads an object by the reader of the first of these names that it has."""
 
-    def read(value: object) -> dict[str, object]:
+    def read(value: Any) -> dict[str, object]:
         kind = next((name for name in records if isinstance(value, dict) and name in value), None)
-        if kind is None:
-            raise _wrong()
-        return records[kind](value)
+        _require(kind)
+        return records[str(kind)](value)
 
     return read
 
 
-def anything(value: object) -> object:
-    """Takes all that JSON can hold: its depth and length have limits of their own in `wire`."""
+def anything(value: Any) -> object:
+    """Reads any JSON value: its depth and length have limits of their own in `wire`."""
     return value

@@ -1,4 +1,4 @@
-"""Keeps back what is printed to standard error for a while, but not the last words of a process. No TensorFlow."""
+"""Holds back what is printed to standard error, except the last lines of a process. No TensorFlow."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from typing import IO
 
 _lock = threading.Lock()
 _kept_from: list[int] = []
-"""Where standard error led before, while descriptor 2 leads to a temporary file; the first one counts."""
+"""Copies of the real standard error, while descriptor 2 is a temporary file; the first one counts."""
 
 
 @contextlib.contextmanager
 def kept() -> Iterator[IO[bytes]]:
-    """Keeps back what is printed to standard error, in the file that it gives.
+    """Redirects standard error to a temporary file, which it yields.
 
-    TensorFlow's C++ side prints a dozen lines when it is imported, whatever the
-    log level, of which none matters to somebody who trains on a CPU.
+    TensorFlow's C++ side prints a dozen lines on import, whatever the log level, irrelevant to training on a CPU.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     sys.stderr.flush()
@@ -39,7 +38,7 @@ def kept() -> Iterator[IO[bytes]]:
 
 
 def write(line: str) -> None:
-    """Writes to standard error at once, even while `kept` is on: from a thread that is about to end the process."""
+    """Writes to the real standard error, even within `kept`: from a thread that is about to end the process."""
     with _lock:
         # The lock keeps the descriptor from being closed, and its number from leading elsewhere, in between.
         os.write(_kept_from[0] if _kept_from else 2, line.encode(errors="backslashreplace"))

@@ -1,4 +1,4 @@
-"""What all workers of a run must give, or have alike. No TensorFlow, no sockets."""
+"""Values that all workers of a run contribute, or must have in common. No TensorFlow, no sockets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _Vote(NamedTuple):
 
 
 class Votes:
-    """The values that workers have given to each call of `Peers.gather`, as the chief collects them.
+    """Collects on the chief the values of each `Peers.gather`.
 
     Args:
       hosts: host name of each worker, by rank.
@@ -28,19 +28,19 @@ class Votes:
         self._collected: dict[int, dict[int, _Vote]] = {}
 
     def cast(self, rank: int, number: int, label: str, value: object) -> list[object] | None:
-        """Takes in one worker's value.
+        """Adds one worker's value.
 
         Args:
-          rank: the worker that gives it.
+          rank: of the worker.
           number: the count of gathers before this one.
           label: what the value is about.
           value: anything that JSON can hold.
 
         Returns:
-          All values in order of rank, once the last has come; None before.
+          All values in order of rank, once complete; None before.
 
         Raises:
-          MismatchError: another worker has given this gather another label.
+          MismatchError: another worker uses another label for this gather.
         """
         votes = self._collected.setdefault(number, {})
         votes[rank] = _Vote(label, value)
@@ -61,59 +61,52 @@ class Votes:
 
 
 def difference(facts: Sequence[Mapping[str, object]], hosts: Sequence[str]) -> str:
-    """Compares what the workers have, by rank.
-
-    Returns:
-      The first fact in which a worker differs from the chief, as an error for a person; "" if there is none.
-    """
+    """Returns the first fact in which a worker differs from the chief, as an error message; "" if there is none."""
     first, *others = facts
     for rank, theirs in enumerate(others, 1):
-        for name, there, here in differing_facts(theirs, first):
+        for name, value, expected in differing_facts(theirs, first):
             return (
-                f"worker {rank} ({hosts[rank]}) has other data than worker 0 ({name}: {there} and not "
-                f"{here}): give all workers the same, the whole of it, since each takes its own rows"
+                f"worker {rank} ({hosts[rank]}) has other data than worker 0 ({name}: {value} and not "
+                f"{expected}): give all workers the same, the whole of it, since each takes its own rows"
             )
     return ""
 
 
 def differing_facts(theirs: Mapping[str, object], mine: Mapping[str, object]) -> Iterator[tuple[str, str, str]]:
     """Yields name, their value and mine of each fact in which both differ, numbers in lists by more than rounding."""
-    for name, here in mine.items():  # in its order, so that all workers report the same
-        there = theirs.get(name)
-        if isinstance(here, list) and isinstance(there, list) and any(isinstance(v, float) for v in here):
-            there, here = next(_differing(there, here), (None, None))
-        if name in theirs and there != here:
-            yield name, str(there)[:100], str(here)[:100]
+    for name, expected in mine.items():  # in its order, so that all workers report the same
+        value = theirs.get(name)
+        if isinstance(expected, list) and isinstance(value, list) and any(isinstance(v, float) for v in expected):
+            value, expected = next(_differing(value, expected), (None, None))
+        if name in theirs and value != expected:
+            yield name, str(value)[:100], str(expected)[:100]
 
 
 def _differing(theirs: list[object], mine: list[object]) -> Iterator[tuple[object, object]]:
-    """Yields pairs that differ by more than rounding, or the lengths if these differ."""
+    """Yields pairs that differ by more than rounding, or the lengths if they differ."""
     if len(theirs) != len(mine):
-        yield f"{len(theirs)} of it", f"{len(mine)} of it"
+        yield f"{len(theirs)} values", f"{len(mine)} values"
         return
     floats = [abs(v) for v in mine if isinstance(v, float) and math.isfinite(v)]
     allowed = ROUNDING * max(floats, default=0.0)
-    for there, here in zip(theirs, mine):
-        if not (isinstance(there, float) and isinstance(here, float)):
-            same = there == here
-        elif math.isnan(here):
-            same = math.isnan(there)
+    for value, expected in zip(theirs, mine):
+        if not (isinstance(value, float) and isinstance(expected, float)):
+            same = value == expected
+        elif math.isnan(expected):
+            same = math.isnan(value)
         else:
-            same = math.isclose(there, here, rel_tol=10 * ROUNDING, abs_tol=allowed)
+            same = math.isclose(value, expected, rel_tol=10 * ROUNDING, abs_tol=allowed)
         if not same:
-            yield there, here
+            yield value, expected
 
 
 ROUNDING = 1e-5
-"""Of the largest number of a list; ten times as much of a number itself."""
+"""Relative to the largest number of a list; ten times this relative to a number itself."""
 TURNS = 3
 
 
 def turn(rank: int, hosts: Sequence[str]) -> int:
-    """Returns whose turn a worker has in work that leaves something on a disk, which hosts may or may not share.
-
-    The chief has turn 0, the first worker of each other host turn 1, all others turn 2.
-    """
+    """Returns a worker's turn in work on a disk that hosts may share: chief 0, first of each other host 1, others 2."""
     if rank == 0:
         return 0
     return 1 if hosts.index(hosts[rank]) == rank else 2

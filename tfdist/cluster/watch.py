@@ -180,6 +180,7 @@ class Watch:
             if self.failure or self.finished:
                 return
             self.failure = message
+        exit_record.leave(one_line(message, 4000))
         self.send({"failed": one_line(message, 4000)})
 
     def print_failure(self) -> None:

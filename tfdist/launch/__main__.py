@@ -29,7 +29,7 @@ _OWN = ("devices", "workdir", "threads", "progress", "start_timeout", "stall_tim
 
 
 class _TrainFlags(NamedTuple):
-    """What the flags of `tfdist.train` ask for."""
+    """The flags of `tfdist.train`, parsed."""
 
     experiment: dict[str, Any]
     """Fields of the experiment, by dotted name."""
@@ -44,7 +44,7 @@ class _Shares(NamedTuple):
 
     nproc: int
     variables: tuple[Mapping[str, str], ...]
-    """Those by which each worker gets its part of the GPUs."""
+    """By which each worker gets its part of the GPUs."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -58,42 +58,43 @@ def _parser() -> _Parser:
         usage="%(prog)s [flags] -- [train flags | script | -m module ...]",
         description="Starts the workers of a run, here and (with one launcher on each) on other machines, "
         "shows what they print, and ends them all when one fails.",
-        epilog="--flag-name may be written for --flag_name. What a platform says of its nodes (PET_*, MLP_*, "
-        "SM_HOSTS, SKYPILOT_*, JOB_COMPLETION_INDEX) is the default. Across machines the environment "
-        "variable TFDIST_SECRET, the same on all of them, keeps others out of the launchers' meeting.",
+        epilog="--flag-name may be written for --flag_name. A platform's variables (PET_*, MLP_*, "
+        "SM_HOSTS, SKYPILOT_*, JOB_COMPLETION_INDEX) are the defaults. Across machines the environment "
+        "variable TFDIST_SECRET, the same on all of them, keeps others from joining.",
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=28, width=80),
     )
     add = parser.add_argument
     add("--nproc_per_node", metavar="N|auto", help="workers on this machine; auto: one per GPU (default 1)")
-    changing = "; MIN:MAX: they may come and go while it runs, MIN at least"
+    changing = "; MIN:MAX: elastic, they may join and leave"
     add("--nnodes", metavar="N|MIN:MAX", help=f"machines (default 1); start the launcher on each{changing}")
     changing = "; with MIN:MAX node 0 is the one at --master_addr, and numbers the others"
     add("--node_rank", metavar="I", help=f"which of them this is, from 0 on (default 0){changing}")
     add("--master_addr", metavar="HOST", help="address of node 0 (default 127.0.0.1 with one machine)")
     add("--master_port", metavar="PORT", help=f"port there (default {machines.PORT}; with one machine any free one)")
-    add("--max_restarts", metavar="N", default="0", help="start all workers again so often after a failure (default 0)")
-    add("--start_timeout", metavar="SECONDS", default="120", help="wait so long for the other machines (default 120)")
+    add("--max_restarts", metavar="N", default="0", help="restarts of all workers after a failure (default 0)")
+    add(
+        "--start_timeout",
+        metavar="SECONDS",
+        default="120",
+        help="time to wait for the other machines (default 120)",
+    )
     for name, text in (
-        ("join", f"at the start, wait so long for more nodes than MIN (default {machines.JOIN_S:g})"),
-        ("rejoin", "later, wait so long for MIN nodes when some are lost (default: as --start_timeout)"),
+        ("join", f"at the start, time to wait for more nodes than MIN (default {machines.JOIN_S:g})"),
+        ("rejoin", "later, time to wait for MIN nodes when some are lost (default: as --start_timeout)"),
     ):
         add(f"--{name}_timeout", metavar="SECONDS", help=f"with MIN:MAX, {text}")
-    changing = f"with MIN:MAX, when a node comes to a running job, wait for others (default {machines.SCALE_S:g})"
+    changing = f"with MIN:MAX, when a node joins a running job, time to wait for others (default {machines.SCALE_S:g})"
     add("--scale_wait", metavar="SECONDS", help=changing)
     add("--log_dir", metavar="DIR", help="keep what each rank prints there (default WORKDIR/logs; none for a script)")
-    add("--insecure", action="store_true", help="meet across machines without TFDIST_SECRET: the network must be yours")
+    add("--insecure", action="store_true", help="connect machines without TFDIST_SECRET: the network must be private")
     add("--version", action="version", version=f"tfdist {__version__}", help="print the version")
     add("--dry_run", action="store_true", help="print command and environment of each worker, and start nothing")
     return parser
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parses the launcher's flags, and returns them with what stands after `--`.
-
-    Raises:
-      UserError: a flag is not known.
-    """
+    """Parses the launcher's flags; returns them with the arguments after `--`, or raises UserError."""
     own, rest = list(argv), []
     if "--" in own:
         end = own.index("--")
@@ -122,11 +123,7 @@ def _underscored(argument: str) -> str:
 
 
 def make_plan(options: argparse.Namespace, rest: Sequence[str], environ: Mapping[str, str]) -> node_agent.LaunchPlan:
-    """Checks everything that can be known before a worker starts.
-
-    Raises:
-      UserError: something is wrong.
-    """
+    """Checks everything that can be checked before a worker starts, or raises UserError."""
     max_restarts = machines.whole("--max_restarts", options.max_restarts, 0)
     start_timeout = machines.seconds("--start_timeout", options.start_timeout)
     nodes = machines.find(options, environ, start_timeout)
@@ -162,7 +159,7 @@ def make_plan(options: argparse.Namespace, rest: Sequence[str], environ: Mapping
     if nodes.elastic and not own_program:
         _check_elastic(train, nodes, nproc)
     if any(shares) and devices != "all" and not own_program:
-        command += ("--devices=all",)  # of those that the launcher has picked by the flag
+        command += ("--devices=all",)  # of those that the launcher has selected
     return node_agent.LaunchPlan(
         command=command,
         nproc=nproc,
@@ -170,7 +167,7 @@ def make_plan(options: argparse.Namespace, rest: Sequence[str], environ: Mapping
         max_restarts=max_restarts,
         start_timeout=start_timeout,
         shares=shares,
-        facts=json.loads(json.dumps(facts, default=str)),  # as it arrives on the other side
+        facts=json.loads(json.dumps(facts, default=str)),  # as received by node 0
         workdir=held,
         log_dir=os.path.expanduser(options.log_dir or "") or _logs(workdir),
         secret=machines.secret(nodes, options.insecure, environ),
@@ -178,16 +175,16 @@ def make_plan(options: argparse.Namespace, rest: Sequence[str], environ: Mapping
 
 
 def _logs(workdir: str) -> str:
-    """Returns where what the workers say is kept, on this machine: logs are added to, which no bucket can."""
+    """Returns the folder of the workers' logs, on this machine: a bucket cannot append."""
     here = str(buckets.copy_of(workdir)) if buckets.is_url(workdir) else workdir
     return os.path.join(here, "logs") if here else ""
 
 
 def _check_elastic(train: _TrainFlags, nodes: machines.Nodes, nproc: int) -> None:
-    """Refuses what a job could not go on with as its nodes come and go."""
+    """Raises UserError for options that do not go with an elastic job."""
     if train.where["requeue"]:
         raise UserError(
-            "--requeue after -- would put the whole job into the queue whenever a node comes or goes: leave it out, "
+            "--requeue after -- would put the whole job into the queue whenever a node joins or leaves: leave it out, "
             f"or give --nnodes one number instead of {nodes.size.partition('=')[2]}"
         )
     batch, accumulate, virtual_replicas = (

@@ -1,4 +1,4 @@
-"""What a launcher waits for, and where it writes: one thread, so that the lines of two workers never mix."""
+"""A launcher's event loop and output, in one thread, so that the lines of two workers never mix."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Signalled(Exception):  # noqa: N818  an event and no error
 
 
 class Events:
-    """Waits for outputs, sockets, signals, deaths of children and other threads, all at once.
+    """Waits for output, sockets, signals, exits of children and other threads, all at once.
 
-    Use it as a context: it takes over the signals of the process.
+    As a context it handles the signals of the process.
     """
 
     def __init__(self):
         self.signals: list[str] = []
-        """Names of the signals that asked to stop and were not yet seen to."""
+        """Names of received signals that have not been handled yet."""
         self._selector = selectors.DefaultSelector()
         self._woken, self._wake = socket.socketpair()
         for end in (self._woken, self._wake):
@@ -59,7 +59,7 @@ class Events:
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Lets a signal end what is done inside, by `Signalled`: for calls that wait by themselves."""
+        """Lets a signal raise `Signalled` inside: for calls that wait by themselves."""
         self._interruptible = True
         try:
             if self.signals:
@@ -73,22 +73,22 @@ class Events:
         self._selector.register(fd, selectors.EVENT_READ, ready)
 
     def forget(self, fd: int) -> None:
-        """Watches `fd` no longer."""
+        """Stops watching `fd`."""
         self._selector.unregister(fd)
 
     def wake(self) -> None:
-        """Ends a `wait` from another thread."""
+        """Ends a `wait`, from another thread."""
         with contextlib.suppress(OSError):  # full: it wakes anyway
             self._wake.send(b"\0")
 
     def wait(self, timeout: float) -> None:
-        """Deals with what has happened, or happens within `timeout` seconds."""
+        """Handles events until at least one has happened, `timeout` seconds at most."""
         for key, _ in self._selector.select(max(0.0, timeout)):
             key.data()
 
 
 class Screen:
-    """The launcher's own standard output and error. A reader that goes away stops neither it nor the workers."""
+    """The launcher's standard output and error. A reader that disappears stops neither it nor the workers."""
 
     def say(self, line: str, error: bool = False) -> None:
         """Writes a line of the launcher itself."""

@@ -35,6 +35,8 @@ class Cause:
     """A consequence of something else, as the worker itself reports."""
     node: int = 0
     """Where it was reported."""
+    error: str = ""
+    """The worker's own error."""
 
 
 class NodeExit(NamedTuple):
@@ -207,7 +209,7 @@ class AttemptOutcome:
         else:
             if exit.lost:
                 self._noticed[exit.rank] = exit
-            self._fail(Cause(exit.status, exit.describe(), tuple(exit.lines), exit.lost, node), now)
+            self._fail(Cause(exit.status, exit.describe(), tuple(exit.lines), exit.lost, node, exit.error), now)
 
     def _fail(self, cause: Cause, now: float) -> None:
         """Records a failure, unless one that matters more is known."""
@@ -231,9 +233,7 @@ class AttemptOutcome:
     def _reject_new_nodes(self, cause: Cause, now: float) -> None:
         """Goes on without the nodes that have just joined: the input was right without them, and is not with them."""
         who = ", ".join(self._nodes[node] for node in self._new)
-        error = "tfdist: error: "
-        why = next((line for line in reversed(cause.lines) if line.startswith(error)), cause.text)
-        line = f"{who} cannot take part: {why.removeprefix(error)}"
+        line = f"{who} cannot take part: {cause.error or cause.text}"
         self.cause = None
         self.leaving |= {node: NodeExit(2, f"error: {line}") for node in self._new}
         self._say(line)

@@ -1,4 +1,4 @@
-"""The machines of a launch, as the launcher's flags or a training platform describe them. No TensorFlow."""
+"""The nodes of a launch, from the launcher's flags or a training platform. No TensorFlow."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from tfdist.cluster.addresses import is_loopback
 from tfdist.errors import UserError
 
 PORT = platforms.PORT
-"""Where launchers meet unless told otherwise."""
+"""Default of --master_port."""
 JOIN_S, SCALE_S = 30.0, 10.0
 """Default of --join_timeout and of --scale_wait."""
 _MOST = 100_000
 _ELASTIC = ("join_timeout", "rejoin_timeout", "scale_wait")
-"""Flags that say something only where the number of nodes may change."""
+"""Flags of elastic jobs."""
 
 
 class Waits(NamedTuple):
     """How long an elastic job waits for nodes, in seconds."""
 
     join: float = JOIN_S
-    """At the start, for more than the fewest."""
+    """At the start, for more nodes than MIN."""
     rejoin: float = 120.0
-    """Later, for somebody to take the place of those that are lost, when there are fewer than the fewest."""
+    """Later, for replacements, when fewer than MIN are left."""
     scale: float = SCALE_S
-    """For others to come, too, before the workers are started again with a node that has come."""
+    """For others to join, too, before the workers are restarted with a node that has joined."""
 
 
 class Nodes(NamedTuple):
-    """The machines of a launch, and where they meet."""
+    """The nodes of a launch, and where they register."""
 
     max: int
     """Number of nodes; in an elastic job the maximum."""
@@ -48,34 +48,25 @@ class Nodes(NamedTuple):
     port: int
     """Port there; 0 for any free one."""
     nproc: str
-    """Workers here unless told otherwise, as `--nproc_per_node` has it."""
+    """Default of `--nproc_per_node`."""
     waits: Waits
 
     @property
     def size(self) -> str:
-        """The flag that says how many there are."""
+        """The flag that gives the number of nodes."""
         return f"--nnodes={f'{self.min}:' if self.elastic else ''}{self.max}"
 
 
 def find(options: argparse.Namespace, environ: Mapping[str, str], start_timeout: float) -> Nodes:
-    """Finds the machines by the flags, else by what a training platform says.
-
-    Args:
-      options: the launcher's flags.
-      environ: environment variables.
-      start_timeout: seconds to wait for other machines, unless told otherwise.
-
-    Raises:
-      UserError: the flags make no sense, or are not enough.
-    """
+    """Returns the nodes by the flags, else by a training platform's variables; raises UserError if neither suffices."""
     if ":" in (options.nnodes or ""):
         return _elastic(options, environ, start_timeout)
     for name in _ELASTIC:
         if getattr(options, name) is not None:
-            raise UserError(f"--{name} is for --nnodes=MIN:MAX, where nodes may come and go: leave it out")
+            raise UserError(f"--{name} is for --nnodes=MIN:MAX, where nodes may join and leave: leave it out")
     platform = platforms.node(environ)
     if platform and options.nnodes not in (None, str(platform.nnodes)):
-        platform = None  # somebody arranges the nodes by hand
+        platform = None  # the nodes are arranged by hand
     index = environ.get("JOB_COMPLETION_INDEX", "").strip()
     if index and not platform and options.nnodes is None:
         raise UserError(
@@ -88,7 +79,7 @@ def find(options: argparse.Namespace, environ: Mapping[str, str], start_timeout:
     # A pod of an indexed Job of Kubernetes knows its number, and nothing else.
     if nnodes == 1 or platform:
         index = ""
-    # An empty one is that of a script whose variable is not set: taken for nothing, each node would be node 0.
+    # A script whose variable is unset passes an empty one: ignored, it would make each node node 0.
     node = whole("--node_rank", index or default.node_rank if options.node_rank is None else options.node_rank, 0)
     if node >= nnodes:
         raise UserError(f"--node_rank={node} does not exist with --nnodes={nnodes}: ranks of nodes count from 0 on")
@@ -109,7 +100,7 @@ def _check_port(port: int) -> None:
 
 
 def _elastic(options: argparse.Namespace, environ: Mapping[str, str], start_timeout: float) -> Nodes:
-    """Finds the machines of a job whose number of nodes may change."""
+    """Returns the nodes of an elastic job."""
     text = options.nnodes
     least, most = _range(text)
     fixed = _fixed_by(environ)
@@ -122,7 +113,7 @@ def _elastic(options: argparse.Namespace, environ: Mapping[str, str], start_time
         raise UserError(f"--nnodes={text} needs --master_addr: the address of node 0 in the network of the nodes")
     port = whole("--master_port", options.master_port or PORT, 0, 65535)
     _check_port(port)
-    # A pod of an indexed Job of Kubernetes knows its number. Whoever is not node 0 gets one from node 0.
+    # A pod of an indexed Job of Kubernetes knows its number. Node 0 numbers the others.
     index = environ.get("JOB_COMPLETION_INDEX", "").strip() if options.node_rank is None else options.node_rank
     node = -1 if options.node_rank is None and not index else min(whole("--node_rank", index, 0), 1)
     waits = Waits(
@@ -135,29 +126,26 @@ def _elastic(options: argparse.Namespace, environ: Mapping[str, str], start_time
 
 def _range(text: str) -> tuple[int, int]:
     """Reads MIN:MAX."""
-    found = re.fullmatch(r"(\d{1,9}):(\d{1,9})", text, re.ASCII)
-    if not found:
-        raise UserError(
-            "--nnodes must be a whole number of at least 1, or MIN:MAX such as 2:4, the fewest and the most nodes that "
-            f"there may be, got {text}"
-        )
-    least, most = int(found[1]), int(found[2])
+    match = re.fullmatch(r"(\d{1,9}):(\d{1,9})", text, re.ASCII)
+    if not match:
+        raise UserError(f"--nnodes must be a whole number of at least 1, or MIN:MAX such as 2:4, got {text}")
+    least, most = int(match[1]), int(match[2])
     wrong = ""
     if least > most:
-        wrong = f"the fewest nodes can be at most as many as the most, got {least} and {most}: write {most}:{least}"
+        wrong = f"MIN must be at most MAX, got {least} and {most}: write {most}:{least}"
     if least < 1:
-        wrong = f"the fewest nodes must be at least 1, got {least}: write 1:{max(2, most)}"
+        wrong = f"MIN must be at least 1, got {least}: write 1:{max(2, most)}"
     if most < 2:
-        wrong = f"the most nodes must be at least 2, got {most}: write 1:2, or leave --nnodes out for one machine"
+        wrong = f"MAX must be at least 2, got {most}: write 1:2, or leave --nnodes out for one machine"
     if most > _MOST:
-        wrong = f"the most nodes can be at most {_MOST}, got {most}: write fewer"
+        wrong = f"MAX must be at most {_MOST}, got {most}: write fewer"
     if wrong:
         raise UserError(f"--nnodes={text} is MIN:MAX, and {wrong}")
     return least, most
 
 
 def _fixed_by(environ: Mapping[str, str]) -> str:
-    """Returns the variable by which something has started, or describes, a fixed number of nodes; or nothing."""
+    """Returns the variable that sets a fixed number of nodes, or an empty text."""
     if environ.get("TF_CONFIG", "").strip():
         return "TF_CONFIG"
     platform = platforms.node(environ)
@@ -168,29 +156,25 @@ def _fixed_by(environ: Mapping[str, str]) -> str:
 
 
 def secret(nodes: Nodes, insecure: bool, environ: Mapping[str, str]) -> str:
-    """Returns the words by which launchers know each other; one that is alone needs none.
+    """Returns the launchers' shared secret; a single one needs none.
 
     Raises:
-      UserError: there are none, and whoever reaches node 0 could take part; or `insecure` would change nothing.
+      UserError: there is none, and anyone who reaches node 0 could join; or `insecure` has no effect.
     """
-    words = environ.get("TFDIST_SECRET", "").strip()
-    if insecure and (words or nodes.max == 1):
-        why = "TFDIST_SECRET is set" if words else "with one machine the launcher makes a secret by itself"
-        raise UserError(f"--insecure would change nothing, because {why}: leave it out")
-    if nodes.max > 1 and not (words or insecure or is_loopback(nodes.addr)):
+    shared = environ.get("TFDIST_SECRET", "").strip()
+    if insecure and (shared or nodes.max == 1):
+        why = "TFDIST_SECRET is set" if shared else "with one machine the launcher makes a secret by itself"
+        raise UserError(f"--insecure has no effect because {why}: leave it out")
+    if nodes.max > 1 and not (shared or insecure or is_loopback(nodes.addr)):
         raise UserError(
-            f"{nodes.size} needs TFDIST_SECRET in the environment, since whoever reaches {nodes.addr} could "
-            f"take part: {discovery.HOW_TO_SHARE}, or give --insecure in a network that only you can reach"
+            f"{nodes.size} needs TFDIST_SECRET in the environment, since anyone who reaches {nodes.addr} "
+            f"could join: {discovery.HOW_TO_SHARE}, or give --insecure in a network that only you can reach"
         )
-    return words
+    return shared
 
 
 def whole(name: str, value: str | int, least: int, most: float = math.inf) -> int:
-    """Reads a whole number.
-
-    Raises:
-      UserError: it is none, or outside of the limits.
-    """
+    """Reads a whole number within limits, or raises UserError."""
     text = str(value)
     if not text.isascii() or not text.isdigit() or not least <= int(text) <= most:
         limits = f"of at least {least}" if most == math.inf else f"from {least} to {most:g}"
@@ -200,16 +184,7 @@ def whole(name: str, value: str | int, least: int, most: float = math.inf) -> in
 
 
 def seconds(name: str, text: str, least: float = math.ulp(0.0)) -> float:
-    """Reads a number of seconds.
-
-    Args:
-      name: of the flag.
-      text: its value.
-      least: 0 where no time at all may be meant.
-
-    Raises:
-      UserError: it is none, or less than `least`.
-    """
+    """Reads a number of seconds, or raises UserError."""
     try:
         value = float(text)
     except ValueError:

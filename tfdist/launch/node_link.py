@@ -34,6 +34,7 @@ _EXIT = schema.record(
     lines=_LINES,
     culprit=whole(-1),
     complaint=_LINE,
+    error=_LINE,
 )
 EVENTS = schema.named(
     beat=_BEAT,
@@ -54,7 +55,7 @@ _ROUND = schema.record(
     world=whole(1),
     first=whole(),
     port=whole(1, 65535),
-    salt=schema.matching("[0-9a-f]{32}"),
+    salt=schema.line(64),
 )
 ORDERS = schema.named(
     beat=_BEAT,

@@ -1,4 +1,4 @@
-"""`tfdist.launch(function)`: workers of this machine that run a function, as a cell of a notebook has it."""
+"""`tfdist.launch(function)`: runs a function in several workers of this machine, for notebooks."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ import signal
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from tfdist.cluster import env_vars
+from tfdist.config import messages
 from tfdist.distributed import child_process
-from tfdist.errors import TrainingError, UserError, one_line
+from tfdist.errors import TrainingError, UserError, one_line, printable
 
 T = TypeVar("T")
 WORK, RESULT, ERROR = "work.pickle", "{rank}.result", "{rank}.error"
-"""Files in the folder that the workers share with who has started them."""
+"""Files in the folder that the workers share with the process that started them."""
 
 
 def launch(function: Callable[..., T], *args: Any, nproc: int = 2, show: bool = True) -> list[T]:
-    """Runs a function in several workers of this machine, and returns what each has returned, by rank.
+    """Runs a function in several workers of this machine, and returns their results by rank.
 
-    For notebooks, where nothing but a function is at hand. The function calls
-    `tfdist.connect("multi_worker")` and makes model and data itself, since it
-    runs in other processes. What they print appears as of `tfdist.launch` on
-    the command line. One that fails ends all, and so does an interrupt.
+    For notebooks. The function calls `tfdist.connect("multi_worker")` and creates model and data itself, since it runs
+    in other processes. Their output appears as with `tfdist.launch` on the command line. A failure or an interrupt ends
+    all of them.
 
     Args:
       function: a function, also of a cell, or a lambda.
@@ -89,7 +90,7 @@ def _of(folder: pathlib.Path, pattern: str, rank: int) -> pathlib.Path:
 def _run(folder: pathlib.Path, nproc: int, show: bool) -> int:
     """Starts the launcher, shows what it and its workers print, and returns its exit code."""
     command = [sys.executable, "-m", "tfdist.launch", "--nnodes=1", f"--nproc_per_node={nproc}"]
-    command += ["--", "-m", "tfdist.launch.function_worker", str(folder)]
+    command += ["--", "-m", "tfdist.launch.notebook", str(folder)]
     # What this process can import, they can.
     path = os.pathsep.join([*filter(None, sys.path)])
     launcher = subprocess.Popen(
@@ -119,3 +120,39 @@ def _run(folder: pathlib.Path, nproc: int, show: bool) -> int:
     if interrupted:
         raise KeyboardInterrupt
     return code
+
+
+def _work(folder: pathlib.Path, rank: int) -> int:
+    """Runs one worker: calls the function and saves what it returns; returns the exit code."""
+    import cloudpickle
+
+    messages.chief_only(rank == 0)
+    try:
+        function, args = pickle.loads((folder / WORK).read_bytes())
+        result = function(*args)
+    except Exception as error:  # whatever the user's function raises
+        if not isinstance(error, UserError):  # which says in a line what to change
+            traceback.print_exc()
+        return _failed(folder, rank, f"{type(error).__name__}: {_text(error)}")
+    try:
+        content = cloudpickle.dumps(result)
+    except Exception as error:  # whatever its objects raise
+        return _failed(folder, rank, f"what it returned cannot be sent back ({_text(error)}): return numbers")
+    _of(folder, RESULT, rank).write_bytes(content)
+    return 0
+
+
+def _text(error: Exception) -> str:
+    try:
+        return one_line(error, 400)
+    except Exception as another:  # of its __str__
+        return f"its text cannot be made, {type(another).__name__}"
+
+
+def _failed(folder: pathlib.Path, rank: int, line: str) -> int:
+    _of(folder, ERROR, rank).write_text(printable(line, 1000), errors="backslashreplace")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(_work(pathlib.Path(sys.argv[1]), int(os.environ["RANK"])))

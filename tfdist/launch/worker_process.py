@@ -1,8 +1,7 @@
-"""The workers that one launcher starts: their processes, their output, their end. No TensorFlow.
+"""The worker processes of one launcher: start, output, exit. No TensorFlow.
 
 All of it happens in one thread around `Events.wait`. A worker leads a session and a process group of its own: a
-terminal's Ctrl-C reaches the launcher alone, and what a worker started ends
-with it.
+terminal's Ctrl-C reaches the launcher alone, and the children of a worker end with it.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from tfdist.distributed.child_process import GRACE_S, end_with_the_parent
 from tfdist.launch.event_loop import Events, Screen
 
 DRAIN_S = 1.0
-"""How long what a dead worker left running may still write, before it is ended too."""
+"""Seconds that children of a dead worker may still write before they are killed."""
 TAIL = 10
-"""Lines of a failed worker that are shown again."""
+"""Last lines of a failed worker that are repeated."""
 LONGEST_LINE = 1 << 16
-"""Bytes after which a line without an end is cut: binary rubbish must not fill the memory."""
+"""Longest line in bytes: binary output must not fill the memory."""
 _LEFT_OVER = 32
-"""Reads that empty any pipe; one that is never empty has a writer who left the process group."""
+"""Reads that empty any pipe, unless a writer has left the process group."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,9 +46,9 @@ class Start:
     environ: Mapping[str, str]
     """The whole environment."""
     fds: tuple[int, ...] = ()
-    """Files that it inherits."""
+    """Inherited descriptors."""
     log: pathlib.Path | None = None
-    """Where its lines are kept, after those that are there."""
+    """File that its lines are appended to."""
     header: str = ""
     """First line of this start in the log."""
 
@@ -64,21 +63,23 @@ class Exit:
     code: int
     """Exit code, or the negative number of the signal that killed it."""
     lost: bool
-    """It says itself that it only stopped because another worker was lost."""
+    """Whether it only stopped because another worker was lost, as it reports."""
     lines: tuple[str, ...]
-    """Its last ones; with a traceback those of standard error."""
+    """The last ones; with a traceback those of standard error."""
     culprit: int = -1
-    """Rank of the worker that it says was lost; -1 if it names none."""
+    """Rank of the worker that it has lost; -1 if unknown."""
     complaint: str = ""
-    """What it says of that one: the host, and why it was lost."""
+    """Host of that one, and how it was lost."""
+    error: str = ""
+    """The error that it reports."""
 
     @property
     def status(self) -> int:
-        """The code as a shell tells it: 137 for SIGKILL."""
+        """The code as in a shell: 137 for SIGKILL."""
         return 128 - self.code if self.code < 0 else self.code
 
     def describe(self) -> str:
-        """Returns who ended, and how, for a person."""
+        """Returns a message about who ended, and how."""
         who = f"rank {self.rank} (on {self.host}, process {self.pid})"
         if self.code >= 0:
             return f"{who} ended with exit code {self.code}"
@@ -99,7 +100,7 @@ class Worker:
     def __init__(self, start: Start, events: Events, screen: Screen):
         self.rank = start.rank
         self.died = math.inf
-        """When it was seen to be dead, by the monotonic clock."""
+        """When its exit was noticed, by the monotonic clock."""
         self.code = 0
         self._events, self._screen = events, screen
         self._tail: collections.deque[str] = collections.deque(maxlen=TAIL)
@@ -134,8 +135,8 @@ class Worker:
             events.watch(pipe.fileno(), functools.partial(self._read, pipe))
 
     def signal(self, number: int, group: bool = False) -> None:
-        """Sends a signal to the worker, or to it and all that it started."""
-        # It stays a zombie until `settle`, so nobody else can have its number.
+        """Sends a signal to the worker, or to its process group."""
+        # It stays a zombie until `settle`, so its number cannot be reused.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             (os.killpg if group else os.kill)(self.pid, number)
 
@@ -149,7 +150,7 @@ class Worker:
         return True
 
     def settle(self) -> bool:
-        """Returns whether all of a dead worker is over: its output is complete and its process group gone."""
+        """Completes the output of a dead worker and kills its process group; returns False if that must wait."""
         if self._open and time.monotonic() < self.died + DRAIN_S:
             return False
         self.signal(signal.SIGKILL, group=True)
@@ -165,16 +166,15 @@ class Worker:
 
     def exit(self) -> Exit:
         """Returns how a settled worker ended."""
-        lost = self._record.read()
+        report = self._record.read()
         # What was printed before may be written after: it must not push the traceback out.
-        lines = self._errors if self._traceback else self._tail
-        told = (self.rank, self.pid, socket.gethostname(), self.code)
-        if lost is None or self.code <= 0:  # it went on without the other one, or was killed besides
-            return Exit(*told, False, tuple(lines))
-        return Exit(*told, True, tuple(lines), lost.rank, lost.why)
+        lines = tuple(self._errors if self._traceback else self._tail)
+        lost = report.lost if self.code > 0 else None  # else it went on without that one, or was killed besides
+        rank, why = lost or (-1, "")
+        return Exit(self.rank, self.pid, socket.gethostname(), self.code, bool(lost), lines, rank, why, report.error)
 
     def _read(self, pipe: IO[bytes]) -> bool:
-        """Takes in what can be read now; returns False if that was nothing."""
+        """Reads what is available; returns False if that was nothing."""
         try:
             data = os.read(pipe.fileno(), 1 << 16)
         except BlockingIOError:
@@ -219,7 +219,7 @@ class Worker:
             if self._log.write(data) < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:  # a full disk must not end the training
-            self._screen.say(f"{self._log_path} cannot be written ({error.strerror}): it ends here", error=True)
+            self._screen.say(f"{self._log_path} cannot be written ({error.strerror}): the log ends here", error=True)
             self._close_log()
 
     def _close_log(self) -> None:
@@ -230,14 +230,10 @@ class Worker:
 
 
 class WorkerGroup:
-    """The workers of one round on this node."""
+    """The workers of one attempt on this node."""
 
     def __init__(self, starts: Sequence[Start], events: Events, screen: Screen):
-        """Starts them.
-
-        Raises:
-          OSError: one could not be started; none is left.
-        """
+        """Starts them; raises OSError, with none left, if one cannot be started."""
         self._running: list[Worker] = []
         self._dying: list[Worker] = []
         self._kill_at = math.inf
@@ -257,18 +253,18 @@ class WorkerGroup:
         return tuple(w.rank for w in [*self._running, *self._dying])
 
     def stop(self) -> None:
-        """Asks the workers to stop after the update in progress; what they started is theirs to end."""
+        """Asks the workers, not their children, to stop after the update in progress."""
         for worker in self._running:
             worker.signal(signal.SIGTERM)
 
     def end(self) -> None:
-        """Ends the workers and all that they started, by force after a while."""
+        """Ends the workers' process groups, by force after a while."""
         for worker in self._running:
             worker.signal(signal.SIGTERM, group=True)
         self._kill_at = min(self._kill_at, time.monotonic() + GRACE_S)
 
     def kill(self) -> None:
-        """Ends the workers and all that they started, by force."""
+        """Kills the workers' process groups."""
         for worker in self._running:
             worker.signal(signal.SIGKILL, group=True)
 
@@ -278,13 +274,13 @@ class WorkerGroup:
         return min(settled, self._kill_at) - time.monotonic()
 
     def poll(self) -> list[Exit]:
-        """Returns the workers that have ended since the last call, in the order of their deaths."""
+        """Returns the workers that have exited since the last call, in order."""
         if time.monotonic() >= self._kill_at:
             self._kill_at = math.inf
             self.kill()
         dead = [w for w in self._running if w.dead()]
         self._running = [w for w in self._running if w not in dead]
-        # Of deaths that are seen together, those by a signal are the likely cause of the others.
+        # Of exits that are noticed together, those by a signal are the likely cause of the others.
         self._dying += sorted(dead, key=lambda w: w.code >= 0)
         exits = []
         while self._dying and self._dying[0].settle():
