@@ -206,7 +206,7 @@ def test_slots_of_fused_optimizers(make):
     """Else the fused update would write its moments somewhere else than into what is saved."""
     optimizer, variable = make(), keras.Variable([1.0, 2.0])
     optimizer.build([variable])
-    slots = keras_internals.adam_slots(optimizer, 0)
+    slots = keras_internals.adam_slots(optimizer)[0]
     assert {id(s) for s in slots} <= {id(v) for v in optimizer.variables} and slots[0] is not slots[1]
     assert optimizer.weight_decay is None or keras_internals.decays(optimizer, variable)
 

@@ -162,10 +162,8 @@ class MicroBatch(NamedTuple):
     """Whether there is a row, a bool scalar; None for certainly."""
     padded: bool = False
     """Whether `data` has `max_size` rows though `size`, a tensor, may be one less: then the last one is padding."""
-
-    def row_mask(self) -> tf.Tensor | None:
-        """Returns which rows of `data` count, bool [max_size]; None for all, as far as `present` allows."""
-        return tf.range(self.max_size) < self.size if self.padded else None
+    row_mask: tf.Tensor | None = None
+    """Which rows of `data` count, bool [max_size]; None for all, as far as `present` allows."""
 
 
 class Batch(NamedTuple):
@@ -235,6 +233,7 @@ class HostSlice(NamedTuple):
         del count, replica
         least = layout.batch // (layout.replicas * layout.accumulate)
         size = layout.max_micro_rows if layout.even else self.sizes[micro]
+        padded = bool(least) and not layout.even
         return MicroBatch(
             data=keras.tree.map_structure(lambda tensor: tensor[micro], self.data),
             size=size,
@@ -242,7 +241,8 @@ class HostSlice(NamedTuple):
             parts=layout.accumulate,
             max_size=layout.max_micro_rows,
             present=None if least else size > 0,
-            padded=bool(least) and not layout.even,
+            padded=padded,
+            row_mask=tf.range(layout.max_micro_rows) < size if padded else None,
         )
 
 

@@ -117,8 +117,9 @@ def synchronized(model: keras.Model, replicas: int) -> Iterator[None]:
     Args:
       replicas: over all workers; nothing changes for one.
     """
-    layers = [layer for layer in keras_internals.flat_layers(model) if replicas > 1 and _can_synchronize(layer)]
-    with keras_internals.batch_moments({layer: _moments(layer) for layer in layers}):
+    layers = filter(_can_synchronize, keras_internals.flat_layers(model) if replicas > 1 else [])
+    moments = {layer: _moments(layer) for layer in layers}
+    with keras_internals.batch_moments(moments) if moments else contextlib.nullcontext():
         yield
 
 

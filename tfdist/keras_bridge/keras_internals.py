@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -194,6 +194,8 @@ class MatchedLoss(NamedTuple):
     y_true: Structure
     y_pred: Structure
     sample_weight: tf.Tensor | None
+    mask: tf.Tensor | None
+    """That the layers have attached to `y_pred`."""
 
 
 def compiled_loss(model: keras.Model) -> CompileLoss | None:
@@ -219,7 +221,7 @@ def matched_losses(
 
     def recorder(entry: object) -> Callable:
         def record(y_true: Structure, prediction: Structure, sample_weight: tf.Tensor | None = None) -> tf.Tensor:
-            matched.append(MatchedLoss(entry, y_true, prediction, sample_weight))
+            matched.append(MatchedLoss(entry, y_true, prediction, sample_weight, mask_of(prediction)))
             return tf.zeros(())
 
         return record
@@ -279,6 +281,33 @@ def metrics_by_output(compiled: CompileMetrics) -> tuple[list[Any], list[Any]]:
 def by_output(compiled: CompileMetrics, structure: Structure) -> list[Structure]:
     """Returns targets, outputs or weights as a list in the order of `metrics_by_output`, by Keras' own rules."""
     return compiled._flatten_y(structure)
+
+
+class MetricArguments(NamedTuple):
+    """What Keras would update some metrics with."""
+
+    metrics: Sequence[keras.Metric]
+    y_true: Structure
+    y_pred: Structure
+    weight: tf.Tensor | None
+
+
+def metric_arguments(
+    model: keras.Model, y: Structure, y_pred: Structure, weight: Structure | None
+) -> list[MetricArguments]:
+    """Returns the compiled metrics of each output with their arguments, by Keras' own rules."""
+    compiled = model._compile_metrics
+    if compiled is None:
+        return []
+    outputs, targets = compiled._flatten_y(y_pred), compiled._flatten_y(y)
+    weights: list[Structure] = [None] * len(targets)
+    if weight is not None:
+        weights = compiled._flatten_y(weight)
+        if len(weights) < len(targets):
+            weights = [weights[0]] * len(targets)
+    unweighted, weighted = compiled._flat_metrics, compiled._flat_weighted_metrics
+    pairs = [MetricArguments(g.metrics, t, o, None) for g, t, o in zip(unweighted, targets, outputs) if g]
+    return pairs + [MetricArguments(g.metrics, *rest) for g, *rest in zip(weighted, targets, outputs, weights) if g]
 
 
 def create_late_variables(metric: keras.Metric, y_true: tf.Tensor, y_pred: tf.Tensor) -> None:
@@ -366,9 +395,9 @@ def weight_averages(optimizer: keras.optimizers.Optimizer) -> list[keras.Variabl
     return optimizer._model_variables_moving_average
 
 
-def adam_slots(optimizer: keras.optimizers.Adam, index: int) -> tuple[keras.Variable, keras.Variable]:
-    """Returns the first and second moment of variable `index`, which `optimizer.variables` has without a name."""
-    return optimizer._momentums[index], optimizer._velocities[index]
+def adam_slots(optimizer: keras.optimizers.Adam) -> list[tuple[keras.Variable, keras.Variable]]:
+    """Returns the first and second moment of each variable, which `optimizer.variables` has without a name."""
+    return list(zip(optimizer._momentums, optimizer._velocities))
 
 
 def decays(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> bool:

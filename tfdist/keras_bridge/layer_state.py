@@ -101,11 +101,13 @@ class LayerState:
         nor the state of random generators, which every replica moves on alike.
         """
         model = self._model()
-        compiled = keras_internals.compiled_metrics(model)
-        others = [] if compiled_metrics else [*keras_internals.loss_metrics(model), *([compiled] if compiled else [])]
-        kept = {id(v) for metric in others for v in metric.variables} | {id(v) for v in fixed_variables(model)}
-        for layer in keras_internals.flat_layers(model):
-            if self._replicas > 1 and getattr(layer, "synchronized", False):
+        fixed = fixed_variables(model)
+        compiled, of_losses = keras_internals.compiled_metrics(model), keras_internals.loss_metrics(model)
+        layers = keras_internals.flat_layers(model) if self._replicas > 1 else []
+        others = [] if compiled_metrics else [*of_losses, *([compiled] if compiled else [])]
+        kept = {id(v) for v in [*fixed, *itertools.chain(*[metric.variables for metric in others])]}
+        for layer in layers:
+            if getattr(layer, "synchronized", False):
                 kept.update(id(v) for v in keras_internals.own_variables(layer))
         variables = {id(v): v for v in [*model.non_trainable_variables, *model.metrics_variables]}
         return [v for key, v in variables.items() if key not in kept and not keras_internals.is_seed(v)]
@@ -121,7 +123,7 @@ def fixed_variables(model: keras.Model) -> list[keras.Variable]:
         if not layer.trainable:
             whole = isinstance(layer, keras.layers.BatchNormalization)
             frozen |= {id(v) for v in (layer.weights if whole else keras_internals.own_trainable_variables(layer))}
-    return [v for v in model.non_trainable_variables if id(v) in frozen]
+    return [v for v in model.non_trainable_variables if id(v) in frozen] if frozen else []
 
 
 class Snapshot:

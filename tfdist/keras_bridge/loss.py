@@ -191,7 +191,7 @@ class Objective:
         loss, weight = matched.entry.loss, matched.sample_weight
         if type(loss).__call__ is not keras.losses.Loss.__call__:
             return self._of_all_rows(matched, rows)
-        mask = keras_internals.mask_of(matched.y_pred)
+        mask = matched.mask
         values = loss.call(*_call_arguments(matched))
         out_mask = keras_internals.mask_of(values)
         if out_mask is not None:
@@ -283,7 +283,7 @@ def _counted(total: tf.Tensor, rows: MicroBatch) -> tf.Tensor:
 
 def _without_padding(values: tf.Tensor, rows: MicroBatch) -> tf.Tensor:
     """Returns values [rows, ...] with zeros for the padding."""
-    mask = rows.row_mask()
+    mask = rows.row_mask
     if mask is None:
         return values
     return tf.where(tf.reshape(mask, [-1, *[1] * (values.shape.rank - 1)]), values, tf.zeros_like(values))

@@ -5,18 +5,18 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.data.batch_layout import MicroBatch, unpack
+from tfdist.data.batch_layout import MicroBatch
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
 from tfdist.keras_bridge import gathering, keras_internals
+from tfdist.keras_bridge.keras_internals import MetricArguments
 from tfdist.keras_bridge.loss import negated, variants
 
 
@@ -29,11 +29,10 @@ def update(model: keras.Model, distribution: Distribution, rows: MicroBatch, y_p
       rows: (x, y, weight) of this replica.
       y_pred: the outputs for them.
     """
-    compiled = keras_internals.compiled_metrics(model)
-    if compiled is None:
+    _, y, weight = (*rows.data, None, None)[:3]
+    pairs = keras_internals.metric_arguments(model, y, y_pred, weight)
+    if not pairs:
         return
-    _, y, weight = unpack(rows.data)
-    pairs = _pairs(compiled, y, y_pred, weight)
     for pair in pairs:
         if any(is_whole(metric) for metric in pair.metrics):
             given = (pair.y_true, pair.y_pred) + (() if pair.weight is None else (pair.weight,))
@@ -42,7 +41,7 @@ def update(model: keras.Model, distribution: Distribution, rows: MicroBatch, y_p
                 if is_whole(metric):
                     metric.update_state(every, prediction, sample_weight=weights[0] if weights else None)
 
-    def add_up(pairs: list[_Pair] = pairs) -> tf.Tensor:
+    def add_up(pairs: list[MetricArguments] = pairs) -> tf.Tensor:
         for pair in pairs:
             for metric in pair.metrics:
                 if not is_whole(metric):
@@ -50,47 +49,25 @@ def update(model: keras.Model, distribution: Distribution, rows: MicroBatch, y_p
         return tf.constant(0)
 
     if rows.padded:  # a metric need not take weights
-        tf.cond(tf.equal(rows.size, rows.max_size), add_up, lambda: add_up([pair.without_last() for pair in pairs]))
+        tf.cond(tf.equal(rows.size, rows.max_size), add_up, lambda: add_up([_without_last(pair) for pair in pairs]))
     elif rows.present is None:
         add_up()
     else:  # of no rows, a metric may make NaN, or count a batch
         tf.cond(rows.present, add_up, lambda: tf.constant(0))
 
 
-class _Pair(NamedTuple):
-    """What Keras would update some metrics with."""
+def _without_last(pair: MetricArguments) -> MetricArguments:
+    """Returns the same without the last row."""
 
-    metrics: Sequence[keras.Metric]
-    y_true: Structure
-    y_pred: Structure
-    weight: tf.Tensor | None
+    def without_last(value: tf.Tensor) -> tf.Tensor:
+        mask = keras_internals.mask_of(value)
+        value = value[:-1]
+        if mask is not None:
+            keras_internals.set_mask(value, mask[:-1])
+        return value
 
-    def without_last(self) -> _Pair:
-        """Returns the same without the last row."""
-        y_true, y_pred = (keras.tree.map_structure(_without_last, v) for v in (self.y_true, self.y_pred))
-        return _Pair(self.metrics, y_true, y_pred, None if self.weight is None else self.weight[:-1])
-
-
-def _without_last(value: tf.Tensor) -> tf.Tensor:
-    mask = keras_internals.mask_of(value)
-    value = value[:-1]
-    if mask is not None:
-        keras_internals.set_mask(value, mask[:-1])
-    return value
-
-
-def _pairs(compiled: object, y: Structure, y_pred: Structure, weight: Structure | None) -> list[_Pair]:
-    """Returns the metrics of each output with their arguments, by Keras' own rules."""
-    outputs = keras_internals.by_output(compiled, y_pred)
-    targets = keras_internals.by_output(compiled, y)
-    weights: list[Structure] = [None] * len(targets)
-    if weight is not None:
-        weights = keras_internals.by_output(compiled, weight)
-        if len(weights) < len(targets):
-            weights = [weights[0]] * len(targets)
-    unweighted, weighted = keras_internals.metrics_by_output(compiled)
-    pairs = [_Pair(group.metrics, t, o, None) for group, t, o in zip(unweighted, targets, outputs) if group]
-    return pairs + [_Pair(g.metrics, t, o, w) for g, t, o, w in zip(weighted, targets, outputs, weights) if g]
+    y_true, y_pred = (keras.tree.map_structure(without_last, v) for v in (pair.y_true, pair.y_pred))
+    return pair._replace(y_true=y_true, y_pred=y_pred, weight=None if pair.weight is None else pair.weight[:-1])
 
 
 def classify(model: keras.Model, y: Structure, y_pred: Structure) -> None:
@@ -101,8 +78,7 @@ def classify(model: keras.Model, y: Structure, y_pred: Structure) -> None:
       y: targets of `SAMPLE_ROWS` rows.
       y_pred: outputs for as many.
     """
-    compiled = keras_internals.compiled_metrics(model)
-    for pair in _pairs(compiled, y, y_pred, None) if compiled else []:
+    for pair in keras_internals.metric_arguments(model, y, y_pred, None):
         for metric in pair.metrics:
             usual = [_adds_up(metric, pair.y_true, prediction) for prediction in variants(pair.y_pred)]
             unlikely = _adds_up(metric, pair.y_true, negated(pair.y_pred))
@@ -185,20 +161,13 @@ def create_variables(model: keras.Model, y: Structure, y_pred: Structure) -> Non
                 keras_internals.create_late_variables(metric, y_true, prediction)
 
 
-def _update(metric: keras.Metric, pair: _Pair) -> None:
-    if pair.weight is None and keras_internals.mask_of(pair.y_pred) is None and _is_mean(metric):
-        _add_to_mean(metric, pair.y_true, pair.y_pred)
-    else:
-        metric.update_state(pair.y_true, pair.y_pred, sample_weight=pair.weight)
-
-
-def _is_mean(metric: keras.Metric) -> bool:
-    """Whether `metric` is the mean over examples of a function of target and output, and no more."""
-    return type(metric).update_state is keras.metrics.MeanMetricWrapper.update_state
-
-
-def _add_to_mean(metric: keras.metrics.MeanMetricWrapper, y_true: tf.Tensor, y_pred: tf.Tensor) -> None:
-    """Does what keras.metrics.MeanMetricWrapper.update_state does, for unweighted, unmasked examples."""
+def _update(metric: keras.Metric, pair: MetricArguments) -> None:
+    """Updates a metric; the mean over unweighted, unmasked examples of a function of theirs with fewer ops."""
+    y_true, y_pred = pair.y_true, pair.y_pred
+    is_mean = type(metric).update_state is keras.metrics.MeanMetricWrapper.update_state
+    if pair.weight is not None or not is_mean or keras_internals.mask_of(y_pred) is not None:
+        metric.update_state(y_true, y_pred, sample_weight=pair.weight)
+        return
     function, options = keras_internals.averaged_function(metric)
     same_rank = y_true.shape.rank == y_pred.shape.rank - 1
     if function is keras.metrics.sparse_categorical_accuracy and same_rank and y_true.dtype.is_integer:

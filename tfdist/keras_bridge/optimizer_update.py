@@ -114,7 +114,7 @@ class OwnedOptimizer:
 
     def factor(self, variable: keras.Variable | tf.Variable) -> float:
         """Returns the factor on the learning rate of a variable."""
-        return self._factors.get(keras_internals.variable_key(self._base, variable), 1.0)
+        return self._factors.get(keras_internals.variable_key(self._base, variable), 1.0) if self._factors else 1.0
 
     def apply(
         self,
@@ -222,6 +222,7 @@ class OwnedOptimizer:
         here. Without it, ten updates differ from Keras' by 1.3e-6.
         """
         optimizer = self._base
+        slots = keras_internals.adam_slots(optimizer)
         step = optimizer.iterations + 1
         by_dtype: dict[tf.DType, dict[str, tf.Tensor]] = {}
 
@@ -247,7 +248,7 @@ class OwnedOptimizer:
             exact = _exact(grad.dtype)
             if exact not in by_dtype:
                 by_dtype[exact] = constants(exact)
-            first, second = keras_internals.adam_slots(optimizer, i)
+            first, second = slots[i]
             if exact != grad.dtype:
                 widened(by_dtype[exact], grad, variable, first, second)
                 return

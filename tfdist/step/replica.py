@@ -10,7 +10,7 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
-from tfdist.data.batch_layout import HostSlice, Layout, MicroBatch, ReplicaBatch, unpack
+from tfdist.data.batch_layout import HostSlice, Layout, MicroBatch, ReplicaBatch
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
@@ -43,6 +43,8 @@ class Replica:
         """Type of the numbers that a replica returns for a batch, besides its losses."""
         self.objective = Objective(model, distribution, jit=jit)
         self.state = LayerState(model, distribution.replicas)
+        self._on_gpu = distribution.device_kind == "GPU"
+        self._takes_training = keras_internals.takes_training(model)
         self.bare = False
         """Whether Keras would pass inputs alone to a step as they are, and not as a tuple of one."""
 
@@ -81,15 +83,14 @@ class Replica:
         """
         replica = self.distribution.replica_id() if layout.replicas > 1 and virtual is None else 0
         # The table stays with the host: on a GPU, each batch would first bring the whole data set there.
-        on_gpu = self.distribution.device_kind == "GPU" and not isinstance(batch, HostSlice)
+        on_gpu = self._on_gpu and not isinstance(batch, HostSlice)
         with tf.device("CPU:0") if on_gpu else contextlib.nullcontext():
             return batch.micro_batch(layout, count, micro, replica if virtual is None else virtual)
 
     def forward(self, x: Structure, training: bool) -> Structure:
         """Calls the model."""
-        if keras_internals.takes_training(self.model):
-            return self.model(x, training=training)
-        return self.model(x)
+        model = self._model()
+        return model(x, training=training) if self._takes_training else model(x)
 
     def as_keras_gives(self, data: tuple[Structure, ...]) -> Structure:
         """Returns a batch in the form in which Keras' `fit` passes it to a model's own step."""
@@ -119,7 +120,7 @@ class Replica:
             # Both sizes are traced and one of them runs, so that layers never count, average or add the padding.
             def branch(size: int, flat: Callable[..., list]) -> Callable[[], list]:
                 data = keras.tree.map_structure(lambda tensor: tensor[:size], rows.data)
-                real = rows._replace(data=data, size=size, padded=False)
+                real = rows._replace(data=data, size=size, padded=False, row_mask=None)
                 return lambda: flat(real, count, scale, padding=rows.max_size - size)
 
             is_full = tf.equal(rows.size, rows.max_size)
@@ -139,10 +140,10 @@ class Replica:
         return preconditions.synchronizes(self.model) or self.objective.gathers(parts)
 
     def _passes(self, rows: MicroBatch, count: tf.Tensor | int, training: bool, scale: tf.Tensor | None) -> PassResult:
-        x, y, weight = unpack(rows.data)
-        targets = [v.value for v in self.model.trainable_variables]
+        x, y, weight = (*rows.data, None, None)[:3]
+        targets = [v.value for v in self._model().trainable_variables]
         with tf.GradientTape(persistent=True) as tape:
-            with self.state.restored_without_rows(rows.present, rows.row_mask()):
+            with self.state.restored_without_rows(rows.present, rows.row_mask):
                 outputs = self.forward(x, training)
             terms = self.objective.terms(y, outputs, weight, rows, count)
             if not terms and training and not self.objective.regularized:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 
 import keras
@@ -30,6 +31,11 @@ class Step:
     """
 
     def __init__(self, model: keras.Model, distribution: Distribution):
+        self._model: Callable[[], keras.Model] = weakref.ref(model)
+        self._own_steps = {
+            "train": own_steps.replaced(model, own_steps.TRAINING),
+            "test": own_steps.replaced(model, own_steps.EVALUATION),
+        }
         self.distribution = distribution
         self.part_names: list[str] = []
         """Names under which Keras logs the single losses; empty for fewer than two."""
@@ -54,7 +60,7 @@ class Step:
     @property
     def model(self) -> keras.Model:
         """The model, which the caller keeps alive: a strong reference here would keep it in `step_calls` forever."""
-        return self.replica.model
+        return self._model()
 
     @property
     def timed(self) -> bool:
@@ -103,7 +109,7 @@ class Step:
 
     def own_step(self, kind: str) -> str:
         """Returns the method by which the model replaces Keras' step of a kind, `train` or `test`; empty for none."""
-        return own_steps.replaced(self.model, own_steps.TRAINING if kind == "train" else own_steps.EVALUATION)
+        return self._own_steps[kind]
 
     def totals(
         self, kind: str, sums: Sequence[float] = (), examples: float = 0.0, handed_on: bool = False

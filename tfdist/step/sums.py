@@ -125,7 +125,8 @@ def objectives(terms: list[LossTerm]) -> list[tf.Tensor]:
     own = [t.numerator for t in terms if t.denominator is not None]
     if not known:
         return own
-    return [sum_in_order([tf.cast(k, known[0].dtype) for k in known]), *own]
+    total = known[0] if len(known) == 1 else sum_in_order([tf.cast(k, known[0].dtype) for k in known])
+    return [total, *own]
 
 
 def seconds_now(*after: tf.Tensor | tf.Operation) -> tf.Tensor:
