@@ -110,17 +110,15 @@ def _call(layer: keras.layers.BatchNormalization) -> Callable[..., tf.Tensor]:
     return call
 
 
-@contextlib.contextmanager
-def synchronized(model: keras.Model, replicas: int) -> Iterator[None]:
-    """Lets the synchronized layers of a model share their sums while it is traced.
+def synchronized(model: keras.Model, replicas: int) -> contextlib.AbstractContextManager[None]:
+    """Lets the synchronized layers of a model share their sums, within it, while it is traced.
 
     Args:
       replicas: over all workers; nothing changes for one.
     """
     layers = filter(_can_synchronize, keras_internals.flat_layers(model) if replicas > 1 else [])
     moments = {layer: _moments(layer) for layer in layers}
-    with keras_internals.batch_moments(moments) if moments else contextlib.nullcontext():
-        yield
+    return keras_internals.batch_moments(moments) if moments else contextlib.nullcontext()
 
 
 def _can_synchronize(layer: keras.Layer) -> bool:

@@ -189,15 +189,13 @@ class _Losses:
         return len(self._own.items)
 
 
-@contextlib.contextmanager
-def separate_losses(model: keras.Model) -> Iterator[None]:
+def separate_losses(model: keras.Model) -> contextlib.AbstractContextManager[None]:
     """Gives each replica lists of its own for what layers add by `add_loss`, while a step is traced.
 
     Replicas are traced in threads on the same layers. In an all-reduce within the forward pass, as synchronized
     BatchNorm has, one waits for the next, which would clear the lists of all.
     """
-    with keras_internals.added_losses(model, _Losses):
-        yield
+    return keras_internals.added_losses(model, _Losses)
 
 
 def average_statistics(model: keras.Model, distribution: Distribution, shards: int = 0) -> None:

@@ -237,6 +237,16 @@ class Objective:
         return value - tf.stop_gradient(tf.where(once, tf.zeros_like(value), value)), None
 
 
+def objectives(terms: list[LossTerm]) -> list[tf.Tensor]:
+    """Returns the scalars to differentiate: one for all known denominators, one per own denominator."""
+    known = [t.numerator * tf.cast(t.weight, t.numerator.dtype) for t in terms if t.denominator is None]
+    own = [t.numerator for t in terms if t.denominator is not None]
+    if not known:
+        return own
+    total = known[0] if len(known) == 1 else sum_in_order([tf.cast(k, known[0].dtype) for k in known])
+    return [total, *own]
+
+
 def _is_gathered(kind: Kind, parts: int) -> bool:
     # Also of what seems to be a mean: on other rows it may not be one, as where masked ones are left out of it.
     return kind is Kind.ACROSS or (kind is Kind.MEAN and parts == 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import keras
@@ -16,8 +16,8 @@ from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
 from tfdist.keras_bridge import keras_internals, own_steps, preconditions, tracing
 from tfdist.keras_bridge.layer_state import LayerState
-from tfdist.keras_bridge.loss import Objective
-from tfdist.step.sums import StepSums, objectives
+from tfdist.keras_bridge.loss import Objective, objectives
+from tfdist.step.sums import StepSums
 
 
 class PassResult(NamedTuple):
@@ -53,14 +53,12 @@ class Replica:
         """The model, which the caller keeps alive."""
         return self._model()
 
-    @contextlib.contextmanager
-    def tracing(self) -> Iterator[None]:
+    def tracing(self) -> contextlib.AbstractContextManager[None]:
         """Patches Keras code that assumes a single replica, while a step is traced.
 
         Replicas are traced in threads: this surrounds them all.
         """
-        with tracing.patched(self.model, self.distribution.replicas):
-            yield
+        return tracing.patched(self._model(), self.distribution.replicas)
 
     def count(self, layout: Layout, batch: ReplicaBatch) -> tf.Tensor | int:
         """Returns the number of examples in a global batch."""

@@ -43,7 +43,7 @@ class StepSums:
         """Packs the results of a backward pass.
 
         Args:
-          groups: one gradient or None per trainable variable, for each of `objectives`; none where nothing trains.
+          groups: one gradient or None per trainable variable, for each of `loss.objectives`; none where nothing trains.
         """
         own = [t for t in terms if t.denominator is not None]
         scalars = [t.numerator for t in terms] + [t.denominator for t in own]
@@ -117,16 +117,6 @@ class StepSums:
         single = [value for term, value, _ in values if term.name]
         total = sum_in_order(weighted) if weighted else tf.zeros([], self.scalars.dtype)
         return tf.stack([total, *(single if len(single) > 1 else [])])
-
-
-def objectives(terms: list[LossTerm]) -> list[tf.Tensor]:
-    """Returns the scalars to differentiate: one for all known denominators, one per own denominator."""
-    known = [t.numerator * tf.cast(t.weight, t.numerator.dtype) for t in terms if t.denominator is None]
-    own = [t.numerator for t in terms if t.denominator is not None]
-    if not known:
-        return own
-    total = known[0] if len(known) == 1 else sum_in_order([tf.cast(k, known[0].dtype) for k in known])
-    return [total, *own]
 
 
 def seconds_now(*after: tf.Tensor | tf.Operation) -> tf.Tensor:

@@ -161,7 +161,7 @@ class EquivalenceProbe:
     def _function(self, whole: bool) -> _Function:
         if whole in self._compiled:
             return self._compiled[whole]
-        model = self._step.model
+        model = self.model
         call = tf.function(self._traced(whole), autograph=False)
         trained = [] if self._own else [c for v in model.trainable_variables for c in training_state.copies(v)]
         if tf.config.functions_run_eagerly():
@@ -192,7 +192,7 @@ class EquivalenceProbe:
         return layout.for_worker(distribution.replicas, distribution.first, len(distribution.devices))
 
     def _traced(self, whole: bool) -> Callable:
-        model, distribution, comparison = self._step.model, self._distribution, self._comparison
+        model, distribution, comparison = self.model, self._distribution, self._comparison
         replica, single = self._step.replica, whole or comparison.parts == "micro-batches"
         if single:
             bare, replica = replica.bare, Replica(model, _single(distribution), jit=False)
@@ -242,13 +242,13 @@ class EquivalenceProbe:
     def _output_names(self, outputs: Structure) -> list[tuple[str, tf.Tensor]]:
         """Returns the outputs with their names in messages: Keras' names, or their number."""
         leaves = keras.tree.flatten(outputs)
-        names = getattr(self._step.model, "output_names", None) or []
+        names = getattr(self.model, "output_names", None) or []
         labels = [repr(name) for name in names] if len(names) == len(leaves) else map(str, range(len(leaves)))
         return list(zip(labels, leaves))
 
     def _compiled_pass(self, replica: Replica, layout: Layout, batch: ReplicaBatch) -> tuple[dict, list[tf.Tensor]]:
         sums = global_sums(replica, layout, batch, replica.count(layout, batch), self._training).sums
-        self.adding = keras_internals.adding_losses(self._step.model)
+        self.adding = keras_internals.adding_losses(self.model)
         return sums.by_term(), [g for g in sums.gradients() if g is not None]
 
     def _kept(self, replica: Replica) -> dict[str, tf.Tensor]:
@@ -258,7 +258,7 @@ class EquivalenceProbe:
         sums them up, has another state than on one replica. A weight that a step of the user's own assigns has the
         gradient of one replica's rows. Micro-batches are calls of their own to a layer, which may count them.
         """
-        model = self._step.model
+        model = self.model
         if self._comparison.parts == "micro-batches":
             return {}
         alike = (
@@ -285,7 +285,7 @@ class EquivalenceProbe:
 
         Python's and NumPy's own generators are restored, too.
         """
-        model = self._step.model
+        model = self.model
         frozen = set() if self._own else {id(v) for v in layer_state.fixed_variables(model)}  # which may be gigabytes
         written = model.variables if self._own else model.non_trainable_variables
         variables = {id(v): v for v in [*written, *model.metrics_variables] if id(v) not in frozen}
