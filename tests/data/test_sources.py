@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import tfdist
 from tfdist.cluster.peers import Peers
-from tfdist.data import batching, loaded, sources
+from tfdist.data import loaded, sources
 from tfdist.data.arrays import ArrayFeed
 from tfdist.data.batch_layout import Layout, fetch
 from tfdist.data.batches import BatchFeed
@@ -362,17 +362,17 @@ def test_a_worker_with_other_arrays_is_named(theirs, what, connect):
     with pytest.raises(
         tfdist.UserError, match=rf"^worker 1 \(there\) has other data than worker 0 \({what}\): give all"
     ):
-        batching.layout_of(sources.as_source((X, Y)), 4, distribution, 1)
+        sources.layout_of(sources.as_source((X, Y)), 4, distribution, 1)
     second = SHARED["arrays"]().facts() | {"batch": 5}
     distribution = dataclasses.replace(connect(2), peers=Others(second))
     with pytest.raises(tfdist.UserError, match=r"\(batch: 5 and not 4\)"):
-        batching.layout_of(sources.as_source((X, Y)), 4, distribution, 1)
+        sources.layout_of(sources.as_source((X, Y)), 4, distribution, 1)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**31, None, 0.5])
 def test_seeds_that_are_none(seed):
     with pytest.raises(tfdist.UserError, match=f"^seed must be a whole number between 0 and 2147483647, got {seed}"):
-        batching.read_epochs(SHARED["arrays"](), Layout(4, 1, 1), True, seed)
+        sources.read_epochs(SHARED["arrays"](), Layout(4, 1, 1), True, seed)
 
 
 def test_what_a_function_returns_is_described():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.data import batching, sources
+from tfdist.data import sources
 from tfdist.distributed import collectives
 from tfdist.distributed.strategies import multi_worker
 from tfdist.step import step_calls
@@ -55,8 +55,8 @@ def traced(distribution, optimizer, width=WIDTH, bucket_bytes=0):
         model = keras.Sequential([keras.Input((4,)), *(keras.layers.Dense(width) for _ in range(LAYERS))])
         model.compile(optimizer(), "mse")
     source = sources.as_source(np.zeros((8, 4), "float32"), np.zeros((8, width), "float32"))
-    layout = batching.layout_of(source, 4, distribution, 1, least=False)
-    part = batching.read_epochs(source, layout, True, 0).next(0, 2)
+    layout = sources.layout_of(source, 4, distribution, 1, least=False)
+    part = sources.read_epochs(source, layout, True, 0).next(0, 2)
     call = step_calls.step_of(model, distribution, source).compiled("train", layout, full=part.full, norm=True)
     return Traced(call.get_concrete_function(part.feed, tf.constant(part.first), tf.constant(part.last)))
 

@@ -15,7 +15,7 @@ from conftest import REPOSITORY
 from support import tpu_cores, training_cases
 
 import tfdist
-from tfdist.data import batching, sources
+from tfdist.data import sources
 from tfdist.step import step_calls
 from tfdist.verification import equivalence_check
 from tfdist.verification.replica_sync_check import ReplicaSyncCheck
@@ -50,12 +50,12 @@ class Prepared:
             self.model = case.model()
         data = case.data(case.examples)
         self.source = data if isinstance(data, sources.Records) else sources.as_source(*data)
-        self.layout = batching.layout_of(self.source, case.batch, distribution, case.accumulate, least=False)
+        self.layout = sources.layout_of(self.source, case.batch, distribution, case.accumulate, least=False)
         self.step = step_calls.step_of(self.model, distribution, self.source)
 
     def traced(self, kind, update):
         """Returns what TensorFlow makes of the call that has the batch of an update."""
-        feed = batching.read_epochs(self.source, self.layout, True, 0)
+        feed = sources.read_epochs(self.source, self.layout, True, 0)
         part = feed.next(update, 99)
         arguments = (part.feed, tf.constant(part.first), tf.constant(part.last))
         call = self.step.compiled(kind, self.layout, full=part.full, count=part.count, norm=kind == "train")

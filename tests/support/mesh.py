@@ -17,7 +17,7 @@ import tfdist
 from support import training_cases
 from tfdist import config
 from tfdist.config import field_syntax, schedule
-from tfdist.data import batching
+from tfdist.data import sources
 from tfdist.data.batch_layout import Layout, fetch, host_slices
 from tfdist.data.datasets import registry
 from tfdist.distributed import connect
@@ -66,7 +66,7 @@ def on_mesh(experiment, replicas):
         model, field_syntax.layer_rates(experiment.optimizer), experiment.optimizer.layer_decay
     )
     layout = Layout(train.batch_size, replicas, train.accumulate, static=True)
-    feed = batching.read_epochs(source, layout, True, experiment.seed)
+    feed = sources.read_epochs(source, layout, True, experiment.seed)
     programs, values, updates = {}, {}, []
     for update in range(epochs * feed.batches):
         part = feed.next(update, 1)

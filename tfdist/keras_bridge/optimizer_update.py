@@ -77,7 +77,7 @@ def owned(
         _warn_of_low_precision(dtype, "" if is_fused(optimizer) else type(inner_optimizer(optimizer)).__name__)
     base = inner_optimizer(optimizer)
     averages = base.use_ema
-    by_key = {keras_internals.variable_key(base, v): f for v, f in zip(variables, factors)}
+    by_key = {keras_internals.variable_key(base, v): f for v, f in zip(variables, factors)} if factors else {}
     mine = OwnedOptimizer(optimizer, averages, by_key)
     with contextlib.ExitStack() as changes:
         base.use_ema = False
@@ -103,6 +103,7 @@ class OwnedOptimizer:
     def __init__(self, optimizer: keras.optimizers.Optimizer, averages: bool, factors: Mapping[str, float]):
         self._optimizer = optimizer
         self._base = inner_optimizer(optimizer)
+        self._is_fused = is_fused(optimizer)
         self._averages = averages
         self._factors = factors
         self.constraints: ema.Constraints = {}
@@ -138,7 +139,7 @@ class OwnedOptimizer:
             return  # as in Keras, which says that there is nothing to train
         if not any(g is not None for g in (*grads, *penalty_grads)):
             raise UserError("no trainable variable has a gradient: the loss does not depend on the model's weights")
-        if not is_fused(self._optimizer):
+        if not self._is_fused:
             self._apply_keras(grads, variables, penalty_grads)
         elif self._optimizer is self._base:
             self._apply_fused(_added(grads, penalty_grads), variables, after)

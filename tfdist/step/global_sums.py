@@ -73,10 +73,10 @@ def _sums_of_slice(
     scale: tf.Tensor | None,
     micro: tf.Tensor | int,
 ) -> StepSums:
-    rows = replica.micro_batch(layout, batch, count, micro)
+    model, rows = replica.model, replica.micro_batch(layout, batch, count, micro)
     sums, outputs = replica.passes(rows, count, training, scale)
-    metrics.update(replica.model, replica.distribution, rows, outputs)
-    if training and layout.accumulate == 1:  # a replica's while loop cannot reduce
+    metrics.update(model, replica.distribution, rows, outputs)
+    if training and layout.accumulate == 1 and rows.present is not None:  # a replica's while loop cannot reduce
         replica.state.share(rows.present, replica.distribution.all_sum)
     return sums
 

@@ -159,15 +159,9 @@ def prepare(replica: Replica, data: tuple[Structure, ...]) -> None:
         tf.function(traced, autograph=False).get_concrete_function()
 
 
-@contextlib.contextmanager
-def recording(model: keras.Model, wanted: bool) -> Iterator[None]:
-    """Keeps the gradients that the model's own step gives to optimizers, instead of applying them; see `recorded`.
-
-    Args:
-      wanted: whether the model has a step of its own.
-    """
-    with _over_replicas(model, _keep) if wanted else contextlib.nullcontext():
-        yield
+def recording(model: keras.Model) -> contextlib.AbstractContextManager:
+    """Keeps the gradients that the model's own step gives to optimizers, instead of applying them; see `recorded`."""
+    return _over_replicas(model, _keep)
 
 
 def recorded() -> list[tf.Tensor]:

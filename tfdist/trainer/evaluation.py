@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfdist import config
 from tfdist.config.messages import logger
-from tfdist.data import batching, sources
+from tfdist.data import sources
 from tfdist.data.batch_layout import Layout
 from tfdist.data.protocol import Feed
 from tfdist.data.structures import Structure
@@ -149,7 +149,7 @@ class Evaluation:
         steps: int | None,
         virtual_replicas: int = 0,
     ):
-        self._layout = layout = batching.layout_of(source, batch, distribution, 1, least=False, shards=virtual_replicas)
+        self._layout = layout = sources.layout_of(source, batch, distribution, 1, least=False, shards=virtual_replicas)
         self._feed, self.batches = _feed(source, layout, steps, "evaluate")
         self._reader = source.reader
         self._step = step_calls.step_of(model, distribution, source)
@@ -230,7 +230,7 @@ def _feed(source: sources.Source, layout: Layout, steps: int | None, what: str) 
     """
     if steps is not None and steps < 1:
         raise UserError(f"steps must be at least 1, got {steps}")
-    feed = batching.read_once(source, layout)
+    feed = sources.read_once(source, layout)
     batches = min(feed.batches, steps or feed.batches) if feed.batches else steps
     if batches is None and source.endless:
         raise UserError(f"the data set to {what} never ends: give the number of steps")
@@ -353,7 +353,7 @@ def _predict(
     if virtual_replicas:
         preconditions.sharded(model, distribution, virtual_replicas)
     layer_state.average_statistics(model, distribution, virtual_replicas)
-    layout = batching.layout_of(source, batch_size, distribution, 1, least=False, shards=virtual_replicas)
+    layout = sources.layout_of(source, batch_size, distribution, 1, least=False, shards=virtual_replicas)
     feed, batches = _feed(source, layout, steps, "predict from")
     step = step_calls.step_of(model, distribution, source, outputs_only=True)
     replica_sync_check.check_weights(model, distribution, "before a prediction")

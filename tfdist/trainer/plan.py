@@ -12,7 +12,7 @@ from tfdist.checkpoints import training_state
 from tfdist.checkpoints.manager import Checkpoints
 from tfdist.checkpoints.resume import Position
 from tfdist.checkpoints.training_run import TrainingRun
-from tfdist.data import batching, sources
+from tfdist.data import sources
 from tfdist.data.batch_layout import Layout
 from tfdist.data.protocol import Feed
 from tfdist.distributed import arithmetic
@@ -138,7 +138,7 @@ def plan_training(model: keras.Model, source: sources.Source, options: FitOption
     if options.virtual_replicas:
         distribution.peers.check_same(arithmetic.facts(distribution), "what decides about the last bit")
     batch = source.requested_batch(options.batch_size, steps=options.steps_per_epoch)
-    layout = batching.layout_of(source, batch, distribution, options.accumulate, shards=options.virtual_replicas)
+    layout = sources.layout_of(source, batch, distribution, options.accumulate, shards=options.virtual_replicas)
     feed = _feed(source, layout, options)
     if options.steps_per_epoch is None and feed.batches == 0:
         raise UserError("the data set never ends: give steps_per_epoch")
@@ -149,7 +149,9 @@ def plan_training(model: keras.Model, source: sources.Source, options: FitOption
     preconditions.trains(model)
     preconditions.targets(model, step.output_shape, source)
     validation = _validation(model, options)
-    factors = layerwise_rates.factors(model, options.lr_multipliers or {}, options.layer_decay)
+    factors: tuple[float, ...] = ()
+    if options.lr_multipliers or options.layer_decay != 1:
+        factors = layerwise_rates.factors(model, options.lr_multipliers or {}, options.layer_decay)
     training_state.separate_streams(model, distribution, apart=not options.virtual_replicas)
     updates_per_epoch = options.steps_per_epoch or feed.batches or None
     callbacks = on_this_worker(
@@ -180,7 +182,7 @@ def plan_training(model: keras.Model, source: sources.Source, options: FitOption
 
 
 def _feed(source: sources.Source, layout: Layout, options: FitOptions) -> Feed:
-    return batching.read_epochs(source, layout, options.shuffle, options.seed, options.steps_per_epoch is not None)
+    return sources.read_epochs(source, layout, options.shuffle, options.seed, options.steps_per_epoch is not None)
 
 
 def _validation(model: keras.Model, options: FitOptions) -> Evaluation | None:

@@ -198,11 +198,11 @@ class EquivalenceProbe:
             bare, replica = replica.bare, Replica(model, _single(distribution), jit=False)
             replica.bare = bare
         layout = self._layout(whole)
-        predicted = evaluation.prediction_step(replica, layout)
+        predicted = evaluation.prediction_step(replica, layout) if comparison.kind == "predict" else None
 
         def one(taken: HostSlice | tf.Tensor) -> Any:
             batch = taken if isinstance(taken, HostSlice) else Batch(self._rows, taken, tf.size(taken))
-            if comparison.kind == "predict":
+            if predicted:
                 return predicted(batch)
             if single:  # which has all that a metric begins with
                 for metric in model.metrics:
@@ -222,7 +222,8 @@ class EquivalenceProbe:
             with contextlib.ExitStack() as changes:
                 changes.enter_context(replica.tracing())
                 changes.enter_context(keras_internals.one_replica_in_sync() if single else contextlib.nullcontext())
-                changes.enter_context(own_step.recording(model, bool(self._own)))
+                if self._own:
+                    changes.enter_context(own_step.recording(model))
                 # Of a batch that is taken apart on one replica, too, BatchNorm would normalize each part.
                 apart = comparison.parts != "replicas" and self._training
                 changes.enter_context(tracing.inference_only(model, batch_norm.batch_norms(model) if apart else ()))
