@@ -523,7 +523,5 @@ def test_models_with_their_own_step_read_python_batches(kind, connect):
 
 
 def test_a_worker_among_others_is_not_forked():
-    assert (
-        "would fork a worker" in sources.reader(sources.as_source(Sequence(workers=2, use_multiprocessing=True))).alone
-    )
-    assert not sources.reader(sources.as_source(Sequence(workers=2))).alone
+    assert "would fork a worker" in sources.as_source(Sequence(workers=2, use_multiprocessing=True)).reader.alone
+    assert not sources.as_source(Sequence(workers=2)).reader.alone

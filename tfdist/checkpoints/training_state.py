@@ -19,7 +19,7 @@ from tfdist.checkpoints.files import DamagedError
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError, one_line
-from tfdist.keras_bridge import keras_internals, layer_state, metrics, own_steps
+from tfdist.keras_bridge import keras_internals, layer_state, metrics, preconditions
 
 WORDS = 1 << 22
 """64-bit words per broadcast to the other workers."""
@@ -152,7 +152,7 @@ def share(model: keras.Model, distribution: Distribution) -> None:
 
     The random layers of each replica get seeds of their own again.
     """
-    optimizers = [v for optimizer in own_steps.optimizers(model) for v in optimizer.variables]
+    optimizers = [v for optimizer in preconditions.optimizers(model) for v in optimizer.variables]
     variables = [*model.trainable_variables, *model.non_trainable_variables, *optimizers]
     values = [_read(copies(v)[0]).numpy() for v in variables]
     values = broadcast_bits(distribution, values if distribution.is_chief else [np.zeros_like(v) for v in values])
@@ -230,7 +230,7 @@ def _sum(distribution: Distribution, words: tf.Tensor) -> tf.Tensor:
 
 def _shared(model: keras.Model) -> list[tuple[str, keras.Variable]]:
     parts = {"model": _parts(model)[0], "optimizer": []}
-    for number, optimizer in enumerate(own_steps.optimizers(model)):
+    for number, optimizer in enumerate(preconditions.optimizers(model)):
         parts[f"optimizer{number + 1}" if number else "optimizer"] = optimizer.variables
     return _named(SHARED, parts)
 

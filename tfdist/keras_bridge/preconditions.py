@@ -15,8 +15,16 @@ from tfdist.data import sources
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
-from tfdist.keras_bridge import keras_internals, own_steps
+from tfdist.keras_bridge import keras_internals
 
+TRAINING = ("train_step", "compute_loss", "compute_metrics", "get_metrics_result")
+"""Methods that decide what an update does."""
+EVALUATION = ("test_step", "compute_loss", "compute_metrics", "get_metrics_result")
+"""Methods that decide what is measured."""
+PREDICTION = ("predict_step",)
+"""The method that decides what is predicted."""
+UNUSED = ("make_train_function", "make_test_function", "make_predict_function", "reset_metrics")
+"""Methods in whose place tfdist does something else."""
 OF_OUR_STEP = ("accumulate", "virtual_replicas", "reduce_dtype", "lr_multipliers", "layer_decay")
 """Options that a step of the model's own knows nothing of."""
 
@@ -27,10 +35,29 @@ PADDED = (
 """What is wrong, and what helps, with what would count the padding of `HostSlice`."""
 
 
+def replaced(model: keras.Model, methods: tuple[str, ...]) -> str:
+    """Returns the first of these methods of Keras that the model's class has of its own, or an empty string."""
+    for name in methods:
+        if getattr(type(model), name) is not getattr(keras.Model, name):
+            return name
+    return ""
+
+
+def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """Returns the optimizers of a model: that of `compile`, then those that are its attributes, as a GAN has them."""
+    found = [getattr(model, "optimizer", None)]
+    for value in vars(model).values():
+        found += (
+            list(value.values()) if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+        )
+    unique = {id(o): o for o in found if isinstance(o, keras.optimizers.Optimizer)}
+    return list(unique.values())
+
+
 def scope(model: keras.Model, distribution: Distribution) -> None:
     """Refuses a model that was created under another strategy, or that has methods which tfdist does not call."""
     devices_by_keras()
-    unused = own_steps.replaced(model, own_steps.UNUSED)
+    unused = replaced(model, UNUSED)
     if unused:
         raise UserError(
             f"{type(model).__name__} has its own {unused}, which tfdist does not call: leave it out, and do what it "
@@ -69,7 +96,7 @@ def created_in_scope(model: keras.Model, distribution: Distribution) -> None:
         )
     metrics = [m for metric in model.metrics for m in getattr(metric, "metrics", [metric])]
     for kind, owner in [
-        *(("optimizer", optimizer) for optimizer in own_steps.optimizers(model)),
+        *(("optimizer", optimizer) for optimizer in optimizers(model)),
         *(("metric", metric) for metric in metrics),
     ]:
         if not all(isinstance(v.value, tf.distribute.DistributedValues) for v in owner.variables):
@@ -102,7 +129,7 @@ def model_fits(model: keras.Model, distribution: Distribution, accumulate: int, 
     parts = accumulate * max(shards, distribution.replicas)
     if not model.compiled:
         raise UserError("the model is not compiled: call model.compile(optimizer, loss) first")
-    not_of_horovod("optimizer", own_steps.optimizers(model))
+    not_of_horovod("optimizer", optimizers(model))
     for layer in keras_internals.flat_layers(model):
         mode = keras_internals.remat_mode(layer)
         if mode not in ("", "activations"):  # which recomputes activation functions alone
@@ -183,7 +210,7 @@ def own_train_step(model: keras.Model, asked: Sequence[str]) -> None:
     Args:
       asked: those of `OF_OUR_STEP` that are not what they are by default.
     """
-    own = own_steps.replaced(model, own_steps.TRAINING)
+    own = replaced(model, TRAINING)
     if own and asked:
         raise UserError(f"{asked[0]} cannot be used with a model that has its own {own}: leave it out")
 
@@ -215,7 +242,7 @@ def use_xla(model: keras.Model, distribution: Distribution) -> bool:
     """
     if distribution.jit == "off":
         return False
-    own = own_steps.replaced(model, (*own_steps.TRAINING, *own_steps.EVALUATION))
+    own = replaced(model, (*TRAINING, *EVALUATION))
     if own and distribution.jit == "on":
         raise UserError(f"--jit=on cannot compile {type(model).__name__}, which has its own {own}: use --jit=off")
     refused = bool(own) or (distribution.replicas > 1 and synchronizes(model))
@@ -246,7 +273,7 @@ def padded(model: keras.Model, adding: Sequence[str]) -> None:
 
 def targets(model: keras.Model, output_shape: tuple, source: sources.Source) -> None:
     """Refuses labels of sparse cross-entropy that are no classes of the output: on a GPU they would turn into NaN."""
-    if own_steps.replaced(model, (*own_steps.TRAINING, *own_steps.EVALUATION)):
+    if replaced(model, (*TRAINING, *EVALUATION)):
         return  # only its author knows what the targets mean
     y = source.targets
     compiled = keras_internals.compiled_loss(model)

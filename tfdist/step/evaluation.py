@@ -13,10 +13,9 @@ from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.keras_bridge import gathering
 from tfdist.step import virtual_replicas
-from tfdist.step.batch_loop import StepOutput, batch_loop, next_batch, per_replica
+from tfdist.step.batch_loop import CallResult, StepOutput, batch_loop, next_batch, per_replica
 from tfdist.step.global_sums import global_sums
 from tfdist.step.replica import Replica
-from tfdist.step.results import CallResult
 
 NO_BATCH = "no batch left"
 """Message of a prediction behind the last batch of a data set of unknown length."""

@@ -20,11 +20,10 @@ import tensorflow as tf
 from tfdist.data.batch_layout import Layout, MicroBatch, ReplicaBatch
 from tfdist.data.structures import Structure
 from tfdist.errors import UserError, one_line
-from tfdist.keras_bridge import ema, keras_internals, optimizer_update, own_steps
+from tfdist.keras_bridge import ema, keras_internals, optimizer_update, preconditions
 from tfdist.keras_bridge.keras_internals import inner_optimizer
-from tfdist.step.batch_loop import StepOutput, batch_loop
+from tfdist.step.batch_loop import CallResult, LogNames, StepOutput, batch_loop, computed_from
 from tfdist.step.replica import Replica
-from tfdist.step.results import CallResult, LogNames, computed_from
 
 _tracing = threading.local()  # replicas are traced in threads
 
@@ -209,7 +208,7 @@ def _over_replicas(model: keras.Model, handle: Callable) -> Iterator[None]:
     Args:
       handle: `handle(update)` does something with an `_AskedUpdate` that an optimizer is asked for.
     """
-    known = own_steps.optimizers(model)
+    known = preconditions.optimizers(model)
     averaging = {id(inner_optimizer(o)): inner_optimizer(o).use_ema for o in known}
     constraints: ema.Constraints = {}
 

@@ -14,7 +14,7 @@ from tfdist.data.batch_layout import HostSlice, Layout, MicroBatch, ReplicaBatch
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
-from tfdist.keras_bridge import keras_internals, own_steps, preconditions, tracing
+from tfdist.keras_bridge import keras_internals, preconditions, tracing
 from tfdist.keras_bridge.layer_state import LayerState
 from tfdist.keras_bridge.loss import Objective, objectives
 from tfdist.step.sums import StepSums
@@ -96,7 +96,7 @@ class Replica:
 
     def predict(self, data: tuple[Structure, ...]) -> Structure:
         """Returns the outputs for a batch, by the model's own `predict_step` if it has one."""
-        if own_steps.replaced(self.model, own_steps.PREDICTION):
+        if preconditions.replaced(self.model, preconditions.PREDICTION):
             return self.model.predict_step(self.as_keras_gives(data))
         return self.forward(data[0], training=False)
 

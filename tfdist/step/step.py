@@ -14,12 +14,12 @@ from tfdist.data.batch_layout import Layout, unpack
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError, one_line
-from tfdist.keras_bridge import keras_internals, layer_state, metrics, own_steps, preconditions
+from tfdist.keras_bridge import keras_internals, layer_state, metrics, preconditions
 from tfdist.keras_bridge.loss import SAMPLE_ROWS
 from tfdist.step import own_step
+from tfdist.step.batch_loop import LastLogs, LogNames, Totals
 from tfdist.step.evaluation import evaluation_call, prediction_call
 from tfdist.step.replica import Replica
-from tfdist.step.results import LastLogs, LogNames, Totals
 from tfdist.step.training import TrainingOptions, training_call
 
 
@@ -33,8 +33,8 @@ class Step:
     def __init__(self, model: keras.Model, distribution: Distribution):
         self._model: Callable[[], keras.Model] = weakref.ref(model)
         self._own_steps = {
-            "train": own_steps.replaced(model, own_steps.TRAINING),
-            "test": own_steps.replaced(model, own_steps.EVALUATION),
+            "train": preconditions.replaced(model, preconditions.TRAINING),
+            "test": preconditions.replaced(model, preconditions.EVALUATION),
         }
         self.distribution = distribution
         self.part_names: list[str] = []

@@ -18,7 +18,7 @@ from tfdist.data.sources import Source
 from tfdist.distributed import shared_memory_sum
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import TrainingError, UserError, one_line
-from tfdist.keras_bridge import batch_norm, keras_internals, loss, own_steps
+from tfdist.keras_bridge import batch_norm, keras_internals, loss, preconditions
 from tfdist.step.batch_loop import uneven_end
 from tfdist.step.evaluation import NO_BATCH
 from tfdist.step.step import Step
@@ -59,7 +59,7 @@ def step_of(model: keras.Model, distribution: Distribution, source: Source, outp
     except UNREADABLE as error:
         raise explained(error, None, None, distribution.peers) from error
     step.build(rows, source.bare, outputs_only)
-    optimizer = [] if outputs_only else [v for o in own_steps.optimizers(model) for v in o.variables]
+    optimizer = [] if outputs_only else [v for o in preconditions.optimizers(model) for v in o.variables]
     distribution.broadcast([*model.variables, *optimizer])
     # Building may have created the weights.
     if not outputs_only:

@@ -11,10 +11,9 @@ import tensorflow as tf
 from tfdist.data.batch_layout import Layout, ReplicaBatch
 from tfdist.distributed.collectives import sum_in_order
 from tfdist.keras_bridge import batch_norm, keras_internals, optimizer_update
-from tfdist.step.batch_loop import StepOutput, batch_loop
+from tfdist.step.batch_loop import CallResult, StepOutput, batch_loop
 from tfdist.step.global_sums import global_sums
 from tfdist.step.replica import Replica
-from tfdist.step.results import CallResult
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

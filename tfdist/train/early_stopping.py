@@ -9,7 +9,7 @@ import keras
 from tfdist import config
 from tfdist.config import schedule
 from tfdist.errors import UserError
-from tfdist.keras_bridge import own_steps
+from tfdist.keras_bridge import preconditions
 from tfdist.trainer.callbacks import Callback
 
 
@@ -19,7 +19,7 @@ def monitored(experiment: config.Experiment, model: keras.Model) -> dict[str, st
     if experiment.train.patience:
         fields["train.monitor"] = schedule.better(experiment.train.monitor).metric
     # The user's callbacks and steps may add numbers to the logs.
-    own = experiment.train.callbacks or own_steps.replaced(model, own_steps.TRAINING)
+    own = experiment.train.callbacks or preconditions.replaced(model, preconditions.TRAINING)
     if experiment.checkpoint.best and not own:
         fields["checkpoint.best"] = schedule.better(experiment.checkpoint.best).metric
     return fields

@@ -24,7 +24,7 @@ from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
 from tfdist.keras_bridge import keras_internals, layer_state, preconditions
 from tfdist.step import step_calls
-from tfdist.step.results import CallResult
+from tfdist.step.batch_loop import CallResult
 from tfdist.step.step_calls import EndOfData
 from tfdist.trainer import agreement
 from tfdist.trainer.agreement import StepsPerCallTuner

@@ -15,7 +15,7 @@ from tfdist.config.messages import logger
 from tfdist.errors import Interrupted, UserError
 from tfdist.keras_bridge import ema, keras_internals, layer_state
 from tfdist.step import step_calls
-from tfdist.step.results import CallResult, LastLogs, Totals
+from tfdist.step.batch_loop import CallResult, LastLogs, Totals
 from tfdist.step.step_calls import NotFinite, OutOfMemory
 from tfdist.trainer import agreement
 from tfdist.trainer import callbacks as callbacks_lib

@@ -27,7 +27,7 @@ from tfdist.config.messages import logger
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError, one_line
-from tfdist.keras_bridge import batch_norm, keras_internals, layer_state, own_steps
+from tfdist.keras_bridge import batch_norm, keras_internals, layer_state, preconditions
 from tfdist.step import step_calls
 from tfdist.step.step import Step
 from tfdist.verification.equivalence_probe import METRIC, OUTPUT, STATE, Comparison, EquivalenceProbe, ProbeResult
@@ -110,7 +110,7 @@ def _comparisons(step: Step, kind: str, shards: int, accumulate: int = 1) -> lis
 
 
 def _rows_for(step: Step, rows: tuple[Structure, ...], kind: str) -> tuple[Structure, ...]:
-    inputs_only = kind == "predict" and not own_steps.replaced(step.model, own_steps.PREDICTION)
+    inputs_only = kind == "predict" and not preconditions.replaced(step.model, preconditions.PREDICTION)
     return rows[:1] if inputs_only else rows
 
 
@@ -125,7 +125,7 @@ def _record_forward(step: Step, comparison: Comparison, persist: bool) -> None:
         return
     compiled = keras_internals.compiled_loss(model)
     losses = len(keras_internals.loss_entries(compiled)) if compiled else 0
-    every = losses and losses == step.outputs and not own_steps.replaced(model, own_steps.PREDICTION)
+    every = losses and losses == step.outputs and not preconditions.replaced(model, preconditions.PREDICTION)
     for kind in ("test", "predict") if every else ("test",):
         other = comparison._replace(kind=kind)
         _agreed(step).add(other)
@@ -334,7 +334,7 @@ def _message(
     if own:
         return f"{start}: what {own} of {type(model).__name__} gives is no mean over examples; make it one, {fix}"
     if first.startswith(OUTPUT):
-        method = own_steps.replaced(model, own_steps.PREDICTION)
+        method = preconditions.replaced(model, preconditions.PREDICTION)
         whose = f"{method} of {type(model).__name__}" if method else "the model"
         return f"{start}: {whose} looks at the other rows of a batch; change that, {fix}"
     return f"{start}: use a loss with a value per example, {fix}"
@@ -413,10 +413,10 @@ def fingerprint(model: keras.Model, distribution: Distribution, rows: Structure,
     import tfdist
 
     kind = comparison.kind
-    methods = {"train": own_steps.TRAINING, "test": own_steps.EVALUATION, "predict": own_steps.PREDICTION}
-    if own_steps.replaced(model, methods[kind]):
+    methods = {"train": preconditions.TRAINING, "test": preconditions.EVALUATION, "predict": preconditions.PREDICTION}
+    if preconditions.replaced(model, methods[kind]):
         return ""  # what its step uses may be anything
-    optimizers = own_steps.optimizers(model) if kind == "train" else []
+    optimizers = preconditions.optimizers(model) if kind == "train" else []
     layers = keras_internals.flat_layers(model)
     parts: list[str] = [tf.__version__, keras.__version__, tfdist.__version__, distribution.name]
     parts += [str(distribution.replicas), kind, str(comparison), distribution.jit, cpu_kernels.in_use()]

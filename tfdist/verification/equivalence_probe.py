@@ -21,9 +21,9 @@ from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.keras_bridge import batch_norm, keras_internals, layer_state, metrics, tracing
 from tfdist.step import evaluation, own_step
+from tfdist.step.batch_loop import LogNames
 from tfdist.step.global_sums import global_sums
 from tfdist.step.replica import Replica
-from tfdist.step.results import LogNames
 from tfdist.step.step import Step
 
 STATE, METRIC, OUTPUT = "the variable", "metric", "output"

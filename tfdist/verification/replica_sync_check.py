@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import TrainingError
-from tfdist.keras_bridge import layer_state, own_steps
+from tfdist.keras_bridge import layer_state, preconditions
 
 EVERY = 1000
 """Updates between two comparisons."""
@@ -62,7 +62,7 @@ class ReplicaSyncCheck:
             return
         variables = [*model.trainable_variables, *layer_state.fixed_variables(model)]
         if self._optimizers:
-            variables += [v for optimizer in own_steps.optimizers(model) for v in optimizer.variables]
+            variables += [v for optimizer in preconditions.optimizers(model) for v in optimizer.variables]
         local = [sums.numpy().tolist() for sums in self._checksums(variables)]
         digest = [hashlib.sha256(repr(sums).encode()).hexdigest() for sums in local]
         gather, place_of = self._distribution.peers.gather, self._distribution.place_of
