@@ -173,9 +173,13 @@ def reset_layer_names() -> None:
     naming.reset_uids()
 
 
+MASK = "_keras_mask"
+"""The attribute of a tensor with the mask that a layer has attached to its output; Keras has no other place for it."""
+
+
 def mask_of(tensor: tf.Tensor) -> tf.Tensor | None:
-    """Returns the mask that a layer has attached to its output, or None; Keras hands it on as an attribute only."""
-    return getattr(tensor, "_keras_mask", None)
+    """Returns the mask that a layer has attached to its output, or None."""
+    return getattr(tensor, MASK, None)
 
 
 def set_mask(tensor: tf.Tensor, mask: tf.Tensor) -> None:

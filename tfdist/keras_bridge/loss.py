@@ -193,7 +193,7 @@ class Objective:
             return self._of_all_rows(matched, rows)
         mask = matched.mask
         values = loss.call(*_call_arguments(matched))
-        out_mask = keras_internals.mask_of(values)
+        out_mask = getattr(values, keras_internals.MASK, None)
         if out_mask is not None:
             mask = out_mask if mask is None else mask & out_mask
         values = tf.cast(values, loss.dtype)

@@ -42,7 +42,7 @@ def global_sums(
       reduce_dtype: type in which gradients travel between replicas; loss sums keep theirs.
     """
     distribution = replica.distribution
-    clock = training and distribution.times_sums
+    clock = training and replica.times_sums
     if layout.virtual:
         sums, seconds = virtual_replicas.exact_sums(replica, layout, batch, count, training, scale, clock)
         return GlobalSums(sums, seconds, sums.grads)

@@ -43,6 +43,7 @@ class Replica:
         """Type of the numbers that a replica returns for a batch, besides its losses."""
         self.objective = Objective(model, distribution, jit=jit)
         self.state = LayerState(model, distribution.replicas)
+        self.times_sums = distribution.times_sums
         self._on_gpu = distribution.device_kind == "GPU"
         self._takes_training = keras_internals.takes_training(model)
         self.bare = False

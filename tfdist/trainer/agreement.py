@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import statistics
 from collections.abc import Callable
 from typing import NamedTuple
@@ -83,7 +84,7 @@ def agree(
     """
     peers = distribution.peers
     vote = _Vote(seconds, between, should_stop(), bool(getattr(model, stop_attribute, False)), due, digest)
-    votes = [_Vote(*vote) for vote in peers.gather(label, list(vote))]
+    votes = list(itertools.starmap(_Vote, peers.gather(label, list(vote))))
     for rank, vote in enumerate(votes):
         if vote.digest != votes[0].digest:
             raise UserError(
@@ -106,7 +107,7 @@ def any_worker(distribution: Distribution, label: str, *facts: bool) -> list[boo
     Args:
       label: what this is about.
     """
-    return [any(each) for each in zip(*distribution.peers.gather(label, list(facts)))]
+    return list(map(any, zip(*distribution.peers.gather(label, list(facts)))))
 
 
 def never() -> str:

@@ -249,8 +249,10 @@ class EquivalenceProbe:
 
     def _compiled_pass(self, replica: Replica, layout: Layout, batch: ReplicaBatch) -> tuple[dict, list[tf.Tensor]]:
         sums = global_sums(replica, layout, batch, replica.count(layout, batch), self._training).sums
-        self.adding = keras_internals.adding_losses(self.model)
-        return sums.by_term(), [g for g in sums.gradients() if g is not None]
+        values = sums.by_term()
+        if "add_loss" in values:
+            self.adding = keras_internals.adding_losses(self.model)
+        return values, [g for g in sums.gradients() if g is not None]
 
     def _kept(self, replica: Replica) -> dict[str, tf.Tensor]:
         """Returns the values after the pass of the variables that no optimizer writes.
