@@ -341,7 +341,10 @@ class Centers(L.Layer):
 @pytest.mark.parametrize(
     "layer, message",
     [
-        (CountsExamples, "the variable '.*/seen' differs by .* after an update, since shards average the floats, and"),
+        (
+            CountsExamples,
+            "the variable '.*/seen' differs by .* after an update, since virtual replicas average the f",
+        ),
         pytest.param(CountsUpdates, "the variable '.*/updates' differs by .* after an update", marks=pytest.mark.whole),
         pytest.param(
             SumOfSquares, "add_loss differs by .* layer sum_of_squares.* gives: make", marks=pytest.mark.whole
@@ -356,7 +359,7 @@ def test_what_is_another_in_shards_than_in_the_whole_batch_is_refused(layer, mes
     with connect(replicas).scope():
         model = with_layer(layer)()
     given = {"batch_size": 24, "virtual_replicas": 4, "verbose": 0, "distribution": connect(replicas)}
-    with pytest.raises(tfdist.UserError, match=f"^a batch and its 4 shards disagree on this model: .*{message}"):
+    with pytest.raises(tfdist.UserError, match=f"^a batch and its 4 virtual replicas disagree .*: .*{message}"):
         tfdist.fit(model, X, Y, **given)
 
 
@@ -365,7 +368,7 @@ def test_what_is_the_same_in_shards_says_so(connect, said):
     layers = [L.Flatten(), L.Dense(6), L.BatchNormalization(), L.Dropout(0.5), L.Dense(5)]
     model = training_cases.compiled(keras.Sequential([keras.Input((4, 4, 1)), *layers]))
     tfdist.fit(model, X, Y, batch_size=24, virtual_replicas=4, verbose=0, distribution=connect(1), check_agreement="on")
-    assert any(line.startswith("checked: a batch and its 4 shards agree on this model") for line in said)
+    assert any(line.startswith("checked: a batch and its 4 virtual replicas agree on this model") for line in said)
 
 
 class Smoothed(keras.metrics.Metric):
@@ -423,7 +426,7 @@ def largest(y, outputs):
         (training_cases.dense, 1, {"virtual_replicas": 2.0}, "virtual_replicas=2.0 must be a whole number"),
         (training_cases.dense, 1, {"batch_size": 5}, "batch_size=5 is smaller than 8 virtual replicas: use at least 8"),
         (training_cases.dense, 1, {"reduce_dtype": "float16"}, "reduce_dtype cannot be used with virtual_replicas"),
-        (training_cases.batch_norm, 1, {}, "synchronized=True needs the rows of all shards at once"),
+        (training_cases.batch_norm, 1, {}, "synchronized=True needs the rows of all replicas at once"),
         (own_step, 1, {}, "has its own train_step"),
         (with_layer(OfTensorFlow), 1, {}, "by TensorFlow's RandomStandardNormal, which depend on the device"),
         (with_layer(Unseeded), 1, {}, "changes a variable that is no state of a layer"),
@@ -432,7 +435,7 @@ def largest(y, outputs):
         (with_layer(SamplesNegatives), 1, {}, "by TensorFlow's LogUniformCandidateSampler, which depend on the dev"),
         (with_layer(DrawsByPython), 1, {}, r"the model calls Python \(PyFunc\), whose random numbers and counts would"),
         (with_layer(AsksPython), 1, {}, r"the model calls Python \(EagerPyFunc\)"),
-        (with_layer(Switch), 1, {}, "shards cannot add up .*switch.*, which is bool"),
+        (with_layer(Switch), 1, {}, "virtual replicas cannot add up .*switch.*, which is bool"),
     ],
 )
 def test_what_shards_refuse(model, replicas, options, message, connect):

@@ -239,10 +239,13 @@ def test_what_a_training_does_not_show_is_checked_before_it(connect, said):
 
 @pytest.mark.parametrize("measured", [evaluated, whole(predicted)])
 def test_shards_are_checked_on_one_device(connect, said, measured):
-    with pytest.raises(tfdist.UserError, match=r"^a batch and its 3 shards disagree .*: change that, leave shards out"):
+    with pytest.raises(
+        tfdist.UserError,
+        match=r"^a batch and its 3 virtual .* disagree .*: change that, leave virtual_r",
+    ):
         measured(connect(1), Centers, shards=3)
     measured(connect(1), L.ReLU, shards=3)
-    assert said[-1].startswith("checked: a batch and its 3 shards agree on ")
+    assert said[-1].startswith("checked: a batch and its 3 virtual replicas agree on ")
 
 
 def test_random_models_cannot_be_checked(connect, said):

@@ -198,12 +198,12 @@ def separate_losses(model: keras.Model) -> contextlib.AbstractContextManager[Non
     return keras_internals.added_losses(model, _Losses)
 
 
-def average_statistics(model: keras.Model, distribution: Distribution, shards: int = 0) -> None:
+def average_statistics(model: keras.Model, distribution: Distribution, virtual_replicas: int = 0) -> None:
     """Averages what each replica has gathered by itself (BatchNorm), before anybody looks at it.
 
-    With shards every replica has the same, and a mean over three of them would round it.
+    With virtual replicas every device has the same, and a mean over three of them would round it.
     """
-    if shards:
+    if virtual_replicas:
         return
     with distribution.peers.during("call"):
         # Rounding would let go of what is frozen, bit by bit.
@@ -212,7 +212,7 @@ def average_statistics(model: keras.Model, distribution: Distribution, shards: i
         distribution.average([v for v in gathered if v.dtype.startswith(("float", "bfloat"))])
 
 
-def settle(model: keras.Model, distribution: Distribution, shards: int = 0) -> None:
+def settle(model: keras.Model, distribution: Distribution, virtual_replicas: int = 0) -> None:
     """Makes of a model whose training was interrupted what it would be had it ended there."""
-    average_statistics(model, distribution, shards)
+    average_statistics(model, distribution, virtual_replicas)
     ema.finalize(keras_internals.inner_optimizer(model.optimizer), model.trainable_variables)

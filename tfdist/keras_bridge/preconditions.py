@@ -116,17 +116,17 @@ def not_of_horovod(kind: str, things: Iterable[object]) -> None:
             )
 
 
-def model_fits(model: keras.Model, distribution: Distribution, accumulate: int, shards: int = 0) -> None:
+def model_fits(model: keras.Model, distribution: Distribution, accumulate: int, virtual_replicas: int = 0) -> None:
     """Refuses a model that is not compiled, or that computes what cannot be summed over replicas and micro-batches.
 
     Args:
       accumulate: micro-batches.
-      shards: of each of them; 0 for none.
+      virtual_replicas: of each of them; 0 for none.
     """
     scope(model, distribution)
-    if shards:
-        sharded(model, distribution, shards)
-    parts = accumulate * max(shards, distribution.replicas)
+    if virtual_replicas:
+        virtual(model, distribution, virtual_replicas)
+    parts = accumulate * max(virtual_replicas, distribution.replicas)
     if not model.compiled:
         raise UserError("the model is not compiled: call model.compile(optimizer, loss) first")
     not_of_horovod("optimizer", optimizers(model))
@@ -153,7 +153,7 @@ def model_fits(model: keras.Model, distribution: Distribution, accumulate: int, 
     if stateful and parts > 1:
         raise UserError(
             f"layer {stateful[0]!r} is stateful: it carries each row of a batch on to the next, and replicas have rows "
-            "of their own; use --strategy=default without accumulation or shards, or stateful=False"
+            "of their own; use --strategy=default without accumulation or virtual_replicas, or stateful=False"
         )
     regularized = [layer.name for layer in keras_internals.flat_layers(model) if layer.activity_regularizer is not None]
     if regularized and parts > 1 and not activity_is_a_mean():
@@ -163,12 +163,12 @@ def model_fits(model: keras.Model, distribution: Distribution, accumulate: int, 
         )
 
 
-def sharded(model: keras.Model, distribution: Distribution, shards: int) -> None:
-    """Refuses a number of shards, a strategy or a model with which not every device can compute the same bits."""
-    if not isinstance(shards, int) or shards < distribution.replicas:
+def virtual(model: keras.Model, distribution: Distribution, virtual_replicas: int) -> None:
+    """Refuses virtual replicas where not every device can compute the same bits, by the strategy or the model."""
+    if not isinstance(virtual_replicas, int) or virtual_replicas < distribution.replicas:
         raise UserError(
-            f"virtual_replicas={shards!r} must be a whole number, and at least the {distribution.replicas} replicas, "
-            "each of which computes one: use more virtual_replicas or fewer devices"
+            f"virtual_replicas={virtual_replicas!r} must be a whole number, and at least the "
+            f"{distribution.replicas} replicas, each of which computes one: use more virtual_replicas or fewer devices"
         )
     if distribution.static_shapes:
         raise UserError(f"virtual_replicas cannot be used with --strategy={distribution.name}: leave them out")
@@ -176,9 +176,10 @@ def sharded(model: keras.Model, distribution: Distribution, shards: int) -> None
         raise UserError("virtual_replicas are compiled, and the model has run_eagerly=True: leave out one of them")
     if synchronizes(model):
         raise UserError(
-            "a BatchNormalization with synchronized=True needs the rows of all shards at once, and a device computes "
-            "its shards one after the other: use model.sync_batch_norm=False (synchronized=False), which normalizes "
-            "each shard by itself, alike on any number of devices"
+            "a BatchNormalization with synchronized=True needs the rows of all replicas at once, and a device computes "
+            "its virtual replicas one after the other",
+            "use model.sync_batch_norm=False (synchronized=False), which normalizes each virtual replica by itself, "
+            "alike on any number of devices",
         )
 
 

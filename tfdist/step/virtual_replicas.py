@@ -44,7 +44,9 @@ class VirtualState:
         for variable in (*self._kept, *self._sums):
             dtype = tf.as_dtype(variable.dtype)
             if not (dtype.is_floating or dtype.is_integer):
-                raise UserError(f"shards cannot add up {variable.path}, which is {dtype.name}: leave shards out")
+                raise UserError(
+                    f"virtual replicas cannot add up {variable.path}, which is {dtype.name}: leave virtual_replicas out"
+                )
         self._parts = layout.replicas * layout.accumulate
         # Outside of the virtual replicas, where nothing has changed yet.
         self._before = {id(v): _read(v) for v in (*self._sums, *self._seeds, *self._kept)}
@@ -184,19 +186,20 @@ def _check_graph(graph: tf.Graph, own: set[int]) -> None:
     kinds = {op.type for op in graph.get_operations()} | {node.op for f in functions for node in f.node_def}
     for kind in sorted(kinds.intersection(RANDOM)):
         raise UserError(
-            f"the model draws random numbers by TensorFlow's {kind}, which depend on the device: draw them by "
-            "keras.random with a keras.random.SeedGenerator that is an attribute of the layer, or leave shards out"
+            f"the model draws random numbers by TensorFlow's {kind}, which depend on the device",
+            "draw them by keras.random with a keras.random.SeedGenerator that is an attribute of the layer, or leave "
+            "virtual_replicas out",
         )
     for kind in sorted(kinds.intersection(PYTHON)):
         raise UserError(
             f"the model calls Python ({kind}), whose random numbers and counts would depend on the device: use "
-            "tf.numpy_function(..., stateful=False) if it has none, or leave shards out"
+            "tf.numpy_function(..., stateful=False) if it has none, or leave virtual_replicas out"
         )
     if any(id(variable) not in own for variable in _written(graph)):
         raise UserError(
             "a forward pass changes a variable that is no state of a layer or metric (a trained weight, or that of "
-            "a keras.random call without a seed), which cannot be added up over shards: make it a weight with "
-            "trainable=False, give the call a SeedGenerator of the layer, or leave shards out"
+            "a keras.random call without a seed), which cannot be added up over replicas: make it a weight with "
+            "trainable=False, give the call a SeedGenerator of the layer, or leave virtual_replicas out"
         )
 
 

@@ -1,4 +1,4 @@
-"""Refuses a model that replicas, shards or micro-batches would not train or measure as one device does.
+"""Refuses a model that replicas, virtual replicas or micro-batches would not train or measure as one device does.
 
 Before the first update, the first few rows of the data, a number that does not divide evenly, go forward and backward
 through one replica that has them all, and through the parts that share them. Losses, metrics and the gradient must
@@ -57,53 +57,53 @@ def _agreed(step: Step) -> set[Comparison]:
     return _AGREED.setdefault(step, set())
 
 
-def check_training(step: Step, choice: str, shards: int = 0, accumulate: int = 1) -> None:
+def check_training(step: Step, choice: str, virtual_replicas: int = 0, accumulate: int = 1) -> None:
     """Refuses, before its first update, a training that would not be what it is on one replica.
 
     Args:
       step: of the compiled model, prepared for training.
       choice: `on`, `off`, or `auto` to leave out models that have passed before.
-      shards: virtual replicas, which are compared with the whole batch; 0 for none.
+      virtual_replicas: virtual replicas, which are compared with the whole batch; 0 for none.
       accumulate: micro-batches of an update, which are compared with the whole batch if there are several.
 
     Raises:
-      UserError: the replicas, shards or micro-batches disagree; it names the part of the model.
+      UserError: the replicas, virtual replicas or micro-batches disagree; it names the part of the model.
     """
     if choice == "off":
         return
     if step.sample_rows is None:
-        return _refuse_by_structure(step, _comparisons(step, "train", shards))
-    for comparison in _comparisons(step, "train", shards, accumulate):
+        return _refuse_by_structure(step, _comparisons(step, "train", virtual_replicas))
+    for comparison in _comparisons(step, "train", virtual_replicas, accumulate):
         if _agree(step, step.sample_rows, comparison, choice) and comparison.parts != "micro-batches":
             _record_forward(step, comparison, choice == "auto")
 
 
 def check_forward(
-    step: Step, kind: str, choice: str, shards: int = 0, entries: int = 3, within_fit: bool = False
+    step: Step, kind: str, choice: str, virtual_replicas: int = 0, entries: int = 3, within_fit: bool = False
 ) -> None:
     """Refuses, before its first batch, an evaluation or a prediction that would not be what it is on one replica.
 
     Args:
       step: of the model.
       kind: `test` or `predict`.
-      choice, shards: as for `check_training`.
+      choice, virtual_replicas: as for `check_training`.
       entries: number of inputs, targets and weights that a model's own step is given.
       within_fit: whether it belongs to a training that has been checked.
 
     Raises:
-      UserError: the replicas, or shards, disagree; it names the part of the model.
+      UserError: the replicas, virtual ones included, disagree; it names the part of the model.
     """
     if choice == "off" or step.sample_rows is None or (within_fit and _trains_as_it_measures(step)):
         return
     rows = _rows_for(step, step.sample_rows[:entries], kind)
-    for comparison in _comparisons(step, kind, shards):
+    for comparison in _comparisons(step, kind, virtual_replicas):
         if _agree(step, rows, comparison, choice, passed=choice == "auto" and comparison in _agreed(step)):
             _agreed(step).add(comparison)
 
 
-def _comparisons(step: Step, kind: str, shards: int, accumulate: int = 1) -> list[Comparison]:
-    if shards:
-        return [Comparison(kind, "shards", shards)]
+def _comparisons(step: Step, kind: str, virtual_replicas: int, accumulate: int = 1) -> list[Comparison]:
+    if virtual_replicas:
+        return [Comparison(kind, "virtual replicas", virtual_replicas)]
     replicas = step.distribution.replicas
     comparisons = [Comparison(kind, "replicas", replicas)] if replicas > 1 else []
     return comparisons + ([Comparison(kind, "micro-batches", MICRO_BATCHES)] if accumulate > 1 else [])
@@ -315,10 +315,10 @@ def _message(
         return f"{start}, since {_batch_norm_reason(alone[0], fix)}"
     if first.startswith(STATE):
         after = "after an update" if kind == "train" else "after it"
-        if comparison.parts == "shards":
+        if comparison.parts == "virtual replicas":
             return (
-                f"{start} {after}, since shards average the floats, and add up the whole numbers, that layers change: "
-                f"leave shards out, {fix}"
+                f"{start} {after}, since virtual replicas average the floats, and add up the whole numbers, that "
+                f"layers change: leave virtual_replicas out, {fix}"
             )
         return f"{start} {after}: add it up over the replicas (tf.distribute.get_replica_context()), {fix}"
     own = "" if kind == "predict" else step.own_step(kind)
@@ -353,7 +353,8 @@ def _fix(comparison: Comparison) -> str:
         return f"leave accumulate out, {accept}"
     if comparison.kind == "train":
         return accept
-    return f"{'leave shards out' if comparison.parts == 'shards' else 'use --strategy=default'}, {accept}"
+    instead = "leave virtual_replicas out" if comparison.parts == "virtual replicas" else "use --strategy=default"
+    return f"{instead}, {accept}"
 
 
 def _layer_across_rows(step: Step, rows: tuple[Structure, ...]) -> str:

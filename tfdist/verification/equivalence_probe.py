@@ -84,7 +84,7 @@ class Comparison(NamedTuple):
     kind: str
     """Kind of computation: `train`, `test` or `predict`."""
     parts: str
-    """`replicas`, `shards` or `micro-batches`."""
+    """`replicas`, `virtual replicas` or `micro-batches`."""
     number: int
     """Number of the parts."""
 
@@ -182,7 +182,7 @@ class EquivalenceProbe:
         if whole or comparison.parts == "micro-batches":
             micro = 1 if whole else comparison.number
             return Layout(self._count, 1, micro, static=distribution.static_shapes)
-        if comparison.parts == "shards":
+        if comparison.parts == "virtual replicas":
             layout = Layout(self._count, comparison.number, 1, virtual=True)
         else:
             layout = Layout(self._count, comparison.number, 1, static=distribution.static_shapes)
