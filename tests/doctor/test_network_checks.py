@@ -11,9 +11,8 @@ import time
 import pytest
 from support.doctor_findings import one
 
-from tfdist.cluster import discovery, registration, wire
+from tfdist.cluster import discovery, peers, registration, wire
 from tfdist.cluster.discovery import Cluster
-from tfdist.cluster.peers import peers
 from tfdist.config import messages
 from tfdist.doctor import network, peer_query
 
