@@ -131,7 +131,10 @@ class Objective:
         terms = []
         for i, matched in enumerate(self._matched(y, y_pred, weight)):
             entry = matched.entry
-            if _is_gathered(self._kinds[i] if self._kinds else Kind.ROWS, rows.parts):
+            whole = rows.parts * self._distribution.replicas == 1 and not rows.padded
+            kind = self._kinds[i] if self._kinds else Kind.ROWS
+            # On one device a user's loss has all rows, so that nobody needs to know how it depends on them.
+            if _is_gathered(kind, rows.parts) or (whole and not _is_keras_loss(entry.loss)):
                 numerator, denominator = self._of_all_rows(matched, rows)
             else:
                 numerator, denominator = self._of_slice(matched, rows, count)
@@ -230,7 +233,8 @@ class Objective:
         """
         weight = () if matched.sample_weight is None else (matched.sample_weight,)
         arguments = gathering.gathered(self._distribution, (matched.y_true, matched.y_pred, *weight), rows)
-        value = matched.entry.loss(*arguments)
+        with tf.name_scope("loss"):  # a name such as `_mine` is no scope of its own
+            value = matched.entry.loss(*arguments)
         if self._distribution.replicas == 1:
             return value, None
         once = tf.equal(self._distribution.replica_id(), 0)
@@ -331,9 +335,38 @@ def _kind_of(matched: MatchedLoss) -> Kind:
         return Kind.ACROSS
     y_true, y_pred = _call_arguments(matched)
     kinds = {_kind_for(loss, y_true, prediction) for prediction in variants(y_pred)}
-    with contextlib.suppress(ValueError, TypeError, tf.errors.OpError):
-        kinds.add(_kind_for(loss, y_true, negated(y_pred)))
+    probes = [(y_true, negated(y_pred))]
+    if not _is_keras_loss(loss):
+        if _changes_row_count(loss, y_true, y_pred):
+            return Kind.ACROSS
+        # What depends on the batch may not in these rows, as the number of positives where there is one at most.
+        probes += [(_changed(y_true, like), prediction) for like in _EXTREMES for prediction in variants(y_pred)]
+    for probe in probes:
+        with contextlib.suppress(ValueError, TypeError, tf.errors.OpError):
+            kinds.add(_kind_for(loss, *probe))
     return Kind.ACROSS if len(kinds) > 1 else kinds.pop()
+
+
+_EXTREMES = (tf.zeros_like, tf.ones_like)
+
+
+def is_of_keras(code: object) -> bool:
+    """Returns whether a function or class is defined by Keras, which computes a value per example."""
+    return str(getattr(code, "__module__", "")).partition(".")[0] == "keras"
+
+
+def _is_keras_loss(loss: keras.Loss) -> bool:
+    return is_of_keras(type(loss)) and is_of_keras(getattr(loss, "fn", type(loss)))
+
+
+def _changes_row_count(loss: keras.Loss, y_true: Structure, y_pred: Structure) -> bool:
+    """Returns whether the number of values depends on the rows, as with tf.boolean_mask: the graph does not know it."""
+    try:
+        traced = tf.function(loss.call).get_concrete_function(y_true, y_pred)
+    except (ValueError, TypeError, AttributeError, tf.errors.OpError):  # training reports it, or it is no graph code
+        return False
+    shape = tf.nest.flatten(traced.structured_outputs)[0].shape
+    return shape.rank is None or (shape.rank > 0 and shape[0] is None)
 
 
 def _kind_for(loss: keras.Loss, y_true: Structure, y_pred: Structure) -> Kind:
@@ -372,8 +405,8 @@ def negated(y_pred: Structure) -> Structure:
     return _changed(y_pred, lambda t: -_spread(t))
 
 
-def _changed(y_pred: Structure, change: Callable[[tf.Tensor], tf.Tensor]) -> Structure:
-    return keras.tree.map_structure(lambda t: change(t) if t.dtype.is_floating else t, y_pred)
+def _changed(values: Structure, change: Callable[[tf.Tensor], tf.Tensor]) -> Structure:
+    return keras.tree.map_structure(lambda t: change(t) if t.dtype.is_floating else t, values)
 
 
 def _spread(t: tf.Tensor) -> tf.Tensor:

@@ -84,3 +84,54 @@ def test_accuracy_of_labels_of_every_type_is_that_of_keras(connect, replicas, dt
     mine = tfdist.evaluate(model, x, y.astype(dtype), distribution=connect(replicas), verbose=0)
     theirs = alone.evaluate(x, y.astype(dtype), return_dict=True, verbose=0)
     assert mine == pytest.approx(theirs, rel=1e-6)
+
+
+def _drops_rows(y, y_pred):
+    keep = y[:, 0] > -50
+    return tf.reduce_mean(tf.square(tf.boolean_mask(y, keep) - tf.boolean_mask(y_pred, keep)), -1)
+
+
+def _per_positive(y, y_pred):
+    entropies = keras.ops.binary_crossentropy(keras.ops.cast(y > 0, "float32"), y_pred, from_logits=True)
+    return keras.ops.sum(entropies, -1) / keras.ops.maximum(keras.ops.sum(keras.ops.cast(y > 0, "float32")), 1.0)
+
+
+class ClassesSeen(keras.metrics.Metric):
+    """The share of the classes that has occurred, which is a maximum and no sum."""
+
+    def __init__(self, name="classes_seen"):
+        super().__init__(name=name)
+        self.seen = self.add_weight(shape=(30,), initializer="zeros", name="seen")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        ones = keras.ops.one_hot(keras.ops.cast(keras.ops.reshape(y_true[:, 0], (-1,)), "int32") % 30, 30)
+        self.seen.assign(keras.ops.maximum(self.seen, keras.ops.max(ones, 0)))
+
+    def result(self):
+        return keras.ops.mean(self.seen)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("loss", [_drops_rows, _per_positive])
+def test_losses_that_depend_on_rare_rows_are_those_of_keras(connect, replicas, loss):
+    """None of the rows with which losses are tried is rare: a few of 200 are unlabelled, or positive."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(200, 4)).astype("float32"), np.arange(200, dtype="float32")[:, None] % 90 - 89
+    rare = rng.choice(np.arange(3, 190), 12, False)
+    y[rare] = -99 if loss is _drops_rows else 1
+    results = []
+    for trained_by in ("keras", "tfdist"):
+        keras.utils.set_random_seed(0)
+        with connect(replicas if trained_by == "tfdist" else 1).scope():
+            model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+            model.compile(keras.optimizers.SGD(1e-4), loss, metrics=[ClassesSeen()])
+        options = dict(batch_size=16, epochs=2, shuffle=False, verbose=0)
+        if trained_by == "keras":
+            history = model.fit(x, y, **options)
+        else:
+            history = tfdist.fit(model, x, y, distribution=connect(replicas), **options)
+        results.append((history.history, model.get_weights()))
+    (theirs, their_weights), (mine, my_weights) = results
+    assert mine == pytest.approx({name: pytest.approx(values, rel=1e-5) for name, values in theirs.items()})
+    for one, other in zip(my_weights, their_weights):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
