@@ -194,7 +194,7 @@ def test_a_tfdist_that_is_no_doctor(answer, server):
 
 def test_a_meeting_of_workers_is_not_disturbed(port, monkeypatch):
     """Asked while it waits for its second worker, it goes on to meet."""
-    monkeypatch.setattr(peers, "FAREWELL_S", 0.0)  # for a process to end, which is this one
+    monkeypatch.setattr(peers, "EXIT_WAIT_S", 0.0)  # for a process to end, which is this one
     met = {}
 
     def work(rank):
