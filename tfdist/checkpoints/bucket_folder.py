@@ -107,8 +107,8 @@ class BucketFolder(RunFolder):
 
     def _no_copy(self, error: OSError) -> UserError:
         return UserError(
-            f"the copy of --workdir={self.name} in {self.path} cannot be written ({error.strerror or error}): "
-            "set XDG_CACHE_HOME to a folder on another disk"
+            f"the copy of --workdir={self.name} in {self.path} cannot be written ({error.strerror or error})",
+            "set XDG_CACHE_HOME to a folder on another disk",
         )
 
     def _claim(self) -> None:
@@ -127,7 +127,7 @@ class BucketFolder(RunFolder):
                 raise self.lock.in_use(before)
             self._bucket.put_bytes(owner, LOCK)
         except BucketError as error:
-            raise UserError(f"--workdir={self.name} cannot be written ({error.strerror}): {CHECK}") from None
+            raise UserError(f"--workdir={self.name} cannot be written ({error.strerror})", CHECK) from None
         self._claimed = True
         if self.lock.borrowed and self.lock.descriptor is not None:
             with contextlib.suppress(OSError):
@@ -147,7 +147,7 @@ class BucketFolder(RunFolder):
                 if name in objects:
                     self.need(name)
         except BucketError as error:
-            raise UserError(f"--workdir={self.name} cannot be read ({error.strerror}): {CHECK}") from None
+            raise UserError(f"--workdir={self.name} cannot be read ({error.strerror})", CHECK) from None
         except OSError as error:
             raise self._no_copy(error) from None
         self.storage.begin()
@@ -250,8 +250,8 @@ class BucketFolder(RunFolder):
             self._bucket.move(sorted(set(self._bucket.listing()) - {LOCK}, key=_deletion_order), aside)
         except BucketError as error:
             raise UserError(
-                f"the earlier run in --workdir={self.name} cannot be set aside ({error.strerror}): "
-                "choose another --workdir, or move the earlier run yourself"
+                f"the earlier run in --workdir={self.name} cannot be set aside ({error.strerror})",
+                "choose another --workdir, or move the earlier run yourself",
             ) from None
         self._uploaded.clear()
         self._empty()

@@ -63,8 +63,8 @@ def restore(callbacks: keras.callbacks.CallbackList, states: dict[str, State]) -
             _set_state(callback, states[name])
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise UserError(
-                f"the checkpoint has no state that the callback {name} can go on with ({one_line(error, 120)}): "
-                "use the code that it was taken with, or move that checkpoint away"
+                f"the checkpoint has no state that the callback {name} can go on with ({one_line(error, 120)})",
+                "use the code that it was taken with, or move that checkpoint away",
             ) from error
 
 

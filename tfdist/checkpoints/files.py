@@ -42,7 +42,7 @@ def newest_first(folder: pathlib.Path) -> list[pathlib.Path]:
         return _listed(folder)
     except OSError as error:
         why = error.strerror or str(error)
-        raise UserError(f"{folder} cannot be read ({why}): correct its permissions, or move it away") from None
+        raise UserError(f"{folder} cannot be read ({why})", "correct its permissions, or move it away") from None
 
 
 def _listed(folder: pathlib.Path) -> list[pathlib.Path]:

@@ -73,7 +73,7 @@ class FolderLock:
             os.pwrite(lock, self.owner, 0)
             self.descriptor = lock
         except FileNotFoundError:
-            raise UserError(f"--workdir={self._path.parent} is being deleted: choose another folder") from None
+            raise UserError(f"--workdir={self._path.parent} is being deleted", "choose another folder") from None
         except OSError as error:
             logger.info(f"WARNING: {self._path.parent} cannot be locked ({error.strerror}): start no second run there")
 
@@ -136,11 +136,11 @@ class FolderLock:
         name = first_line(owner) or "just starting"
         if left := _left_behind(name, self._path):
             return UserError(
-                f"--workdir={self._name} is locked by process {left}, left behind by a run that has ended ({name}): "
-                "end that process, or choose another folder"
+                f"--workdir={self._name} is locked by process {left}, left behind by a run that has ended ({name})",
+                "end that process, or choose another folder",
             )
         return UserError(
-            f"--workdir={self._name} is in use by another run ({name}): wait for it, or choose another folder"
+            f"--workdir={self._name} is in use by another run ({name})", "wait for it, or choose another folder"
         )
 
     def forget(self) -> None:

@@ -87,7 +87,7 @@ def check_trusted(folder: pathlib.Path, name: str, trusted: Iterable[str] = TRUS
         for file in trusted:
             check_file(folder, file, result)
     except DamagedError as error:
-        raise UserError(f"--workdir={name} is damaged: {error}: {REPAIR}") from None
+        raise UserError(f"--workdir={name} is damaged: {error}", REPAIR) from None
 
 
 def check_state(folder: pathlib.Path, state: Mapping[str, Any], checkpoint: str, model_file: str = "") -> None:
@@ -102,7 +102,7 @@ def check_state(folder: pathlib.Path, state: Mapping[str, Any], checkpoint: str,
     if recorded is not None and state["experiment"]:
         odd = resume.differences(flat(recorded), state["experiment"])
         if odd:
-            raise UserError(f"{TRUSTED[0]} is not what {checkpoint} was made with ({'; '.join(odd[:5])}): {REPAIR}")
+            raise UserError(f"{TRUSTED[0]} is not what {checkpoint} was made with ({'; '.join(odd[:5])})", REPAIR)
     expected = state.get("facts", {}).get(resume.MODEL_FILE)
     if expected and model_file and files.checksum(pathlib.Path(model_file).expanduser())["sha256"] != expected:
         raise UserError(f"{model_file} is not what {checkpoint} was made with", "copy it back")
@@ -110,7 +110,7 @@ def check_state(folder: pathlib.Path, state: Mapping[str, Any], checkpoint: str,
     if expected:
         spec = spec_file.read(folder)
         if spec is None or spec_file.digest(spec) != expected:
-            raise UserError(f"{spec_file.NAME} is not what {checkpoint} was made with: {REPAIR}")
+            raise UserError(f"{spec_file.NAME} is not what {checkpoint} was made with", REPAIR)
 
 
 def _digest(content: Mapping[str, object]) -> str:

@@ -299,7 +299,7 @@ class Checkpoints(CheckpointWriter):
         if metric.startswith("val_") and not any(name.startswith("val_") for name in logs):
             return False  # no validation after this epoch
         if metric not in logs:
-            raise UserError(f"checkpoint.best={metric} is not measured: choose one of {', '.join(sorted(logs))}")
+            raise UserError(f"checkpoint.best={metric} is not measured", f"choose one of {', '.join(sorted(logs))}")
         value, best = float(logs[metric]), self._best.value
         if not math.isfinite(value) or (best is not None and sign * value <= sign * best):
             return False

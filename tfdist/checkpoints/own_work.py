@@ -76,8 +76,8 @@ def check(
     if why:
         field, function = next(iter(named.items()))
         raise UserError(
-            f"--workdir={name or path} has {field}={function!r}, a function that would be called, and {why}: "
-            "give --trust_code if you know who made it"
+            f"--workdir={name or path} has {field}={function!r}, a function that would be called, and {why}",
+            "give --trust_code if you know who made it",
         )
 
 

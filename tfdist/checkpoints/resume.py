@@ -130,15 +130,15 @@ class ResumeChoice:
             return chosen
         if valid:
             raise UserError(
-                f"no valid checkpoint in {self._name} is from the end of an epoch: leave out --resume_changed"
+                f"no valid checkpoint in {self._name} is from the end of an epoch", "leave out --resume_changed"
             )
         if paths:
             raise UserError(
-                f"none of the {len(paths)} checkpoints in {self._name} is valid: copy one back from elsewhere, "
-                "or start over with --resume=never, which keeps them"
+                f"none of the {len(paths)} checkpoints in {self._name} is valid",
+                "copy one back from elsewhere, or start over with --resume=never, which keeps them",
             )
         if required:
-            raise UserError(f"--resume=require, and there is no checkpoint in {self._name}: check --workdir")
+            raise UserError(f"--resume=require, and there is no checkpoint in {self._name}", "check --workdir")
         return None
 
     def load(self, path: pathlib.Path) -> LoadedCheckpoint | None:

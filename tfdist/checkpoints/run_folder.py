@@ -84,7 +84,7 @@ class RunFolder:
             mask = os.umask(0o022)  # which only setting it tells
             os.umask(mask)
             fix = f"set umask 022 instead of {mask:03o}" if mask & 0o700 else "choose another folder"
-            raise UserError(f"--workdir={self.path} cannot be written ({error.strerror}): {fix}") from None
+            raise UserError(f"--workdir={self.path} cannot be written ({error.strerror})", fix) from None
         self.lock.acquire()
 
     def _probe(self) -> None:
@@ -112,7 +112,7 @@ class RunFolder:
         existing = next(path for path in (self._real, *self._real.parents) if os.path.lexists(path))
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
             why = os.strerror(errno.EACCES) if existing.is_dir() else f"{existing} is no folder"
-            raise UserError(f"--workdir={self.path} cannot be written ({why}): choose another folder")
+            raise UserError(f"--workdir={self.path} cannot be written ({why})", "choose another folder")
         self.lock.check_free()
 
     @property
@@ -187,7 +187,7 @@ class RunFolder:
         real = self._real
         fix = "choose another --workdir, or move the earlier run yourself"
         if not self.path.is_absolute() and pathlib.Path.cwd().is_relative_to(real):
-            raise UserError(f"--workdir={self.path} holds an earlier run, and this command runs inside of it: {fix}")
+            raise UserError(f"--workdir={self.path} holds an earlier run, and this command runs inside of it", fix)
         try:
             moved = _unused(real)
             try:
@@ -199,7 +199,7 @@ class RunFolder:
             real.mkdir()
         except OSError as error:
             raise UserError(
-                f"the earlier run in --workdir={self.path} cannot be set aside ({error.strerror}): {fix}"
+                f"the earlier run in --workdir={self.path} cannot be set aside ({error.strerror})", fix
             ) from None
         if (moved / LOGS).exists():  # the launcher has just opened them for this run
             (moved / LOGS).rename(self.path / LOGS)

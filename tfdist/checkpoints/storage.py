@@ -143,10 +143,10 @@ class BucketStorage(Disk):
             yield
         except BucketError as error:
             raise UserError(
-                f"{self._bucket.url} cannot {what} ({error.strerror}): check the network, your keys and that folder"
+                f"{self._bucket.url} cannot {what} ({error.strerror})", "check the network, your keys and that folder"
             ) from None
         except OSError as error:
-            raise UserError(f"{self._folder} cannot be written ({error.strerror or error}): free that disk") from None
+            raise UserError(f"{self._folder} cannot be written ({error.strerror or error})", "free that disk") from None
 
 
 def _manifests_first(names: Iterable[str]) -> list[str]:

@@ -130,7 +130,8 @@ def weights(model: keras.Model, tensors: dict[str, np.ndarray], averaged: bool) 
         if [tensors[name].shape for name in of_optimizer] != [tuple(variable.shape) for variable in trained]:
             raise UserError(
                 f"the checkpoint has averages of {len(of_optimizer)} weights, and the model with "
-                f"optimizer.ema_momentum has {len(trained)}: use the experiment that it was made with"
+                f"optimizer.ema_momentum has {len(trained)}",
+                "use the experiment that it was made with",
             )
         for variable, name in zip(trained, of_optimizer):
             values[id(variable)] = tensors[name]
@@ -301,7 +302,7 @@ def _check_match(variables: dict[str, keras.Variable], kinds: list[list]) -> Non
       UserError: naming the first variable that does not match.
     """
     error = lambda why: UserError(
-        f"the checkpoint does not match this model ({why}): build the same model, or start from scratch"
+        f"the checkpoint does not match this model ({why})", "build the same model, or start from scratch"
     )
     tensors = {_place(n): (n, dtype, shape) for n, dtype, shape in kinds if not n.startswith(f"{CALLBACKS}/")}
     names = {_place(name): name for name in variables}

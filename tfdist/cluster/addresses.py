@@ -44,7 +44,7 @@ def split(address: str, name: str = "address") -> Address:
     """
     host, _, port = address.rpartition(":")
     if not host or (":" in host) != (host.startswith("[") and host.endswith("]")):
-        raise UserError(f"{name}={address} is not host:port, such as node1:29500 or [fd00::1]:29500: correct it")
+        raise UserError(f"{name}={address} is not host:port, such as node1:29500 or [fd00::1]:29500", "correct it")
     return Address(checked_host(host, f"{name}={address}: host"), checked_port(port, f"{name}={address}: port"))
 
 
@@ -63,10 +63,10 @@ def expand(hosts: str, name: str = "host list") -> tuple[str, ...]:
         choices: list[Sequence[str]] = [(part,) for part in texts_and_ranges]
         choices[1::2] = [_numbers(part) for part in texts_and_ranges[1::2]]
         if len(names) + math.prod(len(choice) for choice in choices) > MOST_HOSTS:
-            raise UserError(f"{name}={hosts} names more than {MOST_HOSTS:,} hosts: correct it, or set MASTER_ADDR")
+            raise UserError(f"{name}={hosts} names more than {MOST_HOSTS:,} hosts", "correct it, or set MASTER_ADDR")
         expanded = ["".join(parts) for parts in itertools.product(*choices)]
         if not expanded or not all(is_host(host) for host in expanded):
-            raise UserError(f"{name}={hosts} is not a host list such as n[1-3,07]: correct it, or set MASTER_ADDR")
+            raise UserError(f"{name}={hosts} is not a host list such as n[1-3,07]", "correct it, or set MASTER_ADDR")
         names += expanded
     return tuple(names)
 
@@ -90,7 +90,7 @@ def checked_host(text: str, name: str) -> str:
     """Returns a host without brackets; raises UserError, which calls it `name`, if it is none."""
     bare = text[1:-1] if text.startswith("[") and text.endswith("]") and ":" in text else text
     if not is_host(bare):
-        raise UserError(f"{name}={text} is not a host name or IP address: correct it")
+        raise UserError(f"{name}={text} is not a host name or IP address", "correct it")
     return bare
 
 
@@ -121,5 +121,5 @@ def is_loopback(host: str) -> bool:
 def checked_port(text: str, name: str) -> int:
     """Returns a port; raises UserError, which calls it `name`, if it is none."""
     if not re.fullmatch(r"\d{1,5}", text, re.ASCII) or not 1 <= int(text) <= 65535:
-        raise UserError(f"{name}={text} is not a port: use a number from 1 to 65535")
+        raise UserError(f"{name}={text} is not a port", "use a number from 1 to 65535")
     return int(text)

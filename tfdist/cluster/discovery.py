@@ -152,8 +152,8 @@ def _agreed(environ: Mapping[str, str]) -> Cluster:
         if _place(other) != _place(chosen):
             raise UserError(
                 f"this process is rank {chosen.rank} of {chosen.size} by {chosen.source} "
-                f"and rank {other.rank} of {other.size} by {other.source}: "
-                f"unset {_UNSET.get(chosen.source, chosen.source)}, or unset {_UNSET.get(other.source, other.source)}"
+                f"and rank {other.rank} of {other.size} by {other.source}",
+                f"unset {_UNSET.get(chosen.source, chosen.source)}, or unset {_UNSET.get(other.source, other.source)}",
             )
     if chosen is by_hand and not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} & environ.keys():
         knows = max(sources, key=lambda c: c.local_size)
@@ -210,18 +210,18 @@ def _slurm(environ: Mapping[str, str]) -> Cluster | None:
     rank, size = env_vars.pair(environ, "SLURM_PROCID", tasks)
     local_rank, per_node = env_vars.number(environ, "SLURM_LOCALID"), _tasks_per_node(environ[spread])
     if sum(per_node) != size:
-        raise UserError(f"{spread}={environ[spread]} does not add up to {tasks}={size}: unset SLURM_STEP_ID")
+        raise UserError(f"{spread}={environ[spread]} does not add up to {tasks}={size}", "unset SLURM_STEP_ID")
     in_blocks = bisect.bisect_right(list(itertools.accumulate(per_node)), rank)
     node = env_vars.number(environ, "SLURM_NODEID") if "SLURM_NODEID" in environ else in_blocks
     if node >= len(per_node) or local_rank >= per_node[node]:
         raise UserError(
-            f"SLURM_LOCALID={local_rank} on node {node} is outside {spread}={environ[spread]}: unset SLURM_STEP_ID"
+            f"SLURM_LOCALID={local_rank} on node {node} is outside {spread}={environ[spread]}", "unset SLURM_STEP_ID"
         )
     host = ""
     if "MASTER_ADDR" not in environ and nodes in environ:
         if environ.get("SLURM_DISTRIBUTION") == "arbitrary" and len(per_node) > 1:
             raise UserError(
-                "SLURM_DISTRIBUTION=arbitrary does not tell on which host rank 0 runs: set MASTER_ADDR to that host"
+                "SLURM_DISTRIBUTION=arbitrary does not tell on which host rank 0 runs", "set MASTER_ADDR to that host"
             )
         host = expand(environ[nodes], nodes)[0] if len(per_node) > 1 or size == 1 else "127.0.0.1"
     # Neighbouring jobs, steps and restarts get different ports: one may still hold its own when the next begins.
@@ -260,7 +260,9 @@ def read_tf_config(environ: Mapping[str, str]) -> Cluster | None:
         cluster = config.get("sparseCluster") or config.get("cluster") or {}
         jobs = {job: tasks for job, tasks in cluster.items() if tasks}
     except (ValueError, AttributeError, RecursionError) as error:
-        raise UserError(f"TF_CONFIG is not a JSON object with a cluster in it ({error}): correct or unset it") from None
+        raise UserError(
+            f"TF_CONFIG is not a JSON object with a cluster in it ({error})", "correct or unset it"
+        ) from None
     sparse = "sparseCluster" in config or isinstance(cluster.get("worker"), dict)
     if not jobs and not sparse:
         return None
@@ -269,7 +271,7 @@ def read_tf_config(environ: Mapping[str, str]) -> Cluster | None:
         why = {"ps": "it has no parameter servers", "evaluator": "its rank 0 evaluates"}.get(
             job, "it has chief and worker"
         )
-        raise UserError(f"TF_CONFIG's cluster has {job!r}, which tfdist does not support ({why}): remove it")
+        raise UserError(f"TF_CONFIG's cluster has {job!r}, which tfdist does not support ({why})", "remove it")
     if sparse:
         whole = None if "sparseCluster" in config else _complete_list(jobs.get("worker", {}))
         if whole is None:
@@ -277,19 +279,19 @@ def read_tf_config(environ: Mapping[str, str]) -> Cluster | None:
         jobs["worker"] = whole
     for job, tasks in jobs.items():
         if not isinstance(tasks, list):
-            raise UserError(f"TF_CONFIG's {job} is {json.dumps(tasks)}, which is no list of addresses: correct it")
+            raise UserError(f"TF_CONFIG's {job} is {json.dumps(tasks)}, which is no list of addresses", "correct it")
     if len(jobs.get("chief", [])) > 1:
-        raise UserError(f"TF_CONFIG names {len(jobs['chief'])} chiefs: name one, and the others as workers")
+        raise UserError(f"TF_CONFIG names {len(jobs['chief'])} chiefs", "name one, and the others as workers")
     if index >= len(jobs.get(kind, [])):
         raise UserError(
-            f"TF_CONFIG's task is {kind} {index}, its cluster lists {len(jobs.get(kind, []))} of that type: "
-            "correct the index, which counts from 0"
+            f"TF_CONFIG's task is {kind} {index}, its cluster lists {len(jobs.get(kind, []))} of that type",
+            "correct the index, which counts from 0",
         )
     named = {f"{job} {i}": one_line(task) for job in ("chief", "worker") for i, task in enumerate(jobs.get(job, []))}
     places = [split(address, f"TF_CONFIG's {name}") for name, address in named.items()]
     for host, port in places:
         if sum((host.lower(), port) == (h.lower(), p) for h, p in places) > 1:
-            raise UserError(f"TF_CONFIG names {join(host, port)} twice: give each worker its own address")
+            raise UserError(f"TF_CONFIG names {join(host, port)} twice", "give each worker its own address")
     rank = list(named).index(f"{kind} {index}")
     hosts = [host for host, _ in places]
     addresses = tuple(join(*place) for place in places)
@@ -303,12 +305,12 @@ def _task(config: dict[str, object]) -> tuple[str, int]:
     kind, index = (task.get("type"), task.get("index")) if isinstance(task, dict) else (None, None)
     if kind == "evaluator":
         raise UserError(
-            "TF_CONFIG's task is an evaluator, which tfdist does not support (its rank 0 evaluates): start none"
+            "TF_CONFIG's task is an evaluator, which tfdist does not support (its rank 0 evaluates)", "start none"
         )
     if kind not in ("chief", "worker") or not re.fullmatch(r"\d{1,9}", str(index), re.ASCII):
         raise UserError(
-            f"TF_CONFIG's task is {json.dumps(task)}: "
-            'write "task": {"type": "worker", "index": 0}, with this worker\'s own type and index'
+            f"TF_CONFIG's task is {json.dumps(task)}",
+            'write "task": {"type": "worker", "index": 0}, with this worker\'s own type and index',
         )
     return kind, int(str(index))
 
@@ -326,13 +328,13 @@ def _dynamic_tf_job(environ: Mapping[str, str], kind: str, index: int) -> Cluste
     """
     if kind != "worker":
         raise UserError(
-            f"TF_CONFIG is that of the {kind} of a dynamic TFJob, which is in nobody's list: "
-            "use workers only, or set enableDynamicWorker: false"
+            f"TF_CONFIG is that of the {kind} of a dynamic TFJob, which is in nobody's list",
+            "use workers only, or set enableDynamicWorker: false",
         )
     if "WORLD_SIZE" not in environ:
         raise UserError(
-            "TF_CONFIG is that of a dynamic TFJob, which does not tell how many workers there are: "
-            "set enableDynamicWorker: false, or give all workers WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+            "TF_CONFIG is that of a dynamic TFJob, which does not tell how many workers there are",
+            "set enableDynamicWorker: false, or give all workers WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
         )
     env_vars.need(environ, "MASTER_ADDR", "MASTER_PORT", beside="WORLD_SIZE")
     name = "index in TF_CONFIG"
@@ -351,7 +353,7 @@ def _counted(environ: Mapping[str, str], source: str) -> Cluster:
     if names.local_size in environ:
         local_rank, local_size = env_vars.pair(environ, names.local_rank, names.local_size)
         if local_size > size:
-            raise UserError(f"{names.local_size}={local_size} is more than {names.size}={size}: correct one of them")
+            raise UserError(f"{names.local_size}={local_size} is more than {names.size}={size}", "correct one of them")
     else:
         local_rank, _ = env_vars.pair({names.local_rank: "0", **environ}, names.local_rank, names.size)
         local_size = local_rank + 1  # at least

@@ -43,8 +43,8 @@ def need(environ: Mapping[str, str], *names: str, beside: str) -> None:
     missing = [name for name in names if name not in environ]
     if missing:
         raise UserError(
-            f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} not set beside "
-            f"{beside}={environ[beside]}: set {'them' if len(missing) > 1 else 'it'}, or unset {beside}"
+            f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} not set beside {beside}={environ[beside]}",
+            f"set {'them' if len(missing) > 1 else 'it'}, or unset {beside}",
         )
 
 
@@ -52,7 +52,7 @@ def number(environ: Mapping[str, str], name: str, least: int = 0) -> int:
     """Reads a whole number of at least `least`, or raises UserError."""
     text = environ[name]
     if not re.fullmatch(r"\d{1,18}", text, re.ASCII) or int(text) < least:
-        raise UserError(f"{name}={text} is not a whole number of at least {least}: correct it")
+        raise UserError(f"{name}={text} is not a whole number of at least {least}", "correct it")
     return int(text)
 
 

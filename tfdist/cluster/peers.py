@@ -140,7 +140,9 @@ class Peers:
 
     def _needs_others(self) -> None:
         if self._apart:
-            raise UserError(f"{self._apart}, and calls what needs all workers: leave that out, or set chief_only=False")
+            raise UserError(
+                f"{self._apart}, and calls what needs all workers", "leave that out, or set chief_only=False"
+            )
 
     def seeing_signals(self) -> contextlib.AbstractContextManager[None]:
         """Sees signals even while the main thread, which handles them, waits in C++ for a lost worker."""

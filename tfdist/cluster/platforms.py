@@ -45,7 +45,8 @@ def node(environ: Mapping[str, str]) -> PlatformNode | None:
         if (one.node_rank, one.nnodes) != (other.node_rank, other.nnodes):
             raise UserError(
                 f"this is node {one.node_rank} of {one.nnodes} by {one.source} and node {other.node_rank} of "
-                f"{other.nnodes} by {other.source}: unset {one.source}, or unset {other.source}"
+                f"{other.nnodes} by {other.source}",
+                f"unset {one.source}, or unset {other.source}",
             )
     return nodes[0] if nodes else None
 
@@ -76,7 +77,7 @@ def _kubeflow(environ: Mapping[str, str]) -> PlatformNode | None:
         return None
     if ":" in environ["PET_NNODES"]:
         raise UserError(
-            f"PET_NNODES={environ['PET_NNODES']} is an elastic job, whose number of nodes changes: give one number"
+            f"PET_NNODES={environ['PET_NNODES']} is an elastic job, whose number of nodes changes", "give one number"
         )
     if env_vars.number(environ, "PET_NNODES", least=1) > 1:
         env_vars.need(environ, "PET_NODE_RANK", "PET_MASTER_ADDR", beside="PET_NNODES")
@@ -97,7 +98,7 @@ def _sagemaker(environ: Mapping[str, str]) -> PlatformNode | None:
     except (ValueError, RecursionError):
         hosts = None
     if not isinstance(hosts, list) or not hosts or not all(isinstance(host, str) for host in hosts):
-        raise UserError(f"SM_HOSTS={one_line(environ['SM_HOSTS'], 100)} is not a JSON list of host names: correct it")
+        raise UserError(f"SM_HOSTS={one_line(environ['SM_HOSTS'], 100)} is not a JSON list of host names", "correct it")
     hosts = sorted({checked_host(host, "SM_HOSTS") for host in hosts}, key=_natural)
     if environ["SM_CURRENT_HOST"] not in hosts:
         raise UserError(f"SM_CURRENT_HOST={environ['SM_CURRENT_HOST']} is none of SM_HOSTS: {', '.join(hosts)}")

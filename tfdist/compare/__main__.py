@@ -83,7 +83,7 @@ def train_flags(values: flags.FlagValues, jit: str, changed: dict[str, str]) -> 
     given = {name: fields[name] for name in values if name.startswith("config.") and values[name].present}
     own = [name for name in given if name.startswith("config.checkpoint.")]
     if own:
-        raise UserError(f"--{own[0]} is not for a comparison, whose runs save once, at their end: leave it out")
+        raise UserError(f"--{own[0]} is not for a comparison, whose runs save once, at their end", "leave it out")
     # Never due, and so written once, at the end: nothing interrupts what is measured, and the weights have names.
     given |= {"config.checkpoint.every": "1000000000 steps", "config.checkpoint.keep": "1"}
     given |= {"config.checkpoint.best": ""} | changed
@@ -104,7 +104,7 @@ def _own_folder(path: pathlib.Path) -> Iterator[run_folder.RunFolder]:
     with contextlib.suppress(OSError):
         strange = sorted({entry.name for entry in path.iterdir()} - {folder_lock.LOCK})
         if strange and not (path / runner.RECORD).is_file():
-            raise UserError(f"--workdir={path} holds no comparison but {strange[0]}: choose another folder")
+            raise UserError(f"--workdir={path} holds no comparison but {strange[0]}", "choose another folder")
     folder.create()
     try:
         if (path / runner.RECORD).exists():
@@ -125,7 +125,7 @@ def _run(argv: list[str]) -> int:
     values = flags.FLAGS
     wanted, experiment = settings(values), validation.validate(values.config)
     if experiment.train.batch_size == 0:
-        raise UserError("train.batch_size=auto finds another batch for each strategy: give a number to compare them")
+        raise UserError("train.batch_size=auto finds another batch for each strategy", "give a number to compare them")
     given = functools.partial(train_flags, values, wanted.jit)
     field_syntax.check_local("--workdir", values.workdir)
     path = pathlib.Path(os.path.expanduser(values.workdir) or os.path.join("runs", f"compare-{experiment.name}"))

@@ -59,11 +59,11 @@ def steps(text: str, field: str = "data.augment") -> tuple[AugmentStep, ...]:
             raise ValueError
         operations = tuple(_step(node, field) for node in parsed.args)
     except (SyntaxError, ValueError):
-        raise UserError(f"{field}={text!r} is not understood: write it like flip, crop(4), mixup(0.2)") from None
+        raise UserError(f"{field}={text!r} is not understood", "write it like flip, crop(4), mixup(0.2)") from None
     names = [step.name for step in operations]
     for name in ("resized_crop", *MIXING):
         if names.count(name) > 1:
-            raise UserError(f"{field}={text!r} gives {name} {names.count(name)} times: give it once")
+            raise UserError(f"{field}={text!r} gives {name} {names.count(name)} times", "give it once")
     if "resized_crop" in names[1:]:
         raise UserError(f"{field}={text!r}: resized_crop decides the size, so write it first")
     return operations
@@ -76,13 +76,15 @@ def _step(node: ast.expr, field: str) -> AugmentStep:
         raise ValueError
     values = [ast.literal_eval(a) for a in node.args] if isinstance(node, ast.Call) else []
     if name.id in ("normalize", "normalise"):
-        raise UserError(f"{field}: {name.id} is left to the model, which takes inputs as they are stored: leave it out")
+        raise UserError(
+            f"{field}: {name.id} is left to the model, which takes inputs as they are stored", "leave it out"
+        )
     if name.id not in _KNOWN:
         raise UserError(f"unknown operation {name.id!r} in {field}{suggest(name.id, tuple(_KNOWN))}")
     wanted = _KNOWN[name.id]
     written = f"{name.id}({', '.join(a.name for a in wanted)})" if wanted else name.id
     if len(values) != len(wanted):
-        raise UserError(f"{field}: {name.id} has {len(values)} arguments: write {written}")
+        raise UserError(f"{field}: {name.id} has {len(values)} arguments", f"write {written}")
     for argument, value in zip(wanted, values):
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not number or (argument.whole and not float(value).is_integer()):

@@ -83,16 +83,16 @@ def check(field: str, path: str) -> None:
     scheme, _, rest = path.partition("://")
     if re.search(r"[@?#\x00-\x1f]", rest):
         raise UserError(
-            f"{field}={path} has more than a bucket and a folder: leave out '@', '?' and '#'; "
-            "keys are taken from the environment or a profile"
+            f"{field}={path} has more than a bucket and a folder",
+            "leave out '@', '?' and '#'; keys are taken from the environment or a profile",
         )
     parts = rest.removesuffix("/").split("/")
     if len(parts) < 2 or not all(parts) or {".", ".."} & set(parts):
-        raise UserError(f"{field}={path} names no folder in a bucket: write {scheme}://bucket/folder")
+        raise UserError(f"{field}={path} names no folder in a bucket", f"write {scheme}://bucket/folder")
     package = PACKAGES[scheme]
     if importlib.util.find_spec(package) is None:
         raise UserError(
-            f"{field}={path} needs the package {package}, which is not installed: pip install '{EXTRAS[scheme]}'"
+            f"{field}={path} needs the package {package}, which is not installed", f"pip install '{EXTRAS[scheme]}'"
         )
 
 

@@ -41,7 +41,7 @@ def options(field: str, text: str) -> Options:
             for k in call.keywords
         }
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        raise UserError(f"{field}={text!r} is not understood: write name=value, name=value, each name once") from None
+        raise UserError(f"{field}={text!r} is not understood", "write name=value, name=value, each name once") from None
     for name, value in given.items():
         _check_finite(f"{name} in {field}", value)
     return given
@@ -93,7 +93,7 @@ def image_size(text: str) -> tuple[int, int] | None:
         return None
     sides = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", text)
     if not sides:
-        raise UserError(f"data.image_size={text!r} is not understood: write 224, or height x width such as 192x256")
+        raise UserError(f"data.image_size={text!r} is not understood", "write 224, or height x width such as 192x256")
     return int(sides[1]), int(sides[2] or sides[1])
 
 
@@ -107,7 +107,7 @@ def assignments(field: str, text: str) -> dict[str, str]:
     for part in text.split(",") if text.strip() else []:
         name, equals, value = (word.strip() for word in part.rpartition("="))
         if not (name and equals and value) or name in values:
-            raise UserError(f"{field}={text!r} is not understood: write name=value, name=value, each name once")
+            raise UserError(f"{field}={text!r} is not understood", "write name=value, name=value, each name once")
         values[name] = value
     return values
 
@@ -150,7 +150,7 @@ def layer_rates(optimizer: Optimizer) -> dict[str, float]:
     }
     for name, value in factors.items():
         if value <= 0:
-            raise UserError(f"{name} in {field} must be positive, got {value:g}: freeze layers with model.freeze")
+            raise UserError(f"{name} in {field} must be positive, got {value:g}", "freeze layers with model.freeze")
     return factors
 
 
@@ -189,9 +189,9 @@ def schedule_options(optimizer: Optimizer) -> Options:
     if optimizer.schedule == "step" and "boundaries" not in given:
         raise UserError(f"optimizer.schedule=step needs {field}, such as 'boundaries=30% 60% 80%, factor=0.1'")
     if ("factor" in given) != ("every" in given) and optimizer.schedule == "exponential":
-        raise UserError(f"{field}={optimizer.schedule_options!r} is half of it: write factor=0.94, every=2 epochs")
+        raise UserError(f"{field}={optimizer.schedule_options!r} is half of it", "write factor=0.94, every=2 epochs")
     if "end" in given and "factor" in given:
-        raise UserError(f"{field}={optimizer.schedule_options!r} says it twice: give end, or factor and every")
+        raise UserError(f"{field}={optimizer.schedule_options!r} says it twice", "give end, or factor and every")
     return given
 
 
@@ -221,10 +221,12 @@ def expanded(field: str, pattern: str) -> list[str]:
         elif inner is None and not {"{", "}"} & set(piece):
             choices.append([piece])
         else:
-            raise UserError(f"{field}: the braces in {pattern!r} are not understood: write {{000..009}} or {{a,b}}")
+            raise UserError(f"{field}: the braces in {pattern!r} are not understood", "write {000..009} or {a,b}")
     count = math.prod(map(len, choices))
     if count > MOST_PATHS:
-        raise UserError(f"{field}: {pattern!r} stands for {count:,} files, more than {MOST_PATHS:,}: write * for them")
+        raise UserError(
+            f"{field}: {pattern!r} stands for {count:,} files, more than {MOST_PATHS:,}", "write * for them"
+        )
     return ["".join(parts) for parts in itertools.product(*choices)]
 
 
@@ -238,8 +240,8 @@ def check_local(field: str, path: str, also: tuple[str, ...] = ()) -> None:
     if scheme:
         known = "".join(f", {name}://" for name in also)
         raise UserError(
-            f"{field}={path} is a URL ({scheme[1]}:), and only paths on this machine{known} are supported: "
-            "mount it, or copy it here and give its path"
+            f"{field}={path} is a URL ({scheme[1]}:), and only paths on this machine{known} are supported",
+            "mount it, or copy it here and give its path",
         )
 
 

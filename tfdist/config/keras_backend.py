@@ -45,6 +45,4 @@ def check(environ: Mapping[str, str]) -> None:
     if "keras" in sys.modules:  # which has chosen, whatever the variable says by now
         backend = backend._replace(name=sys.modules["keras"].config.backend())
     if backend.name != "tensorflow":
-        raise UserError(
-            f"{backend.chosen_by} makes Keras run on {backend.name}, tfdist needs TensorFlow: {backend.fix}"
-        )
+        raise UserError(f"{backend.chosen_by} makes Keras run on {backend.name}, tfdist needs TensorFlow", backend.fix)

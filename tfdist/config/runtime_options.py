@@ -81,16 +81,18 @@ class PlacementOptions:
 
     def _check_tpu(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.:/-]{0,200}", self.tpu):
-            raise UserError(f"--tpu={self.tpu} is not understood: use local, or the name of a TPU in the Cloud")
+            raise UserError(f"--tpu={self.tpu} is not understood", "use local, or the name of a TPU in the Cloud")
         if self.tpu != "local" and self.strategy not in ("auto", "tpu"):
-            raise UserError(f"--tpu={self.tpu} asks for a TPU and --strategy={self.strategy} uses none: leave one out")
+            raise UserError(
+                f"--tpu={self.tpu} asks for a TPU and --strategy={self.strategy} uses none", "leave one out"
+            )
         if self.strategy != "tpu" and self.tpu == "local":
             return
         for field, given in (("virtual_devices", self.virtual_devices), ("devices", self.devices)):
             if given not in (None, "all"):
-                raise UserError(f"--{field}={given} is for CPUs and GPUs, and a TPU is used as a whole: leave it out")
+                raise UserError(f"--{field}={given} is for CPUs and GPUs, and a TPU is used as a whole", "leave it out")
         if self.jit == "on":
-            raise UserError("--jit=on is for CPUs and GPUs; a TPU compiles every step: leave it out")
+            raise UserError("--jit=on is for CPUs and GPUs; a TPU compiles every step", "leave it out")
 
     @property
     def uses_cpu(self) -> bool:
@@ -139,13 +141,13 @@ class DisplayOptions:
         bounds = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", self.profile)
         if not bounds or int(bounds[1]) > int(bounds[2]):
             raise UserError(
-                f"--profile={self.profile} is not understood: write the first and the last update, such as 20:30"
+                f"--profile={self.profile} is not understood", "write the first and the last update, such as 20:30"
             )
         count = int(bounds[2]) - int(bounds[1]) + 1
         if count > MOST_PROFILED:
             raise UserError(
-                f"--profile={self.profile} is {count} updates, a trace that no browser opens: "
-                f"choose at most {MOST_PROFILED}"
+                f"--profile={self.profile} is {count} updates, a trace that no browser opens",
+                f"choose at most {MOST_PROFILED}",
             )
 
 
@@ -178,8 +180,8 @@ class Environment(DisplayOptions, ResumeOptions, PlacementOptions):
             raise UserError(f"--topology={self.topology} compiles ahead of time and requires --dry_run")
         if self.strategy not in ("auto", "default") or self.devices not in ("all", "none") or self.virtual_devices:
             raise UserError(
-                f"--topology={self.topology} says on which devices: leave out --strategy, --devices and "
-                "--virtual_devices"
+                f"--topology={self.topology} says on which devices",
+                "leave out --strategy, --devices and --virtual_devices",
             )
 
 

@@ -112,7 +112,8 @@ def make(experiment: Experiment, examples: int, replicas: int) -> Plan:
     if updates > LARGEST:
         raise UserError(
             f"train.epochs={train.epochs} are {updates:,} updates of {train.batch_size} examples, "
-            f"more than {LARGEST:,}: choose fewer"
+            f"more than {LARGEST:,}",
+            "choose fewer",
         )
     every = duration("eval.every", experiment.eval.every, per_epoch, train.batch_size, updates)
     if every % per_epoch:
@@ -143,14 +144,14 @@ def _decay(experiment: Experiment, per_epoch: int, updates: int, warmup: int) ->
     options, field = schedule_options(optimizer), "optimizer.schedule_options"
     if warmup >= updates:
         raise UserError(
-            f"optimizer.warmup={optimizer.warmup!r} is {warmup} updates of {updates}: leave some for training"
+            f"optimizer.warmup={optimizer.warmup!r} is {warmup} updates of {updates}", "leave some for training"
         )
     match optimizer.schedule:
         case "step":
             texts = _DURATIONS.findall(options["boundaries"])
             if "".join(texts).replace(" ", "") != options["boundaries"].replace(" ", ""):
                 raise UserError(
-                    f"boundaries in {field}={options['boundaries']!r} are not understood: write 30% 60% 80%"
+                    f"boundaries in {field}={options['boundaries']!r} are not understood", "write 30% 60% 80%"
                 )
             boundaries = tuple(duration(f"boundaries in {field}", text, per_epoch, batch, updates) for text in texts)
             if (
@@ -166,7 +167,7 @@ def _decay(experiment: Experiment, per_epoch: int, updates: int, warmup: int) ->
         case "exponential" if "every" in options:
             every = duration(f"every in {field}", options["every"], per_epoch, batch, updates)
             if not every:
-                raise UserError(f"every in {field}={options['every']!r} is less than an update: write more")
+                raise UserError(f"every in {field}={options['every']!r} is less than an update", "write more")
             return Decay("exponential", factor=options["factor"], every=every)
         case "exponential":
             return Decay("exponential", factor=options.get("end", 0.01), every=updates - warmup)
@@ -188,7 +189,7 @@ def duration(field: str, text: str, per_epoch: int, batch: int, updates: int) ->
     """Returns the updates in `text`: `10`, `10 steps`, `0.5 epochs`, `2000 examples` or `5%` of the run."""
     match = _DURATION.match(text)
     if not match:
-        raise UserError(f"{field}={text!r} is not a duration: write 100 steps, 2 epochs, 5000 examples or 5%")
+        raise UserError(f"{field}={text!r} is not a duration", "write 100 steps, 2 epochs, 5000 examples or 5%")
     number, unit = float(match[1]), (match[2] or "steps").rstrip("s")
     _check_largest(field, text, number)
     scale = {"%": updates / 100, "step": 1.0, "update": 1.0, "epoch": per_epoch, "example": 1 / batch}[unit]
@@ -215,12 +216,12 @@ def interval(field: str, text: str, per_epoch: int | None = 1, batch: int = 1, u
     known = _DURATION.match(text)
     unit = (known[2] or "steps").rstrip("s") if known else ""
     if not known or unit == "%":
-        raise UserError(f"{field}={text!r} is not understood: write 100 steps, 1 epoch, 60 seconds, 5 minutes or off")
+        raise UserError(f"{field}={text!r} is not understood", "write 100 steps, 1 epoch, 60 seconds, 5 minutes or off")
     if unit == "epoch" and per_epoch is None:
-        raise UserError(f"{field}={text!r} with data of unknown length: write it in steps or seconds")
+        raise UserError(f"{field}={text!r} with data of unknown length", "write it in steps or seconds")
     every = duration(field, text, per_epoch or 1, batch, 0)
     if every < 1 and float(known[1]) == 0:
-        raise UserError(f"{field}={text!r} is no interval: write off for none")
+        raise UserError(f"{field}={text!r} is no interval", "write off for none")
     return Interval(max(1, every), math.inf)
 
 
@@ -230,7 +231,7 @@ def profiled(text: str, plan: Plan) -> tuple[int, int]:
         return 0, 0
     first, last = map(int, text.split(":"))
     if last > plan.updates:
-        raise UserError(f"--profile={text} is beyond the run's {plan.updates} updates: choose earlier ones")
+        raise UserError(f"--profile={text} is beyond the run's {plan.updates} updates", "choose earlier ones")
     return first, last
 
 
@@ -251,13 +252,14 @@ def better(text: str, field: str = "checkpoint.best") -> Aim:
     """
     mode, _, name = text.strip().rpartition(" ")
     if mode not in ("", "min", "max"):
-        raise UserError(f"{field}={text!r} is not understood: write a metric, or min or max and a metric")
+        raise UserError(f"{field}={text!r} is not understood", "write a metric, or min or max and a metric")
     if not mode and name:
         loss = name.endswith("loss")  # also of an output with any name
         grows, shrinks = not loss and bool(_GROWS.search(name)), loss or bool(_SHRINKS.search(name))
         if grows == shrinks:
             raise UserError(
-                f"{field}={text!r} does not tell whether less or more of it is better: write min {name} or max {name}"
+                f"{field}={text!r} does not tell whether less or more of it is better",
+                f"write min {name} or max {name}",
             )
         mode = "max" if grows else "min"
     return Aim(name, 1 if mode == "max" else -1)

@@ -66,7 +66,9 @@ def loss(train: Train) -> KerasObjectSpec | None:
     """
     specs = _all("train.loss", train.loss, LOSSES, ())
     if len(specs) > 1:
-        raise UserError(f"train.loss={train.loss!r} names {len(specs)} losses: give one, or a function that adds them")
+        raise UserError(
+            f"train.loss={train.loss!r} names {len(specs)} losses", "give one, or a function that adds them"
+        )
     return specs[0] if specs else None
 
 
@@ -89,7 +91,7 @@ def _all(field: str, text: str, classes: tuple[str, ...], more: tuple[str, ...])
     for part in _parts(field, text):
         match = re.fullmatch(r"([\w.:]+)\s*(?:\((.*)\))?", part, re.DOTALL)
         if not match:
-            raise UserError(f"{field}={text!r} is not understood: write names as in {_EXAMPLES[field]}")
+            raise UserError(f"{field}={text!r} is not understood", f"write names as in {_EXAMPLES[field]}")
         name, arguments = match[1], match[2]
         if name not in by_name and not field_syntax.is_reference(name):
             known = tuple(by_name) if field == "train.callbacks" else (*more, *map(_lower, classes))
@@ -99,7 +101,7 @@ def _all(field: str, text: str, classes: tuple[str, ...], more: tuple[str, ...])
     names = [one.name for one in found if one.field == "train.metrics"]
     for name in names:
         if names.count(name) > 1 and not all(one.options for one in found if one.name == name):
-            raise UserError(f"{field}={text!r} gives {name} {names.count(name)} times: give it once")
+            raise UserError(f"{field}={text!r} gives {name} {names.count(name)} times", "give it once")
     return found
 
 
@@ -114,7 +116,7 @@ def _parts(field: str, text: str) -> list[str]:
     """Splits at commas that are not within brackets or quotes."""
     parts = field_syntax.divided(field, text, ",")
     if text.strip() and not all(part.strip() for part in parts):
-        raise UserError(f"{field}={text!r} is not understood: write names as in {_EXAMPLES[field]}")
+        raise UserError(f"{field}={text!r} is not understood", f"write names as in {_EXAMPLES[field]}")
     return [part.strip() for part in parts if part.strip()]
 
 

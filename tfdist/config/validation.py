@@ -163,9 +163,9 @@ def _combinations(experiment: Experiment) -> None:
 def _name(name: str) -> None:
     """Checks that the name can be that of a folder in `runs`, and leaves room for what is added to it."""
     if not re.fullmatch(r"[\w.-]+", name) or name in (".", ".."):
-        raise UserError(f"name={name!r} becomes a folder: use letters, digits, '_', '-' and '.'")
+        raise UserError(f"name={name!r} becomes a folder", "use letters, digits, '_', '-' and '.'")
     if len(name.encode()) > LONGEST_NAME:
-        raise UserError(f"name={name[:20]!r}... becomes a folder and has {len(name)} characters: use fewer")
+        raise UserError(f"name={name[:20]!r}... becomes a folder and has {len(name)} characters", "use fewer")
 
 
 def _types(group: object, above: str = "") -> None:
@@ -196,7 +196,7 @@ def _model(model: Model) -> None:
         _file("model.name", name)
         for field, value in (("model.options", model.options), ("model.weights", model.weights)):
             if value:
-                raise UserError(f"{field}={value!r} does not go with a model from a file ({name}): leave it out")
+                raise UserError(f"{field}={value!r} does not go with a model from a file ({name})", "leave it out")
     elif not (name in MODELS or name in APPLICATIONS or field_syntax.is_reference(name)):
         lower = {known.lower(): known for known in (*APPLICATIONS, *MODELS)}
         near = difflib.get_close_matches(name.lower(), lower, n=1)
@@ -208,17 +208,17 @@ def _model(model: Model) -> None:
     if model.weights:
         if not model.weights.endswith((FILE, ".h5")):
             raise UserError(
-                f"model.weights={model.weights!r} is no file of Keras: give a .keras, .weights.h5 or .h5 file"
+                f"model.weights={model.weights!r} is no file of Keras", "give a .keras, .weights.h5 or .h5 file"
             )
         _file("model.weights", model.weights)
     if model.freeze and not all(pattern.strip().strip("!") for pattern in model.freeze.split(",")):
         raise UserError(
-            f"model.freeze={model.freeze!r} is not understood: write patterns of layer names, such as conv*, !head"
+            f"model.freeze={model.freeze!r} is not understood", "write patterns of layer names, such as conv*, !head"
         )
 
 
 def _file(field: str, path: str) -> None:
     if not os.path.isfile(path):
         raise UserError(
-            f"{field}={path!r} does not exist: give the path of a file on this machine, or train first what makes it"
+            f"{field}={path!r} does not exist", "give the path of a file on this machine, or train first what makes it"
         )

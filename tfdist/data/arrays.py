@@ -47,7 +47,7 @@ class Arrays(Source):
         if len(sizes) != 1:
             raise UserError(f"x, y and weights must have one entry per example each, got lengths {sorted(sizes)}")
         if sizes == {0}:
-            raise UserError("the data set is empty: give it at least one example")
+            raise UserError("the data set is empty", "give it at least one example")
         object.__setattr__(self, "size", sizes.pop())
 
     @property
@@ -110,7 +110,8 @@ class Arrays(Source):
         first = math.floor(self.size * (1.0 - fraction)) if 0 < fraction < 1 else 0
         if not 0 < first < self.size:
             raise UserError(
-                f"validation_split={fraction} leaves nothing of {self.size} examples on one side: use another part of 1"
+                f"validation_split={fraction} leaves nothing of {self.size} examples on one side",
+                "use another part of 1",
             )
         return self._part(slice(first)), self._part(slice(first, None))
 
@@ -142,7 +143,7 @@ def in_memory(source: Records) -> Arrays:
         feed = RecordFeed(source, Layout(_DECODED, 1, 1))
         feed.next(row // _DECODED, 1)
         if unreadable := feed.first_unreadable():
-            raise UserError(f"{unreadable}: remove it, or write it anew") from None
+            raise UserError(unreadable, "remove it, or write it anew") from None
         raise
     return Arrays(columns)
 

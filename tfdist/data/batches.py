@@ -57,9 +57,11 @@ class Batches(Source):
             object.__setattr__(self, "dataset", self.dataset.map(lambda x: (x,)))
         for spec in keras.tree.flatten(self.decoded.element_spec):
             if not isinstance(spec, tf.TensorSpec):
-                raise UserError(f"a data set of {type(spec).__name__} cannot be batched evenly: make its tensors dense")
+                raise UserError(
+                    f"a data set of {type(spec).__name__} cannot be batched evenly", "make its tensors dense"
+                )
             if spec.shape.rank == 0:
-                raise UserError("the data set has scalar elements: batch it (dataset.batch(64))")
+                raise UserError("the data set has scalar elements", "batch it (dataset.batch(64))")
 
     @property
     def decoded(self) -> tf.data.Dataset:
@@ -71,7 +73,7 @@ class Batches(Source):
         """Returns the batches per epoch, None if the data set does not know, 0 if it has no end."""
         count = self.reader.cardinality(self.dataset)
         if count == 0:
-            raise UserError("the data set is empty: give it at least one batch")
+            raise UserError("the data set is empty", "give it at least one batch")
         if count == tf.data.INFINITE_CARDINALITY:
             return 0
         return count if count > 0 else None
@@ -98,7 +100,7 @@ class Batches(Source):
         own = int(tf.nest.flatten(self.specs)[0].shape[0] or 0) or len(keras.tree.flatten(self.first_batch())[0])
         # A data set of a single, smaller batch is all of it; one of unknown length may be.
         if batch not in (None, own) and not (own < batch and self.batches in (1, None)):
-            raise UserError(f"batch_size={batch} does not fit a data set of batches of {own}: leave it out")
+            raise UserError(f"batch_size={batch} does not fit a data set of batches of {own}", "leave it out")
         return own
 
     def sizes(self, batch: int) -> set[int]:
@@ -128,7 +130,7 @@ class Batches(Source):
             return self.decode(*first) if self.decode else first
         for batch in self.decoded.take(1):
             return batch
-        raise UserError("the data set is empty: give it at least one batch")
+        raise UserError("the data set is empty", "give it at least one batch")
 
     def first_rows(self, count: int) -> tuple:
         return self.first_batch()
@@ -167,8 +169,8 @@ class Batches(Source):
 
     def by_number(self, field: str) -> Records:
         raise UserError(
-            f"{field} needs examples that can be read by number, and this data set is a stream of batches: "
-            "set data.cache=memory, or do it in the data set itself"
+            f"{field} needs examples that can be read by number, and this data set is a stream of batches",
+            "set data.cache=memory, or do it in the data set itself",
         )
 
 

@@ -68,30 +68,32 @@ def local(path: str, what: str, download: bool = True, braces: bool = False) -> 
     try:
         listed = bucket.listing("" if fixed != path else pattern)
     except BucketError as error:
-        raise UserError(f"{what} cannot be read ({error.strerror}): check the network, your keys and the URL") from None
+        raise UserError(
+            f"{what} cannot be read ({error.strerror})", "check the network, your keys and the URL"
+        ) from None
     patterns = [
         re.compile(fnmatch.translate(p)) for p in (field_syntax.expanded(what, pattern) if braces else [pattern])
     ]
     objects = {n: e for n, e in listed.items() if fixed == path or any(p.match(n) for p in patterns)}
     objects = {n: e for n, e in objects.items() if not {"..", ".", ""} & set(n.split("/"))}
     if not objects:
-        raise UserError(f"{what} has no files: give the URL of a file, a folder or a pattern that has some")
+        raise UserError(f"{what} has no files", "give the URL of a file, a folder or a pattern that has some")
     base = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "tfdist", "data")
     folder = base / _digest(above, objects)
     if not folder.is_dir():
         if not download:
-            raise UserError(f"{what} is not in {base} yet, and a dry run downloads nothing: leave out --dry_run")
+            raise UserError(f"{what} is not in {base} yet, and a dry run downloads nothing", "leave out --dry_run")
         try:
             base.mkdir(parents=True, exist_ok=True)
             with local_files.locked(base / f".{folder.name}.lock", f"another run that downloads {path}", LIMIT_S):
                 if not folder.is_dir():
                     _download(bucket, objects, folder)
         except BucketError as error:
-            raise UserError(f"{error} ({what}): check the network, your keys and the URL") from None
+            raise UserError(f"{error} ({what})", "check the network, your keys and the URL") from None
         except OSError as error:
             raise UserError(
-                f"{what} cannot be downloaded to {base} ({error.strerror or error}): "
-                "free that disk, or set XDG_CACHE_HOME to a folder on another one"
+                f"{what} cannot be downloaded to {base} ({error.strerror or error})",
+                "free that disk, or set XDG_CACHE_HOME to a folder on another one",
             ) from None
     return str(folder / pattern)
 

@@ -26,7 +26,7 @@ def resolve(text: str, data: Loaded) -> dict[int, float] | None:
         return None
     classes, names = data.spec.classes, data.spec.names
     if classes is None or not _one_class_each(data.train):
-        raise UserError(f"train.class_weight={text!r} is for data with one class per example: leave it out")
+        raise UserError(f"train.class_weight={text!r} is for data with one class per example", "leave it out")
     weights = balanced(data.train.class_counts(classes)) if text == "balanced" else _parsed(text, classes, names)
     logger.info(f"class weights: {describe(weights, names)}")
     return weights
@@ -41,7 +41,7 @@ def _parsed(text: str, classes: int, names: tuple[str, ...]) -> dict[int, float]
             raise UserError(f"unknown class {name!r} in train.class_weight{field_syntax.suggest(name, known)}")
         weights[number] = value
     if all(weights.get(number) == 0 for number in range(classes)):
-        raise UserError(f"train.class_weight={text!r} gives every class the weight 0: leave some to be learned")
+        raise UserError(f"train.class_weight={text!r} gives every class the weight 0", "leave some to be learned")
     return weights
 
 

@@ -56,11 +56,13 @@ def described(train: Source, evaluation: Source) -> Loaded:
     """
     if train.size is None:
         raise UserError(
-            "a data function must return arrays, or its number of examples stays unknown: "
-            "return NumPy arrays, or use the Python API (tfdist.fit) with a tf.data.Dataset"
+            "a data function must return arrays, or its number of examples stays unknown",
+            "return NumPy arrays, or use the Python API (tfdist.fit) with a tf.data.Dataset",
         )
     if evaluation.reader.once:
-        raise UserError("a data function returned a generator, which can be read once: return a keras.utils.PyDataset")
+        raise UserError(
+            "a data function returned a generator, which can be read once", "return a keras.utils.PyDataset"
+        )
     classes, maximum = None, 1.0
     first = tf.nest.flatten(train.specs[0])[0]
     shape, dtype = tuple(first.shape[1:]), np.dtype(getattr(first.dtype, "as_numpy_dtype", first.dtype))

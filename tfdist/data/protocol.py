@@ -156,7 +156,8 @@ class StaticFeed(Feed):
         if shapes != self._shapes:
             raise UserError(
                 f"the data set gives examples of shapes {shapes} after {self._shapes}, and each would be compiled anew "
-                "here: pad them to one, or cut them (dataset.padded_batch with padded_shapes)"
+                "here",
+                "pad them to one, or cut them (dataset.padded_batch with padded_shapes)",
             )
         return batch
 
@@ -323,7 +324,7 @@ class Source(abc.ABC):
         """Returns the first examples, and the last ones, which are `fraction` of them, as Keras divides arrays."""
         del fraction
         raise UserError(
-            "validation_split takes the last examples of arrays, and the data is none: give validation_data instead"
+            "validation_split takes the last examples of arrays, and the data is none", "give validation_data instead"
         )
 
 
@@ -341,7 +342,7 @@ def weigh_classes(source: Source, weights: Mapping[int, float]) -> Source:
 
     def add(x, y=None, weight=None):
         if y is None or keras.tree.is_nested(y):
-            raise UserError("class_weight needs a model with a single output and targets for it: use sample weights")
+            raise UserError("class_weight needs a model with a single output and targets for it", "use sample weights")
         y = tf.convert_to_tensor(y)
         if y.shape.rank > 1 and y.shape[-1] != 1:
             labels = tf.argmax(y, -1, tf.int32)

@@ -72,7 +72,7 @@ class PythonReader(Reader):
     def __init__(self, origin: Iterable, head: Iterable, alone: str = ""):
         looked_at = [columns(batch) for batch in head]
         if not looked_at:
-            raise UserError("the data set is empty: give it at least one batch")
+            raise UserError("the data set is empty", "give it at least one batch")
         self.origin: Any = origin
         self.first = looked_at[0]
         self.alone = alone
@@ -122,7 +122,7 @@ class SequenceReader(PythonReader):
         try:
             self.size = sequence.num_batches
         except NotImplementedError as error:
-            raise UserError(f"{_name(sequence)} has no length: give it __len__, or num_batches = None") from error
+            raise UserError(f"{_name(sequence)} has no length", "give it __len__, or num_batches = None") from error
         if sequence.max_queue_size < 1:
             raise UserError(f"max_queue_size of {_name(sequence)} must be at least 1, got {sequence.max_queue_size}")
         head = [sequence[i] for i in range(_LOOKED_AT if self.size is None else min(_LOOKED_AT, self.size))]
@@ -241,9 +241,9 @@ def without_missing(parts: tuple) -> tuple:
     if not parts:
         raise UserError("no data given (got None)", "give NumPy arrays, a tf.data.Dataset of batches, or a source")
     if len(parts) == 3 and parts[1] is None:
-        raise UserError("sample weights without targets have nothing to weigh: give y as well")
+        raise UserError("sample weights without targets have nothing to weigh", "give y as well")
     if len(parts) == 3 and any(weight is None for weight in keras.tree.flatten(parts[2])):
-        raise UserError("the sample weights of an output are None: give ones, an array of the number of examples")
+        raise UserError("the sample weights of an output are None", "give ones, an array of the number of examples")
     return parts
 
 
@@ -255,7 +255,7 @@ def array(value: object) -> np.ndarray:
     """
     kind = type(value).__name__
     if kind in ("RaggedTensor", "SparseTensor") or type(value).__module__.startswith("scipy.sparse"):
-        raise UserError(f"a {kind} cannot be batched evenly: make it dense (to_tensor, tf.sparse.to_dense, toarray)")
+        raise UserError(f"a {kind} cannot be batched evenly", "make it dense (to_tensor, tf.sparse.to_dense, toarray)")
     try:
         made = value.numpy() if isinstance(value, tf.Tensor) else np.asarray(value)
     except ValueError as error:
@@ -265,8 +265,8 @@ def array(value: object) -> np.ndarray:
     objects = made.dtype == object and not (made.size and isinstance(made.flat[0], (str, bytes)))
     if objects or made.ndim == 0:
         raise UserError(
-            f"cannot train on {kind}{' of Python objects' * isinstance(value, np.ndarray) * objects}: "
-            "give NumPy arrays, a tf.data.Dataset of batches, or a source of tfdist"
+            f"cannot train on {kind}{' of Python objects' * isinstance(value, np.ndarray) * objects}",
+            "give NumPy arrays, a tf.data.Dataset of batches, or a source of tfdist",
         )
     return made
 

@@ -45,10 +45,12 @@ class Examples:
         self._data, self._what = data, what
         grains = [c.__name__ for c in type(data).__mro__ if c.__module__.startswith("grain")]
         if "BatchMapDataset" in grains:
-            raise UserError(f"{what} returned batches, and needs examples, which are batched later: leave out batch()")
+            raise UserError(
+                f"{what} returned batches, and needs examples, which are batched later", "leave out batch()"
+            )
         size = len(data)  # type: ignore[arg-type]
         if size == sys.maxsize:
-            raise UserError(f"{what} returned examples without end: leave out repeat()")
+            raise UserError(f"{what} returned examples without end", "leave out repeat()")
         if size and any("RandomMap" in type(part).__name__ for part in _pipeline(data)):
             logger.info(
                 f"WARNING: random_map of {what} draws once for an example, alike in each epoch: see data.augment"

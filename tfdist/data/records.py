@@ -53,7 +53,7 @@ class Records(Source):
 
     def __post_init__(self):
         if self.size < 1:
-            raise UserError("the data set is empty: give it at least one example")
+            raise UserError("the data set is empty", "give it at least one example")
 
     columns = None
 
@@ -97,7 +97,7 @@ class Records(Source):
             return next(iterator)
         except UNREADABLE as error:
             if unreadable := feed.first_unreadable():
-                raise UserError(f"{unreadable}: {REPAIR}") from error
+                raise UserError(unreadable, REPAIR) from error
             raise
 
     def head(self, limit: int) -> tuple[Source, bool]:
@@ -110,8 +110,8 @@ class Records(Source):
     def class_counts(self, classes: int) -> np.ndarray:
         if self.labels is None:
             raise UserError(
-                "train.class_weight=balanced would have to read all examples first to count them: write the weights, "
-                "such as 0=3.0, 2=0.2"
+                "train.class_weight=balanced would have to read all examples first to count them",
+                "write the weights, such as 0=3.0, 2=0.2",
             )
         return np.bincount(self.labels, minlength=classes)
 

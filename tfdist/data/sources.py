@@ -85,8 +85,8 @@ def check_labels(y: np.ndarray, classes: int, what: str) -> None:
         example = wrong[0] // max(1, y[0].size)
         raise UserError(
             f"label {value} of example {example} is out of range for {what} with {classes} classes "
-            f"(0 to {classes - 1}); {wrong.size} such label{'s' * (wrong.size > 1)}: "
-            "correct the labels or the model's last layer"
+            f"(0 to {classes - 1}); {wrong.size} such label{'s' * (wrong.size > 1)}",
+            "correct the labels or the model's last layer",
         )
 
 
@@ -136,7 +136,7 @@ def read_epochs(source: Source, layout: Layout, shuffle: bool, seed: int, across
       across: epochs have a length of their own, and go on in a data set where the one before has ended.
     """
     if not isinstance(shuffle, (bool, np.bool_)):
-        raise UserError(f"shuffle must be True or False, got {shuffle!r}: shuffle within batches yourself")
+        raise UserError(f"shuffle must be True or False, got {shuffle!r}", "shuffle within batches yourself")
     if not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**31:
         raise UserError(f"seed must be a whole number between 0 and {2**31 - 1}, got {seed!r}")
     order = seed if shuffle else None

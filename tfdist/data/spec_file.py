@@ -65,7 +65,7 @@ def read(path: pathlib.Path) -> Spec | None:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
-            f"{file} cannot be used ({type(error).__name__}: {error}): copy it back, or delete it"
+            f"{file} cannot be used ({type(error).__name__}: {error})", "copy it back, or delete it"
         ) from None
 
 

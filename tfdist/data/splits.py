@@ -38,7 +38,7 @@ def by_file_name(paths: Iterable[str]) -> dict[str, list[str]]:
     by_split: dict[str, list[str]] = {}
     for f, named in words.items():
         if len(named) != 1:
-            raise UserError(f"{f} does not say of which split it is, and others do: name it like train or test")
+            raise UserError(f"{f} does not say of which split it is, and others do", "name it like train or test")
         by_split.setdefault(named.pop(), []).append(f)
     return by_split
 
@@ -78,7 +78,8 @@ def select(text: str, sizes: Mapping[str, int], field: str, what: str) -> list[t
         written = _PART.match(part)
         if not written:
             raise UserError(
-                f"{field}={text!r} is not understood: write train, train[:90%], train[100:], train[:-50] or train+test"
+                f"{field}={text!r} is not understood",
+                "write train, train[:90%], train[100:], train[:-50] or train+test",
             )
         name, first, last = written.groups()
         if name not in sizes:
@@ -89,7 +90,7 @@ def select(text: str, sizes: Mapping[str, int], field: str, what: str) -> list[t
         begin = 0 if first is None else _bound(first, size, text, field, what)
         end = size if last is None else _bound(last, size, text, field, what)
         if begin >= end:
-            raise UserError(f"{field}={text!r} selects none of the {size:,} examples of {what}: choose other bounds")
+            raise UserError(f"{field}={text!r} selects none of the {size:,} examples of {what}", "choose other bounds")
         parts.append((name, np.arange(begin, end)))
     return parts
 
@@ -103,5 +104,5 @@ def _bound(text: str, size: int, whole: str, field: str, what: str) -> int:
         bound += size
     if not 0 <= bound <= size:
         limit = "100 %" if share else f"{size:,} examples"
-        raise UserError(f"{field}={whole!r} goes beyond the {limit} of {what}: choose other bounds")
+        raise UserError(f"{field}={whole!r} goes beyond the {limit} of {what}", "choose other bounds")
     return bound

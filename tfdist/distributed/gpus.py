@@ -144,7 +144,7 @@ def least_used(gpus: tuple[DriverGPU, ...], count: int) -> tuple[DriverGPU, ...]
       UserError: fewer than `count` GPUs.
     """
     if count > len(gpus):
-        raise UserError(f"--devices=idle:{count} asks for {count} GPUs, found {len(gpus)}: ask for fewer")
+        raise UserError(f"--devices=idle:{count} asks for {count} GPUs, found {len(gpus)}", "ask for fewer")
     # GPUtil is imported where it is used: it pulls in distutils, 0.2 s that a run without GPUs need not pay.
     import GPUtil
 
@@ -201,8 +201,8 @@ def select(devices: str, listed: Survey, environ: Mapping[str, str]) -> Selectio
     if usable is None:
         if devices != "all":
             raise UserError(
-                f"--devices={devices} cannot be combined with CUDA_VISIBLE_DEVICES={inherited}: "
-                "choose with one of the two"
+                f"--devices={devices} cannot be combined with CUDA_VISIBLE_DEVICES={inherited}",
+                "choose with one of the two",
             )
         return Selection((), None, opaque=True)
     if devices == "all":
@@ -223,7 +223,7 @@ def _by_number(number: int, listed: Survey, usable: tuple[DriverGPU, ...], inher
         if gpu.number == number:
             return gpu
     if any(g.number == number for g in listed.gpus):
-        raise UserError(f"device {number} is hidden by CUDA_VISIBLE_DEVICES={inherited}: unset it, or choose another")
+        raise UserError(f"device {number} is hidden by CUDA_VISIBLE_DEVICES={inherited}", "unset it, or choose another")
     known = ", ".join(str(g.number) for g in listed.gpus) or f"none{f' ({listed.problem})' if listed.problem else ''}"
     raise UserError(f"there is no device {number}: the driver lists {known}")
 
@@ -241,8 +241,8 @@ def _inherited(gpus: tuple[DriverGPU, ...], visible: str | None, order: str | No
             return None
         if entry.isdigit() and order != "PCI_BUS_ID" and len({g.name for g in gpus}) > 1:
             raise UserError(
-                f"CUDA_VISIBLE_DEVICES={visible} counts unlike GPUs fastest first, not as the driver does: "
-                "set CUDA_DEVICE_ORDER=PCI_BUS_ID, or name them by UUID"
+                f"CUDA_VISIBLE_DEVICES={visible} counts unlike GPUs fastest first, not as the driver does",
+                "set CUDA_DEVICE_ORDER=PCI_BUS_ID, or name them by UUID",
             )
         match = [
             g

@@ -44,23 +44,23 @@ def choose(
         _check_tpu(options, cluster)
     if name in ("default", "mirrored") and cluster.size > 1:
         raise UserError(
-            f"--strategy={name} trains in one process and there are {cluster.size} workers ({cluster.source}): "
-            "use --strategy=multi_worker, or start one process"
+            f"--strategy={name} trains in one process and there are {cluster.size} workers ({cluster.source})",
+            "use --strategy=multi_worker, or start one process",
         )
     if name == "multi_worker" and cluster.source == HOROVODRUN:
         raise UserError(
-            "--strategy=multi_worker under horovodrun has no addresses: use --strategy=horovod, "
-            "or python -m tfdist.launch"
+            "--strategy=multi_worker under horovodrun has no addresses",
+            "use --strategy=horovod, or python -m tfdist.launch",
         )
     if name == "horovod" and devices > 1:
         raise UserError(
-            f"--strategy=horovod uses one device per process, this one has {what}: start as many processes, "
-            "or pick one with --devices"
+            f"--strategy=horovod uses one device per process, this one has {what}",
+            "start as many processes, or pick one with --devices",
         )
     if name == "mirrored" and devices < 2 and not selection.opaque:
         raise UserError(
-            f"--strategy=mirrored needs at least 2 devices, found 1 ({'1 GPU' if selection.gpus else 'the CPU'}): "
-            "use --virtual_devices=2 to split the CPU, or --strategy=default"
+            f"--strategy=mirrored needs at least 2 devices, found 1 ({'1 GPU' if selection.gpus else 'the CPU'})",
+            "use --virtual_devices=2 to split the CPU, or --strategy=default",
         )
     return StrategyChoice(name, reason, devices if name in ("mirrored", "multi_worker") else 1)
 
@@ -89,8 +89,8 @@ def _automatic(
 def _check_tpu(options: PlacementOptions, cluster: Cluster) -> None:
     if cluster.size > 1:
         raise UserError(
-            f"--strategy=tpu drives all cores from one process and there are {cluster.size} workers "
-            f"({cluster.source}): start one process"
+            f"--strategy=tpu drives all cores from one process and there are {cluster.size} workers ({cluster.source})",
+            "start one process",
         )
     problem = tpu_host.problem()
     if problem:
@@ -114,7 +114,7 @@ def check_visible(selection: Selection, seen: int, options: PlacementOptions, sa
     reasons = [line.partition("] ")[2] or line for line in said.splitlines() if any(s in line for s in signs)]
     raise UserError(
         f"the driver lists {wanted} usable GPU{'s' * (wanted > 1)} ({selection.gpus[0].name}) "
-        f"and TensorFlow sees {seen}{f' ({reasons[-1].strip()})' if reasons else ''}: "
+        f"and TensorFlow sees {seen}{f' ({reasons[-1].strip()})' if reasons else ''}",
         "install TensorFlow with CUDA (pip install 'tfdist[cuda]'), "
-        "or train on the CPU with --strategy=default --devices=none"
+        "or train on the CPU with --strategy=default --devices=none",
     )

@@ -109,8 +109,8 @@ def _configure(action: Callable[[], object], what: str) -> None:
         action()
     except RuntimeError:
         raise UserError(
-            f"{what} comes too late, TensorFlow has already started in this process: "
-            "call tfdist.connect() before anything else, or start a new process"
+            f"{what} comes too late, TensorFlow has already started in this process",
+            "call tfdist.connect() before anything else, or start a new process",
         ) from None
 
 
@@ -138,10 +138,11 @@ def check_starts(compiles: bool, environ: Mapping[str, str]) -> None:
         reason = _OF_FLAGS.sub("", reason)
         guilty = [name for name in names if re.search(rf"\b{name}\b", reason)] or names
         given = " ".join(f"{name}={environ[name]}" for name in guilty)
-        raise UserError(f"{given} cannot be used ({reason}): correct or unset {' and '.join(guilty)}")
+        raise UserError(f"{given} cannot be used ({reason})", f"correct or unset {' and '.join(guilty)}")
     raise UserError(
         f"ulimit -v allows {limit / 1e9:.1f} GB of address space, too little for TensorFlow and a small model "
-        f"({reason}): raise it, or run ulimit -v unlimited"
+        f"({reason})",
+        "raise it, or run ulimit -v unlimited",
     )
 
 

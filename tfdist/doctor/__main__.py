@@ -231,7 +231,7 @@ def _options() -> DoctorOptions:
     """
     values: Any = flags.FLAGS
     if values["listen_seconds"].present and not values.listen:
-        raise UserError(f"--listen_seconds={values.listen_seconds:g} without --listen: give the port to answer at")
+        raise UserError(f"--listen_seconds={values.listen_seconds:g} without --listen", "give the port to answer at")
     for name in ("listen_seconds", "time_limit"):
         if not 0 < values[name].value < 1e6:
             raise UserError(f"--{name} must be a positive number of seconds, got {values[name].value:g}")
@@ -285,7 +285,7 @@ def _run(argv: list[str]) -> int:
             except OSError as error:
                 reason = (error.strerror or str(error)).lower()
                 raise UserError(
-                    f"--listen={flags.FLAGS.listen} cannot be used ({reason}): choose a free port on this machine"
+                    f"--listen={flags.FLAGS.listen} cannot be used ({reason})", "choose a free port on this machine"
                 ) from None
             stack.callback(listener.close)
         report = examine(options, environ)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import queue
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -12,8 +11,6 @@ from collections.abc import Callable, Iterable
 from tfdist.errors import UserError
 
 OK, WARN, FAIL = "ok", "warn", "fail"
-
-_FIX = re.compile(r"(.*): (?!false|true)([a-z].*)", re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,8 +48,7 @@ def fail(name: str, finding: str, fix: str) -> Check:
 
 def refused(name: str, error: UserError) -> Check:
     """Makes a finding of what a run would refuse; the half of its message that says what to change is the fix."""
-    match = _FIX.fullmatch(str(error))
-    return fail(name, match[1], match[2]) if match else fail(name, str(error), "see python -m tfdist.train --help")
+    return fail(name, error.what, error.fix or "see python -m tfdist.train --help")
 
 
 def worst(checks: Iterable[Check]) -> str:

@@ -105,7 +105,7 @@ def run_files(workdir: str, findings: list[Finding]) -> list[Check]:
         try:
             integrity.check_state(folder.path, files.read_state(path), path.name)
         except (files.DamagedError, UserError) as error:
-            problems.append(str(error).removesuffix(f": {integrity.REPAIR}"))
+            problems.append(error.what if isinstance(error, UserError) else str(error))
     if problems:
         return [fail("run folder", f"{workdir}: {problem}", integrity.REPAIR) for problem in dict.fromkeys(problems)]
     listed = integrity.read_result(folder.path).get("files", {})

@@ -105,17 +105,17 @@ def _run(argv: list[str]) -> int:
     if not values.formats:
         raise UserError("--formats names none: give some of " + ",".join(formats_lib.FORMATS))
     if not values.output:
-        raise UserError("--output is missing: give the folder to write, such as --output=exported")
+        raise UserError("--output is missing", "give the folder to write, such as --output=exported")
     field_syntax.check_local("--output", values.output)
     model = values.workdir, values.model, values.checkpoint
     asked = trained_model.request(*model, config.Experiment(), {}, False, values.trust_code)
     output = pathlib.Path(values.output).expanduser()
     if output.exists() and not (values.overwrite and (output / "export.json").is_file()):
         hint = "choose another name" if values.overwrite else "give --overwrite, or choose another name"
-        raise UserError(f"--output={output} is there already{' and no export' * values.overwrite}: {hint}")
+        raise UserError(f"--output={output} is there already{' and no export' * values.overwrite}", hint)
     if not os.access(output.parent, os.W_OK | os.X_OK):
         raise UserError(
-            f"--output={output}: {output.parent} cannot be written in: choose another one, or make it first"
+            f"--output={output}: {output.parent} cannot be written in", "choose another one, or make it first"
         )
     command_line.clean_up_when_ended()
     export(asked, list(dict.fromkeys(values.formats)), output, values.overwrite)

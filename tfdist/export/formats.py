@@ -49,7 +49,7 @@ def check_libraries(formats: list[str]) -> None:
     for name in formats:
         missing = [module for module in NEEDED[name] if importlib.util.find_spec(module) is None]
         if missing:
-            raise UserError(f"--formats={name} needs {', '.join(missing)}: pip install 'tfdist[export]'")
+            raise UserError(f"--formats={name} needs {', '.join(missing)}", "pip install 'tfdist[export]'")
 
 
 def write(original: Original, name: str, path: pathlib.Path) -> dict[str, object]:
@@ -140,8 +140,8 @@ def _in_float32(original: Original, name: str) -> tuple[keras.Model, str]:
         return original.model, ""
     if original.arrays is None:
         raise UserError(
-            f"--model={original.source} does not compute in float32, as {name} does: give the --workdir of its run, "
-            "from which it can be built anew, or leave that format out"
+            f"--model={original.source} does not compute in float32, as {name} does",
+            "give the --workdir of its run, from which it can be built anew, or leave that format out",
         )
     models.set_precision("float32")
     experiment = dataclasses.replace(

@@ -90,7 +90,7 @@ def load(asked: trained_model.ModelRequest, experiment: config.Experiment) -> Or
 def _from_file(asked: trained_model.ModelRequest, experiment: config.Experiment) -> Original:
     model = trained_model.load(asked.path)
     if not model.inputs:
-        raise UserError(f"--model={asked.path} does not tell what it takes: give the --workdir of its run")
+        raise UserError(f"--model={asked.path} does not tell what it takes", "give the --workdir of its run")
     tensor = keras.tree.flatten(model.inputs)[0]
     classes = model.output_shape[-1] if _classifies(model) else None
     spec = Spec(tuple(tensor.shape[1:]), tensor.dtype, classes, 255.0)
@@ -99,8 +99,8 @@ def _from_file(asked: trained_model.ModelRequest, experiment: config.Experiment)
         model(inputs, training=False)
     except Exception as error:  # whatever a layer raises that takes some values alone
         raise UserError(
-            f"--model={asked.path} cannot be checked on made examples ({trained_model.line(error)}): "
-            "give the --workdir of its run"
+            f"--model={asked.path} cannot be checked on made examples ({trained_model.line(error)})",
+            "give the --workdir of its run",
         ) from error
     return Original(model, experiment, spec, str(asked.path), inputs, "made", None)
 

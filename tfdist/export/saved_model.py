@@ -95,7 +95,7 @@ def inputs(model: keras.Model, spec: Spec) -> Structure:
     flat = keras.tree.flatten(structure)
     names = ["inputs"] if len(flat) == 1 else [_name(t.name) for t in flat]
     if len(set(names)) < len(names):
-        raise UserError(f"the model has two inputs of one name ({', '.join(names)}): give its Inputs names")
+        raise UserError(f"the model has two inputs of one name ({', '.join(names)})", "give its Inputs names")
     specs = [tf.TensorSpec((None, *t.shape[1:]), t.dtype, name=name) for t, name in zip(flat, names)]
     return keras.tree.pack_sequence_as(structure, specs)
 
@@ -188,7 +188,7 @@ def _of_columns(
     columns = servable.spec.columns
     names = [_name(column.name) for column in columns]
     if len(set(names)) < len(names):
-        raise UserError(f"two columns have one name in a signature ({', '.join(names)}): rename one of them")
+        raise UserError(f"two columns have one name in a signature ({', '.join(names)})", "rename one of them")
     types = [_type(column) for column in columns]
 
     def call(*values: tf.Tensor) -> dict[str, tf.Tensor]:

@@ -151,7 +151,7 @@ def _kept_folder(wanted: Build, tools: requirements.Tools) -> pathlib.Path:
         (folder / "build.log").open("ab").close()
     except OSError as error:
         raise UserError(
-            f"the cache folder {folder} cannot be written ({error.strerror}): set XDG_CACHE_HOME to another folder"
+            f"the cache folder {folder} cannot be written ({error.strerror})", "set XDG_CACHE_HOME to another folder"
         ) from None
     return folder
 

@@ -118,7 +118,7 @@ class _Needs:
         if self._missing:
             apt = [f"apt-get install {' '.join(self._packages)}"] if self._packages else []
             fixes = "; ".join(dict.fromkeys([*apt, *self._fixes]))
-            raise UserError(f"Horovod cannot be built without {', '.join(self._missing)}: {fixes}")
+            raise UserError(f"Horovod cannot be built without {', '.join(self._missing)}", fixes)
 
 
 def _output(command: list[str], path: str = "", text: str = "") -> str:

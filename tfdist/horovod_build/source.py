@@ -58,7 +58,7 @@ def check(path: pathlib.Path) -> None:
     try:
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
-        raise UserError(f"--sdist={path} cannot be read ({error.strerror}): give the path of {ARCHIVE}") from None
+        raise UserError(f"--sdist={path} cannot be read ({error.strerror})", f"give the path of {ARCHIVE}") from None
     if digest != SHA256:
         raise UserError(
             f"--sdist={path} is not the released {ARCHIVE}: its SHA-256 is {digest}, not {SHA256}: download it again"

@@ -49,12 +49,12 @@ class Workspace:
         if missing and self._pip("install", "--target", self._packages, *self._pinned(missing)):
             if _OTHER_FILE in self._text():
                 raise UserError(
-                    f"what pip fetches as {', '.join(missing)} are not the files that were released: look at pip "
-                    f"config list, or run pip install 'tfdist[horovod]'; the log is {self.log}"
+                    f"what pip fetches as {', '.join(missing)} are not the files that were released",
+                    f"look at pip config list, or run pip install 'tfdist[horovod]'; the log is {self.log}",
                 )
             raise UserError(
-                f"pip cannot fetch {', '.join(missing)} for the build ({self._pip_error()}): "
-                f"run pip install 'tfdist[horovod]' where there is a network; the log is {self.log}"
+                f"pip cannot fetch {', '.join(missing)} for the build ({self._pip_error()})",
+                f"run pip install 'tfdist[horovod]' where there is a network; the log is {self.log}",
             )
 
     def download(self) -> pathlib.Path:
@@ -66,11 +66,12 @@ class Workspace:
             if _OTHER_FILE in self._text():
                 raise UserError(
                     f"the {source_lib.ARCHIVE} that pip fetches is not the released one, whose SHA-256 is "
-                    f"{source_lib.SHA256}: look at pip config list, or give --sdist=PATH; the log is {self.log}"
+                    f"{source_lib.SHA256}",
+                    f"look at pip config list, or give --sdist=PATH; the log is {self.log}",
                 )
             raise UserError(
-                f"pip cannot fetch horovod=={VERSION} ({self._pip_error()}): "
-                f"without a network, give --sdist={source_lib.ARCHIVE}; the log is {self.log}"
+                f"pip cannot fetch horovod=={VERSION} ({self._pip_error()})",
+                f"without a network, give --sdist={source_lib.ARCHIVE}; the log is {self.log}",
             )
         return self.folder / source_lib.ARCHIVE
 

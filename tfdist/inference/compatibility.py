@@ -20,11 +20,13 @@ def check_data(experiment: config.Experiment, spec: Spec, trained: Spec) -> None
     what = f"data.name={experiment.data.name!r}"
     for name, mine, its in (("shape", list(spec.shape), list(trained.shape)), ("type", spec.dtype, trained.dtype)):
         if mine != its:
-            raise UserError(f"{what} has inputs of {name} {mine}, the model was trained on {its}: choose such data")
+            raise UserError(f"{what} has inputs of {name} {mine}, the model was trained on {its}", "choose such data")
     if spec.names and trained.names and spec.names != trained.names:
         odd = sorted(set(spec.names) ^ set(trained.names))
         why = f"{odd[0]!r} is a class of only one of them" if odd else "they are in another order"
-        raise UserError(f"{what} has other classes than the model was trained on ({why}): choose data of those classes")
+        raise UserError(
+            f"{what} has other classes than the model was trained on ({why})", "choose data of those classes"
+        )
     if trained.classes is not None and (spec.classes or 0) > trained.classes:
         why = f"{what} has {spec.classes} classes, the model was trained on {trained.classes}"
         raise UserError(why, "choose other data")
@@ -45,7 +47,8 @@ def check_inputs(model: keras.Model, experiment: config.Experiment, spec: Spec) 
     if len(shape[1:]) != len(spec.shape) or any(a not in (None, b) for a, b in zip(shape[1:], spec.shape)):
         raise UserError(
             f"data.name={experiment.data.name!r} has inputs of shape {list(spec.shape)}, the model takes "
-            f"{list(shape[1:])}: choose its data with --config, or --config.data.name"
+            f"{list(shape[1:])}",
+            "choose its data with --config, or --config.data.name",
         )
 
 
@@ -62,8 +65,8 @@ def for_own_loss(model: keras.Model, data: Loaded, source: str) -> Loaded:
 
     if not model.compiled or model.loss is None:
         raise UserError(
-            f"--model={source} was saved without a loss and metrics: compile the model before it is saved, "
-            "or give the --workdir of its run"
+            f"--model={source} was saved without a loss and metrics",
+            "compile the model before it is saved, or give the --workdir of its run",
         )
     name = loss_name(model)
     shape: object = getattr(model, "output_shape", None)

@@ -106,7 +106,7 @@ def with_model(
     requested = request(values)
     field_syntax.check_local("--output", values.output)
     if values.overwrite and values.output in ("", STDOUT):
-        raise UserError("--overwrite without a file in --output has nothing to replace: leave it out")
+        raise UserError("--overwrite without a file in --output has nothing to replace", "leave it out")
     from tfdist.distributed import connect
     from tfdist.trainer import worker_session
 
@@ -219,11 +219,11 @@ def new_rows(experiment: config.Experiment, spec: Spec, requested: ModelRequest,
     kind, _, path = experiment.data.name.partition(":")
     if kind not in ("csv", "parquet"):
         raise UserError(
-            f"data.name={experiment.data.name!r} is no table, and the model was trained on one: "
-            "give csv:PATH or parquet:PATH"
+            f"data.name={experiment.data.name!r} is no table, and the model was trained on one",
+            "give csv:PATH or parquet:PATH",
         )
     if "config.data.eval_split" in requested.changes:
-        raise UserError("all rows of another table are taken: leave out --config.data.eval_split")
+        raise UserError("all rows of another table are taken", "leave out --config.data.eval_split")
     experiment.data.eval_split = "train"  # the name of a lone file, for messages
     path = bucket_files.local(path, f"data.name={experiment.data.name}")
     options = field_syntax.options("data.options", experiment.data.options)
@@ -269,5 +269,5 @@ def load(requested: ModelRequest, distribution: Distribution) -> keras.Model:
         model = trained_model.load(requested.path)
     digests = distribution.peers.gather("the model's weights", recorder.fingerprint(model)[0])
     if len(set(digests)) > 1:
-        raise UserError(f"--model={requested.path} is another file on some workers: copy the same to all of them")
+        raise UserError(f"--model={requested.path} is another file on some workers", "copy the same to all of them")
     return model

@@ -41,7 +41,7 @@ class OutputReader:
         by_class = self.classes is not None and isinstance(outputs, np.ndarray) and outputs.ndim >= 2
         classes = self.classes if by_class and outputs.shape[-1] == self.classes else None
         if classes is None and self.scores:
-            raise UserError("--scores is for the scores of classes, and this model gives none: leave it out")
+            raise UserError("--scores is for the scores of classes, and this model gives none", "leave it out")
         logits = self.from_logits
         if classes is not None and logits is None:
             logits = not confusion.look_like_probabilities(outputs.reshape(-1, classes))
@@ -116,7 +116,9 @@ def _flat(row: dict[str, object]) -> dict[str, object]:
         if not isinstance(value, list):
             flat[name] = value
         elif any(isinstance(inner, list) for inner in value):
-            raise UserError(f"{name!r} is a table for each example, and a line of CSV holds none: write a .jsonl file")
+            raise UserError(
+                f"{name!r} is a table for each example, and a line of CSV holds none", "write a .jsonl file"
+            )
         elif len(value) == 1:
             flat[name] = value[0]
         else:

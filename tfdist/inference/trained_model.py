@@ -109,22 +109,22 @@ def request(
     """
     if bool(workdir) == bool(model):
         both = "--workdir and --model name two models" if model else "neither --workdir nor --model says which model"
-        raise UserError(f"{both}: give a run folder such as --workdir=runs/digits, or --model=path.keras")
+        raise UserError(both, "give a run folder such as --workdir=runs/digits, or --model=path.keras")
     buckets.check("--workdir", workdir)
     field_syntax.check_local("--model", model)
     if model and checkpoint:
-        raise UserError(f"--checkpoint={checkpoint} is for runs: give their --workdir instead of --model")
+        raise UserError(f"--checkpoint={checkpoint} is for runs", "give their --workdir instead of --model")
     if model and trust_code:
-        raise UserError(f"--trust_code is for runs, of --model={model} no code is called: leave it out")
+        raise UserError(f"--trust_code is for runs, of --model={model} no code is called", "leave it out")
     if checkpoint not in ("", LATEST, BEST) and not (checkpoint.isascii() and checkpoint.isdigit()):
-        raise UserError(f"--checkpoint={checkpoint} is not understood: use latest, best, or the number of an update")
+        raise UserError(f"--checkpoint={checkpoint} is not understood", "use latest, best, or the number of an update")
     if workdir and from_file:
-        raise UserError("the experiment of --workdir is in the run folder: leave out --config, and set single fields")
+        raise UserError("the experiment of --workdir is in the run folder", "leave out --config, and set single fields")
     for name in changes:
         if not name.startswith(CHANGEABLE):
             raise UserError(
-                f"--{name} changes nothing once a model is trained: leave it out "
-                f"(--config.data.* and --config.eval.batch_size can be set)"
+                f"--{name} changes nothing once a model is trained",
+                "leave it out (--config.data.* and --config.eval.batch_size can be set)",
             )
     return ModelRequest(workdir, model, checkpoint, validation.validate(experiment), dict(changes), trust_code)
 
@@ -170,7 +170,9 @@ def _recorded(request: ModelRequest, path: pathlib.Path) -> config.Experiment:
     except (OSError, ValueError, RecursionError):
         fields = None
     if not isinstance(fields, dict):
-        raise UserError(f"--workdir={request.name} holds no run (no experiment.json that can be read): check the path")
+        raise UserError(
+            f"--workdir={request.name} holds no run (no experiment.json that can be read)", "check the path"
+        )
     if not request.checkpoint:  # which is compared with its own record
         integrity.check_trusted(path, request.name)
     experiment = experiment_from(fields, str(path / own_work.EXPERIMENT))
@@ -205,11 +207,13 @@ def _from_dict(kind: type[T], fields: dict[str, Any], what: str) -> T:
     for name, value in fields.items():
         name = config.current_name(name)
         if not hasattr(instance, name):
-            raise UserError(f"{what} has a field {name!r}, which this tfdist does not know: use the version of the run")
+            raise UserError(
+                f"{what} has a field {name!r}, which this tfdist does not know", "use the version of the run"
+            )
         default = getattr(instance, name)
         nested = dataclasses.is_dataclass(default)
         if not isinstance(value, dict if nested else str if isinstance(default, str) else (int, float)):
-            raise UserError(f"{what} has {name}={value!r}, which it cannot have been written with: copy it back")
+            raise UserError(f"{what} has {name}={value!r}, which it cannot have been written with", "copy it back")
         setattr(instance, name, _from_dict(type(default), value, what) if isinstance(value, dict) else value)
     return instance
 
@@ -276,7 +280,7 @@ def _from_file(requested: ModelRequest, plain: keras.Model) -> Weights:
     if not path.is_file():
         some = files.newest_first(requested.path / "checkpoints")
         fix = "use its newest checkpoint with --checkpoint=latest" if some else "it has no checkpoint either: train it"
-        raise UserError(f"{requested.name} has no {MODEL} yet: {fix}")
+        raise UserError(f"{requested.name} has no {MODEL} yet", fix)
     try:
         result = json.loads(local_files.content(requested.path / "result.json"))
         expected = str(result["weights_sha256"])
@@ -284,8 +288,8 @@ def _from_file(requested: ModelRequest, plain: keras.Model) -> Weights:
         expected = ""
     if not expected:
         raise UserError(
-            f"{requested.name}/result.json has no checksum of {MODEL}, so the run has not completed: "
-            f"use --checkpoint=latest, or --model={requested.shown(path)} for that file as it is"
+            f"{requested.name}/result.json has no checksum of {MODEL}, so the run has not completed",
+            f"use --checkpoint=latest, or --model={requested.shown(path)} for that file as it is",
         )
     _check_archive(path, requested.shown(path))
     try:
@@ -293,13 +297,14 @@ def _from_file(requested: ModelRequest, plain: keras.Model) -> Weights:
             plain.load_weights(path)
     except Exception as error:  # Keras' and those of zip and HDF5 readers
         raise UserError(
-            f"{requested.shown(path)} does not fit the model that {plain.name!r} is now ({line(error)}): "
-            f"bring back the code that it was trained with, or use --model={requested.shown(path)}"
+            f"{requested.shown(path)} does not fit the model that {plain.name!r} is now ({line(error)})",
+            f"bring back the code that it was trained with, or use --model={requested.shown(path)}",
         ) from error
     if recorder.fingerprint(plain)[0] != expected:
         raise UserError(
             f"{requested.shown(path)} has other weights than result.json (weights_sha256): it is of another run, or "
-            "damaged: use --checkpoint=latest, or train again"
+            "damaged",
+            "use --checkpoint=latest, or train again",
         )
     return Weights(requested.shown(path), list(plain.get_weights()))
 
@@ -313,7 +318,7 @@ def _check_archive(path: pathlib.Path, shown: str) -> None:
     except Exception as error:  # of zip's reader, of zlib, or of the file
         why = line(error)
     if why:
-        raise UserError(f"{shown} is damaged ({why}): use --checkpoint=latest, or train again")
+        raise UserError(f"{shown} is damaged ({why})", "use --checkpoint=latest, or train again")
 
 
 def _from_checkpoint(requested: ModelRequest, experiment: config.Experiment, plain: keras.Model) -> Weights:
@@ -324,7 +329,7 @@ def _from_checkpoint(requested: ModelRequest, experiment: config.Experiment, pla
     paths = files.newest_first(folder)
     if not paths:
         raise UserError(
-            f"there is no checkpoint in {requested.shown(folder)}: leave out --checkpoint, or check --workdir"
+            f"there is no checkpoint in {requested.shown(folder)}", "leave out --checkpoint, or check --workdir"
         )
     if requested.checkpoint != LATEST:
         best = requested.checkpoint == BEST
@@ -345,13 +350,15 @@ def _from_checkpoint(requested: ModelRequest, experiment: config.Experiment, pla
             integrity.check_state(requested.path, content.state, requested.shown(path), outside)
             averaged = experiment.optimizer.ema_momentum > 0
             return Weights(requested.shown(path), training_state.weights(plain, content.tensors, averaged))
-    raise UserError(f"none of the checkpoints that --checkpoint={requested.checkpoint} means is valid: choose another")
+    raise UserError(
+        f"none of the checkpoints that --checkpoint={requested.checkpoint} means is valid", "choose another"
+    )
 
 
 def _best_update(paths: list[pathlib.Path], experiment: config.Experiment, storage: Disk) -> int | None:
     """Returns the update of the best checkpoint, which the newest valid one records."""
     if not experiment.checkpoint.best:
-        raise UserError("--checkpoint=best, and the run has not recorded it (checkpoint.best): use latest")
+        raise UserError("--checkpoint=best, and the run has not recorded it (checkpoint.best)", "use latest")
     newest = next((content for path in paths if (content := resume.load(path, storage))), None)
     return newest.state["best"]["update"] if newest else None
 

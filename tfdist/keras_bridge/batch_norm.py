@@ -138,7 +138,8 @@ def _inside(layer: keras.layers.BatchNormalization, inputs: tf.Tensor, mask: tf.
     if inputs.shape[0] != real.shape[0]:
         raise UserError(
             f"layer {layer.name!r} normalizes other rows ({inputs.shape[0]}) than those of a batch that is filled up "
-            f"({real.shape[0]}): make the batch size and the examples of an epoch divisible by the number of replicas"
+            f"({real.shape[0]})",
+            "make the batch size and the examples of an epoch divisible by the number of replicas",
         )
     real = tf.reshape(real, [-1, *[1] * (inputs.shape.rank - 1)])
     return real if inside is None else tf.logical_and(inside, real)

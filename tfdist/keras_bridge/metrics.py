@@ -100,8 +100,8 @@ def check(model: keras.Model, split_by: str) -> None:
     """
     for metric in whole_metrics(model) if split_by else []:
         raise UserError(
-            f"metric {metric.name!r} does not add up over parts of a batch, which {split_by} takes apart: "
-            "use a smaller batch, or leave the metric out"
+            f"metric {metric.name!r} does not add up over parts of a batch, which {split_by} takes apart",
+            "use a smaller batch, or leave the metric out",
         )
 
 
@@ -114,7 +114,8 @@ def check_summed(model: keras.Model, own: str) -> None:
     for metric in whole_metrics(model):
         raise UserError(
             f"metric {metric.name!r} does not add up over parts of a batch, and {own} of {type(model).__name__} shows "
-            "it those of the replicas: use --strategy=default, or leave the metric out"
+            "it those of the replicas",
+            "use --strategy=default, or leave the metric out",
         )
 
 

@@ -40,8 +40,8 @@ def check_methods(optimizer: keras.optimizers.Optimizer, names: Sequence[str]) -
         for name in names:
             if not getattr(type(asked), name).__module__.startswith("keras."):
                 raise UserError(
-                    f"optimizer {type(asked).__name__} has its own {name}, which tfdist does not call: leave it out, "
-                    "and do what it does in update_step or in a callback"
+                    f"optimizer {type(asked).__name__} has its own {name}, which tfdist does not call",
+                    "leave it out, and do what it does in update_step or in a callback",
                 )
 
 
@@ -51,11 +51,11 @@ def check(optimizer: keras.optimizers.Optimizer) -> None:
     for updating in keras_internals.updating(optimizer):
         if updating.gradient_accumulation_steps:
             raise UserError(
-                f"optimizer has gradient_accumulation_steps={updating.gradient_accumulation_steps}: "
-                "leave it out and give tfdist accumulate (train.accumulate) instead"
+                f"optimizer has gradient_accumulation_steps={updating.gradient_accumulation_steps}",
+                "leave it out and give tfdist accumulate (train.accumulate) instead",
             )
         if updating.use_ema and updating is not inner_optimizer(optimizer):
-            raise UserError(f"optimizer {updating.name!r} within a {optimizer.name!r} has use_ema=True: leave it out")
+            raise UserError(f"optimizer {updating.name!r} within a {optimizer.name!r} has use_ema=True", "leave it out")
 
 
 @contextlib.contextmanager

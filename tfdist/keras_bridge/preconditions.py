@@ -60,14 +60,15 @@ def scope(model: keras.Model, distribution: Distribution) -> None:
     unused = replaced(model, UNUSED)
     if unused:
         raise UserError(
-            f"{type(model).__name__} has its own {unused}, which tfdist does not call: leave it out, and do what it "
-            "does in train_step, test_step or predict_step"
+            f"{type(model).__name__} has its own {unused}, which tfdist does not call",
+            "leave it out, and do what it does in train_step, test_step or predict_step",
         )
     if model.distribute_strategy is not distribution.strategy:
         raise UserError(
             f"the model was created under {type(model.distribute_strategy).__name__} and is used with the "
-            f"distribution {distribution.name!r}: create it inside `with distribution.scope():` of the one that "
-            "tfdist.connect() returned, and use it with that"
+            f"distribution {distribution.name!r}",
+            "create it inside `with distribution.scope():` of the one that "
+            "tfdist.connect() returned, and use it with that",
         )
 
 
@@ -76,8 +77,8 @@ def devices_by_keras() -> None:
     asked = keras.distribution.distribution()
     if asked is not None:
         raise UserError(
-            f"keras.distribution.set_distribution({type(asked).__name__}) has no effect on the TensorFlow backend: "
-            "leave it out, tfdist.connect() chooses the devices"
+            f"keras.distribution.set_distribution({type(asked).__name__}) has no effect on the TensorFlow backend",
+            "leave it out, tfdist.connect() chooses the devices",
         )
 
 
@@ -91,8 +92,8 @@ def created_in_scope(model: keras.Model, distribution: Distribution) -> None:
     shared = [v for v in model.trainable_variables if not isinstance(v.value, tf.distribute.DistributedValues)]
     if shared:
         raise UserError(
-            f"the weights {shared[0].path!r} were created outside of the distribution's scope: create their layer, or "
-            "the model that is used as a layer, inside `with distribution.scope():`, too"
+            f"the weights {shared[0].path!r} were created outside of the distribution's scope",
+            "create their layer, or the model that is used as a layer, inside `with distribution.scope():`, too",
         )
     metrics = [m for metric in model.metrics for m in getattr(metric, "metrics", [metric])]
     for kind, owner in [
@@ -101,8 +102,8 @@ def created_in_scope(model: keras.Model, distribution: Distribution) -> None:
     ]:
         if not all(isinstance(v.value, tf.distribute.DistributedValues) for v in owner.variables):
             raise UserError(
-                f"{kind} {owner.name!r} was created outside of the distribution's scope: create it inside "
-                "`with distribution.scope():`, as the model"
+                f"{kind} {owner.name!r} was created outside of the distribution's scope",
+                "create it inside `with distribution.scope():`, as the model",
             )
 
 
@@ -128,15 +129,15 @@ def model_fits(model: keras.Model, distribution: Distribution, accumulate: int, 
         virtual(model, distribution, virtual_replicas)
     parts = accumulate * max(virtual_replicas, distribution.replicas)
     if not model.compiled:
-        raise UserError("the model is not compiled: call model.compile(optimizer, loss) first")
+        raise UserError("the model is not compiled", "call model.compile(optimizer, loss) first")
     not_of_horovod("optimizer", optimizers(model))
     for layer in keras_internals.flat_layers(model):
         mode = keras_internals.remat_mode(layer)
         if mode not in ("", "activations"):  # which recomputes activation functions alone
             raise UserError(
                 f"layer {layer.name!r} was created in keras.RematScope(mode={mode!r}), which fails in compiled "
-                "functions of TensorFlow, or draws other dropout masks in the backward pass: create it outside, and "
-                "use accumulate for less memory"
+                "functions of TensorFlow, or draws other dropout masks in the backward pass",
+                "create it outside, and use accumulate for less memory",
             )
     if model.run_eagerly and distribution.workers > 1:
         raise UserError(
@@ -146,8 +147,8 @@ def model_fits(model: keras.Model, distribution: Distribution, accumulate: int, 
     for layer in keras_internals.flat_layers(model):
         if layer.compute_dtype in distribution.lacks:
             raise UserError(
-                f"layer {layer.name!r} computes in {layer.compute_dtype}, which --strategy={distribution.name} cannot: "
-                "use mixed_bfloat16 or float32 (train.precision)"
+                f"layer {layer.name!r} computes in {layer.compute_dtype}, which --strategy={distribution.name} cannot",
+                "use mixed_bfloat16 or float32 (train.precision)",
             )
     stateful = [layer.name for layer in keras_internals.flat_layers(model) if getattr(layer, "stateful", False)]
     if stateful and parts > 1:
@@ -159,7 +160,8 @@ def model_fits(model: keras.Model, distribution: Distribution, accumulate: int, 
     if regularized and parts > 1 and not activity_is_a_mean():
         raise UserError(
             f"layer {regularized[0]} has an activity_regularizer, which Keras {keras.__version__} sums up over a "
-            "replica's batch: upgrade Keras, or use the default strategy without accumulation"
+            "replica's batch",
+            "upgrade Keras, or use the default strategy without accumulation",
         )
 
 
@@ -168,12 +170,13 @@ def virtual(model: keras.Model, distribution: Distribution, virtual_replicas: in
     if not isinstance(virtual_replicas, int) or virtual_replicas < distribution.replicas:
         raise UserError(
             f"virtual_replicas={virtual_replicas!r} must be a whole number, and at least the "
-            f"{distribution.replicas} replicas, each of which computes one: use more virtual_replicas or fewer devices"
+            f"{distribution.replicas} replicas, each of which computes one",
+            "use more virtual_replicas or fewer devices",
         )
     if distribution.static_shapes:
-        raise UserError(f"virtual_replicas cannot be used with --strategy={distribution.name}: leave them out")
+        raise UserError(f"virtual_replicas cannot be used with --strategy={distribution.name}", "leave them out")
     if model.run_eagerly:
-        raise UserError("virtual_replicas are compiled, and the model has run_eagerly=True: leave out one of them")
+        raise UserError("virtual_replicas are compiled, and the model has run_eagerly=True", "leave out one of them")
     if synchronizes(model):
         raise UserError(
             "a BatchNormalization with synchronized=True needs the rows of all replicas at once, and a device computes "
@@ -213,7 +216,7 @@ def own_train_step(model: keras.Model, asked: Sequence[str]) -> None:
     """
     own = replaced(model, TRAINING)
     if own and asked:
-        raise UserError(f"{asked[0]} cannot be used with a model that has its own {own}: leave it out")
+        raise UserError(f"{asked[0]} cannot be used with a model that has its own {own}", "leave it out")
 
 
 def among(name: str, choice: str, choices: tuple[str, ...]) -> None:
@@ -227,7 +230,7 @@ def on_nonfinite(choice: str, checkpoints: bool) -> None:
     if choice not in config.ON_NONFINITE:
         raise UserError(f"unknown on_nonfinite {choice!r}{field_syntax.suggest(choice, config.ON_NONFINITE)}")
     if choice == "rollback" and not checkpoints:
-        raise UserError("on_nonfinite='rollback' goes back to a checkpoint: give fit checkpoints")
+        raise UserError("on_nonfinite='rollback' goes back to a checkpoint", "give fit checkpoints")
 
 
 def synchronizes(model: keras.Model) -> bool:
@@ -245,14 +248,14 @@ def use_xla(model: keras.Model, distribution: Distribution) -> bool:
         return False
     own = replaced(model, (*TRAINING, *EVALUATION))
     if own and distribution.jit == "on":
-        raise UserError(f"--jit=on cannot compile {type(model).__name__}, which has its own {own}: use --jit=off")
+        raise UserError(f"--jit=on cannot compile {type(model).__name__}, which has its own {own}", "use --jit=off")
     refused = bool(own) or (distribution.replicas > 1 and synchronizes(model))
     if distribution.jit == "auto":
         return not refused and all(getattr(layer, "supports_jit", True) for layer in keras_internals.flat_layers(model))
     if refused:
         raise UserError(
-            "--jit=on cannot compile synchronized BatchNorm over several replicas: use --jit=off, "
-            "model.sync_batch_norm=False or synchronized=False"
+            "--jit=on cannot compile synchronized BatchNorm over several replicas",
+            "use --jit=off, model.sync_batch_norm=False or synchronized=False",
         )
     return True
 
@@ -335,7 +338,7 @@ def _refuse(operation: str, layers: set[str], what: str, advice: str) -> None:
     parts = [re.sub(r"_\d+$", "", part) if part not in layers else part for part in operation.split("/")]
     name = next((part for part in reversed(parts) if part in layers), "")
     whose = f"layer {name!r}" if name else "the model"
-    raise UserError(f"{whose} {what}, and replicas compute with numbers in static shapes here: {advice}")
+    raise UserError(f"{whose} {what}, and replicas compute with numbers in static shapes here", advice)
 
 
 def _called(node: tf.compat.v1.NodeDef, bodies: dict) -> Iterator[str]:

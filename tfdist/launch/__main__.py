@@ -110,7 +110,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         from tfdist.config import runtime_options
 
         if name.partition(".")[0] in ("config", *runtime_options.HELP):
-            raise UserError(f"--{name} is a flag of tfdist.train: write it after --")
+            raise UserError(f"--{name} is a flag of tfdist.train", "write it after --")
         known = tuple(sorted(vars(options)))
         begins = [k for k in known if k.startswith(name)]
         raise UserError(f"unknown flag --{name}{field_syntax.suggest(begins[0] if len(begins) == 1 else name, known)}")
@@ -145,7 +145,9 @@ def make_plan(options: argparse.Namespace, rest: Sequence[str], environ: Mapping
         where, workdir = train.where, train.workdir
         held = "" if where["dry_run"] else workdir
         if where["insecure"]:
-            raise UserError("--insecure after -- would change nothing, since workers get a secret: write it before --")
+            raise UserError(
+                "--insecure after -- would change nothing, since workers get a secret", "write it before --"
+            )
         facts |= {f"--{name}": value for name, value in train.experiment.items()}
         facts |= {f"--{name}": value for name, value in where.items() if name not in _OWN}
         devices = "none" if where["virtual_devices"] else where["devices"]
@@ -184,18 +186,19 @@ def _check_elastic(train: _TrainFlags, nodes: machines.Nodes, nproc: int) -> Non
     """Raises UserError for options that do not go with an elastic job."""
     if train.where["requeue"]:
         raise UserError(
-            "--requeue after -- would put the whole job into the queue whenever a node joins or leaves: leave it out, "
-            f"or give --nnodes one number instead of {nodes.size.partition('=')[2]}"
+            "--requeue after -- would put the whole job into the queue whenever a node joins or leaves",
+            f"leave it out, or give --nnodes one number instead of {nodes.size.partition('=')[2]}",
         )
     batch, accumulate, virtual_replicas = (
         int(train.experiment[f"config.train.{n}"]) for n in ("batch_size", "accumulate", "virtual_replicas")
     )
     if train.experiment["config.checkpoint.every"] == "off":
-        raise UserError(f"{nodes.size} needs checkpoints to go on from, and checkpoint.every=off: set it to a time")
+        raise UserError(f"{nodes.size} needs checkpoints to go on from, and checkpoint.every=off", "set it to a time")
     if not batch:
         raise UserError(
             f"{nodes.size} keeps to one global batch, and train.batch_size=auto looks for one that fits the workers at "
-            "the start: give a number"
+            "the start",
+            "give a number",
         )
     workers = nodes.max * nproc
     field, given, needed = (
@@ -205,14 +208,14 @@ def _check_elastic(train: _TrainFlags, nodes: machines.Nodes, nproc: int) -> Non
     )
     if given < needed:
         raise UserError(
-            f"{nodes.size} may become {workers} workers, too many for train.{field}={given}: use at least {needed}, "
-            "or fewer nodes"
+            f"{nodes.size} may become {workers} workers, too many for train.{field}={given}",
+            f"use at least {needed}, or fewer nodes",
         )
 
 
 def _program(rest: Sequence[str]) -> tuple[str, ...]:
     if rest[0] == "-m" and len(rest) < 2:
-        raise UserError("-m names no module: write -m package.module")
+        raise UserError("-m names no module", "write -m package.module")
     if rest[0] != "-m" and not os.path.isfile(rest[0]):
         raise UserError(f"there is no script {rest[0]!r}: flags of tfdist.train begin with --, a script is a file")
     return (sys.executable, *rest)
@@ -267,8 +270,9 @@ def _divide(nproc: str, devices: str, environ: Mapping[str, str]) -> _Shares:
     if each * count != len(names):
         raise UserError(
             f"{len(names)} GPU{'s' * (len(names) > 1)} ({', '.join(names)}) cannot be divided evenly among {count} "
-            "workers: change --nproc_per_node, choose some with CUDA_VISIBLE_DEVICES or the train flag --devices, "
-            "or use the CPU with --devices=none"
+            "workers",
+            "change --nproc_per_node, choose some with CUDA_VISIBLE_DEVICES or the train flag --devices, "
+            "or use the CPU with --devices=none",
         )
     parts = [",".join(names[i * each : (i + 1) * each]) for i in range(count)]
     return _Shares(count, tuple({**order, "CUDA_VISIBLE_DEVICES": part} for part in parts))

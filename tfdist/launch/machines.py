@@ -63,7 +63,7 @@ def find(options: argparse.Namespace, environ: Mapping[str, str], start_timeout:
         return _elastic(options, environ, start_timeout)
     for name in _ELASTIC:
         if getattr(options, name) is not None:
-            raise UserError(f"--{name} is for --nnodes=MIN:MAX, where nodes may join and leave: leave it out")
+            raise UserError(f"--{name} is for --nnodes=MIN:MAX, where nodes may join and leave", "leave it out")
     platform = platforms.node(environ)
     if platform and options.nnodes not in (None, str(platform.nnodes)):
         platform = None  # the nodes are arranged by hand
@@ -71,8 +71,8 @@ def find(options: argparse.Namespace, environ: Mapping[str, str], start_timeout:
     if index and not platform and options.nnodes is None:
         raise UserError(
             f"JOB_COMPLETION_INDEX={index} says that this is one pod of a job, and nothing says of how many, so that "
-            "each would train alone: give --nnodes and --master_addr (a TrainJob: set spec.trainer), or --nnodes=1 for "
-            "pods that are independent"
+            "each would train alone: give --nnodes and --master_addr (a TrainJob",
+            "set spec.trainer), or --nnodes=1 for pods that are independent",
         )
     default = platform or platforms.PlatformNode("", 1, 0)
     nnodes = whole("--nnodes", default.nnodes if options.nnodes is None else options.nnodes, 1)
@@ -95,7 +95,7 @@ def find(options: argparse.Namespace, environ: Mapping[str, str], start_timeout:
 def _check_port(port: int) -> None:
     if port == 0:
         raise UserError(
-            "--master_port=0 means any free port, which other nodes cannot know: give the same on all nodes"
+            "--master_port=0 means any free port, which other nodes cannot know", "give the same on all nodes"
         )
 
 
@@ -106,8 +106,8 @@ def _elastic(options: argparse.Namespace, environ: Mapping[str, str], start_time
     fixed = _fixed_by(environ)
     if fixed:
         raise UserError(
-            f"--nnodes={text} lets the number of nodes change, and {fixed} fixes it: unset that, or give "
-            "--nnodes one number"
+            f"--nnodes={text} lets the number of nodes change, and {fixed} fixes it",
+            "unset that, or give --nnodes one number",
         )
     if not options.master_addr:
         raise UserError(f"--nnodes={text} needs --master_addr: the address of node 0 in the network of the nodes")
@@ -164,7 +164,7 @@ def secret(nodes: Nodes, insecure: bool, environ: Mapping[str, str]) -> str:
     shared = environ.get("TFDIST_SECRET", "").strip()
     if insecure and (shared or nodes.max == 1):
         why = "TFDIST_SECRET is set" if shared else "with one machine the launcher makes a secret by itself"
-        raise UserError(f"--insecure has no effect because {why}: leave it out")
+        raise UserError(f"--insecure has no effect because {why}", "leave it out")
     if nodes.max > 1 and not (shared or insecure or is_loopback(nodes.addr)):
         raise UserError(
             f"{nodes.size} needs TFDIST_SECRET in the environment, since anyone who reaches {nodes.addr} "

@@ -43,15 +43,17 @@ def launch(function: Callable[..., T], *args: Any, nproc: int = 2, show: bool = 
     import cloudpickle
 
     if not callable(function):
-        raise UserError(f"tfdist.launch() runs a function, got {type(function).__name__}: give one, then its arguments")
+        raise UserError(
+            f"tfdist.launch() runs a function, got {type(function).__name__}", "give one, then its arguments"
+        )
     if isinstance(nproc, bool) or not isinstance(nproc, int) or nproc < 1:
         raise UserError(f"nproc must be a whole number of at least 1, got {nproc!r}")
     try:
         work = cloudpickle.dumps((function, args))
     except Exception as error:  # whatever the objects that it refers to raise
         raise UserError(
-            f"{_name(function)} cannot be sent to workers ({one_line(error, 200)}): make model, data and distribution "
-            "inside of it"
+            f"{_name(function)} cannot be sent to workers ({one_line(error, 200)})",
+            "make model, data and distribution inside of it",
         ) from error
     with tempfile.TemporaryDirectory(prefix="tfdist-launch-") as name:
         folder = pathlib.Path(name)

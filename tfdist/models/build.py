@@ -51,8 +51,8 @@ def build(experiment: config.Experiment, spec: Spec, quiet: bool = False) -> ker
         layer.synchronized = wanted.sync_batch_norm  # read when the layer is called
     if (wanted.weights or wanted.freeze) and not model.built:
         raise UserError(
-            f"model.weights and model.freeze need a model whose layers are there already: build {wanted.name} in its "
-            "function"
+            "model.weights and model.freeze need a model whose layers are there already",
+            f"build {wanted.name} in its function",
         )
     if wanted.weights:
         line = pretrained.take(model, wanted.weights)
@@ -85,19 +85,20 @@ def compiled(
         for field, value in (("train.loss", train.loss), ("train.metrics", train.metrics)):
             if value:
                 raise UserError(
-                    f"{field}={value!r}, and model.name={experiment.model.name!r} compiles the model itself: "
-                    "leave out one of them"
+                    f"{field}={value!r}, and model.name={experiment.model.name!r} compiles the model itself",
+                    "leave out one of them",
                 )
     if model.compiled or data.spec.classes is None:
         if data.train.mixes:
             raise UserError(
                 f"data.augment={experiment.data.augment!r} mixes classes, which is for classification "
-                "with tfdist's own loss: leave out mixup and cutmix"
+                "with tfdist's own loss",
+                "leave out mixup and cutmix",
             )
         if train.label_smoothing:
             raise UserError(
-                f"train.label_smoothing={train.label_smoothing} is for classification with tfdist's own loss: "
-                "set it to 0"
+                f"train.label_smoothing={train.label_smoothing} is for classification with tfdist's own loss",
+                "set it to 0",
             )
     if model.compiled:
         if model.dtype_policy.name == "mixed_float16":
@@ -151,7 +152,7 @@ def _check_inputs(name: str, model: keras.Model, train: Source) -> None:
     wanted = len(keras.tree.flatten(getattr(model, "inputs", None) or []))
     given = wanted if train.columns is None else len(keras.tree.flatten(train.columns[0]))
     if wanted and wanted != given:
-        raise UserError(f"model.name={name!r} takes {wanted} arrays as input, the data has {given}: give it as many")
+        raise UserError(f"model.name={name!r} takes {wanted} arrays as input, the data has {given}", "give it as many")
 
 
 def _check_targets(name: str, model: keras.Model, train: Source) -> None:
@@ -163,7 +164,7 @@ def _check_targets(name: str, model: keras.Model, train: Source) -> None:
     made, wanted = tuple(outputs[0].shape[1:]), tuple(targets.shape[1:])
     if None not in made and made not in (wanted, (*wanted, 1)) and (*made, 1) != wanted:
         raise UserError(
-            f"model.name={name!r} has outputs of shape {list(made)}, and the targets {list(wanted)}: make them alike"
+            f"model.name={name!r} has outputs of shape {list(made)}, and the targets {list(wanted)}", "make them alike"
         )
 
 
@@ -179,13 +180,13 @@ def _check_outputs(name: str, model: keras.Model, classes: int, loss: str) -> No
     activation = objective.ends_with_probabilities(model)
     if activation and not loss:
         raise UserError(
-            f"model.name={name!r} ends with {activation}, and tfdist's own loss takes logits: leave that activation "
-            "out, or set train.loss"
+            f"model.name={name!r} ends with {activation}, and tfdist's own loss takes logits",
+            "leave that activation out, or set train.loss",
         )
     units = outputs[0].shape[-1]
     alone = bool(loss) and (units, classes) == (1, 2)  # one score, for the second class
     if units is not None and units < classes and not alone:
-        raise UserError(f"model.name={name!r} has {units} outputs, the data {classes} classes: give it as many")
+        raise UserError(f"model.name={name!r} has {units} outputs, the data {classes} classes", "give it as many")
 
 
 def _loaded(path: str, precision: str, spec: Spec) -> keras.Model:
@@ -195,10 +196,10 @@ def _loaded(path: str, precision: str, spec: Spec) -> keras.Model:
     except Exception as error:  # whatever the layers in it raise
         why = one_line(error, 200)
         raise UserError(
-            f"model.name={path!r} cannot be loaded ({why}): give a file that Keras has saved, without code of its own"
+            f"model.name={path!r} cannot be loaded ({why})", "give a file that Keras has saved, without code of its own"
         ) from error
     if not isinstance(model, keras.Model):
-        raise UserError(f"model.name={path!r} holds no keras.Model: give the model.keras of a run")
+        raise UserError(f"model.name={path!r} holds no keras.Model", "give the model.keras of a run")
     freezing.thaw(model)
     advice = f"choose a model by name and start with these weights: model.weights={path}"
     inputs = keras.tree.flatten(model.inputs)
@@ -210,8 +211,8 @@ def _loaded(path: str, precision: str, spec: Spec) -> keras.Model:
     own_precision = ", ".join(sorted(policies - {"float32"})) or "float32"
     if policies and own_precision != precision:
         raise UserError(
-            f"model.name={path!r} computes in {own_precision}, which its layers keep, and train.precision={precision}: "
-            f"set that to {own_precision}, or {advice}"
+            f"model.name={path!r} computes in {own_precision}, which its layers keep, and train.precision={precision}",
+            f"set that to {own_precision}, or {advice}",
         )
     if len(inputs) == 1:
         shape, dtype = tuple(inputs[0].shape[1:]), keras.backend.standardize_dtype(inputs[0].dtype)
@@ -227,5 +228,5 @@ def _loaded(path: str, precision: str, spec: Spec) -> keras.Model:
         units = outputs[0].shape[-1]
         # Of a language model's tokens, the data need not have all.
         if units is not None and (units < spec.classes or (units > spec.classes and len(outputs[0].shape) == 2)):
-            raise UserError(f"model.name={path!r} has {units} outputs, the data {spec.classes} classes: {advice}")
+            raise UserError(f"model.name={path!r} has {units} outputs, the data {spec.classes} classes", advice)
     return model

@@ -52,10 +52,10 @@ def freeze(model: keras.Model, text: str) -> str:
             frozen += 1
     if not model.trainable_variables:
         raise UserError(
-            f"model.freeze={text!r} leaves nothing to train: leave layers out, such as !{layers[-1].names[0]}"
+            f"model.freeze={text!r} leaves nothing to train", f"leave layers out, such as !{layers[-1].names[0]}"
         )
     if not frozen:
-        raise UserError(f"model.freeze={text!r} freezes nothing: take out fewer layers")
+        raise UserError(f"model.freeze={text!r} freezes nothing", "take out fewer layers")
     trained = sum(_size(v) for v in model.trainable_variables)
     total = sum(_size(v) for v in model.weights)
     return f"frozen: {frozen} of {len(layers)} layers with weights; {trained:,} of {total:,} numbers train"

@@ -52,14 +52,15 @@ def factors(model: keras.Model, rates: Mapping[str, float], decay: float = 1.0) 
     """
     for name, value in {**rates, "layer_decay": decay}.items():
         if not 0 < value < float("inf"):
-            raise UserError(f"the learning rate of {name!r} is multiplied by {value:g}: give a positive number")
+            raise UserError(f"the learning rate of {name!r} is multiplied by {value:g}", "give a positive number")
     variables = model.trainable_variables
     by_depth = _by_depth(model, variables, decay)
     depths = set(by_depth)
     if min(depths, default=1.0) < _SMALLEST:
         raise UserError(
             f"a decay of {decay:g} over {len(depths)} layers and blocks leaves the lowest {min(depths):.1g} of the "
-            f"learning rate, and so nothing: choose it nearer to 1, such as {1e-3 ** (1 / len(depths)):.3g}"
+            "learning rate, and so nothing",
+            f"choose it nearer to 1, such as {1e-3 ** (1 / len(depths)):.3g}",
         )
     by_name = [1.0] * len(variables)
     for pattern, factor in rates.items():

@@ -55,8 +55,8 @@ def of(experiment: config.Experiment, model: keras.Model, data: Loaded) -> LossA
         rows = bool(_takes_rows(spec, model))
     if mixes and not rows:
         raise UserError(
-            f"data.augment={experiment.data.augment!r} mixes classes, and train.loss={spec.name} takes class numbers: "
-            "leave out mixup and cutmix, or use categorical_crossentropy"
+            f"data.augment={experiment.data.augment!r} mixes classes, and train.loss={spec.name} takes class numbers",
+            "leave out mixup and cutmix, or use categorical_crossentropy",
         )
     if smoothing:
         fitting["label_smoothing"] = _smoothing(spec, smoothing)
@@ -118,12 +118,13 @@ def _check_targets(metric: KerasObjectSpec, takes_rows: bool | None, rows: bool)
         return
     if rows:
         raise UserError(
-            f"train.metrics: {metric.name} takes class numbers, and the loss rows of 0 and 1: use one without sparse "
-            "in its name, or set train.label_smoothing=0 and leave out mixup, cutmix and a categorical train.loss"
+            f"train.metrics: {metric.name} takes class numbers, and the loss rows of 0 and 1",
+            "use one without sparse "
+            "in its name, or set train.label_smoothing=0 and leave out mixup, cutmix and a categorical train.loss",
         )
     raise UserError(
-        f"train.metrics: {metric.name} takes rows of 0 and 1, and the loss class numbers: use one with sparse in its "
-        "name, or a train.loss with categorical in its name"
+        f"train.metrics: {metric.name} takes rows of 0 and 1, and the loss class numbers",
+        "use one with sparse in its name, or a train.loss with categorical in its name",
     )
 
 
@@ -132,7 +133,8 @@ def _smoothing(spec: KerasObjectSpec, smoothing: float) -> float:
     if not takes or "label_smoothing" in spec.options or spec.kind.startswith("Sparse"):
         raise UserError(
             f"train.label_smoothing={smoothing} does not go with train.loss={spec.name}"
-            f"{' and its own' * ('label_smoothing' in spec.options)}: set it to 0"
+            f"{' and its own' * ('label_smoothing' in spec.options)}",
+            "set it to 0",
         )
     return smoothing
 
@@ -175,7 +177,7 @@ def _of_keras(module: object, spec: KerasObjectSpec, fitting: dict[str, object])
     """
     kind = getattr(module, spec.kind, None)
     if kind is None:
-        raise UserError(f"{spec.field}={spec.name} needs a newer Keras than {keras.__version__}: upgrade it")
+        raise UserError(f"{spec.field}={spec.name} needs a newer Keras than {keras.__version__}", "upgrade it")
     try:
         return user_functions.call(f"{spec.name} in {spec.field}", kind, {**fitting, **spec.options})
     except (TypeError, ValueError) as error:

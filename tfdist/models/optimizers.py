@@ -38,7 +38,9 @@ def build(experiment: config.Experiment, plan: Plan) -> keras.optimizers.Optimiz
         function = user_functions.resolve("optimizer.name", wanted.name)
     else:
         if wanted.name not in _CLASSES:
-            raise UserError(f"optimizer.name={wanted.name!r} needs a newer Keras than {keras.__version__}: upgrade it")
+            raise UserError(
+                f"optimizer.name={wanted.name!r} needs a newer Keras than {keras.__version__}", "upgrade it"
+            )
         function = getattr(keras.optimizers, _CLASSES[wanted.name])
     try:
         optimizer = user_functions.call(

@@ -50,7 +50,7 @@ def take(model: keras.Model, path: str) -> str:
         given = read(path)
     except (OSError, KeyError, ValueError, RuntimeError, zipfile.BadZipFile) as error:
         why = one_line(error, 150)
-        raise UserError(f"model.weights={path!r} cannot be read ({why}): give a file that Keras has saved") from error
+        raise UserError(f"model.weights={path!r} cannot be read ({why})", "give a file that Keras has saved") from error
     with tempfile.TemporaryDirectory(prefix="tfdist-") as folder:
         # Keras writes and reads the model's own variables, so that both sides go by the same names.
         own = f"{folder}/own.weights.h5"

@@ -27,7 +27,7 @@ def _run(values: flags.FlagValues) -> int:
     kind = prediction_rows.CSV if name == STDOUT else name[name.rfind(".") :] if "." in name else ""
     if kind not in (prediction_rows.CSV, prediction_rows.JSON_LINES):
         what = f"--output={name} is of no kind that is known" if name else "--output is missing"
-        raise UserError(f"{what}: give a name that ends in .csv or .jsonl, or - for standard output")
+        raise UserError(what, "give a name that ends in .csv or .jsonl, or - for standard output")
 
     def work(ready: job.Ready, should_stop: Callable[[], str]) -> None:
         data, chief = ready.experiment.data, ready.distribution.is_chief
@@ -55,7 +55,8 @@ def _write(
     if not data.eval.repeats_order():
         raise UserError(
             f"data.name={experiment.data.name!r} has another order each time that it is read, so no line would "
-            "belong to an example: do not shuffle data.eval_split"
+            "belong to an example",
+            "do not shuffle data.eval_split",
         )
     batch = data.eval.requested_batch(None, experiment.eval.batch_size)
     reader = prediction_rows.OutputReader(

@@ -120,8 +120,8 @@ def _logged(part: _Part, method: str, data: Structure) -> object:
         if not decorated:
             raise
         raise UserError(
-            f"{method} of {type(model).__name__} is a tf.function in which Python branches or loops by tensors: use "
-            f"tf.cond and tf.while_loop there ({one_line(error, 100)})"
+            f"{method} of {type(model).__name__} is a tf.function in which Python branches or loops by tensors",
+            f"use tf.cond and tf.while_loop there ({one_line(error, 100)})",
         ) from error
     except Exception as error:
         if part.complaints:  # which TensorFlow may have put into many lines
@@ -129,7 +129,8 @@ def _logged(part: _Part, method: str, data: Structure) -> object:
         if isinstance(error, RuntimeError) and "merge_call" in str(error):
             raise UserError(
                 f"{method} of {type(model).__name__} applies gradients, or synchronizes replicas, inside of tf.cond, "
-                "tf.while_loop or a tf.function, where replicas cannot exchange anything: do it outside of these"
+                "tf.while_loop or a tf.function, where replicas cannot exchange anything",
+                "do it outside of these",
             ) from error
         raise
 
@@ -186,13 +187,14 @@ def _combined(part: _Part, method: str, logs: object, names: LogNames) -> tf.Ten
             continue
         tensor = tf.convert_to_tensor(value)
         if tensor.shape.rank != 0:
-            raise UserError(f"{method} logs {name!r} of shape {tensor.shape}: log one number, or a metric's result")
+            raise UserError(f"{method} logs {name!r} of shape {tensor.shape}", "log one number, or a metric's result")
         if part.replica.distribution.replicas > 1 and computed_from(
             tensor, [value for value, _ in part.results.values()]
         ):
             raise UserError(
                 f"{method} of {type(part.replica.model).__name__} logs {name!r}, which it computes from the result of "
-                "a metric, of which a replica has its own: log the metric itself, or use --strategy=default"
+                "a metric, of which a replica has its own",
+                "log the metric itself, or use --strategy=default",
             )
         plain[name] = tf.cast(tensor, dtype)
     names.plain = list(plain)
@@ -222,12 +224,14 @@ def _over_replicas(model: keras.Model, handle: Callable) -> Iterator[None]:
         if not any(optimizer is o for o in known):
             raise UserError(
                 f"train_step uses an optimizer ({optimizer.name!r}) that is no attribute of the model, and would be "
-                "missing from its checkpoints: set it in compile()"
+                "missing from its checkpoints",
+                "set it in compile()",
             )
         if keras_internals.another_function(part.graph):
             complaint = UserError(
                 f"train_step calls optimizer {optimizer.name!r} in a tf.function of its own, in which replicas cannot "
-                "exchange gradients: leave tf.function out, since the whole step is compiled"
+                "exchange gradients",
+                "leave tf.function out, since the whole step is compiled",
             )
             part.complaints.append(complaint)
             raise complaint

@@ -146,7 +146,7 @@ class Replica:
                 outputs = self.forward(x, training)
             terms = self.objective.terms(y, outputs, weight, rows, count)
             if not terms and training and not self.objective.regularized:
-                raise UserError("the model has no loss: give compile() a loss, or call add_loss() in a layer")
+                raise UserError("the model has no loss", "give compile() a loss, or call add_loss() in a layer")
             scalars = objectives(terms)
             if scale is not None:
                 scalars = [scalar * tf.cast(scale, scalar.dtype) for scalar in scalars]

@@ -148,16 +148,17 @@ class Step:
             if layout.accumulate > 1:
                 parts, option = "micro-batches", layout.split_by
             raise UserError(
-                f"{type(self.model).__name__} has its own {own}, whose sums over {parts} tfdist cannot know: "
-                f"leave out {option}"
+                f"{type(self.model).__name__} has its own {own}, whose sums over {parts} tfdist cannot know",
+                f"leave out {option}",
             )
         if layout.replicas * layout.accumulate == 1:
             return
         padded = layout.static and not layout.even and layout.batch > layout.replicas * layout.accumulate
         if own and padded:
             raise UserError(
-                f"{type(self.model).__name__} has its own {own}, which would see rows that are filled up: make the "
-                f"batch size and the examples of an epoch divisible by {layout.replicas}, the number of replicas"
+                f"{type(self.model).__name__} has its own {own}, which would see rows that are filled up",
+                "make the "
+                f"batch size and the examples of an epoch divisible by {layout.replicas}, the number of replicas",
             )
         if self._sample is not None:
             y, y_pred = self._sample

@@ -45,7 +45,8 @@ class VirtualState:
             dtype = tf.as_dtype(variable.dtype)
             if not (dtype.is_floating or dtype.is_integer):
                 raise UserError(
-                    f"virtual replicas cannot add up {variable.path}, which is {dtype.name}: leave virtual_replicas out"
+                    f"virtual replicas cannot add up {variable.path}, which is {dtype.name}",
+                    "leave virtual_replicas out",
                 )
         self._parts = layout.replicas * layout.accumulate
         # Outside of the virtual replicas, where nothing has changed yet.
@@ -192,14 +193,15 @@ def _check_graph(graph: tf.Graph, own: set[int]) -> None:
         )
     for kind in sorted(kinds.intersection(PYTHON)):
         raise UserError(
-            f"the model calls Python ({kind}), whose random numbers and counts would depend on the device: use "
-            "tf.numpy_function(..., stateful=False) if it has none, or leave virtual_replicas out"
+            f"the model calls Python ({kind}), whose random numbers and counts would depend on the device",
+            "use tf.numpy_function(..., stateful=False) if it has none, or leave virtual_replicas out",
         )
     if any(id(variable) not in own for variable in _written(graph)):
         raise UserError(
             "a forward pass changes a variable that is no state of a layer or metric (a trained weight, or that of "
-            "a keras.random call without a seed), which cannot be added up over replicas: make it a weight with "
-            "trainable=False, give the call a SeedGenerator of the layer, or leave virtual_replicas out"
+            "a keras.random call without a seed), which cannot be added up over replicas",
+            "make it a weight with "
+            "trainable=False, give the call a SeedGenerator of the layer, or leave virtual_replicas out",
         )
 
 

@@ -49,11 +49,11 @@ def searched(values: flags.FlagValues, experiment: config.Experiment) -> space.S
         raise UserError("--sampler=random and tpe need --trials=20, say, and --sampler=grid runs all combinations")
     if values.strategy in ("multi_worker", "horovod"):
         raise UserError(
-            f"--strategy={values.strategy} needs several processes, and a sweep makes each run in one: "
-            "use auto, default or mirrored"
+            f"--strategy={values.strategy} needs several processes, and a sweep makes each run in one",
+            "use auto, default or mirrored",
         )
     if values.parallel > 1 and values.strategy == "tpu":
-        raise UserError("--parallel shares out GPUs or cores, and a TPU is used as a whole: leave it out")
+        raise UserError("--parallel shares out GPUs or cores, and a TPU is used as a whole", "leave it out")
     if values.metric:
         schedule.better(values.metric, "--metric")
     field_syntax.check_local("--workdir", values.workdir)
@@ -65,9 +65,9 @@ def searched(values: flags.FlagValues, experiment: config.Experiment) -> space.S
     given = config.flat(values.config)
     for name in fields:
         if f"config.{name}" in values and values[f"config.{name}"].present:
-            raise UserError(f"--config.{name}={given[f'config.{name}']} and --over both say what {name} is: give one")
+            raise UserError(f"--config.{name}={given[f'config.{name}']} and --over both say what {name} is", "give one")
         if name in results.OF_LOSS and (values.trials or values.prune) and not values.metric:
-            raise UserError(f"--over changes {name}, so losses cannot be compared: give --metric=accuracy, say")
+            raise UserError(f"--over changes {name}, so losses cannot be compared", "give --metric=accuracy, say")
     return fields
 
 
@@ -101,7 +101,7 @@ def _run(argv: list[str]) -> int:
     experiment = validation.validate(values.config)
     fields = searched(values, experiment)
     if importlib.util.find_spec("optuna") is None:
-        raise UserError("a sweep needs the package optuna, which is not installed: pip install 'tfdist[sweep]'")
+        raise UserError("a sweep needs the package optuna, which is not installed", "pip install 'tfdist[sweep]'")
     from tfdist.sweep import runner
 
     path = pathlib.Path(os.path.expanduser(values.workdir) or os.path.join("runs", f"sweep-{experiment.name}"))

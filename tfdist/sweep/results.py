@@ -71,7 +71,7 @@ def metric_of(rows: Sequence[SweepRow], asked: str) -> schedule.Aim | None:
     if asked:
         aim = schedule.better(asked, "--metric")
         if aim.metric not in there:
-            raise UserError(f"--metric={asked}: the runs measure {', '.join(sorted(there))}: choose one of them")
+            raise UserError(f"--metric={asked}: the runs measure {', '.join(sorted(there))}", "choose one of them")
         return aim
     for name in (*USUAL, *sorted(there)):
         if name in there and not (name.endswith("loss") and _other_losses(rows)):

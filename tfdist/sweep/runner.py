@@ -51,7 +51,7 @@ def places(parallel: int, gpus: Sequence[str], cores: Sequence[int]) -> list[Pla
     each = len(gpus or cores) // parallel
     if not each:
         there = f"{len(gpus)} GPUs" if gpus else f"{len(cores)} cores"
-        raise UserError(f"--parallel={parallel} runs need devices of their own, found {there}: use fewer")
+        raise UserError(f"--parallel={parallel} runs need devices of their own, found {there}", "use fewer")
     parts = [slice(i * each, (i + 1) * each) for i in range(parallel)]
     if not gpus:
         return [({}, cores[part]) for part in parts]
@@ -134,7 +134,7 @@ class Sweep:
         RunFolder(str(self.path)).could_be_created()
         strange = sorted(os.listdir(self.path)) if self.path.is_dir() else []
         if strange and not {RECORD, JOURNAL}.intersection(strange):
-            raise UserError(f"--workdir={self.path} holds no sweep but {strange[0]}: choose another folder")
+            raise UserError(f"--workdir={self.path} holds no sweep but {strange[0]}", "choose another folder")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             with open(self.path / JOURNAL, "ab") as shared:
@@ -159,7 +159,7 @@ class Sweep:
             try:
                 self._study = self.search.study(storages.JournalStorage(JournalFileBackend(shared.name)))
             except (ValueError, KeyError, AssertionError):  # Optuna asserts that it can read what it has added
-                raise UserError(f"{shared.name} is damaged: remove it, and no finished run is repeated") from None
+                raise UserError(f"{shared.name} is damaged", "remove it, and no finished run is repeated") from None
             rows = self._latest()
             runs = {folder: t.user_attrs["values"] for folder, t in rows.items()}
             runs |= {} if self.search.trials else {space.folder(v): v for v in space.grid(self.search.space)}
@@ -264,13 +264,13 @@ class Sweep:
         if here[_BATCH] == "0":  # automatic
             here[_BATCH] = there[_BATCH]
         if odd := resume.differences(here, there):
-            raise UserError(f"{run.path} holds another run ({odd[0]}): choose another --workdir, or remove it")
+            raise UserError(f"{run.path} holds another run ({odd[0]})", "choose another --workdir, or remove it")
         if not run.completed:
             return False
         try:
             integrity.read_result(run.path)
         except DamagedError as error:
-            raise UserError(f"{run.path} is damaged: {error}: copy it back, or remove it to train it again") from None
+            raise UserError(f"{run.path} is damaged: {error}", "copy it back, or remove it to train it again") from None
         return True
 
     @contextlib.contextmanager

@@ -83,12 +83,12 @@ def parse(text: str) -> dict[str, list[Any] | Range]:
         if not equals:
             raise UserError(f"--over={text!r} is not understood at {part!r}: {_FORM}")
         if name in fields:
-            raise UserError(f"--over names {name} twice: give all its values together")
+            raise UserError(f"--over names {name} twice", "give all its values together")
         if name == "name":
-            raise UserError("--over=name=... only names runs: leave it out, each has a folder of its own")
+            raise UserError("--over=name=... only names runs", "leave it out, each has a folder of its own")
         default = command_line.field(f"config.{name}")
         if dataclasses.is_dataclass(default):
-            raise UserError(f"--over: {name} is a group of fields: name one of them")
+            raise UserError(f"--over: {name} is a group of fields", "name one of them")
         if (match := _RANGE.fullmatch(values)) and type(default) in (int, float):
             ends = Range(_value(name, match[2], default), _value(name, match[3], default), match[1] == "log")
             if not (ends.low < ends.high < math.inf and ends.low > (0 if ends.log else -math.inf)):
@@ -101,7 +101,7 @@ def parse(text: str) -> dict[str, list[Any] | Range]:
         ]
         for value in choices:
             if choices.count(value) > 1:
-                raise UserError(f"--over gives {name} the value {value!r} twice: give each once")
+                raise UserError(f"--over gives {name} the value {value!r} twice", "give each once")
     if not fields:
         raise UserError(f"--over says which fields to change, and is empty: {_FORM}")
     return fields
@@ -115,11 +115,11 @@ def grid(space: Space) -> list[Values]:
     """
     for name, choices in space.items():
         if isinstance(choices, Range):
-            raise UserError(f"--over={name}=... gives a range, which has no grid: say how many runs with --trials=20")
+            raise UserError(f"--over={name}=... gives a range, which has no grid", "say how many runs with --trials=20")
     made = list(itertools.islice(_corners(space), MOST + 1))
     if len(made) > MOST:
         raise UserError(
-            f"--over asks for more than {MOST} experiments: choose fewer values, or sample with --trials=20"
+            f"--over asks for more than {MOST} experiments", "choose fewer values, or sample with --trials=20"
         )
     return made
 

@@ -27,7 +27,7 @@ def _run(argv: list[str]) -> int:
     elif values.install:
         logger.info(environment.install(values.install, values.python))
     else:
-        raise UserError("nothing was asked for: give --install=tpu, --install=cuda or --list")
+        raise UserError("nothing was asked for", "give --install=tpu, --install=cuda or --list")
     return 0
 
 

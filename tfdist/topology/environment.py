@@ -58,7 +58,7 @@ def python(kind: str, asker: str) -> pathlib.Path:
       UserError: it has not been made.
     """
     if not is_there(kind):
-        raise UserError(f"{asker} needs the compilers for {kind}, which are not installed: run {command(kind)}")
+        raise UserError(f"{asker} needs the compilers for {kind}, which are not installed", f"run {command(kind)}")
     return folder(kind) / "bin" / "python"
 
 
@@ -83,7 +83,9 @@ def install(kind: str, interpreter: str = "") -> str:
         logger.info(f"installing the compilers for {kind} in {place}: the log is {_log(place)}")
         shutil.rmtree(place, ignore_errors=True)  # of an installation that was ended
         if _run([base, "-m", "venv", "--without-pip", str(place)], place):
-            raise UserError(f"{base} cannot make a virtual environment ({_last_line(place)}): install its venv module")
+            raise UserError(
+                f"{base} cannot make a virtual environment ({_last_line(place)})", "install its venv module"
+            )
         pip = [sys.executable, "-m", "pip", "--python", str(place / "bin" / "python"), "--no-input"]
         pinned = ["--require-hashes", "--only-binary", ":all:", "--requirement", str(requirements(kind))]
         if _run([*pip, "install", "--disable-pip-version-check", *pinned], place):
@@ -104,12 +106,12 @@ def _check_version(interpreter: str) -> None:
         said = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True).stdout.split()
         version = int(said[0]), int(said[1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        raise UserError(f"--python={interpreter} is no Python that runs: give the path of one") from None
+        raise UserError(f"--python={interpreter} is no Python that runs", "give the path of one") from None
     if version < OLDEST:
         wanted, have = (".".join(map(str, v)) for v in (OLDEST, version))
         raise UserError(
-            f"the compilers need Python {wanted} or newer, and this is {have}: give the path of one by --python, "
-            "tfdist itself need not run on it"
+            f"the compilers need Python {wanted} or newer, and this is {have}",
+            "give the path of one by --python, tfdist itself need not run on it",
         )
 
 
@@ -121,7 +123,9 @@ def _alone(place: pathlib.Path) -> Iterator[None]:
         place.parent.mkdir(parents=True, exist_ok=True)
         lock.touch()
     except OSError as error:
-        raise UserError(f"{place.parent} cannot be written ({error.strerror}): set {PLACE} to another folder") from None
+        raise UserError(
+            f"{place.parent} cannot be written ({error.strerror})", f"set {PLACE} to another folder"
+        ) from None
     with local_files.locked(lock, f"another installation in {place}", LIMIT_S):
         _log(place).write_bytes(b"")
         yield

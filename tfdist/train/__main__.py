@@ -78,14 +78,14 @@ def _check(experiment: config.Experiment, environment: runtime_options.Environme
 
     validation.validate(experiment)
     if environment.topology and experiment.train.virtual_replicas:
-        raise UserError("--topology compiles the step without shards: set train.virtual_replicas=0")
+        raise UserError("--topology compiles the step without shards", "set train.virtual_replicas=0")
     ahead_of_time.check(environment, experiment.train.batch_size)
     schedule.interval("checkpoint.every", experiment.checkpoint.every)
     schedule.better(experiment.checkpoint.best)
     schedule.better(experiment.train.monitor, "train.monitor")
     if experiment.checkpoint.every == "off" and (environment.resume == "require" or environment.resume_changed):
         raise UserError(
-            "checkpoint.every=off, and a resume is asked for: set it to a time, or leave out the --resume flag"
+            "checkpoint.every=off, and a resume is asked for", "set it to a time, or leave out the --resume flag"
         )
     slurm_requeue.check(environment.requeue, os.environ)
 

@@ -79,8 +79,8 @@ def check(where: Environment, batch: int) -> None:
     environment.python(topology.compilers, f"--topology={topology.name}")
     if batch == AUTO:
         raise UserError(
-            "train.batch_size=auto looks for a batch on this machine: give a number, and --topology names the "
-            "largest that fits where that one does not"
+            "train.batch_size=auto looks for a batch on this machine",
+            "give a number, and --topology names the largest that fits where that one does not",
         )
 
 

@@ -80,7 +80,7 @@ def find(experiment: config.Experiment, environment: Environment, placement: Pla
       UserError: not even one fits, it took too long, or the experiment cannot run at all.
     """
     if placement.choice.name == "tpu":  # which two processes cannot hold at once
-        raise UserError("train.batch_size=auto is measured in a process of its own, and a TPU has one: give a number")
+        raise UserError("train.batch_size=auto is measured in a process of its own, and a TPU has one", "give a number")
     cluster, on_cpu = placement.cluster, not placement.selection.gpus and not placement.selection.opaque
     if on_cpu and cluster.local_rank > 0:  # they would measure each other
         return BatchProposal()

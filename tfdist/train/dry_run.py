@@ -101,7 +101,8 @@ def memory(model: keras.Model, available: Mapping[str, float]) -> Memory:
         if needed.total > size:
             raise UserError(
                 f"a replica needs {sized(needed.total)} for weights, gradients and optimizer, "
-                f"{name} has {sized(size)} for it: use a smaller model or fewer replicas"
+                f"{name} has {sized(size)} for it",
+                "use a smaller model or fewer replicas",
             )
     return needed
 

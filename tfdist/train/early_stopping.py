@@ -36,7 +36,7 @@ def check_measured(metrics: Mapping[str, str], model: keras.Model) -> None:
 
 
 def _not_measured(field: str, metric: str, names: Iterable[str]) -> UserError:
-    return UserError(f"{field}={metric} is not measured: choose one of {', '.join(sorted(names))}")
+    return UserError(f"{field}={metric} is not measured", f"choose one of {', '.join(sorted(names))}")
 
 
 class Measured(Callback):

@@ -18,10 +18,10 @@ def check(requeue: bool, environ: Mapping[str, str]) -> None:
         return
     if not environ.get("SLURM_JOB_ID"):
         raise UserError(
-            "--requeue is for Slurm's jobs, and SLURM_JOB_ID is not set: use it under sbatch, or leave it out"
+            "--requeue is for Slurm's jobs, and SLURM_JOB_ID is not set", "use it under sbatch, or leave it out"
         )
     if not shutil.which("scontrol"):
-        raise UserError("--requeue needs Slurm's scontrol, which is not on PATH: install it there, or leave it out")
+        raise UserError("--requeue needs Slurm's scontrol, which is not on PATH", "install it there, or leave it out")
 
 
 def again(environ: Mapping[str, str]) -> str:

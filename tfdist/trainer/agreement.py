@@ -88,8 +88,9 @@ def agree(
     for rank, vote in enumerate(votes):
         if vote.digest != votes[0].digest:
             raise UserError(
-                f"worker {rank} ({peers.hosts[rank]}) has read other batches than worker 0 up to {label}: give "
-                "shuffle() a seed, as in shuffle(1000, seed=0), and set a global seed, if any, alike on all workers"
+                f"worker {rank} ({peers.hosts[rank]}) has read other batches than worker 0 up to {label}",
+                "give "
+                "shuffle() a seed, as in shuffle(1000, seed=0), and set a global seed, if any, alike on all workers",
             )
     for rank, vote in enumerate(votes):
         if vote.stop_reason:

@@ -213,7 +213,8 @@ def _placed(callback: keras.callbacks.Callback, distribution: Distribution) -> k
     if isinstance(callback, Callback) and type(callback).limit_call is not Callback.limit_call:
         raise UserError(
             f"{type(callback).__name__} has chief_only=True and its own limit_call, which must be the same on all "
-            "workers: leave out one of them"
+            "workers",
+            "leave out one of them",
         )
     if distribution.is_chief:
         return callback
@@ -262,8 +263,8 @@ def _called_alone(hook: Callable, what: str, distribution: Distribution) -> Call
 
     def refuse(*arguments: object, **options: object) -> None:
         raise UserError(
-            f"{what}, and reads what is summed over the workers, such as a metric: take it from the logs, or set "
-            "chief_only=False"
+            f"{what}, and reads what is summed over the workers, such as a metric",
+            "take it from the logs, or set chief_only=False",
         )
 
     def called(*arguments: object, **options: object) -> object:

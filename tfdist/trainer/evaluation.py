@@ -56,7 +56,7 @@ def renamed_arguments(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]
                 args, name, value = (), names[former], kwargs.pop(former)
                 default = parameters[name].default
                 if default is None and value is not None and kwargs.get(name) is not None:
-                    raise UserError(f"{former} is the former name of {name}: give one of them")
+                    raise UserError(f"{former} is the former name of {name}", "give one of them")
                 kwargs[name] = config.renamed(name, kwargs.get(name, default), former, value, default)
             return function(*args, **kwargs)
 
@@ -215,7 +215,7 @@ class Evaluation:
             if fresh < part.last - part.first:
                 break
         if not done:
-            raise UserError("the data set to evaluate is empty: give it at least one batch")
+            raise UserError("the data set to evaluate is empty", "give it at least one batch")
         self._reader.end()
         self.examples = round(totals.examples)
         callbacks.on_test_end(logs)
@@ -233,7 +233,7 @@ def _feed(source: sources.Source, layout: Layout, steps: int | None, what: str) 
     feed = sources.read_once(source, layout)
     batches = min(feed.batches, steps or feed.batches) if feed.batches else steps
     if batches is None and source.endless:
-        raise UserError(f"the data set to {what} never ends: give the number of steps")
+        raise UserError(f"the data set to {what} never ends", "give the number of steps")
     return feed, batches
 
 
@@ -391,7 +391,7 @@ def _predict(
                 stop_attribute="stop_predicting",
             )
     if not i:
-        raise UserError("the data set to predict from is empty: give it at least one batch")
+        raise UserError("the data set to predict from is empty", "give it at least one batch")
     called.on_predict_end()
     source.reader.end()
 

@@ -121,7 +121,7 @@ def fit(
     source = sources.as_source(x, y, sample_weight)
     if validation_split:
         if validation_data is not None:
-            raise UserError("validation_split and validation_data both say what to validate with: give one of them")
+            raise UserError("validation_split and validation_data both say what to validate with", "give one of them")
         source, validation_data = source.split(validation_split)
     options = FitOptions(
         distribution=distribution or connect.current(model.distribute_strategy),
@@ -164,7 +164,7 @@ def _check_options(options: FitOptions) -> None:
     """Refuses options that do not fit together, whatever the model and its data."""
     idle = options.changed(("validation_steps", "validation_batch_size", "validation_freq"))
     if options.validation_data is None and idle:
-        raise UserError(f"{idle[0]} says how to validate, without data: give validation_data or validation_split")
+        raise UserError(f"{idle[0]} says how to validate, without data", "give validation_data or validation_split")
     if options.virtual_replicas and options.reduce_dtype != "float32":
         raise UserError(
             "reduce_dtype cannot be used with virtual_replicas, whose sums are exact", "leave out one of them"
@@ -183,11 +183,14 @@ def _check_generators(source: sources.Source, options: FitOptions) -> None:
     if source.reader.once:
         if epochs - first > 1 and options.steps_per_epoch is None:
             raise UserError(
-                f"a generator can be read once, and there are {epochs - first} epochs: give steps_per_epoch, {advice}"
+                f"a generator can be read once, and there are {epochs - first} epochs",
+                f"give steps_per_epoch, {advice}",
             )
         if options.on_nonfinite == "rollback":
-            raise UserError(f"on_nonfinite='rollback' goes back, and a generator cannot: give arrays {advice}")
+            raise UserError("on_nonfinite='rollback' goes back, and a generator cannot", f"give arrays {advice}")
     if isinstance(options.validation_data, types.GeneratorType):
         due = (epoch for epoch in range(first, epochs) if options.validates(epoch))
         if len(list(itertools.islice(due, 2))) > 1:
-            raise UserError(f"a generator can be read once, and several epochs validate with it: give arrays, {advice}")
+            raise UserError(
+                "a generator can be read once, and several epochs validate with it", f"give arrays, {advice}"
+            )

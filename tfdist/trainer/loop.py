@@ -211,7 +211,7 @@ class FitLoop:
             )
         if not position.begun:
             raise UserError(
-                f"the data set ended before the first update of epoch {position.epoch + 1}: give it a batch at least"
+                f"the data set ended before the first update of epoch {position.epoch + 1}", "give it a batch at least"
             )
 
     def _call(self, position: Position, totals: Totals | LastLogs, limit: float) -> bool:

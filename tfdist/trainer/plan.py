@@ -141,7 +141,7 @@ def plan_training(model: keras.Model, source: sources.Source, options: FitOption
     layout = sources.layout_of(source, batch, distribution, options.accumulate, shards=options.virtual_replicas)
     feed = _feed(source, layout, options)
     if options.steps_per_epoch is None and feed.batches == 0:
-        raise UserError("the data set never ends: give steps_per_epoch")
+        raise UserError("the data set never ends", "give steps_per_epoch")
     step = step_calls.step_of(model, distribution, source)
     step.check_batches("train", layout, source.sizes(layout.batch))
     step_calls.trains(model)

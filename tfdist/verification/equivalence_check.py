@@ -247,8 +247,8 @@ def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choi
         if name:
             raise UserError(
                 f"{comparison} disagree on this model{_CONTEXT[comparison.kind]}: {name} differs by "
-                f"{outcome.noise[name]:.0e} if the rows of a batch come in the opposite order: make it depend on each "
-                f"row alone, {_fix(comparison)}"
+                f"{outcome.noise[name]:.0e} if the rows of a batch come in the opposite order",
+                f"make it depend on each row alone, {_fix(comparison)}",
             )
         logger.info(f"WARNING: not checked whether {comparison} agree: {_inconclusive_reason(outcome, repeated)}")
         return False

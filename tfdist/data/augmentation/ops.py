@@ -234,18 +234,20 @@ class Recipe:
         if len(shape) != 3 or shape[-1] not in (1, 3) or dtype not in ("uint8", "float16", "float32", "float64"):
             raise UserError(
                 f"data.augment={named!r} is for images [height, width, 1 or 3] of uint8 or floats, "
-                f"and this data has {dtype} {list(shape)}: leave it empty"
+                f"and this data has {dtype} {list(shape)}",
+                "leave it empty",
             )
         tinted = [str(step) for step in self.steps if step.name in ("color", "randaugment", "erase")]
         if lowest < 0 and tinted:
             raise UserError(
                 f"{tinted[0]} in data.augment is for images with values from 0 to {self.maximum:g}, "
-                f"and these have {lowest:g}: leave it out, or give images that are not normalized"
+                f"and these have {lowest:g}",
+                "leave it out, or give images that are not normalized",
             )
         if self.mixing and classes is None:
             raise UserError(
-                f"data.augment={named!r} mixes the targets of a classifier, and these are no classes: "
-                f"leave out {' and '.join(s.name for s in self.mixing)}"
+                f"data.augment={named!r} mixes the targets of a classifier, and these are no classes",
+                f"leave out {' and '.join(s.name for s in self.mixing)}",
             )
 
     @tf.autograph.experimental.do_not_convert

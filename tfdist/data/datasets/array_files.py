@@ -67,7 +67,7 @@ def load(path: str, splits: Mapping[str, str], options: Options, fits: Callable[
     }
     train, evaluation = parts.values()
     if set(train) != set(evaluation):
-        raise UserError(f"{what}: some splits have weights and others have none: give them to all, or to none")
+        raise UserError(f"{what}: some splits have weights and others have none", "give them to all, or to none")
     *tables, classes = examples.targets_and_weights(
         ([_joined(split[column]) for column in COLUMNS[1:] if column in split] for split in (train, evaluation)),
         options,
@@ -91,16 +91,16 @@ def _opened(path: str, what: str) -> tuple[dict[str, Callable[[], np.ndarray]], 
     if os.path.isdir(path):
         files = sorted(glob.glob(os.path.join(glob.escape(path), "*.npy")))
         if not files:
-            raise UserError(f"{what}: there are no .npy files: give a folder that has some, or a .npz file")
+            raise UserError(f"{what}: there are no .npy files", "give a folder that has some, or a .npz file")
         mapped = {f: functools.partial(np.load, f, mmap_mode="r") for f in files}
         return {os.path.basename(f)[: -len(".npy")]: functools.partial(_read, f, mapped[f]) for f in files}, True
     if not os.path.isfile(path):
-        raise UserError(f"{what}: there is no such file: give a .npz file, or a folder of .npy files")
+        raise UserError(f"{what}: there is no such file", "give a .npz file, or a folder of .npy files")
     if path.endswith(".npy"):
-        raise UserError(f"{what} is a single array: give the folder of x.npy and y.npy, or a .npz file with both")
+        raise UserError(f"{what} is a single array", "give the folder of x.npy and y.npy, or a .npz file with both")
     opened = _read(path, functools.partial(np.load, path))
     if not isinstance(opened, np.lib.npyio.NpzFile):
-        raise UserError(f"{what} is no .npz file: write it with numpy.savez(path, x=..., y=...)")
+        raise UserError(f"{what} is no .npz file", "write it with numpy.savez(path, x=..., y=...)")
     one = lambda name: functools.partial(_read, f"{path}: {name}", functools.partial(opened.__getitem__, name))
     return {name: one(name) for name in opened.files}, False
 
@@ -112,7 +112,7 @@ def _read(path: str, read: Callable[[], T]) -> T:
         objects = "pickle" in str(error) or "Python objects" in str(error)
         hint = "write it without Python objects" if objects else "write it anew with numpy.save or numpy.savez"
         why = one_line(error, 100).rstrip(".:") or type(error).__name__
-        raise UserError(f"{path} cannot be read: {why}: {hint}") from None
+        raise UserError(f"{path} cannot be read: {why}", hint) from None
 
 
 def _by_split(
@@ -127,7 +127,7 @@ def _by_split(
                 continue
             if column in by_split.setdefault(split, {}):
                 other = by_split[split][column][0]
-                raise UserError(f"{what}: {other} and {name} are both {column} of {split}: rename one of them")
+                raise UserError(f"{what}: {other} and {name} are both {column} of {split}", "rename one of them")
             by_split[split][column] = name, read()
     listed = ", ".join(sorted(arrays)[:20]) or "none"
     if not any("x" in columns for columns in by_split.values()):
@@ -145,7 +145,7 @@ def _by_split(
         for column, (name, array) in columns.items():
             kinds = "fiub" if column != "weight" else "fiu"
             if array.dtype.kind not in kinds or array.ndim == 0:
-                raise UserError(f"{what}: {name} is {array.dtype} {list(array.shape)}: give numbers for each example")
+                raise UserError(f"{what}: {name} is {array.dtype} {list(array.shape)}", "give numbers for each example")
         lengths = {name: len(array) for name, array in columns.values()}
         if len(set(lengths.values())) > 1:
             listed = ", ".join(f"{name} has {length:,}" for name, length in lengths.items())
@@ -174,7 +174,8 @@ def _shape(parts: Sequence[Part], options: Options, what: str) -> tuple[int, ...
         if (array.shape[1:], _stored(array.dtype)) != (first.shape[1:], _stored(first.dtype)):
             raise UserError(
                 f"{what}: {other} is {array.dtype} {list(array.shape[1:])} and {name} {first.dtype} "
-                f"{list(first.shape[1:])} for each example: make them alike"
+                f"{list(first.shape[1:])} for each example",
+                "make them alike",
             )
     shape = first.shape[1:] or (1,)
     requested = options.get("shape", shape)
@@ -214,6 +215,8 @@ def _maximum(parts: Sequence[Part], what: str) -> float:
         for start in range(rows.start, rows.stop, step):
             piece = array[start : min(start + step, rows.stop)]
             if piece.dtype.kind == "f" and not np.isfinite(piece).all():
-                raise UserError(f"{what}: {name} has numbers that are NaN or infinite: correct them, or leave them out")
+                raise UserError(
+                    f"{what}: {name} has numbers that are NaN or infinite", "correct them, or leave them out"
+                )
             most = max(most, float(piece.max()))
     return most or 1.0

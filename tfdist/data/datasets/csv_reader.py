@@ -155,10 +155,10 @@ def header(path: str, delimiter: str = ",") -> list[str]:
     with _open(path) as file:
         rows, wrong = _taken(path, _parser(file, delimiter), 1)
     if wrong:
-        raise UserError(f"{path} line 1 {wrong}: correct the file")
+        raise UserError(f"{path} line 1 {wrong}", "correct the file")
     names = [name.strip() for name in (rows or [[]])[0]]
     if "\0" in "".join(names):
-        raise UserError(f"{path} has a NUL in its header: give CSV in UTF-8")
+        raise UserError(f"{path} has a NUL in its header", "give CSV in UTF-8")
     if not any(names):
         raise UserError(f"{path} has no header: its first line must name the columns")
     check_names(path, names)
@@ -287,7 +287,7 @@ def _taken(path: str, reader: _csv.Reader, count: int) -> tuple[list[list[str]],
             return rows, "has a quote that does not end, and all below belongs to it"
         if isinstance(error, csv.Error) and "expected after" in str(error):
             return rows, f"has characters behind a closing quote, in line {reader.line_num}"
-        raise UserError(f"{path} cannot be read after line {reader.line_num}: {error}: give CSV in UTF-8") from None
+        raise UserError(f"{path} cannot be read after line {reader.line_num}: {error}", "give CSV in UTF-8") from None
     return rows, ""
 
 

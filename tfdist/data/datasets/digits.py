@@ -74,7 +74,7 @@ def some(split: str = "train", first: int = 0, last: int = 9, each: int = 0) -> 
     if split not in ("train", "test"):
         raise UserError(f"unknown split {split!r} of the digits{suggest(split, ('train', 'test'))}")
     if not 0 <= first < last <= 9:
-        raise UserError(f"the digits from {first} to {last} are not at least two of 0 to 9: correct data.options")
+        raise UserError(f"the digits from {first} to {last} are not at least two of 0 to 9", "correct data.options")
     rows = _rows()
     rows = rows[:TRAIN] if split == "train" else rows[TRAIN:]
     chosen = [np.flatnonzero(rows[:, 64] == digit) for digit in range(first, last + 1)]

@@ -89,20 +89,20 @@ def _opened(name: str, options: Options, prepare: bool) -> dict[str, Any]:
     try:
         import datasets
     except ImportError:
-        raise UserError(f"{what} is read with a package that is not installed: pip install datasets") from None
+        raise UserError(f"{what} is read with a package that is not installed", "pip install datasets") from None
     path = os.path.expanduser(name)
     try:
         if os.path.isdir(path):
             opened = datasets.load_from_disk(path)
         elif name.startswith(("/", ".", "~")):
-            raise UserError(f"{what}: there is no such folder: give one that save_to_disk has written, or a name")
+            raise UserError(f"{what}: there is no such folder", "give one that save_to_disk has written, or a name")
         else:
             opened = datasets.load_dataset(name, options.get("config"))
     except UserError:
         raise
     except Exception as error:  # of the network, of the Hub, of Arrow, of code that reads files
         hint = "give a folder that save_to_disk has written, or the name of a data set on the Hub"
-        raise UserError(f"{what} cannot be opened: {one_line(error, 200).rstrip('.')}: {hint}") from None
+        raise UserError(f"{what} cannot be opened: {one_line(error, 200).rstrip('.')}", hint) from None
     return dict(opened) if isinstance(opened, dict) else {"train": opened}
 
 
@@ -117,7 +117,7 @@ def _columns(features: Mapping[str, Any], options: Options, what: str) -> tuple[
             alike = [n for n in features if kinds[n] == kind] or [n for n in usual if n in features]
             if len(alike) != 1:
                 raise UserError(
-                    f"{what} does not tell which column is {column}: say data.options={column}=NAME, of {listed}"
+                    f"{what} does not tell which column is {column}", f"say data.options={column}=NAME, of {listed}"
                 )
             name = alike[0]
         if name not in features:
@@ -172,16 +172,16 @@ def _dense(values: Any, what: str) -> np.ndarray:
     if isinstance(values, pa.ExtensionArray):
         values = values.storage
     if values.null_count:
-        raise UserError(f"{what} has examples without a value: leave them out")
+        raise UserError(f"{what} has examples without a value", "leave them out")
     if not pa.types.is_nested(values.type):
         array = values.to_numpy(zero_copy_only=False)
         if array.dtype.kind not in "fiub":
-            raise UserError(f"{what} has values of type {values.type}: give numbers")
+            raise UserError(f"{what} has values of type {values.type}", "give numbers")
         return array
     lengths = compute.unique(compute.list_value_length(values)).to_pylist()
     if len(lengths) > 1:
         raise UserError(
-            f"{what} has lists of different lengths, such as {lengths[0]} and {lengths[1]}: make them alike"
+            f"{what} has lists of different lengths, such as {lengths[0]} and {lengths[1]}", "make them alike"
         )
     inner = _dense(values.flatten(), what)
     return inner.reshape(len(values), lengths[0] if lengths else 0, *inner.shape[1:])

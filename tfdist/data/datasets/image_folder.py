@@ -86,7 +86,7 @@ def listing(root: str, what: str) -> tuple[tuple[str, ...], dict[str, Split]]:
       UserError: no folder, fewer than two classes, no files, or a name that is not in UTF-8.
     """
     if not os.path.isdir(root):
-        raise UserError(f"{what}: there is no such folder: give the path of one that has a folder for each class")
+        raise UserError(f"{what}: there is no such folder", "give the path of one that has a folder for each class")
     tops = _folders(root)
     if any(name.lower() in NAMES and _folders(os.path.join(root, name)) for name in tops):
         folders = {name: os.path.join(root, name) for name in tops if _folders(os.path.join(root, name))}
@@ -98,10 +98,10 @@ def listing(root: str, what: str) -> tuple[tuple[str, ...], dict[str, Split]]:
     }
     names = tuple(sorted({name for classes in by_split.values() for name, files in classes.items() if files}))
     if not names:
-        raise UserError(f"{what}: there are no images: put those of each class into a folder of its own in it")
+        raise UserError(f"{what}: there are no images", "put those of each class into a folder of its own in it")
     if len(names) == 1:
         raise UserError(
-            f"{what}: there is only one class, {names[0]!r}: put the images of each into a folder of its own"
+            f"{what}: there is only one class, {names[0]!r}", "put the images of each into a folder of its own"
         )
     number = {name: i for i, name in enumerate(names)}
     splits = {}
@@ -110,7 +110,7 @@ def listing(root: str, what: str) -> tuple[tuple[str, ...], dict[str, Split]]:
         for path, _ in files:
             if not path.isascii() and path != os.fsencode(path).decode(errors="replace"):
                 readable = os.fsencode(path).decode(errors="backslashreplace")
-                raise UserError(f"{what}: the name of {readable} is not written in UTF-8: rename it")
+                raise UserError(f"{what}: the name of {readable} is not written in UTF-8", "rename it")
         files.sort(key=lambda file: (hashlib.blake2b(file[0].encode(), digest_size=8).digest(), file[0]))
         if files:
             splits[split] = Split(folders[split], tuple(f[0] for f in files), tuple(f[1] for f in files))
@@ -121,7 +121,7 @@ def _folders(path: str) -> list[str]:
     try:
         return sorted(e.name for e in os.scandir(path) if not e.name.startswith(".") and e.is_dir())
     except OSError as error:
-        raise UserError(f"the folder {path} cannot be read ({error.strerror}): correct its permissions") from None
+        raise UserError(f"the folder {path} cannot be read ({error.strerror})", "correct its permissions") from None
 
 
 def _files(folder: str, below: str, above: tuple = ()) -> Iterator[str]:
@@ -133,7 +133,7 @@ def _files(folder: str, below: str, above: tuple = ()) -> Iterator[str]:
     try:
         entries = list(os.scandir(folder))
     except OSError as error:
-        raise UserError(f"the folder {folder} cannot be read ({error.strerror}): correct its permissions") from None
+        raise UserError(f"the folder {folder} cannot be read ({error.strerror})", "correct its permissions") from None
     for entry in entries:
         if entry.name.startswith("."):
             continue
@@ -290,7 +290,7 @@ def load(
     def records(field: str, rows: list[tuple[str, int]], shrink: bool) -> Records:
         good = [file for file in rows if not by_file[file].problem]
         if not good:
-            raise UserError(f"{what}: all {len(rows):,} files of {field} are broken: give it images")
+            raise UserError(f"{what}: all {len(rows):,} files of {field} are broken", "give it images")
         kept = [by_file[file] for file in good]
         ways = image_decoding.ways(
             [look.kind for look in kept], np.array([look.size for look in kept]), size if shrink else None, policy

@@ -75,7 +75,7 @@ def _taken(path: str, columns: list[str]) -> pa.Table:
 
 def _unreadable(path: str, error: Exception) -> UserError:
     why = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error, 150).rstrip(".")
-    return UserError(f"{path} cannot be read: {why}: give a Parquet file")
+    return UserError(f"{path} cannot be read: {why}", "give a Parquet file")
 
 
 def _kind(path: str, name: str, kind: pa.DataType) -> str:
@@ -91,8 +91,8 @@ def _kind(path: str, name: str, kind: pa.DataType) -> str:
     if types.is_null(kind):  # of which nothing is known: as in CSV, a column without values is of numbers
         return "number"
     raise UserError(
-        f"column {name!r} of {path} is {kind}, neither numbers nor texts: leave it out with "
-        f"data.options=leave_out={[name]}"
+        f"column {name!r} of {path} is {kind}, neither numbers nor texts",
+        f"leave it out with data.options=leave_out={[name]}",
     )
 
 

@@ -235,7 +235,7 @@ def _from_image_folder(
     )
     shape = size or folder.size
     if shape is None:
-        raise UserError("data.image_size is needed, since the images have different sizes: write one such as 224")
+        raise UserError("data.image_size is needed, since the images have different sizes", "write one such as 224")
     train, evaluation = _held(folder.train, data, shape, whole), _held(folder.eval, data, shape)
     return Loaded(
         train, evaluation, folder.train.size, Spec((*shape, 3), "uint8", len(folder.names), 255.0, folder.names)
@@ -270,8 +270,8 @@ def _from_function(experiment: config.Experiment, function: Callable, options: O
             spec = tf.nest.flatten(source.specs)[0].shape
             if spec[0] not in (None, batch):
                 raise UserError(
-                    f"{data.name} returned batches of {spec[0]} examples for a batch size of {batch}: "
-                    "take the argument batch_size and batch by it"
+                    f"{data.name} returned batches of {spec[0]} examples for a batch size of {batch}",
+                    "take the argument batch_size and batch by it",
                 )
         return source
 
@@ -301,7 +301,7 @@ def _held(source: Source, data: config.Data, size: tuple[int, int] | None, whole
     """Makes the images `size`, unless they are needed whole, and reads them into memory if they fit."""
     if whole:
         if data.cache == "memory":
-            raise UserError("data.cache=memory holds images of one size, and resized_crop needs them whole: use auto")
+            raise UserError("data.cache=memory holds images of one size, and resized_crop needs them whole", "use auto")
         return source
     made: Records = source.by_number("data.image_size")
     if size is not None:
@@ -353,14 +353,17 @@ def _pictured(experiment: config.Experiment, loaded: Loaded) -> Loaded:
     if size is not None and len(spec.shape) != 3:
         raise UserError(
             f"data.image_size={data.image_size!r} is for images [height, width, channels], "
-            f"and this data has shape {list(spec.shape)}: leave it empty"
+            f"and this data has shape {list(spec.shape)}",
+            "leave it empty",
         )
     shape = spec.shape if size is None else (*size, spec.shape[-1])
     train, evaluation = loaded.train, loaded.eval
     images = None if train.columns is None else train.columns[0]
     if tf.nest.is_nested(images) and not spec.columns:
         field = "data.image_size" if data.augment == "" else "data.augment"
-        raise UserError(f"{field} is for data whose input is one array of images, and this has several: leave it empty")
+        raise UserError(
+            f"{field} is for data whose input is one array of images, and this has several", "leave it empty"
+        )
     lowest = 0.0 if images is None or len(shape) != 3 else float(images.min())
     recipe.check(shape, spec.dtype, spec.classes, lowest)
     if size is not None and spec.shape[:2] != size:

@@ -51,14 +51,15 @@ def files_by_split(kind: str, path: str) -> dict[str, list[str]]:
             named.setdefault(_PIECE.sub("", os.path.basename(stem)), []).append(file)
         if "train" in named:
             for stem in {stem for stem in stems.values() if list(stems.values()).count(stem) > 1}:
-                raise UserError(f"{stem}.csv is there as .csv and as .csv.gz: remove one of them")
+                raise UserError(f"{stem}.csv is there as .csv and as .csv.gz", "remove one of them")
             return named
     else:
         paths = [path] if os.path.isfile(path) else sorted(f for f in glob.glob(path) if os.path.isfile(f))
     if not paths:
         word = {"csv": "CSV", "parquet": "Parquet"}[kind]
         raise UserError(
-            f"data.name={kind}:{path} has no files: give a {word} file, a folder of *.{endings[0]} files, or a pattern"
+            f"data.name={kind}:{path} has no files",
+            f"give a {word} file, a folder of *.{endings[0]} files, or a pattern",
         )
     return {"train": paths}
 
@@ -67,7 +68,7 @@ def _readers(kind: str, options: field_syntax.Options) -> tuple[Callable[..., li
     """Returns `header` and `read` of `csv_reader` or `parquet_reader`, by one of `ENDINGS`."""
     if kind == "parquet":
         if "delimiter" in options:
-            raise UserError("data.options: delimiter is for CSV, and data.name begins with parquet: leave it out")
+            raise UserError("data.options: delimiter is for CSV, and data.name begins with parquet", "leave it out")
         return parquet_reader.header, parquet_reader.read
     delimiter = options.get("delimiter", ",")
     if not isinstance(delimiter, str) or len(delimiter) != 1 or delimiter in '"\r\n':
@@ -110,8 +111,8 @@ def encode_target(table: Table, target: Column, classes: int | None) -> np.ndarr
         unknown = [table.texts[name][i] for i in table.categories[name][places < 0]]
     if unknown:
         raise UserError(
-            f"{len(unknown):,} rows have a target {name!r} that no training row has, such as {unknown[0]!r}: choose "
-            "other splits, leave them out of the file, or set classify=False in data.options if it is no class"
+            f"{len(unknown):,} rows have a target {name!r} that no training row has, such as {unknown[0]!r}",
+            "choose other splits, leave them out of the file, or set classify=False in data.options if it is no class",
         )
     return places.astype(np.int32)
 
@@ -131,8 +132,8 @@ def leave_out_without(table: Table, name: str, what: str, skip: bool) -> Table:
         return table
     if not skip:
         raise UserError(
-            f"{int(missing.sum()):,} rows in {what} have no target {name!r}: "
-            "fill it in, or leave such rows out with data.on_error=skip"
+            f"{int(missing.sum()):,} rows in {what} have no target {name!r}",
+            "fill it in, or leave such rows out with data.on_error=skip",
         )
     logger.info(f"WARNING: left out: {int(missing.sum()):,} rows in {what} that have no target {name!r}")
     return table.taken(np.flatnonzero(~missing))
@@ -275,8 +276,8 @@ def _inputs(chosen: TableOptions, names: list[str]) -> list[str]:
     inputs = [n for n in names if n not in (chosen.target, *chosen.leave_out) and (not chosen.use or n in chosen.use)]
     if "" in inputs and "" not in chosen.use:
         raise UserError(
-            "a column without a name, often the number of the row, would be an input: "
-            "leave it out with data.options=\"leave_out=['']\", or name it"
+            "a column without a name, often the number of the row, would be an input",
+            "leave it out with data.options=\"leave_out=['']\", or name it",
         )
     if not inputs:
         raise UserError(
@@ -313,7 +314,8 @@ def _described(table: csv_reader.Table, name: str) -> Column:
     if len(occur) > TEXTS and len(occur) > table.size / 2:
         raise UserError(
             f"column {name!r} has {len(occur):,} different texts in {table.size:,} training rows, "
-            f"more than a category has: leave it out with data.options=leave_out={[name]}"
+            "more than a category has",
+            f"leave it out with data.options=leave_out={[name]}",
         )
     return Column(name, "category", vocabulary=tuple(sorted(table.texts[name][i] for i in occur)))
 
@@ -327,8 +329,8 @@ def _target(table: csv_reader.Table, chosen: TableOptions) -> tuple[Column, int 
         if chosen.classify is None and len(different) <= FEW and (different == np.round(different)).all():
             if (np.abs(different) >= EXACT).any():
                 raise UserError(
-                    f"target {name!r} has whole numbers of 2^53 or more, of which 64-bit floats merge some: set "
-                    "classify=True in data.options if they are classes, or classify=False if they are numbers"
+                    f"target {name!r} has whole numbers of 2^53 or more, of which 64-bit floats merge some",
+                    "set classify=True in data.options if they are classes, or classify=False if they are numbers",
                 )
             return Column(name, "category", vocabulary=tuple(f"{v:.0f}" for v in different)), len(different)
         return _described(table, name), None

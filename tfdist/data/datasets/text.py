@@ -97,7 +97,7 @@ def files(path: str) -> dict[str, list[str]]:
                 by_name.setdefault(os.path.basename(entry).removesuffix(".txt"), []).extend(_below(entry))
         by_split = by_name if "train" in by_name else {"train": [f for entry in entries for f in _below(entry)]}
     if not any(by_split.values()):
-        raise UserError(f"data.name=text:{path} has no files: give a text file, a folder, or a pattern such as *.txt")
+        raise UserError(f"data.name=text:{path} has no files", "give a text file, a folder, or a pattern such as *.txt")
     return by_split
 
 
@@ -126,7 +126,7 @@ def load(path: str, splits: dict[str, str], memory: float, length: int = LENGTH)
         train, evaluation = _load(files(path), f"text:{path} in windows of {length} bytes", splits, memory, length)
     except OSError as error:
         where = f"{error.filename} cannot be read: {error.strerror}" if error.filename else error
-        raise UserError(f"{where}: correct or remove it") from None
+        raise UserError(where, "correct or remove it") from None
     return Loaded(train, evaluation, train.size, Spec((length,), "int32", VOCABULARY, VOCABULARY - 1.0))
 
 

@@ -58,8 +58,8 @@ def prepared(data: config.Data, memory: float, prepare: bool) -> tfds.core.Datas
     exists, own = os.path.isdir(builder.data_dir), type(builder).__module__.startswith("tfdist.")
     if not (prepare or exists or own):
         raise UserError(
-            f"data set {data.name!r} is not in {builder.data_dir} yet, and a dry run downloads nothing: "
-            "leave out --dry_run, or prepare it first"
+            f"data set {data.name!r} is not in {builder.data_dir} yet, and a dry run downloads nothing",
+            "leave out --dry_run, or prepare it first",
         )
     if not (prepare or exists):  # the one of tfdist's takes no download, and goes with this process
         builder = _builder(data.name, str(local_files.temporary_folder()))
@@ -109,8 +109,8 @@ def _builder(name: str, data_dir: str | None) -> tfds.core.DatasetBuilder:
         raise UserError(f"data.name={name!r} is not accepted by TFDS{hint}") from None
     except Exception as error:  # TFDS lets through whatever reading damaged files raises
         raise UserError(
-            f"data set {name!r} cannot be opened: {_line(error)}: correct the .json files in its folder, or delete "
-            "it to prepare the data set again"
+            f"data set {name!r} cannot be opened: {_line(error)}",
+            "correct the .json files in its folder, or delete it to prepare the data set again",
         ) from error
 
 
@@ -129,8 +129,8 @@ def _importing_no_features(name: str) -> Iterator[None]:
             if module and module not in sys.modules and not module.startswith("tensorflow_datasets."):
                 raise UserError(
                     f"the data set {name!r} has a feature of class {_line(class_name, 80)!r}, and only those of TFDS "
-                    "are imported: return the data set from a function that imports it, "
-                    "data.name=package.module:function"
+                    "are imported",
+                    "return the data set from a function that imports it, data.name=package.module:function",
                 )
             return resolve.__get__(None, cls)(class_name)
 
@@ -162,7 +162,7 @@ def _prepare(builder: tfds.core.DatasetBuilder, name: str, by_number: bool) -> N
             builder.download_and_prepare(**kind)
     except Exception as error:  # TFDS lets through whatever its downloads raise
         if isinstance(error, OSError) and error.filename:
-            raise UserError(f"data.data_dir is not usable: {_line(error)}: choose another folder") from error
+            raise UserError(f"data.data_dir is not usable: {_line(error)}", "choose another folder") from error
         if by_hand:
             elsewhere = f"put into {folder} what TFDS asks for: {_line(by_hand, 600)}"
         raise UserError(
@@ -256,7 +256,7 @@ class _SplitReader:
         self.keys = builder.info.supervised_keys
         if not self.keys or not all(isinstance(key, str) for key in self.keys):
             raise UserError(
-                f"data set {name!r} does not say which feature is the target: wrap it in a package.module:function"
+                f"data set {name!r} does not say which feature is the target", "wrap it in a package.module:function"
             )
         self.spec = _input_spec(experiment.data, features[self.keys[0]], self.keys[0])
         """Type and shape of one input, once images of all sizes have one."""
@@ -300,7 +300,7 @@ class _SplitReader:
         except (KeyError, ValueError, AssertionError):
             raise UserError(f"unknown {field} {split!r}: {name} has {', '.join(splits)}") from None
         if not count:
-            raise UserError(f"{field}={split!r} of {name} is empty: choose a split with examples")
+            raise UserError(f"{field}={split!r} of {name} is empty", "choose a split with examples")
         return count
 
 
@@ -311,10 +311,10 @@ def _input_spec(data: config.Data, feature: tfds.features.FeatureConnector, key:
         return tf.TensorSpec(inputs.shape, inputs.dtype)
     if not isinstance(feature, tfds.features.Image) or not inputs.shape[-1]:
         raise UserError(
-            f"{key!r} of {data.name} has another shape in each example: wrap it in a package.module:function"
+            f"{key!r} of {data.name} has another shape in each example", "wrap it in a package.module:function"
         )
     if not size:
-        raise UserError(f"the images of {data.name} have different sizes: set data.image_size, such as 224")
+        raise UserError(f"the images of {data.name} have different sizes", "set data.image_size, such as 224")
     return tf.TensorSpec([*size, inputs.shape[-1]], inputs.dtype)
 
 

@@ -71,7 +71,7 @@ def files(path: str) -> dict[str, list[str]]:
     paths = sorted(f for f in glob.glob(pattern, recursive=True) if os.path.isfile(f))
     if not paths:
         raise UserError(
-            f"data.name=tfrecord:{path} has no files: give a file, a folder, or a pattern such as *.tfrecord"
+            f"data.name=tfrecord:{path} has no files", "give a file, a folder, or a pattern such as *.tfrecord"
         )
     return by_file_name(paths)
 
@@ -125,8 +125,8 @@ def _scan(path: str, thorough: bool) -> _Scan:
     with whole:
         if whole[:2] == b"\x1f\x8b":
             raise UserError(
-                f"{path} is compressed with GZIP, which cannot be read by number: "
-                "write it again with tf.io.TFRecordWriter(path), which does not compress"
+                f"{path} is compressed with GZIP, which cannot be read by number",
+                "write it again with tf.io.TFRecordWriter(path), which does not compress",
             )
         offsets, lengths, checks, at = [], [], [], 0
         while at + _HEAD.size <= size:
@@ -144,7 +144,7 @@ def _scan(path: str, thorough: bool) -> _Scan:
     if not good and (
         len(head) < _HEAD.size or _masked_crc(np.frombuffer(head[:8], np.uint64))[0] != _HEAD.unpack(head)[1]
     ):
-        raise UserError(f"{path} is no TFRecord file, or is compressed: give files of tf.io.TFRecordWriter")
+        raise UserError(f"{path} is no TFRecord file, or is compressed", "give files of tf.io.TFRecordWriter")
     problems = []
     if damaged:
         more = f" and {len(damaged) - 1:,} more of its records do" if len(damaged) > 1 else " does"
@@ -271,8 +271,8 @@ def _features(options: Options) -> tuple[list[Feature], int | None, image_decodi
     features = [_feature(name, text) for name, text in options.items() if name not in numbers]
     if not 2 <= len(features) <= 3:
         raise UserError(
-            "data.options of tfrecord: names the features x, y and perhaps weight, in this order, with their types: "
-            "write it like image=jpeg, label=int64, classes=10"
+            "data.options of tfrecord: names the features x, y and perhaps weight, in this order, with their types",
+            "write it like image=jpeg, label=int64, classes=10",
         )
     target, classes = features[1], numbers.get("classes")
     if target.is_image or (target.kind == "int64") != (classes is not None):
@@ -290,11 +290,11 @@ def _feature(name: str, text: object) -> Feature:
     written = _WRITTEN.match(text) if isinstance(text, str) else None
     if not written:
         raise UserError(
-            f"data.options: {name}={text!r} is no type: write one of {', '.join(TYPES)}, or 'float32[8, 8, 1]'"
+            f"data.options: {name}={text!r} is no type", f"write one of {', '.join(TYPES)}, or 'float32[8, 8, 1]'"
         )
     kind, shape = written.groups()
     if kind == "string":
-        raise UserError(f"data.options: {name}=string cannot be trained on: write jpeg or png, or leave it out")
+        raise UserError(f"data.options: {name}=string cannot be trained on", "write jpeg or png, or leave it out")
     if kind not in TYPES:
         raise UserError(f"data.options: unknown type {kind!r} of {name}{suggest(kind, TYPES)}")
     feature = Feature(name, kind, tuple(int(n) for n in shape.split(",") if n.strip()) if shape else ())
@@ -320,8 +320,8 @@ def _check(record: bytes, features: list[Feature], where: str) -> None:
         count = len(getattr(stored[feature.name], kind).value)
         if count != int(np.prod(feature.shape)):
             raise UserError(
-                f"data.options: {feature.name} has {count} values in {where}: give its shape, "
-                f"such as {feature.name}='{feature.kind}[{count}]'"
+                f"data.options: {feature.name} has {count} values in {where}",
+                f"give its shape, such as {feature.name}='{feature.kind}[{count}]'",
             )
 
 

@@ -76,11 +76,11 @@ def files(path: str) -> dict[str, list[str]]:
         for part in [path] if os.path.isfile(path) else field_syntax.expanded("data.name", path):
             matching = glob.glob(part, recursive=True)
             if not matching and part != path and not glob.has_magic(part):
-                raise UserError(f"{what}: there is no file {part}: correct the numbers in braces, or bring it here")
+                raise UserError(f"{what}: there is no file {part}", "correct the numbers in braces, or bring it here")
             found += matching
     paths = sorted({f for f in found if os.path.isfile(f)})
     if not paths:
-        raise UserError(f"{what} has no files: give a tar file, a folder, or a pattern such as train-{{000..009}}.tar")
+        raise UserError(f"{what} has no files", "give a tar file, a folder, or a pattern such as train-{000..009}.tar")
     return by_file_name(paths)
 
 
@@ -104,7 +104,7 @@ def listing(path: str) -> Listing:
                     continue
                 sample = samples.setdefault(folder + slash + stem, {})
                 if extension.lower() in sample:
-                    raise UserError(f"{path} has {member.name} twice: give each example a key of its own")
+                    raise UserError(f"{path} has {member.name} twice", "give each example a key of its own")
                 sample[extension.lower()] = member
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or one_line(error, 100)}") from None
@@ -126,7 +126,7 @@ class _Members:
         begin = self._file.read(max(map(len, _PACKED)))
         if begin.startswith(_PACKED):
             raise UserError(
-                f"{path} is compressed, and what is compressed cannot be read by number: unpack it to a plain .tar"
+                f"{path} is compressed, and what is compressed cannot be read by number", "unpack it to a plain .tar"
             )
         self._file.seek(0)
         count, at, plain = 0, 0, True
@@ -152,7 +152,7 @@ class _Members:
                         count += 1
         except tarfile.TarError:
             if not count:
-                raise UserError(f"{path} is no tar file: give files of webdataset.TarWriter, or of tar") from None
+                raise UserError(f"{path} is no tar file", "give files of webdataset.TarWriter, or of tar") from None
         if not self._only_zeros_from(at, size):
             self.problem = f"{path} is cut off or damaged at byte {at:,}, behind {count:,} good files"
 
@@ -167,7 +167,7 @@ class _Members:
         if found.isdir():
             return None, tar.offset
         if not found.isreg() or found.issparse():
-            raise UserError(f"{self._path}: {found.name} is a link or no plain file: write it as a file")
+            raise UserError(f"{self._path}: {found.name} is a link or no plain file", "write it as a file")
         return Member(found.name, found.offset_data, found.size), tar.offset
 
     def _only_zeros_from(self, at: int, size: int) -> bool:
@@ -220,7 +220,9 @@ def _chosen(extensions: Collection[str], options: Options, what: str) -> list[st
     ):
         name = options.get(column, "").lstrip(".").lower()
         if not name and len(usual) != 1:
-            raise UserError(f"{what} does not tell which file is {column}: say data.options={column}=NAME, of {listed}")
+            raise UserError(
+                f"{what} does not tell which file is {column}", f"say data.options={column}=NAME, of {listed}"
+            )
         names.append(name or usual[0])
     names += [options["weight"].lstrip(".").lower()] if "weight" in options else []
     for name in names:
@@ -361,7 +363,7 @@ def _columns(paths: Sequence[str], options: Options) -> list[str]:
     for path in paths:
         for key, sample in listing(path).samples.items():
             return _chosen(list(sample), options, f"{key} in {path}")
-    raise UserError(f"{' and '.join(paths[:_NAMED])} {'have' if len(paths) > 1 else 'has'} no samples: give others")
+    raise UserError(f"{' and '.join(paths[:_NAMED])} {'have' if len(paths) > 1 else 'has'} no samples", "give others")
 
 
 def _samples(paths: Sequence[str], names: Sequence[str], field: str, skip: bool) -> tuple[ByteRanges, list[np.ndarray]]:
@@ -379,8 +381,8 @@ def _samples(paths: Sequence[str], names: Sequence[str], field: str, skip: bool)
         values = [value for scan in scans for value in scan.values[column]]
         if shapes := {value.shape for value in values} - {values[0].shape if values else ()}:
             raise UserError(
-                f"{paths[0]}: .{name} has shape {list(values[0].shape)} at first and {list(min(shapes))} later: "
-                "make them alike"
+                f"{paths[0]}: .{name} has shape {list(values[0].shape)} at first and {list(min(shapes))} later",
+                "make them alike",
             )
         tables.append(np.stack(values) if values else np.zeros(0))
     parts = [np.full(len(scan.offsets), i, np.int32) for i, scan in enumerate(scans)]

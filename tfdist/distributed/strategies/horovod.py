@@ -76,8 +76,8 @@ def start(limit: float) -> StartedHorovod:
         raise
     except Exception as error:  # an ImportError, an OSError of a library, or a RuntimeError of its rendezvous
         raise UserError(
-            f"Horovod does not start ({one_line(error, 200)}): start with horovodrun or mpirun, or rebuild it with "
-            "python -m tfdist.horovod_build"
+            f"Horovod does not start ({one_line(error, 200)})",
+            "start with horovodrun or mpirun, or rebuild it with python -m tfdist.horovod_build",
         ) from error
     return StartedHorovod(hvd, hosts)
 
@@ -293,7 +293,8 @@ class _Store:
                 if time.monotonic() - begun >= _UNREACHABLE_S:
                     raise UserError(
                         f"horovodrun cannot be reached at {self._address}:{self._port} "
-                        f"({one_line(error, 200) or type(error).__name__}): look at its output, and at the network"
+                        f"({one_line(error, 200) or type(error).__name__})",
+                        "look at its output, and at the network",
                     ) from None
             time.sleep(_PAUSE_S[1])
 

@@ -53,8 +53,8 @@ def mirrored(names: tuple[str, ...], reason: str, jit: str = "off") -> Distribut
 
     if len(names) < 2:
         raise UserError(
-            f"--strategy=mirrored needs at least 2 devices, found {len(names)} ({', '.join(names)}): "
-            "use --virtual_devices=2 to split the CPU, or --strategy=default"
+            f"--strategy=mirrored needs at least 2 devices, found {len(names)} ({', '.join(names)})",
+            "use --virtual_devices=2 to split the CPU, or --strategy=default",
         )
     # Between CPUs of one process TensorFlow would choose its ring collective, which costs 0.7 to 0.4 of
     # the speed; adding up in one place needs no copies there. GPUs keep the default, NCCL.

@@ -204,8 +204,8 @@ def _saying_what_cannot_travel(scope: contextlib.AbstractContextManager[object])
             dtype = tf.as_dtype(kwargs["dtype"]).name if kwargs.get("dtype") else "this type"
             raise UserError(
                 f"a variable of {dtype} cannot be created with multi_worker, where TensorFlow sends the chief's first "
-                "value to the others and cannot send this type: use --strategy=mirrored, or a layer without it "
-                "(quantize after the training)"
+                "value to the others and cannot send this type",
+                "use --strategy=mirrored, or a layer without it (quantize after the training)",
             ) from None
 
     with scope as strategy, tf.variable_creator_scope(create):
@@ -271,15 +271,15 @@ def _start(
     except (tf.errors.OpError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "program startup" in str(error):
             raise UserError(
-                "--strategy=multi_worker must be started before TensorFlow has done anything else in this process: "
-                "call tfdist.connect() first"
+                "--strategy=multi_worker must be started before TensorFlow has done anything else in this process",
+                "call tfdist.connect() first",
             ) from None
         if peers.verdict():
             raise peers.error() from error
         at = peers.addresses[peers.rank] if peers.addresses else "this machine"
         raise UserError(
-            f"TensorFlow cannot start its server at {at} ({one_line(error, 200)}): free that port, "
-            "and look at the other workers"
+            f"TensorFlow cannot start its server at {at} ({one_line(error, 200)})",
+            "free that port, and look at the other workers",
         ) from error
     finally:
         extended._initialize_local_devices = theirs

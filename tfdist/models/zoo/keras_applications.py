@@ -46,10 +46,10 @@ def build(name: str, options: dict[str, object], spec: Spec) -> keras.Model:
         layers.logits(spec)
     function = getattr(keras.applications, name, None)
     if function is None:
-        raise UserError(f"model.name={name!r} needs a newer Keras than {keras.__version__}: upgrade it")
+        raise UserError(f"model.name={name!r} needs a newer Keras than {keras.__version__}", "upgrade it")
     given = sorted(options.keys() & set(OWN))
     if given:
-        raise UserError(f"model.options: {given[0]} of {name} is set from the data: leave it out")
+        raise UserError(f"model.options: {given[0]} of {name} is set from the data", "leave it out")
     high, wide, channels = spec.shape
     if channels not in (1, 3):
         raise UserError(f"model.name={name!r} needs images of 1 or 3 channels, the data has {channels}")
@@ -68,8 +68,8 @@ def build(name: str, options: dict[str, object], spec: Spec) -> keras.Model:
         smallest = re.search(r"at least (\d+)x\1", str(error))
         if smallest:
             raise UserError(
-                f"model.name={name!r} needs images of at least {smallest[1]}x{smallest[1]}, the data has "
-                f"{high}x{wide}: set data.image_size={smallest[1]} or more"
+                f"model.name={name!r} needs images of at least {smallest[1]}x{smallest[1]}, the data has {high}x{wide}",
+                f"set data.image_size={smallest[1]} or more",
             ) from None
         raise UserError(f"model.options do not fit {name}: {one_line(error, 200)}") from error
     _head_in_full(model)

@@ -70,7 +70,7 @@ def logits(spec: Spec) -> keras.Layer:
     """
     if spec.classes is None:
         raise UserError(
-            "this model classifies, and the targets are not whole numbers: use model.name=package.module:function"
+            "this model classifies, and the targets are not whole numbers", "use model.name=package.module:function"
         )
     return output(spec.classes)
 
@@ -127,7 +127,8 @@ def needs_image(name: str, spec: Spec, smallest: int = 1) -> None:
     if min(spec.shape[:2]) < smallest:
         raise UserError(
             f"model.name={name!r} needs images of at least {smallest}x{smallest} with these options, the data has "
-            f"{spec.shape[0]}x{spec.shape[1]}: set data.image_size={smallest} or more"
+            f"{spec.shape[0]}x{spec.shape[1]}",
+            f"set data.image_size={smallest} or more",
         )
 
 

@@ -28,7 +28,7 @@ def cnn(spec: Spec, channels: tuple[int, ...] = (64, 128), units: int = 128) -> 
 def mlp(spec: Spec, units: int = 32, depth: int = 1, dropout: float = 0.0) -> keras.Model:
     """Flatten and `depth` hidden layers of `units`. Returns logits."""
     if spec.columns:
-        raise UserError("model.name='mlp' takes one kind of input, and a table has columns: use model.name=table_mlp")
+        raise UserError("model.name='mlp' takes one kind of input, and a table has columns", "use model.name=table_mlp")
     layers: list[keras.Layer] = [layers_lib.scaled(spec), keras.layers.Flatten()]
     for _ in range(depth):
         layers += [keras.layers.Dense(units, activation="relu")]
@@ -77,7 +77,7 @@ def table_mlp(
     numbers = [c for c in spec.columns if c.kind == "number"]
     categories = [c for c in spec.columns if c.kind == "category"]
     if not spec.columns:
-        raise UserError("model.name='table_mlp' needs the columns of a table: use data.name=csv:/path")
+        raise UserError("model.name='table_mlp' needs the columns of a table", "use data.name=csv:/path")
     if outputs != 1 and spec.classes is not None:
         raise UserError(f"model.options: outputs={outputs} is for numbers to predict, and the targets are classes")
     inputs, pieces = {}, []
@@ -109,7 +109,8 @@ def char_transformer(spec: Spec, width: int = 64, heads: int = 4, depth: int = 2
     layers.divides(width, heads)
     if _tokens(spec) > BYTES:
         raise UserError(
-            f"model.name='char_transformer' is for bytes, and the data needs {_tokens(spec)} tokens: use model.name=gpt"
+            f"model.name='char_transformer' is for bytes, and the data needs {_tokens(spec)} tokens",
+            "use model.name=gpt",
         )
     length = spec.shape[0]
     tokens = keras.Input((length,), dtype="int32")

@@ -72,7 +72,7 @@ def resnet_cifar(spec: Spec, depth: int = 20, width: int = 16, stochastic_depth:
     """
     layers.needs_image("resnet_cifar", spec)
     if depth < 8 or (depth - 2) % 6:
-        raise UserError(f"model.options: depth={depth} of resnet_cifar is not 6n + 2: choose 20, 32, 44, 56 or 110")
+        raise UserError(f"model.options: depth={depth} of resnet_cifar is not 6n + 2", "choose 20, 32, 44, 56 or 110")
     blocks = (depth - 2) // 6
     rates = iter(layers.depth_rates(stochastic_depth, 3 * blocks))
     image = keras.Input(spec.shape, dtype=spec.dtype, name="image")
@@ -112,7 +112,7 @@ def vit(
     layers.needs_image("vit", spec)
     high, wide, channels = spec.shape
     if high % patch or wide % patch:
-        raise UserError(f"model.options: patch={patch} does not divide images of {high}x{wide}: choose another")
+        raise UserError(f"model.options: patch={patch} does not divide images of {high}x{wide}", "choose another")
     layers.divides(width, heads)
     image = keras.Input(spec.shape, dtype=spec.dtype, name="image")
     x = layers.scaled(spec, centred=True)(image)
