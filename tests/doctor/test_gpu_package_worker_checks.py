@@ -35,7 +35,7 @@ def test_tasks_run_side_by_side_and_keep_their_order():
 
 def test_a_task_that_hangs_or_breaks_does_not_take_the_others_with_it():
     def refuse():
-        raise UserError("--x=1 is wrong: use 2")
+        raise UserError("--x=1 is wrong", "use 2")
 
     tasks = [
         check_lib.Task("hangs", threading.Event().wait, "pull the plug"),

@@ -202,7 +202,7 @@ def test_a_meeting_of_workers_is_not_disturbed(port, monkeypatch):
 
     threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in (0, 1)]
     threads[0].start()
-    one(ask(port, patience=30.0), "ok", "another process of tfdist answers (this is the meeting of a run of tfdist")
+    one(ask(port, patience=30.0), "ok", "another process of tfdist answers (this port is used by a job of tfdist")
     threads[1].start()
     for thread in threads:
         thread.join(60)
