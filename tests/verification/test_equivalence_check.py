@@ -1,6 +1,9 @@
 """The check before the first update: it lets pass what is right, and names what is not."""
 
 import contextlib
+import importlib
+import linecache
+import sys
 
 import keras
 import numpy as np
@@ -103,6 +106,53 @@ def test_a_model_that_is_the_same_says_so_and_is_remembered(connect, capsys, rep
     assert "checked" not in capsys.readouterr().out
     trained(connect, dropped, replicas=replicas, choice="on")
     assert "checked" in capsys.readouterr().out
+
+
+USER_LAYER = """
+import helper, keras
+class Scale({base}):
+    def call(self, x):
+        return {value}
+"""
+USER_HELPER = """
+import keras
+FACTOR = {factor}
+class Base(keras.layers.Layer):
+    def call(self, x): return {factor} * x
+def scale(x): return {factor} * x
+"""
+
+
+@pytest.mark.parametrize(
+    "base, value",
+    [
+        ("keras.layers.Layer", "helper.scale(x)"),
+        ("keras.layers.Layer", "helper.FACTOR * x"),
+        ("helper.Base", "super().call(x)"),
+    ],
+)
+def test_an_edited_helper_is_another_model(connect, capsys, tmp_path, monkeypatch, base, value):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    checked = []
+    for factor in (0.5, 0.5, 0.25):
+        (tmp_path / "user_layer.py").write_text(USER_LAYER.format(base=base, value=value))
+        (tmp_path / "helper.py").write_text(USER_HELPER.format(factor=factor))
+        for name in ("helper", "user_layer"):  # as another process would import them
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        linecache.clearcache()
+        importlib.invalidate_caches()
+        trained(connect, importlib.import_module("user_layer").Scale)
+        checked.append("checked" in capsys.readouterr().out)
+    assert checked == [True, False, True]
+
+
+def test_code_without_a_file_is_checked_each_time(connect, capsys):
+    space = {"__name__": "notebook"}
+    exec("def scale(x): return 0.5 * x", space)
+    for _ in range(2):
+        trained(connect, lambda: L.Activation(space["scale"]))
+        assert "checked" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

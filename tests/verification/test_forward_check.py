@@ -61,6 +61,10 @@ class CentersUnlessItTrains(L.Layer):
         return x if training else x - ops.mean(x, 0, keepdims=True)
 
 
+def centers_unless_it_trains(x, training=False):
+    return x if training else x - ops.mean(x, axis=0)
+
+
 class Ranks(L.Layer):
     def call(self, x):
         return x + ops.cast(ops.argsort(ops.argsort(x, 0), 0), x.dtype)
@@ -224,9 +228,10 @@ def test_a_prediction_that_would_differ_is_refused(connect, layer, of_model, wor
     assert np.abs(got - expected).max() > 1e-3, "refused for nothing"
 
 
-def test_what_a_training_does_not_show_is_checked_before_it(connect, said):
+@pytest.mark.parametrize("layer", [CentersUnlessItTrains, lambda: L.Lambda(centers_unless_it_trains)])
+def test_what_a_training_does_not_show_is_checked_before_it(connect, said, layer):
     """Its layers are told that they train; its validation is not."""
-    model = made(connect(2), CentersUnlessItTrains)
+    model = made(connect(2), layer)
     here = dict(distribution=connect(2), batch_size=8, verbose=0)
     with pytest.raises(tfdist.UserError, match="disagree on this model in an evaluation"):
         tfdist.fit(model, X, Y, validation_data=(X, Y), **here)

@@ -30,6 +30,7 @@ from tfdist.errors import UserError, one_line
 from tfdist.keras_bridge import batch_norm, keras_internals, layer_state, preconditions
 from tfdist.step import step_calls
 from tfdist.step.step import Step
+from tfdist.verification import user_code
 from tfdist.verification.equivalence_probe import METRIC, OUTPUT, STATE, Comparison, EquivalenceProbe, ProbeResult
 
 CHOICES = ("auto", "on", "off")
@@ -45,6 +46,13 @@ NO_ROUNDING = 0.05
 """Relative change of a loss, metric or output that rounding never makes, if the same rows give the same again."""
 _ACROSS_ROWS = 1e-3
 """Relative difference of a layer's outputs that is more than rounding."""
+_WRAPPERS = (
+    keras.layers.TFSMLayer,
+    keras.layers.JaxLayer,
+    keras.layers.FlaxLayer,
+    keras.layers.TorchModuleWrapper,
+)
+"""Layers of Keras' that compute what somebody else has written."""
 _VERB = {"train": "agree on", "test": "agree on measuring", "predict": "agree on predicting with"}
 _CONTEXT = {"train": "", "test": " in an evaluation", "predict": " in a prediction"}
 
@@ -138,8 +146,21 @@ def _trains_as_it_measures(step: Step) -> bool:
     if step.own_step("train") or step.own_step("test"):
         return False
     layers = keras_internals.flat_layers(step.model)
-    own = [layer for layer in layers if not (layer.call.__module__ or "").startswith(("keras.", "tfdist."))]
-    return not any("training" in inspect.signature(layer.call).parameters for layer in own)
+    if any(isinstance(layer, _WRAPPERS) for layer in layers):
+        return False
+    # Keras' own layers, too, call functions of the user's: Lambda, or as an activation.
+    calls = [f for layer in layers for f in (layer.call, *filter(callable, vars(layer).values()))]
+    return not any(_takes_training(call) for call in calls if not isinstance(call, keras.Layer | type))
+
+
+def _takes_training(call: Callable) -> bool:
+    """Returns whether a callable is the user's own and takes `training`."""
+    if not user_code.is_own(call):
+        return False
+    try:
+        return "training" in inspect.signature(call).parameters
+    except (TypeError, ValueError):  # that cannot be known
+        return True
 
 
 class _Outcome(NamedTuple):
@@ -426,8 +447,10 @@ def fingerprint(model: keras.Model, distribution: Distribution, rows: Structure,
         for layer in layers:
             parts += _description(layer)
         parts += [f"{v.name} {v.shape} {v.dtype} {v.trainable}" for v in model.variables]
-        for used in [*optimizers, *(keras_internals.compiled_with(model) if kind != "predict" else [])]:
+        compiled = [*optimizers, *(keras_internals.compiled_with(model) if kind != "predict" else [])]
+        for used in compiled:
             parts += _description(used)
+        parts.append(user_code.digest([*layers, *compiled]))
     except (OSError, TypeError, ValueError, NotImplementedError):
         return ""
     text = "\n".join(parts)
