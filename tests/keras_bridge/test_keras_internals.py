@@ -541,3 +541,19 @@ def test_a_function_within_another_is_told_from_a_branch():
 
     outer(tf.constant(1.0))
     assert found == [False, False, False, True]
+
+
+def test_writes_are_noted_with_what_was_there_before(connect):
+    variable = tf.Variable(1.0)
+    with connect(2).scope():
+        mirrored = tf.Variable(0.0)
+    with keras_internals.noting_writes() as writes:
+        variable.assign_add(2.0)
+        variable.assign(5.0)
+        tf.Variable(0.0).assign(1.0)
+        connect(2).run(lambda: mirrored.assign_add(1.0), ())
+    variable.assign(7.0)
+    (one, before, threads), *copies = writes
+    assert one is variable and before == 1.0 and len(threads) == 1
+    assert [id(copy) for copy, *_ in copies] == [*map(id, mirrored.values)]
+    assert len(copies[0].threads | copies[1].threads) == 2

@@ -278,6 +278,65 @@ def test_variables_of_tensorflow_count_the_batches_of_the_training_alone(connect
     assert float(layer.calls.numpy()) == float(layer.others[0].numpy()) == 2 * -(-len(data()[0]) // 12)
 
 
+class Holder:
+    """Keras looks for variables in the attributes of a layer, not in what they hold."""
+
+
+def counting(create, of_rows=False):
+    """Returns a layer that counts its calls, or keeps a mean of the rows, in a variable that Keras does not track."""
+
+    class Counts(L.Layer):
+        def __init__(self):
+            super().__init__()
+            self.holder = holder
+
+        def call(self, x, training=False):
+            if not of_rows:
+                holder.count.assign_add(1.0)
+            elif training:
+                holder.count.assign(keras.ops.mean(x))
+            return x
+
+    holder = Holder()
+    holder.count = create()
+    return Counts, lambda: float(keras.ops.convert_to_numpy(holder.count))
+
+
+@pytest.fixture(params=[tf.Variable, keras.Variable])
+def create(request):
+    return lambda: request.param(0.0, trainable=False, name="step")
+
+
+def test_a_variable_outside_of_the_model_counts_the_batches_of_the_training_alone(connect, create):
+    layer, count = counting(create)
+    trained(connect, layer, replicas=1, epochs=2, validation_data=data())
+    assert count() == 4 * -(-len(data()[0]) // 12)
+
+
+def test_a_variable_outside_of_the_model_is_said_to_be_in_no_checkpoint(connect, create, tmp_path, capsys):
+    trained(connect, counting(create)[0], replicas=1, checkpoints=tfdist.Checkpoints(tmp_path / "a"))
+    trained(connect, CountsCalls, replicas=1, checkpoints=tfdist.Checkpoints(tmp_path / "b"))
+    assert capsys.readouterr().out.count("belong to no layer of the model and are in no checkpoint (step") == 1
+
+
+def test_a_variable_that_all_replicas_write_is_refused(connect, create):
+    layer, count = counting(create)
+    with pytest.raises(tfdist.UserError, match=r"step writes the variable 'step.*', which belongs to no layer"):
+        trained(connect, layer)
+    assert count() == 0
+    with connect(2).scope():
+        layer, count = counting(create)
+    trained(connect, layer, epochs=2)
+    assert count() == 2 * -(-len(data()[0]) // 12), "each replica has its own copy"
+
+
+def test_a_variable_that_each_replica_writes_from_its_own_rows_is_refused(connect, create):
+    with connect(2).scope():
+        layer, _ = counting(create, of_rows=True)
+    with pytest.raises(tfdist.UserError, match=r"disagree on this model: the variable 'step.*' differs by .*add it up"):
+        trained(connect, layer)
+
+
 class Annealed(keras.losses.Loss):
     """Weighs each batch more than the one before."""
 

@@ -22,6 +22,7 @@ from tensorflow.python.distribute.values import DistributedVariable
 from tensorflow.python.framework import ops
 from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops import custom_gradient, gen_math_ops
+from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, ResourceVariable
 
 from tfdist.data.structures import Structure
 
@@ -662,3 +663,65 @@ def another_function(graph: tf.Graph) -> bool:
     """
     now = tf.compat.v1.get_default_graph()
     return now is not graph and type(now) is FuncGraph
+
+
+class Write(NamedTuple):
+    """A variable of TensorFlow that Python code writes, or traces a write of; of a mirrored one, a replica's copy."""
+
+    variable: tf.Variable
+    before: Any
+    """Its value before."""
+    threads: set[int]
+    """The threads that wrote it; each replica is traced in its own."""
+
+
+_WRITING = [
+    name for name in vars(BaseResourceVariable) if name.startswith(("assign", "scatter_", "batch_scatter_update"))
+]
+
+
+@contextlib.contextmanager
+def noting_writes() -> Iterator[list[Write]]:
+    """Yields a list that holds, after it, the variables that are written within it, and not created within it.
+
+    No public hook sees a write, and those of a user's code may go to variables that no object of Keras knows.
+    """
+    noted: dict[int, Write] = {}
+    created: set[int] = set()
+    kinds = (BaseResourceVariable, ResourceVariable)  # which has some methods of its own
+    originals = {(k, name): vars(k)[name] for k in kinds for name in [*_WRITING, "__init__"] if name in vars(k)}
+
+    def note(variable: tf.Variable) -> None:
+        if id(variable.handle) in noted:
+            noted[id(variable.handle)].threads.add(threading.get_ident())
+        elif id(variable.handle) not in created:
+            with tf.init_scope():
+                if not tf.is_symbolic_tensor(variable.handle) and variable.is_initialized():
+                    noted[id(variable.handle)] = Write(variable, variable.numpy(), {threading.get_ident()})
+
+    def noting(kind: type, name: str) -> Callable:
+        original = originals[kind, name]
+
+        @functools.wraps(original)
+        def method(self: tf.Variable, *args: Any, **kwargs: Any) -> Any:
+            if name != "__init__":
+                note(self)
+                return original(self, *args, **kwargs)
+            original(self, *args, **kwargs)
+            kept.append(self)  # whose id would otherwise be given away
+            created.add(id(self.handle))
+
+        return method
+
+    kept: list[tf.Variable] = []
+    writes: list[Write] = []
+    with PATCHED:
+        for kind, name in originals:
+            setattr(kind, name, noting(kind, name))
+    try:
+        yield writes
+    finally:
+        with PATCHED:
+            for (kind, name), original in originals.items():
+                setattr(kind, name, original)
+        writes += noted.values()

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.distributed.distribution import Distribution
-from tfdist.keras_bridge import ema, keras_internals
+from tfdist.keras_bridge import ema, keras_internals, preconditions
 
 _tracing = threading.local()  # replicas are traced in threads
 
@@ -149,12 +149,30 @@ def attribute_variables(owners: Iterable[object], *kinds: type) -> list[Any]:
 
 @contextlib.contextmanager
 def unchanged(variables: Sequence[keras.Variable | tf.Variable]) -> Iterator[None]:
-    """Gives variables, after it, what they had, on every replica."""
+    """Restores variables, on every replica, and all others that Python code writes within it.
+
+    These may belong to no layer, such as a variable of a module in which a layer counts its calls.
+    """
     before = Snapshot(variables)
+    others: list[keras_internals.Write] = []
     try:
-        yield
+        with keras_internals.noting_writes() as others:
+            yield
     finally:
+        for write in others:
+            write.variable.assign(write.before)
         before.put_back()
+
+
+def foreign(model: keras.Model, writes: Iterable[keras_internals.Write]) -> list[keras_internals.Write]:
+    """Returns the writes to variables that neither the model nor its metrics or optimizers own.
+
+    The state of random generators is left out, which a call of keras.random without a seed writes.
+    """
+    optimizers = [v for optimizer in preconditions.optimizers(model) for v in optimizer.variables]
+    values = [v.value for v in [*model.variables, *model.metrics_variables, *optimizers]]
+    owned = {id(copy) for value in values for copy in getattr(value, "values", (value,))}
+    return [w for w in writes if id(w.variable) not in owned and "seed_generator" not in w.variable.name]
 
 
 class _OfThread(threading.local):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from tfdist.checkpoints import oom_note
 from tfdist.checkpoints.manager import Checkpoints
@@ -14,6 +15,7 @@ from tfdist.config.messages import logger
 from tfdist.data.batch_layout import Layout
 from tfdist.data.structures import Structure
 from tfdist.errors import TrainingError
+from tfdist.keras_bridge import keras_internals, layer_state
 from tfdist.step.step_calls import OutOfMemory
 from tfdist.trainer import callbacks as callbacks_lib
 from tfdist.trainer.agreement import NOTHING_DUE, Decisions, Due
@@ -37,6 +39,7 @@ class CheckpointHook:
         self._saved: tuple[int, int, int, bool] | None = None
         """Place of the last one."""
         self._rollbacks = 0
+        self._foreign: set[str] = set()
 
     def begin(self, position: Position, rollback: bool) -> Position:
         """Returns where the training begins, or resumes.
@@ -56,6 +59,22 @@ class CheckpointHook:
         if rollback:
             self._save(position)
         return position
+
+    @contextlib.contextmanager
+    def noting_foreign_state(self) -> Iterator[None]:
+        """Warns, after the first call, of variables that it writes and that a checkpoint does not hold."""
+        if self._checkpoints is None:
+            yield
+            return
+        with keras_internals.noting_writes() as writes:
+            yield
+        names = {w.variable.name.partition(":")[0] for w in layer_state.foreign(self._run.model, writes)}
+        if names - self._foreign:
+            logger.info(
+                "WARNING: the training step writes variables that belong to no layer of the model and are in no "
+                f"checkpoint ({', '.join(sorted(names))}): create them in a layer with add_weight to resume with them"
+            )
+        self._foreign |= names
 
     def limit(self, position: Position) -> float:
         """Returns how many updates there may be before the next checkpoint, or the next one to skip."""

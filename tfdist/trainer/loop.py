@@ -230,7 +230,8 @@ class FitLoop:
         steady = id(call) in step.warm
         start = time.perf_counter()
         arguments = (part.feed, tf.constant(part.first), tf.constant(part.last), *totals.arguments())
-        result = CallResult(*step_calls.run(step, call, arguments, feed, position.update))
+        with contextlib.nullcontext() if steady else self._checkpoints.noting_foreign_state():
+            result = CallResult(*step_calls.run(step, call, arguments, feed, position.update))
         done = int(result.done)
         if not done:
             return False

@@ -19,6 +19,7 @@ from tfdist.checkpoints import training_state
 from tfdist.data.batch_layout import Batch, HostSlice, Layout, ReplicaBatch, host_slices
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
+from tfdist.errors import UserError
 from tfdist.keras_bridge import batch_norm, keras_internals, layer_state, metrics, tracing
 from tfdist.step import evaluation, own_step
 from tfdist.step.batch_loop import LogNames
@@ -102,6 +103,8 @@ class _Function(NamedTuple):
     others: list[tf.Variable]
     """Variables that it may write besides those of `_unchanged`: weights to train, which SpectralNormalization sets,
     and some outside of the model, such as the generator of all calls of keras.random without a seed."""
+    foreign: list[tf.Variable]
+    """Those of them that it writes, that no object of Keras owns, and that are no state of a random generator."""
 
 
 class EquivalenceProbe:
@@ -142,17 +145,20 @@ class EquivalenceProbe:
 
     def _run(self, whole: bool, backwards: bool, times: int) -> ProbeResult:
         order = tf.range(self._count)[::-1] if backwards else tf.range(self._count)
-        with self._unchanged():
-            function = self._function(whole)
-            before = [variable.numpy() for variable in function.others]
-            try:
+        before: list[tuple[tf.Variable, np.ndarray]] = []
+        try:
+            with self._unchanged():
+                function = self._function(whole)
+                before = [(variable, variable.numpy()) for variable in function.others]
                 for _ in range(times):
                     if self._comparison.kind != "predict":
                         self._step.reset()
                     values, gradient = function.call(order)
-            finally:
-                for variable, value in zip(function.others, before):
-                    variable.assign(value)
+                if self._comparison.parts != "micro-batches":  # see _kept
+                    values |= {f"{STATE} {_name(v)!r}": tf.convert_to_tensor(v) for v in function.foreign}
+        finally:
+            for variable, value in before:
+                variable.assign(value)
         arrays = {name: _as_numbers(value) for name, value in values.items()}
         if backwards:
             arrays.update({name: value[::-1] for name, value in arrays.items() if name.startswith(OUTPUT)})
@@ -164,18 +170,35 @@ class EquivalenceProbe:
         model = self.model
         call = tf.function(self._traced(whole), autograph=False)
         trained = [] if self._own else [c for v in model.trainable_variables for c in training_state.copies(v)]
+        foreign: list[tf.Variable] = []
         if tf.config.functions_run_eagerly():
             others = trained
         else:
             # As in a training, the graph does not know how many rows there are, unless all shapes must be known: Keras
             # takes what has one column and as many rows as another tensor has columns for a bias (keras.ops.add).
             rows = self._count if self._distribution.static_shapes else None
-            call = call.get_concrete_function(tf.TensorSpec([rows], tf.int32))
+            with keras_internals.noting_writes() as writes:
+                call = call.get_concrete_function(tf.TensorSpec([rows], tf.int32))
             known = {id(c) for v in [*model.variables, *model.metrics_variables] for c in training_state.copies(v)}
             others = [v for v in call.graph.variables if id(v) not in known]
             others += _writable(call.graph, trained)
-        self._compiled[whole] = _Function(call, others)
+            for write in layer_state.foreign(model, writes):
+                if len(write.threads) > 1:
+                    raise self._shared(write.variable)
+                foreign.append(write.variable)
+            others += [v for v in foreign if all(v is not other for other in others)]
+        self._compiled[whole] = _Function(call, others, foreign)
         return self._compiled[whole]
+
+    def _shared(self, variable: tf.Variable) -> UserError:
+        """Returns the error of a variable outside of the model that each replica of this worker writes."""
+        step = {"train": "training", "test": "evaluation", "predict": "prediction"}[self._comparison.kind]
+        return UserError(
+            f"the {step} step writes the variable {_name(variable)!r}, which belongs to no layer of the model, once "
+            f"for each of {self._distribution.replicas} replicas",
+            "create it in a layer with add_weight, or at least within the distribution's scope, or accept it with "
+            "--check_agreement=off",
+        )
 
     def _layout(self, whole: bool) -> Layout:
         comparison, distribution = self._comparison, self._distribution
@@ -313,6 +336,10 @@ def _writable(graph: tf.Graph, variables: list[tf.Variable]) -> list[tf.Variable
     of_handle = {id(v.handle): v for v in variables}
     captured = [(of_handle.get(id(outer)), inner) for outer, inner in graph.captures]
     return [v for v, inner in captured if v is not None and any(o.type not in _READING for o in inner.consumers())]
+
+
+def _name(variable: tf.Variable) -> str:
+    return variable.name.partition(":")[0]
 
 
 def _named(results: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
