@@ -115,7 +115,7 @@ BAD_CALLBACKS = [
     ("Recorder.0", RECORDED | {"updates": "x"}, "updates is 'x'"),
     ("Recorder.0", RECORDED | {"seconds": math.inf}, "seconds is inf"),
     ("Recorder.0", RECORDED | {"history": {"loss": [[1], [[2, 3], 4]]}}, "history is "),
-    ("Recorder.0", RECORDED | {"segments": {"launch": "x", "begun": [[0, "x", None]]}}, "begun is "),
+    ("Recorder.0", RECORDED | {"segments": {"launch": "x", "begun": [[0, "x", None]]}}, "update is "),
     ("Recorder.0", RECORDED | {"segments": {"launch": "x", "begun": [[0]]}}, "missing 2 required positional arg"),
     ("Recorder.0", RECORDED | {"segments": {"launch": "x"}}, "'begun'"),
     ("Plain.0", {"in_epoch": "x"}, "in_epoch is 'x'"),

@@ -41,10 +41,9 @@ def by_hand(labels, scores, classes):
 def test_counts_and_worst_examples(probabilities):
     y, scores = made()
     given = np.array([softmax(row) for row in scores]) if probabilities else scores
-    tally = confusion.Tally(5, from_logits=not probabilities, worst=7)
+    found = confusion.Findings(5, from_logits=not probabilities, most=7)
     for i in range(0, 300, 64):  # in pieces, whose borders must not show
-        tally.add(y[i : i + 64], given[i : i + 64], np.full([64, 2, 2, 1], i)[: len(y[i : i + 64])])
-    found = tally.findings()
+        found.add(y[i : i + 64], given[i : i + 64], np.full([64, 2, 2, 1], i)[: len(y[i : i + 64])])
     counts, losses = by_hand(y, scores, 5)
     assert found.confusion().tolist() == counts
     assert found.accuracy == sum(counts[i][i] for i in range(5)) / 300
@@ -63,12 +62,11 @@ def test_counts_and_worst_examples(probabilities):
 def test_what_cannot_be_counted_is_left_out_and_said():
     y, scores = made(6)
     scores[1, 2], y[4] = np.nan, 9
-    tally = confusion.Tally(5, from_logits=True)
-    tally.add(y, scores)
-    found = tally.findings()
+    found = confusion.Findings(5, from_logits=True)
+    found.add(y, scores)
     assert (len(found.labels), found.left_out) == (4, 2)
     assert sorted(e.row for e in found.worst) == [0, 2, 3, 5]
-    nothing = confusion.Tally(5, from_logits=True).findings()
+    nothing = confusion.Findings(5, from_logits=True)
     assert nothing.accuracy == 0 and not nothing.confusion().any() and nothing.mistakes(3) == []
 
 

@@ -126,9 +126,9 @@ def full(folder, samples=3000, **result):
 def findings(classes=10, n=400, names=()):
     rng = np.random.default_rng(0)
     y = rng.integers(0, classes, n)
-    tally = confusion.Tally(classes, from_logits=True)
-    tally.add(y, rng.normal(size=(n, classes)) + 2 * np.eye(classes)[y])
-    return tally.findings(True, names)
+    found = confusion.Findings(classes, True, names, partial=True)
+    found.add(y, rng.normal(size=(n, classes)) + 2 * np.eye(classes)[y])
+    return found
 
 
 def render(folder, result=None, found=None):

@@ -64,6 +64,12 @@ def invalid_field(content: object, shape: Shape) -> str:
     return next((name for name, check in shape.items() if name not in content or not check(content[name])), "")
 
 
+def require(content: Mapping[str, Any], shape: Shape) -> None:
+    """Raises ValueError, which names the field, if one is missing or invalid."""
+    if name := invalid_field(content, shape):
+        raise ValueError(f"{name} is {content.get(name)!r}")
+
+
 _STATE: Shape = {
     "run": by_name(lambda value: value is None or isinstance(value, int)),
     "replicas": count,

@@ -27,7 +27,7 @@ def _run(values: flags.FlagValues) -> int:
 
     def work(ready: job.Ready, should_stop: Callable[[], str]) -> None:
         from tfdist.checkpoints import run_folder
-        from tfdist.monitoring import recorder, run_environment
+        from tfdist.monitoring import recorder
         from tfdist.monitoring.progress import numbers
 
         metrics, examples = _evaluated(ready, values.check_agreement, should_stop)
@@ -45,7 +45,7 @@ def _run(values: flags.FlagValues) -> int:
             "data": dataclasses.asdict(data),
             "strategy": distribution.name,
             "replicas": distribution.replicas,
-            "versions": run_environment.versions(),
+            "versions": recorder.versions(),
         }
         with OutputFile(output, values.overwrite) as file:
             file.write(json.dumps(run_folder.strict(content), indent=2) + "\n")

@@ -53,7 +53,7 @@ def export(asked: trained_model.ModelRequest, formats: list[str], output: pathli
 
     connect.create(connect.locate(runtime_options.PlacementOptions(strategy="default", devices="none")))
     from tfdist.export.original import load
-    from tfdist.monitoring import run_environment
+    from tfdist.monitoring import recorder
 
     original = load(asked, experiment)
     temporary = output.parent / f".{output.name}.{os.getpid()}"
@@ -66,7 +66,7 @@ def export(asked: trained_model.ModelRequest, formats: list[str], output: pathli
             logger.info(f"{output / path.name}: {_in_words(description)}")
         if original.spec.names:
             content["classes"] = list(original.spec.names)
-        content["versions"] = run_environment.versions()
+        content["versions"] = recorder.versions()
         (temporary / "export.json").write_text(json.dumps(content, indent=2) + "\n")
         _put(temporary, output, overwrite)
     except OSError as error:

@@ -3,53 +3,66 @@
 from __future__ import annotations
 
 import dataclasses
-import heapq
 
 import numpy as np
 
-WORST = 24
-"""Examples that are kept."""
+WORST = 24  # examples that are kept
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class Example:
     """One example with a high loss."""
 
-    row: int
-    """Its index in the data set."""
+    row: int  # its index in the data set
     label: int
     prediction: int
-    probability: float
-    """Probability that the model gives its prediction."""
-    loss: float
-    """Cross-entropy in nats: minus the logarithm of the probability of the label."""
-    pixels: np.ndarray | None = None
-    """The input [height, width, channels] where that is an image."""
-    png: bytes = b""
-    """The same as a picture to show."""
+    probability: float  # that the model gives its prediction
+    loss: float  # cross-entropy in nats: minus the logarithm of the probability of the label
+    pixels: np.ndarray | None = None  # the input [height, width, channels], where that is an image
+    png: bytes = b""  # the same as a picture to show
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class Findings:
-    """Predictions compared with labels."""
+    """Predictions compared with labels, batch by batch, so that no more images are held than are kept."""
 
     classes: int
-    labels: np.ndarray
-    """[examples] of those that count."""
-    predictions: np.ndarray
-    """[examples] the class with the highest score."""
-    worst: tuple[Example, ...]
-    """Examples with the highest loss, from the highest on."""
-    left_out: int = 0
-    """Examples that do not count: a score that is not finite, or a label that is no class."""
-    partial: bool = False
-    """There were more examples than were examined."""
-    names: tuple[str, ...] = ()
-    """Names of the classes, if they have any."""
+    from_logits: bool  # the scores are logits; else probabilities
+    names: tuple[str, ...] = ()  # of the classes, if they have any
+    most: int = WORST
+    partial: bool = False  # there were more examples than were examined
+    left_out: int = 0  # examples that do not count: a score that is not finite, or a label that is no class
+    labels: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))  # of those that count
+    predictions: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
+    worst: list[Example] = dataclasses.field(default_factory=list)  # from the highest loss on
+
+    def add(self, labels: np.ndarray, scores: np.ndarray, images: np.ndarray | None = None) -> None:
+        """Adds the next examples: labels [n], scores [n, classes], images [n, height, width, channels]."""
+        first = len(self.labels) + self.left_out
+        scores = np.asarray(scores, np.float64)
+        rows = np.flatnonzero(np.isfinite(scores).all(1) & (labels >= 0) & (labels < self.classes))
+        self.left_out += len(labels) - len(rows)
+        labels, scores = labels[rows], scores[rows]
+        logs = log_probabilities(scores, self.from_logits)
+        predictions = scores.argmax(1)
+        losses = -logs[np.arange(len(rows)), labels]
+        for i in np.argsort(-losses, kind="stable")[: self.most]:
+            example = Example(
+                row=first + int(rows[i]),
+                label=int(labels[i]),
+                prediction=int(predictions[i]),
+                probability=float(np.exp(logs[i, predictions[i]])),
+                loss=float(losses[i]),
+                pixels=None if images is None else np.array(images[rows[i]]),
+            )
+            self.worst.append(example)
+        self.worst = sorted(self.worst, key=lambda example: (-example.loss, example.row))[: self.most]
+        self.labels = np.concatenate([self.labels, labels])
+        self.predictions = np.concatenate([self.predictions, predictions])
 
     @property
     def accuracy(self) -> float:
-        """Returns the share of the predictions that are right; 0 when nothing counts."""
+        """Share of the predictions that are right; 0 when nothing counts."""
         return float((self.labels == self.predictions).mean()) if len(self.labels) else 0.0
 
     def confusion(self) -> np.ndarray:
@@ -67,67 +80,6 @@ class Findings:
     def name(self, number: int) -> str:
         """Returns the name of a class, or its number."""
         return self.names[number] if number < len(self.names) else str(number)
-
-
-class Tally:
-    """Accumulates findings batch by batch, so that no more images are held than are kept.
-
-    Args:
-      classes: their number.
-      from_logits: the scores are logits; else probabilities.
-      worst: number of worst examples to keep.
-    """
-
-    def __init__(self, classes: int, from_logits: bool, worst: int = WORST):
-        self._classes, self._from_logits, self._most = classes, from_logits, worst
-        self._labels: list[np.ndarray] = []
-        self._predictions: list[np.ndarray] = []
-        self._worst: list[tuple[float, int, Example]] = []
-        self._rows = self._left_out = 0
-
-    def add(self, labels: np.ndarray, scores: np.ndarray, images: np.ndarray | None = None) -> None:
-        """Adds the next examples.
-
-        Args:
-          labels: [n] class numbers.
-          scores: [n, classes].
-          images: [n, height, width, channels], or None.
-        """
-        scores = np.asarray(scores, np.float64)
-        count = np.isfinite(scores).all(1) & (labels >= 0) & (labels < self._classes)
-        rows = np.flatnonzero(count)
-        labels, scores = labels[rows], scores[rows]
-        logs = log_probabilities(scores, self._from_logits)
-        predictions = scores.argmax(1)
-        losses = -logs[np.arange(len(rows)), labels]
-        for i in np.argsort(-losses, kind="stable")[: self._most]:
-            example = Example(
-                row=self._rows + int(rows[i]),
-                label=int(labels[i]),
-                prediction=int(predictions[i]),
-                probability=float(np.exp(logs[i, predictions[i]])),
-                loss=float(losses[i]),
-                pixels=None if images is None else np.array(images[rows[i]]),
-            )
-            heapq.heappush(self._worst, (example.loss, -example.row, example))
-            if len(self._worst) > self._most:
-                heapq.heappop(self._worst)
-        self._labels.append(labels)
-        self._predictions.append(predictions)
-        self._rows += len(count)
-        self._left_out += len(count) - len(rows)
-
-    def findings(self, partial: bool = False, names: tuple[str, ...] = ()) -> Findings:
-        """Returns the findings of all examples."""
-        return Findings(
-            classes=self._classes,
-            labels=np.concatenate([np.zeros(0, np.int64), *self._labels]),
-            predictions=np.concatenate([np.zeros(0, np.int64), *self._predictions]),
-            worst=tuple(example for *_, example in sorted(self._worst, reverse=True)),
-            left_out=self._left_out,
-            partial=partial,
-            names=names,
-        )
 
 
 def log_probabilities(scores: np.ndarray, from_logits: bool) -> np.ndarray:

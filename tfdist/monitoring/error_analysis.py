@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 
 import keras
 import numpy as np
@@ -17,12 +17,9 @@ from tfdist.errors import UserError
 from tfdist.monitoring import confusion
 from tfdist.trainer import evaluation
 
-LIMIT = 10_000
-"""Number of first examples that are analyzed."""
-SCORES = 20_000_000
-"""Maximum number of scores held: fewer examples where there are very many classes."""
-PICTURE = 96
-"""Maximum height and width of a picture, in pixels."""
+LIMIT = 10_000  # first examples that are analyzed
+SCORES = 20_000_000  # maximum number of scores held: fewer examples where there are very many classes
+PICTURE = 96  # maximum height and width of a picture, in pixels
 _PIECE = 128
 
 
@@ -35,21 +32,17 @@ def of_run(
     shards: int = 0,
     limit: int = LIMIT,
 ) -> confusion.Findings | None:
-    """Analyzes a classifier's mistakes on its evaluation data. Every worker must call this.
+    """Analyzes a classifier's mistakes on its evaluation data, the first `limit` examples. Every worker must call this.
 
-    No run fails for it, except where one worker of several cannot predict and the others would wait for it.
-
-    Args:
-      source: inputs and targets: class numbers, or one-hot rows.
-      batch_size: global batch of arrays.
-      shards: of each batch; 0 for one per replica.
-      limit: number of examples to analyze.
-
-    Returns:
-      None on workers other than the chief, and where there are no classes, the model does not output one score per
-      class, or the data have another order each time, so that targets cannot be matched to outputs.
+    No run fails for it, except where one worker of several cannot predict and the others would wait for it. None on
+    workers other than the chief, and where there are no classes, the model does not output one score per class, or the
+    data have another order each time, so that targets cannot be matched to outputs.
     """
-    if spec.classes is None or spec.classes < 2 or not _outputs_scores(model, spec.classes):
+    shape: object = None
+    with contextlib.suppress(AttributeError, ValueError):  # a subclassed model has none, and may output scores
+        shape = model.output_shape
+    scored = shape is None or (isinstance(shape, tuple) and len(shape) == 2 and shape[1] in (spec.classes, None))
+    if spec.classes is None or spec.classes < 2 or not scored:
         return None
     lost = lambda error: logger.info(f"WARNING: no analysis of mistakes: {type(error).__name__}: {error}")
     first, partial, usable = source, False, False
@@ -76,30 +69,30 @@ def of_run(
         from_logits = getattr(getattr(model, "loss", None), "from_logits", None)
         if from_logits is None:
             from_logits = not confusion.look_like_probabilities(scores)
+        findings = confusion.Findings(spec.classes, bool(from_logits), spec.names, partial=partial)
         with distribution.peers.during("saving"):  # no stall, though it may take long
-            findings = _findings(first, scores, spec, bool(from_logits))
+            return findings if _findings(first, scores, spec, findings) else None
     except Exception as error:
         lost(error)
         return None
-    return findings and dataclasses.replace(findings, partial=partial)
 
 
-def _findings(source: sources.Source, scores: np.ndarray, spec: Spec, from_logits: bool) -> confusion.Findings | None:
-    """Compares the scores with the targets, and makes pictures of the worst examples."""
-    if scores.shape[1:] != (spec.classes,):
-        return None
-    tally = confusion.Tally(scores.shape[1], from_logits)
+def _findings(source: sources.Source, scores: np.ndarray, spec: Spec, findings: confusion.Findings) -> bool:
+    """Compares the scores with the targets, and makes pictures of the worst examples; False where it cannot."""
+    if scores.shape[1:] != (findings.classes,):
+        return False
     row = 0
     for x, y, *_ in source.pieces(_PIECE):
-        labels = _labels(y, scores.shape[1])
+        labels = _labels(y, findings.classes)
         if labels is None:
-            return None
+            return False
         images = isinstance(x, np.ndarray) and x.ndim == 4 and x.shape[-1] in (1, 3) and min(x.shape[1:3]) > 1
-        tally.add(labels, scores[row : row + len(labels)], x if images else None)
+        findings.add(labels, scores[row : row + len(labels)], x if images else None)
         row += len(labels)
-    findings = tally.findings(names=spec.names)
-    pictures = (e if e.pixels is None else dataclasses.replace(e, png=png(e.pixels, spec)) for e in findings.worst)
-    return dataclasses.replace(findings, worst=tuple(pictures))
+    for example in findings.worst:
+        if example.pixels is not None:
+            example.png = png(example.pixels, spec)
+    return True
 
 
 def png(pixels: np.ndarray, spec: Spec) -> bytes:
@@ -113,15 +106,6 @@ def png(pixels: np.ndarray, spec: Spec) -> bytes:
         size = [max(1, round(side * factor)) for side in image.shape[:2]]
         image = tf.image.resize(image, size, "area").numpy()
     return tf.io.encode_png(np.round(255 * image).astype(np.uint8)).numpy()
-
-
-def _outputs_scores(model: keras.Model, classes: int) -> bool:
-    """Tells whether the model may output one score per class, without calling it."""
-    try:
-        shape = model.output_shape
-    except (AttributeError, ValueError):  # a subclassed model
-        return True
-    return isinstance(shape, tuple) and len(shape) == 2 and shape[1] in (classes, None)
 
 
 def _labels(y: Structure, classes: int) -> np.ndarray | None:

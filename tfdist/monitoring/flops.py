@@ -17,7 +17,8 @@ from tfdist.data.sources import Source
 from tfdist.data.structures import Structure
 
 PEAKS = {
-    # name in nvidia-smi: (float16/bfloat16, float32) dense FLOP/s; TensorFlow multiplies float32 as TF32 from A100 on
+    # name in nvidia-smi: (float16/bfloat16, float32) dense FLOP/s of NVIDIA's data sheets, without sparsity; TensorFlow
+    # multiplies float32 as TF32 from A100 on
     "H200": (989e12, 494e12),
     "H100 PCIe": (756e12, 378e12),
     "H100": (989e12, 494e12),
@@ -30,42 +31,26 @@ PEAKS = {
     "T4": (65e12, 8.1e12),
     "P100": (18.7e12, 9.3e12),
 }
-"""From NVIDIA's data sheets, without sparsity."""
 
 
 def peak(device: str, precision: str) -> float | None:
-    """Returns the peak FLOP/s of a GPU, or None if it is not known.
-
-    Args:
-      device: its name in nvidia-smi, such as `NVIDIA A100-SXM4-80GB`.
-      precision: `train.precision`.
-    """
-    words = device.replace("-", " ")
+    """Returns the peak FLOP/s of a GPU by its name in nvidia-smi, `NVIDIA A100-SXM4-80GB`; None if it is not known."""
+    words = device.replace("-", " ").split()
     for name, (half, single) in PEAKS.items():
-        if all(word in words.split() for word in name.split()):
+        if all(word in words for word in name.split()):
             return {"float32": single, "float64": None}.get(precision, half)
     return None
 
 
 class FlopsModel:
-    """The model FLOPs of a run, and the peak of its devices.
-
-    Args:
-      model: under training.
-      source: training data.
-      gpus: names of this worker's, none for a CPU.
-      workers: all with the same GPUs.
-      precision: `train.precision`.
-    """
+    """The model FLOPs of a run, and the peak of its devices: `gpus` are names of this worker's, none for a CPU."""
 
     def __init__(self, model: keras.Model, source: Source, gpus: list[str], workers: int, precision: str):
         self._model, self._source = model, source
         peaks = [peak(name, precision) for name in gpus]
+        # FLOP/s of all devices, or None if not known: all workers have the same GPUs.
         self.peak = None if not peaks or None in peaks else workers * sum(p for p in peaks if p)
-        """FLOP/s of all devices, or None if not known."""
-
-        self.per_example: int | None = None
-        """Model FLOPs of an example, forward and backward, once `count` has been called."""
+        self.per_example: int | None = None  # once `count` has been called
 
     def count(self) -> None:
         """Traces the model; on the main thread, between two calls."""
@@ -87,14 +72,9 @@ def words(rate: float, share: float | None) -> str:
 
 
 def per_example(model: keras.Model, inputs: Structure) -> int | None:
-    """Returns the model FLOPs of one example, forward and backward.
+    """Returns the model FLOPs of one example, forward and backward, of a built model; `inputs` are [examples, ...].
 
-    Args:
-      model: built.
-      inputs: a structure of arrays or tensors, [examples, ...].
-
-    Returns:
-      None for a model whose FLOPs the graph of one forward pass does not show, such as one with a loop.
+    None for a model whose FLOPs the graph of one forward pass does not show, such as one with a loop.
     """
     specs = keras.tree.map_structure(lambda c: tf.TensorSpec((1, *c.shape[1:]), c.dtype), inputs)
     try:
@@ -120,20 +100,19 @@ def _of(op: tf.Operation) -> int | None:
         return None
     if kind in ("PartitionedCall", "StatefulPartitionedCall"):
         return _of_graph(op.graph._get_function(op.get_attr("f").name).graph)
-    if kind == "MatMul":
-        inner = op.inputs[0].shape[0 if op.get_attr("transpose_a") else 1]
-        return 2 * op.outputs[0].shape.num_elements() * inner
-    if kind in ("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"):
-        inner = op.inputs[0].shape[-2 if op.get_attr("adj_x") else -1]
-        return 2 * op.outputs[0].shape.num_elements() * inner
-    if kind in ("Conv2D", "Conv3D"):  # [..., in channels of a group, out channels]
-        return 2 * op.outputs[0].shape.num_elements() * math.prod(op.inputs[1].shape[:-1])
-    if kind == "DepthwiseConv2dNative":  # [height, width, channels, multiplier]
-        return 2 * op.outputs[0].shape.num_elements() * math.prod(op.inputs[1].shape[:2])
-    if kind in ("Conv2DBackpropInput", "Conv3DBackpropInputV2"):  # a transposed convolution
-        return 2 * op.inputs[2].shape.num_elements() * math.prod(op.inputs[1].shape[:-1])
     if kind == "Einsum":
         return _einsum(op.get_attr("equation").decode(), [tuple(t.shape) for t in op.inputs])
+    out = lambda: 2 * op.outputs[0].shape.num_elements()
+    if kind == "MatMul":
+        return out() * op.inputs[0].shape[0 if op.get_attr("transpose_a") else 1]
+    if kind in ("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"):
+        return out() * op.inputs[0].shape[-2 if op.get_attr("adj_x") else -1]
+    if kind in ("Conv2D", "Conv3D"):  # [..., in channels of a group, out channels]
+        return out() * math.prod(op.inputs[1].shape[:-1])
+    if kind == "DepthwiseConv2dNative":  # [height, width, channels, multiplier]
+        return out() * math.prod(op.inputs[1].shape[:2])
+    if kind in ("Conv2DBackpropInput", "Conv3DBackpropInputV2"):  # a transposed convolution
+        return 2 * op.inputs[2].shape.num_elements() * math.prod(op.inputs[1].shape[:-1])
     return 0
 
 

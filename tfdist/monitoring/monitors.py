@@ -24,7 +24,7 @@ from tfdist.monitoring.flops import FlopsModel
 from tfdist.monitoring.profiler import Profiler
 from tfdist.monitoring.recorder import TIMELINE, Recorder, learning_rate, until
 from tfdist.monitoring.segments import Segments
-from tfdist.monitoring.system_usage import Sample, Usage, peak_memory
+from tfdist.monitoring.system_usage import Usage, peak_memory
 from tfdist.trainer.callbacks import Callback
 from tfdist.trainer.timing import INPUT_LIMIT, Call, Spent
 
@@ -32,23 +32,16 @@ if TYPE_CHECKING:
     from tensorboard.compat.proto import event_pb2
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-EVERY_S = 0.5
-"""Seconds between two samples at the beginning of a run."""
-THINNING = 400
-"""Later the interval is the run's seconds divided by this: a day has 2,000 samples, not 86,400."""
-JUDGED_S = 3.0
-"""Seconds of training before a warning."""
+EVERY_S = 0.5  # between two samples at the beginning of a run
+THINNING = 400  # later the interval is the run's seconds divided by this: a day has 2,000 samples, not 86,400
+JUDGED_S = 3.0  # of training before a warning
 FLUSH_S = 10
 
 
 class Monitors:
-    """The monitors of one run on one worker; those other than the chief's only keep step with it.
+    """The monitors of one run on one worker, with these GPUs; those other than the chief's only keep step with it.
 
-    Args:
-      display: which monitors to start.
-      gpus: this worker's.
-      flops: of the model.
-      profiled: first and last update of the profile, (0, 0) for none.
+    `profiled` are the first and the last update of the profile, (0, 0) for none.
     """
 
     def __init__(
@@ -96,23 +89,16 @@ def advice(experiment: config.Experiment) -> str:
     if field_syntax.is_reference(experiment.data.name) and not field_syntax.files(experiment.data.name):
         return f"make the pipeline of {experiment.data.name} parallel (num_parallel_calls), or return arrays"
     if experiment.data.cache != "memory":
-        return (
-            "--config.data.cache=memory keeps the decoded examples, if they fit; else more CPU cores, or smaller images"
-        )
+        memory = "--config.data.cache=memory keeps the decoded examples, if they fit"
+        return f"{memory}; else more CPU cores, or smaller images"
     return "use more CPU cores for it (--threads)"
 
 
 class Timeline(Callback):
-    """Samples a run; on the chief only.
+    """Samples a run into `timeline.jsonl` and TensorBoard's `board`; on the chief only.
 
-    Args:
-      folder: where `timeline.jsonl` goes.
-      recorder: counts updates and time; its callbacks run before these.
-      usage: samples the machine.
-      flops: of the model.
-      experiment: fields by name, for TensorBoard.
-      board: TensorBoard's files, or None.
-      advice: what to change when the input is too slow.
+    The callbacks of `recorder`, which counts updates and time, run before these. `experiment` has the fields by name,
+    for TensorBoard; `advice` says what to change when the input is too slow.
     """
 
     takes_many_updates = True
@@ -137,8 +123,7 @@ class Timeline(Callback):
         self._opened = self._warned = False
 
     def get_state(self) -> dict:
-        """Nothing: the recorder keeps it."""
-        return {}
+        return {}  # the recorder keeps it
 
     def set_state(self, state: dict) -> None:
         """Resumes from a checkpoint: later samples are dropped."""
@@ -157,7 +142,6 @@ class Timeline(Callback):
         self._usage.start()
 
     def on_call(self, call: Call) -> None:
-        """Adds up the time and examples of a call."""
         self._norm = call.gradient_norm
         if call.steady:
             self._examples += call.examples
@@ -170,9 +154,8 @@ class Timeline(Callback):
             self._sample(now, logs or {})
 
     def on_epoch_end(self, epoch, logs=None):
-        logs = logs or {}
-        if self._board and any(name.startswith("val_") for name in logs):
-            validation = {name.removeprefix("val_"): v for name, v in logs.items() if name.startswith("val_")}
+        validation = {n.removeprefix("val_"): v for n, v in (logs or {}).items() if n.startswith("val_")}
+        if self._board and validation:
             self._board.scalars("validation", self._recorder.updates, validation)
 
     def on_train_end(self, logs=None):
@@ -180,38 +163,37 @@ class Timeline(Callback):
             self._sample(time.monotonic(), logs or {})
 
     def stop(self) -> None:
-        """Ends the threads; also after an error."""
         self._usage.stop()
         if self._board:
             self._board.close()
 
     def _open(self) -> None:
-        if self._opened:
-            return
-        self._opened = True
-        self._flops.count()
-        if self._board:
-            self._board.begin(self._recorder.updates, self._experiment)
+        if not self._opened:
+            self._opened = True
+            self._flops.count()
+            if self._board:
+                self._board.begin(self._recorder.updates, self._experiment)
 
     def _sample(self, now: float, logs: Mapping[str, object]) -> None:
         self._open()
         metrics = {name: v for name, v in logs.items() if isinstance(v, (int, float)) and not name.startswith("val_")}
         spent = self._window
         rate = self._examples / spent.seconds if self._examples else None
-        rest = {
-            "learning_rate": learning_rate(self.model),
-            "gradient_norm": self._norm,
-            "examples_per_second": rate,
-            "flops_per_second": self._flops.rates(rate)["flops_per_second"],
-            "input": spent.share("input"),
-            "all_reduce": spent.share("all_reduce"),
-            "python": spent.share("python"),
-        }
+        step = {"learning_rate": learning_rate(self.model), "gradient_norm": self._norm}
+        speed = {"examples_per_second": rate, "flops_per_second": self._flops.rates(rate)["flops_per_second"]}
+        shares = {name: spent.share(name) for name in ("input", "all_reduce", "python")}
         usage = self._usage.latest()
         line = {"updates": self._recorder.updates, "seconds": round(now - self._recorder.begun, 3)}
-        self._folder.append(TIMELINE, {**line, **metrics, **rest, **usage})
-        if self._board:
-            self._board.scalars("train", self._recorder.updates, {**metrics, **_grouped(rest, usage)})
+        self._folder.append(TIMELINE, {**line, **metrics, **step, **speed, **shares, **usage})
+        if self._board:  # which groups by the part before a slash
+            scalars: dict[str, object] = {**metrics, **step}
+            scalars |= {f"speed/{name}": value for name, value in speed.items()}
+            scalars |= {f"share/{name}": value for name, value in shares.items()}
+            scalars |= {"device/cores": usage["cpu"], "device/memory_bytes": usage["memory"]}
+            for gpu in usage["gpus"]:
+                scalars[f"device/gpu_{gpu['number']}_load"] = gpu["load"]
+                scalars[f"device/gpu_{gpu['number']}_memory_MiB"] = gpu["memory_used"]
+            self._board.scalars("train", self._recorder.updates, scalars)
         self._last, self._window, self._examples = now, Spent(), 0
         share = self._all.share("input") or 0.0
         if share > INPUT_LIMIT and self._all.seconds > JUDGED_S and not self._warned:
@@ -223,23 +205,8 @@ class Timeline(Callback):
         self._folder.append(TIMELINE, line)
 
 
-def _grouped(rest: Mapping[str, float | None], usage: Sample) -> dict[str, float | None]:
-    """Returns the samples under the names by which TensorBoard groups them."""
-    scalars: dict[str, float | None] = {"learning_rate": rest["learning_rate"], "gradient_norm": rest["gradient_norm"]}
-    scalars |= {f"speed/{name}": rest[name] for name in ("examples_per_second", "flops_per_second")}
-    scalars |= {f"share/{name}": rest[name] for name in ("input", "all_reduce", "python")}
-    scalars |= {"device/cores": usage["cpu"], "device/memory_bytes": usage["memory"]}
-    for gpu in usage["gpus"]:
-        scalars[f"device/gpu_{gpu['number']}_load"] = gpu["load"]
-        scalars[f"device/gpu_{gpu['number']}_memory_MiB"] = gpu["memory_used"]
-    return scalars
-
-
 class Board:
-    """Writes `tensorboard/train` and `tensorboard/validation` below `folder`, in threads of their own.
-
-    A disk that is full stops this and nothing else.
-    """
+    """Writes `train` and `validation` below `folder`, in its own threads; a full disk stops nothing else."""
 
     def __init__(self, folder: pathlib.Path):
         self._folder = folder
@@ -282,12 +249,13 @@ class Board:
     def _add(self, run: str, event: event_pb2.Event) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        if self._broken:
-            return
-        if run not in self._writers:
-            self._try(lambda: self._writers.update({run: EventFileWriter(str(self._folder / run), 100, FLUSH_S)}))
+        def write() -> None:
+            if run not in self._writers:
+                self._writers[run] = EventFileWriter(str(self._folder / run), 100, FLUSH_S)
+            self._writers[run].add_event(event)
+
         if not self._broken:
-            self._try(lambda: self._writers[run].add_event(event))
+            self._try(write)
 
     def _thread_failed(self, failure: threading.ExceptHookArgs) -> None:
         """Suppresses the traceback of a writer's thread: the next event raises its error here, for the warning.

@@ -17,20 +17,16 @@ from tfdist.trainer.timing import Call, Spent
 if TYPE_CHECKING:
     from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
-SHOWN = 10
-"""Operations in the text."""
+SHOWN = 10  # operations in the text
 FILE = "profile.txt"
+_ENTRIES = (("input", "input"), ("compute", "compute"), ("all_reduce", "all-reduce"), ("python", "Python"))
+_WRAPPINGS = re.compile(r"(while|body|cond|then|else)(/_\d+)?/|replica_\d+/")
 
 
 class Profiler(Callback):
-    """Traces the updates `first` to `last`, counted from 1.
+    """Traces the updates `first` to `last`, counted from 1 by `recorder`, whose callbacks run before these.
 
-    All workers need it, so that their calls have the same length; the chief is traced.
-
-    Args:
-      recorder: counts updates; its callbacks run before these.
-      folder: the run's.
-      traces: True on the chief.
+    All workers need it, so that their calls have the same length; the chief alone `traces`.
     """
 
     takes_many_updates = True
@@ -69,15 +65,13 @@ class Profiler(Callback):
             self._updates += call.updates
 
     def on_train_batch_end(self, batch, logs=None):
-        if self._running and self._recorder.updates >= self._last:
-            self._finish()
+        if self._recorder.updates >= self._last:
+            self.stop()
 
     def stop(self) -> None:
         """Ends a trace that is still running; also after an error."""
-        if self._running:
-            self._finish()
-
-    def _finish(self) -> None:
+        if not self._running:
+            return
         self._running, self._over = False, True
         tf.profiler.experimental.stop()
         traces = sorted((self._folder / "tensorboard").glob("plugins/profile/*/*.xplane.pb"))
@@ -89,12 +83,9 @@ class Profiler(Callback):
 
 
 def summary(trace: bytes, updates: int, spent: Spent) -> str:
-    """Returns the split of the time, and the most expensive operations.
+    """Returns the split of the time, and the costliest operations of an XSpace, as TensorFlow's profiler writes it.
 
-    Args:
-      trace: an XSpace, as TensorFlow's profiler writes it.
-      updates: number of traced updates in calls that compiled nothing.
-      spent: on these.
+    `spent` is the time of those `updates` that were traced in calls that compiled nothing.
     """
     times, counts, communication = operations(trace)
     total = sum(times.values())
@@ -116,9 +107,6 @@ def summary(trace: bytes, updates: int, spent: Spent) -> str:
     return "\n".join(lines) + "\n"
 
 
-_ENTRIES = (("input", "input"), ("compute", "compute"), ("all_reduce", "all-reduce"), ("python", "Python"))
-
-
 def operations(trace: bytes) -> tuple[collections.Counter, collections.Counter, float]:
     """Returns seconds and executions by operation, and the seconds of communication, of the GPUs or else the CPU."""
     from tensorflow.tsl.profiler.protobuf import xplane_pb2
@@ -133,16 +121,12 @@ def operations(trace: bytes) -> tuple[collections.Counter, collections.Counter, 
             if devices and not line.name.startswith("Stream"):
                 continue  # the same kernels again, grouped by their cause
             for event in line.events:
-                name = _operation(plane, event)
-                if name:
+                if name := _operation(plane, event):
                     seconds = event.duration_ps / 1e12
                     times[name] += seconds
                     counts[name] += 1
                     communication += seconds if re.search("(?i)nccl|allreduce|collective", name) else 0.0
     return times, counts, communication
-
-
-_WRAPPINGS = re.compile(r"(while|body|cond|then|else)(/_\d+)?/|replica_\d+/")
 
 
 def _operation(plane: xplane_pb2.XPlane, event: xplane_pb2.XEvent) -> str:

@@ -20,10 +20,8 @@ from tfdist.monitoring.system_usage import Sample
 from tfdist.trainer.callbacks import Callback
 from tfdist.trainer.timing import Call, Spent
 
-PLAIN_EVERY_S = 30.0
-"""Seconds between plain lines within an epoch."""
-INPUT_SHOWN = 0.05
-"""Least share of the time spent waiting for input that is shown."""
+PLAIN_EVERY_S = 30.0  # between plain lines within an epoch
+INPUT_SHOWN = 0.05  # least share of the time spent waiting for input that is shown
 
 
 def create(
@@ -59,12 +57,11 @@ def rate(per_second: float) -> str:
     return f"{per_second / size:,.0f}{unit} ex/s"
 
 
-def fold(line: str) -> str:
-    """Breaks a line at the width of the terminal, if stdout is one."""
-    if not sys.stdout.isatty():
-        return line
-    width = max(40, shutil.get_terminal_size().columns)
-    return textwrap.fill(line, width, subsequent_indent="    ", drop_whitespace=True) if len(line) > width else line
+def clock(seconds: float) -> str:
+    """Formats seconds as `3:07` or `1:03:07`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 class _Display(Callback):
@@ -73,7 +70,6 @@ class _Display(Callback):
     def __init__(self, plan: Plan, usage: Callable[[], Sample]):
         super().__init__()
         self._plan, self._usage = plan, usage
-        self._width = len(str(plan.epochs))
         self._updates = self._before = 0
         self._spent = Spent()
 
@@ -96,10 +92,15 @@ class _Display(Callback):
         return f"{load} {sum(used) / 1024:.0f}/{sum(total) / 1024:.0f}G".strip() if used and total else load
 
     def _epoch(self, epoch: int) -> str:
-        return f"epoch {epoch + 1:{self._width}d}/{self._plan.epochs}"
+        return f"epoch {epoch + 1:{len(str(self._plan.epochs))}d}/{self._plan.epochs}"
 
-    def _line(self, *parts: str) -> str:
-        return fold("  ".join(part for part in parts if part))
+    def _line(self, epoch: int, logs: Mapping[str, object] | None, share: str = "", left: str = "") -> str:
+        """Formats a line of an epoch, which is broken at the width of the terminal, if stdout is one."""
+        parts = (self._epoch(epoch), share, numbers(logs), self._speed(), self._gpus(), left)
+        line, width = "  ".join(filter(None, parts)), max(40, shutil.get_terminal_size().columns)
+        if not sys.stdout.isatty() or len(line) <= width:
+            return line
+        return textwrap.fill(line, width, subsequent_indent="    ", drop_whitespace=True)
 
     def get_state(self) -> dict:
         """For a checkpoint."""
@@ -107,8 +108,7 @@ class _Display(Callback):
 
     def set_state(self, state: dict) -> None:
         """Resumes from a checkpoint; raises ValueError if the state is not what `get_state` returns."""
-        if name := state_shape.invalid_field(state, {"in_epoch": state_shape.count}):
-            raise ValueError(f"{name} is {state.get(name)!r}")
+        state_shape.require(state, {"in_epoch": state_shape.count})
         self._updates = state["in_epoch"]
 
     def on_epoch_begin(self, epoch, logs=None):
@@ -117,7 +117,6 @@ class _Display(Callback):
         self._spent = Spent()
 
     def on_call(self, call: Call) -> None:
-        """Adds up the time by category."""
         self._spent += call.spent
 
     def on_train_batch_end(self, batch, logs=None):
@@ -140,22 +139,13 @@ class Plain(_Display):
         super().on_train_batch_end(batch, logs)
         if self._last - self._printed >= PLAIN_EVERY_S:
             self._printed = self._last
-            share = f"update {batch + 1}/{self._plan.updates_per_epoch}"
-            done = self._updates - self._before
+            share, done = f"update {batch + 1}/{self._plan.updates_per_epoch}", self._updates - self._before
             left = (self._plan.updates - self._done) * (self._last - self._start) / done
-            parts = (share, numbers(logs), self._speed(), self._gpus(), f"{clock(left)} left")
-            print(self._line(self._epoch(self._now), *parts), flush=True)
+            print(self._line(self._now, logs, share, f"{clock(left)} left"), flush=True)
 
     def on_epoch_end(self, epoch, logs=None):
-        print(self._line(self._epoch(epoch), numbers(logs), self._speed(), self._gpus()), flush=True)
+        print(self._line(epoch, logs), flush=True)
         self._printed, self._updates = time.perf_counter(), 0
-
-
-def clock(seconds: float) -> str:
-    """Formats seconds as `3:07` or `1:03:07`."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 class Bar(_Display):
@@ -163,7 +153,6 @@ class Bar(_Display):
 
     def __init__(self, plan: Plan, usage: Callable[[], Sample]):
         super().__init__(plan, usage)
-        self._console = Console(highlight=False, soft_wrap=True)
         # Without the widths, rich truncates these on a narrow terminal, instead of the bar.
         count, clock = Column(min_width=2 * len(str(plan.updates)) + 1), Column(min_width=5)
         self._bar = rich_progress.Progress(
@@ -172,7 +161,7 @@ class Bar(_Display):
             rich_progress.MofNCompleteColumn(table_column=count),
             rich_progress.TimeRemainingColumn(compact=True, elapsed_when_finished=True, table_column=clock),
             rich_progress.TextColumn("{task.fields[speed]}"),
-            console=self._console,
+            console=Console(highlight=False, soft_wrap=True),
             transient=True,
         )
 
@@ -183,15 +172,11 @@ class Bar(_Display):
     def on_train_batch_end(self, batch, logs=None):
         super().on_train_batch_end(batch, logs)
         loss = f" loss {_number(logs['loss'])}" if logs and "loss" in logs else ""
-        self._bar.update(
-            self._task,
-            completed=self._done,
-            description=f"{self._epoch(self._now)}{loss}",
-            speed=" ".join(filter(None, (self._speed(), self._gpus()))),
-        )
+        speed = " ".join(filter(None, (self._speed(), self._gpus())))
+        self._bar.update(self._task, completed=self._done, description=self._epoch(self._now) + loss, speed=speed)
 
     def on_epoch_end(self, epoch, logs=None):
-        self._bar.console.print(self._line(self._epoch(epoch), numbers(logs), self._speed(), self._gpus()))
+        self._bar.console.print(self._line(epoch, logs))
         self._updates = 0
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Records the measurements of a run: `history.jsonl`, and the fields of `result.json`."""
+"""Records a run: `history.jsonl`, the fields of `result.json`, and `environment.json`."""
 
 from __future__ import annotations
 
@@ -6,29 +6,37 @@ import dataclasses
 import hashlib
 import os
 import pathlib
+import platform
 import time
+from importlib import metadata
+from typing import TYPE_CHECKING
 
 import keras
 import numpy as np
 
 from tfdist.checkpoints import oom_note, state_shape
 from tfdist.checkpoints.run_folder import RunFolder, strict
+from tfdist.config import cpu_kernels
 from tfdist.config.schedule import Plan
+from tfdist.distributed.distribution import Distribution
 from tfdist.keras_bridge import keras_internals
 from tfdist.monitoring.segments import Segments
 from tfdist.trainer.callbacks import Callback
 from tfdist.trainer.timing import Call, Spent
 
-HISTORY, TIMELINE = "history.jsonl", "timeline.jsonl"
-"""One line per epoch and evaluation; samples and marks over time (see `monitors.Timeline`)."""
+if TYPE_CHECKING:
+    from tfdist.config.runtime_options import Environment
+    from tfdist.distributed.connect import Placement
+
+HISTORY = "history.jsonl"  # a line per epoch and evaluation
+TIMELINE = "timeline.jsonl"  # samples and marks over time (see `monitors.Timeline`)
 
 
 @dataclasses.dataclass(slots=True)
 class Result:
     """The content of `result.json`; the names are a contract."""
 
-    status: str
-    """`completed`, `preempted` or `failed`."""
+    status: str  # `completed`, `preempted` or `failed`
     reason: str
     strategy: str
     replicas: int
@@ -38,46 +46,30 @@ class Result:
     epochs: int
     examples_seen: int
     seconds: float
-    seconds_to_first_update: float | None
-    """Seconds from the start of the process to the end of the first update."""
-    examples_per_second: float | None
-    """Steady state: compilation and validation excluded."""
+    seconds_to_first_update: float | None  # from the start of the process to its end
+    examples_per_second: float | None  # steady state: compilation and validation excluded
     history: dict[str, list]
     evaluation: dict[str, float]
-    weights_sha256: str
-    """Digest of the weights in order, as little-endian float32 bytes."""
-    weights_norm: float
-    """Sum of squares in float64."""
-    files: dict[str, dict]
-    """Size and SHA-256 of each file that later commands use."""
-    resumed_from: int | None
-    """The update that this process resumed from."""
-    rollbacks: list[dict]
-    """Updates to which training went back after a loss that was not finite, and which updates were left out."""
-    accumulate: int
-    """Micro-batches per update and replica at the end: more than `train.accumulate` after out-of-memory errors."""
-    shards: int
-    """Slices of every batch; 0 for one per replica."""
-    arithmetic: dict[str, str]
-    """What determines the last bits, besides the experiment (see `tfdist.distributed.arithmetic`)."""
-    restarts: int
-    """Times that the launcher has restarted the workers."""
-    segments: list[dict]
-    """Each start of the workers: their number, updates, why they ended (see `segments.Segments`)."""
+    weights_sha256: str  # digest of the weights in order, as little-endian float32 bytes
+    weights_norm: float  # sum of squares in float64
+    files: dict[str, dict]  # size and SHA-256 of each file that later commands use
+    resumed_from: int | None  # the update that this process resumed from
+    rollbacks: list[dict]  # after a loss that was not finite: `to` which update, and which were `skipped`
+    accumulate: int  # at the end: more than `train.accumulate` after out-of-memory errors
+    shards: int  # slices of every batch; 0 for one per replica
+    arithmetic: dict[str, str]  # see `tfdist.distributed.arithmetic`: what determines the last bits
+    restarts: int  # times that the launcher has restarted the workers
+    segments: list[dict]  # see `segments.Segments`
     versions: dict[str, str]
-    time: dict[str, float | None]
-    """Seconds of this worker in steady state by `input`, `compute`, `all_reduce` and `python` (see `timing.Spent`)."""
-    peak_memory_bytes: int
-    """Of the chief's process."""
-    peak_device_memory_bytes: int | None
-    """Of its fullest GPU."""
-    flops_per_example: int | None
-    """Model FLOPs, forward and backward (see `flops`)."""
+    time: dict[str, float | None]  # seconds of this worker in steady state, see `timing.Spent`
+    peak_memory_bytes: int  # of the chief's process
+    peak_device_memory_bytes: int | None  # of its fullest GPU
+    flops_per_example: int | None  # model FLOPs, forward and backward (see `flops`)
     flops_per_second: float | None
-    flops_share: float | None
-    """Share of the devices' peak, where that is known."""
+    flops_share: float | None  # share of the devices' peak, where that is known
 
 
+# Of `Recorder.get_state`; earlier versions had no `lines`, and some no `segments`.
 _STATE: state_shape.Shape = {
     "updates": state_shape.count,
     "in_epoch": state_shape.count,
@@ -86,7 +78,6 @@ _STATE: state_shape.Shape = {
     "history": state_shape.by_name(state_shape.list_of(lambda v: state_shape.array(v) or isinstance(v, dict))),
     "rollbacks": state_shape.list_of(lambda value: isinstance(value, dict)),
 }
-"""Schema of `Recorder.get_state`; earlier versions had no `lines`, and some no `segments`."""
 
 
 class Recorder(Callback):
@@ -99,28 +90,26 @@ class Recorder(Callback):
         super().__init__()
         self.segments = segments or Segments()
         self._folder, self._plan = folder, plan
-        self._process_age = _process_age()
+        # Seconds since this process started, by a clock that is never set; the 22nd field is its start in ticks.
+        fields = pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        ticks = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        self._process_age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks
         # Wall clocks jump (NTP, a board without a battery): a duration must not become negative by it.
         self._created = self.begun = time.monotonic()
-        self.first_update: float | None = None
-        """Seconds from the start of the process to the end of the first update."""
+        self.first_update: float | None = None  # seconds from the start of the process to its end
         self.updates = 0
         self.epochs = 0
         self.history: dict[str, list] = {}
         self.rollbacks: list[dict] = []
         self.accumulate = plan.accumulate
-        self.spent = Spent()
-        """Time by category in steady state."""
+        self.spent = Spent()  # in steady state
         self._of_epoch = Spent()
         self._norm: float | None = None
         self._rates: list[tuple[int, float]] = []
-        self._epoch_first = 0
-        """Updates before the running epoch."""
+        self._epoch_first = 0  # updates before the running epoch
         self._in_epoch = 0
-        self._compiled = False
-        self._file_is_cut = False
-        self._lines: list[dict] = []
-        """Of `history.jsonl`, without the evaluation at the end."""
+        self._compiled = self._file_is_cut = False
+        self._lines: list[dict] = []  # of `history.jsonl`, without the evaluation at the end
 
     def get_state(self) -> dict:
         """For a checkpoint."""
@@ -136,15 +125,9 @@ class Recorder(Callback):
         }
 
     def set_state(self, state: dict) -> None:
-        """Resumes from a checkpoint: later records are dropped.
-
-        Raises:
-          ValueError: it is not what `get_state` returns.
-        """
-        if name := state_shape.invalid_field(state, _STATE):
-            raise ValueError(f"{name} is {state.get(name)!r}")
-        if not state_shape.list_of(lambda line: isinstance(line, dict))(state.get("lines", [])):
-            raise ValueError(f"lines is {state['lines']!r}")
+        """Resumes from a checkpoint: later records are dropped. ValueError if it is not what `get_state` returns."""
+        state_shape.require(state, _STATE)
+        state_shape.require({"lines": [], **state}, {"lines": _STATE["rollbacks"]})
         self.updates, self._in_epoch, self.epochs = state["updates"], state["in_epoch"], state["epochs"]
         self._epoch_first = self.updates - self._in_epoch
         self.begun = time.monotonic() - state["seconds"]
@@ -162,12 +145,11 @@ class Recorder(Callback):
         self._lines = self._folder.cut(HISTORY, keep, recorded or [])
 
     def on_rollback(self, update: int, skipped: list[int]) -> None:
-        """Records that training went back."""
         self.rollbacks = [*self.rollbacks, {"to": update, "skipped": skipped}]
         self._write({"rollback": self.rollbacks[-1], "updates": update})
 
     def on_accumulate(self, accumulate: int) -> None:
-        """Records that micro-batches have become smaller, for this run and its next attempt."""
+        """Records that micro-batches have become smaller, for the next attempt too."""
         self.accumulate = accumulate
         oom_note.write(self._folder, accumulate)
 
@@ -181,7 +163,6 @@ class Recorder(Callback):
         self._last = self._epoch_start
 
     def on_call(self, call: Call) -> None:
-        """Adds up the time by category."""
         self._of_epoch += call.spent
         self._norm = call.gradient_norm
         if call.steady:
@@ -221,7 +202,7 @@ class Recorder(Callback):
 
     @property
     def seconds(self) -> float:
-        """Returns the seconds of training so far, those before a resume included."""
+        """Seconds of training so far, those before a resume included."""
         return time.monotonic() - self.begun
 
     @property
@@ -231,7 +212,7 @@ class Recorder(Callback):
 
     @property
     def examples_per_second(self) -> float | None:
-        """Returns the mean over all epochs but the first, which compiles, unless it is the only one."""
+        """Mean over all epochs but the first, which compiles, unless it is the only one."""
         rates = self._rates[1:] or self._rates
         seconds = sum(s for _, s in rates)
         return sum(n for n, _ in rates) / seconds if seconds > 0 else None
@@ -239,12 +220,6 @@ class Recorder(Callback):
     def _examples(self, first: int, last: int) -> int:
         batch = self._plan.global_batch
         return min(last * batch, self._plan.examples) - min(first * batch, self._plan.examples)
-
-
-def _process_age() -> float:
-    """Returns the seconds since this process started, by a clock that is never set."""
-    fields = pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")  # 22nd: starttime
 
 
 def learning_rate(model: keras.Model) -> float:
@@ -266,3 +241,37 @@ def until(line: dict, updates: int) -> bool:
     """Tells whether a line was written before there were more updates than these."""
     number = line.get("updates", 0)
     return isinstance(number, (int, float)) and number <= updates
+
+
+def environment(distribution: Distribution, placement: Placement, options: Environment) -> dict[str, object]:
+    """Returns the content of `environment.json`; the options of `placement` count where those of the run differ."""
+    return {
+        "strategy": distribution.name,
+        "reason": distribution.reason,
+        "devices": list(distribution.devices),
+        "replicas": distribution.replicas,
+        "workers": distribution.workers,
+        "hosts": list(distribution.peers.hosts),
+        "found_by": placement.cluster.source,
+        "communication": distribution.communication,
+        "jit": distribution.jit,
+        "gpus": [dataclasses.asdict(g) for g in placement.survey.gpus],
+        "driver_problem": placement.survey.problem,
+        "flags": {**dataclasses.asdict(options), **dataclasses.asdict(placement.options)},
+        "host": platform.node(),
+        "cpus": os.cpu_count(),
+        "cpu_instructions": list(cpu_kernels.instruction_sets()),
+        "cpu_kernels": cpu_kernels.in_use(),
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of Python and of what decides about the numbers."""
+    by_name = {"python": platform.python_version()}
+    for name in ("tfdist", "tensorflow", "keras", "tensorflow-datasets", "numpy"):
+        try:
+            by_name[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            by_name[name] = "unknown"
+    return by_name

@@ -18,20 +18,16 @@ class _Round(NamedTuple):
 
     nodes: int
     workers: int
-    ended: str = ""
-    """Why."""
-    at: float | None = None
-    """Time at which the end began."""
+    ended: str = ""  # why
+    at: float | None = None  # time at which the end began
 
 
 class _Started(NamedTuple):
     """A segment, as a checkpoint taken in it records it."""
 
     attempt: int
-    update: int
-    """Updates before it."""
-    first: float | None
-    """Time of its first update."""
+    update: int  # updates before it
+    first: float | None  # time of its first update
 
 
 _STARTED: state_shape.Shape = {
@@ -42,11 +38,7 @@ _STARTED: state_shape.Shape = {
 
 
 class Segments:
-    """Records segments: the launcher reports why earlier ones have ended, checkpoints which updates were kept.
-
-    Args:
-      environ: with the launcher's report.
-    """
+    """The launcher reports in `environ` why earlier ones ended, checkpoints which updates are kept."""
 
     def __init__(self, cluster: Cluster = ALONE, environ: Mapping[str, str] = MappingProxyType({})):
         report = json.loads(environ.get(ROUNDS, "") or "{}")
@@ -54,8 +46,7 @@ class Segments:
         rounds = [_Round(*row) for row in report.get("rounds", [])]
         self._rounds = [*rounds, _Round(report.get("nodes", 1), cluster.size)]
         self._own = _Started(cluster.attempt, 0, None)
-        self._before: dict[int, _Started] = {}
-        """Earlier ones, by attempt."""
+        self._before: dict[int, _Started] = {}  # earlier ones, by attempt
         self._began = False
 
     def get_state(self) -> dict[str, object]:
@@ -63,17 +54,13 @@ class Segments:
         return {"launch": self._launch, "begun": [list(begun) for begun in (*self._before.values(), self._own)]}
 
     def resume(self, update: int, state: Mapping[str, Any]) -> None:
-        """Resumes from a checkpoint, or goes back to one.
-
-        Raises:
-          ValueError, TypeError, KeyError: the state is not what `get_state` returns.
-        """
+        """Resumes from a checkpoint, or goes back to one; ValueError, TypeError or KeyError for another `state`."""
         self._own = self._own._replace(update=min(self._own.update, update) if self._began else update)
         self._began = True
         # The reasons why those of an earlier launch ended are not known.
         begun = [_Started(*row) for row in state["begun"]] if state.get("launch", "") == self._launch != "" else []
-        if not all(state_shape.invalid_field(each._asdict(), _STARTED) == "" for each in begun):
-            raise ValueError(f"begun is {state['begun']!r}")
+        for each in begun:
+            state_shape.require(each._asdict(), _STARTED)
         self._before = {each.attempt: each for each in begun if each.attempt < self._own.attempt}
 
     def updated(self) -> None:
@@ -83,12 +70,7 @@ class Segments:
             self._own = self._own._replace(first=time.time())
 
     def record(self, updates: int, ended: str) -> list[dict[str, object]]:
-        """Returns all segments, the oldest first, for `result.json`.
-
-        Args:
-          updates: total of the run.
-          ended: why this one has.
-        """
+        """Returns all segments, the oldest first, for `result.json`: of a run of `updates`, the last `ended` thus."""
         started = {**self._before, self._own.attempt: self._own}
         rows: list[dict[str, object]] = []
         end, first = updates, None

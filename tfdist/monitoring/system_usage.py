@@ -1,4 +1,4 @@
-"""Samples of a process' CPU, memory and GPU usage beside the training. No TensorFlow."""
+"""Samples a process' CPU, memory and GPU usage beside the training. No TensorFlow."""
 
 from __future__ import annotations
 
@@ -12,30 +12,23 @@ import psutil
 
 from tfdist.distributed import gpus
 
-EVERY_S = 5.0
-"""Seconds between two samples; nvidia-smi alone takes a tenth of one."""
+EVERY_S = 5.0  # seconds between two samples; nvidia-smi alone takes a tenth of one
 
 
 class GpuSample(TypedDict):
     """Usage of one GPU; None for values that its driver does not report."""
 
-    number: int
-    """Its number in the driver."""
-    load: float | None
-    """Share of the time in which it is busy, in [0, 1]."""
-    memory_used: float | None
-    """MiB."""
-    memory_total: float | None
-    """MiB."""
+    number: int  # in the driver
+    load: float | None  # share of the time in which it is busy, in [0, 1]
+    memory_used: float | None  # MiB
+    memory_total: float | None  # MiB
 
 
 class Sample(TypedDict):
     """Usage of a process."""
 
-    cpu: float
-    """Busy cores."""
-    memory: int
-    """Bytes."""
+    cpu: float  # busy cores
+    memory: int  # bytes
     gpus: list[GpuSample]
 
 
@@ -45,12 +38,7 @@ def peak_memory() -> int:
 
 
 class Usage:
-    """Samples cores, memory and GPUs in a thread, so that a slow driver does not delay the training.
-
-    Args:
-      numbers: of the GPUs, in the driver.
-      survey: queries the driver.
-    """
+    """Samples cores, memory and the GPUs of these driver numbers in a thread, so that a slow driver delays nothing."""
 
     def __init__(self, numbers: tuple[int, ...], survey: Callable[[], gpus.Survey] = gpus.survey):
         self._numbers, self._survey = numbers, survey
@@ -58,12 +46,11 @@ class Usage:
         self._latest: Sample = {"cpu": 0.0, "memory": 0, "gpus": []}
         self._over = threading.Event()
         self._process.cpu_percent()  # the next one is over the time since this one
-        self._thread = threading.Thread(target=self._watch, name="tfdist usage", daemon=True)
 
     def start(self) -> None:
         self._sample()
         if self._numbers:
-            self._thread.start()
+            threading.Thread(target=self._watch, name="tfdist usage", daemon=True).start()
 
     def latest(self) -> Sample:
         """Returns the newest sample."""

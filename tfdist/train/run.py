@@ -19,7 +19,8 @@ from tfdist.distributed.distribution import Distribution
 from tfdist.errors import Interrupted, PeerError, TrainingError
 from tfdist.keras_bridge import layer_state
 from tfdist.models import optimizers
-from tfdist.monitoring import error_analysis, flops, run_environment
+from tfdist.monitoring import error_analysis, flops
+from tfdist.monitoring import recorder as recorder_lib
 from tfdist.monitoring.confusion import Findings
 from tfdist.monitoring.flops import FlopsModel
 from tfdist.monitoring.monitors import Monitors
@@ -100,7 +101,7 @@ class Run:
             oom_note.write(folder, self._prepared.recovered_accumulate)
         own_work.write_experiment(folder, self._experiment)
         spec_file.write(folder.write_text, self._data.spec)
-        where = run_environment.environment(self._distribution, self._placement, self._environment)
+        where = recorder_lib.environment(self._distribution, self._placement, self._environment)
         folder.write("environment.json", where)
         folder.push()
 
@@ -227,7 +228,7 @@ class Run:
             arithmetic=arithmetic.facts(distribution),
             restarts=self._placement.cluster.attempt,
             segments=self._segments.record(recorder.updates, reason or status),
-            versions=run_environment.versions(),
+            versions=recorder_lib.versions(),
             time=dataclasses.asdict(recorder.spent),
             **self._monitors.totals(),
         )

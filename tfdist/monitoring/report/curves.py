@@ -7,11 +7,9 @@ from tfdist.monitoring.report.line_chart import Line, Mark, plot, value
 from tfdist.monitoring.report.run_files import Record, mapping, number, sequence
 
 NO_METRICS = {"epoch", "updates", "seconds", "examples_per_second", "time", "learning_rate", "gradient_norm"}
-"""Fields of an epoch's line that are no metrics."""
+WORDS = {"input": "waiting for input", "all_reduce": "all-reduce", "python": "Python", "compute": "computing"}
 SHARES = ("input", "all_reduce", "python")
-ROWS = 200
-"""Epochs in the table at most."""
-
+ROWS = 200  # epochs in the table at most
 _TIMES = ((3 * 3600, 3600, "hours"), (180, 60, "minutes"), (0, 1, "seconds"))
 
 
@@ -21,14 +19,12 @@ def learning(record: Record) -> Html:
     names = {name.removeprefix("val_") for line in epochs for name in line if name not in NO_METRICS}
     if not epochs:
         names = {"loss"} if samples else set()
-    marks = [Mark(x, m["mark"]) for m in record.marks if (x := number(m.get("updates"))) is not None]
-    marks = [mark for mark in marks if mark.kind != "checkpoint"]
+    marks = [mark for mark in _marks(record, "updates") if mark.kind != "checkpoint"]
     charts = []
     for name in sorted(names, key=lambda name: (name != "loss", name)):
-        within, training = _line("within epochs", samples, name, faint=True), _line("training", epochs, name)
-        validation = _line("validation", epochs, f"val_{name}", color=2)
-        known = any(y is not None for y in training.ys)
-        lines = [training, validation, within] if known else [within, training, validation]
+        within = _line("within epochs", samples, name)._replace(faint=True)
+        training, validation = _line("training", epochs, name), _line("validation", epochs, f"val_{name}", color=2)
+        lines = [training, validation, within] if training.known else [within, training, validation]
         charts.append(plot(title(name), lines, marks=marks, note=_not_finite(epochs, name), text=value))
     rate = _line("rate", samples or epochs, "learning_rate")
     charts.append(plot("Learning rate", [rate], from_zero=True, marks=marks))
@@ -45,18 +41,18 @@ def speed(record: Record) -> Html:
         return tag("p", "Nothing was recorded.", class_="note")
     last = max(number(line["seconds"]) or 0 for line in lines)
     _, unit, across = next(row for row in _TIMES if last >= row[0])
-    marks = [Mark(x / unit, m["mark"]) for m in record.marks if (x := number(m.get("seconds"))) is not None]
-    over_time = lambda name, key, scale=1.0: _line(name, lines, key, x="seconds", over=unit, scale=scale)
-    charts = [plot("Throughput", [over_time("rate", "examples_per_second")], across, "examples/s", True, marks=marks)]
+    marks = _marks(record, "seconds", unit)
+    over_time = lambda name, key, scale=1.0: [_line(name, lines, key, x="seconds", over=unit, scale=scale)]
+    charts = [plot("Throughput", over_time("rate", "examples_per_second"), across, "examples/s", True, marks=marks)]
     # A sample without a rate saw nothing but compilation.
     steady = [s if number(s.get("examples_per_second")) else s | dict.fromkeys(SHARES) for s in samples]
-    shares = [_line(words(key), steady, key, i + 2, x="seconds", over=unit, scale=0.01) for i, key in enumerate(SHARES)]
+    shares = [_line(WORDS[key], steady, key, i + 2, x="seconds", over=unit, scale=0.01) for i, key in enumerate(SHARES)]
     charts.append(plot("Time not spent computing", shares, across, "%", True))
     cores = number(record.environment.get("cpus"))
-    charts.append(plot("CPU", [over_time("busy", "cpu")], across, f"cores of {cores:.0f}" if cores else "cores", True))
+    charts.append(plot("CPU", over_time("busy", "cpu"), across, f"cores of {cores:.0f}" if cores else "cores", True))
     most = max((number(line.get("memory")) or 0 for line in lines), default=0)
     size, bytes_unit = (2**30, "GiB") if most >= 2**30 else (2**20, "MiB")
-    charts.append(plot("Memory of this process", [over_time("resident", "memory", size)], across, bytes_unit, True))
+    charts.append(plot("Memory of this process", over_time("resident", "memory", size), across, bytes_unit, True))
     charts.append(plot("GPU load", _gpu_lines(samples, "load", unit, 0.01), across, "%", True))
     used = _gpu_lines(samples, "memory_used", unit, 1024.0)
     total = max((number(g.get("memory_total")) or 0 for s in samples for g in _gpus(s)), default=0)
@@ -69,11 +65,6 @@ def title(name: str) -> str:
     return (name[:1].upper() + name[1:]).replace("_", " ")
 
 
-def words(key: str) -> str:
-    """Returns the label of a share of time."""
-    return {"input": "waiting for input", "all_reduce": "all-reduce", "python": "Python", "compute": "computing"}[key]
-
-
 def _latest(lines: list[dict]) -> list[dict]:
     """Returns the lines in order of updates, without those that a rollback has undone."""
     kept: list[dict] = []
@@ -84,19 +75,16 @@ def _latest(lines: list[dict]) -> list[dict]:
     return kept[::-1]
 
 
+def _marks(record: Record, x: str, over: float = 1.0) -> list[Mark]:
+    return [Mark(at / over, str(m["mark"])) for m in record.marks if (at := number(m.get(x))) is not None]
+
+
 def _line(
-    name: str,
-    lines: list[dict],
-    key: str,
-    color: int = 1,
-    faint: bool = False,
-    x: str = "updates",
-    over: float = 1.0,
-    scale: float = 1.0,
+    name: str, lines: list[dict], key: str, color: int = 1, x: str = "updates", over: float = 1.0, scale: float = 1.0
 ) -> Line:
     lines = [line for line in lines if key in line]
     ys = [None if (y := number(line[key])) is None else y / scale for line in lines]
-    return Line(name, [(number(line[x]) or 0) / over for line in lines], ys, color, faint)
+    return Line(name, [(number(line[x]) or 0) / over for line in lines], ys, color)
 
 
 def _gpus(sample: dict) -> list[dict]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Collection
 
-_EMPTY = {"br", "circle", "col", "img", "line", "path", "polyline", "rect"}
-"""Elements that are written without an end."""
+_EMPTY = {"br", "circle", "col", "img", "line", "path", "polyline", "rect"}  # elements that are written without an end
 
 
 class Html(str):
@@ -16,20 +15,13 @@ class Html(str):
 
 
 def tag(name: str, *children: object, **attributes: object) -> Html:
-    """Returns one element.
-
-    Args:
-      children: markup as it is, other values as escaped text.
-      attributes: `class_` and `data_x` stand for `class` and `data-x`; None leaves an attribute out.
-    """
+    """Returns an element; attributes `class_` and `data_x` stand for `class` and `data-x`, None leaves one out."""
     inner = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{html.escape(str(value))}"'
         for key, value in attributes.items()
         if value is not None
     )
-    if name in _EMPTY:
-        return Html(f"<{name}{inner}/>")
-    return Html(f"<{name}{inner}>{join(*children)}</{name}>")
+    return Html(f"<{name}{inner}/>" if name in _EMPTY else f"<{name}{inner}>{join(*children)}</{name}>")
 
 
 def join(*parts: object) -> Html:
@@ -38,12 +30,7 @@ def join(*parts: object) -> Html:
 
 
 def table(head: list, rows: list[list], numbers: Collection[int] = (), **attributes: object) -> Html:
-    """Returns a table in a box of its own, which scrolls where the page is narrow.
-
-    Args:
-      head: a cell per column.
-      numbers: the columns that hold numbers.
-    """
+    """Returns a table, in a box that scrolls where the page is narrow; `numbers` are the columns that hold numbers."""
     kind = lambda i: "n" if i in numbers else None
     heads = [tag("th", cell, scope="col", class_=kind(i)) for i, cell in enumerate(head)]
     body = [tag("tr", *(tag("td", cell, class_=kind(i)) for i, cell in enumerate(row))) for row in rows]

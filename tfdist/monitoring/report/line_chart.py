@@ -6,46 +6,42 @@ screen. The lines themselves are in an inner SVG that is stretched to fit.
 
 from __future__ import annotations
 
-import dataclasses
+import collections
 import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from tfdist.monitoring.report.html import Html, join, tag
 
-POINTS = 500
-"""A line is thinned to about this number."""
-HEIGHT = 190
-"""Height of the plot in pixels, without its labels."""
-_TICKS = 200
-"""Checkpoints that are marked at most."""
+POINTS = 500  # a line is thinned to about this number
+HEIGHT = 190  # of the plot in pixels, without its labels
+_MARKS = 200  # checkpoints that are marked at most, and other events
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Line:
-    """One curve; None among `ys` is a gap."""
+class Line(NamedTuple):
+    """One curve."""
 
     name: str
     xs: Sequence[float]
-    ys: Sequence[float | None]
-    color: int = 1
-    """1 to 6, as the page defines them."""
-    faint: bool = False
-    """Drawn thin, behind the others."""
+    ys: Sequence[float | None]  # None is a gap
+    color: int = 1  # 1 to 6, as the page defines them
+    faint: bool = False  # drawn thin, behind the others
+
+    @property
+    def known(self) -> list[float]:
+        return [y for y in self.ys if y is not None]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Mark:
+class Mark(NamedTuple):
     """An event at one point of the axis."""
 
     x: float
-    kind: str
-    """`checkpoint`, a tick at the bottom; `resumed` or `rollback`, a line from top to bottom."""
+    kind: str  # `checkpoint`, a tick at the bottom; `resumed`, `rollback` or `other`, a line from top to bottom
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Axis:
+class Axis(NamedTuple):
     """An axis from `low` to `high`, with the positions of its labels."""
 
     low: float
@@ -75,28 +71,26 @@ def plot(
     Args:
       across: label of the horizontal axis.
       unit: of the values.
-      from_zero: the vertical axis begins at zero.
       note: a sentence below.
       text: formats the values in the legend; `short` if not given.
     """
-    lines = [line for line in lines if any(y is not None for y in line.ys)]
+    lines = [line for line in lines if line.known]
     if not lines:
         return Html("")
     text = text or short
+    marks = [m if m.kind in ("checkpoint", "resumed", "rollback") else m._replace(kind="other") for m in marks]
     xs = [x for line in lines for x in line.xs] + [mark.x for mark in marks]
-    ys = [y for line in lines for y in line.ys if y is not None]
     wide = linear(min(0.0, *xs), max(xs), 5, tight=True)
-    high = vertical(ys, from_zero)
+    high = vertical([y for line in lines for y in line.known], from_zero)
     unit = ", ".join(filter(None, (unit, "log scale" if high.log else "")))
     texts = label_all(high.ticks)
     left = f"--left:{max(3.1, 0.6 * max(len(t) for t in texts)):.1f}em"
     summaries = []
     for line in lines:
-        known = [y for y in line.ys if y is not None]
-        first, last, low, most = (text(y) for y in (known[0], known[-1], min(known), max(known)))
+        first, last, low, most = (text(y) for y in (line.known[0], line.known[-1], min(line.known), max(line.known)))
         summaries.append(f"{line.name}: from {first} to {last}, lowest {low}, highest {most}")
     pairs = [zip(*thin(line.xs, line.ys)) for line in lines]
-    lines = [dataclasses.replace(line, xs=xs, ys=ys) for line, (xs, ys) in zip(lines, pairs)]
+    lines = [line._replace(xs=xs, ys=ys) for line, (xs, ys) in zip(lines, pairs)]
     svg = tag(
         "svg",
         tag("title", f"{title} over {across}"),
@@ -106,6 +100,7 @@ def plot(
         width="100%",
         height=HEIGHT,
     )
+    curves = [{"n": v.name, "c": v.color, "x": [*map(_rounded, v.xs)], "y": [*map(_rounded, v.ys)]} for v in lines]
     return tag(
         "figure",
         tag("figcaption", tag("b", title), " ", tag("span", unit, class_="unit"), _legend(lines, marks, text)),
@@ -113,7 +108,7 @@ def plot(
         tag("div", across, class_="across"),
         tag("p", note, class_="note") if note else "",
         class_="chart",
-        data_lines=_data(lines),
+        data_lines=json.dumps(curves, separators=(",", ":")),  # for the read-out, which a script shows
         data_from=f"{wide.low:.8g}",
         data_to=f"{wide.high:.8g}",
         data_across=across,
@@ -148,17 +143,19 @@ def vertical(ys: Sequence[float], from_zero: bool) -> Axis:
 
 
 def thin(xs: Sequence[float], ys: Sequence[float | None], points: int = POINTS) -> list[tuple[float, float | None]]:
-    """Thins a curve; the lowest and the highest point of every stretch are kept."""
+    """Thins a curve; the lowest and the highest point of every stretch are kept, and the first gap."""
     pairs = list(zip(xs, ys))
     if len(pairs) <= points:
         return pairs
     size = -(-len(pairs) // (points // 3))
     kept: list[tuple[float, float | None]] = []
     for start in range(0, len(pairs), size):
-        stretch = [(y, i) for i, (_, y) in enumerate(pairs[start : start + size]) if y is not None]
-        gap = next((i for i, (_, y) in enumerate(pairs[start : start + size]) if y is None), None)
-        chosen = {min(stretch)[1], max(stretch)[1]} if stretch else set()
-        kept += [pairs[start + i] for i in sorted(chosen | ({gap} if gap is not None else set()))]
+        piece = list(enumerate(pairs[start : start + size], start))
+        known = [(y, i) for i, (_, y) in piece if y is not None]
+        chosen = [i for i, (_, y) in piece if y is None][:1]
+        if known:
+            chosen += [min(known)[1], max(known)[1]]
+        kept += [pairs[i] for i in sorted(set(chosen))]
     return kept if kept[-1] == pairs[-1] else [*kept, pairs[-1]]
 
 
@@ -202,18 +199,18 @@ def _grid(wide: Axis, high: Axis, texts: list[str]) -> Html:
 
 def _curves(wide: Axis, high: Axis, lines: Sequence[Line], marks: Sequence[Mark]) -> Html:
     """Draws the stretched part: the marks and, above them, the lines, the faint ones first."""
+    place = lambda share: f"{1000 * share:.1f}".removesuffix(".0")
     parts = []
-    ticks = [m for m in marks if m.kind == "checkpoint"]
-    rules = [m for m in marks if m.kind != "checkpoint"]
-    for mark in [*ticks[:: -(-len(ticks) // _TICKS) or 1], *rules[:_TICKS]]:
-        x = _place(wide.share(mark.x))
-        top = 955 if mark.kind == "checkpoint" else 0
-        parts.append(tag("line", x1=x, x2=x, y1=top, y2=1000, class_=f"mark {_kind(mark)}"))
+    ticks = [mark for mark in marks if mark.kind == "checkpoint"]
+    rules = [mark for mark in marks if mark.kind != "checkpoint"]
+    for mark in [*ticks[:: -(-len(ticks) // _MARKS) or 1], *rules[:_MARKS]]:
+        x, top = place(wide.share(mark.x)), 955 if mark.kind == "checkpoint" else 0
+        parts.append(tag("line", x1=x, x2=x, y1=top, y2=1000, class_=f"mark {mark.kind}"))
     for line in sorted(lines, key=lambda line: not line.faint):
         for defined, group in itertools.groupby(zip(line.xs, line.ys), lambda point: point[1] is not None):
             run = list(group)
             if defined and len(run) > 1:
-                points = (f"{_place(wide.share(x))},{_place(1 - high.share(y))}" for x, y in run if y is not None)
+                points = (f"{place(wide.share(x))},{place(1 - high.share(y))}" for x, y in run if y is not None)
                 style = f"line c{line.color}{' faint' * line.faint}"
                 parts.append(tag("polyline", points=" ".join(points), class_=style))
     box = {"viewBox": "0 0 1000 1000", "preserveAspectRatio": "none", "width": "100%", "height": "100%"}
@@ -237,16 +234,17 @@ def _legend(lines: Sequence[Line], marks: Sequence[Mark], text: Callable[[float]
     entries = []
     for line in lines:
         key = tag("i", class_=f"key c{line.color}{' faint' * line.faint}")
-        last = next((text(y) for y in reversed(line.ys) if y is not None), "")
-        entries.append(tag("span", key, line.name, " ", tag("b", last)))
-    for kind in dict.fromkeys(_kind(mark) for mark in marks):
-        count = sum(_kind(mark) == kind for mark in marks)
+        entries.append(tag("span", key, line.name, " ", tag("b", text(line.known[-1]))))
+    for kind, count in collections.Counter(mark.kind for mark in marks).items():
         entries.append(tag("span", tag("i", class_=f"key mark {kind}"), kind, f" ({count})" if count > 1 else ""))
     return tag("span", *entries, class_="legend")
 
 
-def _kind(mark: Mark) -> str:
-    return mark.kind if mark.kind in ("checkpoint", "resumed", "rollback") else "other"
+def _rounded(value: float | None) -> float | int | None:
+    if value is None:
+        return None
+    short = float(f"{value:.5g}") if abs(value) < 1e5 else round(value)
+    return int(short) if short == int(short) else short
 
 
 def value(number: float) -> str:
@@ -260,23 +258,3 @@ def value(number: float) -> str:
 def short(number: float) -> str:
     """Formats any other measurement, with three digits or more: `0.00352`, `75.1`, `5,860`."""
     return f"{number:,.0f}" if 100 <= abs(number) < 1e7 else f"{number:.3g}"
-
-
-def _data(lines: Sequence[Line]) -> str:
-    """Returns the curves as JSON for the read-out, which a script shows."""
-
-    def rounded(value: float | None) -> float | int | None:
-        if value is None:
-            return None
-        short = float(f"{value:.5g}") if abs(value) < 1e5 else round(value)
-        return int(short) if short == int(short) else short
-
-    curves = [
-        {"n": line.name, "c": line.color, "x": list(map(rounded, line.xs)), "y": list(map(rounded, line.ys))}
-        for line in lines
-    ]
-    return json.dumps(curves, separators=(",", ":"))
-
-
-def _place(share: float) -> str:
-    return f"{1000 * share:.1f}".removesuffix(".0")

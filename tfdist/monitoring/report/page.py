@@ -22,8 +22,7 @@ from tfdist.monitoring.report.run_files import Record, mapping, number, sequence
 from tfdist.trainer.timing import INPUT_LIMIT
 
 NAME = "report.html"
-JUDGED_S = 3.0
-"""Least seconds of training for advice on where they went."""
+JUDGED_S = 3.0  # least seconds of training for advice on where they went
 PARTS = ("compute", "input", "all_reduce", "python")
 ADVICE = {
     "input": "Input-bound: hold the decoded data in memory (data.cache=memory), or make reading and decoding cheaper.",
@@ -36,14 +35,9 @@ ADVICE = {
 def write(folder: RunFolder, result: dict, findings: Findings | None) -> str:
     """Writes the report of a run that has ended. It never makes a run fail.
 
-    Args:
-      folder: with all other files of the run.
-      result: content that `result.json` is going to have; that file is written last.
-      findings: a classifier's mistakes.
-
-    Returns:
-      A warning, empty if nothing went wrong. It is not logged here: this is also called when a run has failed and
-      another thread may hold the lock of the stream.
+    `result` is the content that `result.json` is going to have; that file is written last. Returns a warning, empty if
+    nothing went wrong. It is not logged here: this is also called when a run has failed and another thread may hold
+    the lock of the stream.
     """
     if not folder.writes:
         return ""
@@ -57,12 +51,7 @@ def write(folder: RunFolder, result: dict, findings: Findings | None) -> str:
 
 
 def render(path: pathlib.Path, result: dict | None = None, findings: Findings | None = None) -> str:
-    """Returns the page.
-
-    Args:
-      path: a run folder, of which any file may be missing.
-      result: as for `write`; None to read `result.json`.
-    """
+    """Returns the page of a run folder, of which any file may be missing; `result` None to read `result.json`."""
     record = run_files.read(path, result)
     sections = [
         ("time", "Where the time went", lambda: _time(record)),
@@ -86,11 +75,7 @@ def render(path: pathlib.Path, result: dict | None = None, findings: Findings | 
 
 
 def assembled(title: str, header: Html, figures: Html, sections: Sequence[tuple[str, str, Html]], footer: str) -> str:
-    """Returns a page of these parts, in the style of all pages.
-
-    Args:
-      sections: anchor, heading and body of each.
-    """
+    """Returns a page of these parts, in the style of all pages; `sections` have an anchor, a heading and a body."""
     page = string.Template(resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
     script = re.search(r"<script>(.*?)</script>", page.template, re.DOTALL)
     digest = hashlib.sha256(script[1].encode() if script else b"").digest()
@@ -116,76 +101,63 @@ def _tolerant(make: Callable[[], Html]) -> Html:
 
 
 def _header(record: Record) -> Html:
-    result, train = record.result, mapping(record.experiment.get("train"))
+    result, environment = record.result, record.environment
     status = str(result.get("status", "not finished"))
     kind = status if status in ("completed", "preempted", "failed") else "unknown"
     parts = [tag("h1", record.name, " ", tag("span", status, class_=f"pill {kind}"))]
     if result.get("reason"):
         parts.append(tag("p", str(result["reason"]), class_="warn" if kind == "failed" else "why", id="reason"))
-    updates, epochs, batch = (number(result.get(key)) for key in ("updates", "epochs", "global_batch"))
-    total, steps = number(train.get("epochs")), number(train.get("steps"))
+    get, planned = lambda key: number(result.get(key)), mapping(record.experiment.get("train"))
+    total, steps = number(planned.get("epochs")), number(planned.get("steps"))
     plan = []
-    if updates is not None:
+    if (updates := get("updates")) is not None:
         plan.append(f"{updates:,.0f}{f' of {steps:,.0f}' if steps else ''} updates")
-    if batch:
+    if batch := get("global_batch"):
         plan.append(f"of {batch:,.0f} examples")
-    if (replicas := number(result.get("replicas"))) and replicas > 1:
+    if (replicas := get("replicas")) and replicas > 1:
         plan.append(f"on {replicas:,.0f} replicas")
-    if epochs is not None:
+    if (epochs := get("epochs")) is not None:
         plan.append(f"· {epochs:,.0f}{f' of {total:,.0f}' if total else ''} epochs")
     names = [str(mapping(record.experiment.get(part)).get("name", "")) for part in ("data", "model", "optimizer")]
     parts.append(tag("p", " · ".join(filter(None, [*names, " ".join(plan)])), class_="plan", id="plan"))
-    environment = record.environment
     if environment.get("reason"):
         strategy = f"Strategy {environment.get('strategy')}, because {environment['reason']}."
         parts.append(tag("p", strategy, class_="plan"))
-    if events := _events(record):
-        parts.append(tag("ul", *(tag("li", text) for text in events), class_="happened", id="happened"))
-    return join(*parts)
 
-
-def _events(record: Record) -> list[str]:
-    result = record.result
-    texts = []
-    if number(result.get("resumed_from")) is not None:
-        texts.append(f"Resumed from update {result['resumed_from']:,}.")
+    events = []
+    if get("resumed_from") is not None:
+        events.append(f"Resumed from update {result['resumed_from']:,}.")
     if result.get("restarts"):
-        texts.append(f"Started again by the launcher {result['restarts']} time{'s' * (result['restarts'] != 1)}.")
+        events.append(f"Started again by the launcher {result['restarts']} time{'s' * (result['restarts'] != 1)}.")
     logged = [mapping(line["rollback"]) for line in record.lines if "rollback" in line]
     # The file has those before a rollback to the same checkpoint too.
     for rollback in max(logged, [mapping(r) for r in sequence(result.get("rollbacks"))], key=len)[:10]:
         skipped = [str(update) for update in sequence(rollback.get("skipped"))]
         left_out = ", ".join(skipped[:12]) + (f" and {len(skipped) - 12} more" if len(skipped) > 12 else "")
-        texts.append(f"Loss not finite: went back to update {rollback.get('to')} and left out {left_out}.")
-    return texts
+        events.append(f"Loss not finite: went back to update {rollback.get('to')} and left out {left_out}.")
+    if events:
+        parts.append(tag("ul", *(tag("li", text) for text in events), class_="happened", id="happened"))
+    return join(*parts)
 
 
 def _figures(record: Record) -> Html:
     """Returns the key figures."""
-    result = record.result
-    tiles = [
-        (curves.title(name), value(y), "")
-        for name, text in mapping(result.get("evaluation")).items()
-        if (y := number(text)) is not None
-    ]
-    get = lambda key: number(result.get(key))
-    if (seconds := get("seconds")) is not None:
-        tiles.append(("Time", duration(seconds), ""))
-    if (rate := get("examples_per_second")) is not None:
-        tiles.append(("Examples/s", label(float(f"{rate:.4g}")), "steady state"))
-    if (first := get("seconds_to_first_update")) is not None:
-        tiles.append(("To the first update", duration(first), "from process start"))
-    if (replicas := get("replicas")) is not None:
-        workers = get("workers") or 1
-        tiles.append(("Replicas", f"{replicas:.0f}", f"on {workers:.0f} worker{'s' * (workers != 1)}"))
-    if (memory := get("peak_memory_bytes")) is not None:
-        tiles.append(("Peak memory", size(memory), "this process"))
-    if (memory := get("peak_device_memory_bytes")) is not None:
-        tiles.append(("Peak GPU memory", size(memory), "per device"))
-    if (flops := get("flops_per_second")) is not None:
-        share = get("flops_share")
-        more = "" if share is None else f"{100 * share:.1f} % of the peak (MFU)"
-        tiles.append(("Model FLOP/s", label(float(f"{flops:.3g}")), more))
+    result = {name: y for name, v in record.result.items() if (y := number(v)) is not None}
+    metrics = {name: number(v) for name, v in mapping(record.result.get("evaluation")).items()}
+    tiles = [(curves.title(name), value(y), "") for name, y in metrics.items() if y is not None]
+    workers, share = result.get("workers") or 1, result.get("flops_share")
+    peak = "" if share is None else f"{100 * share:.1f} % of the peak (MFU)"
+    for key, name, text, more in (
+        ("seconds", "Time", duration, ""),
+        ("examples_per_second", "Examples/s", lambda y: label(float(f"{y:.4g}")), "steady state"),
+        ("seconds_to_first_update", "To the first update", duration, "from process start"),
+        ("replicas", "Replicas", "{:.0f}".format, f"on {workers:.0f} worker{'s' * (workers != 1)}"),
+        ("peak_memory_bytes", "Peak memory", size, "this process"),
+        ("peak_device_memory_bytes", "Peak GPU memory", size, "per device"),
+        ("flops_per_second", "Model FLOP/s", lambda y: label(float(f"{y:.3g}")), peak),
+    ):
+        if key in result:
+            tiles.append((name, text(result[key]), more))
     columns = -(-len(tiles) // -(-len(tiles) // 7)) if tiles else 1  # rows of about the same length
     boxes = [
         tag("div", tag("dt", name), tag("dd", tag("b", text), tag("small", more) if more else ""))
@@ -202,17 +174,16 @@ def _time(record: Record) -> Html:
     if not total:
         return Html("")
     shares = {part: y / total for part, y in seconds.items()}
-    named = {part: curves.words(part) for part in seconds}
-    bar = [tag("span", class_=f"part {part}", style=f"width:{100 * share:.2f}%") for part, share in shares.items()]
-    legend = []
+    bar, legend = [], []
     for part, y in seconds.items():
+        bar.append(tag("span", class_=f"part {part}", style=f"width:{100 * shares[part]:.2f}%"))
         key, share = tag("i", class_=f"key part {part}"), tag("b", f"{100 * shares[part]:.1f} %")
-        legend.append(tag("li", key, named[part], " ", share, f" {duration(y)}"))
+        legend.append(tag("li", key, curves.WORDS[part], " ", share, f" {duration(y)}"))
     worst = max((part for part in seconds if part in ADVICE), key=lambda part: shares[part], default="")
     if total < JUDGED_S:
         advice = "Too short a time to judge by."
     elif worst and shares[worst] > INPUT_LIMIT:
-        doing = named[worst] if worst == "input" else f"in {named[worst]}"
+        doing = curves.WORDS[worst] if worst == "input" else f"in {curves.WORDS[worst]}"
         advice = f"{100 * shares[worst]:.0f} % {doing}. {ADVICE[worst]}"
     else:
         busy = f"{100 * shares.get('compute', 0):.0f} % computing: "
@@ -220,7 +191,7 @@ def _time(record: Record) -> Html:
     if record.result.get("replicas") != 1 and "all_reduce" not in seconds:
         advice += " The all-reduce cannot be told apart here and counts as computing."
     since = "" if record.result.get("resumed_from") is None else " since it was resumed"
-    words = ", ".join(f"{named[part]} {100 * share:.1f} %" for part, share in shares.items())
+    words = ", ".join(f"{curves.WORDS[part]} {100 * share:.1f} %" for part, share in shares.items())
     return join(
         tag("div", *bar, class_="bar", role="img", aria_label=f"Shares of the time: {words}"),
         tag("ul", *legend, class_="parts", id="time-parts"),
@@ -230,13 +201,11 @@ def _time(record: Record) -> Html:
 
 
 def duration(seconds: float) -> str:
-    """Formats seconds as `11.3 s`, `12 min 30 s` or `3 h 12 min`."""
+    """Formats seconds as `0.42 s`, `11.3 s`, `12 min 30 s` or `3 h 12 min`."""
     if seconds < 99.95:
         return f"{seconds:.1f} s" if seconds >= 0.95 else f"{seconds:.2f} s"
     minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def size(count: float) -> str:

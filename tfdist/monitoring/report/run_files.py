@@ -12,8 +12,7 @@ import pathlib
 
 from tfdist.config import local_files
 
-LIMIT = 2000
-"""Neighbors that are read: the parent of a run folder may hold anything."""
+LIMIT = 2000  # neighbors that are read: the parent of a run folder may hold anything
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,12 +23,9 @@ class Record:
     experiment: dict
     environment: dict
     result: dict
-    lines: list[dict]
-    """Lines of `history.jsonl`."""
-    samples: list[dict]
-    """Lines of `timeline.jsonl` that are measurements."""
-    marks: list[dict]
-    """Lines of `timeline.jsonl` that are events."""
+    lines: list[dict]  # of `history.jsonl`
+    samples: list[dict]  # lines of `timeline.jsonl` that are measurements
+    marks: list[dict]  # those that are events
 
     @property
     def epochs(self) -> list[dict]:
@@ -41,11 +37,7 @@ class Record:
 
 
 def read(path: pathlib.Path, result: dict | None = None) -> Record:
-    """Reads a run folder.
-
-    Args:
-      result: content that `result.json` is going to have; None to read it.
-    """
+    """Reads a run folder; `result` is the content that `result.json` is going to have, None to read it."""
     timeline = lines(path / "timeline.jsonl")
     return Record(
         path=path,
@@ -69,8 +61,7 @@ def neighbours(path: pathlib.Path) -> list[Record]:
     runs: list[tuple[float, Record]] = []
     for other in others:
         result = _object(other / "result.json")
-        experiment = _object(other / "experiment.json") if isinstance(result.get("status"), str) else {}
-        if experiment:
+        if isinstance(result.get("status"), str) and (experiment := _object(other / "experiment.json")):
             with contextlib.suppress(OSError):  # it may be moved meanwhile
                 changed = (other / "result.json").stat().st_mtime
                 runs.append((changed, Record(other, experiment, {}, result, [], [], [])))
@@ -94,15 +85,8 @@ def sequence(value: object) -> list:
     return value if isinstance(value, list) else []
 
 
-def _object(path: pathlib.Path) -> dict:
-    try:
-        return mapping(json.loads(local_files.content(path)))
-    except (OSError, ValueError, RecursionError):
-        return {}
-
-
 def lines(path: pathlib.Path) -> list[dict]:
-    """Reads the lines that are whole; the last may have been cut off by a kill."""
+    """Reads the lines of JSON that are whole; the last may have been cut off by a kill."""
     try:
         text = local_files.content(path).decode(errors="replace")
     except OSError:
@@ -112,3 +96,10 @@ def lines(path: pathlib.Path) -> list[dict]:
         with contextlib.suppress(ValueError, RecursionError):
             objects.append(json.loads(line))
     return [line for line in objects if isinstance(line, dict)]
+
+
+def _object(path: pathlib.Path) -> dict:
+    try:
+        return mapping(json.loads(local_files.content(path)))
+    except (OSError, ValueError, RecursionError):
+        return {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import urllib.parse
 from collections.abc import Callable
@@ -13,6 +12,10 @@ from tfdist.config.runtime_options import Environment
 from tfdist.monitoring.report.html import Html, join, table, tag
 from tfdist.monitoring.report.line_chart import short, value
 from tfdist.monitoring.report.run_files import Record, mapping, neighbours, number, sequence
+
+SHOWN = 20  # other runs that are shown at most, the newest
+NOT_A_DIFFERENCE = ("config.name", "config.data.data_dir")
+SAME_TASK = ("config.data.name", "config.data.eval_split", "config.data.options")  # else runs are not compared
 
 
 def experiment(record: Record) -> Html:
@@ -39,11 +42,15 @@ def environment(record: Record) -> Html:
     flags = {k: v for k, v in mapping(e.get("flags")).items() if v != getattr(defaults, k, None)}
     hosts = [str(h) for h in sequence(e.get("hosts")) if h]
     digest = result.get("weights_sha256")
+    gpus = []
+    for gpu in map(mapping, sequence(e.get("gpus"))):
+        memory = f" ({size / 1024:.0f} GiB)" if (size := number(gpu.get("memory_total"))) else ""
+        gpus.append(f"{gpu.get('number', '?')}: {gpu.get('name', 'GPU')}{memory}")
     rows: list[list[Any]] = [
         ["Strategy", join(tag("b", e.get("strategy", "")), f", because {e['reason']}" if e.get("reason") else "")],
         ["Replicas", f"{e.get('replicas', '?')} on {e.get('workers', '?')} worker{'s' * (e.get('workers') != 1)}"],
         ["Devices of the chief", _short(sequence(e.get("devices")))],
-        ["GPUs of the driver", _short([_gpu(mapping(g)) for g in sequence(e.get("gpus"))]) or "none"],
+        ["GPUs of the driver", _short(gpus) or "none"],
         ["Driver", e.get("driver_problem")],
         ["Host", f"{e.get('host', '')}, {e.get('cpus', '?')} CPU cores"],
         ["Workers", _short(hosts) if len(hosts) > 1 else ""],
@@ -62,56 +69,15 @@ def segments(record: Record) -> Html:
     starts = [mapping(s) for s in sequence(record.result.get("segments"))]
     if len(starts) < 2:
         return Html("")
-    columns = {
-        "nodes": "nodes",
-        "workers": "workers",
-        "from_update": "from update",
-        "updates": "updates kept",
-        "ended": "ended",
-        "seconds_lost": "seconds to the next first update",
-    }
-    rows = [["" if s.get(key) is None else s[key] for key in columns] for s in starts]
-    return table(list(columns.values()), rows, id="segment-rows")
+    keys = ("nodes", "workers", "from_update", "updates", "ended", "seconds_lost")
+    head = ["nodes", "workers", "from update", "updates kept", "ended", "seconds to the next first update"]
+    rows = [["" if s.get(key) is None else s[key] for key in keys] for s in starts]
+    return table(head, rows, id="segment-rows")
 
 
 def _short(values: list, most: int = 16) -> str:
     rest = f" and {len(values) - most} more" if len(values) > most else ""
     return ", ".join(str(v) for v in values[:most]) + rest
-
-
-def _gpu(gpu: dict) -> str:
-    size = number(gpu.get("memory_total"))
-    return f"{gpu.get('number', '?')}: {gpu.get('name', 'GPU')}" + (f" ({size / 1024:.0f} GiB)" if size else "")
-
-
-SHOWN = 20
-"""Other runs that are shown at most, the newest."""
-NOT_A_DIFFERENCE = ("config.name", "config.data.data_dir")
-SAME_TASK = ("config.data.name", "config.data.eval_split", "config.data.options")
-"""Fields in which runs must agree to be compared."""
-SMOOTHING = "config.train.label_smoothing"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RunColumn:
-    """One figure of all runs."""
-
-    name: str
-    figures: list[float | None]
-    better: int
-    """+1 where more is better, -1 where less is, 0 where neither is known to be."""
-    text: Callable[[float], str]
-
-    def cell(self, i: int, done: list[bool]) -> Html | str:
-        """Returns the figure of run `i`, marked where it is the best of the completed runs."""
-        figure = self.figures[i]
-        if figure is None:
-            return "-"
-        completed = [y for y, complete in zip(self.figures, done) if y is not None and complete]
-        best = max(completed, key=lambda y: self.better * y, default=None)
-        if self.better and done[i] and figure == best and len(set(completed)) > 1:
-            return tag("b", "★ ", self.text(figure), class_="best")
-        return self.text(figure)
 
 
 def other_runs(record: Record) -> Html:
@@ -129,15 +95,21 @@ def other_runs(record: Record) -> Html:
         return tag("p", " ".join(["No other run on this data in the same folder.", *notes]), class_="note")
     shown = [(record, own), *others[:SHOWN]]
     columns = _columns(shown)
-    done = [run.result.get("status") == "completed" for run, _ in shown]
     rows = []
     for i, (run, fields) in enumerate(shown):
+        name, differs = run.path.absolute().name, [n for n in {**own, **fields} if own.get(n) != fields.get(n)]
+        link = tag("a", name, href=f"../{urllib.parse.quote(name)}/report.html")
+        title = join(tag("b", name), " (this run)") if i == 0 else link if (run.path / "report.html").exists() else name
         replicas = run.result.get("replicas", "?")
         strategy = f"{run.result.get('strategy', '?')}, {replicas} replica{'s' * (replicas != 1)}"
-        figures = [column.cell(i, done) for column in columns]
-        differs = _differences(own, fields) if i else "-"
-        rows.append([_name(run, i == 0), run.result.get("status"), *figures, strategy, differs])
-    head = ["run", "status", *(c.name for c in columns), "strategy", "differs from this run in"]
+        parts = [
+            join(tag("code", f"{n.removeprefix('config.')}={fields.get(n, '')}"), " ")
+            for n in differs
+            if n not in NOT_A_DIFFERENCE
+        ]
+        different = "-" if i == 0 else join(*parts) if parts else "nothing"
+        rows.append([title, run.result.get("status"), *(cells[i] for cells in columns.values()), strategy, different])
+    head = ["run", "status", *columns, "strategy", "differs from this run in"]
     return join(
         table(head, rows, range(2, 2 + len(columns)), id="comparison"),
         tag("p", " ".join(["★ the best of the completed runs.", *notes]), class_="note"),
@@ -156,29 +128,27 @@ def _fields(run: Record) -> dict[str, str]:
     return {**config.flat(config.Experiment()), **config.flat(run.experiment)}
 
 
-def _columns(shown: list[tuple[Record, dict[str, str]]]) -> list[RunColumn]:
+def _columns(shown: list[tuple[Record, dict[str, str]]]) -> dict[str, list[Html | str]]:
+    """Returns by name the figures of all runs, marked where they are the best of the completed ones."""
     evaluations = [mapping(run.result.get("evaluation")) for run, _ in shown]
-    columns = []
+    smoothings = {fields.get("config.train.label_smoothing") for _, fields in shown}
+    columns: dict[str, tuple[list[float | None], int, Callable[[float], str]]] = {}
     for name in dict.fromkeys(name for evaluation in evaluations for name in evaluation):
         better = direction(name)
-        if better < 0 and len({fields.get(SMOOTHING) for _, fields in shown}) > 1:
+        if better < 0 and len(smoothings) > 1:
             better = 0  # losses of smoothed and of plain targets are two scales
-        columns.append(RunColumn(name, [number(e.get(name)) for e in evaluations], better, value))
+        columns[name] = ([number(e.get(name)) for e in evaluations], better, value)
     for key, name, better in (("examples_per_second", "examples/s", 1), ("seconds", "seconds", -1)):
-        columns.append(RunColumn(name, [number(run.result.get(key)) for run, _ in shown], better, short))
-    return [c for c in columns if any(y is not None for y in c.figures)]
+        columns[name] = ([number(run.result.get(key)) for run, _ in shown], better, short)
 
-
-def _name(run: Record, this: bool) -> Html:
-    name = run.path.absolute().name
-    if this:
-        return join(tag("b", name), " (this run)")
-    if not (run.path / "report.html").exists():
-        return join(name)
-    return tag("a", name, href=f"../{urllib.parse.quote(name)}/report.html")
-
-
-def _differences(own: dict[str, str], other: dict[str, str]) -> Html | str:
-    names = [n for n in {**own, **other} if own.get(n) != other.get(n) and n not in NOT_A_DIFFERENCE]
-    parts = [join(tag("code", f"{n.removeprefix('config.')}={other.get(n, '')}"), " ") for n in names]
-    return join(*parts) if parts else "nothing"
+    done = [run.result.get("status") == "completed" for run, _ in shown]
+    cells: dict[str, list[Html | str]] = {}
+    for name, (figures, better, text) in columns.items():
+        completed = {y for y, complete in zip(figures, done) if y is not None and complete}
+        best = max(completed, key=lambda y: better * y) if better and len(completed) > 1 else None
+        if any(y is not None for y in figures):
+            cells[name] = [
+                "-" if y is None else tag("b", "★ ", text(y), class_="best") if y == best and complete else text(y)
+                for y, complete in zip(figures, done)
+            ]
+    return cells
