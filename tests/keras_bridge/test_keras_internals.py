@@ -163,7 +163,7 @@ def compiled_with_two_outputs():
 def test_the_losses_of_a_compiled_model():
     """Else no loss could be taken apart into sums."""
     model, _, _ = compiled_with_two_outputs()
-    entries = keras_internals.loss_entries(keras_internals.compiled_loss(model))
+    entries = keras_internals.loss_entries(model)
     assert [e.name for e in entries] == ["kind", "size"]
     assert [e.loss_weights for e in entries] == [0.7, 2.0]
     assert all(isinstance(e.loss, keras.losses.Loss) for e in entries)
@@ -175,7 +175,7 @@ def test_keras_matches_targets_outputs_and_losses():
     """Else a loss would be given the targets of another; and nothing of the recording may stay."""
     model, x, y = compiled_with_two_outputs()
     compiled, outputs = keras_internals.compiled_loss(model), model(x)
-    losses = lambda: [entry.loss for entry in keras_internals.loss_entries(compiled)]
+    losses = lambda: [entry.loss for entry in keras_internals.loss_entries(model)]
     before = losses()
     matched = keras_internals.matched_losses(compiled, y, outputs, None)
     assert [m.entry.name for m in matched] == ["kind", "size"]
@@ -190,12 +190,9 @@ def test_keras_matches_targets_outputs_and_losses():
 def test_metrics_of_a_compiled_model():
     """Else metrics would be updated in many small operations, by filler too."""
     model, _, y = compiled_with_two_outputs()
-    compiled = keras_internals.compiled_metrics(model)
-    unweighted, weighted = keras_internals.metrics_by_output(compiled)
-    assert [[m.name for m in group.metrics] for group in unweighted] == [["accuracy"], ["mae"]]
-    assert not any(weighted)
-    assert len(keras_internals.by_output(compiled, y)) == 2
-    metric = unweighted[0].metrics[0]
+    pairs = keras_internals.metric_arguments(model, y, y, None)
+    assert [[m.name for m in pair.metrics] for pair in pairs] == [["accuracy"], ["mae"]]
+    metric = pairs[0].metrics[0]
     assert type(metric).update_state is keras.metrics.MeanMetricWrapper.update_state
     assert keras_internals.averaged_function(metric) == (keras.metrics.sparse_categorical_accuracy, {})
     assert {metric.total.path, metric.count.path} == {v.path for v in metric.variables}
@@ -345,11 +342,12 @@ def test_the_order_of_metrics():
 def test_masks_travel_with_outputs():
     """Else padding would count in the loss."""
     x = keras.layers.Embedding(5, 2, mask_zero=True)(np.array([[1, 0]]))
-    assert keras_internals.mask_of(x).numpy().tolist() == [[True, False]]
+    assert getattr(x, keras_internals.MASK).numpy().tolist() == [[True, False]]
     y = tf.zeros((1, 2, 3))
-    assert keras_internals.mask_of(y) is None
-    keras_internals.set_mask(y, tf.constant([[False, True]]))
-    assert keras_internals.mask_of(keras.layers.Activation("tanh")(y)).numpy().tolist() == [[False, True]]
+    assert not hasattr(y, keras_internals.MASK)
+    setattr(y, keras_internals.MASK, tf.constant([[False, True]]))
+    passed_on = keras.layers.Activation("tanh")(y)
+    assert getattr(passed_on, keras_internals.MASK).numpy().tolist() == [[False, True]]
 
 
 def test_which_layer_an_output_comes_from():
@@ -456,8 +454,6 @@ def test_an_all_reduce_in_a_forward_pass_is_traced_without_a_search(connect, mon
     """TensorFlow looks for variables through the whole graph, for each layer: minutes, for a deep network."""
     from tensorflow.python.ops import op_selector
 
-    from tfdist.keras_bridge import tracing
-
     distribution = connect(2)
     walks = []
     walk = op_selector.get_backward_walk_ops
@@ -473,7 +469,7 @@ def test_an_all_reduce_in_a_forward_pass_is_traced_without_a_search(connect, mon
 
         @tf.function(autograph=False)
         def traced():
-            with tracing.without_gradient_registry() if quick else contextlib.nullcontext():
+            with keras_internals.without_gradient_registry() if quick else contextlib.nullcontext():
                 return distribution.local(distribution.run(replica, ()))
 
         walks.clear()

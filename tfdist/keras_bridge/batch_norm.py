@@ -53,21 +53,14 @@ def normalizing_alone(model: keras.Layer) -> list[keras.layers.BatchNormalizatio
     return [layer for layer in batch_norms(model) if layer.trainable and not layer.synchronized]
 
 
-SMALLEST_EPSILON = 1.001e-5
-"""cuDNN takes no smaller one."""
+SMALLEST_EPSILON = 1.001e-5  # cuDNN takes no smaller one
 
 
 @contextlib.contextmanager
 def fused(model: keras.Model | None) -> Iterator[None]:
-    """Lets BatchNormalization layers use the fused op while `model` is traced, where it computes the same.
-
-    Replicas are traced in threads: this surrounds them all.
-
-    Args:
-      model: the model, or None to change nothing.
-    """
+    """Lets BatchNormalization layers of a model use the fused op, while it is traced, where that computes the same."""
     layers = [layer for layer in (keras_internals.flat_layers(model) if model else ()) if _can_fuse(layer)]
-    with keras_internals.calls({layer: _call(layer) for layer in layers}):
+    with keras_internals.replaced("call", [(layer, _call(layer)) for layer in layers]):
         yield
 
 
@@ -111,26 +104,13 @@ def _call(layer: keras.layers.BatchNormalization) -> Callable[..., tf.Tensor]:
 
 
 def synchronized(model: keras.Model, replicas: int) -> contextlib.AbstractContextManager[None]:
-    """Lets the synchronized layers of a model share their sums, within it, while it is traced.
-
-    Args:
-      replicas: over all workers; nothing changes for one.
-    """
-    layers = filter(_can_synchronize, keras_internals.flat_layers(model) if replicas > 1 else [])
-    moments = {layer: _moments(layer) for layer in layers}
-    return keras_internals.batch_moments(moments) if moments else contextlib.nullcontext()
-
-
-def _can_synchronize(layer: keras.Layer) -> bool:
-    return isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized
+    """Lets the synchronized layers of a model share their sums, within it, while it is traced for several replicas."""
+    layers = [layer for layer in (batch_norms(model) if replicas > 1 else []) if layer.synchronized]
+    return keras_internals.replaced(keras_internals.MOMENTS, [(layer, _moments(layer)) for layer in layers])
 
 
 def _inside(layer: keras.layers.BatchNormalization, inputs: tf.Tensor, mask: tf.Tensor | None) -> tf.Tensor | None:
-    """Returns which values of the inputs count, in a shape that broadcasts to theirs; None for all.
-
-    Raises:
-      UserError: some rows of the batch do not count, and the inputs have other rows.
-    """
+    """Returns which values of the inputs count, in a shape that broadcasts to theirs; None for all."""
     inside = None if mask is None else tf.cast(mask, tf.bool)[..., None]
     real = layer_state.real_rows()
     if real is None:

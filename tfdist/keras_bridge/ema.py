@@ -44,13 +44,7 @@ def add(
 
 @contextlib.contextmanager
 def unconstrained(variables: Sequence[keras.Variable]) -> Iterator[Constraints]:
-    """Keeps Keras, within it, from constraining weights before they are in their average, which it does after that.
-
-    Replicas are traced in threads: this surrounds them all.
-
-    Yields:
-      What `constrain` takes.
-    """
+    """Keeps Keras, within it, from constraining weights before they are averaged; yields what `constrain` takes."""
     constraints = {id(v): v.constraint for v in variables if v.constraint is not None}
     held = [v for v in variables if id(v) in constraints]
     for variable in held:
@@ -81,9 +75,6 @@ def instead(optimizer: keras.optimizers.Optimizer, variables: list[keras.Variabl
     """Gives the model the averaged weights within it, and after it its own again, bit for bit, on every replica.
 
     Keras' callback SwapEMAWeights exchanges them by adding and subtracting, which rounds.
-
-    Args:
-      optimizer: built for `variables`; without `use_ema` nothing happens.
     """
     if not _has_average(optimizer):
         yield

@@ -9,12 +9,10 @@ import tensorflow as tf
 from tfdist.data.batch_layout import Layout, MicroBatch, with_shape
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
-from tfdist.keras_bridge import keras_internals
+from tfdist.keras_bridge.keras_internals import MASK
 
-_SMALL = (tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16)
-"""Types that collectives do not know."""
-_LONG = (tf.int64, tf.uint64)
-"""Types that those of a TPU do not know, either."""
+_SMALL = (tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16)  # types that collectives do not know
+_LONG = (tf.int64, tf.uint64)  # types that those of a TPU do not know, either
 
 
 def gathered(distribution: Distribution, values: Structure, rows: MicroBatch) -> Structure:
@@ -24,7 +22,6 @@ def gathered(distribution: Distribution, values: Structure, rows: MicroBatch) ->
 
     Args:
       values: tensors [n, ...] of the rows of this replica, with Keras masks attached where there are any.
-      rows: how many these are, and how many all are.
 
     Returns:
       Tensors [rows.total, ...] with masks. A gradient flows to this replica's rows alone.
@@ -32,7 +29,7 @@ def gathered(distribution: Distribution, values: Structure, rows: MicroBatch) ->
     if distribution.replicas == 1:
         return values
     leaves = keras.tree.flatten(values)
-    masks = [keras_internals.mask_of(leaf) for leaf in leaves]
+    masks = [getattr(leaf, MASK, None) for leaf in leaves]
     own = [*leaves, *(mask for mask in masks if mask is not None)]
     place = (_StaticRows if distribution.static_shapes else _RowsOfReplica)(distribution, rows)
     spread = [place.spread(value) for value in own]
@@ -41,18 +38,12 @@ def gathered(distribution: Distribution, values: Structure, rows: MicroBatch) ->
     results = [next(whole) for _ in leaves]
     for result, mask in zip(results, masks):
         if mask is not None:
-            keras_internals.set_mask(result, next(whole))
+            setattr(result, MASK, next(whole))
     return keras.tree.pack_sequence_as(values, results)
 
 
 def of_virtual_replicas(distribution: Distribution, values: Structure, layout: Layout, count: tf.Tensor) -> Structure:
-    """Returns the rows of all virtual replicas in the order of the global batch.
-
-    Args:
-      values: tensors [n, ...] of the rows of this replica's virtual replicas.
-      layout: of virtual replicas, with one micro-batch.
-      count: examples in the global batch, an int32 scalar.
-    """
+    """Returns the rows of all virtual replicas in the order of the global batch, given those of this replica's."""
     if distribution.replicas == 1:
         return values
     own = layout.of_device(distribution.replicas, distribution.replica_id())

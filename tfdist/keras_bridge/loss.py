@@ -26,8 +26,7 @@ from tfdist.keras_bridge.keras_internals import MatchedLoss
 from tfdist.keras_bridge.preconditions import PADDED
 
 MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
-SAMPLE_ROWS = 8
-"""Rows with which losses and metrics are classified."""
+SAMPLE_ROWS = 8  # rows with which losses and metrics are classified
 
 
 class LossTerm(NamedTuple):
@@ -36,12 +35,9 @@ class LossTerm(NamedTuple):
     `numerator / denominator`, each summed over the slices, is the loss of the whole global batch.
     """
 
-    name: str
-    """Of the output; empty for `add_loss`."""
-    weight: float | tf.Tensor
-    """Of this loss in the total."""
-    numerator: tf.Tensor
-    """A scalar."""
+    name: str  # of the output; empty for `add_loss`
+    weight: float | tf.Tensor  # of this loss in the total
+    numerator: tf.Tensor  # a scalar
     denominator: tf.Tensor | None = None
     """A scalar; None where it is known beforehand and the numerator has been divided already."""
 
@@ -71,29 +67,15 @@ class Objective:
         return names if len(names) > 1 else []
 
     def classify(self, y: Structure, y_pred: Structure) -> None:
-        """Classifies the losses by probing them; not within a traced function.
-
-        Args:
-          y: targets of `SAMPLE_ROWS` rows.
-          y_pred: outputs for as many.
-        """
+        """Classifies the losses by probing them with `SAMPLE_ROWS` rows; not within a traced function."""
         every = self._matched(y, y_pred, None)
         counters = layer_state.attribute_variables((m.entry.loss for m in every), keras.Variable, tf.Variable)
         with layer_state.unchanged(counters):  # a loss may count its batches, of which these are none
             self._kinds = [_kind_of(matched) for matched in every]
 
     def check(self, split_by: str) -> None:
-        """Refuses losses that cannot be computed from parts of a batch, or within what XLA compiles.
-
-        Args:
-          split_by: see `Layout.split_by`.
-
-        Raises:
-          UserError: naming the loss.
-        """
-        compiled = keras_internals.compiled_loss(self._model())
-        entries = [] if compiled is None else keras_internals.loss_entries(compiled)
-        for entry, kind in zip(entries, self._kinds):
+        """Refuses losses that parts of a batch cannot give (see `Layout.split_by`), or within what XLA compiles."""
+        for entry, kind in zip(keras_internals.loss_entries(self._model()), self._kinds):
             if split_by and kind is Kind.ACROSS:
                 raise UserError(
                     f"loss {entry.loss.name!r} looks across the batch, which {split_by} takes apart",
@@ -112,21 +94,11 @@ class Objective:
     def terms(
         self, y: Structure, y_pred: Structure, weight: Structure | None, rows: MicroBatch, count: tf.Tensor | int
     ) -> list[LossTerm]:
-        """Computes the losses of a slice.
-
-        Args:
-          y: targets, structure of tensors of shape [slice, ...].
-          y_pred: model outputs, with Keras masks attached where there are any.
-          weight: sample weights (structure or tensor) or None.
-          rows: the slice.
-          count: examples in the whole global batch, int32 scalar or int.
+        """Computes the losses of a slice of a global batch of `count` examples.
 
         Returns:
           One term per loss and one per `add_loss` value, which counts as a mean over examples, as Keras' own activity
           regularizers are.
-
-        Raises:
-          UserError: losses that cannot be taken apart, or that do not fit targets and outputs.
         """
         terms = []
         for i, matched in enumerate(self._matched(y, y_pred, weight)):
@@ -175,7 +147,7 @@ class Objective:
                 compiled(y, y_pred, None)  # Keras builds on its first call only
             except (ValueError, KeyError, TypeError, tf.errors.InvalidArgumentError) as error:
                 raise _misfit("loss does", y, y_pred, error) from error
-            for entry in keras_internals.loss_entries(compiled):
+            for entry in keras_internals.loss_entries(self._model()):
                 if entry.loss.reduction in (None, "none"):
                     raise UserError(
                         f"loss {entry.loss.name!r} has reduction={entry.loss.reduction!r}, which leaves nothing to "

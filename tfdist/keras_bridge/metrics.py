@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import keras
 import numpy as np
@@ -16,19 +16,12 @@ from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
 from tfdist.keras_bridge import gathering, keras_internals
-from tfdist.keras_bridge.keras_internals import MetricArguments
+from tfdist.keras_bridge.keras_internals import MASK, MetricArguments
 from tfdist.keras_bridge.loss import is_of_keras, negated, variants
 
 
 def update(model: keras.Model, distribution: Distribution, rows: MicroBatch, y_pred: Structure) -> None:
-    """Updates the compiled metrics as Keras does; in replica context.
-
-    Args:
-      model: built, its metrics too; without any nothing happens.
-      distribution: of the replica.
-      rows: (x, y, weight) of this replica.
-      y_pred: the outputs for them.
-    """
+    """Updates the compiled metrics, if any, with a replica's rows as Keras does; in replica context."""
     _, y, weight = (*rows.data, None, None)[:3]
     pairs = keras_internals.metric_arguments(model, y, y_pred, weight)
     if not pairs:
@@ -60,10 +53,10 @@ def _without_last(pair: MetricArguments) -> MetricArguments:
     """Returns the same without the last row."""
 
     def without_last(value: tf.Tensor) -> tf.Tensor:
-        mask = keras_internals.mask_of(value)
+        mask = getattr(value, MASK, None)
         value = value[:-1]
         if mask is not None:
-            keras_internals.set_mask(value, mask[:-1])
+            setattr(value, MASK, mask[:-1])
         return value
 
     y_true, y_pred = (keras.tree.map_structure(without_last, v) for v in (pair.y_true, pair.y_pred))
@@ -74,9 +67,7 @@ def classify(model: keras.Model, y: Structure, y_pred: Structure) -> None:
     """Finds out which compiled metrics must see a whole batch, by trying them; not within a traced function.
 
     Args:
-      model: built, its metrics too.
-      y: targets of `SAMPLE_ROWS` rows.
-      y_pred: outputs for as many.
+      y, y_pred: targets and outputs of `SAMPLE_ROWS` rows.
     """
     for pair in keras_internals.metric_arguments(model, y, y_pred, None):
         for metric in pair.metrics:
@@ -90,14 +81,7 @@ def classify(model: keras.Model, y: Structure, y_pred: Structure) -> None:
 
 
 def check(model: keras.Model, split_by: str) -> None:
-    """Refuses metrics that must see a whole batch where that is taken apart on one device, too.
-
-    Args:
-      split_by: see `Layout.split_by`.
-
-    Raises:
-      UserError: naming the metric.
-    """
+    """Refuses metrics that must see a whole batch where that is taken apart (`Layout.split_by`) on one device, too."""
     for metric in whole_metrics(model) if split_by else []:
         raise UserError(
             f"metric {metric.name!r} does not add up over parts of a batch, which {split_by} takes apart",
@@ -106,11 +90,7 @@ def check(model: keras.Model, split_by: str) -> None:
 
 
 def check_summed(model: keras.Model, own: str) -> None:
-    """Refuses metrics that must see a whole batch in a model with a step of its own, which shows them parts.
-
-    Raises:
-      UserError: naming the metric.
-    """
+    """Refuses metrics that must see a whole batch in a model with a step of its own, which shows them parts."""
     for metric in whole_metrics(model):
         raise UserError(
             f"metric {metric.name!r} does not add up over parts of a batch, and {own} of {type(model).__name__} shows "
@@ -146,30 +126,24 @@ def _adds_up(metric: keras.Metric, y_true: Structure, y_pred: Structure) -> bool
 def create_variables(model: keras.Model, y: Structure, y_pred: Structure) -> None:
     """Creates the variables of the compiled metrics, also of those that would create them at their first update.
 
-    Args:
-      y: targets of at least one row.
-      y_pred: the outputs for these rows.
-
     Raises:
-      ValueError: they do not fit the metrics.
+      ValueError: targets and outputs do not fit the metrics.
     """
     compiled = keras_internals.compiled_metrics(model)
     if compiled is None:
         return
     if not compiled.built:
         compiled.build(y, y_pred)
-    outputs, targets = keras_internals.by_output(compiled, y_pred), keras_internals.by_output(compiled, y)
-    for groups in keras_internals.metrics_by_output(compiled):
-        for group, y_true, prediction in zip(groups, targets, outputs):
-            for metric in group.metrics if group else []:
-                keras_internals.create_late_variables(metric, y_true, prediction)
+    for pair in keras_internals.metric_arguments(model, y, y_pred, None):
+        for metric in pair.metrics:
+            keras_internals.create_late_variables(metric, pair.y_true, pair.y_pred)
 
 
 def _update(metric: keras.Metric, pair: MetricArguments) -> None:
     """Updates a metric; the mean over unweighted, unmasked examples of a function of theirs with fewer ops."""
     y_true, y_pred = pair.y_true, pair.y_pred
     is_mean = type(metric).update_state is keras.metrics.MeanMetricWrapper.update_state
-    if pair.weight is not None or not is_mean or keras_internals.mask_of(y_pred) is not None:
+    if pair.weight is not None or not is_mean or getattr(y_pred, MASK, None) is not None:
         metric.update_state(y_true, y_pred, sample_weight=pair.weight)
         return
     function, options = keras_internals.averaged_function(metric)
@@ -179,8 +153,7 @@ def _update(metric: keras.Metric, pair: MetricArguments) -> None:
         values = tf.cast(tf.equal(tf.argmax(y_pred, -1, tf.int32), tf.cast(y_true, tf.int32)), metric.dtype)
     else:
         values = tf.convert_to_tensor(function(y_true, y_pred, **options))  # a Python number, too
-        mask = keras_internals.mask_of(values)
-        if mask is not None or values.shape.rank == 0:
+        if getattr(values, MASK, None) is not None or values.shape.rank == 0:
             metric.update_state(y_true, y_pred)
             return
         values = tf.cast(values, metric.dtype)
@@ -229,11 +202,7 @@ def _of_workers(
 
 
 def of_replica(model: keras.Model, losses: bool = False) -> dict[str, tf.Tensor]:
-    """Returns the results of all metrics as they are; in replica context, of what this replica has updated.
-
-    Args:
-      losses: as for `results`.
-    """
+    """Returns the results of all metrics as they are; in replica context, of what this replica has updated."""
     of_losses = set() if losses else {id(metric) for metric in keras_internals.loss_metrics(model)}
     by_name: dict[str, object] = {}
     for metric in model.metrics:
@@ -263,12 +232,9 @@ def _known_results(metrics: list[keras.Metric], distribution: Distribution) -> I
 
     of_replicas = distribution.run(of_replica, ())
     results = [keras.tree.map_structure(lambda v: distribution.local(v)[0], value) for value in of_replicas]
-    with keras_internals.results({m: _returning(value) for m, value in zip(metrics, results)}):
+    known = [(metric, lambda value=value: value) for metric, value in zip(metrics, results)]
+    with keras_internals.replaced("result", known):
         yield
-
-
-def _returning(value: object) -> Callable[[], object]:
-    return lambda: value
 
 
 def reset(model: keras.Model, distribution: Distribution) -> None:

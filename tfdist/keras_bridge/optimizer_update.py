@@ -1,10 +1,8 @@
 """One optimizer update from gradients that are already summed over all replicas.
 
-Keras' optimizers spend many small ops per variable, and under tf.distribute
-they reduce again, clip what one replica sees, and cannot average weights in a
-graph. For Adam, AdamW and SGD the update is
-TensorFlow's fused op on the slots that the Keras optimizer owns; every other
-optimizer is called as it is, with its own reduction switched off.
+Keras' optimizers spend many small ops per variable, and under tf.distribute they reduce again, clip what one replica
+sees, and cannot average weights in a graph. For Adam, AdamW and SGD the update is TensorFlow's fused op on the slots
+that the Keras optimizer owns; every other optimizer is called as it is, with its own reduction switched off.
 """
 
 from __future__ import annotations
@@ -69,9 +67,6 @@ def owned(
 
     Args:
       factors: on the learning rate of each of `variables`; none for 1.
-
-    Yields:
-      What makes the updates.
     """
     for dtype in {str(v.dtype) for v in variables} & {"bfloat16", "float16"}:
         _warn_of_low_precision(dtype, "" if is_fused(optimizer) else type(inner_optimizer(optimizer)).__name__)
@@ -95,7 +90,6 @@ class OwnedOptimizer:
     """A Keras optimizer whose updates tfdist makes.
 
     Args:
-      optimizer: built, possibly a `LossScaleOptimizer`.
       averages: whether it keeps moving averages of the weights.
       factors: on the learning rate, by `keras_internals.variable_key`; 1 for those that are not in it.
     """
@@ -106,8 +100,7 @@ class OwnedOptimizer:
         self._is_fused = is_fused(optimizer)
         self._averages = averages
         self._factors = factors
-        self.constraints: ema.Constraints = {}
-        """Those that Keras is kept from."""
+        self.constraints: ema.Constraints = {}  # those that Keras is kept from
 
     def loss_scale(self) -> tf.Tensor | None:
         """Returns the factor that a `LossScaleOptimizer` wants on the loss, a scalar; None for other optimizers."""
@@ -128,12 +121,8 @@ class OwnedOptimizer:
 
         Args:
           grads: the same on every replica; the scale of a `LossScaleOptimizer` is still in them.
-          variables: the model's trainable variables, for which the optimizer was built.
           penalty_grads: of the regularizers, without that scale.
           after: tensors of the backward pass: once they exist, nothing reads a weight anymore.
-
-        Raises:
-          UserError: there is not one gradient.
         """
         if not variables:
             return  # as in Keras, which says that there is nothing to train
@@ -216,11 +205,10 @@ class OwnedOptimizer:
     def _adam(self, rate: tf.Tensor) -> Callable[[int, tf.Tensor, keras.Variable], None]:
         """keras.optimizers.Adam.update_step as one op per variable.
 
-        The op takes 1 - beta_2 from a beta_2 that is rounded to float32, 1.3e-5
-        beside the 0.001 that Keras multiplies with. The second moment is then off
-        by (1 - b^t) / (1 - d^t), b and d being what the two decay by; to first order
-        in e = b - d, its root by 1 - e t b^t / (2 (1 - b^t)), which is put right
-        here. Without it, ten updates differ from Keras' by 1.3e-6.
+        The op takes 1 - beta_2 from a beta_2 that is rounded to float32, 1.3e-5 beside the 0.001 that Keras multiplies
+        with. The second moment is then off by (1 - b^t) / (1 - d^t), b and d being what the two decay by; to first
+        order in e = b - d, its root by 1 - e t b^t / (2 (1 - b^t)), which is put right here. Without it, ten updates
+        differ from Keras' by 1.3e-6.
         """
         optimizer = self._base
         slots = keras_internals.adam_slots(optimizer)

@@ -21,8 +21,7 @@ TRAINING = ("train_step", "compute_loss", "compute_metrics", "get_metrics_result
 """Methods that decide what an update does."""
 EVALUATION = ("test_step", "compute_loss", "compute_metrics", "get_metrics_result")
 """Methods that decide what is measured."""
-PREDICTION = ("predict_step",)
-"""The method that decides what is predicted."""
+PREDICTION = ("predict_step",)  # the method that decides what is predicted
 UNUSED = ("make_train_function", "make_test_function", "make_predict_function", "reset_metrics")
 """Methods in whose place tfdist does something else."""
 OF_OUR_STEP = ("accumulate", "virtual_replicas", "reduce_dtype", "lr_multipliers", "layer_decay")
@@ -31,8 +30,7 @@ OF_OUR_STEP = ("accumulate", "virtual_replicas", "reduce_dtype", "lr_multipliers
 PADDED = (
     "which is not exact where the rows of some replicas are filled up and all exchange statistics or losses: make the "
     "batch size and the examples of an epoch divisible by the number of replicas, times accumulate"
-)
-"""What is wrong, and what helps, with what would count the padding of `HostSlice`."""
+)  # what is wrong, and what helps, with what would count the padding of `HostSlice`
 
 
 def replaced(model: keras.Model, methods: tuple[str, ...]) -> str:
@@ -118,12 +116,7 @@ def not_of_horovod(kind: str, things: Iterable[object]) -> None:
 
 
 def model_fits(model: keras.Model, distribution: Distribution, accumulate: int, virtual_replicas: int = 0) -> None:
-    """Refuses a model that is not compiled, or that computes what cannot be summed over replicas and micro-batches.
-
-    Args:
-      accumulate: micro-batches.
-      virtual_replicas: of each of them; 0 for none.
-    """
+    """Refuses a model that is not compiled, or that computes what cannot be summed over replicas and micro-batches."""
     scope(model, distribution)
     if virtual_replicas:
         virtual(model, distribution, virtual_replicas)
@@ -209,11 +202,7 @@ def reduce_dtype(name: str, distribution: Distribution) -> None:
 
 
 def own_train_step(model: keras.Model, asked: Sequence[str]) -> None:
-    """Refuses, of a model with a step of its own, options that only tfdist's own step knows.
-
-    Args:
-      asked: those of `OF_OUR_STEP` that are not what they are by default.
-    """
+    """Refuses, of a model with a step of its own, those options of `OF_OUR_STEP` that were asked for."""
     own = replaced(model, TRAINING)
     if own and asked:
         raise UserError(f"{asked[0]} cannot be used with a model that has its own {own}", "leave it out")
@@ -239,11 +228,7 @@ def synchronizes(model: keras.Model) -> bool:
 
 
 def use_xla(model: keras.Model, distribution: Distribution) -> bool:
-    """Tells whether XLA compiles this model's step, after all that `--jit` says.
-
-    Raises:
-      UserError: it is on, and a layer reduces over replicas within what would be compiled.
-    """
+    """Tells whether XLA compiles this model's step, after all that `--jit` says."""
     if distribution.jit == "off":
         return False
     own = replaced(model, (*TRAINING, *EVALUATION))
@@ -261,11 +246,7 @@ def use_xla(model: keras.Model, distribution: Distribution) -> bool:
 
 
 def padded(model: keras.Model, adding: Sequence[str]) -> None:
-    """Refuses layers that would count filler, in a pass that all replicas must run alike.
-
-    Args:
-      adding: the layers that call `add_loss`.
-    """
+    """Refuses layers that would count filler, in a pass that all replicas must run alike; `adding` call `add_loss`."""
     if adding:
         raise UserError(f"layer {adding[0]!r} calls add_loss or has an activity regularizer, {PADDED}")
     for layer in keras_internals.flat_layers(model, include_self=False):
@@ -280,8 +261,7 @@ def targets(model: keras.Model, output_shape: tuple, source: sources.Source) -> 
     if replaced(model, (*TRAINING, *EVALUATION)):
         return  # only its author knows what the targets mean
     y = source.targets
-    compiled = keras_internals.compiled_loss(model)
-    losses = [] if compiled is None else keras_internals.loss_entries(compiled)
+    losses = keras_internals.loss_entries(model)
     if y is None or keras.tree.is_nested(y) or len(losses) != 1:
         return
     only = losses[0].loss
@@ -296,25 +276,14 @@ def targets(model: keras.Model, output_shape: tuple, source: sources.Source) -> 
 
 _OF_SIZE = re.compile(
     r"Where|Unique.*|DynamicPartition|NonMaxSuppression.*|ListDiff|Ragged.*|Sparse(Feature)?Cross(V2|Hashed)?"
-)
-"""Operations whose result has a shape that depends on the data."""
+)  # operations whose result has a shape that depends on the data
 _OF_HOST = re.compile(
     r"(Eager)?PyFunc(Stateless)?|Print(V2)?|LookupTable.*|Timestamp|String.*|Decode(Jpeg|Png|Image).*"
-)
-"""Operations that only the host has."""
+)  # operations that only the host has
 
 
 def static(model: keras.Model, forward: Callable[[Structure], Structure], x: Structure) -> None:
-    """Refuses a model that takes text, asks Python or the host, or whose shapes depend on the data.
-
-    Args:
-      model: whose layers are named.
-      forward: calls it.
-      x: inputs of a few rows.
-
-    Raises:
-      UserError: naming the layer.
-    """
+    """Refuses a model that takes text, asks Python or the host, or whose shapes depend on the data; names the layer."""
     specs = keras.tree.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), x)
     graph = tf.function(forward, autograph=False).get_concrete_function(specs).graph
     bodies = {f.signature.name: f for f in graph.as_graph_def().library.function}

@@ -22,16 +22,12 @@ from tfdist.step.sums import seconds_now
 class CallResult(NamedTuple):
     """What a call that trains or measures gives of its global batches, as tensors."""
 
-    sums: tf.Tensor
-    """Loss values times examples, the total first and then each part, float64 [1 + parts]."""
-    examples: tf.Tensor
-    """How many examples there were, float64 []."""
+    sums: tf.Tensor  # loss values times examples, the total first and then each part, float64 [1 + parts]
+    examples: tf.Tensor  # how many examples there were, float64 []
     nonfinite: tf.Tensor
     """The number of the first batch with a loss that is not finite, counted as the arguments do; -1 for none."""
-    done: tf.Tensor
-    """How many batches there were, int32 []."""
-    metrics: dict[str, tf.Tensor]
-    """The metrics' results so far, by name."""
+    done: tf.Tensor  # how many batches there were, int32 []
+    metrics: dict[str, tf.Tensor]  # the metrics' results so far, by name
     measures: tf.Tensor
     """This worker's seconds of waiting for input and for the all-reduce, and the last gradient's norm, float64 [3]."""
 
@@ -39,33 +35,23 @@ class CallResult(NamedTuple):
 class LoopState(NamedTuple):
     """The state of the loop between two global batches."""
 
-    i: tf.Tensor
-    """Number of the next batch, an int32 scalar."""
-    sums: tf.Tensor
-    """As in `CallResult`, and so are `examples` and `nonfinite`."""
+    i: tf.Tensor  # number of the next batch, an int32 scalar
+    sums: tf.Tensor  # as in `CallResult`, and so are `examples` and `nonfinite`
     examples: tf.Tensor
     nonfinite: tf.Tensor
-    more: tf.Tensor
-    """Whether there may be another batch, a bool scalar."""
-    waited: tf.Tensor
-    """Seconds this worker waited for input, float64."""
-    reduced: tf.Tensor
-    """Seconds its first replica spent in the all-reduce, float64."""
-    norm: tf.Tensor
-    """Norm of the last gradient, float64."""
-    ended: tf.Tensor
-    """When the last batch was done, in seconds since 1970."""
+    more: tf.Tensor  # whether there may be another batch, a bool scalar
+    waited: tf.Tensor  # seconds this worker waited for input, float64
+    reduced: tf.Tensor  # seconds its first replica spent in the all-reduce, float64
+    norm: tf.Tensor  # norm of the last gradient, float64
+    ended: tf.Tensor  # when the last batch was done, in seconds since 1970
 
 
 class StepOutput(NamedTuple):
     """The output of one replica for one global batch."""
 
-    losses: tf.Tensor
-    """[1 + outputs], the same on every replica."""
-    seconds: tf.Tensor | None = None
-    """Seconds that the all-reduce took here."""
-    norm: tf.Tensor | None = None
-    """Norm of the gradient."""
+    losses: tf.Tensor  # [1 + outputs], the same on every replica
+    seconds: tf.Tensor | None = None  # seconds that the all-reduce took here
+    norm: tf.Tensor | None = None  # norm of the gradient
 
 
 def batch_loop(replica: Replica, layout: Layout, losses: int | None, step: Callable) -> Callable[..., CallResult]:
@@ -180,11 +166,7 @@ def next_batch(
 
 
 def uneven_end(error: str, update: int | None, peers: Peers) -> str:
-    """Returns a line that explains an error of `next_batch`; empty for other errors.
-
-    Args:
-      update: updates made before the call; None where it makes none.
-    """
+    """Returns a line that explains an error of `next_batch`, for `update` see `explained`; empty for other errors."""
     match = _TOLD.search(error)
     if not match:
         return ""
@@ -211,8 +193,7 @@ class Totals:
 
     Args:
       names: of the parts of the loss.
-      sums: what an interrupted epoch has come to, as `CallResult.sums`.
-      examples: how many examples that was.
+      sums, examples: what an interrupted epoch has come to, as in `CallResult`.
       handed_on: each call goes on with the sums of the one before. Else where the calls end decides about the last
         bits, and that is a matter of time.
     """
@@ -240,12 +221,7 @@ class Totals:
 
 
 class LastLogs:
-    """Takes the logs that a model's own step has given for the last batch, in place of `Totals`.
-
-    Args:
-      names: of the logs.
-      examples: how many there were before, in an interrupted epoch.
-    """
+    """Takes the logs that a model's own step has given for the last batch, in place of `Totals`."""
 
     def __init__(self, names: LogNames, examples: float = 0.0):
         self._names = names

@@ -17,16 +17,11 @@ from tfdist.step.batch_loop import CallResult, StepOutput, batch_loop, next_batc
 from tfdist.step.global_sums import global_sums
 from tfdist.step.replica import Replica
 
-NO_BATCH = "no batch left"
-"""Message of a prediction behind the last batch of a data set of unknown length."""
+NO_BATCH = "no batch left"  # message of a prediction behind the last batch of a data set of unknown length
 
 
 def evaluation_call(replica: Replica, layout: Layout, losses: int) -> Callable[..., CallResult]:
-    """Makes `call(feed, first, last, sums=None)`, which measures these global batches.
-
-    Args:
-      losses: loss values of a batch, the total included.
-    """
+    """Makes `call(feed, first, last, sums=None)`, which measures these global batches, with so many loss values."""
 
     def step(batch: ReplicaBatch, is_last: tf.Tensor) -> StepOutput:
         del is_last
@@ -45,10 +40,8 @@ def evaluation_call(replica: Replica, layout: Layout, losses: int) -> Callable[.
 class Predicted(NamedTuple):
     """The outputs for one global batch."""
 
-    outputs: Structure
-    """Tensors [rows, ...] in order; with targets, (outputs, targets), () where there are none."""
-    examples: tf.Tensor
-    """Number of rows, an int32 scalar."""
+    outputs: Structure  # tensors [rows, ...] in order; with targets, (outputs, targets), () where there are none
+    examples: tf.Tensor  # number of rows, an int32 scalar
 
 
 def prediction_call(replica: Replica, layout: Layout, with_targets: bool = False) -> Callable[..., Predicted]:

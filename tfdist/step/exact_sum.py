@@ -23,8 +23,7 @@ class _Format(NamedTuple):
     """How a floating-point type is laid out in bits."""
 
     dtype: tf.DType
-    bits: tf.DType
-    """The integer type of the same size."""
+    bits: tf.DType  # the integer type of the same size
     mantissa: int
     bias: int
 
@@ -52,8 +51,7 @@ class _Scale(NamedTuple):
     """Between values and whole numbers; one of each per tensor."""
 
     up: tf.Tensor
-    down: tf.Tensor
-    """NaN where a term is not finite."""
+    down: tf.Tensor  # NaN where a term is not finite
 
 
 class _Kind:
@@ -94,12 +92,7 @@ class _Kind:
         return tf.unstack(values[len(self.small) :], len(self.large)) if self.large else []
 
     def scale(self, exponents: tf.Tensor, room: int) -> _Scale:
-        """Returns the scale of each tensor.
-
-        Args:
-          exponents: biased, of the largest magnitude in all terms.
-          room: bits of a whole number that a term may take.
-        """
+        """Returns the scale of each tensor, given the biased exponents of the largest magnitude in all terms."""
         # Not as small as to make numbers that are not normal: threads may set those to zero.
         up = tf.minimum(room - (exponents - self.layout.bias + 1), self.layout.bias - 1.0)
         down = self.layout.powers(-up)
@@ -111,11 +104,9 @@ class _Own(NamedTuple):
     """The terms of one replica, of one floating-point format."""
 
     kind: _Kind
-    small: tf.Tensor | None
-    """[terms, elements]; None where there are no small tensors."""
+    small: tf.Tensor | None  # [terms, elements]; None where there are no small tensors
     large: list[tf.TensorArray]
-    exponents: tf.Tensor
-    """Of the largest magnitude in each tensor."""
+    exponents: tf.Tensor  # of the largest magnitude in each tensor
 
     def integers(self, scale: _Scale, number: tf.Tensor | int) -> list[tf.Tensor]:
         """Returns their sums as whole numbers, in the order in which the terms were packed."""
@@ -147,11 +138,10 @@ def _largest(distribution: Distribution, own: list[tf.Tensor]) -> list[tf.Tensor
 
 
 class ExactSum:
-    """How lists of tensors are added up, each list being a term.
+    """How lists of tensors are added up, each list being one of at most so many terms over all replicas.
 
     Args:
       like: the tensors of a term, of static shape: floating-point ones, and integers.
-      terms: the most terms that there are over all replicas.
     """
 
     def __init__(self, like: list[tf.Tensor], terms: int):
@@ -183,15 +173,7 @@ class ExactSum:
         whole: tf.Tensor,
         number: tf.Tensor | int,
     ) -> list[tf.Tensor]:
-        """Adds up the terms of all replicas; in replica context.
-
-        Args:
-          kept, tops, whole: as `term` says, of this replica.
-          number: terms of this replica.
-
-        Returns:
-          The sums, of the shapes and types of `like`.
-        """
+        """Adds up this replica's `number` of terms, as `term` says, and those of all others; in replica context."""
         own, remaining = [], iter(kept)
         for kind, top in zip(self._kinds, tops):
             small = next(remaining).stack() if kind.small else None

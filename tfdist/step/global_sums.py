@@ -19,8 +19,7 @@ class GlobalSums(NamedTuple):
     """The sums of a global batch, the same on every replica."""
 
     sums: StepSums
-    seconds: tf.Tensor | None
-    """From this replica's last gradient to the last sum; None where there is no clock."""
+    seconds: tf.Tensor | None  # from this replica's last gradient to the last sum; None where there is no clock
     own_grads: list[tf.Tensor]
     """This replica's gradients before the all-reduce; after it, if they have traveled together."""
 

@@ -32,19 +32,14 @@ class _Part(NamedTuple):
     """What a replica is of a global batch, while its step is traced."""
 
     replica: Replica
-    share: tf.Tensor
-    """Its part of the examples, a float32 scalar."""
+    share: tf.Tensor  # its part of the examples, a float32 scalar
     rows: MicroBatch
-    inside: list[keras.optimizers.Optimizer]
-    """The optimizer that is applying a sum."""
-    gradients: list[tf.Tensor]
-    """Sums over all replicas that were not applied."""
+    inside: list[keras.optimizers.Optimizer]  # the optimizer that is applying a sum
+    gradients: list[tf.Tensor]  # sums over all replicas that were not applied
     results: dict[int, tuple[Structure, str | list[str]]]
     """What metrics have returned, by its id, and what `metrics.results` calls it."""
-    graph: tf.Graph
-    """In which the step is traced."""
-    complaints: list[UserError]
-    """Why the step cannot be traced."""
+    graph: tf.Graph  # in which the step is traced
+    complaints: list[UserError]  # why the step cannot be traced
 
     def weighed(self, tensor: tf.Tensor) -> tf.Tensor:
         """Returns a mean over this replica's examples as its part of the mean over all."""
@@ -88,9 +83,6 @@ def run_step(replica: Replica, method: str, rows: MicroBatch, count: tf.Tensor |
     Returns:
       One number that is finite if the loss is, then the logs that are not results of metrics, `replica.totals`
       [1 + logs].
-
-    Raises:
-      UserError: what the step returns cannot be combined over replicas.
     """
     share = tf.cast(rows.size, tf.float32) / tf.cast(count, tf.float32)
     part = _tracing.part = _Part(replica, share, rows, [], [], {}, tf.compat.v1.get_default_graph(), [])
@@ -136,14 +128,7 @@ def _logged(part: _Part, method: str, data: Structure) -> object:
 
 
 def prepare(replica: Replica, data: tuple[Structure, ...]) -> None:
-    """Lets the optimizers create their variables: which ones each updates is known only while the step is traced.
-
-    Args:
-      data: a few rows.
-
-    Raises:
-      UserError: the step uses an optimizer that is not the model's.
-    """
+    """Lets the optimizers create their variables: which ones each updates is known only while the step is traced."""
     distribution = replica.distribution
 
     def one() -> tf.Tensor:
@@ -258,7 +243,8 @@ def _over_replicas(model: keras.Model, handle: Callable) -> Iterator[None]:
                 constraints.update(changes.enter_context(ema.unconstrained(averaged)))
         changes.enter_context(keras_internals.optimizer_updates(update))
         changes.enter_context(keras_internals.mean_updates(mean))
-        changes.enter_context(keras_internals.results({metric: _noted(metric) for metric in model.metrics}))
+        noted = [(metric, _noted(metric)) for metric in model.metrics]
+        changes.enter_context(keras_internals.replaced("result", noted))
         yield
 
 
@@ -289,15 +275,12 @@ class _AskedUpdate(NamedTuple):
     """An update that a step asks an optimizer for."""
 
     part: _Part
-    theirs: Callable
-    """What Keras does, given the next three."""
+    theirs: Callable  # what Keras does, given the next three
     optimizer: keras.optimizers.Optimizer
     gradients: list[tf.Tensor | None]
     variables: list[keras.Variable] | None
-    averages: bool
-    """Whether the optimizer keeps averages of the weights."""
-    constraints: ema.Constraints
-    """Those that Keras is kept from."""
+    averages: bool  # whether the optimizer keeps averages of the weights
+    constraints: ema.Constraints  # those that Keras is kept from
 
     def summed(self) -> list[tf.Tensor | None]:
         """Returns the gradients of the global batch."""

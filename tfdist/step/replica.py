@@ -15,6 +15,7 @@ from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
 from tfdist.keras_bridge import keras_internals, preconditions, tracing
+from tfdist.keras_bridge.keras_internals import MASK
 from tfdist.keras_bridge.layer_state import LayerState
 from tfdist.keras_bridge.loss import Objective, objectives
 from tfdist.step.sums import StepSums
@@ -24,8 +25,7 @@ class PassResult(NamedTuple):
     """The result of a pass over a micro-batch."""
 
     sums: StepSums
-    outputs: Structure
-    """The model's, for the metrics, with Keras masks attached where there are any."""
+    outputs: Structure  # the model's, for the metrics, with Keras masks attached where there are any
 
 
 class Replica:
@@ -34,10 +34,8 @@ class Replica:
     def __init__(self, model: keras.Model, distribution: Distribution, jit: bool):
         self._model: Callable[[], keras.Model] = weakref.ref(model)  # see Step.model
         self.distribution = distribution
-        self.jit = jit
-        """Whether XLA compiles the passes."""
-        self.timed = distribution.timed
-        """Whether the compiled functions can measure what they wait for."""
+        self.jit = jit  # whether XLA compiles the passes
+        self.timed = distribution.timed  # whether the compiled functions can measure what they wait for
         # A TPU has no float64 in hardware: numbers of single batches are added up on the host.
         self.totals = tf.float32 if distribution.static_shapes else tf.float64
         """Type of the numbers that a replica returns for a batch, besides its losses."""
@@ -46,8 +44,7 @@ class Replica:
         self.times_sums = distribution.times_sums
         self._on_gpu = distribution.device_kind == "GPU"
         self._takes_training = keras_internals.takes_training(model)
-        self.bare = False
-        """Whether Keras would pass inputs alone to a step as they are, and not as a tuple of one."""
+        self.bare = False  # whether Keras would pass inputs alone to a step as they are, and not as a tuple of one
 
     @property
     def model(self) -> keras.Model:
@@ -73,13 +70,7 @@ class Replica:
         micro: tf.Tensor | int = 0,
         virtual: tf.Tensor | None = None,
     ) -> MicroBatch:
-        """Returns this replica's rows of a micro-batch.
-
-        Args:
-          count: examples in the global batch; an int says that it is full and divides evenly, or that shapes are
-            static.
-          virtual: number of a virtual replica, whose rows to take instead.
-        """
+        """Returns the rows of this replica, or of a virtual one, in a micro-batch; `count` is as for `global_sums`."""
         replica = self.distribution.replica_id() if layout.replicas > 1 and virtual is None else 0
         # The table stays with the host: on a GPU, each batch would first bring the whole data set there.
         on_gpu = self._on_gpu and not isinstance(batch, HostSlice)
@@ -107,12 +98,8 @@ class Replica:
         """Runs forward, and for training backward, over one micro-batch; by XLA if configured.
 
         Args:
-          rows: (x, y, weight) of this replica.
           count: examples in the global batch.
           scale: factor on what is differentiated, of a `LossScaleOptimizer`; None for 1.
-
-        Raises:
-          UserError: there is nothing to train.
         """
         run = lambda rows, count, scale: self._passes(rows, count, training, scale)
         if rows.padded and not self.exchanges(rows.parts):
@@ -175,13 +162,12 @@ def _across_function(passes: Callable[..., PassResult], run: Callable[[Callable[
         traced[:] = [result]
         padded = lambda tensor: tf.concat([tensor, *[tensor[-1:]] * padding], 0) if padding else tensor
         leaves = keras.tree.flatten(result.outputs)
-        masks = {
-            str(i): padded(mask) for i, mask in enumerate(map(keras_internals.mask_of, leaves)) if mask is not None
-        }
+        attached = enumerate(getattr(leaf, MASK, None) for leaf in leaves)
+        masks = {str(i): padded(mask) for i, mask in attached if mask is not None}
         return [result.sums.tensors(), [padded(leaf) for leaf in leaves], masks]
 
     tensors, leaves, masks = run(flat)
     for i, mask in masks.items():
-        keras_internals.set_mask(leaves[int(i)], mask)
+        setattr(leaves[int(i)], MASK, mask)
     (result,) = traced
     return PassResult(result.sums.with_tensors(tensors), keras.tree.pack_sequence_as(result.outputs, leaves))

@@ -27,12 +27,9 @@ from tfdist.step.step import Step
 class _Kept(NamedTuple):
     """The last step of a model."""
 
-    key: tuple[int | str, ...]
-    """What it was made for, as ids."""
-    owners: tuple
-    """What these ids belong to; held, or another object could take an id and be mistaken for its owner."""
-    step: Step
-    """It does not keep its model alive (see `Step.model`)."""
+    key: tuple[int | str, ...]  # what it was made for, as ids
+    owners: tuple  # what these ids belong to; held, or another object could take an id and be mistaken for its owner
+    step: Step  # it does not keep its model alive (see `Step.model`)
     trained: tuple[keras.Variable, ...] | None = None
     """The weights that a training has updated since the model was compiled; None for no training."""
 
@@ -117,11 +114,7 @@ def eagerly(model: keras.Model) -> Iterator[None]:
 
 
 def read(step: Step, feed: Feed, update: int, limit: int) -> FeedCall:
-    """Returns the next batches of a feed, see `ArrayFeed.next`; a pipeline that Python reads may fail in this.
-
-    Raises:
-      UserError, TrainingError: see `explained`.
-    """
+    """Returns the next batches of a feed, see `ArrayFeed.next`; a pipeline that Python reads may fail in this."""
     try:
         return feed.next(update, limit)
     except UNREADABLE as error:
@@ -129,19 +122,13 @@ def read(step: Step, feed: Feed, update: int, limit: int) -> FeedCall:
 
 
 def run(step: Step, call: Callable[..., tuple], arguments: tuple, feed: Feed, update: int | None = None) -> tuple:
-    """Calls a compiled function, and turns its errors into those that a person can act on.
+    """Calls a compiled function, and turns its errors into those that a person can act on, see `explained`.
 
     Args:
-      call: of `step.compiled`.
-      arguments: its tensors.
-      feed: that the arguments come from.
       update: updates made so far, for those who watch this worker; None where the call makes none.
 
     Returns:
       What the function returns: the fields of a `CallResult`, or (outputs, examples) of one that predicts.
-
-    Raises:
-      EndOfData, UserError, PeerError, OutOfMemory, TrainingError: see `explained`.
     """
     peers = step.distribution.peers
     peers.doing("call" if id(call) in step.warm else "compiling", update)
@@ -185,12 +172,7 @@ class NotFinite(TrainingError):  # noqa: N818
 def explained(
     error: tf.errors.OpError | UnicodeDecodeError, feed: Feed | None, update: int | None, peers: Peers
 ) -> Exception:
-    """Returns the error to raise instead of TensorFlow's.
-
-    Args:
-      feed: what the call has read.
-      update: updates made so far; None where a call makes none.
-      peers: the workers.
+    """Returns the error to raise instead of TensorFlow's; `update` is None where a call makes no updates.
 
     Returns:
       EndOfData: a data set of unknown length has no more batches.
@@ -242,8 +224,7 @@ _OWN_FAULTS = (
     tf.errors.OutOfRangeError,
     tf.errors.ResourceExhaustedError,
     tf.errors.UnimplementedError,
-)
-"""Without a word of a collective in them, these have nothing to do with the other workers."""
+)  # without a word of a collective in them, these have nothing to do with the other workers
 _IN_PIPELINE = re.compile("IteratorGetNext|OptionalGetValue")
 _COMPLAINTS = (
     (

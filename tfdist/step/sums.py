@@ -17,8 +17,7 @@ class _LossValue(NamedTuple):
 
     term: LossTerm
     value: tf.Tensor
-    factor: tf.Tensor | None
-    """One over the term's denominator, for its gradients; None where that was known beforehand."""
+    factor: tf.Tensor | None  # one over the term's denominator, for its gradients; None where that was known beforehand
 
 
 @dataclasses.dataclass(slots=True)
@@ -29,14 +28,10 @@ class StepSums:
     with a denominator of its own.
     """
 
-    present: list[list[bool]]
-    """For each group, which of the trainable variables have a gradient."""
-    terms: list[LossTerm]
-    """Without their tensors."""
-    grads: list[tf.Tensor]
-    """Of all groups, one after the other."""
-    scalars: tf.Tensor
-    """The numerators of all terms, and then the denominators of those that have one."""
+    present: list[list[bool]]  # for each group, which of the trainable variables have a gradient
+    terms: list[LossTerm]  # without their tensors
+    grads: list[tf.Tensor]  # of all groups, one after the other
+    scalars: tf.Tensor  # the numerators of all terms, and then the denominators of those that have one
 
     @classmethod
     def of(cls, groups: list[list[tf.Tensor | None]], terms: list[LossTerm]) -> StepSums:
@@ -104,11 +99,7 @@ class StepSums:
         return values
 
     def losses(self, penalties: list[tf.Tensor]) -> tf.Tensor:
-        """Returns the total loss of the global batch, then the single losses if there are several, [1 + outputs].
-
-        Args:
-          penalties: of the regularizers, scalars.
-        """
+        """Returns the total loss of the global batch, then the single losses if there are several, [1 + outputs]."""
         if len(self.terms) == 1 and self.terms[0].denominator is None and not penalties:
             return self.scalars * tf.cast(self.terms[0].weight, self.scalars.dtype)
         values = self._values()

@@ -20,12 +20,9 @@ from tfdist.step.replica import Replica
 class TrainingOptions:
     """Options of one compiled training function."""
 
-    full: bool = False
-    """The global batches are known to be full and to divide evenly: then all shapes are known."""
-    reduce_dtype: str = "float32"
-    """Type in which gradients travel between replicas."""
-    norm: bool = False
-    """Compute the gradient norm of the last update."""
+    full: bool = False  # the global batches are known to be full and to divide evenly: then all shapes are known
+    reduce_dtype: str = "float32"  # type in which gradients travel between replicas
+    norm: bool = False  # compute the gradient norm of the last update
     factors: tuple[float, ...] = ()
     """Learning rate multiplier of each trainable variable, as `layerwise_rates` gives them; none for 1."""
 
@@ -35,9 +32,6 @@ def training_call(replica: Replica, layout: Layout, losses: int, options: Traini
 
     Args:
       losses: loss values of an update, the total included.
-
-    Raises:
-      UserError: settings of the optimizer that tfdist replaces.
     """
     optimizer_update.check(replica.model.optimizer)
 

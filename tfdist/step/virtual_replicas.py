@@ -28,9 +28,6 @@ class VirtualState:
     Averages that layers keep, as BatchNorm does, become what they were plus the mean of the changes; what they count,
     and what metrics sum up, grows by the sum. A random generator gets a state for each virtual replica from its own,
     which advances by one if any has drawn.
-
-    Raises:
-      UserError: a variable is neither a float nor an integer.
     """
 
     def __init__(self, model: keras.Model, layout: Layout):
@@ -60,13 +57,9 @@ class VirtualState:
         )
 
     def begin(self, part: tf.Tensor) -> set[int]:
-        """Sets the state for a virtual replica, while its graph is traced.
+        """Sets the state for a virtual replica of this number among all micro-batches, while its graph is traced.
 
-        Args:
-          part: its number among all micro-batches.
-
-        Returns:
-          The ids of the tensors that represent these variables in that graph.
+        Returns the ids of the tensors that represent these variables in that graph.
         """
         for variable, stream in zip(self._seeds, self._streams):
             _assign(variable, tf.cast(stream[part], self._before[id(variable)].dtype))
@@ -78,23 +71,22 @@ class VirtualState:
         return {id(graph.capture(v.value.handle)) for v in (*self._seeds, *self._kept, *self._sums)}
 
     def changes(self, part: tf.Tensor) -> list[tf.Tensor]:
-        """Returns the changes of a virtual replica, to be added up over all; arguments as for `begin`."""
+        """Returns the changes of a virtual replica, to be added up over all."""
         changes = [_read(v) for v in self._sums]
         changes += [_read(v) - self._before[id(v)] for v in self._kept]
         return [*changes, *self.drawn(part)]
 
     def drawn(self, part: tf.Tensor) -> list[tf.Tensor]:
-        """Returns for each random generator 1 if the virtual replica has drawn, else 0; arguments as for `begin`."""
+        """Returns for each random generator 1 if the virtual replica has drawn, else 0."""
         states = [tf.cast(_read(v), tf.uint32) for v in self._seeds]
         moved = [tf.not_equal(now, stream[part]) for now, stream in zip(states, self._streams)]
         return [tf.cast(tf.reduce_any(m), tf.int64) for m in moved]
 
     def end(self, changes: Sequence[tf.Tensor], examples: tf.Tensor | int, distribution: Distribution) -> None:
-        """Sets the state after all virtual replicas.
+        """Sets the state after all virtual replicas, of which those without any of the examples have changed nothing.
 
         Args:
           changes: the sums of `changes`.
-          examples: of the global batch; virtual replicas without any have changed nothing.
         """
         remaining = iter(changes)
         first = tf.equal(distribution.replica_id(), 0)
@@ -109,11 +101,7 @@ class VirtualState:
         self._move_on(list(remaining))
 
     def put_back(self, drawn: Sequence[tf.Tensor]) -> None:
-        """Sets the state after a prediction, which changes nothing but random generators.
-
-        Args:
-          drawn: the sums of `drawn`.
-        """
+        """Sets the state after a prediction, which changes nothing but random generators, by the sums of `drawn`."""
         for variable in (*self._sums, *self._kept):
             _assign(variable, self._before[id(variable)])
         self._move_on(drawn)
@@ -164,24 +152,18 @@ RANDOM = (
     "ThreadUnsafeUnigramCandidateSampler",
     "TruncatedNormal",
     "UniformCandidateSampler",
-)
-"""Operations that depend on what a device has drawn before."""
+)  # operations that depend on what a device has drawn before
 PYTHON = ("EagerPyFunc", "PyFunc")
 """Operations that call Python, which may draw numbers and keep a state that no graph shows; `PyFuncStateless` promises
 that it does not."""
-_WRITES = ("Assign", "ResourceScatter")
-"""Prefixes of operations that change a variable."""
+_WRITES = ("Assign", "ResourceScatter")  # prefixes of operations that change a variable
 
 
 def _check_graph(graph: tf.Graph, own: set[int]) -> None:
     """Refuses operations that depend on the device of a virtual replica, or on what that has computed before.
 
     Args:
-      graph: of a virtual replica.
-      own: ids of the tensors in it that are variables of `VirtualState`.
-
-    Raises:
-      UserError: naming what it is.
+      own: ids of the tensors in its graph that are variables of `VirtualState`.
     """
     functions = graph.as_graph_def().library.function
     kinds = {op.type for op in graph.get_operations()} | {node.op for f in functions for node in f.node_def}
@@ -221,14 +203,10 @@ def _written(graph: tf.Graph) -> Iterator[tf.Tensor]:
 class _Partial(NamedTuple):
     """The partial results of the virtual replicas of one replica, as `ExactSum.term` returns them."""
 
-    kept: list[tf.TensorArray]
-    """Tensors of every virtual replica."""
-    tops: list[tf.Tensor]
-    """The maximum over the virtual replicas of other tensors."""
-    whole: tf.Tensor
-    """The sum of whole numbers."""
-    number: tf.Tensor | int
-    """Virtual replicas of this replica, in all micro-batches."""
+    kept: list[tf.TensorArray]  # tensors of every virtual replica
+    tops: list[tf.Tensor]  # the maximum over the virtual replicas of other tensors
+    whole: tf.Tensor  # the sum of whole numbers
+    number: tf.Tensor | int  # virtual replicas of this replica, in all micro-batches
 
 
 def exact_sums(
@@ -245,9 +223,6 @@ def exact_sums(
 
     Returns:
       The sums, and the seconds this replica spent in the all-reduce; None without a clock.
-
-    Raises:
-      UserError: the model draws random numbers, or changes variables, in a way that depends on the device.
     """
     distribution = replica.distribution
     state = VirtualState(replica.model, layout)

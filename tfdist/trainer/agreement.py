@@ -13,23 +13,18 @@ import keras
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import Interrupted, UserError
 
-SHORTEST_CALL_S = 0.2
-"""Python's share of such a call is small, and progress stays lively."""
+SHORTEST_CALL_S = 0.2  # Python's share of such a call is small, and progress stays lively
 TIMES_BETWEEN = 20
 """A call lasts this many times the time between two calls, where that is more: far workers take long to agree."""
-LONGEST_CALL_S = 1.0
-"""A call never lasts longer than that, since signals and callbacks wait for its end."""
-RECENT_CALLS = 3
-"""The shortest time between these calls counts: a callback may take long now and then."""
+LONGEST_CALL_S = 1.0  # a call never lasts longer than that, since signals and callbacks wait for its end
+RECENT_CALLS = 3  # the shortest time between these calls counts: a callback may take long now and then
 
 
 class Due(NamedTuple):
     """Timed actions now due; the chief's clock decides."""
 
-    save: bool = False
-    """Take a checkpoint."""
-    hold: bool = False
-    """Hold the state in memory, in case another worker is lost."""
+    save: bool = False  # take a checkpoint
+    hold: bool = False  # hold the state in memory, in case another worker is lost
 
 
 NOTHING_DUE = Due()
@@ -38,10 +33,8 @@ NOTHING_DUE = Due()
 class Decisions(NamedTuple):
     """Agreed by the workers; the same on all of them."""
 
-    seconds: float
-    """Mean duration of the call."""
-    between: float
-    """Mean time from the call before to this one, in seconds."""
+    seconds: float  # mean duration of the call
+    between: float  # mean time from the call before to this one, in seconds
     due: Due
 
 
@@ -67,16 +60,13 @@ def agree(
     stop_attribute: str = "stop_training",
     between: float = 0.0,
 ) -> Decisions:
-    """Exchanges what the workers see, and gives all models the same `stop_training`.
+    """Exchanges what the workers see, and gives all models the same `stop_attribute`, by which callbacks stop Keras.
 
     Args:
       label: where this worker is.
-      seconds: duration of the call here.
+      seconds, between: duration of the call here, and the time since the call before.
       should_stop: returns a reason to stop the run, or an empty string.
-      due: by this worker's clock.
       digest: checksum of the batches that this worker has read.
-      stop_attribute: by which callbacks tell Keras' model to stop.
-      between: seconds from the call before to this one here.
 
     Raises:
       UserError: another worker has read other batches.
@@ -104,9 +94,6 @@ def any_worker(distribution: Distribution, label: str, *facts: bool) -> list[boo
     """Returns for each fact whether it holds on any worker.
 
     Workers may have other callbacks; what these need, such as every single batch, all workers must do.
-
-    Args:
-      label: what this is about.
     """
     return list(map(any, zip(*distribution.peers.gather(label, list(facts)))))
 
@@ -117,11 +104,7 @@ def never() -> str:
 
 
 class StepsPerCallTuner:
-    """Decides the number of updates of the next call: as many as last between 0.2 and 1 seconds.
-
-    Args:
-      fixed: that many in any case, or None.
-    """
+    """Decides the number of updates of the next call: `fixed`, or as many as last between 0.2 and 1 seconds."""
 
     def __init__(self, fixed: int | None):
         self._fixed = fixed
@@ -133,10 +116,8 @@ class StepsPerCallTuner:
         """Records a call; the first of each kind is left out, since it was compiled in it.
 
         Args:
-          seconds: duration of the call, the same on all workers.
-          updates: number of updates it made.
+          seconds, between: duration of the call, and the time since the call before; the same on all workers.
           full: whether its batches were known to be full, which is another compiled function.
-          between: seconds from the call before to this one, the same on all workers.
         """
         if self._fixed:
             return

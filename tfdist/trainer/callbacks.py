@@ -19,16 +19,8 @@ from tfdist.trainer.agreement import any_worker
 from tfdist.trainer.timing import Call
 
 Callbacks: TypeAlias = Sequence[keras.callbacks.Callback] | keras.callbacks.CallbackList | None
-_NAMES = (
-    "BackupAndRestore",
-    "CSVLogger",
-    "ModelCheckpoint",
-    "OrbaxCheckpoint",
-    "ProgbarLogger",
-    "RemoteMonitor",
-    "TensorBoard",
-)
-WRITERS = tuple(getattr(keras.callbacks, name) for name in _NAMES if hasattr(keras.callbacks, name))
+_NAMES = "BackupAndRestore CSVLogger ModelCheckpoint OrbaxCheckpoint ProgbarLogger RemoteMonitor TensorBoard"
+WRITERS = tuple(getattr(keras.callbacks, name) for name in _NAMES.split() if hasattr(keras.callbacks, name))
 """Keras' callbacks that write to a disk, a terminal or a server: several workers would write over each other."""
 _BATCH_HOOKS = {
     "train": ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end"),
@@ -53,8 +45,7 @@ class Callback(keras.callbacks.Callback):
     """A call of the compiled function makes many updates, unless a callback overrides `on_train_batch_begin` or
     `on_train_batch_end`: then it makes one. With True this callback gets one `on_train_batch_end` for all updates of a
     call, for the last of them."""
-    wants_gradient_norm: bool = False
-    """With True, `on_call` gets the norm of the gradient, which costs a pass over it."""
+    wants_gradient_norm: bool = False  # with True, `on_call` gets the norm of the gradient, which costs a pass over it
 
     def limit_call(self, update: int) -> float:
         """Returns how many updates the next call may make at most, after `update` of them; the same on all workers."""
@@ -106,9 +97,6 @@ class ChiefOnlyPlaceholder(Callback):
     """Replaces, on the other workers, a callback that is called on the chief alone.
 
     So that all workers have the same list: the same updates in a call, and the same names in checkpoints.
-
-    Args:
-      original: the callback.
     """
 
     def __init__(self, original: keras.callbacks.Callback):
@@ -131,16 +119,13 @@ def with_hooks(callbacks: keras.callbacks.CallbackList) -> list[Callback]:
 
 def is_chief_only(callback: keras.callbacks.Callback) -> bool:
     """Returns whether a callback is called on the chief alone: by its attribute, or as one of Keras' that write."""
+    callback = _original(callback)
     chief_only = getattr(callback, "chief_only", None)
     return isinstance(callback, WRITERS) if chief_only is None else bool(chief_only)
 
 
 def needs_every_batch(callback: keras.callbacks.Callback, kind: str = "train") -> bool:
-    """Returns whether a callback needs a call of the compiled function for every single update or batch.
-
-    Args:
-      kind: `train`, `test` or `predict`.
-    """
+    """Returns whether a callback needs a call for every single update, or batch of a `test` or `predict`."""
     callback = _original(callback)
     if isinstance(callback, keras.callbacks.ProgbarLogger):
         return False
@@ -162,11 +147,6 @@ def any_needs_every_batch(callbacks: keras.callbacks.CallbackList, distribution:
     """Returns whether a callback on any worker needs every single update or batch; all workers call this."""
     needed = any(needs_every_batch(callback, kind) for callback in callbacks.callbacks)
     return any_worker(distribution, "whether a callback needs every batch", needed)[0]
-
-
-def saves_within_epochs(callbacks: keras.callbacks.CallbackList) -> bool:
-    """Returns whether a callback may save the model within an epoch, which needs its statistics averaged before."""
-    return any(is_chief_only(_original(callback)) and needs_every_batch(callback) for callback in callbacks.callbacks)
 
 
 def on_this_worker(
@@ -196,15 +176,8 @@ def on_this_worker(
         copied = copy.copy(callbacks)
         copied.callbacks = here
         return copied
-    return keras.callbacks.CallbackList(
-        here,
-        add_history=fit,
-        add_progbar=verbose != 0 and distribution.is_chief,
-        model=model,
-        verbose=verbose,
-        epochs=epochs,
-        steps=steps,
-    )
+    bar = verbose != 0 and distribution.is_chief
+    return keras.callbacks.CallbackList(here, fit, bar, model, verbose=verbose, epochs=epochs, steps=steps)
 
 
 def _placed(callback: keras.callbacks.Callback, distribution: Distribution) -> keras.callbacks.Callback:
@@ -223,35 +196,22 @@ def _placed(callback: keras.callbacks.Callback, distribution: Distribution) -> k
 
 
 @contextlib.contextmanager
-def chief_alone(callbacks: keras.callbacks.CallbackList | None, distribution: Distribution) -> Iterator[None]:
-    """Refuses, within it, that the chief's own callbacks call what needs the other workers, which would never answer.
-
-    They may take as long as saving does.
-    """
-    with contextlib.ExitStack() as stack:
-        if callbacks is not None and distribution.workers > 1 and distribution.is_chief:
-            for callback in callbacks.callbacks:
-                if is_chief_only(callback):
-                    stack.enter_context(_guarded(callback, distribution))
-        yield
-
-
-@contextlib.contextmanager
-def _guarded(callback: keras.callbacks.Callback, distribution: Distribution) -> Iterator[None]:
-    """Replaces the hooks that a callback overrides, within it."""
-    base = Callback if isinstance(callback, Callback) else keras.callbacks.Callback
-    before = {}
-    for name in (name for name in dir(base) if name.startswith("on_")):
-        hook = getattr(callback, name)
-        if getattr(hook, "__func__", None) is not getattr(base, name):
-            before[name] = vars(callback).get(name)
-            setattr(
-                callback, name, _called_alone(hook, f"{type(callback).__name__}.{name} runs on the chief", distribution)
-            )
+def chief_alone(callbacks: keras.callbacks.CallbackList, distribution: Distribution) -> Iterator[None]:
+    """Refuses, within it, that the chief's own callbacks call what needs the other workers: these never answer."""
+    before: list[tuple[keras.callbacks.Callback, str, object]] = []
+    alone = distribution.workers > 1 and distribution.is_chief
+    for callback in filter(is_chief_only, callbacks.callbacks if alone else []):
+        base = Callback if isinstance(callback, Callback) else keras.callbacks.Callback
+        for name in (name for name in dir(base) if name.startswith("on_")):
+            hook = getattr(callback, name)
+            if getattr(hook, "__func__", None) is not getattr(base, name):
+                before.append((callback, name, vars(callback).get(name)))
+                what = f"{type(callback).__name__}.{name} runs on the chief"
+                setattr(callback, name, _called_alone(hook, what, distribution))
     try:
         yield
     finally:
-        for name, own in before.items():
+        for callback, name, own in reversed(before):
             if own is None:
                 delattr(callback, name)
             else:

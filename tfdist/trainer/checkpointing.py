@@ -21,25 +21,18 @@ from tfdist.trainer import callbacks as callbacks_lib
 from tfdist.trainer.agreement import NOTHING_DUE, Decisions, Due
 
 
-def _place(position: Position) -> tuple[int, int, int, bool]:
-    return position.update, position.epoch, position.begun, position.measured
-
-
 class CheckpointHook:
-    """Called by the loop at each point where a checkpoint may be taken.
-
-    Args:
-      checkpoints: None for none.
-      run: the training.
-    """
+    """Called by the loop at each point where a checkpoint may be taken; does nothing with `checkpoints` None."""
 
     def __init__(self, checkpoints: Checkpoints | None, run: TrainingRun):
         self._checkpoints = None if checkpoints is None or checkpoints.off else checkpoints
         self._run = run
-        self._saved: tuple[int, int, int, bool] | None = None
-        """Place of the last one."""
+        self._saved: tuple | None = None  # place of the last one
         self._rollbacks = 0
         self._foreign: set[str] = set()
+
+    def _place(self, position: Position) -> tuple[int, int, int, bool]:
+        return position.update, position.epoch, position.begun, position.measured
 
     def begin(self, position: Position, rollback: bool) -> Position:
         """Returns where the training begins, or resumes.
@@ -52,7 +45,7 @@ class CheckpointHook:
         self._run.distribution.peers.on_loss = self._checkpoints.write_held
         resumed = self._checkpoints.begin(self._run)
         if resumed is not None:
-            self._saved = _place(resumed)
+            self._saved = self._place(resumed)
             return resumed
         if self._run.distribution.workers == 1:
             self._checkpoints.hold(self._run, position)
@@ -109,7 +102,7 @@ class CheckpointHook:
         peers = self._run.distribution.peers
         self._checkpoints.wait()
         failed = peers.gather("the last checkpoint", bool(self._checkpoints.failure))[0]
-        if failed or _place(position) != self._saved:
+        if failed or self._place(position) != self._saved:
             with peers.during("saving"):
                 self._save(position, wait=True)
         peers.on_loss = lambda: None
@@ -122,8 +115,6 @@ class CheckpointHook:
         Args:
           error: to raise when this was tried `most` times.
           update: the first with a loss that is not finite.
-          position: where the training was.
-          most: number of rollbacks allowed.
         """
         if self._checkpoints is None or self._rollbacks == most:
             raise error
@@ -143,16 +134,10 @@ class CheckpointHook:
         return good
 
     def halve_micro_batches(self, error: OutOfMemory, layout: Layout, ordered: bool) -> tuple[Layout, Position]:
-        """Returns to the last good checkpoint after an update for which there was not the memory.
+        """Returns smaller micro-batches, and the last good checkpoint, after an update for which memory was missing.
 
-        Args:
-          error: to raise where that cannot be: there are no checkpoints; or other workers, whose collectives are
-            broken now; or the data's order depends on how often it has been begun.
-          layout: of the update.
-          ordered: the data has an order to go back in.
-
-        Returns:
-          The layout with smaller micro-batches, and the place of the checkpoint.
+        Raises an error where that cannot be: there are no checkpoints; or other workers, whose collectives are broken
+        now; or the data is not `ordered`, and its order depends on how often it has been begun.
         """
         accumulate = min(2 * layout.accumulate, layout.batch // layout.replicas)
         text = f"{error}, at {layout.max_micro_rows} example{'s' * (layout.max_micro_rows > 1)} at a time"
@@ -174,6 +159,6 @@ class CheckpointHook:
     def _save(self, position: Position, wait: bool = False) -> None:
         assert self._checkpoints is not None
         self._checkpoints.save(self._run, position, wait)
-        self._saved = _place(position)
+        self._saved = self._place(position)
         for callback in callbacks_lib.with_hooks(self._run.callbacks):
             callback.on_checkpoint(position.update)

@@ -33,18 +33,13 @@ from tfdist.verification import equivalence_check, replica_sync_check
 
 Data: TypeAlias = Any
 """Arrays, a tuple of them, a `tf.data.Dataset`, what `python_batches` reads, or a source of `tfdist.data.sources`."""
-PREDICT_ROWS = 4096
-"""Rows that `predict` holds on the device before they are copied out."""
+PREDICT_ROWS = 4096  # rows that `predict` holds on the device before they are copied out
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def renamed_arguments(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Makes a function accept its keyword arguments by their former names, too, with a warning.
-
-    Args:
-      names: the name of an argument by its former name.
-    """
+    """Makes a function accept its keyword arguments by their former names (new by former), too, with a warning."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         parameters = inspect.signature(function).parameters
@@ -126,19 +121,7 @@ def evaluate(
 
 
 class Evaluation:
-    """Evaluates one source, any number of times.
-
-    Args:
-      model: compiled, and created in the distribution's scope.
-      source: the examples.
-      distribution: under which the model was created.
-      batch: global batch of arrays or records; 32 if not given.
-      steps: evaluate this many batches only.
-      virtual_replicas: as for `fit`.
-
-    Raises:
-      UserError: they do not fit together.
-    """
+    """Evaluates one source, any number of times; the arguments are as for `fit`."""
 
     def __init__(
         self,
@@ -158,11 +141,10 @@ class Evaluation:
         self._step.check_batches("test", layout, source.sizes(layout.batch))
         self._tuner = StepsPerCallTuner(None)
         self._virtual_replicas, self._entries = virtual_replicas, source.entries
-        self.examples = 0
-        """Examples evaluated by the last run."""
+        self.examples = 0  # examples evaluated by the last run
 
     def check(self, choice: str, within_fit: bool = False) -> None:
-        """Refuses a model that replicas, or virtual_replicas, do not measure as one device does.
+        """Refuses a model that replicas, or virtual replicas, do not measure as one device does.
 
         Args:
           choice: as `check_agreement` of `fit`.
@@ -173,12 +155,7 @@ class Evaluation:
     def run(
         self, callbacks: keras.callbacks.CallbackList | None, should_stop: Callable[[], str] = agreement.never
     ) -> dict[str, float]:
-        """Returns loss and metrics by name.
-
-        Args:
-          callbacks: their `on_test_*` methods are called.
-          should_stop: returns a reason to stop the run, or an empty string.
-        """
+        """Returns loss and metrics by name; calls the `on_test_*` methods of the callbacks."""
         step, model, distribution = self._step, self._step.model, self._step.distribution
         step.reset()
         self._feed.restart()
@@ -223,11 +200,7 @@ class Evaluation:
 
 
 def _feed(source: sources.Source, layout: Layout, steps: int | None, what: str) -> tuple[Feed, int | None]:
-    """Returns a feed that reads `source` in its own order, and the number of batches to read, if known.
-
-    Raises:
-      UserError: the data has no end, or `steps` is less than 1.
-    """
+    """Returns a feed that reads `source` in its own order, and the number of batches to read, if known."""
     if steps is not None and steps < 1:
         raise UserError(f"steps must be at least 1, got {steps}")
     feed = sources.read_once(source, layout)
@@ -275,21 +248,10 @@ def predict(
     source = sources.as_source((x,) if isinstance(x, tuple) and (inputs is None or len(inputs) != 1) else x)
     steps = limited(steps, keras.config.max_steps_per_epoch(), "steps")
     batch_size = source.requested_batch(batch_size, steps=steps)
+    run = functools.partial(_predict, "predict", steps=steps, callbacks=callbacks, verbose=verbose)
     pieces, rows = [], 0
     arrays: list[Structure] = []
-    for outputs, count in _predict(
-        "predict",
-        model,
-        source,
-        distribution,
-        batch_size,
-        virtual_replicas,
-        check_agreement,
-        None,
-        steps,
-        callbacks,
-        verbose,
-    ):
+    for outputs, count in run(model, source, distribution, batch_size, virtual_replicas, check_agreement):
         pieces.append(outputs)
         rows += count
         if rows >= PREDICT_ROWS:
@@ -311,16 +273,8 @@ def predict_batches(
 ) -> Iterator[tuple[Structure, Structure]]:
     """Predicts batch by batch, beside the targets, in memory that does not grow. Every worker must read on.
 
-    Args:
-      source: read in its own order.
-      batch_size: global batch of arrays; 32 if not given.
-      should_stop, virtual_replicas, check_agreement: as for `fit`.
-
     Yields:
       (outputs, targets) of a global batch, NumPy arrays [n, ...]; targets are () where there are none.
-
-    Raises:
-      Interrupted: `should_stop` gave a reason, on any worker.
     """
     kind = "predict beside targets"
     for (outputs, targets), _ in _predict(
@@ -337,7 +291,7 @@ def _predict(
     batch_size: int | None,
     virtual_replicas: int,
     check_agreement: str,
-    should_stop: Callable[[], str] | None,
+    should_stop: Callable[[], str] | None = None,
     steps: int | None = None,
     callbacks: Callbacks = None,
     verbose: int | str = 0,
@@ -379,17 +333,9 @@ def _predict(
         called.on_predict_batch_end(i, {"outputs": outputs})
         i += 1
         yield outputs, rows
-        digest = feed.digest(1)
+        digest, label, stop = feed.digest(1), f"batch {i} of the predictions", should_stop or agreement.never
         if should_stop or digest or stoppable:
-            agreement.agree(
-                distribution,
-                model,
-                f"batch {i} of the predictions",
-                0.0,
-                should_stop or agreement.never,
-                digest=digest,
-                stop_attribute="stop_predicting",
-            )
+            agreement.agree(distribution, model, label, 0.0, stop, digest=digest, stop_attribute="stop_predicting")
     if not i:
         raise UserError("the data set to predict from is empty", "give it at least one batch")
     called.on_predict_end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import types
 from collections.abc import Callable, Collection, Mapping
@@ -118,38 +119,18 @@ def fit(
         replicas have come apart.
       Interrupted: `should_stop` gave a reason.
     """
+    arguments = dict(locals())
     source = sources.as_source(x, y, sample_weight)
     if validation_split:
         if validation_data is not None:
             raise UserError("validation_split and validation_data both say what to validate with", "give one of them")
         source, validation_data = source.split(validation_split)
-    options = FitOptions(
+    options = dataclasses.replace(
+        FitOptions(**{field.name: arguments[field.name] for field in dataclasses.fields(FitOptions)}),
         distribution=distribution or connect.current(model.distribute_strategy),
-        batch_size=batch_size,
         epochs=limited(epochs, keras.config.max_epochs(), "epochs") or 0,
-        steps=steps,
-        callbacks=callbacks,
-        verbose=verbose,
         validation_data=tuple(validation_data) if isinstance(validation_data, list) else validation_data,
-        validation_freq=validation_freq,
-        validation_batch_size=validation_batch_size,
-        validation_steps=validation_steps,
-        shuffle=shuffle,
-        seed=seed,
-        initial_epoch=initial_epoch,
         steps_per_epoch=limited(steps_per_epoch, keras.config.max_steps_per_epoch(), "steps"),
-        accumulate=accumulate,
-        virtual_replicas=virtual_replicas,
-        steps_per_call=steps_per_call,
-        reduce_dtype=reduce_dtype,
-        checkpoints=checkpoints,
-        on_nonfinite=on_nonfinite,
-        max_rollbacks=max_rollbacks,
-        evaluate_ema=evaluate_ema,
-        lr_multipliers=lr_multipliers,
-        layer_decay=layer_decay,
-        check_agreement=check_agreement,
-        should_stop=should_stop,
     )
     _check_generators(source, options)
     _check_options(options)

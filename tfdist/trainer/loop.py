@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import time
 
@@ -22,7 +23,7 @@ from tfdist.trainer import callbacks as callbacks_lib
 from tfdist.trainer.agreement import StepsPerCallTuner
 from tfdist.trainer.checkpointing import CheckpointHook
 from tfdist.trainer.evaluation import answering_callbacks
-from tfdist.trainer.plan import TrainingPlan
+from tfdist.trainer.plan import TrainingPlan, feed_of
 from tfdist.trainer.timing import Call, Spent
 from tfdist.verification import equivalence_check
 from tfdist.verification.replica_sync_check import ReplicaSyncCheck
@@ -43,10 +44,8 @@ class FitLoop:
         self._allows_nan = hasattr(plan.model.optimizer, "inner_optimizer") or any(
             isinstance(callback, keras.callbacks.TerminateOnNaN) for callback in plan.callbacks.callbacks
         )
-        self._times_sums = plan.step.timed or self._distribution.replicas == 1
-        """Whether the time of the all-reduce is known."""
-        self._call_ended = 0.0
-        """When the last call ended, by `time.perf_counter`."""
+        self._times_sums = plan.step.replica.timed or self._distribution.replicas == 1
+        self._call_ended = 0.0  # by `time.perf_counter`
 
     def run(self) -> keras.callbacks.History:
         """Trains from the beginning, or from where a checkpoint is, to the end."""
@@ -93,15 +92,13 @@ class FitLoop:
     def _prepare_calls(self) -> None:
         """Sets what calls need, once `on_train_begin` of the callbacks has run, and anew with another plan."""
         self._hooks = callbacks_lib.with_hooks(self._callbacks)
-        self._norm, self._averages = agreement.any_worker(
-            self._distribution,
-            "what callbacks want",
-            any(callback.wants_gradient_norm for callback in self._hooks),
-            callbacks_lib.saves_within_epochs(self._callbacks),
-        )
+        norm = any(callback.wants_gradient_norm for callback in self._hooks)
+        # Those may save the model within an epoch, which needs its statistics averaged before.
+        writers = filter(callbacks_lib.is_chief_only, self._callbacks.callbacks)
+        saves = any(map(callbacks_lib.needs_every_batch, writers))
+        self._norm, self._averages = agreement.any_worker(self._distribution, "what callbacks want", norm, saves)
         self._sync_check = ReplicaSyncCheck(self._distribution)
-        self._read = self._position.update
-        """The update up to which the feed has been read."""
+        self._read = self._position.update  # the update up to which the feed has been read
 
     def _check(self, initial: layer_state.Snapshot | None = None) -> None:
         """Refuses a model that would train, or be evaluated, in another way than on one device in whole batches.
@@ -152,11 +149,7 @@ class FitLoop:
         self._checkpoints.after_epoch(self._position, self._logs, decisions)
 
     def _recover(self, error: NotFinite | OutOfMemory) -> None:
-        """Goes back to the last good checkpoint, to train on from there without what has failed.
-
-        Raises:
-          TrainingError: the options forbid that, or it cannot be.
-        """
+        """Goes back to the last good checkpoint, to train on from there without what has failed; or raises."""
         plan, options = self._plan, self._options
         if isinstance(error, OutOfMemory):
             if options.virtual_replicas:  # smaller micro-batches would have other bits
@@ -165,7 +158,7 @@ class FitLoop:
                 raise error  # its updates cannot be made of smaller micro-batches
             ordered = plan.source.size is not None
             layout, self._position = self._checkpoints.halve_micro_batches(error, plan.layout, ordered)
-            self._plan = plan.with_layout(layout)
+            self._plan = dataclasses.replace(plan, layout=layout, feed=feed_of(plan.source, layout, options))
             self._check()
             self._prepare_calls()
         elif options.on_nonfinite == "stop":
@@ -174,18 +167,7 @@ class FitLoop:
             self._position = self._checkpoints.roll_back(error, error.update, self._position, options.max_rollbacks)
 
     def _run_updates(self, position: Position, limit: float) -> None:
-        """Makes updates until there are `limit` in this epoch, the data ends or a callback stops.
-
-        Args:
-          position: moves on with each call.
-
-        Raises:
-          UserError: the data does not fit, or there is none.
-          NotFinite: a loss is not.
-          OutOfMemory: there is not enough for an update.
-          TrainingError: an update has failed.
-          Interrupted: some worker has a reason to stop.
-        """
+        """Makes up to `limit` updates of an epoch, until the data ends or a callback stops; moves `position`."""
         if position.begun == 0:
             self._step.reset()  # else they have just been restored
         if position.measured or position.begun >= limit:

@@ -76,23 +76,15 @@ class TrainingPlan:
     model: keras.Model
     source: sources.Source
     options: FitOptions
-    step: Step
-    """The compiled functions."""
-    layout: Layout
-    """Of a global batch over replicas and micro-batches."""
-    feed: Feed
-    """Of the global batches."""
-    callbacks: keras.callbacks.CallbackList
-    """Those that are called on this worker."""
+    step: Step  # the compiled functions
+    layout: Layout  # of a global batch over replicas and micro-batches
+    feed: Feed  # of the global batches
+    callbacks: keras.callbacks.CallbackList  # those that are called on this worker
     validation: Evaluation | None
-    lr_factors: tuple[float, ...]
-    """On the learning rate of each weight; empty for 1."""
-    updates_per_epoch: int | None
-    """None if the data has an end that is not known."""
-    updates_per_call: int | None
-    """None to choose by time."""
-    last_update: float
-    """The update that ends the training, if its epochs do not end it before."""
+    lr_factors: tuple[float, ...]  # on the learning rate of each weight; empty for 1
+    updates_per_epoch: int | None  # None if the data has an end that is not known
+    updates_per_call: int | None  # None to choose by time
+    last_update: float  # the update that ends the training, if its epochs do not end it before
 
     def start_of(self, epoch: int) -> Position:
         """Returns the position at the beginning of an epoch."""
@@ -118,28 +110,15 @@ class TrainingPlan:
         dtype, factors = self.options.reduce_dtype, self.lr_factors
         return self.step.compiled("train", self.layout, full, dtype, norm, factors, count)
 
-    def with_layout(self, layout: Layout) -> TrainingPlan:
-        """Returns the same plan for other micro-batches, with a feed of its own."""
-        return dataclasses.replace(self, layout=layout, feed=_feed(self.source, layout, self.options))
-
 
 def plan_training(model: keras.Model, source: sources.Source, options: FitOptions) -> TrainingPlan:
-    """Returns the plan of one training.
-
-    Args:
-      model: compiled, and created in the distribution's scope.
-      source: the examples, weighed.
-      options: how to train.
-
-    Raises:
-      UserError: they do not fit together.
-    """
+    """Returns the plan of one training of a compiled model; raises UserError for what does not fit together."""
     distribution = options.distribution
     if options.virtual_replicas:
         distribution.peers.check_same(arithmetic.facts(distribution), "what decides about the last bit")
     batch = source.requested_batch(options.batch_size, steps=options.steps_per_epoch)
     layout = sources.layout_of(source, batch, distribution, options.accumulate, shards=options.virtual_replicas)
-    feed = _feed(source, layout, options)
+    feed = feed_of(source, layout, options)
     if options.steps_per_epoch is None and feed.batches == 0:
         raise UserError("the data set never ends", "give steps_per_epoch")
     step = step_calls.step_of(model, distribution, source)
@@ -148,7 +127,12 @@ def plan_training(model: keras.Model, source: sources.Source, options: FitOption
     step.prepare_training()
     preconditions.trains(model)
     preconditions.targets(model, step.output_shape, source)
-    validation = _validation(model, options)
+    validation = None
+    if options.validation_data is not None:
+        data = sources.as_source(options.validation_data)
+        steps = limited(options.validation_steps, keras.config.max_steps_per_epoch(), "steps")
+        rows = data.requested_batch(options.validation_batch_size or None, options.batch_size, steps)
+        validation = Evaluation(model, data, distribution, rows, steps, options.virtual_replicas)
     factors: tuple[float, ...] = ()
     if options.lr_multipliers or options.layer_decay != 1:
         factors = layerwise_rates.factors(model, options.lr_multipliers or {}, options.layer_decay)
@@ -165,30 +149,10 @@ def plan_training(model: keras.Model, source: sources.Source, options: FitOption
         updates_per_call = model.steps_per_execution
     first_update = options.initial_epoch * (updates_per_epoch or 0)
     last_update = math.inf if options.steps is None else first_update + options.steps
-    return TrainingPlan(
-        model=model,
-        source=source,
-        options=options,
-        step=step,
-        layout=layout,
-        feed=feed,
-        callbacks=callbacks,
-        validation=validation,
-        lr_factors=factors,
-        updates_per_epoch=updates_per_epoch,
-        updates_per_call=updates_per_call,
-        last_update=last_update,
-    )
+    planned = step, layout, feed, callbacks, validation, factors, updates_per_epoch, updates_per_call, last_update
+    return TrainingPlan(model, source, options, *planned)
 
 
-def _feed(source: sources.Source, layout: Layout, options: FitOptions) -> Feed:
+def feed_of(source: sources.Source, layout: Layout, options: FitOptions) -> Feed:
+    """Returns the feed of a training's global batches."""
     return sources.read_epochs(source, layout, options.shuffle, options.seed, options.steps_per_epoch is not None)
-
-
-def _validation(model: keras.Model, options: FitOptions) -> Evaluation | None:
-    if options.validation_data is None:
-        return None
-    source = sources.as_source(options.validation_data)
-    steps = limited(options.validation_steps, keras.config.max_steps_per_epoch(), "steps")
-    batch = source.requested_batch(options.validation_batch_size or None, options.batch_size, steps)
-    return Evaluation(model, source, options.distribution, batch, steps, options.virtual_replicas)

@@ -20,18 +20,8 @@ _SENT: list[mmap.mmap] = []
 """Memory that forked children share: not zero once this process has sent a signal itself, as `terminate` does."""
 
 
-def _see_kill(event: str, arguments: tuple) -> None:
-    if event in ("os.kill", "os.killpg"):
-        for page in _SENT:
-            page[0] = 1
-
-
 def reporting_failures(peers: Peers, work: Callable[[], T]) -> T:
-    """Runs the work, and reports to the other workers when it fails here.
-
-    Raises:
-      UserError, TrainingError: that ended the work, in one line.
-    """
+    """Runs the work; an error, in one line, is reported to the other workers and raised."""
     process = os.getpid()
     try:
         return work()
@@ -87,13 +77,18 @@ class Signals:
         self.received = ""
         self._process = os.getpid()
         self._sent = mmap.mmap(-1, 1)
-        self._signaled_child = 0
-        """Process id of the child that has had its first signal."""
+        self._signaled_child = 0  # process id of the child that has had its first signal
         self._before: dict = {}
 
     def __enter__(self) -> Signals:
         if not _SENT:
-            sys.addaudithook(_see_kill)
+
+            def see_kill(event: str, arguments: tuple) -> None:
+                if event in ("os.kill", "os.killpg"):
+                    for page in _SENT:
+                        page[0] = 1
+
+            sys.addaudithook(see_kill)
         _SENT.append(self._sent)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             self._before[number] = signal.signal(number, self._receive)

@@ -8,6 +8,7 @@ are recorded in the user's cache, so that only a new one pays for it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
 import os
@@ -34,35 +35,20 @@ from tfdist.verification import user_code
 from tfdist.verification.equivalence_probe import METRIC, OUTPUT, STATE, Comparison, EquivalenceProbe, ProbeResult
 
 CHOICES = ("auto", "on", "off")
-MICRO_BATCHES = 2
-"""Into which the rows are divided with `accumulate`, whatever that is."""
-ROUNDING = 1e-5
-"""Relative difference that is rounding in any model; deep ones have more, which is measured."""
+MICRO_BATCHES = 2  # into which the rows are divided with `accumulate`, whatever that is
+ROUNDING = 1e-5  # relative difference that is rounding in any model; deep ones have more, which is measured
 ROUNDING_OF_HALF_PRECISION = {"float16": 5e-3, "bfloat16": 5e-2}
 """The same for models that compute in these types: about ten times the distance of two neighboring numbers."""
-MOST_ROUNDING = 1e-3
-"""Where rounding alone makes more than this, the comparison is inconclusive."""
+MOST_ROUNDING = 1e-3  # where rounding alone makes more than this, the comparison is inconclusive
 NO_ROUNDING = 0.05
 """Relative change of a loss, metric or output that rounding never makes, if the same rows give the same again."""
-_ACROSS_ROWS = 1e-3
-"""Relative difference of a layer's outputs that is more than rounding."""
-_WRAPPERS = (
-    keras.layers.TFSMLayer,
-    keras.layers.JaxLayer,
-    keras.layers.FlaxLayer,
-    keras.layers.TorchModuleWrapper,
-)
+_ACROSS_ROWS = 1e-3  # relative difference of a layer's outputs that is more than rounding
+_WRAPPERS = keras.layers.TFSMLayer, keras.layers.JaxLayer, keras.layers.FlaxLayer, keras.layers.TorchModuleWrapper
 """Layers of Keras' that compute what somebody else has written."""
 _VERB = {"train": "agree on", "test": "agree on measuring", "predict": "agree on predicting with"}
 _CONTEXT = {"train": "", "test": " in an evaluation", "predict": " in a prediction"}
 
-
-_AGREED: weakref.WeakKeyDictionary[Step, set[Comparison]] = weakref.WeakKeyDictionary()
-"""Comparisons that have passed."""
-
-
-def _agreed(step: Step) -> set[Comparison]:
-    return _AGREED.setdefault(step, set())
+_AGREED: weakref.WeakKeyDictionary[Step, set[Comparison]] = weakref.WeakKeyDictionary()  # comparisons that have passed
 
 
 def check_training(step: Step, choice: str, virtual_replicas: int = 0, accumulate: int = 1) -> None:
@@ -71,8 +57,8 @@ def check_training(step: Step, choice: str, virtual_replicas: int = 0, accumulat
     Args:
       step: of the compiled model, prepared for training.
       choice: `on`, `off`, or `auto` to leave out models that have passed before.
-      virtual_replicas: virtual replicas, which are compared with the whole batch; 0 for none.
-      accumulate: micro-batches of an update, which are compared with the whole batch if there are several.
+      virtual_replicas, accumulate: virtual replicas (0 for none), or several micro-batches, are compared with the whole
+        batch.
 
     Raises:
       UserError: the replicas, virtual replicas or micro-batches disagree; it names the part of the model.
@@ -92,21 +78,18 @@ def check_forward(
     """Refuses, before its first batch, an evaluation or a prediction that would not be what it is on one replica.
 
     Args:
-      step: of the model.
       kind: `test` or `predict`.
       choice, virtual_replicas: as for `check_training`.
       entries: number of inputs, targets and weights that a model's own step is given.
       within_fit: whether it belongs to a training that has been checked.
-
-    Raises:
-      UserError: the replicas, virtual ones included, disagree; it names the part of the model.
     """
     if choice == "off" or step.sample_rows is None or (within_fit and _trains_as_it_measures(step)):
         return
     rows = _rows_for(step, step.sample_rows[:entries], kind)
     for comparison in _comparisons(step, kind, virtual_replicas):
-        if _agree(step, rows, comparison, choice, passed=choice == "auto" and comparison in _agreed(step)):
-            _agreed(step).add(comparison)
+        agreed = _AGREED.setdefault(step, set())
+        if _agree(step, rows, comparison, choice, passed=choice == "auto" and comparison in agreed):
+            agreed.add(comparison)
 
 
 def _comparisons(step: Step, kind: str, virtual_replicas: int, accumulate: int = 1) -> list[Comparison]:
@@ -123,20 +106,15 @@ def _rows_for(step: Step, rows: tuple[Structure, ...], kind: str) -> tuple[Struc
 
 
 def _record_forward(step: Step, comparison: Comparison, persist: bool) -> None:
-    """Records which forward checks a passed training covers, since it computes the same.
-
-    Args:
-      persist: whether also for later processes.
-    """
+    """Records which forward checks a passed training covers, as it computes the same; `persist` for later processes."""
     model = step.model
     if not _trains_as_it_measures(step):
         return
-    compiled = keras_internals.compiled_loss(model)
-    losses = len(keras_internals.loss_entries(compiled)) if compiled else 0
+    losses = len(keras_internals.loss_entries(model))
     every = losses and losses == step.outputs and not preconditions.replaced(model, preconditions.PREDICTION)
     for kind in ("test", "predict") if every else ("test",):
         other = comparison._replace(kind=kind)
-        _agreed(step).add(other)
+        _AGREED.setdefault(step, set()).add(other)
         if persist:
             record_pass(fingerprint(model, step.distribution, _rows_for(step, step.sample_rows or (), kind), other))
 
@@ -150,29 +128,16 @@ def _trains_as_it_measures(step: Step) -> bool:
         return False
     # Keras' own layers, too, call functions of the user's: Lambda, or as an activation.
     calls = [f for layer in layers for f in (layer.call, *filter(callable, vars(layer).values()))]
-    return not any(_takes_training(call) for call in calls if not isinstance(call, keras.Layer | type))
-
-
-def _takes_training(call: Callable) -> bool:
-    """Returns whether a callable is the user's own and takes `training`."""
-    if not user_code.is_own(call):
-        return False
-    try:
-        return "training" in inspect.signature(call).parameters
-    except (TypeError, ValueError):  # that cannot be known
-        return True
+    return not user_code.take([call for call in calls if not isinstance(call, keras.Layer | type)], "training")
 
 
 class _Outcome(NamedTuple):
     """The same rows computed in both ways."""
 
     whole: ProbeResult
-    noise: dict[str, float]
-    """Relative differences that the order of the rows alone makes."""
-    distances: dict[str, float]
-    """Relative differences of the two ways."""
-    rounding: float
-    """Relative difference that counts as none."""
+    noise: dict[str, float]  # relative differences that the order of the rows alone makes
+    distances: dict[str, float]  # relative differences of the two ways
+    rounding: float  # relative difference that counts as none
 
     @classmethod
     def of(cls, probe: EquivalenceProbe) -> _Outcome:
@@ -209,9 +174,6 @@ def _refuse_by_structure(step: Step, comparisons: Sequence[Comparison], whole: P
 
     Args:
       whole: what one replica has computed, if it has: a layer called with `training=False` kept its statistics.
-
-    Raises:
-      UserError: a BatchNormalization layer trains with the rows of its own replica.
     """
     for comparison in comparisons:
         if (comparison.kind, comparison.parts) != ("train", "replicas"):
@@ -228,13 +190,11 @@ def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choi
 
     Args:
       passed: whether they have agreed in this process.
-
-    Raises:
-      UserError: they do not.
     """
     distribution = step.distribution
     mark = fingerprint(step.model, distribution, rows, comparison) if choice == "auto" else ""
-    states = distribution.peers.gather("whether the model has been checked", [passed or has_passed(mark), _crc(rows)])
+    passed = passed or bool(mark and (_cache_folder() / mark).exists())
+    states = distribution.peers.gather("whether the model has been checked", [passed, _crc(rows)])
     if all(passed for passed, _ in states):
         return True
     if any(checksum != states[0][1] for _, checksum in states):
@@ -242,9 +202,8 @@ def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choi
         _refuse_by_structure(step, [comparison])
         logger.info(f"WARNING: not checked whether {comparison} agree: the workers have read other rows")
         return False
-    start = time.perf_counter()
+    start, repeated = time.perf_counter(), dict[str, float]()
     probe = EquivalenceProbe(step, rows, comparison)
-    repeated: dict[str, float] = {}
     try:
         with distribution.peers.during("compiling"), step_calls.eagerly(step.model):
             outcome = _Outcome.of(probe)
@@ -273,8 +232,7 @@ def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choi
             )
         logger.info(f"WARNING: not checked whether {comparison} agree: {_inconclusive_reason(outcome, repeated)}")
         return False
-    disagreements = outcome.disagreements()
-    if disagreements:
+    if disagreements := outcome.disagreements():
         raise UserError(_message(step, rows, comparison, disagreements, probe.adding))
     record_pass(mark)
     most = max((d for n, d in outcome.distances.items() if n != "the gradient"), default=0.0)
@@ -294,11 +252,7 @@ def _crc(rows: tuple[Structure, ...]) -> int:
 
 
 def _order_dependent(outcome: _Outcome, repeated: dict[str, float]) -> str:
-    """Returns the first value that changes with the order of the rows, where nothing random does; or an empty string.
-
-    Args:
-      repeated: differences of the same rows in the same order.
-    """
+    """Returns the first value that changes with the order of the rows, where nothing random does; empty for none."""
     if any(distance > ROUNDING for distance in repeated.values()):
         return ""
     names = [n for n in outcome.whole.values if not n.startswith(STATE) and outcome.noise[n] > NO_ROUNDING]
@@ -321,7 +275,6 @@ def _message(
     """Returns the line that names the part of the model that disagrees, and the fix.
 
     Args:
-      rows: that were computed.
       disagreements: names of values, and by how much they differ.
       adding: the layers that call `add_loss`.
     """
@@ -349,8 +302,7 @@ def _message(
         return f"{start}, which layer {', '.join(adding)} gives: make it a mean over the examples, {fix}"
     if first.startswith(METRIC):
         return f"{start}: leave it out, {fix}"
-    layer = _layer_across_rows(step, rows)
-    if layer:
+    if layer := _layer_across_rows(step, rows):
         return f"{start}, since layer {layer!r} looks at the other rows of a batch: change that, {fix}"
     if own:
         return f"{start}: what {own} of {type(model).__name__} gives is no mean over examples; make it one, {fix}"
@@ -386,8 +338,10 @@ def _layer_across_rows(step: Step, rows: tuple[Structure, ...]) -> str:
     model = step.model
     half = max(1, int(keras.tree.flatten(rows)[0].shape[0]) // 2)
     try:
-        variables = {id(v): v for v in [*model.non_trainable_variables, *model.metrics_variables]}
-        with step.distribution.scope(), layer_state.unchanged(list(variables.values())):
+        with (
+            step.distribution.scope(),
+            layer_state.unchanged([*model.non_trainable_variables, *model.metrics_variables]),
+        ):
             whole = _layer_outputs(step, rows[0])
             part = _layer_outputs(step, keras.tree.map_structure(lambda t: t[:half], rows[0]))
     except Exception:  # whatever a layer of the user's own may do outside of a replica
@@ -417,7 +371,7 @@ def _layer_outputs(step: Step, x: Structure) -> list[tuple[str, list[np.ndarray]
         return call
 
     layers = keras_internals.flat_layers(step.model, include_self=False)
-    with keras_internals.calls({layer: recording(layer) for layer in layers}):
+    with keras_internals.replaced("call", [(layer, recording(layer)) for layer in layers]):
         step.replica.forward(x, training=False)
     return outputs_by_layer
 
@@ -425,12 +379,8 @@ def _layer_outputs(step: Step, x: Structure) -> list[tuple[str, list[np.ndarray]
 def fingerprint(model: keras.Model, distribution: Distribution, rows: Structure, comparison: Comparison) -> str:
     """Returns a digest of all that decides whether replicas agree on a model: its code, its settings and the versions.
 
-    Args:
-      rows: some of the data.
-      comparison: only a training depends on optimizers, and a prediction not even on losses.
-
-    Returns:
-      Hexadecimal digits; an empty string if some of the code cannot be read, and the model is to be checked each time.
+    Only a training depends on optimizers, and a prediction not even on losses. It is empty if some of the code cannot
+    be read, and the model is to be checked each time.
     """
     import tfdist
 
@@ -460,20 +410,12 @@ def fingerprint(model: keras.Model, distribution: Distribution, rows: Structure,
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def has_passed(mark: str) -> bool:
-    """Returns whether a model with this fingerprint has passed."""
-    return bool(mark) and (_cache_folder() / mark).exists()
-
-
 def record_pass(mark: str) -> None:
     """Records that a model with this fingerprint, if any, has passed; without a writable cache it is checked again."""
-    if not mark:
-        return
-    try:
-        _cache_folder().mkdir(parents=True, exist_ok=True)
-        (_cache_folder() / mark).touch()
-    except OSError:
-        return
+    if mark:
+        with contextlib.suppress(OSError):
+            _cache_folder().mkdir(parents=True, exist_ok=True)
+            (_cache_folder() / mark).touch()
 
 
 def _cache_folder() -> pathlib.Path:
@@ -482,11 +424,7 @@ def _cache_folder() -> pathlib.Path:
 
 
 def _description(thing: object) -> list[str]:
-    """Returns the settings of an object of Keras', and the code of what is the user's own.
-
-    Raises:
-      OSError, TypeError: there is no source to read.
-    """
+    """Returns the settings of an object of Keras', and the code of what is the user's own, if there is a source."""
     if isinstance(thing, str | int | float | bool | None):
         return [repr(thing)]
     if isinstance(thing, dict):

@@ -17,18 +17,15 @@ from tfdist.distributed.distribution import Distribution
 from tfdist.errors import TrainingError
 from tfdist.keras_bridge import layer_state, preconditions
 
-EVERY = 1000
-"""Updates between two comparisons."""
+EVERY = 1000  # updates between two comparisons
 _BITS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
 
 
 class ReplicaSyncCheck:
-    """The comparison of a model's state over replicas and workers.
+    """The comparison of a model's state over replicas and workers, each `every` updates.
 
     Args:
-      distribution: under which the model was created.
       optimizers: whether to compare their state, too: slots, learning rate, number of updates, loss scale.
-      every: updates between two comparisons.
     """
 
     def __init__(self, distribution: Distribution, optimizers: bool = True, every: int = EVERY):
@@ -40,24 +37,13 @@ class ReplicaSyncCheck:
         """The checksums as a compiled function, and the ids of the variables that it reads."""
 
     def check_if_due(self, model: keras.Model, updates: int) -> None:
-        """Compares at the first call, and every so many updates.
-
-        Raises:
-          TrainingError: as `check`.
-        """
+        """Compares at the first call, and every so many updates."""
         if updates >= self._next:
             self._next = updates - updates % self._every + self._every
             self.check(model, f"after update {updates}")
 
     def check(self, model: keras.Model, when: str) -> None:
-        """Compares; all workers call this.
-
-        Args:
-          when: for the message, such as `after update 10`.
-
-        Raises:
-          TrainingError: the state differs; it names the first variable that does, and where.
-        """
+        """Compares; all workers call this. The TrainingError names the first variable that differs, and where."""
         if self._distribution.replicas == 1:
             return
         variables = [*model.trainable_variables, *layer_state.fixed_variables(model)]
@@ -105,11 +91,7 @@ _CHECKS_OF_WEIGHTS: dict[int, tuple[tf.distribute.Strategy, ReplicaSyncCheck]] =
 
 
 def check_weights(model: keras.Model, distribution: Distribution, when: str) -> None:
-    """Compares a model's weights alone, which are all that is measured or predicted with.
-
-    Raises:
-      TrainingError: as `ReplicaSyncCheck.check`.
-    """
+    """Compares a model's weights alone, which are all that is measured or predicted with."""
     strategy, check = _CHECKS_OF_WEIGHTS.get(id(model), (None, None))
     if check is None or strategy is not distribution.strategy:
         if check is None:

@@ -9,7 +9,7 @@ import pathlib
 import sys
 import sysconfig
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -22,7 +22,18 @@ _WITHOUT_ATTRIBUTES = (str, bytes, int, float, complex, bool, type(None), np.nda
 
 def is_own(code: object) -> bool:
     """Returns whether a function, or the class of an object, is code of the user's or of another library."""
-    return _package(_module(code)) not in _LIBRARIES
+    return _package(getattr(code, "__module__", None) or "") not in _LIBRARIES
+
+
+def take(functions: Iterable[Callable], argument: str) -> bool:
+    """Returns whether any of these that is the user's own takes an argument, or may, if that cannot be known."""
+    for function in filter(is_own, functions):
+        try:
+            if argument in inspect.signature(function).parameters:
+                return True
+        except (TypeError, ValueError):
+            return True
+    return False
 
 
 def digest(roots: Iterable[object]) -> str:
@@ -30,9 +41,6 @@ def digest(roots: Iterable[object]) -> str:
 
     It covers the file of every loaded module of the user's: what their methods call, inherit or read as a global is in
     one of them. It is the same in each process that has loaded the same files.
-
-    Args:
-      roots: layers, losses, metrics and optimizers.
 
     Raises:
       OSError: some of the code is in no file, as that of a notebook's cell: what it calls may have changed.
@@ -51,10 +59,6 @@ def digest(roots: Iterable[object]) -> str:
     return hashlib.sha256("\n".join([*contents, *constants]).encode()).hexdigest()
 
 
-def _module(code: object) -> str:
-    return getattr(code, "__module__", None) or ""
-
-
 def _package(module: str) -> str:
     return module.partition(".")[0]
 
@@ -63,16 +67,13 @@ def _file(module: object) -> str:
     return getattr(module, "__file__", None) or ""
 
 
-@functools.cache
-def _library_folders() -> tuple[str, ...]:
-    python = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
-    return (str(pathlib.Path(tfdist.__file__).parent), *python)
+_FOLDERS = (str(pathlib.Path(tfdist.__file__).parent), *map(sysconfig.get_path, ("stdlib", "platstdlib")))
 
 
 def _is_users(file: str) -> bool:
     path = pathlib.Path(file)
     installed = {"site-packages", "dist-packages"} & set(path.parts)
-    return not installed and not any(path.is_relative_to(folder) for folder in _library_folders())
+    return not installed and not any(path.is_relative_to(folder) for folder in _FOLDERS)
 
 
 def _code_in(roots: Iterable[object]) -> tuple[set[str], list[str]]:

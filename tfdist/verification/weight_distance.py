@@ -25,8 +25,7 @@ TOLERANCE = {"float32": 1e-5, "float64": 1e-11, "mixed_bfloat16": 1e-2, "mixed_f
 """Largest distance after a whole run, by precision: ten times that of the tests' few updates."""
 TOLERANCE_OF_SUMS = {"float32": 0.0, "bfloat16": 1e-2, "float16": 1e-3}
 """Smallest tolerance when gradients travel in this type."""
-CHECK_TOLERANCE = 1e-6
-"""Largest distance after the check in float64: rounding is 1e-12 there, a wrong sum 1e-3 or more."""
+CHECK_TOLERANCE = 1e-6  # largest distance after the check in float64: rounding is 1e-12 there, a wrong sum 1e-3 or more
 CHECK_UPDATES = 100
 _SEED = "seed_generator"
 _NAME = re.compile(r"(shared|replicas)/model/(\d+)/(.+)")
@@ -38,12 +37,9 @@ class Difference:
 
     distance: float
     """|a - b| / |a|, with the Euclidean norm over all weights of the model: 0 where all bits are the same."""
-    variable: str
-    """In which most of it is; empty if nothing differs."""
-    largest: float
-    """max |a - b| in that variable."""
-    scale: float
-    """max |a| in that variable."""
+    variable: str  # in which most of it is; empty if nothing differs
+    largest: float  # max |a - b| in that variable
+    scale: float  # max |a| in that variable
     variables: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Each variable's part of the distance: the squares add up to its square."""
 
@@ -62,14 +58,10 @@ def tolerance(precision: str, reduce_dtype: str) -> float:
 
 
 def check_flags(updates: int, epochs: int) -> dict[str, str]:
-    """Returns fields of an experiment that separate a wrong sum from rounding that has grown.
+    """Returns fields of an experiment of that length that separate a wrong sum from rounding that has grown.
 
     Rounding grows with time, in some models to a few percent (see the README). In float64 it begins at 1e-16, and is
     still negligible after an epoch. Besides, the warm-up fits into these few updates, and BatchNorm is synchronized.
-
-    Args:
-      updates: number of updates of the whole run.
-      epochs: number of its epochs.
     """
     # An epoch and one more update include the last batch of an epoch, which may be an uneven one.
     few = min(updates, CHECK_UPDATES, -(-updates // max(1, epochs)) + 1)
@@ -85,11 +77,7 @@ def check_flags(updates: int, epochs: int) -> dict[str, str]:
 
 
 def difference(reference: pathlib.Path, other: pathlib.Path) -> Difference:
-    """Compares the weights in two run folders.
-
-    Raises:
-      ValueError: the weights cannot be read, or are of another model.
-    """
+    """Compares the weights in two run folders; raises ValueError if they cannot be read, or are of another model."""
     readers = _reader(reference), _reader(other)
     names, other_names = map(_names, readers)
     if names.keys() != other_names.keys():
@@ -132,11 +120,7 @@ def reasons_to_differ(folder: pathlib.Path, replicas: int) -> list[str]:
 
 
 def _reader(folder: pathlib.Path) -> _CheckpointReader:
-    """Returns a reader of the newest checkpoint in a run folder.
-
-    Raises:
-      ValueError: there is none, or it cannot be read.
-    """
+    """Returns a reader of the newest checkpoint in a run folder; raises ValueError if none can be read."""
     try:
         path = files.newest_first(folder / "checkpoints")[0]
         files.verify(path)
