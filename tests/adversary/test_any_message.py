@@ -21,7 +21,7 @@ from support import adversary
 from tfdist.cluster import registration, watch, wire
 from tfdist.cluster.watch import Watch
 from tfdist.cluster.wire import Acceptor
-from tfdist.doctor import peer_query
+from tfdist.doctor import network
 from tfdist.launch import node_link
 from tfdist.launch.event_loop import Events
 
@@ -44,7 +44,7 @@ READERS = [  # who reads it, and messages that are right
         watch.from_chief(2),
         [{"gathered": 0, "values": [None, 1]}, {"failed": "x"}, {"lost": "x", "worker": 1, "why": "y"}],
     ),
-    (peer_query._ANSWER, [{"doctor": {"host": "h", "versions": {"a": "1"}, "clock": 1.5}}]),
+    (network._ANSWER, [{"doctor": {"host": "h", "versions": {"a": "1"}, "clock": 1.5}}]),
 ]
 RIGHT = [message for _, those in READERS for message in those]
 
@@ -285,9 +285,9 @@ def test_any_bytes_of_another_worker(pieces):
 @given(pieces=WELL_READ)
 def test_any_question_to_a_doctor(pieces):
     """And the next one is answered."""
-    listener = peer_query.PeerListener("127.0.0.1", 0, {"tfdist": "1"}, SECRET)
+    listener = network.PeerListener("127.0.0.1", 0, {"tfdist": "1"}, SECRET)
     try:
         said_to(("127.0.0.1", listener.port), pieces, SECRET)
-        assert peer_query.ask("127.0.0.1", listener.port, SECRET, LIMIT_S).versions == {"tfdist": "1"}
+        assert network.ask("127.0.0.1", listener.port, SECRET, LIMIT_S).versions == {"tfdist": "1"}
     finally:
         listener.close()

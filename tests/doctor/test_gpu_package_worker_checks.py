@@ -29,7 +29,7 @@ TF_CONFIG = {"cluster": {"chief": ["a:1"], "worker": ["b:2", "c:3"]}, "task": {"
 
 def test_tasks_run_side_by_side_and_keep_their_order():
     meeting = threading.Barrier(2, timeout=30)  # one after the other, they would never meet
-    tasks = [check_lib.Task(name, lambda name=name: [check_lib.ok(name, str(meeting.wait() >= 0))]) for name in "ab"]
+    tasks = [check_lib.Check(name, lambda name=name: [check_lib.ok(str(meeting.wait() >= 0))]) for name in "ab"]
     assert [(c.name, c.finding) for c in check_lib.run(tasks, time.monotonic() + 30)] == [("a", "True"), ("b", "True")]
 
 
@@ -38,10 +38,10 @@ def test_a_task_that_hangs_or_breaks_does_not_take_the_others_with_it():
         raise UserError("--x=1 is wrong", "use 2")
 
     tasks = [
-        check_lib.Task("hangs", threading.Event().wait, "pull the plug"),
-        check_lib.Task("breaks", lambda: 1 / 0),
-        check_lib.Task("refuses", refuse),
-        check_lib.Task("works", lambda: [check_lib.ok("works", "yes")]),
+        check_lib.Check("hangs", threading.Event().wait, "pull the plug"),
+        check_lib.Check("breaks", lambda: 1 / 0),
+        check_lib.Check("refuses", refuse),
+        check_lib.Check("works", lambda: [check_lib.ok("yes")]),
     ]
     hangs, breaks, refuses, works = check_lib.run(tasks, time.monotonic() + 0.5)
     assert (hangs.status, hangs.fix) == ("warn", "pull the plug") and "no answer within" in hangs.finding
@@ -55,7 +55,7 @@ def test_a_task_that_hangs_or_breaks_does_not_take_the_others_with_it():
 
 
 def test_what_others_say_cannot_move_the_cursor():
-    check = check_lib.warn("x", "a\x1b[2Jb\nc", "d\x07")
+    check = check_lib.warn("a\x1b[2Jb\nc", "d\x07")
     assert (check.finding, check.fix) == ("a?[2Jb c", "d?")
 
 
@@ -305,8 +305,8 @@ def place(environ=None, gpus_here=(), several=False, **environment):
 
 def test_alone_on_a_cpu():
     found = place()
-    assert [c.status for c in found.checks] == ["ok", "ok"] and found.choice.name == "default"
-    one(of(found.checks, "strategy"), "ok", "default, because 1 CPU here")
+    assert [c.status for c in found.findings] == ["ok", "ok"] and found.choice.name == "default"
+    one(of(found.findings, "strategy"), "ok", "default, because 1 CPU here")
     assert found.others.keys() == {"mirrored", "multi_worker", "tpu", "horovod"}
     assert "needs at least 2 devices, found 1 (the CPU)" in found.others["mirrored"]
     assert "the only worker" in found.others["multi_worker"]
@@ -327,23 +327,23 @@ def test_four_gpus_and_what_was_asked_for():
 
 def test_a_strategy_that_cannot_run_here():
     found = place(strategy="mirrored")
-    one(of(found.checks, "strategy"), "fail", "needs at least 2 devices", "use --virtual_devices=2 to split the CPU")
+    one(of(found.findings, "strategy"), "fail", "needs at least 2 devices", "use --virtual_devices=2 to split the CPU")
     assert found.choice is None and found.others["default"] == "it would run"
     assert found.others["auto"] == "it would pick default, because 1 CPU here"
     found = place(gpus_here=GPUS, devices="7")
-    one(of(found.checks, "strategy"), "fail", "there is no device 7", "")
+    one(of(found.findings, "strategy"), "fail", "there is no device 7", "")
     found = place({"TPU_NAME": "local"})
     text = "default, because 1 CPU here; not tpu, though TPU_NAME says that there is one: TensorFlow 2"
-    one(of(found.checks, "strategy"), "ok", text)
+    one(of(found.findings, "strategy"), "ok", text)
 
 
 def test_tf_config_is_explained():
     found = place({"TF_CONFIG": json.dumps(TF_CONFIG)})
     text = "this is worker 1 of 3 by TF_CONFIG; they meet at a:1; in order of rank: a:1, b:2, c:3"
-    one(of(found.checks, "TF_CONFIG"), "ok", text)
-    one(of(found.checks, "open ports"), "warn", "listens on all interfaces without authentication", "private network")
-    one(of(found.checks, "secret"), "fail", "connect to a:1 without a secret", "set TFDIST_SECRET to the same")
-    assert not of(place({"TF_CONFIG": json.dumps(TF_CONFIG)}, insecure=True).checks, "secret")
+    one(of(found.findings, "TF_CONFIG"), "ok", text)
+    one(of(found.findings, "open ports"), "warn", "listens on all interfaces without authentication", "private network")
+    one(of(found.findings, "secret"), "fail", "connect to a:1 without a secret", "set TFDIST_SECRET to the same")
+    assert not of(place({"TF_CONFIG": json.dumps(TF_CONFIG)}, insecure=True).findings, "secret")
     assert found.choice.name == "multi_worker" and "there are 3 workers (TF_CONFIG)" in found.others["default"]
 
 
@@ -370,19 +370,21 @@ def test_tf_config_is_explained():
 )
 def test_a_wrong_tf_config_is_said_once(text, finding, fix):
     found = place({"TF_CONFIG": text})
-    one(found.checks, "fail", finding, fix)
+    one(found.findings, "fail", finding, fix)
     assert found.choice is None and found.others == {}
 
 
 def test_a_tf_config_that_says_nothing():
-    one(of(place({"TF_CONFIG": "{}"}).checks, "TF_CONFIG"), "warn", "names no workers", "unset TF_CONFIG")
+    one(of(place({"TF_CONFIG": "{}"}).findings, "TF_CONFIG"), "warn", "names no workers", "unset TF_CONFIG")
 
 
 def test_variables_that_contradict_each_other():
     environ = {"TF_CONFIG": json.dumps(TF_CONFIG), "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
     found = place(environ)
-    one(of(found.checks, "TF_CONFIG"), "ok", "worker 1 of 3")
-    one(of(found.checks, "workers"), "fail", "rank 1 of 3 by TF_CONFIG and rank 0 of 2 by Open MPI", "unset TF_CONFIG")
+    one(of(found.findings, "TF_CONFIG"), "ok", "worker 1 of 3")
+    one(
+        of(found.findings, "workers"), "fail", "rank 1 of 3 by TF_CONFIG and rank 0 of 2 by Open MPI", "unset TF_CONFIG"
+    )
     assert found.choice is None
 
 
@@ -403,18 +405,18 @@ def test_variables_that_contradict_each_other():
     ],
 )
 def test_surroundings(environ, status, text):
-    one(of(place(environ).checks, "surroundings"), status, text)
+    one(of(place(environ).findings, "surroundings"), status, text)
 
 
 def test_workers_of_slurm_and_of_horovodrun():
     step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NTASKS": "2"}
     found = place({**step, "SLURM_TASKS_PER_NODE": "2", "SLURM_JOB_NODELIST": "n1"})
     one(
-        of(found.checks, "workers"),
+        of(found.findings, "workers"),
         "ok",
         "this is worker 1 of 2 by Slurm, 2 of 2 on this host; they meet at 127.0.0.1:",
     )
-    assert not of(found.checks, "surroundings")
+    assert not of(found.findings, "surroundings")
     found = place({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"})
     assert found.choice.name == "horovod" and "under horovodrun has no addresses" in found.others["multi_worker"]
-    assert of(place(several=True).checks, "open ports")  # other hosts are named, so there will be workers
+    assert of(place(several=True).findings, "open ports")  # other hosts are named, so there will be workers

@@ -12,7 +12,6 @@ from support.doctor_findings import one
 from tfdist import config
 from tfdist.config import cpu_kernels
 from tfdist.doctor import dataset, machine
-from tfdist.doctor import disk as disk_lib
 
 # -- machine --------------------------------------------------------------------
 
@@ -122,44 +121,44 @@ def test_shared_memory(mounted, tmp_path):
 def test_a_disk_with_room(tmp_path):
     before = sorted(tmp_path.rglob("*"))
     one(
-        disk_lib.room(tmp_path / "not" / "yet", least=1),
+        machine.room(tmp_path / "not" / "yet", least=1),
         "warn" if shutil.disk_usage(tmp_path).free < 2e9 else "ok",
         f"free at {tmp_path}",
     )
-    one(disk_lib.speed(tmp_path / "not" / "yet", slow=1), "ok", "/s at ")
-    one(disk_lib.speed(tmp_path, slow=1e15), "warn", "checkpoints will be slow", "put --workdir on a local disk")
+    one(machine.speed(tmp_path / "not" / "yet", slow=1), "ok", "/s at ")
+    one(machine.speed(tmp_path, slow=1e15), "warn", "checkpoints will be slow", "put --workdir on a local disk")
     assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_full_disk(mounted):
     disk = mounted("size=2m")
     (disk / "ballast").write_bytes(bytes(2 << 20))
-    one(disk_lib.room(disk / "run"), "fail", "only 0.0 kB free", "free some")
-    one(disk_lib.speed(disk / "run"), "fail", "No space left on device", "free or repair that disk")
+    one(machine.room(disk / "run"), "fail", "only 0.0 kB free", "free some")
+    one(machine.speed(disk / "run"), "fail", "No space left on device", "free or repair that disk")
     assert [p.name for p in disk.iterdir()] == ["ballast"]
 
 
 def test_a_disk_that_fills_up_soon(mounted):
     disk = mounted("size=200m")
-    one(disk_lib.room(disk), "warn", "only 209.7 MB free", "free some")
+    one(machine.room(disk), "warn", "only 209.7 MB free", "free some")
     one(
-        disk_lib.room(disk, checkpoint=80_000_000, keep=3),
+        machine.room(disk, checkpoint=80_000_000, keep=3),
         "warn",
         "3 checkpoints like the newest take 320.0 MB",
         "checkpoint.keep",
     )
-    one(disk_lib.room(disk, checkpoint=300_000_000), "fail", "only", "free some")
+    one(machine.room(disk, checkpoint=300_000_000), "fail", "only", "free some")
 
 
 def test_a_disk_that_cannot_be_written(mounted, tmp_path):
     disk = mounted("ro,size=2m")
-    one(disk_lib.room(disk), "fail", "is mounted read-only", "choose another --workdir")
-    one(disk_lib.speed(disk), "fail", "nothing can be written", "choose another --workdir")
+    one(machine.room(disk), "fail", "is mounted read-only", "choose another --workdir")
+    one(machine.speed(disk), "fail", "nothing can be written", "choose another --workdir")
     inodes = mounted("size=200m,nr_inodes=2")
     (inodes / "last").write_text("")
-    one(disk_lib.room(inodes), "fail", "its inodes are used up", "delete files there")
+    one(machine.room(inodes), "fail", "its inodes are used up", "delete files there")
     (tmp_path / "file").write_text("")
-    one(disk_lib.room(tmp_path / "file" / "x"), "fail", "file is a file, and", "choose another --workdir")
+    one(machine.room(tmp_path / "file" / "x"), "fail", "file is a file, and", "choose another --workdir")
 
 
 # -- data set -------------------------------------------------------------------

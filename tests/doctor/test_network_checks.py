@@ -14,7 +14,7 @@ from support.doctor_findings import one
 from tfdist.cluster import discovery, peers, registration, wire
 from tfdist.cluster.discovery import Cluster
 from tfdist.config import messages
-from tfdist.doctor import network, peer_query
+from tfdist.doctor import network
 
 VERSIONS = {"python": "3.11.7", "tfdist": "0.1.0", "tensorflow": "2.21.0", "keras": "3.15.1", "horovod": "0.28.1"}
 HERE = "127.0.0.1"
@@ -35,7 +35,7 @@ def doctor():
     messages.aside.addHandler(handler)
 
     def start(versions=VERSIONS, secret=""):
-        made.append(peer_query.PeerListener(HERE, 0, versions, secret))
+        made.append(network.PeerListener(HERE, 0, versions, secret))
         return made[-1].port
 
     start.said = lambda: said.get(timeout=30)
@@ -132,7 +132,7 @@ def test_closed_and_unknown(port, monkeypatch):
 def test_a_doctor_that_starts_later(port):
     """The same command runs on all hosts, and one is always first."""
     made = []
-    later = threading.Timer(0.3, lambda: made.append(peer_query.PeerListener(HERE, port, VERSIONS, "")))
+    later = threading.Timer(0.3, lambda: made.append(network.PeerListener(HERE, port, VERSIONS, "")))
     later.start()
     one(ask(port, patience=30.0), "ok", "with the same versions")
     later.join()

@@ -10,36 +10,28 @@ from tfdist.checkpoints import files, integrity, storage
 from tfdist.checkpoints.bucket_folder import BucketFolder
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.config import buckets
-from tfdist.doctor.check import Check, fail, ok
-from tfdist.doctor.disk import size
+from tfdist.doctor.check import Finding, fail, ok
+from tfdist.doctor.machine import size
 from tfdist.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Finding:
-    """One checkpoint."""
+class Checkpoint:
+    """One checkpoint; None is what a damaged one does not tell."""
 
     path: str
     update: int
-    epochs: int | None
-    """Epochs that were complete."""
-    begun: int | None
-    """Updates of the next one."""
+    epochs: int | None  # that were complete
+    begun: int | None  # updates of the next one
     bytes: int | None
     written: str
-    problem: str
-    """Why it cannot be used, or nothing."""
-    next: bool
-    """Whether a resume would use this one."""
+    problem: str  # why it cannot be used, or nothing
+    next: bool  # a resume would use this one
 
 
-def examine(folder: pathlib.Path) -> list[Finding]:
-    """Verifies all checkpoints of a folder, the newest first.
-
-    Raises:
-      UserError: the folder is there and cannot be read.
-    """
-    findings: list[Finding] = []
+def examine(folder: pathlib.Path) -> list[Checkpoint]:
+    """Verifies all checkpoints of a folder, the newest first; raises `UserError` where it cannot be read."""
+    found: list[Checkpoint] = []
     for path in files.newest_first(folder):
         size, epochs, begun, problem = None, None, None, ""
         try:
@@ -52,54 +44,45 @@ def examine(folder: pathlib.Path) -> list[Finding]:
             written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime))
         except OSError:  # a run that goes on has just deleted it as one too many
             continue
-        first = not problem and not any(f.next for f in findings)
-        findings.append(Finding(str(path), files.update_of(path), epochs, begun, size, written, problem, first))
-    return findings
+        first = not problem and not any(c.next for c in found)
+        found.append(Checkpoint(str(path), files.update_of(path), epochs, begun, size, written, problem, first))
+    return found
 
 
-def of_bucket(url: str) -> list[Finding]:
-    """Downloads all checkpoints of a run folder in a bucket, and verifies them.
-
-    Raises:
-      UserError: the bucket cannot be read.
-    """
+def of_bucket(url: str) -> list[Checkpoint]:
+    """Downloads all checkpoints of a run folder in a bucket, and verifies them."""
     folder, kept = storage.at(f"{url.rstrip('/')}/checkpoints")
     kept.begin()
     for path in files.newest_first(folder):
         kept.fetch(path)
-    found = [(kept.shown(pathlib.Path(finding.path)), finding) for finding in examine(folder)]
-    return [dataclasses.replace(finding, path=path, written="in the bucket") for path, finding in found]
+    return [
+        dataclasses.replace(c, path=kept.shown(pathlib.Path(c.path)), written="in the bucket") for c in examine(folder)
+    ]
 
 
-def checks(folder: str, findings: list[Finding]) -> list[Check]:
+def checks(folder: str, found: list[Checkpoint]) -> list[Finding]:
     """Makes a finding of each checkpoint."""
-    valid = sum(not f.problem for f in findings)
+    valid = any(not c.problem for c in found)
     fix = "a resume leaves it out" if valid else "none is left: copy one back, or start over with --resume=never"
-    return [_check(f, fix) for f in findings] or [ok("checkpoints", f"there are none in {folder}")]
+    findings = []
+    for c in found:
+        if c.problem:
+            findings.append(fail(f"{c.path}: {c.problem} ({c.written})", fix, "checkpoint"))
+            continue
+        done = f"after {c.epochs} epochs{f' and {c.begun} updates' if c.begun else ''}, {size(c.bytes or 0)}"
+        text = f"{c.path}: {done}, {c.written}{' <- a resume goes on from here' if c.next else ''}"
+        findings.append(ok(text, "checkpoint"))
+    return findings or [ok(f"there are none in {folder}")]
 
 
-def _check(f: Finding, fix: str) -> Check:
-    if f.problem:
-        return fail("checkpoint", f"{f.path}: {f.problem} ({f.written})", fix)
-    done = f"after {f.epochs} epochs{f' and {f.begun} updates' if f.begun else ''}, {size(f.bytes or 0)}, {f.written}"
-    return ok("checkpoint", f"{f.path}: {done}{' <- a resume goes on from here' if f.next else ''}")
-
-
-def run_files(workdir: str, findings: list[Finding]) -> list[Check]:
-    """Compares the files of a run folder with `result.json`, and with the newest valid checkpoint.
-
-    Args:
-      findings: its checkpoints.
-
-    Raises:
-      UserError: the bucket cannot be read.
-    """
+def run_files(workdir: str, found: list[Checkpoint]) -> list[Finding]:
+    """Compares the files of a run folder with `result.json`, and with the newest valid one of its checkpoints."""
     folder = BucketFolder(workdir, writes=False) if buckets.is_url(workdir) else RunFolder(workdir, writes=False)
     if isinstance(folder, BucketFolder):
         folder.create()
         folder.need("model.keras")
     problems = integrity.problems(folder.path)
-    newest = next((f for f in findings if f.next), None)
+    newest = next((c for c in found if c.next), None)
     if newest:
         path = folder.checkpoints / pathlib.Path(newest.path).name
         try:
@@ -107,11 +90,11 @@ def run_files(workdir: str, findings: list[Finding]) -> list[Check]:
         except (files.DamagedError, UserError) as error:
             problems.append(error.what if isinstance(error, UserError) else str(error))
     if problems:
-        return [fail("run folder", f"{workdir}: {problem}", integrity.REPAIR) for problem in dict.fromkeys(problems)]
+        return [fail(f"{workdir}: {problem}", integrity.REPAIR) for problem in dict.fromkeys(problems)]
     listed = integrity.read_result(folder.path).get("files", {})
     if not listed:
-        return [ok("run folder", f"{workdir} has no checksums of its files: no run of this version has ended there")]
-    return [ok("run folder", f"{workdir}: {', '.join(sorted(listed))} are as the run wrote them")]
+        return [ok(f"{workdir} has no checksums of its files: no run of this version has ended there")]
+    return [ok(f"{workdir}: {', '.join(sorted(listed))} are as the run wrote them")]
 
 
 def newest_size(folder: pathlib.Path) -> int:

@@ -15,22 +15,17 @@ from typing import Any
 
 from tfdist import config
 from tfdist.config import buckets, field_syntax
-from tfdist.doctor import disk
-from tfdist.doctor.check import Check, fail, ok, warn
+from tfdist.doctor import machine
+from tfdist.doctor.check import Finding, fail, ok, warn
 from tfdist.errors import UserError
 
-NAME = "data set"
 _VERSION = re.compile(r"\d+\.\d+\.\d+$")
 
 
-def check(data: config.Data, environ: Mapping[str, str]) -> list[Check]:
-    """Looks for the data set of an experiment.
-
-    Args:
-      environ: may say in TFDS_DATA_DIR where TFDS keeps its data.
-    """
+def check(data: config.Data, environ: Mapping[str, str]) -> list[Finding]:
+    """Looks for the data set of an experiment."""
     if data.name in ("synthetic", "stdlib_text"):
-        return [ok(NAME, f"{data.name} is made by each run, nothing has to be prepared")]
+        return [ok(f"{data.name} is made by each run, nothing has to be prepared")]
     files = field_syntax.files(data.name)
     if files:
         return _files(*files)
@@ -40,52 +35,50 @@ def check(data: config.Data, environ: Mapping[str, str]) -> list[Check]:
     name, _, version = data.name.partition(":")
     folder = pathlib.Path(os.path.expanduser(base), name)
     prepared = _newest(folder, version)
-    if prepared is None:
-        return _unprepared(data.name, folder)
-    return _whole(data, prepared)
+    return _unprepared(data.name, folder) if prepared is None else _whole(data, prepared)
 
 
-def _files(kind: str, pattern: str) -> list[Check]:
+def _files(kind: str, pattern: str) -> list[Finding]:
     """Checks only that the files are there: a run looks into them."""
     if buckets.is_url(pattern):
-        return [ok(NAME, f"{kind} files in a bucket, which only a run downloads: {pattern}")]
+        return [ok(f"{kind} files in a bucket, which only a run downloads: {pattern}")]
     path = os.path.expanduser(pattern)
     if kind == "image_folder":
         if not os.path.isdir(path):
-            return [fail(NAME, f"there is no folder {path}", "give data.name the path of a folder of images")]
-        return [ok(NAME, f"images in {path}, which only a run looks at")]
+            return [fail(f"there is no folder {path}", "give data.name the path of a folder of images")]
+        return [ok(f"images in {path}, which only a run looks at")]
     if kind == "hf":
         return _of_hugging_face(pattern, path)
     braces = kind == "webdataset" and not os.path.exists(path)
     try:
         patterns = field_syntax.expanded("data.name", path) if braces else [path]
     except UserError as error:
-        return [fail(NAME, str(error), "correct the braces in data.name")]
+        return [fail(str(error), "correct the braces in data.name")]
     found = [glob.glob(part, recursive=True) for part in patterns]
     if missing := [part for part, there in zip(patterns, found) if not there]:
-        return [fail(NAME, f"there is no file {missing[0]}", "correct the path in data.name")]
+        return [fail(f"there is no file {missing[0]}", "correct the path in data.name")]
     paths = [one for there in found for one in there]
-    return [ok(NAME, f"{len(paths):,} {kind} file{'s' * (len(paths) > 1)}: {path}")]
+    return [ok(f"{len(paths):,} {kind} file{'s' * (len(paths) > 1)}: {path}")]
 
 
-def _of_hugging_face(name: str, path: str) -> list[Check]:
+def _of_hugging_face(name: str, path: str) -> list[Finding]:
     """Checks the package and, of a folder, that it is there; the Hub is not asked."""
     if importlib.util.find_spec("datasets") is None:
-        return [fail(NAME, f"hf:{name} needs a package that is not installed", "pip install datasets")]
+        return [fail(f"hf:{name} needs a package that is not installed", "pip install datasets")]
     if os.path.isdir(path):
-        return [ok(NAME, f"a data set of Hugging Face in {path}, which only a run looks at")]
+        return [ok(f"a data set of Hugging Face in {path}, which only a run looks at")]
     if name.startswith(("/", ".", "~")):
-        return [fail(NAME, f"there is no folder {path}", "give data.name a folder that save_to_disk has written")]
-    return [ok(NAME, f"{name} of the Hugging Face Hub, or of its cache, which only a run asks")]
+        return [fail(f"there is no folder {path}", "give data.name a folder that save_to_disk has written")]
+    return [ok(f"{name} of the Hugging Face Hub, or of its cache, which only a run asks")]
 
 
-def _function(reference: str) -> list[Check]:
+def _function(reference: str) -> list[Finding]:
     """Checks that Python would find a function, which is not even imported: it may do anything."""
     package = reference.partition(":")[0].partition(".")[0]
     if package in sys.modules or importlib.machinery.PathFinder.find_spec(package, [os.getcwd(), *sys.path]):
-        return [ok(NAME, f"made by {reference}, which only a run calls")]
+        return [ok(f"made by {reference}, which only a run calls")]
     fix = "correct data.name, go to the folder of that file, or add it to PYTHONPATH"
-    return [fail(NAME, f"data.name={reference!r} names a package {package!r} that Python does not find", fix)]
+    return [fail(f"data.name={reference!r} names a package {package!r} that Python does not find", fix)]
 
 
 def _newest(folder: pathlib.Path, version: str) -> pathlib.Path | None:
@@ -99,40 +92,40 @@ def _newest(folder: pathlib.Path, version: str) -> pathlib.Path | None:
     return max(there, key=lambda p: [int(n) for n in p.name.split(".")], default=None)
 
 
-def _unprepared(name: str, folder: pathlib.Path) -> list[Check]:
-    above = disk.nearest(folder)
+def _unprepared(name: str, folder: pathlib.Path) -> list[Finding]:
+    above = machine.nearest(folder)
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         what = f"{name} is not prepared, and {above} cannot be written"
-        return [fail(NAME, what, "set data.data_dir or TFDS_DATA_DIR to a folder of yours")]
+        return [fail(what, "set data.data_dir or TFDS_DATA_DIR to a folder of yours")]
     if name == "digits":
-        return [ok(NAME, f"digits is not prepared yet: the first run does so in {folder}, in a second")]
+        return [ok(f"digits is not prepared yet: the first run does so in {folder}, in a second")]
     what = f"{name} is not prepared in {folder}: the first run downloads it, if TFDS knows it"
-    return [warn(NAME, what, "train once where there is a network, or set data.data_dir to where it is")]
+    return [warn(what, "train once where there is a network, or set data.data_dir to where it is")]
 
 
-def _whole(data: config.Data, folder: pathlib.Path) -> list[Check]:
+def _whole(data: config.Data, folder: pathlib.Path) -> list[Finding]:
     """Compares the files with what TFDS has written down about them."""
     anew = f"delete {folder}: the next run prepares it anew"
     try:
         info = json.loads((folder / "dataset_info.json").read_bytes())
         splits = {split["name"]: split for split in info["splits"]}
         counts = {name: sum(map(int, split.get("shardLengths", ()))) for name, split in splits.items()}
-        problems = [p for split in splits.values() for p in _missing(folder, info, split)]
+        problem = next(filter(None, (_damage(folder, info, split) for split in splits.values())), "")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return [fail(NAME, f"{folder} has no readable dataset_info.json ({type(error).__name__})", anew)]
-    if problems:
-        return [fail(NAME, f"{data.name} in {folder} is damaged: {problems[0]}", anew)]
+        return [fail(f"{folder} has no readable dataset_info.json ({type(error).__name__})", anew)]
+    if problem:
+        return [fail(f"{data.name} in {folder} is damaged: {problem}", anew)]
     for field, wanted in (("data.train_split", data.train_split), ("data.eval_split", data.eval_split)):
         for part in re.findall(r"(?:^|\+)\s*([\w-]+)", wanted):
             if part not in splits and part != "all":
                 what = f"{field}={wanted!r} is not in {data.name}, which has {', '.join(splits)}"
-                return [fail(NAME, what, f"choose one of them for {field}")]
+                return [fail(what, f"choose one of them for {field}")]
     total = sum(p.stat().st_size for p in folder.iterdir() if p.is_file())
     parts = ", ".join(f"{name} {count:,}" for name, count in counts.items())
-    return [ok(NAME, f"{data.name} is prepared in {folder}: {parts} examples, {disk.size(total)}")]
+    return [ok(f"{data.name} is prepared in {folder}: {parts} examples, {machine.size(total)}")]
 
 
-def _missing(folder: pathlib.Path, info: dict[str, Any], split: dict[str, Any]) -> list[str]:
+def _damage(folder: pathlib.Path, info: dict[str, Any], split: dict[str, Any]) -> str:
     """Returns what is wrong with the files of a split, if anything."""
     kind, lengths = info.get("fileFormat", "tfrecord"), [int(n) for n in split.get("shardLengths", ())]
     template = split.get("filepathTemplate") or "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"
@@ -148,8 +141,8 @@ def _missing(folder: pathlib.Path, info: dict[str, Any], split: dict[str, Any]) 
         try:
             total += (folder / name).stat().st_size
         except FileNotFoundError:
-            return [f"{name} is missing"]
+            return f"{name} is missing"
     examples = int(split.get("numBytes", 0))  # of the examples alone; each file format adds something
     if lengths and total < examples:
-        return [f"the files of {split['name']} have {total:,} bytes, its examples alone {examples:,}"]
-    return []
+        return f"the files of {split['name']} have {total:,} bytes, its examples alone {examples:,}"
+    return ""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from tfdist.distributed import child_process, gpus
-from tfdist.doctor.check import Check, fail, ok, warn
+from tfdist.doctor.check import Finding, fail, ok, warn
 from tfdist.errors import UserError, one_line
 
 _SONAMES = {
@@ -21,8 +21,6 @@ _SONAMES = {
            "libcusparse.so.12"),
 }  # fmt: skip
 """Libraries that TensorFlow loads before it lists a GPU, by CUDA's major version: without one of them it sees none."""
-_FEW = 3
-"""Libraries that a message names."""
 
 
 class Capability(NamedTuple):
@@ -38,63 +36,52 @@ class Capability(NamedTuple):
 def capabilities(timeout: float = gpus.TIMEOUT_S) -> dict[int, Capability]:
     """Asks the driver for the compute capability of each GPU, by its number; drivers before 2021 do not tell."""
     command = ["nvidia-smi", "--query-gpu=index,compute_cap", "--format=csv,noheader"]
-    try:
+    told = ""
+    with contextlib.suppress(OSError):
         done = child_process.answer(command, timeout)
-    except OSError:
-        return {}
-    if done is None:
-        return {}
-    found = re.findall(r"^\s*(\d{1,4}),\s*(\d{1,3})\.(\d{1,3})\s*$", done.stdout, re.MULTILINE)
+        told = done.stdout if done else ""
+    found = re.findall(r"^\s*(\d{1,4}),\s*(\d{1,3})\.(\d{1,3})\s*$", told, re.MULTILINE)
     return {int(number): Capability(int(major), int(minor)) for number, major, minor in found}
 
 
-def code(built_for: Sequence[str], survey: gpus.Survey, found: Mapping[int, Capability]) -> list[Check]:
-    """Checks whether TensorFlow was built for these GPUs.
+def code(built_for: Sequence[str], survey: gpus.Survey, found: Mapping[int, Capability]) -> list[Finding]:
+    """Checks whether TensorFlow was built for the GPUs that the driver lists, with their capabilities as far as known.
 
     Code for 8.0 (`sm_80`) runs on 8.9, too, but not on 9.0. An intermediate form (`compute_90`) can be compiled for all
     later ones when the program starts, which within a generation is a matter of course, but for GPUs of the next one
     takes half an hour, and often ends with an error.
-
-    Args:
-      built_for: what TensorFlow says of itself.
-      survey: which GPUs the driver lists.
-      found: their capabilities, as far as the driver tells.
     """
-    made = {kind: _versions(built_for, kind) for kind in ("sm", "compute")}
-    if not made["sm"] and not made["compute"]:
+    matches = [match for text in built_for if (match := re.fullmatch(r"(sm|compute)_(\d+)(\d)[a-z]?", text))]
+    versions = [(match[1], Capability(int(match[2]), int(match[3]))) for match in matches]
+    if not versions:
         return []
-    known = ", ".join(map(str, sorted({*made["sm"], *made["compute"]})))
-    by_state: dict[str, list[str]] = {"later": [], "none": []}
+    known = ", ".join(map(str, sorted({version for _, version in versions})))
+    none: list[str] = []
+    later: list[str] = []
     for gpu in survey.gpus:
         mine = found.get(gpu.number)
-        if mine is None or any(mine.major == v.major and mine >= v for v in (*made["sm"], *made["compute"])):
+        if mine is None or any(mine.major == v.major and mine >= v for _, v in versions):
             continue
-        state = "later" if any(mine >= v for v in made["compute"]) else "none"
-        by_state[state].append(f"GPU {gpu.number} ({gpu.name}, compute capability {mine})")
+        state = later if any(kind == "compute" and mine >= v for kind, v in versions) else none
+        state.append(f"GPU {gpu.number} ({gpu.name}, compute capability {mine})")
     others = "or train on other GPUs with --devices"
     checks = []
-    if by_state["none"]:
-        what = f"this TensorFlow has no code for {few(by_state['none'])}: it was built for {known}"
-        checks.append(fail("gpu code", what, f"use a TensorFlow built for it, {others}"))
-    if by_state["later"]:
+    if none:
+        what = f"this TensorFlow has no code for {few(none)}: it was built for {known}"
+        checks.append(fail(what, f"use a TensorFlow built for it, {others}"))
+    if later:
         what = (
-            f"{few(by_state['later'])} is newer than this TensorFlow, which was built for {known}: it compiles its "
+            f"{few(later)} is newer than this TensorFlow, which was built for {known}: it compiles its "
             "code at the start, for half an hour or more, or ends with CUDA_ERROR_INVALID_PTX"
         )
         fix = f"use a newer TensorFlow, tf-nightly or NVIDIA's container, {others}"
-        checks.append(warn("gpu code", what, fix))
-    return checks or ([ok("gpu code", f"this TensorFlow was built for {known}")] if found else [])
-
-
-def _versions(built_for: Iterable[str], kind: str) -> list[Capability]:
-    found = [re.fullmatch(rf"{kind}_(\d+)(\d)[a-z]?", text) for text in built_for]
-    return [Capability(int(match[1]), int(match[2])) for match in found if match]
+        checks.append(warn(what, fix))
+    return checks or ([ok(f"this TensorFlow was built for {known}")] if found else [])
 
 
 def few(names: Sequence[str]) -> str:
-    """Names the first few of many."""
-    more = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
-    return ", ".join(names[:_FEW]) + more
+    """Names the first three of many."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 # -- libraries, asked in the process that has TensorFlow ---------------------------------
@@ -116,8 +103,7 @@ def pip_folders(paths: Iterable[str] | None = None) -> list[pathlib.Path]:
 def unloadable(names: Iterable[str], folders: Sequence[pathlib.Path]) -> tuple[str, ...]:
     """Loads each library by name, as TensorFlow does, and returns those that do not, each with the reason.
 
-    Args:
-      folders: where they may be besides the system's own places and LD_LIBRARY_PATH.
+    They may be in these folders besides the system's own places and LD_LIBRARY_PATH.
     """
     problems = []
     for name in names:

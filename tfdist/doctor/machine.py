@@ -1,18 +1,23 @@
-"""The machine without its GPUs: cores, memory, shared memory, open files. No TensorFlow."""
+"""The machine without its GPUs: cores, memory, shared memory, open files, disk. No TensorFlow."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 import os
 import pathlib
 import platform
 import shutil
+import tempfile
+import time
 from collections.abc import Mapping
 
 import psutil
 
 from tfdist.config import cpu_kernels
-from tfdist.doctor.check import Check, fail, ok, warn
+from tfdist.config.buckets import Bucket, BucketError
+from tfdist.doctor.check import Finding, fail, ok, warn
 
 _GIB = 1 << 30
 SHM = pathlib.Path("/dev/shm")
@@ -20,20 +25,24 @@ CGROUP = pathlib.Path("/sys/fs/cgroup")
 LEAST_MEMORY = _GIB
 LEAST_SHM = 512 << 20
 """NCCL takes some 10 MB for each pair of GPUs there; Docker gives a container 64 MB in all."""
+_MB = 1_000_000
+LEAST_DISK = 100 * _MB
+"""Below this a run may not even get its model and one checkpoint written."""
+ENOUGH_DISK = 2_000 * _MB
+SLOW = 20 * _MB
+"""Bytes a second; a checkpoint of a gigabyte then takes a minute."""
+PROBE, PROBE_S = 32 * _MB, 1.5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MachineFacts:
-    """What this process may use of the machine."""
+    """What this process may use of the machine, or of the container or job where that has a limit."""
 
     host: str
     system: str
     cores: int
-    """Cores that this process may run on."""
-    quota: float | None
-    """Cores that the limit of a container or job leaves it; None without a limit."""
-    memory_total: int
-    """Bytes, of the container or job where it has a limit."""
+    quota: float | None  # cores, None without a limit
+    memory_total: int  # bytes
     memory_free: int
 
 
@@ -49,19 +58,17 @@ def groups(root: pathlib.Path = CGROUP, own: pathlib.Path = pathlib.Path("/proc/
 
 
 def look(limits: list[pathlib.Path]) -> MachineFacts:
-    """Looks at this machine.
-
-    Args:
-      limits: what `groups` finds.
-    """
+    """Looks at this machine; `limits` are those that `groups` finds."""
     memory = psutil.virtual_memory()
     total, free, quota = memory.total, memory.available, None
     for folder in limits:
-        limit, used = _number(folder / "memory.max"), _number(folder / "memory.current")
-        if limit is not None:
-            total, free = min(total, int(limit)), min(free, int(max(0.0, limit - (used or 0.0))))
-        share = _quota(folder / "cpu.max")
-        quota = share if quota is None or (share is not None and share < quota) else quota
+        with contextlib.suppress(OSError, ValueError):  # no container, or "max"
+            limit = int((folder / "memory.max").read_text())
+            total = min(total, limit)
+            free = min(free, max(0, limit - int((folder / "memory.current").read_text())))
+        with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
+            share, period = map(int, (folder / "cpu.max").read_text().split())
+            quota = min(share / period, quota or math.inf)
     return MachineFacts(
         host=platform.node(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -72,60 +79,54 @@ def look(limits: list[pathlib.Path]) -> MachineFacts:
     )
 
 
-def cores(machine: MachineFacts) -> list[Check]:
+def cores(machine: MachineFacts) -> list[Finding]:
     """Checks for a limit of a container or job, of which TensorFlow takes no notice: it starts a thread per core."""
     count = f"{machine.cores} core{'s' * (machine.cores > 1)}"
     if machine.quota is None or machine.quota >= machine.cores:
-        return [ok("cores", f"{count} for this process")]
+        return [ok(f"{count} for this process")]
     share = f"this container or job may use {machine.quota:g} of {count}, and TensorFlow starts threads for all"
-    return [warn("cores", share, f"train with --threads={max(1, int(machine.quota))}")]
+    return [warn(share, f"train with --threads={max(1, int(machine.quota))}")]
 
 
-def kernels(sets: tuple[str, ...], environ: Mapping[str, str]) -> list[Check]:
-    """Tells which CPU kernels a training will compute with, and which faster ones the CPU could do.
-
-    Args:
-      sets: what `cpu_kernels.instruction_sets` finds.
-    """
+def kernels(sets: tuple[str, ...], environ: Mapping[str, str]) -> list[Finding]:
+    """Tells which CPU kernels a training will compute with, and which faster ones a CPU of these `sets` could do."""
     asked = dict(environ)
     cpu_kernels.ask_for("auto", asked)
     kind = {"onednn": "oneDNN's kernels", "eigen": "Eigen's kernels"}[cpu_kernels.wanted(asked)]
     has = f"{', '.join(sets) or 'neither AVX2 nor AVX-512'}: training computes with {kind}"
     if "AVX2" in sets and cpu_kernels.wanted(asked) == "eigen":
         variable = f"{cpu_kernels.VARIABLE}={environ[cpu_kernels.VARIABLE]}"
-        return [warn("cpu", f"{has}, as {variable} asks; oneDNN's are mostly faster", f"unset {cpu_kernels.VARIABLE}")]
+        return [warn(f"{has}, as {variable} asks; oneDNN's are mostly faster", f"unset {cpu_kernels.VARIABLE}")]
     if {"AMX BF16", "AVX-512 BF16"} & set(sets):
         has += "; train.precision=mixed_bfloat16 has instructions of its own here"
-    return [ok("cpu", has)]
+    return [ok(has)]
 
 
-def memory(machine: MachineFacts, least: float = LEAST_MEMORY) -> list[Check]:
+def memory(machine: MachineFacts, least: float = LEAST_MEMORY) -> list[Finding]:
     """Checks whether there is room for TensorFlow, which takes half a gigabyte before it has done anything."""
     room = f"{machine.memory_free / _GIB:.1f} of {machine.memory_total / _GIB:.1f} GiB free"
     if machine.memory_free < least:
-        return [warn("memory", room, "end other programs, or train with data.cache=stream and smaller batches")]
-    return [ok("memory", room)]
+        return [warn(room, "end other programs, or train with data.cache=stream and smaller batches")]
+    return [ok(room)]
 
 
-def shared_memory(folder: pathlib.Path = SHM, least: float = LEAST_SHM) -> list[Check]:
+def shared_memory(folder: pathlib.Path = SHM, least: float = LEAST_SHM) -> list[Finding]:
     """Checks /dev/shm, through which NCCL exchanges gradients between the GPUs of a machine."""
     fix = "docker run --shm-size=2g, or in Kubernetes an emptyDir with medium: Memory at /dev/shm"
     try:
         usage = shutil.disk_usage(folder)
     except OSError as error:
-        return [warn("shared memory", f"{folder} cannot be used ({error.strerror}); NCCL needs it", fix)]
+        return [warn(f"{folder} cannot be used ({error.strerror}); NCCL needs it", fix)]
     room = f"{usage.free / _GIB:.2f} of {usage.total / _GIB:.2f} GiB free in {folder}"
     if usage.free < least:
-        return [warn("shared memory", f"{room}; NCCL between several GPUs needs more", fix)]
-    return [ok("shared memory", room)]
+        return [warn(f"{room}; NCCL between several GPUs needs more", fix)]
+    return [ok(room)]
 
 
-def open_files(soft: int, hard: int, workers: int) -> list[Check]:
+def open_files(soft: int, hard: int, workers: int) -> list[Finding]:
     """Checks the limit of file descriptors: shards, a connection to each worker, and TensorFlow's own need some.
 
-    Args:
-      soft: what holds now, as `resource.getrlimit` says; -1 for no limit.
-      hard: to what a user may raise it.
+    `soft` holds now, and may be raised to `hard`; -1 is no limit.
     """
     unlimited = soft == -1
     limit = "any number of open files" if unlimited else f"{soft:,} open files"
@@ -134,22 +135,91 @@ def open_files(soft: int, hard: int, workers: int) -> list[Check]:
     if hard != -1 and hard < need:
         to = "ask for a higher limit (LimitNOFILE of a service, docker run --ulimit nofile=65536)"
     if not unlimited and soft < 128:
-        return [fail("open files", f"only {limit}, which TensorFlow alone needs", to)]
+        return [fail(f"only {limit}, which TensorFlow alone needs", to)]
     if not unlimited and soft < need:
-        return [warn("open files", f"only {limit}; data sets of many files and many workers need more", to)]
-    return [ok("open files", limit)]
+        return [warn(f"only {limit}; data sets of many files and many workers need more", to)]
+    return [ok(limit)]
 
 
-def _number(path: pathlib.Path) -> float | None:
+# -- disk: nothing is left behind, not even when it is killed ----------------------------
+
+
+def nearest(folder: pathlib.Path) -> pathlib.Path:
+    """Returns the folder itself, or the nearest one above it that exists."""
+    folder = pathlib.Path(os.path.abspath(folder))
+    return next(p for p in (folder, *folder.parents) if os.path.lexists(p))
+
+
+def room(folder: pathlib.Path, checkpoint: int = 0, keep: int = 1, least: int = LEAST_DISK) -> list[Finding]:
+    """Checks whether there is room for a run in a folder that need not exist yet.
+
+    Args:
+      checkpoint: bytes of the newest checkpoint that is there, of which `keep` will be kept.
+    """
+    there = nearest(folder)
+    if not there.is_dir():
+        return [fail(f"{there} is a file, and {folder} would have to be below it", "choose another --workdir")]
     try:
-        return float(path.read_text())
-    except (OSError, ValueError):  # no container, or "max"
-        return None
+        usage = os.statvfs(there)
+    except OSError as error:
+        return [fail(f"{there} cannot be looked at ({error.strerror})", "choose another --workdir")]
+    free = usage.f_bavail * usage.f_frsize
+    free_space = f"{size(free)} free at {there}"
+    if usage.f_flag & os.ST_RDONLY:
+        return [fail(f"{there} is mounted read-only", "choose another --workdir, or mount it for writing")]
+    if not os.access(there, os.W_OK | os.X_OK):
+        return [fail(f"this user may not write in {there}", "correct its permissions, or choose another --workdir")]
+    if usage.f_files and not usage.f_favail:
+        return [fail(f"no file can be made at {there}: its inodes are used up", "delete files there")]
+    need = checkpoint * (keep + 1)  # the next one is written before the oldest goes
+    if free < least or free < checkpoint:
+        return [fail(f"only {free_space}", "free some, or choose another --workdir")]
+    if free < need:
+        what = f"{free_space}, and {keep} checkpoints like the newest take {size(need)} with the one being written"
+        return [warn(what, "free some, or lower checkpoint.keep")]
+    if free < ENOUGH_DISK:
+        return [warn(f"only {free_space}", "free some, or choose another --workdir")]
+    return [ok(free_space)]
 
 
-def _quota(path: pathlib.Path) -> float | None:
+def speed(folder: pathlib.Path, slow: float = SLOW) -> list[Finding]:
+    """Writes a file without a name, synced to the disk, and takes the time."""
+    there = nearest(folder)
+    block = os.urandom(_MB)  # some file systems compress
+    written, begun = 0, time.perf_counter()
     try:
-        quota, period = path.read_text().split()
-        return int(quota) / int(period)
-    except (OSError, ValueError, ZeroDivisionError):
-        return None
+        with tempfile.TemporaryFile(dir=there, prefix=".tfdist-doctor-") as file:
+            while written < PROBE and time.perf_counter() - begun < PROBE_S:
+                file.write(block)
+                file.flush()
+                written += len(block)
+            os.fsync(file.fileno())
+            rate = written / (time.perf_counter() - begun)
+    except OSError as error:
+        fix = "free or repair that disk, or choose another --workdir"
+        return [fail(f"nothing can be written in {there} ({error.strerror or error})", fix)]
+    pace = f"{size(rate)}/s at {there}"
+    if rate < slow:
+        fix = "put --workdir on a local disk, or save less often (checkpoint.every)"
+        return [warn(f"only {pace}; checkpoints will be slow", fix)]
+    return [ok(pace)]
+
+
+def bucket(url: str) -> list[Finding]:
+    """Lists a folder in a bucket, and takes the time; whether it can be written only a run tries."""
+    begun = time.perf_counter()
+    try:
+        objects = Bucket(url).listing()
+    except BucketError as error:
+        fix = "check the network, your keys (environment or profile) and that URL"
+        return [fail(f"{error.place} cannot be listed ({error.strerror})", fix)]
+    seconds = time.perf_counter() - begun
+    total = size(sum(entry.size for entry in objects.values()))
+    return [ok(f"{url} can be read: {len(objects):,} objects, {total}, listed in {seconds:.2f} s")]
+
+
+def size(count: float) -> str:
+    """Returns a number of bytes as a person reads it."""
+    if count >= 1e9:
+        return f"{count / 1e9:,.1f} GB"
+    return f"{count / 1e6:,.1f} MB" if count >= 1e5 else f"{count / 1e3:,.1f} kB"

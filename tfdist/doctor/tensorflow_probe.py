@@ -20,7 +20,7 @@ from collections.abc import Mapping
 
 from tfdist.distributed import gpus, tf_devices
 from tfdist.doctor import gpu_software
-from tfdist.doctor.check import Check, fail, ok, refused, warn
+from tfdist.doctor.check import Finding, fail, ok, refused, warn
 from tfdist.errors import UserError
 
 CUDA = "pip install 'tfdist[cuda]'"
@@ -34,28 +34,21 @@ class Answer:
 
     version: str = ""
     keras: str = ""
-    cuda: str = ""
-    """CUDA version that this wheel was built for; empty if it was built without."""
-    gpus: tuple[str, ...] = ()
-    """Names of the GPUs that it sees, in its order."""
-    said: tuple[str, ...] = ()
-    """What it printed about GPUs while it looked for them."""
-    capabilities: tuple[str, ...] = ()
-    """What it was built for: `sm_80` is code for a GPU, `compute_90` a form that is compiled for later ones."""
-    unloadable: tuple[str, ...] = ()
-    """Libraries of CUDA that it needs and that do not load, each with the reason."""
-    problem: str = ""
-    """Why there is no answer; empty if there is one."""
+    cuda: str = ""  # the version that this wheel was built for; empty if it was built without
+    gpus: tuple[str, ...] = ()  # names of those that it sees, in its order
+    said: tuple[str, ...] = ()  # about GPUs while it looked for them
+    capabilities: tuple[str, ...] = ()  # it was built for, see `gpu_software.code`
+    unloadable: tuple[str, ...] = ()  # libraries of CUDA that it needs and that do not load, each with the reason
+    problem: str = ""  # why there is no answer
 
 
 def ask(environ: Mapping[str, str], timeout: float) -> Answer:
     """Starts TensorFlow in another process; never raises and never waits longer than `timeout` seconds."""
     # The numbers of TensorFlow's GPUs are to be those of nvidia-smi.
     given = {**environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "TF_CPP_MIN_LOG_LEVEL": "1"}  # 1: why there is no GPU
-    command = [sys.executable, "-m", "tfdist.doctor.tensorflow_probe", str(os.getpid())]
     try:
         child = subprocess.Popen(
-            command,
+            [sys.executable, "-m", "tfdist.doctor.tensorflow_probe", str(os.getpid())],
             env=given,
             text=True,
             errors="replace",
@@ -85,55 +78,49 @@ def ask(environ: Mapping[str, str], timeout: float) -> Answer:
         return Answer(problem=f"TensorFlow cannot be imported ({(err.strip().splitlines() or ['no message'])[-1]})")
 
 
-def driver(survey: gpus.Survey) -> list[Check]:
+def driver(survey: gpus.Survey) -> list[Finding]:
     """Checks what the driver says."""
     again = "let nvidia-smi work again (modprobe nvidia, nvidia-smi -r, or a reboot), or train with --devices=none"
     if not survey.gpus and survey.problem:
-        return [fail("driver", survey.problem, again)]
+        return [fail(survey.problem, again)]
     if not survey.gpus:
-        return [ok("driver", "no NVIDIA GPU here (nvidia-smi is missing or lists none)")]
+        return [ok("no NVIDIA GPU here (nvidia-smi is missing or lists none)")]
     unknown = [str(g.number) for g in survey.gpus if math.isnan(g.load) or not g.memory_total > 0]
     listed = f"{len(survey.gpus)} GPU{'s' * (len(survey.gpus) > 1)}, driver {survey.gpus[0].driver}"
     if survey.problem:
-        return [warn("driver", f"{listed}; {survey.problem}", again)]
+        return [warn(f"{listed}; {survey.problem}", again)]
     if unknown:
         what = f"{listed}; it does not tell load or memory of GPU {', '.join(unknown)}"
-        return [warn("driver", what, "choose GPUs by number: --devices=idle:N takes these last")]
-    return [ok("driver", listed)]
+        return [warn(what, "choose GPUs by number: --devices=idle:N takes these last")]
+    return [ok(listed)]
 
 
-def tensorflow(answer: Answer, survey: gpus.Survey, environ: Mapping[str, str]) -> list[Check]:
+def tensorflow(answer: Answer, survey: gpus.Survey, environ: Mapping[str, str]) -> list[Finding]:
     """Checks whether TensorFlow starts, and sees the GPUs that it should."""
-    if answer.problem:
-        return [_no_answer(answer.problem)]
+    if problem := answer.problem:
+        if "no answer" in problem:  # a slow disk looks the same as a driver that hangs
+            return [warn(problem, "run it again with --time_limit=60; if it hangs still, look at the driver")]
+        if "SIGILL" in problem:
+            return [fail(f"{problem}: this processor lacks instructions (AVX)", "use another machine")]
+        return [fail(problem, "mend the packages below, else pip install --force-reinstall tensorflow")]
     what = f"TensorFlow {answer.version} with Keras {answer.keras}"
     built = f", built for CUDA {answer.cuda}" if answer.cuda else ", built without CUDA"
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
     try:
         usable = gpus.select("all", survey, environ)
     except UserError as error:
-        return [refused("tensorflow", error)]
+        return [refused(error)]
     seen = len(answer.gpus)
     if usable.opaque:
-        return [ok("tensorflow", f"{what}{built}; sees {seen} of the slices in CUDA_VISIBLE_DEVICES")]
+        return [ok(f"{what}{built}; sees {seen} of the slices in CUDA_VISIBLE_DEVICES")]
     if seen < len(usable.gpus):
         reason, fix = _why(answer)
-        count = f"{what} sees {seen} of {len(usable.gpus)} usable GPUs: {reason}"
-        return [fail("tensorflow", count, fix)]
+        return [fail(f"{what} sees {seen} of {len(usable.gpus)} usable GPUs: {reason}", fix)]
     hidden = [str(g.number) for g in survey.gpus if g not in usable.gpus]
     if hidden:
-        text = f"{what}; CUDA_VISIBLE_DEVICES={visible} hides GPU {', '.join(hidden)}"
-        return [warn("tensorflow", text, "unset CUDA_VISIBLE_DEVICES, if that is not meant")]
+        text = f"{what}; CUDA_VISIBLE_DEVICES={environ.get('CUDA_VISIBLE_DEVICES')} hides GPU {', '.join(hidden)}"
+        return [warn(text, "unset CUDA_VISIBLE_DEVICES, if that is not meant")]
     sees = f"sees {seen} GPU{'s' * (seen > 1)}" if seen else "there is no GPU to see"
-    return [ok("tensorflow", f"{what}{built}; {sees}")]
-
-
-def _no_answer(problem: str) -> Check:
-    if "no answer" in problem:  # a slow disk looks the same as a driver that hangs
-        return warn("tensorflow", problem, "run it again with --time_limit=60; if it hangs still, look at the driver")
-    if "SIGILL" in problem:
-        return fail("tensorflow", f"{problem}: this processor lacks instructions (AVX)", "use another machine")
-    return fail("tensorflow", problem, "mend the packages below, else pip install --force-reinstall tensorflow")
+    return [ok(f"{what}{built}; {sees}")]
 
 
 def _why(answer: Answer) -> tuple[str, str]:
@@ -171,9 +158,7 @@ def _look() -> dict[str, object]:
     tf, seen, printed = tf_devices.start()
     import keras
 
-    lines = dict.fromkeys(
-        line.partition("] ")[2] or line for line in printed.splitlines() if any(s in line for s in _SIGNS)
-    )
+    lines = [line.partition("] ")[2] or line for line in printed.splitlines() if any(s in line for s in _SIGNS)]
     shown = []
     for gpu in seen:
         details: dict = {}
@@ -183,16 +168,12 @@ def _look() -> dict[str, object]:
     built = dict(tf.sysconfig.get_build_info()) if tf.test.is_built_with_cuda() else {}
     cuda = str(built.get("cuda_version", ""))
     libraries = gpu_software.needed(cuda, str(built.get("cudnn_version", "")))
-    answer = Answer(
-        tf.__version__,
-        keras.__version__,
-        cuda,
-        tuple(shown),
-        tuple(lines),
-        tuple(map(str, built.get("cuda_compute_capabilities", ()))),
-        gpu_software.unloadable(libraries, gpu_software.pip_folders()) if not shown else (),
+    capabilities = tuple(map(str, built.get("cuda_compute_capabilities", ())))
+    missing = gpu_software.unloadable(libraries, gpu_software.pip_folders()) if not shown else ()
+    said = tuple(dict.fromkeys(lines))
+    return dataclasses.asdict(
+        Answer(tf.__version__, keras.__version__, cuda, tuple(shown), said, capabilities, missing)
     )
-    return dataclasses.asdict(answer)
 
 
 def main() -> None:
@@ -204,8 +185,7 @@ def main() -> None:
     try:
         answer = _look()
     except BaseException as error:
-        lines = str(error).splitlines() or [""]
-        print(f"{type(error).__name__}: {lines[0]}", file=sys.stderr)
+        print(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}", file=sys.stderr)
         os._exit(1)
     print(json.dumps(answer), flush=True)
     os._exit(0)  # TensorFlow takes its time to end

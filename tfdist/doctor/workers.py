@@ -11,7 +11,7 @@ from tfdist.cluster.discovery import ALONE, Cluster
 from tfdist.config.runtime_options import STRATEGIES, PlacementOptions
 from tfdist.distributed import gpus, strategy_choice, tpu_host
 from tfdist.distributed.strategy_choice import StrategyChoice
-from tfdist.doctor.check import Check, ok, refused, warn
+from tfdist.doctor.check import Finding, ok, refused, warn
 from tfdist.errors import UserError
 
 
@@ -20,12 +20,9 @@ class Place:
     """This process among the workers, and what it would train with."""
 
     cluster: Cluster
-    selection: gpus.Selection
-    choice: StrategyChoice | None
-    """None where a run would be refused."""
-    others: Mapping[str, str]
-    """The strategies that are not chosen, each with the reason."""
-    checks: list[Check]
+    choice: StrategyChoice | None  # None where a run would be refused
+    others: Mapping[str, str]  # the strategies that are not chosen, each with the reason
+    findings: list[Finding]
 
 
 def find(options: PlacementOptions, survey: gpus.Survey, environ: Mapping[str, str], several: bool = False) -> Place:
@@ -34,46 +31,50 @@ def find(options: PlacementOptions, survey: gpus.Survey, environ: Mapping[str, s
     Args:
       several: there will be other hosts, though nothing tells this process of their workers.
     """
-    checks = _tf_config(environ)
+    findings = _tf_config(environ)
     try:
         workers = discovery.find(environ)
-        checks.append(ok("workers", _describe(workers)))
+        findings.append(ok(_describe(workers), "workers"))
     except UserError as error:
-        workers, complaint = ALONE, refused("workers", error)
-        if complaint.finding not in [c.finding for c in checks]:
-            checks.append(complaint)
-    refusals = [c for c in checks if c.status == "fail"]
-    checks += _surroundings(workers, environ)
-    asks_for_cpu = options.uses_cpu
+        workers, complaint = ALONE, refused(error, "workers")
+        if complaint.finding not in [c.finding for c in findings]:
+            findings.append(complaint)
+    refusals = [c for c in findings if c.status == "fail"]
+    findings += _surroundings(workers, environ)
     try:
-        selection = gpus.select(
-            "none" if asks_for_cpu else options.devices, gpus.Survey() if asks_for_cpu else survey, environ
-        )
+        devices, listed = ("none", gpus.Survey()) if options.uses_cpu else (options.devices, survey)
+        selection = gpus.select(devices, listed, environ)
     except UserError as error:
         selection = gpus.Selection((), None)
-        refusals.append(refused("strategy", error))
-        checks.append(refusals[-1])
+        refusals.append(refused(error, "strategy"))
+        findings.append(refusals[-1])
     if workers.source != discovery.LAUNCH:  # which has divided them
         selection = gpus.share(selection, workers.local_rank, workers.local_size)
     if refusals:
-        return Place(workers, selection, None, {}, checks)
+        return Place(workers, None, {}, findings)
     try:
         choice = strategy_choice.choose(options, selection, workers, environ)
     except UserError as error:
-        checks.append(refused("strategy", error))
-        return Place(workers, selection, None, _others(None, options, selection, workers, environ), checks)
-    checks.append(ok("strategy", f"{choice.name}, because {choice.reason}"))
+        findings.append(refused(error, "strategy"))
+        return Place(workers, None, _others(None, options, selection, workers, environ), findings)
+    findings.append(ok(f"{choice.name}, because {choice.reason}", "strategy"))
     if choice.name == "multi_worker":
         try:
             discovery.check_secret(workers, options.insecure)
         except UserError as error:
-            checks.append(refused("secret", error))
+            findings.append(refused(error, "secret"))
     if (choice.name == "multi_worker" and workers.size > 1) or several:
-        checks.append(_open_ports())
-    return Place(workers, selection, choice, _others(choice, options, selection, workers, environ), checks)
+        # TensorFlow's server cannot be bound to an address or asked for a password: this is no matter of settings.
+        what = (
+            "a worker's gRPC port listens on all interfaces without authentication: "
+            "who reaches it reads and writes files of this user"
+        )
+        fix = "keep the workers in a private network, or firewall them from all but each other"
+        findings.append(warn(what, fix, "open ports"))
+    return Place(workers, choice, _others(choice, options, selection, workers, environ), findings)
 
 
-def _tf_config(environ: Mapping[str, str]) -> list[Check]:
+def _tf_config(environ: Mapping[str, str]) -> list[Finding]:
     """Checks TF_CONFIG by itself."""
     if not environ.get("TF_CONFIG", "").strip():
         return []
@@ -81,11 +82,11 @@ def _tf_config(environ: Mapping[str, str]) -> list[Check]:
     try:
         described = discovery.find(alone)
     except UserError as error:
-        return [refused("TF_CONFIG", error)]
+        return [refused(error, "TF_CONFIG")]
     if described == ALONE:
-        return [warn("TF_CONFIG", "it names no workers, so it says nothing", "unset TF_CONFIG")]
+        return [warn("it names no workers, so it says nothing", "unset TF_CONFIG", "TF_CONFIG")]
     everybody = ", ".join(described.addresses)
-    return [ok("TF_CONFIG", _describe(described) + (f"; in order of rank: {everybody}" if everybody else ""))]
+    return [ok(_describe(described) + (f"; in order of rank: {everybody}" if everybody else ""), "TF_CONFIG")]
 
 
 def _describe(workers: Cluster) -> str:
@@ -100,32 +101,23 @@ def _describe(workers: Cluster) -> str:
     return f"{text}{here}; they meet at {workers.master or 'an address that nothing tells'}"
 
 
-def _surroundings(workers: Cluster, environ: Mapping[str, str]) -> list[Check]:
-    """Looks for what stands around this process and is easily taken for a start of workers."""
-    checks = []
+def _surroundings(workers: Cluster, environ: Mapping[str, str]) -> list[Finding]:
+    """Looks for what is easily taken for a start of workers."""
+    findings = []
     nodes = environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or ""
     tasks = environ.get("SLURM_NTASKS", "")
     several = any(re.fullmatch(r"\d{1,6}", n, re.ASCII) and int(n) > 1 for n in (nodes, tasks))
     if environ.get("SLURM_JOB_ID") and several and workers.size == 1:
         size = f"{nodes or '?'} nodes and {tasks or '?'} tasks"
         what = f"Slurm job {environ['SLURM_JOB_ID']} has {size}, and this process is none of them but the batch script"
-        checks.append(warn("surroundings", what, "start it with srun: srun python -m tfdist.train"))
+        findings.append(warn(what, "start it with srun: srun python -m tfdist.train", "surroundings"))
     if environ.get("COLAB_RELEASE_TAG"):
-        checks.append(ok("surroundings", "Colab: files vanish with the runtime, keep --workdir on a drive"))
+        findings.append(ok("Colab: files vanish with the runtime, keep --workdir on a drive", "surroundings"))
     if environ.get("KUBERNETES_SERVICE_HOST"):
         pod = environ.get("HOSTNAME", "")
         told = "" if workers.source else "; nothing tells of other workers (a TFJob of one replica sets no TF_CONFIG)"
-        checks.append(ok("surroundings", f"Kubernetes{f', pod {pod}' if pod else ''}{told}"))
-    return checks
-
-
-def _open_ports() -> Check:
-    """TensorFlow's server cannot be bound to an address or asked for a password, so this is no matter of settings."""
-    what = (
-        "a worker's gRPC port listens on all interfaces without authentication: "
-        "who reaches it reads and writes files of this user"
-    )
-    return warn("open ports", what, "keep the workers in a private network, or firewall them from all but each other")
+        findings.append(ok(f"Kubernetes{f', pod {pod}' if pod else ''}{told}", "surroundings"))
+    return findings
 
 
 def _others(
@@ -141,10 +133,8 @@ def _others(
         if name in (options.strategy, chosen and chosen.name):
             continue
         try:
-            wanted = dataclasses.replace(options, strategy=name)
-            reasons[name] = _possible(
-                name, strategy_choice.choose(wanted, selection, workers, environ), chosen, options
-            )
+            would = strategy_choice.choose(dataclasses.replace(options, strategy=name), selection, workers, environ)
+            reasons[name] = _possible(name, would, chosen, options)
         except UserError as error:
             reasons[name] = str(error)
         if name == "tpu" and not tpu_host.hint(environ):
