@@ -39,16 +39,11 @@ _OWN = ("strategies", "replicas", "workdir", "devices", "threads", "jit", "time_
 
 
 def settings(values: flags.FlagValues) -> runner.Settings:
-    """Returns what the flags ask for.
-
-    Raises:
-      UserError: a flag has a value that cannot be used.
-    """
+    """Returns what the flags ask for; raises `UserError` where a value cannot be used."""
     for name in values.strategies:
         if name not in STRATEGIES:
-            hint = (
-                field_syntax.suggest(name, STRATEGIES) if name != "auto" else ": it picks one of the others, name those"
-            )
+            auto = ": it picks one of the others, name those"
+            hint = auto if name == "auto" else field_syntax.suggest(name, STRATEGIES)
             raise UserError(f"unknown strategy {name!r} in --strategies{hint}")
     for text in values.replicas:
         if not (text.isascii() and text.isdigit() and int(text) > 0):
@@ -57,28 +52,18 @@ def settings(values: flags.FlagValues) -> runner.Settings:
         raise UserError("--strategies names none: give some of " + ",".join(STRATEGIES))
     if not values.time_limit > 0:
         raise UserError(f"--time_limit must be a positive number of seconds, got {values.time_limit}")
-    environment = runtime_options.PlacementOptions(devices=values.devices, threads=values.threads, jit=values.jit)
-    hardware = trial.find_hardware(environment.devices, os.environ)
+    # It refuses what cannot be.
+    place = runtime_options.PlacementOptions(devices=values.devices, threads=values.threads, jit=values.jit)
+    hardware = trial.find_hardware(place.devices, os.environ)
     # One thread makes a CPU replica one core, so that two of them have twice as much to compute with.
-    threads = environment.threads if environment.threads or hardware.gpus else 1
+    threads = place.threads if place.threads or hardware.gpus else 1
     replicas = tuple(sorted({int(text) for text in values.replicas})) or hardware.default_replicas(threads or 1)
-    return runner.Settings(
-        strategies=tuple(dict.fromkeys(values.strategies)),
-        replicas=replicas,
-        threads=threads,
-        jit=environment.jit,
-        devices=environment.devices,
-        time_limit=values.time_limit,
-        machine=hardware,
-    )
+    strategies = tuple(dict.fromkeys(values.strategies))
+    return runner.Settings(strategies, replicas, threads, place.jit, place.devices, values.time_limit, hardware)
 
 
 def train_flags(values: flags.FlagValues, jit: str, changed: dict[str, str]) -> list[str]:
-    """Returns flags of `tfdist.train` for the experiment that was given here, with some fields changed.
-
-    Raises:
-      UserError: a field that is the same in all comparisons.
-    """
+    """Returns flags of `tfdist.train` for the experiment that was given here, with some fields changed."""
     fields = config.flat(values.config)
     given = {name: fields[name] for name in values if name.startswith("config.") and values[name].present}
     own = [name for name in given if name.startswith("config.checkpoint.")]
@@ -95,11 +80,7 @@ def train_flags(values: flags.FlagValues, jit: str, changed: dict[str, str]) -> 
 
 @contextlib.contextmanager
 def _own_folder(path: pathlib.Path) -> Iterator[run_folder.RunFolder]:
-    """Holds the folder for this comparison alone; an earlier one is renamed.
-
-    Raises:
-      UserError: it holds something else, is in use, or cannot be written.
-    """
+    """Holds the folder for this comparison alone; an earlier one is renamed."""
     folder = run_folder.RunFolder(str(path))
     with contextlib.suppress(OSError):
         strange = sorted({entry.name for entry in path.iterdir()} - {folder_lock.LOCK})

@@ -16,15 +16,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 NONE = "-"
-WEIGHTS = {
-    "reference": "reference",
-    "identical": "same bits",
-    "same": "same",
-    "rounding": "rounding",
-    "nature": "by nature",
-    "different": "DIFFERENT",
-    "": NONE,
-}
+WEIGHTS = {"identical": "same bits", "nature": "by nature", "different": "DIFFERENT", "": NONE}
+"""Results of a look at the weights that the table has other words for."""
 AGREEMENT = ("run", "weights", "distance", "most of it in", "evaluation")
 SPEED = ("run", "examples/s", "ratio", "effic.", "start s", "GB", "input", "comp.", "sum", "Python")
 LEGEND = (
@@ -38,7 +31,13 @@ _LEFT = ("run", "weights", "most of it in", "evaluation")
 def agreement(rows: Iterable[Row]) -> list[list[str]]:
     """Returns cells under `AGREEMENT`; a run that was not completed has its status in place of the figures."""
     return [
-        [row.name, WEIGHTS[row.weights], _number(row.distance, ".1e"), row.variable or NONE, _evaluation(row)]
+        [
+            row.name,
+            WEIGHTS.get(row.weights, row.weights),
+            _number(row.distance, ".1e"),
+            row.variable or NONE,
+            _evaluation(row),
+        ]
         if row.status == "completed"
         else [row.name, row.status, NONE, NONE, NONE]
         for row in rows
@@ -69,10 +68,9 @@ def _number(value: float | None, form: str) -> str:
 
 def _evaluation(row: Row) -> str:
     """Returns the metric that people look at, and how far it is from the reference's."""
-    names = [name for name in row.evaluation if name != "loss"] or list(row.evaluation)
-    if not names or row.evaluation[names[0]] is None:
+    name = next((name for name in row.evaluation if name != "loss"), "loss")
+    if row.evaluation.get(name) is None:
         return NONE
-    name = names[0]
     apart = row.evaluation_difference.get(name)
     own = "" if row.weights == "reference" or apart is None else f" ({apart:+.4f})"
     return f"{name} {row.evaluation[name]:.4f}{own}"
@@ -137,11 +135,7 @@ _GREY = "#666666"
 
 
 def draw(path: pathlib.Path, title: str, rows: Sequence[Row], caption: str) -> None:
-    """Writes a PNG.
-
-    Raises:
-      OSError: it cannot be written.
-    """
+    """Writes a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -169,9 +163,8 @@ def _throughput(axes: Axes, rows: Sequence[Row]) -> None:
     for i, row in enumerate(rows):
         rate = row.examples_per_second
         if rate is None:
-            axes.text(
-                0.01 * most, i, f"no figures ({row.status})", va="center", fontsize=9, color=_GREY, style="italic"
-            )
+            words = f"no figures ({row.status})"
+            axes.text(0.01 * most, i, words, va="center", fontsize=9, color=_GREY, style="italic")
             continue
         wrong = row.weights == "different"
         axes.barh(i, rate, height=0.62, color="white" if wrong else COLOURS[row.strategy],

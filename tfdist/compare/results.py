@@ -40,45 +40,33 @@ class Row:
     name: str
     strategy: str
     replicas: int
-    threads: int | None
-    """Per replica; None for TensorFlow's own choice."""
+    threads: int | None  # per replica; None for TensorFlow's own choice
     command: str
     folder: str
-    status: str
-    """`completed`, `unavailable` (it cannot run here) or `failed`."""
+    status: str  # `completed`, `unavailable` (it cannot run here) or `failed`
     reason: str = ""
     jit: str = ""
-    others_busy: float | None = None
-    """Cores that other programs kept busy just before the run."""
-    seconds: float | None = None
-    """Seconds of the whole run, from the start of its processes to their end."""
+    others_busy: float | None = None  # cores that other programs kept busy just before the run
+    seconds: float | None = None  # from the start of its processes to their end
     examples_per_second: float | None = None
     seconds_to_first_update: float | None = None
-    peak_memory_bytes: int | None = None
-    """Peak of one process, the first."""
+    peak_memory_bytes: int | None = None  # of the first process
     peak_device_memory_bytes: int | None = None
-    steady_seconds: float | None = None
-    """Seconds of training without what is compiled on the way, which the speed rests on."""
-    time: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
-    """Shares of these seconds, by the names of `PARTS`."""
-    flops_share: float | None = None
-    """Share of what the devices can do at most, where that is known."""
-    loss: tuple[float, ...] = ()
-    """One value per epoch."""
+    steady_seconds: float | None = None  # of training without what is compiled on the way: the speed rests on these
+    time: Mapping[str, float | None] = dataclasses.field(default_factory=dict)  # shares of these, by name of `PARTS`
+    flops_share: float | None = None  # of what the devices can do at most, where that is known
+    loss: tuple[float, ...] = ()  # by epoch
     evaluation: Mapping[str, float] = dataclasses.field(default_factory=dict)
     weights_sha256: str = ""
-    oversubscribed: bool = False
-    """Whether there are fewer cores than threads of all replicas."""
+    oversubscribed: bool = False  # fewer cores than threads of all replicas
     speedup: float | None = None
     efficiency: float | None = None
     weights: str = ""
     """`reference`, `identical` (all bits), `same` (to rounding), `rounding` (that has grown, as the check shows),
     `nature` (layers that depend on the number of replicas), `different`, or empty if they were not compared."""
-    why: str = ""
-    """What `weights` rests on, where that is not plain."""
+    why: str = ""  # what `weights` rests on, where that is not plain
     distance: float | None = None
-    variable: str = ""
-    """Where most of the distance is."""
+    variable: str = ""  # where most of the distance is
     largest: float | None = None
     scale: float | None = None
     check_distance: float | None = None
@@ -90,27 +78,18 @@ def measured(result: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[
     """Returns fields of a row, from the `result.json` and `environment.json` of its run."""
     spent = {name: seconds for name, seconds in (result.get("time") or {}).items() if name in PARTS}
     total = sum(seconds for seconds in spent.values() if seconds)
-    return {
+    copied = ("examples_per_second", "seconds_to_first_update", "peak_memory_bytes", "peak_device_memory_bytes",
+              "flops_share", "evaluation", "weights_sha256")  # fmt: skip
+    return {name: result[name] for name in copied if name in result} | {
         "jit": environment.get("jit", ""),
-        "examples_per_second": result.get("examples_per_second"),
-        "seconds_to_first_update": result.get("seconds_to_first_update"),
-        "peak_memory_bytes": result.get("peak_memory_bytes"),
-        "peak_device_memory_bytes": result.get("peak_device_memory_bytes"),
         "steady_seconds": total if spent else None,
         "time": {name: None if s is None else s / total for name, s in spent.items()} if total else {},
-        "flops_share": result.get("flops_share"),
         "loss": tuple(math.nan if x is None else x for x in result.get("history", {}).get("loss", ())),
-        "evaluation": result.get("evaluation", {}),
-        "weights_sha256": result.get("weights_sha256", ""),
     }
 
 
 def rated(row: Row, reference: Row, cores: int | None) -> Row:
-    """Returns a row with its speed against the reference.
-
-    Args:
-      cores: number of cores where replicas are on the CPU, else None.
-    """
+    """Returns a row with its speed against the reference; `cores` is None where replicas are not on the CPU."""
     speedup = efficiency = None
     if row.examples_per_second and reference.examples_per_second:
         speedup = row.examples_per_second / reference.examples_per_second
@@ -131,48 +110,29 @@ def judged(row: Row, reference: Row, difference: Difference, tolerance: float) -
     """Returns a row with what a look at its weights says; `different` until a check has said more.
 
     Args:
-      difference: how far its weights are from those of the reference.
-      tolerance: the distance up to which weights count as the same; 0 where all bits must be, as with shards.
+      tolerance: the distance up to which weights count as the same; 0 where all bits must be, with virtual replicas,
+        also of what was measured on the way.
     """
-    row = dataclasses.replace(
-        row,
-        distance=_finite(difference.distance),
-        variable=difference.variable,
-        largest=_finite(difference.largest),
-        scale=_finite(difference.scale),
-    )
-    if row.weights_sha256 == reference.weights_sha256 and difference.distance == 0:
-        verdict, why = "identical", ""
-    elif difference.distance <= tolerance:
-        verdict, why = "same", ""
-    else:
-        verdict, why = "different", f"{difference.distance:.1e} is more than {tolerance:g}"
-    if not tolerance:
-        return _exactly(row, reference, verdict)
+    distance = difference.distance
     apart = abs(row.evaluation_difference.get("loss", 0.0))
-    if verdict in ("identical", "same") and apart > EVALUATION * tolerance * max(1.0, abs(row.evaluation["loss"])):
-        verdict, why = "different", f"the same weights are evaluated to another loss ({apart:.1e} apart)"
-    return dataclasses.replace(row, weights=verdict, why=why)
-
-
-def _exactly(row: Row, reference: Row, verdict: str) -> Row:
-    """Returns a row that must have the bits of the reference, in its weights and in what was measured on the way."""
-    if verdict != "identical":
-        return dataclasses.replace(
-            row, weights="different", why="with train.virtual_replicas all bits must be the same"
-        )
-    if row.loss != reference.loss or any(row.evaluation_difference.values()):
+    identical = row.weights_sha256 == reference.weights_sha256 and distance == 0
+    verdict, why = "identical" if identical else "same", ""
+    if not tolerance and not identical:
+        why = "with train.virtual_replicas all bits must be the same"
+    elif not tolerance and (row.loss != reference.loss or any(row.evaluation_difference.values())):
         why = "the weights are the same to the last bit, and the losses on the way or the evaluation are not"
-        return dataclasses.replace(row, weights="different", why=why)
-    return dataclasses.replace(row, weights=verdict, why="")
+    elif tolerance and not distance <= tolerance:  # NaN, too
+        why = f"{distance:.1e} is more than {tolerance:g}"
+    elif tolerance and apart > EVALUATION * tolerance * max(1.0, abs(row.evaluation.get("loss", 0.0))):
+        why = f"the same weights are evaluated to another loss ({apart:.1e} apart)"
+    row = dataclasses.replace(row, weights="different" if why else verdict, why=why, variable=difference.variable)
+    largest, scale = _finite(difference.largest), _finite(difference.scale)
+    return dataclasses.replace(row, distance=_finite(distance), largest=largest, scale=scale)
 
 
 def checked(row: Row, difference: Difference, tolerance: float, updates: int, natural: Sequence[str] = ()) -> Row:
-    """Returns a row whose weights differ, with what the check in float64 says of it.
-
-    Args:
-      natural: layers that depend on the number of replicas, in words; the check went without.
-    """
+    """Returns a row whose weights differ, with what the check in float64 says of it, which ran without the layers that
+    by nature depend on the number of replicas."""
     row = dataclasses.replace(row, check_distance=_finite(difference.distance), check_variable=difference.variable)
     if difference.distance <= tolerance:
         if natural:
@@ -260,9 +220,8 @@ def _advice(chosen: Row, reference: Row, cores: int | None) -> list[str]:
         return ["Use default on one device: nothing that trains the same model is faster here."]
     efficiency = f", efficiency {chosen.efficiency:.2f}" if chosen.efficiency is not None else ""
     share = f", {chosen.flops_share:.0%} of what the devices can do" if chosen.flops_share is not None else ""
-    lines = [f"Use {chosen.name}: {chosen.speedup:.2f} times the speed of {reference.name}{efficiency}{share}."]
-    limit = limits(chosen, cores)
-    return [*lines, limit] if limit else lines
+    line = f"Use {chosen.name}: {chosen.speedup:.2f} times the speed of {reference.name}{efficiency}{share}."
+    return [line, *filter(None, [limits(chosen, cores)])]
 
 
 def limits(row: Row, cores: int | None) -> str:

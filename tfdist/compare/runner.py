@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import psutil
 from rich.console import Console
 
 from tfdist import config
@@ -23,6 +24,8 @@ from tfdist.config.messages import logger
 from tfdist.errors import TrainingError, UserError
 
 RECORD = "compare.json"
+_LOOK_S = 0.3
+"""How long to look at what other programs do."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,8 +34,7 @@ class Settings:
 
     strategies: tuple[str, ...]
     replicas: tuple[int, ...]
-    threads: int | None
-    """Per replica; None for TensorFlow's own choice."""
+    threads: int | None  # per replica; None for TensorFlow's own choice
     jit: str
     devices: str
     time_limit: float
@@ -48,8 +50,6 @@ class Comparison:
     """A comparison under way, and its record in `compare.json`.
 
     Args:
-      settings: how all runs are made.
-      experiment: what all runs train.
       train_flags: gives flags of `tfdist.train` for the experiment, with some of its fields changed.
       folder: where the results go; made by the caller.
     """
@@ -66,15 +66,10 @@ class Comparison:
         self._console = Console(highlight=False, emoji=False)
         self._cores = None if settings.machine.gpus else settings.machine.cores
         self._rows: list[Row] = []
-        self._trials = self._plan()
-
-    def _plan(self) -> list[trial.Trial]:
-        s = self._settings
-        given = self._train_flags({})
-        trials = trial.plan(s.strategies, s.replicas, s.machine, self._folder.path, given, s.threads)
-        if not self._experiment.train.virtual_replicas:
-            return trials
-        return [t for t in trials if t.threads == s.threads]  # with others the bits are others
+        s = settings
+        trials = trial.plan(s.strategies, s.replicas, s.machine, folder.path, train_flags({}), s.threads)
+        exact = experiment.train.virtual_replicas > 0
+        self._trials = [t for t in trials if not exact or t.threads == s.threads]  # with others the bits are others
 
     def commands(self) -> str:
         """Returns what would be started, for `--dry_run`."""
@@ -92,7 +87,12 @@ class Comparison:
             for number, t in enumerate(self._trials, 1):
                 self._rows.append(self._measure(t, f"{number} of {len(self._trials)}"))
                 self._save("running", [])
-                self._usable_reference()
+                first = self._rows[0]
+                if first.status == "unavailable":
+                    raise UserError(f"the experiment does not run on one device: {first.reason}")
+                if first.status == "failed":
+                    log = f"{first.folder}/{trial.LOG}"
+                    raise TrainingError(f"the reference, {first.name}, has failed: {first.reason} (log: {log})")
             self._rows = [results.rated(row, self._rows[0], self._cores) for row in self._rows]
             self._compare_weights()
         except BaseException as error:
@@ -106,28 +106,17 @@ class Comparison:
         self._show(lines)
         return results.exit_code(self._rows)
 
-    def _usable_reference(self) -> None:
-        row = self._rows[0]
-        if row.status == "unavailable":
-            raise UserError(f"the experiment does not run on one device: {row.reason}")
-        if row.status == "failed":
-            raise TrainingError(f"the reference, {row.name}, has failed: {row.reason} (log: {row.folder}/{trial.LOG})")
-
     def _measure(self, t: trial.Trial, place: str) -> Row:
         row = Row(t.name, t.strategy, t.replicas, t.threads, t.shell(), str(t.folder), "unavailable", t.unavailable)
         if t.unavailable:
             logger.info(f"{t.name} ({place}) cannot run here: {t.unavailable}")
             return row
         logger.info(f"{t.name} ({place}) ...")
-        busy = round(trial.others_busy(), 2)
+        # While no run of ours is under way.
+        busy = round(psutil.cpu_percent(_LOOK_S) / 100 * (psutil.cpu_count() or 1), 2)
         outcome = self._start(t)
-        row = dataclasses.replace(
-            row,
-            status=outcome.status,
-            reason=outcome.reason,
-            seconds=round(outcome.seconds, 3),
-            others_busy=busy,
-        )
+        seconds, status = round(outcome.seconds, 3), outcome.status
+        row = dataclasses.replace(row, status=status, reason=outcome.reason, seconds=seconds, others_busy=busy)
         if outcome.status == "completed":
             figures = results.measured(_read(t.folder / "result.json"), _read(t.folder / "environment.json"))
             row = dataclasses.replace(row, **figures)
@@ -172,28 +161,21 @@ class Comparison:
 
         result = _read(pathlib.Path(self._rows[0].folder) / "result.json")
         fields = weight_distance.check_flags(result["updates"], result["epochs"])
-        hardware = self._settings.machine
+        updates, folder = int(fields["config.train.steps"]), self._folder.path / "check"
+        hardware, given = self._settings.machine, self._train_flags(fields)
         for t in (self._trials[0], self._trials[i]):
-            given = self._train_flags(fields)
-            again = trial.make(
-                t.strategy, t.replicas, hardware, self._folder.path / "check", given, t.threads, name=t.name
-            )
+            again = trial.make(t.strategy, t.replicas, hardware, folder, given, t.threads, name=t.name)
             again = dataclasses.replace(again, environ={**again.environ, HOLD: "1"})
             if (again.folder / "result.json").exists():  # the reference, for another row
                 continue
-            logger.info(
-                f"{row.name} differs: {t.name} once more, {fields['config.train.steps']} updates in float64 ..."
-            )
+            logger.info(f"{row.name} differs: {t.name} once more, {updates} updates in float64 ...")
             outcome = self._start(again)
             if outcome.status != "completed":
                 return dataclasses.replace(row, why=f"{row.why}; the check in float64 failed: {outcome.reason}")
         try:
-            difference = weight_distance.difference(
-                self._folder.path / "check" / pathlib.Path(self._rows[0].folder).name, again.folder
-            )
+            difference = weight_distance.difference(folder / self._trials[0].folder.name, again.folder)
         except ValueError as error:
             return dataclasses.replace(row, why=f"{row.why}; no check in float64: {error}")
-        updates = int(fields["config.train.steps"])
         return results.checked(row, difference, weight_distance.CHECK_TOLERANCE, updates, natural)
 
     def _show(self, verdict: Sequence[str]) -> None:
@@ -207,9 +189,8 @@ class Comparison:
             (self._folder.path / "compare.md").write_text(text, encoding="utf-8")
             presentation.draw(self._folder.path / "compare.png", title, self._rows, about)
         except OSError as error:
-            raise TrainingError(
-                f"{self._folder.path} cannot be written ({error.strerror}): free or repair that disk"
-            ) from None
+            what = f"{self._folder.path} cannot be written ({error.strerror})"
+            raise TrainingError(f"{what}: free or repair that disk") from None
         logger.info(f"results are in {self._folder.path}{os.sep}: {RECORD}, compare.md, compare.png")
 
     def _save(self, status: str, verdict: Sequence[str]) -> None:

@@ -27,8 +27,6 @@ from tfdist.errors import UserError
 
 TICK_S = 0.5
 """How often somebody who watches hears that a run goes on."""
-_LOOK_S = 0.3
-"""How long to look at what other programs do."""
 LOG = "output.log"
 _READ = 1 << 20
 """Bytes at the end of a log in which the reason for a failure is looked for."""
@@ -40,17 +38,11 @@ _RAISED = re.compile(r"^(?:\[[\d,]+\](?:<\w+>:)? ?)?((?:\w+\.)*\w*(?:Error|Excep
 class Hardware:
     """The cores and GPUs on which replicas can be placed."""
 
-    cores: int
-    """How many cores this process may use."""
-    gpus: tuple[str, ...] = ()
-    """Entries for CUDA_VISIBLE_DEVICES; none: the CPU is used."""
+    cores: int  # that this process may use
+    gpus: tuple[str, ...] = ()  # entries for CUDA_VISIBLE_DEVICES; none: the CPU is used
 
     def default_replicas(self, threads: int) -> tuple[int, ...]:
-        """Returns 2, 4, 8, ... and all that there are; a CPU can always be split in two.
-
-        Args:
-          threads: number of threads per replica on a CPU.
-        """
+        """Returns 2, 4, 8, ... and all that there are, by these threads each; a CPU can always be split in two."""
         most = len(self.gpus) or max(2, self.cores // threads)
         return tuple(sorted({most, *(n for n in (2**i for i in range(1, 12)) if n <= most)}))
 
@@ -68,14 +60,11 @@ class Trial:
     name: str
     strategy: str
     replicas: int
-    threads: int | None
-    """Per replica; None for TensorFlow's own choice."""
+    threads: int | None  # per replica; None for TensorFlow's own choice
     command: tuple[str, ...]
     folder: pathlib.Path
-    environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Variables besides those of this process."""
-    unavailable: str = ""
-    """Why it cannot run here, where that is known before."""
+    environ: Mapping[str, str] = dataclasses.field(default_factory=dict)  # besides that of this process
+    unavailable: str = ""  # why it cannot run here, where that is known before
 
     def shell(self) -> str:
         """Returns the command as a line for a shell."""
@@ -87,13 +76,10 @@ class Trial:
 class Outcome:
     """How a run ended."""
 
-    code: int | None
-    """Exit code, the negative number of a signal, or None for a run that was ended by its time limit."""
+    code: int | None  # the negative number of a signal, or None for a run that was ended by its time limit
     seconds: float
-    reason: str = ""
-    """Why it failed, in one line; empty if it did not."""
-    refused: bool = False
-    """Whether it says itself that the input or the environment is wrong; horovodrun makes another code of that."""
+    reason: str = ""  # why it failed, in one line
+    refused: bool = False  # it says that the input or the environment is wrong; horovodrun makes another code of that
 
     @property
     def status(self) -> str:
@@ -102,11 +88,7 @@ class Outcome:
 
 
 def find_hardware(devices: str, environ: Mapping[str, str]) -> Hardware:
-    """Looks which cores and GPUs there are; `devices` is the flag of `tfdist.train`.
-
-    Raises:
-      UserError: a GPU that does not exist or is hidden.
-    """
+    """Looks which cores and GPUs there are; `devices` is the flag of `tfdist.train`."""
     cores = len(os.sched_getaffinity(0))
     if devices == "none":
         return Hardware(cores)
@@ -126,14 +108,8 @@ def plan(
 ) -> list[Trial]:
     """Returns all runs of a comparison, the reference first, which is `default` on one device.
 
-    On a CPU the whole of it under `default` is a row too, because that is what
-    somebody would use instead; only so can the fastest be named.
-
-    Args:
-      flags: of `tfdist.train`, for all runs alike.
-
-    Raises:
-      UserError: nothing is left to compare the reference with.
+    On a CPU the whole of it under `default` is a row too, because that is what somebody would use instead; only so can
+    the fastest be named.
     """
     wanted = [("default", 1)]
     for strategy in (s for s in strategies if s != "default"):
@@ -181,35 +157,19 @@ def make(
             machine_alone = ["--nnodes=1", f"--nproc_per_node={replicas}"]
             command = [sys.executable, "-m", "tfdist.launch", *machine_alone, "--", *train]
         case "horovod":
-            runner, unavailable = _horovodrun(unavailable)
-            command = [runner, "-np", str(replicas), sys.executable, "-m", "tfdist.train", *train]
+            runner = shutil.which("horovodrun", path=os.path.dirname(sys.executable)) or shutil.which("horovodrun")
+            missing = "" if runner else "horovodrun is not on PATH: run python -m tfdist.horovod_build"
+            unavailable = horovod_install.problem() or missing or unavailable
+            command = [runner or "horovodrun", "-np", str(replicas), sys.executable, "-m", "tfdist.train", *train]
         case _:
             command = [sys.executable, "-m", "tfdist.train", *train]
     return Trial(name, strategy, replicas, threads, tuple(command), own, environ, unavailable)
 
 
-def _horovodrun(unavailable: str) -> tuple[str, str]:
-    """Returns the path of `horovodrun`, and why Horovod cannot be used; `unavailable` if nothing is wrong with it."""
-    beside = shutil.which("horovodrun", path=os.path.dirname(sys.executable))
-    runner = beside or shutil.which("horovodrun")
-    problem = horovod_install.problem()
-    if not runner and not problem:
-        problem = "horovodrun is not on PATH: run python -m tfdist.horovod_build"
-    return runner or "horovodrun", problem or unavailable
-
-
-def others_busy() -> float:
-    """Returns how many cores other programs keep busy now, while no run of ours is under way."""
-    return psutil.cpu_percent(_LOOK_S) / 100 * (psutil.cpu_count() or 1)
-
-
 def run(trial: Trial, limit: float, tick: Callable[[float], None] = lambda seconds: None) -> Outcome:
-    """Runs a trial to its end, which comes after `limit` seconds at the latest.
+    """Runs a trial to its end, which comes after `limit` seconds at the latest; calls `tick` with the seconds so far.
 
     Whatever ends this function, no process of the trial outlives it.
-
-    Args:
-      tick: called now and then with the seconds since the start.
     """
     trial.folder.mkdir(parents=True, exist_ok=True)
     log = trial.folder / LOG
@@ -227,23 +187,18 @@ def run(trial: Trial, limit: float, tick: Callable[[float], None] = lambda secon
             )
         except OSError as error:
             return Outcome(127, 0.0, f"{trial.command[0]} cannot be started: {error.strerror}")
+        code = None
         try:
-            code = _wait(process, start, limit, tick)
+            while code is None and (passed := time.monotonic() - start) < limit:
+                tick(passed)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    code = process.wait(min(TICK_S, limit - passed))
         finally:
             _end(process)
     seconds = time.monotonic() - start
     if code is None:
         return Outcome(None, seconds, f"it was not over after {limit:g} s (--time_limit)")
     return Outcome(code, seconds, *_reason(log, code)) if code else Outcome(code, seconds)
-
-
-def _wait(process: subprocess.Popen, start: float, limit: float, tick: Callable[[float], None]) -> int | None:
-    """Waits for the end of a process; returns its exit code, or None when its time is over."""
-    while (passed := time.monotonic() - start) < limit:
-        tick(passed)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(min(TICK_S, limit - passed))
-    return None
 
 
 def _end(process: subprocess.Popen) -> None:
