@@ -22,8 +22,8 @@ from support import adversary
 
 from tfdist import config
 from tfdist.checkpoints import callback_state, files, integrity, oom_note, resume
+from tfdist.checkpoints.files import Disk
 from tfdist.checkpoints.run_folder import RunFolder
-from tfdist.checkpoints.storage import Disk
 from tfdist.config import schedule
 from tfdist.config.runtime_options import ResumeOptions
 from tfdist.data import spec_file

@@ -18,8 +18,8 @@ from support import bucket_server, training_cases
 from support.bucket_server import Broken
 
 import tfdist
+from tfdist.checkpoints import bucket_folder
 from tfdist.checkpoints import files as files_lib
-from tfdist.checkpoints import storage as storage_lib
 from tfdist.checkpoints.bucket_folder import BucketFolder, opened
 from tfdist.checkpoints.folder_lock import LOCK
 from tfdist.cluster import env_vars
@@ -278,7 +278,7 @@ def flip(bucket, name):
 
 def save(url, *updates):
     """Writes checkpoints with little in them; returns the folder of the copy and its storage."""
-    folder, kept_at = storage_lib.at(url)
+    folder, kept_at = bucket_folder.checkpoints_at(url)
     kept_at.begin()
     for update in updates:
         tensors = lambda prefix, update=update: pathlib.Path(f"{prefix}.data").write_bytes(bytes([update]) * 100)
@@ -288,7 +288,7 @@ def save(url, *updates):
 
 def look(url):
     """The copy of another process."""
-    folder, kept_at = storage_lib.at(url)
+    folder, kept_at = bucket_folder.checkpoints_at(url)
     kept_at.begin()
     return folder, kept_at
 
@@ -322,7 +322,7 @@ def test_damage_in_the_bucket_is_found_and_damage_on_the_way_is_not_kept(place, 
     kept_at.fetch(folder / "2")
     assert files_lib.verify(folder / "2") and faulty.fault.hits == 1
     (folder / "2" / "tensors.data").write_bytes(bytes(100))  # a copy that is not what was downloaded
-    other = storage_lib.BucketStorage(folder, Bucket(place))
+    other = bucket_folder.BucketStorage(folder, Bucket(place))
     other.begin()
     other.fetch(folder / "2")
     assert files_lib.verify(folder / "2")

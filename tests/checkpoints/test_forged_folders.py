@@ -14,8 +14,8 @@ from conftest import REPOSITORY
 
 from tfdist import config
 from tfdist.checkpoints import callback_state, files, oom_note, resume, state_shape
+from tfdist.checkpoints.files import Disk
 from tfdist.checkpoints.run_folder import RunFolder
-from tfdist.checkpoints.storage import Disk
 from tfdist.cluster import env_vars
 from tfdist.config import schedule
 from tfdist.config.runtime_options import ResumeOptions

@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import pathlib
 import platform
 import secrets
 import shutil
 import threading
+from collections.abc import Callable, Iterable, Iterator
 
-from tfdist.checkpoints import files, storage
+from tfdist.checkpoints import files
+from tfdist.checkpoints.files import DISK, Disk
 from tfdist.checkpoints.folder_lock import LOCK, first_line
 from tfdist.checkpoints.run_folder import LOGS, RunFolder
 from tfdist.config import buckets, local_files
@@ -26,16 +29,101 @@ from tfdist.config.buckets import Bucket, BucketError, MissingError
 from tfdist.config.messages import logger
 from tfdist.errors import TrainingError, UserError
 
-RECORDS = (
+RECORDS = (  # files of the earlier run that a resumed run needs, besides its checkpoints
     "experiment.json", "experiment.mark", "environment.json", "data.json", "accumulate.json", "history.jsonl",
     "timeline.jsonl", "result.json",
 )  # fmt: skip
-"""Files of the earlier run that a resumed run needs, besides its checkpoints."""
 CHECK = "check the network, your keys and that folder"
+# Stands after the owner in a lock that the launcher lends, once one of its workers has written it to the bucket.
 _CLAIMED = b"claimed\n"
-"""Stands after the owner in a lock that the launcher lends, once one of its workers has written it to the bucket."""
-_BUSY_S = 5.0
-"""Seconds that the last words of a run wait for an upload in progress."""
+_BUSY_S = 5.0  # that the last words of a run wait for an upload in progress
+
+
+class BucketStorage(Disk):
+    """Checkpoints in a bucket, of which `folder` is a copy on this machine.
+
+    A bucket has no rename. Therefore `manifest.json` is written last, and a checkpoint without one does not count.
+    Whatever is in the folder is in the bucket, too; of a checkpoint in the bucket, only the manifest is here until it
+    is read. `first` is called before anything of a checkpoint is written, and before its manifest is; an error of it
+    prevents that.
+    """
+
+    def __init__(self, folder: pathlib.Path, bucket: Bucket, first: Callable[[], None] = lambda: None):
+        self._folder, self._bucket, self._first = folder, bucket, first
+        self._begun = False
+        self._complete: set[str] = set()  # names of the checkpoints whose files are all here
+
+    def shown(self, path: pathlib.Path) -> str:
+        inside = path.relative_to(self._folder).as_posix() if path.is_relative_to(self._folder) else ""
+        return f"{self._bucket.url}/{inside}".rstrip("/.")
+
+    def begin(self) -> None:
+        """Downloads the manifests; other files of a checkpoint are kept if its manifest is the same."""
+        if self._begun:
+            return
+        self._begun = True
+        with self._user_errors():
+            names = {name.partition("/")[0] for name in self._bucket.listing() if name.endswith(f"/{files.MANIFEST}")}
+            for path in files.newest_first(self._folder):
+                if path.name not in names:
+                    shutil.rmtree(path, ignore_errors=True)
+            for name in sorted(filter(files.is_name, names)):
+                file, before = self._folder / name / files.MANIFEST, None
+                with contextlib.suppress(MissingError):  # a run that goes on has just deleted it
+                    manifest = self._bucket.get_bytes(f"{name}/{files.MANIFEST}")
+                    with contextlib.suppress(OSError):
+                        before = local_files.content(file)
+                    if before != manifest:
+                        shutil.rmtree(file.parent, ignore_errors=True)
+                        file.parent.mkdir(parents=True)
+                        file.write_bytes(manifest)
+
+    def publish(self, written: pathlib.Path, name: str) -> None:
+        self._first()  # else a run that has lost the folder would overwrite files of the one that has it
+        for path in sorted(path for path in written.iterdir() if path.name != files.MANIFEST):
+            self._bucket.put(path, f"{name}/{path.name}")
+        self._first()
+        self._bucket.put(written / files.MANIFEST, f"{name}/{files.MANIFEST}")
+        self._complete.add(name)
+        with contextlib.suppress(BucketError):  # it is for users
+            self._bucket.put_bytes(f"{name}\n".encode(), files.LATEST)
+
+    def fetch(self, path: pathlib.Path) -> None:
+        if path.name in self._complete:
+            return
+        for _ in range(2):  # what has arrived damaged may be whole in the bucket
+            try:
+                files.verify(path)
+                return
+            except files.DamagedError:  # the next one to verify it reports what is missing
+                names: list = []
+                with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+                    names = list(json.loads(local_files.content(path / files.MANIFEST))["files"])
+                with self._user_errors():
+                    for name in filter(files.is_inside, names):
+                        with contextlib.suppress(MissingError):
+                            self._bucket.get(f"{path.name}/{name}", path / name)
+        self._complete.add(path.name)
+
+    def prune(self, keep: set[str]) -> None:
+        with contextlib.suppress(BucketError):  # the next one deletes them
+            folders = {name: name.partition("/")[0] for name in self._bucket.listing() if "/" in name}
+            old = [name for name, folder in folders.items() if files.is_name(folder) and folder not in keep]
+            self._bucket.delete(_deletion_order(old), waits=())
+
+    def set_aside(self, path: pathlib.Path, moved: pathlib.Path) -> None:
+        with self._user_errors("be changed"):
+            names = _deletion_order(self._bucket.listing(path.name))
+            self._bucket.move(names, self._bucket, lambda name: f"{moved.name}/{name.partition('/')[2]}")
+
+    @contextlib.contextmanager
+    def _user_errors(self, what: str = "be read") -> Iterator[None]:
+        try:
+            yield
+        except BucketError as error:
+            raise UserError(f"{self._bucket.url} cannot {what} ({error.strerror})", CHECK) from None
+        except OSError as error:
+            raise UserError(f"{self._folder} cannot be written ({error.strerror or error})", "free that disk") from None
 
 
 class BucketFolder(RunFolder):
@@ -53,28 +141,20 @@ class BucketFolder(RunFolder):
         super().__init__(str(copy if writes or reads else copy.with_name(".none")), writes, self._bucket.url)
         if writes or reads:
             bucket = Bucket(f"{self.name}/{self.checkpoints.name}")
-            self.storage = storage.BucketStorage(self.checkpoints, bucket, self._upload)
+            self.storage = BucketStorage(self.checkpoints, bucket, self._upload)
         self._reads = reads
         self.lock.owner += f"{secrets.token_hex(16)}\n".encode()
         self._claimed = self._lost = False
-        self._claimed_before = False
-        """An earlier worker of the same launcher has written the owner to the bucket."""
+        self._claimed_before = False  # an earlier worker of the same launcher has written the owner to the bucket
         self._uploading = threading.RLock()
-        self._uploaded: dict[str, tuple[int, int]] = {}
-        """Size and time of change of each file as the bucket has it."""
+        self._uploaded: dict[str, tuple[int, int]] = {}  # `_version` of each file as the bucket has it
 
     def forget(self) -> None:
         super().forget()
         self._claimed = False
 
-    # -- the beginning ------------------------------------------------------
-
     def create(self) -> None:
-        """Takes the folder for this run alone, and downloads what an earlier one has left there.
-
-        Raises:
-          UserError: bucket or copy cannot be used, or another run on this machine has it.
-        """
+        """Takes the folder for this run alone, and downloads what an earlier one has left there."""
         if not self.writes:
             if self._reads:
                 self._download()
@@ -88,11 +168,7 @@ class BucketFolder(RunFolder):
             raise
 
     def reserve(self) -> None:
-        """Makes the copy if it is missing, and locks it for this run, without access to the bucket.
-
-        Raises:
-          UserError: the copy cannot be made, or another run on this machine has it.
-        """
+        """Makes the copy if it is missing, and locks it for this run, without access to the bucket."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.path.mkdir(exist_ok=True)
@@ -112,17 +188,11 @@ class BucketFolder(RunFolder):
         )
 
     def _claim(self) -> None:
-        """Writes this run's name to the bucket, in place of an earlier one.
-
-        Raises:
-          UserError: it cannot be written, or another run has done so since an earlier worker of this launcher.
-        """
-        owner = self.lock.owner
+        """Writes this run's name to the bucket, unless another run has since an earlier worker of this launcher."""
+        owner, before = self.lock.owner, b""
         try:
-            try:
+            with contextlib.suppress(MissingError):
                 before = self._bucket.get_bytes(LOCK)
-            except MissingError:
-                before = b""
             if self._claimed_before and before not in (b"", owner):
                 raise self.lock.in_use(before)
             self._bucket.put_bytes(owner, LOCK)
@@ -158,17 +228,8 @@ class BucketFolder(RunFolder):
             self._bucket.get(name, self.path / name)
             self._uploaded[name] = _version(self.path / name)
 
-    # -- what is written ----------------------------------------------------
-
     def push(self, patient: bool = True) -> None:
-        """Uploads what has changed.
-
-        Args:
-          patient: try again what fails; False for the last words of a run.
-
-        Raises:
-          TrainingError: that is not possible, or another run has taken the folder.
-        """
+        """Uploads what has changed; TrainingError if that is not possible, or another run has taken the folder."""
         if not self.writes or not self._claimed:
             return
         try:
@@ -231,23 +292,14 @@ class BucketFolder(RunFolder):
             raise TrainingError(f"another run has taken {self.name} while this one went on: give each its own folder")
         super()._restore()
 
-    # -- the end ------------------------------------------------------------
-
     def set_aside(self) -> str | None:
-        """Copies an earlier run within the bucket, and deletes what was copied.
-
-        Returns:
-          Where the earlier run is now, or None.
-
-        Raises:
-          UserError: that is not possible.
-        """
+        """Copies an earlier run within the bucket, and deletes what was copied; returns where it is now."""
         if not self.writes or not self.holds_run:
             return None
         try:
             names = (f"{self._bucket.name}.{i}" for i in itertools.count(1))
             aside = next(bucket for bucket in map(self._bucket.beside, names) if not bucket.listing())
-            self._bucket.move(sorted(set(self._bucket.listing()) - {LOCK}, key=_deletion_order), aside)
+            self._bucket.move(_deletion_order(set(self._bucket.listing()) - {LOCK}), aside)
         except BucketError as error:
             raise UserError(
                 f"the earlier run in --workdir={self.name} cannot be set aside ({error.strerror})",
@@ -285,12 +337,21 @@ def opened(workdir: str, writes: bool, reads: bool = True) -> RunFolder:
     return BucketFolder(workdir, writes, reads) if buckets.is_url(workdir) else RunFolder(workdir, writes)
 
 
+def checkpoints_at(folder: str | os.PathLike) -> tuple[pathlib.Path, Disk]:
+    """Returns the path of a folder of checkpoints on this machine, and its storage; it may be a URL that is checked."""
+    text = os.fspath(folder)
+    if not buckets.is_url(text):
+        return pathlib.Path(text), DISK
+    copy = local_files.temporary_folder()
+    return copy, BucketStorage(copy, Bucket(text))
+
+
 def _version(path: pathlib.Path) -> tuple[int, int]:
     status = path.stat()
     return status.st_size, status.st_mtime_ns
 
 
-def _deletion_order(name: str) -> tuple[int, str]:
+def _deletion_order(names: Iterable[str]) -> list[str]:
     """Sorts objects so that no half-deleted checkpoint or run looks whole: manifests first, the result last."""
-    manifest = name.startswith("checkpoints/") and name.endswith(f"/{files.MANIFEST}")
-    return 0 if manifest else 2 if name == "result.json" else 1, name
+    rank = lambda name: 0 if name.endswith(f"/{files.MANIFEST}") else 2 if name == "result.json" else 1
+    return sorted(names, key=lambda name: (rank(name), name))

@@ -11,14 +11,12 @@ from tfdist.checkpoints import state_shape
 from tfdist.errors import UserError, one_line
 from tfdist.keras_bridge import keras_internals
 
-State: TypeAlias = dict[str, Any]
-"""A callback's state by name, as JSON can hold it."""
+State: TypeAlias = dict[str, Any]  # a callback's state by name, as JSON can hold it
 _KNOWN: dict[type, tuple[str, ...]] = {
     keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "stopped_epoch"),
     keras.callbacks.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
     keras.callbacks.ModelCheckpoint: ("best", "epochs_since_last_save", keras_internals.BATCHES_SEEN),
 }
-_ARRAYS = {keras.callbacks.EarlyStopping: "best_weights"}
 
 
 @runtime_checkable
@@ -34,33 +32,33 @@ class Stateful(Protocol):
 
 def capture(callbacks: keras.callbacks.CallbackList) -> dict[str, State]:
     """Returns the callbacks' states by name, as far as JSON can hold them."""
+    plain = lambda value: value.item() if isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0 else value
     states = {}
     for name, callback in _named(callbacks):
         own = callback.get_state() if isinstance(callback, Stateful) else None
-        if own is not None:
-            states[name] = own
-            continue
-        for kind, fields in _KNOWN.items():
-            if isinstance(callback, kind):
-                values = {field: getattr(callback, field, None) for field in fields}
-                numpy = (np.generic, np.ndarray)
-                states[name] = {
-                    f: v.item() if isinstance(v, numpy) and np.ndim(v) == 0 else v for f, v in values.items()
-                }
+        known = {field: plain(getattr(callback, field, None)) for field in _known(callback)}
+        if own is not None or known:
+            states[name] = known if own is None else own
     return states
 
 
-def restore(callbacks: keras.callbacks.CallbackList, states: dict[str, State]) -> None:
-    """Restores the callbacks' states; after `on_train_begin`, in which they reset it.
+def _known(callback: keras.callbacks.Callback) -> list[str]:
+    return [field for kind, fields in _KNOWN.items() if isinstance(callback, kind) for field in fields]
 
-    Raises:
-      UserError: one cannot restore it.
-    """
+
+def restore(callbacks: keras.callbacks.CallbackList, states: dict[str, State]) -> None:
+    """Restores the callbacks' states; after `on_train_begin`, in which they reset it. UserError if one cannot."""
     for name, callback in _named(callbacks):
         if name not in states:
             continue
+        state = states[name]
         try:
-            _set_state(callback, states[name])
+            if isinstance(callback, Stateful):
+                callback.set_state(state)
+                continue
+            for field in state.keys() & set(_known(callback)):  # a file sets no other attribute of the callback
+                state_shape.require(state, {field: state_shape.optional(state_shape.number)})
+                setattr(callback, field, state[field])
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise UserError(
                 f"the checkpoint has no state that the callback {name} can go on with ({one_line(error, 120)})",
@@ -68,25 +66,13 @@ def restore(callbacks: keras.callbacks.CallbackList, states: dict[str, State]) -
             ) from error
 
 
-def _set_state(callback: keras.callbacks.Callback, state: State) -> None:
-    if isinstance(callback, Stateful):
-        callback.set_state(state)
-        return
-    names = {field for kind, fields in _KNOWN.items() if isinstance(callback, kind) for field in fields}
-    for field in names & state.keys():  # a file sets no other attribute of the callback
-        if not state_shape.optional(state_shape.number)(state[field]):
-            raise ValueError(f"{field} is {state[field]!r}")
-        setattr(callback, field, state[field])
-
-
 def arrays(callbacks: keras.callbacks.CallbackList) -> dict[str, np.ndarray]:
     """Returns the best weights of EarlyStopping, by the callback's name and their number."""
     return {
         f"{name}/{i:04d}": np.asarray(array)
         for name, callback in _named(callbacks)
-        for kind, field in _ARRAYS.items()
-        if isinstance(callback, kind)
-        for i, array in enumerate(getattr(callback, field, None) or [])
+        if isinstance(callback, keras.callbacks.EarlyStopping)
+        for i, array in enumerate(getattr(callback, "best_weights", None) or [])
     }
 
 
@@ -94,17 +80,11 @@ def set_arrays(callbacks: keras.callbacks.CallbackList, stored: dict[str, np.nda
     """Restores what `arrays` returned."""
     for name, callback in _named(callbacks):
         mine = [stored[key] for key in sorted(stored) if key.rpartition("/")[0] == name]
-        for kind, field in _ARRAYS.items():
-            if mine and isinstance(callback, kind):
-                setattr(callback, field, mine)
+        if mine and isinstance(callback, keras.callbacks.EarlyStopping):
+            callback.best_weights = mine
 
 
 def _named(callbacks: keras.callbacks.CallbackList) -> list[tuple[str, keras.callbacks.Callback]]:
     """Names callbacks by class and number: a new process has them in the same order."""
-    seen: dict[str, int] = {}
-    named = []
-    for callback in callbacks.callbacks:
-        kind = type(callback).__name__
-        seen[kind] = seen.get(kind, -1) + 1
-        named.append((f"{kind}.{seen[kind]}", callback))
-    return named
+    kinds = [type(callback).__name__ for callback in callbacks.callbacks]
+    return [(f"{kind}.{kinds[:i].count(kind)}", callbacks.callbacks[i]) for i, kind in enumerate(kinds)]

@@ -23,8 +23,7 @@ from tfdist.config import local_files
 from tfdist.errors import UserError
 
 FORMAT = 1
-TENSORS = "tensors"
-"""Prefix of TensorFlow's files."""
+TENSORS = "tensors"  # prefix of TensorFlow's files
 STATE = "state.json"
 MANIFEST = "manifest.json"
 LATEST = "latest"
@@ -34,6 +33,32 @@ _UNFINISHED = re.compile(r"\.\d+\.\d+$")
 
 class DamagedError(Exception):
     """A checkpoint is not as it was written: the reason, in a few words."""
+
+
+class Disk:
+    """Storage of a folder of checkpoints on a file system, with nothing behind it. The base class of all storage."""
+
+    def begin(self) -> None:
+        """Lists in the folder which checkpoints exist, before anything is read."""
+
+    def shown(self, path: pathlib.Path) -> str:
+        """Returns a path below the folder as a user would write it."""
+        return str(path)
+
+    def publish(self, written: pathlib.Path, name: str) -> None:
+        """Makes a checkpoint outlive this machine, before it gets its name; OSError if that is not possible."""
+
+    def fetch(self, path: pathlib.Path) -> None:
+        """Brings all files of a checkpoint into its folder; raises UserError if they cannot be read."""
+
+    def prune(self, keep: set[str]) -> None:
+        """Deletes all checkpoints but those of these names."""
+
+    def set_aside(self, path: pathlib.Path, moved: pathlib.Path) -> None:
+        """Renames a checkpoint, which has been renamed in the folder; raises UserError if that is not possible."""
+
+
+DISK = Disk()
 
 
 def newest_first(folder: pathlib.Path) -> list[pathlib.Path]:
@@ -53,26 +78,24 @@ def _listed(folder: pathlib.Path) -> list[pathlib.Path]:
     return sorted(paths, key=_age, reverse=True)
 
 
-def update_of(path: pathlib.Path) -> int:
-    """Returns the update after which a checkpoint was taken."""
-    return _age(path)[0]
-
-
 def _age(path: pathlib.Path) -> tuple[int, int]:
     match = _NAME.match(path.name)
     assert match, path
     return int(match[1]), int(match[2] or 0)
 
 
+def update_of(path: pathlib.Path) -> int:
+    """Returns the update after which a checkpoint was taken."""
+    return _age(path)[0]
+
+
+def is_name(name: str) -> bool:
+    """Tells whether a folder of this name is a checkpoint."""
+    return bool(_NAME.match(name))
+
+
 def verify(path: pathlib.Path) -> int:
-    """Reads every byte of a checkpoint.
-
-    Returns:
-      Its size in bytes.
-
-    Raises:
-      DamagedError: anything differs from what was written.
-    """
+    """Reads every byte of a checkpoint; returns its size. Raises DamagedError if anything is not as it was written."""
     checksums = _manifest(path)
     for name, expected in checksums.items():
         check(path / name, expected)
@@ -97,9 +120,19 @@ def checksum(file: pathlib.Path) -> dict[str, Any]:
     return {"bytes": file.stat().st_size, "sha256": _sha256(file)}
 
 
-def checksum_of(content: bytes) -> dict[str, Any]:
-    """Returns the `checksum` of a file with this content."""
-    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+def json_object(text: str | bytes) -> dict[str, Any] | None:
+    """Returns the object that JSON represents; None if it does not."""
+    with contextlib.suppress(ValueError, RecursionError):
+        content = json.loads(text)
+        return content if isinstance(content, dict) else None
+    return None
+
+
+def read_object(path: pathlib.Path) -> dict[str, Any] | None:
+    """Returns the object in a file of JSON; None if there is none that can be read."""
+    with contextlib.suppress(OSError):
+        return json_object(local_files.content(path))
+    return None
 
 
 def read_state(path: pathlib.Path) -> dict:
@@ -146,11 +179,6 @@ def is_inside(name: object) -> bool:
     return isinstance(name, str) and name == os.path.basename(name) and name not in ("", ".", "..")
 
 
-def is_name(name: str) -> bool:
-    """Tells whether a folder of this name is a checkpoint."""
-    return bool(_NAME.match(name))
-
-
 def _manifest_bytes(files: dict, experiment: str, number: int = FORMAT) -> bytes:
     content = {"format": number, "experiment": experiment, "files": files}
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -164,7 +192,7 @@ def write(
     tensors: Callable[[str], object],
     publish: Callable[[pathlib.Path, str], None] = lambda written, name: None,
 ) -> pathlib.Path:
-    """Writes one checkpoint, durably.
+    """Writes one checkpoint, durably; OSError if the disk is full for example, and earlier ones are unchanged.
 
     Args:
       folder: where checkpoints are; made if missing.
@@ -172,12 +200,6 @@ def write(
       state: anything that JSON can hold (with NaN and infinity); the manifest takes the hash of its `experiment`.
       tensors: called with the prefix of the files that it writes.
       publish: called with the folder of the files and its final name, before it gets that.
-
-    Returns:
-      The checkpoint.
-
-    Raises:
-      OSError: it cannot be written, because the disk is full for example; earlier checkpoints are unchanged.
     """
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f".{update}.{os.getpid()}"
@@ -221,11 +243,8 @@ def prune(folder: pathlib.Path, keep: set[pathlib.Path]) -> None:
 
 def set_aside(path: pathlib.Path) -> pathlib.Path:
     """Renames a checkpoint that is not to be resumed from, so that it no longer counts as one."""
-    suffixes = ("", *(f"-{number}" for number in range(1, 10_000)))
-    names = (path.with_name(f"unused-{path.name}{suffix}") for suffix in suffixes)
-    moved = next(name for name in names if not name.exists())
-    path.rename(moved)
-    return moved
+    names = (path.with_name(f"unused-{path.name}{f'-{number}' if number else ''}") for number in range(10_000))
+    return path.rename(next(name for name in names if not name.exists()))
 
 
 def _sha256(path: pathlib.Path) -> str:

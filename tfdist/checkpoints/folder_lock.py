@@ -16,34 +16,23 @@ from tfdist.config.messages import logger
 from tfdist.errors import TrainingError, UserError
 
 LOCK = ".lock"
-DYING_S = 3.0
-"""How long to wait for a lock whose owner is dead: Linux ends the workers of a killed launcher, but not at once."""
+DYING_S = 3.0  # wait for a lock whose owner is dead: Linux ends the workers of a killed launcher, but not at once
 
 
 class FolderLock:
     """An `flock` on `.lock`, which the system drops when the last process that holds it is gone.
 
     A POSIX record lock would not do: any code of the process that opens and closes the file, such as a callback that
-    copies the folder, would drop it.
-
-    Args:
-      folder: the run folder.
-      name: as the user writes it.
-      owner: content of the file; its first line is shown to users.
+    copies the folder, would drop it. `owner` is the content of the file; its first line is shown to users.
     """
 
     def __init__(self, folder: pathlib.Path, name: str, owner: bytes):
         self._path, self._name, self.owner = folder / LOCK, name, owner
         self.descriptor: int | None = None
-        self.borrowed = False
-        """The launcher holds the lock, too, and still holds it when this worker has ended."""
+        self.borrowed = False  # the launcher holds the lock, too, and still holds it when this worker has ended
 
     def acquire(self) -> None:
-        """Takes the lock, unless this process has it or was lent it.
-
-        Raises:
-          UserError: another run has it.
-        """
+        """Takes the lock, unless this process has it or was lent it; UserError if another run has it."""
         if self.descriptor is not None:
             if self._is_current(self.descriptor):
                 return
@@ -109,11 +98,7 @@ class FolderLock:
                 raise self.in_use(lock.read(200)) from None
 
     def restore(self) -> None:
-        """Takes the lock again after the folder was deleted.
-
-        Raises:
-          TrainingError: another run has taken its place.
-        """
+        """Takes the lock again after the folder was deleted; TrainingError if another run has taken its place."""
         if self.descriptor is None:
             return
         try:
@@ -128,11 +113,7 @@ class FolderLock:
             )
 
     def in_use(self, owner: bytes) -> UserError:
-        """Returns the error for a folder that another run has.
-
-        Args:
-          owner: content of the lock's file.
-        """
+        """Returns the error for a folder that another run has; `owner` is the content of the lock's file."""
         name = first_line(owner) or "just starting"
         if left := _left_behind(name, self._path):
             return UserError(
@@ -166,12 +147,8 @@ def first_line(owner: bytes) -> str:
 def _is_dead(owner: str) -> bool:
     """Tells whether the owner of a lock is a process of this host that has ended."""
     process = re.fullmatch(r"process (\d{1,9}) on (.*)", owner)
-    return bool(
-        process
-        and process[2] == platform.node()
-        and os.path.exists("/proc/self")  # /proc is not everywhere
-        and not os.path.exists(f"/proc/{process[1]}")
-    )
+    here = process and process[2] == platform.node() and os.path.exists("/proc/self")  # /proc is not everywhere
+    return bool(process and here and not os.path.exists(f"/proc/{process[1]}"))
 
 
 def _left_behind(owner: str, lock: pathlib.Path) -> int:
@@ -183,9 +160,7 @@ def _left_behind(owner: str, lock: pathlib.Path) -> int:
         return 0
     with contextlib.suppress(OSError):
         file = lock.stat()
-        for pid in filter(str.isdigit, os.listdir("/proc")):
-            if int(pid) == os.getpid():
-                continue
+        for pid in set(filter(str.isdigit, os.listdir("/proc"))) - {str(os.getpid())}:
             with contextlib.suppress(OSError):  # it is another user's, or has just ended
                 for descriptor in pathlib.Path("/proc", pid, "fd").iterdir():
                     with contextlib.suppress(OSError):

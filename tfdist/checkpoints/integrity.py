@@ -14,14 +14,13 @@ from typing import Any
 
 from tfdist.checkpoints import files, resume
 from tfdist.checkpoints.files import DamagedError
-from tfdist.checkpoints.run_folder import RunFolder, strict
+from tfdist.checkpoints.run_folder import strict
 from tfdist.config import flat, local_files
 from tfdist.data import spec_file
 from tfdist.errors import UserError
 
 RESULT = "result.json"
-TRUSTED = ("experiment.json", spec_file.NAME)
-"""Files that a model is built from, whose changes its own checksum cannot show."""
+TRUSTED = ("experiment.json", spec_file.NAME)  # that a model is built from, whose changes its checksum cannot show
 REPAIR = "copy it back, or repeat the training command with --resume=require, which writes it again"
 
 
@@ -32,11 +31,7 @@ def sealed(result: Mapping[str, object]) -> dict[str, Any]:
 
 
 def read_result(folder: pathlib.Path) -> dict[str, Any]:
-    """Returns what `result.json` holds; nothing without that file.
-
-    Raises:
-      DamagedError: it cannot be read, or is not as it was written.
-    """
+    """Returns what `result.json` holds, {} without that file; DamagedError if it is not as it was written."""
     try:
         content = json.loads(local_files.content(folder / RESULT))
     except FileNotFoundError:
@@ -73,15 +68,7 @@ def problems(folder: pathlib.Path) -> list[str]:
 
 
 def check_trusted(folder: pathlib.Path, name: str, trusted: Iterable[str] = TRUSTED) -> None:
-    """Checks the files that a finished model is built from.
-
-    Args:
-      name: the folder's name in messages.
-      trusted: the files.
-
-    Raises:
-      UserError: one is not as the run wrote it.
-    """
+    """Checks the `trusted` files of a folder with this name in messages; UserError if one is not as it was written."""
     try:
         result = read_result(folder)
         for file in trusted:
@@ -93,16 +80,11 @@ def check_trusted(folder: pathlib.Path, name: str, trusted: Iterable[str] = TRUS
 def check_state(folder: pathlib.Path, state: Mapping[str, Any], checkpoint: str, model_file: str = "") -> None:
     """Compares the files that a model is built from with what a checkpoint was made with; raises UserError.
 
-    Args:
-      state: of the checkpoint.
-      checkpoint: its name, for messages.
-      model_file: outside of the folder, from which the model is built; "" if it is not.
+    `checkpoint` is its name, for messages; `model_file` one outside of the folder, if the model is built from it.
     """
-    recorded = RunFolder(str(folder), writes=False).earlier()
-    if recorded is not None and state["experiment"]:
-        odd = resume.differences(flat(recorded), state["experiment"])
-        if odd:
-            raise UserError(f"{TRUSTED[0]} is not what {checkpoint} was made with ({'; '.join(odd[:5])})", REPAIR)
+    recorded, made_with = files.read_object(folder / TRUSTED[0]), state["experiment"]
+    if recorded is not None and made_with and (odd := resume.differences(flat(recorded), made_with)):
+        raise UserError(f"{TRUSTED[0]} is not what {checkpoint} was made with ({'; '.join(odd[:5])})", REPAIR)
     expected = state.get("facts", {}).get(resume.MODEL_FILE)
     if expected and model_file and files.checksum(pathlib.Path(model_file).expanduser())["sha256"] != expected:
         raise UserError(f"{model_file} is not what {checkpoint} was made with", "copy it back")

@@ -13,10 +13,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from tfdist.checkpoints import files, training_run, training_state
-from tfdist.checkpoints import storage as storage_lib
-from tfdist.checkpoints.resume import MODEL_FILE, LoadedCheckpoint, Position, ResumeChoice
-from tfdist.checkpoints.storage import DISK, Disk
+from tfdist.checkpoints import bucket_folder, files, training_run, training_state
+from tfdist.checkpoints.files import DISK, Disk
+from tfdist.checkpoints.resume import MODEL_FILE, LoadedCheckpoint, Position, ResumeChoice, load
 from tfdist.checkpoints.training_run import BestEpoch, TrainingRun
 from tfdist.config import buckets, schedule
 from tfdist.config.buckets import BucketError
@@ -24,46 +23,31 @@ from tfdist.config.messages import logger
 from tfdist.data.structures import Structure
 from tfdist.errors import TrainingError, UserError, one_line, printable
 
-HELD_S = 1.0
-"""Least seconds of training between two states that are held in memory for when a worker is lost."""
-HELD_SHARE = 0.01
-"""The largest share of the time that holding them may take."""
+HELD_S = 1.0  # least seconds of training between two states that are held in memory for when a worker is lost
+HELD_SHARE = 0.01  # the largest share of the time that holding them may take
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one run in a thread, one at a time, and deletes old ones; on the chief only.
+    """Writes the checkpoints of one run in a thread, one at a time; on the chief only.
 
-    Args:
-      folder: where they are.
-      keep: number of newest to keep, besides the best.
-      storage: what stands behind the folder.
+    It deletes all but the newest `keep` and the best.
     """
 
     def __init__(self, folder: pathlib.Path, keep: int, storage: Disk = DISK):
         self._folder, self._keep, self._storage = folder, keep, storage
         self._thread: threading.Thread | None = None
-        self.kept: list[pathlib.Path] = []
-        """Those of this run that are on the disk, the oldest first."""
-        self.in_memory: LoadedCheckpoint | None = None
-        """A state of this run newer than what is on the disk, if any is held."""
-        self.failure = ""
-        """Why the last one could not be written, or nothing."""
-        self.unwritten: set[int] = set()
-        """Updates whose checkpoints could not be written, since the last one that was."""
-        self._warned = ""
-        """The reason that was last given in a warning."""
+        self.kept: list[pathlib.Path] = []  # those of this run that are on the disk, the oldest first
+        self.in_memory: LoadedCheckpoint | None = None  # a state newer than what is on the disk, if any is held
+        self.failure = ""  # why the last one could not be written
+        self.unwritten: set[int] = set()  # updates whose checkpoints could not be written, since the last that was
+        self._warned = ""  # the reason that was last given in a warning
         self.saved = 0
-        self.seconds = 0.0
-        """Total time that taking and writing them took."""
+        self.seconds = 0.0  # that taking and writing them took
 
     def start(self, update: int, state: dict, tensors: dict[str, Structure], best: int | None) -> None:
-        """Begins to write a checkpoint; call `wait` for the previous one first.
+        """Begins to write a checkpoint, `state` into `state.json`; call `wait` for the previous one first.
 
-        Args:
-          update: updates made so far.
-          state: content of `state.json`.
-          tensors: of `training_state.capture`.
-          best: the update whose checkpoint is kept though newer ones are written, or None.
+        `best` is the update whose checkpoint is kept though newer ones are written.
         """
         arguments = (update, state, tensors, best)
         self._thread = threading.Thread(target=self._write, args=arguments, name="tfdist checkpoint")
@@ -154,9 +138,6 @@ class Checkpoints(CheckpointWriter):
       data_sha256: digest of what the model was built for (`spec_file.digest`), kept in each checkpoint.
       model_sha256: digest of the file that the model was built from, if any; kept and compared likewise.
       storage: what stands behind the folder, if that is a copy made by the caller.
-
-    Raises:
-      UserError: an argument is invalid.
     """
 
     def __init__(
@@ -179,29 +160,21 @@ class Checkpoints(CheckpointWriter):
         if keep < 1:
             raise UserError(f"checkpoint.keep must be at least 1, got {keep}")
         self._best_metric = schedule.better(best)
-        self.folder, kept_at = storage_lib.at(folder)
+        self.folder, kept_at = bucket_folder.checkpoints_at(folder)
         super().__init__(self.folder, keep, storage or kept_at)
         self._name = self._storage.shown(self.folder)
         self._every, self._asynchronous, self._resume, self._changed = every, asynchronous, resume, changed
         self._experiment, self._data_sha256 = dict(experiment or {}), data_sha256
         self._model_facts: dict[str, object] = {MODEL_FILE: model_sha256} if model_sha256 else {}
         self.off = every == "off"
-        self.resumed_from: int | None = None
-        """The update that the run resumed from."""
-        self.paused = 0.0
-        """Seconds for which training has waited for checkpoints."""
+        self.resumed_from: int | None = None  # update
+        self.paused = 0.0  # seconds for which training has waited for checkpoints
         self._updates, self._seconds = math.inf, math.inf
         self._last = self._hold_at = time.monotonic()
         self._best = BestEpoch()
 
-    # -- resuming -----------------------------------------------------------
-
     def begin(self, run: TrainingRun) -> Position | None:
-        """Restores the newest valid checkpoint, if any, and returns its position; called on all workers.
-
-        Raises:
-          UserError: there is none that can be used, though there should be.
-        """
+        """Restores the newest valid checkpoint, if any, and returns its position; called on all workers."""
         self._updates, self._seconds = schedule.interval(
             "checkpoint.every", self._every, run.updates_per_epoch, run.global_batch, math.inf
         )
@@ -209,7 +182,11 @@ class Checkpoints(CheckpointWriter):
         if run.distribution.is_chief:
             self._storage.begin()
             if self._resume != "never":
-                chosen = self._choice(run, self._changed).newest(self._resume == "require")
+                facts = self._facts(run)
+                choice = ResumeChoice(
+                    self.folder, run.identity(), self._experiment, self._changed, self._storage, facts
+                )
+                chosen = choice.newest(self._resume == "require")
         position = self._restore(run, chosen)
         if position is None:
             return None
@@ -221,21 +198,16 @@ class Checkpoints(CheckpointWriter):
         return position
 
     def back(self, run: TrainingRun, bad: int) -> Position:
-        """Restores the newest checkpoint with finite weights from before update `bad`; called on all workers.
-
-        Raises:
-          TrainingError: there is none.
-        """
+        """Restores the newest checkpoint with finite weights from before update `bad`; called on all workers."""
         self.wait()
         self.in_memory = None
         paths = files.newest_first(self.folder) if run.distribution.is_chief else []
-        choice = self._choice(run)
         while True:
             chosen = None
             while paths and chosen is None:
                 path = paths.pop(0)
                 if files.update_of(path) <= bad:
-                    chosen = choice.load(path)
+                    chosen = load(path, self._storage)
             position = self._restore(run, chosen)
             if position is None:
                 raise TrainingError(
@@ -246,14 +218,9 @@ class Checkpoints(CheckpointWriter):
                 return position
 
     def again(self, run: TrainingRun) -> Position:
-        """Restores the newest checkpoint of this run, or its beginning; in one process.
-
-        Raises:
-          TrainingError: there is none that can be read.
-        """
+        """Restores the newest checkpoint of this run, or its beginning; in one process."""
         self.wait()
-        choice = self._choice(run)
-        chosen = next(filter(None, (choice.load(path) for path in reversed(self.kept))), None)
+        chosen = next(filter(None, (load(path, self._storage) for path in reversed(self.kept))), None)
         held = self.in_memory
         if chosen is None and held is not None:
             chosen = LoadedCheckpoint(self.folder, copy.deepcopy(held.state), held.tensors)
@@ -261,9 +228,6 @@ class Checkpoints(CheckpointWriter):
         if position is None:
             raise TrainingError(f"no checkpoint in {self._name} can be used to go back to: start the run again")
         return position
-
-    def _choice(self, run: TrainingRun, changed: bool = False) -> ResumeChoice:
-        return ResumeChoice(self.folder, run.identity(), self._experiment, changed, self._storage, self._facts(run))
 
     def _facts(self, run: TrainingRun) -> dict[str, object]:
         """Returns what is compared on resume besides the experiment: the data's content, which may change its form."""
@@ -276,8 +240,6 @@ class Checkpoints(CheckpointWriter):
             return None
         position, self._best = restored
         return position
-
-    # -- saving -------------------------------------------------------------
 
     def limit(self, done: int) -> float:
         """Returns the number of updates until the next checkpoint that is due by count."""
@@ -307,11 +269,7 @@ class Checkpoints(CheckpointWriter):
         return True
 
     def save(self, run: TrainingRun, position: Position, wait: bool = False) -> None:
-        """Takes a checkpoint; called on all workers at the same update.
-
-        Args:
-          wait: return when it is on the disk; training has ended.
-        """
+        """Takes a checkpoint; called on all workers at the same update. `wait` until it is on the disk at the end."""
         start = time.perf_counter()
         self.wait()  # one at a time: a slow disk slows down training instead of filling the memory
         captured = time.perf_counter()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 
+from tfdist.checkpoints import files
 from tfdist.checkpoints.run_folder import RunFolder
-from tfdist.config import local_files
 
 NAME = "accumulate.json"
 _ADVICE = re.compile(r"out of memory.* train\.accumulate=(\d+) ")
@@ -31,6 +30,6 @@ def record_advice(folder: RunFolder, message: str) -> None:
 def read(folder: RunFolder) -> int:
     """Returns what the previous attempt has recorded; 1 if nothing."""
     try:
-        return max(1, int(json.loads(local_files.content(folder.path / NAME))["accumulate"]))
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return max(1, int((files.read_object(folder.path / NAME) or {})["accumulate"]))
+    except (ValueError, KeyError, TypeError, OverflowError):
         return 1

@@ -58,18 +58,10 @@ def write_experiment(folder: RunFolder, experiment: Experiment) -> None:
 def check(
     path: pathlib.Path, content: bytes, owner: int, experiment: Experiment, changed: tuple[str, ...], name: str = ""
 ) -> None:
-    """Checks that the functions that a run folder names may be called.
+    """Refuses a run folder, `name` in messages, that names functions to call and is not the user's own work.
 
-    Args:
-      path: the folder.
-      content: of its `experiment.json`.
-      owner: user id of that file.
-      experiment: parsed from it.
-      changed: fields that the user has set to another value, such as `data.name`.
-      name: of the folder for messages, if not its path.
-
-    Raises:
-      UserError: it names one, and is not the user's own work.
+    `content` and `owner`, a user id, are of its `experiment.json`, from which `experiment` was parsed; `changed` are
+    fields that the user has set to another value, such as `data.name`.
     """
     named = {field: name for field, name in functions(experiment).items() if field not in changed}
     why = _foreign(path, content, owner) if named else ""

@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfdist.checkpoints import files
-from tfdist.checkpoints.files import DamagedError
+from tfdist.checkpoints.files import DISK, DamagedError, Disk
 from tfdist.checkpoints.run_folder import RunFolder
-from tfdist.checkpoints.storage import DISK, Disk
 from tfdist.cluster.votes import differing_facts
 from tfdist.config import Experiment, current_name, flat
 from tfdist.config.messages import logger
@@ -19,10 +18,8 @@ from tfdist.config.runtime_options import ResumeOptions
 from tfdist.config.user_functions import as_now
 from tfdist.errors import UserError, one_line
 
-MODEL_FILE = "the model's file"
-"""Name of the fact that is the SHA-256 of the file in `model.name`."""
-
-HARMLESS = (
+MODEL_FILE = "the model's file"  # name of the fact that is the SHA-256 of the file in `model.name`
+HARMLESS = (  # fields of the experiment that change how it runs and not its result
     "config.train.accumulate",
     "config.train.steps_per_call",
     "config.train.on_nonfinite",
@@ -31,31 +28,21 @@ HARMLESS = (
     "config.data.data_dir",
     "config.checkpoint.",
 )
-"""Fields of the experiment that change how it runs and not its result."""
 
 
 @dataclasses.dataclass(slots=True)
 class Position:
     """Position of a run in its training."""
 
-    update: int = 0
-    """Updates made."""
-    epoch: int = 0
-    """The running epoch, from 0."""
-    begun: int = 0
-    """Updates made in that epoch."""
-    measured: bool = False
-    """All its updates are made, and the replicas' statistics averaged."""
-    stopped: bool = False
-    """A callback has ended the training."""
-    logs: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Loss and metrics of the running epoch so far, by name."""
-    sums: list[float] = dataclasses.field(default_factory=list)
-    """Losses times examples in the running epoch; see `results.Totals`."""
-    examples: float = 0.0
-    """Examples seen in the running epoch."""
-    skipped: list[int] = dataclasses.field(default_factory=list)
-    """Updates that are left out, since the loss was not finite there."""
+    update: int = 0  # updates made
+    epoch: int = 0  # the running one, from 0
+    begun: int = 0  # updates made in that epoch
+    measured: bool = False  # all its updates are made, and the replicas' statistics averaged
+    stopped: bool = False  # a callback has ended the training
+    logs: dict[str, Any] = dataclasses.field(default_factory=dict)  # loss and metrics of the running epoch so far
+    sums: list[float] = dataclasses.field(default_factory=list)  # its losses times examples; see `results.Totals`
+    examples: float = 0.0  # seen in the running epoch
+    skipped: list[int] = dataclasses.field(default_factory=list)  # updates at which the loss was not finite
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,11 +72,9 @@ class ResumeChoice:
     """Reads the checkpoints of a folder, the newest first.
 
     Args:
-      folder: where they are.
       identity: batch, length and seed of an epoch.
       experiment: its fields by name.
       changed: accept another identity, experiment or data at the end of an epoch.
-      storage: what stands behind the folder.
       facts: of the data (`Source.facts`) and the model's file, as far as they are known.
     """
 
@@ -107,19 +92,14 @@ class ResumeChoice:
         self._changed, self._storage, self._name = changed, storage, storage.shown(folder)
 
     def newest(self, required: bool = False, read_only: bool = False) -> LoadedCheckpoint | None:
-        """Returns the one to resume from; None if there is none at all.
+        """Returns the one to resume from; None if there is none at all, which is a UserError if one is `required`.
 
-        Args:
-          required: raise if there is none.
-          read_only: do not rename newer ones that cannot be used.
-
-        Raises:
-          UserError: there are some and none can be used, or there is none and one is required.
+        UserError if there are some and none can be used. Newer ones than that are renamed, unless `read_only`.
         """
         paths = files.newest_first(self._folder)
         valid = 0
         for number, path in enumerate(paths):
-            chosen = self.load(path)
+            chosen = load(path, self._storage)
             valid += chosen is not None
             if chosen is None or not self._agrees(chosen):
                 continue
@@ -141,10 +121,6 @@ class ResumeChoice:
             raise UserError(f"--resume=require, and there is no checkpoint in {self._name}", "check --workdir")
         return None
 
-    def load(self, path: pathlib.Path) -> LoadedCheckpoint | None:
-        """Reads a checkpoint, as the function `load`."""
-        return load(path, self._storage)
-
     def _agrees(self, chosen: LoadedCheckpoint) -> bool:
         odd = differences(self._experiment, chosen.state["experiment"])
         before = chosen.state["run"]
@@ -154,10 +130,9 @@ class ResumeChoice:
             if before.get(name, value) != value and not odd  # earlier versions had fewer
         ]
         if not odd:  # else the data may well be other, too
-            there_and_here = differing_facts(chosen.state.get("facts", {}), self._facts)
             odd = [
                 f"{MODEL_FILE} has changed" if name == MODEL_FILE else f"{name} is {there} there and {here} here"
-                for name, there, here in there_and_here
+                for name, there, here in differing_facts(chosen.state.get("facts", {}), self._facts)
             ]
         if not odd:
             return True

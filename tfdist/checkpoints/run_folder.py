@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import io
 import itertools
 import json
@@ -19,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tfdist.checkpoints import files
+from tfdist.checkpoints.files import DISK, Disk
 from tfdist.checkpoints.folder_lock import LOCK, FolderLock
-from tfdist.checkpoints.storage import DISK, Disk
 from tfdist.config import local_files
 from tfdist.config.messages import logger
 from tfdist.errors import TrainingError, UserError
@@ -28,27 +29,22 @@ from tfdist.errors import TrainingError, UserError
 if TYPE_CHECKING:
     import keras
 
-LOGS = "logs"
-"""The launcher's files with each rank's output, which it appends to."""
-RESULTS = ("result.json", "history.jsonl", "checkpoints")
-"""Any of these shows that a run has measured or learned something in a folder."""
+LOGS = "logs"  # the launcher's files with each rank's output, which it appends to
+RESULTS = ("result.json", "history.jsonl", "checkpoints")  # any shows that a run has measured or learned something
 _WITHIN = "earlier"
+# Errors of a folder that cannot be renamed while its files can: a container's volume is mounted there, for one.
 _CANNOT_RENAME = (errno.EBUSY, errno.EXDEV, errno.EACCES, errno.EPERM, errno.EROFS)
-"""Errors of a folder that cannot be renamed while its files can: a container's volume is mounted there, for one."""
-_OPEN: weakref.WeakSet[RunFolder] = weakref.WeakSet()
-"""The folders of this process, which a forked child does not have."""
+_OPEN: weakref.WeakSet[RunFolder] = weakref.WeakSet()  # the folders of this process, which a forked child has not
+# Files that are written once, at the beginning, and kept in memory: a deleted folder gets them again.
 RESTORED = ("experiment.json", "experiment.mark", "environment.json", "data.json")
-"""Files that are written once, at the beginning, and kept in memory: a deleted folder gets them again."""
 
 
 class RunFolder:
     """Creates and writes a `--workdir`. Every file appears whole or not at all.
 
     Args:
-      path: the folder.
       writes: False for workers other than the chief, which leave nothing behind and log nothing.
       name: as the user writes it, if not `path`.
-      storage: what stands behind the folder of the checkpoints.
     """
 
     def __init__(self, path: str, writes: bool = True, name: str = "", storage: Disk = DISK):
@@ -57,14 +53,10 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.storage, self.writes = storage, writes
         self.lock = FolderLock(self.path, self.name, f"process {os.getpid()} on {platform.node()}\n".encode())
-        self._unwritten: dict[str, list[str]] = {}
-        """Lines that could not be written, by file."""
-        self._restored: dict[str, str] = {}
-        self.checksums: dict[str, dict[str, Any]] = {}
-        """Size and SHA-256 of each file that this process wrote and later commands use."""
+        self._unwritten: dict[str, list[str]] = {}  # lines that could not be written, by file
+        self._restored: dict[str, bytes] = {}
+        self.checksums: dict[str, dict[str, Any]] = {}  # of each file that this process wrote and later commands use
         _OPEN.add(self)
-
-    # -- beginning and end ----------------------------------------------------
 
     def create(self) -> None:
         """Begins a run in the folder: `reserve`, for the worker that writes."""
@@ -74,12 +66,21 @@ class RunFolder:
     def reserve(self) -> None:
         """Makes the folder if it is missing, tries to write in it, and locks it for this run.
 
-        Raises:
-          UserError: the folder cannot be made or written, or another run has it.
+        It writes as a run does: a folder in the folder, as for a checkpoint, and a file in it that is written again.
+        With a umask that takes the user's own rights away, only the second step fails.
         """
+        probe = self.path / f".probe-{os.getpid()}"
         try:
             self._real.mkdir(parents=True, exist_ok=True)
-            self._probe()
+            try:
+                probe.mkdir()
+                for _ in range(2):
+                    (probe / "file").write_bytes(b"")
+            finally:
+                with contextlib.suppress(OSError):
+                    (probe / "file").unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    probe.rmdir()
         except OSError as error:
             mask = os.umask(0o022)  # which only setting it tells
             os.umask(mask)
@@ -87,28 +88,8 @@ class RunFolder:
             raise UserError(f"--workdir={self.path} cannot be written ({error.strerror})", fix) from None
         self.lock.acquire()
 
-    def _probe(self) -> None:
-        """Writes as a run does: a folder in the folder, as for a checkpoint, and a file in it that is written again.
-
-        With a umask that takes the user's own rights away, only the second step fails.
-        """
-        folder = self.path / f".probe-{os.getpid()}"
-        try:
-            folder.mkdir()
-            for _ in range(2):
-                (folder / "file").write_bytes(b"")
-        finally:
-            with contextlib.suppress(OSError):
-                (folder / "file").unlink(missing_ok=True)
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-
     def could_be_created(self) -> None:
-        """Checks what `create` would check, and changes nothing.
-
-        Raises:
-          UserError: the folder could not be made or written, or another run has it.
-        """
+        """Checks what `create` would check, and changes nothing."""
         existing = next(path for path in (self._real, *self._real.parents) if os.path.lexists(path))
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
             why = os.strerror(errno.EACCES) if existing.is_dir() else f"{existing} is no folder"
@@ -138,24 +119,11 @@ class RunFolder:
         self.lock.forget()
 
     def push(self, patient: bool = True) -> None:
-        """Uploads what was written, where the folder is in a bucket.
-
-        Args:
-          patient: try again what fails.
-
-        Raises:
-          TrainingError: that is not possible.
-        """
-
-    # -- the earlier run --------------------------------------------------------
+        """Uploads what was written, where the folder is in a bucket; `patient` tries again what fails, else not."""
 
     def earlier(self) -> dict[str, Any] | None:
         """Returns the experiment of the run that this folder holds; None if it holds none."""
-        try:
-            fields = json.loads(local_files.content(self.path / "experiment.json"))
-        except (OSError, ValueError, RecursionError):
-            return None
-        return fields if isinstance(fields, dict) else None
+        return files.read_object(self.path / "experiment.json")
 
     @property
     def holds_run(self) -> bool:
@@ -165,22 +133,13 @@ class RunFolder:
     @property
     def completed(self) -> bool:
         """Tells whether the earlier run completed."""
-        try:
-            return json.loads(local_files.content(self.path / "result.json"))["status"] == "completed"
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            return False
+        return (files.read_object(self.path / "result.json") or {}).get("status") == "completed"
 
     def set_aside(self) -> pathlib.Path | str | None:
         """Renames a folder that holds an earlier run, so that it is never overwritten; a link to it stays.
 
         A folder that cannot be renamed, since a disk is mounted there or its parent is read-only, keeps the earlier
-        run in a folder within.
-
-        Returns:
-          Where the earlier run is now, or None.
-
-        Raises:
-          UserError: it cannot be moved.
+        run in a folder within. Returns where the earlier run is now.
         """
         if not self.writes or not self.holds_run:
             return None
@@ -208,36 +167,27 @@ class RunFolder:
         beside = self.path.parent / moved.name  # as the user has written it
         return beside if beside.exists() and beside.samefile(moved) else moved
 
-    # -- files --------------------------------------------------------------------
-
     def write(self, name: str, content: dict) -> None:
         """Writes one JSON file, as `write_text`."""
         self.write_text(name, json.dumps(strict(content), indent=2) + "\n")
 
     def write_text(self, name: str, text: str) -> None:
-        """Writes one file, durably.
-
-        Raises:
-          TrainingError: the file cannot be written, because the disk is full for example.
-        """
+        """Writes one file, durably; TrainingError if the disk is full for example."""
         if not self.writes:
             return
+        content = text.encode(errors="replace")  # file names in it need not be UTF-8
         with self._writing(name):
-            self._put(name, text)
+            self._put(name, content)
         if name in RESTORED:
-            self._restored[name] = text
-            self.checksums[name] = files.checksum_of(text.encode(errors="replace"))
+            self._restored[name] = content
+            self.checksums[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
-    def _put(self, name: str, text: str) -> None:
+    def _put(self, name: str, content: bytes) -> None:
         with local_files.replacing(self.path / name) as temporary:
-            temporary.write_bytes(text.encode(errors="replace"))  # file names in it need not be UTF-8
+            temporary.write_bytes(content)
 
     def append(self, name: str, line: dict) -> None:
-        """Appends one line of JSON to a file; what cannot be written now is written with a later line.
-
-        Raises:
-          TrainingError: the folder was deleted, and another run has taken its place.
-        """
+        """Appends one line of JSON to a file; what cannot be written now is written with a later line."""
         if not self.writes:
             return
         failed = bool(self._unwritten)
@@ -253,14 +203,9 @@ class RunFolder:
                 logger.info(f"WARNING: {self.path / name} cannot be written ({error.strerror}): training goes on")
 
     def cut(self, name: str, keep: Callable[[dict], bool], recorded: Sequence[dict] = ()) -> list[dict]:
-        """Drops lines from a file of JSON lines, and damaged ones; a kill may have cut the last one off.
+        """Keeps only some of a file's lines of JSON, and no damaged ones; a kill may have cut the last one off.
 
-        Args:
-          keep: tells whether a line stays.
-          recorded: lines that were written earlier; if one is missing, all of them are written again.
-
-        Returns:
-          The lines that are left.
+        If one of the lines that were `recorded` earlier is missing, all of them are written again.
         """
         path = self.path / name
         if not self.writes or not (recorded or path.exists()):
@@ -268,8 +213,8 @@ class RunFolder:
         with self._writing(name):
             text = local_files.content(path).decode(errors="replace") if path.exists() else ""
         *whole, last = text.split("\n")
-        damaged = sum(_json_line(line) is None for line in whole)
-        lines = map(_json_line, [*whole, last, *self._unwritten.pop(name, [])])
+        lines = [files.json_object(line) for line in [*whole, last, *self._unwritten.pop(name, [])]]
+        damaged = sum(line is None for line in lines[: len(whole)])
         kept = [line for line in lines if line is not None and keep(line)]
         missing = sum(line not in kept for line in recorded)
         if missing:
@@ -283,11 +228,7 @@ class RunFolder:
         return kept
 
     def remove(self, name: str) -> None:
-        """Deletes a file, if it exists.
-
-        Raises:
-          TrainingError: it cannot be deleted.
-        """
+        """Deletes a file, if it exists; TrainingError if it cannot be deleted."""
         self._restored.pop(name, None)
         self.checksums.pop(name, None)
         if self.writes and os.path.lexists(self.path / name):
@@ -295,11 +236,7 @@ class RunFolder:
                 (self.path / name).unlink(missing_ok=True)
 
     def save_model(self, model: keras.Model) -> None:
-        """Writes `model.keras`, under another name first: Keras writes in place, and a kill would leave half.
-
-        Raises:
-          TrainingError: the file cannot be written, because the disk is full for example.
-        """
+        """Writes `model.keras`, under another name first: Keras writes in place, and a kill would leave half."""
         if not self.writes:
             return
         with self._writing("model.keras"):
@@ -327,9 +264,7 @@ class RunFolder:
         """Makes a folder that was deleted during the run again, with the files of the beginning.
 
         What was trained is worth more than an error. The lines of `history.jsonl` and the checkpoints are lost.
-
-        Raises:
-          TrainingError: another run has taken its place.
+        TrainingError if another run has taken its place.
         """
         self._real.mkdir(parents=True, exist_ok=True)
         self.lock.restore()
@@ -383,14 +318,6 @@ def _move_within(real: pathlib.Path) -> pathlib.Path:
         if name not in (LOGS, LOCK) and not re.fullmatch(rf"{_WITHIN}\.\d+", name):
             (real / name).rename(moved / name)
     return moved
-
-
-def _json_line(text: str) -> dict[str, Any] | None:
-    """Returns the object of a JSON line; None if there is none."""
-    with contextlib.suppress(ValueError, RecursionError):
-        content = json.loads(text)
-        return content if isinstance(content, dict) else None
-    return None
 
 
 def strict(value: object) -> Any:

@@ -8,10 +8,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-Shape: TypeAlias = Mapping[str, Callable[[Any], bool]]
-"""Checks of the fields of an object, by name."""
-_MOST = 10**15
-"""More updates or epochs than a run can have."""
+Check: TypeAlias = Callable[[Any], bool]
+Shape: TypeAlias = Mapping[str, Check]  # checks of the fields of an object
+_MOST = 10**15  # more updates or epochs than a run can have
 
 
 def count(value: object) -> bool:
@@ -29,7 +28,7 @@ def finite(value: object) -> bool:
     return number(value) and math.isfinite(value)  # type: ignore[arg-type]
 
 
-def optional(check: Callable[[Any], bool]) -> Callable[[object], bool]:
+def optional(check: Check) -> Check:
     """Returns a check that accepts None, too."""
     return lambda value: value is None or check(value)
 
@@ -47,12 +46,12 @@ def _measure(value: object) -> bool:
     return number(value) or (isinstance(value, dict) and value.keys() == {"array"} and array(value["array"]))
 
 
-def list_of(check: Callable[[Any], bool]) -> Callable[[object], bool]:
+def list_of(check: Check) -> Check:
     """Returns a check of all entries of a list."""
     return lambda value: isinstance(value, list) and all(map(check, value))
 
 
-def by_name(check: Callable[[Any], bool]) -> Callable[[object], bool]:
+def by_name(check: Check) -> Check:
     """Returns a check of all values of an object."""
     return lambda value: isinstance(value, dict) and all(map(check, value.values()))
 
@@ -90,10 +89,7 @@ _POSITION: Shape = {
     "examples": number,
     "skipped": list_of(count),
 }
-_BEST: Shape = {
-    "value": optional(number),
-    "update": optional(count),
-}
+_BEST: Shape = {"value": optional(number), "update": optional(count)}
 
 
 def error_in(state: object) -> str:
@@ -117,11 +113,7 @@ def error_in(state: object) -> str:
             return f"no {name!r} as it should be"
     if not by_name(lambda value: isinstance(value, int | float | str | list))(state.get("facts", {})):
         return "no 'facts' as they should be"
-    return _contradiction(state)
-
-
-def _contradiction(state: dict[str, Any]) -> str:
-    """Returns which fields contradict each other. Epochs may end early, so there may be fewer updates than fit."""
+    # Fields that contradict each other. Epochs may end early, so there may be fewer updates than fit.
     position, run, epochs = state["position"], state["run"], state["epochs"]
     update, epoch, begun = (position[name] for name in ("update", "epoch", "begun"))
     if begun > update:

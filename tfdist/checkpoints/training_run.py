@@ -29,12 +29,9 @@ class TrainingRun:
     global_batch: int
     updates_per_epoch: int | None
     seed: int
-    examples: int | None = None
-    """Examples of the data, where known: with one more, each would come at another place."""
-    shards: int = 0
-    """Of a batch; 0 for none."""
-    facts: Mapping[str, object] = dataclasses.field(default_factory=dict)
-    """`Source.facts` of the data, by which a resume notices other data."""
+    examples: int | None = None  # of the data, where known: with one more, each would come at another place
+    shards: int = 0  # of a batch; 0 for none
+    facts: Mapping[str, object] = dataclasses.field(default_factory=dict)  # `Source.facts`: other data is noticed
 
     def identity(self) -> dict[str, int | None]:
         """Returns what determines the order of the examples."""
@@ -54,8 +51,7 @@ class BestEpoch:
     """The best epoch so far, by the metric of `checkpoint.best`."""
 
     value: float | None = None
-    update: int | None = None
-    """Updates made when it had ended."""
+    update: int | None = None  # updates made when it had ended
 
 
 def state_of(
@@ -87,18 +83,10 @@ def state_of(
 def restore(
     run: TrainingRun, checkpoint: LoadedCheckpoint | None, experiment: Mapping[str, str]
 ) -> tuple[Position, BestEpoch] | None:
-    """Restores a checkpoint into the run; called on all workers, with the checkpoint on the chief.
+    """Restores a checkpoint into the run; called on all workers, with the checkpoint, if any, on the chief.
 
-    Args:
-      checkpoint: None if there is none to go back to.
-      experiment: fields of the current experiment. If they differ from the checkpoint's, the optimizer keeps its
-        current learning rate.
-
-    Returns:
-      The position where the run resumes, and its best epoch; None without a checkpoint.
-
-    Raises:
-      UserError: the checkpoint does not match the model.
+    If the current `experiment` differs from the checkpoint's, the optimizer keeps its current learning rate. Returns
+    the position where the run resumes, and its best epoch. UserError if the checkpoint does not match the model.
     """
     model = run.model
     mine = checkpoint.state if checkpoint else None
@@ -131,7 +119,6 @@ def restore(
 
 
 def _log_other_kernels(distribution: Distribution, before: str | None) -> None:
-    """Logs that the run resumes with other kernels, so that it may not be bit-identical to an uninterrupted one."""
     here = cpu_kernels.in_use()
     if distribution.device_kind == "CPU" and before not in (None, here):
         logger.info(

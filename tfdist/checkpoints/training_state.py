@@ -21,10 +21,8 @@ from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError, one_line
 from tfdist.keras_bridge import keras_internals, layer_state, metrics, preconditions
 
-WORDS = 1 << 22
-"""64-bit words per broadcast to the other workers."""
-SHARED, OWN, CALLBACKS = "shared", "replicas", "callbacks"
-"""First part of the tensors' names: kept once, [replicas, ...], and of callbacks."""
+WORDS = 1 << 22  # 64-bit words per broadcast to the other workers
+SHARED, OWN, CALLBACKS = "shared", "replicas", "callbacks"  # names begin so: kept once, [replicas, ...], of callbacks
 
 
 def capture(
@@ -76,11 +74,7 @@ def restore(
     callbacks: keras.callbacks.CallbackList,
     tensors: dict[str, np.ndarray],
 ) -> None:
-    """Restores a state; called on all workers, with the tensors on the chief.
-
-    Raises:
-      UserError: they do not match the model.
-    """
+    """Restores a state; called on all workers, with the tensors on the chief; UserError for another model."""
     kinds = [[name, str(t.dtype), list(t.shape)] for name, t in sorted(tensors.items())]
     kinds = distribution.peers.gather("the tensors to restore", kinds)[0]
     _check_match(dict((*_shared(model), *_own(model))), kinds)
@@ -102,18 +96,11 @@ def restore(
 
 
 def weights(model: keras.Model, tensors: dict[str, np.ndarray], averaged: bool) -> list[np.ndarray]:
-    """Returns the weights in a state, as the training would have ended with them.
+    """Returns the weights in a state, as the training would have ended with them, in the order of `model.weights`.
 
     Args:
-      model: like the one that the state was taken of, under no strategy.
-      tensors: of `read`.
+      model: like the one that the state was taken of, under no strategy; else UserError.
       averaged: the optimizer keeps averages of the weights, with which a training ends.
-
-    Returns:
-      Arrays in the order of `model.weights`; statistics are the mean over the replicas.
-
-    Raises:
-      UserError: they do not match the model.
     """
     shared, own = _parts(model)
     variables = dict((*_named(SHARED, {"model": shared}), *_named(OWN, {"model": own})))
@@ -172,11 +159,7 @@ def refresh(model: keras.Model) -> None:
 
 
 def separate_streams(model: keras.Model, distribution: Distribution, apart: bool = True) -> None:
-    """Gives the random layers of each replica a stream of its own; replica 0 keeps Keras'.
-
-    Args:
-      apart: False gives all replicas that of replica 0.
-    """
+    """Gives the random layers of each replica a stream of its own, or if not `apart`, that of replica 0: Keras'."""
     if distribution.replicas == 1:
         return
     seeds = [copies(v) for v in model.non_trainable_variables if keras_internals.is_seed(v)]
@@ -208,8 +191,7 @@ def broadcast_bits(distribution: Distribution, arrays: list[np.ndarray]) -> list
     return results
 
 
-_sums: dict[int, Callable[[tf.Tensor], tf.Tensor]] = {}
-"""Compiled sums by the id of the strategy."""
+_sums: dict[int, Callable[[tf.Tensor], tf.Tensor]] = {}  # compiled, by the id of the strategy
 
 
 def _sum(distribution: Distribution, words: tf.Tensor) -> tf.Tensor:
@@ -266,13 +248,7 @@ def _read(copy: tf.Variable) -> tf.Tensor:
 
 
 def _assign_own(name: str, variables: Sequence[tf.Variable], rows: np.ndarray, distribution: Distribution) -> None:
-    """Assigns this worker's copies of a variable.
-
-    Args:
-      name: of the variable, as in the checkpoint.
-      variables: this worker's copies, in order of replicas.
-      rows: [replicas, ...], of the replicas that the checkpoint was taken of.
-    """
+    """Assigns this worker's copies of a variable, from rows of the replicas that the checkpoint was taken of."""
     if len(rows) == distribution.replicas:
         values = list(rows[distribution.first : distribution.first + len(variables)])
     elif name.startswith(f"{OWN}/metrics/"):
@@ -292,14 +268,9 @@ def _combined(rows: np.ndarray) -> np.ndarray:
 
 
 def _check_match(variables: dict[str, keras.Variable], kinds: list[list]) -> None:
-    """Checks that each variable is in the checkpoint, and each of the checkpoint's in the model.
+    """Raises UserError, which names it, if a variable is not in the checkpoint, or one of the checkpoint not here.
 
-    Args:
-      variables: the model's and the optimizer's by name.
-      kinds: name, dtype and shape of each tensor of the checkpoint.
-
-    Raises:
-      UserError: naming the first variable that does not match.
+    `kinds` are name, dtype and shape of each tensor of the checkpoint.
     """
     error = lambda why: UserError(
         f"the checkpoint does not match this model ({why})", "build the same model, or start from scratch"

@@ -6,7 +6,7 @@ import dataclasses
 import pathlib
 import time
 
-from tfdist.checkpoints import files, integrity, storage
+from tfdist.checkpoints import bucket_folder, files, integrity
 from tfdist.checkpoints.bucket_folder import BucketFolder
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.config import buckets
@@ -51,7 +51,7 @@ def examine(folder: pathlib.Path) -> list[Checkpoint]:
 
 def of_bucket(url: str) -> list[Checkpoint]:
     """Downloads all checkpoints of a run folder in a bucket, and verifies them."""
-    folder, kept = storage.at(f"{url.rstrip('/')}/checkpoints")
+    folder, kept = bucket_folder.checkpoints_at(f"{url.rstrip('/')}/checkpoints")
     kept.begin()
     for path in files.newest_first(folder):
         kept.fetch(path)

@@ -22,8 +22,8 @@ import numpy as np
 from tfdist import config
 from tfdist.checkpoints import files, integrity, own_work, resume
 from tfdist.checkpoints.bucket_folder import BucketFolder
+from tfdist.checkpoints.files import DISK, Disk
 from tfdist.checkpoints.run_folder import RunFolder
-from tfdist.checkpoints.storage import DISK, Disk
 from tfdist.config import buckets, field_syntax, local_files, user_functions, validation
 from tfdist.errors import UserError, one_line
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import json
 import math
 import os
 import pathlib
 
+from tfdist.checkpoints import files
 from tfdist.config import local_files
 
 LIMIT = 2000  # neighbors that are read: the parent of a run folder may hold anything
@@ -91,15 +91,8 @@ def lines(path: pathlib.Path) -> list[dict]:
         text = local_files.content(path).decode(errors="replace")
     except OSError:
         return []
-    objects = []
-    for line in text.splitlines():
-        with contextlib.suppress(ValueError, RecursionError):
-            objects.append(json.loads(line))
-    return [line for line in objects if isinstance(line, dict)]
+    return [line for line in map(files.json_object, text.splitlines()) if line is not None]
 
 
 def _object(path: pathlib.Path) -> dict:
-    try:
-        return mapping(json.loads(local_files.content(path)))
-    except (OSError, ValueError, RecursionError):
-        return {}
+    return files.read_object(path) or {}
