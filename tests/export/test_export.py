@@ -307,10 +307,8 @@ def test_what_differs_is_not_kept(tmp_path, monkeypatch):
         model, note = real(made, name)
         twin = keras.models.clone_model(model)
         twin.set_weights([w + 1e-2 for w in model.get_weights()])
-        from tfdist.export import onnx_litert
-
-        write = onnx_litert.onnx
-        monkeypatch.setattr(onnx_litert, "onnx", lambda model, inputs, path: write(twin, inputs, path))
+        write = formats_lib._onnx
+        monkeypatch.setattr(formats_lib, "_onnx", lambda model, inputs, path: write(twin, inputs, path))
         return model, note
 
     monkeypatch.setattr(formats_lib, "_in_float32", other)
@@ -364,7 +362,7 @@ def test_an_earlier_export_is_replaced_as_a_whole(tmp_path, monkeypatch):
 
 
 def test_a_library_that_is_missing(tmp_path, monkeypatch):
-    monkeypatch.setitem(formats_lib.NEEDED, "onnx", ("tf2onnx", "no_such_library"))
+    monkeypatch.setitem(export.NEEDED, "onnx", ("tf2onnx", "no_such_library"))
     with pytest.raises(UserError, match=r"--formats=onnx needs no_such_library: pip install 'tfdist\[export\]'"):
         export.export(
             trained_model.ModelRequest("x", "", "", config.Experiment(), {}), ["onnx"], tmp_path / "out", False

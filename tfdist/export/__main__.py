@@ -13,6 +13,7 @@ Exit codes: 0 done; 1 the model cannot be written so, or the result differs;
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import os
@@ -28,34 +29,33 @@ from tfdist.config import field_syntax, runtime_options
 from tfdist.config.commands import command_line
 from tfdist.config.messages import logger
 from tfdist.errors import TrainingError, UserError
-from tfdist.export import formats as formats_lib
 from tfdist.inference import job, trained_model
+
+NEEDED = {"saved_model": (), "onnx": ("tf2onnx", "onnx", "onnxruntime"), "litert": ("ai_edge_litert",)}
+"""The formats, with the packages that write each or, to check it, read it."""
 
 
 def export(asked: trained_model.ModelRequest, formats: list[str], output: pathlib.Path, overwrite: bool) -> None:
-    """Writes a model in these formats.
-
-    Args:
-      asked: which model.
-      formats: some of `formats.FORMATS`.
-      output: the folder to make.
-      overwrite: whether an earlier export there is replaced.
+    """Writes a model in these formats to a folder; `overwrite` replaces an earlier export there.
 
     Raises:
       UserError: the model or the output cannot be used, or a library is missing.
       TrainingError: a format cannot hold the model, or gives something else.
     """
-    formats_lib.check_libraries(formats)
+    for name in formats:
+        if missing := [module for module in NEEDED[name] if importlib.util.find_spec(module) is None]:
+            raise UserError(f"--formats={name} needs {', '.join(missing)}", "pip install 'tfdist[export]'")
     asked = asked.here()
     experiment = trained_model.read_experiment(asked)
     # TensorFlow is imported once it is known that there is something to do, and first here, which keeps back its noise.
     from tfdist.distributed import connect
 
     connect.create(connect.locate(runtime_options.PlacementOptions(strategy="default", devices="none")))
-    from tfdist.export.original import load
+    from tfdist.export import formats as formats_lib
+    from tfdist.export import original as original_lib
     from tfdist.monitoring import recorder
 
-    original = load(asked, experiment)
+    original = original_lib.load(asked, experiment)
     temporary = output.parent / f".{output.name}.{os.getpid()}"
     try:
         temporary.mkdir()
@@ -63,47 +63,35 @@ def export(asked: trained_model.ModelRequest, formats: list[str], output: pathli
         for name in formats:
             path = temporary / formats_lib.FILES[name]
             content["formats"][name] = description = formats_lib.write(original, name, path)
-            logger.info(f"{output / path.name}: {_in_words(description)}")
+            signatures = ", ".join(description["signatures"]) + ": " if "signatures" in description else ""
+            note = f"; {description['note']}" if "note" in description else ""
+            text = f"{signatures}checked, largest difference {description['difference']:.1e}{note}"
+            logger.info(f"{output / path.name}: {text}")
         if original.spec.names:
             content["classes"] = list(original.spec.names)
         content["versions"] = recorder.versions()
         (temporary / "export.json").write_text(json.dumps(content, indent=2) + "\n")
-        _put(temporary, output, overwrite)
+        before = None
+        if output.exists() and overwrite:  # it goes only when the new one is complete
+            names = (output.with_name(f".{output.name}.{os.getpid()}.{i}") for i in itertools.count())
+            before = output.rename(next(name for name in names if not name.exists()))
+        temporary.rename(output)
+        if before:
+            shutil.rmtree(before, ignore_errors=True)
     except OSError as error:
         raise TrainingError(f"--output={output} cannot be written ({error.strerror or error})") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _in_words(description: dict[str, Any]) -> str:
-    signatures = ", ".join(description["signatures"]) + ": " if "signatures" in description else ""
-    note = f"; {description['note']}" if "note" in description else ""
-    return f"{signatures}checked, largest difference {description['difference']:.1e}{note}"
-
-
-def _put(temporary: pathlib.Path, output: pathlib.Path, overwrite: bool) -> None:
-    """Gives the folder its name; an earlier export goes only when the new one is complete."""
-    if output.exists() and overwrite:
-        names = (output.with_name(f".{output.name}.{os.getpid()}.{i}") for i in itertools.count())
-        before = next(name for name in names if not name.exists())
-        output.rename(before)
-        temporary.rename(output)
-        shutil.rmtree(before, ignore_errors=True)
-    else:
-        temporary.rename(output)
-
-
-# -- the command ------------------------------------------------------------
-
-
 def _run(argv: list[str]) -> int:
     del argv
     values = flags.FLAGS
     for name in values.formats:
-        if name not in formats_lib.FORMATS:
-            raise UserError(f"unknown format {name!r} in --formats{field_syntax.suggest(name, formats_lib.FORMATS)}")
+        if name not in NEEDED:
+            raise UserError(f"unknown format {name!r} in --formats{field_syntax.suggest(name, tuple(NEEDED))}")
     if not values.formats:
-        raise UserError("--formats names none: give some of " + ",".join(formats_lib.FORMATS))
+        raise UserError("--formats names none: give some of " + ",".join(NEEDED))
     if not values.output:
         raise UserError("--output is missing", "give the folder to write, such as --output=exported")
     field_syntax.check_local("--output", values.output)
@@ -114,9 +102,8 @@ def _run(argv: list[str]) -> int:
         hint = "choose another name" if values.overwrite else "give --overwrite, or choose another name"
         raise UserError(f"--output={output} is there already{' and no export' * values.overwrite}", hint)
     if not os.access(output.parent, os.W_OK | os.X_OK):
-        raise UserError(
-            f"--output={output}: {output.parent} cannot be written in", "choose another one, or make it first"
-        )
+        why = f"{output.parent} cannot be written in"
+        raise UserError(f"--output={output}: {why}", "choose another one, or make it first")
     command_line.clean_up_when_ended()
     export(asked, list(dict.fromkeys(values.formats)), output, values.overwrite)
     return 0
@@ -127,7 +114,7 @@ def main() -> None:
     job.define_model_flags()
     flags.DEFINE_string("output", "", "Folder to write.")
     flags.DEFINE_bool("overwrite", False, "Replace an earlier export that --output names.")
-    flags.DEFINE_list("formats", [formats_lib.FORMATS[0]], f"What to write, of {', '.join(formats_lib.FORMATS)}.")
+    flags.DEFINE_list("formats", ["saved_model"], f"What to write, of {', '.join(NEEDED)}.")
     for name in job.MODEL_FLAGS:  # absl's --help lists the flags of the main module, and these are defined elsewhere
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
     command_line.main(_run, command_line.parse_own, "interrupted, nothing was written")

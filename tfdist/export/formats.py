@@ -2,139 +2,107 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import importlib.util
 import json
+import logging
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
 import tempfile
-from typing import TYPE_CHECKING, Any, NamedTuple
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
-from tfdist.errors import TrainingError, UserError
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.checkpoints import training_state
+from tfdist.data.structures import Structure
+from tfdist.errors import TrainingError, UserError, one_line
+from tfdist.export import saved_model
+from tfdist.export.original import Original
 from tfdist.inference import compatibility, job
+from tfdist.keras_bridge import keras_internals
+from tfdist.models import build as models
+from tfdist.monitoring import confusion
 
 if TYPE_CHECKING:
-    import keras
-    import numpy as np
+    import tf2onnx
 
-    from tfdist.export.original import Original
-
-FORMATS = ("saved_model", "onnx", "litert")
-NEEDED = {"saved_model": (), "onnx": ("tf2onnx", "onnx", "onnxruntime"), "litert": ("ai_edge_litert",)}
-"""The packages that write each format or, to check it, read it."""
 FILES = {"saved_model": "saved_model", "onnx": "model.onnx", "litert": "model.tflite"}
 TOLERANCES = {"saved_model": 1e-5, "onnx": 1e-4, "litert": 1e-4}
 """Largest difference that is put down to rounding, relative to the largest output if that is above 1."""
 HALF = 2e-2
 """The same bound for models that compute in half precision, which round differently in another graph."""
 _TIME_LIMIT_S = 600.0
+_Trials = dict[str, np.ndarray]
+"""Inputs and expected outputs, named as `verify` wants them."""
 
 
-class _Written(NamedTuple):
-    """A format that has been written and is not checked yet."""
-
-    description: dict[str, Any]
-    """Its inputs and outputs, for `export.json`."""
-    trials: dict[str, np.ndarray]
-    """Inputs and expected outputs, named as `verify` wants them."""
-    half: bool
-    """Whether it computes in half precision."""
-
-
-def check_libraries(formats: list[str]) -> None:
-    """Raises UserError where a package is missing that one of the formats needs."""
-    for name in formats:
-        missing = [module for module in NEEDED[name] if importlib.util.find_spec(module) is None]
-        if missing:
-            raise UserError(f"--formats={name} needs {', '.join(missing)}", "pip install 'tfdist[export]'")
-
-
-def write(original: Original, name: str, path: pathlib.Path) -> dict[str, object]:
-    """Writes one format and makes sure that it gives what the model gives.
-
-    Returns:
-      What `export.json` tells of it.
+def write(original: Original, name: str, path: pathlib.Path) -> dict[str, Any]:
+    """Writes one format, makes sure that it gives what the model gives, and returns what `export.json` tells of it.
 
     Raises:
       UserError: the format needs a precision in which this model cannot be built.
       TrainingError: the format cannot hold the model, or gives something else.
     """
-    model, note = (original.model, "") if name == "saved_model" else _in_float32(original, name)
+    note, half = "", False
     if name == "saved_model":
-        written = _write_saved_model(original, path)
+        description, trials, half = _write_saved_model(original, path)
     else:
-        written = _write_tensors(original, model, name, path)
-    tolerance = HALF if written.half else TOLERANCES[name]
-    difference = _difference(name, path, written.trials)
+        model, note = _in_float32(original, name)
+        description, trials = _write_tensors(original, model, name, path)
+    tolerance = HALF if half else TOLERANCES[name]
+    difference = _difference(name, path, trials)
     if not difference <= tolerance:
         raise TrainingError(
             f"{name} gives other results than the model: they differ by {difference:.2g}, more than {tolerance:g}: "
             f"nothing was kept; leave {name} out of --formats"
         )
     checked = {"difference": difference, "tolerance": tolerance}
-    return written.description | checked | ({"note": note} if note else {})
+    return description | checked | ({"note": note} if note else {})
 
 
-def _write_saved_model(original: Original, path: pathlib.Path) -> _Written:
-    """Writes a SavedModel, with a trial for each of its signatures."""
-    import tensorflow as tf
-
-    from tfdist.export import saved_model
-    from tfdist.keras_bridge import keras_internals
-
+def _write_saved_model(original: Original, path: pathlib.Path) -> tuple[dict[str, Any], _Trials, bool]:
+    """Writes a SavedModel; returns its description, a trial for each signature, and whether it is of half precision."""
     model = original.model
     logits = compatibility.from_logits(model, original.arrays is None)
     if logits is None:
-        from tfdist.monitoring import confusion
-
         outputs = model(original.examples, training=False)
         logits = not (hasattr(outputs, "numpy") and confusion.look_like_probabilities(outputs.numpy()))
     data = original.experiment.data
     servable = saved_model.Servable(model, original.spec, logits, data.resize, data.name.startswith("image_folder:"))
     functions = saved_model.save(servable, str(path))
-    trials: dict[str, np.ndarray] = {}
+    trials: _Trials = {}
     for number, (signature, given) in enumerate(saved_model.trials(servable, original.examples).items()):
         function = functions[signature]
         outputs = function.python_function(*(tf.constant(given[s.name], s.dtype) for s in function.input_signature))
         trials |= _named(f"{number}/{signature}", given, {k: v.numpy() for k, v in outputs.items()})
     signatures = {key: saved_model.signature(function) for key, function in functions.items()}
     half = any(layer.compute_dtype in ("float16", "bfloat16") for layer in keras_internals.flat_layers(model))
-    return _Written({"signatures": signatures}, trials, half)
+    return {"signatures": signatures}, trials, half
 
 
-def _write_tensors(original: Original, model: keras.Model, name: str, path: pathlib.Path) -> _Written:
-    """Writes ONNX or LiteRT, which take what the model takes.
-
-    Args:
-      model: the original in float32.
-    """
-    import keras
-    import numpy as np
-
-    from tfdist.export import onnx_litert, saved_model
-
+def _write_tensors(
+    original: Original, model: keras.Model, name: str, path: pathlib.Path
+) -> tuple[dict[str, Any], _Trials]:
+    """Writes ONNX or LiteRT of the model in float32, which take what it takes."""
     inputs = saved_model.inputs(model, original.spec)
     specs = keras.tree.flatten(inputs)
     given = {spec.name: np.asarray(a) for spec, a in zip(specs, keras.tree.flatten(original.examples))}
     expected = keras.tree.flatten(model(original.examples, training=False))
-    trials = _named("0/model", given, {str(i): a.numpy() for i, a in enumerate(expected)})
-    if name == "onnx":
-        onnx_litert.onnx(model, inputs, str(path))
-    else:
-        onnx_litert.litert(model, inputs, str(path))
+    with _quiet(name):
+        (_onnx if name == "onnx" else _litert)(model, inputs, str(path))
     description = {"inputs": {s.name: [s.dtype.name, list(s.shape)] for s in specs}, "outputs": len(expected)}
-    return _Written(description, trials, half=False)
+    return description, _named("0/model", given, {str(i): a.numpy() for i, a in enumerate(expected)})
 
 
 def _in_float32(original: Original, name: str) -> tuple[keras.Model, str]:
     """Returns the model in float32, which ONNX and LiteRT compute in on any device, and a note where it was not."""
-    from tfdist.checkpoints import training_state
-    from tfdist.keras_bridge import keras_internals
-    from tfdist.models import build as models
-
     plain = all(layer.compute_dtype in (None, "float32") for layer in keras_internals.flat_layers(original.model))
     if plain and all(v.dtype != "float64" for v in original.model.weights):
         return original.model, ""
@@ -144,27 +112,88 @@ def _in_float32(original: Original, name: str) -> tuple[keras.Model, str]:
             "give the --workdir of its run, from which it can be built anew, or leave that format out",
         )
     models.set_precision("float32")
-    experiment = dataclasses.replace(
-        original.experiment, train=dataclasses.replace(original.experiment.train, precision="float32")
-    )
-    model = job.built(experiment, original.spec)
+    train = dataclasses.replace(original.experiment.train, precision="float32")
+    model = job.built(dataclasses.replace(original.experiment, train=train), original.spec)
     model.set_weights([array.astype("float32") if array.dtype.kind == "f" else array for array in original.arrays])
     training_state.refresh(model)
     models.set_precision(original.experiment.train.precision)
     return model, f"float32, and trained in {original.experiment.train.precision}"
 
 
-def _named(prefix: str, inputs: dict, outputs: dict) -> dict[str, np.ndarray]:
+def _onnx(model: keras.Model, inputs: Structure, path: str) -> None:
+    import tf2onnx
+
+    flat = keras.tree.flatten(inputs)
+    call = lambda *x: keras.tree.flatten(model(keras.tree.pack_sequence_as(inputs, x), training=False))
+    # tf2onnx does not know this one, which GELU is made of, and would write a file that nothing reads.
+    handlers: dict[str, Any] = {"Erfc": (_erfc, [])}
+    function = tf.function(call, input_signature=flat)
+    tf2onnx.convert.from_function(
+        function, input_signature=flat, opset=17, output_path=path, custom_op_handlers=handlers
+    )
+
+
+def _erfc(context: tf2onnx.graph.Graph, node: tf2onnx.graph.Node, name: str, arguments: list) -> None:
+    """Replaces erfc(x) by 1 - erf(x); to be added to 1 or multiplied, it needs no more digits than that leaves."""
+    del name, arguments
+    kind = context.get_dtype(node.output[0])
+    one = context.make_const(f"{node.name}_one", np.array(1, "float32"))
+    shape = context.get_shape(node.output[0])
+    (source,), (output,) = node.input, node.output
+    context.remove_node(node.name)
+    erf = context.make_node("Erf", [source], name=f"{node.name}_erf", shapes=[shape], dtypes=[kind])
+    context.make_node(
+        "Sub", [one.output[0], erf.output[0]], name=node.name, outputs=[output], shapes=[shape], dtypes=[kind]
+    )
+
+
+def _litert(model: keras.Model, inputs: Structure, path: str) -> None:
+    """Writes LiteRT with its own operations alone. The outputs are called `output_0` and so on."""
+    module = tf.Module()
+    module.kept = [v.value for v in model.variables]
+
+    def call(*x):
+        outputs = keras.tree.flatten(model(keras.tree.pack_sequence_as(inputs, x), training=False))
+        return {f"output_{i}": output for i, output in enumerate(outputs)}
+
+    module.call = tf.function(call, input_signature=keras.tree.flatten(inputs))
+    with tempfile.TemporaryDirectory() as folder:
+        # A SavedModel keeps the names on the way; Keras' own exporter gives inputs names that it counts up.
+        tf.saved_model.save(module, folder, signatures=module.call.get_concrete_function())
+        written = tf.lite.TFLiteConverter.from_saved_model(folder).convert()
+    pathlib.Path(path).write_bytes(written)
+
+
+@contextlib.contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """Silences converters, which tell much on the way; the check says what is wrong with the result."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except Exception as error:  # each converter has its own
+        line = one_line(error, 300) or type(error).__name__
+        raise TrainingError(f"the model cannot be written as {name} ({line}): leave {name} out of --formats") from error
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nothing)
+        logging.disable(before)
+
+
+def _named(prefix: str, inputs: dict, outputs: dict) -> _Trials:
     """Returns the arrays of one trial by the names that `verify` expects."""
     arrays = {f"{prefix}/in/{k}": v for k, v in inputs.items()} | {f"{prefix}/out/{k}": v for k, v in outputs.items()}
     # NumPy writes no objects, which is how TensorFlow gives texts.
     return {name: array.astype("S") if array.dtype == object else array for name, array in arrays.items()}
 
 
-def _difference(name: str, path: pathlib.Path, trials: dict[str, np.ndarray]) -> float:
+def _difference(name: str, path: pathlib.Path, trials: _Trials) -> float:
     """Returns how far the exported model, run by its own runtime in another process, is from what is expected."""
-    import numpy as np
-
     with tempfile.TemporaryDirectory() as folder:
         # A copy elsewhere, as Python would find the modules beside a script that it runs.
         script = shutil.copy(pathlib.Path(__file__).with_name("verify.py"), folder)

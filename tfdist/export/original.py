@@ -11,7 +11,7 @@ import numpy as np
 from tfdist import config
 from tfdist.checkpoints import training_state
 from tfdist.config.messages import logger
-from tfdist.data import sources, spec_file
+from tfdist.data import spec_file
 from tfdist.data.datasets import registry
 from tfdist.data.spec import Spec
 from tfdist.data.structures import Structure
@@ -24,25 +24,16 @@ from tfdist.models import build as models
 if TYPE_CHECKING:
     import tensorflow as tf
 
-    from tfdist.data.spec import Spec
-
 COUNT = 8
 """How many examples a comparison takes."""
-
-
-def first_examples(source: sources.Source) -> Structure:
-    """Returns the inputs of the first examples, arrays [COUNT, ...]."""
-    columns = source.first_rows(COUNT)
-    return keras.tree.map_structure(lambda array: np.asarray(array)[:COUNT], columns[0])
 
 
 def made_examples(model: keras.Model, spec: Spec) -> Structure:
     """Returns inputs that are like none in particular, arrays [COUNT, ...] in the model's structure."""
     draw = np.random.default_rng(0)
     # Numbers that all embeddings know, of however many things.
-    known = [
-        layer.input_dim for layer in keras_internals.flat_layers(model) if isinstance(layer, keras.layers.Embedding)
-    ]
+    layers = keras_internals.flat_layers(model)
+    known = [layer.input_dim for layer in layers if isinstance(layer, keras.layers.Embedding)]
     end = min([max(1, int(min(spec.maximum, 255))) + 1, *known])
 
     def one(tensor: tf.TensorSpec) -> np.ndarray:
@@ -65,25 +56,14 @@ class Original:
     model: keras.Model
     experiment: config.Experiment
     spec: Spec
-    source: str
-    """Where its weights are from."""
-    examples: Structure
-    """Inputs [examples.COUNT, ...]."""
-    examples_from: str
-    """The data set that they are from, or `made`."""
-    arrays: list[np.ndarray] | None
-    """Weights, where the model can be built again in another precision."""
+    source: str  # where its weights are from
+    examples: Structure  # inputs [COUNT, ...]
+    examples_from: str  # the data set, or `made`
+    arrays: list[np.ndarray] | None  # weights, where the model can be built again in another precision
 
 
 def load(asked: trained_model.ModelRequest, experiment: config.Experiment) -> Original:
-    """Builds or loads the model and gives it its weights.
-
-    Args:
-      experiment: what it was trained for, or what stands in for that where there is only a file.
-
-    Raises:
-      UserError: the model cannot be used.
-    """
+    """Builds or loads the model and gives it its weights; a file alone has a default experiment."""
     return _from_file(asked, experiment) if asked.model else _from_run(asked, experiment)
 
 
@@ -92,7 +72,8 @@ def _from_file(asked: trained_model.ModelRequest, experiment: config.Experiment)
     if not model.inputs:
         raise UserError(f"--model={asked.path} does not tell what it takes", "give the --workdir of its run")
     tensor = keras.tree.flatten(model.inputs)[0]
-    classes = model.output_shape[-1] if _classifies(model) else None
+    classifies = compatibility.loss_name(model) in _CLASSIFYING and isinstance(model.output_shape, tuple)
+    classes = model.output_shape[-1] if classifies else None
     spec = Spec(tuple(tensor.shape[1:]), tensor.dtype, classes, 255.0)
     inputs = made_examples(model, spec)
     try:
@@ -125,9 +106,7 @@ def _from_run(asked: trained_model.ModelRequest, experiment: config.Experiment) 
     training_state.refresh(model)
     inputs, origin = made_examples(model, spec), "made"
     if loaded is not None:
-        inputs, origin = first_examples(loaded.eval), f"{experiment.data.name}, {experiment.data.eval_split}"
+        first = loaded.eval.first_rows(COUNT)[0]
+        inputs = keras.tree.map_structure(lambda array: np.asarray(array)[:COUNT], first)
+        origin = f"{experiment.data.name}, {experiment.data.eval_split}"
     return Original(model, experiment, spec, weights.source, inputs, origin, weights.arrays)
-
-
-def _classifies(model: keras.Model) -> bool:
-    return compatibility.loss_name(model) in _CLASSIFYING and isinstance(model.output_shape, tuple)

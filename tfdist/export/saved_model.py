@@ -25,21 +25,13 @@ _FINE = 1000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Servable:
-    """A model and how to read its inputs and outputs.
-
-    Args:
-      model: built.
-      spec: what it was trained for.
-      from_logits: whether scores of classes are logits.
-      resize: how pictures of another size are brought to that of the model (see `ops.resize`).
-      shrink: large JPEGs are decoded no larger than that takes, as those of an image folder.
-    """
+    """A model and how to read its inputs and outputs."""
 
     model: keras.Model
     spec: Spec
-    from_logits: bool
-    resize: str = "crop"
-    shrink: bool = False
+    from_logits: bool  # scores of classes are logits
+    resize: str = "crop"  # how pictures of another size are brought to that of the model, see `ops.resize`
+    shrink: bool = False  # large JPEGs are decoded no larger than that takes, as those of an image folder
 
     @property
     def takes_pictures(self) -> bool:
@@ -77,18 +69,9 @@ class Servable:
 
         return tf.map_fn(one, encoded, fn_output_signature=tf.TensorSpec(self.spec.shape, tf.uint8))
 
-    def encode(self, images: np.ndarray) -> list[bytes]:
-        """Returns PNGs that `decoded` turns into these images [n, height, width, channels] again."""
-        full = np.round(images * (255 / self.spec.maximum)).astype(np.uint8)
-        return [tf.io.encode_png(image).numpy() for image in full]
-
 
 def inputs(model: keras.Model, spec: Spec) -> Structure:
-    """Returns `tf.TensorSpec`s [None, ...] of what a model takes, in its structure; a single one is called `inputs`.
-
-    Raises:
-      UserError: two inputs would have one name.
-    """
+    """Returns `tf.TensorSpec`s [None, ...] of what a model takes, in its structure; a single one is called `inputs`."""
     if not getattr(model, "inputs", None):
         return tf.TensorSpec((None, *spec.shape), spec.dtype, name="inputs")
     structure = keras_internals.input_structure(model)
@@ -101,17 +84,15 @@ def inputs(model: keras.Model, spec: Spec) -> Structure:
 
 
 def trials(servable: Servable, examples: Structure) -> dict[str, dict[str, np.ndarray]]:
-    """Returns arguments for each signature of `save`, by name.
-
-    Args:
-      examples: inputs [n, ...] in the structure that the model takes.
-    """
+    """Returns arguments for each signature of `save`, by name; examples are [n, ...] in the model's structure."""
     flat = keras.tree.flatten(inputs(servable.model, servable.spec))
     plain = {spec.name: np.asarray(a) for spec, a in zip(flat, keras.tree.flatten(examples))}
     if servable.spec.columns:
         return {DEFAULT: _cells(servable.spec, len(next(iter(plain.values())))), TENSORS: plain}
     if servable.takes_pictures:
-        return {DEFAULT: plain, ENCODED: {"images": np.array(servable.encode(plain["inputs"]))}}
+        full = np.round(plain["inputs"] * (255 / servable.spec.maximum)).astype(np.uint8)
+        # PNGs, which are decoded to the same images again.
+        return {DEFAULT: plain, ENCODED: {"images": np.array([tf.io.encode_png(image).numpy() for image in full])}}
     return {DEFAULT: plain}
 
 
@@ -141,11 +122,7 @@ def signature(function: tf.types.experimental.PolymorphicFunction) -> dict[str, 
 
 
 def save(servable: Servable, path: str) -> dict[str, tf.types.experimental.PolymorphicFunction]:
-    """Writes the SavedModel.
-
-    Returns:
-      Its functions by signature.
-    """
+    """Writes the SavedModel; returns its functions by signature."""
     module = tf.Module()
     # What a function uses and nothing here refers to would not be saved.
     module.kept = [v.value for v in servable.model.variables]
@@ -153,13 +130,15 @@ def save(servable: Servable, path: str) -> dict[str, tf.types.experimental.Polym
     flat = keras.tree.flatten(structure)
     functions = {}
     if servable.spec.columns:
-        lookups = {c.name: _lookup(c) for c in servable.spec.columns if c.kind == "category"}
+        lookups = {}
+        for column in servable.spec.columns:
+            if column.kind == "category":  # to the place of a text in the vocabulary plus one, 0 for any other
+                keys, places = tf.constant(column.vocabulary), tf.range(1, len(column.vocabulary) + 1)
+                table = tf.lookup.KeyValueTensorInitializer(keys, places)
+                lookups[column.name] = tf.lookup.StaticHashTable(table, 0)
         module.lookups = list(lookups.values())
         functions[DEFAULT] = _of_columns(servable, lookups, structure)
-        plain = TENSORS
-    else:
-        plain = DEFAULT
-    functions[plain] = tf.function(
+    functions[TENSORS if servable.spec.columns else DEFAULT] = tf.function(
         lambda *x: servable.answers(keras.tree.pack_sequence_as(structure, x)), input_signature=flat
     )
     if servable.takes_pictures:
@@ -176,15 +155,7 @@ def save(servable: Servable, path: str) -> dict[str, tf.types.experimental.Polym
 def _of_columns(
     servable: Servable, lookups: dict[str, tf.lookup.StaticHashTable], structure: Structure
 ) -> tf.types.experimental.PolymorphicFunction:
-    """Returns the function that takes one tensor [n] for each column, with the cells as they stand in the table.
-
-    Args:
-      lookups: turn texts into numbers, by column.
-      structure: what the model takes.
-
-    Raises:
-      UserError: two columns would have one name.
-    """
+    """Returns the function that takes one tensor [n] for each column, with the cells as they stand in the table."""
     columns = servable.spec.columns
     names = [_name(column.name) for column in columns]
     if len(set(names)) < len(names):
@@ -215,12 +186,6 @@ def _type(column: Column) -> tf.DType:
     if column.kind != "number":
         return tf.string
     return tf.float64 if abs(column.mean) > _FINE * column.std else tf.float32
-
-
-def _lookup(column: Column) -> tf.lookup.StaticHashTable:
-    """Returns a table from a text to its place in the vocabulary plus one; 0 for any other."""
-    keys, places = tf.constant(column.vocabulary), tf.range(1, len(column.vocabulary) + 1)
-    return tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(keys, places), 0)
 
 
 def _readable(tensor: tf.Tensor) -> tf.Tensor:

@@ -27,12 +27,8 @@ def main() -> None:
     worst = 0.0
     for (_, signature), arrays in arrays_of.items():
         outputs = {name: np.asarray(array) for name, array in run(signature, arrays["in"]).items()}
-        worst = max(
-            worst,
-            of_classes(outputs, arrays["out"])
-            if {"class_ids", "probabilities"} <= outputs.keys()
-            else of_all(outputs, arrays["out"]),
-        )
+        compare = of_classes if {"class_ids", "probabilities"} <= outputs.keys() else of_all
+        worst = max(worst, compare(outputs, arrays["out"]))
     print(json.dumps({"difference": worst}))
 
 
@@ -97,11 +93,7 @@ def onnx(path: str) -> Runner:
     import onnxruntime
 
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-
-    def run(signature: str, inputs: dict) -> dict:
-        return {str(i): o for i, o in enumerate(session.run(None, inputs))}
-
-    return run
+    return lambda signature, inputs: {str(i): o for i, o in enumerate(session.run(None, inputs))}
 
 
 def litert(path: str) -> Runner:
