@@ -33,9 +33,8 @@ def _run(argv: list[str]) -> int:
 
 def main() -> None:
     """Entry point of `python -m tfdist.topology`."""
-    flags.DEFINE_enum(
-        "install", None, environment.KINDS, "Make the environment of the compilers for TPUs or for NVIDIA GPUs."
-    )
+    what = "Make the environment of the compilers for TPUs or for NVIDIA GPUs."
+    flags.DEFINE_enum("install", None, environment.KINDS, what)
     flags.DEFINE_bool("list", False, "List the topologies, and which compilers are there.")
     flags.DEFINE_string("python", "", "Interpreter to make that environment with, if not this one; 3.11 or newer.")
     command_line.main(_run, command_line.parse_own, "interrupted, the next --install begins anew")

@@ -116,9 +116,8 @@ def _cost(executable) -> dict:
     try:
         analysis = executable.cost_analysis()
     except Exception:  # not every compiler of jax's plugins has it
-        analysis = None
-    analysis = analysis[0] if isinstance(analysis, list) else analysis
-    analysis = analysis or {}
+        analysis = {}
+    analysis = (analysis[0] if isinstance(analysis, list) else analysis) or {}
     return {"flops": float(analysis.get("flops", 0.0)), "traffic": float(analysis.get("bytes accessed", 0.0))}
 
 

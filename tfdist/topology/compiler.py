@@ -30,25 +30,16 @@ _BITS = {"pred": 8, "bf16": 16}
 class Compiled:
     """What a compiler says of an update, for one device; all zero but `needs` where it gave up for want of memory."""
 
-    needs: int
-    """Bytes at one time: arguments, temporaries, code, and the results that do not take the place of an argument."""
+    needs: int  # bytes at one time, the sum of the next four
     arguments: int = 0
     temporaries: int = 0
-    outputs: int = 0
-    """Bytes of results that take no argument's place."""
+    outputs: int = 0  # which take no argument's place
     code: int = 0
     seconds: float = 0.0
-    flops: float = 0.0
-    """Floating-point operations of the compiled update; 0 where the compiler does not count."""
-    traffic: float = 0.0
-    """Bytes that it moves from and to the device's memory; 0 where the compiler does not count."""
+    flops: float = 0.0  # of the compiled update; 0 where the compiler does not count
+    traffic: float = 0.0  # bytes from and to the device's memory; 0 where the compiler does not count
     all_reduces: int = 0
-    exchanged: int = 0
-    """Bytes of a replica that go through all-reduces."""
-
-    def fits(self, topology: Topology) -> bool:
-        """Whether a device has as much."""
-        return self.needs <= topology.memory
+    exchanged: int = 0  # bytes of a replica that go through all-reduces
 
 
 def compiled(program: Program, topology: Topology) -> Compiled:
@@ -83,42 +74,16 @@ def compiled(program: Program, topology: Topology) -> Compiled:
 
 
 def understood(answer: dict[str, Any], topology: Topology) -> Compiled:
-    """Reads what the child has answered.
-
-    Raises:
-      UserError: the compiler cannot compile this program.
-    """
-    if "error" in answer:
-        used = _exhausted(answer["error"])
-        if used is None:
-            raise UserError(
-                f"the compiler for {topology.name} cannot compile this update: {one_line(answer['error'], 400)}"
-            )
-        return Compiled(needs=max(used, topology.memory + 1))
+    """Reads what the child has answered."""
+    if error := answer.get("error"):
+        if "RESOURCE_EXHAUSTED" not in error and "Ran out of memory" not in error:
+            raise UserError(f"the compiler for {topology.name} cannot compile this update: {one_line(error, 400)}")
+        used = re.search(r"[Uu]sed ([\d.]+)([BKMGT]?) of", error)
+        return Compiled(needs=max(int(float(used[1]) * _UNITS[used[2]]) if used else 0, topology.memory + 1))
     memory = answer["memory"]
-    arguments, temporaries, code = memory["argument"], memory["temp"], memory["generated_code"]
-    outputs = max(0, memory["output"] - memory["alias"])
-    number, exchanged = all_reduces(answer["all_reduces"])
-    return Compiled(
-        needs=arguments + temporaries + outputs + code,
-        arguments=arguments,
-        temporaries=temporaries,
-        outputs=outputs,
-        code=code,
-        seconds=answer["seconds"],
-        flops=answer["flops"],
-        traffic=answer["traffic"],
-        all_reduces=number,
-        exchanged=exchanged,
-    )
-
-
-def _exhausted(error: str) -> int | None:
-    """Returns the bytes that the compiler has found to be needed, 0 if it does not say; None for another error."""
-    if "RESOURCE_EXHAUSTED" not in error and "Ran out of memory" not in error:
-        return None
-    used = re.search(r"[Uu]sed ([\d.]+)([BKMGT]?) of", error)
-    return int(float(used[1]) * _UNITS[used[2]]) if used else 0
+    parts = memory["argument"], memory["temp"], max(0, memory["output"] - memory["alias"]), memory["generated_code"]
+    counted = answer["seconds"], answer["flops"], answer["traffic"]
+    return Compiled(sum(parts), *parts, *counted, *all_reduces(answer["all_reduces"]))
 
 
 def all_reduces(lines: Sequence[str]) -> tuple[int, int]:
@@ -130,14 +95,10 @@ def all_reduces(lines: Sequence[str]) -> tuple[int, int]:
     """
     number = total = 0
     for line in lines:
-        found = re.search(r"= (.*?) all-reduce(?:-start)?\(", line)
-        if found:
+        if found := re.search(r"= (.*?) all-reduce(?:-start)?\(", line):
             number += 1
             # A layout such as {1,0:T(8,128)} has no [..] in it.
-            total += sum(_bytes(dtype, sides) for dtype, sides in re.findall(r"([a-z]+\d*)\[([\d,]*)\]", found[1]))
+            for dtype, sides in re.findall(r"([a-z]+\d*)\[([\d,]*)\]", found[1]):
+                bits = _BITS.get(dtype) or int(re.sub(r"\D", "", dtype) or 8)
+                total += math.prod(int(side) for side in sides.split(",") if side) * bits // 8
     return number, total
-
-
-def _bytes(dtype: str, sides: str) -> int:
-    bits = _BITS.get(dtype) or int(re.sub(r"\D", "", dtype) or 8)
-    return math.prod(int(side) for side in sides.split(",") if side) * bits // 8

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import os
 import pathlib
-import re
 import shutil
 import subprocess
 import sys
@@ -38,35 +37,21 @@ def folder(kind: str, environ: Mapping[str, str] = os.environ) -> pathlib.Path:
     return pathlib.Path(base).absolute() / f"{kind}-{digest}"
 
 
-def command(kind: str) -> str:
-    """Returns what a person types to get an environment."""
-    return f"python -m tfdist.topology --install={kind}"
-
-
 def is_there(kind: str) -> bool:
     """Whether an environment is complete."""
     return (folder(kind) / "ready").exists()
 
 
 def python(kind: str, asker: str) -> pathlib.Path:
-    """Returns the interpreter of an environment.
-
-    Args:
-      asker: the flag that needs it, for the message.
-
-    Raises:
-      UserError: it has not been made.
-    """
+    """Returns the interpreter of an environment, for a flag that needs it; raises `UserError` where there is none."""
     if not is_there(kind):
-        raise UserError(f"{asker} needs the compilers for {kind}, which are not installed", f"run {command(kind)}")
+        fix = f"run python -m tfdist.topology --install={kind}"
+        raise UserError(f"{asker} needs the compilers for {kind}, which are not installed", fix)
     return folder(kind) / "bin" / "python"
 
 
 def install(kind: str, interpreter: str = "") -> str:
-    """Makes an environment unless it is there; returns what is there now, in words.
-
-    Args:
-      interpreter: of another Python to make it with; this one if empty.
+    """Makes an environment unless it is there, with another Python if one is named; returns what is there, in words.
 
     Raises:
       UserError: it cannot be made with this Python, in this folder or without a network.
@@ -83,18 +68,17 @@ def install(kind: str, interpreter: str = "") -> str:
         logger.info(f"installing the compilers for {kind} in {place}: the log is {_log(place)}")
         shutil.rmtree(place, ignore_errors=True)  # of an installation that was ended
         if _run([base, "-m", "venv", "--without-pip", str(place)], place):
-            raise UserError(
-                f"{base} cannot make a virtual environment ({_last_line(place)})", "install its venv module"
-            )
+            what = f"{base} cannot make a virtual environment ({_reason(place)})"
+            raise UserError(what, "install its venv module")
         pip = [sys.executable, "-m", "pip", "--python", str(place / "bin" / "python"), "--no-input"]
         pinned = ["--require-hashes", "--only-binary", ":all:", "--requirement", str(requirements(kind))]
         if _run([*pip, "install", "--disable-pip-version-check", *pinned], place):
             raise UserError(
-                f"pip cannot install the compilers for {kind} ({_pip_error(place)}): "
+                f"pip cannot install the compilers for {kind} ({_reason(place)}): "
                 f"they need Linux on x86_64 and a network; the log is {_log(place)}"
             )
         if _run([str(place / "bin" / "python"), "-c", "import jax"], place):
-            raise TrainingError(f"the compilers for {kind} do not run ({_last_line(place)}): the log is {_log(place)}")
+            raise TrainingError(f"the compilers for {kind} do not run ({_reason(place)}): the log is {_log(place)}")
         (place / "ready").touch()
     return f"the compilers for {kind} are in {place}"
 
@@ -123,9 +107,8 @@ def _alone(place: pathlib.Path) -> Iterator[None]:
         place.parent.mkdir(parents=True, exist_ok=True)
         lock.touch()
     except OSError as error:
-        raise UserError(
-            f"{place.parent} cannot be written ({error.strerror})", f"set {PLACE} to another folder"
-        ) from None
+        what = f"{place.parent} cannot be written ({error.strerror})"
+        raise UserError(what, f"set {PLACE} to another folder") from None
     with local_files.locked(lock, f"another installation in {place}", LIMIT_S):
         _log(place).write_bytes(b"")
         yield
@@ -150,11 +133,8 @@ def _run(arguments: list[str], place: pathlib.Path) -> int:
     return done.returncode
 
 
-def _last_line(place: pathlib.Path) -> str:
-    lines = [line.strip() for line in _log(place).read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1][:200]
-
-
-def _pip_error(place: pathlib.Path) -> str:
-    errors = re.findall(r"^ERROR: (.*)", _log(place).read_text(errors="replace"), re.MULTILINE)
-    return errors[0][:200] if errors else _last_line(place)
+def _reason(place: pathlib.Path) -> str:
+    """Returns why the last program has failed: pip's first error, else what was said last."""
+    lines = _log(place).read_text(errors="replace").rpartition("\n$ ")[2].splitlines()
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    return [*errors[:1], *(line.strip() for line in reversed(lines) if line.strip())][0][:200]

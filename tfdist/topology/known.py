@@ -17,27 +17,17 @@ MOST_GPUS = 8
 class GPU:
     """What XLA's compiler asks of a GPU, from NVIDIA's data sheets and its table of compute capabilities."""
 
-    name: str
-    """As the driver gives it."""
-    memory: int
-    """Bytes that a program can use."""
+    name: str  # as the driver gives it
+    memory: int  # bytes that a program can use
     capability: tuple[int, int]
-    cores: int
-    """Streaming multiprocessors."""
-    units: int
-    """Float32 units of one of them."""
-    threads: int
-    """That one of them holds at most."""
-    shared: int
-    """Bytes of shared memory of one of them; a block can have 1 kB less."""
-    bandwidth: float
-    """Bytes per second from its memory."""
-    cache: int
-    """Bytes of its second-level cache."""
-    clock: float
-    """GHz, boosted."""
-    link: float
-    """Bytes per second to the other GPUs of a machine, one way: NVLink, or PCIe where there is none."""
+    cores: int  # streaming multiprocessors
+    units: int  # of float32, of one of these
+    threads: int  # that one of them holds at most
+    shared: int  # bytes of shared memory of one of them; a block can have 1 kB less
+    bandwidth: float  # bytes per second from its memory
+    cache: int  # bytes of its second-level cache
+    clock: float  # GHz, boosted
+    link: float  # bytes per second to the other GPUs of a machine, one way: NVLink, or PCIe where there is none
 
     def target(self) -> str:
         """Returns the description as XLA's `GpuTargetConfigProto` in text form."""
@@ -74,9 +64,7 @@ GPUS = {
     "h100": _H100,
     "h200": dataclasses.replace(_H100, name="NVIDIA H200", memory=150_000_000_000, bandwidth=4.8e12),
     "a100": GPU("NVIDIA A100-SXM4-80GB", 84987740160, (8, 0), 108, 64, 2048, 167936, 2.04e12, 40 << 20, 1.41, 300e9),
-    "a100-40": GPU(
-        "NVIDIA A100-SXM4-40GB", 42298834944, (8, 0), 108, 64, 2048, 167936, 1.555e12, 40 << 20, 1.41, 300e9
-    ),
+    "a100-40": GPU("NVIDIA A100-SXM4-40GB", 42298834944, (8, 0), 108, 64, 2048, 167936, 1.555e12, 40 << 20, 1.41, 3e11),
     "l4": GPU("NVIDIA L4", 23_600_000_000, (8, 9), 58, 128, 1536, 102400, 0.3e12, 48 << 20, 2.04, 32e9),
     "rtx4090": GPU(
         "NVIDIA GeForce RTX 4090", 25300000000, (8, 9), 128, 128, 1536, 102400, 1.01e12, 72 << 20, 2.52, 32e9
@@ -92,23 +80,16 @@ class Topology:
     """Devices of one kind, of which each is a replica."""
 
     name: str
-    compilers: str
-    """Which environment compiles for it: `tpu` or `cuda`."""
+    compilers: str  # which environment compiles for it: `tpu` or `cuda`
     replicas: int
-    device: str
-    """One of them, in words."""
-    memory: int
-    """Bytes of one of them."""
-    shape: str
-    """What the compiler calls the whole, such as `v5e:2x4`."""
-    bandwidth: float
-    """Bytes per second from the memory of one."""
-    link: float
-    """Bytes per second from one to the others."""
+    device: str  # one of them, in words
+    memory: int  # bytes of one of them
+    shape: str  # what the compiler calls the whole, such as `v5e:2x4`
+    bandwidth: float  # bytes per second from the memory of one
+    link: float  # bytes per second from one to the others
     flops: float | None = None
     """FLOP/s of one at most, in bfloat16, as a TPU multiplies float32, too; None for a GPU, where precision decides."""
-    target: str = ""
-    """A GPU, as XLA describes it."""
+    target: str = ""  # a GPU, as XLA describes it
 
 
 _PEAKS = {"v5e": (197e12, 819e9, 200e9), "v6e": (918e12, 1.64e12, 448e9), "v5p": (459e12, 2.765e12, 600e9)}
@@ -138,11 +119,7 @@ TPUS = {
 
 
 def find(name: str) -> Topology:
-    """Returns a topology by its name.
-
-    Raises:
-      UserError: there is none of this name.
-    """
+    """Returns a topology by its name; raises `UserError` where there is none."""
     if name in TPUS:
         return TPUS[name]
     match = re.fullmatch(r"(.+?)x([1-9]\d*)", name)

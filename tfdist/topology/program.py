@@ -34,26 +34,16 @@ class Program:
     """An update of one replica, as StableHLO."""
 
     text: str
-    rows: int
-    """Rows of a global batch that a replica is given."""
-    specs: list[tf.TensorSpec]
-    """Of the first arguments, a flat `HostSlice`."""
-    variables: list[keras.Variable | tf.Tensor]
-    """What the other arguments are, in their order; a tensor is a constant of the model."""
-    results: int
-    """How many results come before the variables' new values."""
+    rows: int  # of a global batch that a replica is given
+    specs: list[tf.TensorSpec]  # of the first arguments, a flat `HostSlice`
+    variables: list[keras.Variable | tf.Tensor]  # the other arguments; a tensor is a constant of the model
+    results: int  # before the variables' new values
     aliases: list[tuple[int, int]]
     """The argument and the result that are one variable before and after, for each that is written."""
 
 
 def distribution(replicas: int, device: str, reason: str) -> Distribution:
-    """Builds the strategy of a program for devices that are not here; nothing can run under it.
-
-    Args:
-      replicas: one for each device.
-      device: kind of device: `TPU`, `GPU` or `CPU`.
-      reason: for a person.
-    """
+    """Builds the strategy of a program for devices (`TPU`, `GPU` or `CPU`) that are not here; nothing runs under it."""
     return Distribution(
         name="tpu" if device == "TPU" else "default" if replicas == 1 else "mirrored",
         reason=reason,
@@ -191,21 +181,16 @@ def _unpacked(constant: re.Match[str]) -> str:
 
 
 def _specs(source: Source, layout: Layout) -> tuple[list[tf.TensorSpec], Structure]:
-    """Returns what a replica is given of a batch, a flat `HostSlice`, and the structure of its data.
-
-    Raises:
-      UserError: examples of various sizes, which a program of static shapes cannot take.
-    """
-    columns = source.specs
+    """Returns what a replica is given of a batch, a flat `HostSlice`, and the structure of its data."""
     specs = []
-    for column in keras.tree.flatten(columns):
+    for column in keras.tree.flatten(source.specs):
         if None in tuple(column.shape[1:]):
             raise UserError(
                 f"--topology compiles for examples of one shape, and the data has {tuple(column.shape[1:])}: "
                 "crop or pad them to one size"
             )
         specs.append(tf.TensorSpec((layout.accumulate, layout.max_micro_rows, *column.shape[1:]), column.dtype))
-    return [*specs, tf.TensorSpec((layout.accumulate,), tf.int32)], columns
+    return [*specs, tf.TensorSpec((layout.accumulate,), tf.int32)], source.specs
 
 
 def _program(text: str, traced: Any, specs: list[tf.TensorSpec], layout: Layout, model: keras.Model) -> Program:
@@ -219,33 +204,20 @@ def _program(text: str, traced: Any, specs: list[tf.TensorSpec], layout: Layout,
     inputs = [tensor.name for tensor in traced.inputs]
     changed = [i for i in range(len(specs), len(inputs)) if inputs[i] in written]
     results = len(traced.outputs)
-    known = _results(text)
+    signature = next(line for line in text.splitlines() if re.search(r"func\.func (public )?@main\(", line))
+    known = signature.partition(" -> ")[2].count("tensor<")
     if known != results + len(changed):
         raise RuntimeError(f"the program has {known} results, and not {results} and {len(changed)} variables")
-    return Program(
-        text,
-        layout.max_micro_rows * layout.accumulate,
-        specs,
-        variables,
-        results,
-        [(i, results + n) for n, i in enumerate(changed)],
-    )
-
-
-def _results(text: str) -> int:
-    """Returns the number of results of a program's main function."""
-    signature = next(line for line in text.splitlines() if re.search(r"func\.func (public )?@main\(", line))
-    _, arrow, after = signature.partition(" -> ")
-    return after.count("tensor<") if arrow else 0
+    aliases = [(i, results + n) for n, i in enumerate(changed)]
+    return Program(text, layout.max_micro_rows * layout.accumulate, specs, variables, results, aliases)
 
 
 def _culprit(error: Exception, model: keras.Model) -> str:
     """Returns, for a person, what an error of the lowering is about: the layer and the operation, where it says so."""
     text = one_line(error, 2000)
     node = re.search(r"\{\{node ([^}]+)\}\}", text)
-    operation = re.search(
-        r"(?:No registered|Detected unsupported operations[^:]*:|Op type not registered) '?(\w+)", text
-    )
+    kinds = "No registered|Detected unsupported operations[^:]*:|Op type not registered"
+    operation = re.search(rf"(?:{kinds}) '?(\w+)", text)
     where = node[1] if node else ""
     # Keras numbers the calls of a layer.
     scopes = {re.sub(r"_\d+$", "", scope) for scope in where.split("/")} | set(where.split("/"))

@@ -122,7 +122,7 @@ def rehearse(prepared: Preparation, distribution: Distribution, name: str) -> li
     topology, train = known.find(name), prepared.experiment.train
     exported = _export(prepared, distribution, train.batch_size, train.accumulate)
     result = compiler.compiled(exported, topology)
-    if result.fits(topology):
+    if result.needs <= topology.memory:
         bound = roofline(_counted(result, prepared, exported.rows), train.batch_size, train.precision, topology)
         return [*lines(result, exported.rows, topology), *bound, *_caveats(prepared, topology)]
 
