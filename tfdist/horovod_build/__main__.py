@@ -33,22 +33,18 @@ from tfdist.horovod_build.workspace import LIMIT_S, Workspace
 
 
 def ensure(operations: tuple[str, ...], sdist: str = "") -> str:
-    """Installs Horovod unless it is there already.
+    """Installs Horovod unless it is there already; returns what is there now, in words.
 
     Args:
       operations: `Gloo`, and `MPI` and `NCCL` where wanted.
       sdist: path of the source archive; pip fetches it if empty.
-
-    Returns:
-      What is there now, in words.
 
     Raises:
       UserError: something that the build needs is missing, or the source is not the released one.
       TrainingError: Horovod does not compile, load or install.
     """
     wanted = Build(horovod_install.tensorflow(), horovod_install.python(), operations)
-    there = _already(wanted)
-    if there:
+    if there := _already(wanted):
         return there
     archive = pathlib.Path(sdist).absolute() if sdist else None
     if archive:
@@ -56,13 +52,11 @@ def ensure(operations: tuple[str, ...], sdist: str = "") -> str:
     tools = requirements.find(wanted)
     kept = _kept_folder(wanted, tools)
     with local_files.locked(kept.parent / "lock", "another build of Horovod", LIMIT_S):
-        there = _already(wanted)  # somebody else's build, after a wait
-        if there:
+        if there := _already(wanted):  # somebody else's build, after a wait
             return there
         with tempfile.TemporaryDirectory(prefix="tfdist-horovod-", ignore_cleanup_errors=True) as temporary:
-            workspace = Workspace(
-                pathlib.Path(temporary), kept / "build.log", environment(operations, tools, temporary)
-            )
+            environ = environment(operations, tools, temporary)
+            workspace = Workspace(pathlib.Path(temporary), kept / "build.log", environ)
             workspace.fetch_missing()
             workspace.install(_kept_wheel(workspace, kept) or _build(workspace, wanted, kept, archive))
     return f"Horovod {VERSION} is built for {_describe(wanted)}"
@@ -90,17 +84,9 @@ def _kept_wheel(workspace: Workspace, kept: pathlib.Path) -> pathlib.Path | None
 
 
 def _build(workspace: Workspace, wanted: Build, kept: pathlib.Path, archive: pathlib.Path | None) -> pathlib.Path:
-    """Compiles Horovod; returns the path of the wheel in the cache folder.
-
-    Args:
-      archive: the source; pip fetches it if None.
-
-    Raises:
-      TrainingError: it does not compile or load.
-    """
-    logger.info(
-        f"building Horovod {VERSION} for {_describe(wanted)}: about 2 minutes on two cores, the log is {workspace.log}"
-    )
+    """Compiles Horovod; returns the path of the wheel in the cache folder."""
+    what = f"building Horovod {VERSION} for {_describe(wanted)}"
+    logger.info(f"{what}: about 2 minutes on two cores, the log is {workspace.log}")
     source = source_lib.unpack(archive or workspace.download(), workspace.folder / "source")
     source_lib.prepare(source, wanted)
     wheel = workspace.compile(source)
@@ -118,13 +104,8 @@ def environment(operations: tuple[str, ...], tools: requirements.Tools, temporar
         environ.pop(name, None)
     mpi = {"HOROVOD_WITH_MPI": "1"} if "MPI" in operations else {"HOROVOD_WITHOUT_MPI": "1"}
     nccl = {"HOROVOD_GPU_OPERATIONS": "NCCL"} if "NCCL" in operations else {}
-    return {
-        **environ,
-        **tools.environ,
-        **mpi,
-        **nccl,
-        "PATH": tools.path,
-        "TMPDIR": temporary,
+    given = {**environ, **tools.environ, **mpi, **nccl, "PATH": tools.path, "TMPDIR": temporary}
+    return given | {
         "HOROVOD_WITH_TENSORFLOW": "1",
         "HOROVOD_WITHOUT_PYTORCH": "1",
         "HOROVOD_WITHOUT_MXNET": "1",
@@ -142,17 +123,15 @@ def environment(operations: tuple[str, ...], tools: requirements.Tools, temporar
 def _kept_folder(wanted: Build, tools: requirements.Tools) -> pathlib.Path:
     """Returns the cache folder for wheels like the wanted one; all that changes the binary is in its name."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    edits = [dataclasses.astuple(edit) for edit in source_lib.EDITS]
-    text = json.dumps([dataclasses.asdict(wanted), tools.identity, source_lib.SHA256, edits])
+    text = json.dumps([dataclasses.asdict(wanted), tools.identity, source_lib.SHA256, source_lib.EDITS])
     name = f"tensorflow-{wanted.tensorflow.version}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     folder = pathlib.Path(base, "tfdist", "horovod", name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "build.log").open("ab").close()
     except OSError as error:
-        raise UserError(
-            f"the cache folder {folder} cannot be written ({error.strerror})", "set XDG_CACHE_HOME to another folder"
-        ) from None
+        what = f"the cache folder {folder} cannot be written ({error.strerror})"
+        raise UserError(what, "set XDG_CACHE_HOME to another folder") from None
     return folder
 
 

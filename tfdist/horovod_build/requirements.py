@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import os
@@ -19,14 +20,9 @@ from tfdist.distributed.horovod_install import Build
 from tfdist.errors import UserError
 
 PLACES = (
-    "HOROVOD_BUILD_ARCH_FLAGS",
-    "HOROVOD_BUILD_CUDA_CC_LIST",
-    "HOROVOD_CUDA_HOME",
-    "HOROVOD_NCCL_HOME",
-    "HOROVOD_NCCL_INCLUDE",
-    "HOROVOD_NCCL_LIB",
-    "HOROVOD_NCCL_LINK",
-)
+    "HOROVOD_BUILD_ARCH_FLAGS", "HOROVOD_BUILD_CUDA_CC_LIST", "HOROVOD_CUDA_HOME",
+    "HOROVOD_NCCL_HOME", "HOROVOD_NCCL_INCLUDE", "HOROVOD_NCCL_LIB", "HOROVOD_NCCL_LINK",
+)  # fmt: skip
 """Horovod's own variables that say where things are and for which processor, not what to build."""
 
 _FLAGS = ("CFLAGS", "CXXFLAGS", "CPPFLAGS", "LDFLAGS", "CUDAFLAGS", *PLACES)
@@ -38,19 +34,12 @@ class Tools:
     """The programs of a build."""
 
     path: str
-    """Value for PATH."""
-    environ: Mapping[str, str]
-    """Variables that make Horovod's build use the programs that were found."""
-    identity: tuple[str, ...]
-    """What the binary depends on: machine, versions and flags."""
+    environ: Mapping[str, str]  # variables that make Horovod's build use the programs that were found
+    identity: tuple[str, ...]  # what the binary depends on: machine, versions and flags
 
 
 def find(wanted: Build, environ: Mapping[str, str] = os.environ) -> Tools:
-    """Returns the programs that the build needs.
-
-    Raises:
-      UserError: some are missing; the message names all of them and how to get them.
-    """
+    """Returns the programs that the build needs; raises one `UserError` that names all that are missing."""
     # The cmake of the extra lies beside the interpreter, which need not be on PATH.
     path = os.pathsep.join([sysconfig.get_path("scripts"), environ.get("PATH", os.defpath)])
     need = _Needs(path)
@@ -59,16 +48,25 @@ def find(wanted: Build, environ: Mapping[str, str] = os.environ) -> Tools:
         "CC": environ.get("CC") or need.program("cc", "gcc", "clang"),
         "HOROVOD_CMAKE": environ.get("HOROVOD_CMAKE") or need.program("cmake"),
     }
-    need.check(_compiles(use["CXX"], path), "a C++17 compiler", apt="g++")
+    text = "#include <string_view>\n#if __cplusplus < 201703L\n#error\n#endif\nstd::string_view tfdist_says_yes;\n"
+    preprocess = [*shlex.split(use["CXX"]), "-std=c++17", "-E", "-x", "c++", "-"]
+    need.check(use["CXX"] and "tfdist_says_yes" in _output(preprocess, path, text), "a C++17 compiler", apt="g++")
     need.check(use["CC"], "a C compiler", apt="gcc")
     need.check(need.program("make"), "make", apt="make")
-    need.check(_cmake_version(use["HOROVOD_CMAKE"]) >= (3, 13), "cmake 3.13 or newer", _EXTRA)
+    cmake = re.search(r"version (\d+)\.(\d+)", _output([use["HOROVOD_CMAKE"], "--version"]))
+    need.check(cmake and (int(cmake[1]), int(cmake[2])) >= (3, 13), "cmake 3.13 or newer", _EXTRA)
     need.check(importlib.util.find_spec("pip"), "pip", "python -m ensurepip")
     need.check(wanted.tensorflow.version, "TensorFlow", "pip install tensorflow")
-    need.check(not _managed(environ), "a virtual environment (this Python is the system's)", "python3 -m venv .venv")
+    marker = pathlib.Path(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED")  # pip refuses to install: PEP 668
+    managed = sys.prefix == sys.base_prefix and marker.exists() and "PIP_BREAK_SYSTEM_PACKAGES" not in environ
+    need.check(not managed, "a virtual environment (this Python is the system's)", "python3 -m venv .venv")
+    words: list[str] = []
+    with contextlib.suppress(OSError):
+        words = pathlib.Path("/proc/cpuinfo").read_text(errors="replace").split()
     identity = [
         "-".join([platform.machine(), *platform.libc_ver()]),
-        *_processor(),
+        # Horovod is compiled for these: a processor without them stops at an illegal instruction.
+        *(feature for feature in ("avx", "f16c", "fma") if feature in words),
         _output([*shlex.split(use["CXX"]), "-dumpversion"]).split(".")[0],
     ]
     if "MPI" in wanted.operations:
@@ -100,13 +98,7 @@ class _Needs:
         return next(filter(None, (shutil.which(name, path=self._path) for name in names)), "")
 
     def check(self, there: object, what: str, fix: str = "", apt: str = "") -> None:
-        """Notes what is missing unless it is there.
-
-        Args:
-          what: its name, for a person.
-          fix: a command or a hint that helps.
-          apt: packages of Debian that help.
-        """
+        """Notes what is missing unless it is there; a command or hint, or Debian's packages, help."""
         if there:
             return
         self._missing.append(what)
@@ -136,34 +128,6 @@ def _output(command: list[str], path: str = "", text: str = "") -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""
-
-
-def _compiles(compiler: str, path: str) -> bool:
-    """Says whether a compiler knows C++17 and has its library."""
-    if not compiler:
-        return False
-    text = "#include <string_view>\n#if __cplusplus < 201703L\n#error\n#endif\nstd::string_view tfdist_says_yes;\n"
-    return "tfdist_says_yes" in _output([*shlex.split(compiler), "-std=c++17", "-E", "-x", "c++", "-"], path, text)
-
-
-def _cmake_version(program: str) -> tuple[int, ...]:
-    version = re.search(r"version (\d+)\.(\d+)", _output([program, "--version"]) if program else "")
-    return tuple(map(int, version.groups())) if version else ()
-
-
-def _managed(environ: Mapping[str, str]) -> bool:
-    """Says whether pip refuses to install here (PEP 668)."""
-    marker = pathlib.Path(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED")
-    return sys.prefix == sys.base_prefix and marker.exists() and "PIP_BREAK_SYSTEM_PACKAGES" not in environ
-
-
-def _processor() -> list[str]:
-    """Returns the features that Horovod is compiled for: a processor without them stops at an illegal instruction."""
-    try:
-        words = set(pathlib.Path("/proc/cpuinfo").read_text(errors="replace").split())
-    except OSError:
-        words = set()
-    return [feature for feature in ("avx", "f16c", "fma") if feature in words]
 
 
 def _cuda(environ: Mapping[str, str], need: _Needs) -> str:

@@ -16,26 +16,17 @@ SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 """Checksum of the archive that pip delivers."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Edit:
-    """One place of the source where `old` becomes `new`."""
-
-    path: str
-    old: str
-    new: str
-
-
 _STREAM_HEADER = '#include "tensorflow/stream_executor/stream.h"\n#endif // TENSORFLOW_VERSION >= 2011000000\n'
 
-EDITS = (
+EDITS = (  # of a file, the text that stands there once, and what it becomes
     # It registers Horovod with XLA, through headers that have moved. Horovod uses it only on request.
-    Edit(
+    (
         "horovod/tensorflow/CMakeLists.txt",
         'list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")\n',
         "",
     ),
     # TensorFlow no longer exports this function. Builds with NCCL compile without it, and then do not load.
-    Edit(
+    (
         "horovod/tensorflow/mpi_ops.cc",
         _STREAM_HEADER,
         _STREAM_HEADER
@@ -45,16 +36,12 @@ EDITS = (
         + "} // namespace gpu\n} // namespace stream_executor\n",
     ),
     # The stamp becomes a file of the package, so that pip removes it with the rest.
-    Edit("setup.cfg", "[egg_info]", f"[options.package_data]\nhorovod = {horovod_install.STAMP}\n\n[egg_info]"),
+    ("setup.cfg", "[egg_info]", f"[options.package_data]\nhorovod = {horovod_install.STAMP}\n\n[egg_info]"),
 )
 
 
 def check(path: pathlib.Path) -> None:
-    """Makes sure that a file is the released archive.
-
-    Raises:
-      UserError: it is not, or cannot be read.
-    """
+    """Makes sure that a file is the released archive."""
     try:
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
@@ -76,19 +63,15 @@ def unpack(archive: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
 
 
 def prepare(source: pathlib.Path, wanted: horovod_install.Build) -> None:
-    """Makes the edits, and adds the stamp that says what the build is for.
-
-    Raises:
-      TrainingError: the source is not as expected.
-    """
-    for edit in EDITS:
-        path = source / edit.path
+    """Makes the edits, and adds the stamp that says what the build is for."""
+    for name, old, new in EDITS:
+        path = source / name
         text = path.read_text() if path.is_file() else ""
-        if text.count(edit.old) != 1:
+        if text.count(old) != 1:
             raise TrainingError(
                 f"the source of Horovod {horovod_install.VERSION} is not as expected: "
-                f"{edit.path} should have {edit.old.splitlines()[0]!r} once, and has it {text.count(edit.old)} times"
+                f"{name} should have {old.splitlines()[0]!r} once, and has it {text.count(old)} times"
             )
-        path.write_text(text.replace(edit.old, edit.new))
+        path.write_text(text.replace(old, new))
     stamp = json.dumps(dataclasses.asdict(wanted), indent=1)
     (source / "horovod" / horovod_install.STAMP).write_text(f"{stamp}\n")

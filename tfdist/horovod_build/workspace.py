@@ -37,9 +37,7 @@ class Workspace:
     """A temporary folder for one build; every program started in it writes to the log and ends with it."""
 
     def __init__(self, folder: pathlib.Path, log: pathlib.Path, environ: dict[str, str]):
-        self.folder = folder
-        self.log = log
-        self._environ = environ
+        self.folder, self.log, self._environ = folder, log, environ
         self._packages = folder / "packages"
         log.write_bytes(b"")
 
@@ -76,11 +74,7 @@ class Workspace:
         return self.folder / source_lib.ARCHIVE
 
     def compile(self, source: pathlib.Path) -> pathlib.Path:
-        """Compiles the source; returns the path of the wheel.
-
-        Raises:
-          TrainingError: it does not compile.
-        """
+        """Compiles the source; returns the path of the wheel."""
         arguments = ("--use-pep517", "--no-build-isolation", "--no-deps", "--no-index", "--no-cache-dir")
         if self._pip("wheel", "--verbose", *arguments, "--wheel-dir", self.folder, source):
             raise TrainingError(f"Horovod does not compile: {first_error(self._text())}: the log is {self.log}")
@@ -120,11 +114,7 @@ class Workspace:
         return self._run([*pip, *map(str, arguments)], [self._packages] if borrow else [])
 
     def _run(self, arguments: list[str], path: list[pathlib.Path]) -> int:
-        """Runs a program to its end; returns its exit code.
-
-        Args:
-          path: folders for PYTHONPATH, before those of the caller.
-        """
+        """Runs a program to its end, with these folders before those of PYTHONPATH; returns its exit code."""
         theirs = map(os.path.abspath, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
         with self.log.open("ab") as log:
             log.write(f"$ {' '.join(arguments)}\n".encode())
@@ -138,22 +128,16 @@ class Workspace:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # so that the compilers below it can be ended with it
             )
+            begun = time.monotonic()
             try:
-                return self._waited(process)
+                while (seconds := time.monotonic() - begun) < LIMIT_S:
+                    try:
+                        return process.wait(min(TICK_S, LIMIT_S - seconds))
+                    except subprocess.TimeoutExpired:
+                        logger.info(f"{time.monotonic() - begun:.0f} s: {progress(self._text())}")
+                raise TrainingError(f"the build took more than {LIMIT_S:g} s: the log is {self.log}")
             finally:
                 _end(process)
-
-    def _waited(self, process: subprocess.Popen[bytes]) -> int:
-        """Returns the exit code of a program, once it has ended; logs meanwhile how far it is."""
-        begun = time.monotonic()
-        while True:
-            seconds = time.monotonic() - begun
-            if seconds >= LIMIT_S:
-                raise TrainingError(f"the build took more than {LIMIT_S:g} s: the log is {self.log}")
-            try:
-                return process.wait(min(TICK_S, LIMIT_S - seconds))
-            except subprocess.TimeoutExpired:
-                logger.info(f"{time.monotonic() - begun:.0f} s: {progress(self._text())}")
 
     def _text(self) -> str:
         return self.log.read_text(errors="replace")

@@ -40,18 +40,12 @@ _OWN = ("over", "trials", "sampler", "prune", "parallel", "metric", "workdir", "
 
 
 def searched(values: flags.FlagValues, experiment: config.Experiment) -> space.Space:
-    """Checks the flags and returns the search space.
-
-    Raises:
-      UserError: one has a value that cannot be used, or two contradict each other.
-    """
+    """Checks the flags and returns the search space."""
     if bool(values.trials) == (values.sampler == "grid"):
         raise UserError("--sampler=random and tpe need --trials=20, say, and --sampler=grid runs all combinations")
     if values.strategy in ("multi_worker", "horovod"):
-        raise UserError(
-            f"--strategy={values.strategy} needs several processes, and a sweep makes each run in one",
-            "use auto, default or mirrored",
-        )
+        why = f"--strategy={values.strategy} needs several processes, and a sweep makes each run in one"
+        raise UserError(why, "use auto, default or mirrored")
     if values.parallel > 1 and values.strategy == "tpu":
         raise UserError("--parallel shares out GPUs or cores, and a TPU is used as a whole", "leave it out")
     if values.metric:

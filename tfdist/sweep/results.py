@@ -29,8 +29,7 @@ class SweepRow:
     """One run; the names are those of `sweep.json`. None where there is nothing to tell."""
 
     name: str
-    values: Mapping[str, object]
-    """By field."""
+    values: Mapping[str, object]  # by field
     folder: str
     command: str
     status: str = "waiting"
@@ -48,22 +47,16 @@ def measured(folder: pathlib.Path) -> dict[str, Any]:
     result = run_files.read(folder).result
     numbers = {name: run_files.number(result.get(name)) for name in ("seconds", "examples_per_second", "weights_norm")}
     metrics = {name: run_files.number(value) for name, value in run_files.mapping(result.get("evaluation")).items()}
-    return {
-        "status": "completed",
-        **numbers,
-        "updates": int(run_files.number(result.get("updates")) or 0),
-        "evaluation": {name: value for name, value in metrics.items() if value is not None},
-    }
+    evaluation = {name: value for name, value in metrics.items() if value is not None}
+    updates = int(run_files.number(result.get("updates")) or 0)
+    return {"status": "completed", **numbers, "updates": updates, "evaluation": evaluation}
 
 
 def metric_of(rows: Sequence[SweepRow], asked: str) -> schedule.Aim | None:
     """Returns the metric by which runs are compared; None while no run has measured one that can be.
 
-    Args:
-      asked: `--metric`, empty for what is usual.
-
     Raises:
-      UserError: the runs do not measure it.
+      UserError: the runs do not measure the one that `--metric` asks for.
     """
     there = next((row.evaluation for row in rows if row.evaluation), None)
     if there is None:
@@ -99,17 +92,13 @@ def cells(rows: Sequence[SweepRow], best: Sequence[SweepRow]) -> list[list[str]]
     metrics = sorted(names, key=lambda name: (name not in USUAL, name))
     figure = lambda number, form: NONE if number is None else format(number, form)
     head = [*(rows[0].values if rows else ()), "status", *metrics, "examples/s", "seconds"]
-    lines = [
-        [
-            *map(str, row.values.values()),
-            ("★ " if row in best[:1] else "") + row.status,
-            *(figure(row.evaluation.get(name), ".4f") for name in metrics),
-            figure(row.examples_per_second, ",.0f"),
-            figure(row.seconds, ",.1f"),
-        ]
-        for row in rows
-    ]
-    return [head, *lines]
+    lines = [head]
+    for row in rows:
+        status = ("★ " if row in best[:1] else "") + row.status
+        figures = [figure(row.evaluation.get(name), ".4f") for name in metrics]
+        figures += [figure(row.examples_per_second, ",.0f"), figure(row.seconds, ",.1f")]
+        lines.append([*map(str, row.values.values()), status, *figures])
+    return lines
 
 
 def closing(rows: Sequence[SweepRow], aim: schedule.Aim | None) -> list[str]:
@@ -132,12 +121,7 @@ def markdown(title: str, rows: Sequence[SweepRow], aim: schedule.Aim | None) -> 
 
 
 def render_page(title: str, path: pathlib.Path, rows: Sequence[SweepRow], aim: schedule.Aim | None) -> str:
-    """Returns the page.
-
-    Args:
-      path: the folder of the sweep.
-      aim: the metric by which runs are compared, if there is one.
-    """
+    """Returns the page of the sweep in a folder."""
     order = ranked(rows, aim)
     head, *lines = cells(rows, order)
     linked: list[list] = [[*line] for line in lines]

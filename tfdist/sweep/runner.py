@@ -41,11 +41,7 @@ Place = tuple[Mapping[str, str], Sequence[int]]
 
 
 def places(parallel: int, gpus: Sequence[str], cores: Sequence[int]) -> list[Place]:
-    """Divides the GPUs, or where there are none the cores, evenly among so many runs.
-
-    Raises:
-      UserError: there are fewer of them than runs.
-    """
+    """Divides the GPUs, or where there are none the cores, evenly among so many runs."""
     if parallel == 1:
         return [({}, ())]
     each = len(gpus or cores) // parallel
@@ -65,10 +61,8 @@ class Search:
 
     space: space.Space
     base: config.Experiment
-    metric: str = ""
-    """As asked for; the study takes the loss where none is."""
-    trials: int = 0
-    """Their number; 0 for the grid."""
+    metric: str = ""  # as asked for; the study takes the loss where none is
+    trials: int = 0  # 0 for the grid
     sampler: str = "tpe"
     prune: bool = False
 
@@ -112,25 +106,18 @@ def _distribution(choices: Sequence[Any] | space.Range) -> distributions.BaseDis
 
 @dataclasses.dataclass(slots=True)
 class Sweep:
-    """Runs the trials of a study, which processes may share."""
+    """Runs the trials of a study, which processes may share; `command` makes the run with some values."""
 
     title: str
     search: Search
     command: Callable[[Values], trial.Trial]
-    """Returns the run with these values."""
     path: pathlib.Path
-    where: Sequence[Place]
-    """A place for each run that is under way at a time."""
+    where: Sequence[Place]  # one for each run that is under way at a time
     _stop: threading.Event = dataclasses.field(default_factory=threading.Event)
     _study: optuna.Study = dataclasses.field(init=False)
 
     def run(self) -> int:
-        """Runs what is not finished and shows the results; returns the exit code.
-
-        Raises:
-          UserError: the folder holds something else or cannot be written, or a run does not measure the metric.
-          TrainingError: the folder cannot be written any more.
-        """
+        """Runs what is not finished and shows the results; returns the exit code."""
         RunFolder(str(self.path)).could_be_created()
         strange = sorted(os.listdir(self.path)) if self.path.is_dir() else []
         if strange and not {RECORD, JOURNAL}.intersection(strange):
@@ -140,7 +127,13 @@ class Sweep:
             with open(self.path / JOURNAL, "ab") as shared:
                 self._begin(shared)
                 try:
-                    self._run()
+                    with concurrent.futures.ThreadPoolExecutor(len(self.where)) as pool:
+                        threads = [pool.submit(self._work, *place) for place in self.where]
+                        try:
+                            for thread in concurrent.futures.as_completed(threads):
+                                thread.result()
+                        finally:
+                            self._stop.set()
                 except BaseException:
                     self._save("interrupted")
                     logger.info("stopped; the same command goes on from there")
@@ -176,15 +169,6 @@ class Sweep:
             self._save("running")
         before = f", {len(finished)} of them finished before" if finished else ""
         logger.info(f"{self.title}: {self.search.trials or len(runs)} runs{before}")
-
-    def _run(self) -> None:
-        with concurrent.futures.ThreadPoolExecutor(len(self.where)) as pool:
-            threads = [pool.submit(self._work, *place) for place in self.where]
-            try:
-                for thread in concurrent.futures.as_completed(threads):
-                    thread.result()
-            finally:
-                self._stop.set()
 
     def _work(self, environ: Mapping[str, str], cores: Sequence[int]) -> None:
         """Makes one run after the other, in a thread of its own."""
@@ -245,17 +229,13 @@ class Sweep:
             asked.set_user_attr("outcome", outcome)
             self._study.tell(asked, value, state)
             self._save("running")
-        row = SweepRow(made.name, values, str(folder), made.shell(), **outcome)
+        row = self._row(values, **outcome)
         figures = ", ".join(f"{name} {figure:.4f}" for name, figure in row.evaluation.items())
         logger.info(f"{row.name}: {row.status}: {row.reason or figures} (log: {made.folder}/{trial.LOG})")
         results.metric_of([row], self.search.metric)
 
     def _finished(self, values: Values) -> bool:
-        """Tells whether the folder of a run holds one that has come to its end.
-
-        Raises:
-          UserError: it holds a run of another experiment, or one whose result is not as it was written.
-        """
+        """Tells whether the folder of a run holds one that has come to its end; refuses other and damaged ones."""
         run = RunFolder(str(self.path / space.folder(values)), writes=False)
         there, here = run.earlier(), config.flat(space.experiment(values, self.search.base))
         if there is None:
@@ -291,14 +271,15 @@ class Sweep:
         trials = [t for t in self._study.get_trials(deepcopy=False) if "values" in t.user_attrs]
         return {space.folder(t.user_attrs["values"]): t for t in trials}
 
-    def _row(self, t: FrozenTrial) -> SweepRow:
-        values = t.user_attrs["values"]
+    def _row(self, values: Values, **outcome: Any) -> SweepRow:
         made = self.command(values)
-        row = SweepRow(made.name, values, str(self.path / space.folder(values)), made.shell(), t.state.name.lower())
-        return dataclasses.replace(row, **t.user_attrs.get("outcome", {}))
+        return SweepRow(made.name, values, str(self.path / space.folder(values)), made.shell(), **outcome)
 
     def _save(self, status: str) -> list[SweepRow]:
-        rows = [self._row(t) for t in self._latest().values()]
+        rows = [
+            self._row(t.user_attrs["values"], **{"status": t.state.name.lower()} | t.user_attrs.get("outcome", {}))
+            for t in self._latest().values()
+        ]
         content = {"status": status, "title": self.title, "rows": [dataclasses.asdict(row) for row in rows]}
         RunFolder(str(self.path)).write(RECORD, content)
         return rows

@@ -35,8 +35,7 @@ class Range:
 
     low: Any
     high: Any
-    log: bool
-    """Whether to sample them uniformly in the logarithm."""
+    log: bool  # sampled uniformly in the logarithm
 
 
 Space = Mapping[str, Sequence[Any] | Range]
@@ -72,9 +71,6 @@ def parse(text: str) -> dict[str, list[Any] | Range]:
     Args:
       text: `--over`: fields separated by semicolons, values by commas; a comma or semicolon between quotes or brackets
         belongs to the value. `log:LOW:HIGH` and `uniform:LOW:HIGH` are ranges, of numbers alone.
-
-    Raises:
-      UserError: it is not understood, a field does not exist, or a value is not of its type.
     """
     fields: dict[str, list[Any] | Range] = {}
     for part in filter(None, (part.strip() for part in field_syntax.divided("--over", text, ";"))):
@@ -96,9 +92,8 @@ def parse(text: str) -> dict[str, list[Any] | Range]:
                 raise UserError(f"--over: {name}={values} must be finite, with LOW < HIGH{positive}: {_FORM}")
             fields[name] = ends
             continue
-        choices = fields[name] = [
-            _value(name, value.strip(), default) for value in field_syntax.divided("--over", values, ",")
-        ]
+        texts = field_syntax.divided("--over", values, ",")
+        choices = fields[name] = [_value(name, value.strip(), default) for value in texts]
         for value in choices:
             if choices.count(value) > 1:
                 raise UserError(f"--over gives {name} the value {value!r} twice", "give each once")
@@ -108,28 +103,19 @@ def parse(text: str) -> dict[str, list[Any] | Range]:
 
 
 def grid(space: Space) -> list[Values]:
-    """Returns all combinations, the last field changing first.
-
-    Raises:
-      UserError: there are too many, or a field has a range.
-    """
+    """Returns all combinations, the last field changing first; refuses too many, and ranges."""
     for name, choices in space.items():
         if isinstance(choices, Range):
             raise UserError(f"--over={name}=... gives a range, which has no grid", "say how many runs with --trials=20")
     made = list(itertools.islice(_corners(space), MOST + 1))
     if len(made) > MOST:
-        raise UserError(
-            f"--over asks for more than {MOST} experiments", "choose fewer values, or sample with --trials=20"
-        )
+        fix = "choose fewer values, or sample with --trials=20"
+        raise UserError(f"--over asks for more than {MOST} experiments", fix)
     return made
 
 
 def check(space: Space, base: config.Experiment) -> None:
-    """Validates the combinations of all values, and of the ends of the ranges; the first of very many.
-
-    Raises:
-      UserError: one of them cannot be trained.
-    """
+    """Validates the combinations of all values, and of the ends of the ranges; the first of very many."""
     for values in itertools.islice(_corners(space), MOST):
         try:
             validation.validate(experiment(values, base))
