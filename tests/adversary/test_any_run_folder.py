@@ -154,7 +154,7 @@ def readers(folder):
     doctor.newest_size(folder / "checkpoints")
     refused(resume.continues, RunFolder(str(folder)), ResumeOptions(), 0, False)
     fields = config.flat(config.Experiment())
-    refused(lambda: resume.ResumeChoice(folder / "checkpoints", {}, fields, True).newest())
+    refused(lambda: resume.choose(folder / "checkpoints", {}, fields, True))
     refused(spec_file.read, folder)
     run = RunFolder(str(folder))
     refused(run.could_be_created)

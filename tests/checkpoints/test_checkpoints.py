@@ -210,9 +210,8 @@ def two(connect, tmp_path_factory):
     return folder / "checkpoints"
 
 
-def choice(folder, identity=None, **options):
-    given = {"identity": identity or {}, "experiment": {}, "changed": True} | options
-    return resume.ResumeChoice(folder, **given)
+def choose(folder, identity=None, **options):
+    return resume.choose(folder, identity or {}, {}, True, **options)
 
 
 def copy(two, tmp_path):
@@ -256,10 +255,10 @@ def test_the_newest_valid_one_is_used_and_the_damaged_one_set_aside(two, tmp_pat
     data.write_bytes(data.read_bytes()[:-1])
     findings = checkpoints_lib.examine(folder)
     assert [(f.update, bool(f.problem), f.next) for f in findings] == [(20, True, False), (10, False, True)]
-    assert choice(folder).newest(read_only=True).path.name == "10"  # as a dry run
+    assert choose(folder, read_only=True).path.name == "10"  # as a dry run
     assert [p.name for p in files_lib.newest_first(folder)] == ["20", "10"]
     said.clear()
-    chosen = choice(folder).newest()
+    chosen = choose(folder)
     assert chosen.path.name == "10"
     assert "20 is not used: tensors.data-00000-of-00001 has" in said[0]
     assert said[1].endswith("is now unused-20")
@@ -271,13 +270,13 @@ def test_with_none_valid_it_does_not_begin_anew_in_silence(two, tmp_path):
     for number in ("10", "20"):
         (folder / number / "state.json").write_text("{}")
     with pytest.raises(UserError, match=r"none of the 2 checkpoints in .* is valid: .*--resume=never"):
-        choice(folder).newest()
+        choose(folder)
 
 
 def test_none_where_one_is_required(tmp_path):
-    assert choice(tmp_path).newest() is None
+    assert choose(tmp_path) is None
     with pytest.raises(UserError, match="--resume=require, and there is no checkpoint in"):
-        choice(tmp_path).newest(required=True)
+        choose(tmp_path, required=True)
 
 
 @pytest.mark.whole
@@ -498,7 +497,7 @@ def test_requeueing_that_cannot_be_done(tmp_path, monkeypatch):
 def test_a_file_where_the_folder_of_checkpoints_should_be(tmp_path):
     (tmp_path / "checkpoints").write_text("")
     with pytest.raises(UserError, match=r"checkpoints cannot be read \(Not a directory\)"):
-        choice(tmp_path / "checkpoints").newest()
+        choose(tmp_path / "checkpoints")
 
 
 def test_changed_with_nothing_from_the_end_of_an_epoch(connect, tmp_path):
@@ -506,7 +505,7 @@ def test_changed_with_nothing_from_the_end_of_an_epoch(connect, tmp_path):
     with pytest.raises(
         UserError, match=r"no valid checkpoint in .* is from the end of an epoch: leave out --resume_ch"
     ):
-        choice(tmp_path / "checkpoints", identity={"global batch": 5}).newest()
+        choose(tmp_path / "checkpoints", identity={"global batch": 5})
 
 
 def test_a_checkpoint_of_another_format(tmp_path, monkeypatch):

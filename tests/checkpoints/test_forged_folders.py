@@ -23,7 +23,7 @@ from tfdist.data import spec_file
 from tfdist.doctor import checkpoints as doctor
 from tfdist.errors import TrainingError, UserError
 from tfdist.inference import trained_model
-from tfdist.monitoring import progress, recorder, segments
+from tfdist.monitoring import progress, recorder
 from tfdist.monitoring.report import run_files
 
 OLD = REPOSITORY / "tests/checkpoints/run_folder_0.1.0/interrupted"
@@ -92,7 +92,7 @@ def test_a_forged_state_is_not_used(text, why, folder, said):
         forge(folder / "checkpoints" / name, text)
     fields = config.flat(json.loads((folder / "experiment.json").read_bytes()))
     with pytest.raises(UserError, match=r"none of the 2 checkpoints in .* is valid"):
-        resume.ResumeChoice(folder / "checkpoints", {}, fields, False).newest()
+        resume.choose(folder / "checkpoints", {}, fields, False)
     assert len(said) == 2 and all(why in line and "\n" not in line for line in said)
     assert all(why in finding.problem for finding in doctor.examine(folder / "checkpoints"))
     asked = trained_model.ModelRequest(str(folder), "", "latest", config.Experiment(), {})
@@ -111,7 +111,7 @@ def test_a_state_of_another_update_than_its_folder(folder):
 RECORDED = {"updates": 1, "in_epoch": 1, "epochs": 0, "seconds": 1.5, "history": {}, "rollbacks": [], "segments": {}}
 BAD_CALLBACKS = [
     ("Recorder.0", {}, "updates is None"),
-    ("Recorder.0", [], "'list' object has no attribute 'get'"),
+    ("Recorder.0", [], "'list' object is not a mapping"),
     ("Recorder.0", RECORDED | {"updates": "x"}, "updates is 'x'"),
     ("Recorder.0", RECORDED | {"seconds": math.inf}, "seconds is inf"),
     ("Recorder.0", RECORDED | {"history": {"loss": [[1], [[2, 3], 4]]}}, "history is "),
@@ -126,7 +126,7 @@ BAD_CALLBACKS = [
 @pytest.mark.parametrize("name, state, why", BAD_CALLBACKS)
 def test_a_forged_state_of_a_callback(name, state, why, tmp_path):
     plan = schedule.make(config.Experiment(), 1000, 1)
-    launched = segments.Segments(environ={env_vars.ROUNDS: json.dumps({"launch": "x"})})
+    launched = recorder.Segments(environ={env_vars.ROUNDS: json.dumps({"launch": "x"})})
     ours = [recorder.Recorder(RunFolder(str(tmp_path)), plan, launched), progress.Plain(plan, dict)]
     callbacks = keras.callbacks.CallbackList([*ours, keras.callbacks.EarlyStopping()])
     with pytest.raises(UserError, match=rf"the callback {re.escape(name)} can go on with \(.*{re.escape(why)}"):
@@ -215,7 +215,7 @@ def test_a_description_of_data_that_cannot_be(field, value, why, folder):
 
 def resumed(folder):
     fields = config.flat(json.loads((OLD / "experiment.json").read_bytes()))
-    return resume.ResumeChoice(folder / "checkpoints", {}, fields, True).newest()
+    return resume.choose(folder / "checkpoints", {}, fields, True)
 
 
 @pytest.mark.parametrize("content", [b"", b"no sstable", "cut"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
@@ -19,15 +19,9 @@ _KNOWN: dict[type, tuple[str, ...]] = {
 }
 
 
-@runtime_checkable
-class Stateful(Protocol):
-    """A callback that keeps its state itself; `tfdist.Callback` is one, and any other with these methods."""
-
-    def get_state(self) -> State | None:
-        """Returns what JSON can hold; None for nothing of its own."""
-
-    def set_state(self, state: State) -> None:
-        """Takes it back."""
+def _keeps_state(callback: Any) -> bool:
+    """Tells whether a callback keeps its state itself, as `tfdist.Callback`; its `get_state` may be None."""
+    return hasattr(callback, "get_state") and hasattr(callback, "set_state")
 
 
 def capture(callbacks: keras.callbacks.CallbackList) -> dict[str, State]:
@@ -35,7 +29,7 @@ def capture(callbacks: keras.callbacks.CallbackList) -> dict[str, State]:
     plain = lambda value: value.item() if isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0 else value
     states = {}
     for name, callback in _named(callbacks):
-        own = callback.get_state() if isinstance(callback, Stateful) else None
+        own = callback.get_state() if _keeps_state(callback) else None
         known = {field: plain(getattr(callback, field, None)) for field in _known(callback)}
         if own is not None or known:
             states[name] = known if own is None else own
@@ -53,7 +47,7 @@ def restore(callbacks: keras.callbacks.CallbackList, states: dict[str, State]) -
             continue
         state = states[name]
         try:
-            if isinstance(callback, Stateful):
+            if _keeps_state(callback):
                 callback.set_state(state)
                 continue
             for field in state.keys() & set(_known(callback)):  # a file sets no other attribute of the callback

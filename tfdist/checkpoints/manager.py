@@ -10,13 +10,14 @@ import re
 import threading
 import time
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from tfdist.checkpoints import bucket_folder, files, training_run, training_state
 from tfdist.checkpoints.files import DISK, Disk
-from tfdist.checkpoints.resume import MODEL_FILE, LoadedCheckpoint, Position, ResumeChoice, load
-from tfdist.checkpoints.training_run import BestEpoch, TrainingRun
+from tfdist.checkpoints.resume import MODEL_FILE, LoadedCheckpoint, Position, choose, load
+from tfdist.checkpoints.training_run import TrainingRun
 from tfdist.config import buckets, schedule
 from tfdist.config.buckets import BucketError
 from tfdist.config.messages import logger
@@ -171,7 +172,7 @@ class Checkpoints(CheckpointWriter):
         self.paused = 0.0  # seconds for which training has waited for checkpoints
         self._updates, self._seconds = math.inf, math.inf
         self._last = self._hold_at = time.monotonic()
-        self._best = BestEpoch()
+        self._best: dict[str, Any] = {"value": None, "update": None}
 
     def begin(self, run: TrainingRun) -> Position | None:
         """Restores the newest valid checkpoint, if any, and returns its position; called on all workers."""
@@ -182,11 +183,15 @@ class Checkpoints(CheckpointWriter):
         if run.distribution.is_chief:
             self._storage.begin()
             if self._resume != "never":
-                facts = self._facts(run)
-                choice = ResumeChoice(
-                    self.folder, run.identity(), self._experiment, self._changed, self._storage, facts
+                chosen = choose(
+                    self.folder,
+                    run.identity(),
+                    self._experiment,
+                    self._changed,
+                    self._storage,
+                    self._facts(run),
+                    required=self._resume == "require",
                 )
-                chosen = choice.newest(self._resume == "require")
         position = self._restore(run, chosen)
         if position is None:
             return None
@@ -235,10 +240,9 @@ class Checkpoints(CheckpointWriter):
         return {name: fact for name, fact in run.facts.items() if name not in form} | self._model_facts
 
     def _restore(self, run: TrainingRun, checkpoint: LoadedCheckpoint | None) -> Position | None:
-        restored = training_run.restore(run, checkpoint, self._experiment)
-        if restored is None:
-            return None
-        position, self._best = restored
+        position, best = training_run.restore(run, checkpoint, self._experiment)
+        if position is not None:
+            self._best = best
         return position
 
     def limit(self, done: int) -> float:
@@ -262,10 +266,10 @@ class Checkpoints(CheckpointWriter):
             return False  # no validation after this epoch
         if metric not in logs:
             raise UserError(f"checkpoint.best={metric} is not measured", f"choose one of {', '.join(sorted(logs))}")
-        value, best = float(logs[metric]), self._best.value
+        value, best = float(logs[metric]), self._best["value"]
         if not math.isfinite(value) or (best is not None and sign * value <= sign * best):
             return False
-        self._best = BestEpoch(value, done)
+        self._best = {"value": value, "update": done}
         return True
 
     def save(self, run: TrainingRun, position: Position, wait: bool = False) -> None:
@@ -279,7 +283,7 @@ class Checkpoints(CheckpointWriter):
             return
         state = self._state(run, position)
         self.seconds += time.perf_counter() - captured
-        self.start(position.update, state, tensors, self._best.update)
+        self.start(position.update, state, tensors, self._best["update"])
         if wait or not self._asynchronous:
             self.wait()
         if not wait:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import pathlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from tfdist.checkpoints import files
 from tfdist.checkpoints.files import DISK, DamagedError, Disk
@@ -45,8 +45,7 @@ class Position:
     skipped: list[int] = dataclasses.field(default_factory=list)  # updates at which the loss was not finite
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LoadedCheckpoint:
+class LoadedCheckpoint(NamedTuple):
     """A checkpoint in memory."""
 
     path: pathlib.Path
@@ -68,84 +67,78 @@ def load(path: pathlib.Path, storage: Disk = DISK) -> LoadedCheckpoint | None:
         return None
 
 
-class ResumeChoice:
-    """Reads the checkpoints of a folder, the newest first.
+def choose(
+    folder: pathlib.Path,
+    identity: Mapping[str, int | None],
+    experiment: Mapping[str, str],
+    changed: bool,
+    storage: Disk = DISK,
+    facts: Mapping[str, object] | None = None,
+    required: bool = False,
+    read_only: bool = False,
+) -> LoadedCheckpoint | None:
+    """Returns the newest checkpoint that can be resumed from; UserError if there are some and none can be used.
 
     Args:
       identity: batch, length and seed of an epoch.
       experiment: its fields by name.
       changed: accept another identity, experiment or data at the end of an epoch.
       facts: of the data (`Source.facts`) and the model's file, as far as they are known.
+      required: raise UserError if there is none at all.
+      read_only: do not rename newer ones that cannot be used.
     """
+    paths, valid, where = files.newest_first(folder), 0, storage.shown(folder)
+    for number, path in enumerate(paths):
+        chosen = load(path, storage)
+        valid += chosen is not None
+        if chosen is None or not _agrees(chosen, identity, experiment, changed, storage, facts or {}):
+            continue
+        for newer in [] if read_only else paths[:number]:  # or they would be the newest again
+            moved = files.set_aside(newer)
+            storage.set_aside(newer, moved)
+            logger.info(f"{storage.shown(newer)} is now {moved.name}")
+        return chosen
+    if valid:
+        raise UserError(f"no valid checkpoint in {where} is from the end of an epoch", "leave out --resume_changed")
+    if paths:
+        raise UserError(
+            f"none of the {len(paths)} checkpoints in {where} is valid",
+            "copy one back from elsewhere, or start over with --resume=never, which keeps them",
+        )
+    if required:
+        raise UserError(f"--resume=require, and there is no checkpoint in {where}", "check --workdir")
+    return None
 
-    def __init__(
-        self,
-        folder: pathlib.Path,
-        identity: Mapping[str, int | None],
-        experiment: Mapping[str, str],
-        changed: bool,
-        storage: Disk = DISK,
-        facts: Mapping[str, object] | None = None,
-    ):
-        self._facts = dict(facts or {})
-        self._folder, self._identity, self._experiment = folder, dict(identity), experiment
-        self._changed, self._storage, self._name = changed, storage, storage.shown(folder)
 
-    def newest(self, required: bool = False, read_only: bool = False) -> LoadedCheckpoint | None:
-        """Returns the one to resume from; None if there is none at all, which is a UserError if one is `required`.
-
-        UserError if there are some and none can be used. Newer ones than that are renamed, unless `read_only`.
-        """
-        paths = files.newest_first(self._folder)
-        valid = 0
-        for number, path in enumerate(paths):
-            chosen = load(path, self._storage)
-            valid += chosen is not None
-            if chosen is None or not self._agrees(chosen):
-                continue
-            for newer in [] if read_only else paths[:number]:  # or they would be the newest again
-                moved = files.set_aside(newer)
-                self._storage.set_aside(newer, moved)
-                logger.info(f"{self._storage.shown(newer)} is now {moved.name}")
-            return chosen
-        if valid:
-            raise UserError(
-                f"no valid checkpoint in {self._name} is from the end of an epoch", "leave out --resume_changed"
-            )
-        if paths:
-            raise UserError(
-                f"none of the {len(paths)} checkpoints in {self._name} is valid",
-                "copy one back from elsewhere, or start over with --resume=never, which keeps them",
-            )
-        if required:
-            raise UserError(f"--resume=require, and there is no checkpoint in {self._name}", "check --workdir")
-        return None
-
-    def _agrees(self, chosen: LoadedCheckpoint) -> bool:
-        odd = differences(self._experiment, chosen.state["experiment"])
-        before = chosen.state["run"]
-        odd += [
-            f"{name} is {before.get(name)} there and {value} here"
-            for name, value in self._identity.items()
-            if before.get(name, value) != value and not odd  # earlier versions had fewer
-        ]
-        if not odd:  # else the data may well be other, too
-            odd = [
-                f"{MODEL_FILE} has changed" if name == MODEL_FILE else f"{name} is {there} there and {here} here"
-                for name, there, here in differing_facts(chosen.state.get("facts", {}), self._facts)
-            ]
-        if not odd:
-            return True
-        if not self._changed:
-            raise UserError(refusal(self._storage.shown(chosen.path), odd))
-        if chosen.state["position"]["begun"]:
-            logger.info(
-                f"checkpoint {self._storage.shown(chosen.path)} is not used: it is from the middle of an epoch, "
-                f"and {'; '.join(odd)}"
-            )
-            return False
-        logger.info(f"resuming though {'; '.join(odd)}")
+def _agrees(
+    chosen: LoadedCheckpoint,
+    identity: Mapping[str, int | None],
+    experiment: Mapping[str, str],
+    changed: bool,
+    storage: Disk,
+    facts: Mapping[str, object],
+) -> bool:
+    """Tells whether a checkpoint is of this run, or may be used all the same; UserError if not `changed`."""
+    before, shown = chosen.state["run"], storage.shown(chosen.path)
+    odd = differences(experiment, chosen.state["experiment"]) or [
+        f"{name} is {before.get(name)} there and {value} here"
+        for name, value in identity.items()
+        if before.get(name, value) != value  # earlier versions had fewer
+    ]
+    odd = odd or [  # else the data may well be other, too
+        f"{MODEL_FILE} has changed" if name == MODEL_FILE else f"{name} is {there} there and {here} here"
+        for name, there, here in differing_facts(chosen.state.get("facts", {}), facts)
+    ]
+    if not odd:
         return True
+    if not changed:
+        raise UserError(refusal(shown, odd))
+    if chosen.state["position"]["begun"]:
+        why = "it is from the middle of an epoch"
+        logger.info(f"checkpoint {shown} is not used: {why}, and {'; '.join(odd)}")
+        return False
+    logger.info(f"resuming though {'; '.join(odd)}")
+    return True
 
 
 def differences(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
@@ -180,7 +173,7 @@ def refusal(what: str, odd: list[str]) -> str:
 def same_experiment(folder: RunFolder, experiment: Experiment, options: ResumeOptions, attempt: int) -> None:
     """Refuses a folder that holds a run of another experiment."""
     earlier = folder.earlier() if folder.holds_run else None
-    if earlier is None or options.resume_changed or _from_scratch(options, attempt):
+    if earlier is None or options.resume_changed or (options.resume == "never" and attempt == 0):
         return
     here = flat(experiment)
     odd = differences(here, flat(earlier))
@@ -200,23 +193,19 @@ def same_experiment(folder: RunFolder, experiment: Experiment, options: ResumeOp
         )
 
 
-def _from_scratch(options: ResumeOptions, attempt: int) -> bool:
-    """Tells whether the run starts from scratch; one that the launcher restarts resumes, whatever the flags say."""
-    return options.resume == "never" and attempt == 0
-
-
 def unfinished(folder: RunFolder, options: ResumeOptions, attempt: int) -> bool:
     """Tells whether the folder's run has not completed, and is not to start from scratch."""
-    return attempt > 0 or not (_from_scratch(options, attempt) or folder.completed)
+    return attempt > 0 or not (options.resume == "never" or folder.completed)
 
 
 def continues(folder: RunFolder, options: ResumeOptions, attempt: int, no_checkpoints: bool) -> bool:
-    """Tells whether this run continues the one in the folder, instead of setting it aside."""
-    if attempt > 0:
-        return True
-    if _from_scratch(options, attempt) or no_checkpoints:
+    """Tells whether this run continues the one in the folder, instead of setting it aside.
+
+    One that the launcher restarts does, whatever the flags say.
+    """
+    if attempt == 0 and (options.resume == "never" or no_checkpoints):
         return False
-    if options.resume == "require" or options.resume_changed:
+    if attempt > 0 or options.resume == "require" or options.resume_changed:
         return True
     try:
         return not folder.completed and bool(files.newest_first(folder.checkpoints))

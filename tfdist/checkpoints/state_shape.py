@@ -77,7 +77,11 @@ _STATE: Shape = {
     "callbacks": lambda value: isinstance(value, dict),
     "history": by_name(list_of(_measure)),
     "epochs": list_of(count),
+    "cpu_kernels": lambda value: isinstance(value, str),
+    "data_sha256": lambda value: isinstance(value, str),
+    "facts": by_name(lambda value: isinstance(value, int | float | str | list)),
 }
+_LATER = {"cpu_kernels": "", "data_sha256": "", "facts": {}}  # earlier versions had none
 _POSITION: Shape = {
     "update": count,
     "epoch": count,
@@ -103,16 +107,10 @@ def error_in(state: object) -> str:
         for field, value in part.items():  # missing fields have their defaults: earlier versions had fewer
             if field not in shape or not shape[field](value):
                 return f"{field!r} in {name!r}"
-    for field in ("update", "epoch", "begun"):
-        if field not in state["position"]:
-            return f"no {field!r} in 'position'"
-    if name := invalid_field(state, _STATE):
+    if missing := [field for field in ("update", "epoch", "begun") if field not in state["position"]]:
+        return f"no {missing[0]!r} in 'position'"
+    if name := invalid_field({**_LATER, **state}, _STATE):
         return f"no {name!r} as it should be"
-    for name in ("cpu_kernels", "data_sha256"):  # earlier versions had none
-        if not isinstance(state.get(name, ""), str):
-            return f"no {name!r} as it should be"
-    if not by_name(lambda value: isinstance(value, int | float | str | list))(state.get("facts", {})):
-        return "no 'facts' as they should be"
     # Fields that contradict each other. Epochs may end early, so there may be fewer updates than fit.
     position, run, epochs = state["position"], state["run"], state["epochs"]
     update, epoch, begun = (position[name] for name in ("update", "epoch", "begun"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import keras
 import numpy as np
@@ -46,23 +47,18 @@ def identity(
     return {"global batch": global_batch, "updates per epoch": updates_per_epoch, "seed of the order": seed, **sizes}
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class BestEpoch:
-    """The best epoch so far, by the metric of `checkpoint.best`."""
-
-    value: float | None = None
-    update: int | None = None  # updates made when it had ended
-
-
 def state_of(
     run: TrainingRun,
     position: Position,
     experiment: Mapping[str, str],
     data_sha256: str,
     facts: Mapping[str, object],
-    best: BestEpoch,
+    best: Mapping[str, float | int | None],
 ) -> dict[str, object]:
-    """Returns the content of `state.json`: all that training has changed and that is no tensor."""
+    """Returns the content of `state.json`: all that training has changed and that is no tensor.
+
+    `best` are the `value` of the metric of `checkpoint.best` in the best epoch, and the `update` at its end.
+    """
     return {
         "position": dataclasses.asdict(position) | {"logs": {k: _plain(v) for k, v in position.logs.items()}},
         "run": run.identity(),
@@ -76,13 +72,13 @@ def state_of(
         "callbacks": callback_state.capture(run.callbacks),
         "history": {k: [_plain(v) for v in values] for k, values in run.model.history.history.items()},
         "epochs": list(run.model.history.epoch),
-        "best": dataclasses.asdict(best),
+        "best": dict(best),
     }
 
 
 def restore(
     run: TrainingRun, checkpoint: LoadedCheckpoint | None, experiment: Mapping[str, str]
-) -> tuple[Position, BestEpoch] | None:
+) -> tuple[Position | None, dict[str, Any]]:
     """Restores a checkpoint into the run; called on all workers, with the checkpoint, if any, on the chief.
 
     If the current `experiment` differs from the checkpoint's, the optimizer keeps its current learning rate. Returns
@@ -92,7 +88,7 @@ def restore(
     mine = checkpoint.state if checkpoint else None
     state = run.distribution.peers.gather("the checkpoint to resume from", mine)[0]
     if state is None:
-        return None
+        return None, {}
     if not run.shards:  # else `arithmetic` has it
         _log_other_kernels(run.distribution, state.get("cpu_kernels"))
     optimizer = keras_internals.inner_optimizer(model.optimizer)
@@ -115,7 +111,7 @@ def restore(
         _assign(optimizer.iterations, position.update)
     if rate is not None and resume.differences(experiment, state["experiment"]):
         _assign(rate, rate_here)
-    return position, BestEpoch(**state["best"])
+    return position, {"value": None, "update": None, **state["best"]}
 
 
 def _log_other_kernels(distribution: Distribution, before: str | None) -> None:

@@ -32,19 +32,17 @@ def capture(
 
     Called on all workers; empty on those other than the chief.
     """
-    own = {name: np.stack([_read(copy).numpy() for copy in copies(v)]) for name, v in _own(model)}
     places = slice(distribution.first, distribution.first + len(distribution.devices))
-    rows = []
-    for value in own.values():
-        whole = np.zeros((distribution.replicas, *value.shape[1:]), value.dtype)
-        whole[places] = value
-        rows.append(whole)
-    own = dict(zip(own, broadcast_bits(distribution, rows)))
+    own = {}
+    for name, variable in _own(model):
+        here = np.stack([_read(copy).numpy() for copy in copies(variable)])
+        own[name] = np.zeros((distribution.replicas, *here.shape[1:]), here.dtype)
+        own[name][places] = here
+    own = dict(zip(own, broadcast_bits(distribution, list(own.values()))))
     if not distribution.is_chief:
         return {}
-    on_cpu = distribution.device_kind == "CPU"  # elsewhere a copy on write would need twice the memory
     shared = {name: _read(copies(v)[0]) for name, v in _shared(model)}
-    if not on_cpu:
+    if distribution.device_kind != "CPU":  # there a copy on write would need twice the memory
         shared = {name: value.numpy() for name, value in shared.items()}
     of_callbacks = {f"{CALLBACKS}/{name}": array for name, array in callback_state.arrays(callbacks).items()}
     return {**shared, **own, **of_callbacks}
@@ -81,9 +79,7 @@ def restore(
     values = [tensors.get(name, np.zeros(shape, dtype)) for name, dtype, shape in kinds]
     values = broadcast_bits(distribution, values)
     by_place = dict(zip((_place(name) for name, _, _ in kinds), values))
-    for name, variable in _shared(model):
-        for copy in copies(variable):
-            copy.assign(by_place[_place(name)])
+    _assign([variable for _, variable in _shared(model)], [by_place[_place(name)] for name, _ in _shared(model)])
     whole = {id(v) for metric in metrics.whole_metrics(model) for v in metric.variables}
     for name, variable in _own(model):
         rows = by_place[_place(name)]
@@ -129,9 +125,7 @@ def assign(model: keras.Model, distribution: Distribution, arrays: list[np.ndarr
     """Assigns the chief's weights to a model; called on all workers, with the arrays on the chief."""
     empty = [np.zeros(v.shape, copies(v)[0].dtype.as_numpy_dtype) for v in model.weights]
     arrays = broadcast_bits(distribution, arrays if distribution.is_chief else empty)
-    for variable, value in zip(model.weights, arrays, strict=True):
-        for copy in copies(variable):
-            copy.assign(value)
+    _assign(model.weights, arrays)
     refresh(model)
 
 
@@ -144,9 +138,7 @@ def share(model: keras.Model, distribution: Distribution) -> None:
     variables = [*model.trainable_variables, *model.non_trainable_variables, *optimizers]
     values = [_read(copies(v)[0]).numpy() for v in variables]
     values = broadcast_bits(distribution, values if distribution.is_chief else [np.zeros_like(v) for v in values])
-    for variable, value in zip(variables, values):
-        for copy in copies(variable):
-            copy.assign(value)
+    _assign(variables, values)
     refresh(model)
     separate_streams(model, distribution)
 
@@ -241,6 +233,12 @@ def _named(kind: str, parts: dict[str, list]) -> list[tuple[str, keras.Variable]
 def copies(variable: keras.Variable) -> tuple[tf.Variable, ...]:
     """Returns this worker's copies of a Keras variable, in order of replicas."""
     return tuple(getattr(variable.value, "values", (variable.value,)))
+
+
+def _assign(variables: list[keras.Variable], values: list[np.ndarray]) -> None:
+    for variable, value in zip(variables, values, strict=True):
+        for copy in copies(variable):
+            copy.assign(value)
 
 
 def _read(copy: tf.Variable) -> tf.Tensor:

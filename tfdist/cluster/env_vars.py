@@ -9,7 +9,7 @@ from tfdist.cluster.addresses import checked_host, checked_port, join
 from tfdist.errors import UserError, one_line
 
 ROUNDS = "TFDIST_ROUNDS"
-"""Variable in which the launcher lists earlier attempts for the chief (see `monitoring.segments`)."""
+"""Variable in which the launcher lists earlier attempts for the chief (see `monitoring.recorder.Segments`)."""
 FOLDER_LOCK = "TFDIST_FOLDER_LOCK_FD"
 """Variable with the descriptor through which the launcher lends the chief the run folder's lock."""
 EXIT_RECORD = "TFDIST_EXIT_RECORD"

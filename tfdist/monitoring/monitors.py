@@ -22,8 +22,7 @@ from tfdist.distributed.gpus import DriverGPU
 from tfdist.monitoring import progress
 from tfdist.monitoring.flops import FlopsModel
 from tfdist.monitoring.profiler import Profiler
-from tfdist.monitoring.recorder import TIMELINE, Recorder, learning_rate, until
-from tfdist.monitoring.segments import Segments
+from tfdist.monitoring.recorder import TIMELINE, Recorder, Segments, learning_rate, until
 from tfdist.monitoring.system_usage import Usage, peak_memory
 from tfdist.trainer.callbacks import Callback
 from tfdist.trainer.timing import INPUT_LIMIT, Call, Spent

@@ -59,7 +59,6 @@ class Profiler(Callback):
             tf.profiler.experimental.start(str(self._folder / "tensorboard"), options)
 
     def on_call(self, call: Call) -> None:
-        """Adds up the traced time by category."""
         if self._running and call.steady:
             self._spent += call.spent
             self._updates += call.updates

@@ -24,9 +24,7 @@ PLAIN_EVERY_S = 30.0  # between plain lines within an epoch
 INPUT_SHOWN = 0.05  # least share of the time spent waiting for input that is shown
 
 
-def create(
-    kind: str, plan: Plan, usage: Callable[[], Sample] = lambda: Sample(cpu=0.0, memory=0, gpus=[])
-) -> list[keras.callbacks.Callback]:
+def create(kind: str, plan: Plan, usage: Callable[[], Sample] = lambda: {"gpus": []}) -> list[keras.callbacks.Callback]:
     """Returns the callbacks for `--progress`; `usage` samples the machine, as `Usage.latest`."""
     if kind == "none":
         return []

@@ -1,26 +1,30 @@
-"""Records a run: `history.jsonl`, the fields of `result.json`, and `environment.json`."""
+"""Records a run: `history.jsonl`, the fields of `result.json`, its segments, and `environment.json`."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import os
 import pathlib
 import platform
 import time
+from collections.abc import Mapping
 from importlib import metadata
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras
 import numpy as np
 
 from tfdist.checkpoints import oom_note, state_shape
 from tfdist.checkpoints.run_folder import RunFolder, strict
+from tfdist.cluster.discovery import ALONE, Cluster
+from tfdist.cluster.env_vars import ROUNDS
 from tfdist.config import cpu_kernels
 from tfdist.config.schedule import Plan
 from tfdist.distributed.distribution import Distribution
 from tfdist.keras_bridge import keras_internals
-from tfdist.monitoring.segments import Segments
 from tfdist.trainer.callbacks import Callback
 from tfdist.trainer.timing import Call, Spent
 
@@ -59,7 +63,7 @@ class Result:
     shards: int  # slices of every batch; 0 for one per replica
     arithmetic: dict[str, str]  # see `tfdist.distributed.arithmetic`: what determines the last bits
     restarts: int  # times that the launcher has restarted the workers
-    segments: list[dict]  # see `segments.Segments`
+    segments: list[dict]  # see `Segments`
     versions: dict[str, str]
     time: dict[str, float | None]  # seconds of this worker in steady state, see `timing.Spent`
     peak_memory_bytes: int  # of the chief's process
@@ -67,6 +71,74 @@ class Result:
     flops_per_example: int | None  # model FLOPs, forward and backward (see `flops`)
     flops_per_second: float | None
     flops_share: float | None  # share of the devices' peak, where that is known
+
+
+class _Started(NamedTuple):
+    """A segment, as a checkpoint taken in it records it."""
+
+    attempt: int
+    update: int  # updates before it
+    first: float | None  # time of its first update
+
+
+_STARTED: state_shape.Shape = {
+    "attempt": state_shape.count,
+    "update": state_shape.count,
+    "first": state_shape.optional(state_shape.number),
+}
+
+
+class Segments:
+    """The parts of a run between two starts of its workers: number of workers, updates, and why they ended.
+
+    The launcher reports in `environ` why earlier ones ended, checkpoints which updates are kept.
+    """
+
+    def __init__(self, cluster: Cluster = ALONE, environ: Mapping[str, str] = MappingProxyType({})):
+        report = json.loads(environ.get(ROUNDS, "") or "{}")
+        self._launch: str = report.get("launch", "")
+        # Starts of the workers: nodes, workers, why that round ended, and the time at which its end began.
+        self._rounds = [*report.get("rounds", []), [report.get("nodes", 1), cluster.size, "", None]]
+        self._own = _Started(cluster.attempt, 0, None)
+        self._before: dict[int, _Started] = {}  # earlier ones, by attempt
+        self._began = False
+
+    def get_state(self) -> dict[str, object]:
+        """For a checkpoint."""
+        return {"launch": self._launch, "begun": [list(begun) for begun in (*self._before.values(), self._own)]}
+
+    def resume(self, update: int, state: Mapping[str, Any]) -> None:
+        """Resumes from a checkpoint, or goes back to one; ValueError, TypeError or KeyError for another `state`."""
+        self._own = self._own._replace(update=min(self._own.update, update) if self._began else update)
+        self._began = True
+        # The reasons why those of an earlier launch ended are not known.
+        begun = [_Started(*row) for row in state["begun"]] if state.get("launch", "") == self._launch != "" else []
+        for each in begun:
+            state_shape.require(each._asdict(), _STARTED)
+        self._before = {each.attempt: each for each in begun if each.attempt < self._own.attempt}
+
+    def updated(self) -> None:
+        """Records that an update was made."""
+        self._began = True
+        if self._own.first is None:
+            self._own = self._own._replace(first=time.time())
+
+    def record(self, updates: int, ended: str) -> list[dict[str, object]]:
+        """Returns all segments, the oldest first, for `result.json`: of a run of `updates`, the last `ended` thus."""
+        started = {**self._before, self._own.attempt: self._own}
+        rows: list[dict[str, object]] = []
+        end, first = updates, None
+        for back, (nodes, workers, why, at) in enumerate(reversed(self._rounds)):
+            attempt = self._own.attempt - back
+            # Updates that came into no checkpoint were repeated later: nothing was kept of such a segment.
+            begun = started.get(attempt, _Started(attempt, end, None))
+            begin = min(begun.update, end)
+            # Clocks of two machines, or of one before and after it was set: never negative.
+            lost = round(max(first - at, 0.0), 3) if first is not None and at is not None else None
+            row = {"attempt": attempt, "nodes": nodes, "workers": workers, "from_update": begin}
+            rows.append(row | {"updates": end - begin, "ended": why or ended, "seconds_lost": lost})
+            end, first = begin, begun.first
+        return rows[::-1]
 
 
 # Of `Recorder.get_state`; earlier versions had no `lines`, and some no `segments`.
@@ -77,6 +149,7 @@ _STATE: state_shape.Shape = {
     "seconds": state_shape.finite,
     "history": state_shape.by_name(state_shape.list_of(lambda v: state_shape.array(v) or isinstance(v, dict))),
     "rollbacks": state_shape.list_of(lambda value: isinstance(value, dict)),
+    "lines": state_shape.list_of(lambda value: isinstance(value, dict)),
 }
 
 
@@ -126,8 +199,7 @@ class Recorder(Callback):
 
     def set_state(self, state: dict) -> None:
         """Resumes from a checkpoint: later records are dropped. ValueError if it is not what `get_state` returns."""
-        state_shape.require(state, _STATE)
-        state_shape.require({"lines": [], **state}, {"lines": _STATE["rollbacks"]})
+        state_shape.require({"lines": [], **state}, _STATE)
         self.updates, self._in_epoch, self.epochs = state["updates"], state["in_epoch"], state["epochs"]
         self._epoch_first = self.updates - self._in_epoch
         self.begun = time.monotonic() - state["seconds"]

@@ -6,7 +6,7 @@ import math
 import resource
 import threading
 from collections.abc import Callable
-from typing import TypedDict
+from typing import Any, TypeAlias
 
 import psutil
 
@@ -15,21 +15,9 @@ from tfdist.distributed import gpus
 EVERY_S = 5.0  # seconds between two samples; nvidia-smi alone takes a tenth of one
 
 
-class GpuSample(TypedDict):
-    """Usage of one GPU; None for values that its driver does not report."""
-
-    number: int  # in the driver
-    load: float | None  # share of the time in which it is busy, in [0, 1]
-    memory_used: float | None  # MiB
-    memory_total: float | None  # MiB
-
-
-class Sample(TypedDict):
-    """Usage of a process."""
-
-    cpu: float  # busy cores
-    memory: int  # bytes
-    gpus: list[GpuSample]
+# `cpu` in busy cores, `memory` in bytes, and `gpus`, each with its `number` in the driver, `load`, the share of time in
+# which it is busy, and `memory_used` and `memory_total` in MiB: None for what the driver does not report.
+Sample: TypeAlias = dict[str, Any]
 
 
 def peak_memory() -> int:
@@ -67,13 +55,9 @@ class Usage:
 
     def _sample(self) -> None:
         known = lambda value: None if math.isnan(value) else value
-        samples: list[GpuSample] = [
-            {
-                "number": gpu.number,
-                "load": known(gpu.load),
-                "memory_used": known(gpu.memory_used),
-                "memory_total": known(gpu.memory_total),
-            }
+        fields = ("number", "load", "memory_used", "memory_total")
+        samples = [
+            {field: known(getattr(gpu, field)) for field in fields}
             for gpu in (self._survey().gpus if self._numbers else ())
             if gpu.number in self._numbers
         ]

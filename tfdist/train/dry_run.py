@@ -65,9 +65,15 @@ def _check_resume(prepared: Preparation, environment: Environment, folder: RunFo
         identity = training_run.identity(
             schedule.global_batch, schedule.updates_per_epoch, prepared.experiment.seed, source.size
         )
-    fields, changed = config.flat(prepared.experiment), environment.resume_changed
-    choice = resume.ResumeChoice(folder.checkpoints, identity, fields, changed, folder.storage)
-    choice.newest(environment.resume == "require", read_only=True)
+    resume.choose(
+        folder.checkpoints,
+        identity,
+        config.flat(prepared.experiment),
+        environment.resume_changed,
+        folder.storage,
+        required=environment.resume == "require",
+        read_only=True,
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -25,9 +25,8 @@ from tfdist.monitoring.confusion import Findings
 from tfdist.monitoring.flops import FlopsModel
 from tfdist.monitoring.monitors import Monitors
 from tfdist.monitoring.progress import numbers
-from tfdist.monitoring.recorder import Result, fingerprint
+from tfdist.monitoring.recorder import Result, Segments, fingerprint
 from tfdist.monitoring.report import page
-from tfdist.monitoring.segments import Segments
 from tfdist.train import early_stopping, slurm_requeue
 from tfdist.train.preparation import Preparation
 from tfdist.trainer import evaluation, fit

@@ -15,7 +15,7 @@ from importlib import resources
 from tfdist.checkpoints.run_folder import RunFolder, strict
 from tfdist.errors import TrainingError
 from tfdist.monitoring.confusion import Findings
-from tfdist.monitoring.report import curves, mistakes, run_files, tables
+from tfdist.monitoring.report import curves, run_files, tables
 from tfdist.monitoring.report.html import Html, join, tag
 from tfdist.monitoring.report.line_chart import label, value
 from tfdist.monitoring.report.run_files import Record, mapping, number, sequence
@@ -43,10 +43,9 @@ def write(folder: RunFolder, result: dict, findings: Findings | None) -> str:
         return ""
     try:
         folder.write_text(NAME, render(folder.path, strict(result), findings))
-    except TrainingError as error:
-        return f"WARNING: no report: {error}"
     except Exception as error:
-        return f"WARNING: no report: {type(error).__name__}: {error}"
+        kind = "" if isinstance(error, TrainingError) else f"{type(error).__name__}: "
+        return f"WARNING: no report: {kind}{error}"
     return ""
 
 
@@ -58,7 +57,7 @@ def render(path: pathlib.Path, result: dict | None = None, findings: Findings | 
         ("learning", "Learning", lambda: curves.learning(record)),
         ("speed", "Speed and devices", lambda: curves.speed(record)),
         ("segments", "Starts of the workers", lambda: tables.segments(record)),
-        ("quality", "Mistakes", lambda: mistakes.section(findings) if findings else Html("")),
+        ("quality", "Mistakes", lambda: tables.mistakes(findings) if findings else Html("")),
         ("runs", "Other runs", lambda: tables.other_runs(record)),
         ("experiment", "Experiment", lambda: tables.experiment(record)),
         ("environment", "Environment", lambda: tables.environment(record)),

@@ -1,18 +1,27 @@
-"""The tables of a report: experiment, environment, starts of the workers, and other runs in the same folder."""
+"""The tables of a report: experiment, environment, starts of the workers, other runs in the folder, mistakes."""
 
 from __future__ import annotations
 
-import re
+import base64
+import contextlib
 import urllib.parse
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from tfdist import config
+from tfdist.config import schedule
 from tfdist.config.runtime_options import Environment
+from tfdist.errors import UserError
+from tfdist.monitoring.confusion import Findings
 from tfdist.monitoring.report.html import Html, join, table, tag
 from tfdist.monitoring.report.line_chart import short, value
 from tfdist.monitoring.report.run_files import Record, mapping, neighbours, number, sequence
 
+WITH_NUMBERS = 26  # classes up to which each cell of the matrix shows its count
+AS_PICTURE = 100  # classes up to which the matrix is drawn at all
+PAIRS = 10
 SHOWN = 20  # other runs that are shown at most, the newest
 NOT_A_DIFFERENCE = ("config.name", "config.data.data_dir")
 SAME_TASK = ("config.data.name", "config.data.eval_split", "config.data.options")  # else runs are not compared
@@ -116,13 +125,6 @@ def other_runs(record: Record) -> Html:
     )
 
 
-def direction(metric: str) -> int:
-    """Returns +1 where more of a metric is better, -1 where less is, 0 where its name does not tell."""
-    if re.search(r"acc|auc|precision|recall|f1|iou|top_", metric):
-        return 1
-    return -1 if re.search(r"loss|error|entropy|perplexity|^m[as]e$|rmse", metric) else 0
-
-
 def _fields(run: Record) -> dict[str, str]:
     """Returns all fields; those that the run's version did not have have their defaults."""
     return {**config.flat(config.Experiment()), **config.flat(run.experiment)}
@@ -134,7 +136,9 @@ def _columns(shown: list[tuple[Record, dict[str, str]]]) -> dict[str, list[Html 
     smoothings = {fields.get("config.train.label_smoothing") for _, fields in shown}
     columns: dict[str, tuple[list[float | None], int, Callable[[float], str]]] = {}
     for name in dict.fromkeys(name for evaluation in evaluations for name in evaluation):
-        better = direction(name)
+        better = 0
+        with contextlib.suppress(UserError):  # its name does not tell whether more of it is better
+            better = schedule.better(name).better
         if better < 0 and len(smoothings) > 1:
             better = 0  # losses of smoothed and of plain targets are two scales
         columns[name] = ([number(e.get(name)) for e in evaluations], better, value)
@@ -152,3 +156,107 @@ def _columns(shown: list[tuple[Record, dict[str, str]]]) -> dict[str, list[Html 
                 for y, complete in zip(figures, done)
             ]
     return cells
+
+
+def mistakes(findings: Findings) -> Html:
+    """Returns accuracy, the matrix, the most frequent mistakes and the worst examples."""
+    count = len(findings.labels)
+    over = f"the first {count:,} examples" if findings.partial else f"{count:,} examples"
+    right = int((findings.labels == findings.predictions).sum())
+    intro = f"{right:,} of {over} of the evaluation data are right ({100 * findings.accuracy:.2f} %)."
+    parts = [tag("p", intro, id="quality-count")]
+    if findings.left_out:
+        why = "their scores are not finite, or their labels are no classes"
+        parts.append(tag("p", f"{findings.left_out:,} examples are left out: {why}.", class_="warn"))
+    if count:
+        parts += [tag("div", _matrix(findings), _pairs(findings), class_="beside"), _worst(findings)]
+    return join(*parts)
+
+
+def _matrix(findings: Findings) -> Html:
+    side = findings.classes
+    if side > AS_PICTURE:
+        text = f"{side:,} classes are too many for a matrix; these are confused most:"
+        return tag("p", text, class_="note")
+    counts, names = findings.confusion(), [findings.name(i) for i in range(side)]
+    totals, predicted = counts.sum(1), counts.sum(0)
+    largest = (counts - np.diag(np.diag(counts))).max()
+    # Percent of the color: of its row on the diagonal, of the largest mistake elsewhere.
+    strength = lambda i, j: 45 * counts[i, i] / totals[i] if i == j else 15 + 45 * counts[i, j] / largest
+
+    if side > WITH_NUMBERS:  # more than can be read: squares
+        squares = []
+        for i, j in np.argwhere(counts):
+            kind, style = "hit" if i == j else "miss", f"--v:{strength(i, j) * 1.6:.0f}%"
+            square = tag("rect", x=j, y=i, width=1, height=1, class_=kind, style=style)
+            what = f"{counts[i, j]:,}: {names[i]} taken for {names[j]}"
+            squares.append(square if i == j else tag("g", tag("title", what), square))
+        caption = f"{side} true classes from top to bottom, predictions from left to right"
+        ground = tag("rect", x=0, y=0, width=side, height=side, class_="ground")
+        texts = (tag("title", "Confusion matrix"), tag("desc", caption))
+        svg = tag("svg", *texts, ground, *squares, viewBox=f"0 0 {side} {side}", role="img")
+        return tag("figure", svg, tag("figcaption", caption), class_="matrix", id="confusion")
+
+    def cell(i: int, j: int) -> Html:
+        if not counts[i, j]:
+            return tag("td")
+        what = f"{counts[i, j]:,} of {totals[i]:,}: {names[i]} taken for {names[j]}"
+        kind, style = "hit" if i == j else "miss", f"--v:{strength(i, j):.0f}%"
+        return tag("td", f"{counts[i, j]:,}", class_=kind, style=style, title="" if i == j else what)
+
+    share = lambda i, total: tag("td", f"{100 * counts[i, i] / total:.0f} %" if total else "-", class_="sum")
+    head = [tag("th", name, scope="col") for name in names]
+    rows = [
+        tag("tr", tag("th", names[i], scope="row"), *(cell(i, j) for j in range(side)), share(i, totals[i]))
+        for i in range(side)
+    ]
+    matrix = tag(
+        "table",
+        tag("thead", tag("tr", tag("th", "true ↓ as →"), *head, tag("th", "recall", scope="col"))),
+        tag("tbody", *rows),
+        tag("tfoot", tag("tr", tag("th", "precision", scope="row"), *map(share, range(side), predicted), tag("td"))),
+        class_="confusion long" if any(len(name) > 5 for name in names) else "confusion",
+        id="confusion",
+    )
+    note = tag("p", "Rows are the true classes, columns the predictions.", class_="note")
+    return tag("div", note, tag("div", matrix, class_="scroll", tabindex="0"))
+
+
+def _pairs(findings: Findings) -> Html:
+    pairs = findings.mistakes(PAIRS)
+    if not pairs:
+        return tag("p", "No mistake among them.", class_="note")
+    totals = np.bincount(findings.labels, minlength=findings.classes)
+    rows = [
+        [findings.name(label), findings.name(prediction), f"{times:,}", f"{100 * times / totals[label]:.1f} %"]
+        for label, prediction, times in pairs
+    ]
+    more = len(findings.mistakes(findings.classes**2)) - len(pairs)
+    return tag(
+        "div",
+        tag("p", "Most frequent mistakes", class_="note"),
+        table(["true", "taken for", "times", "of its class"], rows, (2, 3), id="mistakes"),
+        tag("p", f"and {more:,} other pairs", class_="note") if more else "",
+    )
+
+
+def _worst(findings: Findings) -> Html:
+    cards = []
+    for example in findings.worst:
+        label, prediction = findings.name(example.label), findings.name(example.prediction)
+        picture: Html | str = ""
+        if example.png:
+            source = "data:image/png;base64," + base64.b64encode(example.png).decode()
+            picture = tag("img", src=source, alt=f"Example {example.row}: true {label}, predicted {prediction}")
+        sure, wrong = f" · {100 * example.probability:.0f}\u00a0%", example.label != example.prediction
+        card = (
+            picture,
+            tag("span", "true ", tag("b", label)),
+            tag("span", "as ", tag("b", prediction), sure, class_="wrong" if wrong else None),
+            tag("small", f"loss {example.loss:.2f} · #{example.row}"),
+        )
+        cards.append(tag("li", *card))
+    note = "Those with the highest cross-entropy: what they are, what they are taken for, how surely, and their row."
+    return join(
+        tag("h3", "Worst examples"), tag("p", note, class_="note"), tag("ul", *cards, class_="worst", id="worst")
+    )
