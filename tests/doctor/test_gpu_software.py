@@ -9,7 +9,7 @@ from support.doctor_findings import one
 from support.nvidia_drivers import printing
 
 from tfdist.distributed import gpus
-from tfdist.doctor import gpu_software, tensorflow_probe
+from tfdist.doctor import tensorflow_probe
 
 pytest_plugins = ("support.nvidia_drivers",)  # its fixture
 
@@ -29,8 +29,8 @@ def answering(capabilities):
 
 
 def asked(built, environ=None):
-    survey = gpu_software.usable(gpus.survey(timeout=30), environ or {})
-    return gpu_software.code(built, survey, gpu_software.capabilities(timeout=30))
+    answer = tensorflow_probe.Answer(capabilities=built)
+    return tensorflow_probe.gpu_code(answer, gpus.survey(timeout=30), environ or {}, timeout=30)
 
 
 def test_a_gpu_that_is_newer_than_tensorflow(driver):
@@ -66,12 +66,12 @@ def test_a_tensorflow_without_cuda(driver):
     "cuda, cudnn, count, last", [("12.5.1", "9", 7, "libcudnn.so.9"), ("13.0", "9.10", 7, "libcudnn.so.9")]
 )
 def test_which_libraries_are_needed(cuda, cudnn, count, last):
-    names = gpu_software.needed(cuda, cudnn)
+    names = tensorflow_probe.needed(cuda, cudnn)
     assert len(names) == count and names[-1] == last and f"libcublas.so.{cuda[:2]}" in names
 
 
 def test_a_cuda_that_nobody_has_looked_at():
-    assert gpu_software.needed("99.0", "9") == () and gpu_software.needed("", "") == ()
+    assert tensorflow_probe.needed("99.0", "9") == () and tensorflow_probe.needed("", "") == ()
 
 
 def test_libraries_that_do_not_load(tmp_path):
@@ -83,11 +83,11 @@ def test_libraries_that_do_not_load(tmp_path):
     )
     shutil.copy(whole, folder / "libwhole.so.1")
     (folder / "libcut.so.1").write_bytes((folder / "libwhole.so.1").read_bytes()[:100])
-    assert gpu_software.pip_folders([str(tmp_path)]) == [folder]
-    cut, missing = gpu_software.unloadable(["libwhole.so.1", "libcut.so.1", "libnowhere.so.7"], [folder])
+    assert tensorflow_probe.pip_folders([str(tmp_path)]) == [folder]
+    cut, missing = tensorflow_probe.unloadable(["libwhole.so.1", "libcut.so.1", "libnowhere.so.7"], [folder])
     assert cut.startswith("libcut.so.1 (") and "not found" not in cut
     assert missing == "libnowhere.so.7 (not found)"
-    assert gpu_software.unloadable([ctypes.util.find_library("c")], []) == ()
+    assert tensorflow_probe.unloadable([ctypes.util.find_library("c")], []) == ()
 
 
 def test_tensorflow_names_them():

@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from absl import flags
 
@@ -31,17 +31,7 @@ from tfdist.config import buckets, cpu_kernels, runtime_options, validation
 from tfdist.config.commands import command_line
 from tfdist.config.messages import aside
 from tfdist.distributed import gpus, tpu_host
-from tfdist.doctor import (
-    checkpoints,
-    dataset,
-    display,
-    gpu_software,
-    machine,
-    network,
-    packages,
-    tensorflow_probe,
-    workers,
-)
+from tfdist.doctor import checkpoints, dataset, display, machine, network, packages, tensorflow_probe, workers
 from tfdist.doctor.check import FAIL, Check, Finding, later, run, worst
 from tfdist.errors import UserError
 
@@ -74,62 +64,23 @@ class DoctorOptions:
         return pathlib.Path(self.workdir or os.path.join("runs", self.experiment.name))
 
 
-class _Begun(NamedTuple):
-    """What several checks need, and takes its time: it is under way while they wait for it."""
-
-    survey: Future[gpus.Survey]
-    answer: Future[tensorflow_probe.Answer]
-    place: Future[workers.Place]
-    checkpoints: Future[list[checkpoints.Checkpoint]]
-
-
 def examine(options: DoctorOptions, environ: Mapping[str, str]) -> display.Report:
     """Makes all checks at once; waits for none beyond the time limit."""
     seconds = max(options.time_limit - _LEFT_S, options.time_limit / 2)
     until = time.monotonic() + seconds
-    here, versions = machine.look(machine.groups()), packages.versions()
-
-    def saved() -> list[checkpoints.Checkpoint]:
-        if buckets.is_url(options.workdir):
-            return checkpoints.of_bucket(options.workdir)
-        return checkpoints.examine(options.folder / "checkpoints") if options.workdir else []
-
-    survey = later(lambda: gpus.survey(min(DRIVER_S, 0.6 * seconds)))
-    begun = _Begun(
-        survey,
-        later(lambda: tensorflow_probe.ask(environ, 0.9 * seconds)),
-        later(lambda: workers.find(options.where, survey.result(), environ, several=bool(options.peers))),
-        later(saved),
-    )
-    findings = run(_checks(options, environ, here, versions, begun), until)
-    came: dict[str, Any] = {
-        name: future.result() if future.done() and not future.exception() else None
-        for name, future in begun._asdict().items()
-    }
-    return display.Report(options.workdir, versions, here, tpu_host.hint(environ), findings, environ, **came)
-
-
-def _checks(
-    options: DoctorOptions,
-    environ: Mapping[str, str],
-    here: machine.MachineFacts,
-    versions: dict[str, str],
-    begun: _Begun,
-) -> list[Check]:
-    """Returns all checks, to be made at once."""
-    folder, workdir, (survey, answer, place, saved) = options.folder, options.workdir, begun
+    folder, workdir, data = options.folder, options.workdir, options.experiment.data
+    here, versions, keep = machine.look(machine.groups()), packages.versions(), options.experiment.checkpoint.keep
     newest = checkpoints.newest_size(folder / "checkpoints") if workdir else 0
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    secret = environ.get("TFDIST_SECRET", "")
-    patience = _START_S if options.listen else 0.0
-
-    def horovod() -> list[Finding]:
-        choice = place.result().choice
-        return packages.horovod(needed=choice is not None and choice.name == "horovod")
-
-    def gpu_code() -> list[Finding]:
-        there, built_for = gpu_software.usable(survey.result(), environ), answer.result().capabilities
-        return gpu_software.code(built_for, there, gpu_software.capabilities(DRIVER_S) if built_for else {})
+    open_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    secret, patience = environ.get("TFDIST_SECRET", ""), _START_S if options.listen else 0.0
+    find_saved = partial(checkpoints.examine, folder / "checkpoints") if workdir else list
+    if buckets.is_url(workdir):
+        find_saved = partial(checkpoints.of_bucket, workdir)
+    # Several checks need these, which take their time: they are under way while the checks wait for them.
+    survey = later(lambda: gpus.survey(min(DRIVER_S, 0.6 * seconds)))
+    answer = later(lambda: tensorflow_probe.ask(environ, 0.9 * seconds))
+    place = later(lambda: workers.find(options.where, survey.result(), environ, several=bool(options.peers)))
+    saved: Future[list[checkpoints.Checkpoint]] = later(find_saved)
 
     def ports() -> list[Finding]:
         around, answering = place.result().cluster, options.listen.port if options.listen else None
@@ -140,10 +91,10 @@ def _checks(
     checks = [
         Check("driver", lambda: tensorflow_probe.driver(survey.result()), "nvidia-smi hangs in the driver: reboot"),
         Check("tensorflow", lambda: tensorflow_probe.tensorflow(answer.result(), survey.result(), environ)),
-        Check("gpu code", gpu_code),
+        Check("gpu code", lambda: tensorflow_probe.gpu_code(answer.result(), survey.result(), environ, DRIVER_S)),
         Check("packages", packages.conflicts),
         Check("keras", lambda: packages.backend(environ)),
-        Check("horovod", horovod),
+        Check("horovod", lambda: packages.horovod(needed=getattr(place.result().choice, "name", "") == "horovod")),
         Check("tpu", lambda: packages.tpu(environ)),
         Check("workers", lambda: place.result().findings),
         Check("ports", ports),
@@ -152,22 +103,20 @@ def _checks(
         Check("cpu", lambda: machine.kernels(cpu_kernels.instruction_sets(), environ)),
         Check("memory", lambda: machine.memory(here)),
         Check("shared memory", machine.shared_memory),
-        Check("open files", lambda: machine.open_files(soft, hard, place.result().cluster.size)),
-        Check("disk", lambda: machine.room(folder, newest, options.experiment.checkpoint.keep), "mount that disk anew"),
+        Check("open files", lambda: machine.open_files(*open_files, place.result().cluster.size)),
+        Check("disk", lambda: machine.room(folder, newest, keep), "mount that disk anew"),
         Check("write speed", lambda: machine.speed(folder), "put --workdir on another disk"),
-        Check("data set", lambda: dataset.check(options.experiment.data, environ)),
+        Check("data set", lambda: dataset.check(data, environ)),
     ]
     if buckets.is_url(workdir):
         checks.append(Check("bucket", lambda: machine.bucket(workdir), "look for what stops requests on their way"))
     if workdir:
         kept, fix = f"{workdir.rstrip('/')}/checkpoints", "read all of it with --time_limit=600"
-        checks += [
-            Check("checkpoints", lambda: checkpoints.checks(kept, saved.result()), fix),
-            Check(
-                "run folder", lambda: checkpoints.run_files(workdir, saved.result()), "read it with --time_limit=600"
-            ),
-        ]
-    return checks
+        checks.append(Check("checkpoints", lambda: checkpoints.checks(kept, saved.result()), fix))
+        checks.append(Check("run folder", lambda: checkpoints.run_files(workdir, saved.result()), fix))
+    findings = run(checks, until)
+    came: Any = (f.result() if f.done() and not f.exception() else None for f in (survey, answer, place, saved))
+    return display.Report(workdir, versions, here, tpu_host.hint(environ), environ, findings, *came)
 
 
 def _options() -> DoctorOptions:

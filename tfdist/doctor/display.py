@@ -32,8 +32,8 @@ class Report:
     versions: Mapping[str, str]
     machine: MachineFacts
     tpu: str  # what suggests one; empty if nothing does
-    findings: list[Finding]
     environ: Mapping[str, str]
+    findings: list[Finding]
     survey: gpus.Survey | None
     answer: Answer | None
     place: Place | None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from tfdist.cluster import discovery
 from tfdist.cluster.discovery import ALONE, Cluster
@@ -52,18 +52,18 @@ def find(options: PlacementOptions, survey: gpus.Survey, environ: Mapping[str, s
         selection = gpus.share(selection, workers.local_rank, workers.local_size)
     if refusals:
         return Place(workers, None, {}, findings)
+    choose = lambda name: strategy_choice.choose(
+        dataclasses.replace(options, strategy=name), selection, workers, environ
+    )
+    choice = None
     try:
-        choice = strategy_choice.choose(options, selection, workers, environ)
-    except UserError as error:
-        findings.append(refused(error, "strategy"))
-        return Place(workers, None, _others(None, options, selection, workers, environ), findings)
-    findings.append(ok(f"{choice.name}, because {choice.reason}", "strategy"))
-    if choice.name == "multi_worker":
-        try:
+        choice = choose(options.strategy)
+        findings.append(ok(f"{choice.name}, because {choice.reason}", "strategy"))
+        if choice.name == "multi_worker":
             discovery.check_secret(workers, options.insecure)
-        except UserError as error:
-            findings.append(refused(error, "secret"))
-    if (choice.name == "multi_worker" and workers.size > 1) or several:
+    except UserError as error:
+        findings.append(refused(error, "secret" if choice else "strategy"))
+    if choice and ((choice.name == "multi_worker" and workers.size > 1) or several):
         # TensorFlow's server cannot be bound to an address or asked for a password: this is no matter of settings.
         what = (
             "a worker's gRPC port listens on all interfaces without authentication: "
@@ -71,7 +71,7 @@ def find(options: PlacementOptions, survey: gpus.Survey, environ: Mapping[str, s
         )
         fix = "keep the workers in a private network, or firewall them from all but each other"
         findings.append(warn(what, fix, "open ports"))
-    return Place(workers, choice, _others(choice, options, selection, workers, environ), findings)
+    return Place(workers, choice, _others(choice, options.strategy, choose, environ), findings)
 
 
 def _tf_config(environ: Mapping[str, str]) -> list[Finding]:
@@ -121,39 +121,29 @@ def _surroundings(workers: Cluster, environ: Mapping[str, str]) -> list[Finding]
 
 
 def _others(
-    chosen: StrategyChoice | None,
-    options: PlacementOptions,
-    selection: gpus.Selection,
-    workers: Cluster,
-    environ: Mapping[str, str],
+    chosen: StrategyChoice | None, asked: str, choose: Callable[[str], StrategyChoice], environ: Mapping[str, str]
 ) -> dict[str, str]:
     """Returns, by name, why each other strategy is not chosen."""
     reasons = {}
     for name in STRATEGIES:
-        if name in (options.strategy, chosen and chosen.name):
+        if name in (asked, chosen and chosen.name):
             continue
+        reasons[name] = "it would run"
         try:
-            would = strategy_choice.choose(dataclasses.replace(options, strategy=name), selection, workers, environ)
-            reasons[name] = _possible(name, would, chosen, options)
+            instead = choose(name)
+            if name == "auto":
+                reasons[name] = f"it would pick {instead.name}, because {instead.reason}"
+            elif asked != "auto" and chosen:
+                reasons[name] += f"; --strategy={chosen.name} was asked for"
+            elif name == "multi_worker":
+                launchers = "tfdist.launch, srun, mpirun or TF_CONFIG"
+                reasons[name] = f"this process is the only worker: start several with {launchers}"
+            elif name == "horovod":
+                reasons[name] = "horovodrun has not started this process"
+            elif chosen and chosen.replicas > 1:
+                reasons[name] += f", on one device of {chosen.replicas}"
         except UserError as error:
             reasons[name] = str(error)
         if name == "tpu" and not tpu_host.hint(environ):
             reasons[name] = "nothing says that there is a TPU"
     return reasons
-
-
-def _possible(name: str, instead: StrategyChoice, chosen: StrategyChoice | None, options: PlacementOptions) -> str:
-    """Returns why a strategy that would run is not chosen."""
-    if name == "auto":
-        return f"it would pick {instead.name}, because {instead.reason}"
-    if options.strategy != "auto" and chosen:
-        return f"it would run; --strategy={chosen.name} was asked for"
-    match name:
-        case "multi_worker":
-            return "this process is the only worker: start several with tfdist.launch, srun, mpirun or TF_CONFIG"
-        case "horovod":
-            return "horovodrun has not started this process"
-        case _ if chosen and chosen.replicas > 1:
-            return f"it would run, on one device of {chosen.replicas}"
-        case _:
-            return "it would run"
