@@ -25,7 +25,6 @@ from collections.abc import Iterator
 
 from absl import flags
 
-from tfdist import config
 from tfdist.checkpoints import folder_lock, run_folder
 from tfdist.compare import runner, trial
 from tfdist.compare.runner import Comparison
@@ -64,18 +63,12 @@ def settings(values: flags.FlagValues) -> runner.Settings:
 
 def train_flags(values: flags.FlagValues, jit: str, changed: dict[str, str]) -> list[str]:
     """Returns flags of `tfdist.train` for the experiment that was given here, with some fields changed."""
-    fields = config.flat(values.config)
-    given = {name: fields[name] for name in values if name.startswith("config.") and values[name].present}
-    own = [name for name in given if name.startswith("config.checkpoint.")]
+    own = [name for name in values if name.startswith("config.checkpoint.") and values[name].present]
     if own:
         raise UserError(f"--{own[0]} is not for a comparison, whose runs save once, at their end", "leave it out")
     # Never due, and so written once, at the end: nothing interrupts what is measured, and the weights have names.
-    given |= {"config.checkpoint.every": "1000000000 steps", "config.checkpoint.keep": "1"}
-    given |= {"config.checkpoint.best": ""} | changed
-    path = getattr(values["config"], "config_filename", "")
-    file = [f"--config={path}"] if values["config"].present else []
-    shown = [f"--jit={jit}", "--progress=none", "--notensorboard"]
-    return [*file, *(f"--{name}={value}" for name, value in given.items()), *shown]
+    once = {"config.checkpoint.every": "1000000000 steps", "config.checkpoint.keep": "1", "config.checkpoint.best": ""}
+    return [*trial.config_flags(values, once | changed), f"--jit={jit}", "--progress=none", "--notensorboard"]
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from rich.console import Console
 from rich.table import Table
 
-from tfdist.compare.results import Row
+from tfdist.compare.results import PARTS, Row
 from tfdist.config import local_files
 
 if TYPE_CHECKING:
@@ -30,36 +30,26 @@ _LEFT = ("run", "weights", "most of it in", "evaluation")
 
 def agreement(rows: Iterable[Row]) -> list[list[str]]:
     """Returns cells under `AGREEMENT`; a run that was not completed has its status in place of the figures."""
-    return [
-        [
-            row.name,
-            WEIGHTS.get(row.weights, row.weights),
-            _number(row.distance, ".1e"),
-            row.variable or NONE,
-            _evaluation(row),
-        ]
-        if row.status == "completed"
-        else [row.name, row.status, NONE, NONE, NONE]
-        for row in rows
-    ]
+    cells = []
+    for row in rows:
+        figures = [_number(row.distance, ".1e"), row.variable or NONE, _evaluation(row)]
+        done = row.status == "completed"
+        weights = WEIGHTS.get(row.weights, row.weights) if done else row.status
+        cells.append([row.name, weights, *(figures if done else [NONE] * 3)])
+    return cells
 
 
 def speed(rows: Iterable[Row]) -> list[list[str]]:
     """Returns cells under `SPEED` for the runs that were completed."""
-    return [
-        [
-            row.name,
-            _number(row.examples_per_second, ",.0f"),
-            _number(row.speedup, ".2f"),
-            _number(row.efficiency, ".2f") + "*" * (row.oversubscribed and row.efficiency is not None),
-            _number(row.seconds_to_first_update, ".1f"),
-            _number(size and size / 1e9, ".1f"),
-            *(_number(row.time.get(part), ".0%") for part in ("input", "compute", "all_reduce", "python")),
-        ]
-        for row in rows
-        for size in [row.peak_device_memory_bytes or row.peak_memory_bytes]
-        if row.status == "completed"
-    ]
+    cells = []
+    for row in rows:
+        if row.status == "completed":
+            size = row.peak_device_memory_bytes or row.peak_memory_bytes
+            efficiency = _number(row.efficiency, ".2f") + "*" * (row.oversubscribed and row.efficiency is not None)
+            rates = [_number(row.examples_per_second, ",.0f"), _number(row.speedup, ".2f"), efficiency]
+            costs = [_number(row.seconds_to_first_update, ".1f"), _number(size and size / 1e9, ".1f")]
+            cells.append([row.name, *rates, *costs, *(_number(row.time.get(part), ".0%") for part in PARTS)])
+    return cells
 
 
 def _number(value: float | None, form: str) -> str:

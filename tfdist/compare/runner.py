@@ -40,11 +40,6 @@ class Settings:
     time_limit: float
     machine: trial.Hardware
 
-    def describe(self) -> str:
-        """Says in one line how all runs are made."""
-        each = "TensorFlow's own number of threads" if self.threads is None else f"--threads={self.threads}"
-        return f"On {self.machine.describe()}, with {each} for each replica and --jit={self.jit}; one run each."
-
 
 class Comparison:
     """A comparison under way, and its record in `compare.json`.
@@ -73,11 +68,8 @@ class Comparison:
 
     def commands(self) -> str:
         """Returns what would be started, for `--dry_run`."""
-        lines = []
-        for t in self._trials:
-            lines.append(f"# {t.name}{f' cannot run here: {t.unavailable}' if t.unavailable else ''}")
-            lines.append(t.shell())
-        return "\n".join(lines)
+        why = lambda t: f" cannot run here: {t.unavailable}" if t.unavailable else ""
+        return "\n".join(f"# {t.name}{why(t)}\n{t.shell()}" for t in self._trials)
 
     def run(self) -> int:
         """Runs everything and shows what came out; returns the exit code."""
@@ -181,7 +173,10 @@ class Comparison:
     def _show(self, verdict: Sequence[str]) -> None:
         from tfdist.compare import presentation
 
-        about, title = self._settings.describe(), f"{self._experiment.name} on {self._settings.machine.describe()}"
+        s, machine = self._settings, self._settings.machine.describe()
+        each = "TensorFlow's own number of threads" if s.threads is None else f"--threads={s.threads}"
+        about = f"On {machine}, with {each} for each replica and --jit={s.jit}; one run each."
+        title = f"{self._experiment.name} on {machine}"
         self._console.print()
         presentation.show(self._console, self._rows, about, verdict)
         text = presentation.markdown(title, self._rows, about, verdict)

@@ -18,7 +18,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 import psutil
+from absl.flags import FlagValues
 
+from tfdist import config
 from tfdist.cluster import env_vars
 from tfdist.config import messages
 from tfdist.distributed import gpus, horovod_install
@@ -96,6 +98,15 @@ def find_hardware(devices: str, environ: Mapping[str, str]) -> Hardware:
     if selection.opaque:
         return Hardware(cores, tuple(e.strip() for e in environ["CUDA_VISIBLE_DEVICES"].split(",")))
     return Hardware(cores, tuple(str(gpu.number) for gpu in selection.gpus))
+
+
+def config_flags(values: FlagValues, changed: Mapping[str, str]) -> list[str]:
+    """Returns the flags of `tfdist.train` for the experiment that was given here, with some fields changed."""
+    fields = config.flat(values.config)
+    given = {name: fields[name] for name in values if name.startswith("config.") and values[name].present}
+    path = getattr(values["config"], "config_filename", "")
+    file = [f"--config={path}"] if values["config"].present else []
+    return [*file, *(f"--{name}={value}" for name, value in {**given, **changed}.items())]
 
 
 def plan(

@@ -42,24 +42,35 @@ def find(wanted: Build, environ: Mapping[str, str] = os.environ) -> Tools:
     """Returns the programs that the build needs; raises one `UserError` that names all that are missing."""
     # The cmake of the extra lies beside the interpreter, which need not be on PATH.
     path = os.pathsep.join([sysconfig.get_path("scripts"), environ.get("PATH", os.defpath)])
-    need = _Needs(path)
+    program = lambda *names: next(filter(None, (shutil.which(name, path=path) for name in names)), "")
+    missing: list[str] = []
+    packages: list[str] = []
+    fixes: list[str] = []
+
+    def need(there: object, what: str, fix: str = "", apt: str = "") -> None:
+        """Notes what is missing unless it is there; a command or hint, or Debian's packages, help."""
+        if not there:
+            missing.append(what)
+            packages.extend(filter(None, [apt]))
+            fixes.extend(filter(None, [fix]))
+
     use = {
-        "CXX": environ.get("CXX") or need.program("c++", "g++", "clang++"),
-        "CC": environ.get("CC") or need.program("cc", "gcc", "clang"),
-        "HOROVOD_CMAKE": environ.get("HOROVOD_CMAKE") or need.program("cmake"),
+        "CXX": environ.get("CXX") or program("c++", "g++", "clang++"),
+        "CC": environ.get("CC") or program("cc", "gcc", "clang"),
+        "HOROVOD_CMAKE": environ.get("HOROVOD_CMAKE") or program("cmake"),
     }
     text = "#include <string_view>\n#if __cplusplus < 201703L\n#error\n#endif\nstd::string_view tfdist_says_yes;\n"
     preprocess = [*shlex.split(use["CXX"]), "-std=c++17", "-E", "-x", "c++", "-"]
-    need.check(use["CXX"] and "tfdist_says_yes" in _output(preprocess, path, text), "a C++17 compiler", apt="g++")
-    need.check(use["CC"], "a C compiler", apt="gcc")
-    need.check(need.program("make"), "make", apt="make")
+    need(use["CXX"] and "tfdist_says_yes" in _output(preprocess, path, text), "a C++17 compiler", apt="g++")
+    need(use["CC"], "a C compiler", apt="gcc")
+    need(program("make"), "make", apt="make")
     cmake = re.search(r"version (\d+)\.(\d+)", _output([use["HOROVOD_CMAKE"], "--version"]))
-    need.check(cmake and (int(cmake[1]), int(cmake[2])) >= (3, 13), "cmake 3.13 or newer", _EXTRA)
-    need.check(importlib.util.find_spec("pip"), "pip", "python -m ensurepip")
-    need.check(wanted.tensorflow.version, "TensorFlow", "pip install tensorflow")
+    need(cmake and (int(cmake[1]), int(cmake[2])) >= (3, 13), "cmake 3.13 or newer", _EXTRA)
+    need(importlib.util.find_spec("pip"), "pip", "python -m ensurepip")
+    need(wanted.tensorflow.version, "TensorFlow", "pip install tensorflow")
     marker = pathlib.Path(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED")  # pip refuses to install: PEP 668
     managed = sys.prefix == sys.base_prefix and marker.exists() and "PIP_BREAK_SYSTEM_PACKAGES" not in environ
-    need.check(not managed, "a virtual environment (this Python is the system's)", "python3 -m venv .venv")
+    need(not managed, "a virtual environment (this Python is the system's)", "python3 -m venv .venv")
     words: list[str] = []
     with contextlib.suppress(OSError):
         words = pathlib.Path("/proc/cpuinfo").read_text(errors="replace").split()
@@ -70,47 +81,21 @@ def find(wanted: Build, environ: Mapping[str, str] = os.environ) -> Tools:
         _output([*shlex.split(use["CXX"]), "-dumpversion"]).split(".")[0],
     ]
     if "MPI" in wanted.operations:
-        mpi = need.program("mpicxx") and need.program("mpirun")
-        need.check(mpi, "MPI (mpicxx, mpirun)", apt="openmpi-bin libopenmpi-dev")
+        mpi = program("mpicxx") and program("mpirun")
+        need(mpi, "MPI (mpicxx, mpirun)", apt="openmpi-bin libopenmpi-dev")
         identity += [_output(["mpicxx", "-show"], path), _output(["mpirun", "--version"], path)]
     if "NCCL" in wanted.operations:
-        cuda, nccl = _cuda(environ, need), _nccl(environ)
-        need.check(cuda, "the CUDA toolkit (nvcc)", "set HOROVOD_CUDA_HOME to its folder")
-        need.check(nccl, "NCCL (nccl.h)", "set HOROVOD_NCCL_HOME to its folder", apt="libnccl-dev")
+        cuda, nccl = _cuda(environ, program("nvcc")), _nccl(environ)
+        need(cuda, "the CUDA toolkit (nvcc)", "set HOROVOD_CUDA_HOME to its folder")
+        need(nccl, "NCCL (nccl.h)", "set HOROVOD_NCCL_HOME to its folder", apt="libnccl-dev")
         use |= {"HOROVOD_CUDA_HOME": cuda}
         identity += [_output([os.path.join(cuda, "bin", "nvcc"), "--version"]), nccl]
-    need.complain()
+    if missing:
+        installs = [f"apt-get install {' '.join(packages)}"] if packages else []
+        fix = "; ".join(dict.fromkeys([*installs, *fixes]))
+        raise UserError(f"Horovod cannot be built without {', '.join(missing)}", fix)
     identity += [f"{name}={environ.get(name, '')}" for name in _FLAGS]
     return Tools(path, use, tuple(identity))
-
-
-class _Needs:
-    """What is missing, collected so that one line tells all."""
-
-    def __init__(self, path: str):
-        self._path = path
-        self._missing: list[str] = []
-        self._packages: list[str] = []
-        self._fixes: list[str] = []
-
-    def program(self, *names: str) -> str:
-        """Returns the path of the first of these programs that is there; empty if there is none."""
-        return next(filter(None, (shutil.which(name, path=self._path) for name in names)), "")
-
-    def check(self, there: object, what: str, fix: str = "", apt: str = "") -> None:
-        """Notes what is missing unless it is there; a command or hint, or Debian's packages, help."""
-        if there:
-            return
-        self._missing.append(what)
-        self._packages += [apt] if apt else []
-        self._fixes += [fix] if fix else []
-
-    def complain(self) -> None:
-        """Raises UserError where anything is missing."""
-        if self._missing:
-            apt = [f"apt-get install {' '.join(self._packages)}"] if self._packages else []
-            fixes = "; ".join(dict.fromkeys([*apt, *self._fixes]))
-            raise UserError(f"Horovod cannot be built without {', '.join(self._missing)}", fixes)
 
 
 def _output(command: list[str], path: str = "", text: str = "") -> str:
@@ -130,9 +115,8 @@ def _output(command: list[str], path: str = "", text: str = "") -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
-def _cuda(environ: Mapping[str, str], need: _Needs) -> str:
+def _cuda(environ: Mapping[str, str], nvcc: str) -> str:
     """Returns the folder of the CUDA toolkit; empty if there is none."""
-    nvcc = need.program("nvcc")
     on_path = os.path.dirname(os.path.dirname(os.path.realpath(nvcc))) if nvcc else ""
     named = environ.get("HOROVOD_CUDA_HOME")
     places = (named,) if named else (environ.get("CUDA_HOME"), on_path, "/usr/local/cuda")

@@ -67,10 +67,7 @@ def searched(values: flags.FlagValues, experiment: config.Experiment) -> space.S
 
 def command(values: flags.FlagValues, path: pathlib.Path) -> Callable[[space.Values], trial.Trial]:
     """Returns the function that makes the run with some values."""
-    given = config.flat(values.config)
-    file = getattr(values["config"], "config_filename", "")
-    common = [f"--config={file}"] if values["config"].present else []
-    common += [f"--{name}={given[name]}" for name in values if name.startswith("config.") and values[name].present]
+    common = trial.config_flags(values, {})
     # The GPUs of a run side by side with others are those that it is shown.
     handed_on = [name for name in OF_ALL_RUNS if values[name].present and (values.parallel == 1 or name != "devices")]
     if values.parallel > 1 and values.devices == "none":

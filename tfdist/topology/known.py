@@ -96,25 +96,16 @@ _PEAKS = {"v5e": (197e12, 819e9, 200e9), "v6e": (918e12, 1.64e12, 448e9), "v5p":
 """bfloat16 FLOP/s, bytes per second from memory, and over the interconnect, of a chip: Google Cloud's data sheets."""
 
 
-def _tpu(name: str, replicas: int, gib: int, shape: str) -> Topology:
-    kind = name.split("-")[0]
-    flops, bandwidth, link = _PEAKS[kind]
-    return Topology(name, "tpu", replicas, f"TPU {kind}", gib * GIB, shape, bandwidth, link, flops)
-
-
 TPUS = {
-    t.name: t
-    for t in (
-        _tpu("v5e-1", 1, 16, "v5e:1x1"),
-        _tpu("v5e-4", 4, 16, "v5e:2x2"),
-        _tpu("v5e-8", 8, 16, "v5e:2x4"),
-        _tpu("v6e-1", 1, 32, "v6e:1x1"),
-        _tpu("v6e-4", 4, 32, "v6e:2x2"),
-        _tpu("v6e-8", 8, 32, "v6e:2x4"),
-        # Cloud counts its cores, of which two are one device.
-        _tpu("v5p-8", 4, 95, "v5p:2x2x1"),
+    name: Topology(name, "tpu", replicas, f"TPU {kind}", gib * GIB, f"{kind}:{shape}", bandwidth, link, flops)
+    for name, replicas, gib, shape in (
+        ("v5e-1", 1, 16, "1x1"), ("v5e-4", 4, 16, "2x2"), ("v5e-8", 8, 16, "2x4"),
+        ("v6e-1", 1, 32, "1x1"), ("v6e-4", 4, 32, "2x2"), ("v6e-8", 8, 32, "2x4"),
+        ("v5p-8", 4, 95, "2x2x1"),  # Cloud counts its cores, of which two are one device
     )
-}
+    for kind in [name.partition("-")[0]]
+    for flops, bandwidth, link in [_PEAKS[kind]]
+}  # fmt: skip
 """TPUs of one host, by the name that Google Cloud gives them."""
 
 
@@ -127,9 +118,8 @@ def find(name: str) -> Topology:
     if match is None or gpu is None or int(match[2]) > MOST_GPUS:
         hint = field_syntax.suggest(name, (*TPUS, *(f"{gpu}x{MOST_GPUS}" for gpu in GPUS)))
         raise UserError(f"unknown --topology={name}{hint}, where a GPU's number goes from x1 to x{MOST_GPUS}")
-    size = int(match[2])
-    shape = f"1x1x{size}"
-    return Topology(name, "cuda", size, gpu.name, gpu.memory, shape, gpu.bandwidth, gpu.link, target=gpu.target())
+    size, link, target = int(match[2]), gpu.link, gpu.target()
+    return Topology(name, "cuda", size, gpu.name, gpu.memory, f"1x1x{size}", gpu.bandwidth, link, target=target)
 
 
 def lines() -> list[str]:
