@@ -96,22 +96,16 @@ def rated(row: Row, reference: Row, cores: int | None) -> Row:
         if row.threads == reference.threads and row.jit == reference.jit:  # else it compares two other things
             efficiency = speedup / row.replicas
     crowded = cores is not None and row.replicas * (row.threads or 1) > cores
-    differences = {
-        name: value - reference.evaluation[name]
-        for name, value in row.evaluation.items()
-        if name in reference.evaluation and None not in (value, reference.evaluation[name])
-    }
-    return dataclasses.replace(
-        row, speedup=speedup, efficiency=efficiency, oversubscribed=crowded, evaluation_difference=differences
-    )
+    row = dataclasses.replace(row, speedup=speedup, efficiency=efficiency, oversubscribed=crowded)
+    pairs = {name: (value, reference.evaluation.get(name)) for name, value in row.evaluation.items()}
+    differences = {name: a - b for name, (a, b) in pairs.items() if a is not None and b is not None}
+    return dataclasses.replace(row, evaluation_difference=differences)
 
 
 def judged(row: Row, reference: Row, difference: Difference, tolerance: float) -> Row:
     """Returns a row with what a look at its weights says; `different` until a check has said more.
 
-    Args:
-      tolerance: the distance up to which weights count as the same; 0 where all bits must be, with virtual replicas,
-        also of what was measured on the way.
+    Tolerance 0, with virtual replicas, demands all bits, also of what was measured on the way.
     """
     distance = difference.distance
     apart = abs(row.evaluation_difference.get("loss", 0.0))
@@ -169,22 +163,18 @@ def verdict(rows: list[Row], cores: int | None) -> list[str]:
     elif alike:
         names = ", ".join(row.name for row in alike)
         lines.append(f"The same weights as {reference.name}: {names}{_closeness(alike)}.")
-    for row in done:
-        if row.weights == "rounding":
-            lines.append(f"{row.name} trains the same model, with weights {row.distance:.0e} apart: {row.why}.")
-    for row in done:
-        if row.weights == "nature":
-            lines.append(f"{row.name} trains the same model, but for what differs by nature: {row.why}.")
+    same = "trains the same model"
+    grown, natural = ([row for row in done if row.weights == kind] for kind in ("rounding", "nature"))
+    lines += [f"{row.name} {same}, with weights {row.distance:.0e} apart: {row.why}." for row in grown]
+    lines += [f"{row.name} {same}, but for what differs by nature: {row.why}." for row in natural]
     lines += [f"{row.name} failed: {row.reason}" for row in others if row.status == "failed"]
     if done and reference.examples_per_second:
-        lines += _advice(best(rows), reference, cores)
-        lines += doubts(rows)
+        lines += [*_advice(best(rows), reference, cores), *_doubts([row for row in rows if row.examples_per_second])]
     return lines
 
 
-def doubts(rows: Iterable[Row]) -> list[str]:
+def _doubts(rows: Sequence[Row]) -> list[str]:
     """Says why the speeds may be wrong, in one sentence or none."""
-    rows = [row for row in rows if row.examples_per_second]
     reasons = []
     busy = max(row.others_busy or 0.0 for row in rows)
     if busy > BUSY:

@@ -46,7 +46,6 @@ class Comparison:
 
     Args:
       train_flags: gives flags of `tfdist.train` for the experiment, with some of its fields changed.
-      folder: where the results go; made by the caller.
     """
 
     def __init__(

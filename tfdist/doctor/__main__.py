@@ -35,7 +35,6 @@ from tfdist.doctor import checkpoints, dataset, display, machine, network, packa
 from tfdist.doctor.check import FAIL, Check, Finding, later, run, worst
 from tfdist.errors import UserError
 
-TIME_LIMIT_S = 10.0
 DRIVER_S = 5.0
 _LEFT_S = 1.0
 """For the start of Python and for printing."""
@@ -50,11 +49,11 @@ class DoctorOptions:
 
     experiment: config.Experiment
     where: runtime_options.PlacementOptions
-    workdir: str = ""  # a run folder, which need not exist, or its URL in a bucket; empty for the machine in general
-    peers: tuple[str, ...] = ()  # `host:port` of doctors on other hosts, to ask
-    listen: addresses.Address | None = None  # where to answer doctors of other hosts
-    master_port: int | None = None  # where a launcher is to meet, if somebody says so
-    time_limit: float = TIME_LIMIT_S
+    workdir: str  # a run folder, which need not exist, or its URL in a bucket; empty for the machine in general
+    peers: tuple[str, ...]  # `host:port` of doctors on other hosts, to ask
+    listen: addresses.Address | None  # where to answer doctors of other hosts
+    master_port: int | None  # where a launcher is to meet, if somebody says so
+    time_limit: float  # seconds
 
     @property
     def folder(self) -> pathlib.Path:
@@ -138,15 +137,9 @@ def _options() -> DoctorOptions:
     buckets.check("--workdir", values.workdir)
     if values.master_port is not None:
         addresses.checked_port(str(values.master_port), "--master_port")
-    return DoctorOptions(
-        experiment=validation.validate(values.config),
-        where=runtime_options.from_flags(values),
-        workdir=os.path.expanduser(values.workdir),
-        peers=peers,
-        listen=listen,
-        master_port=values.master_port,
-        time_limit=values.time_limit,
-    )
+    experiment, where = validation.validate(values.config), runtime_options.from_flags(values)
+    workdir = os.path.expanduser(values.workdir)
+    return DoctorOptions(experiment, where, workdir, peers, listen, values.master_port, values.time_limit)
 
 
 def _show(report: display.Report) -> None:
@@ -188,7 +181,8 @@ def _run(argv: list[str]) -> int:
     return 2 if worst(report.findings) == FAIL else 0
 
 
-def _define_flags() -> None:
+def main() -> None:
+    """Runs `python -m tfdist.doctor`."""
     runtime_options.define_flags()
     values: Any = flags.FLAGS
     for name in runtime_options.HELP:
@@ -200,12 +194,7 @@ def _define_flags() -> None:
     flags.DEFINE_string("listen", "", "Answer the doctors of other hosts at this port, or host:port, of this machine.")
     flags.DEFINE_float("listen_seconds", 60.0, "Seconds for which --listen answers.")
     flags.DEFINE_integer("master_port", None, "Port where tfdist.launch is to meet; 29500 if nothing else tells.")
-    flags.DEFINE_float("time_limit", TIME_LIMIT_S, "Seconds for all checks; what takes longer is a warning.")
-
-
-def main() -> None:
-    """Runs `python -m tfdist.doctor`."""
-    _define_flags()
+    flags.DEFINE_float("time_limit", 10.0, "Seconds for all checks; what takes longer is a warning.")
     command_line.main(_run, command_line.parse, "interrupted, nothing was changed")
 
 

@@ -86,9 +86,8 @@ def _devices(report: Report) -> list[str]:
 
 
 def _gpu(gpu: gpus.DriverGPU, report: Report) -> str:
-    used, total, load = (
-        "?" if math.isnan(v) else f"{v:,.0f}" for v in (gpu.memory_used, gpu.memory_total, 100 * gpu.load)
-    )
+    figures = gpu.memory_used, gpu.memory_total, 100 * gpu.load
+    used, total, load = ("?" if math.isnan(v) else f"{v:,.0f}" for v in figures)
     if report.answer is None or report.answer.problem:
         seen = "TensorFlow did not answer"
     else:

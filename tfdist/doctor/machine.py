@@ -151,11 +151,7 @@ def nearest(folder: pathlib.Path) -> pathlib.Path:
 
 
 def room(folder: pathlib.Path, checkpoint: int = 0, keep: int = 1, least: int = LEAST_DISK) -> list[Finding]:
-    """Checks whether there is room for a run in a folder that need not exist yet.
-
-    Args:
-      checkpoint: bytes of the newest checkpoint that is there, of which `keep` will be kept.
-    """
+    """Checks whether there is room for a run that keeps so many checkpoints of so many bytes."""
     there = nearest(folder)
     if not there.is_dir():
         return [fail(f"{there} is a file, and {folder} would have to be below it", "choose another --workdir")]

@@ -80,8 +80,7 @@ def port_here(host: str, port: int, needed: bool = True) -> list[Finding]:
 def peer(address: str, versions: dict[str, str], secret: str, patience: float = 0.0) -> list[Finding]:
     """Asks another host: can it be reached, does a doctor answer, are clock and versions the same.
 
-    Args:
-      patience: seconds that a closed port is given to open, because its doctor may start later than this one.
+    A closed port is given `patience` seconds to open, because its doctor may start later than this one.
     """
     host, port = split(address, "--peers")
     until = time.monotonic() + patience
@@ -170,25 +169,18 @@ class PeerListener:
         self._acceptor = wire.Acceptor(listener, secret, self._answer, self._refuse)
 
     def _answer(self, connection: wire.Connection, who: str) -> None:
-        try:
-            with contextlib.closing(connection):
-                if self._talk(connection):
-                    aside.info(f"answered {who}")
-        except (wire.WireError, OSError) as error:
-            self._refuse(who, str(error))
-
-    def _refuse(self, who: str, why: str) -> None:
-        aside.info(f"{who} was not answered: {why}")
-
-    def _talk(self, connection: wire.Connection) -> int:
-        """Answers one caller until it hangs up, and returns the number of its questions."""
-        end, asked = time.monotonic() + _LONGEST_CALL_S, 0
-        with contextlib.suppress(wire.WireError):
+        """Answers one caller until it hangs up."""
+        end, asked = time.monotonic() + _LONGEST_CALL_S, False
+        with contextlib.closing(connection), contextlib.suppress(wire.WireError):
             while time.monotonic() < end and connection.receive(wire.HANDSHAKE_S) == QUESTION:
                 mine = {"host": platform.node(), "versions": self._versions, "clock": time.time()}
                 connection.send({"doctor": mine})
-                asked += 1
-        return asked
+                asked = True
+        if asked:
+            aside.info(f"answered {who}")
+
+    def _refuse(self, who: str, why: str) -> None:
+        aside.info(f"{who} was not answered: {why}")
 
     def close(self) -> None:
         """Answers nobody any more."""

@@ -28,8 +28,7 @@ class Place:
 def find(options: PlacementOptions, survey: gpus.Survey, environ: Mapping[str, str], several: bool = False) -> Place:
     """Applies the rules of `tfdist.train` (see `connect.locate`), and goes on where those stop.
 
-    Args:
-      several: there will be other hosts, though nothing tells this process of their workers.
+    With `several` there will be other hosts, though nothing tells this process of their workers.
     """
     findings = _tf_config(environ)
     try:

@@ -36,12 +36,7 @@ NEEDED = {"saved_model": (), "onnx": ("tf2onnx", "onnx", "onnxruntime"), "litert
 
 
 def export(asked: trained_model.ModelRequest, formats: list[str], output: pathlib.Path, overwrite: bool) -> None:
-    """Writes a model in these formats to a folder; `overwrite` replaces an earlier export there.
-
-    Raises:
-      UserError: the model or the output cannot be used, or a library is missing.
-      TrainingError: a format cannot hold the model, or gives something else.
-    """
+    """Writes a model in these formats to a folder; `overwrite` replaces an earlier export there."""
     for name in formats:
         if missing := [module for module in NEEDED[name] if importlib.util.find_spec(module) is None]:
             raise UserError(f"--formats={name} needs {', '.join(missing)}", "pip install 'tfdist[export]'")

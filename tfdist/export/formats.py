@@ -44,12 +44,7 @@ _Trials = dict[str, np.ndarray]
 
 
 def write(original: Original, name: str, path: pathlib.Path) -> dict[str, Any]:
-    """Writes one format, makes sure that it gives what the model gives, and returns what `export.json` tells of it.
-
-    Raises:
-      UserError: the format needs a precision in which this model cannot be built.
-      TrainingError: the format cannot hold the model, or gives something else.
-    """
+    """Writes one format, makes sure that it gives what the model gives, and returns what `export.json` tells of it."""
     note, half = "", False
     if name == "saved_model":
         description, trials, half = _write_saved_model(original, path)

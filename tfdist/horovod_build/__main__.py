@@ -38,10 +38,6 @@ def ensure(operations: tuple[str, ...], sdist: str = "") -> str:
     Args:
       operations: `Gloo`, and `MPI` and `NCCL` where wanted.
       sdist: path of the source archive; pip fetches it if empty.
-
-    Raises:
-      UserError: something that the build needs is missing, or the source is not the released one.
-      TrainingError: Horovod does not compile, load or install.
     """
     wanted = Build(horovod_install.tensorflow(), horovod_install.python(), operations)
     if there := _already(wanted):
@@ -58,7 +54,14 @@ def ensure(operations: tuple[str, ...], sdist: str = "") -> str:
             environ = environment(operations, tools, temporary)
             workspace = Workspace(pathlib.Path(temporary), kept / "build.log", environ)
             workspace.fetch_missing()
-            workspace.install(_kept_wheel(workspace, kept) or _build(workspace, wanted, kept, archive))
+            for wheel in kept.glob("*.whl"):  # of an earlier build
+                if workspace.loads(wheel):
+                    logger.info(f"installing Horovod {VERSION} as built before: {wheel}")
+                    break
+                wheel.unlink()
+            else:
+                wheel = _build(workspace, wanted, kept, archive)
+            workspace.install(wheel)
     return f"Horovod {VERSION} is built for {_describe(wanted)}"
 
 
@@ -71,16 +74,6 @@ def _already(wanted: Build) -> str:
 
 def _describe(build: Build) -> str:
     return f"TensorFlow {build.tensorflow.version} ({', '.join(build.operations)})"
-
-
-def _kept_wheel(workspace: Workspace, kept: pathlib.Path) -> pathlib.Path | None:
-    """Returns a wheel of an earlier build that loads; one that does not is deleted."""
-    for wheel in kept.glob("*.whl"):
-        if workspace.loads(wheel):
-            logger.info(f"installing Horovod {VERSION} as built before: {wheel}")
-            return wheel
-        wheel.unlink()
-    return None
 
 
 def _build(workspace: Workspace, wanted: Build, kept: pathlib.Path, archive: pathlib.Path | None) -> pathlib.Path:

@@ -62,9 +62,9 @@ class Workspace:
         arguments = ("--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--require-hashes")
         if self._pip("download", *arguments, "--dest", self.folder, "--requirement", wanted):
             if _OTHER_FILE in self._text():
+                released = f"the released one, whose SHA-256 is {source_lib.SHA256}"
                 raise UserError(
-                    f"the {source_lib.ARCHIVE} that pip fetches is not the released one, whose SHA-256 is "
-                    f"{source_lib.SHA256}",
+                    f"the {source_lib.ARCHIVE} that pip fetches is not {released}",
                     f"look at pip config list, or give --sdist=PATH; the log is {self.log}",
                 )
             raise UserError(

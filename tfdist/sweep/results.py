@@ -53,11 +53,7 @@ def measured(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def metric_of(rows: Sequence[SweepRow], asked: str) -> schedule.Aim | None:
-    """Returns the metric by which runs are compared; None while no run has measured one that can be.
-
-    Raises:
-      UserError: the runs do not measure the one that `--metric` asks for.
-    """
+    """Returns the metric by which runs are compared, `--metric` if given; None while no run has measured one."""
     there = next((row.evaluation for row in rows if row.evaluation), None)
     if there is None:
         return None

@@ -43,12 +43,7 @@ class Compiled:
 
 
 def compiled(program: Program, topology: Topology) -> Compiled:
-    """Compiles a program for a topology of as many devices as the program has replicas.
-
-    Raises:
-      UserError: the compilers are not installed, or cannot compile this program.
-      TrainingError: they have ended without an answer.
-    """
+    """Compiles a program for a topology of as many devices as the program has replicas."""
     interpreter = environment.python(topology.compilers, f"--topology={topology.name}")
     with tempfile.TemporaryDirectory(prefix="tfdist-topology-") as folder:
         path = pathlib.Path(folder, "program.mlir")
@@ -89,9 +84,8 @@ def understood(answer: dict[str, Any], topology: Topology) -> Compiled:
 def all_reduces(lines: Sequence[str]) -> tuple[int, int]:
     """Returns how many all-reduces there are in lines of HLO, and the bytes that go through them.
 
-    Args:
-      lines: instructions, such as `%a = (f32[3]{0}, f32[2,2]{1,0}) all-reduce(%b, %c), replica_groups=...`. Where one
-        starts in one instruction and is done in another, the first one counts.
+    A line is like `%a = (f32[3]{0}, f32[2,2]{1,0}) all-reduce(%b, %c), replica_groups=...`. Where an all-reduce starts
+    in one instruction and is done in another, the first one counts.
     """
     number = total = 0
     for line in lines:

@@ -51,12 +51,7 @@ def python(kind: str, asker: str) -> pathlib.Path:
 
 
 def install(kind: str, interpreter: str = "") -> str:
-    """Makes an environment unless it is there, with another Python if one is named; returns what is there, in words.
-
-    Raises:
-      UserError: it cannot be made with this Python, in this folder or without a network.
-      TrainingError: what was installed does not run.
-    """
+    """Makes an environment unless it is there, with another Python if one is named; returns what is there, in words."""
     place = folder(kind)
     if is_there(kind):
         return f"the compilers for {kind} are already in {place}"
@@ -93,10 +88,8 @@ def _check_version(interpreter: str) -> None:
         raise UserError(f"--python={interpreter} is no Python that runs", "give the path of one") from None
     if version < OLDEST:
         wanted, have = (".".join(map(str, v)) for v in (OLDEST, version))
-        raise UserError(
-            f"the compilers need Python {wanted} or newer, and this is {have}",
-            "give the path of one by --python, tfdist itself need not run on it",
-        )
+        fix = "give the path of one by --python, tfdist itself need not run on it"
+        raise UserError(f"the compilers need Python {wanted} or newer, and this is {have}", fix)
 
 
 @contextlib.contextmanager

@@ -67,9 +67,8 @@ def _all_sum(tensor: tf.Tensor, replicas: int) -> tf.Tensor:
         return tensor
     if tensor.dtype.size > 4:
         return _sum_of_wide(tensor, replicas)
-    return gen_xla_ops.xla_all_reduce(
-        input=tensor, group_assignment=[list(range(replicas))], reduce_op="Add", mode="CrossReplica"
-    )
+    groups = [list(range(replicas))]
+    return gen_xla_ops.xla_all_reduce(input=tensor, group_assignment=groups, reduce_op="Add", mode="CrossReplica")
 
 
 @tf.RegisterGradient("XlaAllReduce")  # TensorFlow has one for its other operations of this kind
@@ -129,23 +128,15 @@ def export(
 
     Args:
       source: the examples; of them, only the shapes count.
-      given: what `distribution` has returned.
       batch: examples of a global batch. Where they do not divide evenly, each replica gets as many rows as the first:
         shapes are static, and some are filler.
-      accumulate: micro-batches.
       reduce_dtype, factors: see `training.TrainingOptions`.
-
-    Raises:
-      UserError: the model cannot be compiled by XLA; the message names what cannot.
     """
     layout = Layout(batch, given.replicas, accumulate, static=True)
     step = step_calls.step_of(model, given, source)
-    own = step.own_step("train")
-    if own:
-        raise UserError(
-            f"--topology cannot compile {type(model).__name__}, which has its own {own}: only tfdist's own step "
-            "is a program for devices that are not here"
-        )
+    if own := step.own_step("train"):
+        why = "only tfdist's own step is a program for devices that are not here"
+        raise UserError(f"--topology cannot compile {type(model).__name__}, which has its own {own}: {why}")
     step.compiled("train", layout, full=True)  # refuses what cannot be computed from parts of a batch
     specs, structure = _specs(source, layout)
     options = training.TrainingOptions(full=True, reduce_dtype=reduce_dtype, factors=factors)
@@ -185,10 +176,8 @@ def _specs(source: Source, layout: Layout) -> tuple[list[tf.TensorSpec], Structu
     specs = []
     for column in keras.tree.flatten(source.specs):
         if None in tuple(column.shape[1:]):
-            raise UserError(
-                f"--topology compiles for examples of one shape, and the data has {tuple(column.shape[1:])}: "
-                "crop or pad them to one size"
-            )
+            what = f"--topology compiles for examples of one shape, and the data has {tuple(column.shape[1:])}"
+            raise UserError(what, "crop or pad them to one size")
         specs.append(tf.TensorSpec((layout.accumulate, layout.max_micro_rows, *column.shape[1:]), column.dtype))
     return [*specs, tf.TensorSpec((layout.accumulate,), tf.int32)], source.specs
 
