@@ -24,8 +24,7 @@ from tfdist.config.messages import logger
 from tfdist.errors import TrainingError, UserError
 
 RECORD = "compare.json"
-_LOOK_S = 0.3
-"""How long to look at what other programs do."""
+_LOOK_S = 0.3  # at what other programs do
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -27,11 +27,9 @@ from tfdist.distributed import gpus, horovod_install
 from tfdist.distributed.child_process import GRACE_S, end_with_the_parent
 from tfdist.errors import UserError
 
-TICK_S = 0.5
-"""How often somebody who watches hears that a run goes on."""
+TICK_S = 0.5  # how often whoever watches hears that a run goes on
 LOG = "output.log"
-_READ = 1 << 20
-"""Bytes at the end of a log in which the reason for a failure is looked for."""
+_READ = 1 << 20  # bytes at the end of a log in which the reason for a failure is looked for
 _SAID = re.compile(r"tfdist: (error|failed): (.+)")
 _RAISED = re.compile(r"^(?:\[[\d,]+\](?:<\w+>:)? ?)?((?:\w+\.)*\w*(?:Error|Exception)(?:: .+)?)$", re.MULTILINE)
 
@@ -131,10 +129,9 @@ def plan(
         name = f"default, {machine.cores} cores"
         trials.insert(1, make("default", 1, machine, folder, flags, machine.cores, name))
     if len(trials) == 1:
-        raise UserError(
-            f"--strategies={','.join(strategies)} and --replicas={','.join(map(str, replicas))} leave nothing to set "
-            "against default on one device: mirrored needs 2 replicas or more, default always has one"
-        )
+        asked = f"--strategies={','.join(strategies)} and --replicas={','.join(map(str, replicas))}"
+        why = "mirrored needs 2 replicas or more, default always has one"
+        raise UserError(f"{asked} leave nothing to set against default on one device: {why}")
     return trials
 
 
@@ -183,8 +180,7 @@ def run(trial: Trial, limit: float, tick: Callable[[float], None] = lambda secon
     Whatever ends this function, no process of the trial outlives it.
     """
     trial.folder.mkdir(parents=True, exist_ok=True)
-    log = trial.folder / LOG
-    start = time.monotonic()
+    log, start = trial.folder / LOG, time.monotonic()
     with open(log, "wb") as output:
         try:
             process = subprocess.Popen(
@@ -232,10 +228,7 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def _reason(log: pathlib.Path, code: int) -> tuple[str, bool]:
-    """Returns why a run failed, and whether it refused to run at all.
-
-    The reason is tfdist's own line in the log, else an exception, else whatever was said last.
-    """
+    """Returns why a run failed: tfdist's own line in its log, an exception or what was said last; and if it refused."""
     with open(log, "rb") as file:
         file.seek(max(0, log.stat().st_size - _READ))
         text = file.read().decode(errors="replace")

@@ -36,10 +36,8 @@ from tfdist.doctor.check import FAIL, Check, Finding, later, run, worst
 from tfdist.errors import UserError
 
 DRIVER_S = 5.0
-_LEFT_S = 1.0
-"""For the start of Python and for printing."""
-_START_S = 5.0
-"""How long the doctor of a peer may start after this one, where the same command runs on all hosts."""
+_LEFT_S = 1.0  # for the start of Python and for printing
+_START_S = 5.0  # that the doctor of a peer may start after this one, where the same command runs on all hosts
 _OF_TRAIN = ("strategy", "devices", "virtual_devices", "tpu", "insecure")
 
 

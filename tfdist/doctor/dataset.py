@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import importlib.machinery
 import importlib.util
@@ -34,8 +35,14 @@ def check(data: config.Data, environ: Mapping[str, str]) -> list[Finding]:
     base = data.data_dir or environ.get("TFDS_DATA_DIR") or os.path.join("~", "tensorflow_datasets")
     name, _, version = data.name.partition(":")
     folder = pathlib.Path(os.path.expanduser(base), name)
-    prepared = _newest(folder, version)
-    return _unprepared(data.name, folder) if prepared is None else _whole(data, prepared)
+    there = []
+    with contextlib.suppress(OSError):
+        # The configuration of a data set that has several is a folder between name and version. TFDS takes the newest,
+        # and renames a folder to its version when all is written.
+        candidates = [p for pattern in ("*", "*/*") for p in folder.glob(pattern) if _VERSION.match(p.name)]
+        there = [p for p in candidates if p.is_dir() and (not version or p.name == version)]
+    newest = max(there, key=lambda p: [int(n) for n in p.name.split(".")], default=None)
+    return _whole(data, newest) if newest else _unprepared(data.name, folder)
 
 
 def _files(kind: str, pattern: str) -> list[Finding]:
@@ -79,17 +86,6 @@ def _function(reference: str) -> list[Finding]:
         return [ok(f"made by {reference}, which only a run calls")]
     fix = "correct data.name, go to the folder of that file, or add it to PYTHONPATH"
     return [fail(f"data.name={reference!r} names a package {package!r} that Python does not find", fix)]
-
-
-def _newest(folder: pathlib.Path, version: str) -> pathlib.Path | None:
-    """Returns the prepared version that TFDS would take; it renames a folder to its version when all is written."""
-    try:
-        # The configuration of a data set that has several is a folder between name and version.
-        candidates = [p for pattern in ("*", "*/*") for p in folder.glob(pattern) if _VERSION.match(p.name)]
-    except OSError:
-        return None
-    there = [p for p in candidates if p.is_dir() and (not version or p.name == version)]
-    return max(there, key=lambda p: [int(n) for n in p.name.split(".")], default=None)
 
 
 def _unprepared(name: str, folder: pathlib.Path) -> list[Finding]:

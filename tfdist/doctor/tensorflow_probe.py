@@ -1,7 +1,7 @@
 """The GPUs: which the driver lists, which TensorFlow sees and has code for, and why these differ.
 
-TensorFlow is asked in a process of its own, because its import takes seconds, may crash or hang in the driver,
-and cannot be taken back: `python -m tfdist.doctor.tensorflow_probe` prints its answer as one line of JSON.
+TensorFlow is asked in a process of its own, because its import takes seconds, may crash or hang in the driver, and
+cannot be taken back: `python -m tfdist.doctor.tensorflow_probe` prints its answer as one line of JSON.
 """
 
 from __future__ import annotations

@@ -54,10 +54,8 @@ def write(original: Original, name: str, path: pathlib.Path) -> dict[str, Any]:
     tolerance = HALF if half else TOLERANCES[name]
     difference = _difference(name, path, trials)
     if not difference <= tolerance:
-        raise TrainingError(
-            f"{name} gives other results than the model: they differ by {difference:.2g}, more than {tolerance:g}: "
-            f"nothing was kept; leave {name} out of --formats"
-        )
+        what = f"{name} gives other results than the model: they differ by {difference:.2g}, more than {tolerance:g}"
+        raise TrainingError(f"{what}: nothing was kept; leave {name} out of --formats")
     checked = {"difference": difference, "tolerance": tolerance}
     return description | checked | ({"note": note} if note else {})
 
@@ -102,10 +100,8 @@ def _in_float32(original: Original, name: str) -> tuple[keras.Model, str]:
     if plain and all(v.dtype != "float64" for v in original.model.weights):
         return original.model, ""
     if original.arrays is None:
-        raise UserError(
-            f"--model={original.source} does not compute in float32, as {name} does",
-            "give the --workdir of its run, from which it can be built anew, or leave that format out",
-        )
+        fix = "give the --workdir of its run, from which it can be built anew, or leave that format out"
+        raise UserError(f"--model={original.source} does not compute in float32, as {name} does", fix)
     models.set_precision("float32")
     train = dataclasses.replace(original.experiment.train, precision="float32")
     model = job.built(dataclasses.replace(original.experiment, train=train), original.spec)

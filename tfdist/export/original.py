@@ -79,10 +79,8 @@ def _from_file(asked: trained_model.ModelRequest, experiment: config.Experiment)
     try:
         model(inputs, training=False)
     except Exception as error:  # whatever a layer raises that takes some values alone
-        raise UserError(
-            f"--model={asked.path} cannot be checked on made examples ({trained_model.line(error)})",
-            "give the --workdir of its run",
-        ) from error
+        what = f"--model={asked.path} cannot be checked on made examples ({trained_model.line(error)})"
+        raise UserError(what, "give the --workdir of its run") from error
     return Original(model, experiment, spec, str(asked.path), inputs, "made", None)
 
 

@@ -138,14 +138,12 @@ def save(servable: Servable, path: str) -> dict[str, tf.types.experimental.Polym
                 lookups[column.name] = tf.lookup.StaticHashTable(table, 0)
         module.lookups = list(lookups.values())
         functions[DEFAULT] = _of_columns(servable, lookups, structure)
-    functions[TENSORS if servable.spec.columns else DEFAULT] = tf.function(
-        lambda *x: servable.answers(keras.tree.pack_sequence_as(structure, x)), input_signature=flat
-    )
+    plain = lambda *x: servable.answers(keras.tree.pack_sequence_as(structure, x))
+    functions[TENSORS if servable.spec.columns else DEFAULT] = tf.function(plain, input_signature=flat)
     if servable.takes_pictures:
-        functions[ENCODED] = tf.function(
-            lambda images: servable.answers(servable.decoded(images)),
-            input_signature=[tf.TensorSpec([None], tf.string, name="images")],
-        )
+        encoded = lambda images: servable.answers(servable.decoded(images))
+        spec = tf.TensorSpec([None], tf.string, name="images")
+        functions[ENCODED] = tf.function(encoded, input_signature=[spec])
     for name, function in functions.items():
         setattr(module, name, function)
     tf.saved_model.save(module, path, signatures={k: f.get_concrete_function() for k, f in functions.items()})
@@ -176,9 +174,8 @@ def _of_columns(
             return servable.answers(next(iter(stacked.values())))
         return servable.answers({key: tf.cast(stacked[key], structure[key].dtype) for key in structure})
 
-    return tf.function(
-        call, input_signature=[tf.TensorSpec([None], kind, name=name) for name, kind in zip(names, types)]
-    )
+    specs = [tf.TensorSpec([None], kind, name=name) for name, kind in zip(names, types)]
+    return tf.function(call, input_signature=specs)
 
 
 def _type(column: Column) -> tf.DType:

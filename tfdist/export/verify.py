@@ -1,7 +1,7 @@
 """Loads an exported model with its own runtime and compares what it gives with what is expected.
 
-`python verify.py saved_model|onnx|litert PATH TRIALS.npz` prints the largest difference as JSON. It is run as a
-file, in a process of its own, as whoever serves the model would load it: so it imports nothing of tfdist.
+`python verify.py saved_model|onnx|litert PATH TRIALS.npz` prints the largest difference as JSON. It is run as a file,
+in a process of its own, as whoever serves the model would load it: so it imports nothing of tfdist.
 
 An array of TRIALS is named `<trial>/<signature>/in/<name>` or `.../out/<name>`.
 """

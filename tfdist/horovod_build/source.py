@@ -47,18 +47,16 @@ def check(path: pathlib.Path) -> None:
     except OSError as error:
         raise UserError(f"--sdist={path} cannot be read ({error.strerror})", f"give the path of {ARCHIVE}") from None
     if digest != SHA256:
-        raise UserError(
-            f"--sdist={path} is not the released {ARCHIVE}: its SHA-256 is {digest}, not {SHA256}: download it again"
-        )
+        what = f"--sdist={path} is not the released {ARCHIVE}: its SHA-256 is {digest}, not {SHA256}"
+        raise UserError(what, "download it again")
 
 
 def unpack(archive: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
     """Unpacks the archive below `folder`; returns the folder of the source."""
+    # The first releases of Python 3.10 and 3.11 have no filter; the digest vouches for the archive.
+    filtered: dict = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
     with tarfile.open(archive) as tar:
-        if hasattr(tarfile, "data_filter"):
-            tar.extractall(folder, filter="data")
-        else:  # the first releases of Python 3.10 and 3.11; the digest vouches for the archive
-            tar.extractall(folder)
+        tar.extractall(folder, **filtered)
     return folder / f"horovod-{horovod_install.VERSION}"
 
 

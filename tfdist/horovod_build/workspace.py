@@ -46,14 +46,10 @@ class Workspace:
         missing = _missing(_BUILD_TIME)
         if missing and self._pip("install", "--target", self._packages, *self._pinned(missing)):
             if _OTHER_FILE in self._text():
-                raise UserError(
-                    f"what pip fetches as {', '.join(missing)} are not the files that were released",
-                    f"look at pip config list, or run pip install 'tfdist[horovod]'; the log is {self.log}",
-                )
-            raise UserError(
-                f"pip cannot fetch {', '.join(missing)} for the build ({self._pip_error()})",
-                f"run pip install 'tfdist[horovod]' where there is a network; the log is {self.log}",
-            )
+                fix = f"look at pip config list, or run pip install 'tfdist[horovod]'; the log is {self.log}"
+                raise UserError(f"what pip fetches as {', '.join(missing)} are not the files that were released", fix)
+            fix = f"run pip install 'tfdist[horovod]' where there is a network; the log is {self.log}"
+            raise UserError(f"pip cannot fetch {', '.join(missing)} for the build ({self._pip_error()})", fix)
 
     def download(self) -> pathlib.Path:
         """Has pip fetch the source, and compare the digest before any of it runs."""
@@ -63,14 +59,10 @@ class Workspace:
         if self._pip("download", *arguments, "--dest", self.folder, "--requirement", wanted):
             if _OTHER_FILE in self._text():
                 released = f"the released one, whose SHA-256 is {source_lib.SHA256}"
-                raise UserError(
-                    f"the {source_lib.ARCHIVE} that pip fetches is not {released}",
-                    f"look at pip config list, or give --sdist=PATH; the log is {self.log}",
-                )
-            raise UserError(
-                f"pip cannot fetch horovod=={VERSION} ({self._pip_error()})",
-                f"without a network, give --sdist={source_lib.ARCHIVE}; the log is {self.log}",
-            )
+                fix = f"look at pip config list, or give --sdist=PATH; the log is {self.log}"
+                raise UserError(f"the {source_lib.ARCHIVE} that pip fetches is not {released}", fix)
+            fix = f"without a network, give --sdist={source_lib.ARCHIVE}; the log is {self.log}"
+            raise UserError(f"pip cannot fetch horovod=={VERSION} ({self._pip_error()})", fix)
         return self.folder / source_lib.ARCHIVE
 
     def compile(self, source: pathlib.Path) -> pathlib.Path:

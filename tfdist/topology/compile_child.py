@@ -90,12 +90,19 @@ def _compiled(work: dict) -> dict:
     stats = executable.get_compiled_memory_stats()
     names = ("argument", "output", "alias", "temp", "generated_code")
     hlo = executable.hlo_modules()[0].to_string()
+    try:
+        cost = executable.cost_analysis()
+    except Exception:  # not every compiler of jax's plugins has it
+        cost = {}
+    cost = (cost[0] if isinstance(cost, list) else cost) or {}
     return {
         "seconds": seconds,
         "device": topology.devices[0].device_kind,
         "memory": {name: getattr(stats, f"{name}_size_in_bytes") for name in names},
         "peak": getattr(stats, "peak_memory_in_bytes", 0),
-        **_cost(executable),
+        # Of one device; 0 where they are not counted.
+        "flops": float(cost.get("flops", 0.0)),
+        "traffic": float(cost.get("bytes accessed", 0.0)),
         "all_reduces": [line.strip() for line in hlo.splitlines() if " all-reduce" in line],
     }
 
@@ -109,16 +116,6 @@ def _alias(module, aliases: list, ir) -> None:
         number = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), output)
         attributes[argument] = ir.DictAttr.get({**kept, "tf.aliasing_output": number})
     function.arg_attrs = ir.ArrayAttr.get(attributes)
-
-
-def _cost(executable) -> dict:
-    """Returns floating-point operations and bytes of memory traffic of one device, 0 where they are not counted."""
-    try:
-        analysis = executable.cost_analysis()
-    except Exception:  # not every compiler of jax's plugins has it
-        analysis = {}
-    analysis = (analysis[0] if isinstance(analysis, list) else analysis) or {}
-    return {"flops": float(analysis.get("flops", 0.0)), "traffic": float(analysis.get("bytes accessed", 0.0))}
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """An update of a real training as a program of its own: StableHLO for one of N replicas, of static shapes.
 
-It is the update of `tfdist.step.training` under a `Distribution` whose sum is XLA's all-reduce. Its
-arguments are a replica's rows of a global batch and the variables that the update reads; its results are the losses and
-the new values of those that it writes.
+It is the update of `tfdist.step.training` under a `Distribution` whose sum is XLA's all-reduce. Its arguments are a
+replica's rows of a global batch and the variables that the update reads; its results are the losses and the new values
+of those that it writes.
 """
 
 from __future__ import annotations
