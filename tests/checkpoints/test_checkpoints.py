@@ -1,6 +1,8 @@
 """Checkpoints on disk, and the exact way back from them, within one process."""
 
+import contextlib
 import errno
+import itertools
 import os
 import pathlib
 import random
@@ -16,7 +18,7 @@ from support import training_cases
 import tfdist
 from tfdist.checkpoints import files as files_lib
 from tfdist.checkpoints import resume, training_state
-from tfdist.checkpoints.manager import CheckpointWriter
+from tfdist.checkpoints.manager import Checkpoints
 from tfdist.config import local_files
 from tfdist.data.sources import Records
 from tfdist.doctor import checkpoints as checkpoints_lib
@@ -36,9 +38,8 @@ def model(distribution, norm=True, kernels=3):
         layers += [L.Activation("tanh"), L.Flatten(), *([L.Dropout(0.3)] if norm else []), L.Dense(5)]
         made = keras.Sequential(layers)
         metrics = ["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2, name="top_2")]
-        made.compile(
-            keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.9), training_cases.sparse(), metrics=metrics
-        )
+        adam = keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.9)
+        made.compile(adam, training_cases.sparse(), metrics=metrics)
     return made
 
 
@@ -50,12 +51,10 @@ def train(distribution, data=None, stop=None, made=None, **options):
     data = {"dataset": data} | ({} if isinstance(data, tf.data.Dataset) else {"batch_size": BATCH})
     if stop is not None:
         options["should_stop"] = training_cases.StopAt(stop)
-    callbacks = [keras.callbacks.ReduceLROnPlateau(monitor="loss", patience=1, factor=0.5)]
+    options["callbacks"] = [keras.callbacks.ReduceLROnPlateau(monitor="loss", patience=1, factor=0.5)]
     options["check_agreement"] = "off"  # each replica has statistics of its own, to be restored bit by bit
     try:
-        history = tfdist.fit(
-            made, **data, callbacks=callbacks, validation_data=training_cases.images(31), **options
-        ).history
+        history = tfdist.fit(made, **data, validation_data=training_cases.images(31), **options).history
     except Interrupted:
         return None
     return fingerprint(made)[0], history, [w.copy() for w in made.get_weights()]
@@ -81,17 +80,12 @@ def by_number():
     return Records(EXAMPLES, lambda rows: tuple(tf.gather(column, rows) for column in stored), noisy)
 
 
+KINDS = itertools.product((None, shuffled, of_unknown_length, by_number), (1, 2, 3))
+
+
 @pytest.mark.parametrize(
     "data, replicas",
-    [
-        (None, 1),
-        *(
-            pytest.param(data, replicas, marks=pytest.mark.whole)
-            for data in (None, shuffled, of_unknown_length, by_number)
-            for replicas in (1, 2, 3)
-            if (data, replicas) != (None, 1)
-        ),
-    ],
+    [kind if kind == (None, 1) else pytest.param(*kind, marks=pytest.mark.whole) for kind in KINDS],
 )
 def test_stopped_anywhere_and_resumed_ends_with_the_same_bits(replicas, data, connect, tmp_path):
     distribution = connect(replicas)
@@ -108,7 +102,7 @@ def test_stopped_anywhere_and_resumed_ends_with_the_same_bits(replicas, data, co
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("replicas", [1, 2])
 def test_a_loss_scale_is_part_of_it(replicas, connect, tmp_path):
     distribution = connect(replicas)
     keras.config.set_dtype_policy("mixed_float16")
@@ -116,9 +110,8 @@ def test_a_loss_scale_is_part_of_it(replicas, connect, tmp_path):
     def made():
         keras.utils.set_random_seed(1)
         with distribution.scope():
-            return training_cases.compiled(
-                training_cases.dense(), keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01))
-            )
+            scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01))
+            return training_cases.compiled(training_cases.dense(), scaled)
 
     whole = train(distribution, made=made())
     assert train(distribution, made=made(), stop=9, checkpoints=kept(tmp_path, every="1000 steps")) is None
@@ -127,10 +120,7 @@ def test_a_loss_scale_is_part_of_it(replicas, connect, tmp_path):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(
-    "chain, calls",
-    [((1, 2, 3, 1), 8), pytest.param((1, 4, 2, 3, 1, 8, 1, 2, 4, 1), 5, marks=pytest.mark.whole)],
-)
+@pytest.mark.parametrize("chain, calls", [((1, 2, 3, 1), 8), ((1, 4, 2, 3, 1, 8, 1, 2, 4, 1), 5)])
 def test_on_other_replicas_it_goes_on_within_rounding(chain, calls, connect, tmp_path):
     """Stopped in mid-epoch and resumed on another number of replicas each time."""
     plain = lambda replicas: model(connect(replicas), norm=False)
@@ -181,13 +171,9 @@ def test_a_resumed_early_stopping_keeps_its_patience_and_its_best_weights(connec
     def stopping(made, stop=None, **options):
         early = keras.callbacks.EarlyStopping(monitor="loss", patience=2, min_delta=10, restore_best_weights=True)
         options |= {} if stop is None else {"should_stop": training_cases.StopAt(stop)}
-        x, y = training_cases.images(EXAMPLES)
-        try:
-            return tfdist.fit(
-                made, x, y, batch_size=BATCH, epochs=9, callbacks=[early], verbose=0, steps_per_call=5, **options
-            )
-        except Interrupted:
-            return None
+        options |= dict(batch_size=BATCH, epochs=9, callbacks=[early], verbose=0, steps_per_call=5)
+        with contextlib.suppress(Interrupted):
+            return tfdist.fit(made, *training_cases.images(EXAMPLES), **options)
 
     whole = model(connect(1))
     assert len(stopping(whole).epoch) == 3
@@ -397,10 +383,8 @@ def test_a_folder_that_cannot_be_written_does_not_stop_the_training(connect, tmp
 
     breaks = [keras.callbacks.LambdaCallback(on_epoch_end=in_the_way)]
     options = dict(batch_size=BATCH, epochs=EPOCHS, steps_per_call=2, verbose=0, callbacks=breaks)
-    history = tfdist.fit(
-        model(connect(1)), *training_cases.images(EXAMPLES), checkpoints=checkpoints, **options
-    ).history
-    assert len(history["loss"]) == EPOCHS
+    history = tfdist.fit(model(connect(1)), *training_cases.images(EXAMPLES), checkpoints=checkpoints, **options)
+    assert len(history.history["loss"]) == EPOCHS
     assert "the checkpoint after update 20 could not be written" in checkpoints.failure
     checkpoints.finish()
     assert said[0].startswith("WARNING: the checkpoint after update 15 could not be written (")
@@ -424,7 +408,7 @@ def test_a_full_disk_is_said_once_in_short_and_then_counted(monkeypatch, tmp_pat
         return folder / str(update)
 
     monkeypatch.setattr(files_lib, "write", write)
-    writer = CheckpointWriter(folder, keep=3)
+    writer = Checkpoints(folder, keep=3)
     for update in range(1, 8):
         writer.start(update, {}, {}, None)
         writer.wait()
@@ -451,7 +435,7 @@ def test_what_is_held_in_memory_is_written_by_a_thread_that_is_waited_for(tmp_pa
     monkeypatch.setattr(training_state, "write", write)
     state = lambda update: {"position": {"update": update}, "best": {"update": None}, "experiment": {}}
     tensors = {"a": np.arange(3.0)}
-    writer = CheckpointWriter(tmp_path, keep=3)
+    writer = Checkpoints(tmp_path, keep=3)
     writer.write_held()
     assert not begun.is_set()
     writer.start(5, state(5), tensors, None)
@@ -502,9 +486,7 @@ def test_a_file_where_the_folder_of_checkpoints_should_be(tmp_path):
 
 def test_changed_with_nothing_from_the_end_of_an_epoch(connect, tmp_path):
     assert train(connect(1), stop=2, checkpoints=kept(tmp_path, every="1000 steps")) is None
-    with pytest.raises(
-        UserError, match=r"no valid checkpoint in .* is from the end of an epoch: leave out --resume_ch"
-    ):
+    with pytest.raises(UserError, match=r"no valid checkpoint in .* is from the end of an epoch: leave out --res"):
         choose(tmp_path / "checkpoints", identity={"global batch": 5})
 
 

@@ -44,82 +44,39 @@ def experiment(**fields):
     return found
 
 
-RESULT = {
-    "status": "completed",
-    "reason": "",
-    "strategy": "mirrored",
-    "replicas": 2,
-    "workers": 1,
-    "global_batch": 48,
-    "updates": 120,
-    "epochs": 4,
-    "examples_seen": 5748,
-    "seconds": 61.5,
-    "seconds_to_first_update": 4.2,
-    "examples_per_second": 1234.5,
-    "history": {},
-    "evaluation": {"loss": 0.1234, "accuracy": 0.98},
-    "rollbacks": [],
-    "resumed_from": None,
-    "restarts": 0,
-    "weights_sha256": "ab" * 32,
-    "versions": {"tfdist": "0.1.0"},
-    "time": {"input": 21.0, "compute": 33.0, "all_reduce": 4.0, "python": 2.0},
-    "peak_memory_bytes": 812345678,
-    "peak_device_memory_bytes": None,
-    "flops_per_second": 3.1e12,
-    "flops_share": 0.314,
-}
+RESULT = json.loads("""{
+  "status": "completed", "reason": "", "strategy": "mirrored", "replicas": 2, "workers": 1, "global_batch": 48,
+  "updates": 120, "epochs": 4, "examples_seen": 5748, "seconds": 61.5, "seconds_to_first_update": 4.2,
+  "examples_per_second": 1234.5, "history": {}, "evaluation": {"loss": 0.1234, "accuracy": 0.98}, "rollbacks": [],
+  "resumed_from": null, "restarts": 0, "versions": {"tfdist": "0.1.0"},
+  "weights_sha256": "abababababababababababababababababababababababababababababababab",
+  "time": {"input": 21.0, "compute": 33.0, "all_reduce": 4.0, "python": 2.0}, "peak_memory_bytes": 812345678,
+  "peak_device_memory_bytes": null, "flops_per_second": 3.1e12, "flops_share": 0.314
+}""")
+EPOCH = "epoch updates seconds examples_per_second loss val_loss accuracy learning_rate gradient_norm"
+SAMPLE = "updates seconds loss learning_rate gradient_norm examples_per_second input all_reduce python cpu memory gpus"
+
+
+def ran(folder, result=RESULT, **fields):
+    """A run folder with an experiment and a result."""
+    put(folder, "experiment.json", experiment(**fields))
+    put(folder, "result.json", result)
+    return folder
 
 
 def full(folder, samples=3000, **result):
     """A run folder with everything in it; more samples than are drawn."""
-    put(folder, "experiment.json", experiment(**{"optimizer.learning_rate": 0.01}))
-    put(
-        folder,
-        "environment.json",
-        {"strategy": "mirrored", "reason": "2 GPUs here", "replicas": 2, "workers": 1, "cpus": 8},
-    )
-    put(folder, "result.json", RESULT | result)
-    epochs = [
-        {
-            "epoch": i,
-            "updates": 30 * i,
-            "seconds": 15.0 * i,
-            "examples_per_second": 1200.0 + i,
-            "loss": 2.0 / i,
-            "val_loss": 2.5 / i,
-            "accuracy": 1 - 0.5 / i,
-            "learning_rate": 0.01 / i,
-            "gradient_norm": 1.0 / i,
-        }
-        for i in range(1, 5)
-    ]
+    ran(folder, RESULT | result, **{"optimizer.learning_rate": 0.01})
+    where = {"strategy": "mirrored", "reason": "2 GPUs here", "replicas": 2, "workers": 1, "cpus": 8}
+    put(folder, "environment.json", where)
+    rows = [(i, 30 * i, 15.0 * i, 1200.0 + i, 2 / i, 2.5 / i, 1 - 0.5 / i, 0.01 / i, 1 / i) for i in range(1, 5)]
+    epochs = [dict(zip(EPOCH.split(), row)) for row in rows]
     put(folder, "history.jsonl", [*epochs, {"evaluation": RESULT["evaluation"], "updates": 120}])
-    put(
-        folder,
-        "timeline.jsonl",
-        [
-            {
-                "updates": i * 120 / samples,
-                "seconds": i * 60 / samples,
-                "loss": 2 + math.sin(i),
-                "learning_rate": 0.01,
-                "gradient_norm": 1.5,
-                "examples_per_second": 1200.0,
-                "input": 0.35,
-                "all_reduce": None,
-                "python": 0.03,
-                "cpu": 6.5,
-                "memory": 700_000_000,
-                "gpus": [
-                    {"number": g, "load": 0.5 + g / 10, "memory_used": 9000, "memory_total": 81920} for g in (0, 3)
-                ],
-            }
-            for i in range(samples)
-        ]
-        + [{"updates": 60, "seconds": 30.0, "mark": mark} for mark in ("checkpoint", "resumed", "rollback")],
-    )
+    gpus = [{"number": g, "load": 0.5 + g / 10, "memory_used": 9000, "memory_total": 81920} for g in (0, 3)]
+    rest = (0.01, 1.5, 1200.0, 0.35, None, 0.03, 6.5, 700_000_000, gpus)
+    rows = [(i * 120 / samples, i * 60 / samples, 2 + math.sin(i), *rest) for i in range(samples)]
+    marks = [{"updates": 60, "seconds": 30.0, "mark": mark} for mark in ("checkpoint", "resumed", "rollback")]
+    put(folder, "timeline.jsonl", [*(dict(zip(SAMPLE.split(), row)) for row in rows), *marks])
     return folder
 
 
@@ -205,15 +162,14 @@ def test_what_happened_to_a_run(tmp_path):
 
 
 FILES = ("experiment.json", "environment.json", "result.json", "history.jsonl", "timeline.jsonl")
+SAMPLES = [{"mark": 7}, {"mark": "new"}, {"seconds": 1, "gpus": 3}, {"seconds": "x", "gpus": [1, {}]}, {"updates": 9}]
 ODD = {
     "nothing at all": lambda f: [(f / name).unlink() for name in FILES],
     "no timeline and no time": lambda f: [
         (f / FILES[4]).unlink(),
         put(f, FILES[2], {k: v for k, v in RESULT.items() if k != "time"}),
     ],
-    "only NaN": lambda f: put(
-        f, FILES[3], [{"epoch": 1, "updates": 30, "seconds": 1.0, "loss": None, "val_loss": None}]
-    ),
+    "only NaN": lambda f: put(f, FILES[3], [{"epoch": 1, "updates": 30, "loss": None, "val_loss": None}]),
     "a single epoch": lambda f: [
         put(f, FILES[3], [{"epoch": 1, "updates": 1, "seconds": 0.0, "loss": 0.0}]),
         (f / FILES[4]).unlink(),
@@ -223,17 +179,7 @@ ODD = {
     "strange values": lambda f: [
         put(f, FILES[2], dict.fromkeys(RESULT, "text")),
         put(f, FILES[3], [{"epoch": 1, "updates": 3}, {"epoch": 2, "loss": "x"}, {"rollback": {}}, {"epoch": "x"}]),
-        put(
-            f,
-            FILES[4],
-            [
-                {"mark": 7},
-                {"mark": "new"},
-                {"seconds": 1, "gpus": 3},
-                {"seconds": "x", "gpus": [1, {}]},
-                {"updates": 9},
-            ],
-        ),
+        put(f, FILES[4], SAMPLES),
     ],
     "nested strangely": lambda f: [
         put(f, FILES[2], {k: [{"x": None}] for k in RESULT}),
@@ -267,31 +213,13 @@ def test_nothing_in_a_file_becomes_markup(tmp_path):
     folder = full(tmp_path / "run")
     put(folder, "experiment.json", experiment(name=NASTY, **{"model.name": NASTY}) | {NASTY: NASTY})
     strange = {"strategy": NASTY, "reason": NASTY, "host": NASTY, "hosts": [NASTY, NASTY], "flags": {NASTY: NASTY}}
-    put(
-        folder,
-        "environment.json",
-        strange | {"devices": [NASTY], "gpus": [{"name": NASTY}], "versions": {NASTY: NASTY}},
-    )
+    strange |= {"devices": [NASTY], "gpus": [{"name": NASTY}], "versions": {NASTY: NASTY}}
+    put(folder, "environment.json", strange)
     put(folder, "history.jsonl", [{"epoch": 1, "updates": 3, "seconds": 2, NASTY: 0.5, "loss": 1.0}])
-    put(
-        folder,
-        "timeline.jsonl",
-        [
-            {"updates": 1, "seconds": 1, "gpus": [{"number": NASTY, "load": 1}]},
-            {"updates": 1, "seconds": 1, "mark": NASTY},
-        ],
-    )
-    put(
-        folder,
-        "result.json",
-        RESULT
-        | {
-            "status": NASTY,
-            "reason": NASTY,
-            "evaluation": {NASTY: 0.5},
-            "rollbacks": [{"to": NASTY, "skipped": [NASTY]}],
-        },
-    )
+    gpus = [{"number": NASTY, "load": 1}]
+    put(folder, "timeline.jsonl", [{"updates": 1, "seconds": 1} | more for more in ({"gpus": gpus}, {"mark": NASTY})])
+    strange = {"status": NASTY, "reason": NASTY, "rollbacks": [{"to": NASTY, "skipped": [NASTY]}]}
+    put(folder, "result.json", RESULT | strange | {"evaluation": {NASTY: 0.5}})
     for name in ("<b>x", "a&b?#"):
         shutil.copytree(folder, tmp_path / name)
         (tmp_path / name / "report.html").write_text("")
@@ -314,12 +242,10 @@ def test_runs_on_the_same_data_are_compared(tmp_path):
     here = full(tmp_path / "digits", samples=3)
     other = {"digits.1": (0.95, {"model.name": "mlp"}), "wide": (0.99, {"train.batch_size": 96})}
     for name, (accuracy, fields) in other.items():
-        put(tmp_path / name, "experiment.json", experiment(name=name, **fields))
-        put(tmp_path / name, "result.json", RESULT | {"evaluation": {"loss": 0.5, "accuracy": accuracy}, "seconds": 30})
-    put(tmp_path / "failed", "experiment.json", experiment())
-    put(tmp_path / "failed", "result.json", RESULT | {"status": "failed", "evaluation": {"accuracy": 1.0}})
-    put(tmp_path / "text", "experiment.json", experiment(**{"data.name": "stdlib_text"}))
-    put(tmp_path / "text", "result.json", RESULT)
+        result = RESULT | {"evaluation": {"loss": 0.5, "accuracy": accuracy}, "seconds": 30}
+        ran(tmp_path / name, result, name=name, **fields)
+    ran(tmp_path / "failed", RESULT | {"status": "failed", "evaluation": {"accuracy": 1.0}})
+    ran(tmp_path / "text", **{"data.name": "stdlib_text"})
     (tmp_path / "empty").mkdir()
     put(tmp_path / "strange", "result.json", [1])
     (tmp_path / "file").write_text("")
@@ -328,9 +254,8 @@ def test_runs_on_the_same_data_are_compared(tmp_path):
     cells = {re.sub("<[^>]+>", "", row).split("completed")[0].split("failed")[0]: text_of(row) for row in rows[1:]}
     assert cells.keys() == {"digits (this run)", "digits.1", "wide", ""} and len(rows) == 5
     assert "★ 0.9900" in cells["wide"] and "train.batch_size=96" in cells["wide"]
-    assert (
-        "0.9500" in cells["digits.1"] and "model.name=mlp" in cells["digits.1"] and "★ 0.9500" not in cells["digits.1"]
-    )
+    assert "0.9500" in cells["digits.1"] and "model.name=mlp" in cells["digits.1"]
+    assert "★ 0.9500" not in cells["digits.1"]
     assert "★ 0.1234" in cells["digits (this run)"], "the lowest loss is the best"
     assert "★" not in cells[""], "a run that failed is never the best"
     assert "name=wide" not in cells["wide"].replace("model.name", "") and "1 run on other data left out" in page
@@ -338,8 +263,7 @@ def test_runs_on_the_same_data_are_compared(tmp_path):
 
 def test_losses_on_two_scales_have_no_best(tmp_path):
     here = full(tmp_path / "a", samples=3)
-    put(tmp_path / "b", "experiment.json", experiment(**{"train.label_smoothing": 0}))
-    put(tmp_path / "b", "result.json", RESULT | {"evaluation": {"loss": 0.01, "accuracy": 0.5}})
+    ran(tmp_path / "b", RESULT | {"evaluation": {"loss": 0.01, "accuracy": 0.5}}, **{"train.label_smoothing": 0})
     page = text_of(render(here))
     assert "★ 0.9800" in page and "★ 0.0100" not in page and "★ 0.1234" not in page
 
@@ -355,9 +279,7 @@ def test_a_run_of_an_older_version_differs_in_nothing_new(tmp_path):
 def test_many_neighbours_do_not_make_it_long(tmp_path):
     here = full(tmp_path / "a", samples=3)
     for i in range(30):
-        put(tmp_path / f"b{i}", "experiment.json", experiment())
-        put(tmp_path / f"b{i}", "result.json", RESULT)
-        os.utime(tmp_path / f"b{i}" / "result.json", (i, i))
+        os.utime(ran(tmp_path / f"b{i}") / "result.json", (i, i))
     page = render(here)
     shown = re.findall(r"<td>(b\d+)</td>", page)
     assert shown == [f"b{i}" for i in range(29, 9, -1)] and "The newest 20 of 30 other runs" in page
@@ -390,55 +312,33 @@ def test_a_thinned_curve_keeps_its_extremes():
 def test_axes_have_round_labels(low, high, tight, ticks):
     axis = line_chart.linear(low, high, 4 if not tight else 5, tight)
     assert axis.ticks == pytest.approx(ticks)
-    assert (
-        axis.low <= low
-        and high <= axis.high
-        and (tight or (axis.low, axis.high) == pytest.approx((ticks[0], ticks[-1])))
-    )
+    assert axis.low <= low and high <= axis.high
+    assert tight or (axis.low, axis.high) == pytest.approx((ticks[0], ticks[-1]))
 
 
 def test_a_wide_range_is_logarithmic():
     axis = line_chart.vertical([2e-4, 30.0], from_zero=False)
     assert axis.log and axis.ticks == pytest.approx([1e-4, 1e-3, 1e-2, 0.1, 1, 10, 100])
     assert axis.share(1e-4) == 0 and axis.share(0.1) == pytest.approx(0.5)
-    assert (
-        not line_chart.vertical([0.0, 30.0], from_zero=False).log
-        and not line_chart.vertical([1, 1e6], from_zero=True).log
-    )
+    assert not line_chart.vertical([0.0, 30.0], from_zero=False).log
+    assert not line_chart.vertical([1, 1e6], from_zero=True).log
 
 
 def test_labels():
-    assert [line_chart.label(v) for v in (0, 0.05, 1200, 25_000, 1.5e6, 1e-6, -3)] == [
-        "0",
-        "0.05",
-        "1,200",
-        "25k",
-        "1.5M",
-        "1e-6",
-        "-3",
-    ]
+    shown = " ".join(map(line_chart.label, (0, 0.05, 1200, 25_000, 1.5e6, 1e-6, -3)))
+    assert shown == "0 0.05 1,200 25k 1.5M 1e-6 -3"
     assert line_chart.label_all([0, 0.25, 0.5, 1.0]) == ["0", "0.25", "0.50", "1.00"]
-    assert [line_chart.value(v) for v in (0.9806, 12.3456, 123456.7, 2.5e-7)] == [
-        "0.9806",
-        "12.346",
-        "123,457",
-        "2.5e-07",
-    ]
-    assert [page_lib.duration(s) for s in (0.123, 11.31, 750, 11520)] == [
-        "0.12 s",
-        "11.3 s",
-        "12 min 30 s",
-        "3 h 12 min",
-    ]
+    shown = " ".join(map(line_chart.value, (0.9806, 12.3456, 123456.7, 2.5e-7)))
+    assert shown == "0.9806 12.346 123,457 2.5e-07"
+    shown = ", ".join(map(page_lib.duration, (0.123, 11.31, 750, 11520)))
+    assert shown == "0.12 s, 11.3 s, 12 min 30 s, 3 h 12 min"
 
 
 def test_what_a_rollback_has_undone_is_not_drawn(tmp_path):
     samples = [{"updates": u, "seconds": i, "loss": float(u)} for i, u in enumerate([10, 20, 30, 40, 20, 30, 50])]
     put(tmp_path, "timeline.jsonl", samples)
     page = render(tmp_path)
-    line = re.search(
-        r"data-lines=\"([^\"]*)\"", page[page.index("<b>Loss") - 9999 if page.index("<b>Loss") > 9999 else 0 :]
-    )
+    line = re.search(r"data-lines=\"([^\"]*)\"", page[max(0, page.index("<b>Loss") - 9999) :])
     drawn = json.loads(html.unescape(line[1]))[0]
     assert drawn["x"] == [10, 20, 30, 50]
 
@@ -472,11 +372,8 @@ def test_a_report_never_makes_a_run_fail(tmp_path, monkeypatch):
 
 def test_it_stays_small(tmp_path):
     folder = full(tmp_path, samples=20_000)
-    put(
-        folder,
-        "history.jsonl",
-        [{"epoch": i, "updates": i, "seconds": i, "loss": math.sin(i)} for i in range(1, 20_000)],
-    )
+    epochs = [{"epoch": i, "updates": i, "seconds": i, "loss": math.sin(i)} for i in range(1, 20_000)]
+    put(folder, "history.jsonl", epochs)
     assert len(render(folder, found=findings(100, 10_000))) < 1_000_000
 
 
@@ -487,9 +384,7 @@ def test_it_stays_small(tmp_path):
 def browser():
     """Headless Chromium. In a fixture of its own: Playwright runs a loop of asyncio as long as it lives."""
     program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    playwright = pytest.importorskip(
-        "playwright.sync_api", reason="playwright is not installed: pip install playwright"
-    )
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs pip install playwright")
     if program is None:
         pytest.skip("Chromium is not installed: apt-get install chromium")
     with playwright.sync_playwright() as running:
@@ -574,16 +469,10 @@ def busy(tmp_path_factory):
     """A report with all there can be: wide tables, long names, many classes."""
     folder = tmp_path_factory.mktemp("busy")
     for i in range(3):
-        put(
-            folder / f"other-run-with-a-long-name-{i}",
-            "experiment.json",
-            experiment(**{"model.options": "units=128, " * 5}),
-        )
-        put(folder / f"other-run-with-a-long-name-{i}", "result.json", RESULT)
+        ran(folder / f"other-run-with-a-long-name-{i}", **{"model.options": "units=128, " * 5})
     here = full(folder / "run", reason="a-long-word-" * 30)
-    (here / "report.html").write_text(
-        page_lib.render(here, findings=findings(20, 2000, tuple(f"a class called {i}" for i in range(20))))
-    )
+    found = findings(20, 2000, tuple(f"a class called {i}" for i in range(20)))
+    (here / "report.html").write_text(page_lib.render(here, findings=found))
     return here / "report.html"
 
 
@@ -596,10 +485,8 @@ def test_it_fits_the_screen(viewport, scheme, browser, busy):
         assert page.locator("section").count() == 7 and page.locator(".chart").count() == 10
         for box in (c.bounding_box() for c in page.locator(".chart svg[role=img]").all()):
             assert box["width"] > 250 and box["height"] > 150
-        smallest = (
-            "Math.min(...[...document.querySelectorAll('body *')].map(e => parseFloat(getComputedStyle(e).fontSize)))"
-        )
-        assert page.evaluate(smallest) >= 11
+        sizes = "[...document.querySelectorAll('body *')].map(e => parseFloat(getComputedStyle(e).fontSize))"
+        assert page.evaluate(f"Math.min(...{sizes})") >= 11
         light = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert light == {"light": "rgb(244, 245, 247)", "dark": "rgb(18, 21, 26)"}[scheme]
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import pathlib
 import platform
@@ -96,11 +95,9 @@ class BucketStorage(Disk):
                 files.verify(path)
                 return
             except files.DamagedError:  # the next one to verify it reports what is missing
-                names: list = []
-                with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-                    names = list(json.loads(local_files.content(path / files.MANIFEST))["files"])
+                names = (files.read_object(path / files.MANIFEST) or {}).get("files")
                 with self._user_errors():
-                    for name in filter(files.is_inside, names):
+                    for name in filter(files.is_inside, names if isinstance(names, dict) else ()):
                         with contextlib.suppress(MissingError):
                             self._bucket.get(f"{path.name}/{name}", path / name)
         self._complete.add(path.name)

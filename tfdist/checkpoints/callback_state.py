@@ -1,4 +1,4 @@
-"""State of Keras' callbacks that a checkpoint keeps: their counters and best weights."""
+"""State of callbacks that a checkpoint keeps beside its tensors, such as the counters of Keras' own."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def capture(callbacks: keras.callbacks.CallbackList) -> dict[str, State]:
     """Returns the callbacks' states by name, as far as JSON can hold them."""
     plain = lambda value: value.item() if isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0 else value
     states = {}
-    for name, callback in _named(callbacks):
+    for name, callback in named(callbacks):
         own = callback.get_state() if _keeps_state(callback) else None
         known = {field: plain(getattr(callback, field, None)) for field in _known(callback)}
         if own is not None or known:
@@ -42,7 +42,7 @@ def _known(callback: keras.callbacks.Callback) -> list[str]:
 
 def restore(callbacks: keras.callbacks.CallbackList, states: dict[str, State]) -> None:
     """Restores the callbacks' states; after `on_train_begin`, in which they reset it. UserError if one cannot."""
-    for name, callback in _named(callbacks):
+    for name, callback in named(callbacks):
         if name not in states:
             continue
         state = states[name]
@@ -60,25 +60,7 @@ def restore(callbacks: keras.callbacks.CallbackList, states: dict[str, State]) -
             ) from error
 
 
-def arrays(callbacks: keras.callbacks.CallbackList) -> dict[str, np.ndarray]:
-    """Returns the best weights of EarlyStopping, by the callback's name and their number."""
-    return {
-        f"{name}/{i:04d}": np.asarray(array)
-        for name, callback in _named(callbacks)
-        if isinstance(callback, keras.callbacks.EarlyStopping)
-        for i, array in enumerate(getattr(callback, "best_weights", None) or [])
-    }
-
-
-def set_arrays(callbacks: keras.callbacks.CallbackList, stored: dict[str, np.ndarray]) -> None:
-    """Restores what `arrays` returned."""
-    for name, callback in _named(callbacks):
-        mine = [stored[key] for key in sorted(stored) if key.rpartition("/")[0] == name]
-        if mine and isinstance(callback, keras.callbacks.EarlyStopping):
-            callback.best_weights = mine
-
-
-def _named(callbacks: keras.callbacks.CallbackList) -> list[tuple[str, keras.callbacks.Callback]]:
+def named(callbacks: keras.callbacks.CallbackList) -> list[tuple[str, keras.callbacks.Callback]]:
     """Names callbacks by class and number: a new process has them in the same order."""
     kinds = [type(callback).__name__ for callback in callbacks.callbacks]
     return [(f"{kind}.{kinds[:i].count(kind)}", callbacks.callbacks[i]) for i, kind in enumerate(kinds)]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tfdist.checkpoints import bucket_folder, files, training_run, training_state
-from tfdist.checkpoints.files import DISK, Disk
+from tfdist.checkpoints.files import Disk
 from tfdist.checkpoints.resume import MODEL_FILE, LoadedCheckpoint, Position, choose, load
 from tfdist.checkpoints.training_run import TrainingRun
 from tfdist.config import buckets, schedule
@@ -28,100 +28,7 @@ HELD_S = 1.0  # least seconds of training between two states that are held in me
 HELD_SHARE = 0.01  # the largest share of the time that holding them may take
 
 
-class CheckpointWriter:
-    """Writes the checkpoints of one run in a thread, one at a time; on the chief only.
-
-    It deletes all but the newest `keep` and the best.
-    """
-
-    def __init__(self, folder: pathlib.Path, keep: int, storage: Disk = DISK):
-        self._folder, self._keep, self._storage = folder, keep, storage
-        self._thread: threading.Thread | None = None
-        self.kept: list[pathlib.Path] = []  # those of this run that are on the disk, the oldest first
-        self.in_memory: LoadedCheckpoint | None = None  # a state newer than what is on the disk, if any is held
-        self.failure = ""  # why the last one could not be written
-        self.unwritten: set[int] = set()  # updates whose checkpoints could not be written, since the last that was
-        self._warned = ""  # the reason that was last given in a warning
-        self.saved = 0
-        self.seconds = 0.0  # that taking and writing them took
-
-    def start(self, update: int, state: dict, tensors: dict[str, Structure], best: int | None) -> None:
-        """Begins to write a checkpoint, `state` into `state.json`; call `wait` for the previous one first.
-
-        `best` is the update whose checkpoint is kept though newer ones are written.
-        """
-        arguments = (update, state, tensors, best)
-        self._thread = threading.Thread(target=self._write, args=arguments, name="tfdist checkpoint")
-        self._thread.start()
-
-    def write_held(self) -> None:
-        """Begins to write what is in memory, after the one that is being written; from any thread.
-
-        The state of the other workers is no use when a worker is lost: they are in the middle of an update.
-        """
-        held, before = self.in_memory, self._thread
-        if held is None:
-            return
-        state, tensors = held.state, held.tensors
-
-        def write() -> None:
-            if before is not None:
-                before.join()
-            update = state["position"]["update"]
-            if self._write(update, state, tensors, state["best"]["update"]):
-                logger.info(f"the state after update {update} was in memory and is saved, since a worker is lost")
-
-        # Else it would be a daemon, as the thread that calls this may be, and the exit would not wait for it.
-        self._thread = threading.Thread(target=write, name="tfdist checkpoint", daemon=False)
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Returns when the one that is being written is on the disk, or has failed."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-    def _write(self, update: int, state: dict, tensors: dict[str, Structure], best: int | None) -> bool:
-        """Writes a checkpoint; returns whether it is on the disk."""
-        start = time.perf_counter()
-        missing = not self._folder.parent.exists()
-        try:
-            write = lambda prefix: training_state.write(prefix, tensors)
-            path = files.write(self._folder, update, state, write, self._storage.publish)
-        except Exception as error:  # TensorFlow's differ by version, and a callback's state may be anything
-            self._fail(update, error)
-            return False
-        finally:
-            self.seconds += time.perf_counter() - start
-        if missing and self.saved:
-            logger.info(f"WARNING: {self._folder.parent} was deleted and has been made again")
-        if len(self.unwritten) > 1:
-            logger.info(f"checkpoints are written again; {len(self.unwritten)} before update {update} were not")
-        self.unwritten, self._warned = set(), ""
-        self.failure, self.saved = "", self.saved + 1
-        if self.in_memory and self.in_memory.state["position"]["update"] <= update:
-            self.in_memory = None
-        self.kept.append(path)
-        newest = self.kept[-self._keep :]
-        best_ones = [kept for kept in self.kept if files.update_of(kept) == best]
-        self.kept = [kept for kept in self.kept if kept in newest or kept in best_ones[-1:]]
-        files.prune(self._folder, set(self.kept))
-        self._storage.prune({kept.name for kept in self.kept})
-        return True
-
-    def _fail(self, update: int, error: Exception) -> None:
-        """Records that a checkpoint could not be written, and warns once for each reason."""
-        why, folder = _reason(error, self._folder), self._folder
-        fix = f"look at {error.place}" if isinstance(error, BucketError) else f"free or repair {folder}"
-        kept = f"the one of update {files.update_of(self.kept[-1])} is kept" if self.kept else "there is none"
-        self.failure = f"the checkpoint after update {update} could not be written ({why})"
-        self.unwritten.add(update)
-        if why != self._warned:
-            self._warned = why
-            logger.info(f"WARNING: {self.failure}: training goes on, {kept}; {fix}")
-
-
-class Checkpoints(CheckpointWriter):
+class Checkpoints:
     """The checkpoints of one run, for `fit(checkpoints=...)`. Progress is logged on the chief only.
 
     Args:
@@ -162,7 +69,7 @@ class Checkpoints(CheckpointWriter):
             raise UserError(f"checkpoint.keep must be at least 1, got {keep}")
         self._best_metric = schedule.better(best)
         self.folder, kept_at = bucket_folder.checkpoints_at(folder)
-        super().__init__(self.folder, keep, storage or kept_at)
+        self._keep, self._storage = keep, storage or kept_at
         self._name = self._storage.shown(self.folder)
         self._every, self._asynchronous, self._resume, self._changed = every, asynchronous, resume, changed
         self._experiment, self._data_sha256 = dict(experiment or {}), data_sha256
@@ -173,6 +80,14 @@ class Checkpoints(CheckpointWriter):
         self._updates, self._seconds = math.inf, math.inf
         self._last = self._hold_at = time.monotonic()
         self._best: dict[str, Any] = {"value": None, "update": None}
+        self._thread: threading.Thread | None = None  # which writes one; on the chief only
+        self.kept: list[pathlib.Path] = []  # those of this run that are on the disk, the oldest first
+        self.in_memory: LoadedCheckpoint | None = None  # a state newer than what is on the disk, if any is held
+        self.failure = ""  # why the last one could not be written
+        self.unwritten: set[int] = set()  # updates whose checkpoints could not be written, since the last that was
+        self._warned = ""  # the reason that was last given in a warning
+        self.saved = 0
+        self.seconds = 0.0  # that taking and writing them took
 
     def begin(self, run: TrainingRun) -> Position | None:
         """Restores the newest valid checkpoint, if any, and returns its position; called on all workers."""
@@ -322,12 +237,83 @@ class Checkpoints(CheckpointWriter):
     def _state(self, run: TrainingRun, position: Position) -> dict[str, object]:
         return training_run.state_of(run, position, self._experiment, self._data_sha256, self._facts(run), self._best)
 
+    def start(self, update: int, state: dict, tensors: dict[str, Structure], best: int | None) -> None:
+        """Begins to write a checkpoint in a thread, and deletes all but the newest and that of update `best`.
 
-def _reason(error: Exception, folder: pathlib.Path) -> str:
-    """Returns why a file could not be written, without TensorFlow's names of nodes and files."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror.lower()
-    text = one_line(getattr(error, "message", None) or error)
-    text = re.sub(r"\{\{.*?\}\}|\[Op:.*", "", text)  # {{function_node ...}} and [Op:SaveV2] name: ...
-    text = re.sub(re.escape(str(folder)) + r"\S*", "", text)  # each checkpoint has another path
-    return printable(text.strip(" ;:,") or type(error).__name__, 120)
+        Call `wait` for the previous one first.
+        """
+        arguments = (update, state, tensors, best)
+        self._thread = threading.Thread(target=self._write, args=arguments, name="tfdist checkpoint")
+        self._thread.start()
+
+    def write_held(self) -> None:
+        """Begins to write what is in memory, after the one that is being written; from any thread.
+
+        The state of the other workers is no use when a worker is lost: they are in the middle of an update.
+        """
+        held, before = self.in_memory, self._thread
+        if held is None:
+            return
+        state, tensors = held.state, held.tensors
+
+        def write() -> None:
+            if before is not None:
+                before.join()
+            update = state["position"]["update"]
+            if self._write(update, state, tensors, state["best"]["update"]):
+                logger.info(f"the state after update {update} was in memory and is saved, since a worker is lost")
+
+        # Else it would be a daemon, as the thread that calls this may be, and the exit would not wait for it.
+        self._thread = threading.Thread(target=write, name="tfdist checkpoint", daemon=False)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Returns when the one that is being written is on the disk, or has failed."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _write(self, update: int, state: dict, tensors: dict[str, Structure], best: int | None) -> bool:
+        """Writes a checkpoint; returns whether it is on the disk."""
+        start = time.perf_counter()
+        missing = not self.folder.parent.exists()
+        try:
+            write = lambda prefix: training_state.write(prefix, tensors)
+            path = files.write(self.folder, update, state, write, self._storage.publish)
+        except Exception as error:  # TensorFlow's differ by version, and a callback's state may be anything
+            self._fail(update, error)
+            return False
+        finally:
+            self.seconds += time.perf_counter() - start
+        if missing and self.saved:
+            logger.info(f"WARNING: {self.folder.parent} was deleted and has been made again")
+        if len(self.unwritten) > 1:
+            logger.info(f"checkpoints are written again; {len(self.unwritten)} before update {update} were not")
+        self.unwritten, self._warned = set(), ""
+        self.failure, self.saved = "", self.saved + 1
+        if self.in_memory and self.in_memory.state["position"]["update"] <= update:
+            self.in_memory = None
+        self.kept.append(path)
+        newest = self.kept[-self._keep :]
+        best_ones = [kept for kept in self.kept if files.update_of(kept) == best]
+        self.kept = [kept for kept in self.kept if kept in newest or kept in best_ones[-1:]]
+        files.prune(self.folder, set(self.kept))
+        self._storage.prune({kept.name for kept in self.kept})
+        return True
+
+    def _fail(self, update: int, error: Exception) -> None:
+        """Records that a checkpoint could not be written, and warns once for each reason."""
+        if isinstance(error, OSError) and error.strerror:
+            why = error.strerror.lower()
+        else:
+            text = one_line(getattr(error, "message", None) or error)
+            text = re.sub(r"\{\{.*?\}\}|\[Op:.*", "", text)  # {{function_node ...}} and [Op:SaveV2] name: ...
+            text = re.sub(re.escape(str(self.folder)) + r"\S*", "", text)  # each checkpoint has another path
+            why = printable(text.strip(" ;:,") or type(error).__name__, 120)
+        fix = f"look at {error.place}" if isinstance(error, BucketError) else f"free or repair {self.folder}"
+        kept = f"the one of update {files.update_of(self.kept[-1])} is kept" if self.kept else "there is none"
+        self.failure = f"the checkpoint after update {update} could not be written ({why})"
+        self.unwritten.add(update)
+        if why != self._warned:
+            self._warned = why
+            logger.info(f"WARNING: {self.failure}: training goes on, {kept}; {fix}")

@@ -44,8 +44,13 @@ def capture(
     shared = {name: _read(copies(v)[0]) for name, v in _shared(model)}
     if distribution.device_kind != "CPU":  # there a copy on write would need twice the memory
         shared = {name: value.numpy() for name, value in shared.items()}
-    of_callbacks = {f"{CALLBACKS}/{name}": array for name, array in callback_state.arrays(callbacks).items()}
-    return {**shared, **own, **of_callbacks}
+    best = {
+        f"{CALLBACKS}/{name}/{i:04d}": np.asarray(array)
+        for name, callback in callback_state.named(callbacks)
+        if isinstance(callback, keras.callbacks.EarlyStopping)
+        for i, array in enumerate(getattr(callback, "best_weights", None) or [])
+    }
+    return {**shared, **own, **best}
 
 
 def write(prefix: str, tensors: dict[str, Structure]) -> None:
@@ -87,8 +92,10 @@ def restore(
             rows = np.repeat(rows[:1], distribution.replicas, 0)  # each replica had the state of all examples
         _assign_own(name, copies(variable), rows, distribution)
     refresh(model)
-    arrays = {n.removeprefix(f"{CALLBACKS}/"): v for n, v in by_place.items() if n.startswith(f"{CALLBACKS}/")}
-    callback_state.set_arrays(callbacks, arrays)
+    for name, callback in callback_state.named(callbacks):
+        best = [by_place[place] for place in sorted(by_place) if place.startswith(f"{CALLBACKS}/{name}/")]
+        if best and isinstance(callback, keras.callbacks.EarlyStopping):
+            callback.best_weights = best
 
 
 def weights(model: keras.Model, tensors: dict[str, np.ndarray], averaged: bool) -> list[np.ndarray]:

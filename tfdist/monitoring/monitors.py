@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import pathlib
+import resource
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
+import psutil
 import tensorflow as tf
 
 from tfdist import config
@@ -18,12 +20,11 @@ from tfdist.config import field_syntax
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import DisplayOptions
 from tfdist.config.schedule import Plan
-from tfdist.distributed.gpus import DriverGPU
+from tfdist.distributed.gpus import DriverGPU, Survey, survey
 from tfdist.monitoring import progress
 from tfdist.monitoring.flops import FlopsModel
 from tfdist.monitoring.profiler import Profiler
 from tfdist.monitoring.recorder import TIMELINE, Recorder, Segments, learning_rate, until
-from tfdist.monitoring.system_usage import Usage, peak_memory
 from tfdist.trainer.callbacks import Callback
 from tfdist.trainer.timing import INPUT_LIMIT, Call, Spent
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from tensorboard.compat.proto import event_pb2
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+USAGE_EVERY_S = 5.0  # between two samples of the machine; nvidia-smi alone takes a tenth of one
 EVERY_S = 0.5  # between two samples at the beginning of a run
 THINNING = 400  # later the interval is the run's seconds divided by this: a day has 2,000 samples, not 86,400
 JUDGED_S = 3.0  # of training before a warning
@@ -62,8 +64,7 @@ class Monitors:
             usage = Usage(tuple(gpu.number for gpu in gpus))
             board = Board(folder.path / "tensorboard") if display.tensorboard else None
             self.callbacks += progress.create(display.progress, plan, usage.latest)
-            fields = config.flat(experiment)
-            self.callbacks.append(Timeline(folder, self.recorder, usage, flops, fields, board, advice(experiment)))
+            self.callbacks.append(Timeline(folder, self.recorder, usage, flops, experiment, board))
         if profiled[1]:
             self.callbacks.append(Profiler(*profiled, self.recorder, folder.path, is_chief))
 
@@ -83,6 +84,51 @@ class Monitors:
             getattr(callback, "stop", lambda: None)()
 
 
+def peak_memory() -> int:
+    """Returns the peak resident bytes of this process."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class Usage:
+    """Samples cores, memory and the GPUs of these driver numbers in a thread, so that a slow driver delays nothing."""
+
+    def __init__(self, numbers: tuple[int, ...], survey: Callable[[], Survey] = survey):
+        self._numbers, self._survey = numbers, survey
+        self._process = psutil.Process()
+        self._latest: progress.Sample = {"cpu": 0.0, "memory": 0, "gpus": []}
+        self._over = threading.Event()
+        self._process.cpu_percent()  # the next one is over the time since this one
+
+    def start(self) -> None:
+        self._sample()
+        if self._numbers:
+            threading.Thread(target=self._watch, name="tfdist usage", daemon=True).start()
+
+    def latest(self) -> progress.Sample:
+        """Returns the newest sample."""
+        if not self._numbers:
+            self._sample()  # two files of /proc
+        return self._latest.copy()
+
+    def stop(self) -> None:
+        self._over.set()
+
+    def _watch(self) -> None:
+        while not self._over.wait(USAGE_EVERY_S):
+            self._sample()
+
+    def _sample(self) -> None:
+        known = lambda value: None if math.isnan(value) else value
+        fields = ("number", "load", "memory_used", "memory_total")
+        samples = [
+            {field: known(getattr(gpu, field)) for field in fields}
+            for gpu in (self._survey().gpus if self._numbers else ())
+            if gpu.number in self._numbers
+        ]
+        memory = self._process.memory_info().rss
+        self._latest = {"cpu": self._process.cpu_percent() / 100, "memory": memory, "gpus": samples}
+
+
 def advice(experiment: config.Experiment) -> str:
     """Returns what to change when training waits for this experiment's data."""
     if field_syntax.is_reference(experiment.data.name) and not field_syntax.files(experiment.data.name):
@@ -96,8 +142,7 @@ def advice(experiment: config.Experiment) -> str:
 class Timeline(Callback):
     """Samples a run into `timeline.jsonl` and TensorBoard's `board`; on the chief only.
 
-    The callbacks of `recorder`, which counts updates and time, run before these. `experiment` has the fields by name,
-    for TensorBoard; `advice` says what to change when the input is too slow.
+    The callbacks of `recorder`, which counts updates and time, run before these.
     """
 
     takes_many_updates = True
@@ -108,13 +153,12 @@ class Timeline(Callback):
         recorder: Recorder,
         usage: Usage,
         flops: FlopsModel,
-        experiment: Mapping[str, str],
+        experiment: config.Experiment,
         board: Board | None,
-        advice: str,
     ):
         super().__init__()
         self._folder, self._recorder, self._usage, self._board = folder, recorder, usage, board
-        self._flops, self._experiment, self._advice = flops, experiment, advice
+        self._flops, self._experiment = flops, experiment
         self._window, self._all = Spent(), Spent()
         self._examples = 0
         self._norm: float | None = None
@@ -171,7 +215,7 @@ class Timeline(Callback):
             self._opened = True
             self._flops.count()
             if self._board:
-                self._board.begin(self._recorder.updates, self._experiment)
+                self._board.begin(self._recorder.updates, config.flat(self._experiment))
 
     def _sample(self, now: float, logs: Mapping[str, object]) -> None:
         self._open()
@@ -197,7 +241,8 @@ class Timeline(Callback):
         share = self._all.share("input") or 0.0
         if share > INPUT_LIMIT and self._all.seconds > JUDGED_S and not self._warned:
             self._warned = True
-            logger.info(f"WARNING: {100 * share:.0f} % of the time goes into waiting for input: {self._advice}")
+            fix = advice(self._experiment)
+            logger.info(f"WARNING: {100 * share:.0f} % of the time goes into waiting for input: {fix}")
 
     def _mark(self, what: str) -> None:
         line = {"updates": self._recorder.updates, "seconds": round(self._recorder.seconds, 3), "mark": what}

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import keras
 from rich import progress as rich_progress
@@ -16,10 +17,12 @@ from rich.table import Column
 
 from tfdist.checkpoints import state_shape
 from tfdist.config.schedule import Plan
-from tfdist.monitoring.system_usage import Sample
 from tfdist.trainer.callbacks import Callback
 from tfdist.trainer.timing import Call, Spent
 
+# `cpu` in busy cores, `memory` in bytes, and `gpus`, each with its `number` in the driver, `load`, the share of time in
+# which it is busy, and `memory_used` and `memory_total` in MiB: None for what the driver does not report.
+Sample: TypeAlias = dict[str, Any]
 PLAIN_EVERY_S = 30.0  # between plain lines within an epoch
 INPUT_SHOWN = 0.05  # least share of the time spent waiting for input that is shown
 
