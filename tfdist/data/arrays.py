@@ -20,14 +20,10 @@ from tfdist.errors import UserError
 
 ALIGNMENT = 64
 """Bytes: EIGEN_MAX_ALIGN_BYTES with AVX-512. A kernel ends the process over a tensor that begins elsewhere."""
-_LARGEST_ITEM = 8
-"""Bytes of a number that TensorFlow knows, of those that are not complex."""
-_SMALL = 1 << 20
-"""Arrays of fewer bytes are copied as TensorFlow does it."""
-_DECODED = 256
-"""Examples that are decoded together on their way into memory."""
-_COMPARED = 256
-"""Numbers of inputs, targets and weights each that workers compare, to rounding."""
+_LARGEST_ITEM = 8  # bytes of a number that TensorFlow knows, of those that are not complex
+_SMALL = 1 << 20  # arrays of fewer bytes are copied as TensorFlow does it
+_DECODED = 256  # examples that are decoded together on their way into memory
+_COMPARED = 256  # numbers of inputs, targets and weights each that workers compare, to rounding
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

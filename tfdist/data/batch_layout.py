@@ -22,8 +22,7 @@ class RowRange(NamedTuple):
     """Consecutive rows of a global batch."""
 
     start: int | tf.Tensor
-    size: int | tf.Tensor
-    """Number of rows, possibly 0."""
+    size: int | tf.Tensor  # number of rows, possibly 0
 
 
 def _split(size: int | tf.Tensor, parts: int, index: int | tf.Tensor) -> RowRange:
@@ -45,24 +44,17 @@ class Layout:
     int says that it is full; `micro` and `replica` are numbers from 0, among all workers.
     """
 
-    batch: int
-    """Examples of a full global batch."""
-    replicas: int
-    """Replicas over all workers, virtual ones if there are any."""
-    accumulate: int
-    """Micro-batches of an update."""
-    first: int = 0
-    """This worker's first replica among all."""
-    local: int = 0
-    """This worker's replicas; 0 for all of them."""
+    batch: int  # examples of a full global batch
+    replicas: int  # replicas over all workers, virtual ones if there are any
+    accumulate: int  # micro-batches of an update
+    first: int = 0  # this worker's first replica among all
+    local: int = 0  # this worker's replicas; 0 for all of them
     static: bool = False
     """All shapes are known when a step is traced: every batch has `batch` examples, and the host slices it."""
-    virtual: bool = False
-    """The replicas are virtual: shapes depend on the number of examples alone, and sums are exact."""
+    virtual: bool = False  # the replicas are virtual: shapes depend on the number of examples alone, and sums are exact
     ends_anywhere: bool = False
     """The number of batches is not known, and may differ on other workers; see `step.batch_loop.next_batch`."""
-    none_empty: bool = False
-    """Every batch has a row for each virtual replica of each micro-batch."""
+    none_empty: bool = False  # every batch has a row for each virtual replica of each micro-batch
 
     @property
     def max_micro_rows(self) -> int:
@@ -150,16 +142,12 @@ class MicroBatch(NamedTuple):
 
     data: Structure
     """(x, y, weight), tensors [n, ...]; of no rows, a row of another replica, of which nothing may count."""
-    size: int | tf.Tensor
-    """Number of rows, possibly 0."""
-    total: int | tf.Tensor
-    """Number of rows of all replicas."""
-    parts: int
-    """Into how many parts a device takes the global batch apart: micro-batches, times virtual replicas."""
+    size: int | tf.Tensor  # number of rows, possibly 0
+    total: int | tf.Tensor  # number of rows of all replicas
+    parts: int  # into how many parts a device takes the global batch apart: micro-batches, times virtual replicas
     max_size: int
     """The most rows that a replica ever has of a micro-batch, where collectives between workers need it; else 0."""
-    present: tf.Tensor | None
-    """Whether there is a row, a bool scalar; None for certainly."""
+    present: tf.Tensor | None  # whether there is a row, a bool scalar; None for certainly
     padded: bool = False
     """Whether `data` has `max_size` rows though `size`, a tensor, may be one less: then the last one is padding."""
     row_mask: tf.Tensor | None = None
@@ -169,14 +157,12 @@ class MicroBatch(NamedTuple):
 class Batch(NamedTuple):
     """A global batch, or a worker's part of it, out of which each replica takes its rows."""
 
-    table: Structure
-    """Examples, tensors [n, ...]."""
+    table: Structure  # examples, tensors [n, ...]
     rows: tf.Tensor | tuple[()]
     """Where in `table` the rows of the batch are, int32 [rows]; () where `table` is the batch, or this worker's part.
 
     A tensor is a whole global batch, also for a worker."""
-    count: tf.Tensor
-    """Examples in the global batch, an int32 scalar."""
+    count: tf.Tensor  # examples in the global batch, an int32 scalar
 
     def micro_batch(
         self, layout: Layout, count: int | tf.Tensor, micro: int | tf.Tensor, replica: int | tf.Tensor
@@ -221,10 +207,8 @@ class HostSlice(NamedTuple):
     The number of examples is known then, too: slices differ by one row at most, and the shorter ones are padded.
     """
 
-    data: Structure
-    """Tensors [micro-batches, layout.max_micro_rows, ...]."""
-    sizes: tf.Tensor
-    """How many rows of each micro-batch count, int32 [micro-batches]."""
+    data: Structure  # tensors [micro-batches, layout.max_micro_rows, ...]
+    sizes: tf.Tensor  # how many rows of each micro-batch count, int32 [micro-batches]
 
     def micro_batch(
         self, layout: Layout, count: int | tf.Tensor, micro: int | tf.Tensor, replica: int | tf.Tensor
@@ -246,8 +230,7 @@ class HostSlice(NamedTuple):
         )
 
 
-ReplicaBatch: TypeAlias = Batch | HostSlice
-"""What a replica gets of a global batch."""
+ReplicaBatch: TypeAlias = Batch | HostSlice  # what a replica gets of a global batch
 
 
 def host_slices(batch: Batch, layout: Layout) -> list[HostSlice]:

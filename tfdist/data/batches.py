@@ -46,8 +46,7 @@ class Batches(Source):
     dataset: tf.data.Dataset
     decode: Callable[..., tuple] | None = None
     reader: python_batches.Reader = python_batches.TENSORFLOWS
-    bare: bool = dataclasses.field(default=False, init=False)
-    """Its elements are inputs alone, and not a tuple."""
+    bare: bool = dataclasses.field(default=False, init=False)  # its elements are inputs alone, and not a tuple
     size = None
     columns = None
 
@@ -278,10 +277,8 @@ class SequenceFeed(BatchFeed):
         self._iterator = None
 
 
-_ROWS, _ENTRIES = 64, 1024
-"""Rows of a batch, and entries of each, that a checksum looks at, about."""
-_FACTOR = 0x1E3779B97F4A7C15
-"""Odd, with many bits set."""
+_ROWS, _ENTRIES = 64, 1024  # rows of a batch, and entries of each, that a checksum looks at, about
+_FACTOR = 0x1E3779B97F4A7C15  # Odd, with many bits set
 
 
 class BatchOrder:

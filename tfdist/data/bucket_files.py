@@ -20,8 +20,7 @@ from tfdist.config.buckets import Bucket, BucketError, Entry
 from tfdist.config.messages import logger
 from tfdist.errors import UserError
 
-LIMIT_S = 24 * 3600.0
-"""Limit for another run's download of the same files."""
+LIMIT_S = 24 * 3600.0  # limit for another run's download of the same files
 
 
 def here(data: config.Data, download: bool = True) -> config.Data:

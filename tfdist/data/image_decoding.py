@@ -91,8 +91,7 @@ class Pictures:
     """Decoding of images whose files were not examined before."""
 
     channels: int
-    most: int
-    """Pixels in an image."""
+    most: int  # pixels in an image
 
     @classmethod
     def of(cls, options: Options) -> Pictures:

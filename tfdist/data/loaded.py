@@ -34,8 +34,7 @@ class Loaded:
 
     train: Source
     eval: Source
-    examples: int
-    """Examples in the training split."""
+    examples: int  # examples in the training split
     spec: Spec
 
     def __repr__(self):
@@ -80,8 +79,7 @@ def described(train: Source, evaluation: Source) -> Loaded:
     return Loaded(train, evaluation, train.size, Spec(shape, dtype.name, classes, maximum))
 
 
-SMALLEST = 1 << 24
-"""Arrays that take fewer bytes together are not worth it."""
+SMALLEST = 1 << 24  # arrays that take fewer bytes together are not worth it
 _ROOM = 1 << 12
 
 

@@ -53,8 +53,7 @@ class FeedCall:
     last: int
     full: bool
     """All batches are full and divide evenly over replicas and micro-batches; of a `StaticFeed`, that they are full."""
-    count: int | None = None
-    """Examples of each of these batches, where the step needs it; see `StaticFeed`."""
+    count: int | None = None  # examples of each of these batches, where the step needs it; see `StaticFeed`
 
 
 class Feed:
@@ -64,8 +63,7 @@ class Feed:
     epoch alone, so a feed of examples needs no state, and `restart` and `resume` have nothing to do.
     """
 
-    batches: int | None
-    """Global batches of an epoch; None if unknown, 0 if it has no end."""
+    batches: int | None  # global batches of an epoch; None if unknown, 0 if it has no end
 
     def next(self, update: int, limit: int) -> FeedCall:
         """Returns at most `limit` batches from `update` on, none beyond its epoch."""
@@ -95,8 +93,7 @@ class Feed:
         return None
 
 
-_MOST = 32
-"""Batches that a `StaticFeed` reads for one call; they lie in memory together."""
+_MOST = 32  # batches that a `StaticFeed` reads for one call; they lie in memory together
 
 
 class StaticFeed(Feed):
@@ -112,10 +109,8 @@ class StaticFeed(Feed):
     def __init__(self, inner: Feed, layout: Layout):
         self.inner, self._layout = inner, layout
         self.batches = inner.batches
-        self._ahead: list[Structure] = []
-        """Batches that have been read for a call and belong to the next one."""
-        self._shapes: list[list[int]] | None = None
-        """Shapes of an example, the same for all."""
+        self._ahead: list[Structure] = []  # batches that have been read for a call and belong to the next one
+        self._shapes: list[list[int]] | None = None  # shapes of an example, the same for all
 
     def next(self, update: int, limit: int) -> FeedCall:
         """Returns at most `limit` batches from `update` on, none beyond its epoch; none at the end of the data."""
@@ -171,8 +166,7 @@ class Source(abc.ABC):
 
     __slots__ = ()
 
-    size: int | None
-    """Examples; None where only reading tells."""
+    size: int | None  # examples; None where only reading tells
     columns: tuple | None
     """(x,), (x, y) or (x, y, weight) in memory, each a structure of arrays [examples, ...]; None if not in memory."""
     labels: np.ndarray | None = None

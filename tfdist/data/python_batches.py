@@ -23,19 +23,15 @@ from tfdist.config.messages import logger
 from tfdist.data.structures import Structure
 from tfdist.errors import UserError
 
-_LOOKED_AT = 2
-"""Batches whose shapes and types are compared, as in Keras."""
+_LOOKED_AT = 2  # batches whose shapes and types are compared, as in Keras
 
 
 class Reader:
     """Hooks and limits of a data set of batches; this one is for those that TensorFlow reads."""
 
-    once = False
-    """It cannot be read from its beginning again."""
-    alone = ""
-    """Why several workers cannot read it, if so."""
-    first: tuple | None = None
-    """Its first batch as it is stored, if it has been looked at."""
+    once = False  # it cannot be read from its beginning again
+    alone = ""  # why several workers cannot read it, if so
+    first: tuple | None = None  # its first batch as it is stored, if it has been looked at
 
     def cardinality(self, dataset: tf.data.Dataset) -> int:
         """Returns the batches of a pass, or one of TensorFlow's two constants for what is no number."""
@@ -161,8 +157,7 @@ class SequenceReader(PythonReader):
         return map(sequence.__getitem__, numbers)
 
 
-_held: list[keras.utils.PyDataset] = []
-"""The data set of a process of a pool."""
+_held: list[keras.utils.PyDataset] = []  # the data set of a process of a pool
 
 
 def _hold(sequence: keras.utils.PyDataset) -> None:
@@ -189,8 +184,7 @@ def _in_order(
         pool.shutdown(cancel_futures=True)
 
 
-TENSORFLOWS = Reader()
-"""The reader of all data sets that TensorFlow reads."""
+TENSORFLOWS = Reader()  # the reader of all data sets that TensorFlow reads
 
 
 def reader(data: Any) -> PythonReader | None:

@@ -18,13 +18,10 @@ from tfdist.data.protocol import Feed, FeedCall, Source, order
 from tfdist.data.structures import Structure
 from tfdist.errors import UserError, one_line
 
-AHEAD = 2
-"""Batches that lie ready. Not AUTOTUNE, which may take half of the machine's memory."""
+AHEAD = 2  # batches that lie ready. Not AUTOTUNE, which may take half of the machine's memory.
 
-WAITING = 2
-"""Examples in work for each thread that decodes, so that none waits for a file."""
-_COMPARED = 2**16
-"""Examples, about, whose labels workers compare bit by bit."""
+WAITING = 2  # examples in work for each thread that decodes, so that none waits for a file
+_COMPARED = 2**16  # examples, about, whose labels workers compare bit by bit
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -142,8 +139,7 @@ class Records(Source):
 UNREADABLE = (tf.errors.OpError, UnicodeDecodeError)
 """Raised by TensorFlow for a record that it cannot read; the latter where its message repeats bytes of the record."""
 
-REPAIR = "repair or remove it, or set data.on_error=skip"
-"""The fix for an example that cannot be decoded."""
+REPAIR = "repair or remove it, or set data.on_error=skip"  # the fix for an example that cannot be decoded
 
 
 class RecordFeed(Feed):
@@ -168,10 +164,8 @@ class RecordFeed(Feed):
         self._order: tuple[int, np.ndarray] | None = None
         self._lock = threading.Lock()
         self._iterator: tf.data.Iterator | None = None
-        self._at = -1
-        """The update whose batch the iterator gives next."""
-        self._called = 0, 0
-        """The updates of the last call."""
+        self._at = -1  # the update whose batch the iterator gives next
+        self._called = 0, 0  # the updates of the last call
 
     def next(self, update: int, limit: int) -> FeedCall:
         number = update % self.batches
@@ -271,10 +265,8 @@ class RecordFeed(Feed):
 class _Decoded(NamedTuple):
     """The examples that a worker decodes for a global batch of a given size."""
 
-    positions: np.ndarray
-    """Places of the decoded examples in the global batch, int64 [n], at least one."""
-    own: np.ndarray
-    """Those that are rows of this worker and not partners, int32 [m], at least one."""
+    positions: np.ndarray  # places of the decoded examples in the global batch, int64 [n], at least one
+    own: np.ndarray  # those that are rows of this worker and not partners, int32 [m], at least one
 
     @classmethod
     def of(cls, layout: Layout, count: int, mix: bool) -> _Decoded:

@@ -12,10 +12,8 @@ class Column:
     name: str
     kind: str
     """`number`, standardized to (value - mean) / std, or `category`, the place of its text in `vocabulary` plus one."""
-    mean: float = 0.0
-    """Mean of the values present. A missing one becomes the mean, which is 0 when standardized."""
-    std: float = 1.0
-    """Their standard deviation."""
+    mean: float = 0.0  # mean of the values present. A missing one becomes the mean, which is 0 when standardized.
+    std: float = 1.0  # their standard deviation
     vocabulary: tuple[str, ...] = ()
     """Texts of a category, sorted; `""` among them where values are missing. Number 0 is for any other text."""
 
@@ -24,16 +22,11 @@ class Column:
 class Spec:
     """The description of data that a model is built for."""
 
-    shape: tuple[int, ...]
-    """Shape of one example's input."""
+    shape: tuple[int, ...]  # shape of one example's input
     dtype: str
-    classes: int | None
-    """Number of classes, or None where the targets are not classes."""
-    maximum: float
-    """Largest input value, for scaling to [0, 1]."""
-    names: tuple[str, ...] = ()
-    """Names of the classes, where the data set has some."""
-    columns: tuple[Column, ...] = ()
-    """Inputs of a table, in the order of x["numbers"] and of x["categories"]."""
+    classes: int | None  # number of classes, or None where the targets are not classes
+    maximum: float  # largest input value, for scaling to [0, 1]
+    names: tuple[str, ...] = ()  # names of the classes, where the data set has some
+    columns: tuple[Column, ...] = ()  # inputs of a table, in the order of x["numbers"] and of x["categories"]
     target: Column | None = None
     """The predicted column of a table. One of kind `number` is not standardized: mean and std are for the model."""

@@ -20,8 +20,7 @@ from tfdist.errors import UserError
 NAME = "data.json"
 FORMAT = 1
 
-_MOST = 2**31 - 1
-"""The largest size of a tensor's dimension that TensorFlow's kernels take."""
+_MOST = 2**31 - 1  # the largest size of a tensor's dimension that TensorFlow's kernels take
 _TYPE = re.compile(r"(u?int|b?float|complex|str|bytes)\d+|bool|string|object")
 _KINDS: dict[object, tuple[tuple[type, ...], str]] = {
     int: ((int, types.NoneType), "a whole number"),  # None is a dimension of any size
@@ -29,8 +28,7 @@ _KINDS: dict[object, tuple[tuple[type, ...], str]] = {
     str: ((str,), "a text"),
 }
 
-Json: TypeAlias = Any
-"""A value that JSON can hold: None, truth values, numbers, texts, and lists and dicts of them."""
+Json: TypeAlias = Any  # a value that JSON can hold: None, truth values, numbers, texts, and lists and dicts of them
 
 
 def write(write_text: Callable[[str, str], None], spec: Spec) -> None:

@@ -27,13 +27,11 @@ from tfdist.errors import UserError, one_line
 COLUMNS = ("x", "y", "weight")
 _OPTIONS = (*COLUMNS, "shape", "classes", "classify")
 _PIXEL = 255.0
-_PIECE = 1 << 26
-"""Bytes that are looked at together."""
+_PIECE = 1 << 26  # bytes that are looked at together
 
 T = TypeVar("T")
 
-Part = tuple[str, np.ndarray, slice]
-"""An array's name, the array, and which of its rows."""
+Part = tuple[str, np.ndarray, slice]  # an array's name, the array, and which of its rows
 
 
 def load(path: str, splits: Mapping[str, str], options: Options, fits: Callable[[float], bool]) -> Loaded:

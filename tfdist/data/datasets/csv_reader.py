@@ -25,11 +25,9 @@ if TYPE_CHECKING:
 MISSING = frozenset(("", "na", "n/a", "nan", "null", "none", "?"))
 """Texts that stand for a missing number, in any case. Of a category only an empty text is missing."""
 
-NUMBERS = 0.95
-"""Share of a column's values that must be numbers, or it is a category; the rest are bad rows."""
+NUMBERS = 0.95  # share of a column's values that must be numbers, or it is a category; the rest are bad rows
 
-LARGEST = float(np.finfo(np.float32).max)
-"""More than this would be infinite as a target."""
+LARGEST = float(np.finfo(np.float32).max)  # more than this would be infinite as a target
 _CHUNK = 20_000
 BAD_ROWS = "more bad rows"
 
@@ -38,16 +36,11 @@ BAD_ROWS = "more bad rows"
 class Table:
     """Rows of files with one header, in their order."""
 
-    numbers: dict[str, np.ndarray]
-    """Columns of numbers by name: float64 [rows], NaN where missing."""
-    categories: dict[str, np.ndarray]
-    """Columns of categories by name: int32 [rows], places in `texts`."""
-    texts: dict[str, list[str]]
-    """The texts that occur in each column of `categories`, stripped."""
-    size: int
-    """Rows."""
-    skipped: list[str]
-    """Bad rows that were left out: where, and what is wrong."""
+    numbers: dict[str, np.ndarray]  # columns of numbers by name: float64 [rows], NaN where missing
+    categories: dict[str, np.ndarray]  # columns of categories by name: int32 [rows], places in `texts`
+    texts: dict[str, list[str]]  # the texts that occur in each column of `categories`, stripped
+    size: int  # rows
+    skipped: list[str]  # bad rows that were left out: where, and what is wrong
 
     def taken(self, rows: np.ndarray) -> Table:
         """Returns a table of these rows, in this order."""
@@ -77,8 +70,7 @@ class TableBuilder:
 
     def __init__(self, columns: Iterable[str], kinds: dict[str, str]):
         self.columns, self.kinds = list(columns), dict(kinds)
-        self.bad: list[str] = []
-        """Bad rows so far: where, and what is wrong."""
+        self.bad: list[str] = []  # bad rows so far: where, and what is wrong
         self._parts: dict[str, list[np.ndarray]] = {name: [] for name in self.columns}
         self._places: dict[str, dict[str, int]] = {name: {} for name in self.columns}
         self._size = 0

@@ -18,10 +18,8 @@ from tfdist.data.records import Records
 from tfdist.data.sources import check_labels
 from tfdist.errors import UserError
 
-_MOST_CLASSES = 1000
-"""Classes that there may be more of than examples."""
-_NAMED = 3
-"""Problems that a message names."""
+_MOST_CLASSES = 1000  # classes that there may be more of than examples
+_NAMED = 3  # problems that a message names
 
 
 class Rows:
@@ -55,12 +53,9 @@ class ByteRanges:
     """Byte ranges of examples in several files, one file after the other."""
 
     paths: tuple[str, ...]
-    files: np.ndarray
-    """int32 [examples], places in `paths`."""
-    offsets: np.ndarray
-    """int64 [examples], where an example's bytes begin."""
-    lengths: np.ndarray
-    """int64 [examples]."""
+    files: np.ndarray  # int32 [examples], places in `paths`
+    offsets: np.ndarray  # int64 [examples], where an example's bytes begin
+    lengths: np.ndarray  # int64 [examples]
 
     def read(self, rows: np.ndarray) -> np.ndarray:
         """Reads the bytes of examples by number: object [n]."""

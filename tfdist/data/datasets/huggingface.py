@@ -23,8 +23,7 @@ from tfdist.errors import UserError, one_line
 
 _OPTIONS = ("x", "y", "weight", "config", "classes", "classify", "channels", "max_pixels")
 
-Part = tuple[Any, np.ndarray]
-"""A split as `datasets` has it, and which of its rows."""
+Part = tuple[Any, np.ndarray]  # a split as `datasets` has it, and which of its rows
 
 
 def load(name: str, splits: Mapping[str, str], options: Options, free: bool, prepare: bool) -> Loaded:

@@ -21,8 +21,7 @@ from tfdist.data.splits import NAMES
 from tfdist.errors import UserError
 
 _HEAD, _TAIL = 512, 16
-_THREADS = 16
-"""More than cores: on a disk of the network most of the time is waiting."""
+_THREADS = 16  # more than cores: on a disk of the network most of the time is waiting
 _PIECE = 256
 
 
@@ -31,8 +30,7 @@ class Split:
     """Files of a split, in an order that depends on their relative paths alone and mixes the classes."""
 
     folder: str
-    paths: tuple[str, ...]
-    """Relative to `folder`."""
+    paths: tuple[str, ...]  # relative to `folder`
     labels: tuple[int, ...]
 
     def path(self, number: int) -> str:
@@ -224,8 +222,7 @@ def _has_colors(head: bytes, start: bytes) -> bool:
     return any(color != bytes([i] * 3) for i, color in enumerate(colors))
 
 
-_NAMED = 3
-"""Broken files that a message names."""
+_NAMED = 3  # broken files that a message names
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -235,8 +232,7 @@ class Folder:
     train: Records
     eval: Records
     names: tuple[str, ...]
-    size: tuple[int, int] | None
-    """Height and width, where all images have the same."""
+    size: tuple[int, int] | None  # height and width, where all images have the same
 
 
 def load(

@@ -28,8 +28,7 @@ from tfdist.data.sources import as_source, one_hot
 from tfdist.data.spec import Spec
 from tfdist.errors import UserError
 
-_MEMORY_SHARE = 0.25
-"""Share of the machine's memory that `data.cache=auto` lets a decoded split take."""
+_MEMORY_SHARE = 0.25  # share of the machine's memory that `data.cache=auto` lets a decoded split take
 _KINDS = ("csv", "hf", "image_folder", "numpy", "parquet", "text", "tfrecord", "webdataset")
 """Formats of `data.name`, before its colon."""
 

@@ -27,8 +27,7 @@ from tfdist.data.spec import Column
 from tfdist.data.splits import named, select
 from tfdist.errors import UserError
 
-ENDINGS = {"csv": ("csv", "csv.gz"), "parquet": ("parquet",)}
-"""Endings of file names, by kind."""
+ENDINGS = {"csv": ("csv", "csv.gz"), "parquet": ("parquet",)}  # endings of file names, by kind
 _PIECE = re.compile(r"-\d+-of-\d+$")
 
 
@@ -76,8 +75,7 @@ def _readers(kind: str, options: field_syntax.Options) -> tuple[Callable[..., li
     return tuple(functools.partial(f, delimiter=delimiter) for f in (csv_reader.header, csv_reader.read))  # type: ignore[return-value]
 
 
-EXACT = 2.0**53
-"""From here on, whole numbers are merged by 64-bit floats, in which tables hold them."""
+EXACT = 2.0**53  # from here on, whole numbers are merged by 64-bit floats, in which tables hold them
 
 
 def encode(table: Table, columns: tuple[Column, ...]) -> dict[str, np.ndarray]:
@@ -153,11 +151,9 @@ def is_found_by_value(text: str) -> bool:
     return abs(value) < EXACT and text == f"{value:.0f}"
 
 
-FEW = 20
-"""Targets of at most this many different whole numbers are classes."""
+FEW = 20  # targets of at most this many different whole numbers are classes
 
-TEXTS = 1000
-"""More different texts than this, in more than half of the rows, are names and no category."""
+TEXTS = 1000  # more different texts than this, in more than half of the rows, are names and no category
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -21,8 +21,7 @@ from tfdist.data.splits import select
 from tfdist.errors import UserError
 
 VOCABULARY = 256
-LENGTH = 256
-"""Tokens of a window, unless told."""
+LENGTH = 256  # tokens of a window, unless told
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,8 +32,7 @@ class Packed:
     """
 
     paths: tuple[str, ...]
-    starts: np.ndarray
-    """int64 [paths + 1]: where each file begins, and the end of all."""
+    starts: np.ndarray  # int64 [paths + 1]: where each file begins, and the end of all
     length: int
 
     @property

@@ -34,10 +34,8 @@ from tfdist.data.spec import Spec
 from tfdist.data.structures import Structure
 from tfdist.errors import UserError, one_line, shown
 
-BY_NUMBER = tfds.core.FileFormat.ARRAY_RECORD
-"""The format that TFDS reads by number."""
-LIMIT_S = 24 * 3600.0
-"""Limit for another run that prepares the same data set."""
+BY_NUMBER = tfds.core.FileFormat.ARRAY_RECORD  # the format that TFDS reads by number
+LIMIT_S = 24 * 3600.0  # limit for another run that prepares the same data set
 _RESOLVING = threading.Lock()
 
 

@@ -34,16 +34,14 @@ from tfdist.errors import UserError
 _THREADS = 16
 _HEAD = struct.Struct("<QI")
 """Length of a record and the check of that length; the check of its bytes follows the record."""
-_CHECK = struct.Struct("<I")
-"""The check of a record's bytes."""
+_CHECK = struct.Struct("<I")  # the check of a record's bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TFRecordIndex(ByteRanges):
     """Records of several TFRecord files, compared with their checksums, which follow them, as they are read."""
 
-    numbers: np.ndarray
-    """int64 [records], the number of each in its file."""
+    numbers: np.ndarray  # int64 [records], the number of each in its file
     broken: tuple[str, ...]
     """Files that are cut off or damaged: where, and what is wrong. Records before that place are good."""
 
@@ -103,14 +101,10 @@ def index(paths: Sequence[str], thorough: bool = False) -> TFRecordIndex:
 class _Scan(NamedTuple):
     """The records of one file."""
 
-    offsets: np.ndarray
-    """int64 [records], where a record's bytes begin."""
-    lengths: np.ndarray
-    """int64 [records]."""
-    numbers: np.ndarray
-    """int64 [records], the number of each in the file."""
-    problems: tuple[str, ...]
-    """Damage of single records, and from some place on."""
+    offsets: np.ndarray  # int64 [records], where a record's bytes begin
+    lengths: np.ndarray  # int64 [records]
+    numbers: np.ndarray  # int64 [records], the number of each in the file
+    problems: tuple[str, ...]  # damage of single records, and from some place on
 
 
 def _scan(path: str, thorough: bool) -> _Scan:

@@ -33,8 +33,7 @@ from tfdist.data.spec import Spec
 from tfdist.data.splits import by_file_name, named, select
 from tfdist.errors import UserError, one_line
 
-_PACKED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd")
-"""First bytes of gzip, bzip2, xz and zstd files."""
+_PACKED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd")  # first bytes of gzip, bzip2, xz and zstd files
 _PIECE = 1 << 20
 _OCTAL = re.compile(rb"[0-7]+")
 
@@ -43,18 +42,15 @@ class Member(NamedTuple):
     """A file in a tar file."""
 
     name: str
-    offset: int
-    """Offset of its bytes in the tar file."""
+    offset: int  # offset of its bytes in the tar file
     size: int
 
 
 class Listing(NamedTuple):
     """The samples of a tar file."""
 
-    samples: dict[str, dict[str, Member]]
-    """By key, then by extension, in the order of the file."""
-    problem: str
-    """Damage from some place on, or ""."""
+    samples: dict[str, dict[str, Member]]  # by key, then by extension, in the order of the file
+    problem: str  # damage from some place on, or ""
 
 
 def files(path: str) -> dict[str, list[str]]:
@@ -397,8 +393,7 @@ class _TarScan:
 
     offsets: list[int]
     lengths: list[int]
-    values: list[list[np.ndarray]]
-    """Of targets and weights."""
+    values: list[list[np.ndarray]]  # of targets and weights
     problems: list[str]
 
 
