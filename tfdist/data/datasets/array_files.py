@@ -17,7 +17,7 @@ import numpy as np
 
 from tfdist.config.field_syntax import Options
 from tfdist.data.datasets import examples
-from tfdist.data.datasets.examples import Rows
+from tfdist.data.datasets.examples import Parts
 from tfdist.data.loaded import Loaded
 from tfdist.data.sources import Arrays, Records
 from tfdist.data.spec import Spec
@@ -26,7 +26,6 @@ from tfdist.errors import UserError, one_line
 
 COLUMNS = ("x", "y", "weight")
 _OPTIONS = (*COLUMNS, "shape", "classes", "classify")
-_PIXEL = 255.0
 _PIECE = 1 << 26  # bytes that are looked at together
 
 T = TypeVar("T")
@@ -43,9 +42,6 @@ def load(path: str, splits: Mapping[str, str], options: Options, fits: Callable[
       options: names of the columns where they are others (`x=images, y=labels`), `shape=(28, 28, 1)` that an input has,
         and `classes` and `classify`, see `examples.targets_and_weights`.
       fits: whether so many bytes are to be held in memory.
-
-    Raises:
-      UserError: no such files or arrays, arrays that do not belong together, labels out of range.
     """
     what = f"numpy:{path}"
     examples.check_options(options, _OPTIONS, COLUMNS)
@@ -77,10 +73,13 @@ def load(path: str, splits: Mapping[str, str], options: Options, fits: Callable[
     for split, table in zip((train, evaluation), tables):
         size = len(table[0]) * math.prod(shape) * dtype.itemsize
         if in_files and not fits(size):
-            sources.append(_by_number(split["x"], table, shape, dtype))
+            x = Parts([((name, array), np.arange(rows.start, rows.stop)) for name, array, rows in split["x"]])
+            read = x.reader(lambda source, rows: source[1][rows].reshape(-1, *shape), dtype, shape)
+            name = x.namer(lambda source, row: f"example {row} of {source[0]}.npy")
+            sources.append(examples.records(read, lambda x: x, table, name))
         else:
             sources.append(Arrays((_joined(split["x"]).astype(dtype).reshape(-1, *shape), *table)))
-    maximum = _PIXEL if dtype == np.uint8 else _maximum(train["x"], what)
+    maximum = 255.0 if dtype == np.uint8 else _maximum(train["x"], what)
     return Loaded(sources[0], sources[1], len(tables[0][0]), Spec(shape, dtype.name, classes, maximum))
 
 
@@ -185,24 +184,6 @@ def _shape(parts: Sequence[Part], options: Options, what: str) -> tuple[int, ...
             f"data.options: shape={tuple(requested)} does not fit {name}, of {list(shape)} for each example"
         )
     return tuple(requested)
-
-
-def _by_number(parts: Sequence[Part], columns: list[np.ndarray], shape: tuple[int, ...], dtype: np.dtype) -> Records:
-    """Returns a source whose inputs stay in their files."""
-    places = Rows([np.arange(rows.start, rows.stop) for _, _, rows in parts])
-
-    def get(numbers: np.ndarray) -> np.ndarray:
-        inputs = np.empty([len(numbers), *shape], dtype)
-        for part, which, rows in places.by_part(numbers):
-            for i, row in zip(which, rows):
-                inputs[i] = parts[part][1][row].reshape(shape)
-        return inputs
-
-    def name(number: int) -> str:
-        part, row = places.place(number)
-        return f"example {row} of {parts[part][0]}.npy"
-
-    return examples.records(examples.stored_reader(get, dtype, shape), lambda x: x, columns, name)
 
 
 def _maximum(parts: Sequence[Part], what: str) -> float:

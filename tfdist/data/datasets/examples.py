@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 import numpy as np
@@ -14,38 +14,57 @@ import tensorflow as tf
 from tfdist.config import field_syntax
 from tfdist.config.field_syntax import Options
 from tfdist.config.messages import logger
-from tfdist.data.records import Records
+from tfdist.data.records import UNREADABLE, Records, reason
 from tfdist.data.sources import check_labels
 from tfdist.errors import UserError
 
 _MOST_CLASSES = 1000  # classes that there may be more of than examples
 _NAMED = 3  # problems that a message names
 
+T = TypeVar("T")
 
-class Rows:
-    """Examples of several parts, one part after the other.
+
+class Parts:
+    """Examples of several sources, those of one after those of the other.
 
     Args:
-      rows: of each part, which of its rows are taken.
+      parts: of each, the source and which of its rows are taken.
     """
 
-    def __init__(self, rows: Sequence[np.ndarray]):
-        self._rows, self._ends = list(rows), np.cumsum([len(part) for part in rows])
+    def __init__(self, parts: Sequence[tuple[Any, np.ndarray]]):
+        self._parts, self._ends = list(parts), np.cumsum([len(rows) for _, rows in parts])
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def by_part(self, numbers: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Yields the parts that these examples are in: which of the numbers, and their rows there."""
+    def _by_source(self, numbers: np.ndarray) -> Iterator[tuple[Any, np.ndarray, np.ndarray]]:
+        """Yields the sources that these examples are in: which of the numbers, and their rows there."""
         part_of = np.searchsorted(self._ends, numbers, "right")
-        for part in np.unique(part_of).tolist():
-            which = np.flatnonzero(part_of == part)
-            yield part, which, self._rows[part][numbers[which] - (self._ends[part] - len(self._rows[part]))]
+        for part in np.unique(part_of):
+            (source, rows), which = self._parts[part], np.flatnonzero(part_of == part)
+            yield source, which, rows[numbers[which] - (self._ends[part] - len(rows))]
 
-    def place(self, number: int) -> tuple[int, int]:
-        """Returns the part that an example is in, and its row there."""
-        ((part, _, rows),) = self.by_part(np.array([number]))
-        return part, int(rows[0])
+    def reader(
+        self, read: Callable[[Any, np.ndarray], Any], dtype: Any = object, shape: tuple[int, ...] = ()
+    ) -> Callable[[tf.Tensor], tf.Tensor]:
+        """Returns the `read` of `Records`, where read(source, rows) gives [n, *shape]; objects are bytes."""
+
+        def get(numbers: np.ndarray) -> np.ndarray:
+            stored = np.empty([len(numbers), *shape], dtype)
+            for source, which, rows in self._by_source(numbers):
+                stored[which] = read(source, rows)
+            return stored
+
+        return stored_reader(get, tf.string if dtype is object else dtype, shape)
+
+    def namer(self, name: Callable[[Any, int], str]) -> Callable[[int], str]:
+        """Returns what names an example by its number, where name(source, row) does it for one source."""
+
+        def named(number: int) -> str:
+            ((source, _, rows),) = self._by_source(np.array([number]))
+            return name(source, int(rows[0]))
+
+        return named
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,13 +102,9 @@ def records(
     tables: Sequence[np.ndarray],
     name: Callable[[int], str],
 ) -> Records:
-    """Returns records whose inputs are read when they are needed, and whose targets and weights are in memory.
+    """Returns records whose inputs are read when they are needed.
 
-    Args:
-      read: inputs as they are stored, by number.
-      decode: of one stored input.
-      tables: targets, and weights where there are some.
-      name: names an example in a message.
+    Targets, and weights where there are some, are in memory: `tables`.
     """
     with tf.device("CPU:0"):
         constants = [tf.constant(table) for table in tables]
@@ -103,13 +118,17 @@ def records(
     )
 
 
-def check_options(options: Options, known: Collection[str], names: Collection[str] = ()) -> None:
-    """Refuses `data.options` that a format does not know, and values of another kind.
+def first_input(decode: Callable[[], T], name: Callable[[], str]) -> T:
+    """Decodes the first input, which an error names."""
+    try:
+        with tf.device("CPU:0"):
+            return decode()
+    except (*UNREADABLE, ValueError, OSError) as error:
+        raise UserError(f"{name()} cannot be decoded: {reason(error)}") from None
 
-    Args:
-      known: all options; `channels` and `max_pixels` are whole numbers.
-      names: options that name something.
-    """
+
+def check_options(options: Options, known: Collection[str], names: Collection[str] = ()) -> None:
+    """Refuses `data.options` that are not among those `known`, and values of another kind; `names` take names."""
     for option, value in options.items():
         if option not in known:
             raise UserError(f"unknown {option!r} in data.options{field_syntax.suggest(option, tuple(known))}")
@@ -140,24 +159,16 @@ def targets_and_weights(
 ) -> tuple[list[np.ndarray], list[np.ndarray], int | None]:
     """Returns targets and weights of both splits for a model, and the number of classes, if they are classes.
 
+    Classes are int32; other targets, and weights, have Keras' float type. `what` names the data set.
+
     Args:
       splits: of both, targets [n, ...] as they are stored, and weights where there are some.
       options: `classify=False` where whole numbers are no classes, `classes=N` where not all of them occur.
-      what: names the data set.
-
-    Returns:
-      Classes are int32; other targets, and weights, have Keras' float type.
-
-    Raises:
-      UserError: labels out of range, options that contradict the targets, or weights that cannot weigh.
     """
     train, evaluation = splits
     y, other, classes = _targets(train[0], evaluation[0], options)
-    return (
-        [y, *(_weights(weight, what) for weight in train[1:])],
-        [other, *(_weights(weight, what) for weight in evaluation[1:])],
-        classes,
-    )
+    made = [[targets, *(_weights(w, what) for w in rest)] for targets, (_, *rest) in ((y, train), (other, evaluation))]
+    return made[0], made[1], classes
 
 
 def _targets(train: np.ndarray, evaluation: np.ndarray, options: Options) -> tuple[np.ndarray, np.ndarray, int | None]:

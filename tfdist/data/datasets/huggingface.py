@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -13,10 +13,8 @@ import tensorflow as tf
 from tfdist.config.field_syntax import Options
 from tfdist.data import image_decoding
 from tfdist.data.datasets import examples
-from tfdist.data.datasets.examples import Rows
+from tfdist.data.datasets.examples import Parts
 from tfdist.data.loaded import Loaded
-from tfdist.data.records import reason
-from tfdist.data.sources import Records
 from tfdist.data.spec import Spec
 from tfdist.data.splits import select
 from tfdist.errors import UserError, one_line
@@ -37,9 +35,6 @@ def load(name: str, splits: Mapping[str, str], options: Options, free: bool, pre
         `examples.targets_and_weights`.
       free: images are made one size later; otherwise all must have the size of the first.
       prepare: False to refuse what would have to be downloaded first.
-
-    Raises:
-      UserError: the package or the data set is not there, or columns that cannot be trained on.
     """
     what = f"hf:{name}"
     examples.check_options(options, _OPTIONS, ("x", "y", "weight", "config"))
@@ -56,27 +51,43 @@ def load(name: str, splits: Mapping[str, str], options: Options, free: bool, pre
     for data, _ in (*train, *evaluation):
         if missing := [column for column in (x, y, *weights) if column not in data.features]:
             raise UserError(f"{what}: a split has no column {missing[0]!r}: it has {', '.join(data.features)}")
+    names = getattr(features[y], "names", None) or ()
+    target_options: Options = {name: options[name] for name in ("classes", "classify") if name in options}
+    if names and target_options.get("classify") is not False:
+        target_options.setdefault("classes", len(names))
     *tables, classes = examples.targets_and_weights(
         ([_column(part, column, what) for column in (y, *weights)] for part in (train, evaluation)),
-        _with_classes(features[y], options),
+        target_options,
         what,
     )
-    names = tuple(getattr(features[y], "names", None) or ()) if classes else ()
+    names = tuple(names) if classes else ()
+    data, rows = train[0]
+    both = [Parts([(_as_arrow(data, x), rows) for data, rows in part]) for part in (train, evaluation)]
     if type(features[x]).__name__ == "Image":
         pictures = image_decoding.Pictures.of(options)
-        shape = _image_shape(train, x, pictures, what)
+        images = lambda table, rows: [_contents(value) for value in table[rows].column(x).to_pylist()]
+        first = lambda: pictures.decode(tf.constant(images(_as_arrow(data, x), rows[:1])[0]))
+        shape = tuple(examples.first_input(first, lambda: f"example {int(rows[0])} of {what}").shape)
         spec = Spec(shape, "uint8", classes, 255.0, names)
-        made = [
-            _images(part, x, t, pictures.decoder(None if free else shape), what)
-            for part, t in zip((train, evaluation), tables)
-        ]
+        reads, decode = [part.reader(images) for part in both], pictures.decoder(None if free else shape)
     else:
-        first = _column([(train[0][0], train[0][1][:1])], x, what)
-        shape, dtype = first.shape[1:] or (1,), first.dtype
+        values = _column([(data, rows[:1])], x, what)
+        shape, dtype = values.shape[1:] or (1,), values.dtype
         dtype = np.dtype(keras.config.floatx()) if dtype.kind == "f" else dtype
         maximum = 255.0 if dtype == np.uint8 else float(_column(train, x, what).max()) or 1.0
         spec = Spec(shape, dtype.name, classes, maximum, names)
-        made = [_numbers_by_row(part, x, t, shape, dtype, what) for part, t in zip((train, evaluation), tables)]
+
+        def numbers(table: Any, rows: np.ndarray) -> np.ndarray:
+            values = _numbers(table[rows], x, what)
+            if (values.shape[1:] or (1,)) != shape:
+                raise ValueError(f"its shape is {list(values.shape[1:])} and that of the first {list(shape)}")
+            return values.reshape(-1, *shape)
+
+        reads, decode = [part.reader(numbers, dtype, shape) for part in both], lambda x: x
+    made = [
+        examples.records(read, decode, table, part.namer(lambda _, row: f"example {row} of {what}"))
+        for part, read, table in zip(both, reads, tables)
+    ]
     return Loaded(made[0], made[1], made[0].size, spec)
 
 
@@ -143,15 +154,6 @@ def _is_numeric(feature: Any) -> bool:
     return str(getattr(feature, "dtype", "")).startswith(("int", "uint", "float", "bool"))
 
 
-def _with_classes(feature: Any, options: Options) -> Options:
-    """Returns the options, with as many classes as a ClassLabel has names."""
-    names = getattr(feature, "names", None)
-    target_options: Options = {name: options[name] for name in ("classes", "classify") if name in options}
-    if names and target_options.get("classify") is not False:
-        target_options.setdefault("classes", len(names))
-    return target_options
-
-
 def _as_arrow(data: Any, column: str) -> Any:
     """Returns a column by itself, as it is stored: `datasets` would make arrays of float32 out of float64."""
     return data.select_columns([column]).with_format("arrow")
@@ -192,41 +194,6 @@ def _column(parts: Sequence[Part], column: str, what: str) -> np.ndarray:
     return np.concatenate([_numbers(table, column, what) for table in tables])
 
 
-def _numbers_by_row(
-    parts: Sequence[Part], column: str, tables: list[np.ndarray], shape: tuple[int, ...], dtype: np.dtype, what: str
-) -> Records:
-    """Returns a source of inputs that are numbers."""
-    places, stored = Rows([rows for _, rows in parts]), [_as_arrow(data, column) for data, _ in parts]
-
-    def get(numbers: np.ndarray) -> np.ndarray:
-        inputs = np.empty([len(numbers), *shape], dtype)
-        for part, which, rows in places.by_part(numbers):
-            values = _numbers(stored[part][rows], column, what)
-            if (values.shape[1:] or (1,)) != shape:
-                raise ValueError(f"its shape is {list(values.shape[1:])} and that of the first {list(shape)}")
-            inputs[which] = values.reshape(-1, *shape)
-        return inputs
-
-    name = lambda number: f"example {places.place(number)[1]} of {what}"
-    return examples.records(examples.stored_reader(get, dtype, shape), lambda x: x, tables, name)
-
-
-def _images(
-    parts: Sequence[Part], column: str, tables: list[np.ndarray], decode: Callable[[tf.Tensor], tf.Tensor], what: str
-) -> Records:
-    """Returns a source of images, decoded by TensorFlow."""
-    places, stored = Rows([rows for _, rows in parts]), [_as_arrow(data, column) for data, _ in parts]
-
-    def get(numbers: np.ndarray) -> np.ndarray:
-        contents = np.empty(len(numbers), object)
-        for part, which, rows in places.by_part(numbers):
-            contents[which] = [_contents(value) for value in stored[part][rows].column(column).to_pylist()]
-        return contents
-
-    name = lambda number: f"example {places.place(number)[1]} of {what}"
-    return examples.records(examples.stored_reader(get, tf.string), decode, tables, name)
-
-
 def _contents(value: dict[str, Any] | None) -> bytes:
     """Returns the bytes of an image, which may be in a file of its own; none where it has none."""
     if not value or (value.get("bytes") is None and not value.get("path")):
@@ -235,16 +202,3 @@ def _contents(value: dict[str, Any] | None) -> bytes:
         return value["bytes"]
     with open(value["path"], "rb") as file:
         return file.read()
-
-
-def _image_shape(parts: Sequence[Part], column: str, pictures: image_decoding.Pictures, what: str) -> tuple[int, ...]:
-    data, rows = parts[0]
-    where = f"example {int(rows[0])} of {what}"
-    try:
-        with tf.device("CPU:0"):
-            contents = _contents(_as_arrow(data, column)[int(rows[0])].column(column)[0].as_py())
-            return tuple(int(n) for n in pictures.decode(tf.constant(contents)).shape)
-    except tf.errors.OpError as error:
-        raise UserError(f"{where} cannot be decoded: {reason(error)}") from None
-    except OSError as error:
-        raise UserError(f"{where} cannot be read: {one_line(error, 100)}") from None

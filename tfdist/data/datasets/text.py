@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.config import field_syntax
-from tfdist.data.datasets.examples import Rows, stored_reader
+from tfdist.data.datasets.examples import Parts
 from tfdist.data.loaded import Loaded
 from tfdist.data.sources import Arrays, Records
 from tfdist.data.spec import Spec
@@ -80,9 +80,8 @@ def pairs(windows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 def files(path: str) -> dict[str, list[str]]:
     """Finds the files of each split, sorted by path.
 
-    In a folder that has `train` as a folder or `train.txt`, each folder and each
-    `.txt` is a split, and nothing else counts. Otherwise all files, of a folder with those in its folders
-    but no hidden ones, are `train`.
+    In a folder that has `train` as a folder or `train.txt`, each folder and each `.txt` is a split, and nothing else
+    counts. Otherwise all files, of a folder with those in its folders but no hidden ones, are `train`.
     """
     path = os.path.expanduser(path)
     if not os.path.isdir(path):
@@ -115,47 +114,26 @@ def load(path: str, splits: dict[str, str], memory: float, length: int = LENGTH)
       splits: those for training and evaluation, by the field that asks for each.
       memory: bytes that a split may take in memory; a larger one is read from the files when it is needed.
       length: tokens of a window.
-
-    Raises:
-      UserError: no files, one that cannot be read, or less text than one window.
     """
     field_syntax.check_whole("data.options: length", length)
+    sources: list[Arrays | Records] = []
     try:
-        train, evaluation = _load(files(path), f"text:{path} in windows of {length} bytes", splits, memory, length)
+        packed = {name: pack(paths, length) for name, paths in files(path).items()}
+        sizes = {name: p.windows for name, p in packed.items()}
+        for field, text in splits.items():
+            selected = select(text, sizes, field, f"text:{path} in windows of {length} bytes")
+            parts = Parts([(packed[name], rows) for name, rows in selected])
+            if 8 * len(parts) * length <= memory:
+                windows = np.concatenate([packed[name].read(rows) for name, rows in selected]).astype(np.int32)
+                sources.append(Arrays((windows[:, :-1], windows[:, 1:])))
+            else:
+                read = parts.reader(Packed.read, np.uint8, (length + 1,))
+                sources.append(Records(len(parts), read, lambda window, seed: pairs(window), name="window {}".format))
     except OSError as error:
         where = f"{error.filename} cannot be read: {error.strerror}" if error.filename else error
         raise UserError(where, "correct or remove it") from None
-    return Loaded(train, evaluation, train.size, Spec((length,), "int32", VOCABULARY, VOCABULARY - 1.0))
-
-
-def _load(
-    by_split: dict[str, list[str]], what: str, splits: dict[str, str], memory: float, length: int
-) -> list[Arrays | Records]:
-    packed = {name: pack(paths, length) for name, paths in by_split.items()}
-    sizes = {name: p.windows for name, p in packed.items()}
-    sources: list[Arrays | Records] = []
-    for field, text in splits.items():
-        parts = select(text, sizes, field, what)
-        size = sum(len(rows) for _, rows in parts)
-        if 8 * size * length <= memory:
-            windows = np.concatenate([packed[name].read(rows) for name, rows in parts]).astype(np.int32)
-            sources.append(Arrays((windows[:, :-1], windows[:, 1:])))
-        else:
-            sources.append(_records(size, [(packed[name], rows) for name, rows in parts], length))
-    return sources
-
-
-def _records(size: int, parts: list[tuple[Packed, np.ndarray]], length: int) -> Records:
-    places = Rows([rows for _, rows in parts])
-
-    def get(numbers: np.ndarray) -> np.ndarray:
-        tokens = np.empty((len(numbers), length + 1), np.uint8)
-        for part, which, rows in places.by_part(numbers):
-            tokens[which] = parts[part][0].read(rows)
-        return tokens
-
-    read = stored_reader(get, tf.uint8, (length + 1,))
-    return Records(size, read, lambda window, seed: pairs(window), name="window {}".format)
+    spec = Spec((length,), "int32", VOCABULARY, VOCABULARY - 1.0)
+    return Loaded(sources[0], sources[1], sources[0].size, spec)
 
 
 _NAMES = (

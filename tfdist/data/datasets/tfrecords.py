@@ -9,24 +9,23 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import glob
+import itertools
 import mmap
 import os
 import re
 import struct
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import google_crc32c
 import numpy as np
 import tensorflow as tf
 
 from tfdist.config.field_syntax import Options, check_whole, suggest
-from tfdist.data import image_decoding
 from tfdist.data.datasets import examples
-from tfdist.data.datasets.examples import ByteRanges, Rows
+from tfdist.data.datasets.examples import ByteRanges, Parts
+from tfdist.data.image_decoding import Pictures, bounded
 from tfdist.data.loaded import Loaded
-from tfdist.data.records import REPAIR, UNREADABLE, reason
-from tfdist.data.sources import Records
+from tfdist.data.records import REPAIR, Records, reason
 from tfdist.data.spec import Spec
 from tfdist.data.splits import by_file_name, named, select
 from tfdist.errors import UserError
@@ -59,11 +58,7 @@ class TFRecordIndex(ByteRanges):
 
 
 def files(path: str) -> dict[str, list[str]]:
-    """Finds the files of each split, sorted, see `splits.by_file_name`.
-
-    Args:
-      path: a file, a pattern, or a folder, of which all files count but hidden ones.
-    """
+    """Finds the files of each split, sorted, see `splits.by_file_name`; of a folder, all but hidden ones."""
     path = os.path.expanduser(path)
     pattern = os.path.join(glob.escape(path), "*") if os.path.isdir(path) else path
     paths = sorted(f for f in glob.glob(pattern, recursive=True) if os.path.isfile(f))
@@ -81,33 +76,21 @@ def index(paths: Sequence[str], thorough: bool = False) -> TFRecordIndex:
       paths: the files.
       thorough: read all records now, and leave out those that do not match their checksums. Else bytes of records are
         not read, and one that is damaged ends whatever reads it.
-
-    Raises:
-      UserError: a file that is compressed, or no TFRecord file at all.
     """
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-        scans = list(pool.map(lambda path: _scan(path, thorough), paths))
-    joined = lambda field: np.concatenate([getattr(scan, field) for scan in scans])
+        offsets, lengths, numbers, problems = zip(*pool.map(lambda path: _scan(path, thorough), paths))
     return TFRecordIndex(
         tuple(paths),
-        np.repeat(np.arange(len(scans), dtype=np.int32), [len(scan.offsets) for scan in scans]),
-        joined("offsets"),
-        joined("lengths") + _CHECK.size,
-        joined("numbers"),
-        tuple(problem for scan in scans for problem in scan.problems),
+        np.repeat(np.arange(len(paths), dtype=np.int32), list(map(len, offsets))),
+        np.concatenate(offsets),
+        np.concatenate(lengths) + _CHECK.size,
+        np.concatenate(numbers),
+        tuple(itertools.chain(*problems)),
     )
 
 
-class _Scan(NamedTuple):
-    """The records of one file."""
-
-    offsets: np.ndarray  # int64 [records], where a record's bytes begin
-    lengths: np.ndarray  # int64 [records]
-    numbers: np.ndarray  # int64 [records], the number of each in the file
-    problems: tuple[str, ...]  # damage of single records, and from some place on
-
-
-def _scan(path: str, thorough: bool) -> _Scan:
+def _scan(path: str, thorough: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[str]]:
+    """Returns where the records of a file begin, their lengths and numbers, all int64 [n], and what is damaged."""
     try:
         size = os.path.getsize(path)
         with open(path, "rb") as file:
@@ -115,7 +98,7 @@ def _scan(path: str, thorough: bool) -> _Scan:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     if whole is None:
-        return _Scan(*(np.zeros(0, np.int64),) * 3, (f"{path} is empty",))
+        return *(np.zeros(0, np.int64),) * 3, [f"{path} is empty"]
     with whole:
         if whole[:2] == b"\x1f\x8b":
             raise UserError(
@@ -125,16 +108,19 @@ def _scan(path: str, thorough: bool) -> _Scan:
         offsets, lengths, checks, at = [], [], [], 0
         while at + _HEAD.size <= size:
             length, check = _HEAD.unpack_from(whole, at)
-            if at + _HEAD.size + length + 4 > size:
+            if at + _HEAD.size + length + _CHECK.size > size:
                 break
             offsets.append(at + _HEAD.size)
             lengths.append(length)
             checks.append(check)
-            at += _HEAD.size + length + 4
+            at += _HEAD.size + length + _CHECK.size
         wrong = np.flatnonzero(_masked_crc(np.array(lengths, np.uint64)) != np.array(checks, np.uint32))
         good = int(wrong[0]) if len(wrong) else len(offsets)
         head = whole[: _HEAD.size]
-        damaged = _damaged(whole, offsets[:good], lengths[:good]) if thorough else []
+        ends = [offset + length for offset, length in zip(offsets[:good], lengths)] if thorough else []
+        damaged = [
+            i for i, end in enumerate(ends) if not _is_whole(whole[offsets[i] : end], whole[end : end + _CHECK.size])
+        ]
     if not good and (
         len(head) < _HEAD.size or _masked_crc(np.frombuffer(head[:8], np.uint64))[0] != _HEAD.unpack(head)[1]
     ):
@@ -148,17 +134,7 @@ def _scan(path: str, thorough: bool) -> _Scan:
     elif at != size:
         problems.append(f"{path} is cut off behind {good:,} records")
     kept = np.delete(np.arange(good), np.array(damaged, np.int64))
-    return _Scan(np.array(offsets, np.int64)[kept], np.array(lengths, np.int64)[kept], kept, tuple(problems))
-
-
-def _damaged(whole: mmap.mmap, offsets: list[int], lengths: list[int]) -> list[int]:
-    """Returns the numbers of the records whose bytes do not match their checksums."""
-    damaged = []
-    for number, (offset, length) in enumerate(zip(offsets, lengths)):
-        end = offset + length
-        if not _is_whole(whole[offset:end], whole[end : end + _CHECK.size]):
-            damaged.append(number)
-    return damaged
+    return np.array(offsets, np.int64)[kept], np.array(lengths, np.int64)[kept], kept, problems
 
 
 def _is_whole(record: bytes, check: bytes) -> bool:
@@ -190,7 +166,6 @@ def _masked_crc(lengths: np.ndarray) -> np.ndarray:
 
 TYPES = ("jpeg", "png", "int64", "float32")
 _WRITTEN = re.compile(r"^(\w+)(?:\[([\d, ]+)\])?$")
-_NAMED = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -211,13 +186,7 @@ class Feature:
         return tf.io.FixedLenFeature(self.shape, dtype)
 
 
-def load(
-    path: str,
-    splits: dict[str, str],
-    options: Options,
-    skip: bool = False,
-    free: bool = False,
-) -> Loaded:
+def load(path: str, splits: dict[str, str], options: Options, skip: bool = False, free: bool = False) -> Loaded:
     """Finds the records of the files, and checks the first one.
 
     Args:
@@ -230,35 +199,38 @@ def load(
       skip: read all records now, and leave out those that are damaged, and what lies behind damage in a file, instead
         of refusing them. Else a damaged record is an error once it is read.
       free: images are made one size later; otherwise all must have the size of the first.
-
-    Raises:
-      UserError: no files or records, damaged ones, or features that are not in the first record.
     """
     features, classes, pictures = _features(options)
     by_split = files(path)
     indexes = {name: index(by_split[name], skip) for name in by_split if name in named(splits.values())}
     examples.report_damage([problem for index in indexes.values() for problem in index.broken], skip, "more files")
     sizes = {name: len(indexes[name].offsets) if name in indexes else 0 for name in by_split}
-    sources: list[Records] = []
-    shape = features[0].shape
-    for field, text in splits.items():
-        parts = [(indexes[name], rows) for name, rows in select(text, sizes, field, f"tfrecord:{path}")]
-        if not sources:
-            where = parts[0][0].name(int(parts[0][1][0]))
-            try:
-                first = parts[0][0].read(parts[0][1][:1])[0]
-            except OSError as error:
-                raise UserError(f"{where} cannot be read: {reason(error)}", REPAIR) from None
-            _check(first, features, where)
-            if features[0].is_image:
-                shape = _image_shape(first, features[0], pictures, where)
-        sources.append(_records(parts, features, classes, pictures, None if free else shape))
-    dtype = {"int64": "int32", "float32": "float32"}.get(features[0].kind, "uint8")
+    train, evaluation = (
+        [(indexes[name], rows) for name, rows in select(text, sizes, field, f"tfrecord:{path}")]
+        for field, text in splits.items()
+    )
+    source, rows = train[0]
+    where, x = source.name(int(rows[0])), features[0]
+    try:
+        first = source.read(rows[:1])[0]
+    except OSError as error:
+        raise UserError(f"{where} cannot be read: {reason(error)}", REPAIR) from None
+    _check(first, features, where)
+    shape = x.shape
+    if x.is_image:
+        image = lambda: _pixels(tf.io.parse_single_example(first, {x.name: x.parser})[x.name], x, pictures)
+        shape = tuple(examples.first_input(image, lambda: f"{x.name} of {where}").shape)
+    decode = _decoder(features, classes, pictures, None if free else shape)
+    sources = [
+        Records(len(parts), parts.reader(TFRecordIndex.read), decode, name=parts.namer(TFRecordIndex.name))
+        for parts in map(Parts, (train, evaluation))
+    ]
+    dtype = {"int64": "int32", "float32": "float32"}.get(x.kind, "uint8")
     spec = Spec(shape, dtype, classes, 255.0 if dtype == "uint8" else 1.0)
     return Loaded(sources[0], sources[1], sources[0].size, spec)
 
 
-def _features(options: Options) -> tuple[list[Feature], int | None, image_decoding.Pictures]:
+def _features(options: Options) -> tuple[list[Feature], int | None, Pictures]:
     numbers = {name: options[name] for name in ("classes", "channels", "max_pixels") if name in options}
     for name, value in numbers.items():
         check_whole(f"data.options: {name}", value)
@@ -276,8 +248,7 @@ def _features(options: Options) -> tuple[list[Feature], int | None, image_decodi
         )
     if any(f.is_image or f.kind != "float32" for f in features[2:]):
         raise UserError(f"data.options: the third feature, {features[2].name}, is the weight: float32")
-    most = numbers.get("max_pixels", image_decoding.MOST_PIXELS)
-    return features, classes, image_decoding.Pictures(numbers.get("channels", 3), most)
+    return features, classes, Pictures.of(options)
 
 
 def _feature(name: str, text: object) -> Feature:
@@ -319,34 +290,15 @@ def _check(record: bytes, features: list[Feature], where: str) -> None:
             )
 
 
-def _image_shape(record: bytes, feature: Feature, pictures: image_decoding.Pictures, where: str) -> tuple[int, ...]:
-    try:
-        with tf.device("CPU:0"):
-            stored = tf.io.parse_single_example(record, {feature.name: feature.parser})[feature.name]
-            return tuple(_pixels(stored, feature, pictures).shape)
-    except UNREADABLE as error:
-        raise UserError(f"{feature.name} of {where} cannot be decoded: {reason(error)}") from None
-
-
-def _pixels(stored: tf.Tensor, feature: Feature, pictures: image_decoding.Pictures) -> tf.Tensor:
+def _pixels(stored: tf.Tensor, feature: Feature, pictures: Pictures) -> tf.Tensor:
     decode = tf.io.decode_jpeg if feature.kind == "jpeg" else tf.io.decode_png
-    return decode(image_decoding.bounded(stored, pictures.most), pictures.channels)
+    return decode(bounded(stored, pictures.most), pictures.channels)
 
 
-def _records(
-    parts: list[tuple[TFRecordIndex, np.ndarray]],
-    features: list[Feature],
-    classes: int | None,
-    pictures: image_decoding.Pictures,
-    shape: tuple[int, ...] | None,
-) -> Records:
-    places = Rows([rows for _, rows in parts])
-
-    def get(numbers: np.ndarray) -> np.ndarray:
-        contents = np.empty(len(numbers), object)
-        for part, which, rows in places.by_part(numbers):
-            contents[which] = parts[part][0].read(rows)
-        return contents
+def _decoder(
+    features: list[Feature], classes: int | None, pictures: Pictures, shape: tuple[int, ...] | None
+) -> Callable[..., tuple]:
+    """Returns the `decode` of `Records`."""
 
     def decode(record: tf.Tensor, seed: tf.Tensor) -> tuple:
         del seed  # nothing in it is random
@@ -370,11 +322,7 @@ def _records(
             weight = [_checked(w, low, high)]
         return x, y, *weight
 
-    def name(number: int) -> str:
-        part, row = places.place(number)
-        return parts[part][0].name(row)
-
-    return Records(len(places), examples.stored_reader(get, tf.string), decode, name=name)
+    return decode
 
 
 def _checked(value: tf.Tensor, *checks: tf.Operation | None) -> tf.Tensor:
