@@ -28,12 +28,7 @@ _COMPARED = 256  # numbers of inputs, targets and weights each that workers comp
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Arrays(Source):
-    """Examples in memory.
-
-    Args:
-      columns: (x,), (x, y) or (x, y, weight); each a structure of arrays of
-        shape [examples, ...].
-    """
+    """Examples in memory: (x,), (x, y) or (x, y, weight), each a structure of arrays [examples, ...]."""
 
     columns: tuple
     size: int = dataclasses.field(init=False, repr=False)
@@ -151,13 +146,7 @@ def size_in_memory(source: Records) -> int:
 
 
 class ArrayFeed(Feed):
-    """Reads global batches out of tables in memory, by row numbers.
-
-    Args:
-      source: examples in memory.
-      layout: batch size, replicas and micro-batches.
-      shuffle: seed of the order, or None for the order of the source.
-    """
+    """Reads global batches out of tables in memory, by row numbers; `shuffle` is the seed of the order, or None."""
 
     def __init__(self, source: Arrays, layout: Layout, shuffle: int | None = None):
         self._layout = layout
@@ -219,10 +208,9 @@ class _Memory:
 def tensor(array: object) -> tf.Tensor:
     """Returns an array as a tensor in the memory of the host, without the copies that can be left out.
 
-    `tf.convert_to_tensor` copies an array, and for a moment has it twice: 1 GB of examples took 3 GB. A tensor can also
-    lie where the array does, if it begins where TensorFlow's kernels require it, and if it does not change meanwhile.
-    A read-only array, such as a file that is mapped with `np.load(path, mmap_mode="r")`, is not copied
-    where it begins at a multiple of 64 bytes. Any other is copied once.
+    `tf.convert_to_tensor` copies an array, and for a moment has it twice: 1 GB of examples took 3 GB. A read-only array
+    that begins at a multiple of 64 bytes, as TensorFlow's kernels require, such as a file that is mapped with
+    `np.load(path, mmap_mode="r")`, is not copied at all. Any other is copied once.
     """
     with tf.device("CPU:0"):
         if not isinstance(array, np.ndarray) or array.nbytes < _SMALL or array.dtype.kind not in "fiu":

@@ -1,9 +1,7 @@
 """The layout of a global batch: over micro-batches, and each micro-batch over the replicas.
 
-A global batch reaches a replica as a table of examples and, for data in memory, row numbers into it (`Batch`), or as
-the rows that the host has sliced for it (`HostSlice`, where all shapes must be static). Every slice is a range of
-consecutive rows, and slices are as even as possible: a short batch is divided like a full one, and no row is added.
-Only a replica without any row computes on one of another replica, and the result is discarded.
+Slices are consecutive rows, as even as possible, and no row is added. Only a replica without any row computes on one of
+another replica, and the result is discarded.
 """
 
 from __future__ import annotations
@@ -90,11 +88,7 @@ class Layout:
         return dataclasses.replace(self, first=first, local=local)
 
     def micro_batch(self, count: int | tf.Tensor, micro: int | tf.Tensor) -> RowRange:
-        """Returns the rows of a micro-batch.
-
-        They are the same on any number of replicas: what computes across a micro-batch, as synchronized BatchNorm
-        does, sees the same examples.
-        """
+        """Returns the rows of a micro-batch, the same on any number of replicas, as synchronized BatchNorm needs."""
         return _split(count, self.accumulate, micro)
 
     def of_replica(self, count: int | tf.Tensor, micro: int | tf.Tensor, replica: int | tf.Tensor) -> RowRange:
@@ -265,8 +259,7 @@ def host_slices(batch: Batch, layout: Layout) -> list[HostSlice]:
 def fetch(feed: tuple, i: tf.Tensor, layout: Layout) -> tuple:
     """Returns whether a feed has global batch `i`, and a function that takes it, as a `Batch`.
 
-    A feed is (table, rows [n, layout.batch], counts [n]) for a data set in memory, or (iterator,) over global batches,
-    in which `i` is always the next.
+    A feed is (table, rows [n, layout.batch], counts [n]) for data in memory, or (iterator,), in which `i` is the next.
     """
     if len(feed) == 3:
         table, rows, counts = feed

@@ -1,9 +1,7 @@
 """Global batches that come as they are: of a `tf.data.Dataset`, or of what Python makes.
 
-Each worker reads whole global batches and keeps its own rows of them. A `shuffle()` without a seed has another order on
-each worker, and then some examples would be trained on twice and others never. A look at the data set beforehand shows
-nothing of that: each time that it is begun, it has another order. So a data set takes checksums of itself while it is
-read, which workers compare.
+Each worker reads whole batches and keeps its own rows. A `shuffle()` without a seed has another order on each worker,
+and each time that it is begun: so workers compare checksums of what they read.
 """
 
 from __future__ import annotations
@@ -30,16 +28,14 @@ from tfdist.errors import UserError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Batches(Source):
-    """A `tf.data.Dataset` of global batches, each (x,), (x, y) or (x, y, weight).
+    """A `tf.data.Dataset` of global batches, each (x,), (x, y) or (x, y, weight), in the order that it has.
 
-    The first batch decides the batch size; later ones may be smaller. It is
-    read in the order that it has: shuffle it yourself.
+    The first batch decides the batch size; later ones may be smaller.
 
     Args:
       dataset: the batches.
-      decode: turns a batch as it is stored into one to train on, such as JPEGs
-        into images. A worker decodes its own rows only; None if there is
-        nothing to decode.
+      decode: turns a batch as it is stored into one to train on, such as JPEGs into images, or None. A worker decodes
+        its own rows only.
       reader: what else there is to know of it, where Python makes the batches.
     """
 
@@ -120,10 +116,7 @@ class Batches(Source):
         return BatchFeed(self, layout, once=True)
 
     def first_batch(self) -> tuple:
-        """Returns the first global batch.
-
-        A data set that shuffles anew each time it is read is one order further then.
-        """
+        """Returns the first global batch; a data set that shuffles anew when it is read is one order further then."""
         if self.reader.first is not None:
             first = keras.tree.map_structure(tf.convert_to_tensor, self.reader.first)
             return self.decode(*first) if self.decode else first
@@ -177,7 +170,6 @@ class BatchFeed(Feed):
     """Reads global batches from a `tf.data.Dataset`, which lives across epochs where their length is known.
 
     Args:
-      source: global batches.
       layout: its batch has the size of the first one.
       once: read the data set from its beginning at every `restart`.
       across: epochs have a length of their own, and go on where the one before has ended.
@@ -243,12 +235,8 @@ class SequenceFeed(BatchFeed):
     """Reads the batch that belongs to an update, so that nothing is read to go on in the middle.
 
     Update `u` reads batch number `u mod n` of pass `u div n` over the data, in an order of its batches that depends on
-    the seed and that pass alone. Each epoch begins to read anew, and finds what `on_epoch_end` has changed.
-
-    Args:
-      source: read by a `SequenceReader`.
-      layout: its batch has the size of the first one.
-      shuffle: seed of the order of batches, or None for that of the source.
+    the seed `shuffle` and that pass alone, or in that of the source. Each epoch begins to read anew, and finds what
+    `on_epoch_end` has changed.
     """
 
     def __init__(self, source: Batches, layout: Layout, shuffle: int | None = None):

@@ -24,14 +24,7 @@ LIMIT_S = 24 * 3600.0  # limit for another run's download of the same files
 
 
 def here(data: config.Data, download: bool = True) -> config.Data:
-    """Returns the same data with paths on this machine.
-
-    Args:
-      download: False to refuse what is not here yet.
-
-    Raises:
-      UserError: something cannot be downloaded, or is not there.
-    """
+    """Returns the same data with paths on this machine; `download=False` refuses what is not here yet."""
     files = field_syntax.files(data.name)
     if files:
         kind, path = files
@@ -46,16 +39,12 @@ def here(data: config.Data, download: bool = True) -> config.Data:
 
 
 def local(path: str, what: str, download: bool = True, braces: bool = False) -> str:
-    """Returns where a file, a folder, or the files of a pattern are on this machine.
+    """Returns where a file, a folder, or the files of a pattern are on this machine; what is no URL, as it is.
 
     Args:
-      path: is returned as it is if it is no URL.
+      path: of which braces, if `braces`, are part of a pattern, see `field_syntax.expanded`.
       what: the field and its value, for messages.
       download: False to refuse what is not here yet.
-      braces: they are part of a pattern, see `field_syntax.expanded`.
-
-    Raises:
-      UserError: it cannot be downloaded, or is not there.
     """
     if not buckets.is_url(path):
         return path

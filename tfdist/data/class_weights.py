@@ -15,12 +15,7 @@ from tfdist.errors import UserError
 def resolve(text: str, data: Loaded) -> dict[int, float] | None:
     """Returns the weight of each class, for `fit`, and logs them; None for no weights.
 
-    Args:
-      text: `balanced`, or weights by class number or name: `0=3.0, 2=0.2`.
-      data: its targets are class numbers [n] or [n, 1].
-
-    Raises:
-      UserError: an unknown class, or data that has no classes.
+    The text is `balanced`, or weights by class number or name: `0=3.0, 2=0.2`. Targets are class numbers [n] or [n, 1].
     """
     if not text:
         return None
@@ -46,10 +41,7 @@ def _parsed(text: str, classes: int, names: tuple[str, ...]) -> dict[int, float]
 
 
 def balanced(counts: np.ndarray) -> dict[int, float]:
-    """Returns n / (classes x examples of the class), so that all classes weigh the same together.
-
-    It is what scikit-learn calls `balanced`.
-    """
+    """Returns n / (classes x examples of the class), scikit-learn's `balanced`: all classes weigh the same together."""
     present = np.flatnonzero(counts)
     return {int(c): float(counts.sum() / (len(present) * counts[c])) for c in present}
 

@@ -107,16 +107,10 @@ class Pictures:
 
 
 def ways(kinds: Sequence[str], sizes: np.ndarray, size: tuple[int, int] | None, policy: str) -> np.ndarray:
-    """Chooses how each file is decoded, int32 [n].
+    """Chooses how each file is decoded, int32 [n], by its kind (`jpeg`, ...) and size [n, 2], 0 if not known.
 
-    A JPEG is shrunk while it is decoded, to no less than it is needed: a photo of 4000x3000 for 224x224 takes a tenth
-    of the time so, and it is averaged over what is left out.
-
-    Args:
-      kinds: `jpeg` or something else.
-      sizes: [n, 2], heights and widths; 0 if not known.
-      size: height and width that images are made, or None.
-      policy: how, see `ops.resize`.
+    A JPEG is shrunk while it is decoded, to no less than is needed for this `size`, if any: a photo of 4000x3000 for
+    224x224 takes a tenth of the time so, and it is averaged over what is left out. See `ops.resize` for `policy`.
     """
     chosen = np.where(np.array(kinds) == "jpeg", 1, OTHER).astype(np.int32)
     if size is None:
@@ -129,10 +123,7 @@ def ways(kinds: Sequence[str], sizes: np.ndarray, size: tuple[int, int] | None, 
 
 
 def shrinking(size: tuple[int, int], policy: str) -> Callable[[tf.Tensor], tf.Tensor]:
-    """Returns a function (contents) -> uint8 [h, w, 3], for files that were not examined before.
-
-    It decodes in the way that `ways` would choose for this size.
-    """
+    """Returns a function (contents) -> uint8 [h, w, 3] that decodes as `ways` would choose, without a look before."""
     decode = decoder((OTHER, *RATIOS))
     combine = tf.reduce_any if policy == "pad" else tf.reduce_all
 

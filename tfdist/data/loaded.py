@@ -1,7 +1,6 @@
 """A data set that has been loaded, and its arrays in memory once for all workers of a host.
 
-One worker loads them, the others map its memory, which is sealed against changes. Where memory cannot be
-shared, each worker has its own.
+One worker loads them, the others map its memory, which is sealed against changes, or have their own where they cannot.
 """
 
 from __future__ import annotations
@@ -47,12 +46,7 @@ class Loaded:
 
 
 def described(train: Source, evaluation: Source) -> Loaded:
-    """Describes two splits of which nothing is known but what they hold.
-
-    Raises:
-      UserError: a stream of batches, which does not tell its length, or labels
-        of the evaluation that no training example has.
-    """
+    """Describes two splits of which nothing is known but what they hold; refuses streams of batches."""
     if train.size is None:
         raise UserError(
             "a data function must return arrays, or its number of examples stays unknown",
@@ -160,11 +154,7 @@ def _rounded(place: int) -> int:
 
 
 def _numbered(source: Source, arrays: list[np.ndarray]) -> list[object]:
-    """Adds a source's arrays to the list; returns its columns as JSON can hold them, by the arrays' numbers.
-
-    Raises:
-      TypeError: there is something else.
-    """
+    """Adds a source's arrays to the list; returns its columns with their numbers instead, or raises TypeError."""
     if source.columns is None:
         raise TypeError
 

@@ -1,14 +1,7 @@
 """The two protocols of this package, `Source` and `Feed`, and how both divide an epoch.
 
-An example takes this way from a data set to an update:
-
-1. A source holds the examples: `Arrays` in memory (arrays.py), `Batches`, a `tf.data.Dataset` of global batches (also
-   of those that Python makes, see python_batches.py), or `Records`, which are read by number. It knows nothing of
-   replicas, of workers, or of when it is read.
-2. A layout (batch_layout.py) says which rows of a global batch each worker, replica and micro-batch takes.
-3. A feed joins the two. Asked for the batches from update u on, it puts the examples into the order of that epoch,
-   which seed and epoch alone decide, picks the rows that the layout gives to this worker, and hands over what the
-   compiled step reads them from.
+A source holds examples, and knows nothing of replicas, of workers, or of when it is read. A feed puts them into the
+order of an epoch, which seed and epoch alone decide, and hands the compiled step the rows that a layout gives a worker.
 """
 
 from __future__ import annotations
@@ -43,10 +36,7 @@ def spread(total: int, count: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FeedCall:
-    """The arguments of one call of a compiled function: the next global batches.
-
-    The call reads the batches `first` to `last - 1` of `feed`, of which `batch_layout.fetch` takes one.
-    """
+    """The arguments of one call of a compiled function: it reads the batches `first` to `last - 1` of `feed`."""
 
     feed: tuple
     first: int
@@ -76,9 +66,9 @@ class Feed:
         """Goes to an update, `begun` batches after the beginning of `epoch`."""
 
     def digest(self, batches: int) -> str:
-        """Returns a checksum of all batches read so far, `batches` more than before, which workers compare.
+        """Returns a checksum, which workers compare, of all batches read so far, `batches` more than before.
 
-        It is "" where the order is a function of seed and epoch, and so the same on all workers.
+        It is "" where the order is a function of seed and epoch.
         """
         del batches
         return ""
@@ -100,10 +90,6 @@ class StaticFeed(Feed):
     """Reads what another feed reads for a step whose shapes are all static: batches of one length at a time.
 
     Python reads what a pipeline gives, since within a compiled function the length of the next batch is unknown.
-
-    Args:
-      inner: the feed.
-      layout: of full batches.
     """
 
     def __init__(self, inner: Feed, layout: Layout):
@@ -212,8 +198,7 @@ class Source(abc.ABC):
     def facts(self) -> dict[str, object]:
         """Returns what the data of all workers must have in common, since each takes its own rows of it, as JSON.
 
-        A few numbers of arrays are lists, for which rounding counts as no difference: machines prepare them with other
-        instructions.
+        Lists of numbers may differ by rounding: machines prepare arrays with other instructions.
         """
 
     # How it is divided into global batches.
@@ -229,12 +214,9 @@ class Source(abc.ABC):
         return False
 
     def requested_batch(self, batch: int | None, default: int | None = None, steps: int | None = None) -> int | None:
-        """Returns the batch size to ask `global_batch` for.
+        """Returns the batch size to ask `global_batch` for: the user's, or `default` unless the data brings its own.
 
-        Args:
-          batch: given by the user, or None.
-          default: where it is None, unless the data brings its own.
-          steps: batches into which arrays are divided without either, as Keras does.
+        Without both, arrays are divided into `steps` batches, as Keras does.
         """
         del steps
         return default if batch is None else batch
@@ -257,7 +239,6 @@ class Source(abc.ABC):
         """Returns a feed that reads the source again and again.
 
         Args:
-          layout: batch size, replicas and micro-batches.
           shuffle: seed of the order, a new one each epoch; None for the order of the source.
           seed: decides what is random in an example, drawn anew each epoch.
           across: epochs have a length of their own, and go on in a data set where the one before has ended.
@@ -275,11 +256,7 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def spread_rows(self, count: int) -> tuple:
-        """Returns a batch that begins with `count` examples from all over the source, or of its first batch.
-
-        Raises:
-          UserError: one of them cannot be decoded.
-        """
+        """Returns a batch that begins with `count` examples from all over the source, or of its first batch."""
 
     @abc.abstractmethod
     def head(self, limit: int) -> tuple[Source, bool]:
@@ -301,18 +278,11 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def map_targets(self, function: Callable[..., tuple]) -> Source:
-        """Returns a source of function(x, y, weight), which gets batches and leaves x alone.
-
-        Records are changed before they are mixed.
-        """
+        """Returns a source of function(x, y, weight), which gets batches, leaves x alone, and comes before mixing."""
 
     @abc.abstractmethod
     def by_number(self, field: str) -> Any:
-        """Returns the examples as `Records`.
-
-        Raises:
-          UserError: naming `field`, for a stream of batches.
-        """
+        """Returns the examples as `Records`, or raises UserError naming `field` for a stream of batches."""
 
     def split(self, fraction: float) -> tuple[Source, Source]:
         """Returns the first examples, and the last ones, which are `fraction` of them, as Keras divides arrays."""
@@ -325,9 +295,7 @@ class Source(abc.ABC):
 def weigh_classes(source: Source, weights: Mapping[int, float]) -> Source:
     """Multiplies each example's weight by that of its class, as Keras' `class_weight` does.
 
-    Args:
-      source: its targets are class numbers [n] or [n, 1], or one-hot rows.
-      weights: factor by class; classes that are missing keep 1.
+    Targets are class numbers [n] or [n, 1], or one-hot rows. Classes that are missing keep 1.
     """
     classes = max(weights) + 1
     factors = np.ones(classes + 1, keras.config.floatx())

@@ -1,8 +1,7 @@
 """Batches that Python makes: by a `keras.utils.PyDataset`, a generator, or a loader of Grain or of torch.
 
-Each is read through a `tf.data.Dataset`. As in Keras, the first two batches tell shapes and types: where their shapes
-differ, later ones may differ as well. They are looked at and not lost. Types stay as they are; Keras' layers and losses
-cast what they are given.
+As in Keras, the first two tell shapes and types: where their shapes differ, later ones may differ as well. They are not
+lost. Types stay as they are; Keras' layers and losses cast what they are given.
 """
 
 from __future__ import annotations
@@ -44,12 +43,7 @@ class Reader:
         """Is called when it has read all, and as in Keras before the first epoch and before an evaluation."""
 
     def catch_up(self, epochs: int, update: int) -> None:
-        """Is called before the first epoch, for what has been before it in a training that goes on.
-
-        Args:
-          epochs: how many have passed.
-          update: the update that it goes on from.
-        """
+        """Is called before the first epoch of a training that goes on from `update`, after so many `epochs`."""
         self.end()
         for _ in range(epochs):
             self.begin()
@@ -57,13 +51,7 @@ class Reader:
 
 
 class PythonReader(Reader):
-    """Reads what can be iterated over, such as a loader of Grain or torch.
-
-    Args:
-      origin: what makes the batches.
-      head: its first batches.
-      alone: why several workers cannot read it, if so.
-    """
+    """Reads what can be iterated over, such as a loader of Grain or torch; `head` has its first batches."""
 
     def __init__(self, origin: Iterable, head: Iterable, alone: str = ""):
         looked_at = [columns(batch) for batch in head]
@@ -188,11 +176,7 @@ TENSORFLOWS = Reader()  # the reader of all data sets that TensorFlow reads
 
 
 def reader(data: Any) -> PythonReader | None:
-    """Returns how `data` is read if Python makes its batches, else None. Imports neither Grain nor torch.
-
-    Raises:
-      UserError: there is no batch, or its batches are of no use.
-    """
+    """Returns how `data` is read if Python makes its batches, else None. Imports neither Grain nor torch."""
     if isinstance(data, keras.utils.PyDataset):
         return SequenceReader(data)
     if isinstance(data, types.GeneratorType):
@@ -225,11 +209,7 @@ def columns(batch: Structure) -> tuple:
 
 
 def without_missing(parts: tuple) -> tuple:
-    """Returns (x, y, weight) without a None at its end.
-
-    Raises:
-      UserError: nothing is left, or weights without targets.
-    """
+    """Returns (x, y, weight) without a None at its end; refuses it without data, and weights without targets."""
     while parts and parts[-1] is None:
         parts = parts[:-1]
     if not parts:
@@ -242,11 +222,7 @@ def without_missing(parts: tuple) -> tuple:
 
 
 def array(value: object) -> np.ndarray:
-    """Returns a tensor, an array, or a frame of pandas or polars as an array.
-
-    Raises:
-      UserError: it cannot be one, or holds Python objects.
-    """
+    """Returns a tensor, an array, or a frame of pandas or polars as an array; refuses Python objects."""
     kind = type(value).__name__
     if kind in ("RaggedTensor", "SparseTensor") or type(value).__module__.startswith("scipy.sparse"):
         raise UserError(f"a {kind} cannot be batched evenly", "make it dense (to_tensor, tf.sparse.to_dense, toarray)")

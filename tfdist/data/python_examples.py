@@ -31,15 +31,7 @@ def is_by_number(data: object) -> bool:
 
 
 class Examples:
-    """Examples (x, y) or (x, y, weight) by number.
-
-    Args:
-      data: for which `is_by_number` holds.
-      what: its name, for messages.
-
-    Raises:
-      UserError: its first item is no such example, or it has no end.
-    """
+    """Examples (x, y) or (x, y, weight) by number, of data for which `is_by_number` holds; `what` names it."""
 
     def __init__(self, data: object, what: str):
         self._data, self._what = data, what
@@ -98,11 +90,7 @@ class Examples:
         return classes
 
     def source(self, free: bool) -> Records:
-        """Returns a source of them.
-
-        Args:
-          free: images may have different sizes.
-        """
+        """Returns a source of them; if `free`, images may have different sizes."""
         flat, classes = keras.tree.flatten(self._first), self._class_attribute()
         shapes = [list(a.shape) for a in flat]
         if free and self.are_images:

@@ -146,8 +146,6 @@ class RecordFeed(Feed):
     """Global batches of examples by number; a worker reads and decodes its own rows.
 
     Args:
-      source: examples by number.
-      layout: batch size, replicas and micro-batches.
       shuffle: seed of the order, or None for the order of the source.
       seed: decides what is random in an example, a new draw each epoch; None for the same one each time.
     """
@@ -192,10 +190,9 @@ class RecordFeed(Feed):
         return ""
 
     def dataset(self, update: int) -> tf.data.Dataset:
-        """Returns the batches from that of `update` on, without end.
+        """Returns the batches from that of `update` on, without end, for `batch_layout.fetch`.
 
-        Each is for `batch_layout.fetch`: columns of a global batch, or with several workers this one's rows
-        of it, at least one, and the number of examples in the whole.
+        They are columns of a global batch, or with several workers this one's rows, at least one, and the whole's size.
         """
         source, layout, width = self._source, self._layout, self._width
         # As few threads as run the model's operations, where those were counted.

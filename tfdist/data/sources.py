@@ -39,13 +39,10 @@ def as_source(data: Any, y: Structure = None, weight: Structure = None) -> Sourc
     """Returns what `fit`, `evaluate` and `predict` accept, as a source.
 
     Args:
-      data: a source, a `tf.data.Dataset` of global batches, arrays or a
-        structure of arrays, or a tuple (x, y) or (x, y, weight) if `y` is None.
+      data: a source, a `tf.data.Dataset` of global batches, arrays or a structure of arrays, or a tuple (x, y) or
+        (x, y, weight) if `y` is None.
       y: targets when `data` is arrays.
       weight: sample weights when `data` is arrays.
-
-    Raises:
-      UserError: lengths that differ, no examples, or an unknown type.
     """
     source = _batched(data)
     if source is not None:
@@ -74,10 +71,7 @@ def _column(value: object) -> np.ndarray:
 
 
 def check_labels(y: np.ndarray, classes: int, what: str) -> None:
-    """Raises UserError when an integer target is not in [0, classes).
-
-    A GPU would train on NaN instead of failing.
-    """
+    """Raises UserError when an integer target is not in [0, classes): a GPU would train on NaN instead of failing."""
     y = np.asarray(y)
     wrong = np.flatnonzero((y.reshape(-1) < 0) | (y.reshape(-1) >= classes))
     if wrong.size:
@@ -101,14 +95,10 @@ def layout_of(
     """Returns how the global batches of `source` are laid out, which all workers must have alike.
 
     Args:
-      source: the examples; a data set brings its own batch size.
-      batch: global batch, 32 if not given.
+      batch: global batch, 32 if not given; a data set brings its own.
       accumulate: micro-batches per update.
       least: insist on an example per replica or shard, and micro-batch; measuring does without.
       shards: into which every micro-batch is cut; 0 for a slice per replica.
-
-    Raises:
-      UserError: a batch that does not fit, or another worker has other data.
     """
     batch = source.global_batch(batch)
     if batch < 1:
@@ -130,11 +120,7 @@ def layout_of(
 
 
 def read_epochs(source: Source, layout: Layout, shuffle: bool, seed: int, across: bool = False) -> Feed:
-    """Returns a feed that reads `source` again and again, in a new order each time if it is to `shuffle`.
-
-    Args:
-      across: epochs have a length of their own, and go on in a data set where the one before has ended.
-    """
+    """Returns a feed that reads `source` again and again, in a new order each time if `shuffle`; see `Source.feed`."""
     if not isinstance(shuffle, (bool, np.bool_)):
         raise UserError(f"shuffle must be True or False, got {shuffle!r}", "shuffle within batches yourself")
     if not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**31:

@@ -32,25 +32,14 @@ Json: TypeAlias = Any  # a value that JSON can hold: None, truth values, numbers
 
 
 def write(write_text: Callable[[str, str], None], spec: Spec) -> None:
-    """Writes the description, durably.
-
-    Args:
-      write_text: writes into the run folder, given a file's name and its content.
-
-    Raises:
-      TrainingError: the disk is full, say.
-    """
+    """Writes the description, durably, by `write_text`(file name, content) of a run folder."""
     content = {"format": FORMAT, "spec": plain(spec)}
     # As text, not through the folder's JSON, which has no NaN: a statistic must come back as it is.
     write_text(NAME, json.dumps(content, indent=2) + "\n")
 
 
 def read(path: pathlib.Path) -> Spec | None:
-    """Reads what `write` has written into a run folder; None where there is none, as in folders of earlier versions.
-
-    Raises:
-      UserError: the file is there and cannot be used.
-    """
+    """Reads what `write` has written into a run folder; None where there is none, as in folders of earlier versions."""
     file = path / NAME
     try:
         content = json.loads(local_files.content(file))

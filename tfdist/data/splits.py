@@ -25,13 +25,7 @@ def named(texts: Iterable[str]) -> set[str]:
 
 
 def by_file_name(paths: Iterable[str]) -> dict[str, list[str]]:
-    """Returns the files of each split.
-
-    A word such as `train` or `test` in their names tells the split; without any of training, all are `train`.
-
-    Raises:
-      UserError: files without such a word, or with several, where others have one.
-    """
+    """Returns the files of each split, told by a word such as `train` or `test`; without any, all are `train`."""
     words = {f: set(NAMES) & set(re.split(r"[^a-z]+", os.path.basename(f).lower())) for f in paths}
     if not any(w & {"train", "training"} for w in words.values()):
         return {"train": list(paths)}
@@ -44,7 +38,7 @@ def by_file_name(paths: Iterable[str]) -> dict[str, list[str]]:
 
 
 def held_out(train: str, evaluation: str, sizes: Mapping[str, int]) -> tuple[str, str]:
-    """Returns the splits for training and evaluation, a tenth of the examples for the latter where all are in one.
+    """Returns the splits for training and evaluation, a tenth of the examples for the latter where all are in `train`.
 
     To be called only where slices are not sorted, such as by class. Other splits than a whole `train`, and one by a
     common name that is not there, are returned as they are.
@@ -58,20 +52,14 @@ def held_out(train: str, evaluation: str, sizes: Mapping[str, int]) -> tuple[str
 
 
 def select(text: str, sizes: Mapping[str, int], field: str, what: str) -> list[tuple[str, np.ndarray]]:
-    """Returns the examples that a split consists of.
+    """Returns the examples of a split: for each part, its split's name and the numbers there, int64 and ascending.
+
+    Percents are rounded to the closest example, as in TFDS: `[:90%]` and `[90%:]` share none and leave none out.
 
     Args:
       text: a split, a slice of one, or several of them joined by `+`.
       sizes: examples of each split that there is.
-      field: the experiment's, for messages.
-      what: name of the data set, for messages.
-
-    Returns:
-      Of each part, the name of its split and the numbers of its examples there, int64 and ascending. Percents are
-      rounded to the closest example, as in TFDS, so that `[:90%]` and `[90%:]` share none and leave none out.
-
-    Raises:
-      UserError: naming `field`, when it is not understood, there is no such split, or it selects nothing.
+      field: the experiment's, for messages, as is `what`, the data set.
     """
     parts = []
     for part in text.split("+"):
