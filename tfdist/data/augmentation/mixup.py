@@ -11,17 +11,14 @@ _POINTS = 2049
 
 
 def mixer(alphas: dict[str, float]) -> Callable[..., tuple]:
-    """Returns a function that mixes a batch.
+    """Returns a function (columns, partners, seeds int32 [n, 2]) -> columns that mixes a batch.
+
+    Columns are (x, y) or (x, y, weight): x [n, h, w, c], y one-hot [n, classes], weight [n]. Targets and weights come
+    out so that the cross-entropy of an example is share * weight * l(y) + (1 - share) * partner weight * l(partner y).
 
     Args:
-      alphas: `mixup`, `cutmix` or both, with the parameters of Beta(alpha, alpha)
-        that shares are drawn from; of both, each example gets one, by its seed.
-
-    Returns:
-      (columns, partners, seeds int32 [n, 2]) -> columns. Columns are (x, y) or
-      (x, y, weight): x [n, h, w, c], y one-hot [n, classes], weight [n].
-      Targets and weights come out so that the cross-entropy of an example is
-      share * weight * l(y) + (1 - share) * partner weight * l(partner y).
+      alphas: `mixup`, `cutmix` or both, with the parameters of Beta(alpha, alpha) that shares are drawn from; of both,
+        each example gets one, by its seed.
     """
     quantiles = {name: _quantiles(alpha) for name, alpha in alphas.items()}
 
@@ -53,15 +50,12 @@ def blended(x: tf.Tensor, partner: tf.Tensor, share: tf.Tensor) -> tf.Tensor:
 
 
 def pasted(x: tf.Tensor, partner: tf.Tensor, share: tf.Tensor, down: tf.Tensor, right: tf.Tensor) -> tuple:
-    """Puts a rectangle of each partner into its image (Yun et al., "CutMix", 2019).
+    """Puts a rectangle of each partner into its image (Yun et al., "CutMix", 2019); returns what share stayed, too.
 
     Args:
-      share: [n], of the area that is to stay: the rectangle has the image's proportions.
-      down: [n] in [0, 1), height of its middle. It is cut at the border.
+      share: [n], of the area that is to stay: the rectangle has the image's proportions, and is cut at the border.
+      down: [n] in [0, 1), height of its middle.
       right: [n] in [0, 1), its middle from the left.
-
-    Returns:
-      The images, and the share of the area [n] that really stayed.
     """
     side = tf.sqrt(1.0 - share)
 
@@ -94,9 +88,8 @@ def weighed(columns: tuple, partners: tuple, share: tf.Tensor) -> tuple:
 def draws(seeds: tf.Tensor, count: int) -> tf.Tensor:
     """Returns `count` numbers in [0, 1) for each of `seeds` int32 [n, 2]: float32 [n, count].
 
-    TensorFlow's stateless functions take one seed for a whole batch, and here
-    each row has its own. So: a hash of 32 bits ("lowbias32", Wellons 2018) of
-    both halves and of the number's place.
+    TensorFlow's stateless functions take one seed for a whole batch, and here each row has its own. So: a hash of 32
+    bits ("lowbias32", Wellons 2018) of both halves and of the number's place.
     """
     first, second = tf.unstack(tf.bitcast(seeds, tf.uint32), axis=1)
     places = tf.constant(np.arange(1, count + 1, dtype=np.uint32) * np.uint32(0x9E3779B9))

@@ -1,7 +1,6 @@
-"""Random changes of images, a function of the image and a seed alone: the same on any number of workers.
+"""Random changes of images, a function of the image and a seed (int32 [2]) alone: the same on any number of workers.
 
 Images are [h, w, c], uint8 or float, with values from 0 to `maximum`; they keep type and range, uint8 ones rounded.
-Seeds are int32 [2]. Normalizing is left to the models, which take inputs as they are stored.
 """
 
 from __future__ import annotations
@@ -54,15 +53,10 @@ def mean_gray(image: tf.Tensor) -> tf.Tensor:
 
 
 def jitter(image: tf.Tensor, factors: tf.Tensor, turn: tf.Tensor | float, maximum: float) -> tf.Tensor:
-    """Changes brightness, contrast (around the image's mean) and saturation by factors, and turns the hue.
+    """Changes brightness, contrast (around the image's mean) and saturation by `factors` [3]; turns the hue by radians.
 
-    One product per pixel: all four are linear, and hue is a rotation of the
-    plane of I and Q in YIQ, which keeps luma. Nothing is cut in between.
-
-    Args:
-      image: [h, w, 1] or [h, w, 3]; a gray one has neither saturation nor hue.
-      factors: [3], those of brightness, contrast and saturation.
-      turn: radians.
+    One product per pixel: all four are linear, and hue is a rotation of the plane of I and Q in YIQ, which keeps luma.
+    Nothing is cut in between. A gray image has neither saturation nor hue.
     """
     brightness, contrast, saturation = tf.unstack(factors)
     factor = brightness * contrast
@@ -95,9 +89,8 @@ def randaugment(image: tf.Tensor, seed: tf.Tensor, layers: int, magnitude: float
     """Applies `layers` of the paper's 14 operations, each drawn anew and as likely as any other.
 
     Args:
-      magnitude: 0 to 10. 10 is a rotation by 30 degrees, a shear of 0.3, a shift
-        by 0.45 of the side, a factor of 0.1 or 1.9 for brightness, contrast,
-        saturation and sharpness, 4 bits left, or all values inverted. Signs are
+      magnitude: 0 to 10. 10 is a rotation by 30 degrees, a shear of 0.3, a shift by 0.45 of the side, a factor of 0.1
+        or 1.9 for brightness, contrast, saturation and sharpness, 4 bits left, or all values inverted. Signs are
         random. (torchvision counts the same strength up to 30.)
     """
     level = magnitude / 10
@@ -252,12 +245,7 @@ class Recipe:
 
     @tf.autograph.experimental.do_not_convert
     def example(self, image: tf.Tensor, seed: tf.Tensor, size: tuple[int, int] | None = None) -> tf.Tensor:
-        """Returns one augmented image.
-
-        Args:
-          size: height and width that `resized_crop` makes; None for those of the
-            image. Other operations keep the image's size.
-        """
+        """Returns one augmented image, of `size` where that is given and `resized_crop` makes it, else of its own."""
         for place, step in enumerate(self.steps):
             own = seed_of(seed, place)
             match step.name:
@@ -280,11 +268,7 @@ class Recipe:
 
 
 def parse(text: str, maximum: float = 255.0, field: str = "data.augment") -> Recipe:
-    """Returns the recipe that `text` describes, such as `flip, crop(4), mixup(0.2)`; empty for none.
-
-    Raises:
-      UserError: naming `field`, when it is not understood.
-    """
+    """Returns the recipe that `text` describes, such as `flip, crop(4), mixup(0.2)`; empty for none."""
     steps = augment_syntax.steps(text, field)
     return Recipe(
         tuple(s for s in steps if s.name not in augment_syntax.MIXING),
@@ -297,8 +281,8 @@ def resize(image: tf.Tensor, size: tuple[int, int], policy: str = "crop") -> tf.
     """Makes an image [size[0], size[1], c], bilinear, smoothed where it shrinks to half or less; nothing is random.
 
     Args:
-      policy: `crop` keeps the middle in the new proportions, `stretch` all of it
-        in other proportions, `pad` all of it, with 0 around.
+      policy: `crop` keeps the middle in the new proportions, `stretch` all of it in other ones, `pad` all, with 0
+        around.
     """
     if tuple(image.shape[:2]) == tuple(size):
         return image
@@ -359,12 +343,9 @@ def crop(image: tf.Tensor, seed: tf.Tensor, padding: int) -> tf.Tensor:
 
 
 def crop_window(shape: tf.Tensor, seed: tf.Tensor, smallest: float) -> tf.Tensor:
-    """Returns where `resized_crop` cuts: int32 [4], top, left, height and width.
+    """Returns where `resized_crop` cuts of an image of this `shape`: int32 [4], top, left, height and width.
 
     For who decodes only this part of a JPEG.
-
-    Args:
-      shape: int32 [3], of the whole image.
     """
     begin, size, _ = tf.image.stateless_sample_distorted_bounding_box(
         shape,
@@ -390,12 +371,10 @@ def resized_crop(image: tf.Tensor, seed: tf.Tensor, size: tuple[int, int], small
 
 
 def color(image: tf.Tensor, seed: tf.Tensor, strength: float, maximum: float = 255.0) -> tf.Tensor:
-    """Changes the colors of an image at random.
+    """Changes the colors of an image at random, see `jitter`, in the proportions of SimCLR (Chen et al., 2020).
 
     Brightness, contrast and saturation get factors of 1 - strength to 1 + strength, and the hue is turned by up to
     strength / 4 turns.
-
-    The proportions are those of SimCLR (Chen et al., 2020); see `jitter`.
     """
     drawn = uniform(seed, 4, -strength, strength)
     return jitter(image, drawn[:3] + 1.0, drawn[3] * (math.pi / 2), maximum)
@@ -404,8 +383,7 @@ def color(image: tf.Tensor, seed: tf.Tensor, strength: float, maximum: float = 2
 def erase(image: tf.Tensor, seed: tf.Tensor, probability: float, maximum: float = 255.0) -> tf.Tensor:
     """Puts random values into a random rectangle, of 2 % to a third of the area, for this share of the seeds.
 
-    "Random Erasing Data Augmentation", Zhong et al., 2017. A rectangle longer
-    than the image is cut to it.
+    "Random Erasing Data Augmentation", Zhong et al., 2017. A rectangle longer than the image is cut to it.
     """
     happens, area, ratio, top, left = tf.unstack(uniform(seed, 5))
     shape = tf.shape(image)

@@ -61,12 +61,7 @@ class _ManyTexts(Exception):  # noqa: N818  a reason to begin anew and no error
 
 
 class TableBuilder:
-    """Adds up the columns of a table, chunk by chunk.
-
-    Args:
-      columns: their names.
-      kinds: `number` or `category` of the columns for which it is known; completed by whoever adds chunks.
-    """
+    """Adds up the columns of a table, chunk by chunk; whoever adds chunks completes `kinds`."""
 
     def __init__(self, columns: Iterable[str], kinds: dict[str, str]):
         self.columns, self.kinds = list(columns), dict(kinds)
@@ -90,12 +85,7 @@ class TableBuilder:
             self._parts[name].append(part[keep])
 
     def table(self, empty: str, skip: bool | None) -> Table:
-        """Returns the table.
-
-        Args:
-          empty: what is wrong with one without rows.
-          skip: see `read`.
-        """
+        """Returns the table; `empty` says what is wrong with one without rows, and see `read` for `skip`."""
         if self.bad and not skip:
             instead = "" if skip is None else ", or leave such rows out with data.on_error=skip"
             raise UserError(first_few(self.bad, BAD_ROWS), f"correct the file{instead}")
@@ -139,11 +129,7 @@ def joined(tables: list[Table]) -> Table:
 
 
 def header(path: str, delimiter: str = ",") -> list[str]:
-    """Returns the column names of a file.
-
-    Raises:
-      UserError: no header, or a name that is given twice.
-    """
+    """Returns the column names of a file."""
     with _open(path) as file:
         rows, wrong = _taken(path, _parser(file, delimiter), 1)
     if wrong:
@@ -167,13 +153,10 @@ def read(
     """Reads these columns of all files.
 
     Args:
-      kinds: `number` or `category` of the columns for which it is known; of the
-        others it is found out: a column is of numbers when `NUMBERS` of its values are.
-      skip: leave bad rows out instead of refusing them; None where that cannot be asked for.
-
-    Raises:
-      UserError: bad rows (another number of fields than the header; no number
-        of float32 in a column of numbers; wrong quotes), or a file that is no CSV in UTF-8.
+      kinds: `number` or `category` of the columns for which it is known; of the others it is found out: a column is of
+        numbers when `NUMBERS` of its values are.
+      skip: leave out bad rows (another number of fields than the header; no number of float32 in a column of numbers;
+        wrong quotes) instead of refusing them; None where that cannot be asked for.
     """
     columns, kinds = list(columns), dict(kinds)
     collecting = gc.isenabled()
@@ -292,11 +275,7 @@ def _lines(rows: list[list[str]], before: int, last: int) -> Sequence[int]:
 
 
 def number(text: str) -> float:
-    """Returns the number that a text is: Python alone would take 1_0 for 10, and digits of any script.
-
-    Raises:
-      ValueError: it is none.
-    """
+    """Returns the number that a text is: Python alone would take 1_0 for 10, and digits of any script."""
     if "_" in text or not text.strip().isascii():
         raise ValueError(f"{text!r} is no number")
     return float(text)

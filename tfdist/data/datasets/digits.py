@@ -1,10 +1,7 @@
-"""Optical recognition of handwritten digits: 1,797 images of 8x8 pixels, as a TFDS builder.
+"""Optical recognition of handwritten digits: 1,797 images of 8x8 pixels, packaged, as a TFDS builder.
 
-The data is packaged (digits.csv.gz: 64 pixels from 0 to 16, then the label), so
-that nothing is downloaded. Source: E. Alpaydin and C. Kaynak, "Optical
-Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998,
-https://doi.org/10.24432/C50P49, licence CC BY 4.0; the 1,797 images are its
-test set, as scikit-learn distributes it.
+digits.csv.gz has 64 pixels from 0 to 16, then the label: E. Alpaydin and C. Kaynak, UCI Machine Learning Repository,
+1998, https://doi.org/10.24432/C50P49, licence CC BY 4.0; of it the test set, as scikit-learn distributes it.
 """
 
 from __future__ import annotations
@@ -57,19 +54,10 @@ class Digits(tfds.core.GeneratorBasedBuilder):
 
 
 def some(split: str = "train", first: int = 0, last: int = 9, each: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Returns only the digits from `first` to `last`, as classes from 0 on.
+    """Returns only the digits from `first` to `last`, as classes from 0 on: uint8 [n, 8, 8, 1] and int64 [n].
 
-    So a model that some digits have taught can be shown to help with others.
-
-    Args:
-      split: `train` or `test`.
-      each: pictures of each digit to train on; 0 for all. The test split is always whole.
-
-    Returns:
-      Images uint8 [n, 8, 8, 1] and labels int64 [n].
-
-    Raises:
-      UserError: there is no such split, or no such digits.
+    So a model that some digits have taught can be shown to help with others. To train on, there are `each` pictures of
+    each digit, or all if 0; the test split is always whole.
     """
     if split not in ("train", "test"):
         raise UserError(f"unknown split {split!r} of the digits{suggest(split, ('train', 'test'))}")

@@ -71,17 +71,11 @@ class Look:
 
 
 def listing(root: str, what: str) -> tuple[tuple[str, ...], dict[str, Split]]:
-    """Finds the classes, sorted, and the files of each split.
+    """Finds the classes, sorted, and the files of each split; `what` is the data set, for messages.
 
     A folder is a class, and what is in folders below it belongs to that class. Folders at the top with one of
-    `splits.NAMES` are splits of such folders; without any, all of it is one split, `train`. Names that begin with a
-    dot are left out.
-
-    Args:
-      what: the data set, for messages.
-
-    Raises:
-      UserError: no folder, fewer than two classes, no files, or a name that is not in UTF-8.
+    `splits.NAMES` are splits of such folders; without any, all of it is one split, `train`. Names that begin with a dot
+    are left out.
     """
     if not os.path.isdir(root):
         raise UserError(f"{what}: there is no such folder", "give the path of one that has a folder for each class")
@@ -259,9 +253,6 @@ def load(
       whole: the training images are needed in their full size.
       most: pixels in an image; those with more count as broken.
       hold_out: where the folder has no splits and others are not asked for, evaluate on a tenth and train on the rest.
-
-    Raises:
-      UserError: no such folder or split, no images, or broken ones that are not to be skipped.
     """
     root = os.path.expanduser(root)
     what = f"data.name='image_folder:{root}'"
@@ -341,12 +332,9 @@ def _examined(paths: list[str], most: int, root: str, what: str, skip: bool) -> 
 def _records(
     files: list[str], labels: np.ndarray, ways: np.ndarray, size: tuple[int, int] | None, skip: bool
 ) -> Records:
-    """Makes a source of images.
+    """Makes a source of images, each decoded in one of `ways`, which makes all of them `size` if that is given.
 
-    Args:
-      ways: how each file is decoded, see `image_decoding.ways`.
-      size: the one that all images have once they are decoded, or None.
-      skip: an image that cannot be decoded after all counts with weight 0.
+    With `skip`, an image that cannot be decoded after all counts with weight 0.
     """
     used, which = np.unique(ways, return_inverse=True)
     with tf.device("CPU:0"):

@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 
 
 def header(path: str) -> list[str]:
-    """Returns the column names of a file.
-
-    Raises:
-      UserError: it is no Parquet file, or a name is given twice.
-    """
+    """Returns the column names of a file."""
     names = _file(path).schema_arrow.names
     csv_reader.check_names(path, names)
     return names
@@ -33,9 +29,6 @@ def read(paths: Sequence[str], columns: Iterable[str], kinds: dict[str, str], sk
     Args:
       kinds: `number` or `category` of the columns for which it is known; of the others the type of the column decides.
       skip: leave out rows whose numbers float32 does not hold; None where that cannot be asked for.
-
-    Raises:
-      UserError: bad rows, types that are neither numbers nor texts, or files of different tables.
     """
     first, builder = header(paths[0]), csv_reader.TableBuilder(columns, kinds)
     for path in paths:

@@ -39,10 +39,6 @@ def load(experiment: config.Experiment, prepare: bool = True, hold_out: bool = T
     Args:
       prepare: False to refuse one that would have to be downloaded first.
       hold_out: evaluate on a tenth of an image folder that has no splits, and train on the rest.
-
-    Raises:
-      UserError: unknown name or split, no examples, labels out of range, or
-        data that would have to be downloaded and cannot be.
     """
     local = dataclasses.replace(experiment, data=bucket_files.here(experiment.data, prepare))
     loaded = _stored(local, prepare, hold_out)
@@ -54,17 +50,10 @@ def load(experiment: config.Experiment, prepare: bool = True, hold_out: bool = T
 
 
 def load_together(peers: Peers, data: config.Data, load: Callable[[], Loaded]) -> Loaded:
-    """Loads data on all workers, each of which calls this with the same `load`.
+    """Loads `data` on all workers, each of which calls this with the same `load`.
 
     It runs first on the chief, then on one worker of each host, and then on those others that cannot share with it. A
     function of the user runs on all of them: it may leave something behind that the model or the loss look at.
-
-    Args:
-      data: what is loaded.
-
-    Raises:
-      UserError: as `load` does.
-      PeerError: a worker was lost meanwhile.
     """
     if _is_function(data.name):
         return peers.once(load)
@@ -179,18 +168,11 @@ def _stored(experiment: config.Experiment, prepare: bool, hold_out: bool) -> Loa
 
 
 def synthetic(examples: int = 4096, shape: tuple = (32, 32, 3), classes: int = 10, noise: float = 0.5) -> dict:
-    """Makes images of one random pattern per class, under noise.
+    """Makes images of one random pattern per class, under noise: `train` has `examples`, and `test` a quarter as many.
 
     Args:
-      examples: number of training images.
       shape: height, width and channels of an image, or any other shape.
       noise: standard deviation of what is added to a pattern, whose own is 1.
-
-    Returns:
-      Arrays by split: `train` of `examples`, and a quarter as many to `test`.
-
-    Raises:
-      UserError: an argument of another kind or range.
     """
     field_syntax.check_whole("data.options: examples", examples)
     field_syntax.check_whole("data.options: classes", classes)

@@ -32,14 +32,10 @@ _PIECE = re.compile(r"-\d+-of-\d+$")
 
 
 def files_by_split(kind: str, path: str) -> dict[str, list[str]]:
-    """Finds the files of each split.
+    """Finds the files of each split, of a `kind` of `ENDINGS`.
 
     These are `train.csv` and `test.csv` of a folder, or `train-00000-of-00002.parquet`; else all that the folder or
     pattern has are `train`.
-
-    Args:
-      kind: one of `ENDINGS`.
-      path: a file, a folder or a pattern.
     """
     endings, path = ENDINGS[kind], os.path.expanduser(path)
     if os.path.isdir(path):
@@ -91,11 +87,7 @@ def encode(table: Table, columns: tuple[Column, ...]) -> dict[str, np.ndarray]:
 
 
 def encode_target(table: Table, target: Column, classes: int | None) -> np.ndarray:
-    """Returns the targets: float32 [n], or int32 [n] where they are classes.
-
-    Raises:
-      UserError: a class that no training row has.
-    """
+    """Returns the targets: float32 [n], or int32 [n] where they are classes, which all must be of training rows."""
     name = target.name
     if classes is None:
         return table.numbers[name].astype(np.float32)
@@ -116,12 +108,7 @@ def encode_target(table: Table, target: Column, classes: int | None) -> np.ndarr
 
 
 def leave_out_without(table: Table, name: str, what: str, skip: bool) -> Table:
-    """Returns `table` without the rows that have no target `name`.
-
-    Args:
-      what: names the table to a person.
-      skip: leave them out with a line that says so; otherwise they are an error.
-    """
+    """Returns `table`, `what` to a person, without the rows that have no target `name`; refuses them unless `skip`."""
     if name in table.numbers:
         missing = np.isnan(table.numbers[name])
     else:
@@ -166,10 +153,9 @@ class TableOptions:
       use: names of the columns that are inputs; empty for all but the target.
       leave_out: names of columns that are not.
       categories: names of columns that hold numbers and are categories.
-      classify: whether the target is a class. None finds it out: it is when it
-        has texts or at most `FEW` different whole numbers.
-      in_order: leave the rows in the file's order. Otherwise they are mixed
-        (always alike) before splits are cut, since files are often sorted.
+      classify: whether the target is a class. None: it is when it has texts or at most `FEW` different whole numbers.
+      in_order: leave the rows in the file's order. Otherwise they are mixed (always alike) before splits are cut, since
+        files are often sorted.
     """
 
     target: str
@@ -207,9 +193,6 @@ def prepare(
       splits: those for training and evaluation, such as `train[:80%]` and `train[80%:]`.
       skip: leave bad rows out, with a line that says which.
       kind: `csv` or `parquet`.
-
-    Raises:
-      UserError: no files, unknown columns or splits, bad rows, or targets that cannot be learned.
     """
     by_split = files_by_split(kind, path)
     read_header, read = _readers(kind, options)
@@ -335,15 +318,7 @@ def _target(table: csv_reader.Table, chosen: TableOptions) -> tuple[Column, int 
 
 
 def read_inputs(path: str, columns: tuple[Column, ...], options: Options, kind: str = "csv") -> dict[str, np.ndarray]:
-    """Reads new rows as a model's inputs, in the order of the file, to predict on them.
-
-    Args:
-      options: see `tables.TableOptions`; only the delimiter matters here.
-      kind: `csv` or `parquet`.
-
-    Raises:
-      UserError: columns that are missing, or bad rows.
-    """
+    """Reads new rows of a file of this `kind` as a model's inputs, in its order; of `options` the delimiter matters."""
     kinds = {c.name: c.kind for c in columns}
     return encode(_read_known(path, kinds, options, None, kind), columns)
 
@@ -356,13 +331,7 @@ def read_rows(
     skip: bool = False,
     kind: str = "csv",
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Reads new rows with their targets, to evaluate on them.
-
-    Args:
-      options: those that the model was trained with, see `tables.TableOptions`.
-      skip: leave bad rows out, with a line that says which.
-      kind: `csv` or `parquet`.
-    """
+    """Reads new rows with their targets, to evaluate on them; `options` are those that the model was trained with."""
     numbers = target.kind == "number"
     if not numbers and not options.get("classify"):  # few whole numbers were read as numbers, and "1.0" is a 1
         numbers = all(map(is_found_by_value, target.vocabulary))

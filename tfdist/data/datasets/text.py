@@ -149,19 +149,16 @@ MODULES = _NAMES.split()
 
 
 def stdlib_text(length: int = 64, examples: int = 4096, packed: bool = False) -> dict:
-    """Makes sequences of bytes, each with the byte that follows every byte.
+    """Makes sequences of bytes, each with the byte that follows every byte: by split, x, y int32 [n, length], weight.
+
+    The weight is 1 for a byte, half for white space at the beginning of a line (easy to guess and a quarter of all
+    text), and 0 for padding.
 
     Args:
       length: bytes per sequence.
       examples: training sequences; a tenth as many are held out, of other modules.
-      packed: for language models: all text without padding and weights, x and y
-        int32 [n, length], at most `examples` (see py). Otherwise whole
-        lines, padded with 0.
-
-    Returns:
-      By split (`train`, `test`): x and y int32 [n, length], weight float32
-      [n, length]: 1 for a byte, half for white space at the beginning of a line
-      (easy to guess and a quarter of all text), 0 for padding.
+      packed: for language models: all text without padding and weights, at most `examples`. Otherwise whole lines,
+        padded.
     """
     field_syntax.check_whole("data.options: length", length)
     field_syntax.check_whole("data.options: examples", examples)

@@ -40,16 +40,11 @@ _RESOLVING = threading.Lock()
 
 
 def prepared(data: config.Data, memory: float, prepare: bool) -> tfds.core.DatasetBuilder:
-    """Returns the builder of `data.name`, whose files are there.
-
-    What is prepared here and will not fit into memory is written as `array_record`.
+    """Returns the builder of `data.name`, whose files are there; prepared as `array_record` if they will not fit.
 
     Args:
       memory: bytes that a split may take when `data.cache` is `auto`.
       prepare: False to refuse one that would have to be downloaded first, and to leave nothing behind.
-
-    Raises:
-      UserError: unknown name, or data that would have to be downloaded and cannot be.
     """
     _quieten()
     builder = _builder(data.name, os.path.expanduser(data.data_dir) or None)
@@ -208,18 +203,9 @@ def _line(error: BaseException | str, length: int = 300) -> str:
 def load(experiment: config.Experiment, memory: float, prepare: bool = True) -> Loaded:
     """Loads the data set `data.name`, prepared first where that is still to be done.
 
-    A split that fits is read into memory. Else, one in `array_record` is read by
-    number, which needs no shuffle buffer and goes on anywhere at once, and one
-    in another format as a stream. What is prepared here and will not fit is
-    written as `array_record`.
-
-    Args:
-      memory: bytes that a split may take when `data.cache` is `auto`.
-      prepare: False to refuse one that would have to be downloaded first.
-
-    Raises:
-      UserError: unknown name or split, an empty one, no targets, images without
-        a size, or data that would have to be downloaded and cannot be.
+    A split that fits into `memory` is read into it. Else, one in `array_record` is read by number, which needs no
+    shuffle buffer and goes on anywhere at once, and one in another format as a stream. What is prepared here and will
+    not fit is written as `array_record`.
     """
     data = experiment.data
     reader = _SplitReader(experiment, prepared(data, memory, prepare), memory)
@@ -241,11 +227,7 @@ def load(experiment: config.Experiment, memory: float, prepare: bool = True) -> 
 
 
 class _SplitReader:
-    """Reads the splits of one prepared data set.
-
-    Raises:
-      UserError: it has no targets, or its images have different sizes and are not to be made one.
-    """
+    """Reads the splits of one prepared data set."""
 
     def __init__(self, experiment: config.Experiment, builder: tfds.core.DatasetBuilder, memory: float):
         self._experiment, self._memory = experiment, memory
@@ -262,13 +244,7 @@ class _SplitReader:
         self._columns = tfds.features.FeaturesDict({key: features[key] for key in self.keys})
 
     def split(self, field: str, name: str, batch: int) -> Source:
-        """Returns the source of one split.
-
-        Args:
-          field: the experiment's, for messages.
-          name: in the syntax of TFDS.
-          batch: global batch, if it is read as a stream.
-        """
+        """Returns the source of the split that a field names, in batches of `batch` if it is read as a stream."""
         data, builder = self._experiment.data, self.builder
         count = self._examples(field, name)
         fits = data.cache == "memory" or (
