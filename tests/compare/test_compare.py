@@ -312,87 +312,41 @@ def rows(*others):
 @pytest.mark.parametrize(
     "others, sentences",
     [
-        (
-            [row("mirrored 2", 190.0), row("horovod 2", 195.0)],
-            [
-                "All end with the same weights, 3e-07 of their norm apart at most (dense/kernel, mirrored 2).",
-                "Use mirrored 2: 1.90 times the speed of default 1, efficiency 0.95.",
-            ],
-        ),
+        ([row("mirrored 2", 190.0), row("horovod 2", 195.0)],
+         ["All end with the same weights, 3e-07 of their norm apart at most (dense/kernel, mirrored 2).",
+          "Use mirrored 2: 1.90 times the speed of default 1, efficiency 0.95."]),
         ([row("mirrored 2", 150.0), row("horovod 2", 195.0)], ["Use horovod 2: 1.95 times"]),
-        (
-            [row("mirrored 2", 190.0, "different", largest=0.1, scale=2.0, why="5e-02 is more than 1e-05")],
-            [
-                (
-                    "mirrored 2 ends with OTHER WEIGHTS: 3.0e-07 of their norm apart, most of it in dense/kernel, up "
-                    "to 0.1 where weights are up to 2"
-                ),
-                "Use default on one device: nothing that trains the same model is faster here.",
-            ],
-        ),
-        (
-            [
-                row(
-                    "mirrored 2",
-                    190.0,
-                    "different",
-                    why="the same weights are evaluated to another loss (1.0e-02 apart)",
-                )
-            ],
-            ["mirrored 2 is WRONG: the same weights are evaluated to another loss"],
-        ),
-        (
-            [row("mirrored 2", 190.0, "different", distance=None)],
-            ["mirrored 2 ends with OTHER WEIGHTS, which are not finite"],
-        ),
-        (
-            [row("mirrored 2", 190.0, "nature", why="dropout"), row("horovod 2", 90.0)],
-            [
-                "The same weights as default 1: horovod 2",
-                "mirrored 2 trains the same model, but for what differs by nature: dropout.",
-                "Use mirrored 2: 1.90 times",
-            ],
-        ),
+        ([row("mirrored 2", 190.0, "different", largest=0.1, scale=2.0, why="5e-02 is more than 1e-05")],
+         [("mirrored 2 ends with OTHER WEIGHTS: 3.0e-07 of their norm apart, most of it in dense/kernel, up "
+           "to 0.1 where weights are up to 2"),
+          "Use default on one device: nothing that trains the same model is faster here."]),
+        ([row("mirrored 2", 190.0, "different", why="the same weights are evaluated to another loss (1.0e-02 apart)")],
+         ["mirrored 2 is WRONG: the same weights are evaluated to another loss"]),
+        ([row("mirrored 2", 190.0, "different", distance=None)],
+         ["mirrored 2 ends with OTHER WEIGHTS, which are not finite"]),
+        ([row("mirrored 2", 190.0, "nature", why="dropout"), row("horovod 2", 90.0)],
+         ["The same weights as default 1: horovod 2",
+          "mirrored 2 trains the same model, but for what differs by nature: dropout.", "Use mirrored 2: 1.90 times"]),
         ([row("mirrored 2", 190.0, "identical", distance=0.0)], ["All end with the same weights, to the last bit."]),
-        (
-            [row("mirrored 2", None, "", status="failed", reason="it was killed by SIGKILL")],
-            [
-                "Nothing ran besides default 1: there is nothing to compare.",
-                "mirrored 2 failed: it was killed by SIGKILL",
-            ],
-        ),
+        ([row("mirrored 2", None, "", status="failed", reason="it was killed by SIGKILL")],
+         ["Nothing ran besides default 1: there is nothing to compare.",
+          "mirrored 2 failed: it was killed by SIGKILL"]),
         ([row("mirrored 8", 190.0)], ["The cores limit it: 8 replicas of 1 threads share 4."]),
-        (
-            [row("mirrored 2", 190.0, time={"input": 0.3, "compute": 0.5, "all_reduce": 0.15, "python": 0.05})],
-            ["Input limits it, 30% of the time: look at the data pipeline"],
-        ),
-        (
-            [row("mirrored 2", 190.0, time={"input": 0.0, "compute": 0.7, "all_reduce": 0.3, "python": 0.0})],
-            ["The sum over replicas limits it, 30% of the time"],
-        ),
-        (
-            [row("mirrored 2", 190.0, time={"input": 0.0, "compute": 0.6, "all_reduce": None, "python": 0.4})],
-            ["Python limits it, 40% of the time"],
-        ),
-        (
-            [row("mirrored 2", 190.0, time={"input": 0.01, "compute": 0.97, "all_reduce": 0.01, "python": 0.01})],
-            ["Computing limits it, 97% of the time"],
-        ),
-        (
-            [row("mirrored 2", 190.0, others_busy=1.5), row("horovod 2", steady_seconds=0.034)],
-            [
-                (
-                    "The speeds are rough: other programs kept up to 1.5 cores busy, and that of horovod 2 rests on "
-                    "0.034 s (more train.epochs help)."
-                )
-            ],
-        ),
-        (
-            [row("mirrored 2", 190.0, flops_share=0.4)],
-            ["Use mirrored 2: 1.90 times the speed of default 1, efficiency 0.95, 40% of what the devices can do."],
-        ),
+        ([row("mirrored 2", 190.0, time={"input": 0.3, "compute": 0.5, "all_reduce": 0.15, "python": 0.05})],
+         ["Input limits it, 30% of the time: look at the data pipeline"]),
+        ([row("mirrored 2", 190.0, time={"input": 0.0, "compute": 0.7, "all_reduce": 0.3, "python": 0.0})],
+         ["The sum over replicas limits it, 30% of the time"]),
+        ([row("mirrored 2", 190.0, time={"input": 0.0, "compute": 0.6, "all_reduce": None, "python": 0.4})],
+         ["Python limits it, 40% of the time"]),
+        ([row("mirrored 2", 190.0, time={"input": 0.01, "compute": 0.97, "all_reduce": 0.01, "python": 0.01})],
+         ["Computing limits it, 97% of the time"]),
+        ([row("mirrored 2", 190.0, others_busy=1.5), row("horovod 2", steady_seconds=0.034)],
+         [("The speeds are rough: other programs kept up to 1.5 cores busy, and that of horovod 2 rests on "
+           "0.034 s (more train.epochs help).")]),
+        ([row("mirrored 2", 190.0, flops_share=0.4)],
+         ["Use mirrored 2: 1.90 times the speed of default 1, efficiency 0.95, 40% of what the devices can do."]),
     ],
-)
+)  # fmt: skip
 def test_the_verdict(others, sentences):
     lines = results.verdict(rows(*others), 4)
     assert len(lines) == len(set(lines)) and len(lines) <= 6
@@ -596,17 +550,13 @@ def test_nothing_is_compared_with_a_reference_that_does_not_run(outcome, error, 
 # The command.
 
 BAD = [
-    (
-        ["--config.train.batch_size=auto"],
-        "train.batch_size=auto finds another batch for each strategy: give a number to",
-    ),
+    (["--config.train.batch_size=auto"],
+     "train.batch_size=auto finds another batch for each strategy: give a number to"),
     (["--strategies=mirored"], "unknown strategy 'mirored' in --strategies: did you mean 'mirrored'?"),
     (["--strategies=auto"], "unknown strategy 'auto' in --strategies: it picks one of the others, name those"),
     (["--strategies="], "--strategies names none: give some of default,mirrored,multi_worker,horovod,tpu"),
-    (
-        ["--strategies=default,mirrored", "--replicas=1", "--threads=512"],
-        "--replicas=1 leave nothing to set against default on one device",
-    ),
+    (["--strategies=default,mirrored", "--replicas=1", "--threads=512"],
+     "--replicas=1 leave nothing to set against default on one device"),
     (["--replicas=0"], "--replicas must be whole numbers of at least 1, such as 2,4: got '0'"),
     (["--replicas=2,x"], "--replicas must be whole numbers of at least 1, such as 2,4: got 'x'"),
     (["--time_limit=0"], "--time_limit must be a positive number of seconds, got 0.0"),
@@ -614,14 +564,12 @@ BAD = [
     (["--devices=first"], "--devices=first is not understood"),
     (["--config.train.epoch=3"], "unknown config field --config.train.epoch: did you mean 'epochs'?"),
     (["--config.model.name=cn"], "unknown model.name 'cn': did you mean 'cnn'?"),
-    (
-        ["--config.checkpoint.keep=2"],
-        "--config.checkpoint.keep is not for a comparison, whose runs save once, at their end: leave it out",
-    ),
+    (["--config.checkpoint.keep=2"],
+     "--config.checkpoint.keep is not for a comparison, whose runs save once, at their end: leave it out"),
     (["--strategy=mirrored"], "Unknown command line flag 'strategy'. Did you mean: strategies ?"),
     (["--workdir=full"], "--workdir=full holds no comparison but precious.txt: choose another folder"),
     (["--workdir=file"], "--workdir=file cannot be written (File exists): choose another folder"),
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

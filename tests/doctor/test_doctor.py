@@ -73,16 +73,14 @@ BAD_INPUT = [
     (["--peers=h1:1,h2:http"], "--peers=h2:http: port=http is not a port: use a number from 1 to 65535"),
     (["--listen=70000"], "--listen=70000 is not a port: use a number from 1 to 65535"),
     (["--listen=h1:"], "--listen=h1:: port= is not a port"),
-    (
-        ["--listen=192.0.2.1:29500"],
-        "--listen=192.0.2.1:29500 cannot be used (cannot assign requested address): choose a free port",
-    ),
+    (["--listen=192.0.2.1:29500"],
+     "--listen=192.0.2.1:29500 cannot be used (cannot assign requested address): choose a free port"),
     (["--listen_seconds=5"], "--listen_seconds=5 without --listen: give the port to answer at"),
     (["--listen=29500", "--listen_seconds=-1"], "--listen_seconds must be a positive number of seconds, got -1"),
     (["--time_limit=0"], "--time_limit must be a positive number of seconds, got 0"),
     (["--time_limit=nan"], "--time_limit must be a positive number of seconds, got nan"),
     (["--master_port=65536"], "--master_port=65536 is not a port: use a number from 1 to 65535"),
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -66,25 +66,16 @@ def test_what_others_say_cannot_move_the_cursor():
     "body, status, text",
     [
         (printing(FOUR), "ok", "4 GPUs, driver 550.1"),
-        (
-            printing(FOUR.replace("90, 16000, 12000, 4000", "[N/A], [N/A], [N/A], [N/A]")),
-            "warn",
-            "does not tell load or memory of GPU 0",
-        ),
-        (
-            printing(FOUR.replace("1, GPU-bbb, 0,", "Unable to determine the device handle")),
-            "warn",
-            "3 GPUs, driver 550.1; nvidia-smi said",
-        ),
-        (
-            printing("NVIDIA-SMI has failed because it could not communicate with the driver.", 9),
-            "fail",
-            "failed with code 9: NVIDIA-SMI has",
-        ),
+        (printing(FOUR.replace("90, 16000, 12000, 4000", "[N/A], [N/A], [N/A], [N/A]")), "warn",
+         "does not tell load or memory of GPU 0"),
+        (printing(FOUR.replace("1, GPU-bbb, 0,", "Unable to determine the device handle")), "warn",
+         "3 GPUs, driver 550.1; nvidia-smi said"),
+        (printing("NVIDIA-SMI has failed because it could not communicate with the driver.", 9), "fail",
+         "failed with code 9: NVIDIA-SMI has"),
         ("exec sleep 1000", "fail", "nvidia-smi gave no answer within 0.3 s"),
         (printing("No devices were found"), "ok", "no NVIDIA GPU here"),
     ],
-)
+)  # fmt: skip
 def test_driver(driver, body, status, text):
     driver(body)
     one(tensorflow_probe.driver(gpus.survey(timeout=0.3 if "sleep" in body else 30)), status, text)
@@ -112,53 +103,23 @@ def test_gpus_that_tensorflow_does_not_see(answer):
     "said, environ, status, text, fix",
     [
         (dict(gpus=("T4",) * 4), {}, "ok", "sees 4 GPUs", ""),
-        (
-            dict(gpus=("T4",) * 2),
-            {"CUDA_VISIBLE_DEVICES": "0,3"},
-            "warn",
-            "CUDA_VISIBLE_DEVICES=0,3 hides GPU 1, 2",
-            "unset CUDA_VISIBLE_DEVICES",
-        ),
+        (dict(gpus=("T4",) * 2), {"CUDA_VISIBLE_DEVICES": "0,3"}, "warn", "CUDA_VISIBLE_DEVICES=0,3 hides GPU 1, 2",
+         "unset CUDA_VISIBLE_DEVICES"),
         (dict(gpus=("T4",)), {"CUDA_VISIBLE_DEVICES": "MIG-1"}, "ok", "sees 1 of the slices", ""),
-        (
-            dict(cuda=""),
-            {},
-            "fail",
-            "sees 0 of 4 usable GPUs: this wheel was built without CUDA",
-            "pip uninstall -y tensorflow-cpu",
-        ),
-        (
-            dict(said=("Cannot dlopen some GPU libraries.",)),
-            {},
-            "fail",
-            "CUDA's libraries do not load",
-            "pip install 'tfdist[cuda]'",
-        ),
-        (
-            dict(said=("CUDA driver version is insufficient for CUDA runtime version",)),
-            {},
-            "fail",
-            "the driver is too old",
-            "update the driver",
-        ),
-        (
-            dict(said=("failed call to cuInit: CUDA_ERROR_UNKNOWN",)),
-            {},
-            "fail",
-            "CUDA does not start",
-            "nvidia-modprobe",
-        ),
-        (
-            dict(said=("Could not find cuda drivers on your machine",)),
-            {},
-            "fail",
-            "libcuda.so.1 is not found",
-            "--gpus all",
-        ),
+        (dict(cuda=""), {}, "fail", "sees 0 of 4 usable GPUs: this wheel was built without CUDA",
+         "pip uninstall -y tensorflow-cpu"),
+        (dict(said=("Cannot dlopen some GPU libraries.",)), {}, "fail", "CUDA's libraries do not load",
+         "pip install 'tfdist[cuda]'"),
+        (dict(said=("CUDA driver version is insufficient for CUDA runtime version",)), {}, "fail",
+         "the driver is too old", "update the driver"),
+        (dict(said=("failed call to cuInit: CUDA_ERROR_UNKNOWN",)), {}, "fail", "CUDA does not start",
+         "nvidia-modprobe"),
+        (dict(said=("Could not find cuda drivers on your machine",)), {}, "fail", "libcuda.so.1 is not found",
+         "--gpus all"),
         (dict(said=("something new",)), {}, "fail", "something new", "pip install"),
         (dict(), {}, "fail", "it does not say why", "pip install"),
     ],
-)
+)  # fmt: skip
 def test_why_tensorflow_does_not_see_them(said, environ, status, text, fix):
     given = tensorflow_probe.Answer(**{"version": "2.21.0", "keras": "3.15.1", "cuda": "12.5.1", **said})
     one(tensorflow_probe.tensorflow(given, gpus.Survey(GPUS), environ), status, text, fix)
@@ -181,26 +142,14 @@ def test_the_names_that_tensorflow_gives():
 @pytest.mark.parametrize(
     "code, status, text, fix",
     [
-        (
-            "raise ImportError('numpy has moved')",
-            "fail",
-            "cannot be imported (ImportError: numpy has moved)",
-            "pip install --force-reinstall",
-        ),
-        (
-            "import os, signal; os.kill(os.getpid(), signal.SIGILL)",
-            "fail",
-            "ended with SIGILL: this processor lacks",
-            "use another machine",
-        ),
-        (
-            "import threading; threading.Event().wait()",
-            "warn",
-            "no answer from TensorFlow within 2 s",
-            "--time_limit=60",
-        ),
+        ("raise ImportError('numpy has moved')", "fail", "cannot be imported (ImportError: numpy has moved)",
+         "pip install --force-reinstall"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", "fail", "ended with SIGILL: this processor lacks",
+         "use another machine"),
+        ("import threading; threading.Event().wait()", "warn", "no answer from TensorFlow within 2 s",
+         "--time_limit=60"),
     ],
-)
+)  # fmt: skip
 def test_a_tensorflow_that_does_not_start(code, status, text, fix, tmp_path):
     (tmp_path / "tensorflow.py").write_text(code)
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
@@ -258,19 +207,14 @@ def test_a_tfdist_that_pip_does_not_know(tmp_path, monkeypatch):
     [
         ({}, None, "ok", "on TensorFlow", ""),
         ({"KERAS_BACKEND": "jax"}, None, "fail", "KERAS_BACKEND says that Keras runs on jax", "unset KERAS_BACKEND"),
-        (
-            {},
-            '{"backend": "torch"}',
-            "fail",
-            "keras.json says that Keras runs on torch",
-            'write "backend": "tensorflow"',
-        ),
+        ({}, '{"backend": "torch"}', "fail", "keras.json says that Keras runs on torch",
+         'write "backend": "tensorflow"'),
         ({"KERAS_BACKEND": "tensorflow"}, '{"backend": "torch"}', "ok", "on TensorFlow", ""),
         ({}, "no JSON", "ok", "on TensorFlow", ""),
         ({}, "[" * 100_000, "ok", "on TensorFlow", ""),
         ({"TF_USE_LEGACY_KERAS": "1"}, None, "warn", "old Keras 2", "unset TF_USE_LEGACY_KERAS"),
     ],
-)
+)  # fmt: skip
 def test_what_keras_runs_on(environ, file, status, text, fix, tmp_path):
     if file:
         (tmp_path / "keras.json").write_text(file)
@@ -351,23 +295,14 @@ def test_tf_config_is_explained():
     "text, finding, fix",
     [
         ("{", "TF_CONFIG is not a JSON object with a cluster in it", "correct or unset it"),
-        (
-            json.dumps(TF_CONFIG | {"task": {"type": "worker", "index": 2}}),
-            "TF_CONFIG's task is worker 2",
-            "correct the index",
-        ),
-        (
-            json.dumps(TF_CONFIG | {"task": None}),
-            "TF_CONFIG's task is null",
-            'write "task": {"type": "worker", "index": 0}',
-        ),
-        (
-            json.dumps({"cluster": {"worker": {"1": "a:1"}}, "task": {"type": "worker", "index": 1}}),
-            "dynamic TFJob",
-            "set enableDynamicWorker: false",
-        ),
+        (json.dumps(TF_CONFIG | {"task": {"type": "worker", "index": 2}}), "TF_CONFIG's task is worker 2",
+         "correct the index"),
+        (json.dumps(TF_CONFIG | {"task": None}), "TF_CONFIG's task is null",
+         'write "task": {"type": "worker", "index": 0}'),
+        (json.dumps({"cluster": {"worker": {"1": "a:1"}}, "task": {"type": "worker", "index": 1}}), "dynamic TFJob",
+         "set enableDynamicWorker: false"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_tf_config_is_said_once(text, finding, fix):
     found = place({"TF_CONFIG": text})
     one(found.findings, "fail", finding, fix)
@@ -391,19 +326,13 @@ def test_variables_that_contradict_each_other():
 @pytest.mark.parametrize(
     "environ, status, text",
     [
-        (
-            {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_NTASKS": "4"},
-            "warn",
-            "Slurm job 7 has 2 nodes and 4 tasks",
-        ),
+        ({"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_NTASKS": "4"}, "warn",
+         "Slurm job 7 has 2 nodes and 4 tasks"),
         ({"COLAB_RELEASE_TAG": "r1"}, "ok", "Colab: files vanish"),
-        (
-            {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "HOSTNAME": "job-0"},
-            "ok",
-            "Kubernetes, pod job-0; nothing tells of other workers",
-        ),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "HOSTNAME": "job-0"}, "ok",
+         "Kubernetes, pod job-0; nothing tells of other workers"),
     ],
-)
+)  # fmt: skip
 def test_surroundings(environ, status, text):
     one(of(place(environ).findings, "surroundings"), status, text)
 

@@ -386,10 +386,8 @@ def test_differences():
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (
-            ["--formats=onx"],
-            "unknown format 'onx' in --formats: did you mean 'onnx'? Known are saved_model, onnx, litert",
-        ),
+        (["--formats=onx"],
+         "unknown format 'onx' in --formats: did you mean 'onnx'? Known are saved_model, onnx, litert"),
         (["--formats="], "--formats names none: give some of saved_model,onnx,litert"),
         ([], "--output is missing: give the folder to write, such as --output=exported"),
         (["--output=."], "--output=. is there already: give --overwrite, or choose another name"),
@@ -399,7 +397,7 @@ def test_differences():
         (["--output=out", "--model=m.keras"], "--workdir and --model name two models"),
         (["--outptu=out"], "Unknown command line flag 'outptu'. Did you mean: output ?"),
     ],
-)
+)  # fmt: skip
 def test_bad_flags(flags, message, run, tmp_path):
     (tmp_path / "tensorflow.py").write_text("raise AssertionError('tensorflow was imported')\n")
     done = run("tfdist.export", "--workdir=missing", *flags, path=str(tmp_path))

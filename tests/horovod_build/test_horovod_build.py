@@ -328,11 +328,8 @@ def test_packages_that_pip_cannot_fetch(site):
 ALL = "a C++17 compiler, a C compiler, make, cmake 3.13 or newer"
 MISSING = [
     ([], {"PATH": "/nonexistent"}, f"without {ALL}: apt-get install g++ gcc make; pip install 'tfdist[horovod]'"),
-    (
-        ["--mpi"],
-        {"PATH": "/nonexistent"},
-        f"without {ALL}, MPI (mpicxx, mpirun): apt-get install g++ gcc make openmpi-bin libopenmpi-dev; pip",
-    ),
+    (["--mpi"], {"PATH": "/nonexistent"},
+     f"without {ALL}, MPI (mpicxx, mpirun): apt-get install g++ gcc make openmpi-bin libopenmpi-dev; pip"),
     (["--nccl"], {"HOROVOD_CUDA_HOME": "/nonexistent"}, "the CUDA toolkit (nvcc)"),
     (["--nccl"], {"HOROVOD_CUDA_HOME": "/nonexistent"}, "set HOROVOD_CUDA_HOME to its folder"),
     ([], {"CXX": "false"}, "without a C++17 compiler: apt-get install g++"),
@@ -341,7 +338,7 @@ MISSING = [
     ([], {"XDG_CACHE_HOME": "/dev/null"}, "cannot be written (Not a directory): set XDG_CACHE_HOME to another folder"),
     (["--mpy"], {}, "Unknown command line flag 'mpy'. Did you mean: mpi ?"),
     (["mpi"], {}, "unexpected argument 'mpi': flags are written --name=value"),
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -493,25 +490,19 @@ def test_the_edits(tmp_path):
     "log, line",
     [
         ("a.cc: In function\n  a.cc:3:1: error: no x\nb.cc:1: error: no y\n", "a.cc:3:1: error: no x"),
-        (
-            "CMake Error at CMakeLists.txt:3 (find_package):\n  No MPI\n\nerror: subprocess-exited-with-error\n",
-            "CMake Error at CMakeLists.txt:3 (find_package): No MPI",
-        ),
-        (
-            "CMake Error at C:1 (message):\n  x\n    c.c:1:1: fatal error: no.h: No such file\n",
-            "c.c:1:1: fatal error: no.h: No such file",
-        ),
-        (
-            "c++: fatal error: Killed signal terminated program cc1plus\nmake: *** [x] Error 1\n",
-            "c++: fatal error: Killed signal terminated program cc1plus",
-        ),
+        ("CMake Error at CMakeLists.txt:3 (find_package):\n  No MPI\n\nerror: subprocess-exited-with-error\n",
+         "CMake Error at CMakeLists.txt:3 (find_package): No MPI"),
+        ("CMake Error at C:1 (message):\n  x\n    c.c:1:1: fatal error: no.h: No such file\n",
+         "c.c:1:1: fatal error: no.h: No such file"),
+        ("c++: fatal error: Killed signal terminated program cc1plus\nmake: *** [x] Error 1\n",
+         "c++: fatal error: Killed signal terminated program cc1plus"),
         ("Traceback:\n  x\nRuntimeError: CMake failed\nERROR: Failed building wheel\n", "RuntimeError: CMake failed"),
         ("$ python error: \nERROR: Failed building wheel\n", "ERROR: Failed building wheel"),
         ("\nwhatever\n\n", "whatever"),
         ("", "no message"),
         ("a.cc:1: error: " + 400 * "x", "a.cc:1: error: " + 285 * "x" + "..."),
     ],
-)
+)  # fmt: skip
 def test_the_first_error_of_a_log(log, line):
     assert workspace.first_error(log) == line
 
@@ -533,23 +524,14 @@ PROBLEMS = [
     ("2.21.0+nv25.2", {"metadata.json": {"tensorflow": "2.21.0"}}, ""),
     ("", {}, "TensorFlow is not installed: run pip install tensorflow"),
     ("2.21.0", None, f"Horovod is not installed{FIX}"),
-    (
-        "2.21.0",
-        {f"tensorflow/mpi_lib{SUFFIX}": None},
-        f"Horovod is installed without its part for TensorFlow (tensorflow/mpi_lib{SUFFIX}){FIX}",
-    ),
+    ("2.21.0", {f"tensorflow/mpi_lib{SUFFIX}": None},
+     f"Horovod is installed without its part for TensorFlow (tensorflow/mpi_lib{SUFFIX}){FIX}"),
     ("2.20.0", {"tfdist_build.json": STAMP}, f"Horovod was built for TensorFlow 2.21.0 and 2.20.0 is installed{FIX}"),
-    (
-        "2.21.0",
-        {"metadata.json": {"tensorflow": "2.20.0"}},
-        f"Horovod was built for TensorFlow 2.20.0 and 2.21.0 is installed{FIX}",
-    ),
-    (
-        "2.21.0",
-        {"tfdist_build.json": {**STAMP, "tensorflow": {"version": "2.21.0", "build": "old"}}},
-        f"Horovod was built for another TensorFlow 2.21.0 than the one that is installed{FIX}",
-    ),
-]
+    ("2.21.0", {"metadata.json": {"tensorflow": "2.20.0"}},
+     f"Horovod was built for TensorFlow 2.20.0 and 2.21.0 is installed{FIX}"),
+    ("2.21.0", {"tfdist_build.json": {**STAMP, "tensorflow": {"version": "2.21.0", "build": "old"}}},
+     f"Horovod was built for another TensorFlow 2.21.0 than the one that is installed{FIX}"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["tensorflow", "tensorflow-cpu"])

@@ -58,17 +58,15 @@ def test_what_is_asked_for(text, fields):
         ("data.augment='flip", "' is missing in"),
         ("optimizer.learning_rate=0.1,-1", "with optimizer.learning_rate=-1.0: optimizer.learning_rate must be posit"),
         ("seed=" + ",".join(map(str, range(1001))), "more than 1000 experiments"),
-        (
-            "optimizer.learning_rate=log:1e-4:1e-1",
-            "learning_rate=... gives a range, which has no grid: say how many runs",
-        ),
+        ("optimizer.learning_rate=log:1e-4:1e-1",
+         "learning_rate=... gives a range, which has no grid: say how many runs"),
         ("optimizer.learning_rate=log:0:1", "learning_rate=log:0:1 must be finite, with LOW < HIGH and LOW > 0: write"),
         ("optimizer.learning_rate=uniform:1:1", "uniform:1:1 must be finite, with LOW < HIGH: write"),
         ("optimizer.learning_rate=uniform:0:inf", "uniform:0:inf must be finite"),
         ("optimizer.learning_rate=log:1e-4", "must be a number, got 'log:1e-4'"),
         ("seed=uniform:0:1.5", "seed must be a whole number, got '1.5'"),
     ],
-)
+)  # fmt: skip
 def test_what_is_refused(text, message):
     with pytest.raises(UserError, match=message):
         fields = space.parse(text)
