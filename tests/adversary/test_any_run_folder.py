@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from support import adversary
 
 from tfdist import config
-from tfdist.checkpoints import callback_state, files, integrity, oom_note, resume
+from tfdist.checkpoints import files, integrity, oom_note, resume, training_run
 from tfdist.checkpoints.files import Disk
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.config import schedule
@@ -177,7 +177,7 @@ def go_on(path):
     except files.DamagedError:
         return
     recorder = Recorder(RunFolder(str(path.parent.parent)), schedule.make(config.Experiment(), 1000, 1))
-    callback_state.restore(keras.callbacks.CallbackList([recorder]), state["callbacks"])
+    training_run.restore_callbacks(keras.callbacks.CallbackList([recorder]), state["callbacks"])
     json.dumps(recorder.get_state())
     recorder.segments.record(recorder.updates, "completed")
 

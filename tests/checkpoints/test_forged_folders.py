@@ -13,7 +13,7 @@ import pytest
 from conftest import REPOSITORY
 
 from tfdist import config
-from tfdist.checkpoints import callback_state, files, oom_note, resume, state_shape
+from tfdist.checkpoints import files, oom_note, resume, state_shape, training_run
 from tfdist.checkpoints.files import Disk
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.cluster import env_vars
@@ -130,8 +130,8 @@ def test_a_forged_state_of_a_callback(name, state, why, tmp_path):
     ours = [recorder.Recorder(RunFolder(str(tmp_path)), plan, launched), progress.Plain(plan, dict)]
     callbacks = keras.callbacks.CallbackList([*ours, keras.callbacks.EarlyStopping()])
     with pytest.raises(UserError, match=rf"the callback {re.escape(name)} can go on with \(.*{re.escape(why)}"):
-        callback_state.restore(callbacks, {name: state})
-    callback_state.restore(callbacks, {"Recorder.0": RECORDED, "EarlyStopping.0": {"wait": 3, "best": None}})
+        training_run.restore_callbacks(callbacks, {name: state})
+    training_run.restore_callbacks(callbacks, {"Recorder.0": RECORDED, "EarlyStopping.0": {"wait": 3, "best": None}})
 
 
 def test_what_a_run_writes_is_taken():

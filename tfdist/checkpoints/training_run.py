@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.checkpoints import callback_state, resume, training_state
+from tfdist.checkpoints import resume, state_shape, training_state
 from tfdist.checkpoints.resume import LoadedCheckpoint, Position
 from tfdist.config import cpu_kernels
 from tfdist.config.messages import logger
 from tfdist.data.structures import Structure
 from tfdist.distributed import arithmetic
 from tfdist.distributed.distribution import Distribution
+from tfdist.errors import UserError, one_line
 from tfdist.keras_bridge import keras_internals
+
+State: TypeAlias = dict[str, Any]  # a callback's state by name, as JSON can hold it
+_KNOWN: dict[type, tuple[str, ...]] = {
+    keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "stopped_epoch"),
+    keras.callbacks.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
+    keras.callbacks.ModelCheckpoint: ("best", "epochs_since_last_save", keras_internals.BATCHES_SEEN),
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,7 +77,7 @@ def state_of(
         "experiment": dict(experiment),
         "data_sha256": data_sha256,
         "facts": dict(facts),
-        "callbacks": callback_state.capture(run.callbacks),
+        "callbacks": capture_callbacks(run.callbacks),
         "history": {k: [_plain(v) for v in values] for k, values in run.model.history.history.items()},
         "epochs": list(run.model.history.epoch),
         "best": dict(best),
@@ -101,7 +109,7 @@ def restore(
     odd = arithmetic.differences(arithmetic.facts(run.distribution), state.get("arithmetic", {})) if run.shards else []
     if odd and state.get("arithmetic") and run.distribution.is_chief:
         logger.info(f"WARNING: results may not be bit-identical from here on: {'; '.join(odd)}")
-    callback_state.restore(run.callbacks, state["callbacks"])
+    restore_callbacks(run.callbacks, state["callbacks"])
     model.history.history = {name: [_value(v) for v in values] for name, values in state["history"].items()}
     model.history.epoch = list(state["epochs"])
     position = Position(**state["position"])
@@ -112,6 +120,47 @@ def restore(
     if rate is not None and resume.differences(experiment, state["experiment"]):
         _assign(rate, rate_here)
     return position, {"value": None, "update": None, **state["best"]}
+
+
+def _keeps_state(callback: Any) -> bool:
+    """Tells whether a callback keeps its state itself, as `tfdist.Callback`; its `get_state` may be None."""
+    return hasattr(callback, "get_state") and hasattr(callback, "set_state")
+
+
+def capture_callbacks(callbacks: keras.callbacks.CallbackList) -> dict[str, State]:
+    """Returns the callbacks' states by name, as far as JSON can hold them."""
+    plain = lambda value: value.item() if isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0 else value
+    states = {}
+    for name, callback in training_state.named(callbacks):
+        own = callback.get_state() if _keeps_state(callback) else None
+        known = {field: plain(getattr(callback, field, None)) for field in _known(callback)}
+        if own is not None or known:
+            states[name] = known if own is None else own
+    return states
+
+
+def _known(callback: keras.callbacks.Callback) -> list[str]:
+    return [field for kind, fields in _KNOWN.items() if isinstance(callback, kind) for field in fields]
+
+
+def restore_callbacks(callbacks: keras.callbacks.CallbackList, states: dict[str, State]) -> None:
+    """Restores the callbacks' states; after `on_train_begin`, in which they reset it. UserError if one cannot."""
+    for name, callback in training_state.named(callbacks):
+        if name not in states:
+            continue
+        state = states[name]
+        try:
+            if _keeps_state(callback):
+                callback.set_state(state)
+                continue
+            for field in state.keys() & set(_known(callback)):  # a file sets no other attribute of the callback
+                state_shape.require(state, {field: state_shape.optional(state_shape.number)})
+                setattr(callback, field, state[field])
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            raise UserError(
+                f"the checkpoint has no state that the callback {name} can go on with ({one_line(error, 120)})",
+                "use the code that it was taken with, or move that checkpoint away",
+            ) from error
 
 
 def _log_other_kernels(distribution: Distribution, before: str | None) -> None:

@@ -14,7 +14,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.checkpoints import callback_state
 from tfdist.checkpoints.files import DamagedError
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
@@ -46,11 +45,17 @@ def capture(
         shared = {name: value.numpy() for name, value in shared.items()}
     best = {
         f"{CALLBACKS}/{name}/{i:04d}": np.asarray(array)
-        for name, callback in callback_state.named(callbacks)
+        for name, callback in named(callbacks)
         if isinstance(callback, keras.callbacks.EarlyStopping)
         for i, array in enumerate(getattr(callback, "best_weights", None) or [])
     }
     return {**shared, **own, **best}
+
+
+def named(callbacks: keras.callbacks.CallbackList) -> list[tuple[str, keras.callbacks.Callback]]:
+    """Names callbacks by class and number: a new process has them in the same order."""
+    kinds = [type(callback).__name__ for callback in callbacks.callbacks]
+    return [(f"{kind}.{kinds[:i].count(kind)}", callbacks.callbacks[i]) for i, kind in enumerate(kinds)]
 
 
 def write(prefix: str, tensors: dict[str, Structure]) -> None:
@@ -92,7 +97,7 @@ def restore(
             rows = np.repeat(rows[:1], distribution.replicas, 0)  # each replica had the state of all examples
         _assign_own(name, copies(variable), rows, distribution)
     refresh(model)
-    for name, callback in callback_state.named(callbacks):
+    for name, callback in named(callbacks):
         best = [by_place[place] for place in sorted(by_place) if place.startswith(f"{CALLBACKS}/{name}/")]
         if best and isinstance(callback, keras.callbacks.EarlyStopping):
             callback.best_weights = best

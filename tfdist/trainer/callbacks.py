@@ -11,7 +11,7 @@ from typing import TypeAlias
 import keras
 
 from tfdist.checkpoints import training_state
-from tfdist.checkpoints.callback_state import State
+from tfdist.checkpoints.training_run import State
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
 from tfdist.keras_bridge import keras_internals, preconditions
