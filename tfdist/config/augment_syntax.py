@@ -28,8 +28,7 @@ class _Argument:
     low: float
     high: float
     whole: bool = False
-    above: bool = False
-    """`low` itself is not allowed."""
+    above: bool = False  # `low` itself is not allowed
 
 
 _KNOWN: dict[str, tuple[_Argument, ...]] = {
@@ -47,12 +46,7 @@ MIXING = ("mixup", "cutmix")
 
 
 def steps(text: str, field: str = "data.augment") -> tuple[AugmentStep, ...]:
-    """Returns the operations that `text` names, in its order.
-
-    Raises:
-      UserError: naming `field`, when a name is not known, an argument is
-        missing, too much or out of range, or an operation stands where it cannot.
-    """
+    """Returns the operations that `text` names, in its order."""
     try:
         parsed = ast.parse(f"f({text})", mode="eval").body
         if not isinstance(parsed, ast.Call) or not isinstance(parsed.func, ast.Name) or parsed.keywords:

@@ -25,12 +25,9 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem  # which need not be installed
 
 T = TypeVar("T")
-PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "memory": "fsspec"}
-"""Package that reads each scheme."""
-EXTRAS = {"s3": "tfdist[s3]", "gs": "tfdist[gcs]", "memory": "fsspec"}
-"""Requirement for pip."""
-WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Seconds between two attempts; as many and one are made."""
+PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "memory": "fsspec"}  # package that reads each scheme
+EXTRAS = {"s3": "tfdist[s3]", "gs": "tfdist[gcs]", "memory": "fsspec"}  # requirement for pip
+WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # seconds between two attempts; as many and one are made
 _FINAL = ("PermissionError", "NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError")
 """Classes of errors that another attempt meets as well."""
 _TAGS = ("ETag", "etag", "md5Hash", "generation", "created")
@@ -62,8 +59,7 @@ class Entry:
     """An object as a listing tells of it."""
 
     size: int
-    tag: str
-    """Another one when the content is another one."""
+    tag: str  # another one when the content is another one
 
 
 def is_url(path: str) -> bool:
@@ -72,11 +68,7 @@ def is_url(path: str) -> bool:
 
 
 def check(field: str, path: str) -> None:
-    """Checks a path, which may be in a bucket.
-
-    Raises:
-      UserError: it is a URL of another kind, names no folder in a bucket, or needs a package that is not installed.
-    """
+    """Checks a path, which may be in a bucket."""
     if not is_url(path):
         field_syntax.check_local(field, path, tuple(PACKAGES))
         return

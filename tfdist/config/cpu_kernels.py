@@ -1,8 +1,7 @@
 """The kernels that TensorFlow computes with on a CPU: Eigen's, or oneDNN's, which it leaves off on many CPUs.
 
-TensorFlow turns oneDNN on by itself on CPUs with AVX-512 VNNI and the like
-alone; with AVX2 it is ahead too (docs/speed.md). It decides once, when it is
-imported, so whoever wants another kind must say so before.
+TensorFlow turns oneDNN on by itself on CPUs with AVX-512 VNNI and the like alone; with AVX2 it is ahead too
+(docs/speed.md). It decides once, when it is imported, so whoever wants another kind must say so before.
 """
 
 from __future__ import annotations
@@ -55,11 +54,7 @@ def in_use() -> str:
 
 
 def check(kernels: str) -> None:
-    """Checks that TensorFlow, imported by now, has taken what was asked for.
-
-    Raises:
-      UserError: it computes with others, since it was imported before or has no oneDNN.
-    """
+    """Checks that TensorFlow, imported by now, has taken what was asked for."""
     if kernels in _VALUES and in_use() != kernels:
         raise UserError(
             f"--cpu_kernels={kernels} cannot be had: TensorFlow computes with the other kind, since it was imported "

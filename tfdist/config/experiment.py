@@ -244,9 +244,6 @@ def renamed(name: str, value: T, former_name: str, former: T | None, default: T 
     Args:
       former: None if the deprecated name is not used.
       default: of the option, which counts as not given; 0 if None.
-
-    Raises:
-      UserError: both are given and differ.
     """
     if former is None:
         return value

@@ -15,20 +15,14 @@ from tfdist.errors import UserError
 Options: TypeAlias = dict[str, Any]
 """Keyword arguments as a person wrote them: numbers, texts, truth values, and tuples or lists of them, by name."""
 
-LARGEST = 10**12
-"""No count of an experiment is larger; TensorFlow's numbers of 64 bits hold the products of two."""
-MOST_PATHS = 10**6
-"""Upper bound on the paths that braces in a pattern expand to."""
+LARGEST = 10**12  # no count of an experiment is larger; TensorFlow's numbers of 64 bits hold the products of two
+MOST_PATHS = 10**6  # upper bound on the paths that braces in a pattern expand to
 _BRACKETS = {"(": ")", "[": "]", "{": "}"}
 _REFERENCE = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
 
 
 def options(field: str, text: str) -> Options:
-    """Returns the keyword arguments in `text`, Python literals or bare words: `units=64, activation=relu`.
-
-    Raises:
-      UserError: naming `field`, when `text` is something else.
-    """
+    """Returns the keyword arguments in `text`, Python literals or bare words: `units=64, activation=relu`."""
     try:
         call = ast.parse(f"f({text})", mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
@@ -59,11 +53,7 @@ def _check_finite(name: str, value: object) -> None:
 
 
 def divided(field: str, text: str, separator: str) -> list[str]:
-    """Splits a text at separators that are not between quotes or brackets.
-
-    Raises:
-      UserError: naming `field`, when a quote or a bracket is not closed.
-    """
+    """Splits a text at separators that are not between quotes or brackets."""
     parts, closing, quote = [""], [], ""
     for c in text:
         if quote:
@@ -84,11 +74,7 @@ def divided(field: str, text: str, separator: str) -> list[str]:
 
 
 def image_size(text: str) -> tuple[int, int] | None:
-    """Returns height and width in `data.image_size`; None if it is empty.
-
-    Raises:
-      UserError: when it is something else.
-    """
+    """Returns height and width in `data.image_size`; None if it is empty."""
     if not text:
         return None
     sides = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", text)
@@ -98,11 +84,7 @@ def image_size(text: str) -> tuple[int, int] | None:
 
 
 def assignments(field: str, text: str) -> dict[str, str]:
-    """Parses `name=value, name=value`, whose values are any words: `boundaries=30% 60%, factor=0.1`.
-
-    Raises:
-      UserError: naming `field`, when `text` is something else.
-    """
+    """Parses `name=value, name=value`, whose values are any words: `boundaries=30% 60%, factor=0.1`."""
     values: dict[str, str] = {}
     for part in text.split(",") if text.strip() else []:
         name, equals, value = (word.strip() for word in part.rpartition("="))
@@ -113,11 +95,7 @@ def assignments(field: str, text: str) -> dict[str, str]:
 
 
 def number(field: str, text: str) -> float:
-    """Returns the finite number in `text`.
-
-    Raises:
-      UserError: naming `field`.
-    """
+    """Returns the finite number in `text`."""
     try:
         value = float(text)
     except ValueError:
@@ -167,11 +145,7 @@ def class_weights(text: str) -> dict[str, float]:
 
 
 def schedule_options(optimizer: Optimizer) -> Options:
-    """Parses `optimizer.schedule_options` into numbers `end` and `factor` and texts `boundaries` and `every`.
-
-    Raises:
-      UserError: the schedule has no such option, or needs another one.
-    """
+    """Parses `optimizer.schedule_options` into numbers `end` and `factor` and texts `boundaries` and `every`."""
     field = "optimizer.schedule_options"
     given: dict[str, Any] = dict(assignments(field, optimizer.schedule_options))
     known = SCHEDULES[optimizer.schedule]
@@ -202,11 +176,7 @@ def files(name: str) -> tuple[str, str] | None:
 
 
 def expanded(field: str, pattern: str) -> list[str]:
-    """Returns the paths that the braces of a pattern stand for: `{000..009}`, `{a,b}`; without any, itself.
-
-    Raises:
-      UserError: naming `field`, when they stand for nothing or for too many.
-    """
+    """Returns the paths that the braces of a pattern stand for: `{000..009}`, `{a,b}`; without any, itself."""
     choices: list[list[str]] = []
     for piece in re.split(r"(\{[^{}]*\})", pattern):
         inner = piece[1:-1] if piece.startswith("{") and piece.endswith("}") else None

@@ -11,8 +11,7 @@ import os
 import uuid
 from typing import BinaryIO, TypeAlias
 
-Note: TypeAlias = dict[str, str | int]
-"""Location of memory, as JSON can hold it."""
+Note: TypeAlias = dict[str, str | int]  # location of memory, as JSON can hold it
 
 _MEMORY = "/memfd:tfdist "
 
@@ -27,8 +26,7 @@ class Offer:
       OSError: there is none to be had.
     """
 
-    TOKEN_BYTES = 32
-    """At its beginning, which tell it from what another container may have at the same place."""
+    TOKEN_BYTES = 32  # at its beginning, which tell it from what another container may have at the same place
 
     def __init__(self, name: str):
         if not hasattr(os, "memfd_create"):

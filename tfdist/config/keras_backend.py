@@ -17,8 +17,7 @@ class KerasBackend(NamedTuple):
 
     name: str
     chosen_by: str
-    fix: str
-    """Fix: how to choose TensorFlow instead."""
+    fix: str  # how to choose TensorFlow instead
 
 
 def find(environ: Mapping[str, str]) -> KerasBackend:
@@ -36,11 +35,7 @@ def find(environ: Mapping[str, str]) -> KerasBackend:
 
 
 def check(environ: Mapping[str, str]) -> None:
-    """Checks that Keras runs, or will run, on TensorFlow; it fails with a traceback at its import or later otherwise.
-
-    Raises:
-      UserError: another backend is chosen.
-    """
+    """Checks that Keras runs, or will run, on TensorFlow; else it fails with a traceback, at its import or later."""
     backend = find(environ)
     if "keras" in sys.modules:  # which has chosen, whatever the variable says by now
         backend = backend._replace(name=sys.modules["keras"].config.backend())

@@ -21,8 +21,7 @@ from tfdist.errors import UserError
 # In a folder that somebody else has made, a pipe or a device would be waited for without end, and a file may claim to
 # be as long as all disks of the world while it takes no room on any.
 _AT_ONCE = os.O_NONBLOCK | os.O_CLOEXEC
-MOST = 1 << 28
-"""Bytes that are read into memory; the longest history of a run has a hundredth of it."""
+MOST = 1 << 28  # bytes that are read into memory; the longest history of a run has a hundredth of it
 
 
 @contextlib.contextmanager

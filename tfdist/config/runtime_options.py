@@ -26,8 +26,7 @@ CHOICES = {
 }
 MOST_THREADS = 1024
 """Threads per device, and devices that a CPU is split into; tens of thousands take minutes to start, or all memory."""
-MOST_PROFILED = 100
-"""Updates in a profile; more make a trace that no browser opens."""
+MOST_PROFILED = 100  # updates in a profile; more make a trace that no browser opens
 
 
 @dataclasses.dataclass(frozen=True)

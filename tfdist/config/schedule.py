@@ -28,48 +28,37 @@ class Aim(NamedTuple):
     """A metric, and which way it is better."""
 
     metric: str
-    better: int
-    """+1 where more is better, -1 where less is."""
+    better: int  # +1 where more is better, -1 where less is
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Decay:
     """Decay of the learning rate from its peak at the end of the warm-up."""
 
-    kind: str
-    """`constant`, `cosine`, `linear`, `step` or `exponential`."""
-    end: float = 0.0
-    """Share of the peak left at the end of the run (cosine, linear)."""
+    kind: str  # `constant`, `cosine`, `linear`, `step` or `exponential`
+    end: float = 0.0  # share of the peak left at the end of the run (cosine, linear)
     boundaries: tuple[int, ...] = ()
     """Updates after which the rate is multiplied by `factor` once more (step), from the beginning of the run."""
     factor: float = 0.1
-    every: float = 1.0
-    """Updates in which the rate is multiplied by `factor`, smoothly (exponential)."""
+    every: float = 1.0  # updates in which the rate is multiplied by `factor`, smoothly (exponential)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
     """Whole numbers of updates; nothing downstream knows other units."""
 
-    examples: int
-    """Examples per epoch."""
+    examples: int  # examples per epoch
     global_batch: int
     accumulate: int
     replicas: int
     updates_per_epoch: int
-    updates: int
-    """Updates of the whole run."""
-    epochs: int
-    """Epochs begun; the last one is short when `train.steps` says so."""
-    warmup: int
-    """Updates of learning-rate warm-up."""
+    updates: int  # updates of the whole run
+    epochs: int  # epochs begun; the last one is short when `train.steps` says so
+    warmup: int  # updates of learning-rate warm-up
     decay: Decay
-    eval_every: int
-    """Epochs between evaluations."""
-    base_rate: float
-    """Learning rate as given, at which a scaled one starts its warm-up."""
-    rate: float
-    """Peak learning rate, scaled to the batch."""
+    eval_every: int  # epochs between evaluations
+    base_rate: float  # learning rate as given, at which a scaled one starts its warm-up
+    rate: float  # peak learning rate, scaled to the batch
 
     def describe(self) -> str:
         """Returns the plan in one line."""
@@ -245,11 +234,7 @@ _SHRINKS = re.compile(
 
 
 def better(text: str, field: str = "checkpoint.best") -> Aim:
-    """Parses `checkpoint.best` or `train.monitor`, whose `min` or `max` may be left to a metric's name that tells it.
-
-    Raises:
-      UserError: it is not understood, or the name does not tell: what is taken for best would be the worst.
-    """
+    """Parses `checkpoint.best` or `train.monitor`, whose `min` or `max` may be left to a metric's name if it tells."""
     mode, _, name = text.strip().rpartition(" ")
     if mode not in ("", "min", "max"):
         raise UserError(f"{field}={text!r} is not understood", "write a metric, or min or max and a metric")

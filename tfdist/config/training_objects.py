@@ -31,8 +31,7 @@ CALLBACKS = (
     "SwapEMAWeights", "TensorBoard", "TerminateOnNaN",
 )  # fmt: skip
 """Classes of Keras that texts can be the arguments of, listed here so that a misspelt name needs no Keras."""
-ACCURACY = ("accuracy", "acc")
-"""Keras chooses what these mean by the shapes of targets and outputs."""
+ACCURACY = ("accuracy", "acc")  # Keras chooses what these mean by the shapes of targets and outputs
 _SHORT = {
     "mse": "MeanSquaredError",
     "mae": "MeanAbsoluteError",
@@ -47,23 +46,15 @@ _SHORT = {
 class KerasObjectSpec:
     """One loss, metric or callback."""
 
-    field: str
-    """The experiment's field, such as `train.loss`."""
-    name: str
-    """As it was written, without its arguments."""
-    kind: str
-    """The class of Keras, `accuracy`, or "" for `package.module:function`."""
+    field: str  # the experiment's field, such as `train.loss`
+    name: str  # as it was written, without its arguments
+    kind: str  # the class of Keras, `accuracy`, or "" for `package.module:function`
     options: field_syntax.Options
-    called: bool
-    """Whether arguments were written, if only ()."""
+    called: bool  # whether arguments were written, if only ()
 
 
 def loss(train: Train) -> KerasObjectSpec | None:
-    """Returns what `train.loss` asks for, None for the loss that fits the data.
-
-    Raises:
-      UserError: it is not understood, no name of Keras, or more than one.
-    """
+    """Returns what `train.loss` asks for, None for the loss that fits the data."""
     specs = _all("train.loss", train.loss, LOSSES, ())
     if len(specs) > 1:
         raise UserError(

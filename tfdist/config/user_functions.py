@@ -25,9 +25,6 @@ def resolve(field: str, reference: str, called: bool = True) -> Callable:
 
     Args:
       called: insist on what can be called.
-
-    Raises:
-      UserError: no such module or function.
     """
     module_name, _, name = as_now(reference).partition(":")
     if os.getcwd() not in sys.path:

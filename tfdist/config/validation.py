@@ -70,11 +70,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 
 
 def validate(experiment: object) -> Experiment:
-    """Checks an experiment.
-
-    Raises:
-      UserError: naming the field, the value received and what to change.
-    """
+    """Checks an experiment."""
     if not isinstance(experiment, Experiment):
         raise UserError(
             f"get_config() of --config must return a tfdist.config.Experiment, got {type(experiment).__name__}",

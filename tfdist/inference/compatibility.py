@@ -57,9 +57,6 @@ def for_own_loss(model: keras.Model, data: Loaded, source: str) -> Loaded:
 
     Args:
       source: the file, for messages.
-
-    Raises:
-      UserError: it has no loss, or the data have more classes than the model.
     """
     from tfdist.data.sources import one_hot
 

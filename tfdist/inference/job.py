@@ -35,16 +35,12 @@ MODEL_FLAGS = ("workdir", "model", "checkpoint", "trust_code")
 class Ready:
     """A model under a strategy, and data for it."""
 
-    model: keras.Model
-    """Not compiled, unless its file has a loss."""
-    from_file: bool
-    """It comes from `--model`, and was not built by the experiment."""
+    model: keras.Model  # not compiled, unless its file has a loss
+    from_file: bool  # it comes from `--model`, and was not built by the experiment
     experiment: config.Experiment
-    data: Loaded
-    """With the description that the model was trained for."""
+    data: Loaded  # with the description that the model was trained for
     distribution: Distribution
-    source: str
-    """File or checkpoint with the weights."""
+    source: str  # file or checkpoint with the weights
 
 
 def define_flags() -> None:
@@ -207,9 +203,6 @@ def new_rows(experiment: config.Experiment, spec: Spec, requested: ModelRequest,
     Args:
       spec: of the training data.
       rows_alone: leave out the targets.
-
-    Raises:
-      UserError: it is no table, or lacks columns.
     """
     from tfdist.data import bucket_files
     from tfdist.data.datasets import tables

@@ -103,9 +103,6 @@ def request(
       experiment: of the command line.
       changes: its fields that were set there, by name.
       from_file: the experiment was given as a file.
-
-    Raises:
-      UserError: the flags contradict each other.
     """
     if bool(workdir) == bool(model):
         both = "--workdir and --model name two models" if model else "neither --workdir nor --model says which model"
@@ -133,12 +130,7 @@ def request(
 
 
 def read_experiment(request: ModelRequest) -> config.Experiment:
-    """Reads the experiment that the model was trained with, and applies the request's changes.
-
-    Raises:
-      UserError: there is no such run or file, its experiment cannot be used, or it names functions and is not the
-        user's own work.
-    """
+    """Reads the experiment that the model was trained with, and applies the request's changes."""
     path = request.path
     if request.model:
         if path.suffix != ".keras" or not path.is_file():
@@ -195,9 +187,6 @@ def experiment_from(fields: dict[str, Any], what: str = "the experiment") -> con
 
     Args:
       what: the source of the fields, for messages.
-
-    Raises:
-      UserError: a field is unknown or has an invalid value.
     """
     return _from_dict(config.Experiment, fields, what)
 
@@ -222,11 +211,7 @@ def _from_dict(kind: type[T], fields: dict[str, Any], what: str) -> T:
 
 
 def load(path: pathlib.Path) -> keras.Model:
-    """Loads a `.keras` file of Keras' own and registered layers: safe mode runs no code in it.
-
-    Raises:
-      UserError: it cannot be read, or needs code that is not registered.
-    """
+    """Loads a `.keras` file of Keras' own and registered layers: safe mode runs no code in it."""
     import keras
 
     try:
@@ -247,10 +232,8 @@ def load(path: pathlib.Path) -> keras.Model:
 class Weights:
     """Weights of a model, on the chief."""
 
-    source: str
-    """File or checkpoint, for messages."""
-    arrays: list[np.ndarray]
-    """In the order of `model.weights`."""
+    source: str  # file or checkpoint, for messages
+    arrays: list[np.ndarray]  # in the order of `model.weights`
 
 
 def read_weights(requested: ModelRequest, experiment: config.Experiment, build: Callable[[], keras.Model]) -> Weights:
@@ -258,9 +241,6 @@ def read_weights(requested: ModelRequest, experiment: config.Experiment, build: 
 
     Args:
       build: builds the model, with any weights.
-
-    Raises:
-      UserError: there are none, they are damaged, or they do not match the model.
     """
     import tensorflow as tf
 

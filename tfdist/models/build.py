@@ -28,14 +28,11 @@ def set_precision(precision: str) -> None:
 def build(experiment: config.Experiment, spec: Spec, quiet: bool = False) -> keras.Model:
     """Builds `model.name` for this data; call it inside the strategy's scope, on all workers.
 
-    The model's initial weights depend on the experiment's seed alone, and on
-    the file of `model.weights`, which every worker reads.
+    The model's initial weights depend on the experiment's seed alone, and on the file of `model.weights`, which every
+    worker reads.
 
     Args:
       quiet: nothing is said of the weights that were taken and the layers that were frozen.
-
-    Raises:
-      UserError: options that the model does not take, data it cannot use, a file that does not fit.
     """
     wanted = experiment.model
     keras.utils.set_random_seed(experiment.seed)
@@ -74,10 +71,6 @@ def compiled(
 
     Returns:
       The data, its targets in the form that the loss wants.
-
-    Raises:
-      UserError: label smoothing where it has no place, data of another form than the model's inputs and outputs, or
-        outputs that are no logits.
     """
     _check_inputs(experiment.model.name, model, data.train)
     train = experiment.train

@@ -12,16 +12,14 @@ import keras
 from tfdist.errors import UserError
 from tfdist.keras_bridge import keras_internals
 
-SHOWN = 8
-"""Names of layers in a message."""
+SHOWN = 8  # names of layers in a message
 
 
 class _Named(NamedTuple):
     """A layer that owns weights."""
 
     layer: keras.Layer
-    names: tuple[str, ...]
-    """Its own name and those of the layers around it, from the inside out."""
+    names: tuple[str, ...]  # its own name and those of the layers around it, from the inside out
 
 
 def freeze(model: keras.Model, text: str) -> str:
@@ -34,9 +32,6 @@ def freeze(model: keras.Model, text: str) -> str:
 
     Returns:
       A line that says what is frozen.
-
-    Raises:
-      UserError: a pattern that matches no layer with weights, or nothing left to train.
     """
     patterns = [pattern.strip() for pattern in text.split(",")]
     layers = list(_with_weights(model, ()))

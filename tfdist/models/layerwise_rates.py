@@ -13,18 +13,15 @@ from tfdist.errors import UserError
 from tfdist.keras_bridge import keras_internals
 
 _BLOCK = re.compile(r"^.*(?:block|layer)_?\d+[a-z]?(?=_)")
-_SHOWN = 12
-"""Names in a message."""
-_SMALLEST = 1e-6
-"""Share of the learning rate below which a layer does not move in float32."""
+_SHOWN = 12  # names in a message
+_SMALLEST = 1e-6  # share of the learning rate below which a layer does not move in float32
 
 
 class _Owned(NamedTuple):
     """A trainable variable and where it is."""
 
     variable: keras.Variable
-    chain: tuple[str, ...]
-    """Names of the layers that it is in, from the outermost on; none for one of the model itself."""
+    chain: tuple[str, ...]  # names of the layers that it is in, from the outermost on; none for one of the model itself
 
     @property
     def nearest(self) -> str:
@@ -37,18 +34,14 @@ def factors(model: keras.Model, rates: Mapping[str, float], decay: float = 1.0) 
 
     Args:
       model: built.
-      rates: factor by a pattern (`head*`) for names or paths of layers or variables; of several that match a
-        variable, the last counts.
-      decay: factor between a layer and the one below it (Clark et al., *ELECTRA*, 2020; Bao et al., *BEiT*, 2021):
-        1 for the layer next to the output. Layers that are named as parts of a block (`block3_conv`) count as one, so
+      rates: factor by a pattern (`head*`) for names or paths of layers or variables; of several that match a variable,
+        the last counts.
+      decay: factor between a layer and the one below it (Clark et al., *ELECTRA*, 2020; Bao et al., *BEiT*, 2021): 1
+        for the layer next to the output. Layers that are named as parts of a block (`block3_conv`) count as one, so
         does a layer made of layers; embeddings and weights of the model itself are the lowest together.
 
     Returns:
       One per variable, in their order; none at all where each would be 1.
-
-    Raises:
-      UserError: a pattern matches no trainable variable, a factor is not positive, or a decay leaves the lowest layers
-        nothing to learn with.
     """
     for name, value in {**rates, "layer_decay": decay}.items():
         if not 0 < value < float("inf"):
@@ -75,9 +68,6 @@ def matching(model: keras.Model, pattern: str, what: str) -> list[int]:
 
     Args:
       what: the patterns are for, in words for a message.
-
-    Raises:
-      UserError: it is for none.
     """
     names = [_names(owned) for owned in _owned(model)]
     matched = [i for i, known in enumerate(names) if any(fnmatch.fnmatchcase(name, pattern) for name in known)]

@@ -22,12 +22,9 @@ class LossAndMetrics:
 
     loss: Any
     metrics: list[Any]
-    one_hot: bool
-    """Whether they compare outputs with rows of 0 and 1 instead of class numbers."""
-    weighted: bool
-    """Whether metrics count the examples' own weights."""
-    own: bool
-    """Whether the loss is the user's own, of which nothing is known."""
+    one_hot: bool  # whether they compare outputs with rows of 0 and 1 instead of class numbers
+    weighted: bool  # whether metrics count the examples' own weights
+    own: bool  # whether the loss is the user's own, of which nothing is known
 
     def arguments(self) -> dict[str, object]:
         """Returns the arguments of `compile`."""
@@ -35,11 +32,7 @@ class LossAndMetrics:
 
 
 def of(experiment: config.Experiment, model: keras.Model, data: Loaded) -> LossAndMetrics:
-    """Returns what `train.loss` and `train.metrics` ask for, and for what they leave open, what fits the data.
-
-    Raises:
-      UserError: a name or function that cannot be used, or that does not fit the data or the other fields.
-    """
+    """Returns what `train.loss` and `train.metrics` ask for, and for what they leave open, what fits the data."""
     spec, metrics = training_objects.loss(experiment.train), training_objects.metrics(experiment.train)
     if data.spec.classes is None:
         loss = _loss(spec, model, {}) if spec else "mse"
@@ -67,11 +60,7 @@ def of(experiment: config.Experiment, model: keras.Model, data: Loaded) -> LossA
 
 
 def callbacks(experiment: config.Experiment) -> list[keras.callbacks.Callback]:
-    """Returns what `train.callbacks` asks for, made anew.
-
-    Raises:
-      UserError: something there makes no callbacks.
-    """
+    """Returns what `train.callbacks` asks for, made anew. Raises UserError: something there makes no callbacks."""
     made = []
     for spec in training_objects.callbacks(experiment.train):
         if spec.kind:

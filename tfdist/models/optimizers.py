@@ -21,11 +21,7 @@ _CLASSES = {name.lower(): name for name in dir(keras.optimizers) if name[0].isup
 
 
 def build(experiment: config.Experiment, plan: Plan) -> keras.optimizers.Optimizer:
-    """Builds the Keras optimizer; call it inside the strategy's scope.
-
-    Raises:
-      UserError: options that the optimizer does not take.
-    """
+    """Builds the Keras optimizer; call it inside the strategy's scope."""
     wanted = experiment.optimizer
     options: dict[str, Any] = field_syntax.options("optimizer.options", wanted.options)
     if wanted.weight_decay:
@@ -54,11 +50,7 @@ def build(experiment: config.Experiment, plan: Plan) -> keras.optimizers.Optimiz
 
 
 def exclude(model: keras.Model, wanted: config.Optimizer) -> None:
-    """Keeps weight decay from what `optimizer.decay_exclude` names; before the optimizer is built.
-
-    Raises:
-      UserError: a pattern matches nothing.
-    """
+    """Keeps weight decay from what `optimizer.decay_exclude` names; before the optimizer is built."""
     patterns = [pattern.strip() for pattern in wanted.decay_exclude.split(",") if pattern.strip()]
     matched = {i for pattern in patterns for i in layerwise_rates.matching(model, pattern, "optimizer.decay_exclude")}
     if matched:

@@ -15,14 +15,12 @@ import numpy as np
 
 from tfdist.errors import UserError, one_line
 
-SHOWN = 4
-"""How many layers a message names."""
+SHOWN = 4  # how many layers a message names
 _SPLIT = re.compile(r"(?<=.)(?=[A-Z][a-z])|(?<=[a-z])(?=[A-Z])")
 _CLASSES = {_SPLIT.sub("_", name).lower() for name in (*dir(keras.layers), "Functional", "Sequential")}
 NUMBERED = _CLASSES | {f"{way}_{name}" for way in ("forward", "backward") for name in _CLASSES}
 """What Keras calls a layer without a name, before the number that it counts up in each process."""
-OF_TRAINING = {"optimizer", "metrics", "seed_generator"}
-"""Parts of a file that are not weights."""
+OF_TRAINING = {"optimizer", "metrics", "seed_generator"}  # parts of a file that are not weights
 
 Key = tuple[str, ...]
 """Names of the layers around a variable, from the outside in, and its number among those of its layer."""
@@ -31,10 +29,9 @@ Key = tuple[str, ...]
 def take(model: keras.Model, path: str) -> str:
     """Gives the model the weights in a file, where layer, variable and shape are the same.
 
-    A layer goes by its name, or if Keras has numbered it by its place among
-    those of its class. One that has more or fewer variables than in the file
-    takes none: those of BatchNorm without `scale`, say, have the same shapes
-    and other meanings.
+    A layer goes by its name, or if Keras has numbered it by its place among those of its class. One that has more or
+    fewer variables than in the file takes none: those of BatchNorm without `scale`, say, have the same shapes and other
+    meanings.
 
     Args:
       model: built; to be called within the scope of its strategy, on all workers.
@@ -42,9 +39,6 @@ def take(model: keras.Model, path: str) -> str:
 
     Returns:
       A line that says how many were taken, and which were not.
-
-    Raises:
-      UserError: the file cannot be read, or nothing in it fits.
     """
     try:
         given = read(path)

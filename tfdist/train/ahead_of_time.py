@@ -19,22 +19,17 @@ if TYPE_CHECKING:
     from tfdist.topology.program import Program
     from tfdist.train.preparation import Preparation
 
-TRIES = 6
-"""Compilations that each of the two searches may take; a deep network takes minutes for one."""
-FINENESS = 16
-"""The largest batch is searched with this relative precision."""
+TRIES = 6  # compilations that each of the two searches may take; a deep network takes minutes for one
+FINENESS = 16  # the largest batch is searched with this relative precision
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fit:
     """Alternatives that fit."""
 
-    batch: int
-    """The largest global batch that fits, 0 for none."""
-    too_many: int
-    """The smallest one that does not."""
-    accumulate: int
-    """Micro-batches with which the requested batch fits, 0 where none were found."""
+    batch: int  # the largest global batch that fits, 0 for none
+    too_many: int  # the smallest one that does not
+    accumulate: int  # micro-batches with which the requested batch fits, 0 where none were found
 
 
 def largest_fit(
@@ -67,8 +62,7 @@ def largest_fit(
     return Fit(fits * parts, too_many * parts, next(enough, 0))
 
 
-AUTO = 0
-"""`train.batch_size=auto` as a number."""
+AUTO = 0  # `train.batch_size=auto` as a number
 
 
 def check(where: Environment, batch: int) -> None:
@@ -158,10 +152,7 @@ def lines(result: compiler.Compiled, rows: int, topology: known.Topology) -> lis
     texts = [
         ("topology", f"{topology.name}: {count}, {rows} rows on each"),
         ("compiled", f"in {result.seconds:.1f} s{flops}"),
-        (
-            "fits",
-            f"{sized(result.needs)} of {sized(topology.memory)} per device: arguments {sized(result.arguments)},",
-        ),
+        ("fits", f"{sized(result.needs)} of {sized(topology.memory)} per device: arguments {sized(result.arguments)},"),
         ("", rest),
         ("exchange", exchanged if topology.replicas > 1 else "none, there is one replica"),
     ]

@@ -18,8 +18,7 @@ from tfdist import config
 from tfdist.config import field_syntax
 from tfdist.errors import TrainingError, UserError, one_line
 
-ROWS = 32
-"""Examples that are read of data that is not in memory, to be repeated."""
+ROWS = 32  # examples that are read of data that is not in memory, to be repeated
 
 
 class SendAnswer(Protocol):

@@ -34,22 +34,17 @@ if TYPE_CHECKING:
 
 SHARE = 0.5
 """Share of the machine's available memory for a run on its CPU; other programs, checkpoints and data need some."""
-LIMIT_S = 300.0
-"""Seconds for all attempts of a single process; with several, the others must not time out waiting."""
-FIRST = 16
-"""Examples of a micro-batch with which the search begins."""
+LIMIT_S = 300.0  # seconds for all attempts of a single process; with several, the others must not time out waiting
+FIRST = 16  # examples of a micro-batch with which the search begins
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchProposal:
     """One worker's proposal for the batch."""
 
-    recorded: int = 0
-    """Global batch of the run that is resumed, 0 for none."""
-    share: int = 0
-    """Examples per replica that fit here, 0 where another worker of this host has searched."""
-    why: str = ""
-    """Explanation of the share."""
+    recorded: int = 0  # global batch of the run that is resumed, 0 for none
+    share: int = 0  # examples per replica that fit here, 0 where another worker of this host has searched
+    why: str = ""  # explanation of the share
 
 
 def is_auto(experiment: config.Experiment) -> bool:
@@ -74,11 +69,7 @@ def recorded(experiment: config.Experiment, folder: RunFolder, options: ResumeOp
 
 
 def find(experiment: config.Experiment, environment: Environment, placement: Placement) -> BatchProposal:
-    """Searches the examples per replica that fit on this worker; before TensorFlow has been started here.
-
-    Raises:
-      UserError: not even one fits, it took too long, or the experiment cannot run at all.
-    """
+    """Searches the examples per replica that fit on this worker; before TensorFlow has been started here."""
     if placement.choice.name == "tpu":  # which two processes cannot hold at once
         raise UserError("train.batch_size=auto is measured in a process of its own, and a TPU has one", "give a number")
     cluster, on_cpu = placement.cluster, not placement.selection.gpus and not placement.selection.opaque
@@ -117,9 +108,6 @@ def _search(
       least: the smallest batch, of which all others are multiples.
       limit: seconds for all attempts.
       budget: bytes for the replicas of this worker, None where their devices have a limit.
-
-    Raises:
-      UserError: no batch fits.
     """
     first = attempt([FIRST * least * 2**i for i in range(24)])
     fits, too_many, peak = first.fits, first.too_many, first.peak
@@ -167,13 +155,10 @@ class _Answer:
 
     fits: int = 0
     too_many: int = 0
-    peak: int = 0
-    """Bytes of all replicas of this worker with the batch that fits."""
-    ended: bool = False
-    """It has tried all sizes."""
+    peak: int = 0  # bytes of all replicas of this worker with the batch that fits
+    ended: bool = False  # it has tried all sizes
     error: str = ""
-    end: str = ""
-    """How its process ended, where nothing else explains it."""
+    end: str = ""  # how its process ended, where nothing else explains it
 
 
 def _probe(work: dict, environ: dict[str, str], seconds: float) -> _Answer:

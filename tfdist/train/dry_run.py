@@ -32,11 +32,7 @@ from tfdist.train.preparation import Preparation
 def rehearse(
     prepared: Preparation, environment: Environment, placement: Placement, folder: RunFolder, distribution: Distribution
 ) -> None:
-    """Prints the plan of a prepared run.
-
-    Raises:
-      UserError: a replica does not fit on its device, or the run would be refused.
-    """
+    """Prints the plan of a prepared run."""
     experiment, model, topology = prepared.experiment, prepared.model, environment.topology
     if topology:
         limits = ahead_of_time.available(topology)
@@ -95,9 +91,6 @@ def memory(model: keras.Model, available: Mapping[str, float]) -> Memory:
     Args:
       model: built, with its optimizer.
       available: bytes for one replica, by the name of its device.
-
-    Raises:
-      UserError: the devices have less.
     """
     optimizer = keras_internals.inner_optimizer(model.optimizer)
     if not optimizer.built:

@@ -31,20 +31,15 @@ class Preparation:
 
     experiment: config.Experiment
     """As it will run: with the batch that was found, and the micro-batches that an earlier attempt needed."""
-    recovered_accumulate: int
-    """Micro-batches that an earlier attempt, out of memory, has recorded; 0 if none did."""
+    recovered_accumulate: int  # micro-batches that an earlier attempt, out of memory, has recorded; 0 if none did
     data: Loaded
     schedule: schedule_lib.Plan
     class_weights: dict[int, float] | None
-    model: keras.Model
-    """Compiled, under the scope of the strategy."""
-    callbacks: list[keras.callbacks.Callback]
-    """Those of `train.callbacks`."""
+    model: keras.Model  # compiled, under the scope of the strategy
+    callbacks: list[keras.callbacks.Callback]  # those of `train.callbacks`
     checkpoints: manager.Checkpoints
-    profiled: tuple[int, int]
-    """First and last update of the profile, (0, 0) for none."""
-    resumes: bool
-    """The run resumes the earlier one in its folder."""
+    profiled: tuple[int, int]  # first and last update of the profile, (0, 0) for none
+    resumes: bool  # the run resumes the earlier one in its folder
 
     def check_agreement(self, flag: str) -> str:
         """Returns the flag, or `off` for `auto` and a model whose replicas normalize by themselves, as configured."""
@@ -69,9 +64,6 @@ def prepare(
       experiment: its batch and micro-batches may still change here.
       proposal: this worker's for `train.batch_size=auto`.
       change_plan: returns another plan in place of that of the run.
-
-    Raises:
-      UserError: experiment, data or model cannot be used.
     """
     _announce(distribution, placement, experiment.train.virtual_replicas)
     experiment = batch_size_search.agreed(experiment, proposal, distribution)

@@ -30,14 +30,10 @@ if TYPE_CHECKING:
 LOWEST, HIGHEST = 1e-6, 10.0
 UPDATES = 200
 TABLE, PICTURE = "learning_rates.csv", "learning_rates.png"
-WARM = 10
-"""First updates, whose losses are ignored."""
-SAFE = 10.0
-"""The suggested rate is that of the lowest loss divided by this."""
-_KEEPS = 0.9
-"""Weight of the previous mean in the smoothed loss."""
-_DIVERGED = 4.0
-"""The test ends when the smoothed loss is this multiple of the lowest."""
+WARM = 10  # first updates, whose losses are ignored
+SAFE = 10.0  # the suggested rate is that of the lowest loss divided by this
+_KEEPS = 0.9  # weight of the previous mean in the smoothed loss
+_DIVERGED = 4.0  # the test ends when the smoothed loss is this multiple of the lowest
 _BLUE, _ORANGE, _GRAY = "#0072B2", "#D55E00", "#666666"  # Okabe and Ito's
 _ABOVE = 1.3
 """Share of the loss's fall that is shown above its first value; a growing loss would push all else to the floor."""
@@ -47,11 +43,9 @@ _ABOVE = 1.3
 class Point:
     """One update of the test."""
 
-    update: int
-    """From 1 on."""
+    update: int  # from 1 on
     rate: float
-    loss: float
-    """Of its batch, before the update."""
+    loss: float  # of its batch, before the update
     smoothed: float
 
 

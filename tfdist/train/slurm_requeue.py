@@ -8,8 +8,7 @@ from collections.abc import Mapping
 
 from tfdist.errors import UserError
 
-LIMIT_S = 30.0
-"""Seconds to wait for an answer of Slurm's controller: the job's time is nearly over."""
+LIMIT_S = 30.0  # seconds to wait for an answer of Slurm's controller: the job's time is nearly over
 
 
 def check(requeue: bool, environ: Mapping[str, str]) -> None:

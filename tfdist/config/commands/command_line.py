@@ -27,8 +27,7 @@ from tfdist.config.commands import config_files, help_page, standard_streams
 from tfdist.errors import TrainingError, UserError, one_line, shown
 
 DEFAULT_CONFIG = os.path.join(os.path.dirname(config.__file__), "default_experiment.py")
-EXIT_S = 25.0
-"""Time limit for a process to end after a signal and its last message: platforms kill after 30 s."""
+EXIT_S = 25.0  # time limit for a process to end after a signal and its last message: platforms kill after 30 s
 _BY_SIGNAL = (129, 130, 143)
 _HELP_FULL = {"-helpfull", "--helpfull"}
 _BATCH = "config.train.batch_size"
@@ -38,13 +37,10 @@ OF_THE_ENVIRONMENT = tuple(runtime_options.HELP)
 class _ConfigArgument(NamedTuple):
     """An argument that says which experiment, or what of it is changed."""
 
-    place: int
-    """In the command line."""
-    name: str
-    """Without dashes: `config`, or a field such as `config.train.epochs`."""
+    place: int  # in the command line
+    name: str  # without dashes: `config`, or a field such as `config.train.epochs`
     value: str
-    separate: bool
-    """The value is the next argument."""
+    separate: bool  # the value is the next argument
 
 
 def _config_arguments(argv: Sequence[str]) -> Iterator[_ConfigArgument]:
@@ -56,11 +52,7 @@ def _config_arguments(argv: Sequence[str]) -> Iterator[_ConfigArgument]:
 
 
 def replace_former_names(argv: list[str]) -> None:
-    """Replaces deprecated names of fields in a command line, in place, since config_flags reads sys.argv besides.
-
-    Raises:
-      UserError: a field is given under both names, with different values.
-    """
+    """Replaces deprecated names of fields in a command line, in place, since config_flags reads sys.argv besides."""
     arguments = list(_config_arguments(argv))
     for one in arguments:
         if (name := config.current_name(one.name)) != one.name:
@@ -70,11 +62,7 @@ def replace_former_names(argv: list[str]) -> None:
 
 
 def field(name: str) -> Any:
-    """Returns the default of a field such as `config.train.epochs`, or a group of them.
-
-    Raises:
-      UserError: there is no such field.
-    """
+    """Returns the default of a field such as `config.train.epochs`, or a group of them."""
     owner: Any = config.Experiment()
     for part in name.split(".")[1:]:
         known = tuple(f.name for f in dataclasses.fields(owner)) if dataclasses.is_dataclass(owner) else ()

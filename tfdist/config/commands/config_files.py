@@ -42,9 +42,6 @@ def path_of(flag: str, value: str) -> str:
     Args:
       flag: `config` or `flagfile`.
       value: a path, or a name such as `digits_mlp`; after a colon what `get_config` is called with.
-
-    Raises:
-      UserError: there is no such file, and none of that name comes with tfdist.
     """
     path, colon, rest = value.partition(":") if flag == "config" else (value, "", "")
     if os.path.isfile(path):
@@ -60,11 +57,7 @@ def path_of(flag: str, value: str) -> str:
 
 
 def fill_in(argv: list[str]) -> None:
-    """Writes paths for the names of experiments and flag files, in place.
-
-    Raises:
-      UserError: a file does not exist.
-    """
+    """Writes paths for the names of experiments and flag files, in place. Raises UserError: a file does not exist."""
     for i, argument in enumerate(argv):
         name, equals, value = argument.partition("=")
         flag = name.lstrip("-")
@@ -95,11 +88,7 @@ def listing() -> str:
 
 @contextlib.contextmanager
 def guarded(path: str) -> Iterator[None]:
-    """A context in which that file is run, and can neither end the process nor fail in more than one line.
-
-    Raises:
-      UserError: it has failed, or wanted to end the process.
-    """
+    """A context in which that file is run, and can neither end the process nor fail in more than one line."""
     end, os._exit = os._exit, _end  # which would end the command as if all were done
     try:
         yield

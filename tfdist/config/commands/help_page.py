@@ -21,8 +21,7 @@ from absl import flags
 from tfdist.config import experiment as definition
 
 ASKED = frozenset(f"{dashes}{name}" for dashes in ("-", "--") for name in ("help", "helpshort", "?", "h"))
-FIRST = ("config", "strategy", "devices", "workdir", "resume", "dry_run")
-"""Flags that most people need."""
+FIRST = ("config", "strategy", "devices", "workdir", "resume", "dry_run")  # flags that most people need
 
 
 def is_asked(argv: list[str]) -> bool:
@@ -67,23 +66,16 @@ def page(names: Iterable[str], asked_for: definition.Experiment | None) -> str:
     return "\n\n".join(parts)
 
 
-_LISTS = {
-    "`MODELS`": definition.MODELS,
-    "`APPLICATIONS`": ("a network of keras.applications",),
-}
+_LISTS = {"`MODELS`": definition.MODELS, "`APPLICATIONS`": ("a network of keras.applications",)}
 
 
 class FieldDoc(NamedTuple):
     """Documentation of a field."""
 
-    name: str
-    """On the command line, without dashes: `config.train.epochs`."""
-    kind: str
-    """Its type, as Python writes it."""
-    value: str
-    """Its value here; that of the default experiment where no other is looked at."""
-    meaning: str
-    """In a sentence or more, on one line."""
+    name: str  # on the command line, without dashes: `config.train.epochs`
+    kind: str  # its type, as Python writes it
+    value: str  # its value here; that of the default experiment where no other is looked at
+    meaning: str  # in a sentence or more, on one line
 
 
 @functools.cache

@@ -21,25 +21,19 @@ OWN = ("weights", "input_tensor", "input_shape", "classes", "classifier_activati
 TO_ONE = ("inception_resnet_v2", "inception_v3", "mobilenet", "mobilenet_v2", "nasnet", "resnet_v2", "xception")
 BLUE_FIRST = ("resnet", "vgg16", "vgg19")
 STANDARDISED = ("densenet",)
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Of ImageNet, red first, of 1."""
-BLUE_MEAN = (103.939, 116.779, 123.68)
-"""Of ImageNet, blue first, of 255."""
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, red first, of 1
+BLUE_MEAN = (103.939, 116.779, 123.68)  # of ImageNet, blue first, of 255
 
 
 def build(name: str, options: dict[str, object], spec: Spec) -> keras.Model:
     """Builds the model of that name for this data; its outputs are logits [n, classes].
 
-    Images of one channel become grey ones of three. Values are brought to what
-    the family expects inside the model, so that the weights that Keras offers
-    fit, and the saved model takes images as they are stored.
+    Images of one channel become grey ones of three. Values are brought to what the family expects inside the model, so
+    that the weights that Keras offers fit, and the saved model takes images as they are stored.
 
     Args:
       name: of a function of keras.applications.
       options: more of its arguments, such as `alpha=0.5` of MobileNet.
-
-    Raises:
-      UserError: not images, images that are too small, or options that it does not take.
     """
     layers.needs_image(name, spec)
     if spec.classes is None:

@@ -11,8 +11,7 @@ import keras
 from tfdist.data.spec import Spec
 from tfdist.errors import UserError
 
-PIXEL = 255.0
-"""Largest value of a pixel."""
+PIXEL = 255.0  # largest value of a pixel
 
 
 def check_options(function: Callable[..., Any], options: dict[str, Any]) -> None:
@@ -20,9 +19,6 @@ def check_options(function: Callable[..., Any], options: dict[str, Any]) -> None
 
     The annotations of its arguments say what is right: floats are probabilities, whole numbers count something, from 1
     on, or from 0 on where that is the default or the argument is a `depth`.
-
-    Raises:
-      UserError: naming the option.
     """
     for name, argument in inspect.signature(function).parameters.items():
         if name not in options:
@@ -63,11 +59,7 @@ def scaled(spec: Spec, centred: bool = False) -> keras.Layer:
 
 
 def logits(spec: Spec) -> keras.Layer:
-    """Makes the last layer of a classifier, `head`.
-
-    Raises:
-      UserError: the targets are no classes.
-    """
+    """Makes the last layer of a classifier, `head`. Raises UserError: the targets are no classes."""
     if spec.classes is None:
         raise UserError(
             "this model classifies, and the targets are not whole numbers", "use model.name=package.module:function"
@@ -88,9 +80,8 @@ def full_precision() -> str | None:
 def stochastic_depth(x: keras.KerasTensor, rate: float, name: str) -> keras.KerasTensor:
     """Leaves out `x` [n, ...], a branch beside a shortcut, for each example with probability `rate` while training.
 
-    "Deep Networks with Stochastic Depth" (Huang et al., 2016), per example and
-    not per batch. What is kept is divided by 1 - rate, so that predicting needs
-    no factor. It is Keras' Dropout with one draw per example, whose seeds every
+    "Deep Networks with Stochastic Depth" (Huang et al., 2016), per example and not per batch. What is kept is divided
+    by 1 - rate, so that predicting needs no factor. It is Keras' Dropout with one draw per example, whose seeds every
     replica has of its own.
     """
     if not rate:

@@ -13,9 +13,8 @@ from tfdist.models.zoo import layers as layers_lib
 def cnn(spec: Spec, channels: tuple[int, ...] = (64, 128), units: int = 128) -> keras.Model:
     """Convolutions with BatchNorm, one pooling, a hidden layer: for small images. Returns logits.
 
-    Everything in it is smooth. With ReLU and max pooling, two runs that differ
-    in the last bit of a sum are 5 % apart after 900 updates; with GELU and mean
-    pooling they stay within 1e-6, so that strategies can be compared to the end.
+    Everything in it is smooth. With ReLU and max pooling, two runs that differ in the last bit of a sum are 5 % apart
+    after 900 updates; with GELU and mean pooling they stay within 1e-6, so that strategies can be compared to the end.
     """
     layers_lib.needs_image("cnn", spec, smallest=2)
     layers: list[keras.Layer] = [layers_lib.scaled(spec)]
@@ -140,8 +139,7 @@ def gpt(
 ) -> keras.Model:
     """A causal transformer, normalized before each branch (GPT-2; Radford et al., 2019).
 
-    There is no mask: padding stands at the end, where nothing before it looks,
-    and must weigh nothing in the loss.
+    There is no mask: padding stands at the end, where nothing before it looks, and must weigh nothing in the loss.
 
     Args:
       width: length of a token's vector; a multiple of `heads`.
@@ -163,11 +161,7 @@ def gpt(
     tokens = keras.Input((length,), dtype="int32", name="tokens")
     if tied:
         embedding = keras.layers.ReversibleEmbedding(
-            vocabulary,
-            width,
-            embeddings_initializer=normal(),
-            reverse_dtype=layers.full_precision(),
-            name="embedding",
+            vocabulary, width, embeddings_initializer=normal(), reverse_dtype=layers.full_precision(), name="embedding"
         )
     else:
         embedding = keras.layers.Embedding(vocabulary, width, embeddings_initializer=normal(), name="embedding")

@@ -8,16 +8,14 @@ from tfdist.data.spec import Spec
 from tfdist.errors import UserError
 from tfdist.models.zoo import layers
 
-ALEXNET_SMALLEST = 63
-"""Pixels from which AlexNet's three poolings leave something."""
+ALEXNET_SMALLEST = 63  # pixels from which AlexNet's three poolings leave something
 
 
 def alexnet(spec: Spec, width: int = 64, units: int = 4096, dropout: float = 0.5) -> keras.Model:
     """AlexNet in one tower: "One weird trick for parallelizing convolutional neural networks" (Krizhevsky, 2014).
 
-    Without response normalization, and with He's initial weights (2015), which
-    it then needs to start. Images below 63 pixels, such as CIFAR's, get a first
-    convolution of 3x3 without stride, and poolings that keep the edge.
+    Without response normalization, and with He's initial weights (2015), which it then needs to start. Images below 63
+    pixels, such as CIFAR's, get a first convolution of 3x3 without stride, and poolings that keep the edge.
 
     Args:
       width: channels of the first convolution, 64 as published; the others grow with it.
@@ -58,9 +56,8 @@ def alexnet(spec: Spec, width: int = 64, units: int = 4096, dropout: float = 0.5
 def resnet_cifar(spec: Spec, depth: int = 20, width: int = 16, stochastic_depth: float = 0.0) -> keras.Model:
     """The network for CIFAR-10 of "Deep Residual Learning for Image Recognition" (He et al., 2016, section 4.2).
 
-    Three stages of (depth - 2) / 6 blocks, of width, 2 and 4 times as many
-    channels. Shortcuts have no weights: where the size halves they are
-    subsampled and filled up with zeros (the paper's option A).
+    Three stages of (depth - 2) / 6 blocks, of width, 2 and 4 times as many channels. Shortcuts have no weights: where
+    the size halves they are subsampled and filled up with zeros (the paper's option A).
 
     Args:
       depth: layers with weights: 20, 32, 44, 56, 110, ...
